@@ -1,0 +1,25 @@
+"""Errors of the control plane.
+
+    ClusterError
+    ├── ModelUnknown        no model of that name is registered
+    ├── ModelUnavailable    registered, but its weights cannot be used; says which file and tensor
+    └── SessionError        the Ray session cannot be started, reached or stopped
+"""
+
+from __future__ import annotations
+
+
+class ClusterError(Exception):
+    """Anything that goes wrong in the control plane. The message is one string, so it survives an actor call."""
+
+
+class ModelUnknown(ClusterError):  # noqa: N818 - reads as what happened
+    """No model of that name is registered."""
+
+
+class ModelUnavailable(ClusterError):  # noqa: N818
+    """The model is registered, but its weights cannot be used."""
+
+
+class SessionError(ClusterError):
+    """The Ray session cannot be started, reached or stopped."""

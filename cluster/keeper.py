@@ -1,0 +1,197 @@
+"""NodeKeeper: one per node. Reads extents from the store once and holds them in Ray's object store.
+
+It owns the objects and keeps a live view of each: an object with a view is never spilled by Ray. Replicas get the
+references and map the same memory. Extents with a lease stay; the others go, least recently used first, when the
+byte budget needs room.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import itertools
+import threading
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from weights.errors import BudgetExceeded
+from weights.manifest import ExtentRef
+from weights.reading.extents import ByteArray, read_extent
+from weights.residency import Resident, plan_eviction
+
+READ_THREADS = 8
+
+
+@dataclass
+class _Held:
+    ref: ray.ObjectRef
+    view: ByteArray
+    last_used: int
+    holders: Counter[str]
+
+
+@dataclass
+class _Loading:
+    nbytes: int
+    done: concurrent.futures.Future[None] = field(default_factory=concurrent.futures.Future)
+    # Leases promised to those who wait: they hold from the first moment, so nothing can evict in between.
+    holders: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass(frozen=True, slots=True)
+class KeeperStats:
+    """A snapshot of one node: bytes resident against the budget, and the reads so far."""
+
+    node_id: str
+    num_extents: int
+    resident_bytes: int
+    leased_bytes: int
+    budget_bytes: int
+    read_bytes: int
+    read_s: float
+    num_evicted: int
+
+
+class NodeKeeper:
+    """The bytes of one node. Thread-safe: Ray calls it from a pool of threads."""
+
+    def __init__(self, packs: str, budget_bytes: int, node_id: str) -> None:
+        self._packs = Path(packs)
+        self._budget_bytes = budget_bytes
+        self._node_id = node_id
+        self._lock = threading.Lock()
+        self._held: dict[str, _Held] = {}
+        self._loading: dict[str, _Loading] = {}
+        self._clock = itertools.count()
+        self._readers = concurrent.futures.ThreadPoolExecutor(READ_THREADS, thread_name_prefix="read")
+        self._read_bytes, self._read_s, self._num_evicted = 0, 0.0, 0
+
+    def acquire(self, extents: Sequence[ExtentRef], holder: str) -> dict[str, ray.ObjectRef]:
+        """References to the extents by id, each leased to `holder` once more until `release`.
+
+        However many ask at once, an extent is read once. Raises ExtentCorrupt when the store does not have the
+        bytes and BudgetExceeded when they do not fit; then nothing stays leased.
+        """
+        promised: list[str] = []
+        waiting: list[concurrent.futures.Future[None]] = []
+        try:
+            with self._lock:
+                for extent in extents:
+                    future = self._promise(extent, holder)
+                    promised.append(extent.id)
+                    if future:
+                        waiting.append(future)
+            for future in waiting:
+                future.result()
+        except BaseException:
+            self.release(promised, holder)
+            raise
+        with self._lock:
+            return {id_: self._held[id_].ref for id_ in promised}
+
+    def release(self, ids: Sequence[str], holder: str) -> None:
+        """Give back one lease per id. Unknown ids and holders are ignored: releasing twice is not an error."""
+        with self._lock:
+            for id_ in ids:
+                entry = self._held.get(id_) or self._loading.get(id_)
+                if entry and entry.holders[holder]:
+                    entry.holders -= Counter([holder])
+
+    def stats(self) -> KeeperStats:
+        with self._lock:
+            sizes = [(held.view.nbytes, bool(held.holders)) for held in self._held.values()]
+            return KeeperStats(
+                node_id=self._node_id,
+                num_extents=len(sizes),
+                resident_bytes=sum(nbytes for nbytes, _ in sizes),
+                leased_bytes=sum(nbytes for nbytes, leased in sizes if leased),
+                budget_bytes=self._budget_bytes,
+                read_bytes=self._read_bytes,
+                read_s=self._read_s,
+                num_evicted=self._num_evicted,
+            )
+
+    def holders(self) -> Mapping[str, tuple[str, ...]]:
+        """Who leases which extent."""
+        with self._lock:
+            return {id_: tuple(held.holders) for id_, held in self._held.items()}
+
+    def _promise(self, extent: ExtentRef, holder: str) -> concurrent.futures.Future[None] | None:
+        """With the lock held: lease what is resident, join or start the reading of what is not."""
+        held = self._held.get(extent.id)
+        if held:
+            held.holders[holder] += 1
+            held.last_used = next(self._clock)
+            return None
+        if extent.id not in self._loading:
+            self._make_room(extent)
+            self._loading[extent.id] = _Loading(extent.nbytes)
+            self._readers.submit(self._load, extent)
+        loading = self._loading[extent.id]
+        loading.holders[holder] += 1
+        return loading.done
+
+    def _make_room(self, extent: ExtentRef) -> None:
+        residents = [
+            Resident(id_, held.view.nbytes, held.last_used, held.holders.total())
+            for id_, held in self._held.items()
+        ]
+        in_flight = sum(loading.nbytes for loading in self._loading.values())
+        plan = plan_eviction(residents, extent.nbytes + in_flight, self._budget_bytes)
+        if plan.missing_bytes:
+            holders = sorted({name for id_ in plan.held for name in self._held[id_].holders})
+            raise BudgetExceeded(
+                f"extent {extent.id} of {extent.pack} needs {extent.nbytes} bytes; {plan.missing_bytes} bytes are "
+                f"missing under the node's budget of {self._budget_bytes} (leased by: {', '.join(holders) or 'nobody'})"
+            )
+        for id_ in plan.evict:
+            del self._held[id_]
+            self._num_evicted += 1
+
+    def _load(self, extent: ExtentRef) -> None:
+        """In a reader thread. Whatever happens, those who wait hear of it."""
+        start = time.perf_counter()
+        try:
+            ref = ray.put(read_extent(self._packs, extent))
+            view = ray.get(ref)
+        except Exception as error:  # noqa: BLE001 - handed on to every waiter
+            with self._lock:
+                failed = self._loading.pop(extent.id)
+            failed.done.set_exception(error)
+            return
+        with self._lock:
+            loading = self._loading.pop(extent.id)
+            self._held[extent.id] = _Held(ref, view, next(self._clock), loading.holders)
+            self._read_bytes += extent.nbytes
+            self._read_s += time.perf_counter() - start
+        loading.done.set_result(None)
+
+
+class RayExtents:
+    """ExtentProvider of a replica: the node's keeper leases it the extents, Ray maps them without a copy."""
+
+    def __init__(self, keeper: Any, holder: str) -> None:
+        self._keeper = keeper
+        self._holder = holder
+
+    def fetch(self, extents: Sequence[ExtentRef]) -> Mapping[str, ByteArray]:
+        """Blocks until the bytes are there; call it off the event loop. The lease lasts until `release`."""
+        refs: dict[str, ray.ObjectRef] = _unwrap(self._keeper.acquire.remote(list(extents), self._holder))
+        return dict(zip(refs, ray.get(list(refs.values())), strict=True))
+
+    def release(self, extents: Sequence[ExtentRef]) -> None:
+        """Fire and forget: the views stay valid as long as they are referenced, only the claim on memory ends."""
+        self._keeper.release.remote([extent.id for extent in extents], self._holder)
+
+
+def _unwrap(ref: ray.ObjectRef) -> Any:
+    """`ray.get` that raises the actor's own exception instead of Ray's wrapper around it."""
+    try:
+        return ray.get(ref)
+    except ray.exceptions.RayTaskError as error:
+        raise error.cause if isinstance(error.cause, Exception) else error from None

@@ -1,0 +1,134 @@
+"""The cluster: how many replicas of what, on which resources, serving which models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from configs.model import AdapterConfig, ModelConfig, ModelId, StrictModel
+
+_UNITS = {"B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+def parse_bytes(value: Any) -> Any:
+    """`"2 GiB"` -> 2147483648. Numbers pass through; anything else is left to pydantic to refuse."""
+    if not isinstance(value, str):
+        return value
+    text = value.strip().upper()
+    for unit in sorted(_UNITS, key=len, reverse=True):
+        number = text.removesuffix(unit).strip()
+        if text.endswith(unit) and number.replace(".", "", 1).isdigit():
+            return int(float(number) * _UNITS[unit])
+    if text.isdigit():
+        return int(text)
+    raise ValueError(f"not a size in bytes: {value!r} (expected a number or e.g. 512 MiB, 2 GiB)")
+
+
+Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0)]
+
+
+class HttpConfig(StrictModel):
+    """Where the ingress listens."""
+
+    host: str = "127.0.0.1"
+    port: int = Field(8000, ge=1, le=65535)
+    request_timeout_s: float = Field(300.0, gt=0)
+
+
+class RayConfig(StrictModel):
+    """The Ray cluster. Without `address` a private one is started, which ends with `atelier down`."""
+
+    address: str | None = None
+    num_cpus: float | None = Field(None, gt=0)
+    object_store_bytes: Bytes = Field(2 * 2**30, validate_default=True)
+    dashboard: bool = False
+
+
+class StoreConfig(StrictModel):
+    """The external weight store on disk, and how much of it a node keeps in Ray's object store."""
+
+    path: Path = Path("~/.cache/atelier/store")
+    node_budget_bytes: Bytes | None = Field(
+        None, description="bytes of extents that one node keeps in memory; default 70 % of the object store"
+    )
+
+
+class LimitsConfig(StrictModel):
+    """What one request may ask of the ingress."""
+
+    max_body_bytes: Bytes = Field(2**21, validate_default=True)
+    max_prompt_chars: int = Field(32_768, ge=1)
+    max_images: int = Field(10, ge=1)
+    max_pixels: int = Field(2048 * 2048, ge=64, description="width x height of one image")
+    max_inference_steps: int = Field(200, ge=1)
+    max_embedding_inputs: int = Field(2048, ge=1)
+
+
+class ReplicaConfig(StrictModel):
+    """What every deployment has: how many replicas, what each reserves, how many requests each may hold."""
+
+    num_replicas: int = Field(1, ge=1)
+    num_cpus: float = Field(0.5, ge=0)
+    num_gpus: float = Field(0.0, ge=0)
+    max_ongoing_requests: int = Field(256, ge=1)
+
+
+class IngressConfig(ReplicaConfig):
+    """The HTTP edge."""
+
+    limits: LimitsConfig = LimitsConfig()
+
+
+class TextEncoderConfig(ReplicaConfig):
+    """The embedding service: `@serve.batch` knobs and the token cache."""
+
+    max_batch_size: int = Field(32, ge=1)
+    batch_wait_timeout_s: float = Field(0.002, ge=0)
+    cache_bytes: Bytes = Field(64 * 2**20, validate_default=True)
+    resident_bytes: Bytes = Field(2 * 2**30, validate_default=True)
+
+
+class WorkerConfig(ReplicaConfig):
+    """The denoise/LLM service. `resident_bytes` bounds the weights that one replica keeps built."""
+
+    device: Literal["cpu", "cuda"] = "cpu"
+    resident_bytes: Bytes = Field(4 * 2**30, validate_default=True)
+    kv_cache_bytes: Bytes = Field(64 * 2**20, validate_default=True)
+    max_num_seqs: int = Field(64, ge=1, description="LLM sequences that run at once")
+    num_threads: int | None = Field(None, ge=1, description="torch threads; default: the replica's CPUs, rounded up")
+
+
+class ClusterConfig(StrictModel):
+    """One Atelier cluster, as one YAML file."""
+
+    name: ModelId = "atelier"
+    http: HttpConfig = HttpConfig()
+    ray: RayConfig = RayConfig()
+    store: StoreConfig = StoreConfig()
+    ingress: IngressConfig = IngressConfig()
+    text_encoder: TextEncoderConfig = TextEncoderConfig()
+    worker: WorkerConfig = WorkerConfig()
+    models: tuple[ModelConfig, ...] = Field(min_length=1)
+    adapters: tuple[AdapterConfig, ...] = ()
+
+    @model_validator(mode="after")
+    def _ids_fit_together(self) -> Self:
+        ids = [model.id for model in self.models] + [adapter.id for adapter in self.adapters]
+        twice = sorted({id_ for id_ in ids if ids.count(id_) > 1})
+        if twice:
+            raise ValueError(f"ids used more than once: {', '.join(twice)}")
+        known = {model.id for model in self.models}
+        for adapter in self.adapters:
+            unknown = [base for base in adapter.base if base not in known]
+            if unknown:
+                raise ValueError(
+                    f"adapter {adapter.id!r} names unknown base {', '.join(unknown)}; models: {', '.join(sorted(known))}"
+                )
+        return self
+
+    @property
+    def node_budget_bytes(self) -> int:
+        """Bytes of extents per node. Ray spills from 80 % of its store on, so the default stays clear of it."""
+        return self.store.node_budget_bytes or int(self.ray.object_store_bytes * 0.7)

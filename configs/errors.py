@@ -1,0 +1,40 @@
+"""Errors of the configuration.
+
+    ConfigError
+    └── ConfigFileError    one file could not be used; carries every problem found, each with its line
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+
+class ConfigError(Exception):
+    """A configuration that cannot be used."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing wrong with a file: where (`line` counts from 1, `key` is the dotted path) and what."""
+
+    line: int | None
+    key: str
+    text: str
+
+
+class ConfigFileError(ConfigError):
+    """A YAML file that does not describe a cluster. `str()` gives one line per problem: file:line: key: text."""
+
+    def __init__(self, path: Path, problems: Sequence[Problem]) -> None:
+        super().__init__(path, problems)
+        self.path = path
+        self.problems = tuple(problems)
+
+    def __str__(self) -> str:
+        return "\n".join(self._line(problem) for problem in self.problems)
+
+    def _line(self, problem: Problem) -> str:
+        where = f"{self.path}:{problem.line}" if problem.line else str(self.path)
+        return f"{where}: {problem.key}: {problem.text}" if problem.key else f"{where}: {problem.text}"

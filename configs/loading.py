@@ -1,0 +1,144 @@
+"""YAML -> ClusterConfig. A mistake is reported with file, line, key and, for a typo, the nearest known name."""
+
+from __future__ import annotations
+
+import difflib
+import types
+import typing
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from configs.cluster import ClusterConfig
+from configs.errors import ConfigFileError, Problem
+
+Location = tuple[str | int, ...]
+
+
+def load_cluster_config(path: str | Path) -> ClusterConfig:
+    """Read a cluster YAML. Relative paths inside it are relative to the file's own folder.
+
+    Raises ConfigFileError with every problem that was found, not only the first.
+    """
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigFileError(path, [Problem(None, "", "no such file")]) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigFileError(path, [Problem(None, "", f"cannot be read: {error}")]) from None
+    node, data = _parse(path, text)
+    if not isinstance(data, dict):
+        raise ConfigFileError(path, [Problem(1, "", f"expected a mapping, got {type(data).__name__}")])
+    duplicates = list(_duplicate_keys(node, ()))
+    if duplicates:
+        raise ConfigFileError(path, duplicates)
+    try:
+        config = ClusterConfig.model_validate(data)
+    except ValidationError as error:
+        raise ConfigFileError(path, [_problem(node, detail) for detail in error.errors()]) from None
+    return resolve_paths(config, path.resolve().parent)
+
+
+def resolve_paths(config: ClusterConfig, folder: Path) -> ClusterConfig:
+    """The same config with absolute paths, so that any process of any node reads the same files."""
+
+    def absolute(path: Path) -> Path:
+        return (folder / path.expanduser()).resolve()
+
+    return config.model_copy(
+        update={
+            "store": config.store.model_copy(update={"path": absolute(config.store.path)}),
+            "models": tuple(m.model_copy(update={"path": absolute(m.path)}) for m in config.models),
+            "adapters": tuple(a.model_copy(update={"path": absolute(a.path)}) for a in config.adapters),
+        }
+    )
+
+
+def _parse(path: Path, text: str) -> tuple[yaml.Node | None, Any]:
+    try:
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        return node, yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = mark.line + 1 if mark else None
+        reason = getattr(error, "problem", None) or str(error).splitlines()[0]
+        raise ConfigFileError(path, [Problem(line, "", f"not valid YAML: {reason}")]) from None
+
+
+def _problem(node: yaml.Node | None, detail: Any) -> Problem:
+    location: Location = tuple(detail["loc"])
+    key = ".".join(str(part) for part in location)
+    text = detail["msg"].removeprefix("Value error, ")
+    if detail["type"] == "extra_forbidden":
+        known = _known_keys(location[:-1])
+        nearest = difflib.get_close_matches(str(location[-1]), known, n=1, cutoff=0.5)
+        hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+        text = f"unknown key{hint} (known: {', '.join(known)})"
+    elif detail["type"] == "missing":
+        text = "required, but missing"
+    elif not isinstance(detail.get("input"), dict | list | tuple):
+        text = f"{text}, got {detail.get('input')!r}"
+    return Problem(_line_of(node, location), key, text)
+
+
+def _line_of(node: yaml.Node | None, location: Location) -> int | None:
+    """The line of the deepest part of `location` that the file holds (a missing key has its parent's line)."""
+    line = node.start_mark.line + 1 if node else None
+    for part in location:
+        step = _child(node, part)
+        if step is None:
+            break
+        line, node = step
+    return line
+
+
+def _child(node: yaml.Node | None, part: str | int) -> tuple[int, yaml.Node] | None:
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            if key.value == str(part):
+                return key.start_mark.line + 1, value
+    if isinstance(node, yaml.SequenceNode) and isinstance(part, int) and part < len(node.value):
+        child = node.value[part]
+        return child.start_mark.line + 1, child
+    return None
+
+
+def _duplicate_keys(node: yaml.Node | None, location: Location) -> Iterable[Problem]:
+    """YAML lets a later key win silently; a config in which one half is ignored is a mistake."""
+    if isinstance(node, yaml.MappingNode):
+        seen: set[str] = set()
+        for key, value in node.value:
+            name = str(key.value)
+            if name in seen:
+                dotted = ".".join(str(part) for part in (*location, name))
+                yield Problem(key.start_mark.line + 1, dotted, "given twice")
+            seen.add(name)
+            yield from _duplicate_keys(value, (*location, name))
+    elif isinstance(node, yaml.SequenceNode):
+        for index, child in enumerate(node.value):
+            yield from _duplicate_keys(child, (*location, index))
+
+
+def _known_keys(location: Location) -> list[str]:
+    """The field names of the config model that sits at `location`."""
+    model: type[BaseModel] | None = ClusterConfig
+    for part in location:
+        if isinstance(part, int) or model is None:
+            continue
+        field = model.model_fields.get(part)
+        model = _model_in(field.annotation) if field else None
+    return sorted(model.model_fields) if model else []
+
+
+def _model_in(annotation: Any) -> type[BaseModel] | None:
+    if isinstance(annotation, type) and not isinstance(annotation, types.GenericAlias):
+        return annotation if issubclass(annotation, BaseModel) else None
+    for argument in typing.get_args(annotation):
+        found = _model_in(argument)
+        if found:
+            return found
+    return None

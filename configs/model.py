@@ -1,0 +1,54 @@
+"""One model or adapter that a cluster may serve."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+
+# Ids become file names in the store and path segments in URLs, so they are kept to one plain word.
+ModelId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")]
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+class StrictModel(BaseModel):
+    """Immutable, and an unknown key is an error rather than a silent default."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class GenerationDefaults(StrictModel):
+    """What a request for this model gets when it does not say. None falls back to the engine's own default."""
+
+    width: int | None = Field(None, ge=8, le=4096, description="pixels")
+    height: int | None = Field(None, ge=8, le=4096, description="pixels")
+    num_inference_steps: int | None = Field(None, ge=1, le=1000)
+    guidance_scale: float | None = Field(None, ge=0, le=100)
+    max_sequence_length: int | None = Field(None, ge=1, le=4096, description="tokens of the T5 prompt")
+    max_tokens: int | None = Field(None, ge=1, description="tokens that an LLM may add")
+    temperature: float | None = Field(None, ge=0, le=2)
+
+
+class ModelConfig(StrictModel):
+    """A checkpoint folder in a stock layout: diffusers pipeline, transformers LLM or sentence encoder.
+
+    `component` serves one component of a pipeline folder as a model of its own (its text encoder as an
+    embedding model, say). `dtype` other than `auto` casts floating tensors once, when they enter the store.
+    """
+
+    id: ModelId
+    path: Path
+    component: str | None = None
+    dtype: DType = "auto"
+    defaults: GenerationDefaults = GenerationDefaults()
+    description: str = ""
+
+
+class AdapterConfig(StrictModel):
+    """A LoRA in the stock diffusers/PEFT layout, and the models that it may be used with."""
+
+    id: ModelId
+    path: Path
+    base: tuple[ModelId, ...] = Field(min_length=1)
+    dtype: DType = "auto"

@@ -1,0 +1,1 @@
+"""Model execution: torch + weights + configs only, never Ray, FastAPI or `cluster`."""

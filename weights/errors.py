@@ -1,0 +1,47 @@
+"""Errors of the weights library.
+
+    WeightsError
+    ├── FormatError          a source file is not what its format says; names file and tensor
+    ├── StoreError           the weight store cannot do what was asked
+    │   ├── ModelNotStored       no manifest of that name
+    │   ├── StoreVersionError    written by another version of this library
+    │   └── ExtentCorrupt        bytes on disk do not match their checksum, or are missing
+    ├── AdapterError         a LoRA file that cannot be used
+    └── BudgetExceeded       the bytes asked for do not fit, even after evicting all that may go
+
+Messages are single strings, so that every one of them survives the trip through a Ray actor.
+"""
+
+from __future__ import annotations
+
+
+class WeightsError(Exception):
+    """Anything that goes wrong between bytes and tensors."""
+
+
+class FormatError(WeightsError):
+    """A file that is truncated, damaged or of another format than expected."""
+
+
+class StoreError(WeightsError):
+    """The weight store cannot do what was asked."""
+
+
+class ModelNotStored(StoreError):  # noqa: N818 - reads as what happened
+    """No model of that name was externalized into the store."""
+
+
+class StoreVersionError(StoreError):
+    """The store was written by a version of this library that this one does not understand."""
+
+
+class ExtentCorrupt(StoreError):  # noqa: N818
+    """An extent's bytes are gone or not the ones that were written."""
+
+
+class AdapterError(WeightsError):
+    """A LoRA file that cannot be used."""
+
+
+class BudgetExceeded(WeightsError):  # noqa: N818
+    """More bytes are needed than the budget allows, and nothing more may be evicted."""

@@ -1,0 +1,1 @@
+"""How a checkpoint lies on disk. Reads headers and indexes, never a tensor's bytes."""

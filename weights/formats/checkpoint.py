@@ -1,0 +1,154 @@
+"""A checkpoint folder in a stock layout -> its components: diffusers pipeline, transformers model, LoRA.
+
+Layouts: diffusers `model_index.json` with one folder per component; transformers `config.json` beside
+`model.safetensors` or its shards with `model.safetensors.index.json`; sentence-transformers `modules.json`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from weights.errors import FormatError
+from weights.formats.safetensors import SafetensorsHeader, TensorEntry, read_header
+from weights.manifest import ModelKind
+
+LORA_FILE = "pytorch_lora_weights.safetensors"
+# One component's weights, by precedence: diffusers' and transformers' names, whole before sharded.
+_WEIGHT_STEMS = ("diffusion_pytorch_model", "model")
+_SKELETON_SUFFIXES = {".json", ".txt", ".model", ".jinja", ".md", ".tiktoken"}
+_MAX_SKELETON_FILE_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class SourceComponent:
+    """One module of a checkpoint, with the byte ranges of its tensors; `folder` is relative to the checkpoint."""
+
+    name: str
+    library: str
+    class_name: str | None
+    folder: str
+    tensors: dict[str, TensorEntry]
+    metadata: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A recognised folder. `class_name` is the pipeline class, or the architecture of a single model."""
+
+    path: Path
+    kind: ModelKind
+    class_name: str | None
+    components: tuple[SourceComponent, ...]
+
+    def skeleton_files(self) -> Iterator[Path]:
+        """Everything that is needed beside the weights: configs, tokenizers, templates. Relative paths."""
+        for file in sorted(self.path.rglob("*")):
+            fits = file.is_file() and file.suffix in _SKELETON_SUFFIXES
+            if fits and file.stat().st_size <= _MAX_SKELETON_FILE_BYTES:
+                yield file.relative_to(self.path)
+
+
+def read_checkpoint(path: Path, *, component: str | None = None) -> Checkpoint:
+    """Recognise the folder and read every header. `component` keeps one component of a pipeline only.
+
+    Raises FormatError: no such folder, unknown layout, a file that its header does not fit.
+    """
+    if not path.is_dir():
+        raise FormatError(f"{path}: no such folder")
+    if (path / "model_index.json").is_file():
+        return _diffusers(path, component)
+    if component is not None:
+        raise FormatError(f"{path}: component {component!r} asked for, but this is no pipeline (no model_index.json)")
+    if (path / LORA_FILE).is_file():
+        return _adapter(path)
+    if (path / "config.json").is_file():
+        return _transformers(path)
+    raise FormatError(
+        f"{path}: unknown layout; expected model_index.json (diffusers), config.json (transformers) or {LORA_FILE}"
+    )
+
+
+def _diffusers(path: Path, only: str | None) -> Checkpoint:
+    index = _read_json(path / "model_index.json")
+    components = []
+    for name, value in index.items():
+        if name.startswith("_") or not isinstance(value, list) or len(value) != 2 or value[0] is None:
+            continue
+        # Tokenizers and solvers have a folder as well, but no weights: they belong to the skeleton.
+        if _weight_files(path / name):
+            components.append(_component(path / name, name, str(value[0]), str(value[1]), name))
+    if only is None:
+        if not components:
+            raise FormatError(f"{path}: model_index.json names no component that has safetensors weights")
+        return Checkpoint(path, "diffusion", str(index.get("_class_name")), tuple(components))
+    chosen = [component for component in components if component.name == only]
+    if not chosen:
+        known = ", ".join(component.name for component in components)
+        raise FormatError(f"{path}: no component {only!r} with weights (known: {known})")
+    return Checkpoint(path, "embedding", chosen[0].class_name, tuple(chosen))
+
+
+def _transformers(path: Path) -> Checkpoint:
+    config = _read_json(path / "config.json")
+    architectures = config.get("architectures") or [None]
+    class_name = architectures[0]
+    sentence = (path / "modules.json").is_file()
+    kind: ModelKind = "llm" if str(class_name).endswith("ForCausalLM") and not sentence else "embedding"
+    if not _weight_files(path):
+        raise FormatError(f"{path}: no safetensors weights beside config.json (model.safetensors or its shards)")
+    return Checkpoint(path, kind, class_name, (_component(path, "model", "transformers", class_name, "."),))
+
+
+def _adapter(path: Path) -> Checkpoint:
+    header = read_header(path / LORA_FILE)
+    lora = SourceComponent("lora", "peft", None, ".", dict(header.tensors), dict(header.metadata))
+    return Checkpoint(path, "adapter", None, (lora,))
+
+
+def _component(folder: Path, name: str, library: str, class_name: str | None, relative: str) -> SourceComponent:
+    tensors: dict[str, TensorEntry] = {}
+    metadata: dict[str, str] = {}
+    for file in _weight_files(folder):
+        header: SafetensorsHeader = read_header(file)
+        for tensor, entry in header.tensors.items():
+            if tensor in tensors:
+                raise FormatError(f"{file}: tensor {tensor!r} is also in {tensors[tensor].file.name}")
+            tensors[tensor] = entry
+        metadata.update(header.metadata)
+    return SourceComponent(name, library, class_name, relative, tensors, metadata)
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    for stem in _WEIGHT_STEMS:
+        single, index = folder / f"{stem}.safetensors", folder / f"{stem}.safetensors.index.json"
+        if single.is_file():
+            return [single]
+        if index.is_file():
+            return _shards(folder, index)
+    return []
+
+
+def _shards(folder: Path, index: Path) -> list[Path]:
+    weight_map = _read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise FormatError(f"{index}: no weight_map")
+    names = sorted({str(name) for name in weight_map.values()})
+    for name in names:
+        # A shard name is a plain file name; anything else could point out of the checkpoint.
+        if Path(name).name != name or not (folder / name).is_file():
+            raise FormatError(f"{index}: shard {name!r} is not a file beside it")
+    return [folder / name for name in names]
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise FormatError(f"{path}: {error}") from None
+    if not isinstance(value, dict):
+        raise FormatError(f"{path}: expected a JSON object, got {type(value).__name__}")
+    return value

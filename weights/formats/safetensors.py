@@ -1,0 +1,112 @@
+"""Header of a safetensors file, checked against the published format before any tensor byte is trusted.
+
+Format: u64 little-endian header length, JSON header, then the buffer; offsets are relative to the buffer and must
+tile it exactly. Source: the safetensors README, "Format".
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from weights.dtypes import ITEM_BYTES
+from weights.errors import FormatError
+
+MAX_HEADER_BYTES = 100_000_000  # the format's own limit; keeps a damaged length from becoming an allocation
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """One tensor of a file: absolute byte range, dtype (safetensors name) and shape."""
+
+    file: Path
+    offset: int
+    nbytes: int
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SafetensorsHeader:
+    """What the header says."""
+
+    tensors: Mapping[str, TensorEntry]
+    metadata: Mapping[str, str]
+
+
+def read_header(path: Path) -> SafetensorsHeader:
+    """Parse and check the header of `path`. Raises FormatError naming file and tensor."""
+    file_bytes = path.stat().st_size
+    with path.open("rb") as file:
+        prefix = file.read(8)
+        if len(prefix) < 8:
+            raise FormatError(f"{path}: {file_bytes} bytes, too short for a safetensors header (8 bytes at least)")
+        header_bytes = int.from_bytes(prefix, "little")
+        if header_bytes > MAX_HEADER_BYTES or 8 + header_bytes > file_bytes:
+            raise FormatError(
+                f"{path}: header length {header_bytes} does not fit a file of {file_bytes} bytes "
+                f"(limit {MAX_HEADER_BYTES}); truncated, or not a safetensors file"
+            )
+        raw = file.read(header_bytes)
+    header = _parse_json(path, raw)
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise FormatError(f"{path}: __metadata__ must map strings to strings")
+    start = 8 + header_bytes
+    tensors = {name: _entry(path, name, value, start) for name, value in header.items()}
+    _check_tiling(path, tensors, start, file_bytes)
+    return SafetensorsHeader(tensors, metadata)
+
+
+def _parse_json(path: Path, raw: bytes) -> dict[str, Any]:
+    def refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        names = [name for name, _ in pairs]
+        if len(set(names)) != len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise FormatError(f"{path}: {twice!r} appears twice in the header")
+        return dict(pairs)
+
+    try:
+        header = json.loads(raw.decode("utf-8"), object_pairs_hook=refuse_duplicates)
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise FormatError(f"{path}: header is not UTF-8 JSON: {error}") from None
+    if not isinstance(header, dict):
+        raise FormatError(f"{path}: header is a JSON {type(header).__name__}, expected an object")
+    return header
+
+
+def _entry(path: Path, name: str, value: Any, start: int) -> TensorEntry:
+    try:
+        dtype, shape, (begin, end) = value["dtype"], tuple(value["shape"]), value["data_offsets"]
+    except (TypeError, KeyError, ValueError):
+        raise FormatError(f"{path}: tensor {name!r}: expected dtype, shape and data_offsets, got {value!r}") from None
+    if dtype not in ITEM_BYTES:
+        raise FormatError(f"{path}: tensor {name!r}: unknown dtype {dtype!r} (known: {', '.join(ITEM_BYTES)})")
+    numbers = (*shape, begin, end)
+    if not all(type(number) is int and number >= 0 for number in numbers):
+        raise FormatError(f"{path}: tensor {name!r}: shape and offsets must be non-negative integers, got {value!r}")
+    expected = math.prod(shape) * ITEM_BYTES[dtype]
+    if end - begin != expected:
+        raise FormatError(
+            f"{path}: tensor {name!r}: {dtype} {list(shape)} takes {expected} bytes, its offsets give {end - begin}"
+        )
+    return TensorEntry(path, start + begin, expected, dtype, shape)
+
+
+def _check_tiling(path: Path, tensors: Mapping[str, TensorEntry], start: int, file_bytes: int) -> None:
+    position = start
+    for name, entry in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
+        if entry.offset != position:
+            what = "overlaps the tensor before it" if entry.offset < position else "leaves a hole before it"
+            raise FormatError(f"{path}: tensor {name!r} at byte {entry.offset} {what} (expected byte {position})")
+        position += entry.nbytes
+        if position > file_bytes:
+            raise FormatError(
+                f"{path}: truncated: tensor {name!r} ends at byte {position}, the file has {file_bytes} bytes"
+            )
+    if position != file_bytes:
+        raise FormatError(f"{path}: {file_bytes - position} bytes after the last tensor belong to no tensor")

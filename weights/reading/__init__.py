@@ -1,0 +1,1 @@
+"""From storage into memory, verified on the way."""
