@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import threading
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -78,8 +77,8 @@ class WeightRegistry:
         with self._lock:
             return list(self._states.values())
 
-    def manifest(self, model: str) -> Manifest:
-        """Waits while the model is being registered. Raises ModelUnknown or ModelUnavailable with the reason."""
+    def status(self, model: str) -> ModelStatus:
+        """Waits while the model is being registered. Raises ModelUnknown with the known names."""
         with self._lock:
             pending = self._pending.get(model)
             known = ", ".join(self._states)
@@ -87,9 +86,14 @@ class WeightRegistry:
             raise ModelUnknown(f"no model {model!r} (known: {known})")
         pending.result()
         with self._lock:
-            status = self._states[model]
-            if status.state != "ready":
-                raise ModelUnavailable(f"model {model!r} is unavailable: {status.error}")
+            return self._states[model]
+
+    def manifest(self, model: str) -> Manifest:
+        """Waits while the model is being registered. Raises ModelUnknown, or ModelUnavailable with the reason."""
+        status = self.status(model)
+        if status.state != "ready":
+            raise ModelUnavailable(f"model {model!r} is unavailable: {status.error}")
+        with self._lock:
             return self._manifests[model]
 
     def report_unavailable(self, model: str, error: str) -> None:
@@ -149,13 +153,3 @@ def connect_registry(config: ClusterConfig) -> Any:
 
 def registry_name(config: ClusterConfig) -> str:
     return f"registry-{config.name}"
-
-
-def wait_registered(registry: Any, models: Sequence[str]) -> list[ModelStatus]:
-    """Block until each model is either ready or known to be unavailable."""
-    for model in models:
-        try:
-            ray.get(registry.manifest.remote(model))
-        except (ModelUnavailable, ModelUnknown):
-            continue
-    return ray.get(registry.statuses.remote())

@@ -101,15 +101,6 @@ class Manifest(_Record):
         ids = {ref.extent for name in components for ref in self.components[name].tensors.values()}
         return tuple(self.extents[id_] for id_ in sorted(ids))
 
-    def tensors_in(self, extent: str) -> tuple[str, ...]:
-        """`component.tensor` names that live in an extent: what a damaged extent takes down."""
-        return tuple(
-            f"{component.name}.{name}"
-            for component in self.components.values()
-            for name, ref in component.tensors.items()
-            if ref.extent == extent
-        )
-
 
 def read_manifest(path: Path) -> Manifest:
     """Raises WeightsError naming the file when it is damaged, StoreVersionError when it is too new."""

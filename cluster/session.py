@@ -1,0 +1,180 @@
+"""The Ray session of a cluster: start it, find it again from another process, end it without leftovers.
+
+A cluster without `ray.address` gets a private Ray whose processes are children of `atelier up`. A small record file
+lets `atelier down` and `atelier status` find that process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import psutil
+import ray
+
+from cluster.errors import SessionError
+from cluster.registry import NAMESPACE, registry_name
+from configs.cluster import ClusterConfig, HttpConfig
+
+STOP_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class SessionRecord:
+    """A running `atelier up`: its process (`pid`, and `started` against pid reuse) and where it listens."""
+
+    name: str
+    pid: int
+    started: float
+    url: str
+    config: str
+
+    @property
+    def alive(self) -> bool:
+        try:
+            return psutil.Process(self.pid).create_time() == self.started
+        except psutil.NoSuchProcess:
+            return False
+
+
+def record_folder() -> Path:
+    """Private to the user: $XDG_RUNTIME_DIR/atelier, or a folder in the temporary directory."""
+    base = os.environ.get("XDG_RUNTIME_DIR")
+    return Path(base) / "atelier" if base else Path(tempfile.gettempdir()) / f"atelier-{os.getuid()}"
+
+
+def running_sessions(folder: Path) -> list[SessionRecord]:
+    """The clusters of this user that are up on this machine. Records of dead processes are removed."""
+    sessions = []
+    for file in sorted(folder.glob("*.json")):
+        try:
+            record = SessionRecord(**json.loads(file.read_text()))
+        except (ValueError, TypeError):
+            record = None
+        if record and record.alive:
+            sessions.append(record)
+        else:
+            file.unlink(missing_ok=True)
+    return sessions
+
+
+def check_can_start(config: ClusterConfig, folder: Path) -> None:
+    """Raises SessionError saying what is in the way: the same cluster, another Ray, or the port."""
+    for record in running_sessions(folder):
+        if record.name == config.name:
+            raise SessionError(
+                f"cluster {record.name!r} is already up at {record.url} (process {record.pid}); "
+                "`atelier down` stops it"
+            )
+    check_port_free(config.http)
+    pids = _ray_processes()
+    if config.ray.address is None and pids:
+        raise SessionError(
+            f"Ray is already running on this machine (gcs_server, process {', '.join(map(str, pids))}). Use it with "
+            "`ray: {address: auto}` in the cluster config, or stop it first (`atelier down` or `ray stop`)"
+        )
+
+
+def check_port_free(http: HttpConfig) -> None:
+    """Raises SessionError naming the process that listens there, when it can be seen."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((http.host, http.port))
+        except OSError as error:
+            raise SessionError(
+                f"cannot listen on {http.host}:{http.port}: {error.strerror}{_listener(http.port)}; "
+                "choose another port with `http: {port: ...}` or --port"
+            ) from None
+
+
+@contextlib.contextmanager
+def ray_session(config: ClusterConfig) -> Iterator[None]:
+    """Ray, connected or started, for the length of the block. A private Ray ends with it.
+
+    On a Ray that was there before, only the cluster's own detached actors are ended.
+    """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    private = config.ray.address is None
+    try:
+        if private:
+            ray.init(
+                address="local",
+                num_cpus=config.ray.num_cpus,
+                object_store_memory=config.ray.object_store_bytes,
+                include_dashboard=config.ray.dashboard,
+                namespace=NAMESPACE,
+                log_to_driver=False,
+                logging_level="error",
+            )
+        else:
+            ray.init(address=config.ray.address, namespace=NAMESPACE, log_to_driver=False, logging_level="error")
+    except (ConnectionError, ValueError, RuntimeError, OSError) as error:
+        raise SessionError(f"Ray cannot be {'started' if private else 'reached'}: {error}") from error
+    try:
+        yield
+    finally:
+        if not private:
+            end_actors(config)
+        ray.shutdown()
+
+
+def end_actors(config: ClusterConfig) -> None:
+    """End the registry and its keepers: detached actors outlive the application otherwise."""
+    with contextlib.suppress(ValueError, ray.exceptions.RayError):
+        registry = ray.get_actor(registry_name(config), namespace=NAMESPACE)
+        ray.get(registry.close.remote(), timeout=10)
+        ray.kill(registry)
+
+
+@contextlib.contextmanager
+def recorded(config: ClusterConfig, url: str, config_path: str, folder: Path) -> Iterator[SessionRecord]:
+    """Say where this process's cluster is, as long as the block runs."""
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    started = psutil.Process().create_time()
+    record = SessionRecord(config.name, os.getpid(), started, url, config_path)
+    file = folder / f"{config.name}.json"
+    staged = file.with_suffix(f".{os.getpid()}.tmp")
+    staged.write_text(json.dumps(asdict(record)))
+    staged.replace(file)
+    try:
+        yield record
+    finally:
+        file.unlink(missing_ok=True)
+
+
+def stop_session(record: SessionRecord, timeout_s: float = STOP_TIMEOUT_S) -> None:
+    """Ask `atelier up` to end and wait until it and all its processes are gone; what then remains is killed.
+
+    Raises SessionError when something survives even that.
+    """
+    with contextlib.suppress(psutil.NoSuchProcess):
+        family = [psutil.Process(record.pid), *psutil.Process(record.pid).children(recursive=True)]
+        os.kill(record.pid, signal.SIGTERM)
+        _, remaining = psutil.wait_procs(family, timeout=timeout_s)
+        for process in remaining:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        _, remaining = psutil.wait_procs(remaining, timeout=5)
+        if remaining:
+            raise SessionError(f"processes that would not end: {', '.join(str(p.pid) for p in remaining)}")
+
+
+def _ray_processes() -> list[int]:
+    return [process.pid for process in psutil.process_iter(["name"]) if process.info["name"] == "gcs_server"]
+
+
+def _listener(port: int) -> str:
+    with contextlib.suppress(psutil.AccessDenied):
+        for connection in psutil.net_connections("inet"):
+            if connection.laddr and connection.laddr.port == port and connection.status == psutil.CONN_LISTEN:
+                name = psutil.Process(connection.pid).name() if connection.pid else "unknown"
+                return f" (process {connection.pid}, {name})"
+    return ""

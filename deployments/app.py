@@ -1,0 +1,48 @@
+"""The composition root: a cluster config -> a Serve application.
+
+`serve run deployments.app:build_app config=configs/clusters/demo.yaml` and `atelier up` both come through here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+from ray import serve
+from ray.serve import Application
+
+from configs.cluster import ClusterConfig, ReplicaConfig
+from configs.loading import load_cluster_config
+from deployments.ingress.deployment import Ingress
+from deployments.text_encoder import TextEncoderService
+from deployments.worker import Worker
+
+APP_NAME = "atelier"
+
+
+class AppArgs(BaseModel):
+    """Arguments of the builder: the path of a cluster YAML, or its contents."""
+
+    model_config = ConfigDict(extra="forbid")
+    config: str | dict[str, Any]
+
+
+def build_app(args: AppArgs) -> Application:
+    """The text-encoder service, the worker that calls it, and the ingress in front of both.
+
+    Raises ConfigFileError or pydantic's ValidationError for a config that cannot be used.
+    """
+    config = load_cluster_config(args.config) if isinstance(args.config, str) else ClusterConfig(**args.config)
+    encoder = _deployment(TextEncoderService, "text_encoder", config.text_encoder).bind(config)
+    worker = _deployment(Worker, "worker", config.worker).bind(config, encoder)
+    return _deployment(Ingress, "ingress", config.ingress).bind(config, encoder, worker)
+
+
+def _deployment(class_: type, name: str, settings: ReplicaConfig) -> serve.Deployment:
+    resources = {"num_cpus": settings.num_cpus, "num_gpus": settings.num_gpus}
+    return serve.deployment(class_).options(
+        name=name,
+        num_replicas=settings.num_replicas,
+        max_ongoing_requests=settings.max_ongoing_requests,
+        ray_actor_options=resources,
+    )

@@ -1,0 +1,69 @@
+"""Errors that a user of the service meets, the same over HTTP and over handles.
+
+    ServiceError
+    ├── InvalidRequest       400  something about the request itself
+    ├── UnknownModel         404  no such model or adapter; the message has the known names
+    ├── RequestTooLarge      413
+    ├── Overloaded           503  the memory for this model is taken by running work
+    └── ModelUnavailable     503  the model's weights cannot be used
+
+`deployments/ingress/errors.py` has the one table from these to protocols.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from cluster import errors as cluster_errors
+from cluster.errors import ModelUnknown
+from deployments.engines.protocol import EngineError
+from weights.errors import BudgetExceeded, WeightsError
+
+
+class ServiceError(Exception):
+    """`message` is for the person who asked; `param` names the field of the request, when there is one."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        # Both go to args: that is what survives pickling on the way out of a replica.
+        super().__init__(message, param)
+        self.message = message
+        self.param = param
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class InvalidRequest(ServiceError):  # noqa: N818 - reads as what happened
+    """Something about the request itself: a value out of range, an unsupported combination."""
+
+
+class UnknownModel(ServiceError):  # noqa: N818
+    """No model or adapter of that name is served."""
+
+
+class RequestTooLarge(ServiceError):  # noqa: N818
+    """The body or prompt is larger than the cluster's limits."""
+
+
+class Overloaded(ServiceError):  # noqa: N818
+    """What the request needs does not fit beside the work that is running."""
+
+
+class ModelUnavailable(ServiceError):  # noqa: N818
+    """The model is known, but its weights cannot be used."""
+
+
+@contextlib.contextmanager
+def as_service_errors() -> Iterator[None]:
+    """What the lower floors raise, said in the service's own terms: around the methods of a replica."""
+    try:
+        yield
+    except EngineError as error:
+        raise InvalidRequest(str(error)) from error
+    except ModelUnknown as error:
+        raise UnknownModel(str(error), "model") from error
+    except BudgetExceeded as error:
+        raise Overloaded(str(error)) from error
+    except (cluster_errors.ModelUnavailable, WeightsError) as error:
+        raise ModelUnavailable(str(error), "model") from error

@@ -1,0 +1,1 @@
+"""HTTP <-> records: the protocols that clients speak."""

@@ -1,0 +1,89 @@
+"""POST /v1/images/generations: OpenAI's fields and the ones that diffusion users need."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import time
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+from fastapi import APIRouter
+from fastapi.responses import JSONResponse
+from PIL import Image
+from pydantic import Field, field_validator
+
+from deployments.ingress.service import Service
+from deployments.ingress.timing import rounded, server_timing
+from deployments.records import ImageRequest, ImageResult
+
+ImageFormat = Literal["png", "jpeg", "webp"]
+
+
+class ImagesBody(ImageRequest):
+    """`size` is "WIDTHxHEIGHT" or "auto"; `width` and `height` may be given instead."""
+
+    width: None = Field(None, exclude=True)
+    height: None = Field(None, exclude=True)
+    size: str = "auto"
+    response_format: Literal["b64_json"] = "b64_json"
+    output_format: ImageFormat = "png"
+    quality: Literal["auto", "standard"] = "auto"
+    user: str | None = None
+
+    @field_validator("size")
+    @classmethod
+    def _is_a_size(cls, size: str) -> str:
+        width, _, height = size.partition("x")
+        if size != "auto" and not (width.isascii() and width.isdigit() and height.isascii() and height.isdigit()):
+            raise ValueError('expected "WIDTHxHEIGHT" in pixels, such as "1024x1024", or "auto"')
+        if len(size) > 16:
+            raise ValueError("out of range")
+        return size
+
+    def record(self) -> ImageRequest:
+        fields = {name: getattr(self, name) for name in ImageRequest.model_fields if name not in ("width", "height")}
+        if self.size != "auto":
+            width, _, height = self.size.partition("x")
+            fields |= {"width": int(width), "height": int(height)}
+        return ImageRequest(**fields)
+
+
+def create_router(service: Service) -> APIRouter:
+    router = APIRouter(tags=["images"])
+
+    @router.post("/v1/images/generations")
+    async def generate(body: ImagesBody) -> JSONResponse:
+        """Make pictures from a prompt."""
+        result = await service.generate(body.record())
+        data = await asyncio.gather(
+            *(asyncio.to_thread(encode_image, image, body.output_format) for image in result.images)
+        )
+        answer = _answer(result, [base64.b64encode(image).decode() for image in data], body.output_format)
+        return JSONResponse(answer, headers=server_timing(result.timings_ms))
+
+    return router
+
+
+def encode_image(image: npt.NDArray[np.uint8], format_: ImageFormat) -> bytes:
+    """(height, width, 3) uint8 as a file of that format."""
+    buffer = io.BytesIO()
+    Image.fromarray(image).save(buffer, format_.upper())
+    return buffer.getvalue()
+
+
+def _answer(result: ImageResult, images: list[str], format_: str) -> dict[str, Any]:
+    return {
+        "created": int(time.time()),
+        "data": [{"b64_json": image} for image in images],
+        "output_format": format_,
+        "model": result.model,
+        "seed": result.seed,
+        "num_inference_steps": result.num_inference_steps,
+        "timings_ms": rounded(result.timings_ms),
+        "switch": {name: getattr(result.switch, name) for name in result.switch.__slots__},
+        "encoder_cache": {"hits": result.cache.hits, "misses": result.cache.misses},
+        "warnings": result.warnings,
+    }

@@ -1,0 +1,248 @@
+"""POST /v1/chat/completions and /v1/completions, whole or as server-sent events."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import AsyncIterator
+from typing import Any, Literal
+
+from fastapi import APIRouter
+from fastapi.responses import JSONResponse, StreamingResponse
+from pydantic import Field, field_validator
+from starlette.responses import Response
+
+from deployments.ingress.errors import error_response
+from deployments.ingress.service import Service
+from deployments.ingress.timing import rounded, server_timing
+from deployments.records import (
+    ChatRequest,
+    CompletionRequest,
+    Message,
+    RequestModel,
+    TextChunk,
+    TextOptions,
+    TextResult,
+)
+
+DEFAULT_TEMPERATURE = 1.0  # OpenAI's; a model's own default in the cluster config comes first
+
+
+class StreamOptions(RequestModel):
+    include_usage: bool = False
+
+
+class TextPart(RequestModel):
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(RequestModel):
+    """OpenAI lets the content be a list of parts; only text parts mean something to a text model."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart]
+    name: str | None = None
+
+    def record(self) -> Message:
+        parts = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        return Message(role=self.role, content=parts)
+
+
+class TextBody(TextOptions):
+    """What both endpoints share. Options that would change the answer and are not supported may only be neutral."""
+
+    model: str
+    stop: str | tuple[str, ...] | None = None  # type: ignore[assignment]  # OpenAI's wider type, narrowed in `options`
+    top_p: float | None = Field(None, gt=0, le=1)  # type: ignore[assignment]
+    n: Literal[1] | None = None
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    presence_penalty: Literal[0] | None = None
+    frequency_penalty: Literal[0] | None = None
+    logprobs: Literal[False] | None = None
+    user: str | None = None
+
+    @field_validator("presence_penalty", "frequency_penalty", mode="before")
+    @classmethod
+    def _zero(cls, value: Any) -> Any:
+        return int(value) if value == 0 else value
+
+    def options(self) -> dict[str, Any]:
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        return {
+            "model": self.model,
+            "max_tokens": self.max_tokens,
+            "temperature": self.temperature,
+            "top_p": 1.0 if self.top_p is None else self.top_p,
+            "top_k": self.top_k,
+            "seed": self.seed,
+            "stop": stop,
+        }
+
+    @field_validator("stop")
+    @classmethod
+    def _few(cls, value: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
+        stops = (value,) if isinstance(value, str) else value or ()
+        if len(stops) > 4 or any(not stop or len(stop) > 256 for stop in stops):
+            raise ValueError("at most 4 stop strings of 1 to 256 characters are allowed")
+        return value
+
+
+class ChatBody(TextBody):
+    """OpenAI's chat request."""
+
+    messages: list[ChatMessage] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    response_format: dict[Literal["type"], Literal["text"]] | None = None
+    metadata: dict[str, str] | None = None
+    store: Literal[False] | None = None
+
+    def record(self) -> ChatRequest:
+        options = self.options()
+        options["max_tokens"] = self.max_completion_tokens or self.max_tokens
+        return ChatRequest(messages=tuple(message.record() for message in self.messages), **options)
+
+
+class CompletionBody(TextBody):
+    """OpenAI's completion request."""
+
+    prompt: str = Field(min_length=1)
+    echo: Literal[False] | None = None
+    best_of: Literal[1] | None = None
+    suffix: None = None
+
+    def record(self) -> CompletionRequest:
+        return CompletionRequest(prompt=self.prompt, **self.options())
+
+
+def create_router(service: Service) -> APIRouter:
+    router = APIRouter(tags=["text"])
+
+    @router.post("/v1/chat/completions", response_model=None)
+    async def chat(body: ChatBody) -> Response:
+        """The next turn of a chat."""
+        return await _respond(service, body, body.record(), _Chat(body.model))
+
+    @router.post("/v1/completions", response_model=None)
+    async def complete(body: CompletionBody) -> Response:
+        """The continuation of a text."""
+        return await _respond(service, body, body.record(), _Completion(body.model))
+
+    return router
+
+
+class _Form:
+    """How an answer of one endpoint is written down."""
+
+    prefix: str
+    whole_object: str
+    chunk_object: str
+
+    def __init__(self, model: str) -> None:
+        self._head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+
+    def whole(self, result: TextResult) -> dict[str, Any]:
+        choice = {"index": 0, "finish_reason": result.finish_reason, "logprobs": None, **self.content(result.text)}
+        usage = _usage(result.num_prompt_tokens, result.num_completion_tokens)
+        timings = rounded(result.timings_ms)
+        return {"object": self.whole_object, **self._head, "choices": [choice], "usage": usage, "timings_ms": timings}
+
+    def chunk(self, text: str, finish_reason: str | None, **more: Any) -> dict[str, Any]:
+        choice = {"index": 0, "finish_reason": finish_reason, "logprobs": None, **self.delta(text)}
+        return {"object": self.chunk_object, **self._head, "choices": [choice], **more}
+
+    def usage_chunk(self, last: TextChunk) -> dict[str, Any]:
+        usage = _usage(last.num_prompt_tokens, last.num_completion_tokens)
+        return {"object": self.chunk_object, **self._head, "choices": [], "usage": usage}
+
+    def first(self) -> list[dict[str, Any]]:
+        return []
+
+    def content(self, text: str) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def delta(self, text: str) -> dict[str, Any]:
+        raise NotImplementedError
+
+
+class _Chat(_Form):
+    prefix, whole_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def content(self, text: str) -> dict[str, Any]:
+        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+
+    def delta(self, text: str) -> dict[str, Any]:
+        return {"delta": {"content": text} if text else {}}
+
+    def first(self) -> list[dict[str, Any]]:
+        opening = self.chunk("", None)
+        opening["choices"][0]["delta"] = {"role": "assistant", "content": ""}
+        return [opening]
+
+
+class _Completion(_Form):
+    prefix, whole_object, chunk_object = "cmpl", "text_completion", "text_completion"
+
+    def content(self, text: str) -> dict[str, Any]:
+        return {"text": text}
+
+    delta = content
+
+
+async def _respond(
+    service: Service, body: TextBody, record: ChatRequest | CompletionRequest, form: _Form
+) -> Response:
+    if record.temperature is None and not await _has_default_temperature(service, record.model):
+        record = record.model_copy(update={"temperature": DEFAULT_TEMPERATURE})
+    if not body.stream:
+        call = service.chat if isinstance(record, ChatRequest) else service.complete
+        result = await call(record)  # type: ignore[operator]  # the pair of record and method is right by construction
+        return JSONResponse(form.whole(result), headers=server_timing(result.timings_ms))
+    chunks = service.stream(record)
+    # The first piece is awaited here, so that a refused request is a 4xx and not an event in a 200.
+    opening = await anext(chunks)
+    include_usage = bool(body.stream_options and body.stream_options.include_usage)
+    events = _events(form, opening, chunks, include_usage)
+    return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+
+
+async def _has_default_temperature(service: Service, model: str) -> bool:
+    return "temperature" in (await service.model(model)).defaults
+
+
+async def _events(
+    form: _Form, opening: TextChunk, rest: AsyncIterator[TextChunk], include_usage: bool
+) -> AsyncIterator[str]:
+    for event in form.first():
+        yield _sse(event)
+    last = opening
+    yield _sse(_chunk_event(form, opening))
+    try:
+        async for chunk in rest:
+            last = chunk
+            yield _sse(_chunk_event(form, chunk))
+    except Exception as error:  # noqa: BLE001 - the status line is out already: the error becomes the last event
+        yield f"data: {bytes(error_response(error).body).decode()}\n\n"
+        return
+    if include_usage:
+        yield _sse(form.usage_chunk(last))
+    yield "data: [DONE]\n\n"
+
+
+def _chunk_event(form: _Form, chunk: TextChunk) -> dict[str, Any]:
+    more = {"timings_ms": rounded(chunk.timings_ms)} if chunk.timings_ms else {}
+    return form.chunk(chunk.text, chunk.finish_reason, **more)
+
+
+def _sse(event: dict[str, Any]) -> str:
+    return f"data: {json.dumps(event)}\n\n"
+
+
+def _usage(num_prompt_tokens: int, num_completion_tokens: int) -> dict[str, int]:
+    return {
+        "prompt_tokens": num_prompt_tokens,
+        "completion_tokens": num_completion_tokens,
+        "total_tokens": num_prompt_tokens + num_completion_tokens,
+    }

@@ -1,0 +1,179 @@
+"""What people ask for and get: the records of handle calls, CLI and HTTP alike. Free of Ray and of HTTP.
+
+Requests are strict pydantic models: a handle call with a typo fails as clearly as an HTTP body with one. Results
+are plain dataclasses that hold numpy arrays, which Ray moves without a copy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import BaseModel, ConfigDict, Field
+
+MAX_SEED = 2**63 - 1
+Stage = Literal["queue", "encode", "switch", "denoise", "prefill", "generate", "decode", "total"]
+TimingsMs = dict[Stage, float]
+Finite = Field(allow_inf_nan=False)
+
+
+class RequestModel(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+
+class LoraUse(RequestModel):
+    """One adapter of a request and its strength."""
+
+    name: str
+    scale: float = Field(1.0, ge=-10, le=10, allow_inf_nan=False)
+
+
+class ImageRequest(RequestModel):
+    """Pictures from a diffusion model. What is None comes from the model's defaults; seed None draws one.
+
+    The same prompt, seed, steps and guidance give the picture that the stock diffusers pipeline gives with
+    `torch.Generator("cpu").manual_seed(seed)`.
+    """
+
+    model: str
+    prompt: str = Field(min_length=1)
+    negative_prompt: str | None = None
+    n: int = Field(1, ge=1)
+    width: int | None = Field(None, ge=1, description="pixels")
+    height: int | None = Field(None, ge=1, description="pixels")
+    num_inference_steps: int | None = Field(None, ge=1)
+    guidance_scale: float | None = Field(None, ge=0, le=100, allow_inf_nan=False)
+    true_cfg_scale: float = Field(1.0, ge=0, le=100, allow_inf_nan=False, description="Flux with a negative prompt")
+    max_sequence_length: int | None = Field(None, ge=1, description="tokens of the T5 prompt (Flux)")
+    seed: int | None = Field(None, ge=0, le=MAX_SEED)
+    lora: tuple[LoraUse, ...] = ()
+
+
+class EmbeddingRequest(RequestModel):
+    """Embeddings of texts, or of texts that are token ids already."""
+
+    model: str
+    input: tuple[str, ...] | tuple[tuple[int, ...], ...] = Field(min_length=1)
+
+
+class Message(RequestModel):
+    """One turn of a chat."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str
+
+
+class TextOptions(RequestModel):
+    """How text is generated. None comes from the model's defaults; `temperature` 0 is greedy."""
+
+    max_tokens: int | None = Field(None, ge=1)
+    temperature: Annotated[float | None, Finite] = Field(None, ge=0, le=2)
+    top_p: Annotated[float, Finite] = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=0)
+    seed: int | None = Field(None, ge=0, le=MAX_SEED)
+    stop: tuple[str, ...] = Field((), max_length=4)
+
+
+class ChatRequest(TextOptions):
+    """The next turn of a chat."""
+
+    model: str
+    messages: tuple[Message, ...] = Field(min_length=1)
+
+
+class CompletionRequest(TextOptions):
+    """The continuation of a text."""
+
+    model: str
+    prompt: str = Field(min_length=1)
+
+
+TextRequestRecord = ChatRequest | CompletionRequest
+
+
+@dataclass(frozen=True, slots=True)
+class SwitchReport:
+    """What it took to have the model ready: bytes attached anew, components built and components that were there."""
+
+    model: str
+    switch_ms: float
+    attach_ms: float
+    build_ms: float
+    attached_bytes: int
+    built: tuple[str, ...]
+    reused: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CacheUse:
+    """Text encodings of one request that were in the cache, and those that were computed."""
+
+    hits: int
+    misses: int
+
+
+@dataclass(frozen=True, slots=True)
+class ImageResult:
+    """`images`: n arrays (height, width, 3) uint8. `seed` is the one that was used."""
+
+    model: str
+    images: list[npt.NDArray[np.uint8]]
+    seed: int
+    num_inference_steps: int
+    timings_ms: TimingsMs
+    switch: SwitchReport
+    cache: CacheUse
+    warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingResult:
+    """`embeddings`: one float32 array (dimensions,) per input."""
+
+    model: str
+    embeddings: list[npt.NDArray[np.float32]]
+    num_tokens: int
+    timings_ms: TimingsMs
+    cache: CacheUse
+    warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TextChunk:
+    """A piece of generated text. `finish_reason` and the timings come with the last one."""
+
+    text: str
+    num_prompt_tokens: int
+    num_completion_tokens: int
+    finish_reason: str | None = None
+    timings_ms: TimingsMs = field(default_factory=dict)
+    switch: SwitchReport | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TextResult:
+    """A whole answer."""
+
+    model: str
+    text: str
+    finish_reason: str
+    num_prompt_tokens: int
+    num_completion_tokens: int
+    timings_ms: TimingsMs
+    switch: SwitchReport | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCard:
+    """One served model or adapter. `error` names file and tensor when it is unavailable."""
+
+    id: str
+    kind: str | None
+    state: str
+    nbytes: int = 0
+    base: tuple[str, ...] = ()
+    description: str = ""
+    error: str = ""
+    defaults: dict[str, Any] = field(default_factory=dict)

@@ -1,0 +1,152 @@
+"""The device loop of a replica: every turn, one step for all requests of each engine that has work.
+
+Requests join and leave between turns. All model code runs on one thread, so engines never meet each other, and the
+event loop stays free for those who arrive, leave or cancel meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from deployments.engines.protocol import EngineError, TextDelta, TextRequest
+
+T = TypeVar("T")
+
+
+class DeviceThread:
+    """The one thread that touches the device."""
+
+    def __init__(self) -> None:
+        self._pool = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="device")
+
+    async def run(self, work: Callable[..., T], *args: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._pool, work, *args)
+
+
+@dataclass
+class DenoiseTimes:
+    """Seconds that one request waited, denoised and decoded."""
+
+    queue_s: float = 0.0
+    denoise_s: float = 0.0
+    decode_s: float = 0.0
+
+
+@dataclass(eq=False)
+class _Job:
+    state: Any
+    submitted: float
+    done: asyncio.Future[npt.NDArray[np.uint8]]
+    times: DenoiseTimes = field(default_factory=DenoiseTimes)
+    started: float | None = None
+
+
+class DenoiseLoop:
+    """Steps and decodes diffusion requests; those of one pipeline together."""
+
+    def __init__(self, device: DeviceThread) -> None:
+        self._device = device
+        self._jobs: dict[Any, list[_Job]] = {}
+        self._task: asyncio.Task[None] | None = None
+
+    async def run(self, pipeline: Any, state: Any) -> tuple[npt.NDArray[np.uint8], DenoiseTimes]:
+        """Images (n, height, width, 3) of one started request. Cancelling frees its place at the next step."""
+        job = _Job(state, time.perf_counter(), asyncio.get_running_loop().create_future())
+        self._jobs.setdefault(pipeline, []).append(job)
+        if self._task is None or self._task.done():
+            self._task = asyncio.ensure_future(self._turns())
+        return await job.done, job.times
+
+    async def _turns(self) -> None:
+        while self._jobs:
+            for pipeline in list(self._jobs):
+                jobs = [job for job in self._jobs[pipeline] if not job.done.done()]
+                await self._turn(pipeline, jobs)
+                self._jobs[pipeline] = [job for job in self._jobs[pipeline] if not job.done.done()]
+                if not self._jobs[pipeline]:
+                    del self._jobs[pipeline]
+
+    async def _turn(self, pipeline: Any, jobs: list[_Job]) -> None:
+        now = time.perf_counter()
+        for job in jobs:
+            if job.started is None:
+                job.started = now
+                job.times.queue_s = now - job.submitted
+        await self._merged(pipeline.step, jobs)
+        finished = [job for job in jobs if job.state.done and not job.done.done()]
+        denoised = time.perf_counter()
+        images = await self._merged(pipeline.decode, finished)
+        for job, picture in zip(finished, images, strict=True):
+            job.times.denoise_s = denoised - (job.started or denoised)
+            job.times.decode_s = time.perf_counter() - denoised
+            if not job.done.done():
+                job.done.set_result(picture)
+
+    async def _merged(self, work: Callable[[list[Any]], Any], jobs: list[_Job]) -> list[Any]:
+        """One call for all. If it fails, each alone, so that a bad request fails by itself."""
+        if not jobs:
+            return []
+        try:
+            return await self._device.run(work, [job.state for job in jobs]) or []
+        except Exception as error:
+            if len(jobs) == 1:
+                if not jobs[0].done.done():
+                    jobs[0].done.set_exception(error)
+                jobs.clear()
+                return []
+            results = []
+            for job in list(jobs):
+                alone = [job]
+                results += await self._merged(work, alone)
+                if not alone:
+                    jobs.remove(job)
+            return results
+
+
+class TextLoop:
+    """Steps one LLM engine and hands each request its own deltas."""
+
+    def __init__(self, device: DeviceThread, engine: Any) -> None:
+        self._device = device
+        self._engine = engine
+        self._queues: dict[str, asyncio.Queue[TextDelta | Exception]] = {}
+        self._task: asyncio.Task[None] | None = None
+
+    async def run(self, request: TextRequest) -> AsyncIterator[TextDelta]:
+        """Deltas until the one with a finish_reason. Leaving early aborts the request at the next step."""
+        queue: asyncio.Queue[TextDelta | Exception] = asyncio.Queue()
+        self._queues[request.request_id] = queue  # before `add`: a step may run between the two
+        try:
+            await self._device.run(self._engine.add, request)
+            if self._task is None or self._task.done():
+                self._task = asyncio.ensure_future(self._steps())
+            while True:
+                item = await queue.get()
+                if isinstance(item, Exception):
+                    raise item
+                yield item
+                if item.finish_reason:
+                    return
+        finally:
+            del self._queues[request.request_id]
+            await asyncio.shield(self._device.run(self._engine.abort, request.request_id))
+
+    async def _steps(self) -> None:
+        while self._queues and self._engine.has_work:
+            try:
+                deltas = await self._device.run(self._engine.step)
+            except Exception as error:  # noqa: BLE001 - every waiting request hears of it
+                for queue in self._queues.values():
+                    queue.put_nowait(EngineError(f"the engine failed: {error}"))
+                return
+            for delta in deltas:
+                if delta.request_id in self._queues:
+                    self._queues[delta.request_id].put_nowait(delta)

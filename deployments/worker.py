@@ -1,0 +1,200 @@
+"""The denoise/LLM service: one replica runs any model, and switches to what a request needs.
+
+A switch leases the model's components from the host: what another model shares with it stays, what is missing is
+attached from the node's shared memory. Text encoding runs in its own service meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cluster.telemetry import RequestMetrics
+from configs.cluster import ClusterConfig, WorkerConfig
+from deployments.encoding import is_text_encoder
+from deployments.engines.build import build_module
+from deployments.engines.diffusion.factory import create_pipeline
+from deployments.engines.llm.engine import LLMEngine
+from deployments.engines.protocol import DiffusionRequest, SamplingParams, TextRequest
+from deployments.errors import as_service_errors
+from deployments.image_requests import conditioning_request, denoise_request, ignored_inputs
+from deployments.model_host import Lease
+from deployments.records import (
+    ChatRequest,
+    CompletionRequest,
+    ImageRequest,
+    ImageResult,
+    TextChunk,
+    TextRequestRecord,
+)
+from deployments.replica import limit_threads, open_host
+from deployments.step_loop import DenoiseLoop, DeviceThread, TextLoop
+from deployments.tensor_records import unpack
+from weights.adapters import parse_adapter
+from weights.manifest import Component
+
+
+class Worker:
+    """One replica. `encoder` is the handle of the embedding service."""
+
+    async def __init__(self, config: ClusterConfig, encoder: Any) -> None:
+        self._settings = config.worker
+        limit_threads(self._settings.num_threads, self._settings.num_cpus)
+        self._encoder = encoder
+        self._device = DeviceThread()
+        self._denoising = DenoiseLoop(self._device)
+        self._metrics = RequestMetrics()
+        builder = ComponentBuilder(self._settings)
+        self._host = await open_host(config, "worker", self._settings.resident_bytes, builder)
+
+    async def generate(self, request: ImageRequest) -> ImageResult:
+        """Pictures. Encodes the text elsewhere while this replica switches; merges with others step by step."""
+        start = time.perf_counter()
+        with as_service_errors():
+            manifest = await self._host.manifest(request.model)
+            denoise = denoise_request(request, manifest.class_name)
+            text = conditioning_request(request, denoise, manifest.class_name or "")
+            encoding = asyncio.ensure_future(self._condition(text))
+            try:
+                adapters = [use.name for use in request.lora]
+                async with self._host.lease(request.model, is_denoise_component, adapters) as lease:
+                    conditioning = await encoding
+                    images, times = await self._denoise(lease, denoise, unpack(conditioning.tensors))
+            finally:
+                encoding.cancel()
+        result = ImageResult(
+            model=request.model,
+            images=list(images),
+            seed=denoise.seed,
+            num_inference_steps=denoise.num_inference_steps,
+            timings_ms={
+                "queue": times.queue_s * 1e3,
+                "encode": conditioning.encode_ms,
+                "switch": lease.report.switch_ms,
+                "denoise": times.denoise_s * 1e3,
+                "decode": times.decode_s * 1e3,
+                "total": (time.perf_counter() - start) * 1e3,
+            },
+            switch=lease.report,
+            cache=conditioning.cache,
+            warnings=conditioning.warnings + ignored_inputs(request, text.use_negative),
+        )
+        self._metrics.attached(request.model, lease.report.attached_bytes)
+        self._metrics.answered("image", request.model, result.timings_ms)
+        return result
+
+    async def stream_text(self, request: TextRequestRecord) -> AsyncIterator[TextChunk]:
+        """Text as it comes. The last chunk has the finish reason, the timings and the switch report."""
+        start = time.perf_counter()
+        with as_service_errors():
+            async with self._host.lease(request.model, is_denoise_component) as lease:
+                engine: LLMEngine = lease.modules["model"]
+                loop: TextLoop = lease.bound(lambda: TextLoop(self._device, engine))
+                tokens = await self._device.run(_prompt_tokens, engine, request)
+                added = time.perf_counter()
+                first: float | None = None
+                text_request = TextRequest(uuid.uuid4().hex, tokens, _sampling(request, engine, len(tokens)))
+                async for delta in loop.run(text_request):
+                    first = first or time.perf_counter()
+                    if not delta.finish_reason:
+                        yield TextChunk(delta.text, delta.num_prompt_tokens, delta.num_completion_tokens)
+                        continue
+                    now = time.perf_counter()
+                    timings = {
+                        "switch": lease.report.switch_ms,
+                        "prefill": (first - added) * 1e3,
+                        "generate": (now - first) * 1e3,
+                        "total": (now - start) * 1e3,
+                    }
+                    self._metrics.attached(request.model, lease.report.attached_bytes)
+                    self._metrics.answered("text", request.model, timings)
+                    yield TextChunk(
+                        delta.text,
+                        delta.num_prompt_tokens,
+                        delta.num_completion_tokens,
+                        delta.finish_reason,
+                        timings,
+                        lease.report,
+                    )
+
+    async def describe(self) -> dict[str, Any]:
+        """A snapshot of this replica, as JSON-able values."""
+        resident = self._host.resident()
+        return {"resident_bytes": sum(resident.values()), "modules": len(resident)}
+
+    async def _condition(self, text: Any) -> Any:
+        try:
+            return await self._encoder.condition.remote(text)
+        except Exception as error:
+            # A replica's own error, out of Ray's wrapper, so that it leaves this replica as itself.
+            cause = getattr(error, "cause", None)
+            raise (cause if isinstance(cause, Exception) else error) from None
+
+    async def _denoise(self, lease: Lease, request: DiffusionRequest, conditioning: dict[str, torch.Tensor]) -> Any:
+        pipeline = lease.bound(
+            lambda: create_pipeline(
+                lease.manifest.class_name or "", lease.skeleton, lease.modules, device=self._settings.device
+            )
+        )
+        state = await self._device.run(_start, pipeline, lease.modules, request, conditioning)
+        return await self._denoising.run(pipeline, state)
+
+
+class ComponentBuilder:
+    """Makes a component of any kind: a module of a pipeline, an LLM engine, an adapter."""
+
+    def __init__(self, settings: WorkerConfig) -> None:
+        self._settings = settings
+
+    def __call__(self, component: Component, skeleton: Path, tensors: dict[str, torch.Tensor]) -> Any:
+        if self._settings.device != "cpu":
+            tensors = {name: tensor.to(self._settings.device) for name, tensor in tensors.items()}
+        folder = skeleton / component.folder
+        if component.library == "peft":
+            return parse_adapter(folder, tensors, component.metadata)
+        if component.library == "diffusers":
+            return build_module(component.library, component.class_name, folder, tensors)
+        return LLMEngine(
+            folder,
+            tensors,
+            device=self._settings.device,
+            max_num_seqs=self._settings.max_num_seqs,
+            kv_cache_bytes=self._settings.kv_cache_bytes,
+        )
+
+
+def is_denoise_component(component: Component) -> bool:
+    """What this service builds: of a pipeline all but its text encoders, of a single model everything."""
+    return component.name == "model" or not is_text_encoder(component)
+
+
+def _start(pipeline: Any, modules: dict[str, Any], request: DiffusionRequest, conditioning: Any) -> Any:
+    """On the device thread: nothing else looks at the pipeline's adapters meanwhile."""
+    for use in request.adapters:
+        if use.name not in pipeline.adapters:
+            pipeline.add_adapter(use.name, modules[use.name])
+    return pipeline.start(request, conditioning)
+
+
+def _prompt_tokens(engine: LLMEngine, request: ChatRequest | CompletionRequest) -> tuple[int, ...]:
+    if isinstance(request, ChatRequest):
+        return engine.encode_chat([message.model_dump() for message in request.messages])
+    return engine.encode_text(request.prompt)
+
+
+def _sampling(request: ChatRequest | CompletionRequest, engine: LLMEngine, num_prompt_tokens: int) -> SamplingParams:
+    room = max(1, engine.max_model_len - num_prompt_tokens)
+    return SamplingParams(
+        max_tokens=room if request.max_tokens is None else request.max_tokens,
+        temperature=0.0 if request.temperature is None else request.temperature,
+        top_p=request.top_p,
+        top_k=request.top_k,
+        seed=request.seed,
+        stop=request.stop,
+    )
