@@ -1,9 +1,9 @@
 """Errors of the control plane.
 
-    ClusterError
-    ├── ModelUnknown        no model of that name is registered
-    ├── ModelUnavailable    registered, but its weights cannot be used; says which file and tensor
-    └── SessionError        the Ray session cannot be started, reached or stopped
+ClusterError
+├── ModelUnknown        no model of that name is registered
+├── ModelUnavailable    registered, but its weights cannot be used; says which file and tensor
+└── SessionError        the Ray session cannot be started, reached or stopped
 """
 
 from __future__ import annotations

@@ -138,8 +138,7 @@ class NodeKeeper:
 
     def _make_room(self, extent: ExtentRef) -> None:
         residents = [
-            Resident(id_, held.view.nbytes, held.last_used, held.holders.total())
-            for id_, held in self._held.items()
+            Resident(id_, held.view.nbytes, held.last_used, held.holders.total()) for id_, held in self._held.items()
         ]
         in_flight = sum(loading.nbytes for loading in self._loading.values())
         plan = plan_eviction(residents, extent.nbytes + in_flight, self._budget_bytes)
@@ -159,7 +158,7 @@ class NodeKeeper:
         try:
             ref = ray.put(read_extent(self._packs, extent))
             view = ray.get(ref)
-        except Exception as error:  # noqa: BLE001 - handed on to every waiter
+        except Exception as error:
             with self._lock:
                 failed = self._loading.pop(extent.id)
             failed.done.set_exception(error)

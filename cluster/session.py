@@ -70,8 +70,7 @@ def check_can_start(config: ClusterConfig, folder: Path) -> None:
     for record in running_sessions(folder):
         if record.name == config.name:
             raise SessionError(
-                f"cluster {record.name!r} is already up at {record.url} (process {record.pid}); "
-                "`atelier down` stops it"
+                f"cluster {record.name!r} is already up at {record.url} (process {record.pid}); `atelier down` stops it"
             )
     check_port_free(config.http)
     pids = _ray_processes()

@@ -9,7 +9,16 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from configs.model import AdapterConfig, ModelConfig, ModelId, StrictModel
 
-_UNITS = {"B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+_UNITS = {
+    "B": 1,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+}
 
 
 def parse_bytes(value: Any) -> Any:

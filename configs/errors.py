@@ -1,7 +1,7 @@
 """Errors of the configuration.
 
-    ConfigError
-    └── ConfigFileError    one file could not be used; carries every problem found, each with its line
+ConfigError
+└── ConfigFileError    one file could not be used; carries every problem found, each with its line
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ def encode_jobs(jobs: Sequence[EncodeJob]) -> list[Encoding | Exception]:
 def _encode_or_retry(encoder: TextEncoder, token_ids: list[tuple[int, ...]]) -> list[Encoding | Exception]:
     try:
         return list(encoder.encode(token_ids))
-    except Exception as error:  # noqa: BLE001 - raised again in the request that it belongs to
+    except Exception as error:
         if len(token_ids) == 1:
             return [error]
         return [_encode_or_retry(encoder, [ids])[0] for ids in token_ids]

@@ -163,8 +163,7 @@ class ModelHost:
         keys = {component.module_key for component in components}
         missing = {c.module_key: c.nbytes for c in components if c.module_key not in self._slots}
         residents = [
-            Resident(key, slot.nbytes, slot.last_used, slot.leases + (key in keys))
-            for key, slot in self._slots.items()
+            Resident(key, slot.nbytes, slot.last_used, slot.leases + (key in keys)) for key, slot in self._slots.items()
         ]
         plan = plan_eviction(residents, sum(missing.values()), self._budget_bytes)
         if plan.missing_bytes:

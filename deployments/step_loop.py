@@ -143,7 +143,7 @@ class TextLoop:
         while self._queues and self._engine.has_work:
             try:
                 deltas = await self._device.run(self._engine.step)
-            except Exception as error:  # noqa: BLE001 - every waiting request hears of it
+            except Exception as error:
                 for queue in self._queues.values():
                     queue.put_nowait(EngineError(f"the engine failed: {error}"))
                 return

@@ -10,15 +10,11 @@ import asyncio
 import time
 import uuid
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
-import torch
-
 from cluster.telemetry import RequestMetrics
-from configs.cluster import ClusterConfig, WorkerConfig
-from deployments.encoding import is_text_encoder
-from deployments.engines.build import build_module
+from configs.cluster import ClusterConfig
+from deployments.component_builder import ComponentBuilder, is_denoise_component
 from deployments.engines.diffusion.factory import create_pipeline
 from deployments.engines.llm.engine import LLMEngine
 from deployments.engines.protocol import DiffusionRequest, SamplingParams, TextRequest
@@ -36,8 +32,6 @@ from deployments.records import (
 from deployments.replica import limit_threads, open_host
 from deployments.step_loop import DenoiseLoop, DeviceThread, TextLoop
 from deployments.tensor_records import unpack
-from weights.adapters import parse_adapter
-from weights.manifest import Component
 
 
 class Worker:
@@ -136,7 +130,7 @@ class Worker:
             cause = getattr(error, "cause", None)
             raise (cause if isinstance(cause, Exception) else error) from None
 
-    async def _denoise(self, lease: Lease, request: DiffusionRequest, conditioning: dict[str, torch.Tensor]) -> Any:
+    async def _denoise(self, lease: Lease, request: DiffusionRequest, conditioning: dict[str, Any]) -> Any:
         pipeline = lease.bound(
             lambda: create_pipeline(
                 lease.manifest.class_name or "", lease.skeleton, lease.modules, device=self._settings.device
@@ -144,34 +138,6 @@ class Worker:
         )
         state = await self._device.run(_start, pipeline, lease.modules, request, conditioning)
         return await self._denoising.run(pipeline, state)
-
-
-class ComponentBuilder:
-    """Makes a component of any kind: a module of a pipeline, an LLM engine, an adapter."""
-
-    def __init__(self, settings: WorkerConfig) -> None:
-        self._settings = settings
-
-    def __call__(self, component: Component, skeleton: Path, tensors: dict[str, torch.Tensor]) -> Any:
-        if self._settings.device != "cpu":
-            tensors = {name: tensor.to(self._settings.device) for name, tensor in tensors.items()}
-        folder = skeleton / component.folder
-        if component.library == "peft":
-            return parse_adapter(folder, tensors, component.metadata)
-        if component.library == "diffusers":
-            return build_module(component.library, component.class_name, folder, tensors)
-        return LLMEngine(
-            folder,
-            tensors,
-            device=self._settings.device,
-            max_num_seqs=self._settings.max_num_seqs,
-            kv_cache_bytes=self._settings.kv_cache_bytes,
-        )
-
-
-def is_denoise_component(component: Component) -> bool:
-    """What this service builds: of a pipeline all but its text encoders, of a single model everything."""
-    return component.name == "model" or not is_text_encoder(component)
 
 
 def _start(pipeline: Any, modules: dict[str, Any], request: DiffusionRequest, conditioning: Any) -> Any:

@@ -55,7 +55,9 @@ def _write(store: WeightStore, model: str, checkpoint: Checkpoint, dtype: str, m
     with store.staged("pack") as pack_file, store.staged("skeleton") as skeleton:
         with pack_file.open("wb") as file:
             pack = _PackWriter(file, store.new_pack_name(model), meta)
-            components = {part.name: _add_component(pack, checkpoint.path, part, dtype) for part in checkpoint.components}
+            components = {
+                part.name: _add_component(pack, checkpoint.path, part, dtype) for part in checkpoint.components
+            }
             file.flush()
             os.fsync(file.fileno())
             is_empty = file.tell() == 0

@@ -120,4 +120,3 @@ def read_manifest(path: Path) -> Manifest:
 def extent_id(tensor_hashes: Iterable[str]) -> str:
     """Identity of an extent: the identities of its tensors, in order."""
     return hashlib.sha256("\n".join(tensor_hashes).encode()).hexdigest()[:32]
-

@@ -1,6 +1,6 @@
 """The one table from errors to HTTP, in the OpenAI error envelope.
 
-    {"error": {"message": ..., "type": ..., "param": ..., "code": ...}}
+{"error": {"message": ..., "type": ..., "param": ..., "code": ...}}
 """
 
 from __future__ import annotations

@@ -144,10 +144,21 @@ class _Form:
         self._head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
 
     def whole(self, result: TextResult) -> dict[str, Any]:
-        choice = {"index": 0, "finish_reason": result.finish_reason, "logprobs": None, **self.content(result.text)}
+        choice = {
+            "index": 0,
+            "finish_reason": result.finish_reason,
+            "logprobs": None,
+            **self.content(result.text),
+        }
         usage = _usage(result.num_prompt_tokens, result.num_completion_tokens)
         timings = rounded(result.timings_ms)
-        return {"object": self.whole_object, **self._head, "choices": [choice], "usage": usage, "timings_ms": timings}
+        return {
+            "object": self.whole_object,
+            **self._head,
+            "choices": [choice],
+            "usage": usage,
+            "timings_ms": timings,
+        }
 
     def chunk(self, text: str, finish_reason: str | None, **more: Any) -> dict[str, Any]:
         choice = {"index": 0, "finish_reason": finish_reason, "logprobs": None, **self.delta(text)}
@@ -191,9 +202,7 @@ class _Completion(_Form):
     delta = content
 
 
-async def _respond(
-    service: Service, body: TextBody, record: ChatRequest | CompletionRequest, form: _Form
-) -> Response:
+async def _respond(service: Service, body: TextBody, record: ChatRequest | CompletionRequest, form: _Form) -> Response:
     if record.temperature is None and not await _has_default_temperature(service, record.model):
         record = record.model_copy(update={"temperature": DEFAULT_TEMPERATURE})
     if not body.stream:
@@ -223,7 +232,7 @@ async def _events(
         async for chunk in rest:
             last = chunk
             yield _sse(_chunk_event(form, chunk))
-    except Exception as error:  # noqa: BLE001 - the status line is out already: the error becomes the last event
+    except Exception as error:
         yield f"data: {bytes(error_response(error).body).decode()}\n\n"
         return
     if include_usage:

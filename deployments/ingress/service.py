@@ -5,7 +5,6 @@ HTTP routes, handle calls and pipelines all call these methods. Nothing here kno
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import AsyncIterator, Mapping
 from typing import Any, TypeVar
@@ -14,12 +13,12 @@ from pydantic import BaseModel, ValidationError
 
 from cluster.errors import ModelUnknown
 from configs.cluster import ClusterConfig
-from configs.model import AdapterConfig, ModelConfig
+from configs.model import AdapterConfig, GenerationDefaults, ModelConfig
+from deployments.defaults import IMAGE_DEFAULTS, TEXT_DEFAULTS, with_defaults
 from deployments.errors import InvalidRequest, ModelUnavailable, UnknownModel
 from deployments.ingress.errors import unwrap
 from deployments.ingress.limits import check_embedding, check_image, check_text
 from deployments.records import (
-    MAX_SEED,
     ChatRequest,
     CompletionRequest,
     EmbeddingRequest,
@@ -55,7 +54,7 @@ class Service:
         await self._check_model(request.model, "diffusion")
         for use in request.lora:
             await self._check_adapter(use.name, request.model)
-        request = self._with_image_defaults(request)
+        request = with_defaults(request, self._defaults(request.model), IMAGE_DEFAULTS)
         check_image(request, self._config.ingress.limits)
         start = time.perf_counter()
         result: ImageResult = await _answer(self._worker.generate.remote(request))
@@ -89,7 +88,7 @@ class Service:
         """Pieces of text; the last one has the finish reason and the timings."""
         check_text(request, self._config.ingress.limits)
         await self._check_model(request.model, "llm")
-        request = self._with_text_defaults(request)
+        request = with_defaults(request, self._defaults(request.model), TEXT_DEFAULTS)
         start = time.perf_counter()
         try:
             async for chunk in self._worker.options(stream=True).stream_text.remote(request):
@@ -160,26 +159,9 @@ class Service:
         if status.state == "unavailable":
             raise ModelUnavailable(f"adapter {id_!r} is unavailable: {status.error}", "lora")
 
-    def _with_image_defaults(self, request: ImageRequest) -> ImageRequest:
-        """Fill in the model's defaults. What neither says is left None: the pipeline's own default."""
-        entry = self._entries[request.model]
-        defaults = entry.defaults if isinstance(entry, ModelConfig) else None
-        update: dict[str, Any] = {"seed": random.randint(0, MAX_SEED)} if request.seed is None else {}
-        for name in ("width", "height", "num_inference_steps", "guidance_scale", "max_sequence_length"):
-            if getattr(request, name) is None and defaults:
-                update[name] = getattr(defaults, name)
-        return request.model_copy(update=update)
-
-    def _with_text_defaults(self, request: ChatRequest | CompletionRequest) -> ChatRequest | CompletionRequest:
-        entry = self._entries[request.model]
-        if not isinstance(entry, ModelConfig):
-            return request
-        update = {
-            name: getattr(entry.defaults, name)
-            for name in ("max_tokens", "temperature")
-            if getattr(request, name) is None
-        }
-        return request.model_copy(update=update)
+    def _defaults(self, model: str) -> GenerationDefaults:
+        entry = self._entries[model]
+        return entry.defaults if isinstance(entry, ModelConfig) else GenerationDefaults()
 
     def _card(self, status: Any) -> ModelCard:
         entry = self._entries[status.id]
@@ -228,5 +210,3 @@ def _account(timings_ms: TimingsMs, start: float) -> None:
 
 def _plain(record: Any) -> dict[str, Any]:
     return {name: getattr(record, name) for name in record.__slots__}
-
-

@@ -1,0 +1,122 @@
+"""The same models in one process, without Ray: `atelier generate --local`.
+
+Store, attach, encode, denoise and decode are the code that the cluster runs; only the extents come from the local
+disk instead of a node's shared memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+
+from configs.cluster import ClusterConfig
+from configs.model import AdapterConfig, GenerationDefaults, ModelConfig
+from deployments.component_builder import ComponentBuilder, is_denoise_component
+from deployments.defaults import IMAGE_DEFAULTS, with_defaults
+from deployments.embedding_cache import EmbeddingCache, Encoding
+from deployments.encoding import CachedEncoders, EncodeJob, build_text_encoder, encode_jobs, is_text_encoder
+from deployments.engines.diffusion.factory import create_pipeline
+from deployments.errors import UnknownModel, as_service_errors
+from deployments.image_requests import conditioning_request, denoise_request, ignored_inputs
+from deployments.model_host import ModelHost
+from deployments.records import ImageRequest, ImageResult
+from weights.externalize import externalize
+from weights.manifest import ExtentRef, Manifest
+from weights.provider import LocalExtents
+from weights.store import WeightStore
+
+OnStep = Callable[[int, int], None]  # steps done, steps in all
+
+
+class _UnleasedExtents(LocalExtents):
+    def release(self, extents: Sequence[ExtentRef]) -> None:
+        """Nothing is held: the views of the built modules keep the bytes."""
+
+
+class LocalModels:
+    """The models of a cluster config in this process."""
+
+    def __init__(self, config: ClusterConfig) -> None:
+        self._config = config
+        self._entries: dict[str, ModelConfig | AdapterConfig] = {
+            entry.id: entry for entry in (*config.models, *config.adapters)
+        }
+        self._store = WeightStore(config.store.path)
+
+    def generate(self, request: ImageRequest, on_step: OnStep | None = None) -> ImageResult:
+        """Pictures. Raises the ServiceErrors of `deployments.errors`."""
+        return asyncio.run(self._generate(request, on_step))
+
+    async def _generate(self, request: ImageRequest, on_step: OnStep | None) -> ImageResult:
+        start = time.perf_counter()
+        extents = _UnleasedExtents(self._store.packs)
+        builder = ComponentBuilder(self._config.worker)
+        worker_host = ModelHost(
+            self._manifest, extents, self._store.models, self._config.worker.resident_bytes, builder
+        )
+        encoder_host = ModelHost(
+            self._manifest,
+            extents,
+            self._store.models,
+            self._config.text_encoder.resident_bytes,
+            build_text_encoder,
+        )
+        encoders = CachedEncoders(EmbeddingCache(self._config.text_encoder.cache_bytes), _encode_alone)
+        with as_service_errors():
+            manifest = await self._manifest(request.model)
+            entry = self._entries[request.model]
+            defaults = entry.defaults if isinstance(entry, ModelConfig) else GenerationDefaults()
+            request = with_defaults(request, defaults, IMAGE_DEFAULTS)
+            class_name = manifest.class_name or ""
+            denoise = denoise_request(request, class_name)
+            text = conditioning_request(request, denoise, class_name)
+            names = [use.name for use in request.lora]
+            async with (
+                encoder_host.lease(request.model, is_text_encoder) as texts,
+                worker_host.lease(request.model, is_denoise_component, names) as lease,
+            ):
+                encoding_start = time.perf_counter()
+                conditioning, encoded = await encoders.condition(text, class_name, texts.skeleton, texts.modules)
+                denoising = time.perf_counter()
+                pipeline = create_pipeline(class_name, lease.skeleton, lease.modules)
+                for name in names:
+                    pipeline.add_adapter(name, lease.modules[name])
+                state = pipeline.start(denoise, conditioning)
+                while not state.done:
+                    pipeline.step([state])
+                    if on_step:
+                        on_step(state.step_index, state.num_steps)
+                denoised = time.perf_counter()
+                images = pipeline.decode([state])[0]
+        now = time.perf_counter()
+        return ImageResult(
+            model=request.model,
+            images=list(images),
+            seed=denoise.seed,
+            num_inference_steps=denoise.num_inference_steps,
+            timings_ms={
+                "switch": texts.report.switch_ms + lease.report.switch_ms,
+                "encode": (denoising - encoding_start) * 1e3,
+                "denoise": (denoised - denoising) * 1e3,
+                "decode": (now - denoised) * 1e3,
+                "total": (now - start) * 1e3,
+            },
+            switch=lease.report,
+            cache=encoded.cache,
+            warnings=encoded.warnings + ignored_inputs(request, text.use_negative),
+        )
+
+    async def _manifest(self, model: str) -> Manifest:
+        entry = self._entries.get(model)
+        if entry is None:
+            raise UnknownModel(f"no model {model!r} (known: {', '.join(self._entries)})", "model")
+        component = entry.component if isinstance(entry, ModelConfig) else None
+        return externalize(self._store, entry.id, entry.path, component=component, dtype=entry.dtype)
+
+
+async def _encode_alone(job: EncodeJob) -> Encoding:
+    (outcome,) = encode_jobs([job])
+    if isinstance(outcome, Exception):
+        raise outcome
+    return outcome
