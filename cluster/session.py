@@ -13,8 +13,9 @@ import signal
 import socket
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Self
 
 import psutil
 import ray
@@ -35,6 +36,7 @@ class SessionRecord:
     started: float
     url: str
     config: str
+    ready: bool = False
 
     @property
     def alive(self) -> bool:
@@ -133,20 +135,29 @@ def end_actors(config: ClusterConfig) -> None:
         ray.kill(registry)
 
 
-@contextlib.contextmanager
-def recorded(config: ClusterConfig, url: str, config_path: str, folder: Path) -> Iterator[SessionRecord]:
-    """Say where this process's cluster is, as long as the block runs."""
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    started = psutil.Process().create_time()
-    record = SessionRecord(config.name, os.getpid(), started, url, config_path)
-    file = folder / f"{config.name}.json"
-    staged = file.with_suffix(f".{os.getpid()}.tmp")
-    staged.write_text(json.dumps(asdict(record)))
-    staged.replace(file)
-    try:
-        yield record
-    finally:
-        file.unlink(missing_ok=True)
+class SessionFile:
+    """Says where this process's cluster is, as long as the `with` block runs."""
+
+    def __init__(self, config: ClusterConfig, url: str, config_path: str, folder: Path) -> None:
+        started = psutil.Process().create_time()
+        self._record = SessionRecord(config.name, os.getpid(), started, url, config_path)
+        self._file = folder / f"{config.name}.json"
+
+    def __enter__(self) -> Self:
+        self._file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._write(self._record)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.unlink(missing_ok=True)
+
+    def mark_ready(self) -> None:
+        self._write(replace(self._record, ready=True))
+
+    def _write(self, record: SessionRecord) -> None:
+        staged = self._file.with_suffix(f".{os.getpid()}.tmp")
+        staged.write_text(json.dumps(asdict(record)))
+        staged.replace(self._file)
 
 
 def stop_session(record: SessionRecord, timeout_s: float = STOP_TIMEOUT_S) -> None:

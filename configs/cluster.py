@@ -132,9 +132,8 @@ class ClusterConfig(StrictModel):
         for adapter in self.adapters:
             unknown = [base for base in adapter.base if base not in known]
             if unknown:
-                raise ValueError(
-                    f"adapter {adapter.id!r} names unknown base {', '.join(unknown)}; models: {', '.join(sorted(known))}"
-                )
+                names, models = ", ".join(unknown), ", ".join(sorted(known))
+                raise ValueError(f"adapter {adapter.id!r} names unknown base {names}; models: {models}")
         return self
 
     @property

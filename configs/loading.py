@@ -39,7 +39,7 @@ def load_cluster_config(path: str | Path) -> ClusterConfig:
     try:
         config = ClusterConfig.model_validate(data)
     except ValidationError as error:
-        raise ConfigFileError(path, [_problem(node, detail) for detail in error.errors()]) from None
+        raise ConfigFileError(path, [_problem(node, detail) for detail in _causes(error)]) from None
     return resolve_paths(config, path.resolve().parent)
 
 
@@ -67,6 +67,18 @@ def _parse(path: Path, text: str) -> tuple[yaml.Node | None, Any]:
         line = mark.line + 1 if mark else None
         reason = getattr(error, "problem", None) or str(error).splitlines()[0]
         raise ConfigFileError(path, [Problem(line, "", f"not valid YAML: {reason}")]) from None
+
+
+def _causes(error: ValidationError) -> list[Any]:
+    """Without what merely follows: a list counts as too short when one of its items is wrong."""
+    details = error.errors()
+
+    def follows(detail: Any) -> bool:
+        depth = len(detail["loc"])
+        inside = (other for other in details if len(other["loc"]) > depth and other["loc"][:depth] == detail["loc"])
+        return detail["type"] == "too_short" and any(inside)
+
+    return [detail for detail in details if not follows(detail)]
 
 
 def _problem(node: yaml.Node | None, detail: Any) -> Problem:

@@ -7,14 +7,13 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
 from ray import serve
 
 from cluster.errors import SessionError
-from cluster.session import check_can_start, ray_session, record_folder, recorded
+from cluster.session import SessionFile, check_can_start, ray_session, record_folder
 from configs.cluster import ClusterConfig
 from deployments.app import APP_NAME, AppArgs, build_app
 
@@ -23,18 +22,21 @@ _POLL_S = 0.2
 
 
 @contextlib.contextmanager
-def cluster_up(config: ClusterConfig, config_path: str) -> Iterator[str]:
+def cluster_up(config: ClusterConfig, config_path: str, stop: threading.Event | None = None) -> Iterator[str]:
     """The cluster, answering at the yielded URL for the length of the block; nothing of it stays after.
 
-    Raises SessionError when something is in the way or it does not come up.
+    Raises SessionError when something is in the way, it does not come up, or `stop` is set before it does.
     """
     folder = record_folder()
     check_can_start(config, folder)
     url = f"http://{config.http.host}:{config.http.port}"
-    with ray_session(config), recorded(config, url, config_path, folder):
+    with SessionFile(config, url, config_path, folder) as session, ray_session(config):
+        if stop:
+            stop_on_signals(stop)  # again: Ray has put a handler of its own in place
         try:
             start_serve(config)
-            wait_ready(url, START_TIMEOUT_S)
+            wait_ready(url, START_TIMEOUT_S, stop)
+            session.mark_ready()
             yield url
         finally:
             serve.shutdown()
@@ -56,7 +58,7 @@ def start_serve(config: ClusterConfig) -> None:
         raise SessionError(f"the application did not start: {error}") from error
 
 
-def wait_ready(url: str, timeout_s: float) -> dict[str, Any]:
+def wait_ready(url: str, timeout_s: float, stop: threading.Event | None = None) -> dict[str, Any]:
     """Until /healthz says that every model is in the store, or known to be unusable."""
     deadline = time.monotonic() + timeout_s
     last = "no answer"
@@ -66,22 +68,13 @@ def wait_ready(url: str, timeout_s: float) -> dict[str, Any]:
             if answer.get("status") in ("ok", "degraded"):
                 return answer
             last = str(answer)
+        if stop and stop.is_set():
+            raise SessionError("stopped before it was ready")
         time.sleep(_POLL_S)
     raise SessionError(f"{url}/healthz was not ready within {timeout_s:.0f} s: {last}")
 
 
-@contextlib.contextmanager
-def stop_signals() -> Iterator[threading.Event]:
-    """An event that Ctrl-C and SIGTERM set, instead of ending the process in the middle of something."""
-    stop = threading.Event()
-    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.signal(number, lambda *_: stop.set()) for number in signals}
-    try:
-        yield stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def read_log_tail(path: Path, num_lines: int = 20) -> str:
-    return "\n".join(path.read_text(errors="replace").splitlines()[-num_lines:])
+def stop_on_signals(stop: threading.Event) -> None:
+    """Let Ctrl-C, SIGTERM and a closed terminal set `stop`, instead of ending the process in the middle of something."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda *_: stop.set())

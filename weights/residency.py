@@ -18,7 +18,7 @@ class Resident:
 
 @dataclass(frozen=True, slots=True)
 class EvictionPlan:
-    """`evict` in order. `missing_bytes` > 0 means that it does not fit even then; `held` says what stands in the way."""
+    """`evict` in order. `missing_bytes` > 0: it does not fit even then, and `held` says what stands in the way."""
 
     evict: tuple[str, ...]
     missing_bytes: int = 0
