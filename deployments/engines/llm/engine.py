@@ -1,0 +1,191 @@
+"""The LLM engine: schedule, run, postprocess. Single-threaded; the caller decides when to step."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from deployments.engines.llm.block_manager import BlockPool
+from deployments.engines.llm.kv_cache import plan_cache
+from deployments.engines.llm.model_runner import ModelRunner
+from deployments.engines.llm.models.registry import create_model, load_config
+from deployments.engines.llm.request_state import RequestState, check_request
+from deployments.engines.llm.sampler import sample
+from deployments.engines.llm.scheduler import Chunk, Scheduler
+from deployments.engines.llm.tokenizer import encode_chat, encode_text, load_eos_token_ids, load_tokenizer
+from deployments.engines.protocol import EngineError, TextDelta, TextRequest
+
+logger = logging.getLogger(__name__)
+
+
+class LLMEngine:
+    """Generates text for many requests at once with one model.
+
+    Requests join with `add` and leave when they finish or with `abort`; `step` moves all of them on. Nothing
+    here is thread-safe: call `add`, `abort` and `step` from one thread, or with a lock around them.
+
+    The tokens of a request do not depend on its company: neither greedy ones nor, with a seed, sampled ones.
+
+    When the model fails in a step, the step's sequences run again one by one. Those that fail alone end with
+    finish reason "abort", their blocks are freed, and `failures` holds the reason until the next step; the
+    others go on as if nothing had been.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        device: str | torch.device = "cpu",
+        max_num_seqs: int = 64,
+        max_num_batched_tokens: int = 2048,
+        kv_cache_bytes: int = 64 * 2**20,
+        max_model_len: int | None = None,
+    ) -> None:
+        """Builds the model of a stock Hugging Face folder around `tensors`, which are shared and never
+        written.
+
+        The weights may be absent from the folder. `tensors` have the checkpoint's names and one floating
+        dtype, which is also that of the computation and of the KV cache. `max_model_len` None means all that
+        the model and `kv_cache_bytes` allow.
+
+        Raises:
+            EngineError: the folder, the tensors or the limits do not fit together; the message tells which.
+        """
+        if max_num_seqs < 1 or max_num_batched_tokens < 1:
+            raise EngineError(
+                f"max_num_seqs is {max_num_seqs} and max_num_batched_tokens is {max_num_batched_tokens}; "
+                "expected at least 1"
+            )
+        config = load_config(folder)
+        model = create_model(config, tensors, torch.device(device))
+        plan = plan_cache(
+            model.spec,
+            model.dtype,
+            kv_cache_bytes=kv_cache_bytes,
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+        )
+        self.tokenizer = load_tokenizer(folder)
+        self.max_model_len = plan.max_model_len
+        self.failures: dict[str, Exception] = {}
+        self._vocab_size = model.spec.vocab_size
+        self._eos_token_ids = load_eos_token_ids(folder, config)
+        self._blocks = BlockPool(plan.num_blocks)
+        self._scheduler = Scheduler(
+            self._blocks, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
+        )
+        self._runner = ModelRunner(model, plan.num_blocks)
+        self._requests: dict[str, RequestState] = {}
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._requests)
+
+    @property
+    def num_running(self) -> int:
+        return self._scheduler.num_running
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that have not begun to decode, or that were preempted."""
+        return self._scheduler.num_waiting
+
+    @property
+    def num_preemptions(self) -> int:
+        """How often, since the start, a sequence gave up its blocks for an older one."""
+        return self._scheduler.num_preemptions
+
+    @property
+    def num_blocks(self) -> int:
+        return self._blocks.num_blocks
+
+    @property
+    def num_free_blocks(self) -> int:
+        return self._blocks.num_free
+
+    def encode_chat(self, messages: list[dict[str, Any]]) -> tuple[int, ...]:
+        """Token ids of a chat by the tokenizer's template; EngineError if it has none or refuses."""
+        return encode_chat(self.tokenizer, messages)
+
+    def encode_text(self, text: str) -> tuple[int, ...]:
+        """Token ids of a plain prompt."""
+        return encode_text(self.tokenizer, text)
+
+    def add(self, request: TextRequest) -> None:
+        """Puts a request in line. `max_tokens` is clipped to what fits behind the prompt.
+
+        Raises:
+            EngineError: the prompt is empty, too long or has unknown tokens, a sampling parameter is out of
+            range,
+                or a request of this id has not finished.
+        """
+        if request.request_id in self._requests:
+            raise EngineError(
+                f"request id {request.request_id!r} is in use by a request that has not finished"
+            )
+        check_request(request, max_model_len=self.max_model_len, vocab_size=self._vocab_size)
+        state = RequestState.create(
+            request,
+            tokenizer=self.tokenizer,
+            max_model_len=self.max_model_len,
+            eos_token_ids=self._eos_token_ids,
+        )
+        self._requests[request.request_id] = state
+        self._scheduler.add(state.sequence)
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request and frees its blocks at once; no delta of it follows. Unknown ids are ignored."""
+        state = self._requests.pop(request_id, None)
+        if state is not None:
+            self._scheduler.finish(state.sequence)
+
+    def step(self) -> list[TextDelta]:
+        """Moves the scheduled requests on by one token, or computes a part of a long prompt.
+
+        The result has one delta for every request that got a token or ended; it is empty without work.
+        """
+        self.failures = {}
+        chunks = self._scheduler.schedule()
+        token_ids = self._run(chunks)
+        return self._postprocess(chunks, token_ids)
+
+    def _run(self, chunks: Sequence[Chunk]) -> dict[str, int]:
+        """The sampled token of each request whose last chunk this is. Notes in `failures` what cannot run."""
+        if not chunks:
+            return {}
+        try:
+            logits = self._runner.run(chunks)
+            request_ids = [chunk.sequence.request_id for chunk in chunks if chunk.is_last]
+            pickers = [self._requests[request_id].picker for request_id in request_ids]
+            return dict(zip(request_ids, sample(logits, pickers), strict=True))
+        except Exception as error:
+            if len(chunks) == 1:
+                request_id = chunks[0].sequence.request_id
+                logger.exception("request %r ends: the model failed", request_id)
+                self.failures[request_id] = error
+                return {}
+            logger.warning("a step of %d requests failed (%s); running them one by one", len(chunks), error)
+        return {request_id: token for chunk in chunks for request_id, token in self._run((chunk,)).items()}
+
+    def _postprocess(self, chunks: Sequence[Chunk], token_ids: Mapping[str, int]) -> list[TextDelta]:
+        """Appends the tokens, takes out what has finished, and tells what is new."""
+        deltas = []
+        for chunk in chunks:
+            request_id = chunk.sequence.request_id
+            state = self._requests[request_id]
+            if request_id in self.failures:
+                deltas.append(state.delta("", (), "abort"))
+            else:
+                token_id = token_ids.get(request_id)
+                self._scheduler.complete(chunk, token_id)
+                if token_id is None:
+                    continue
+                deltas.append(state.advance(token_id))
+            if deltas[-1].finish_reason is not None:
+                self.abort(request_id)
+        return deltas

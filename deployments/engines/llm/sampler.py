@@ -1,0 +1,86 @@
+"""Picks the next token of every row: greedy, or drawn after temperature, top-k and top-p."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from deployments.engines.protocol import EngineError, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPicker:
+    """The sampling parameters of a request and its random stream.
+
+    The stream gives one float64 per sampled token, so a continuation on another machine is `seed` and as many
+    draws as there are tokens.
+    """
+
+    params: SamplingParams
+    generator: torch.Generator
+
+    @classmethod
+    def create(cls, params: SamplingParams) -> TokenPicker:
+        generator = torch.Generator("cpu")
+        if params.seed is None:
+            generator.seed()
+        else:
+            generator.manual_seed(params.seed)
+        return cls(params, generator)
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.params.temperature == 0 or self.params.top_k == 1
+
+
+def sample(logits_NV: torch.Tensor, pickers: Sequence[TokenPicker]) -> list[int]:
+    """One token id per row of the float32 logits.
+
+    Raises:
+        EngineError: a row has no usable maximum (NaN or infinity); no generator was advanced.
+    """
+    best, token_ids = logits_NV.max(dim=-1)
+    if not best.isfinite().all():
+        raise EngineError("the model produced logits that are not finite")
+    return [
+        int(token_ids[row]) if picker.is_greedy else draw(logits_NV[row], picker)
+        for row, picker in enumerate(pickers)
+    ]
+
+
+def draw(logits_V: torch.Tensor, picker: TokenPicker) -> int:
+    """One token from the filtered distribution, by inverting its cumulative sum.
+
+    The sum runs in the order of token ids, not of probability: then a rounding difference in the logits moves
+    the borders between tokens by as little, and never exchanges two of them.
+    """
+    token_ids, probabilities = filtered(logits_V, picker.params)
+    cumulative = probabilities.cumsum(0)
+    point = torch.rand(1, generator=picker.generator, dtype=torch.float64) * cumulative[-1]
+    index = int(torch.searchsorted(cumulative, point, right=True))
+    return int(token_ids[min(index, len(token_ids) - 1)])
+
+
+def filtered(logits_V: torch.Tensor, params: SamplingParams) -> tuple[torch.Tensor, torch.Tensor]:
+    """The tokens that top-k and then top-p leave, by ascending id, with their unnormalized float64
+    probabilities.
+
+    Top-p keeps the most probable tokens until their sum reaches `top_p` (of what top-k left), at least one.
+    """
+    # Subtracting the maximum first keeps tiny temperatures from overflowing.
+    scaled = (logits_V - logits_V.max()).double() / params.temperature
+    if 0 < params.top_k < len(scaled):
+        scaled, token_ids = scaled.topk(params.top_k)
+    elif params.top_p < 1:
+        scaled, token_ids = scaled.sort(descending=True, stable=True)
+    else:
+        token_ids = torch.arange(len(scaled))
+    probabilities = scaled.softmax(0)
+    if params.top_p < 1:
+        kept = probabilities.cumsum(0) - probabilities < params.top_p
+        token_ids, probabilities = token_ids[kept], probabilities[kept]
+    possible = probabilities > 0
+    token_ids, order = token_ids[possible].sort()
+    return token_ids, probabilities[possible][order]

@@ -1,0 +1,87 @@
+"""LoRA as a side path: y = base(x) + strength * scale * up(down(x)), through forward hooks.
+
+Base weights are never touched, so replicas may share them and requests with other adapters may run next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from deployments.engines.protocol import EngineError
+from weights.adapters import LoraPair
+
+Pairs = Mapping[str, LoraPair]
+
+
+@contextmanager
+def applied_adapters(module: nn.Module, uses: Sequence[tuple[Pairs, float]]) -> Iterator[None]:
+    """Within the block `module` computes with every adapter of `uses` (pairs by module path, strength) added.
+
+    Equal to diffusers' `set_adapters` over PEFT, in the given order. HAZARD: hooks belong to the module,
+    so one thread at a time may run it. Raises EngineError as `check_targets` does; no hook is left behind
+    in any case.
+    """
+    handles: list[Any] = []
+    try:
+        for pairs, strength in uses:
+            targets = check_targets(module, pairs)
+            if strength == 0:
+                continue
+            for path, target in targets.items():
+                handles.append(target.register_forward_hook(_side_path(pairs[path], strength)))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def check_targets(module: nn.Module, pairs: Pairs) -> dict[str, nn.Module]:
+    """The submodules that `pairs` name. Raises EngineError naming what is not there or does not fit."""
+    known = dict(module.named_modules())
+    absent = [path for path in pairs if path not in known]
+    if absent:
+        shown = ", ".join(repr(path) for path in absent[:5]) + (", …" if len(absent) > 5 else "")
+        raise EngineError(
+            f"adapter targets {shown} ({len(absent)} of {len(pairs)}) are not in {type(module).__name__}"
+        )
+    for path, pair in pairs.items():
+        _check_fit(path, known[path], pair)
+    return {path: known[path] for path in pairs}
+
+
+def _check_fit(path: str, target: nn.Module, pair: LoraPair) -> None:
+    found: tuple[Any, ...]
+    if isinstance(target, nn.Conv2d) and target.groups == 1:
+        wanted, found = 4, (target.in_channels, *target.kernel_size, target.out_channels, 1, 1)
+    elif hasattr(target, "in_features") and hasattr(target, "out_features"):
+        wanted, found = 2, (target.in_features, target.out_features)
+    else:
+        raise EngineError(
+            f"adapter target {path!r} is a {type(target).__name__}, expected a linear or Conv2d layer"
+        )
+    given = (*pair.down.shape[1:], pair.up.shape[0], *pair.up.shape[2:])
+    if pair.down.ndim != wanted or given != found:
+        raise EngineError(
+            f"adapter target {path!r}: lora_A {tuple(pair.down.shape)} and lora_B {tuple(pair.up.shape)} "
+            f"do not fit a {type(target).__name__} of (in, out) sizes {found}"
+        )
+
+
+def _side_path(pair: LoraPair, strength: float) -> Callable[[nn.Module, Any, torch.Tensor], torch.Tensor]:
+    def add(target: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
+        x = args[0]
+        down, up = pair.down.to(x.device, x.dtype), pair.up.to(x.device, x.dtype)
+        if isinstance(target, nn.Conv2d):
+            low = F.conv2d(x, down, stride=target.stride, padding=target.padding, dilation=target.dilation)
+            delta = F.conv2d(low, up)
+        else:
+            delta = F.linear(F.linear(x, down), up)
+        return output + delta * (pair.scale * strength)
+
+    return add

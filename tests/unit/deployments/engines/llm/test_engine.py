@@ -1,0 +1,287 @@
+"""What a caller sees of the engine: text, ends, aborts, limits, failures."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+
+from deployments.engines.llm.engine import LLMEngine
+from deployments.engines.protocol import EngineError, SamplingParams, TextRequest
+
+SMALL_CACHE = 10 * 2 * 2 * 16 * 2 * 8 * 4  # 10 blocks of the tiny Llama
+
+
+def clean_text(tokenizer, prompt, token_ids):
+    """The text that a whole completion adds to its prompt."""
+    before = tokenizer.decode(list(prompt), skip_special_tokens=True)
+    return tokenizer.decode([*prompt, *token_ids], skip_special_tokens=True)[len(before) :]
+
+
+@pytest.fixture(scope="module")
+def model(tiny):
+    return tiny("llama", 0)
+
+
+def test_deltas_add_up(model, run_all, request_of):
+    engine = model.engine()
+    prompt = engine.encode_text("Hello there")
+    outcome = run_all(engine, [request_of("r", prompt, max_tokens=30)])["r"]
+    assert outcome.finish_reason == "length"
+    assert [delta.num_completion_tokens for delta in outcome.deltas] == list(range(1, 31))
+    assert {delta.num_prompt_tokens for delta in outcome.deltas} == {len(prompt)}
+    assert outcome.text == clean_text(engine.tokenizer, prompt, outcome.token_ids)
+    assert not engine.has_work
+    assert engine.step() == []
+
+
+def test_max_tokens_is_clipped_to_what_fits(model, run_all, request_of, prompt_of):
+    engine = model.engine(max_model_len=40)
+    outcome = run_all(engine, [request_of("r", prompt_of(33), max_tokens=1000)])["r"]
+    assert len(outcome.token_ids) == 7
+    assert outcome.finish_reason == "length"
+    assert outcome.token_ids == model.greedy(prompt_of(33), 7)
+
+
+@pytest.mark.parametrize("as_list", [False, True])
+def test_eos_of_the_generation_config_ends_the_text(as_list, model, run_all, request_of, prompt_of, tmp_path):
+    expected = model.greedy(prompt_of(9), 12)
+    eos = expected[5]
+    end = expected.index(eos) + 1
+    folder = shutil.copytree(model.folder, tmp_path / "eos")
+    value = [eos, 1] if as_list else eos
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
+    engine = LLMEngine(folder, model.tensors)
+    requests = [
+        request_of("ends", prompt_of(9), max_tokens=12),
+        request_of("ignores", prompt_of(9), max_tokens=12, ignore_eos=True),
+        request_of("at the limit", prompt_of(9), max_tokens=end),
+    ]
+    outcomes = run_all(engine, requests)
+    assert outcomes["ends"].token_ids == expected[:end]
+    assert outcomes["ends"].finish_reason == "stop"
+    assert outcomes["ends"].text == clean_text(engine.tokenizer, prompt_of(9), expected[: end - 1])
+    assert outcomes["ignores"].token_ids == expected
+    assert outcomes["ignores"].finish_reason == "length"
+    assert outcomes["at the limit"].finish_reason == "stop"
+
+
+def test_eos_falls_back_to_the_config(model, run_all, request_of, prompt_of, tmp_path):
+    expected = model.greedy(prompt_of(9), 12)
+    folder = shutil.copytree(model.folder, tmp_path / "eos")
+    (folder / "generation_config.json").unlink()
+    config = json.loads((folder / "config.json").read_text()) | {"eos_token_id": expected[3]}
+    (folder / "config.json").write_text(json.dumps(config))
+    outcome = run_all(LLMEngine(folder, model.tensors), [request_of("r", prompt_of(9), max_tokens=12)])["r"]
+    assert outcome.token_ids == expected[: expected.index(expected[3]) + 1]
+
+
+def test_stop_strings_across_token_borders(tiny, run_all, request_of, prompt_of):
+    engine = tiny("llama", 1).engine()  # one token per byte: any string of two characters crosses a border
+    free = run_all(engine, [request_of("r", prompt_of(5), max_tokens=40)])["r"]
+    stop = free.text[6:9]
+    at = free.text.index(stop)
+    requests = [
+        request_of("stops", prompt_of(5), max_tokens=40, stop=(stop, "never in this text")),
+        request_of("almost", prompt_of(5), max_tokens=40, stop=(free.text[-4:] + "!",)),
+    ]
+    outcomes = run_all(engine, requests)
+    assert outcomes["stops"].text == free.text[:at]
+    assert outcomes["stops"].finish_reason == "stop"
+    assert len(outcomes["stops"].token_ids) < 40
+    assert outcomes["almost"].text == free.text  # what was held back comes at the end
+    assert outcomes["almost"].finish_reason == "length"
+
+
+@pytest.mark.parametrize("steps", [0, 1, 4])
+def test_abort_frees_all_blocks(steps, model, request_of, prompt_of):
+    engine = model.engine()
+    for i, length in enumerate((5, 40, 17)):
+        engine.add(request_of(str(i), prompt_of(length), max_tokens=50))
+    for _ in range(steps):
+        engine.step()
+    engine.abort("1")
+    engine.abort("1")
+    engine.abort("never heard of")
+    assert {delta.request_id for delta in engine.step()} == {"0", "2"}
+    engine.abort("0")
+    engine.abort("2")
+    assert engine.num_free_blocks == engine.num_blocks
+    assert (engine.has_work, engine.num_running, engine.num_waiting) == (False, 0, 0)
+    engine.add(request_of("1", prompt_of(5), max_tokens=3))  # the id is free again
+
+
+def test_abort_in_the_middle_of_a_long_prompt(model, run_all, request_of, prompt_of):
+    engine = model.engine(max_num_batched_tokens=16)
+    engine.add(request_of("long", prompt_of(100)))
+    assert engine.step() == []
+    assert engine.num_free_blocks < engine.num_blocks
+    engine.abort("long")
+    assert engine.num_free_blocks == engine.num_blocks
+    assert run_all(engine, [request_of("r", prompt_of(9), max_tokens=4)])["r"].token_ids == model.greedy(
+        prompt_of(9), 4
+    )
+
+
+def test_preemption_gives_the_same_tokens(model, run_all, request_of, prompt_of):
+    requests = [
+        request_of(f"greedy {i}", prompt_of(length), max_tokens=60)
+        for i, length in enumerate((20, 30, 9, 25))
+    ]
+    requests.append(request_of("seeded", prompt_of(14), max_tokens=60, temperature=1.0, seed=3))
+    join_at = (0, 0, 1, 3, 4)
+    roomy = model.engine()
+    tight = model.engine(kv_cache_bytes=SMALL_CACHE, max_num_batched_tokens=64)
+    assert tight.num_blocks == 10
+    expected, found = run_all(roomy, requests, join_at), run_all(tight, requests, join_at)
+    assert roomy.num_preemptions == 0
+    assert tight.num_preemptions >= 2
+    assert {i: o.token_ids for i, o in found.items()} == {i: o.token_ids for i, o in expected.items()}
+    assert {i: o.text for i, o in found.items()} == {i: o.text for i, o in expected.items()}
+    assert tight.num_free_blocks == 10
+
+
+def test_the_same_seed_gives_the_same_text_in_any_company(model, run_all, request_of, prompt_of):
+    options = {"max_tokens": 25, "temperature": 0.9, "top_p": 0.95, "top_k": 50, "seed": 11}
+    alone = run_all(model.engine(), [request_of("r", prompt_of(9), **options)])["r"]
+    company = [request_of(f"c{i}", prompt_of(3 + 11 * i), max_tokens=20, temperature=1.0) for i in range(5)]
+    batched = run_all(
+        model.engine(), [*company, request_of("r", prompt_of(9), **options)], (0, 0, 2, 5, 9, 3)
+    )["r"]
+    other = run_all(model.engine(), [request_of("r", prompt_of(9), **(options | {"seed": 12}))])["r"]
+    assert batched.token_ids == alone.token_ids
+    assert batched.text == alone.text
+    assert other.token_ids != alone.token_ids
+
+
+def test_top_k_1_equals_greedy(model, run_all, request_of, prompt_of):
+    outcome = run_all(
+        model.engine(), [request_of("r", prompt_of(9), max_tokens=20, temperature=2.0, top_k=1)]
+    )["r"]
+    assert outcome.token_ids == model.greedy(prompt_of(9), 20)
+
+
+def test_seats_are_limited(model, request_of, prompt_of):
+    engine = model.engine(max_num_seqs=2)
+    for i in range(3):
+        engine.add(request_of(str(i), prompt_of(5), max_tokens=4))
+    engine.step()
+    assert (engine.num_running, engine.num_waiting) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sampling", "message"),
+    [
+        ((), {}, "empty"),
+        (tuple([5] * 256), {}, "256 tokens; expected fewer than 256"),
+        ((5, 260), {}, "token id 260 .* 0 to 259"),
+        ((-1,), {}, "token id -1"),
+        ((5,), {"max_tokens": 0}, "max_tokens is 0"),
+        ((5,), {"temperature": -0.1}, "temperature is -0.1"),
+        ((5,), {"temperature": float("nan")}, "temperature is nan"),
+        ((5,), {"top_p": 0.0}, "top_p is 0.0"),
+        ((5,), {"top_p": 1.1}, "top_p is 1.1"),
+        ((5,), {"top_k": -1}, "top_k is -1"),
+        ((5,), {"seed": 2**64}, "seed is 18446744073709551616"),
+        ((5,), {"stop": ("",)}, "stop is"),
+    ],
+)
+def test_bad_requests_are_refused(prompt, sampling, message, model):
+    engine = model.engine()
+    with pytest.raises(EngineError, match=message):
+        engine.add(TextRequest("r", prompt, SamplingParams(**sampling)))
+    assert not engine.has_work
+
+
+def test_a_duplicate_id_is_refused(model, request_of):
+    engine = model.engine()
+    engine.add(request_of("twice", (5,)))
+    with pytest.raises(EngineError, match="'twice'"):
+        engine.add(request_of("twice", (6,)))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kv_cache_bytes": 100}, "kv_cache_bytes is 100"),
+        ({"max_model_len": 257}, "257, expected 2 to 256"),
+        ({"max_model_len": 1}, "1, expected 2 to 256"),
+        ({"max_model_len": 200, "kv_cache_bytes": SMALL_CACHE}, "max_model_len 200 needs"),
+        ({"max_num_seqs": 0}, "max_num_seqs is 0"),
+        ({"max_num_batched_tokens": 0}, "max_num_batched_tokens is 0"),
+    ],
+)
+def test_bad_limits_are_refused(options, message, model):
+    with pytest.raises(EngineError, match=message):
+        model.engine(**options)
+
+
+def test_the_cache_bounds_the_length(model):
+    assert model.engine().max_model_len == 256
+    assert model.engine(kv_cache_bytes=SMALL_CACHE).max_model_len == 160
+
+
+def test_chat_and_text_are_encoded_as_the_tokenizer_does(model):
+    engine = model.engine()
+    chat = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Yo"},
+        {"role": "user", "content": "?"},
+    ]
+    expected = engine.tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
+    assert engine.encode_chat(chat) == tuple(expected)
+    assert engine.encode_text("Hi é") == tuple(engine.tokenizer("Hi é")["input_ids"])
+    with pytest.raises(EngineError, match="unknown role robot"):
+        engine.encode_chat([{"role": "robot", "content": "beep"}])
+
+
+def test_a_tokenizer_without_template_refuses_chat(model, make_byte_tokenizer, tmp_path):
+    folder = shutil.copytree(model.folder, tmp_path / "plain")
+    (folder / "chat_template.jinja").unlink()
+    make_byte_tokenizer(chat_template=None).save_pretrained(folder)
+    with pytest.raises(EngineError, match="no chat template"):
+        LLMEngine(folder, model.tensors).encode_chat([{"role": "user", "content": "Hi"}])
+
+
+class FailingRunner:
+    """Fails whenever a certain request is in the step."""
+
+    def __init__(self, runner, request_id):
+        self.runner, self.request_id = runner, request_id
+
+    def run(self, chunks):
+        if any(chunk.sequence.request_id == self.request_id for chunk in chunks):
+            raise RuntimeError("the model is broken")
+        return self.runner.run(chunks)
+
+
+def test_a_failing_request_ends_alone(model, request_of, prompt_of, monkeypatch):
+    engine = model.engine()
+    for request_id, length in (("good", 9), ("bad", 20), ("also good", 5)):
+        engine.add(request_of(request_id, prompt_of(length), max_tokens=6))
+    first = {delta.request_id: delta for delta in engine.step()}
+    monkeypatch.setattr(engine, "_runner", FailingRunner(engine._runner, "bad"))
+    second = {delta.request_id: delta for delta in engine.step()}
+    assert second["bad"].finish_reason == "abort"
+    assert second["bad"].token_ids == ()
+    assert second["bad"].num_completion_tokens == 1
+    assert str(engine.failures["bad"]) == "the model is broken"
+    tokens = {i: [*first[i].token_ids, *second[i].token_ids] for i in ("good", "also good")}
+    while engine.has_work:
+        for delta in engine.step():
+            tokens[delta.request_id] += delta.token_ids
+    assert tokens == {"good": model.greedy(prompt_of(9), 6), "also good": model.greedy(prompt_of(5), 6)}
+    assert engine.failures == {}
+    assert engine.num_free_blocks == engine.num_blocks
+
+
+def test_logits_that_are_not_finite_end_the_request(model, request_of, prompt_of):
+    broken = dict(model.tensors)
+    broken["model.norm.weight"] = broken["model.norm.weight"] * float("nan")
+    engine = LLMEngine(model.folder, broken)
+    engine.add(request_of("r", prompt_of(4), temperature=1.0))
+    (delta,) = engine.step()
+    assert delta.finish_reason == "abort"
+    assert isinstance(engine.failures["r"], EngineError)
+    assert not engine.has_work
