@@ -52,7 +52,7 @@ class WeightRegistry:
         self._worker = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="externalize")
         self._states: dict[str, ModelStatus] = {}
         self._pending: dict[str, concurrent.futures.Future[None]] = {}
-        for entry in (*config.models, *config.adapters):
+        for entry in config.entries.values():
             self.register(entry)
 
     def register(self, entry: ModelConfig | AdapterConfig) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from configs.model import AdapterConfig, ModelConfig, ModelId, StrictModel
+from configs.model import AdapterConfig, GenerationDefaults, ModelConfig, ModelId, StrictModel
 
 _UNITS = {
     "B": 1,
@@ -135,6 +135,17 @@ class ClusterConfig(StrictModel):
                 names, models = ", ".join(unknown), ", ".join(sorted(known))
                 raise ValueError(f"adapter {adapter.id!r} names unknown base {names}; models: {models}")
         return self
+
+    @property
+    def entries(self) -> dict[str, ModelConfig | AdapterConfig]:
+        """Models, then adapters, by id."""
+        models: dict[str, ModelConfig | AdapterConfig] = {model.id: model for model in self.models}
+        return models | {adapter.id: adapter for adapter in self.adapters}
+
+    def defaults_of(self, model: str) -> GenerationDefaults:
+        """What requests for `model` get when they do not say; nothing for an adapter or an unknown id."""
+        entry = self.entries.get(model)
+        return entry.defaults if isinstance(entry, ModelConfig) else GenerationDefaults()
 
     @property
     def node_budget_bytes(self) -> int:

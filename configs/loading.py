@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-import types
+import inspect
 import typing
 from collections.abc import Iterable
 from pathlib import Path
@@ -147,8 +147,8 @@ def _known_keys(location: Location) -> list[str]:
 
 
 def _model_in(annotation: Any) -> type[BaseModel] | None:
-    if isinstance(annotation, type) and not isinstance(annotation, types.GenericAlias):
-        return annotation if issubclass(annotation, BaseModel) else None
+    if inspect.isclass(annotation) and issubclass(annotation, BaseModel):
+        return annotation
     for argument in typing.get_args(annotation):
         found = _model_in(argument)
         if found:

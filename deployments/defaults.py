@@ -6,7 +6,7 @@ import random
 from typing import TypeVar
 
 from configs.model import GenerationDefaults
-from deployments.records import MAX_SEED, RequestModel
+from deployments.records import MAX_SEED, ImageRequest, RequestModel
 
 IMAGE_DEFAULTS = ("width", "height", "num_inference_steps", "guidance_scale", "max_sequence_length")
 TEXT_DEFAULTS = ("max_tokens", "temperature")
@@ -20,6 +20,6 @@ def with_defaults(request: RequestT, defaults: GenerationDefaults, names: tuple[
     An image request without a seed gets one drawn here, so that whoever asked can be told which one it was.
     """
     update = {name: getattr(defaults, name) for name in names if getattr(request, name) is None}
-    if names is IMAGE_DEFAULTS and request.seed is None:
+    if isinstance(request, ImageRequest) and request.seed is None:
         update["seed"] = random.randint(0, MAX_SEED)
     return request.model_copy(update=update)

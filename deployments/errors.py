@@ -5,7 +5,8 @@
     ├── UnknownModel         404  no such model or adapter; the message has the known names
     ├── RequestTooLarge      413
     ├── Overloaded           503  the memory for this model is taken by running work
-    └── ModelUnavailable     503  the model's weights cannot be used
+    ├── ModelUnavailable     503  the model's weights cannot be used
+    └── GenerationFailed     500  the model broke down on this request; says how
 
 `deployments/ingress/errors.py` has the one table from these to protocols.
 """
@@ -52,6 +53,10 @@ class Overloaded(ServiceError):  # noqa: N818
 
 class ModelUnavailable(ServiceError):  # noqa: N818
     """The model is known, but its weights cannot be used."""
+
+
+class GenerationFailed(ServiceError):  # noqa: N818
+    """The model broke down on this request: numbers that are not finite, a kernel that failed."""
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from configs.cluster import ClusterConfig
-from configs.model import AdapterConfig, GenerationDefaults, ModelConfig
+from configs.model import ModelConfig
 from deployments.component_builder import ComponentBuilder, is_denoise_component
 from deployments.defaults import IMAGE_DEFAULTS, with_defaults
 from deployments.embedding_cache import EmbeddingCache, Encoding
@@ -39,9 +39,6 @@ class LocalModels:
 
     def __init__(self, config: ClusterConfig) -> None:
         self._config = config
-        self._entries: dict[str, ModelConfig | AdapterConfig] = {
-            entry.id: entry for entry in (*config.models, *config.adapters)
-        }
         self._store = WeightStore(config.store.path)
 
     def generate(self, request: ImageRequest, on_step: OnStep | None = None) -> ImageResult:
@@ -65,9 +62,7 @@ class LocalModels:
         encoders = CachedEncoders(EmbeddingCache(self._config.text_encoder.cache_bytes), _encode_alone)
         with as_service_errors():
             manifest = await self._manifest(request.model)
-            entry = self._entries[request.model]
-            defaults = entry.defaults if isinstance(entry, ModelConfig) else GenerationDefaults()
-            request = with_defaults(request, defaults, IMAGE_DEFAULTS)
+            request = with_defaults(request, self._config.defaults_of(request.model), IMAGE_DEFAULTS)
             class_name = manifest.class_name or ""
             denoise = denoise_request(request, class_name)
             text = conditioning_request(request, denoise, class_name)
@@ -108,9 +103,9 @@ class LocalModels:
         )
 
     async def _manifest(self, model: str) -> Manifest:
-        entry = self._entries.get(model)
+        entry = self._config.entries.get(model)
         if entry is None:
-            raise UnknownModel(f"no model {model!r} (known: {', '.join(self._entries)})", "model")
+            raise UnknownModel(f"no model {model!r} (known: {', '.join(self._config.entries)})", "model")
         component = entry.component if isinstance(entry, ModelConfig) else None
         return externalize(self._store, entry.id, entry.path, component=component, dtype=entry.dtype)
 

@@ -6,21 +6,39 @@ are plain dataclasses that hold numpy arrays, which Ray moves without a copy.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from deployments.errors import InvalidRequest
 
 MAX_SEED = 2**63 - 1
-Stage = Literal["queue", "encode", "switch", "denoise", "prefill", "generate", "decode", "total"]
-TimingsMs = dict[Stage, float]
+TimingsMs = dict[str, float]  # milliseconds by stage: queue, encode, switch, denoise, prefill, generate, decode, total
+RequestT = TypeVar("RequestT", bound="RequestModel")
 Finite = Field(allow_inf_nan=False)
 
 
 class RequestModel(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+
+def as_record(class_: type[RequestT], request: RequestT | Mapping[str, Any]) -> RequestT:
+    """The record itself, or one made of a mapping of its fields. Raises InvalidRequest naming the field."""
+    if isinstance(request, class_):
+        return request
+    try:
+        return class_.model_validate(request)
+    except ValidationError as error:
+        # A misspelt field shows as unknown, and often as a missing one too: the first says more.
+        first = min(error.errors(), key=lambda detail: detail["type"] != "extra_forbidden")
+        where = ".".join(str(part) for part in first["loc"])
+        text = "unknown field" if first["type"] == "extra_forbidden" else first["msg"]
+        known = ", ".join(class_.model_fields)
+        raise InvalidRequest(f"{where or class_.__name__}: {text} (fields: {known})", where or None) from None
 
 
 class LoraUse(RequestModel):

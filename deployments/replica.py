@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import uuid
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import ray
 import torch
 
+from cluster.errors import ClusterError
 from cluster.keeper import RayExtents
 from cluster.registry import connect_registry
 from configs.cluster import ClusterConfig
+from configs.model import ModelConfig
+from deployments.engines.build import import_class
 from deployments.model_host import Builder, ModelHost
+from weights.manifest import Component
 from weights.store import WeightStore
 
 
@@ -29,6 +35,17 @@ async def open_host(config: ClusterConfig, role: str, budget_bytes: int, build: 
             raise error.cause if isinstance(error.cause, Exception) else error from None
 
     return ModelHost(fetch_manifest, provider, WeightStore(config.store.path).models, budget_bytes, build)
+
+
+async def import_models(host: ModelHost, models: Iterable[ModelConfig], wanted: Callable[[Component], bool]) -> None:
+    """Import what the configured models are made of, so that no request waits for an import."""
+    for model in models:
+        try:
+            manifest = await host.manifest(model.id)
+        except ClusterError:
+            continue  # unavailable: the directory says why to those who ask for it
+        for component in filter(wanted, manifest.components.values()):
+            await asyncio.to_thread(import_class, component.library, component.class_name)
 
 
 def limit_threads(num_threads: int | None, num_cpus: float) -> None:

@@ -75,6 +75,6 @@ def wait_ready(url: str, timeout_s: float, stop: threading.Event | None = None) 
 
 
 def stop_on_signals(stop: threading.Event) -> None:
-    """Let Ctrl-C, SIGTERM and a closed terminal set `stop`, instead of ending the process in the middle of something."""
+    """Let Ctrl-C, SIGTERM and a closed terminal set `stop` instead of ending the process in the middle of something."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: stop.set())

@@ -16,7 +16,8 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from deployments.engines.protocol import EngineError, TextDelta, TextRequest
+from deployments.engines.protocol import TextDelta, TextRequest
+from deployments.errors import GenerationFailed
 
 T = TypeVar("T")
 
@@ -132,6 +133,10 @@ class TextLoop:
                 item = await queue.get()
                 if isinstance(item, Exception):
                     raise item
+                if item.finish_reason == "abort":
+                    raise GenerationFailed(
+                        f"the model failed on this request after {item.num_completion_tokens} tokens"
+                    )
                 yield item
                 if item.finish_reason:
                     return
@@ -145,7 +150,7 @@ class TextLoop:
                 deltas = await self._device.run(self._engine.step)
             except Exception as error:
                 for queue in self._queues.values():
-                    queue.put_nowait(EngineError(f"the engine failed: {error}"))
+                    queue.put_nowait(GenerationFailed(f"the engine failed: {error}"))
                 return
             for delta in deltas:
                 if delta.request_id in self._queues:

@@ -29,7 +29,7 @@ from deployments.records import (
     TextChunk,
     TextRequestRecord,
 )
-from deployments.replica import limit_threads, open_host
+from deployments.replica import import_models, limit_threads, open_host
 from deployments.step_loop import DenoiseLoop, DeviceThread, TextLoop
 from deployments.tensor_records import unpack
 
@@ -37,7 +37,7 @@ from deployments.tensor_records import unpack
 class Worker:
     """One replica. `encoder` is the handle of the embedding service."""
 
-    async def __init__(self, config: ClusterConfig, encoder: Any) -> None:
+    async def __init__(self, config: ClusterConfig, encoder: Any) -> None:  # type: ignore[misc]  # Serve awaits it
         self._settings = config.worker
         limit_threads(self._settings.num_threads, self._settings.num_cpus)
         self._encoder = encoder
@@ -46,6 +46,7 @@ class Worker:
         self._metrics = RequestMetrics()
         builder = ComponentBuilder(self._settings)
         self._host = await open_host(config, "worker", self._settings.resident_bytes, builder)
+        await import_models(self._host, config.models, is_denoise_component)
 
     async def generate(self, request: ImageRequest) -> ImageResult:
         """Pictures. Encodes the text elsewhere while this replica switches; merges with others step by step."""

@@ -82,7 +82,7 @@ class Component(_Record):
 class Manifest(_Record):
     """A model in the store. `skeleton` is the folder with everything of it but the weights (configs, tokenizers)."""
 
-    version: Literal[1] = MANIFEST_VERSION
+    version: Literal[1] = 1
     model: str
     kind: ModelKind
     class_name: str | None

@@ -16,6 +16,7 @@ from ray.serve.exceptions import BackPressureError, RayServeException
 from starlette.exceptions import HTTPException
 
 from deployments.errors import (
+    GenerationFailed,
     InvalidRequest,
     ModelUnavailable,
     Overloaded,
@@ -34,6 +35,7 @@ TABLE: tuple[tuple[type[Exception], int, str, str], ...] = (
     (RequestTooLarge, 413, "invalid_request_error", "request_too_large"),
     (Overloaded, 503, "server_error", "overloaded"),
     (ModelUnavailable, 503, "server_error", "model_unavailable"),
+    (GenerationFailed, 500, "server_error", "generation_failed"),
     (BackPressureError, 503, "server_error", "overloaded"),
     (RayActorError, 503, "server_error", "replica_unavailable"),
     (RayServeException, 503, "server_error", "replica_unavailable"),

@@ -14,7 +14,7 @@ from pydantic import ConfigDict, Field
 from deployments.errors import InvalidRequest
 from deployments.ingress.service import Service
 from deployments.ingress.timing import rounded, server_timing
-from deployments.records import EmbeddingRequest, RequestModel
+from deployments.records import EmbeddingRequest, RequestModel, as_record
 
 
 class EmbeddingsBody(RequestModel):
@@ -33,7 +33,7 @@ class EmbeddingsBody(RequestModel):
         if isinstance(value, str) or isinstance(value[0], int):
             value = [value]
         texts = tuple(item if isinstance(item, str) else tuple(item) for item in value)
-        return EmbeddingRequest(model=self.model, input=texts)
+        return as_record(EmbeddingRequest, {"model": self.model, "input": texts})
 
 
 def create_router(service: Service) -> APIRouter:

@@ -17,7 +17,7 @@ from pydantic import Field, field_validator
 
 from deployments.ingress.service import Service
 from deployments.ingress.timing import rounded, server_timing
-from deployments.records import ImageRequest, ImageResult
+from deployments.records import ImageRequest, ImageResult, as_record
 
 ImageFormat = Literal["png", "jpeg", "webp"]
 
@@ -48,7 +48,7 @@ class ImagesBody(ImageRequest):
         if self.size != "auto":
             width, _, height = self.size.partition("x")
             fields |= {"width": int(width), "height": int(height)}
-        return ImageRequest(**fields)
+        return as_record(ImageRequest, fields)
 
 
 def create_router(service: Service) -> APIRouter:

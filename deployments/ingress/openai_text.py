@@ -24,6 +24,7 @@ from deployments.records import (
     TextChunk,
     TextOptions,
     TextResult,
+    as_record,
 )
 
 DEFAULT_TEMPERATURE = 1.0  # OpenAI's; a model's own default in the cluster config comes first
@@ -102,7 +103,7 @@ class ChatBody(TextBody):
     def record(self) -> ChatRequest:
         options = self.options()
         options["max_tokens"] = self.max_completion_tokens or self.max_tokens
-        return ChatRequest(messages=tuple(message.record() for message in self.messages), **options)
+        return as_record(ChatRequest, {"messages": [message.record() for message in self.messages], **options})
 
 
 class CompletionBody(TextBody):
@@ -114,7 +115,7 @@ class CompletionBody(TextBody):
     suffix: None = None
 
     def record(self) -> CompletionRequest:
-        return CompletionRequest(prompt=self.prompt, **self.options())
+        return as_record(CompletionRequest, {"prompt": self.prompt, **self.options()})
 
 
 def create_router(service: Service) -> APIRouter:
@@ -206,8 +207,7 @@ async def _respond(service: Service, body: TextBody, record: ChatRequest | Compl
     if record.temperature is None and not await _has_default_temperature(service, record.model):
         record = record.model_copy(update={"temperature": DEFAULT_TEMPERATURE})
     if not body.stream:
-        call = service.chat if isinstance(record, ChatRequest) else service.complete
-        result = await call(record)  # type: ignore[operator]  # the pair of record and method is right by construction
+        result = await (service.chat(record) if isinstance(record, ChatRequest) else service.complete(record))
         return JSONResponse(form.whole(result), headers=server_timing(result.timings_ms))
     chunks = service.stream(record)
     # The first piece is awaited here, so that a refused request is a 4xx and not an event in a 200.

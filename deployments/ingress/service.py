@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Mapping
-from typing import Any, TypeVar
-
-from pydantic import BaseModel, ValidationError
+from typing import Any
 
 from cluster.errors import ModelUnknown
 from configs.cluster import ClusterConfig
-from configs.model import AdapterConfig, GenerationDefaults, ModelConfig
+from configs.model import ModelConfig
 from deployments.defaults import IMAGE_DEFAULTS, TEXT_DEFAULTS, with_defaults
 from deployments.errors import InvalidRequest, ModelUnavailable, UnknownModel
 from deployments.ingress.errors import unwrap
@@ -29,9 +27,9 @@ from deployments.records import (
     TextChunk,
     TextResult,
     TimingsMs,
+    as_record,
 )
 
-RequestT = TypeVar("RequestT", bound=BaseModel)
 _WANTED = {"diffusion": "images", "llm": "text", "embedding": "embeddings"}
 
 
@@ -43,18 +41,15 @@ class Service:
         self._registry = registry
         self._encoder = encoder
         self._worker = worker
-        self._entries: dict[str, ModelConfig | AdapterConfig] = {
-            entry.id: entry for entry in (*config.models, *config.adapters)
-        }
 
     async def generate(self, request: ImageRequest | Mapping[str, Any]) -> ImageResult:
         """Pictures. Raises the ServiceErrors of `deployments.errors`."""
-        request = _record(ImageRequest, request)
+        request = as_record(ImageRequest, request)
         check_image(request, self._config.ingress.limits)
         await self._check_model(request.model, "diffusion")
         for use in request.lora:
             await self._check_adapter(use.name, request.model)
-        request = with_defaults(request, self._defaults(request.model), IMAGE_DEFAULTS)
+        request = with_defaults(request, self._config.defaults_of(request.model), IMAGE_DEFAULTS)
         check_image(request, self._config.ingress.limits)
         start = time.perf_counter()
         result: ImageResult = await _answer(self._worker.generate.remote(request))
@@ -63,7 +58,7 @@ class Service:
 
     async def embed(self, request: EmbeddingRequest | Mapping[str, Any]) -> EmbeddingResult:
         """Embeddings. Raises the ServiceErrors of `deployments.errors`."""
-        request = _record(EmbeddingRequest, request)
+        request = as_record(EmbeddingRequest, request)
         check_embedding(request, self._config.ingress.limits)
         await self._check_model(request.model, "embedding")
         start = time.perf_counter()
@@ -73,22 +68,22 @@ class Service:
 
     async def chat(self, request: ChatRequest | Mapping[str, Any]) -> TextResult:
         """A whole answer of a chat model. Raises the ServiceErrors of `deployments.errors`."""
-        return await self._whole(_record(ChatRequest, request))
+        return await self._whole(as_record(ChatRequest, request))
 
     async def complete(self, request: CompletionRequest | Mapping[str, Any]) -> TextResult:
         """A whole continuation of a text."""
-        return await self._whole(_record(CompletionRequest, request))
+        return await self._whole(as_record(CompletionRequest, request))
 
     async def chat_stream(self, request: ChatRequest | Mapping[str, Any]) -> AsyncIterator[TextChunk]:
         """The same answer, piece by piece. Over a handle: `handle.options(stream=True).chat_stream.remote(...)`."""
-        async for chunk in self.stream(_record(ChatRequest, request)):
+        async for chunk in self.stream(as_record(ChatRequest, request)):
             yield chunk
 
     async def stream(self, request: ChatRequest | CompletionRequest) -> AsyncIterator[TextChunk]:
         """Pieces of text; the last one has the finish reason and the timings."""
         check_text(request, self._config.ingress.limits)
         await self._check_model(request.model, "llm")
-        request = with_defaults(request, self._defaults(request.model), TEXT_DEFAULTS)
+        request = with_defaults(request, self._config.defaults_of(request.model), TEXT_DEFAULTS)
         start = time.perf_counter()
         try:
             async for chunk in self._worker.options(stream=True).stream_text.remote(request):
@@ -114,7 +109,7 @@ class Service:
     async def models(self) -> list[ModelCard]:
         """Every configured model and adapter, in the order of the config."""
         statuses = {status.id: status for status in await self._registry.statuses.remote()}
-        return [self._card(statuses[id_]) for id_ in self._entries if id_ in statuses]
+        return [self._card(statuses[id_]) for id_ in self._config.entries if id_ in statuses]
 
     async def model(self, id_: str) -> ModelCard:
         """Raises UnknownModel with the known names."""
@@ -159,13 +154,9 @@ class Service:
         if status.state == "unavailable":
             raise ModelUnavailable(f"adapter {id_!r} is unavailable: {status.error}", "lora")
 
-    def _defaults(self, model: str) -> GenerationDefaults:
-        entry = self._entries[model]
-        return entry.defaults if isinstance(entry, ModelConfig) else GenerationDefaults()
-
     def _card(self, status: Any) -> ModelCard:
-        entry = self._entries[status.id]
-        is_model = isinstance(entry, ModelConfig)
+        entry = self._config.entries[status.id]
+        defaults = self._config.defaults_of(status.id)
         return ModelCard(
             id=status.id,
             kind=status.kind,
@@ -174,21 +165,8 @@ class Service:
             base=() if isinstance(entry, ModelConfig) else entry.base,
             description=entry.description if isinstance(entry, ModelConfig) else "",
             error=status.error,
-            defaults=entry.defaults.model_dump(exclude_none=True) if is_model else {},
+            defaults=defaults.model_dump(exclude_none=True),
         )
-
-
-def _record(class_: type[RequestT], request: RequestT | Mapping[str, Any]) -> RequestT:
-    """A handle call may send the record or a plain mapping of its fields."""
-    if isinstance(request, class_):
-        return request
-    try:
-        return class_.model_validate(request)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        known = ", ".join(class_.model_fields)
-        raise InvalidRequest(f"{where or class_.__name__}: {first['msg']} (fields: {known})", where or None) from None
 
 
 async def _answer(response: Any) -> Any:

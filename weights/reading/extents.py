@@ -16,11 +16,6 @@ CHUNK_BYTES = 8 * 2**20  # large enough for sequential bandwidth, small enough t
 ByteArray = npt.NDArray[np.uint8]
 
 
-def checksum(data: bytes | memoryview | ByteArray) -> str:
-    """xxh3-128: guards against damage, at memory speed. Identity is sha256's business."""
-    return xxhash.xxh3_128_hexdigest(data)
-
-
 def read_extent(packs: Path, extent: ExtentRef) -> ByteArray:
     """The bytes of an extent, verified while they arrive.
 
@@ -28,7 +23,7 @@ def read_extent(packs: Path, extent: ExtentRef) -> ByteArray:
     """
     path = packs / extent.pack
     out = np.empty(extent.nbytes, np.uint8)
-    view = memoryview(out)
+    view = out.data
     digest = xxhash.xxh3_128()
     position = 0
     try:

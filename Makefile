@@ -1,0 +1,49 @@
+# make demo: the main job on the demo models.   make test: everything that must hold.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+ONCE ?=
+PYTEST := $(BIN)/python -m pytest
+
+.PHONY: help setup demo test unit check format lint types contracts bench quality clean
+
+help:            ## Show the targets
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## */\t/'
+
+setup: $(STAMP)  ## Create .venv with everything that demo, tests and checks need
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; set PYTHON=")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,bench]'
+	@touch $@
+
+demo: setup      ## Start the demo cluster, ask it for everything once, stay up (ONCE=1: end after the table)
+	$(BIN)/python infra/demo/run_demo.py $(if $(ONCE),--once)
+
+test: check      ## Lint, types, contracts, unit and Ray tests
+	$(PYTEST) tests
+
+unit: setup      ## The tests without Ray, in under a minute
+	$(PYTEST) tests/unit
+
+check: setup     ## Format, lint, types and import contracts
+	$(BIN)/ruff format --check --quiet .
+	$(BIN)/ruff check --quiet .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: setup    ## Rewrite the code in the house style
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: setup     ## Measure against stock diffusers and transformers; the tables of BENCHMARKS.md
+	$(BIN)/python -m deployments.bench.serve
+
+quality: setup   ## Read 200 pictures of each demo model with a classifier, and all held-out sums
+	$(BIN)/python infra/demo/measure_quality.py
+	$(BIN)/python infra/demo/measure_adder.py
+
+clean:           ## Remove what the targets made
+	rm -rf $(VENV) out .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -1,0 +1,1 @@
+"""Diffusion pipelines as a loop over denoise steps."""

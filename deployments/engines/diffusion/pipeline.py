@@ -1,0 +1,190 @@
+"""The denoise loop: requests join and leave a running batch at step boundaries.
+
+A family (flux.py, sdxl.py) says how latents look and how its denoiser is called; the rest is here, and
+rows.py says what may be merged.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import nn
+
+from deployments.engines.build import read_config
+from deployments.engines.diffusion.decoding import ImageDecoder
+from deployments.engines.diffusion.rows import Rows, build_rows, grouped, image_size, merge_key, split_guided
+from deployments.engines.diffusion.solver import SolverFactory
+from deployments.engines.diffusion.state import (
+    Branch,
+    DenoiseState,
+    check_request,
+    resolve_adapters,
+    unknown_adapter,
+)
+from deployments.engines.nn.lora import Pairs, applied_adapters, check_targets
+from deployments.engines.protocol import DiffusionRequest, EngineError
+from weights.adapters import LoraAdapter
+
+
+class DenoisePipeline(ABC):
+    """A model that turns text conditioning into pictures, step by step. One thread at a time."""
+
+    denoiser_name: ClassVar[str]  # the component that predicts noise: "transformer" or "unet"
+
+    def __init__(
+        self, folder: Path, modules: Mapping[str, nn.Module], device: str | torch.device = "cpu"
+    ) -> None:
+        for name in (self.denoiser_name, "vae"):
+            if name not in modules:
+                raise EngineError(
+                    f"{folder}: module {name!r} is missing (given: {', '.join(modules) or 'none'})"
+                )
+        self.model_index = read_config(folder / "model_index.json")
+        self.denoiser: Any = modules[self.denoiser_name]
+        self.device = torch.device(device)
+        self._decoder = ImageDecoder(modules["vae"])
+        self._solvers = SolverFactory(folder, self.model_index)
+        self._adapters: dict[str, Pairs] = {}
+
+    # What a family says
+
+    @property
+    @abstractmethod
+    def size_multiple(self) -> int:
+        """Pixels that width and height must be multiples of."""
+
+    @abstractmethod
+    def _branches(
+        self, request: DiffusionRequest, conditioning: Mapping[str, torch.Tensor]
+    ) -> tuple[tuple[Branch, ...], float]:
+        """Text branches, and the scale of classifier-free guidance (1 without)."""
+
+    @abstractmethod
+    def _create_solver(self, request: DiffusionRequest, begin_index: int) -> Any:
+        """A fresh solver with the request's timesteps."""
+
+    @abstractmethod
+    def _initial_latents(
+        self, request: DiffusionRequest, solver: Any, dtype: torch.dtype, generator: torch.Generator
+    ) -> torch.Tensor:
+        """Noise (num_images, …), drawn as stock draws it in `dtype` and scaled as the solver begins."""
+
+    @abstractmethod
+    def _forward(self, rows: Rows, height: int, width: int) -> torch.Tensor:
+        """The denoiser's prediction, of the shape of `rows.latents`."""
+
+    @abstractmethod
+    def _latent_images(self, latents: torch.Tensor, height: int, width: int) -> torch.Tensor:
+        """Latents of states as the VAE takes them, (B, C, h, w), unscaled."""
+
+    # The loop
+
+    @property
+    def resumable(self) -> bool:
+        """Whether latents and a step index are all that a request needs to go on in another process."""
+        return self._solvers.stateless
+
+    def start(
+        self,
+        request: DiffusionRequest,
+        conditioning: Mapping[str, torch.Tensor],
+        *,
+        resume_from: tuple[torch.Tensor, int] | None = None,
+    ) -> DenoiseState:
+        """A request before its first step, or before step `resume_from[1]` with the latents `resume_from[0]`.
+
+        `conditioning` is what `assemble_conditioning` gives. Raises EngineError for what cannot run.
+        """
+        check_request(request, self.size_multiple)
+        adapters = resolve_adapters(request.adapters, self._adapters)
+        branches, cfg_scale = self._branches(request, conditioning)
+        if resume_from is not None and not self.resumable:
+            raise EngineError(
+                f"{self.model_index['scheduler'][1]} keeps history: the request must start again"
+            )
+        begin_index = resume_from[1] if resume_from else 0
+        solver = self._create_solver(request, begin_index)
+        generator = torch.Generator("cpu").manual_seed(request.seed)
+        # Stock draws in the text encoder's dtype; another dtype would be another picture.
+        noise = self._initial_latents(request, solver, conditioning["prompt_embeds"].dtype, generator)
+        latents = resume_from[0] if resume_from else noise
+        if latents.shape != noise.shape:
+            raise EngineError(f"latents have shape {tuple(latents.shape)}, expected {tuple(noise.shape)}")
+        latents = latents.to(self.device, self.denoiser.dtype)
+        return DenoiseState(request, solver, latents, branches, cfg_scale, generator, begin_index, adapters)
+
+    def step(self, states: Sequence[DenoiseState]) -> None:
+        """One denoise step for each state. When a forward raises, no state has moved."""
+        for state in states:
+            if state.done:
+                raise EngineError(f"request {state.request.request_id!r} has no steps left")
+        predictions: list[tuple[DenoiseState, torch.Tensor]] = []
+        with torch.no_grad():
+            for group in grouped(states, merge_key):
+                with applied_adapters(self.denoiser, group[0].adapters):
+                    noise = self._forward(build_rows(group), *image_size(group[0]))
+                predictions += zip(group, split_guided(noise, group), strict=True)
+            for state, prediction in predictions:
+                self._advance(state, prediction)
+
+    def decode(self, states: Sequence[DenoiseState]) -> list[np.ndarray]:
+        """Pictures per state, uint8 (num_images, H, W, 3), by one VAE call per size. Finished or not."""
+        pictures: dict[int, np.ndarray] = {}
+        for group in grouped(states, image_size):
+            latents = torch.cat([state.latents for state in group])
+            decoded = self._decoder.decode(self._latent_images(latents, *image_size(group[0])))
+            ends = np.cumsum([len(state.latents) for state in group])[:-1]
+            pictures |= {id(state): part for state, part in zip(group, np.split(decoded, ends), strict=True)}
+        return [pictures[id(state)] for state in states]
+
+    def generate(
+        self,
+        request: DiffusionRequest,
+        conditioning: Mapping[str, torch.Tensor],
+        on_step: Callable[[DenoiseState], None] | None = None,
+    ) -> np.ndarray:
+        """The whole loop for one request: uint8 (num_images, H, W, 3). `on_step` sees every new state."""
+        state = self.start(request, conditioning)
+        while not state.done:
+            self.step([state])
+            if on_step is not None:
+                on_step(state)
+        return self.decode([state])[0]
+
+    # Adapters
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """Names that a request may use."""
+        return tuple(self._adapters)
+
+    def add_adapter(self, name: str, adapter: LoraAdapter) -> None:
+        """Makes `adapter` known as `name`. Raises EngineError when it does not fit the denoiser, or wants
+        to change another component: applying half of it would be another picture than stock's.
+        """
+        if name in self._adapters:
+            raise EngineError(f"adapter {name!r} is known already; drop it first")
+        foreign = sorted(set(adapter.components) - {self.denoiser_name})
+        if foreign:
+            raise EngineError(
+                f"{adapter.path}: changes {', '.join(foreign)}, only {self.denoiser_name!r} can be adapted"
+            )
+        check_targets(self.denoiser, adapter.components[self.denoiser_name])
+        self._adapters[name] = adapter.to(self.device, self.denoiser.dtype).components[self.denoiser_name]
+
+    def drop_adapter(self, name: str) -> None:
+        """Forgets `name`; running states that use it keep it."""
+        if name not in self._adapters:
+            raise EngineError(unknown_adapter(name, self._adapters))
+        del self._adapters[name]
+
+    def _advance(self, state: DenoiseState, prediction: torch.Tensor) -> None:
+        options = self._solvers.step_options(state.generator)
+        stepped = state.solver.step(prediction, state.timestep, state.latents, **options, return_dict=False)
+        state.latents = stepped[0]
+        state.step_index += 1

@@ -1,0 +1,146 @@
+"""One request between two denoise steps, and the checks that a request must pass to become one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from deployments.engines.nn.lora import Pairs
+from deployments.engines.protocol import AdapterUse, DiffusionRequest, EngineError
+
+MAX_SIDE_PX = 4096
+MAX_STEPS = 1000
+MAX_IMAGES = 32
+SEEDS = range(-(2**63), 2**64)  # what torch.Generator.manual_seed takes
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """One text condition of a request: `prompt` (1, L, D) and `pooled` (1, P), on the denoiser's device
+    and dtype.
+    """
+
+    prompt: torch.Tensor
+    pooled: torch.Tensor
+
+
+@dataclass(slots=True)
+class DenoiseState:
+    """A request on its way. `latents` (num_images, …) are the family's own: packed patches or a latent image.
+
+    `branches` is (prompt,) or, under classifier-free guidance, (negative, prompt), and `cfg_scale` its
+    weight. The solver is this request's alone, since it counts its own steps. `adapters` are weights with
+    their strength.
+    """
+
+    request: DiffusionRequest
+    solver: Any
+    latents: torch.Tensor
+    branches: tuple[Branch, ...]
+    cfg_scale: float
+    generator: torch.Generator
+    step_index: int = 0
+    adapters: tuple[tuple[Pairs, float], ...] = ()
+
+    @property
+    def num_steps(self) -> int:
+        """Forwards in all; second-order solvers take more of them than `num_inference_steps`."""
+        return len(self.solver.timesteps)
+
+    @property
+    def done(self) -> bool:
+        return self.step_index >= self.num_steps
+
+    @property
+    def timestep(self) -> torch.Tensor:
+        """The solver's current timestep, a scalar tensor."""
+        return self.solver.timesteps[self.step_index]
+
+
+def check_request(request: DiffusionRequest, size_multiple: int) -> None:
+    """Raises EngineError for a request that no pipeline with sides of `size_multiple` pixels can run."""
+    for name, side in (("width", request.width), ("height", request.height)):
+        _check_count(name, side, MAX_SIDE_PX)
+        if side % size_multiple:
+            raise EngineError(f"{name} {side}: expected a multiple of {size_multiple}")
+    _check_count("num_inference_steps", request.num_inference_steps, MAX_STEPS)
+    _check_count("num_images", request.num_images, MAX_IMAGES)
+    for name in ("guidance_scale", "true_cfg_scale"):
+        value = getattr(request, name)
+        if not (isinstance(value, int | float) and math.isfinite(value)):
+            raise EngineError(f"{name} {value!r}: expected a finite number")
+    if not _is_int(request.seed) or request.seed not in SEEDS:
+        raise EngineError(f"seed {request.seed!r}: expected an integer of 64 bits")
+
+
+def resolve_adapters(
+    uses: Sequence[AdapterUse], known: Mapping[str, Pairs]
+) -> tuple[tuple[Pairs, float], ...]:
+    """Weights and strengths in a fixed order, so that requests with the same set merge. Raises
+    EngineError.
+    """
+    names = [use.name for use in uses]
+    for use in uses:
+        if use.name not in known:
+            raise EngineError(unknown_adapter(use.name, known))
+        if not math.isfinite(use.scale):
+            raise EngineError(f"adapter {use.name!r}: scale {use.scale!r}, expected a finite number")
+        if names.count(use.name) > 1:
+            raise EngineError(f"adapter {use.name!r} is named {names.count(use.name)} times, expected once")
+    return tuple((known[use.name], use.scale) for use in sorted(uses, key=lambda use: use.name))
+
+
+def unknown_adapter(name: str, known: Mapping[str, object]) -> str:
+    """What to say about an adapter that nobody added."""
+    return f"unknown adapter {name!r} (known: {', '.join(sorted(known)) or 'none'})"
+
+
+def take_branches(
+    conditioning: Mapping[str, torch.Tensor],
+    widths: tuple[int, int],
+    guided: bool,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> tuple[Branch, ...]:
+    """(prompt,) or, when `guided`, (negative, prompt). `widths` is the model's (D, P).
+
+    Raises EngineError for tensors that are missing or of another shape, and for branches of unequal length.
+    """
+    prefixes = ("negative_", "") if guided else ("",)
+    branches = []
+    for prefix in prefixes:
+        prompt = _conditioning(conditioning, prefix + "prompt_embeds", (1, None, widths[0]))
+        pooled = _conditioning(conditioning, prefix + "pooled_prompt_embeds", (1, widths[1]))
+        branches.append(Branch(prompt.to(device, dtype), pooled.to(device, dtype)))
+    lengths = [branch.prompt.shape[1] for branch in branches]
+    if len(set(lengths)) > 1:
+        raise EngineError(
+            f"the negative prompt has {lengths[0]} tokens and the prompt {lengths[1]}, expected equal"
+        )
+    return tuple(branches)
+
+
+def _conditioning(
+    conditioning: Mapping[str, torch.Tensor], name: str, shape: tuple[int | None, ...]
+) -> torch.Tensor:
+    tensor = conditioning.get(name)
+    if tensor is None:
+        raise EngineError(f"conditioning lacks {name!r} (given: {', '.join(conditioning) or 'nothing'})")
+    fits = tensor.ndim == len(shape) and all(w in (None, g) for w, g in zip(shape, tensor.shape, strict=True))
+    if not fits or tensor.numel() == 0:
+        expected = ", ".join("any" if size is None else str(size) for size in shape)
+        raise EngineError(f"{name} has shape {tuple(tensor.shape)}, expected ({expected})")
+    return tensor
+
+
+def _check_count(name: str, value: object, limit: int) -> None:
+    if not (_is_int(value) and 1 <= value <= limit):  # type: ignore[operator]
+        raise EngineError(f"{name} {value!r}: expected an integer from 1 to {limit}")
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

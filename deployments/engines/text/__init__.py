@@ -1,0 +1,1 @@
+"""Text to embeddings: CLIP, T5 and sentence encoders."""

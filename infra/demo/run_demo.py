@@ -1,0 +1,191 @@
+"""The main job on the demo models: start the cluster, ask it for everything once, print what came back.
+
+`make demo` stays up afterwards; `make demo ONCE=1` ends with 0 when every answer was right.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from digits import WORDS, Judge, ink_of_images, load_split
+from ink_statistics import ink_areas
+from PIL import Image
+from rich.console import Console
+from rich.table import Table
+
+from configs.loading import load_cluster_config
+from deployments.client import Client
+from deployments.running import cluster_up
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIG = ROOT / "configs/clusters/demo.yaml"
+OUT = ROOT / "out"
+STAGES = ("queue", "encode", "switch", "denoise", "decode", "prefill", "generate", "total")
+SEED = 7
+MIN_READABLE = 8  # of ten digits, a classifier must read so many; single seeds may be scrawls
+console = Console()
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table. `right` decides the exit code."""
+
+    what: str
+    answer: str
+    right: bool
+    timings_ms: dict[str, float]
+    cache: str = ""
+
+
+class Demo:
+    """The requests, each through HTTP."""
+
+    def __init__(self, client: Client) -> None:
+        self.client = client
+        self.rows: list[Row] = []
+        self._judge = Judge(load_split()[0])
+
+    def run(self) -> bool:
+        plain = self._digits("ten digits", "digits-flux", "digits.png")
+        self._digits("ten digits, inverted", "digits-flux-inverted", "digits-inverted.png")
+        bold = self._digits("ten digits, LoRA bold", "digits-flux", "digits-bold.png", lora=[{"name": "bold"}])
+        self._compare_ink(plain, bold)
+        self._chat("What is 12 + 7?", "19.")
+        self._embed()
+        for model in ("digits-flux", "digits-sdxl", "digits-flux"):
+            self._one_digit(f"switch to {model}", model)
+        self._sdxl_sheet()
+        return all(row.right for row in self.rows)
+
+    def _digits(self, what: str, model: str, file: str, **options: Any) -> list[Image.Image]:
+        """Ten requests at once: they meet in the worker's step loop."""
+
+        def ask(number: int) -> Any:
+            return self.client.generate(
+                model=model, prompt=f"a handwritten {WORDS[number]}", seed=SEED + number, **options
+            )
+
+        start = time.perf_counter()
+        with ThreadPoolExecutor(10) as pool:
+            answers = list(pool.map(ask, range(10)))
+        elapsed_ms = (time.perf_counter() - start) * 1e3
+        pictures = [Image.open(io.BytesIO(answer.files[0])) for answer in answers]
+        contact_sheet(pictures).save(OUT / file)
+        read = self._judge.read(pictures)
+        hits = sum(answer.details["encoder_cache"]["hits"] for answer in answers)
+        misses = sum(answer.details["encoder_cache"]["misses"] for answer in answers)
+        times = {stage: float(np.median([a.details["timings_ms"].get(stage, 0) for a in answers])) for stage in STAGES}
+        times = {stage: ms for stage, ms in times.items() if ms} | {"total": elapsed_ms}
+        right = int((read == np.arange(10)).sum())
+        answer = f"{right} of 10 read right: {' '.join(map(str, read))}"
+        self.rows.append(Row(f"{what} -> {file}", answer, right >= MIN_READABLE, times, f"{hits} of {hits + misses}"))
+        return pictures
+
+    def _compare_ink(self, plain: Sequence[Image.Image], bold: Sequence[Image.Image]) -> None:
+        before, after = (ink_areas(ink_of_images(pictures)).mean() for pictures in (plain, bold))
+        ratio = after / before
+        self.rows.append(Row("ink of bold / plain", f"{ratio:.2f}", bool(ratio > 1.1), {}))
+
+    def _chat(self, question: str, expected: str) -> None:
+        body = self.client.chat(model="adder", messages=[{"role": "user", "content": question}])
+        text = body["choices"][0]["message"]["content"]
+        self.rows.append(Row(f"chat: {question}", text, text == expected, body["timings_ms"]))
+
+    def _embed(self) -> None:
+        texts = [*(f"a handwritten {word}" for word in WORDS), "the digit 7"]
+        body = self.client.embed(model="digits-clip", input=texts)
+        vectors = np.array([item["embedding"] for item in body["data"]])
+        vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+        nearest = int((vectors[:10] @ vectors[10]).argmax())
+        cache = body["encoder_cache"]
+        used = f"{cache['hits']} of {cache['hits'] + cache['misses']}"
+        answer = f'"the digit 7" is nearest to "{texts[nearest]}"'
+        self.rows.append(Row("embeddings", answer, nearest == 7, body["timings_ms"], used))
+
+    def _one_digit(self, what: str, model: str) -> None:
+        answer = self.client.generate(model=model, prompt="a handwritten seven", seed=SEED)
+        read = int(self._judge.read([Image.open(io.BytesIO(answer.files[0]))])[0])
+        switch, cache = answer.details["switch"], answer.details["encoder_cache"]
+        kept = f", kept {', '.join(switch['reused'])}" if switch["reused"] else ""
+        text = f"a {read}; attached {switch['attached_bytes'] / 2**20:.1f} MiB in {switch['attach_ms']:.1f} ms{kept}"
+        used = f"{cache['hits']} of {cache['hits'] + cache['misses']}"
+        self.rows.append(Row(what, text, read == 7, answer.details["timings_ms"], used))
+
+    def _sdxl_sheet(self) -> None:
+        self._digits("ten digits, SDXL", "digits-sdxl", "digits-sdxl.png")
+
+
+def contact_sheet(pictures: Sequence[Image.Image], scale: int = 4) -> Image.Image:
+    """Five in a row, enlarged."""
+    width, height = (side * scale for side in pictures[0].size)
+    sheet = Image.new("RGB", (width * 5, height * ((len(pictures) + 4) // 5)))
+    for index, picture in enumerate(pictures):
+        enlarged = picture.resize((width, height), Image.Resampling.BICUBIC)
+        sheet.paste(enlarged, (index % 5 * width, index // 5 * height))
+    return sheet
+
+
+def print_rows(rows: Sequence[Row]) -> None:
+    table = Table("what", "answer", "stages in ms", "encodings cached", title="demo")
+    for row in rows:
+        stages = "  ".join(f"{stage} {row.timings_ms[stage]:.1f}" for stage in STAGES if stage in row.timings_ms)
+        table.add_row(row.what, row.answer if row.right else f"[red]WRONG[/red] {row.answer}", stages, row.cache)
+    console.print(table)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--once", action="store_true", help="end after the table")
+    parser.add_argument("--port", type=int, help="instead of the config's")
+    options = parser.parse_args()
+    OUT.mkdir(exist_ok=True)
+    config = load_cluster_config(CONFIG)
+    if options.port:
+        config = config.model_copy(update={"http": config.http.model_copy(update={"port": options.port})})
+    stop = threading.Event()
+    start = time.monotonic()
+    with console.status("starting the cluster") as status, cluster_up(config, str(CONFIG), stop) as url:
+        console.print(f"the cluster is up at {url} after {time.monotonic() - start:.1f} s")
+        status.update("asking it for everything once")
+        demo = Demo(Client(url))
+        right = demo.run()
+        status.stop()
+        print_rows(demo.rows)
+        console.print(f"pictures: {', '.join(sorted(str(p.relative_to(ROOT)) for p in OUT.glob('digits*.png')))}")
+        if not options.once:
+            console.print(HOW_TO_TALK.format(url=url), markup=False)
+            stop.wait()
+    return 0 if right else 1
+
+
+HOW_TO_TALK = """
+The cluster stays up until Ctrl-C. In another terminal:
+  . .venv/bin/activate
+  atelier generate "a handwritten five" --lora bold -o out/five.png
+  atelier chat "What is 30 + 12?"
+  atelier status
+  curl {url}/v1/images/generations -H 'content-type: application/json' \\
+    -d '{{"model": "digits-flux", "prompt": "a handwritten five", "seed": 1}}'
+Interactive API documentation: {url}/docs"""
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except Exception as error:
+        from cluster.errors import ClusterError
+        from configs.errors import ConfigError
+
+        if not isinstance(error, ClusterError | ConfigError):
+            raise
+        Console(stderr=True).print(f"[red]error:[/red] {error}", soft_wrap=True)
+        sys.exit(2 if isinstance(error, ConfigError) else 1)

@@ -1,0 +1,194 @@
+"""What holds for the cluster as a whole: sharing, switching, broken weights, bad input, metrics."""
+
+from __future__ import annotations
+
+import os
+import re
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import ray
+from integration.harness import Cluster
+
+from cluster.registry import NAMESPACE, registry_name
+from deployments.errors import InvalidRequest, UnknownModel
+from weights.store import WeightStore
+
+
+def post(cluster: Cluster, path: str, **options: Any) -> httpx.Response:
+    return httpx.post(f"{cluster.url}{path}", timeout=120, **options)
+
+
+def test_models_are_listed_with_their_state(cluster: Cluster) -> None:
+    models = {model.id: model for model in cluster.openai.models.list()}
+    assert list(models) == list(cluster.config.entries)
+    assert models["digits-flux"].state == "ready"
+    assert models["bold"].kind == "adapter"
+    assert cluster.openai.models.retrieve("adder").kind == "llm"
+    with pytest.raises(openai.NotFoundError, match="known: digits-flux"):
+        cluster.openai.models.retrieve("nope")
+
+
+def test_two_workers_share_one_copy_that_was_read_once(cluster: Cluster) -> None:
+    """Whatever the replicas have attached, storage gave each extent once."""
+    with ThreadPoolExecutor(12) as pool:
+        jobs = [
+            pool.submit(
+                lambda n: (
+                    post(
+                        cluster, "/v1/images/generations", json={"model": "digits-flux", "prompt": str(n), "seed": n}
+                    ).status_code
+                ),
+                number,
+            )
+            for number in range(12)
+        ]
+        assert {job.result() for job in jobs} == {200}
+    node = httpx.get(f"{cluster.url}/admin/cluster").json()["nodes"][0]
+    store = WeightStore(cluster.config.store.path)
+    known = {id_: extent for model in store.model_names() for id_, extent in store.manifest(model).extents.items()}
+    assert node["num_evicted"] == 0
+    assert node["read_bytes"] == node["resident_bytes"]
+    assert 0 < node["read_bytes"] <= sum(extent.nbytes for extent in known.values())
+
+
+def test_shared_components_are_stored_once(cluster: Cluster) -> None:
+    store = WeightStore(cluster.config.store.path)
+    flux, inverted, sdxl = (store.manifest(f"digits-{name}") for name in ("flux", "flux-inverted", "sdxl"))
+    for component in ("vae", "text_encoder", "text_encoder_2"):
+        assert flux.components[component].module_key == inverted.components[component].module_key
+        assert flux.extents_of([component]) == inverted.extents_of([component])
+    assert flux.extents_of(["vae"]) == sdxl.extents_of(["vae"])
+    assert not set(flux.extents_of(["transformer"])) & set(inverted.extents_of(["transformer"]))
+
+
+def test_a_truncated_file_takes_down_its_own_model_only(cluster: Cluster) -> None:
+    model = cluster.openai.models.retrieve("truncated")
+    assert model.state == "unavailable"
+    assert re.search(r"truncated/model\.safetensors.*'layer\.weight'", model.error)
+    answer = post(cluster, "/v1/completions", json={"model": "truncated", "prompt": "x"})
+    assert answer.status_code == 503
+    assert answer.json()["error"]["code"] == "model_unavailable"
+    assert "layer.weight" in answer.json()["error"]["message"]
+    assert httpx.get(f"{cluster.url}/healthz").json()["status"] == "degraded"
+
+
+def test_a_flipped_bit_in_the_store_is_caught_and_named(cluster: Cluster) -> None:
+    store = WeightStore(cluster.config.store.path)
+    (extent,) = store.manifest("adder-copy").extents_of(["model"])
+    with (store.packs / extent.pack).open("r+b") as file:
+        file.seek(extent.offset + extent.nbytes // 2)
+        byte = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte[0] ^ 1]))
+    for _ in range(3):
+        answer = post(cluster, "/v1/completions", json={"model": "adder-copy", "prompt": "1"})
+        assert answer.status_code == 503, answer.text
+        message = answer.json()["error"]["message"]
+        assert extent.pack in message
+        assert "model.embed_tokens.weight" in message or "more tensors" in message
+    good = post(cluster, "/v1/completions", json={"model": "adder", "prompt": "1", "max_tokens": 1})
+    assert good.status_code == 200
+
+
+IMAGE = {"model": "digits-flux", "prompt": "x", "num_inference_steps": 1}
+CHAT = {"model": "adder", "messages": [{"role": "user", "content": "1 + 1"}]}
+BAD_REQUESTS = [
+    ("/v1/images/generations", IMAGE | {"model": "nope"}, 404, "known: digits-flux"),
+    ("/v1/images/generations", IMAGE | {"prompt": ""}, 400, "prompt"),
+    ("/v1/images/generations", IMAGE | {"prompt": "x" * 1_000_000}, 400, "1000000 characters"),
+    ("/v1/images/generations", IMAGE | {"prompt": "x" * 3_000_000}, 413, "at most"),
+    ("/v1/images/generations", IMAGE | {"n": 0}, 400, "n"),
+    ("/v1/images/generations", IMAGE | {"n": 11}, 400, "at most 10"),
+    ("/v1/images/generations", IMAGE | {"n": "many"}, 400, "n"),
+    ("/v1/images/generations", IMAGE | {"num_inference_steps": 0}, 400, "num_inference_steps"),
+    ("/v1/images/generations", IMAGE | {"num_inference_steps": 10**9}, 400, "at most"),
+    ("/v1/images/generations", IMAGE | {"size": "33x32"}, 400, "multiple of 8"),
+    ("/v1/images/generations", IMAGE | {"size": "0x32"}, 400, "width"),
+    ("/v1/images/generations", IMAGE | {"size": "huge"}, 400, "size"),
+    ("/v1/images/generations", IMAGE | {"size": "99999x99999"}, 400, "pixels"),
+    ("/v1/images/generations", IMAGE | {"guidance_scale": -1}, 400, "guidance_scale"),
+    ("/v1/images/generations", IMAGE | {"seed": -1}, 400, "seed"),
+    ("/v1/images/generations", IMAGE | {"lora": [{"name": "italic"}]}, 404, "known: bold"),
+    ("/v1/images/generations", IMAGE | {"model": "digits-sdxl", "lora": [{"name": "bold"}]}, 404, "known: none"),
+    ("/v1/images/generations", IMAGE | {"lora": [{"name": "bold"}, {"name": "bold"}]}, 400, "once"),
+    ("/v1/images/generations", IMAGE | {"promt": "x"}, 400, "unknown field"),
+    ("/v1/images/generations", IMAGE | {"response_format": "url"}, 400, "b64_json"),
+    ("/v1/images/generations", IMAGE | {"model": "adder"}, 400, "does not make images"),
+    ("/v1/images/generations", [1, 2], 400, ""),
+    ("/v1/embeddings", {"model": "minilm", "input": ""}, 400, "input"),
+    ("/v1/embeddings", {"model": "minilm", "input": []}, 400, "input"),
+    ("/v1/embeddings", {"model": "minilm", "input": [[10**9]]}, 400, "token ids"),
+    ("/v1/embeddings", {"model": "minilm", "input": ["x"], "dimensions": 7}, 400, "384"),
+    ("/v1/embeddings", {"model": "digits-flux", "input": ["x"]}, 400, "does not make embeddings"),
+    ("/v1/chat/completions", CHAT | {"messages": []}, 400, "messages"),
+    ("/v1/chat/completions", CHAT | {"messages": [{"role": "wizard", "content": "x"}]}, 400, "role"),
+    ("/v1/chat/completions", CHAT | {"max_tokens": 0}, 400, "max_tokens"),
+    ("/v1/chat/completions", CHAT | {"top_p": 0}, 400, "top_p"),
+    ("/v1/chat/completions", CHAT | {"n": 3}, 400, "n"),
+    ("/v1/chat/completions", CHAT | {"stream": True, "model": "nope"}, 404, "known"),
+    ("/v1/completions", {"model": "adder", "prompt": 3}, 400, "prompt"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "status", "text"), BAD_REQUESTS)
+def test_bad_input_is_a_readable_4xx(cluster: Cluster, path: str, body: Any, status: int, text: str) -> None:
+    answer = post(cluster, path, json=body)
+    assert answer.status_code == status, answer.text
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert text in error["message"]
+
+
+def test_malformed_json(cluster: Cluster) -> None:
+    answer = post(
+        cluster, "/v1/chat/completions", content='{"model": "adder", ', headers={"content-type": "application/json"}
+    )
+    assert answer.status_code == 400
+    assert answer.json()["error"]["code"] == "invalid_json"
+
+
+def test_handle_calls_are_checked_like_http(cluster: Cluster) -> None:
+    with pytest.raises(UnknownModel, match="known: digits-flux"):
+        cluster.handle.generate.remote({"model": "nope", "prompt": "x"}).result(timeout_s=60)
+    with pytest.raises(InvalidRequest, match=r"promt.*fields: model, prompt"):
+        cluster.handle.generate.remote({"model": "digits-flux", "promt": "x"}).result(timeout_s=60)
+
+
+def test_every_answer_has_server_timing(cluster: Cluster) -> None:
+    answer = post(cluster, "/v1/images/generations", json=IMAGE)
+    stages = dict(part.split(";dur=") for part in answer.headers["server-timing"].split(", "))
+    assert {"queue", "encode", "switch", "denoise", "decode", "total"} <= stages.keys()
+    assert float(stages["total"]) >= float(stages["denoise"]) > 0
+
+
+def test_metrics_are_prometheus_text(cluster: Cluster) -> None:
+    from prometheus_client.parser import text_string_to_metric_families
+
+    def families() -> set[str]:
+        page = httpx.get(f"{cluster.url}/metrics", timeout=30).text
+        return {family.name for family in text_string_to_metric_families(page)}
+
+    assert post(cluster, "/v1/images/generations", json=IMAGE).status_code == 200
+    wait_for(lambda: {"ray_atelier_requests", "ray_atelier_stage_ms"} <= families(), "Atelier's metrics")
+
+
+def test_the_registry_answers_by_name(cluster: Cluster) -> None:
+    registry = ray.get_actor(registry_name(cluster.config), namespace=NAMESPACE)
+    statuses = {status.id: status.state for status in ray.get(registry.statuses.remote())}
+    assert statuses["digits-flux"] == "ready"
+    assert statuses["truncated"] == "unavailable"
+
+
+def wait_for(condition: Any, what: str, timeout_s: float = 40.0) -> None:
+    import threading
+    import time
+
+    deadline = time.monotonic() + timeout_s
+    pause = threading.Event()
+    while not condition():
+        assert time.monotonic() < deadline, f"{what} did not appear within {timeout_s} s"
+        pause.wait(0.5)
