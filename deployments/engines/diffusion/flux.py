@@ -1,5 +1,6 @@
-"""Flux: a transformer over 2x2 patches of latents, flow matching. Source: diffusers 0.42,
-`pipeline_flux.py`.
+"""Flux: flow matching with a transformer over 2x2 patches of latents.
+
+Source: diffusers 0.42, `pipelines/flux/pipeline_flux.py`.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ PATCH = 2
 
 
 class FluxDenoise(DenoisePipeline):
-    """`guidance_scale` is embedded if the transformer has an embedding for it, else it does nothing;
-    guidance against a negative prompt is `true_cfg_scale`. Latents of a state are packed: (num_images,
-    h/2 * w/2, 4 * C).
+    """`guidance_scale` is embedded if the transformer has an embedding for it, else it does nothing.
+
+    Guidance against a negative prompt is `true_cfg_scale`. Latents of a state are packed patches:
+    (num_images, h/2 * w/2, 4 * C).
     """
 
     denoiser_name: ClassVar[str] = "transformer"

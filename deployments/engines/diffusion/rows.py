@@ -16,8 +16,9 @@ from deployments.engines.diffusion.state import DenoiseState
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Input of one merged forward: latents (B, …), timesteps (B,), prompts (B, L, D), pooled (B, P), and
-    each row's `guidance_scale` (B,) in float32.
+    """Input of one merged forward.
+
+    Latents (B, …), timesteps (B,), prompts (B, L, D), pooled (B, P), and each row's `guidance_scale` (B,).
     """
 
     latents: torch.Tensor
@@ -35,8 +36,7 @@ def image_size(state: DenoiseState) -> tuple[int, int]:
 def merge_key(state: DenoiseState) -> Hashable:
     """States with equal keys share a forward.
 
-    The size and not the latents' shape: packed latents of 64x32 and 32x64 pixels have one shape, other
-    positions.
+    The size and not the latents' shape, which is the same for packed latents of 64x32 and 32x64 pixels.
     """
     adapters = tuple((id(pairs), strength) for pairs, strength in state.adapters)
     return image_size(state), state.branches[0].prompt.shape[1], adapters
@@ -68,9 +68,7 @@ def build_rows(group: Sequence[DenoiseState]) -> Rows:
 
 
 def split_guided(noise: torch.Tensor, group: Sequence[DenoiseState]) -> list[torch.Tensor]:
-    """Predictions of `build_rows`' rows -> one (num_images, …) per state, classifier-free guidance
-    applied.
-    """
+    """Predictions in the order of `build_rows` -> one (num_images, …) per state, guided."""
     parts = torch.split(noise, [len(state.latents) * len(state.branches) for state in group])
     return [_guided(part, state) for part, state in zip(parts, group, strict=True)]
 

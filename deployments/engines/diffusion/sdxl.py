@@ -1,5 +1,6 @@
-"""Stable Diffusion XL: a UNet with size conditioning. Source: diffusers 0.42,
-`pipeline_stable_diffusion_xl.py`.
+"""Stable Diffusion XL: a UNet with size conditioning.
+
+Source: diffusers 0.42, `pipelines/stable_diffusion_xl/pipeline_stable_diffusion_xl.py`.
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ NUM_TIME_IDS = 6  # original height and width, crop top and left, target height 
 
 
 class SDXLDenoise(DenoisePipeline):
-    """Classifier-free guidance when `guidance_scale` > 1. Original and target size are the request's,
-    crops are 0. Latents of a state are images: (num_images, C, h, w). No watermark is added.
+    """Classifier-free guidance when `guidance_scale` > 1.
+
+    Original and target size are the request's, crops are 0. Latents of a state are images: (num_images,
+    C, h, w). No watermark is added.
     """
 
     denoiser_name: ClassVar[str] = "unet"

@@ -1,6 +1,4 @@
-"""A pipeline's solver, fresh for every request: it counts steps and may keep history, so it cannot be
-shared.
-"""
+"""A pipeline's solver, fresh for every request: it counts steps and may keep history."""
 
 from __future__ import annotations
 

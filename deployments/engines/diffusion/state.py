@@ -20,9 +20,7 @@ SEEDS = range(-(2**63), 2**64)  # what torch.Generator.manual_seed takes
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """One text condition of a request: `prompt` (1, L, D) and `pooled` (1, P), on the denoiser's device
-    and dtype.
-    """
+    """One text condition of a request, (1, L, D) and (1, P), on the denoiser's device and in its dtype."""
 
     prompt: torch.Tensor
     pooled: torch.Tensor
@@ -80,9 +78,7 @@ def check_request(request: DiffusionRequest, size_multiple: int) -> None:
 def resolve_adapters(
     uses: Sequence[AdapterUse], known: Mapping[str, Pairs]
 ) -> tuple[tuple[Pairs, float], ...]:
-    """Weights and strengths in a fixed order, so that requests with the same set merge. Raises
-    EngineError.
-    """
+    """Weights and strengths, ordered so that requests with the same set merge. Raises EngineError."""
     names = [use.name for use in uses]
     for use in uses:
         if use.name not in known:

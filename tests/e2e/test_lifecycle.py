@@ -1,0 +1,190 @@
+"""Clusters from outside: the command line, `serve run`, the demo. Each test leaves the machine as it was."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+BIN = Path(sys.executable).parent
+START_TIMEOUT_S = 180.0
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> dict[str, str]:
+    """Records of running clusters go to a folder of the test's own."""
+    return os.environ | {"XDG_RUNTIME_DIR": str(tmp_path), "COLUMNS": "200", "PYTHONUNBUFFERED": "1"}
+
+
+@pytest.fixture
+def small_config(tmp_path: Path) -> Path:
+    """One language model: the fastest cluster there is."""
+    config = {
+        "name": "small",
+        "http": {"port": free_port()},
+        "ray": {"num_cpus": 4, "object_store_bytes": "256 MiB"},
+        "store": {"path": str(tmp_path / "store")},
+        "models": [{"id": "adder", "path": str(ROOT / "infra/demo/models/adder"), "dtype": "float32"}],
+    }
+    path = tmp_path / "small.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+@pytest.fixture(autouse=True)
+def machine_stays_clean() -> Iterator[None]:
+    """No process of Ray and no shared memory file is left behind."""
+    before = shared_memory_files()
+    yield
+    wait_for(lambda: not ray_processes(), "the end of Ray's processes")
+    assert shared_memory_files() <= before
+
+
+def test_up_talk_down(environment: dict[str, str], small_config: Path) -> None:
+    up = atelier("up", str(small_config), "--detach", env=environment)
+    assert up.returncode == 0, up.stderr
+    assert "is up at http://127.0.0.1:" in up.stdout
+    models = json.loads(atelier("models", "--json", env=environment).stdout)["models"]
+    assert [(model["id"], model["state"]) for model in models] == [("adder", "ready")]
+    assert atelier("chat", "What is 12 + 7?", env=environment).stdout.strip() == "19."
+    assert "1 modules" in atelier("status", env=environment).stdout
+    unknown = atelier("generate", "x", "-m", "nope", env=environment)
+    assert unknown.returncode == 1
+    assert "no model 'nope' (known: adder)" in unknown.stderr
+
+    again = atelier("up", str(small_config), env=environment)
+    assert again.returncode == 1
+    assert "cluster 'small' is already up" in again.stderr
+    other = small_config.with_name("other.yaml")
+    other.write_text(small_config.read_text().replace("name: small", "name: other"))
+    taken = atelier("up", str(other), env=environment)
+    assert taken.returncode == 1
+    assert "cannot listen on 127.0.0.1:" in taken.stderr
+    second = atelier("up", str(other), "--port", str(free_port()), env=environment)
+    assert second.returncode == 1
+    assert "Ray is already running on this machine" in second.stderr
+
+    down = atelier("down", env=environment)
+    assert down.returncode == 0, down.stderr
+    assert "cluster 'small' is down" in down.stdout
+    gone = atelier("status", env=environment)
+    assert gone.returncode == 1
+    assert "no answer from" in gone.stderr
+
+
+def test_ctrl_c_ends_everything(environment: dict[str, str], small_config: Path) -> None:
+    process = subprocess.Popen(
+        [BIN / "atelier", "up", small_config],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert process.stdout is not None
+    lines: list[str] = []
+    reader = threading.Thread(target=lambda: lines.extend(process.stdout))  # type: ignore[arg-type]
+    reader.start()
+    wait_for(lambda: any("stop: Ctrl-C" in line for line in lines) or process.poll() is not None, "the cluster")
+    assert process.poll() is None, "".join(lines)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 0
+    reader.join(10)
+    assert "Traceback" not in "".join(lines)
+
+
+def test_serve_run_works_as_well(environment: dict[str, str], small_config: Path) -> None:
+    """Plain Ray Serve: its own command, its own port."""
+    command = [BIN / "serve", "run", "deployments.app:build_app", f"config={small_config}"]
+    with contextlib.ExitStack() as stack:
+        process = subprocess.Popen(
+            command, env=environment, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        stack.callback(process.wait, 60)
+        stack.callback(process.send_signal, signal.SIGINT)
+        wait_for(lambda: healthy("http://127.0.0.1:8000"), "the application")
+        body = {"model": "adder", "messages": [{"role": "user", "content": "What is 12 + 7?"}], "temperature": 0}
+        answer = httpx.post("http://127.0.0.1:8000/v1/chat/completions", json=body, timeout=60).json()
+        assert answer["choices"][0]["message"]["content"] == "19."
+
+
+def test_a_typo_in_the_config_is_one_readable_line(environment: dict[str, str], small_config: Path) -> None:
+    small_config.write_text(small_config.read_text().replace("object_store_bytes", "object_store_byte"))
+    result = atelier("up", str(small_config), env=environment)
+    assert result.returncode == 2
+    line = next(n for n, text in enumerate(small_config.read_text().splitlines(), 1) if "object_store_byte" in text)
+    assert (
+        f"{small_config}:{line}: ray.object_store_byte: unknown key; did you mean 'object_store_bytes'?"
+        in result.stderr
+    )
+    assert len(result.stderr.strip().splitlines()) == 1
+
+
+def test_generate_without_a_cluster(environment: dict[str, str], tmp_path: Path) -> None:
+    picture = tmp_path / "seven.png"
+    result = atelier(
+        "generate", "a handwritten seven", "--local", "--steps", "2", "--seed", "1", "--json", "-o", str(picture),
+        env=environment, cwd=ROOT,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout)["files"] == [str(picture)]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_the_demo_answers_right(environment: dict[str, str]) -> None:
+    command = [sys.executable, "infra/demo/run_demo.py", "--once", "--port", str(free_port())]
+    result = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "WRONG" not in result.stdout
+    for name in ("digits", "digits-inverted", "digits-bold", "digits-sdxl"):
+        assert (ROOT / f"out/{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def atelier(*arguments: str, env: dict[str, str], cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [str(BIN / "atelier"), *arguments], env=env, cwd=cwd, capture_output=True, text=True, timeout=START_TIMEOUT_S
+    )
+
+
+def healthy(url: str) -> bool:
+    with contextlib.suppress(httpx.HTTPError):
+        return httpx.get(f"{url}/healthz", timeout=5).status_code == 200
+    return False
+
+
+def ray_processes() -> list[str]:
+    names = ("gcs_server", "raylet")
+    return [process.info["name"] for process in psutil.process_iter(["name"]) if process.info["name"] in names]
+
+
+def shared_memory_files() -> set[str]:
+    return {file.name for file in Path("/dev/shm").iterdir()}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def wait_for(condition: Callable[[], Any], what: str, timeout_s: float = START_TIMEOUT_S) -> None:
+    deadline = time.monotonic() + timeout_s
+    pause = threading.Event()
+    while not condition():
+        assert time.monotonic() < deadline, f"{what} did not come within {timeout_s} s"
+        pause.wait(0.2)

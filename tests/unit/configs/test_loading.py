@@ -1,0 +1,152 @@
+"""YAML -> ClusterConfig: what is accepted, and how each mistake is told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from configs.cluster import parse_bytes
+from configs.errors import ConfigFileError, Problem
+from configs.loading import load_cluster_config
+
+PRESETS = sorted((Path(__file__).parents[3] / "configs/clusters").glob("*.yaml"))
+MODELS = "models:\n  - id: m\n    path: ./m\n"
+
+
+def write(folder: Path, text: str | bytes) -> Path:
+    file = folder / "cluster.yaml"
+    file.write_bytes(text.encode() if isinstance(text, str) else text)
+    return file
+
+
+def problems(folder: Path, text: str | bytes) -> tuple[Problem, ...]:
+    file = write(folder, text)
+    with pytest.raises(ConfigFileError) as caught:
+        load_cluster_config(file)
+    lines = str(caught.value).splitlines()
+    assert len(lines) == len(caught.value.problems)
+    assert all(line.startswith(str(file)) for line in lines)
+    return caught.value.problems
+
+
+@pytest.mark.parametrize("preset", PRESETS, ids=lambda path: path.stem)
+def test_every_preset_loads_with_absolute_paths(preset: Path) -> None:
+    config = load_cluster_config(preset)
+    assert config.models
+    assert all(entry.path.is_absolute() for entry in (*config.models, *config.adapters))
+    assert config.store.path.is_absolute()
+
+
+def test_there_is_a_preset() -> None:
+    assert "demo" in [preset.stem for preset in PRESETS]
+
+
+def test_relative_paths_are_relative_to_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "deep" / "er"
+    folder.mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    text = "store: {path: ~/store}\nmodels: [{id: m, path: ../m}, {id: n, path: /abs/n}]\n"
+    config = load_cluster_config(write(folder, text + "adapters: [{id: a, path: a, base: [m]}]\n").relative_to(tmp_path))
+    assert [model.path for model in config.models] == [tmp_path / "deep/m", Path("/abs/n")]
+    assert config.adapters[0].path == folder / "a"
+    assert config.store.path == tmp_path / "home/store"
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "key", "words"),
+    [
+        (MODELS + "wroker: {}\n", 4, "wroker", ["unknown key", "'worker'"]),
+        (MODELS + "worker:\n  num_cpus: 1\n  devise: cpu\n", 6, "worker.devise", ["unknown key", "'device'"]),
+        (MODELS + "    defaults: {widht: 8}\n", 4, "models.0.defaults.widht", ["'width'", "height"]),
+        (MODELS + "zzzzzz: 1\n", 4, "zzzzzz", ["unknown key", "known: adapters"]),
+        ("models:\n  - id: m\n", 2, "models.0.path", ["required"]),
+        ("name: x\n", 1, "models", ["required"]),
+        ("models: []\n", 1, "models", ["at least 1"]),
+        (MODELS + "http: {port: eighty}\n", 4, "http.port", ["integer", "'eighty'"]),
+        (MODELS + "http: {port: 70000}\n", 4, "http.port", ["65535", "70000"]),
+        (MODELS + "http: 8000\n", 4, "http", ["8000"]),
+        (MODELS + "worker: {resident_bytes: x}\n", 4, "worker.resident_bytes", ["'x'", "GiB"]),
+        (MODELS + "worker: {resident_bytes: 0}\n", 4, "worker.resident_bytes", ["greater than 0"]),
+        (MODELS + "worker: {device: tpu}\n", 4, "worker.device", ["'cpu'", "'tpu'"]),
+        ("models:\n  - id: a/b\n    path: m\n", 2, "models.0.id", ["'a/b'"]),
+        ("models: {id: m, path: m}\n", 1, "models", ["tuple"]),
+        (MODELS + "  - id: m\n    path: n\n", 1, "", ["more than once", "m"]),
+        (MODELS + "adapters: [{id: m, path: a, base: [m]}]\n", 1, "", ["more than once"]),
+        (MODELS + "adapters: [{id: a, path: a, base: [q]}]\n", 1, "", ["'a'", "unknown base q", "models: m"]),
+        (MODELS + "http: {port: 1}\nname: x\nhttp: {port: 2}\n", 6, "http", ["given twice"]),
+        (MODELS + "http:\n  port: 1\n  port: 2\n", 6, "http.port", ["given twice"]),
+        (MODELS + "    id: n\n", 4, "models.0.id", ["given twice"]),
+        ("name: [\n", 2, "", ["not valid YAML"]),
+        ("name: x\n\tmodels: 1\n", 2, "", ["not valid YAML"]),
+        ("name: 2024-99-99\n" + MODELS, None, "", ["not valid YAML"]),
+        ("name: " + "[" * 5000, None, "", ["not valid YAML"]),
+        ("name: \0\n", None, "", ["not valid YAML"]),
+        ("", 1, "", ["expected a mapping"]),
+        ("- a\n", 1, "", ["expected a mapping, got list"]),
+        (MODELS + "name: &x [*x]\n", 4, "name", ["string"]),
+        (b"name: \xff\xfe\n", None, "", ["cannot be read"]),
+        (MODELS + "store: {path: ~nosuchuser42/store}\n", None, "", ["home directory"]),
+    ],
+)
+def test_a_mistake_is_told_with_its_place(
+    tmp_path: Path, text: str | bytes, line: int | None, key: str, words: list[str]
+) -> None:
+    (problem,) = problems(tmp_path, text)
+    assert (problem.line, problem.key) == (line, key)
+    assert all(word in problem.text for word in words), problem.text
+
+
+def test_several_mistakes_are_told_at_once(tmp_path: Path) -> None:
+    found = problems(tmp_path, "models:\n  - id: m\n    pth: ./m\nhttp: {port: x}\nnmae: y\n")
+    assert {(problem.line, problem.key) for problem in found} == {
+        (2, "models.0.path"),
+        (3, "models.0.pth"),
+        (4, "http.port"),
+        (5, "nmae"),
+    }
+
+
+def test_a_missing_file_and_a_folder_are_told(tmp_path: Path) -> None:
+    with pytest.raises(ConfigFileError, match=r"nothing\.yaml: no such file"):
+        load_cluster_config(tmp_path / "nothing.yaml")
+    with pytest.raises(ConfigFileError, match="cannot be read"):
+        load_cluster_config(tmp_path)
+
+
+def test_repeated_aliases_do_not_blow_up(tmp_path: Path) -> None:
+    levels = "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 12))
+    found = problems(tmp_path, MODELS + "a0: &a0 x\n" + levels)
+    assert {problem.key for problem in found} == {f"a{i}" for i in range(12)}
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("2 GiB", 2**31),
+        ("2gib", 2**31),
+        ("1.5 KiB", 1536),
+        ("3 MB", 3_000_000),
+        ("7 B", 7),
+        ("12", 12),
+        (1024, 1024),
+        ("9007199254740993 B", 9007199254740993),
+    ],
+)
+def test_sizes(value: Any, expected: int) -> None:
+    assert parse_bytes(value) == expected
+
+
+@pytest.mark.parametrize("value", ["x", "", "GiB", "-1 GiB", "1.2.3 MiB", ". B", "1 PiB", "²", "² GiB", "9" * 400 + " GiB."])
+def test_what_is_no_size_is_refused(value: str) -> None:
+    with pytest.raises(ValueError, match="not a size in bytes"):
+        parse_bytes(value)
+
+
+def test_the_default_node_budget_stays_clear_of_spilling(tmp_path: Path) -> None:
+    config = load_cluster_config(write(tmp_path, MODELS + "ray: {object_store_bytes: 1000 MiB}\n"))
+    assert config.node_budget_bytes == 700 * 2**20
+    config = load_cluster_config(write(tmp_path, MODELS + "store: {node_budget_bytes: 5 MiB}\n"))
+    assert config.node_budget_bytes == 5 * 2**20

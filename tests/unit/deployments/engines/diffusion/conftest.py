@@ -1,0 +1,214 @@
+"""Tiny random pipelines: the stock object and the same weights in the engine's loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import numpy as np
+import pytest
+import torch
+from diffusers import AutoencoderKL, FluxTransformer2DModel, UNet2DConditionModel
+from safetensors.torch import load_file
+
+from deployments.engines.build import build_module
+from deployments.engines.diffusion.factory import create_pipeline
+from deployments.engines.diffusion.pipeline import DenoisePipeline
+from deployments.engines.protocol import DiffusionRequest
+
+TEXT_LENGTH = 5
+Conditioning = dict[str, torch.Tensor]
+
+
+@dataclass
+class Pair:
+    """The same model twice."""
+
+    stock: Any
+    ours: DenoisePipeline
+    folder: Path
+    conditioning: Callable[..., Conditioning]
+
+    def stock_images(
+        self, request: DiffusionRequest, conditioning: Conditioning, **options: Any
+    ) -> np.ndarray:
+        """uint8 (n, H, W, 3) of the stock pipeline."""
+        if self.denoiser_name == "transformer":
+            options["true_cfg_scale"] = request.true_cfg_scale
+        images = self.stock(
+            **{name: tensor.clone() for name, tensor in conditioning.items()},
+            width=request.width,
+            height=request.height,
+            num_inference_steps=request.num_inference_steps,
+            guidance_scale=request.guidance_scale,
+            num_images_per_prompt=request.num_images,
+            generator=torch.Generator("cpu").manual_seed(request.seed),
+            output_type="pil",
+            **options,
+        ).images
+        return np.stack([np.asarray(image) for image in images])
+
+    @property
+    def denoiser_name(self) -> str:
+        return self.ours.denoiser_name
+
+
+def random_vae(**config: Any) -> AutoencoderKL:
+    options = {
+        "latents_mean": None,
+        "latents_std": None,
+        "shift_factor": 0.1,
+        "scaling_factor": 0.5,
+        **config,
+    }
+    vae = AutoencoderKL(
+        block_out_channels=(8, 8),
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2,
+        latent_channels=4,
+        norm_num_groups=4,
+        layers_per_block=1,
+        **options,
+    )
+    with torch.no_grad():  # enough contrast to see a difference
+        vae.decoder.conv_out.weight.mul_(4)
+    return vae.eval()
+
+
+def load_ours(
+    folder: Path, class_name: str, denoiser: str, dtype: torch.dtype | None = None
+) -> DenoisePipeline:
+    modules = {}
+    for component in (denoiser, "vae"):
+        tensors = load_file(folder / component / "diffusion_pytorch_model.safetensors")
+        if dtype is not None:
+            tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
+        modules[component] = build_module("diffusers", None, folder / component, tensors)
+    return create_pipeline(class_name, folder, modules)
+
+
+def make_flux(folder: Path, **transformer: Any) -> Pair:
+    torch.manual_seed(0)
+    solver = diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True)
+    options = {"guidance_embeds": True, **transformer}
+    model = FluxTransformer2DModel(
+        in_channels=16,
+        num_layers=1,
+        num_single_layers=1,
+        attention_head_dim=8,
+        num_attention_heads=2,
+        joint_attention_dim=12,
+        pooled_projection_dim=6,
+        axes_dims_rope=(2, 2, 4),
+        **options,
+    ).eval()
+    stock = diffusers.FluxPipeline(solver, random_vae(), None, None, None, None, model)
+    stock.set_progress_bar_config(disable=True)
+    stock.save_pretrained(folder)
+    return Pair(stock, load_ours(folder, "FluxPipeline", "transformer"), folder, _conditioner(12, 6))
+
+
+def make_sdxl(folder: Path, solver: str = "EulerDiscreteScheduler", **vae: Any) -> Pair:
+    torch.manual_seed(0)
+    model = UNet2DConditionModel(
+        block_out_channels=(8, 16),
+        layers_per_block=1,
+        in_channels=4,
+        out_channels=4,
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+        attention_head_dim=(2, 4),
+        use_linear_projection=True,
+        addition_embed_type="text_time",
+        addition_time_embed_dim=4,
+        transformer_layers_per_block=(1, 1),
+        projection_class_embeddings_input_dim=6 * 4 + 6,
+        cross_attention_dim=12,
+        norm_num_groups=4,
+    ).eval()
+    config = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
+    stock = diffusers.StableDiffusionXLPipeline(
+        random_vae(**vae),
+        None,
+        None,
+        None,
+        None,
+        model,
+        getattr(diffusers, solver)(**config),
+        add_watermarker=False,
+    )
+    stock.set_progress_bar_config(disable=True)
+    stock.save_pretrained(folder)
+    return Pair(stock, load_ours(folder, "StableDiffusionXLPipeline", "unet"), folder, _conditioner(12, 6))
+
+
+def _conditioner(width: int, pooled_width: int) -> Callable[..., Conditioning]:
+    def make(seed: int = 0, negative: bool = False, length: int = TEXT_LENGTH) -> Conditioning:
+        generator = torch.Generator().manual_seed(seed)
+        conditioning = {}
+        for prefix in ("", "negative_") if negative else ("",):
+            conditioning[f"{prefix}prompt_embeds"] = torch.randn(1, length, width, generator=generator)
+            conditioning[f"{prefix}pooled_prompt_embeds"] = torch.randn(1, pooled_width, generator=generator)
+        return conditioning
+
+    return make
+
+
+def request(**changes: Any) -> DiffusionRequest:
+    values: Mapping[str, Any] = {
+        "request_id": "r",
+        "width": 32,
+        "height": 32,
+        "num_inference_steps": 3,
+        "guidance_scale": 1.0,
+        "seed": 7,
+        **changes,
+    }
+    return DiffusionRequest(**values)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread() -> Iterator[None]:
+    """Models this small are slower on more threads."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def make_request() -> Callable[..., DiffusionRequest]:
+    return request
+
+
+@pytest.fixture(scope="session")
+def flux(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return make_flux(tmp_path_factory.mktemp("flux"))
+
+
+@pytest.fixture(scope="session")
+def sdxl(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return make_sdxl(tmp_path_factory.mktemp("sdxl"))
+
+
+@pytest.fixture(params=["flux", "sdxl"])
+def pair(request: pytest.FixtureRequest) -> Pair:
+    return request.getfixturevalue(request.param)
+
+
+@pytest.fixture(scope="session")
+def make_sdxl_pair() -> Callable[..., Pair]:
+    return make_sdxl
+
+
+@pytest.fixture(scope="session")
+def make_flux_pair() -> Callable[..., Pair]:
+    return make_flux
+
+
+@pytest.fixture(scope="session")
+def load_pipeline() -> Callable[..., DenoisePipeline]:
+    return load_ours

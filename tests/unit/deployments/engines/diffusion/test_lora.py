@@ -1,0 +1,155 @@
+"""LoRA on the side path equals stock diffusers with PEFT, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import contextlib
+
+import numpy as np
+import pytest
+import torch
+
+from deployments.engines.nn.lora import applied_adapters
+from deployments.engines.protocol import AdapterUse, EngineError
+from weights.adapters import LoraAdapter, LoraPair, load_adapter
+
+FLUX_TARGETS = (
+    "transformer_blocks.0.attn.to_q",
+    "transformer_blocks.0.ff.net.0.proj",
+    "single_transformer_blocks.0.proj_mlp",
+)
+SDXL_TARGETS = (
+    "down_blocks.1.attentions.0.transformer_blocks.0.attn2.to_k",
+    "up_blocks.0.attentions.0.proj_in",
+    "down_blocks.0.resnets.0.conv1",  # a convolution
+)
+
+
+def random_lora(module: torch.nn.Module, targets: tuple[str, ...], ranks: tuple[int, ...], seed: int = 0):
+    """Tensors as save_lora_weights wants them: `<path>.lora_A.weight` and `.lora_B.weight`."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for path, rank in zip(targets, ranks, strict=True):
+        weight = module.get_submodule(path).weight
+        kernel_A, kernel_B = ((), ()) if weight.ndim == 2 else (weight.shape[2:], (1, 1))
+        shape_A, shape_B = (rank, weight.shape[1], *kernel_A), (weight.shape[0], rank, *kernel_B)
+        tensors[f"{path}.lora_A.weight"] = torch.randn(shape_A, generator=generator)
+        tensors[f"{path}.lora_B.weight"] = torch.randn(shape_B, generator=generator) * 0.3
+    return tensors
+
+
+@pytest.fixture
+def bold(pair, tmp_path):
+    """(folder of a saved LoRA, the pipeline pair); ranks differ, so a wrong alpha shows."""
+    targets = FLUX_TARGETS if pair.denoiser_name == "transformer" else SDXL_TARGETS
+    tensors = random_lora(getattr(pair.stock, pair.denoiser_name), targets, (2, 3, 2))
+    pair.stock.save_lora_weights(tmp_path, **{f"{pair.denoiser_name}_lora_layers": tensors})
+    yield tmp_path, pair
+    pair.stock.unload_lora_weights()
+    for name in pair.ours.adapters:
+        pair.ours.drop_adapter(name)
+
+
+@pytest.mark.parametrize("scale", [0.6, 1.0])
+def test_equals_stock(bold, make_request, scale):
+    folder, pair = bold
+    pair.ours.add_adapter("bold", load_adapter(folder))
+    pair.stock.load_lora_weights(folder, adapter_name="bold")
+    pair.stock.set_adapters("bold", scale)
+    conditioning = pair.conditioning(negative=True)
+    plain = make_request(num_images=2, guidance_scale=2.0)
+    adapted = make_request(num_images=2, guidance_scale=2.0, adapters=(AdapterUse("bold", scale),))
+    ours = pair.ours.generate(adapted, conditioning)
+    assert np.abs(ours.astype(int) - pair.stock_images(adapted, conditioning).astype(int)).max() <= 1
+    assert np.abs(ours.astype(int) - pair.ours.generate(plain, conditioning).astype(int)).max() > 4
+
+
+def test_two_adapters_equal_stock(bold, make_request, tmp_path):
+    folder, pair = bold
+    targets = FLUX_TARGETS[:1] if pair.denoiser_name == "transformer" else SDXL_TARGETS[:1]
+    thin = random_lora(pair.ours.denoiser, targets, (4,), seed=1)
+    pair.stock.save_lora_weights(tmp_path / "thin", **{f"{pair.denoiser_name}_lora_layers": thin})
+    for name, path in (("bold", folder), ("thin", tmp_path / "thin")):
+        pair.ours.add_adapter(name, load_adapter(path))
+        pair.stock.load_lora_weights(path, adapter_name=name)
+    pair.stock.set_adapters(["bold", "thin"], [0.5, -0.75])
+    request = make_request(adapters=(AdapterUse("thin", -0.75), AdapterUse("bold", 0.5)))
+    ours, stock = (run(request, pair.conditioning()) for run in (pair.ours.generate, pair.stock_images))
+    assert np.abs(ours.astype(int) - stock.astype(int)).max() <= 1
+
+
+def test_adapted_and_plain_requests_run_side_by_side(bold, make_request):
+    folder, pair = bold
+    pair.ours.add_adapter("bold", load_adapter(folder))
+    jobs = [make_request(), make_request(adapters=(AdapterUse("bold", 1.0),))]
+    states = [pair.ours.start(job, pair.conditioning()) for job in jobs]
+    pair.ours.drop_adapter("bold")  # the running request keeps it
+    for _ in range(3):
+        pair.ours.step(states)
+    together = pair.ours.decode(states)
+    pair.ours.add_adapter("bold", load_adapter(folder))
+    for job, picture in zip(jobs, together, strict=True):
+        assert np.array_equal(picture, pair.ours.generate(job, pair.conditioning()))
+
+
+def linear_adapter(down: torch.Tensor, up: torch.Tensor, path: str = "0") -> dict[str, LoraPair]:
+    return {path: LoraPair(down, up, 0.5)}
+
+
+def test_no_hook_stays_even_after_an_exception():
+    module = torch.nn.Sequential(torch.nn.Linear(4, 3))
+    x = torch.randn(2, 4)
+    plain = module(x)
+    pairs = linear_adapter(torch.randn(2, 4), torch.randn(3, 2))
+    with contextlib.suppress(KeyError), applied_adapters(module, [(pairs, 2.0)]):
+        expected = plain + 2.0 * 0.5 * (x @ pairs["0"].down.T @ pairs["0"].up.T)
+        assert torch.allclose(module(x), expected, atol=1e-6)
+        raise KeyError
+    assert not module[0]._forward_hooks
+    assert torch.equal(module(x), plain)
+
+
+def test_targets_that_are_not_there_are_named():
+    module = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.LayerNorm(3))
+    fitting = linear_adapter(torch.zeros(2, 4), torch.zeros(3, 2))
+    absent = linear_adapter(torch.zeros(2, 4), torch.zeros(3, 2), "blocks.7.to_q")
+    with (
+        pytest.raises(EngineError, match=r"'blocks.7.to_q' \(1 of 1\) are not in Sequential"),
+        applied_adapters(module, [(fitting, 1.0), (absent, 1.0)]),
+    ):
+        pass
+    assert not module[0]._forward_hooks  # the first adapter's were taken back
+
+
+@pytest.mark.parametrize(
+    ("path", "down", "up", "message"),
+    [
+        ("0", torch.zeros(2, 5), torch.zeros(3, 2), r"lora_A \(2, 5\) .* do not fit a Linear of .* \(4, 3\)"),
+        ("0", torch.zeros(2, 4, 1, 1), torch.zeros(3, 2, 1, 1), "do not fit a Linear"),
+        ("1", torch.zeros(2, 3), torch.zeros(3, 2), "is a LayerNorm, expected a linear or Conv2d layer"),
+    ],
+)
+def test_shapes_that_do_not_fit(path, down, up, message):
+    module = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.LayerNorm(3))
+    pairs = linear_adapter(down, up, path)
+    with pytest.raises(EngineError, match=message), applied_adapters(module, [(pairs, 1.0)]):
+        pass
+
+
+def test_what_a_pipeline_refuses(bold, make_request):
+    folder, pair = bold
+    adapter = load_adapter(folder)
+    pair.ours.add_adapter("bold", adapter)
+    with pytest.raises(EngineError, match="'bold' is known already"):
+        pair.ours.add_adapter("bold", adapter)
+    foreign = LoraAdapter(adapter.path, {**adapter.components, "text_encoder": {}})
+    with pytest.raises(EngineError, match=f"changes text_encoder, only '{pair.denoiser_name}'"):
+        pair.ours.add_adapter("other", foreign)
+    with pytest.raises(EngineError, match=r"unknown adapter 'thin' \(known: bold\)"):
+        pair.ours.drop_adapter("thin")
+    for uses, message in [
+        ((AdapterUse("thin"),), r"unknown adapter 'thin' \(known: bold\)"),
+        ((AdapterUse("bold", float("nan")),), "scale nan"),
+        ((AdapterUse("bold"), AdapterUse("bold")), "named 2 times"),
+    ]:
+        with pytest.raises(EngineError, match=message):
+            pair.ours.start(make_request(adapters=uses), pair.conditioning())

@@ -1,0 +1,101 @@
+"""The loop gives the stock pipelines' pictures."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from deployments.engines.build import build_module
+
+SOLVERS = [
+    "DDIMScheduler",
+    "DPMSolverMultistepScheduler",
+    "EulerAncestralDiscreteScheduler",  # draws noise at every step
+    "HeunDiscreteScheduler",  # two forwards per step
+]
+
+
+def assert_same_picture(ours: np.ndarray, stock: np.ndarray) -> None:
+    assert ours.dtype == np.uint8
+    assert ours.shape == stock.shape
+    assert np.abs(ours.astype(int) - stock.astype(int)).max() <= 1
+    assert ours.std() > 3  # the random VAE has something to show
+
+
+@pytest.mark.parametrize("true_cfg_scale", [1.0, 2.5])
+def test_flux(flux, make_request, true_cfg_scale):
+    request = make_request(num_images=2, guidance_scale=3.5, true_cfg_scale=true_cfg_scale, height=48)
+    conditioning = flux.conditioning(negative=True)
+    ours = flux.ours.generate(request, conditioning)
+    assert_same_picture(ours, flux.stock_images(request, conditioning))
+
+
+def test_flux_without_guidance_embedding(make_flux_pair, make_request, tmp_path):
+    pair = make_flux_pair(tmp_path, guidance_embeds=False)
+    request = make_request(true_cfg_scale=3.0)  # no negative prompt: no guidance, as in stock
+    conditioning = pair.conditioning()
+    assert_same_picture(pair.ours.generate(request, conditioning), pair.stock_images(request, conditioning))
+
+
+@pytest.mark.parametrize("guidance_scale", [1.0, 6.0])
+def test_sdxl(sdxl, make_request, guidance_scale):
+    request = make_request(num_images=2, guidance_scale=guidance_scale, height=48)
+    conditioning = sdxl.conditioning(negative=True)
+    ours = sdxl.ours.generate(request, conditioning)
+    assert_same_picture(ours, sdxl.stock_images(request, conditioning))
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_sdxl_solvers(make_sdxl_pair, make_request, tmp_path, solver):
+    pair = make_sdxl_pair(tmp_path, solver)
+    request = make_request(num_images=2, guidance_scale=4.0, num_inference_steps=4)
+    conditioning = pair.conditioning(negative=True)
+    assert_same_picture(pair.ours.generate(request, conditioning), pair.stock_images(request, conditioning))
+
+
+def test_sdxl_vae_with_latent_statistics(make_sdxl_pair, make_request, tmp_path):
+    pair = make_sdxl_pair(tmp_path, latents_mean=[0.1, -0.2, 0.3, 0.0], latents_std=[1.5, 0.5, 1.0, 2.0])
+    request, conditioning = make_request(), pair.conditioning()
+    assert_same_picture(pair.ours.generate(request, conditioning), pair.stock_images(request, conditioning))
+
+
+def test_a_float16_vae_that_overflows_decodes_in_float32(sdxl, load_pipeline, make_request):
+    half = load_pipeline(sdxl.folder, "StableDiffusionXLPipeline", "unet", torch.float16)
+    half.denoiser = sdxl.ours.denoiser  # the UNet in float32, so that only the VAE differs
+    assert half._decoder.vae.config.force_upcast
+    request, conditioning = make_request(), sdxl.conditioning()
+    ours, full = half.generate(request, conditioning), sdxl.ours.generate(request, conditioning)
+    assert np.abs(ours.astype(int) - full.astype(int)).max() <= 2
+    assert half._decoder.vae.dtype == torch.float16  # the given weights stay as they are
+
+
+def test_bfloat16_is_stock_in_bfloat16(flux, load_pipeline, make_request):
+    ours = load_pipeline(flux.folder, "FluxPipeline", "transformer", torch.bfloat16)
+    parts = [
+        type(part).from_pretrained(flux.folder / name, dtype=torch.bfloat16)
+        for name, part in (("vae", flux.stock.vae), ("transformer", flux.stock.transformer))
+    ]
+    stock = type(flux.stock)(flux.stock.scheduler, parts[0], None, None, None, None, parts[1])
+    stock.set_progress_bar_config(disable=True)
+    request = make_request(guidance_scale=2.0)
+    conditioning = {name: tensor.bfloat16() for name, tensor in flux.conditioning().items()}
+    flux_bfloat16 = type(flux)(stock, ours, flux.folder, flux.conditioning)
+    assert_same_picture(
+        ours.generate(request, conditioning), flux_bfloat16.stock_images(request, conditioning)
+    )
+
+
+def test_weights_are_not_written(pair, make_request):
+    weights = {**pair.ours.denoiser.state_dict(), **pair.ours._decoder.vae.state_dict(prefix="vae.")}
+    before = {name: tensor.clone() for name, tensor in weights.items()}
+    pair.ours.generate(make_request(guidance_scale=2.0), pair.conditioning(negative=True))
+    assert all(torch.equal(weights[name], tensor) for name, tensor in before.items())
+
+
+def test_weights_are_not_copied(pair):
+    for component in (pair.denoiser_name, "vae"):
+        tensors = load_file(pair.folder / component / "diffusion_pytorch_model.safetensors")
+        module = build_module("diffusers", None, pair.folder / component, tensors)
+        assert {p.data_ptr() for p in module.parameters()} == {t.data_ptr() for t in tensors.values()}

@@ -1,0 +1,137 @@
+"""plan -> tokenize -> encode -> assemble gives what the stock pipelines' encode_prompt gives."""
+
+from __future__ import annotations
+
+import diffusers
+import pytest
+import torch
+
+from deployments.engines.protocol import DiffusionRequest, EngineError
+from deployments.engines.text.conditioning import (
+    EncodeItem,
+    assemble_conditioning,
+    plan_conditioning,
+    uses_negative,
+)
+
+FLUX, SDXL = "FluxPipeline", "StableDiffusionXLPipeline"
+PROMPT = "a small 7 and more words than fit"
+
+
+def run(encoders, class_name, model_index, prompt, negative_prompt, **options):
+    """The walk that a service does, with a cache that must not be asked twice for one text."""
+    plan = plan_conditioning(class_name, model_index, prompt, negative_prompt, **options)
+    cache: dict[tuple[str, tuple[int, ...]], dict[str, torch.Tensor]] = {}
+    outputs = {}
+    for item in plan:
+        encoder = encoders[item.component].ours
+        [ids] = encoder.tokenize([item.text], item.max_length)
+        if (item.component, ids) not in cache:
+            [cache[item.component, ids]] = encoder.encode([ids])
+        outputs[item] = cache[item.component, ids]
+    use_negative = options["use_negative"]
+    return assemble_conditioning(class_name, model_index, outputs, use_negative=use_negative)
+
+
+def assert_equal(ours, names, stock):
+    assert sorted(ours) == sorted(names)
+    for name, tensor in zip(names, stock, strict=True):
+        assert ours[name].shape == tensor.shape
+        assert torch.allclose(ours[name], tensor, atol=1e-5)
+
+
+@pytest.mark.parametrize("negative", [None, "", "blurry"])
+def test_flux_equals_stock(clip, t5, negative):
+    encoders = {"text_encoder": clip, "text_encoder_2": t5}
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
+    parts = (clip.stock, clip.tokenizer, t5.stock, t5.tokenizer)
+    stock = diffusers.FluxPipeline(scheduler, None, *parts, None)
+    ours = run(encoders, FLUX, {}, PROMPT, negative, max_sequence_length=20, use_negative=True)
+    with torch.no_grad():
+        expected = [*stock.encode_prompt(PROMPT, max_sequence_length=20)[:2]]
+        if negative is not None:
+            expected += stock.encode_prompt(negative, max_sequence_length=20)[:2]
+    names = [
+        "prompt_embeds",
+        "pooled_prompt_embeds",
+        "negative_prompt_embeds",
+        "negative_pooled_prompt_embeds",
+    ]
+    assert_equal(ours, names[: len(expected)], expected)
+
+
+@pytest.mark.parametrize("force_zeros", [True, False])
+@pytest.mark.parametrize("negative", [None, "", "blurry"])
+def test_sdxl_equals_stock(clip, clip_projection, negative, force_zeros):
+    encoders = {"text_encoder": clip, "text_encoder_2": clip_projection}
+    stock = diffusers.StableDiffusionXLPipeline(
+        None,
+        clip.stock,
+        clip_projection.stock,
+        clip.tokenizer,
+        clip_projection.tokenizer,
+        None,
+        diffusers.EulerDiscreteScheduler(),
+        force_zeros_for_empty_prompt=force_zeros,
+        add_watermarker=False,
+    )
+    index = {"force_zeros_for_empty_prompt": force_zeros}
+    ours = run(encoders, SDXL, index, PROMPT, negative, use_negative=True)
+    with torch.no_grad():
+        expected = stock.encode_prompt(PROMPT, negative_prompt=negative)
+    names = [
+        "prompt_embeds",
+        "negative_prompt_embeds",
+        "pooled_prompt_embeds",
+        "negative_pooled_prompt_embeds",
+    ]
+    assert_equal(ours, names, expected)
+
+
+def test_no_guidance_no_negative(clip, clip_projection):
+    encoders = {"text_encoder": clip, "text_encoder_2": clip_projection}
+    ours = run(encoders, SDXL, {}, PROMPT, "blurry", use_negative=False)
+    assert sorted(ours) == ["pooled_prompt_embeds", "prompt_embeds"]
+
+
+def test_the_plan_is_data():
+    assert plan_conditioning(FLUX, {}, "7", "no", max_sequence_length=None, use_negative=True) == (
+        EncodeItem("text_encoder", "7", None, "prompt"),
+        EncodeItem("text_encoder_2", "7", 512, "prompt"),
+        EncodeItem("text_encoder", "no", None, "negative"),
+        EncodeItem("text_encoder_2", "no", 512, "negative"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("class_name", "guidance", "true_cfg", "negative", "expected"),
+    [
+        (FLUX, 7.0, 1.0, "no", False),
+        (FLUX, 7.0, 2.0, "no", True),
+        (FLUX, 7.0, 2.0, None, False),
+        (SDXL, 7.0, 1.0, None, True),
+        (SDXL, 1.0, 9.0, "no", False),
+    ],
+)
+def test_when_guidance_needs_a_negative(class_name, guidance, true_cfg, negative, expected):
+    request = DiffusionRequest("r", 32, 32, 1, guidance, 0, true_cfg_scale=true_cfg)
+    assert uses_negative(class_name, request, negative) is expected
+
+
+def test_refusals():
+    with pytest.raises(
+        EngineError, match=r"'PixelPipeline' \(known: FluxPipeline, StableDiffusionXLPipeline\)"
+    ):
+        plan_conditioning("PixelPipeline", {}, "7", None, use_negative=False)
+    with pytest.raises(EngineError, match="max_sequence_length 513: expected 1 to 512"):
+        plan_conditioning(FLUX, {}, "7", None, max_sequence_length=513, use_negative=False)
+    item = EncodeItem("text_encoder", "7", None, "prompt")
+    with pytest.raises(EngineError, match="the prompt has no 'hidden' of 'text_encoder_2'"):
+        assemble_conditioning(FLUX, {}, {item: {"pooled": torch.zeros(3)}})
+    short, long = (
+        {"penultimate": torch.zeros(3, 4)},
+        {"penultimate": torch.zeros(5, 4), "pooled": torch.zeros(6)},
+    )
+    second = EncodeItem("text_encoder_2", "7", None, "prompt")
+    with pytest.raises(EngineError, match="text_encoder gave 3 tokens and text_encoder_2 5"):
+        assemble_conditioning(SDXL, {}, {item: short, second: long})

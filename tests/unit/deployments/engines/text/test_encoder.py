@@ -1,0 +1,109 @@
+"""CLIP and T5 encoders: stock outputs, merged forwards, refusals."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from deployments.engines.protocol import EngineError
+from deployments.engines.text.encoder import load_text_encoder
+
+TEXTS = ["a 7", "", "one very long text that is cut", "naïve 汉字 \x00"]
+
+
+def assert_close(ours: torch.Tensor, stock: torch.Tensor) -> None:
+    assert ours.shape == stock.shape
+    assert torch.allclose(ours, stock, atol=1e-5)
+
+
+def stock_ids(encoder, texts, length):
+    options = {"padding": "max_length", "max_length": length, "truncation": True, "return_tensors": "pt"}
+    return encoder.tokenizer(texts, **options).input_ids
+
+
+@pytest.mark.parametrize("name", ["clip", "clip_projection"])
+def test_clip_equals_stock(request, name):
+    encoder = request.getfixturevalue(name)
+    ids = stock_ids(encoder, TEXTS, 10)
+    tokens = encoder.ours.tokenize(TEXTS)
+    assert tokens == [tuple(row) for row in ids.tolist()]
+    with torch.no_grad():
+        stock = encoder.stock(ids, output_hidden_states=True)
+    pooled = stock.pooler_output if name == "clip" else stock.text_embeds
+    for row, ours in enumerate(encoder.ours.encode(tokens)):
+        assert sorted(ours) == ["penultimate", "pooled"]
+        assert_close(ours["pooled"], pooled[row])
+        assert_close(ours["penultimate"], stock.hidden_states[-2][row])
+
+
+def test_t5_equals_stock(t5):
+    ids = stock_ids(t5, TEXTS, 16)
+    tokens = t5.ours.tokenize(TEXTS, max_length=16)
+    assert tokens == [tuple(row) for row in ids.tolist()]
+    with torch.no_grad():
+        stock = t5.stock(ids)[0]
+    for row, ours in enumerate(t5.ours.encode(tokens)):
+        assert_close(ours["hidden"], stock[row])
+
+
+def test_texts_of_one_length_share_a_forward(t5, monkeypatch):
+    sizes = []
+    forward = t5.ours.module.forward
+    monkeypatch.setattr(
+        t5.ours.module, "forward", lambda ids, **kw: sizes.append(tuple(ids.shape)) or forward(ids, **kw)
+    )
+    short, long = t5.ours.tokenize(["a", "b"], 6), t5.ours.tokenize(["a"], 9)
+    outputs = t5.ours.encode([short[0], long[0], short[1]])
+    assert sizes == [(2, 6), (1, 9)]
+    assert [len(output["hidden"]) for output in outputs] == [6, 9, 6]
+    assert_close(outputs[2]["hidden"], t5.ours.encode([short[1]])[0]["hidden"])
+
+
+def test_an_output_does_not_keep_its_batch_alive(clip):
+    output = clip.ours.encode(clip.ours.tokenize(["a", "b", "c"]))[0]["penultimate"]
+    assert output.untyped_storage().nbytes() == output.nbytes
+
+
+def test_truncation_is_reported(clip, t5):
+    texts = ["a 7", "123456789"]
+    assert clip.ours.num_truncated(texts) == [0, 1]  # nine characters, begin and end
+    assert t5.ours.num_truncated(texts, max_length=5) == [0, 6]  # nine characters, word mark and end
+    assert t5.ours.num_truncated(texts) == [0, 0]
+
+
+def test_nothing_to_do(clip):
+    assert clip.ours.tokenize([]) == []
+    assert clip.ours.num_truncated([]) == []
+    assert clip.ours.encode([]) == []
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda clip: clip.tokenize("one string"), "must be a sequence of strings, got 'one string'"),
+        (lambda clip: clip.tokenize(["a", None]), "must be a sequence of strings"),
+        (lambda clip: clip.tokenize(["a \ud83d"]), "half of a surrogate pair"),
+        (lambda clip: clip.tokenize(["a"], max_length=0), "max_length 0: expected 1 to 10 tokens"),
+        (lambda clip: clip.tokenize(["a"], max_length=11), "max_length 11: expected 1 to 10 tokens"),
+        (lambda clip: clip.encode([()]), "a text of 0 tokens: expected 1 to 10"),
+        (lambda clip: clip.encode([(1,) * 11]), "a text of 11 tokens: expected 1 to 10"),
+        (lambda clip: clip.encode([(1, -2)]), "token ids -2 to 1: expected 0 to 513"),
+        (lambda clip: clip.encode([(1, 514)]), "token ids 1 to 514"),
+    ],
+)
+def test_bad_input(clip, call, message):
+    with pytest.raises(EngineError, match=message):
+        call(clip.ours)
+
+
+def test_a_folder_without_tokenizer(clip, tmp_path):
+    tensors = clip.ours.module.state_dict()
+    with pytest.raises(EngineError, match="no tokenizer can be loaded"):
+        load_text_encoder(clip.folder, "transformers", None, tmp_path, tensors)
+
+
+def test_dtype_is_the_tensors_own(clip):
+    tensors = {name: tensor.bfloat16() for name, tensor in clip.ours.module.state_dict().items()}
+    half = load_text_encoder(clip.folder, "transformers", None, clip.tokenizer_folder, tensors)
+    assert half.dtype == torch.bfloat16
+    assert half.encode(half.tokenize(["a"]))[0]["pooled"].dtype == torch.bfloat16

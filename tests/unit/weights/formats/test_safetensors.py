@@ -1,0 +1,165 @@
+"""safetensors headers, against the safetensors library on fresh random files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors
+import safetensors.numpy
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save, save_file
+
+from weights.errors import FormatError
+from weights.formats.safetensors import read_header
+from weights.loader import TORCH_DTYPES
+
+SHAPES: list[tuple[int, ...]] = [(), (0,), (3,), (2, 0, 4), (2, 3), (1, 2, 3, 4)]
+
+
+def raw(header: Any, body: bytes = b"", length: int | None = None) -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return (len(text) if length is None else length).to_bytes(8, "little") + text + body
+
+
+def entry(dtype: Any, shape: Any, begin: Any, end: Any) -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+
+
+def as_library_reads(data: bytes) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+    found = safetensors.deserialize(data)
+    return {name: (info["dtype"], tuple(info["shape"]), bytes(info["data"])) for name, info in found}
+
+
+def as_we_read(file: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+    data = file.read_bytes()
+    tensors = read_header(file).tensors
+    assert all(found.file == file for found in tensors.values())
+    return {
+        name: (found.dtype, found.shape, data[found.offset : found.offset + found.nbytes])
+        for name, found in tensors.items()
+    }
+
+
+@pytest.mark.parametrize("name", TORCH_DTYPES)
+def test_every_dtype_and_shape_reads_as_the_library_does(tmp_path: Path, name: str) -> None:
+    dtype = TORCH_DTYPES[name]
+    tensors = {}
+    for shape in SHAPES:
+        data = torch.randint(0, 2 if dtype is torch.bool else 256, (*shape, dtype.itemsize), dtype=torch.uint8)
+        tensors[f"t{shape}"] = data.view(dtype).reshape(shape)
+    file = tmp_path / "x.safetensors"
+    save_file(tensors, file, metadata={"format": "pt", "é": "ü"})
+    found = as_we_read(file)
+    assert found == as_library_reads(file.read_bytes())
+    assert {entry[0] for entry in found.values()} == {name}
+    assert read_header(file).metadata == {"format": "pt", "é": "ü"}
+
+
+def test_a_file_without_tensors(tmp_path: Path) -> None:
+    file = tmp_path / "x.safetensors"
+    save_file({}, file)
+    assert read_header(file).tensors == {}
+
+
+F32 = entry("F32", [2], 0, 8)
+BODY = bytes(8)
+BAD: dict[str, tuple[bytes, str]] = {
+    "empty": (b"", "too short"),
+    "seven bytes": (bytes(7), "too short"),
+    "header cut off": (raw({"a": F32}, BODY)[:20], "does not fit"),
+    "huge length": (raw({"a": F32}, BODY, length=2**63), "does not fit"),
+    "length over the limit": (raw({}, length=100_000_001), "limit"),
+    "no header": (bytes(8), "not UTF-8 JSON"),
+    "not JSON": (raw(b"{'a': 1}"), "not UTF-8 JSON"),
+    "not UTF-8": (raw(b'{"\xff": 1}'), "not UTF-8 JSON"),
+    "nested too deep": (raw(b'{"a":' + b"[" * 100_000), "not UTF-8 JSON"),
+    "number too long": (raw(b'{"a":' + b"9" * 5000 + b"}"), "not UTF-8 JSON"),
+    "a list": (raw([1]), "expected an object"),
+    "duplicate tensor": (raw(b'{"a":%b,"a":%b}' % ((json.dumps(F32).encode(),) * 2), BODY), "'a' appears twice"),
+    "duplicate field": (raw(b'{"a":{"dtype":"U8","dtype":"U8"}}'), "'dtype' appears twice"),
+    "overlap": (raw({"a": F32, "b": entry("F32", [2], 4, 12)}, bytes(12)), "'b'.* overlaps"),
+    "hole": (raw({"a": F32, "b": entry("F32", [1], 12, 16)}, bytes(16)), "'b'.* hole"),
+    "hole at the start": (raw({"a": entry("F32", [2], 4, 12)}, bytes(12)), "'a'.* hole"),
+    "trailing bytes": (raw({"a": F32}, bytes(9)), "1 bytes after the last tensor"),
+    "body cut off": (raw({"a": F32}, bytes(7)), "truncated: tensor 'a'"),
+    "unknown dtype": (raw({"a": entry("F31", [2], 0, 8)}, BODY), "'a': unknown dtype 'F31'"),
+    "dtype is a list": (raw({"a": entry(["F32"], [2], 0, 8)}, BODY), "'a'"),
+    "wrong size": (raw({"a": entry("F32", [3], 0, 8)}, BODY), "takes 12 bytes, its offsets give 8"),
+    "end before begin": (raw({"a": entry("F32", [2], 8, 0)}, BODY), "'a'"),
+    "negative dimension": (raw({"a": entry("F32", [-2], 0, 8)}, BODY), "negative"),
+    "negative offset": (raw({"a": entry("F32", [2], -8, 0)}, BODY), "negative"),
+    "two negative dimensions": (raw({"a": entry("F32", [-1, -2], 0, 8)}, BODY), "negative"),
+    "boolean dimension": (raw({"a": entry("F32", [True, 2], 0, 8)}, BODY), "non-negative integers"),
+    "fraction": (raw({"a": entry("F32", [2.0], 0, 8)}, BODY), "non-negative integers"),
+    "shape is no list": (raw({"a": entry("F32", 2, 0, 8)}, BODY), "expected dtype, shape and data_offsets"),
+    "three offsets": (raw({"a": {**F32, "data_offsets": [0, 4, 8]}}, BODY), "expected dtype"),
+    "no dtype": (raw({"a": {"shape": [2], "data_offsets": [0, 8]}}, BODY), "expected dtype"),
+    "tensor is null": (raw({"a": None}), "expected dtype"),
+    "metadata is a list": (raw({"__metadata__": []}), "__metadata__"),
+    "metadata of numbers": (raw({"__metadata__": {"a": 1}}), "__metadata__"),
+    "name is half a character": (raw(b'{"\\ud800":%b}' % json.dumps(F32).encode(), BODY), "UTF-8"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_bad_header_is_refused_by_name(tmp_path: Path, case: str) -> None:
+    data, words = BAD[case]
+    file = tmp_path / "bad.safetensors"
+    file.write_bytes(data)
+    with pytest.raises(FormatError, match=rf"bad\.safetensors.*{words}"):
+        read_header(file)
+
+
+def test_every_truncation_is_refused(tmp_path: Path) -> None:
+    data = save({"a": torch.rand(3, 2), "b": torch.rand(4)})
+    file = tmp_path / "cut.safetensors"
+    for length in range(len(data)):
+        file.write_bytes(data[:length])
+        with pytest.raises(FormatError):
+            read_header(file)
+
+
+DTYPES = [np.float32, np.int64, np.uint8, np.float16, np.bool_]
+ARRAYS = st.dictionaries(
+    st.text("abc.é", max_size=4),
+    st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 3), max_size=3)).map(lambda x: np.zeros(x[1], x[0])),
+    max_size=3,
+)
+PIECES = st.sampled_from([*b'0123456789-[]{},:"eE.\\ ', 0xFF, 0x00]).map(lambda byte: bytes([byte]))
+CHANGES = st.lists(
+    st.tuples(st.integers(0, 10_000), st.sampled_from([0, 1]), st.one_of(PIECES, st.just(b""))), min_size=1, max_size=3
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(arrays=ARRAYS, changes=CHANGES, keep_length=st.booleans(), extra=st.binary(max_size=2))
+def test_a_mutated_file_reads_as_the_library_reads_it_or_not_at_all(
+    tmp_path_factory: pytest.TempPathFactory, arrays: Any, changes: Any, keep_length: bool, extra: bytes
+) -> None:
+    data = safetensors.numpy.save(arrays)
+    length = int.from_bytes(data[:8], "little")
+    header, body = data[8 : 8 + length], data[8 + length :]
+    for place, removed, inserted in changes:
+        place %= len(header) + 1
+        header = header[:place] + inserted + header[place + removed :]
+    file = tmp_path_factory.getbasetemp() / "mutated.safetensors"
+    file.write_bytes(raw(header, body + extra, length if keep_length else None))
+    try:
+        found = as_we_read(file)
+    except FormatError:
+        return
+    assert found == as_library_reads(file.read_bytes())
+
+
+@settings(max_examples=100, deadline=None)
+@given(arrays=ARRAYS)
+def test_a_valid_file_is_read(tmp_path_factory: pytest.TempPathFactory, arrays: Any) -> None:
+    file = tmp_path_factory.getbasetemp() / "valid.safetensors"
+    file.write_bytes(safetensors.numpy.save(arrays))
+    assert as_we_read(file) == as_library_reads(file.read_bytes())
