@@ -39,7 +39,7 @@ format: setup    ## Rewrite the code in the house style
 	$(BIN)/ruff check --fix .
 
 bench: setup     ## Measure against stock diffusers and transformers; the tables of BENCHMARKS.md
-	$(BIN)/python -m deployments.bench.serve
+	$(BIN)/atelier bench serve
 
 quality: setup   ## Read 200 pictures of each demo model with a classifier, and all held-out sums
 	$(BIN)/python infra/demo/measure_quality.py

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from decimal import Decimal
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -28,9 +29,9 @@ def parse_bytes(value: Any) -> Any:
     text = value.strip().upper()
     for unit in sorted(_UNITS, key=len, reverse=True):
         number = text.removesuffix(unit).strip()
-        if text.endswith(unit) and number.replace(".", "", 1).isdigit():
-            return int(float(number) * _UNITS[unit])
-    if text.isdigit():
+        if text.endswith(unit) and number.replace(".", "", 1).isdecimal():
+            return int(Decimal(number) * _UNITS[unit])
+    if text.isdecimal():
         return int(text)
     raise ValueError(f"not a size in bytes: {value!r} (expected a number or e.g. 512 MiB, 2 GiB)")
 

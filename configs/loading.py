@@ -33,14 +33,17 @@ def load_cluster_config(path: str | Path) -> ClusterConfig:
     node, data = _parse(path, text)
     if not isinstance(data, dict):
         raise ConfigFileError(path, [Problem(1, "", f"expected a mapping, got {type(data).__name__}")])
-    duplicates = list(_duplicate_keys(node, ()))
+    duplicates = list(_duplicate_keys(node, (), set()))
     if duplicates:
         raise ConfigFileError(path, duplicates)
     try:
         config = ClusterConfig.model_validate(data)
     except ValidationError as error:
         raise ConfigFileError(path, [_problem(node, detail) for detail in _causes(error)]) from None
-    return resolve_paths(config, path.resolve().parent)
+    try:
+        return resolve_paths(config, path.resolve().parent)
+    except RuntimeError as error:  # "~somebody" without a home directory
+        raise ConfigFileError(path, [Problem(None, "", str(error))]) from None
 
 
 def resolve_paths(config: ClusterConfig, folder: Path) -> ClusterConfig:
@@ -62,7 +65,9 @@ def _parse(path: Path, text: str) -> tuple[yaml.Node | None, Any]:
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
         return node, yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except RecursionError:
+        raise ConfigFileError(path, [Problem(None, "", "not valid YAML: nested too deep")]) from None
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date such as 2024-99-99
         mark = getattr(error, "problem_mark", None)
         line = mark.line + 1 if mark else None
         reason = getattr(error, "problem", None) or str(error).splitlines()[0]
@@ -119,8 +124,14 @@ def _child(node: yaml.Node | None, part: str | int) -> tuple[int, yaml.Node] | N
     return None
 
 
-def _duplicate_keys(node: yaml.Node | None, location: Location) -> Iterable[Problem]:
-    """YAML lets a later key win silently; a config in which one half is ignored is a mistake."""
+def _duplicate_keys(node: yaml.Node | None, location: Location, visited: set[int]) -> Iterable[Problem]:
+    """YAML lets a later key win silently; a config in which one half is ignored is a mistake.
+
+    `visited`: aliases make a graph of the tree, with many ways to a node and even circles.
+    """
+    if id(node) in visited:
+        return
+    visited.add(id(node))
     if isinstance(node, yaml.MappingNode):
         seen: set[str] = set()
         for key, value in node.value:
@@ -129,10 +140,10 @@ def _duplicate_keys(node: yaml.Node | None, location: Location) -> Iterable[Prob
                 dotted = ".".join(str(part) for part in (*location, name))
                 yield Problem(key.start_mark.line + 1, dotted, "given twice")
             seen.add(name)
-            yield from _duplicate_keys(value, (*location, name))
+            yield from _duplicate_keys(value, (*location, name), visited)
     elif isinstance(node, yaml.SequenceNode):
         for index, child in enumerate(node.value):
-            yield from _duplicate_keys(child, (*location, index))
+            yield from _duplicate_keys(child, (*location, index), visited)
 
 
 def _known_keys(location: Location) -> list[str]:

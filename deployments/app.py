@@ -3,8 +3,7 @@
 `serve run deployments.app:build_app config=configs/clusters/demo.yaml` and `atelier up` both come through here.
 """
 
-from __future__ import annotations
-
+# No `from __future__ import annotations` here: Serve reads the builder's annotation to validate its arguments.
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
@@ -32,7 +31,9 @@ def build_app(args: AppArgs) -> Application:
 
     Raises ConfigFileError or pydantic's ValidationError for a config that cannot be used.
     """
-    config = load_cluster_config(args.config) if isinstance(args.config, str) else ClusterConfig(**args.config)
+    config = (
+        load_cluster_config(args.config) if isinstance(args.config, str) else ClusterConfig.model_validate(args.config)
+    )
     encoder = _deployment(TextEncoderService, "text_encoder", config.text_encoder).bind(config)
     worker = _deployment(Worker, "worker", config.worker).bind(config, encoder)
     return _deployment(Ingress, "ingress", config.ingress).bind(config, encoder, worker)

@@ -16,7 +16,8 @@ from rich.console import Console
 from configs.errors import ConfigError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
-out = Console()
+bench_app = typer.Typer(no_args_is_help=True, help="Measure on this machine, beside the peers.")
+app.add_typer(bench_app, name="bench")
 err = Console(stderr=True)
 
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -121,6 +122,17 @@ def chat(
     from deployments.cli_generate import converse
 
     converse(_client(url), model, message)
+
+
+@bench_app.command("serve")
+def bench_serve(config: ConfigPath = DEFAULT_CONFIG, rounds: int = 15, as_json: Json = False) -> None:
+    """The demo cluster beside stock diffusers and transformers in one process."""
+    from deployments.bench.report import print_figures
+    from deployments.bench.serve import run
+
+    with err.status("measuring: starts a cluster and a stock process, takes some minutes"):
+        figures = run(_load(config), str(config), rounds)
+    print_figures(figures, as_json)
 
 
 def main() -> None:

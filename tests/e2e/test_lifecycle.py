@@ -116,7 +116,7 @@ def test_serve_run_works_as_well(environment: dict[str, str], small_config: Path
         )
         stack.callback(process.wait, 60)
         stack.callback(process.send_signal, signal.SIGINT)
-        wait_for(lambda: healthy("http://127.0.0.1:8000"), "the application")
+        wait_for(lambda: healthy("http://127.0.0.1:8000") or process.poll() is not None, "the application")
         body = {"model": "adder", "messages": [{"role": "user", "content": "What is 12 + 7?"}], "temperature": 0}
         answer = httpx.post("http://127.0.0.1:8000/v1/chat/completions", json=body, timeout=60).json()
         assert answer["choices"][0]["message"]["content"] == "19."

@@ -1,0 +1,1 @@
+"""The command `atelier bench`: figures of this machine, ours and the peers' in one run."""
