@@ -77,28 +77,34 @@ class NodeKeeper:
         However many ask at once, an extent is read once. Raises ExtentCorrupt when the store does not have the
         bytes and BudgetExceeded when they do not fit; then nothing stays leased.
         """
-        promised: list[str] = []
-        waiting: list[concurrent.futures.Future[None]] = []
+        promised: list[_Held | _Loading] = []
         try:
             with self._lock:
-                for extent in extents:
-                    future = self._promise(extent, holder)
-                    promised.append(extent.id)
-                    if future:
-                        waiting.append(future)
-            for future in waiting:
-                future.result()
+                missing = {extent.id: extent for extent in extents if self._entry(extent.id) is None}
+                # Those that are here first: making room for the others must not evict them.
+                promised += [self._lease(extent.id, holder) for extent in extents if extent.id not in missing]
+                self._make_room(list(missing.values()))
+                for extent in missing.values():
+                    self._loading[extent.id] = _Loading(extent.nbytes)
+                    self._readers.submit(self._load, extent)
+                promised += [self._lease(extent.id, holder) for extent in extents if extent.id in missing]
+            for entry in promised:
+                if isinstance(entry, _Loading):
+                    entry.done.result()
         except BaseException:
-            self.release(promised, holder)
+            # From the entries themselves: an extent that failed may be loading anew for somebody by now.
+            with self._lock:
+                for entry in promised:
+                    entry.holders -= Counter([holder])
             raise
         with self._lock:
-            return {id_: self._held[id_].ref for id_ in promised}
+            return {extent.id: self._held[extent.id].ref for extent in extents}
 
     def release(self, ids: Sequence[str], holder: str) -> None:
         """Give back one lease per id. Unknown ids and holders are ignored: releasing twice is not an error."""
         with self._lock:
             for id_ in ids:
-                entry = self._held.get(id_) or self._loading.get(id_)
+                entry = self._entry(id_)
                 if entry and entry.holders[holder]:
                     entry.holders -= Counter([holder])
 
@@ -121,32 +127,31 @@ class NodeKeeper:
         with self._lock:
             return {id_: tuple(held.holders) for id_, held in self._held.items()}
 
-    def _promise(self, extent: ExtentRef, holder: str) -> concurrent.futures.Future[None] | None:
-        """With the lock held: lease what is resident, join or start the reading of what is not."""
-        held = self._held.get(extent.id)
-        if held:
-            held.holders[holder] += 1
-            held.last_used = next(self._clock)
-            return None
-        if extent.id not in self._loading:
-            self._make_room(extent)
-            self._loading[extent.id] = _Loading(extent.nbytes)
-            self._readers.submit(self._load, extent)
-        loading = self._loading[extent.id]
-        loading.holders[holder] += 1
-        return loading.done
+    def _entry(self, id_: str) -> _Held | _Loading | None:
+        return self._held.get(id_) or self._loading.get(id_)
 
-    def _make_room(self, extent: ExtentRef) -> None:
+    def _lease(self, id_: str, holder: str) -> _Held | _Loading:
+        entry = self._held.get(id_) or self._loading[id_]
+        entry.holders[holder] += 1
+        if isinstance(entry, _Held):
+            entry.last_used = next(self._clock)
+        return entry
+
+    def _make_room(self, extents: Sequence[ExtentRef]) -> None:
+        """For all of them or none: a call that is refused leaves nothing in flight."""
         residents = [
             Resident(id_, held.view.nbytes, held.last_used, held.holders.total()) for id_, held in self._held.items()
         ]
         in_flight = sum(loading.nbytes for loading in self._loading.values())
-        plan = plan_eviction(residents, extent.nbytes + in_flight, self._budget_bytes)
-        if plan.missing_bytes:
-            holders = sorted({name for id_ in plan.held for name in self._held[id_].holders})
+        needed = sum(extent.nbytes for extent in extents)
+        plan = plan_eviction(residents, needed + in_flight, self._budget_bytes)
+        if plan.missing_bytes and extents:
+            entries = (*self._held.values(), *self._loading.values())
+            holders = sorted({name for entry in entries for name in entry.holders})
             raise BudgetExceeded(
-                f"extent {extent.id} of {extent.pack} needs {extent.nbytes} bytes; {plan.missing_bytes} bytes are "
-                f"missing under the node's budget of {self._budget_bytes} (leased by: {', '.join(holders) or 'nobody'})"
+                f"{len(extents)} extents of {', '.join(sorted({extent.pack for extent in extents}))} need {needed} "
+                f"bytes; {plan.missing_bytes} bytes are missing under the node's budget of {self._budget_bytes} "
+                f"(leased by: {', '.join(holders) or 'nobody'})"
             )
         for id_ in plan.evict:
             del self._held[id_]

@@ -41,7 +41,8 @@ class SessionRecord:
     @property
     def alive(self) -> bool:
         try:
-            return psutil.Process(self.pid).create_time() == self.started
+            process = psutil.Process(int(self.pid))  # a damaged record may hold anything
+            return process.create_time() == self.started and process.status() != psutil.STATUS_ZOMBIE
         except psutil.NoSuchProcess:
             return False
 
@@ -58,9 +59,12 @@ def running_sessions(folder: Path) -> list[SessionRecord]:
     for file in sorted(folder.glob("*.json")):
         try:
             record = SessionRecord(**json.loads(file.read_text()))
+            alive = record.alive
+        except FileNotFoundError:
+            continue  # its process ended just now
         except (ValueError, TypeError):
-            record = None
-        if record and record.alive:
+            alive = False
+        if alive:
             sessions.append(record)
         else:
             file.unlink(missing_ok=True)
@@ -182,7 +186,7 @@ def _ray_processes() -> list[int]:
 
 
 def _listener(port: int) -> str:
-    with contextlib.suppress(psutil.AccessDenied):
+    with contextlib.suppress(psutil.Error):
         for connection in psutil.net_connections("inet"):
             if connection.laddr and connection.laddr.port == port and connection.status == psutil.CONN_LISTEN:
                 name = psutil.Process(connection.pid).name() if connection.pid else "unknown"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import signal
 import threading
 import time
@@ -39,11 +40,13 @@ def cluster_up(config: ClusterConfig, config_path: str, stop: threading.Event | 
             session.mark_ready()
             yield url
         finally:
-            serve.shutdown()
+            if config.ray.address is not None:
+                serve.delete(APP_NAME)  # that Ray goes on, and others may serve on it; a private one ends anyway
 
 
 def start_serve(config: ClusterConfig) -> None:
     """Serve with the config's HTTP options, and the application on it. Needs a connected Ray."""
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
     serve.start(
         http_options={
             "host": config.http.host,
