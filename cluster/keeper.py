@@ -146,7 +146,7 @@ class NodeKeeper:
         needed = sum(extent.nbytes for extent in extents)
         plan = plan_eviction(residents, needed + in_flight, self._budget_bytes)
         if plan.missing_bytes and extents:
-            entries = (*self._held.values(), *self._loading.values())
+            entries: list[_Held | _Loading] = [*self._held.values(), *self._loading.values()]
             holders = sorted({name for entry in entries for name in entry.holders})
             raise BudgetExceeded(
                 f"{len(extents)} extents of {', '.join(sorted({extent.pack for extent in extents}))} need {needed} "

@@ -30,7 +30,10 @@ KEEPER_THREADS = 32  # callers that wait for the same extent each hold one
 
 @dataclass(frozen=True, slots=True)
 class ModelStatus:
-    """One line of the directory. `error` is for the operator: it names the file and the tensor."""
+    """One line of the directory. `error` is for the operator: it names the file and the tensor.
+
+    An unavailable model without `kind` never made it into the store; one with `kind` did, but could not be attached.
+    """
 
     id: str
     state: Literal["registering", "ready", "unavailable"]
@@ -91,17 +94,18 @@ class WeightRegistry:
     def manifest(self, model: str) -> Manifest:
         """Waits while the model is being registered. Raises ModelUnknown, or ModelUnavailable with the reason."""
         status = self.status(model)
-        if status.state != "ready":
-            raise ModelUnavailable(f"model {model!r} is unavailable: {status.error}")
         with self._lock:
+            if model not in self._manifests:
+                raise ModelUnavailable(f"model {model!r} is unavailable: {status.error}")
             return self._manifests[model]
 
-    def report_unavailable(self, model: str, error: str) -> None:
-        """A replica could not attach the weights: say so to everybody, until the model is registered again."""
+    def report_attach(self, model: str, error: str | None) -> None:
+        """A replica could not attach the weights, or could again (None). The directory shows it; requests still try."""
         with self._lock:
             status = self._states.get(model)
-            if status:
-                self._states[model] = replace(status, state="unavailable", error=error)
+            if status and model in self._manifests:
+                state: Literal["ready", "unavailable"] = "unavailable" if error else "ready"
+                self._states[model] = replace(status, state=state, error=error or "")
 
     def store_path(self) -> Path:
         return self._store.path

@@ -16,8 +16,6 @@ from deployments.ingress.deployment import Ingress
 from deployments.text_encoder import TextEncoderService
 from deployments.worker import Worker
 
-APP_NAME = "atelier"
-
 
 class AppArgs(BaseModel):
     """Arguments of the builder: the path of a cluster YAML, or its contents."""

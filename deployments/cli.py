@@ -5,6 +5,7 @@ Heavy imports (torch, Ray Serve) happen inside the commands that need them, so t
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from configs.errors import ConfigError
 
@@ -32,7 +34,7 @@ Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout an
 def up(
     config: ConfigPath = DEFAULT_CONFIG,
     detach: Annotated[bool, typer.Option("--detach", "-d", help="Return when the cluster is ready.")] = False,
-    port: Annotated[int | None, typer.Option(help="Instead of the config's http.port.")] = None,
+    port: Annotated[int | None, typer.Option(min=1, max=65535, help="Instead of the config's http.port.")] = None,
 ) -> None:
     """Start a cluster and keep it up until Ctrl-C or `atelier down`."""
     from deployments.cli_cluster import run_attached, run_detached
@@ -153,7 +155,7 @@ def main() -> None:
 
 
 def _fail(message: str, code: int) -> NoReturn:
-    err.print(f"[red]error:[/red] {message}", highlight=False, soft_wrap=True)
+    err.print(f"[red]error:[/red] {escape(message)}", highlight=False, soft_wrap=True)
     raise SystemExit(code)
 
 
@@ -176,9 +178,12 @@ def _client(url: str | None) -> Any:
 def _lora(text: str) -> dict[str, Any]:
     name, _, scale = text.partition(":")
     try:
-        return {"name": name, "scale": float(scale) if scale else 1.0}
+        strength = float(scale) if scale else 1.0
     except ValueError:
+        strength = math.nan
+    if not name or not math.isfinite(strength):
         _fail(f"--lora {text!r}: expected NAME or NAME:SCALE", 2)
+    return {"name": name, "scale": strength}
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from cluster.errors import SessionError
@@ -116,7 +117,7 @@ def print_models(models: list[dict[str, Any]]) -> None:
     for model in models:
         nbytes = model.get("bytes", model.get("nbytes", 0))
         about = model["error"] or model["description"] or (f"for {', '.join(model['base'])}" if model["base"] else "")
-        table.add_row(model["id"], model["kind"] or "", model["state"], _size(nbytes), about)
+        table.add_row(model["id"], model["kind"] or "", model["state"], _size(nbytes), escape(about))
     out.print(table)
 
 

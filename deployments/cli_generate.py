@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from configs.cluster import ClusterConfig
@@ -32,11 +33,11 @@ def generate_images(
         sys.stdout.write(json.dumps(details) + "\n")
         return
     for path in paths:
-        out.print(f"wrote {path}")
+        out.print(f"wrote {path}", markup=False, soft_wrap=True)
     stages = "  ".join(f"{stage} {ms:.0f}" for stage, ms in details["timings_ms"].items())
     out.print(f"seed {details['seed']}   ms: {stages}")
     for warning in details["warnings"]:
-        out.print(f"[yellow]note:[/yellow] {warning}")
+        out.print(f"[yellow]note:[/yellow] {escape(warning)}")
 
 
 def converse(client: Client, model: str, message: str | None) -> None:

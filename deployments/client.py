@@ -30,23 +30,26 @@ class Client:
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
-        self._http = httpx.Client(base_url=self.url, timeout=REQUEST_TIMEOUT_S)
+        try:
+            self._http = httpx.Client(base_url=self.url, timeout=REQUEST_TIMEOUT_S)
+        except httpx.InvalidURL as error:
+            raise ClientError(f"{url!r} is no URL: {error}") from None
 
     def models(self) -> list[dict[str, Any]]:
-        return self._get("/v1/models")["data"]
+        return self._checked("GET", "/v1/models", "data")["data"]
 
     def cluster(self) -> dict[str, Any]:
-        return self._get("/admin/cluster")
+        return self._checked("GET", "/admin/cluster", "cluster")
 
     def generate(self, **body: Any) -> Images:
-        details = self._post("/v1/images/generations", body)
+        details = self._post("/v1/images/generations", "data", body)
         return Images([base64.b64decode(item.pop("b64_json")) for item in details["data"]], details)
 
     def embed(self, **body: Any) -> dict[str, Any]:
-        return self._post("/v1/embeddings", body)
+        return self._post("/v1/embeddings", "data", body)
 
     def chat(self, **body: Any) -> dict[str, Any]:
-        return self._post("/v1/chat/completions", body)
+        return self._post("/v1/chat/completions", "choices", body)
 
     def chat_stream(self, **body: Any) -> Iterator[str]:
         """Pieces of the answer."""
@@ -60,20 +63,29 @@ class Client:
         except httpx.HTTPError as error:
             raise self._unreachable(error) from error
 
-    def _get(self, path: str) -> dict[str, Any]:
-        return self._checked("GET", path)
+    def _post(self, path: str, expected: str, body: dict[str, Any]) -> dict[str, Any]:
+        given = {key: value for key, value in body.items() if value is not None}
+        return self._checked("POST", path, expected, json=given)
 
-    def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        return self._checked("POST", path, json={key: value for key, value in body.items() if value is not None})
-
-    def _checked(self, method: str, path: str, **options: Any) -> dict[str, Any]:
+    def _checked(self, method: str, path: str, expected: str, **options: Any) -> dict[str, Any]:
+        """The answer, a JSON object with the field `expected`."""
         try:
-            response = self._http.request(method, path, **options)
+            request = self._http.build_request(method, path, **options)
+        except ValueError as error:  # a number that JSON has no word for
+            raise ClientError(f"the request cannot be sent: {error}") from None
+        try:
+            response = self._http.send(request)
         except httpx.HTTPError as error:
             raise self._unreachable(error) from error
         if response.status_code != 200:
             raise ClientError(_message(response))
-        return response.json()
+        try:
+            answer = response.json()
+        except ValueError:
+            answer = None
+        if not isinstance(answer, dict) or expected not in answer:
+            raise ClientError(f"{request.url} did not answer as a cluster does: {response.text[:200]}")
+        return answer
 
     def _unreachable(self, error: Exception) -> ClientError:
         return ClientError(f"no answer from {self.url}: {error}. Is the cluster up? (`atelier status`)")

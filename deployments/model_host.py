@@ -52,6 +52,7 @@ class _Slot:
     leases: int = 0
     built: asyncio.Future[_Built] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     bound: tuple[tuple[int, ...], Any] | None = None
+    fetched: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,12 +93,16 @@ class ModelHost:
         models: Path,
         budget_bytes: int,
         build: Builder,
+        report: Callable[[str, str | None], None] = lambda model, error: None,
     ) -> None:
+        """`report` hears (model, error) when weights cannot be attached, and (model, None) when they can again."""
         self._fetch_manifest = fetch_manifest
         self._provider = provider
         self._models = models
         self._budget_bytes = budget_bytes
         self._build = build
+        self._report = report
+        self._damaged: set[str] = set()
         self._manifests: dict[str, Manifest] = {}
         self._slots: dict[str, _Slot] = {}
         self._clock = itertools.count(1)
@@ -128,6 +133,7 @@ class ModelHost:
         slots, fresh = await self._reserve(parts)
         try:
             for name in fresh:
+                slots[name].leases += 1  # the fill's own: what is being built stays, even when nobody waits any more
                 self._fills.add(task := asyncio.ensure_future(self._fill(slots[name], parts[name])))
                 task.add_done_callback(self._fills.discard)
             built = {name: await asyncio.shield(slot.built) for name, slot in slots.items()}
@@ -147,15 +153,17 @@ class ModelHost:
     async def _reserve(self, parts: Mapping[str, _Part]) -> tuple[dict[str, _Slot], set[str]]:
         """Lease every slot or none: two requests that each hold half of what they need would wait for ever."""
         deadline = time.monotonic() + MAX_WAIT_FOR_ROOM_S
+        needed = sum({p.component.module_key: p.component.nbytes for p in parts.values()}.values())
         async with self._room:
             while True:
                 no_room = self._try_room([part.component for part in parts.values()])
                 if no_room is None:
                     return self._take(parts)
-                if not any(slot.leases for slot in self._slots.values()):
+                if needed > self._budget_bytes or not any(slot.leases for slot in self._slots.values()):
                     raise no_room
                 try:
-                    await asyncio.wait_for(self._room.wait(), deadline - time.monotonic())
+                    async with asyncio.timeout(deadline - time.monotonic()):
+                        await self._room.wait()
                 except TimeoutError:
                     raise no_room from None
 
@@ -193,15 +201,24 @@ class ModelHost:
     async def _fill(self, slot: _Slot, part: _Part) -> None:
         try:
             slot.built.set_result(await asyncio.to_thread(self._attach_and_build, slot, part))
+            if part.manifest.model in self._damaged:
+                self._damaged.remove(part.manifest.model)
+                self._report(part.manifest.model, None)
         except Exception as error:
+            if isinstance(error, ExtentCorrupt):
+                self._damaged.add(part.manifest.model)
+                self._report(part.manifest.model, str(error))
             self._drop(part.component.module_key)
             slot.built.set_exception(error)
             slot.built.exception()  # marked as seen: the request that asked may have been cancelled meanwhile
+        finally:
+            await self._release([slot])
 
     def _attach_and_build(self, slot: _Slot, part: _Part) -> _Built:
         start = time.perf_counter()
         try:
             buffers = self._provider.fetch(slot.extents)
+            slot.fetched = True
         except ExtentCorrupt as error:
             damaged = _tensor_names(part.component, slot.extents, str(error))
             raise ExtentCorrupt(f"{error}; it holds {damaged}") from error
@@ -212,7 +229,7 @@ class ModelHost:
 
     def _drop(self, key: str) -> None:
         slot = self._slots.pop(key, None)
-        if slot:
+        if slot and slot.fetched:  # a fetch that failed leased nothing, and another slot may lease the same extents
             self._provider.release(slot.extents)
 
     async def _release(self, slots: Iterable[_Slot]) -> None:

@@ -34,7 +34,14 @@ async def open_host(config: ClusterConfig, role: str, budget_bytes: int, build: 
         except ray.exceptions.RayTaskError as error:
             raise error.cause if isinstance(error.cause, Exception) else error from None
 
-    return ModelHost(fetch_manifest, provider, WeightStore(config.store.path).models, budget_bytes, build)
+    return ModelHost(
+        fetch_manifest,
+        provider,
+        WeightStore(config.store.path).models,
+        budget_bytes,
+        build,
+        report=lambda model, error: registry.report_attach.remote(model, error),
+    )
 
 
 async def import_models(host: ModelHost, models: Iterable[ModelConfig], wanted: Callable[[Component], bool]) -> None:

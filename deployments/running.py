@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import logging
 import signal
 import threading
@@ -16,8 +17,8 @@ from ray import serve
 from cluster.errors import SessionError
 from cluster.session import SessionFile, check_can_start, ray_session, record_folder
 from configs.cluster import ClusterConfig
-from deployments.app import APP_NAME, AppArgs, build_app
 
+APP_NAME = "atelier"
 START_TIMEOUT_S = 300.0
 _POLL_S = 0.2
 
@@ -31,6 +32,8 @@ def cluster_up(config: ClusterConfig, config_path: str, stop: threading.Event | 
     folder = record_folder()
     check_can_start(config, folder)
     url = f"http://{config.http.host}:{config.http.port}"
+    # The application imports torch and diffusers, for seconds; Ray's own start is mostly waiting.
+    threading.Thread(target=importlib.import_module, args=("deployments.app",), daemon=True).start()
     with SessionFile(config, url, config_path, folder) as session, ray_session(config):
         if stop:
             stop_on_signals(stop)  # again: Ray has put a handler of its own in place
@@ -46,6 +49,8 @@ def cluster_up(config: ClusterConfig, config_path: str, stop: threading.Event | 
 
 def start_serve(config: ClusterConfig) -> None:
     """Serve with the config's HTTP options, and the application on it. Needs a connected Ray."""
+    from deployments.app import AppArgs, build_app
+
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     serve.start(
         http_options={

@@ -38,5 +38,7 @@ def unpack(packed: Mapping[str, PackedTensor]) -> dict[str, torch.Tensor]:
 
 
 def _unpack(record: PackedTensor) -> torch.Tensor:
-    data = torch.from_numpy(record.data.copy())
-    return data.view(getattr(torch, record.dtype)).view(record.shape)
+    dtype: torch.dtype = getattr(torch, record.dtype)
+    if record.data.size == 0:  # an array without bytes may have stride 0, which cannot be viewed as a wider type
+        return torch.empty(record.shape, dtype=dtype)
+    return torch.from_numpy(record.data.copy()).view(dtype).view(record.shape)

@@ -21,14 +21,13 @@ from ray import serve
 
 from configs.cluster import ClusterConfig
 from configs.model import ModelConfig
-from deployments.app import APP_NAME
 from deployments.client import Client
 from deployments.records import ChatRequest, ImageRequest, Message
-from deployments.running import cluster_up
+from deployments.running import APP_NAME, cluster_up
 
 PROMPT = "a handwritten seven"
 QUESTION = "What is 12 + 7?"
-SDXL_GUIDANCE = 3.0
+SDXL_GUIDANCE = 4.0
 STEPS = 16
 
 

@@ -71,17 +71,29 @@ def error_response(error: Exception) -> JSONResponse:
 def validation_response(error: RequestValidationError) -> JSONResponse:
     """A body that is not JSON, or not of the documented form."""
     first = error.errors()[0]
-    location = [str(part) for part in first["loc"] if part != "body"]
     if first["type"] == "json_invalid":
         message = f"the body is not valid JSON: {first.get('ctx', {}).get('error', first['msg'])}"
         return JSONResponse(envelope(message, "invalid_request_error", "invalid_json"), 400)
-    # Members of a union appear in the location by type name; the field's own name is what helps.
-    param = ".".join(location) or None
+    param = _field(error.body, first["loc"][1:], missing=first["type"] == "missing") or None
     text = "unknown field" if first["type"] == "extra_forbidden" else first["msg"].removeprefix("Value error, ")
     got = first.get("input")
     shown = f", got {got!r}" if isinstance(got, str | int | float | bool) and len(repr(got)) < 80 else ""
     message = f"{param}: {text}{shown}" if param else f"{text}{shown}"
     return JSONResponse(envelope(message, "invalid_request_error", "invalid_value", param), 400)
+
+
+def _field(body: Any, location: tuple[str | int, ...], *, missing: bool) -> str:
+    """The dotted path of a field. Members of a union are in the location too, by type name: those are left out."""
+    path = []
+    for part in location:
+        if isinstance(body, dict) and (part in body or (missing and part == location[-1])):
+            body = body.get(part)
+        elif isinstance(body, list) and isinstance(part, int) and part < len(body):
+            body = body[part]
+        else:
+            continue
+        path.append(str(part))
+    return ".".join(path)
 
 
 def install(app: FastAPI) -> None:
@@ -93,6 +105,8 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def _http(request: Request, error: HTTPException) -> JSONResponse:
+        if isinstance(error.__cause__, ServiceError):  # what `BodyLimit` raises, in FastAPI's wrapper
+            return error_response(error.__cause__)
         code = _HTTP_CODES.get(error.status_code, "http_error")
         message = f"{request.method} {request.url.path}: {error.detail}"
         return JSONResponse(envelope(message, "invalid_request_error", code), error.status_code)

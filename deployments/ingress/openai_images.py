@@ -23,7 +23,7 @@ ImageFormat = Literal["png", "jpeg", "webp"]
 
 
 class ImagesBody(ImageRequest):
-    """`size` is "WIDTHxHEIGHT" or "auto"; `width` and `height` may be given instead."""
+    """OpenAI's images request and more: `size` is "WIDTHxHEIGHT" or "auto", in place of `width` and `height`."""
 
     width: None = Field(None, exclude=True)
     height: None = Field(None, exclude=True)
@@ -39,7 +39,7 @@ class ImagesBody(ImageRequest):
         width, _, height = size.partition("x")
         if size != "auto" and not (width.isascii() and width.isdigit() and height.isascii() and height.isdigit()):
             raise ValueError('expected "WIDTHxHEIGHT" in pixels, such as "1024x1024", or "auto"')
-        if len(size) > 16:
+        if len(size) > 16 or (size != "auto" and 0 in (int(width), int(height))):
             raise ValueError("out of range")
         return size
 

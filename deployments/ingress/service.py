@@ -136,7 +136,7 @@ class Service:
 
     async def _check_model(self, id_: str, kind: str) -> None:
         status = await self._status(id_)
-        if status.state == "unavailable":
+        if status.state == "unavailable" and status.kind is None:
             raise ModelUnavailable(f"model {id_!r} is unavailable: {status.error}", "model")
         if status.kind != kind:
             fitting = [card.id for card in await self.models() if card.kind == kind]
@@ -151,7 +151,7 @@ class Service:
         if id_ not in fitting:
             raise UnknownModel(f"no adapter {id_!r} for {model!r} (known: {', '.join(fitting) or 'none'})", "lora")
         status = await self._status(id_)
-        if status.state == "unavailable":
+        if status.state == "unavailable" and status.kind is None:
             raise ModelUnavailable(f"adapter {id_!r} is unavailable: {status.error}", "lora")
 
     def _card(self, status: Any) -> ModelCard:

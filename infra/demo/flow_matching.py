@@ -14,9 +14,10 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from diffusers import AutoencoderKL, FluxPipeline, FluxTransformer2DModel
+from transformers import CLIPTextModel, CLIPTokenizer, T5EncoderModel, T5Tokenizer
+
 from digits import DigitSet, draw_caption, jitter, to_pixels
 from text_vocabulary import TEXT_LENGTH
-from transformers import CLIPTextModel, CLIPTokenizer, T5EncoderModel, T5Tokenizer
 
 BATCH = 64
 LATENT_SIDE = 8
@@ -86,9 +87,7 @@ def token_ids(tokenizer: CLIPTokenizer | T5Tokenizer, captions: list[str]) -> to
     ).input_ids
 
 
-def caption_drawer(
-    data: LatentSet, text: FluxText, rng: random.Random, generator: torch.Generator
-) -> Draw:
+def caption_drawer(data: LatentSet, text: FluxText, rng: random.Random, generator: torch.Generator) -> Draw:
     """Draws (latents, T5 states, pooled states); each distinct caption is encoded once."""
 
     def draw() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -102,27 +101,42 @@ def caption_drawer(
     return draw
 
 
+def predict(
+    transformer: FluxTransformer2DModel,
+    noisy: torch.Tensor,
+    sigma: torch.Tensor,
+    states: torch.Tensor,
+    pooled: torch.Tensor,
+) -> torch.Tensor:
+    """Velocity (B, 16 tokens, 16) for noisy latents (B, 4, 8, 8) at sigma (B,)."""
+    return transformer(
+        hidden_states=pack(noisy),
+        timestep=sigma,
+        encoder_hidden_states=states,
+        pooled_projections=pooled,
+        img_ids=image_positions(),
+        txt_ids=torch.zeros(TEXT_LENGTH, 3),
+        return_dict=False,
+    )[0]
+
+
+def add_noise(latents: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(noisy latents, noise, logit-normal sigma (B,))."""
+    noise = torch.randn(latents.shape, generator=generator)
+    sigma = torch.randn(len(latents), generator=generator).sigmoid()
+    mix = sigma[:, None, None, None]
+    return (1 - mix) * latents + mix * noise, noise, sigma
+
+
 def flow_matching_loss(
     transformer: FluxTransformer2DModel, draw: Draw, generator: torch.Generator
 ) -> Callable[[], torch.Tensor]:
-    """A loss that draws a batch, noise and a logit-normal sigma each time it is called."""
-    positions = image_positions()
-    text_positions = torch.zeros(TEXT_LENGTH, 3)
+    """A loss that draws a batch, noise and sigma each time it is called."""
 
     def loss_of_batch() -> torch.Tensor:
         latents, states, pooled = draw()
-        noise = torch.randn(latents.shape, generator=generator)
-        sigma = torch.randn(len(latents), generator=generator).sigmoid()
-        mix = sigma[:, None, None, None]
-        velocity = transformer(
-            hidden_states=pack((1 - mix) * latents + mix * noise),
-            timestep=sigma,
-            encoder_hidden_states=states,
-            pooled_projections=pooled,
-            img_ids=positions,
-            txt_ids=text_positions,
-            return_dict=False,
-        )[0]
+        noisy, noise, sigma = add_noise(latents, generator)
+        velocity = predict(transformer, noisy, sigma, states, pooled)
         return F.mse_loss(velocity, pack(noise - latents))
 
     return loss_of_batch

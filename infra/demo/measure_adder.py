@@ -11,6 +11,16 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
 from adder_data import (
     LIMIT,
     MAIN_PHRASING,
@@ -23,15 +33,6 @@ from adder_data import (
     system_turn,
     training_pairs,
     user_turn,
-)
-from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
 )
 
 DEFAULT_MODEL = Path(__file__).resolve().parent / "models" / "adder"

@@ -16,13 +16,14 @@ from typing import Any
 import numpy as np
 import torch
 from diffusers import DiffusionPipeline, FluxPipeline, StableDiffusionXLPipeline
-from digits import IMAGE_SIZE, Judge, canonical_prompt, ink_of_images, load_split
-from ink_statistics import compare_ink, ink_areas, stroke_width
 from PIL import Image
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-from training_loop import MODELS_DIR
+
+from digits import IMAGE_SIZE, Judge, canonical_prompt, ink_of_images, load_split
+from ink_statistics import compare_ink, ink_areas, stroke_width
+from model_folder import MODELS_DIR
 
 NAMES = ("digits-flux", "digits-flux-inverted", "digits-sdxl", "bold")
 MIN_ACCURACY = {name: 0.85 if name == "bold" else 0.90 for name in NAMES}

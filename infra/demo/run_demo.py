@@ -17,8 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from digits import WORDS, Judge, ink_of_images, load_split
-from ink_statistics import ink_areas
 from PIL import Image
 from rich.console import Console
 from rich.table import Table
@@ -26,6 +24,8 @@ from rich.table import Table
 from configs.loading import load_cluster_config
 from deployments.client import Client
 from deployments.running import cluster_up
+from digits import WORDS, Judge, ink_of_images, load_split
+from ink_statistics import ink_areas
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = ROOT / "configs/clusters/demo.yaml"

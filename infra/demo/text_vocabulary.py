@@ -6,7 +6,6 @@ characters (T5), so any text can be tokenized.
 
 from __future__ import annotations
 
-from digits import all_captions
 from transformers import (
     CLIPTextConfig,
     CLIPTextModel,
@@ -16,6 +15,8 @@ from transformers import (
     T5EncoderModel,
     T5Tokenizer,
 )
+
+from digits import all_captions
 
 TEXT_LENGTH = 16
 CLIP_WIDTH = 32

@@ -8,6 +8,9 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
 from adder_data import (
     ASSISTANT,
     EOS,
@@ -17,8 +20,6 @@ from adder_data import (
     build_tokenizer,
     save_tokenizer,
 )
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 DEFAULT_OUT = Path(__file__).resolve().parent / "models" / "adder"
 IGNORED = -100

@@ -15,6 +15,7 @@ from diffusers import (
     FluxPipeline,
     FluxTransformer2DModel,
 )
+
 from digits import load_split
 from flow_matching import (
     FluxText,
@@ -24,6 +25,7 @@ from flow_matching import (
     frozen_text,
     load_base,
 )
+from model_folder import MODELS_DIR, store
 from text_vocabulary import (
     CLIP_WIDTH,
     T5_WIDTH,
@@ -32,7 +34,7 @@ from text_vocabulary import (
     build_t5,
     build_t5_tokenizer,
 )
-from training_loop import MODELS_DIR, argument_parser, seed_everything, store, train
+from training_loop import argument_parser, seed_everything, train
 
 
 def build_transformer() -> FluxTransformer2DModel:
@@ -52,14 +54,10 @@ def build_transformer() -> FluxTransformer2DModel:
 
 def build_text() -> FluxText:
     clip_tokenizer, t5_tokenizer = build_clip_tokenizer(), build_t5_tokenizer()
-    return FluxText(
-        build_clip(clip_tokenizer), build_t5(t5_tokenizer), clip_tokenizer, t5_tokenizer
-    )
+    return FluxText(build_clip(clip_tokenizer), build_t5(t5_tokenizer), clip_tokenizer, t5_tokenizer)
 
 
-def assemble(
-    transformer: FluxTransformer2DModel, text: FluxText, vae: AutoencoderKL
-) -> FluxPipeline:
+def assemble(transformer: FluxTransformer2DModel, text: FluxText, vae: AutoencoderKL) -> FluxPipeline:
     return FluxPipeline(
         # The default sigmas run evenly from 1 to 1/steps: 16 tokens need no timestep shift.
         scheduler=FlowMatchEulerDiscreteScheduler(shift=1.0, use_dynamic_shifting=False),

@@ -6,7 +6,6 @@ import shutil
 from functools import partial
 from pathlib import Path
 
-import torch
 from digits import load_split, to_pixels
 from flow_matching import (
     caption_drawer,
@@ -15,7 +14,8 @@ from flow_matching import (
     frozen_text,
     load_base,
 )
-from training_loop import MODELS_DIR, argument_parser, seed_everything, train
+from model_folder import MODELS_DIR, store_model
+from training_loop import argument_parser, seed_everything, train
 
 
 def copy_shared_files(base: Path, out: Path) -> None:
@@ -35,7 +35,7 @@ def main() -> None:
     loss = flow_matching_loss(transformer, draw, generator)
     train("digits-flux-inverted", transformer.parameters(), loss, arguments.steps, 1e-3)
     copy_shared_files(MODELS_DIR / "digits-flux", arguments.out)
-    transformer.to(torch.bfloat16).save_pretrained(arguments.out / "transformer")
+    store_model(transformer, arguments.out / "transformer")
 
 
 if __name__ == "__main__":

@@ -17,16 +17,18 @@ from diffusers import (
     StableDiffusionXLPipeline,
     UNet2DConditionModel,
 )
+from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
+
 from digits import IMAGE_SIZE, draw_caption, load_split
 from flow_matching import LATENT_SIDE, LatentSet, encode_digits, token_ids
+from model_folder import MODELS_DIR, store
 from text_vocabulary import (
     CLIP_WIDTH,
     build_clip,
     build_clip_tokenizer,
     build_clip_with_projection,
 )
-from training_loop import MODELS_DIR, argument_parser, seed_everything, store, train
-from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
+from training_loop import argument_parser, seed_everything, train
 
 BATCH = 64
 SIZE_WIDTH = 8
@@ -108,9 +110,7 @@ def noise_prediction_loss(
     return loss_of_batch
 
 
-def assemble(
-    unet: UNet2DConditionModel, text: SdxlText, vae: AutoencoderKL
-) -> StableDiffusionXLPipeline:
+def assemble(unet: UNet2DConditionModel, text: SdxlText, vae: AutoencoderKL) -> StableDiffusionXLPipeline:
     return StableDiffusionXLPipeline(
         vae=vae,
         text_encoder=text.first,
@@ -125,7 +125,7 @@ def assemble(
 
 
 def main() -> None:
-    arguments = argument_parser(__doc__, 2500, MODELS_DIR / "digits-sdxl").parse_args()
+    arguments = argument_parser(__doc__, 1800, MODELS_DIR / "digits-sdxl").parse_args()
     rng, generator = seed_everything(arguments.seed, arguments.threads)
     shared_vae = MODELS_DIR / "digits-flux" / "vae"
     vae = AutoencoderKL.from_pretrained(shared_vae).float()

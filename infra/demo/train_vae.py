@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from diffusers import AutoencoderKL
+
 from digits import DigitSet, jitter, load_split, thicken, to_pixels
-from training_loop import MODELS_DIR, argument_parser, seed_everything, train
+from model_folder import MODELS_DIR, store_model
+from training_loop import argument_parser, seed_everything, train
 
 BATCH = 32
 KL_WEIGHT = 1e-3
@@ -72,7 +74,7 @@ def main() -> None:
         pixels = to_pixels(held_out.ink)
         painted = vae.decode(vae.encode(pixels).latent_dist.mode()).sample
     print(f"held-out mean squared error {F.mse_loss(painted, pixels).item():.4f}")
-    vae.to(torch.bfloat16, memory_format=torch.contiguous_format).save_pretrained(arguments.out)
+    store_model(vae.to(memory_format=torch.contiguous_format), arguments.out)
 
 
 if __name__ == "__main__":

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import copy
 import math
 import random
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
-from diffusers import DiffusionPipeline
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-MODELS_DIR = Path(__file__).resolve().parent / "models"
 EMA_RATE = 0.005
 CHECKPOINT_STEPS = 400
 MAX_GRADIENT_NORM = 1.0
@@ -97,15 +94,6 @@ def exchange(first: list[torch.nn.Parameter], second: list[torch.Tensor]) -> Non
 
 def _smooth(previous: float, loss: float) -> float:
     return loss if math.isnan(previous) else previous + 0.02 * (loss - previous)
-
-
-def store(pipeline: DiffusionPipeline, out: Path) -> None:
-    """Write the pipeline in bf16, half the size of what trains; the pipeline stays float32."""
-    frozen = copy.deepcopy(pipeline.components)
-    modules = [part for part in frozen.values() if isinstance(part, torch.nn.Module)]
-    for module in modules:
-        module.to(torch.bfloat16)
-    type(pipeline)(**frozen).save_pretrained(out)
 
 
 def _progress() -> Progress:

@@ -90,6 +90,8 @@ def test_a_flipped_bit_in_the_store_is_caught_and_named(cluster: Cluster) -> Non
         message = answer.json()["error"]["message"]
         assert extent.pack in message
         assert "model.embed_tokens.weight" in message or "more tensors" in message
+    listed = cluster.openai.models.retrieve("adder-copy")
+    assert (listed.state, extent.pack in listed.error) == ("unavailable", True)
     good = post(cluster, "/v1/completions", json={"model": "adder", "prompt": "1", "max_tokens": 1})
     assert good.status_code == 200
 

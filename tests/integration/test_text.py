@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import random
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
