@@ -44,7 +44,7 @@ def cluster_up(config: ClusterConfig, config_path: str, stop: threading.Event | 
             yield url
         finally:
             if config.ray.address is not None:
-                serve.delete(APP_NAME)  # that Ray goes on, and others may serve on it; a private one ends anyway
+                stop_serving()  # that Ray goes on; a private one ends with everything on it
 
 
 def start_serve(config: ClusterConfig) -> None:
@@ -64,6 +64,13 @@ def start_serve(config: ClusterConfig) -> None:
         serve.run(app, name=APP_NAME, route_prefix="/")
     except RuntimeError as error:
         raise SessionError(f"the application did not start: {error}") from error
+
+
+def stop_serving() -> None:
+    """Take the application off a Ray that goes on; Serve itself only when nobody else serves there."""
+    serve.delete(APP_NAME)
+    if not serve.status().applications:
+        serve.shutdown()
 
 
 def wait_ready(url: str, timeout_s: float, stop: threading.Event | None = None) -> dict[str, Any]:

@@ -70,7 +70,10 @@ class DenoiseLoop:
         while self._jobs:
             for pipeline in list(self._jobs):
                 jobs = [job for job in self._jobs[pipeline] if not job.done.done()]
-                await self._turn(pipeline, jobs)
+                try:
+                    await self._turn(pipeline, jobs)
+                except Exception as error:  # whatever happens here, nobody may be left waiting
+                    _fail([job for job in jobs if not job.done.done()], error)
                 self._jobs[pipeline] = [job for job in self._jobs[pipeline] if not job.done.done()]
                 if not self._jobs[pipeline]:
                     del self._jobs[pipeline]
@@ -85,7 +88,7 @@ class DenoiseLoop:
         finished = [job for job in jobs if job.state.done and not job.done.done()]
         denoised = time.perf_counter()
         images = await self._merged(pipeline.decode, finished)
-        for job, picture in zip(finished, images, strict=True):
+        for job, picture in list(zip(finished, images, strict=True)):  # a picture too few is nobody's, so count first
             job.times.denoise_s = denoised - (job.started or denoised)
             job.times.decode_s = time.perf_counter() - denoised
             if not job.done.done():
@@ -112,6 +115,11 @@ class DenoiseLoop:
             return results
 
 
+def _fail(jobs: list[_Job], error: Exception) -> None:
+    for job in jobs:
+        job.done.set_exception(error)
+
+
 class TextLoop:
     """Steps one LLM engine and hands each request its own deltas."""
 
@@ -125,6 +133,7 @@ class TextLoop:
         """Deltas until the one with a finish_reason. Leaving early aborts the request at the next step."""
         queue: asyncio.Queue[TextDelta | Exception] = asyncio.Queue()
         self._queues[request.request_id] = queue  # before `add`: a step may run between the two
+        is_running = True
         try:
             await self._device.run(self._engine.add, request)
             if self._task is None or self._task.done():
@@ -133,25 +142,29 @@ class TextLoop:
                 item = await queue.get()
                 if isinstance(item, Exception):
                     raise item
-                if item.finish_reason == "abort":
-                    raise GenerationFailed(
-                        f"the model failed on this request after {item.num_completion_tokens} tokens"
-                    )
+                is_running = not item.finish_reason
                 yield item
-                if item.finish_reason:
+                if not is_running:
                     return
         finally:
             del self._queues[request.request_id]
-            await asyncio.shield(self._device.run(self._engine.abort, request.request_id))
+            if is_running:
+                await asyncio.shield(self._device.run(self._engine.abort, request.request_id))
 
     async def _steps(self) -> None:
         while self._queues and self._engine.has_work:
             try:
-                deltas = await self._device.run(self._engine.step)
+                for delta in await self._device.run(self._engine.step):
+                    if delta.request_id in self._queues:
+                        self._queues[delta.request_id].put_nowait(self._outcome(delta))
             except Exception as error:
                 for queue in self._queues.values():
                     queue.put_nowait(GenerationFailed(f"the engine failed: {error}"))
                 return
-            for delta in deltas:
-                if delta.request_id in self._queues:
-                    self._queues[delta.request_id].put_nowait(delta)
+
+    def _outcome(self, delta: TextDelta) -> TextDelta | GenerationFailed:
+        """A request that the engine gave up is an error, not a short answer."""
+        if delta.finish_reason != "abort":
+            return delta
+        reason = self._engine.failures.get(delta.request_id, "no reason given")
+        return GenerationFailed(f"the model failed after {delta.num_completion_tokens} tokens: {reason}")

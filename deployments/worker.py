@@ -28,6 +28,7 @@ from deployments.records import (
     ImageResult,
     TextChunk,
     TextRequestRecord,
+    TextResult,
 )
 from deployments.replica import import_models, limit_threads, open_host
 from deployments.step_loop import DenoiseLoop, DeviceThread, TextLoop
@@ -83,6 +84,20 @@ class Worker:
         self._metrics.attached(request.model, lease.report.attached_bytes)
         self._metrics.answered("image", request.model, result.timings_ms)
         return result
+
+    async def write_text(self, request: TextRequestRecord) -> TextResult:
+        """The whole text in one answer: cheaper than a stream, whose every piece is a message of its own."""
+        chunks = [chunk async for chunk in self.stream_text(request)]
+        last = chunks[-1]
+        return TextResult(
+            model=request.model,
+            text="".join(chunk.text for chunk in chunks),
+            finish_reason=last.finish_reason or "stop",
+            num_prompt_tokens=last.num_prompt_tokens,
+            num_completion_tokens=last.num_completion_tokens,
+            timings_ms=last.timings_ms,
+            switch=last.switch,
+        )
 
     async def stream_text(self, request: TextRequestRecord) -> AsyncIterator[TextChunk]:
         """Text as it comes. The last chunk has the finish reason, the timings and the switch report."""

@@ -44,4 +44,5 @@ def cast(data: bytes | memoryview, dtype: str, target: str) -> bytes | memoryvie
     """Little-endian elements of `dtype` as elements of `target`, rounded to nearest even."""
     if dtype == target:
         return data
-    return np.frombuffer(data, _FLOATS[dtype]).astype(_FLOATS[target]).tobytes()
+    with np.errstate(over="ignore", invalid="ignore"):  # too large becomes infinite, as in torch
+        return np.frombuffer(data, _FLOATS[dtype]).astype(_FLOATS[target]).tobytes()

@@ -52,6 +52,7 @@ def externalize(
 
 def _write(store: WeightStore, model: str, checkpoint: Checkpoint, dtype: str, mark: str) -> Manifest:
     meta = store.read_meta()
+    num_known = len(meta.extents)
     with store.staged("pack") as pack_file, store.staged("skeleton") as skeleton:
         with pack_file.open("wb") as file:
             pack = _PackWriter(file, store.new_pack_name(model), meta)
@@ -60,7 +61,6 @@ def _write(store: WeightStore, model: str, checkpoint: Checkpoint, dtype: str, m
             }
             file.flush()
             os.fsync(file.fileno())
-            is_empty = file.tell() == 0
         _copy_skeleton(checkpoint, skeleton)
         used = {ref.extent for part in components.values() for ref in part.tensors.values()}
         manifest = Manifest(
@@ -73,7 +73,7 @@ def _write(store: WeightStore, model: str, checkpoint: Checkpoint, dtype: str, m
             components=components,
             extents={id_: meta.extents[id_] for id_ in sorted(used)},
         )
-        if not is_empty:
+        if len(meta.extents) > num_known:
             pack_file.rename(store.packs / pack.name)
             store.write_meta(meta)
         store.publish_model(manifest, skeleton)
@@ -138,6 +138,7 @@ class _PackWriter:
 
     def _append(self, sha256: str, data: bytes | memoryview) -> None:
         position = self._file.tell()
+        position += -position % TENSOR_ALIGNMENT
         if self._extent and position + len(data) - self._extent.start > MAX_EXTENT_BYTES:
             self._close_extent()
         if self._extent is None:

@@ -68,5 +68,7 @@ def _bytes_tensor(array: ByteArray) -> torch.Tensor:
 
 
 def _view(base: torch.Tensor, ref: TensorRef) -> torch.Tensor:
+    if ref.nbytes == 0:  # an array without bytes may have stride 0, which cannot be viewed as a wider type
+        return torch.empty(ref.shape, dtype=TORCH_DTYPES[ref.dtype])
     flat = base[ref.offset : ref.offset + ref.nbytes]
     return flat.view(TORCH_DTYPES[ref.dtype]).view(ref.shape)

@@ -104,7 +104,7 @@ class Manifest(_Record):
 
 def read_manifest(path: Path) -> Manifest:
     """Raises WeightsError naming the file when it is damaged, StoreVersionError when it is too new."""
-    text = path.read_text(encoding="utf-8")
+    text = path.read_bytes()
     try:
         return Manifest.model_validate_json(text)
     except ValidationError as error:

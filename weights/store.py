@@ -21,13 +21,14 @@ import shutil
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Final, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from weights.errors import ModelNotStored, StoreError, StoreVersionError
 from weights.manifest import ExtentRef, Manifest, read_manifest
 
-STORE_VERSION = 1
+STORE_VERSION: Final = 1
 
 
 class TensorLocation(BaseModel):
@@ -43,7 +44,7 @@ class StoreMeta(BaseModel):
     """Contents of meta.json. Mutable: a writer adds to it under the lock and publishes it whole."""
 
     model_config = ConfigDict(extra="forbid")
-    version: int = STORE_VERSION
+    version: Literal[1] = STORE_VERSION
     tensors: dict[str, TensorLocation] = {}
     extents: dict[str, ExtentRef] = {}
 
@@ -69,18 +70,16 @@ class WeightStore:
     def read_meta(self) -> StoreMeta:
         """Raises StoreVersionError or StoreError when meta.json is too new or damaged."""
         try:
-            text = self._meta_file.read_text(encoding="utf-8")
+            return StoreMeta.model_validate_json(self._meta_file.read_bytes())
         except FileNotFoundError:
             return StoreMeta()
-        try:
-            meta = StoreMeta.model_validate_json(text)
         except ValidationError as error:
-            raise StoreError(f"{self._meta_file}: damaged: {error.errors()[0]['msg']}") from None
-        if meta.version != STORE_VERSION:
-            raise StoreVersionError(
-                f"{self._meta_file}: store version {meta.version}, this library reads version {STORE_VERSION}"
-            )
-        return meta
+            first = error.errors()[0]
+            if first["loc"] == ("version",):
+                raise StoreVersionError(
+                    f"{self._meta_file}: store version {first['input']!r}, this library reads version {STORE_VERSION}"
+                ) from None
+            raise StoreError(f"{self._meta_file}: damaged: {first['msg']}") from None
 
     def write_meta(self, meta: StoreMeta) -> None:
         self._publish_text(self._meta_file, meta.model_dump_json())

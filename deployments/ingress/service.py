@@ -81,9 +81,7 @@ class Service:
 
     async def stream(self, request: ChatRequest | CompletionRequest) -> AsyncIterator[TextChunk]:
         """Pieces of text; the last one has the finish reason and the timings."""
-        check_text(request, self._config.ingress.limits)
-        await self._check_model(request.model, "llm")
-        request = with_defaults(request, self._config.defaults_of(request.model), TEXT_DEFAULTS)
+        request = await self._checked_text(request)
         start = time.perf_counter()
         try:
             async for chunk in self._worker.options(stream=True).stream_text.remote(request):
@@ -94,17 +92,16 @@ class Service:
             raise unwrap(error) from error
 
     async def _whole(self, request: ChatRequest | CompletionRequest) -> TextResult:
-        chunks = [chunk async for chunk in self.stream(request)]
-        last = chunks[-1]
-        return TextResult(
-            model=request.model,
-            text="".join(chunk.text for chunk in chunks),
-            finish_reason=last.finish_reason or "stop",
-            num_prompt_tokens=last.num_prompt_tokens,
-            num_completion_tokens=last.num_completion_tokens,
-            timings_ms=last.timings_ms,
-            switch=last.switch,
-        )
+        request = await self._checked_text(request)
+        start = time.perf_counter()
+        result: TextResult = await _answer(self._worker.write_text.remote(request))
+        _account(result.timings_ms, start)
+        return result
+
+    async def _checked_text(self, request: ChatRequest | CompletionRequest) -> ChatRequest | CompletionRequest:
+        check_text(request, self._config.ingress.limits)
+        await self._check_model(request.model, "llm")
+        return with_defaults(request, self._config.defaults_of(request.model), TEXT_DEFAULTS)
 
     async def models(self) -> list[ModelCard]:
         """Every configured model and adapter, in the order of the config."""

@@ -78,6 +78,8 @@ def _diffusers(path: Path, only: str | None) -> Checkpoint:
     for name, value in index.items():
         if name.startswith("_") or not isinstance(value, list) or len(value) != 2 or value[0] is None:
             continue
+        if Path(name).name != name:  # it is a folder's name; anything else could point out of the checkpoint
+            raise FormatError(f"{path / 'model_index.json'}: component {name!r} is not a plain name")
         # Tokenizers and solvers have a folder as well, but no weights: they belong to the skeleton.
         if _weight_files(path / name):
             components.append(_component(path / name, name, str(value[0]), str(value[1]), name))
@@ -95,7 +97,9 @@ def _diffusers(path: Path, only: str | None) -> Checkpoint:
 def _transformers(path: Path) -> Checkpoint:
     config = _read_json(path / "config.json")
     architectures = config.get("architectures") or [None]
-    class_name = architectures[0]
+    class_name = architectures[0] if isinstance(architectures, list) else architectures
+    if not isinstance(class_name, str | None):
+        raise FormatError(f"{path / 'config.json'}: architectures must be a list of names, got {architectures!r}")
     sentence = (path / "modules.json").is_file()
     kind: ModelKind = "llm" if str(class_name).endswith("ForCausalLM") and not sentence else "embedding"
     if not _weight_files(path):
@@ -147,7 +151,7 @@ def _shards(folder: Path, index: Path) -> list[Path]:
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise FormatError(f"{path}: {error}") from None
     if not isinstance(value, dict):
         raise FormatError(f"{path}: expected a JSON object, got {type(value).__name__}")

@@ -71,12 +71,24 @@ def _parse_json(path: Path, raw: bytes) -> dict[str, Any]:
         return dict(pairs)
 
     try:
-        header = json.loads(raw.decode("utf-8"), object_pairs_hook=refuse_duplicates)
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        header = json.loads(
+            raw.decode("utf-8"), object_pairs_hook=refuse_duplicates, parse_int=_integer, parse_constant=_refuse
+        )
+        if isinstance(header, dict):
+            "".join(header).encode("utf-8")  # an escaped half of a surrogate pair is no character
+    except (ValueError, RecursionError) as error:
         raise FormatError(f"{path}: header is not UTF-8 JSON: {error}") from None
     if not isinstance(header, dict):
         raise FormatError(f"{path}: header is a JSON {type(header).__name__}, expected an object")
     return header
+
+
+def _integer(digits: str) -> float:
+    return -0.0 if digits == "-0" else int(digits)  # as JSON has it; Python's 0 would pass for a size
+
+
+def _refuse(constant: str) -> float:
+    raise ValueError(f"{constant} is not JSON")
 
 
 def _entry(path: Path, name: str, value: Any, start: int) -> TensorEntry:
@@ -84,7 +96,7 @@ def _entry(path: Path, name: str, value: Any, start: int) -> TensorEntry:
         dtype, shape, (begin, end) = value["dtype"], tuple(value["shape"]), value["data_offsets"]
     except (TypeError, KeyError, ValueError):
         raise FormatError(f"{path}: tensor {name!r}: expected dtype, shape and data_offsets, got {value!r}") from None
-    if dtype not in ITEM_BYTES:
+    if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
         raise FormatError(f"{path}: tensor {name!r}: unknown dtype {dtype!r} (known: {', '.join(ITEM_BYTES)})")
     numbers = (*shape, begin, end)
     if not all(type(number) is int and number >= 0 for number in numbers):

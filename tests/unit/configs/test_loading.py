@@ -49,7 +49,9 @@ def test_relative_paths_are_relative_to_the_file(tmp_path: Path, monkeypatch: py
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     text = "store: {path: ~/store}\nmodels: [{id: m, path: ../m}, {id: n, path: /abs/n}]\n"
-    config = load_cluster_config(write(folder, text + "adapters: [{id: a, path: a, base: [m]}]\n").relative_to(tmp_path))
+    config = load_cluster_config(
+        write(folder, text + "adapters: [{id: a, path: a, base: [m]}]\n").relative_to(tmp_path)
+    )
     assert [model.path for model in config.models] == [tmp_path / "deep/m", Path("/abs/n")]
     assert config.adapters[0].path == folder / "a"
     assert config.store.path == tmp_path / "home/store"
@@ -82,7 +84,7 @@ def test_relative_paths_are_relative_to_the_file(tmp_path: Path, monkeypatch: py
         ("name: [\n", 2, "", ["not valid YAML"]),
         ("name: x\n\tmodels: 1\n", 2, "", ["not valid YAML"]),
         ("name: 2024-99-99\n" + MODELS, None, "", ["not valid YAML"]),
-        ("name: " + "[" * 5000, None, "", ["not valid YAML"]),
+        ("name: " + "[" * 1500, None, "", ["not valid YAML"]),
         ("name: \0\n", None, "", ["not valid YAML"]),
         ("", 1, "", ["expected a mapping"]),
         ("- a\n", 1, "", ["expected a mapping, got list"]),
@@ -139,7 +141,9 @@ def test_sizes(value: Any, expected: int) -> None:
     assert parse_bytes(value) == expected
 
 
-@pytest.mark.parametrize("value", ["x", "", "GiB", "-1 GiB", "1.2.3 MiB", ". B", "1 PiB", "²", "² GiB", "9" * 400 + " GiB."])
+@pytest.mark.parametrize(
+    "value", ["x", "", "GiB", "-1 GiB", "1.2.3 MiB", ". B", "1 PiB", "²", "² GiB", "9" * 400 + " GiB."]
+)
 def test_what_is_no_size_is_refused(value: str) -> None:
     with pytest.raises(ValueError, match="not a size in bytes"):
         parse_bytes(value)

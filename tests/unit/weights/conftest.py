@@ -11,6 +11,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+torch.set_num_threads(1)
+
 Tensors = Mapping[str, torch.Tensor]
 WriteModel = Callable[..., Path]
 WritePipeline = Callable[..., Path]
@@ -36,7 +38,11 @@ def write_pipeline(tmp_path: Path) -> WritePipeline:
 
     def write(name: str, components: Mapping[str, Tensors]) -> Path:
         folder = tmp_path / "sources" / name
-        index: dict[str, Any] = {"_class_name": "TinyPipeline", "_diffusers_version": "0", "image_encoder": [None, None]}
+        index: dict[str, Any] = {
+            "_class_name": "TinyPipeline",
+            "_diffusers_version": "0",
+            "image_encoder": [None, None],
+        }
         index |= {"scheduler": ["diffusers", "TinyScheduler"], "tokenizer": ["transformers", "TinyTokenizer"]}
         for part, tensors in components.items():
             index[part] = ["diffusers", f"Tiny{part.title()}"]

@@ -47,9 +47,7 @@ def test_moving_copies_only_what_must_change(tmp_path):
     save_file(GOOD, tmp_path / "x.safetensors")
     adapter = load_adapter(tmp_path / "x.safetensors")
     pair = adapter.components["transformer"]["blocks.0.to_q"]
-    assert (
-        adapter.to("cpu").components["transformer"]["blocks.0.to_q"].down.data_ptr() == pair.down.data_ptr()
-    )
+    assert adapter.to("cpu").components["transformer"]["blocks.0.to_q"].down.data_ptr() == pair.down.data_ptr()
     half_precision = adapter.to("cpu", torch.bfloat16).components["transformer"]["blocks.0.to_q"]
     assert (half_precision.down.dtype, half_precision.scale) == (torch.bfloat16, pair.scale)
 
@@ -70,9 +68,7 @@ def test_where_the_scale_comes_from(tmp_path, config, alpha, expected):
     file = tmp_path / "x.safetensors"
     tensors = GOOD | ({f"{PATH}.alpha": torch.tensor(alpha)} if alpha is not None else {})
     metadata = (
-        {METADATA_KEY: json.dumps({f"transformer.{key}": value for key, value in config.items()})}
-        if config
-        else None
+        {METADATA_KEY: json.dumps({f"transformer.{key}": value for key, value in config.items()})} if config else None
     )
     save_file(tensors, file, metadata=metadata)
     assert scale_of(file) == expected

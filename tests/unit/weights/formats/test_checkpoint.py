@@ -99,7 +99,17 @@ def test_an_index_needs_a_weight_map(sharded: Path, text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{", "[]", "1" * 5000, "[" * 100_000, '{"architectures": 3}', '{"architectures": [3]}', '{"architectures": {}}']
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        "1" * 5000,
+        "[" * 100_000,
+        '{"architectures": 3}',
+        '{"architectures": [3]}',
+        '{"architectures": {}}',
+    ],
 )
 @pytest.mark.parametrize("file", ["config.json", "model_index.json"])
 def test_a_damaged_json_file_is_named(write_model, file: str, text: str) -> None:

@@ -137,7 +137,7 @@ CHANGES = st.lists(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(arrays=ARRAYS, changes=CHANGES, keep_length=st.booleans(), extra=st.binary(max_size=2))
 def test_a_mutated_file_reads_as_the_library_reads_it_or_not_at_all(
     tmp_path_factory: pytest.TempPathFactory, arrays: Any, changes: Any, keep_length: bool, extra: bytes
@@ -157,7 +157,7 @@ def test_a_mutated_file_reads_as_the_library_reads_it_or_not_at_all(
     assert found == as_library_reads(file.read_bytes())
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(arrays=ARRAYS)
 def test_a_valid_file_is_read(tmp_path_factory: pytest.TempPathFactory, arrays: Any) -> None:
     file = tmp_path_factory.getbasetemp() / "valid.safetensors"

@@ -32,9 +32,7 @@ class Pair:
     folder: Path
     conditioning: Callable[..., Conditioning]
 
-    def stock_images(
-        self, request: DiffusionRequest, conditioning: Conditioning, **options: Any
-    ) -> np.ndarray:
+    def stock_images(self, request: DiffusionRequest, conditioning: Conditioning, **options: Any) -> np.ndarray:
         """uint8 (n, H, W, 3) of the stock pipeline."""
         if self.denoiser_name == "transformer":
             options["true_cfg_scale"] = request.true_cfg_scale
@@ -78,9 +76,7 @@ def random_vae(**config: Any) -> AutoencoderKL:
     return vae.eval()
 
 
-def load_ours(
-    folder: Path, class_name: str, denoiser: str, dtype: torch.dtype | None = None
-) -> DenoisePipeline:
+def load_ours(folder: Path, class_name: str, denoiser: str, dtype: torch.dtype | None = None) -> DenoisePipeline:
     modules = {}
     for component in (denoiser, "vae"):
         tensors = load_file(folder / component / "diffusion_pytorch_model.safetensors")

@@ -68,9 +68,7 @@ def test_resuming_outside_of_the_schedule(pair, make_request):
 
 
 def test_unknown_pipeline_class(flux):
-    with pytest.raises(
-        EngineError, match=r"'PixelPipeline' \(known: FluxPipeline, StableDiffusionXLPipeline\)"
-    ):
+    with pytest.raises(EngineError, match=r"'PixelPipeline' \(known: FluxPipeline, StableDiffusionXLPipeline\)"):
         create_pipeline("PixelPipeline", flux.folder, {})
 
 
@@ -82,9 +80,7 @@ def test_missing_module(flux):
 def test_unknown_solver(flux, tmp_path):
     shutil.copytree(flux.folder, tmp_path, dirs_exist_ok=True)
     index = json.loads((tmp_path / "model_index.json").read_text())
-    (tmp_path / "model_index.json").write_text(
-        json.dumps(index | {"scheduler": ["diffusers", "AutoencoderKL"]})
-    )
+    (tmp_path / "model_index.json").write_text(json.dumps(index | {"scheduler": ["diffusers", "AutoencoderKL"]}))
     modules = {"transformer": flux.ours.denoiser, "vae": flux.ours._decoder.vae}
     with pytest.raises(EngineError, match=r"names solver diffusers.AutoencoderKL"):
         create_pipeline("FluxPipeline", tmp_path, modules)

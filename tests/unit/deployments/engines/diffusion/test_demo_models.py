@@ -89,12 +89,6 @@ def load_demo(name: str) -> Demo:
     return Demo(stock, create_pipeline(index["_class_name"], folder, modules), encoders)
 
 
-def demo_param(name: str, guidance: dict[str, float]) -> Any:
-    missing = not (MODELS / name / "model_index.json").exists()
-    mark = pytest.mark.skipif(missing, reason=f"infra/demo/models/{name} is not trained yet")
-    return pytest.param(name, guidance, id=name, marks=mark)
-
-
 @pytest.fixture(scope="module")
 def demos():
     loaded: dict[str, Demo] = {}
@@ -119,11 +113,7 @@ def assert_same_picture(ours: np.ndarray, stock: np.ndarray) -> None:
 
 @pytest.mark.parametrize(
     ("name", "guidance"),
-    [
-        demo_param("digits-flux", FLUX),
-        demo_param("digits-flux-inverted", FLUX),
-        demo_param("digits-sdxl", SDXL),
-    ],
+    [("digits-flux", FLUX), ("digits-flux-inverted", FLUX), ("digits-sdxl", SDXL)],
 )
 @pytest.mark.parametrize("negative", [None, "a handwritten eight"])
 def test_a_demo_model_equals_stock(demos, name, guidance, negative):
@@ -134,9 +124,6 @@ def test_a_demo_model_equals_stock(demos, name, guidance, negative):
     assert_same_picture(ours, demo.stock_images(job, prompt, negative))
 
 
-@pytest.mark.skipif(
-    not list(MODELS.glob("bold/*.safetensors")), reason="infra/demo/models/bold is not trained yet"
-)
 @pytest.mark.parametrize("scale", [0.6, 1.0])
 def test_the_bold_lora_equals_stock(demos, scale):
     demo, prompt = demos("digits-flux"), "a handwritten seven"

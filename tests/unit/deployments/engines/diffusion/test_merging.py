@@ -127,9 +127,7 @@ def test_a_solver_with_history_cannot_resume(make_sdxl_pair, make_request, tmp_p
 
 def test_on_step_sees_every_step(pair, make_request):
     seen: list[int] = []
-    pair.ours.generate(
-        make_request(), pair.conditioning(), on_step=lambda state: seen.append(state.step_index)
-    )
+    pair.ours.generate(make_request(), pair.conditioning(), on_step=lambda state: seen.append(state.step_index))
     assert seen == [1, 2, 3]
 
 

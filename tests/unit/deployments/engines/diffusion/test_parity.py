@@ -82,9 +82,7 @@ def test_bfloat16_is_stock_in_bfloat16(flux, load_pipeline, make_request):
     request = make_request(guidance_scale=2.0)
     conditioning = {name: tensor.bfloat16() for name, tensor in flux.conditioning().items()}
     flux_bfloat16 = type(flux)(stock, ours, flux.folder, flux.conditioning)
-    assert_same_picture(
-        ours.generate(request, conditioning), flux_bfloat16.stock_images(request, conditioning)
-    )
+    assert_same_picture(ours.generate(request, conditioning), flux_bfloat16.stock_images(request, conditioning))
 
 
 def test_weights_are_not_written(pair, make_request):

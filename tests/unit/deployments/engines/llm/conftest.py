@@ -149,9 +149,7 @@ class Outcome:
 def run_all() -> Callable[..., dict[str, Outcome]]:
     """Steps an engine until it is idle; `requests` maps the step at which each request joins."""
 
-    def run(
-        engine: LLMEngine, requests: Sequence[TextRequest], join_at: Sequence[int] = ()
-    ) -> dict[str, Outcome]:
+    def run(engine: LLMEngine, requests: Sequence[TextRequest], join_at: Sequence[int] = ()) -> dict[str, Outcome]:
         steps = list(join_at) or [0] * len(requests)
         outcomes = {request.request_id: Outcome() for request in requests}
         step = 0

@@ -125,10 +125,7 @@ def test_abort_in_the_middle_of_a_long_prompt(model, run_all, request_of, prompt
 
 
 def test_preemption_gives_the_same_tokens(model, run_all, request_of, prompt_of):
-    requests = [
-        request_of(f"greedy {i}", prompt_of(length), max_tokens=60)
-        for i, length in enumerate((20, 30, 9, 25))
-    ]
+    requests = [request_of(f"greedy {i}", prompt_of(length), max_tokens=60) for i, length in enumerate((20, 30, 9, 25))]
     requests.append(request_of("seeded", prompt_of(14), max_tokens=60, temperature=1.0, seed=3))
     join_at = (0, 0, 1, 3, 4)
     roomy = model.engine()
@@ -146,9 +143,7 @@ def test_the_same_seed_gives_the_same_text_in_any_company(model, run_all, reques
     options = {"max_tokens": 25, "temperature": 0.9, "top_p": 0.95, "top_k": 50, "seed": 11}
     alone = run_all(model.engine(), [request_of("r", prompt_of(9), **options)])["r"]
     company = [request_of(f"c{i}", prompt_of(3 + 11 * i), max_tokens=20, temperature=1.0) for i in range(5)]
-    batched = run_all(
-        model.engine(), [*company, request_of("r", prompt_of(9), **options)], (0, 0, 2, 5, 9, 3)
-    )["r"]
+    batched = run_all(model.engine(), [*company, request_of("r", prompt_of(9), **options)], (0, 0, 2, 5, 9, 3))["r"]
     other = run_all(model.engine(), [request_of("r", prompt_of(9), **(options | {"seed": 12}))])["r"]
     assert batched.token_ids == alone.token_ids
     assert batched.text == alone.text
@@ -156,9 +151,7 @@ def test_the_same_seed_gives_the_same_text_in_any_company(model, run_all, reques
 
 
 def test_top_k_1_equals_greedy(model, run_all, request_of, prompt_of):
-    outcome = run_all(
-        model.engine(), [request_of("r", prompt_of(9), max_tokens=20, temperature=2.0, top_k=1)]
-    )["r"]
+    outcome = run_all(model.engine(), [request_of("r", prompt_of(9), max_tokens=20, temperature=2.0, top_k=1)])["r"]
     assert outcome.token_ids == model.greedy(prompt_of(9), 20)
 
 

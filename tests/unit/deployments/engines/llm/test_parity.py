@@ -129,15 +129,16 @@ def test_bfloat16_logits_are_close_to_transformers(tiny, prompt_of):
     torch.testing.assert_close(logits, expected, atol=0.1, rtol=0.05)
 
 
-def test_logits_do_not_depend_on_company_bit_for_bit(tiny, prompt_of):
+def test_logits_do_not_depend_on_company(tiny, prompt_of):
+    """Bit for bit where this CPU's matrix product treats rows alike in every batch; to rounding elsewhere."""
     model = tiny("qwen3", 0, head_dim=16)
     weight, rows = model.tensors["lm_head.weight"], torch.randn(64, 32)
-    if not all(
+    is_exact = all(
         torch.equal(F.linear(rows[:n], weight), F.linear(rows, weight)[:n])
         for n in range(CPU_ROW_MULTIPLE, 64, CPU_ROW_MULTIPLE)
-    ):
-        pytest.skip("this CPU's matrix product rounds rows by the size of the batch")
+    )
     prompts = [prompt_of(length) for length in (1, 2, 15, 16, 17, 40)]
     together = runner_logits(model, prompts)
     for prompt, row in zip(prompts, together, strict=True):
-        assert torch.equal(runner_logits(model, [prompt])[0], row)
+        alone = runner_logits(model, [prompt])[0]
+        torch.testing.assert_close(alone, row, atol=0 if is_exact else 1e-5, rtol=0)

@@ -119,9 +119,7 @@ def test_when_guidance_needs_a_negative(class_name, guidance, true_cfg, negative
 
 
 def test_refusals():
-    with pytest.raises(
-        EngineError, match=r"'PixelPipeline' \(known: FluxPipeline, StableDiffusionXLPipeline\)"
-    ):
+    with pytest.raises(EngineError, match=r"'PixelPipeline' \(known: FluxPipeline, StableDiffusionXLPipeline\)"):
         plan_conditioning("PixelPipeline", {}, "7", None, use_negative=False)
     with pytest.raises(EngineError, match="max_sequence_length 513: expected 1 to 512"):
         plan_conditioning(FLUX, {}, "7", None, max_sequence_length=513, use_negative=False)

@@ -56,9 +56,7 @@ def test_other_poolings_equal_sentence_transformers(tmp_path, tensors, monkeypat
     shutil.copytree(FOLDER, tmp_path, dirs_exist_ok=True)
     flags = {f"pooling_mode_{name}": False for name in ("mean_tokens", "cls_token", "max_tokens")}
     flags[f"pooling_mode_{mode}_token{'s' * (mode == 'max')}"] = True
-    (tmp_path / "1_Pooling" / "config.json").write_text(
-        json.dumps({"word_embedding_dimension": 384, **flags})
-    )
+    (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps({"word_embedding_dimension": 384, **flags}))
     stages = json.loads((tmp_path / "modules.json").read_text())[:2]  # without Normalize
     (tmp_path / "modules.json").write_text(json.dumps(stages))
     stock = SentenceTransformer(str(tmp_path), device="cpu").encode(TEXTS[:3], convert_to_tensor=True)

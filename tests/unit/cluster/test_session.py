@@ -1,0 +1,153 @@
+"""Finding clusters again, and saying what is in the way of a new one."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from cluster.errors import SessionError
+from cluster.session import (
+    SessionFile,
+    SessionRecord,
+    check_can_start,
+    check_port_free,
+    record_folder,
+    running_sessions,
+    stop_session,
+)
+from configs.cluster import ClusterConfig, HttpConfig
+
+SLEEPER = [sys.executable, "-c", "import sys; sys.stdin.read()"]
+
+
+def config(name: str = "one", **more: Any) -> ClusterConfig:
+    return ClusterConfig.model_validate({"name": name, "models": [{"id": "m", "path": "/m"}], **more})
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture
+def mine() -> SessionRecord:
+    started = psutil.Process().create_time()
+    return SessionRecord("one", os.getpid(), started, "http://127.0.0.1:8000", "/c.yaml")
+
+
+@pytest.fixture(autouse=True)
+def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cluster.session._ray_processes", list)
+
+
+def write(folder: Path, record: SessionRecord, **changes: Any) -> Path:
+    file = folder / f"{record.name}.json"
+    file.write_text(json.dumps(asdict(record) | changes))
+    return file
+
+
+def test_a_session_file_lives_as_long_as_its_block(tmp_path: Path) -> None:
+    folder = tmp_path / "records"
+    with SessionFile(config(), "http://x", "/c.yaml", folder) as session:
+        (record,) = running_sessions(folder)
+        assert (record.name, record.pid, record.url, record.ready) == ("one", os.getpid(), "http://x", False)
+        session.mark_ready()
+        assert running_sessions(folder) == [replace(record, ready=True)]
+        assert folder.stat().st_mode & 0o077 == 0
+    assert running_sessions(folder) == []
+    assert list(folder.iterdir()) == []
+
+
+def test_records_of_dead_processes_are_dropped(tmp_path: Path, mine: SessionRecord) -> None:
+    kept = write(tmp_path, mine)
+    with subprocess.Popen(SLEEPER, stdin=subprocess.PIPE) as process:
+        started = psutil.Process(process.pid).create_time()
+    gone = write(tmp_path, replace(mine, name="gone", pid=process.pid, started=started))
+    reused = write(tmp_path, replace(mine, name="reused", started=mine.started - 100))
+    assert running_sessions(tmp_path) == [mine]
+    assert (kept.exists(), gone.exists(), reused.exists()) == (True, False, False)
+
+
+def test_a_process_that_ended_but_was_not_waited_for_is_dead(tmp_path: Path, mine: SessionRecord) -> None:
+    with subprocess.Popen(SLEEPER, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        started = psutil.Process(process.pid).create_time()
+        record = replace(mine, pid=process.pid, started=started)
+        assert record.alive
+        assert process.stdin
+        assert process.stdout
+        process.stdin.close()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert psutil.Process(process.pid).status() == psutil.STATUS_ZOMBIE
+        assert not record.alive
+
+
+@pytest.mark.parametrize(
+    "text",
+    [b"", b"{", b"[]", b"3", b"\xff", b'{"pid": 1}', {"pid": "x"}, {"pid": -1}, {"pid": None}, {"surplus": 1}],
+)
+def test_a_damaged_record_is_dropped(tmp_path: Path, mine: SessionRecord, text: bytes | dict[str, Any]) -> None:
+    file = tmp_path / "x.json"
+    file.write_bytes(text if isinstance(text, bytes) else json.dumps(asdict(mine) | text).encode())
+    assert running_sessions(tmp_path) == []
+    assert not file.exists()
+
+
+def test_records_are_private_to_the_user(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    assert record_folder() == tmp_path / "atelier"
+    monkeypatch.delenv("XDG_RUNTIME_DIR")
+    assert str(os.getuid()) in record_folder().name
+
+
+def test_the_same_cluster_is_already_up(tmp_path: Path, mine: SessionRecord) -> None:
+    write(tmp_path, mine)
+    with pytest.raises(SessionError, match=rf"'one' is already up at http://.*:8000 \(process {os.getpid()}\).*down"):
+        check_can_start(config("one"), tmp_path)
+    check_can_start(config("two", http={"port": free_port()}), tmp_path)
+
+
+def test_a_port_that_is_taken_is_said_with_the_process(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with pytest.raises(
+            SessionError, match=rf"cannot listen on 127\.0\.0\.1:{port}.*process {os.getpid()}, .*--port"
+        ):
+            check_can_start(config(http={"port": port}), tmp_path)
+    check_port_free(HttpConfig(port=port))
+
+
+def test_a_host_that_is_not_ours_is_said() -> None:
+    with pytest.raises(SessionError, match=r"cannot listen on 192\.0\.2\.1:"):
+        check_port_free(HttpConfig(host="192.0.2.1", port=free_port()))
+
+
+def test_another_ray_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cluster.session._ray_processes", lambda: [11, 12])
+    http = {"port": free_port()}
+    with pytest.raises(SessionError, match=r"Ray is already running .*process 11, 12.*address: auto"):
+        check_can_start(config(http=http), tmp_path)
+    check_can_start(config(http=http, ray={"address": "auto"}), tmp_path)
+
+
+CHILD = "import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', {!r}]); print(p.pid, flush=True); p.wait()"
+
+
+@pytest.mark.parametrize("code", ["import time; time.sleep(60)"])
+def test_stopping_ends_the_whole_family(mine: SessionRecord, code: str) -> None:
+    with subprocess.Popen([sys.executable, "-c", CHILD.format(code)], stdout=subprocess.PIPE) as process:
+        assert process.stdout
+        child = psutil.Process(int(process.stdout.readline()))
+        stop_session(replace(mine, pid=process.pid), timeout_s=0.1)
+        assert not psutil.pid_exists(child.pid) or child.status() == psutil.STATUS_ZOMBIE
+        process.wait(5)
+    stop_session(replace(mine, pid=process.pid))

@@ -1,0 +1,100 @@
+"""Requests are strict, and errors survive the way out of a replica."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from configs.model import GenerationDefaults
+from deployments.defaults import IMAGE_DEFAULTS, TEXT_DEFAULTS, with_defaults
+from deployments.engines.protocol import EngineError
+from deployments.errors import (
+    InvalidRequest,
+    ModelUnavailable,
+    Overloaded,
+    ServiceError,
+    UnknownModel,
+    as_service_errors,
+)
+from deployments.records import MAX_SEED, ChatRequest, CompletionRequest, EmbeddingRequest, ImageRequest
+from weights.errors import BudgetExceeded, ExtentCorrupt
+
+IMAGE = {"model": "m", "prompt": "p"}
+CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+
+
+@pytest.mark.parametrize(
+    ("class_", "fields", "where"),
+    [
+        (ImageRequest, {**IMAGE, "promt": "x"}, ("promt",)),
+        (ImageRequest, {"model": "m"}, ("prompt",)),
+        (ImageRequest, {**IMAGE, "prompt": ""}, ("prompt",)),
+        (ImageRequest, {**IMAGE, "n": 0}, ("n",)),
+        (ImageRequest, {**IMAGE, "width": 0}, ("width",)),
+        (ImageRequest, {**IMAGE, "num_inference_steps": 0}, ("num_inference_steps",)),
+        (ImageRequest, {**IMAGE, "guidance_scale": float("nan")}, ("guidance_scale",)),
+        (ImageRequest, {**IMAGE, "true_cfg_scale": float("inf")}, ("true_cfg_scale",)),
+        (ImageRequest, {**IMAGE, "seed": -1}, ("seed",)),
+        (ImageRequest, {**IMAGE, "seed": MAX_SEED + 1}, ("seed",)),
+        (ImageRequest, {**IMAGE, "lora": [{"name": "a", "scale": float("nan")}]}, ("lora", 0, "scale")),
+        (ImageRequest, {**IMAGE, "lora": [{"name": "a", "scale": 11}]}, ("lora", 0, "scale")),
+        (EmbeddingRequest, {"model": "m", "input": ()}, ("input",)),
+        (ChatRequest, {"model": "m", "messages": []}, ("messages",)),
+        (ChatRequest, {"model": "m", "messages": [{"role": "robot", "content": ""}]}, ("messages", 0, "role")),
+        (ChatRequest, {**CHAT, "temperature": float("nan")}, ("temperature",)),
+        (ChatRequest, {**CHAT, "temperature": 2.1}, ("temperature",)),
+        (ChatRequest, {**CHAT, "top_p": 0}, ("top_p",)),
+        (ChatRequest, {**CHAT, "max_tokens": 0}, ("max_tokens",)),
+        (ChatRequest, {**CHAT, "stop": ["a"] * 5}, ("stop",)),
+        (CompletionRequest, {"model": "m", "prompt": ""}, ("prompt",)),
+    ],
+)
+def test_what_is_out_of_range_is_refused_by_name(class_: Any, fields: dict[str, Any], where: tuple[Any, ...]) -> None:
+    with pytest.raises(ValidationError) as caught:
+        class_(**fields)
+    assert caught.value.errors()[0]["loc"][: len(where)] == where
+
+
+def test_requests_cannot_be_changed() -> None:
+    with pytest.raises(ValidationError, match="frozen"):
+        ImageRequest(**IMAGE).n = 2
+
+
+def test_defaults_fill_what_is_open_and_nothing_else() -> None:
+    defaults = GenerationDefaults(width=64, num_inference_steps=7, temperature=0.5, max_tokens=9)
+    request = with_defaults(ImageRequest(**IMAGE, width=32, guidance_scale=0.0), defaults, IMAGE_DEFAULTS)
+    assert (request.width, request.height, request.num_inference_steps, request.guidance_scale) == (32, None, 7, 0.0)
+    text = with_defaults(ChatRequest(**CHAT, temperature=0.0), defaults, TEXT_DEFAULTS)
+    assert (text.temperature, text.max_tokens, text.seed) == (0.0, 9, None)
+
+
+def test_a_seed_is_drawn_unless_it_is_given() -> None:
+    empty = GenerationDefaults()
+    assert with_defaults(ImageRequest(**IMAGE, seed=0), empty, IMAGE_DEFAULTS).seed == 0
+    drawn = {with_defaults(ImageRequest(**IMAGE), empty, IMAGE_DEFAULTS).seed for _ in range(5)}
+    assert len(drawn) == 5
+    assert all(seed is not None and 0 <= seed <= MAX_SEED for seed in drawn)
+
+
+@pytest.mark.parametrize("class_", ServiceError.__subclasses__())
+def test_errors_survive_a_copy_by_their_arguments(class_: type[ServiceError]) -> None:
+    again = copy.copy(class_("what happened", "field"))
+    assert (type(again), str(again), again.message, again.param) == (class_, *["what happened"] * 2, "field")
+
+
+@pytest.mark.parametrize(
+    ("raised", "expected"),
+    [
+        (EngineError("x"), InvalidRequest),
+        (BudgetExceeded("x"), Overloaded),
+        (ExtentCorrupt("x"), ModelUnavailable),
+        (UnknownModel("x"), UnknownModel),
+        (KeyError("x"), KeyError),
+    ],
+)
+def test_lower_floors_are_said_in_the_services_terms(raised: Exception, expected: type[Exception]) -> None:
+    with pytest.raises(expected, match="x"), as_service_errors():
+        raise raised
