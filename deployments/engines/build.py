@@ -90,9 +90,7 @@ def read_config(path: Path) -> dict[str, Any]:
     return value
 
 
-def _resolve_class(
-    library: str, class_name: str | None, config: Mapping[str, Any], folder: Path
-) -> type[Any]:
+def _resolve_class(library: str, class_name: str | None, config: Mapping[str, Any], folder: Path) -> type[Any]:
     if library not in LIBRARIES:
         raise EngineError(f"{folder}: unknown library {library!r} (known: {', '.join(LIBRARIES)})")
     if class_name is None:
@@ -125,9 +123,7 @@ def _skeleton(cls: type[Any], folder: Path, config: Mapping[str, Any]) -> Any:
     return module
 
 
-def _rename_like_stock(
-    module: Any, tensors: Mapping[str, torch.Tensor], folder: Path
-) -> dict[str, torch.Tensor]:
+def _rename_like_stock(module: Any, tensors: Mapping[str, torch.Tensor], folder: Path) -> dict[str, torch.Tensor]:
     """Names of older checkpoints as the module has them today (pure renames only)."""
     expected = module.state_dict()
     if all(name in expected for name in tensors):
@@ -144,22 +140,16 @@ def _rename_like_stock(
     converters = [transform for transform in transforms if not isinstance(transform, WeightRenaming)]
     named = {}
     for name, tensor in tensors.items():
-        new_name, converter = rename_source_key(
-            name, renamings, converters, module.base_model_prefix, expected
-        )
+        new_name, converter = rename_source_key(name, renamings, converters, module.base_model_prefix, expected)
         if converter is not None:
-            raise EngineError(
-                f"{folder}: tensor {name!r} is in an old layout; save the model again with transformers"
-            )
+            raise EngineError(f"{folder}: tensor {name!r} is in an old layout; save the model again with transformers")
         named[new_name] = tensor
     return named
 
 
 def _drop_absent_parts(module: nn.Module, named: Mapping[str, torch.Tensor], parts: Collection[str]) -> None:
     for part in parts:
-        if isinstance(getattr(module, part, None), nn.Module) and not any(
-            n.startswith(f"{part}.") for n in named
-        ):
+        if isinstance(getattr(module, part, None), nn.Module) and not any(n.startswith(f"{part}.") for n in named):
             setattr(module, part, None)
 
 
@@ -175,9 +165,7 @@ def _check_names(module: Any, named: Mapping[str, torch.Tensor], folder: Path) -
     ignored |= {r"(^|\.)position_ids$", r"rotary_emb\.inv_freq"}
     unexpected = _without((name for name in named if name not in expected), ignored)
     if unexpected:
-        raise EngineError(
-            f"{folder}: a {type(module).__name__} has no place for {_listed(unexpected, 'tensor')}"
-        )
+        raise EngineError(f"{folder}: a {type(module).__name__} has no place for {_listed(unexpected, 'tensor')}")
     for name, tensor in named.items():
         if name in expected and tensor.shape != expected[name].shape:
             raise EngineError(
@@ -202,9 +190,7 @@ def _assign(module: nn.Module, named: Mapping[str, torch.Tensor]) -> None:
             if (parameter := parameters.get(prefix + leaf)) is not None:
                 owner._parameters[leaf] = parameter
         for leaf, buffer in owner._buffers.items():
-            if (
-                given := named.get(prefix + leaf)
-            ) is not None and leaf not in owner._non_persistent_buffers_set:
+            if (given := named.get(prefix + leaf)) is not None and leaf not in owner._non_persistent_buffers_set:
                 owner._buffers[leaf] = given
             elif buffer is not None and buffer.device != device and buffer.device.type != "meta":
                 owner._buffers[leaf] = buffer.to(device)
@@ -232,6 +218,4 @@ def _without(names: Iterable[str], patterns: Collection[str] | None) -> list[str
 
 def _listed(names: list[str], noun: str) -> str:
     shown = ", ".join(repr(name) for name in names[:3])
-    return (
-        f"{noun} {shown}" if len(names) == 1 else f"{len(names)} {noun}s ({shown}{', …' * (len(names) > 3)})"
-    )
+    return f"{noun} {shown}" if len(names) == 1 else f"{len(names)} {noun}s ({shown}{', …' * (len(names) > 3)})"

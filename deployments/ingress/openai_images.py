@@ -13,8 +13,9 @@ import numpy.typing as npt
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse
 from PIL import Image
-from pydantic import Field, field_validator
+from pydantic import field_validator
 
+from deployments.errors import InvalidRequest
 from deployments.ingress.service import Service
 from deployments.ingress.timing import rounded, server_timing
 from deployments.records import ImageRequest, ImageResult, as_record
@@ -23,10 +24,8 @@ ImageFormat = Literal["png", "jpeg", "webp"]
 
 
 class ImagesBody(ImageRequest):
-    """OpenAI's images request and more: `size` is "WIDTHxHEIGHT" or "auto", in place of `width` and `height`."""
+    """OpenAI's images request and more: `size` is "WIDTHxHEIGHT" or "auto"; `width` and `height` do as well."""
 
-    width: None = Field(None, exclude=True)
-    height: None = Field(None, exclude=True)
     size: str = "auto"
     response_format: Literal["b64_json"] = "b64_json"
     output_format: ImageFormat = "png"
@@ -44,8 +43,10 @@ class ImagesBody(ImageRequest):
         return size
 
     def record(self) -> ImageRequest:
-        fields = {name: getattr(self, name) for name in ImageRequest.model_fields if name not in ("width", "height")}
+        fields = {name: getattr(self, name) for name in ImageRequest.model_fields}
         if self.size != "auto":
+            if self.width or self.height:
+                raise InvalidRequest("size: give either size, or width and height", "size")
             width, _, height = self.size.partition("x")
             fields |= {"width": int(width), "height": int(height)}
         return as_record(ImageRequest, fields)

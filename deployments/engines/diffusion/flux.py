@@ -39,9 +39,7 @@ class FluxDenoise(DenoisePipeline):
         config = self.denoiser.config
         guided = request.true_cfg_scale > 1 and "negative_prompt_embeds" in conditioning
         widths = (config.joint_attention_dim, config.pooled_projection_dim)
-        return take_branches(
-            conditioning, widths, guided, self.device, self.denoiser.dtype
-        ), request.true_cfg_scale
+        return take_branches(conditioning, widths, guided, self.device, self.denoiser.dtype), request.true_cfg_scale
 
     def _create_solver(self, request: DiffusionRequest, begin_index: int) -> Any:
         config, steps = self._solvers.config, request.num_inference_steps

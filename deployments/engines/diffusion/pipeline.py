@@ -36,14 +36,10 @@ class DenoisePipeline(ABC):
 
     denoiser_name: ClassVar[str]  # the component that predicts noise: "transformer" or "unet"
 
-    def __init__(
-        self, folder: Path, modules: Mapping[str, nn.Module], device: str | torch.device = "cpu"
-    ) -> None:
+    def __init__(self, folder: Path, modules: Mapping[str, nn.Module], device: str | torch.device = "cpu") -> None:
         for name in (self.denoiser_name, "vae"):
             if name not in modules:
-                raise EngineError(
-                    f"{folder}: module {name!r} is missing (given: {', '.join(modules) or 'none'})"
-                )
+                raise EngineError(f"{folder}: module {name!r} is missing (given: {', '.join(modules) or 'none'})")
         self.model_index = read_config(folder / "model_index.json")
         self.denoiser: Any = modules[self.denoiser_name]
         self.device = torch.device(device)
@@ -104,9 +100,7 @@ class DenoisePipeline(ABC):
         adapters = resolve_adapters(request.adapters, self._adapters)
         branches, cfg_scale = self._branches(request, conditioning)
         if resume_from is not None and not self.resumable:
-            raise EngineError(
-                f"{self.model_index['scheduler'][1]} keeps history: the request must start again"
-            )
+            raise EngineError(f"{self.model_index['scheduler'][1]} keeps history: the request must start again")
         begin_index = resume_from[1] if resume_from else 0
         solver = self._create_solver(request, begin_index)
         generator = torch.Generator("cpu").manual_seed(request.seed)

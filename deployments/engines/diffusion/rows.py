@@ -42,9 +42,7 @@ def merge_key(state: DenoiseState) -> Hashable:
     return image_size(state), state.branches[0].prompt.shape[1], adapters
 
 
-def grouped(
-    states: Sequence[DenoiseState], key: Callable[[DenoiseState], Hashable]
-) -> list[list[DenoiseState]]:
+def grouped(states: Sequence[DenoiseState], key: Callable[[DenoiseState], Hashable]) -> list[list[DenoiseState]]:
     """States by key, in order of appearance."""
     groups: dict[Hashable, list[DenoiseState]] = {}
     for state in states:

@@ -31,14 +31,10 @@ class SDXLDenoise(DenoisePipeline):
 
     denoiser_name: ClassVar[str] = "unet"
 
-    def __init__(
-        self, folder: Path, modules: Mapping[str, nn.Module], device: str | torch.device = "cpu"
-    ) -> None:
+    def __init__(self, folder: Path, modules: Mapping[str, nn.Module], device: str | torch.device = "cpu") -> None:
         super().__init__(folder, modules, device)
         if self.denoiser.config.time_cond_proj_dim is not None:
-            raise EngineError(
-                f"{folder}: a UNet with embedded guidance (time_cond_proj_dim) is not supported"
-            )
+            raise EngineError(f"{folder}: a UNet with embedded guidance (time_cond_proj_dim) is not supported")
 
     @property
     def size_multiple(self) -> int:
@@ -48,14 +44,10 @@ class SDXLDenoise(DenoisePipeline):
         self, request: DiffusionRequest, conditioning: Mapping[str, torch.Tensor]
     ) -> tuple[tuple[Branch, ...], float]:
         config = self.denoiser.config
-        pooled = (
-            self.denoiser.add_embedding.linear_1.in_features - NUM_TIME_IDS * config.addition_time_embed_dim
-        )
+        pooled = self.denoiser.add_embedding.linear_1.in_features - NUM_TIME_IDS * config.addition_time_embed_dim
         guided = request.guidance_scale > 1
         widths = (config.cross_attention_dim, pooled)
-        return take_branches(
-            conditioning, widths, guided, self.device, self.denoiser.dtype
-        ), request.guidance_scale
+        return take_branches(conditioning, widths, guided, self.device, self.denoiser.dtype), request.guidance_scale
 
     def _create_solver(self, request: DiffusionRequest, begin_index: int) -> Any:
         return self._solvers.create(self.device, begin_index, num_inference_steps=request.num_inference_steps)

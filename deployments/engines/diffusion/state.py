@@ -75,9 +75,7 @@ def check_request(request: DiffusionRequest, size_multiple: int) -> None:
         raise EngineError(f"seed {request.seed!r}: expected an integer of 64 bits")
 
 
-def resolve_adapters(
-    uses: Sequence[AdapterUse], known: Mapping[str, Pairs]
-) -> tuple[tuple[Pairs, float], ...]:
+def resolve_adapters(uses: Sequence[AdapterUse], known: Mapping[str, Pairs]) -> tuple[tuple[Pairs, float], ...]:
     """Weights and strengths, ordered so that requests with the same set merge. Raises EngineError."""
     names = [use.name for use in uses]
     for use in uses:
@@ -114,15 +112,11 @@ def take_branches(
         branches.append(Branch(prompt.to(device, dtype), pooled.to(device, dtype)))
     lengths = [branch.prompt.shape[1] for branch in branches]
     if len(set(lengths)) > 1:
-        raise EngineError(
-            f"the negative prompt has {lengths[0]} tokens and the prompt {lengths[1]}, expected equal"
-        )
+        raise EngineError(f"the negative prompt has {lengths[0]} tokens and the prompt {lengths[1]}, expected equal")
     return tuple(branches)
 
 
-def _conditioning(
-    conditioning: Mapping[str, torch.Tensor], name: str, shape: tuple[int | None, ...]
-) -> torch.Tensor:
+def _conditioning(conditioning: Mapping[str, torch.Tensor], name: str, shape: tuple[int | None, ...]) -> torch.Tensor:
     tensor = conditioning.get(name)
     if tensor is None:
         raise EngineError(f"conditioning lacks {name!r} (given: {', '.join(conditioning) or 'nothing'})")

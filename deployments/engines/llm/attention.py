@@ -59,9 +59,7 @@ class StepAttention:
     parts: tuple[PromptPart, ...]
     groups: tuple[DecodeGroup, ...]
 
-    def __call__(
-        self, layer: int, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor
-    ) -> torch.Tensor:
+    def __call__(self, layer: int, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor) -> torch.Tensor:
         num_tokens = len(self.slots)
         self.cache.write(layer, self.slots, k_TKD[:num_tokens], v_TKD[:num_tokens])
         out_THD = torch.zeros_like(q_THD)
@@ -144,12 +142,8 @@ def _attend_part(
     return out_1HND[0].transpose(0, 1)
 
 
-def _attend_group(
-    q_GHD: torch.Tensor, k_GLKD: torch.Tensor, v_GLKD: torch.Tensor, mask: torch.Tensor
-) -> torch.Tensor:
+def _attend_group(q_GHD: torch.Tensor, k_GLKD: torch.Tensor, v_GLKD: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     # The query heads of one key/value head stand in for query positions: no repeated keys and values.
     q_GKRD = q_GHD.view(len(q_GHD), k_GLKD.shape[2], -1, q_GHD.shape[2])
-    out_GKRD = F.scaled_dot_product_attention(
-        q_GKRD, k_GLKD.transpose(1, 2), v_GLKD.transpose(1, 2), attn_mask=mask
-    )
+    out_GKRD = F.scaled_dot_product_attention(q_GKRD, k_GLKD.transpose(1, 2), v_GLKD.transpose(1, 2), attn_mask=mask)
     return out_GKRD.flatten(1, 2)

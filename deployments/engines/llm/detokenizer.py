@@ -44,9 +44,7 @@ class IncrementalDecoder:
 
     def _decode(self) -> str:
         return str(
-            self._tokenizer.decode(
-                self._token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
-            )
+            self._tokenizer.decode(self._token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         )
 
 

@@ -125,9 +125,7 @@ class LLMEngine:
                 or a request of this id has not finished.
         """
         if request.request_id in self._requests:
-            raise EngineError(
-                f"request id {request.request_id!r} is in use by a request that has not finished"
-            )
+            raise EngineError(f"request id {request.request_id!r} is in use by a request that has not finished")
         check_request(request, max_model_len=self.max_model_len, vocab_size=self._vocab_size)
         state = RequestState.create(
             request,

@@ -49,14 +49,10 @@ def plan_cache(
     if max_model_len is None:
         max_model_len = min(spec.max_positions, affordable * BLOCK_SIZE)
     if not 2 <= max_model_len <= spec.max_positions:
-        raise EngineError(
-            f"max_model_len is {max_model_len}, expected 2 to {spec.max_positions} (the model's)"
-        )
+        raise EngineError(f"max_model_len is {max_model_len}, expected 2 to {spec.max_positions} (the model's)")
     if blocks_for(max_model_len) > affordable:
         needed = blocks_for(max_model_len) * block_bytes
-        raise EngineError(
-            f"max_model_len {max_model_len} needs {needed} bytes of KV cache, got {kv_cache_bytes}"
-        )
+        raise EngineError(f"max_model_len {max_model_len} needs {needed} bytes of KV cache, got {kv_cache_bytes}")
     return CachePlan(min(affordable, max_num_seqs * blocks_for(max_model_len)), max_model_len)
 
 

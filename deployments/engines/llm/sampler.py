@@ -45,8 +45,7 @@ def sample(logits_NV: torch.Tensor, pickers: Sequence[TokenPicker]) -> list[int]
     if not best.isfinite().all():
         raise EngineError("the model produced logits that are not finite")
     return [
-        int(token_ids[row]) if picker.is_greedy else draw(logits_NV[row], picker)
-        for row, picker in enumerate(pickers)
+        int(token_ids[row]) if picker.is_greedy else draw(logits_NV[row], picker) for row, picker in enumerate(pickers)
     ]
 
 

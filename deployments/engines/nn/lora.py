@@ -47,9 +47,7 @@ def check_targets(module: nn.Module, pairs: Pairs) -> dict[str, nn.Module]:
     absent = [path for path in pairs if path not in known]
     if absent:
         shown = ", ".join(repr(path) for path in absent[:5]) + (", …" if len(absent) > 5 else "")
-        raise EngineError(
-            f"adapter targets {shown} ({len(absent)} of {len(pairs)}) are not in {type(module).__name__}"
-        )
+        raise EngineError(f"adapter targets {shown} ({len(absent)} of {len(pairs)}) are not in {type(module).__name__}")
     for path, pair in pairs.items():
         _check_fit(path, known[path], pair)
     return {path: known[path] for path in pairs}
@@ -62,9 +60,7 @@ def _check_fit(path: str, target: nn.Module, pair: LoraPair) -> None:
     elif hasattr(target, "in_features") and hasattr(target, "out_features"):
         wanted, found = 2, (target.in_features, target.out_features)
     else:
-        raise EngineError(
-            f"adapter target {path!r} is a {type(target).__name__}, expected a linear or Conv2d layer"
-        )
+        raise EngineError(f"adapter target {path!r} is a {type(target).__name__}, expected a linear or Conv2d layer")
     given = (*pair.down.shape[1:], pair.up.shape[0], *pair.up.shape[2:])
     if pair.down.ndim != wanted or given != found:
         raise EngineError(

@@ -98,17 +98,13 @@ def assemble_conditioning(
     return conditioning
 
 
-def _join_flux(
-    role: Role, by_role: Mapping[Role, Mapping[str, Encoded]]
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _join_flux(role: Role, by_role: Mapping[Role, Mapping[str, Encoded]]) -> tuple[torch.Tensor, torch.Tensor]:
     hidden = _output(by_role, role, "text_encoder_2", "hidden")
     pooled = _output(by_role, role, "text_encoder", "pooled")
     return hidden.unsqueeze(0), pooled.unsqueeze(0)
 
 
-def _join_sdxl(
-    role: Role, by_role: Mapping[Role, Mapping[str, Encoded]]
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _join_sdxl(role: Role, by_role: Mapping[Role, Mapping[str, Encoded]]) -> tuple[torch.Tensor, torch.Tensor]:
     first = _output(by_role, role, "text_encoder", "penultimate")
     second = _output(by_role, role, "text_encoder_2", "penultimate")
     pooled = _output(by_role, role, "text_encoder_2", "pooled")
@@ -117,19 +113,13 @@ def _join_sdxl(
             f"text_encoder gave {len(first)} tokens and text_encoder_2 {len(second)}: "
             "StableDiffusionXLPipeline needs tokenizers of one length"
         )
-    return torch.cat([first, second.to(first.device)], dim=-1).to(second.dtype).unsqueeze(
-        0
-    ), pooled.unsqueeze(0)
+    return torch.cat([first, second.to(first.device)], dim=-1).to(second.dtype).unsqueeze(0), pooled.unsqueeze(0)
 
 
-def _output(
-    by_role: Mapping[Role, Mapping[str, Encoded]], role: Role, component: str, name: str
-) -> torch.Tensor:
+def _output(by_role: Mapping[Role, Mapping[str, Encoded]], role: Role, component: str, name: str) -> torch.Tensor:
     encoded = by_role.get(role, {}).get(component, {})
     if name not in encoded:
-        raise EngineError(
-            f"the {role} has no {name!r} of {component!r} (given: {', '.join(encoded) or 'nothing'})"
-        )
+        raise EngineError(f"the {role} has no {name!r} of {component!r} (given: {', '.join(encoded) or 'nothing'})")
     return encoded[name]
 
 

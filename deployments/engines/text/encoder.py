@@ -28,9 +28,7 @@ DEFAULT_MAX_TOKENS = 512
 class _Forward(Protocol):
     """A merged forward: ids and 0/1 mask, both (B, L), to outputs with a leading batch axis."""
 
-    def __call__(
-        self, module: Any, ids_BL: torch.Tensor, mask_BL: torch.Tensor
-    ) -> dict[str, torch.Tensor]: ...
+    def __call__(self, module: Any, ids_BL: torch.Tensor, mask_BL: torch.Tensor) -> dict[str, torch.Tensor]: ...
 
 
 class TextEncoder:
@@ -96,8 +94,7 @@ class TextEncoder:
             for row, position in enumerate(positions):
                 # A slice would keep the whole batch alive in a cache that holds one text of it.
                 outputs[position] = {
-                    name: value[row].clone() if len(positions) > 1 else value[row]
-                    for name, value in batch.items()
+                    name: value[row].clone() if len(positions) > 1 else value[row] for name, value in batch.items()
                 }
         return outputs
 
@@ -142,9 +139,7 @@ class TextEncoder:
         if not ids or (limit is not None and len(ids) > limit):
             raise EngineError(f"a text of {len(ids)} tokens: expected 1 to {limit or 'any number of'} tokens")
         if not 0 <= min(ids) <= max(ids) < self._vocabulary_size:
-            raise EngineError(
-                f"token ids {min(ids)} to {max(ids)}: expected 0 to {self._vocabulary_size - 1}"
-            )
+            raise EngineError(f"token ids {min(ids)} to {max(ids)}: expected 0 to {self._vocabulary_size - 1}")
 
 
 def load_text_encoder(
@@ -158,13 +153,9 @@ def load_text_encoder(
     there are any.
     """
     class_name = class_name or next(iter(read_config(folder / "config.json").get("architectures") or ()), "")
-    if not (
-        class_name in _FORWARDS or class_name.endswith("Model")
-    ):  # BertModel has them, BertForMaskedLM not
+    if not (class_name in _FORWARDS or class_name.endswith("Model")):  # BertModel has them, BertForMaskedLM not
         known = ", ".join(_FORWARDS)
-        raise EngineError(
-            f"{folder}: {class_name} gives no token vectors, expected {known} or another …Model"
-        )
+        raise EngineError(f"{folder}: {class_name} gives no token vectors, expected {known} or another …Model")
     module = build_module(library, class_name, folder, tensors, optional_parts=("pooler",))
     try:
         tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder, local_files_only=True)
@@ -198,9 +189,7 @@ def _encode_clip(module: Any, ids_BL: torch.Tensor, mask_BL: torch.Tensor) -> di
     return {"pooled": out.pooler_output, "penultimate": out.hidden_states[-2]}
 
 
-def _encode_clip_with_projection(
-    module: Any, ids_BL: torch.Tensor, mask_BL: torch.Tensor
-) -> dict[str, torch.Tensor]:
+def _encode_clip_with_projection(module: Any, ids_BL: torch.Tensor, mask_BL: torch.Tensor) -> dict[str, torch.Tensor]:
     out = module(ids_BL, output_hidden_states=True)
     return {"pooled": out.text_embeds, "penultimate": out.hidden_states[-2]}
 

@@ -60,9 +60,7 @@ def _check_tensors(given: Mapping[str, torch.Tensor], expected: Mapping[str, tor
         if not tensor.is_floating_point():
             raise EngineError(f"tensor {name!r} is {tensor.dtype}, expected a floating-point dtype")
         if tensor.dtype != reference.dtype:
-            raise EngineError(
-                f"tensor {name!r} is {tensor.dtype}, expected {reference.dtype} as {first!r} is"
-            )
+            raise EngineError(f"tensor {name!r} is {tensor.dtype}, expected {reference.dtype} as {first!r} is")
 
 
 def _and_others(names: list[str]) -> str:

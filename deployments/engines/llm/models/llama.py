@@ -43,9 +43,7 @@ class DecoderSpec:
 class Attend(Protocol):
     """Stores the keys and values of a step and attends over all that each sequence has so far."""
 
-    def __call__(
-        self, layer: int, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor
-    ) -> torch.Tensor:
+    def __call__(self, layer: int, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor) -> torch.Tensor:
         """The attention output, (T, H, D)."""
 
 

@@ -64,9 +64,7 @@ def load_config(folder: Path) -> PretrainedConfig:
     return config
 
 
-def create_model(
-    config: PretrainedConfig, tensors: Mapping[str, torch.Tensor], device: torch.device
-) -> LoadedModel:
+def create_model(config: PretrainedConfig, tensors: Mapping[str, torch.Tensor], device: torch.device) -> LoadedModel:
     """Builds the decoder on the meta device and assigns `tensors`.
 
     Tensors that are on `device` already are used where they are; others are copied there.

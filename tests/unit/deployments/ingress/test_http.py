@@ -327,7 +327,6 @@ BAD: list[tuple[str, dict[str, Any], int, str | None]] = [
     (IMAGES, {**IMAGE, "size": "8X8"}, 400, "size"),
     (IMAGES, {**IMAGE, "size": "٣x٣"}, 400, "size"),
     (IMAGES, {**IMAGE, "size": 64}, 400, "size"),
-    (IMAGES, {**IMAGE, "width": 64}, 400, "width"),
     (IMAGES, {**IMAGE, "num_inference_steps": 0}, 400, "num_inference_steps"),
     (IMAGES, {**IMAGE, "num_inference_steps": 51}, 400, "num_inference_steps"),
     (IMAGES, {**IMAGE, "guidance_scale": NAN}, 400, "guidance_scale"),
