@@ -76,7 +76,7 @@ class LocalModels:
                 denoising = time.perf_counter()
                 pipeline = create_pipeline(class_name, lease.skeleton, lease.modules)
                 for name in names:
-                    pipeline.add_adapter(name, lease.modules[name])
+                    pipeline.add_adapter(name, lease.adapters[name])
                 state = pipeline.start(denoise, conditioning)
                 while not state.done:
                     pipeline.step([state])

@@ -13,7 +13,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -51,8 +51,15 @@ class _Slot:
     last_used: int = 0
     leases: int = 0
     built: asyncio.Future[_Built] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    bound: tuple[tuple[int, ...], Any] | None = None
+    bound: dict[tuple[int, ...], Any] = field(default_factory=dict)
     fetched: bool = False
+
+
+class _PartName(NamedTuple):
+    """An adapter may have the name of a component without being one."""
+
+    name: str
+    is_adapter: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,25 +69,40 @@ class _Part:
 
 
 class Lease:
-    """The built components of a model, held until the `async with` ends."""
+    """The built components of a model and the adapters asked for, held until the `async with` ends."""
 
-    def __init__(self, manifest: Manifest, skeleton: Path, slots: dict[str, _Slot], report: SwitchReport) -> None:
+    def __init__(
+        self,
+        host: ModelHost,
+        manifest: Manifest,
+        skeleton: Path,
+        slots: Mapping[_PartName, _Slot],
+        report: SwitchReport,
+    ) -> None:
         self.manifest = manifest
         self.skeleton = skeleton
         self.report = report
-        self._slots = slots
+        self._host = host
+        self._slots = {part.name: slot for part, slot in slots.items() if not part.is_adapter}
+        self._adapters = {part.name: slot for part, slot in slots.items() if part.is_adapter}
 
     @property
     def modules(self) -> dict[str, Any]:
         return {name: slot.built.result().thing for name, slot in self._slots.items()}
 
+    @property
+    def adapters(self) -> dict[str, Any]:
+        return {name: slot.built.result().thing for name, slot in self._adapters.items()}
+
     def bound(self, make: Callable[[], Any]) -> Any:
-        """A pipeline over exactly these modules: made once, kept as long as the first of them stays."""
+        """A pipeline over exactly these modules (not the adapters): made once, kept as long as all of them stay."""
         serials = tuple(slot.serial for slot in self._slots.values())
         first = next(iter(self._slots.values()))
-        if first.bound is None or first.bound[0] != serials:
-            first.bound = (serials, make())
-        return first.bound[1]
+        alive = self._host.serials()
+        first.bound = {key: thing for key, thing in first.bound.items() if alive.issuperset(key)}
+        if serials not in first.bound:
+            first.bound[serials] = make()
+        return first.bound[serials]
 
 
 class ModelHost:
@@ -125,11 +147,11 @@ class ModelHost:
         """
         start = time.perf_counter()
         manifest = await self.manifest(model)
-        parts = {c.name: _Part(manifest, c) for c in manifest.components.values() if wanted(c)}
+        parts = {_PartName(c.name): _Part(manifest, c) for c in manifest.components.values() if wanted(c)}
         for adapter in adapters:
             adapter_manifest = await self.manifest(adapter)
             (component,) = adapter_manifest.components.values()
-            parts[adapter] = _Part(adapter_manifest, component)
+            parts[_PartName(adapter, is_adapter=True)] = _Part(adapter_manifest, component)
         slots, fresh = await self._reserve(parts)
         try:
             for name in fresh:
@@ -143,14 +165,14 @@ class ModelHost:
                 attach_ms=sum(built[name].attach_ms for name in fresh),
                 build_ms=sum(built[name].build_ms for name in fresh),
                 attached_bytes=sum(slots[name].nbytes for name in fresh),
-                built=tuple(name for name in slots if name in fresh),
-                reused=tuple(name for name in slots if name not in fresh),
+                built=tuple(part.name for part in slots if part in fresh),
+                reused=tuple(part.name for part in slots if part not in fresh),
             )
-            yield Lease(manifest, self._models / manifest.skeleton, slots, report)
+            yield Lease(self, manifest, self._models / manifest.skeleton, slots, report)
         finally:
             await self._release(slots.values())
 
-    async def _reserve(self, parts: Mapping[str, _Part]) -> tuple[dict[str, _Slot], set[str]]:
+    async def _reserve(self, parts: Mapping[_PartName, _Part]) -> tuple[dict[_PartName, _Slot], set[_PartName]]:
         """Lease every slot or none: two requests that each hold half of what they need would wait for ever."""
         deadline = time.monotonic() + MAX_WAIT_FOR_ROOM_S
         needed = sum({p.component.module_key: p.component.nbytes for p in parts.values()}.values())
@@ -183,9 +205,9 @@ class ModelHost:
             self._drop(key)
         return None
 
-    def _take(self, parts: Mapping[str, _Part]) -> tuple[dict[str, _Slot], set[str]]:
-        slots: dict[str, _Slot] = {}
-        fresh: set[str] = set()
+    def _take(self, parts: Mapping[_PartName, _Part]) -> tuple[dict[_PartName, _Slot], set[_PartName]]:
+        slots: dict[_PartName, _Slot] = {}
+        fresh: set[_PartName] = set()
         for name, part in parts.items():
             key = part.component.module_key
             if key not in self._slots:
@@ -237,6 +259,15 @@ class ModelHost:
             slot.leases -= 1
         async with self._room:
             self._room.notify_all()
+
+    def serials(self) -> set[int]:
+        """Of all that is resident; a rebuilt module has a new one."""
+        return {slot.serial for slot in self._slots.values()}
+
+    def holds(self, model: str) -> bool:
+        """Whether anything of `model` is resident."""
+        manifest = self._manifests.get(model)
+        return manifest is not None and any(c.module_key in self._slots for c in manifest.components.values())
 
     def resident(self) -> dict[str, int]:
         """Bytes by module key of what is built."""

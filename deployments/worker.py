@@ -152,15 +152,23 @@ class Worker:
                 lease.manifest.class_name or "", lease.skeleton, lease.modules, device=self._settings.device
             )
         )
-        state = await self._device.run(_start, pipeline, lease.modules, request, conditioning)
+        gone = [name for name in pipeline.adapters if not self._host.holds(name)]
+        state = await self._device.run(_start, pipeline, lease.adapters, gone, request, conditioning)
         return await self._denoising.run(pipeline, state)
 
 
-def _start(pipeline: Any, modules: dict[str, Any], request: DiffusionRequest, conditioning: Any) -> Any:
-    """On the device thread: nothing else looks at the pipeline's adapters meanwhile."""
-    for use in request.adapters:
-        if use.name not in pipeline.adapters:
-            pipeline.add_adapter(use.name, modules[use.name])
+def _start(
+    pipeline: Any, adapters: dict[str, Any], gone: list[str], request: DiffusionRequest, conditioning: Any
+) -> Any:
+    """On the device thread: nothing else looks at the pipeline's adapters meanwhile.
+
+    Adapters stay known to the pipeline while they are resident, since requests with the same adapter only merge when
+    they use the same object. `gone` names those that were evicted.
+    """
+    for name in set(gone) & set(pipeline.adapters):
+        pipeline.drop_adapter(name)
+    for name in adapters.keys() - set(pipeline.adapters):
+        pipeline.add_adapter(name, adapters[name])
     return pipeline.start(request, conditioning)
 
 

@@ -73,9 +73,7 @@ def load_adapter(path: Path) -> LoraAdapter:
     """
     file = path / FILE_NAME if path.is_dir() else path
     if not file.is_file():
-        raise AdapterError(
-            f"{file}: no such file (expected a .safetensors file, or a folder with {FILE_NAME})"
-        )
+        raise AdapterError(f"{file}: no such file (expected a .safetensors file, or a folder with {FILE_NAME})")
     try:
         metadata = read_header(file).metadata
     except FormatError as error:
@@ -83,9 +81,7 @@ def load_adapter(path: Path) -> LoraAdapter:
     return parse_adapter(file, load_file(file), metadata)
 
 
-def parse_adapter(
-    file: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]
-) -> LoraAdapter:
+def parse_adapter(file: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> LoraAdapter:
     """The LoRA that these tensors and this safetensors metadata make up; they came from `file`.
 
     Nothing is copied. Raises AdapterError as `load_adapter` does.
@@ -133,23 +129,17 @@ def _pair(file: Path, name: str, tensors: Mapping[str, torch.Tensor], config: Ma
             "expected (rank, in) and (out, rank), or the same with two kernel axes"
         )
     if not (down.is_floating_point() and up.is_floating_point()):
-        raise AdapterError(
-            f"{file}: tensors of {name!r} are {down.dtype} and {up.dtype}, expected floating point"
-        )
+        raise AdapterError(f"{file}: tensors of {name!r} are {down.dtype} and {up.dtype}, expected floating point")
     rank = down.shape[0]
     alpha = _alpha(file, name, tensors, config, rank)
     return LoraPair(down, up, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))
 
 
-def _alpha(
-    file: Path, name: str, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any], rank: int
-) -> float:
+def _alpha(file: Path, name: str, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any], rank: int) -> float:
     """The tensor's word, then the training config's, else the rank (so that the scale is 1, as in stock)."""
     if "alpha" in tensors:
         if tensors["alpha"].numel() != 1:
-            raise AdapterError(
-                f"{file}: tensor '{name}.alpha' has shape {tuple(tensors['alpha'].shape)}, expected one"
-            )
+            raise AdapterError(f"{file}: tensor '{name}.alpha' has shape {tuple(tensors['alpha'].shape)}, expected one")
         alpha = tensors["alpha"].item()
     else:
         alpha = _configured_alpha(file, name.partition(".")[2], config, rank)
@@ -164,9 +154,7 @@ def _configured_alpha(file: Path, module_path: str, config: Mapping[str, Any], r
             if re.match(rf"(.*\.)?({pattern})$", module_path):  # PEFT's get_pattern_key
                 return value
         except re.error as error:
-            raise AdapterError(
-                f"{file}: alpha_pattern {pattern!r} is not a regular expression: {error}"
-            ) from None
+            raise AdapterError(f"{file}: alpha_pattern {pattern!r} is not a regular expression: {error}") from None
     return config.get("lora_alpha", rank)
 
 
@@ -180,9 +168,7 @@ def _config(file: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
     except ValueError as error:
         raise AdapterError(f"{file}: metadata {METADATA_KEY!r} is not JSON: {error}") from None
     if not isinstance(config, dict):
-        raise AdapterError(
-            f"{file}: metadata {METADATA_KEY!r} is a JSON {type(config).__name__}, expected an object"
-        )
+        raise AdapterError(f"{file}: metadata {METADATA_KEY!r} is a JSON {type(config).__name__}, expected an object")
     for key, value in config.items():
         if value and (what := _UNSUPPORTED.get(key.rpartition(".")[2])):
             raise AdapterError(f"{file}: metadata says {key}={value!r}: {what} is not supported")

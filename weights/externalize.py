@@ -44,7 +44,7 @@ def externalize(
         manifest_file = store.models / model / "manifest.json"
         if manifest_file.exists():
             known = store.manifest(model)
-            if known.fingerprint == mark:
+            if known.fingerprint == mark and store.has_packs(known):
                 return known
         checkpoint = read_checkpoint(source, component=component)
         return _write(store, model, checkpoint, dtype, mark)
@@ -52,6 +52,7 @@ def externalize(
 
 def _write(store: WeightStore, model: str, checkpoint: Checkpoint, dtype: str, mark: str) -> Manifest:
     meta = store.read_meta()
+    store.forget_lost_packs(meta)
     num_known = len(meta.extents)
     with store.staged("pack") as pack_file, store.staged("skeleton") as skeleton:
         with pack_file.open("wb") as file:

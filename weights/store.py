@@ -81,6 +81,16 @@ class WeightStore:
                 ) from None
             raise StoreError(f"{self._meta_file}: damaged: {first['msg']}") from None
 
+    def forget_lost_packs(self, meta: StoreMeta) -> None:
+        """Take out of `meta` what lived in packs that are gone, so that nothing new refers to it."""
+        lost = {extent.id for extent in meta.extents.values() if not (self.packs / extent.pack).exists()}
+        meta.extents = {id_: extent for id_, extent in meta.extents.items() if id_ not in lost}
+        meta.tensors = {hash_: place for hash_, place in meta.tensors.items() if place.extent not in lost}
+
+    def has_packs(self, manifest: Manifest) -> bool:
+        """Whether every pack that the model's bytes are in exists."""
+        return all((self.packs / pack).exists() for pack in {extent.pack for extent in manifest.extents.values()})
+
     def write_meta(self, meta: StoreMeta) -> None:
         self._publish_text(self._meta_file, meta.model_dump_json())
 

@@ -162,7 +162,7 @@ async def test_models_share_what_is_the_same() -> None:
 async def test_only_wanted_components_and_the_adapters_are_built() -> None:
     host = Host()
     async with host.lease("a", lambda component: component.name == "vae", ["lora"]) as lease:
-        assert set(lease.modules) == {"vae", "lora"}
+        assert (set(lease.modules), set(lease.adapters)) == ({"vae"}, {"lora"})
     assert set(host.builder.counts) == {"shared", "lora"}
 
 
@@ -347,3 +347,15 @@ async def test_many_requests_on_little_room_all_end() -> None:
     assert sum(host.resident().values()) <= 100
     assert len(host.provider.leased) == len(host.resident())
     assert host.provider.leases.total() == len(host.resident())
+
+
+async def test_a_pipeline_is_bound_to_the_model_and_not_to_the_adapters_of_a_request() -> None:
+    """Requests with and without an adapter meet in one pipeline, so that they can merge."""
+    host = Host(100)
+    async with host.lease("a", lambda _: True) as plain:
+        pipeline = plain.bound(object)
+        async with host.lease("a", lambda _: True, ["lora"]) as adapted:
+            assert adapted.bound(object) is pipeline
+            assert adapted.adapters.keys() == {"lora"}
+            assert adapted.modules == plain.modules
+            assert host.holds("lora")

@@ -253,3 +253,21 @@ def test_several_processes_write_into_one_store(store: WeightStore, write_model)
     assert len(meta.tensors) == 8
     assert sum(pack.stat().st_size for pack in store.packs.iterdir()) < 2 * 4 * shared["s0"].nbytes
     assert not list(store.path.glob(".staged*"))
+
+
+def test_a_lost_pack_is_written_again(tmp_path: Path) -> None:
+    """The source is unchanged, but what was stored of it is gone: storing it once more heals the store."""
+    source = tmp_path / "source"
+    source.mkdir()
+    save_file({"w": torch.randn(5, 7), "b": torch.randn(7)}, source / "model.safetensors")
+    (source / "config.json").write_text('{"architectures": ["TinyForCausalLM"]}')
+    store = WeightStore(tmp_path / "store")
+    first = externalize(store, "m", source)
+    for pack in store.packs.iterdir():
+        pack.unlink()
+    again = externalize(store, "m", source)
+    assert {ref.sha256 for ref in again.components["model"].tensors.values()} == {
+        ref.sha256 for ref in first.components["model"].tensors.values()
+    }
+    for name, tensor in load_file(source / "model.safetensors").items():
+        assert torch.equal(load_from_store(store.path, "m")["model"][name], tensor)
