@@ -41,6 +41,7 @@ class ModelConfig(StrictModel):
     path: Path
     component: str | None = None
     dtype: DType = "auto"
+    preload: bool = Field(False, description="build it when a replica starts, if there is room without evicting")
     defaults: GenerationDefaults = GenerationDefaults()
     description: str = ""
 

@@ -264,6 +264,11 @@ class ModelHost:
         """Of all that is resident; a rebuilt module has a new one."""
         return {slot.serial for slot in self._slots.values()}
 
+    def has_room_for(self, manifest: Manifest, wanted: Callable[[Component], bool]) -> bool:
+        """Whether the wanted components fit beside all that is resident."""
+        missing = {c.module_key: c.nbytes for c in manifest.components.values() if wanted(c)}
+        return sum((self.resident() | missing).values()) <= self._budget_bytes
+
     def holds(self, model: str) -> bool:
         """Whether anything of `model` is resident."""
         manifest = self._manifests.get(model)

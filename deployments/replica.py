@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import uuid
 from collections.abc import Callable, Iterable
@@ -17,9 +18,13 @@ from cluster.registry import connect_registry
 from configs.cluster import ClusterConfig
 from configs.model import ModelConfig
 from deployments.engines.build import import_class
+from deployments.engines.protocol import EngineError
 from deployments.model_host import Builder, ModelHost
+from weights.errors import WeightsError
 from weights.manifest import Component
 from weights.store import WeightStore
+
+logger = logging.getLogger("atelier.replica")
 
 
 async def open_host(config: ClusterConfig, role: str, budget_bytes: int, build: Builder) -> ModelHost:
@@ -44,15 +49,19 @@ async def open_host(config: ClusterConfig, role: str, budget_bytes: int, build: 
     )
 
 
-async def import_models(host: ModelHost, models: Iterable[ModelConfig], wanted: Callable[[Component], bool]) -> None:
-    """Import what the configured models are made of, so that no request waits for an import."""
+async def prepare_models(host: ModelHost, models: Iterable[ModelConfig], wanted: Callable[[Component], bool]) -> None:
+    """Before the first request: import what the configured models are made of, and build those to be preloaded."""
     for model in models:
         try:
             manifest = await host.manifest(model.id)
-        except ClusterError:
-            continue  # unavailable: the directory says why to those who ask for it
-        for component in filter(wanted, manifest.components.values()):
-            await asyncio.to_thread(import_class, component.library, component.class_name)
+            for component in filter(wanted, manifest.components.values()):
+                await asyncio.to_thread(import_class, component.library, component.class_name)
+            if model.preload and host.has_room_for(manifest, wanted):
+                async with host.lease(model.id, wanted):
+                    pass
+        except (ClusterError, WeightsError, EngineError) as error:
+            # Not this replica's business yet: the directory shows it, and a request for the model will be told.
+            logger.warning("model %s is not prepared: %s", model.id, error)
 
 
 def limit_threads(num_threads: int | None, num_cpus: float) -> None:

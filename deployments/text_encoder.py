@@ -24,7 +24,7 @@ from deployments.encoding import (
 )
 from deployments.errors import as_service_errors
 from deployments.records import CacheUse, EmbeddingRequest, EmbeddingResult
-from deployments.replica import import_models, limit_threads, open_host
+from deployments.replica import limit_threads, open_host, prepare_models
 from deployments.tensor_records import PackedTensor, pack
 
 
@@ -45,7 +45,7 @@ class TextEncoderService:
         settings = config.text_encoder
         limit_threads(None, settings.num_cpus)
         self._host = await open_host(config, "text-encoder", settings.resident_bytes, build_text_encoder)
-        await import_models(self._host, config.models, is_text_encoder)
+        await prepare_models(self._host, config.models, is_text_encoder)
         self._cache = EmbeddingCache(settings.cache_bytes)
         self._encoders = CachedEncoders(self._cache, self._run_merged)
         self._metrics = RequestMetrics()

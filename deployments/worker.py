@@ -30,7 +30,7 @@ from deployments.records import (
     TextRequestRecord,
     TextResult,
 )
-from deployments.replica import import_models, limit_threads, open_host
+from deployments.replica import limit_threads, open_host, prepare_models
 from deployments.step_loop import DenoiseLoop, DeviceThread, TextLoop
 from deployments.tensor_records import unpack
 
@@ -47,7 +47,7 @@ class Worker:
         self._metrics = RequestMetrics()
         builder = ComponentBuilder(self._settings)
         self._host = await open_host(config, "worker", self._settings.resident_bytes, builder)
-        await import_models(self._host, config.models, is_denoise_component)
+        await prepare_models(self._host, config.models, is_denoise_component)
 
     async def generate(self, request: ImageRequest) -> ImageResult:
         """Pictures. Encodes the text elsewhere while this replica switches; merges with others step by step."""

@@ -359,3 +359,11 @@ async def test_a_pipeline_is_bound_to_the_model_and_not_to_the_adapters_of_a_req
             assert adapted.adapters.keys() == {"lora"}
             assert adapted.modules == plain.modules
             assert host.holds("lora")
+
+
+async def test_room_is_told_with_what_is_shared() -> None:
+    host = Host(150)
+    await host.use("a")
+    assert host.has_room_for(manifest("b"), lambda _: True)
+    assert not Host(89).has_room_for(manifest("a"), lambda _: True)
+    assert Host(30).has_room_for(manifest("a"), lambda component: component.name == "vae")
