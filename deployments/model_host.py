@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from deployments.errors import ModelUnavailable
 from deployments.records import SwitchReport
 from weights.errors import BudgetExceeded, ExtentCorrupt
 from weights.loader import attach
@@ -227,7 +228,7 @@ class ModelHost:
                 self._damaged.remove(part.manifest.model)
                 self._report(part.manifest.model, None)
         except Exception as error:
-            if isinstance(error, ExtentCorrupt):
+            if isinstance(error, ExtentCorrupt | ModelUnavailable):
                 self._damaged.add(part.manifest.model)
                 self._report(part.manifest.model, str(error))
             self._drop(part.component.module_key)
@@ -246,7 +247,12 @@ class ModelHost:
             raise ExtentCorrupt(f"{error}; it holds {damaged}") from error
         tensors = attach(part.component, buffers)
         attached = time.perf_counter()
-        thing = self._build(part.component, self._models / part.manifest.skeleton, tensors)
+        try:
+            thing = self._build(part.component, self._models / part.manifest.skeleton, tensors)
+        except Exception as error:  # of many libraries; none of it is the fault of the request that came first
+            raise ModelUnavailable(
+                f"{part.component.name} of {part.manifest.model!r} cannot be built: {error}"
+            ) from error
         return _Built(thing, (attached - start) * 1e3, (time.perf_counter() - attached) * 1e3)
 
     def _drop(self, key: str) -> None:

@@ -18,7 +18,7 @@ from cluster.registry import connect_registry
 from configs.cluster import ClusterConfig
 from configs.model import ModelConfig
 from deployments.engines.build import import_class
-from deployments.engines.protocol import EngineError
+from deployments.errors import ServiceError
 from deployments.model_host import Builder, ModelHost
 from weights.errors import WeightsError
 from weights.manifest import Component
@@ -59,7 +59,7 @@ async def prepare_models(host: ModelHost, models: Iterable[ModelConfig], wanted:
             if model.preload and host.has_room_for(manifest, wanted):
                 async with host.lease(model.id, wanted):
                     pass
-        except (ClusterError, WeightsError, EngineError) as error:
+        except (ClusterError, WeightsError, ServiceError) as error:
             # Not this replica's business yet: the directory shows it, and a request for the model will be told.
             logger.warning("model %s is not prepared: %s", model.id, error)
 

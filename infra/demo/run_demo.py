@@ -163,7 +163,7 @@ def main() -> int:
         print_rows(demo.rows)
         console.print(f"pictures: {', '.join(sorted(str(p.relative_to(ROOT)) for p in OUT.glob('digits*.png')))}")
         if not options.once:
-            console.print(HOW_TO_TALK.format(url=url), markup=False)
+            console.print(HOW_TO_TALK.format(url=url), markup=False, soft_wrap=True)
             stop.wait()
     return 0 if right else 1
 

@@ -36,6 +36,7 @@ def _config(folder: Path) -> ClusterConfig:
     demo["models"] += [
         {"id": "minilm", "path": str(MINILM)},
         {"id": "truncated", "path": str(truncated)},
+        {"id": "incomplete", "path": str(_model_that_lacks_a_tensor(folder / "incomplete")), "preload": True},
         {"id": "adder-copy", "path": str(_adder_with_other_weights(folder / "adder-copy"))},
     ]
     return ClusterConfig.model_validate(demo)
@@ -47,6 +48,15 @@ def _truncated_model(folder: Path) -> Path:
     data = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(data[:-1000])
     (folder / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], "model_type": "llama"}))
+    return folder
+
+
+def _model_that_lacks_a_tensor(folder: Path) -> Path:
+    """A sound file, but not the whole model."""
+    shutil.copytree(DEMO_MODELS / "adder", folder)
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     return folder
 
 

@@ -76,6 +76,13 @@ def test_a_truncated_file_takes_down_its_own_model_only(cluster: Cluster) -> Non
     assert httpx.get(f"{cluster.url}/healthz").json()["status"] == "degraded"
 
 
+def test_a_model_that_cannot_be_built_says_why(cluster: Cluster) -> None:
+    answer = post(cluster, "/v1/completions", json={"model": "incomplete", "prompt": "x"})
+    assert answer.status_code == 503
+    assert "model.norm.weight" in answer.json()["error"]["message"]
+    assert "model.norm.weight" in cluster.openai.models.retrieve("incomplete").error
+
+
 def test_a_flipped_bit_in_the_store_is_caught_and_named(cluster: Cluster) -> None:
     store = WeightStore(cluster.config.store.path)
     (extent,) = store.manifest("adder-copy").extents_of(["model"])

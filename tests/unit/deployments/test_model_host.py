@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from deployments.errors import ModelUnavailable
 from deployments.model_host import Lease, ModelHost
 from weights.errors import BudgetExceeded, ExtentCorrupt
 from weights.manifest import Component, ExtentRef, Manifest, TensorRef
@@ -249,7 +250,8 @@ async def test_a_failure_to_build_reaches_all_and_the_next_attempt_works() -> No
     await until(lambda: host.builder.counts["shared"] == 1)
     host.provider.gates["a"].set()
     errors = await asyncio.gather(*asking, return_exceptions=True)
-    assert [str(error) for error in errors] == ["a cannot be built"] * 5
+    assert [type(error) for error in errors] == [ModelUnavailable] * 5
+    assert {str(error) for error in errors} == {"unet of 'a' cannot be built: a cannot be built"}
     assert host.builder.counts["a"] == 1
     await until(lambda: host.provider.leased == {"shared"})
     host.builder.failing = set()
