@@ -95,13 +95,15 @@ def show_status(client: Client, as_json: bool) -> None:
         sizes = [_size(node[name]) for name in ("resident_bytes", "leased_bytes", "budget_bytes", "read_bytes")]
         nodes.add_row(node["node_id"][:12], str(node["num_extents"]), *sizes, f"{speed:.2f}")
     out.print(nodes)
-    encoder, cache = cluster["text_encoder"], cluster["text_encoder"]["cache"]
-    out.print(
-        f"text encoder: {encoder['modules']} modules, {_size(encoder['resident_bytes'])}; cache {cache['entries']} "
-        f"entries, {_size(cache['nbytes'])}, {cache['hits'] + cache['joined']} hits, {cache['misses']} misses"
-    )
-    worker = cluster["worker"]
-    out.print(f"worker: {worker['modules']} modules, {_size(worker['resident_bytes'])}")
+    for encoder in cluster["text_encoders"]:
+        cache = encoder["cache"]
+        out.print(
+            f"text encoder: {encoder['modules']} modules, {_size(encoder['resident_bytes'])}; cache {cache['entries']} "
+            f"entries, {_size(cache['nbytes'])}, {cache['hits'] + cache['joined']} hits, {cache['misses']} misses"
+        )
+    for worker in cluster["workers"]:
+        size = _size(worker["resident_bytes"])
+        out.print(f"worker: {worker['modules']} modules, {size}; {worker['denoising']} requests denoising")
 
 
 def show_models(client: Client, as_json: bool) -> None:

@@ -66,6 +66,11 @@ class DenoiseLoop:
             self._task = asyncio.ensure_future(self._turns())
         return await job.done, job.times
 
+    @property
+    def num_running(self) -> int:
+        """Requests between their start and their pictures."""
+        return sum(len(jobs) for jobs in self._jobs.values())
+
     async def _turns(self) -> None:
         while self._jobs:
             for pipeline in list(self._jobs):

@@ -136,7 +136,11 @@ class Worker:
     async def describe(self) -> dict[str, Any]:
         """A snapshot of this replica, as JSON-able values."""
         resident = self._host.resident()
-        return {"resident_bytes": sum(resident.values()), "modules": len(resident)}
+        return {
+            "resident_bytes": sum(resident.values()),
+            "modules": len(resident),
+            "denoising": self._denoising.num_running,
+        }
 
     async def _condition(self, text: Any) -> Any:
         try:

@@ -113,16 +113,14 @@ class Service:
         return self._card(await self._status(id_))
 
     async def describe(self) -> dict[str, Any]:
-        """The cluster at a glance, as JSON-able values."""
+        """The cluster at a glance, every replica of it, as JSON-able values."""
         keepers = await self._registry.keeper_stats.remote()
-        encoder = await _answer(self._encoder.describe.remote())
-        worker = await _answer(self._worker.describe.remote())
         return {
             "cluster": self._config.name,
             "models": [_plain(card) for card in await self.models()],
             "nodes": [_plain(stats) for stats in keepers],
-            "text_encoder": encoder,
-            "worker": worker,
+            "text_encoders": await self._encoder.broadcast("describe").results_async(),
+            "workers": await self._worker.broadcast("describe").results_async(),
         }
 
     async def _status(self, id_: str) -> Any:

@@ -176,6 +176,23 @@ def test_every_answer_has_server_timing(cluster: Cluster) -> None:
     assert float(stages["total"]) >= float(stages["denoise"]) > 0
 
 
+def test_a_client_that_leaves_frees_its_place(cluster: Cluster) -> None:
+    """The whole request would take seconds more than the wait allows."""
+    body = IMAGE | {"n": 10, "num_inference_steps": 200}
+
+    def denoising() -> int:
+        workers = httpx.get(f"{cluster.url}/admin/cluster").json()["workers"]
+        assert len(workers) == 2
+        return sum(worker["denoising"] for worker in workers)
+
+    with ThreadPoolExecutor(1) as pool:
+        leaving = pool.submit(httpx.post, f"{cluster.url}/v1/images/generations", json=body, timeout=1.0)
+        wait_for(lambda: denoising() > 0, "the request's start")
+        with pytest.raises(httpx.TimeoutException):
+            leaving.result()
+    wait_for(lambda: denoising() == 0, "the end of the abandoned request", timeout_s=2.0)
+
+
 def test_metrics_are_prometheus_text(cluster: Cluster) -> None:
     from prometheus_client.parser import text_string_to_metric_families
 

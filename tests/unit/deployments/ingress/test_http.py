@@ -94,8 +94,11 @@ class Replicas:
     async def on_keeper_stats(self) -> list[Any]:
         return []
 
-    async def on_describe(self) -> dict[str, Any]:
-        return {"modules": 0}
+    def broadcast(self, method: str) -> Any:
+        async def results_async() -> list[dict[str, Any]]:
+            return [{"answers": method}] * 2
+
+        return SimpleNamespace(results_async=results_async)
 
     async def on_generate(self, request: ImageRequest) -> ImageResult:
         self._arrived(request)
