@@ -13,11 +13,11 @@ class ClusterError(Exception):
     """Anything that goes wrong in the control plane. The message is one string, so it survives an actor call."""
 
 
-class ModelUnknown(ClusterError):  # noqa: N818 - reads as what happened
+class ModelUnknown(ClusterError):
     """No model of that name is registered."""
 
 
-class ModelUnavailable(ClusterError):  # noqa: N818
+class ModelUnavailable(ClusterError):
     """The model is registered, but its weights cannot be used."""
 
 

@@ -35,27 +35,27 @@ class ServiceError(Exception):
         return self.message
 
 
-class InvalidRequest(ServiceError):  # noqa: N818 - reads as what happened
+class InvalidRequest(ServiceError):
     """Something about the request itself: a value out of range, an unsupported combination."""
 
 
-class UnknownModel(ServiceError):  # noqa: N818
+class UnknownModel(ServiceError):
     """No model or adapter of that name is served."""
 
 
-class RequestTooLarge(ServiceError):  # noqa: N818
+class RequestTooLarge(ServiceError):
     """The body or prompt is larger than the cluster's limits."""
 
 
-class Overloaded(ServiceError):  # noqa: N818
+class Overloaded(ServiceError):
     """What the request needs does not fit beside the work that is running."""
 
 
-class ModelUnavailable(ServiceError):  # noqa: N818
+class ModelUnavailable(ServiceError):
     """The model is known, but its weights cannot be used."""
 
 
-class GenerationFailed(ServiceError):  # noqa: N818
+class GenerationFailed(ServiceError):
     """The model broke down on this request: numbers that are not finite, a kernel that failed."""
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from configs.cluster import ClusterConfig
 from configs.model import ModelConfig
 from deployments.component_builder import ComponentBuilder, is_denoise_component
-from deployments.defaults import IMAGE_DEFAULTS, with_defaults
+from deployments.defaults import with_image_defaults
 from deployments.embedding_cache import EmbeddingCache, Encoding
 from deployments.encoding import CachedEncoders, EncodeJob, build_text_encoder, encode_jobs, is_text_encoder
 from deployments.engines.diffusion.factory import create_pipeline
@@ -62,7 +62,7 @@ class LocalModels:
         encoders = CachedEncoders(EmbeddingCache(self._config.text_encoder.cache_bytes), _encode_alone)
         with as_service_errors():
             manifest = await self._manifest(request.model)
-            request = with_defaults(request, self._config.defaults_of(request.model), IMAGE_DEFAULTS)
+            request = with_image_defaults(request, self._config.defaults_of(request.model))
             class_name = manifest.class_name or ""
             denoise = denoise_request(request, class_name)
             text = conditioning_request(request, denoise, class_name)

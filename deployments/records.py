@@ -84,7 +84,7 @@ class Message(RequestModel):
 
 
 class TextOptions(RequestModel):
-    """How text is generated. None comes from the model's defaults; `temperature` 0 is greedy."""
+    """How text is generated. None comes from the model's defaults; `temperature` is 1 then, and 0 is greedy."""
 
     max_tokens: int | None = Field(None, ge=1)
     temperature: Annotated[float | None, Finite] = Field(None, ge=0, le=2)

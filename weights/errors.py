@@ -27,7 +27,7 @@ class StoreError(WeightsError):
     """The weight store cannot do what was asked."""
 
 
-class ModelNotStored(StoreError):  # noqa: N818 - reads as what happened
+class ModelNotStored(StoreError):
     """No model of that name was externalized into the store."""
 
 
@@ -35,7 +35,7 @@ class StoreVersionError(StoreError):
     """The store was written by a version of this library that this one does not understand."""
 
 
-class ExtentCorrupt(StoreError):  # noqa: N818
+class ExtentCorrupt(StoreError):
     """An extent's bytes are gone or not the ones that were written."""
 
 
@@ -43,5 +43,5 @@ class AdapterError(WeightsError):
     """A LoRA file that cannot be used."""
 
 
-class BudgetExceeded(WeightsError):  # noqa: N818
+class BudgetExceeded(WeightsError):
     """More bytes are needed than the budget allows, and nothing more may be evicted."""

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
-import uuid
 from collections.abc import AsyncIterator
 from typing import Any, Literal
 
@@ -14,6 +12,7 @@ from pydantic import Field, field_validator
 from starlette.responses import Response
 
 from deployments.ingress.errors import error_response
+from deployments.ingress.openai_forms import AnswerForm, ChatForm, CompletionForm
 from deployments.ingress.service import Service
 from deployments.ingress.timing import rounded, server_timing
 from deployments.records import (
@@ -23,11 +22,8 @@ from deployments.records import (
     RequestModel,
     TextChunk,
     TextOptions,
-    TextResult,
     as_record,
 )
-
-DEFAULT_TEMPERATURE = 1.0  # OpenAI's; a model's own default in the cluster config comes first
 
 
 class StreamOptions(RequestModel):
@@ -124,88 +120,19 @@ def create_router(service: Service) -> APIRouter:
     @router.post("/v1/chat/completions", response_model=None)
     async def chat(body: ChatBody) -> Response:
         """The next turn of a chat."""
-        return await _respond(service, body, body.record(), _Chat(body.model))
+        return await _respond(service, body, body.record(), ChatForm(body.model))
 
     @router.post("/v1/completions", response_model=None)
     async def complete(body: CompletionBody) -> Response:
         """The continuation of a text."""
-        return await _respond(service, body, body.record(), _Completion(body.model))
+        return await _respond(service, body, body.record(), CompletionForm(body.model))
 
     return router
 
 
-class _Form:
-    """How an answer of one endpoint is written down."""
-
-    prefix: str
-    whole_object: str
-    chunk_object: str
-
-    def __init__(self, model: str) -> None:
-        self._head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
-
-    def whole(self, result: TextResult) -> dict[str, Any]:
-        choice = {
-            "index": 0,
-            "finish_reason": result.finish_reason,
-            "logprobs": None,
-            **self.content(result.text),
-        }
-        usage = _usage(result.num_prompt_tokens, result.num_completion_tokens)
-        timings = rounded(result.timings_ms)
-        return {
-            "object": self.whole_object,
-            **self._head,
-            "choices": [choice],
-            "usage": usage,
-            "timings_ms": timings,
-        }
-
-    def chunk(self, text: str, finish_reason: str | None, **more: Any) -> dict[str, Any]:
-        choice = {"index": 0, "finish_reason": finish_reason, "logprobs": None, **self.delta(text)}
-        return {"object": self.chunk_object, **self._head, "choices": [choice], **more}
-
-    def usage_chunk(self, last: TextChunk) -> dict[str, Any]:
-        usage = _usage(last.num_prompt_tokens, last.num_completion_tokens)
-        return {"object": self.chunk_object, **self._head, "choices": [], "usage": usage}
-
-    def first(self) -> list[dict[str, Any]]:
-        return []
-
-    def content(self, text: str) -> dict[str, Any]:
-        raise NotImplementedError
-
-    def delta(self, text: str) -> dict[str, Any]:
-        raise NotImplementedError
-
-
-class _Chat(_Form):
-    prefix, whole_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
-
-    def content(self, text: str) -> dict[str, Any]:
-        return {"message": {"role": "assistant", "content": text, "refusal": None}}
-
-    def delta(self, text: str) -> dict[str, Any]:
-        return {"delta": {"content": text} if text else {}}
-
-    def first(self) -> list[dict[str, Any]]:
-        opening = self.chunk("", None)
-        opening["choices"][0]["delta"] = {"role": "assistant", "content": ""}
-        return [opening]
-
-
-class _Completion(_Form):
-    prefix, whole_object, chunk_object = "cmpl", "text_completion", "text_completion"
-
-    def content(self, text: str) -> dict[str, Any]:
-        return {"text": text}
-
-    delta = content
-
-
-async def _respond(service: Service, body: TextBody, record: ChatRequest | CompletionRequest, form: _Form) -> Response:
-    if record.temperature is None and not await _has_default_temperature(service, record.model):
-        record = record.model_copy(update={"temperature": DEFAULT_TEMPERATURE})
+async def _respond(
+    service: Service, body: TextBody, record: ChatRequest | CompletionRequest, form: AnswerForm
+) -> Response:
     if not body.stream:
         result = await (service.chat(record) if isinstance(record, ChatRequest) else service.complete(record))
         return JSONResponse(form.whole(result), headers=server_timing(result.timings_ms))
@@ -217,12 +144,8 @@ async def _respond(service: Service, body: TextBody, record: ChatRequest | Compl
     return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
 
 
-async def _has_default_temperature(service: Service, model: str) -> bool:
-    return "temperature" in (await service.model(model)).defaults
-
-
 async def _events(
-    form: _Form, opening: TextChunk, rest: AsyncIterator[TextChunk], include_usage: bool
+    form: AnswerForm, opening: TextChunk, rest: AsyncIterator[TextChunk], include_usage: bool
 ) -> AsyncIterator[str]:
     for event in form.first():
         yield _sse(event)
@@ -240,18 +163,10 @@ async def _events(
     yield "data: [DONE]\n\n"
 
 
-def _chunk_event(form: _Form, chunk: TextChunk) -> dict[str, Any]:
+def _chunk_event(form: AnswerForm, chunk: TextChunk) -> dict[str, Any]:
     more = {"timings_ms": rounded(chunk.timings_ms)} if chunk.timings_ms else {}
     return form.chunk(chunk.text, chunk.finish_reason, **more)
 
 
 def _sse(event: dict[str, Any]) -> str:
     return f"data: {json.dumps(event)}\n\n"
-
-
-def _usage(num_prompt_tokens: int, num_completion_tokens: int) -> dict[str, int]:
-    return {
-        "prompt_tokens": num_prompt_tokens,
-        "completion_tokens": num_completion_tokens,
-        "total_tokens": num_prompt_tokens + num_completion_tokens,
-    }

@@ -12,7 +12,7 @@ from typing import Any
 from cluster.errors import ModelUnknown
 from configs.cluster import ClusterConfig
 from configs.model import ModelConfig
-from deployments.defaults import IMAGE_DEFAULTS, TEXT_DEFAULTS, with_defaults
+from deployments.defaults import with_image_defaults, with_text_defaults
 from deployments.errors import InvalidRequest, ModelUnavailable, UnknownModel
 from deployments.ingress.errors import unwrap
 from deployments.ingress.limits import check_embedding, check_image, check_text
@@ -49,7 +49,7 @@ class Service:
         await self._check_model(request.model, "diffusion")
         for use in request.lora:
             await self._check_adapter(use.name, request.model)
-        request = with_defaults(request, self._config.defaults_of(request.model), IMAGE_DEFAULTS)
+        request = with_image_defaults(request, self._config.defaults_of(request.model))
         check_image(request, self._config.ingress.limits)
         start = time.perf_counter()
         result: ImageResult = await _answer(self._worker.generate.remote(request))
@@ -101,7 +101,7 @@ class Service:
     async def _checked_text(self, request: ChatRequest | CompletionRequest) -> ChatRequest | CompletionRequest:
         check_text(request, self._config.ingress.limits)
         await self._check_model(request.model, "llm")
-        return with_defaults(request, self._config.defaults_of(request.model), TEXT_DEFAULTS)
+        return with_text_defaults(request, self._config.defaults_of(request.model))
 
     async def models(self) -> list[ModelCard]:
         """Every configured model and adapter, in the order of the config."""

@@ -9,7 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from configs.model import GenerationDefaults
-from deployments.defaults import IMAGE_DEFAULTS, TEXT_DEFAULTS, with_defaults
+from deployments.defaults import with_image_defaults, with_text_defaults
 from deployments.engines.protocol import EngineError
 from deployments.errors import (
     InvalidRequest,
@@ -65,16 +65,17 @@ def test_requests_cannot_be_changed() -> None:
 
 def test_defaults_fill_what_is_open_and_nothing_else() -> None:
     defaults = GenerationDefaults(width=64, num_inference_steps=7, temperature=0.5, max_tokens=9)
-    request = with_defaults(ImageRequest(**IMAGE, width=32, guidance_scale=0.0), defaults, IMAGE_DEFAULTS)
+    request = with_image_defaults(ImageRequest(**IMAGE, width=32, guidance_scale=0.0), defaults)
     assert (request.width, request.height, request.num_inference_steps, request.guidance_scale) == (32, None, 7, 0.0)
-    text = with_defaults(ChatRequest(**CHAT, temperature=0.0), defaults, TEXT_DEFAULTS)
+    text = with_text_defaults(ChatRequest(**CHAT, temperature=0.0), defaults)
     assert (text.temperature, text.max_tokens, text.seed) == (0.0, 9, None)
+    assert with_text_defaults(ChatRequest(**CHAT), GenerationDefaults()).temperature == 1.0
 
 
 def test_a_seed_is_drawn_unless_it_is_given() -> None:
     empty = GenerationDefaults()
-    assert with_defaults(ImageRequest(**IMAGE, seed=0), empty, IMAGE_DEFAULTS).seed == 0
-    drawn = {with_defaults(ImageRequest(**IMAGE), empty, IMAGE_DEFAULTS).seed for _ in range(5)}
+    assert with_image_defaults(ImageRequest(**IMAGE, seed=0), empty).seed == 0
+    drawn = {with_image_defaults(ImageRequest(**IMAGE), empty).seed for _ in range(5)}
     assert len(drawn) == 5
     assert all(seed is not None and 0 <= seed <= MAX_SEED for seed in drawn)
 
