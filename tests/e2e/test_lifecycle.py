@@ -94,6 +94,7 @@ def test_ctrl_c_ends_everything(environment: dict[str, str], small_config: Path)
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        preexec_fn=listen_to_ctrl_c,
     )
     assert process.stdout is not None
     lines: list[str] = []
@@ -112,8 +113,14 @@ def test_serve_run_works_as_well(environment: dict[str, str], small_config: Path
     command = [BIN / "serve", "run", "deployments.app:build_app", f"config={small_config}"]
     with contextlib.ExitStack() as stack:
         process = subprocess.Popen(
-            command, env=environment, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            command,
+            env=environment,
+            cwd=ROOT,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            preexec_fn=listen_to_ctrl_c,
         )
+        stack.callback(process.kill)  # only matters when it does not end by itself, which the next line reports
         stack.callback(process.wait, 60)
         stack.callback(process.send_signal, signal.SIGINT)
         wait_for(lambda: healthy("http://127.0.0.1:8000") or process.poll() is not None, "the application")
@@ -153,6 +160,11 @@ def test_the_demo_answers_right(environment: dict[str, str]) -> None:
     assert "WRONG" not in result.stdout
     for name in ("digits", "digits-inverted", "digits-bold", "digits-sdxl"):
         assert (ROOT / f"out/{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def listen_to_ctrl_c() -> None:
+    """In a child: a test run in the background has SIGINT ignored, and children inherit that."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def atelier(*arguments: str, env: dict[str, str], cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
