@@ -9,7 +9,6 @@ from __future__ import annotations
 import concurrent.futures
 import threading
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Literal
 
 import ray
@@ -19,7 +18,6 @@ from cluster.errors import ModelUnavailable, ModelUnknown
 from cluster.keeper import KeeperStats, NodeKeeper
 from configs.cluster import ClusterConfig
 from configs.model import AdapterConfig, ModelConfig
-from weights.errors import WeightsError
 from weights.externalize import externalize
 from weights.manifest import Manifest, ModelKind
 from weights.store import WeightStore
@@ -69,8 +67,8 @@ class WeightRegistry:
         try:
             manifest = externalize(self._store, entry.id, entry.path, component=component, dtype=entry.dtype)
             status = ModelStatus(entry.id, "ready", manifest.kind, manifest.nbytes)
-        except (WeightsError, OSError) as error:
-            manifest, status = None, ModelStatus(entry.id, "unavailable", error=str(error))
+        except Exception as error:  # of this model; whatever it is, the others go on and nobody waits for it for ever
+            manifest, status = None, ModelStatus(entry.id, "unavailable", error=str(error) or repr(error))
         with self._lock:
             self._states[entry.id] = status
             if manifest:
@@ -106,9 +104,6 @@ class WeightRegistry:
             if status and model in self._manifests:
                 state: Literal["ready", "unavailable"] = "unavailable" if error else "ready"
                 self._states[model] = replace(status, state=state, error=error or "")
-
-    def store_path(self) -> Path:
-        return self._store.path
 
     def keeper(self, node_id: str) -> Any:
         """The keeper of a node, started when there is none."""

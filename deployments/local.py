@@ -74,7 +74,7 @@ class LocalModels:
                 encoding_start = time.perf_counter()
                 conditioning, encoded = await encoders.condition(text, class_name, texts.skeleton, texts.modules)
                 denoising = time.perf_counter()
-                pipeline = create_pipeline(class_name, lease.skeleton, lease.modules)
+                pipeline = create_pipeline(class_name, lease.skeleton, lease.modules, device=self._config.worker.device)
                 for name in names:
                     pipeline.add_adapter(name, lease.adapters[name])
                 state = pipeline.start(denoise, conditioning)

@@ -92,10 +92,7 @@ def run(config: ClusterConfig, config_path: str, rounds: int = 15) -> dict[str, 
             overhead = _http_overhead(client, rounds)
         peer.close()
     return {
-        "figures": [
-            {"what": line.what, "ours_ms": line.ours_ms, "stock_ms": line.stock_ms, "ratio": line.ratio}
-            for line in lines
-        ],
+        "figures": [line.as_dict() for line in lines],
         "http_overhead_ms": overhead,
         "rounds": rounds,
         "threads": fresh.worker.num_threads or max(1, round(fresh.worker.num_cpus)),

@@ -45,12 +45,11 @@ class Service:
     async def generate(self, request: ImageRequest | Mapping[str, Any]) -> ImageResult:
         """Pictures. Raises the ServiceErrors of `deployments.errors`."""
         request = as_record(ImageRequest, request)
+        request = with_image_defaults(request, self._config.defaults_of(request.model))
         check_image(request, self._config.ingress.limits)
         await self._check_model(request.model, "diffusion")
         for use in request.lora:
             await self._check_adapter(use.name, request.model)
-        request = with_image_defaults(request, self._config.defaults_of(request.model))
-        check_image(request, self._config.ingress.limits)
         start = time.perf_counter()
         result: ImageResult = await _answer(self._worker.generate.remote(request))
         _account(result.timings_ms, start)
