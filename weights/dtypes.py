@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import ml_dtypes
 import numpy as np
 
@@ -11,6 +14,7 @@ ITEM_BYTES: dict[str, int] = {
     "I8": 1,
     "F8_E5M2": 1,
     "F8_E4M3": 1,
+    "F8_E8M0": 1,
     "I16": 2,
     "U16": 2,
     "F16": 2,
@@ -21,6 +25,36 @@ ITEM_BYTES: dict[str, int] = {
     "F64": 8,
     "I64": 8,
     "U64": 8,
+    "C64": 8,
+}
+
+# Block-quantized types of ggml, as (elements, bytes) of one block along the last axis. Source: ggml-common.h.
+BLOCK_SIZES: dict[str, tuple[int, int]] = {
+    "Q4_0": (32, 18),
+    "Q4_1": (32, 20),
+    "Q5_0": (32, 22),
+    "Q5_1": (32, 24),
+    "Q8_0": (32, 34),
+    "Q8_1": (32, 36),
+    "Q2_K": (256, 84),
+    "Q3_K": (256, 110),
+    "Q4_K": (256, 144),
+    "Q5_K": (256, 176),
+    "Q6_K": (256, 210),
+    "Q8_K": (256, 292),
+    "IQ2_XXS": (256, 66),
+    "IQ2_XS": (256, 74),
+    "IQ2_S": (256, 82),
+    "IQ3_XXS": (256, 98),
+    "IQ3_S": (256, 110),
+    "IQ1_S": (256, 50),
+    "IQ1_M": (256, 56),
+    "IQ4_NL": (32, 18),
+    "IQ4_XS": (256, 136),
+    "TQ1_0": (256, 54),
+    "TQ2_0": (256, 66),
+    "MXFP4": (32, 17),
+    "NVFP4": (64, 36),
 }
 
 _FLOATS: dict[str, np.dtype[np.generic]] = {
@@ -30,6 +64,20 @@ _FLOATS: dict[str, np.dtype[np.generic]] = {
     "F64": np.dtype(np.float64),
 }
 _BY_CONFIG_NAME = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+
+
+def tensor_nbytes(dtype: str, shape: Sequence[int]) -> int:
+    """Bytes of a tensor. Raises ValueError for an unknown dtype, or a last axis that is not whole blocks."""
+    if dtype in ITEM_BYTES:
+        return math.prod(shape) * ITEM_BYTES[dtype]
+    if dtype not in BLOCK_SIZES:
+        raise ValueError(f"unknown dtype {dtype!r} (known: {', '.join([*ITEM_BYTES, *BLOCK_SIZES])})")
+    elements, nbytes = BLOCK_SIZES[dtype]
+    if not shape or shape[-1] % elements:
+        raise ValueError(
+            f"{dtype} takes blocks of {elements} elements, shape {list(shape)} has no whole number of them"
+        )
+    return math.prod(shape) // elements * nbytes
 
 
 def cast_target(dtype: str, wanted: str) -> str:

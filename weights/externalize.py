@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import mmap
 import os
 import shutil
 from collections.abc import Iterator
@@ -21,12 +20,17 @@ import xxhash
 from weights.dtypes import cast, cast_target
 from weights.errors import FormatError
 from weights.formats.checkpoint import Checkpoint, SourceComponent, read_checkpoint
-from weights.formats.safetensors import TensorEntry
-from weights.manifest import Component, ExtentRef, Manifest, TensorRef, extent_id
+from weights.manifest import (
+    EXTENT_ALIGNMENT,
+    TENSOR_ALIGNMENT,
+    Component,
+    ExtentRef,
+    Manifest,
+    TensorRef,
+    extent_id,
+)
 from weights.store import StoreMeta, TensorLocation, WeightStore, fingerprint
 
-TENSOR_ALIGNMENT = 512
-EXTENT_ALIGNMENT = 4096
 MAX_EXTENT_BYTES = 256 * 2**20
 
 
@@ -83,10 +87,10 @@ def _write(store: WeightStore, model: str, checkpoint: Checkpoint, dtype: str, m
 
 def _add_component(pack: _PackWriter, root: Path, part: SourceComponent, dtype: str) -> Component:
     refs: dict[str, TensorRef] = {}
-    with _mapped_files({entry.file for entry in part.tensors.values()}) as files, pack.component():
+    with pack.component():
         for name, entry in part.tensors.items():
             target = cast_target(entry.dtype, dtype)
-            data = cast(_bytes_of(files[entry.file], entry), entry.dtype, target)
+            data = cast(entry.read(), entry.dtype, target)
             refs[name] = pack.add(data, target, entry.shape)
     return Component(
         name=part.name,
@@ -97,6 +101,8 @@ def _add_component(pack: _PackWriter, root: Path, part: SourceComponent, dtype: 
         tensors={name: pack.resolve(ref) for name, ref in refs.items()},
         config_hash=_hash_file(root / part.folder / "config.json"),
         metadata=part.metadata,
+        format=part.format,
+        files=part.files,
     )
 
 
@@ -173,24 +179,6 @@ class _PackWriter:
         )
         for sha256, (offset, nbytes) in extent.locations.items():
             self._meta.tensors[sha256] = TensorLocation(extent=id_, offset=offset, nbytes=nbytes)
-
-
-@contextlib.contextmanager
-def _mapped_files(paths: set[Path]) -> Iterator[dict[Path, mmap.mmap]]:
-    with contextlib.ExitStack() as stack:
-        yield {path: _map(path, stack) for path in paths}
-
-
-def _map(path: Path, stack: contextlib.ExitStack) -> mmap.mmap:
-    file = stack.enter_context(path.open("rb"))
-    mapped = stack.enter_context(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-    mapped.madvise(mmap.MADV_SEQUENTIAL)
-    return mapped
-
-
-def _bytes_of(mapped: mmap.mmap, entry: TensorEntry) -> bytes:
-    # A copy, tensor by tensor: a view would keep the mapping from closing when an error unwinds through it.
-    return mapped[entry.offset : entry.offset + entry.nbytes]
 
 
 def _copy_skeleton(checkpoint: Checkpoint, target: Path) -> None:

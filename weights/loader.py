@@ -20,6 +20,7 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
     "I8": torch.int8,
     "F8_E5M2": torch.float8_e5m2,
     "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu,
     "I16": torch.int16,
     "U16": torch.uint16,
     "F16": torch.float16,
@@ -30,6 +31,7 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
     "I64": torch.int64,
     "U64": torch.uint64,
+    "C64": torch.complex64,
 }
 # warnings.catch_warnings swaps process-wide state, and replicas attach from several threads.
 _WARNINGS_LOCK = threading.Lock()

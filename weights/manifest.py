@@ -8,16 +8,41 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 from collections.abc import Iterable
-from pathlib import Path
-from typing import Literal
+from pathlib import Path, PurePosixPath
+from typing import Annotated, Final, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from weights.dtypes import tensor_nbytes
 from weights.errors import StoreVersionError, WeightsError
 
-MANIFEST_VERSION = 1
-ModelKind = Literal["diffusion", "llm", "embedding", "adapter"]
+MANIFEST_VERSION: Final = 1
+MAX_MANIFEST_BYTES: Final = 256 * 2**20  # a pipeline of 10,000 tensors has 3 MiB; a damaged length must not fill memory
+TENSOR_ALIGNMENT: Final = 512  # of the combined layout, as in Ascend GE's external weights
+EXTENT_ALIGNMENT: Final = 4096  # direct I/O wants blocks
+
+# "tensors": weights without an architecture of their own (a bare file); "program": a torch.export or ONNX graph.
+ModelKind = Literal["diffusion", "llm", "embedding", "adapter", "tensors", "program"]
+# inline: in the model's own files. separate: `weight_<sha256>` per tensor. combined: `<model>_weight_combined`.
+Layout = Literal["inline", "separate", "combined"]
+# What the weight files were, so that they can be written again.
+WeightFormat = Literal["safetensors", "gguf", "kuiper", "torch", "onnx", "exported"]
+
+
+def _inside(path: str) -> str:
+    """A relative path that stays where it is joined to: no `..`, not absolute, no NUL."""
+    parts = PurePosixPath(path).parts
+    if not path or path.startswith("/") or ".." in parts or "\0" in path or "\\" in path:
+        raise ValueError(f"{path!r} is not a relative path inside its folder")
+    return path
+
+
+InsidePath = Annotated[str, AfterValidator(_inside)]
+Hex128 = Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
+Hex256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+Size = Annotated[int, Field(ge=0, lt=2**63)]
 
 
 class _Record(BaseModel):
@@ -28,37 +53,46 @@ class TensorRef(_Record):
     """One tensor: C order, little-endian, `offset` bytes into its extent; `sha256` is its identity."""
 
     extent: str
-    offset: int
-    nbytes: int
+    offset: Size
+    nbytes: Size
     dtype: str
-    shape: tuple[int, ...]
-    sha256: str
+    shape: tuple[Size, ...]
+    sha256: Hex256
+
+    @model_validator(mode="after")
+    def _size_fits(self) -> Self:
+        expected = tensor_nbytes(self.dtype, self.shape)
+        if expected != self.nbytes:
+            raise ValueError(f"{self.dtype} {list(self.shape)} takes {expected} bytes, not {self.nbytes}")
+        return self
 
 
 class ExtentRef(_Record):
-    """A run of a pack file: `offset` and `nbytes` in `pack` (a file name in the store), xxh3-128 of its bytes."""
+    """A run of a pack file: `offset` and `nbytes` in `pack` (a path in the store's packs/), xxh3-128 of its bytes."""
 
-    id: str
-    pack: str
-    offset: int
-    nbytes: int
-    checksum: str
+    id: Annotated[str, Field(pattern="^[A-Za-z0-9_-]{1,64}$")]
+    pack: InsidePath
+    offset: Size
+    nbytes: Size
+    checksum: Hex128
 
 
 class Component(_Record):
     """One named module of a model: its class, its folder in the skeleton, its tensors.
 
     `class_name` None means that the folder's own config.json names the architecture. `config_hash` is the sha256
-    of that config.json.
+    of that config.json. `format` and `files` (names in that folder) say what the weights were in, for `inline`.
     """
 
     name: str
     library: str
     class_name: str | None
-    folder: str
+    folder: InsidePath
     tensors: dict[str, TensorRef]
     config_hash: str = ""
     metadata: dict[str, str] = {}
+    format: WeightFormat = "safetensors"
+    files: tuple[InsidePath, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -86,11 +120,38 @@ class Manifest(_Record):
     model: str
     kind: ModelKind
     class_name: str | None
-    skeleton: str
+    skeleton: InsidePath
     source: str
     fingerprint: str
+    layout: Layout = "combined"
     components: dict[str, Component]
     extents: dict[str, ExtentRef]
+
+    @model_validator(mode="after")
+    def _tensors_lie_in_their_extents(self) -> Self:
+        for id_, extent in self.extents.items():
+            if id_ != extent.id:
+                raise ValueError(f"extent {id_!r} calls itself {extent.id!r}")
+            if self.layout != "inline" and extent.offset % EXTENT_ALIGNMENT:
+                raise ValueError(f"extent {id_} begins at byte {extent.offset}, not a multiple of {EXTENT_ALIGNMENT}")
+        places: dict[str, list[tuple[int, int, str]]] = {}
+        for component in self.components.values():
+            for name, ref in component.tensors.items():
+                where = f"tensor {component.name}.{name}"
+                holder = self.extents.get(ref.extent)
+                if holder is None:
+                    raise ValueError(f"{where} is in extent {ref.extent!r}, which the manifest does not have")
+                if ref.offset + ref.nbytes > holder.nbytes:
+                    raise ValueError(
+                        f"{where} ends at byte {ref.offset + ref.nbytes} of extent {holder.id}, which has "
+                        f"{holder.nbytes} bytes"
+                    )
+                if self.layout != "inline" and ref.offset % TENSOR_ALIGNMENT:
+                    raise ValueError(f"{where} at byte {ref.offset} is not aligned to {TENSOR_ALIGNMENT} bytes")
+                places.setdefault(ref.extent, []).append((ref.offset, ref.nbytes, where))
+        for spans in places.values():
+            _refuse_overlap(spans)
+        return self
 
     @property
     def nbytes(self) -> int:
@@ -104,7 +165,10 @@ class Manifest(_Record):
 
 def read_manifest(path: Path) -> Manifest:
     """Raises WeightsError naming the file when it is damaged, StoreVersionError when it is too new."""
-    text = path.read_bytes()
+    with path.open("rb") as file:
+        text = file.read(MAX_MANIFEST_BYTES + 1)
+    if len(text) > MAX_MANIFEST_BYTES:
+        raise WeightsError(f"{path}: damaged manifest: more than {MAX_MANIFEST_BYTES} bytes")
     try:
         return Manifest.model_validate_json(text)
     except ValidationError as error:
@@ -115,6 +179,14 @@ def read_manifest(path: Path) -> Manifest:
             ) from None
         where = ".".join(str(part) for part in first["loc"])
         raise WeightsError(f"{path}: damaged manifest at {where or 'top level'}: {first['msg']}") from None
+
+
+def _refuse_overlap(spans: list[tuple[int, int, str]]) -> None:
+    """Tied tensors have the very same bytes; anything between that and none at all is damage."""
+    spans.sort()
+    for (offset, nbytes, name), (later, later_bytes, other) in itertools.pairwise(spans):
+        if later < offset + nbytes and later_bytes and (later, later_bytes) != (offset, nbytes):
+            raise ValueError(f"{other} overlaps {name}")
 
 
 def extent_id(tensor_hashes: Iterable[str]) -> str:

@@ -7,14 +7,15 @@ Layouts: diffusers `model_index.json` with one folder per component; transformer
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from weights.errors import FormatError
-from weights.formats.safetensors import SafetensorsHeader, TensorEntry, read_header
-from weights.manifest import ModelKind
+from weights.formats.safetensors import SafetensorsHeader, read_header
+from weights.formats.tensors import SourceTensor
+from weights.manifest import ModelKind, WeightFormat
 
 LORA_FILE = "pytorch_lora_weights.safetensors"
 # One component's weights, by precedence: diffusers' and transformers' names, whole before sharded.
@@ -25,27 +26,36 @@ _MAX_SKELETON_FILE_BYTES = 64 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class SourceComponent:
-    """One module of a checkpoint, with the byte ranges of its tensors; `folder` is relative to the checkpoint."""
+    """One module of a checkpoint, with its tensors; `folder` is relative to the checkpoint, `files` to `folder`."""
 
     name: str
     library: str
     class_name: str | None
     folder: str
-    tensors: dict[str, TensorEntry]
+    tensors: dict[str, SourceTensor]
     metadata: dict[str, str]
+    files: tuple[str, ...]
+    format: WeightFormat = "safetensors"
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A recognised folder. `class_name` is the pipeline class, or the architecture of a single model."""
+    """A recognised folder or file. `class_name` is the pipeline class, or the architecture of a single model.
+
+    `headers` are files that the skeleton gets beside those of the folder: what a weight file holds besides tensors
+    and what it takes to write the file again.
+    """
 
     path: Path
     kind: ModelKind
     class_name: str | None
     components: tuple[SourceComponent, ...]
+    headers: Mapping[str, bytes] = field(default_factory=dict)
 
     def skeleton_files(self) -> Iterator[Path]:
         """Everything that is needed beside the weights: configs, tokenizers, templates. Relative paths."""
+        if not self.path.is_dir():
+            return
         for file in sorted(self.path.rglob("*")):
             fits = file.is_file() and file.suffix in _SKELETON_SUFFIXES
             if fits and file.stat().st_size <= _MAX_SKELETON_FILE_BYTES:
@@ -109,21 +119,22 @@ def _transformers(path: Path) -> Checkpoint:
 
 def _adapter(path: Path) -> Checkpoint:
     header = read_header(path / LORA_FILE)
-    lora = SourceComponent("lora", "peft", None, ".", dict(header.tensors), dict(header.metadata))
+    lora = SourceComponent("lora", "peft", None, ".", dict(header.tensors), dict(header.metadata), (LORA_FILE,))
     return Checkpoint(path, "adapter", None, (lora,))
 
 
 def _component(folder: Path, name: str, library: str, class_name: str | None, relative: str) -> SourceComponent:
-    tensors: dict[str, TensorEntry] = {}
+    tensors: dict[str, SourceTensor] = {}
     metadata: dict[str, str] = {}
-    for file in _weight_files(folder):
+    files = _weight_files(folder)
+    for file in files:
         header: SafetensorsHeader = read_header(file)
         for tensor, entry in header.tensors.items():
             if tensor in tensors:
                 raise FormatError(f"{file}: tensor {tensor!r} is also in {tensors[tensor].file.name}")
             tensors[tensor] = entry
         metadata.update(header.metadata)
-    return SourceComponent(name, library, class_name, relative, tensors, metadata)
+    return SourceComponent(name, library, class_name, relative, tensors, metadata, tuple(file.name for file in files))
 
 
 def _weight_files(folder: Path) -> list[Path]:

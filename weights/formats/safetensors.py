@@ -15,26 +15,16 @@ from typing import Any
 
 from weights.dtypes import ITEM_BYTES
 from weights.errors import FormatError
+from weights.formats.tensors import FileTensor
 
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit; keeps a damaged length from becoming an allocation
-
-
-@dataclass(frozen=True, slots=True)
-class TensorEntry:
-    """One tensor of a file: absolute byte range, dtype (safetensors name) and shape."""
-
-    file: Path
-    offset: int
-    nbytes: int
-    dtype: str
-    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class SafetensorsHeader:
     """What the header says."""
 
-    tensors: Mapping[str, TensorEntry]
+    tensors: Mapping[str, FileTensor]
     metadata: Mapping[str, str]
 
 
@@ -91,7 +81,7 @@ def _refuse(constant: str) -> float:
     raise ValueError(f"{constant} is not JSON")
 
 
-def _entry(path: Path, name: str, value: Any, start: int) -> TensorEntry:
+def _entry(path: Path, name: str, value: Any, start: int) -> FileTensor:
     try:
         dtype, shape, (begin, end) = value["dtype"], tuple(value["shape"]), value["data_offsets"]
     except (TypeError, KeyError, ValueError):
@@ -106,10 +96,10 @@ def _entry(path: Path, name: str, value: Any, start: int) -> TensorEntry:
         raise FormatError(
             f"{path}: tensor {name!r}: {dtype} {list(shape)} takes {expected} bytes, its offsets give {end - begin}"
         )
-    return TensorEntry(path, start + begin, expected, dtype, shape)
+    return FileTensor(path, start + begin, expected, dtype, shape)
 
 
-def _check_tiling(path: Path, tensors: Mapping[str, TensorEntry], start: int, file_bytes: int) -> None:
+def _check_tiling(path: Path, tensors: Mapping[str, FileTensor], start: int, file_bytes: int) -> None:
     position = start
     for name, entry in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
         if entry.offset != position:
