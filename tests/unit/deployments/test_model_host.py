@@ -37,7 +37,7 @@ def manifest(name: str) -> Manifest:
     components, extents = {}, {}
     for part, (weights, nbytes) in MODELS[name].items():
         sha256 = hashlib.sha256(weights.encode()).hexdigest()
-        extents[weights] = ExtentRef(id=weights, pack="p", offset=0, nbytes=nbytes, checksum="")
+        extents[weights] = ExtentRef(id=weights, pack="p", offset=0, nbytes=nbytes, checksum="0" * 32)
         ref = TensorRef(extent=weights, offset=0, nbytes=nbytes, dtype="U8", shape=(nbytes,), sha256=sha256)
         components[part] = Component(
             name=part, library="fake", class_name="Fake", folder=part, tensors={"w": ref}, config_hash="h"
