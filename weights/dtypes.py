@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import ml_dtypes
 import numpy as np
 
+# In the safetensors library's own order, by which its writer sorts.
 ITEM_BYTES: dict[str, int] = {
     "BOOL": 1,
     "U8": 1,
@@ -22,20 +23,20 @@ ITEM_BYTES: dict[str, int] = {
     "I32": 4,
     "U32": 4,
     "F32": 4,
+    "C64": 8,
     "F64": 8,
     "I64": 8,
     "U64": 8,
-    "C64": 8,
 }
 
 # Block-quantized types of ggml, as (elements, bytes) of one block along the last axis. Source: ggml-common.h.
+# Without Q8_1: no file has it, and ggml (36 bytes) and gguf-py (40 bytes) disagree on its size.
 BLOCK_SIZES: dict[str, tuple[int, int]] = {
     "Q4_0": (32, 18),
     "Q4_1": (32, 20),
     "Q5_0": (32, 22),
     "Q5_1": (32, 24),
     "Q8_0": (32, 34),
-    "Q8_1": (32, 36),
     "Q2_K": (256, 84),
     "Q3_K": (256, 110),
     "Q4_K": (256, 144),
@@ -55,6 +56,7 @@ BLOCK_SIZES: dict[str, tuple[int, int]] = {
     "TQ2_0": (256, 66),
     "MXFP4": (32, 17),
     "NVFP4": (64, 36),
+    "Q1_0": (128, 18),
 }
 
 _FLOATS: dict[str, np.dtype[np.generic]] = {

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
+import os
 from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Final, Literal, Self
@@ -166,7 +167,8 @@ class Manifest(_Record):
 def read_manifest(path: Path) -> Manifest:
     """Raises WeightsError naming the file when it is damaged, StoreVersionError when it is too new."""
     with path.open("rb") as file:
-        text = file.read(MAX_MANIFEST_BYTES + 1)
+        # Python allocates what is asked for, whatever the file has.
+        text = file.read(min(os.fstat(file.fileno()).st_size, MAX_MANIFEST_BYTES) + 1)
     if len(text) > MAX_MANIFEST_BYTES:
         raise WeightsError(f"{path}: damaged manifest: more than {MAX_MANIFEST_BYTES} bytes")
     try:

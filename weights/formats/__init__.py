@@ -1,1 +1,1 @@
-"""How a checkpoint lies on disk. Reads headers and indexes, never a tensor's bytes."""
+"""How weight files lie on disk: headers and indexes, read strictly and without the tensors; files written again."""

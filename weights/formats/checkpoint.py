@@ -1,25 +1,26 @@
-"""A checkpoint folder in a stock layout -> its components: diffusers pipeline, transformers model, LoRA.
+"""A checkpoint in a stock layout -> its components: diffusers pipeline, transformers model, LoRA, GGUF, bare files.
 
-Layouts: diffusers `model_index.json` with one folder per component; transformers `config.json` beside
-`model.safetensors` or its shards with `model.safetensors.index.json`; sentence-transformers `modules.json`.
+Folders: diffusers `model_index.json` with one folder per component; transformers `config.json` beside
+`model.safetensors` or its shards with `model.safetensors.index.json`; sentence-transformers `modules.json`; one GGUF
+model. Files: safetensors, GGUF, KuiperLLama `.bin`, and torch's pickles for who asks. Symlinks are followed, as model
+hubs' caches consist of them.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from weights.errors import FormatError
-from weights.formats.safetensors import SafetensorsHeader, read_header
+from weights.formats.gguf_model import folder_files, gguf_set, read_gguf_model
+from weights.formats.kuiper import read_kuiper
+from weights.formats.pickles import is_pickle, read_pickle
+from weights.formats.safetensors import read_header
 from weights.formats.tensors import SourceTensor
+from weights.formats.weight_files import LORA_FILE, is_plain_name, read_json, safetensors_files, torch_files
 from weights.manifest import ModelKind, WeightFormat
 
-LORA_FILE = "pytorch_lora_weights.safetensors"
-# One component's weights, by precedence: diffusers' and transformers' names, whole before sharded.
-_WEIGHT_STEMS = ("diffusion_pytorch_model", "model")
 _SKELETON_SUFFIXES = {".json", ".txt", ".model", ".jinja", ".md", ".tiktoken"}
 _MAX_SKELETON_FILE_BYTES = 64 * 2**20
 
@@ -62,37 +63,44 @@ class Checkpoint:
                 yield file.relative_to(self.path)
 
 
-def read_checkpoint(path: Path, *, component: str | None = None) -> Checkpoint:
-    """Recognise the folder and read every header. `component` keeps one component of a pipeline only.
+def read_checkpoint(path: Path, *, component: str | None = None, allow_torch: bool = False) -> Checkpoint:
+    """Recognise the folder or file and read every header. `component` keeps one component of a pipeline only.
 
-    Raises FormatError: no such folder, unknown layout, a file that its header does not fit.
+    `allow_torch` also reads torch's pickles (no code in them is run), where there are no safetensors.
+    Raises FormatError: nothing there, unknown layout, a file that its header does not fit.
     """
-    if not path.is_dir():
-        raise FormatError(f"{path}: no such folder")
-    if (path / "model_index.json").is_file():
-        return _diffusers(path, component)
+    if path.is_dir() and (path / "model_index.json").is_file():
+        return _diffusers(path, component, allow_torch)
     if component is not None:
         raise FormatError(f"{path}: component {component!r} asked for, but this is no pipeline (no model_index.json)")
+    if path.is_file():
+        return _single_file(path, allow_torch)
+    if not path.is_dir():
+        raise FormatError(f"{path}: no such folder or file")
     if (path / LORA_FILE).is_file():
         return _adapter(path)
-    if (path / "config.json").is_file():
-        return _transformers(path)
+    if (path / "config.json").is_file() and (safetensors_files(path) or not folder_files(path)):
+        return _transformers(path, allow_torch)
+    if files := folder_files(path):
+        return _gguf(path, files)
     raise FormatError(
-        f"{path}: unknown layout; expected model_index.json (diffusers), config.json (transformers) or {LORA_FILE}"
+        f"{path}: unknown layout; expected model_index.json (diffusers), config.json (transformers), {LORA_FILE}, "
+        f"one GGUF model, or the name of a single file"
     )
 
 
-def _diffusers(path: Path, only: str | None) -> Checkpoint:
-    index = _read_json(path / "model_index.json")
+def _diffusers(path: Path, only: str | None, allow_torch: bool) -> Checkpoint:
+    index = read_json(path / "model_index.json")
     components = []
     for name, value in index.items():
         if name.startswith("_") or not isinstance(value, list) or len(value) != 2 or value[0] is None:
             continue
-        if Path(name).name != name:  # it is a folder's name; anything else could point out of the checkpoint
+        if not is_plain_name(name):  # it is a folder's name; anything else could point out of the checkpoint
             raise FormatError(f"{path / 'model_index.json'}: component {name!r} is not a plain name")
         # Tokenizers and solvers have a folder as well, but no weights: they belong to the skeleton.
-        if _weight_files(path / name):
-            components.append(_component(path / name, name, str(value[0]), str(value[1]), name))
+        part = _component(path / name, name, str(value[0]), str(value[1]), name, allow_torch)
+        if part is not None:
+            components.append(part)
     if only is None:
         if not components:
             raise FormatError(f"{path}: model_index.json names no component that has safetensors weights")
@@ -104,17 +112,18 @@ def _diffusers(path: Path, only: str | None) -> Checkpoint:
     return Checkpoint(path, "embedding", chosen[0].class_name, tuple(chosen))
 
 
-def _transformers(path: Path) -> Checkpoint:
-    config = _read_json(path / "config.json")
+def _transformers(path: Path, allow_torch: bool) -> Checkpoint:
+    config = read_json(path / "config.json")
     architectures = config.get("architectures") or [None]
     class_name = architectures[0] if isinstance(architectures, list) else architectures
     if not isinstance(class_name, str | None):
         raise FormatError(f"{path / 'config.json'}: architectures must be a list of names, got {architectures!r}")
     sentence = (path / "modules.json").is_file()
     kind: ModelKind = "llm" if str(class_name).endswith("ForCausalLM") and not sentence else "embedding"
-    if not _weight_files(path):
+    model = _component(path, "model", "transformers", class_name, ".", allow_torch)
+    if model is None:
         raise FormatError(f"{path}: no safetensors weights beside config.json (model.safetensors or its shards)")
-    return Checkpoint(path, kind, class_name, (_component(path, "model", "transformers", class_name, "."),))
+    return Checkpoint(path, kind, class_name, (model,))
 
 
 def _adapter(path: Path) -> Checkpoint:
@@ -123,47 +132,64 @@ def _adapter(path: Path) -> Checkpoint:
     return Checkpoint(path, "adapter", None, (lora,))
 
 
-def _component(folder: Path, name: str, library: str, class_name: str | None, relative: str) -> SourceComponent:
+def _component(
+    folder: Path, name: str, library: str, class_name: str | None, relative: str, allow_torch: bool
+) -> SourceComponent | None:
+    """The weights of a folder, or None if it has none."""
+    format_: WeightFormat = "safetensors"
+    files = safetensors_files(folder)
+    if not files and (files := torch_files(folder)):
+        format_ = "torch"
+    if not files:
+        return None
     tensors: dict[str, SourceTensor] = {}
     metadata: dict[str, str] = {}
-    files = _weight_files(folder)
     for file in files:
-        header: SafetensorsHeader = read_header(file)
-        for tensor, entry in header.tensors.items():
+        if format_ == "torch":
+            found: Mapping[str, SourceTensor] = read_pickle(file, allow_torch=allow_torch)
+        else:
+            header = read_header(file)
+            found = header.tensors
+            metadata.update(header.metadata)
+        for tensor, entry in found.items():
             if tensor in tensors:
                 raise FormatError(f"{file}: tensor {tensor!r} is also in {tensors[tensor].file.name}")
             tensors[tensor] = entry
-        metadata.update(header.metadata)
-    return SourceComponent(name, library, class_name, relative, tensors, metadata, tuple(file.name for file in files))
+    names = tuple(file.name for file in files)
+    return SourceComponent(name, library, class_name, relative, tensors, metadata, names, format_)
 
 
-def _weight_files(folder: Path) -> list[Path]:
-    for stem in _WEIGHT_STEMS:
-        single, index = folder / f"{stem}.safetensors", folder / f"{stem}.safetensors.index.json"
-        if single.is_file():
-            return [single]
-        if index.is_file():
-            return _shards(folder, index)
-    return []
+def _single_file(path: Path, allow_torch: bool) -> Checkpoint:
+    match path.suffix:
+        case ".safetensors":
+            header = read_header(path)
+            return _bare(path, "tensors", header.tensors, "safetensors", metadata=dict(header.metadata))
+        case ".gguf":
+            return _gguf(path, gguf_set(path))
+        case ".bin" if not is_pickle(path):
+            kuiper = read_kuiper(path)
+            return _bare(path, "llm", kuiper.tensors, "kuiper", headers={f"{path.name}.header": kuiper.raw})
+        case ".bin" | ".pt" | ".pth":
+            return _bare(path, "tensors", read_pickle(path, allow_torch=allow_torch), "torch")
+    raise FormatError(f"{path}: unknown kind of file {path.suffix!r} (known: .safetensors, .gguf, .bin, .pt, .pth)")
 
 
-def _shards(folder: Path, index: Path) -> list[Path]:
-    weight_map = _read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict):
-        raise FormatError(f"{index}: no weight_map")
-    names = sorted({str(name) for name in weight_map.values()})
-    for name in names:
-        # A shard name is a plain file name; anything else could point out of the checkpoint.
-        if Path(name).name != name or not (folder / name).is_file():
-            raise FormatError(f"{index}: shard {name!r} is not a file beside it")
-    return [folder / name for name in names]
+def _bare(
+    path: Path,
+    kind: ModelKind,
+    tensors: Mapping[str, SourceTensor],
+    format_: WeightFormat,
+    *,
+    metadata: dict[str, str] | None = None,
+    headers: Mapping[str, bytes] | None = None,
+) -> Checkpoint:
+    model = SourceComponent("model", format_, None, ".", dict(tensors), metadata or {}, (path.name,), format_)
+    return Checkpoint(path, kind, None, (model,), headers or {})
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise FormatError(f"{path}: {error}") from None
-    if not isinstance(value, dict):
-        raise FormatError(f"{path}: expected a JSON object, got {type(value).__name__}")
-    return value
+def _gguf(path: Path, files: list[Path]) -> Checkpoint:
+    model = read_gguf_model(files)
+    names = tuple(file.name for file in files)
+    component = SourceComponent("model", "gguf", model.architecture, ".", dict(model.tensors), {}, names, "gguf")
+    headers = {f"{file.name}.header": header.raw for file, header in model.headers.items()}
+    return Checkpoint(path, "llm" if model.is_llm else "tensors", model.architecture, (component,), headers)

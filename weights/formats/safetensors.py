@@ -1,4 +1,4 @@
-"""Header of a safetensors file, checked against the published format before any tensor byte is trusted.
+"""safetensors files: the header, checked against the published format before any tensor byte is trusted; writing.
 
 Format: u64 little-endian header length, JSON header, then the buffer; offsets are relative to the buffer and must
 tile it exactly. Source: the safetensors README, "Format".
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from weights.errors import FormatError
 from weights.formats.tensors import FileTensor
 
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit; keeps a damaged length from becoming an allocation
+_RANKS = {dtype: rank for rank, dtype in enumerate(ITEM_BYTES)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +31,60 @@ class SafetensorsHeader:
 
 def read_header(path: Path) -> SafetensorsHeader:
     """Parse and check the header of `path`. Raises FormatError naming file and tensor."""
-    file_bytes = path.stat().st_size
+    try:
+        file_bytes = path.stat().st_size
+        raw = _read_raw(path, file_bytes)
+    except OSError as error:
+        raise FormatError(f"{path}: {error.strerror or error}") from None
+    header = _parse_json(path, raw)
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise FormatError(f"{path}: __metadata__ must map strings to strings")
+    start = 8 + len(raw)
+    tensors = {name: _entry(path, name, value, start) for name, value in header.items()}
+    _check_tiling(path, tensors, start, file_bytes)
+    return SafetensorsHeader(tensors, metadata)
+
+
+def write_safetensors(
+    path: Path,
+    tensors: Mapping[str, tuple[str, tuple[int, ...], Callable[[], bytes | memoryview]]],
+    metadata: Mapping[str, str],
+) -> None:
+    """Write `tensors`, name -> (dtype, shape, read), one after another: one tensor's bytes in memory at a time.
+
+    Order and padding are the stock writer's. Not synced to disk: that is the caller's to decide.
+    Raises FormatError for a dtype that the format lacks, and when `read` gives fewer or more bytes than the shape.
+    """
+    header: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
+    for name, (dtype, _, _) in tensors.items():
+        if dtype not in ITEM_BYTES:
+            raise FormatError(f"{path}: tensor {name!r}: safetensors has no {dtype} (known: {', '.join(ITEM_BYTES)})")
+        if name == "__metadata__":
+            raise FormatError(f"{path}: no tensor can be called '__metadata__' in a safetensors file")
+    order = sorted(tensors, key=lambda name: (-_RANKS[tensors[name][0]], name))
+    position = 0
+    for name in order:
+        dtype, shape, _ = tensors[name]
+        end = position + math.prod(shape) * ITEM_BYTES[dtype]
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [position, end]}
+        position = end
+    try:
+        text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise FormatError(f"{path}: a name is not text: {error.reason}") from None
+    text += b" " * (-len(text) % 8)  # so that the tensors of a mapped file are aligned
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name in order:
+            begin, end = header[name]["data_offsets"]
+            data = memoryview(tensors[name][2]())
+            if data.nbytes != end - begin:
+                raise FormatError(f"{path}: tensor {name!r} takes {end - begin} bytes, {data.nbytes} came")
+            file.write(data)
+
+
+def _read_raw(path: Path, file_bytes: int) -> bytes:
     with path.open("rb") as file:
         prefix = file.read(8)
         if len(prefix) < 8:
@@ -41,15 +95,7 @@ def read_header(path: Path) -> SafetensorsHeader:
                 f"{path}: header length {header_bytes} does not fit a file of {file_bytes} bytes "
                 f"(limit {MAX_HEADER_BYTES}); truncated, or not a safetensors file"
             )
-        raw = file.read(header_bytes)
-    header = _parse_json(path, raw)
-    metadata = header.pop("__metadata__", {})
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise FormatError(f"{path}: __metadata__ must map strings to strings")
-    start = 8 + header_bytes
-    tensors = {name: _entry(path, name, value, start) for name, value in header.items()}
-    _check_tiling(path, tensors, start, file_bytes)
-    return SafetensorsHeader(tensors, metadata)
+        return file.read(header_bytes)
 
 
 def _parse_json(path: Path, raw: bytes) -> dict[str, Any]:

@@ -5,12 +5,17 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import gguf
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from weights.dtypes import tensor_nbytes
 from weights.errors import FormatError
-from weights.formats.checkpoint import LORA_FILE, read_checkpoint
+from weights.formats.checkpoint import read_checkpoint
+from weights.formats.kuiper import KuiperHeader, write_kuiper
+from weights.formats.weight_files import LORA_FILE
 
 ONE = {"w": torch.rand(2, 3)}
 
@@ -84,14 +89,16 @@ def test_a_tensor_in_two_shards_is_refused(sharded: Path) -> None:
         read_checkpoint(sharded)
 
 
-@pytest.mark.parametrize("name", ["../model-1.safetensors", "/etc/passwd", "gone.safetensors", ".."])
+@pytest.mark.parametrize(
+    "name", ["../model-1.safetensors", "/etc/passwd", "gone.safetensors", "..", "", "x" * 300, "\ud800"]
+)
 def test_a_shard_must_be_a_file_beside_the_index(sharded: Path, name: str) -> None:
     (sharded / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
     with pytest.raises(FormatError, match="is not a file beside it"):
         read_checkpoint(sharded)
 
 
-@pytest.mark.parametrize("text", ["{}", '{"weight_map": []}'])
+@pytest.mark.parametrize("text", ["{}", '{"weight_map": []}', '{"weight_map": {}}'])
 def test_an_index_needs_a_weight_map(sharded: Path, text: str) -> None:
     (sharded / "model.safetensors.index.json").write_text(text)
     with pytest.raises(FormatError, match="no weight_map"):
@@ -122,17 +129,17 @@ def test_a_damaged_json_file_is_named(write_model, file: str, text: str) -> None
         read_checkpoint(folder)
 
 
-def test_a_component_outside_the_checkpoint_is_refused(write_pipeline) -> None:
-    other = write_pipeline("other", {"vae": ONE})
+@pytest.mark.parametrize("name", ["../other/vae", "..", ".", "", "/etc", "vae/.", "a\0b", "\ud800", "x" * 256])
+def test_a_component_outside_the_checkpoint_is_refused(write_pipeline, name: str) -> None:
+    write_pipeline("other", {"vae": ONE})
     folder = write_pipeline("p", {"vae": ONE})
-    index = {"_class_name": "P", f"../{other.name}/vae": ["diffusers", "TinyVae"]}
-    (folder / "model_index.json").write_text(json.dumps(index))
-    with pytest.raises(FormatError, match="model_index"):
+    (folder / "model_index.json").write_text(json.dumps({"_class_name": "P", name: ["diffusers", "TinyVae"]}))
+    with pytest.raises(FormatError, match="is not a plain name"):
         read_checkpoint(folder)
 
 
 def test_what_is_no_checkpoint(tmp_path: Path, write_model) -> None:
-    with pytest.raises(FormatError, match="no such folder"):
+    with pytest.raises(FormatError, match="no such folder or file"):
         read_checkpoint(tmp_path / "gone")
     with pytest.raises(FormatError, match="unknown layout"):
         read_checkpoint(tmp_path)
@@ -147,3 +154,139 @@ def test_what_is_no_checkpoint(tmp_path: Path, write_model) -> None:
     (bare / "model_index.json").unlink()
     with pytest.raises(FormatError, match=r"model\.safetensors"):
         read_checkpoint(bare)
+
+
+def test_the_only_variant_of_a_component_is_taken(write_pipeline) -> None:
+    folder = write_pipeline("p", {"vae": ONE})
+    plain = folder / "vae" / "diffusion_pytorch_model.safetensors"
+    plain.rename(folder / "vae" / "diffusion_pytorch_model.fp16.safetensors")
+    (component,) = read_checkpoint(folder).components
+    assert (component.files, component.format) == (("diffusion_pytorch_model.fp16.safetensors",), "safetensors")
+    save_file(ONE, folder / "vae" / "diffusion_pytorch_model.bf16.safetensors")
+    with pytest.raises(FormatError, match=r"vae: several variants.*bf16\.safetensors, .*fp16\.safetensors"):
+        read_checkpoint(folder)
+    save_file({"plain": torch.rand(1)}, plain)
+    assert list(read_checkpoint(folder).components[0].tensors) == ["plain"], "without a variant goes first"
+
+
+@pytest.mark.parametrize("variant", ["", ".fp16"])
+def test_a_component_may_be_sharded(write_pipeline, variant: str) -> None:
+    folder = write_pipeline("p", {"vae": ONE})
+    (folder / "vae" / "diffusion_pytorch_model.safetensors").unlink()
+    weight_map = {}
+    for number in (1, 2):
+        name = f"diffusion_pytorch_model{variant}-0000{number}-of-00002.safetensors"
+        save_file({f"w{number}": torch.rand(2)}, folder / "vae" / name)
+        weight_map[f"w{number}"] = name
+    index = folder / "vae" / f"diffusion_pytorch_model.safetensors.index{variant}.json"
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    (component,) = read_checkpoint(folder).components
+    assert set(component.tensors) == {"w1", "w2"}
+    assert component.files == tuple(weight_map.values())
+
+
+def test_a_hub_cache_of_links_is_followed(write_pipeline, tmp_path: Path) -> None:
+    folder = write_pipeline("p", {"vae": ONE})
+    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshot"
+    blobs.mkdir()
+    for number, file in enumerate(file for file in folder.rglob("*") if file.is_file()):
+        file.rename(blobs / str(number))
+        link = snapshot / file.relative_to(folder)
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(blobs / str(number))
+    checkpoint = read_checkpoint(snapshot)
+    assert [part.name for part in checkpoint.components] == ["vae"]
+    assert Path("vae/config.json") in set(checkpoint.skeleton_files())
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_torch_weights_are_read_only_when_allowed(write_model, sharded: bool) -> None:
+    folder = write_model("m", ONE)
+    (folder / "model.safetensors").unlink()
+    name = "pytorch_model-00001-of-00001.bin" if sharded else "pytorch_model.bin"
+    torch.save({"w": ONE["w"]}, folder / name)
+    if sharded:
+        (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": {"w": name}}))
+    with pytest.raises(FormatError, match=rf"{name}: a pickle.*allow_torch.*safetensors"):
+        read_checkpoint(folder)
+    checkpoint = read_checkpoint(folder, allow_torch=True)
+    (component,) = checkpoint.components
+    assert (checkpoint.kind, component.format, component.files) == ("llm", "torch", (name,))
+    assert bytes(component.tensors["w"].read()) == ONE["w"].numpy().tobytes()
+    save_file(ONE, folder / "model.safetensors")
+    assert read_checkpoint(folder).components[0].format == "safetensors"
+
+
+def test_a_single_safetensors_file(tmp_path: Path) -> None:
+    file = tmp_path / "x.safetensors"
+    save_file(ONE, file, metadata={"k": "v"})
+    checkpoint = read_checkpoint(file)
+    (component,) = checkpoint.components
+    assert (checkpoint.kind, checkpoint.class_name, list(checkpoint.skeleton_files())) == ("tensors", None, [])
+    assert (component.name, component.files, component.metadata) == ("model", ("x.safetensors",), {"k": "v"})
+    with pytest.raises(FormatError, match="this is no pipeline"):
+        read_checkpoint(file, component="vae")
+
+
+def write_gguf_file(file: Path, architecture: str = "llama", tensor: str = "w") -> None:
+    writer = gguf.GGUFWriter(file, architecture)
+    writer.add_tensor(tensor, np.ones((2, 3), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.mark.parametrize(
+    ("architecture", "kind"),
+    [("llama", "llm"), ("qwen3moe", "llm"), ("flux", "tensors"), ("bert", "tensors"), ("gemma-embedding", "tensors")],
+)
+@pytest.mark.parametrize("as_folder", [False, True])
+def test_a_gguf_model(tmp_path: Path, architecture: str, kind: str, as_folder: bool) -> None:
+    file = tmp_path / "x.gguf"
+    write_gguf_file(file, architecture)
+    checkpoint = read_checkpoint(tmp_path if as_folder else file)
+    (component,) = checkpoint.components
+    assert (checkpoint.kind, checkpoint.class_name, component.class_name) == (kind, architecture, architecture)
+    assert (component.name, component.format, component.files) == ("model", "gguf", ("x.gguf",))
+    assert checkpoint.headers == {"x.gguf.header": file.read_bytes()[: component.tensors["w"].offset]}
+
+
+def test_gguf_beside_a_config_is_found_when_there_is_nothing_else(write_model) -> None:
+    folder = write_model("m", ONE)
+    write_gguf_file(folder / "x.gguf")
+    assert read_checkpoint(folder).components[0].format == "safetensors"
+    (folder / "model.safetensors").unlink()
+    assert read_checkpoint(folder).components[0].format == "gguf"
+    write_gguf_file(folder / "y.gguf")
+    with pytest.raises(FormatError, match=r"several GGUF models \(x\.gguf, y\.gguf\); name one file"):
+        read_checkpoint(folder)
+
+
+def test_a_kuiper_file(tmp_path: Path) -> None:
+    file = tmp_path / "llama.bin"
+    header = KuiperHeader(8, 8, 1, 2, 1, 4, 6, 8, True)
+    tensors = {name: bytes(tensor_nbytes(dtype, shape)) for name, dtype, shape in header.layout()}
+    write_kuiper(file, header, {name: data.__bytes__ for name, data in tensors.items()})
+    checkpoint = read_checkpoint(file)
+    (component,) = checkpoint.components
+    assert (checkpoint.kind, component.format, set(component.tensors)) == ("llm", "kuiper", set(tensors))
+    assert checkpoint.headers == {"llama.bin.header": header.raw}
+    file.write_bytes(file.read_bytes() + b"x")
+    with pytest.raises(FormatError, match="not a KuiperLLama file"):
+        read_checkpoint(file, allow_torch=True)
+
+
+@pytest.mark.parametrize("zipped", [False, True])
+def test_a_bin_file_that_is_a_pickle_is_not_taken_for_kuipers(tmp_path: Path, zipped: bool) -> None:
+    file = tmp_path / "model.bin"
+    torch.save({"w": torch.ones(2)}, file, _use_new_zipfile_serialization=zipped)
+    with pytest.raises(FormatError, match="allow_torch"):
+        read_checkpoint(file)
+    assert read_checkpoint(file, allow_torch=True).components[0].format == "torch"
+
+
+def test_an_unknown_kind_of_file(tmp_path: Path) -> None:
+    (tmp_path / "x.ckpt").write_bytes(b"")
+    with pytest.raises(FormatError, match=r"'\.ckpt' \(known: \.safetensors, \.gguf"):
+        read_checkpoint(tmp_path / "x.ckpt")

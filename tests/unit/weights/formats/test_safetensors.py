@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save, save_file
 
 from weights.errors import FormatError
-from weights.formats.safetensors import read_header
+from weights.formats.safetensors import read_header, write_safetensors
 from weights.loader import TORCH_DTYPES
 
 SHAPES: list[tuple[int, ...]] = [(), (0,), (3,), (2, 0, 4), (2, 3), (1, 2, 3, 4)]
@@ -163,3 +163,59 @@ def test_a_valid_file_is_read(tmp_path_factory: pytest.TempPathFactory, arrays: 
     file = tmp_path_factory.getbasetemp() / "valid.safetensors"
     file.write_bytes(safetensors.numpy.save(arrays))
     assert as_we_read(file) == as_library_reads(file.read_bytes())
+
+
+NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+
+
+def sources(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    return {
+        name: (NAMES[tensor.dtype], tuple(tensor.shape), tensor.reshape(-1).view(torch.uint8).numpy().tobytes)
+        for name, tensor in tensors.items()
+    }
+
+
+def test_a_written_file_has_the_bytes_of_the_stock_writer(tmp_path: Path) -> None:
+    tensors = {}
+    for number, dtype in enumerate(TORCH_DTYPES.values()):
+        for shape in SHAPES:
+            data = torch.randint(0, 2 if dtype is torch.bool else 256, (*shape, dtype.itemsize), dtype=torch.uint8)
+            tensors[f"{number * 7 % 17}é{shape}"] = data.view(dtype).reshape(shape)
+    file = tmp_path / "x.safetensors"
+    for chosen, metadata in [(tensors, {"format": "pt"}), ({}, {}), (tensors, {}), ({}, {"ü": '"'})]:
+        write_safetensors(file, sources(chosen), metadata)
+        assert file.read_bytes() == save(chosen, metadata=metadata or None)
+
+
+def test_one_tensor_at_a_time_is_read_while_writing(tmp_path: Path) -> None:
+    file = tmp_path / "x.safetensors"
+    seen: list[int] = []
+
+    def read() -> bytes:
+        seen.append(file.stat().st_size)
+        return bytes(2**16)
+
+    write_safetensors(file, dict.fromkeys("abc", ("U8", (2**16,), read)), {})
+    assert all(size >= number * 2**16 for number, size in enumerate(seen))
+    assert len(seen) == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "words"),
+    [
+        ("a", ("Q8_0", (32,), lambda: bytes(34)), "'a': safetensors has no Q8_0"),
+        ("a", ("F32", (2,), lambda: bytes(7)), "'a' takes 8 bytes, 7 came"),
+        ("a", ("F32", (2,), lambda: memoryview(bytes(12)).cast("I")), "'a' takes 8 bytes, 12 came"),
+        ("__metadata__", ("U8", (1,), lambda: b"x"), "no tensor can be called '__metadata__'"),
+        ("\ud800", ("U8", (1,), lambda: b"x"), "not text"),
+    ],
+)
+def test_what_cannot_be_written_is_refused(tmp_path: Path, name: str, tensor: Any, words: str) -> None:
+    with pytest.raises(FormatError, match=rf"x\.safetensors.*{words}"):
+        write_safetensors(tmp_path / "x.safetensors", {name: tensor}, {})
+
+
+def test_what_is_no_file(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "gone.safetensors"):
+        with pytest.raises(FormatError, match=str(path)):
+            read_header(path)

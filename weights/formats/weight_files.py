@@ -1,0 +1,88 @@
+"""Which files of a folder are a model's weights, by the names that diffusers and transformers give them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from weights.errors import FormatError
+
+LORA_FILE = "pytorch_lora_weights.safetensors"
+MAX_JSON_BYTES = 64 * 2**20  # an index of 100,000 tensors has 10 MiB; a damaged file must not fill memory
+
+# One component's weights, by precedence: diffusers' and transformers' names, whole before sharded.
+_SAFE_STEMS = ("diffusion_pytorch_model", "model")
+_TORCH_STEMS = ("diffusion_pytorch_model", "pytorch_model")
+_SHARD = re.compile(r"-\d{5}-of-\d{5}\b")
+
+
+def safetensors_files(folder: Path) -> list[Path]:
+    """The one file or the shards; without them those of the only variant (`model.fp16.safetensors`), if there is one.
+
+    Raises FormatError for an index whose shards are not files beside it, and when there are several variants.
+    """
+    for stem in _SAFE_STEMS:
+        single, index = folder / f"{stem}.safetensors", folder / f"{stem}.safetensors.index.json"
+        if single.is_file():
+            return [single]
+        if index.is_file():
+            return _shards(folder, index)
+    for stem in _SAFE_STEMS:
+        singles = [file for file in folder.glob(f"{stem}.*.safetensors") if not _SHARD.search(file.name)]
+        variants = sorted([*singles, *folder.glob(f"{stem}.safetensors.index.*.json")])
+        if len(variants) > 1:
+            names = ", ".join(file.name for file in variants)
+            raise FormatError(f"{folder}: several variants of the weights ({names}); keep one, or name a file")
+        if variants:
+            return [variants[0]] if variants[0] in singles else _shards(folder, variants[0])
+    return []
+
+
+def torch_files(folder: Path) -> list[Path]:
+    """The same of torch's own files: `pytorch_model.bin` or its shards."""
+    for stem in _TORCH_STEMS:
+        single, index = folder / f"{stem}.bin", folder / f"{stem}.bin.index.json"
+        if single.is_file():
+            return [single]
+        if index.is_file():
+            return _shards(folder, index)
+    return []
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object. Raises FormatError naming the file."""
+    try:
+        with path.open("rb") as file:
+            # Python allocates what is asked for, whatever the file has.
+            raw = file.read(min(os.fstat(file.fileno()).st_size, MAX_JSON_BYTES) + 1)
+        if len(raw) > MAX_JSON_BYTES:
+            raise FormatError(f"{path}: more than {MAX_JSON_BYTES} bytes")
+        value = json.loads(raw.decode("utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise FormatError(f"{path}: {error}") from None
+    if not isinstance(value, dict):
+        raise FormatError(f"{path}: expected a JSON object, got {type(value).__name__}")
+    return value
+
+
+def is_plain_name(name: str) -> bool:
+    """Whether it can name something in a folder and nothing outside of it."""
+    try:
+        return name not in ("", "..") and Path(name).name == name and "\0" not in name and len(name.encode()) <= 255
+    except UnicodeEncodeError:
+        return False
+
+
+def _shards(folder: Path, index: Path) -> list[Path]:
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise FormatError(f"{index}: no weight_map")
+    names = sorted({str(name) for name in weight_map.values()})
+    for name in names:
+        # A shard name is a plain file name; anything else could point out of the checkpoint.
+        if not is_plain_name(name) or not (folder / name).is_file():
+            raise FormatError(f"{index}: shard {name!r} is not a file beside it")
+    return [folder / name for name in names]

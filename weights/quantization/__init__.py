@@ -1,0 +1,1 @@
+"""Number formats of weights, in numpy: float tensors to 8 bits and back."""
