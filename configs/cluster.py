@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from decimal import Decimal
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -20,6 +21,7 @@ _UNITS = {
     "MB": 10**6,
     "GB": 10**9,
 }
+_SECRET = re.compile("key|secret|token|password|credential", re.IGNORECASE)
 
 
 def parse_bytes(value: Any) -> Any:
@@ -56,6 +58,32 @@ class RayConfig(StrictModel):
     dashboard: bool = False
 
 
+class ObjectStorageConfig(StrictModel):
+    """Where s3:// URLs lead. Credentials are never here: the environment of the cluster has them."""
+
+    endpoint: str | None = Field(None, pattern=r"^https?://[^/@?#\s]+/?$", description="without it, AWS of the region")
+    region: str | None = Field(None, pattern=r"^[A-Za-z0-9-]+$")
+    anonymous: bool = Field(False, description="unsigned requests, for public buckets")
+    verify_md5: bool = Field(True, description="ETags of one-piece objects are MD5s; false under SSE-KMS or SSE-C")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_no_secrets(cls, data: Any) -> Any:
+        secrets = [str(key) for key in data if _SECRET.search(str(key))] if isinstance(data, dict) else []
+        if secrets:
+            raise ValueError(
+                f"{', '.join(secrets)}: credentials do not belong into a config file; set AWS_ACCESS_KEY_ID, "
+                "AWS_SECRET_ACCESS_KEY and, for temporary ones, AWS_SESSION_TOKEN in the environment"
+            )
+        return data
+
+    def options(self) -> dict[str, str]:
+        """As `weights.sources` takes them."""
+        text = {"endpoint": self.endpoint, "region": self.region}
+        flags = {"anonymous": self.anonymous, "verify_md5": self.verify_md5}
+        return {key: value for key, value in text.items() if value} | {k: str(v).lower() for k, v in flags.items()}
+
+
 class StoreConfig(StrictModel):
     """The external weight store on disk, and how much of it a node keeps in Ray's object store."""
 
@@ -63,6 +91,7 @@ class StoreConfig(StrictModel):
     node_budget_bytes: Bytes | None = Field(
         None, description="bytes of extents that one node keeps in memory; default 70 % of the object store"
     )
+    object_storage: ObjectStorageConfig = ObjectStorageConfig()
 
 
 class LimitsConfig(StrictModel):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import re
 import typing
 from collections.abc import Iterable
 from pathlib import Path
@@ -52,11 +53,14 @@ def resolve_paths(config: ClusterConfig, folder: Path) -> ClusterConfig:
     def absolute(path: Path) -> Path:
         return (folder / path.expanduser()).resolve()
 
+    def located(source: Path | str) -> Path | str:
+        return absolute(source) if isinstance(source, Path) else source
+
     return config.model_copy(
         update={
             "store": config.store.model_copy(update={"path": absolute(config.store.path)}),
-            "models": tuple(m.model_copy(update={"path": absolute(m.path)}) for m in config.models),
-            "adapters": tuple(a.model_copy(update={"path": absolute(a.path)}) for a in config.adapters),
+            "models": tuple(m.model_copy(update={"path": located(m.path)}) for m in config.models),
+            "adapters": tuple(a.model_copy(update={"path": located(a.path)}) for a in config.adapters),
         }
     )
 
@@ -98,7 +102,8 @@ def _problem(node: yaml.Node | None, detail: Any) -> Problem:
     elif detail["type"] == "missing":
         text = "required, but missing"
     elif not isinstance(detail.get("input"), dict | list | tuple):
-        text = f"{text}, got {detail.get('input')!r}"
+        # A mistaken URL may have a password in it: https://user:password@host.
+        text = f"{text}, got {re.sub(r'//.*@', '//***@', repr(detail.get('input')))}"
     return Problem(_line_of(node, location), key, text)
 
 

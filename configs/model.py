@@ -2,14 +2,34 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, StringConstraints
 
 # Ids become file names in the store and path segments in URLs, so they are kept to one plain word.
 ModelId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+def parse_source(value: Any) -> Any:
+    """A folder or file as Path; an object storage URL stays text, because a Path would make one slash of two."""
+    if isinstance(value, Path):
+        return value
+    if not isinstance(value, str) or not value:
+        raise ValueError("expected a path or an s3:// URL")
+    scheme, is_url, rest = value.partition("://")
+    if not is_url:
+        return Path(value)
+    if scheme != "s3":
+        raise ValueError(f"unknown scheme {scheme}:// (known: s3://; a path needs none)")
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]+(/[^?#]*)?", rest):
+        raise ValueError("expected s3://bucket/prefix; credentials come from the environment only")
+    return value
+
+
+Source = Annotated[Path | str, PlainValidator(parse_source)]
 
 
 class StrictModel(BaseModel):
@@ -33,12 +53,13 @@ class GenerationDefaults(StrictModel):
 class ModelConfig(StrictModel):
     """A checkpoint folder in a stock layout: diffusers pipeline, transformers LLM or sentence encoder.
 
+    `path` is local, or an s3:// URL that is copied to the store's disk first (`store.object_storage` says how).
     `component` serves one component of a pipeline folder as a model of its own (its text encoder as an
     embedding model, say). `dtype` other than `auto` casts floating tensors once, when they enter the store.
     """
 
     id: ModelId
-    path: Path
+    path: Source
     component: str | None = None
     dtype: DType = "auto"
     preload: bool = Field(False, description="build it when a replica starts, if there is room without evicting")
@@ -50,6 +71,6 @@ class AdapterConfig(StrictModel):
     """A LoRA in the stock diffusers/PEFT layout, and the models that it may be used with."""
 
     id: ModelId
-    path: Path
+    path: Source
     base: tuple[ModelId, ...] = Field(min_length=1)
     dtype: DType = "auto"

@@ -91,6 +91,11 @@ def test_relative_paths_are_relative_to_the_file(tmp_path: Path, monkeypatch: py
         (MODELS + "name: &x [*x]\n", 4, "name", ["string"]),
         (b"name: \xff\xfe\n", None, "", ["cannot be read"]),
         (MODELS + "store: {path: ~nosuchuser42/store}\n", None, "", ["home directory"]),
+        ("models:\n  - id: m\n    path: gs://bucket/m\n", 3, "models.0.path", ["gs://", "known: s3://"]),
+        ("models:\n  - id: m\n    path: s3:///m\n", 3, "models.0.path", ["expected s3://bucket/prefix"]),
+        ("models:\n  - id: m\n    path: 3\n", 3, "models.0.path", ["a path or an s3:// URL", "3"]),
+        (MODELS + "store: {object_storage: {regoin: x}}\n", 4, "store.object_storage.regoin", ["'region'"]),
+        (MODELS + "store: {object_storage: {endpoint: host}}\n", 4, "store.object_storage.endpoint", ["'host'"]),
     ],
 )
 def test_a_mistake_is_told_with_its_place(
@@ -99,6 +104,52 @@ def test_a_mistake_is_told_with_its_place(
     (problem,) = problems(tmp_path, text)
     assert (problem.line, problem.key) == (line, key)
     assert all(word in problem.text for word in words), problem.text
+
+
+@pytest.mark.parametrize("key", ["aws_secret_access_key", "access_key_id", "AWS_SESSION_TOKEN", "Password"])
+def test_credentials_in_the_file_are_refused_and_not_repeated(tmp_path: Path, key: str) -> None:
+    text = f"store:\n  object_storage:\n    region: us-east-1\n    {key}: hunter2\n"
+    (problem,) = problems(tmp_path, MODELS + text)
+    assert (problem.line, problem.key) == (5, "store.object_storage")
+    assert key in problem.text
+    assert "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY" in problem.text
+    assert "hunter2" not in problem.text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "models: [{id: m, path: 's3://me:hunter2@bucket/m'}]\n",
+        "models: [{id: m, path: 's3://me:hunter2/x@bucket/m'}]\n",
+        "models: [{id: m, path: 'https://me:hunter2@host/m'}]\n",
+        MODELS + "store: {object_storage: {endpoint: 'https://me:hunter2@host'}}\n",
+    ],
+)
+def test_a_password_in_a_url_is_not_repeated(tmp_path: Path, text: str) -> None:
+    (problem,) = problems(tmp_path, text)
+    assert "hunter2" not in problem.text
+    assert "***" in problem.text
+
+
+def test_a_url_is_kept_as_it_is(tmp_path: Path) -> None:
+    text = (
+        "models: [{id: m, path: 's3://my.bucket/team/m'}, {id: n, path: near}]\n"
+        "adapters: [{id: a, path: 's3://bucket', base: [m]}]\n"
+        "store: {object_storage: {endpoint: 'http://127.0.0.1:9000', region: eu-west-1, anonymous: true}}\n"
+    )
+    config = load_cluster_config(write(tmp_path, text))
+    assert [entry.path for entry in config.entries.values()] == [
+        "s3://my.bucket/team/m",
+        tmp_path / "near",
+        "s3://bucket",
+    ]
+    assert config.store.object_storage.options() == {
+        "endpoint": "http://127.0.0.1:9000",
+        "region": "eu-west-1",
+        "anonymous": "true",
+        "verify_md5": "true",
+    }
+    assert type(config).model_validate_json(config.model_dump_json()) == config
 
 
 def test_several_mistakes_are_told_at_once(tmp_path: Path) -> None:

@@ -1,0 +1,148 @@
+"""One object on its way to a file: parts by range, in any order, from any thread."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import xxhash
+
+from weights.errors import FormatError, StoreError
+from weights.formats.safetensors import MAX_HEADER_BYTES, read_header
+from weights.sources.bucket import Bucket, RemoteObject
+from weights.sources.journal import FileRecord, Journal
+
+_MD5_ETAG = re.compile(r'"?([0-9a-f]{32})"?')
+_BLOCK_BYTES = 2**20
+OnArrival = Callable[[int, int], None]  # bytes that are on disk now, those of them that were fetched
+
+
+class Download:
+    """`<file>.part` until every part is there and right, then `<file>`."""
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        remote: RemoteObject,
+        target: Path,
+        journal: Journal,
+        part_bytes: int,
+        arrived: OnArrival,
+    ) -> None:
+        self._bucket, self._remote, self._journal, self._arrived = bucket, remote, journal, arrived
+        self._file = target / remote.name
+        self._part_file = self._file.with_name(self._file.name + ".part")
+        self._record = self._begin(part_bytes)
+        self._lock = threading.Lock()
+        self._present: set[int] = set()
+        # An empty object has one empty part, so that something finishes it.
+        self.num_parts = max(1, -(-remote.nbytes // self._record.part_bytes))
+        self._num_awaited = self.num_parts
+
+    def check_header(self) -> None:
+        """Bring a safetensors header first, so that a bad checkpoint is refused before its tensors are downloaded."""
+        if self._file.suffix != ".safetensors":
+            return
+        self._ensure(0)
+        with self._part_file.open("rb") as file:
+            header_bytes = 8 + int.from_bytes(file.read(8), "little")
+        if header_bytes <= min(self._remote.nbytes, MAX_HEADER_BYTES):
+            for part in range(1, -(-header_bytes // self._record.part_bytes)):
+                self._ensure(part)
+        try:
+            read_header(self._part_file)
+        except FormatError as error:
+            url = f"{self._bucket.url}/{self._remote.name}"
+            raise FormatError(str(error).replace(str(self._part_file), url)) from None
+
+    def missing_bytes(self) -> int:
+        """What the disk must still give."""
+        return max(0, self._remote.nbytes - self._part_file.stat().st_blocks * 512)
+
+    def reserve(self) -> None:
+        """Take the disk blocks now, so that a full disk is found before the hours of downloading."""
+        if self._remote.nbytes:
+            with self._part_file.open("r+b") as file:
+                os.posix_fallocate(file.fileno(), 0, self._remote.nbytes)
+
+    def bring(self, part: int) -> None:
+        """Have this part; with the last one, finish the file. Call once for each part."""
+        self._ensure(part)
+        with self._lock:
+            self._num_awaited -= 1
+            is_last = self._num_awaited == 0
+        if is_last:
+            self._finish()
+
+    def _begin(self, part_bytes: int) -> FileRecord:
+        """The record of an earlier attempt at the same object, or a fresh one and a file of its length."""
+        old = self._journal.records.get(self._remote.name)
+        is_same = old is not None and (old.etag, old.nbytes) == (self._remote.etag, self._remote.nbytes)
+        if old and is_same and self._part_file.is_file() and self._part_file.stat().st_size == old.nbytes:
+            return old
+        self._part_file.parent.mkdir(parents=True, exist_ok=True)
+        with self._part_file.open("wb") as file:
+            file.truncate(self._remote.nbytes)
+        record = FileRecord(
+            name=self._remote.name, etag=self._remote.etag, nbytes=self._remote.nbytes, part_bytes=part_bytes
+        )
+        self._journal.put(record)
+        return record
+
+    def _ensure(self, part: int) -> None:
+        if part in self._present:
+            return
+        start = part * self._record.part_bytes
+        stop = min(start + self._record.part_bytes, self._remote.nbytes)
+        is_kept = part in self._record.parts and self._checksum(start, stop) == self._record.parts[part]
+        if not is_kept and start < stop:
+            self._journal.put_part(self._remote.name, part, self._fetch(start, stop))
+        self._present.add(part)
+        self._arrived(stop - start, 0 if is_kept else stop - start)
+
+    def _fetch(self, start: int, stop: int) -> str:
+        """Write bytes `start` to `stop` of the object; their checksum."""
+        position, digest = start, xxhash.xxh3_128()
+        with self._part_file.open("r+b", buffering=0) as file:
+            file.seek(start)
+            for chunk in self._bucket.read(self._remote, start, stop):
+                position += len(chunk)
+                if position > stop:
+                    break
+                digest.update(chunk)
+                file.write(chunk)
+        if position != stop:
+            raise StoreError(
+                f"{self._bucket.url}/{self._remote.name}: bytes {start} to {stop} asked for, the server gave "
+                f"{position - start} bytes"
+            )
+        return digest.hexdigest()
+
+    def _checksum(self, start: int, stop: int) -> str:
+        digest = xxhash.xxh3_128()
+        with self._part_file.open("rb", buffering=0) as file:
+            file.seek(start)
+            while start < stop:
+                block = file.read(min(_BLOCK_BYTES, stop - start))
+                digest.update(block)
+                start += len(block) or stop
+        return digest.hexdigest()
+
+    def _finish(self) -> None:
+        with self._part_file.open("r+b") as file:
+            os.fsync(file.fileno())
+            md5 = _MD5_ETAG.fullmatch(self._remote.etag)
+            if md5 and self._bucket.verify_md5:
+                actual = hashlib.file_digest(file, "md5").hexdigest()
+                if actual != md5[1]:
+                    self._part_file.unlink()
+                    raise StoreError(
+                        f"{self._bucket.url}/{self._remote.name}: the MD5 of what arrived is {actual}, the ETag says "
+                        f"{md5[1]}; damaged on the way, or encrypted by SSE-KMS or SSE-C (then set verify_md5: false)"
+                    )
+        self._part_file.replace(self._file)
+        self._journal.put(self._record.model_copy(update={"parts": {}, "done": True}))

@@ -1,0 +1,188 @@
+"""A checkpoint in object storage -> a folder on local disk, by range reads in parallel, resumed where it stopped.
+
+    target/model.safetensors        complete: renamed when its length and, where there is one, its MD5 are right
+    target/model.safetensors.part   on its way, at its full length
+    target/.mirror                  the journal: which object each file is of, which parts are there
+    target/.mirror.lock             flock: one mirror at a time
+
+Integrity: every part comes from the object that was listed (If-Match on its ETag) and has its full length. The ETag of
+an object that was put in one piece is its MD5 (not under SSE-KMS or SSE-C: `verify_md5` "false"), and the file is
+checked against it; of one that was put in parts only lengths are known. The client library shows no x-amz-checksum-*
+headers. From externalizing on, the store's own sha256 and checksums hold.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import shutil
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path, PurePosixPath
+from types import MappingProxyType
+from typing import Final
+
+from weights.errors import StoreError
+from weights.sources.bucket import Bucket, ObjectChanged, RemoteObject
+from weights.sources.download import Download
+from weights.sources.journal import Journal
+
+# Pickles (.bin, .pt, .ckpt) are not taken along: most folders that have them have the same weights as safetensors.
+# A URL that names one such object gets it.
+CHECKPOINT_SUFFIXES: Final = frozenset(
+    {".safetensors", ".gguf", ".onnx", ".onnx_data", ".json", ".txt", ".model", ".jinja", ".tiktoken", ".md"}
+)
+_MAX_LISTINGS: Final = 4
+
+OnProgress = Callable[[int, int], None]  # bytes that are on disk, bytes in all
+
+
+@dataclass(frozen=True, slots=True)
+class MirrorReport:
+    """What a mirror holds. `path` is the folder, or the one file that the URL names.
+
+    `fetched_bytes` came from object storage this time, `skipped` are names of objects that were left out.
+    """
+
+    url: str
+    path: Path
+    num_files: int
+    nbytes: int
+    fetched_bytes: int
+    skipped: tuple[str, ...]
+
+
+def mirror(
+    url: str,
+    target: Path,
+    *,
+    options: Mapping[str, str] = MappingProxyType({}),
+    num_connections: int = 8,
+    part_bytes: int = 8 * 2**20,
+    progress: OnProgress | None = None,
+) -> MirrorReport:
+    """Make `target` the copy of the checkpoint below `url` (s3://bucket/prefix, or one object); wait for other mirrors.
+
+    `options` as in `Bucket`. Memory stays below num_connections x part_bytes. Files that an earlier mirror brought and
+    that are gone from the URL are removed; files of others are left alone.
+
+    Raises StoreError (unreachable, refused, not there, damaged on the way, no room on disk), FormatError for a
+    safetensors header that is wrong, before the tensors are downloaded. What has arrived is used by the next attempt.
+    """
+    bucket = Bucket(url, options)
+    try:
+        with _locked(target):
+            changed = ""
+            for _ in range(_MAX_LISTINGS):
+                try:
+                    return _Mirror(bucket, target, part_bytes, progress).run(num_connections)
+                except ObjectChanged as change:
+                    changed = str(change)
+    except OSError as error:
+        raise StoreError(f"{bucket.url}: {error.filename or target}: {error.strerror or error}") from error
+    raise StoreError(
+        f"{bucket.url}: {changed!r} changed or vanished during each of {_MAX_LISTINGS} attempts to copy it"
+    )
+
+
+@contextlib.contextmanager
+def _locked(target: Path) -> Iterator[None]:
+    target.mkdir(parents=True, exist_ok=True)
+    # Appending, because truncating would touch the modification time, which is in the checkpoint's fingerprint.
+    with (target / ".mirror.lock").open("ab") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+class _Mirror:
+    """One attempt: what is listed now."""
+
+    def __init__(self, bucket: Bucket, target: Path, part_bytes: int, progress: OnProgress | None) -> None:
+        listed = bucket.objects()
+        self._bucket, self._target, self._part_bytes, self._progress = bucket, target, part_bytes, progress
+        self._is_single = len(listed) == 1 and listed[0].key == bucket.prefix
+        self._objects = [remote for remote in listed if self._is_single or _belongs(remote.name)]
+        self._skipped = tuple(remote.name for remote in listed if remote not in self._objects)
+        if not self._objects:
+            raise StoreError(f"{bucket.url}: none of its {len(listed)} objects is part of a checkpoint")
+        self._journal = Journal(target / ".mirror")
+        self._lock = threading.Lock()
+        self._nbytes = sum(remote.nbytes for remote in self._objects)
+        self._present_bytes = 0
+        self._fetched_bytes = 0
+
+    def run(self, num_connections: int) -> MirrorReport:
+        wanted = [remote for remote in self._objects if not self._is_done(remote)]
+        stale = self._journal.records.keys() - {remote.name for remote in self._objects}
+        self._arrived(self._nbytes - sum(remote.nbytes for remote in wanted), 0)
+        if wanted or stale:
+            with self._journal.opened() as journal:
+                self._remove(stale)
+                downloads = [
+                    Download(self._bucket, remote, self._target, journal, self._part_bytes, self._arrived)
+                    for remote in wanted
+                ]
+                self._check_space(downloads)
+                with ThreadPoolExecutor(num_connections, thread_name_prefix="mirror") as pool:
+                    _run_all(pool, (download.check_header for download in downloads))
+                    for download in downloads:
+                        download.reserve()
+                    _run_all(pool, (partial(d.bring, part) for d in downloads for part in range(d.num_parts)))
+        path = self._target / self._objects[0].name if self._is_single else self._target
+        return MirrorReport(
+            self._bucket.url, path, len(self._objects), self._nbytes, self._fetched_bytes, self._skipped
+        )
+
+    def _is_done(self, remote: RemoteObject) -> bool:
+        record, file = self._journal.records.get(remote.name), self._target / remote.name
+        if record is None or not record.done or record.etag != remote.etag:
+            return False
+        return file.is_file() and file.stat().st_size == remote.nbytes
+
+    def _remove(self, names: Iterable[str]) -> None:
+        """What is no longer in the bucket: a stale file beside the new ones could be taken for the checkpoint."""
+        for name in names:
+            (self._target / name).unlink(missing_ok=True)
+            (self._target / f"{name}.part").unlink(missing_ok=True)
+            del self._journal.records[name]
+
+    def _check_space(self, downloads: list[Download]) -> None:
+        needed = sum(download.missing_bytes() for download in downloads)
+        free = shutil.disk_usage(self._target).free
+        if needed > free:
+            raise StoreError(f"{self._bucket.url}: needs {needed} more bytes in {self._target}, {free} bytes are free")
+
+    def _arrived(self, nbytes: int, fetched_bytes: int) -> None:
+        with self._lock:
+            self._present_bytes += nbytes
+            self._fetched_bytes += fetched_bytes
+            if self._progress:
+                self._progress(self._present_bytes, self._nbytes)
+
+
+def _belongs(name: str) -> bool:
+    return PurePosixPath(name).suffix in CHECKPOINT_SUFFIXES
+
+
+def _run_all(pool: ThreadPoolExecutor, jobs: Iterable[Callable[[], None]]) -> None:
+    """Run all. After a failure, or Ctrl-C, nothing new begins."""
+    over = threading.Event()
+
+    def run(job: Callable[[], None]) -> None:
+        if over.is_set():
+            return
+        try:
+            job()
+        except BaseException:
+            over.set()
+            raise
+
+    futures = [pool.submit(run, job) for job in jobs]
+    try:
+        for future in futures:
+            future.result()
+    finally:
+        over.set()
