@@ -3,6 +3,7 @@
 ClusterError
 ├── ModelUnknown        no model of that name is registered
 ├── ModelUnavailable    registered, but its weights cannot be used; says which file and tensor
+├── PeerUnavailable     another node's keeper cannot give an extent; the caller turns to storage or another peer
 └── SessionError        the Ray session cannot be started, reached or stopped
 """
 
@@ -19,6 +20,10 @@ class ModelUnknown(ClusterError):
 
 class ModelUnavailable(ClusterError):
     """The model is registered, but its weights cannot be used."""
+
+
+class PeerUnavailable(ClusterError):
+    """Another node's keeper is gone, too slow, or does not have the extent."""
 
 
 class SessionError(ClusterError):
