@@ -10,7 +10,6 @@ from __future__ import annotations
 import concurrent.futures
 import itertools
 import threading
-import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,12 +18,16 @@ from typing import Any
 
 import ray
 
+from cluster.telemetry import LoadMetrics
 from weights.errors import BudgetExceeded
 from weights.manifest import ExtentRef
-from weights.reading.extents import ByteArray, read_extent
+from weights.memory.host_pool import HostBufferPool
+from weights.reading.extents import ByteArray, ExtentReader
+from weights.reading.planning import ReadPlanner
+from weights.reading.report import Stage, StageClock, StageFigures
 from weights.residency import Resident, plan_eviction
 
-READ_THREADS = 8
+STAGING_BYTES = 384 * 2**20  # six extents of 64 MiB: some are being read while others are put
 
 
 @dataclass
@@ -45,7 +48,11 @@ class _Loading:
 
 @dataclass(frozen=True, slots=True)
 class KeeperStats:
-    """A snapshot of one node: bytes resident against the budget, and the reads so far."""
+    """A snapshot of one node: bytes resident against the budget, and the reads so far.
+
+    `read_s` is the time with at least one read in flight, `read_gbps` the rate during it (10^9 bytes per second).
+    `staging_bytes` come on top of the budget; `pool_hit_rate` of the reads found a staging buffer ready.
+    """
 
     node_id: str
     num_extents: int
@@ -55,21 +62,34 @@ class KeeperStats:
     read_bytes: int
     read_s: float
     num_evicted: int
+    read_gbps: float
+    staging_bytes: int
+    pool_hit_rate: float
+    stages: dict[Stage, StageFigures]
 
 
 class NodeKeeper:
-    """The bytes of one node. Thread-safe: Ray calls it from a pool of threads."""
+    """The bytes of one node. Thread-safe: Ray calls it from a pool of threads.
 
-    def __init__(self, packs: str, budget_bytes: int, node_id: str) -> None:
-        self._packs = Path(packs)
+    `staging_bytes` bounds the memory that extents pass through; a larger extent gets its own for that one time.
+    Raises WeightsError when `ATELIER_READ` is malformed.
+    """
+
+    def __init__(self, packs: str, budget_bytes: int, node_id: str, staging_bytes: int = STAGING_BYTES) -> None:
         self._budget_bytes = budget_bytes
         self._node_id = node_id
         self._lock = threading.Lock()
         self._held: dict[str, _Held] = {}
         self._loading: dict[str, _Loading] = {}
         self._clock = itertools.count()
-        self._readers = concurrent.futures.ThreadPoolExecutor(READ_THREADS, thread_name_prefix="read")
-        self._read_bytes, self._read_s, self._num_evicted = 0, 0.0, 0
+        self._pool = HostBufferPool(staging_bytes)
+        planner = ReadPlanner()
+        self._reader = ExtentReader(Path(packs), self._pool, planner)
+        num_threads = planner.plan(Path(packs).resolve()).strategy.num_threads
+        self._threads = concurrent.futures.ThreadPoolExecutor(num_threads, thread_name_prefix="read")
+        self._stages = StageClock()
+        self._metrics = LoadMetrics(node_id) if ray.is_initialized() else None
+        self._read_bytes, self._num_evicted = 0, 0
 
     def acquire(self, extents: Sequence[ExtentRef], holder: str) -> dict[str, ray.ObjectRef]:
         """References to the extents by id, each leased to `holder` once more until `release`.
@@ -86,7 +106,7 @@ class NodeKeeper:
                 self._make_room(list(missing.values()))
                 for extent in missing.values():
                     self._loading[extent.id] = _Loading(extent.nbytes)
-                    self._readers.submit(self._load, extent)
+                    self._threads.submit(self._load, extent)
                 promised += [self._lease(extent.id, holder) for extent in extents if extent.id in missing]
             for entry in promised:
                 if isinstance(entry, _Loading):
@@ -109,6 +129,8 @@ class NodeKeeper:
                     entry.holders -= Counter([holder])
 
     def stats(self) -> KeeperStats:
+        stages, pool = self._stages.figures(), self._pool.stats()
+        read = stages.get("read", StageFigures())
         with self._lock:
             sizes = [(held.view.nbytes, bool(held.holders)) for held in self._held.values()]
             return KeeperStats(
@@ -118,8 +140,12 @@ class NodeKeeper:
                 leased_bytes=sum(nbytes for nbytes, leased in sizes if leased),
                 budget_bytes=self._budget_bytes,
                 read_bytes=self._read_bytes,
-                read_s=self._read_s,
+                read_s=read.elapsed_s,
                 num_evicted=self._num_evicted,
+                read_gbps=read.gbps,
+                staging_bytes=pool.held_bytes,
+                pool_hit_rate=pool.hit_rate,
+                stages=stages,
             )
 
     def holders(self) -> Mapping[str, tuple[str, ...]]:
@@ -159,10 +185,12 @@ class NodeKeeper:
 
     def _load(self, extent: ExtentRef) -> None:
         """In a reader thread. Whatever happens, those who wait hear of it."""
-        start = time.perf_counter()
         try:
-            ref = ray.put(read_extent(self._packs, extent))
+            # A put copies, so the staging buffer is free for the next extent as soon as it returns.
+            ref = self._reader.load(extent, lambda _, array: ray.put(array), self._stages)
             view = ray.get(ref)
+            if self._metrics:
+                self._metrics.loaded(self._stages.figures())
         except Exception as error:
             with self._lock:
                 failed = self._loading.pop(extent.id)
@@ -172,7 +200,6 @@ class NodeKeeper:
             loading = self._loading.pop(extent.id)
             self._held[extent.id] = _Held(ref, view, next(self._clock), loading.holders)
             self._read_bytes += extent.nbytes
-            self._read_s += time.perf_counter() - start
         loading.done.set_result(None)
 
 

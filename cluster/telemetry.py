@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 
 import ray
 from ray.util.metrics import Counter, Histogram
+
+from weights.reading.report import Stage, StageFigures
 
 _STAGE_BOUNDARIES_MS = [1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1e3, 2e3, 5e3, 1e4, 3e4, 1e5]
 
@@ -48,3 +51,31 @@ class RequestMetrics:
     def attached(self, model: str, nbytes: int) -> None:
         if nbytes:
             self._attached.inc(nbytes, {"model": model})
+
+
+class LoadMetrics:
+    """A node's loading: `atelier_load_stage_seconds_total`, summed over threads, and `atelier_load_stage_bytes_total`.
+
+    Thread-safe. Made inside an actor: Ray exports a metric from the process that it is made in.
+    """
+
+    def __init__(self, node_id: str) -> None:
+        self._node_id = node_id
+        tags = ("stage", "node")
+        self._seconds = Counter("atelier_load_stage_seconds_total", "Thread seconds spent loading.", tag_keys=tags)
+        self._bytes = Counter("atelier_load_stage_bytes_total", "Bytes that passed a stage of loading.", tag_keys=tags)
+        self._lock = threading.Lock()
+        self._told: dict[Stage, StageFigures] = {}
+
+    def loaded(self, stages: Mapping[Stage, StageFigures]) -> None:
+        """`stages` are totals so far; what is new since the last call is counted."""
+        with self._lock:
+            for stage, found in stages.items():
+                told = self._told.get(stage, StageFigures())
+                tags = {"stage": stage, "node": self._node_id}
+                # Totals taken by two threads may come here in the other order, and a counter cannot go back.
+                if (seconds := found.busy_s - told.busy_s) > 0:
+                    self._seconds.inc(seconds, tags)
+                if (nbytes := found.nbytes - told.nbytes) > 0:
+                    self._bytes.inc(nbytes, tags)
+                self._told[stage] = max(found, told, key=lambda figures: figures.busy_s)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import concurrent.futures
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
 from weights.manifest import ExtentRef
-from weights.reading.extents import ByteArray, read_extent
+from weights.reading.extents import ByteArray, ExtentReader, Progress
+from weights.reading.planning import ReadPlanner
+from weights.reading.report import LoadReport
 
 
 class ExtentProvider(Protocol):
@@ -24,15 +24,26 @@ class ExtentProvider(Protocol):
 
 
 class LocalExtents:
-    """Reads the store of this machine, extents in parallel. Keeps nothing: the caller's views keep the bytes."""
+    """Reads the store of this machine, extents in parallel, straight into memory that is the caller's to keep."""
 
-    def __init__(self, packs: Path, *, num_threads: int | None = None) -> None:
-        self._packs = packs
-        self._num_threads = num_threads or min(8, (os.cpu_count() or 1) * 2)
+    def __init__(
+        self, packs: Path, *, planner: ReadPlanner | None = None, verify: bool = True, progress: Progress | None = None
+    ) -> None:
+        self._reader = ExtentReader(packs, None, planner or ReadPlanner(), verify=verify)
+        self._progress = progress
+        self._last_report: LoadReport | None = None
+
+    @property
+    def last_report(self) -> LoadReport | None:
+        """Of the latest `fetch` that succeeded."""
+        return self._last_report
 
     def fetch(self, extents: Sequence[ExtentRef]) -> Mapping[str, ByteArray]:
-        with concurrent.futures.ThreadPoolExecutor(self._num_threads) as pool:
-            arrays = list(pool.map(lambda extent: read_extent(self._packs, extent), extents))
-        for array in arrays:
+        arrays: dict[str, ByteArray] = {}
+
+        def keep(extent: ExtentRef, array: ByteArray) -> None:
             array.flags.writeable = False
-        return {extent.id: array for extent, array in zip(extents, arrays, strict=True)}
+            arrays[extent.id] = array
+
+        self._last_report = self._reader.stream(extents, keep, self._progress)
+        return {extent.id: arrays[extent.id] for extent in extents}

@@ -9,15 +9,16 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import xxhash
 
 from cluster.keeper import NodeKeeper
-from weights.errors import BudgetExceeded, ExtentCorrupt
+from weights.errors import BudgetExceeded, ExtentCorrupt, WeightsError
 from weights.manifest import ExtentRef
-from weights.reading.extents import read_extent
+from weights.reading.extents import ExtentReader
+from weights.reading.report import StageClock
 
 WAIT_S = 10
 
@@ -27,6 +28,11 @@ class Ref:
     """Ray's object store, reduced to one object."""
 
     array: Any
+
+
+def put(array: Any) -> Ref:
+    """A copy, as Ray makes one: the buffer that is given belongs to the keeper's pool."""
+    return Ref(array.copy())
 
 
 class Reads:
@@ -44,19 +50,24 @@ class Reads:
     def open(self, id_: str) -> None:
         self._gates[id_].set()
 
-    def __call__(self, packs: Path, extent: ExtentRef) -> Any:
-        self.counts[extent.id] += 1
-        if extent.id in self._gates:
-            self.began[extent.id].set()
-            assert self._gates[extent.id].wait(WAIT_S)
-        return read_extent(packs, extent)
+    def pass_gate(self, id_: str) -> None:
+        self.counts[id_] += 1
+        if id_ in self._gates:
+            self.began[id_].set()
+            assert self._gates[id_].wait(WAIT_S)
 
 
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> Reads:
     reads = Reads()
-    monkeypatch.setattr("cluster.keeper.read_extent", reads)
-    monkeypatch.setattr("cluster.keeper.ray.put", Ref)
+
+    class WatchedReader(ExtentReader):
+        def load(self, extent: ExtentRef, sink: Any, stages: StageClock) -> Any:
+            reads.pass_gate(extent.id)
+            return super().load(extent, sink, stages)
+
+    monkeypatch.setattr("cluster.keeper.ExtentReader", WatchedReader)
+    monkeypatch.setattr("cluster.keeper.ray.put", put)
     monkeypatch.setattr("cluster.keeper.ray.get", lambda ref: ref.array)
     return reads
 
@@ -239,7 +250,7 @@ def test_a_full_object_store_is_an_error_for_who_asked(keeper, extents, monkeypa
     with pytest.raises(MemoryError, match="full"):
         node.acquire([extents["a"]], "w")
     assert node.stats().resident_bytes == 0
-    monkeypatch.setattr("cluster.keeper.ray.put", Ref)
+    monkeypatch.setattr("cluster.keeper.ray.put", put)
     node.acquire([extents["a"]], "w")
 
 
@@ -262,3 +273,63 @@ def test_many_threads_stay_under_the_budget(keeper, extents, pool: ThreadPoolExe
     peaks = list(pool.map(work, range(16)))
     assert 0 < max(peaks) <= 400
     assert node.stats().leased_bytes == 0
+
+
+def test_what_loading_took_is_told(keeper, extents) -> None:
+    node = keeper(1000)
+    node.acquire([extents["a"]], "w")
+    node.acquire([extents["b"]], "w")
+    stats = node.stats()
+    assert {stage: figures.nbytes for stage, figures in stats.stages.items()} == {
+        "open": 0,
+        "read": 200,
+        "verify": 200,
+        "put": 200,
+    }
+    assert stats.read_s > 0
+    assert stats.read_gbps == pytest.approx(200 / stats.read_s / 1e9)
+    # One page of staging, used twice.
+    assert (stats.staging_bytes, stats.pool_hit_rate) == (4096, 0.5)
+
+
+def test_an_extent_larger_than_the_staging_memory_is_read_all_the_same(reads, tmp_path: Path) -> None:
+    data = os.urandom(3 * 4096)
+    (tmp_path / "big").write_bytes(data)
+    big = ExtentRef(id="x", pack="big", offset=0, nbytes=len(data), checksum=xxhash.xxh3_128_hexdigest(data))
+    node = NodeKeeper(str(tmp_path), 10**6, "node", staging_bytes=2 * 4096)
+    assert node.acquire([big], "w")["x"].array.tobytes() == data
+    assert node.stats().staging_bytes == 0
+
+
+def test_a_malformed_wish_how_to_read_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATELIER_READ", "fast")
+    with pytest.raises(WeightsError, match=r"'fast'.*direct\|buffered:THREADS:BLOCK"):
+        NodeKeeper(str(tmp_path), 100, "node")
+
+
+class RecordedCounter:
+    """ray.util.metrics.Counter, reduced to what was counted."""
+
+    totals: ClassVar[Counter[tuple[str, str, str]]] = Counter()
+
+    def __init__(self, name: str, description: str, tag_keys: tuple[str, ...]) -> None:
+        assert description
+        assert tag_keys == ("stage", "node")
+        self.name = name
+
+    def inc(self, value: float, tags: dict[str, str]) -> None:
+        assert value > 0
+        self.totals[self.name, tags["stage"], tags["node"]] += value
+
+
+def test_inside_an_actor_the_stages_are_counted(keeper, extents, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RecordedCounter, "totals", Counter())
+    monkeypatch.setattr("cluster.telemetry.Counter", RecordedCounter)
+    monkeypatch.setattr("cluster.keeper.ray.is_initialized", lambda: True)
+    node = keeper(1000)
+    for id_ in "abc":
+        node.acquire([extents[id_]], "w")
+    for stage in ("read", "verify", "put"):
+        assert RecordedCounter.totals["atelier_load_stage_bytes_total", stage, "node"] == 300
+        seconds = RecordedCounter.totals["atelier_load_stage_seconds_total", stage, "node"]
+        assert seconds == pytest.approx(node.stats().stages[stage].busy_s)

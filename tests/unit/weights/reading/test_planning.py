@@ -1,0 +1,158 @@
+"""One plan per device, a probe that is remembered, and what wins over it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from weights.errors import WeightsError
+from weights.reading.medium import Medium
+from weights.reading.planning import ProbeCache, ReadPlanner, cache_folder
+from weights.reading.probe import MIN_PROBED_BYTES
+from weights.reading.strategy import DIRECT, Probe, ReadStrategy
+
+EXT4 = "27 1 254:0 / / rw - ext4 /dev/vda rw\n"
+NFS = "27 1 0:40 / / rw - nfs4 filer:/export rw,vers=4.2\n"
+TMPFS = "27 1 0:40 / / rw - tmpfs tmpfs rw\n"
+PROBE = Probe(direct_gbps=1.0, buffered_gbps=2.0)
+MEDIUM = Medium("local", "ext4", "/", "/dev/vda")
+
+
+class Prober:
+    def __init__(self, result: Probe | None = PROBE) -> None:
+        self.result = result
+        self.probed: list[Path] = []
+
+    def __call__(self, path: Path) -> Probe | None:
+        self.probed.append(path)
+        return self.result
+
+
+@pytest.fixture
+def large(tmp_path: Path) -> Path:
+    """Large enough to be probed; a hole, nothing on disk."""
+    path = tmp_path / "large"
+    path.touch()
+    os.truncate(path, MIN_PROBED_BYTES)
+    return path
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    path = tmp_path / "small"
+    path.write_bytes(b"x")
+    return path
+
+
+@pytest.fixture
+def planner(tmp_path: Path) -> Callable[..., ReadPlanner]:
+    def build(prober: Prober, mountinfo: str | None = EXT4, **options: object) -> ReadPlanner:
+        def read_mountinfo() -> str:
+            if mountinfo is None:
+                raise FileNotFoundError("/proc/self/mountinfo")
+            return mountinfo
+
+        settings: dict = {"cache": tmp_path / "cache", "environ": {}, "mountinfo": read_mountinfo, "prober": prober}
+        return ReadPlanner(**settings | options)
+
+    return build
+
+
+def test_a_large_pack_is_probed_once_and_the_probe_outlives_the_process(planner, large: Path) -> None:
+    first, second = Prober(), Prober()
+    node = planner(first)
+    plans = [node.plan(large) for _ in range(3)]
+    assert first.probed == [large]
+    assert plans[0].probe == PROBE
+    assert plans[0].medium == Medium("local", "ext4", "/", "/dev/vda", ("rw",))
+    assert not plans[0].strategy.direct
+    assert planner(second).plan(large) == plans[0]
+    assert second.probed == []
+
+
+def test_a_small_pack_is_not_worth_a_probe_but_uses_one_that_is_known(planner, small: Path, large: Path) -> None:
+    prober = Prober()
+    node = planner(prober)
+    assert (node.plan(small).strategy, node.plan(small).probe) == (DIRECT["local"], None)
+    assert prober.probed == []
+    assert node.plan(large).probe == PROBE
+    assert planner(prober).plan(small).probe == PROBE
+
+
+@pytest.mark.parametrize(
+    "options", [{"override": ReadStrategy(True, 2, 8192)}, {"environ": {"ATELIER_READ": "direct:2:8KiB"}}]
+)
+def test_an_override_wins_and_spares_the_probe(planner, large: Path, options: dict) -> None:
+    prober = Prober()
+    assert planner(prober, **options).plan(large).strategy == ReadStrategy(True, 2, 8192)
+    assert prober.probed == []
+
+
+def test_the_parameter_wins_over_the_environment(planner, small: Path) -> None:
+    options = {"override": ReadStrategy(True, 2, 8192), "environ": {"ATELIER_READ": "buffered:9:1MiB"}}
+    assert planner(Prober(), **options).plan(small).strategy.num_threads == 2
+
+
+def test_a_malformed_environment_is_refused_at_once(planner) -> None:
+    with pytest.raises(WeightsError, match="'fast'"):
+        planner(Prober(), environ={"ATELIER_READ": "fast"})
+
+
+def test_memory_is_never_probed(planner, large: Path) -> None:
+    prober = Prober()
+    assert not planner(prober, TMPFS).plan(large).strategy.direct
+    assert prober.probed == []
+
+
+def test_nfs_over_one_connection_brings_advice(planner, large: Path) -> None:
+    plan = planner(Prober(None), NFS).plan(large)
+    assert "nconnect" in (plan.advice or "")
+    assert (plan.probe, plan.strategy.direct) == (None, False)
+
+
+def test_what_cannot_be_found_out_gets_a_default(planner, small: Path, tmp_path: Path) -> None:
+    assert planner(Prober()).plan(tmp_path / "missing").medium.kind == "unknown"
+    plan = planner(Prober(), mountinfo=None).plan(small)
+    assert (plan.medium.kind, plan.strategy.direct) == ("unknown", False)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"", b"{", b"[]", b"\xff\xfe", b'{"version": 2, "probes": {}}', b'{"probes": {"/dev/vda ext4": 1}}',
+        b'{"probes": {"/dev/vda ext4": {"direct_gbps": -1, "buffered_gbps": 1}}}',
+        b'{"probes": {"/dev/vda ext4": {"direct_gbps": 1, "buffered_gbps": NaN}}}', b" " * 2**21 + b"{}",
+    ],
+)  # fmt: skip
+def test_a_damaged_cache_is_as_good_as_none(tmp_path: Path, text: bytes) -> None:
+    (tmp_path / "probes.json").write_bytes(text)
+    cache = ProbeCache(tmp_path)
+    assert cache.get(MEDIUM) is None
+    cache.put(MEDIUM, PROBE)
+    assert cache.get(MEDIUM) == PROBE
+
+
+def test_devices_and_file_systems_are_told_apart(tmp_path: Path) -> None:
+    cache = ProbeCache(tmp_path / "made" / "on demand")
+    other = Probe(direct_gbps=None, buffered_gbps=7.0)
+    cache.put(MEDIUM, PROBE)
+    cache.put(Medium("local", "xfs", "/x", "/dev/vda"), other)
+    assert cache.get(MEDIUM) == PROBE
+    assert cache.get(Medium("local", "xfs", "/y", "/dev/vda")) == other
+    assert cache.get(Medium("local", "ext4", "/", "/dev/vdb")) is None
+    assert [file.name for file in (tmp_path / "made" / "on demand").iterdir()] == ["probes.json"]
+
+
+def test_a_cache_that_cannot_be_written_is_no_error(planner, large: Path, tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("a file where the folder should be")
+    assert planner(Prober()).plan(large).probe == PROBE
+
+
+def test_the_cache_lies_where_the_desktop_specification_says() -> None:
+    assert cache_folder({"XDG_CACHE_HOME": "/c", "HOME": "/h"}) == Path("/c/atelier")
+    assert cache_folder({"XDG_CACHE_HOME": "relative", "HOME": "/h"}) == Path("/h/.cache/atelier")
+    assert cache_folder({"HOME": "/h"}) == Path("/h/.cache/atelier")
+    assert cache_folder({}).is_absolute()

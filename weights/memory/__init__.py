@@ -1,0 +1,1 @@
+"""Host memory that bytes pass through on their way."""

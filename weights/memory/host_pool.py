@@ -1,0 +1,139 @@
+"""Staging memory that is used again and again: buffers in size classes, each with its free list, under one bound."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from weights.errors import BudgetExceeded, StoreError
+from weights.memory.pages import PAGE_BYTES, ByteArray, allocate_pages
+
+_CLASSES_PER_OCTAVE: Final = 8  # a buffer is at most an eighth larger than asked for
+
+
+class Pinning(Protocol):
+    """Page-locks memory for a device's copy engine, like cudaHostRegister."""
+
+    def register(self, address: int, nbytes: int) -> None: ...
+
+    def unregister(self, address: int) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class PoolStats:
+    """A snapshot. `hits` found a free buffer of their class, `waits` had to wait for somebody to give back."""
+
+    max_bytes: int
+    held_bytes: int
+    used_bytes: int
+    hits: int
+    misses: int
+    waits: int
+
+    @property
+    def hit_rate(self) -> float:
+        return self.hits / (self.hits + self.misses) if self.hits else 0.0
+
+
+class HostBufferPool:
+    """Never holds more than `max_bytes`. Thread-safe; who asks first is served first, however much it wants.
+
+    HAZARD: a thread that asks for a second buffer while it has one may wait for itself.
+    """
+
+    def __init__(self, max_bytes: int, pin: Pinning | None = None) -> None:
+        self.max_bytes = max_bytes - max_bytes % PAGE_BYTES
+        self._pin = pin
+        self._changed = threading.Condition()
+        self._waiting: deque[object] = deque()
+        self._free: dict[int, list[ByteArray]] = {}
+        self._held_bytes = self._used_bytes = 0
+        self._hits = self._misses = self._waits = 0
+        self._closed = False
+
+    @contextlib.contextmanager
+    def acquire(self, nbytes: int) -> Iterator[ByteArray]:
+        """A writable, page-aligned uint8 array of `nbytes`, its contents arbitrary, for the length of the block.
+
+        Waits until there is room. Raises BudgetExceeded when there never will be, StoreError when the pool closes.
+        """
+        buffer = self._take(nbytes)
+        try:
+            yield buffer[:nbytes]
+        finally:
+            self._give_back(buffer)
+
+    def stats(self) -> PoolStats:
+        with self._changed:
+            return PoolStats(self.max_bytes, self._held_bytes, self._used_bytes, self._hits, self._misses, self._waits)
+
+    def close(self) -> None:
+        """Free what is not in use; the rest goes as it is given back. Those who wait get an error."""
+        with self._changed:
+            self._closed = True
+            self._free_until(0)
+            self._changed.notify_all()
+
+    def _take(self, nbytes: int) -> ByteArray:
+        if nbytes > self.max_bytes:
+            raise BudgetExceeded(f"a buffer of {nbytes} bytes is more than the pool's bound of {self.max_bytes} bytes")
+        size = min(size_class(nbytes), self.max_bytes)
+        ticket = object()
+        with self._changed:
+            self._waiting.append(ticket)
+            try:
+                if not self._is_turn(ticket, size):
+                    self._waits += 1
+                    self._changed.wait_for(lambda: self._is_turn(ticket, size))
+                if self._closed:
+                    raise StoreError("the buffer pool is closed")
+                buffer = self._reuse_or_allocate(size)
+                self._used_bytes += size
+                return buffer
+            finally:
+                self._waiting.remove(ticket)
+                self._changed.notify_all()  # the next in line may fit as well
+
+    def _is_turn(self, ticket: object, size: int) -> bool:
+        return self._closed or (self._waiting[0] is ticket and self._used_bytes + size <= self.max_bytes)
+
+    def _reuse_or_allocate(self, size: int) -> ByteArray:
+        # Under the lock also while pages are locked, which takes long: it happens once per buffer, not per load.
+        if free := self._free.get(size):
+            self._hits += 1
+            return free.pop()
+        self._misses += 1
+        self._free_until(self.max_bytes - size)
+        buffer = allocate_pages(size)
+        if self._pin:
+            self._pin.register(buffer.ctypes.data, size)
+        self._held_bytes += size
+        return buffer
+
+    def _give_back(self, buffer: ByteArray) -> None:
+        with self._changed:
+            self._used_bytes -= buffer.nbytes
+            self._free.setdefault(buffer.nbytes, []).append(buffer)
+            if self._closed:
+                self._free_until(0)
+            self._changed.notify_all()
+
+    def _free_until(self, held_bytes: int) -> None:
+        """Free unused buffers, the largest class first, until no more than `held_bytes` are held."""
+        for size in sorted(self._free, reverse=True):
+            while self._held_bytes > held_bytes and self._free[size]:
+                buffer = self._free[size].pop()
+                if self._pin:
+                    self._pin.unregister(buffer.ctypes.data)
+                self._held_bytes -= size
+
+
+def size_class(nbytes: int) -> int:
+    """The smallest class that holds `nbytes`: a page at least, eight classes from each power of two to the next."""
+    pages = max(1, -(-nbytes // PAGE_BYTES))
+    step = max(1, 2 ** (pages - 1).bit_length() // (2 * _CLASSES_PER_OCTAVE))
+    return -(-pages // step) * step * PAGE_BYTES

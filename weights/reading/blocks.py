@@ -1,0 +1,169 @@
+"""A byte range of a pack into memory, in blocks, in order: with O_DIRECT where file system and place allow it.
+
+O_DIRECT wants address, file offset and length aligned to the device's blocks (open(2)), so the aligned *span*
+around a range is read: the range lies in the buffer as many bytes after a block's start as it does in the file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import stat
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Self
+
+from weights.errors import ExtentCorrupt, StoreError
+from weights.manifest import ExtentRef
+from weights.memory.pages import PAGE_BYTES, ByteArray
+from weights.reading.page_cache import cached_pages
+from weights.reading.strategy import BLOCK_ALIGNMENT
+
+CACHED_BLOCK_BYTES: Final = 2 * 2**20  # what is copied should be in the processor's cache when it is verified
+WORD_BYTES: Final = 8  # of the widest element type: memory that begins elsewhere could not be viewed as one
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """`nbytes` bytes of a file from `start`, both multiples of 4096; the range wanted begins `lead` bytes in.
+
+    Only where the range begins at an odd place, `start` is that place: see `around`.
+    """
+
+    start: int
+    nbytes: int
+    lead: int
+
+    @classmethod
+    def around(cls, extent: ExtentRef) -> Span:
+        """The span to read an extent by. An odd offset gets no lead: it would misalign the tensors in memory."""
+        lead = 0 if extent.offset % WORD_BYTES else extent.offset % BLOCK_ALIGNMENT
+        nbytes = lead + extent.nbytes
+        return cls(extent.offset - lead, nbytes + -nbytes % BLOCK_ALIGNMENT, lead)
+
+    @property
+    def is_aligned(self) -> bool:
+        return self.start % BLOCK_ALIGNMENT == 0
+
+
+def resolve_pack(packs: Path, pack: str) -> Path:
+    """The file behind a pack's name, symlinks followed. Raises StoreError when that is not inside `packs`."""
+    root, path = os.path.realpath(packs), os.path.realpath(packs / pack)
+    if os.path.commonpath((root, path)) != root:
+        raise StoreError(f"{packs / pack}: leads out of the store, to {path}")
+    return Path(path)
+
+
+class PackReader:
+    """A pack, open for reading one extent. Context manager; not for several threads at once.
+
+    Raises ExtentCorrupt naming pack and extent when there is no such pack or the extent lies beyond its end.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        extent: ExtentRef,
+        span: Span,
+        *,
+        direct: bool,
+        cached_pages: Callable[[int, int, int], int] = cached_pages,
+    ) -> None:
+        self._path, self._extent, self._span = path, extent, span
+        self._direct = direct and span.is_aligned
+        # O_NONBLOCK: opening a FIFO would wait for its writer; regular files do not care. O_NOFOLLOW: the path is
+        # resolved, so a symlink there has been put in its place since.
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
+        with self._named_errors():
+            try:
+                self._fd = os.open(path, flags | (os.O_DIRECT if self._direct else 0))
+            except OSError as error:
+                if not self._direct or error.errno != errno.EINVAL:
+                    raise
+                self._direct = False
+                self._fd = os.open(path, flags)
+        try:
+            self._refuse_what_cannot_hold_it()
+        except BaseException:
+            os.close(self._fd)
+            raise
+        # What is in the page cache is copied from there, faster than a disk gives it.
+        self._is_cached = (
+            self._direct and cached_pages(self._fd, span.start, max(1, span.nbytes)) * PAGE_BYTES >= extent.nbytes
+        )
+        if self._is_cached:
+            self._leave_direct()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        os.close(self._fd)
+
+    def blocks(self, buffer: ByteArray, block_bytes: int) -> Iterator[memoryview]:
+        """Fill `buffer` (the span's size, page-aligned) and give the extent's own bytes, block by block in order.
+
+        Raises ExtentCorrupt naming pack and extent when the pack ends too early or reading fails.
+        """
+        begin, end = self._span.lead, self._span.lead + self._extent.nbytes
+        position = 0 if self._direct else begin
+        view = buffer.data
+        if self._is_cached:
+            block_bytes = min(block_bytes, CACHED_BLOCK_BYTES)
+        while position < end:
+            with self._named_errors():
+                num_read = self._read(view[position : min(position + block_bytes, len(view))], position, end)
+            if num_read:
+                yield view[max(position, begin) : min(position + num_read, end)]
+            position += num_read
+
+    def _refuse_what_cannot_hold_it(self) -> None:
+        """Before memory is allocated for it: the length is a manifest's word, and may be any."""
+        with self._named_errors():
+            status = os.fstat(self._fd)
+            if not stat.S_ISREG(status.st_mode):
+                raise OSError("not a regular file")
+        if status.st_size < self._extent.offset + self._extent.nbytes:
+            raise self._too_short(status.st_size)
+
+    def _too_short(self, end: int) -> ExtentCorrupt:
+        return ExtentCorrupt(
+            f"{self._path}: ends at byte {end}, extent {self._extent.id} needs bytes up to "
+            f"{self._extent.offset + self._extent.nbytes}"
+        )
+
+    def _read(self, block: memoryview, position: int, end: int) -> int:
+        """Bytes read, 0 when direct reading was refused or cannot go on and buffered reading is to take over."""
+        if not self._direct:
+            block = block[: end - position]
+        try:
+            num_read = os.preadv(self._fd, [block], self._span.start + position)
+        except OSError as error:
+            if not self._direct or error.errno != errno.EINVAL:
+                raise
+            self._leave_direct()
+            return 0
+        if self._direct and num_read % BLOCK_ALIGNMENT and position + num_read < end:
+            self._leave_direct()  # a short read: what follows is no longer at a block's start, or there is nothing
+        elif num_read == 0:
+            raise self._too_short(self._span.start + position)
+        return num_read
+
+    def _leave_direct(self) -> None:
+        self._direct = False
+        fcntl.fcntl(self._fd, fcntl.F_SETFL, fcntl.fcntl(self._fd, fcntl.F_GETFL) & ~os.O_DIRECT)
+
+    @contextlib.contextmanager
+    def _named_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except FileNotFoundError:
+            raise ExtentCorrupt(f"{self._path}: missing; extent {self._extent.id} was in it") from None
+        except OSError as error:
+            raise ExtentCorrupt(f"{self._path}: reading extent {self._extent.id} failed: {error}") from error

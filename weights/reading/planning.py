@@ -1,0 +1,125 @@
+"""How each pack is read: found out once per device, by a short probe that is remembered across processes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from weights.reading.medium import MOUNTINFO, UNKNOWN, Medium, medium_of, nfs_advice
+from weights.reading.probe import MIN_PROBED_BYTES, probe_file
+from weights.reading.strategy import DIRECT, Probe, ReadStrategy, choose_strategy, parse_strategy
+
+READ_VARIABLE: Final = "ATELIER_READ"
+MAX_CACHE_BYTES: Final = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class ReadPlan:
+    """How to read, and what that rests on. `advice`: what would make the medium faster."""
+
+    strategy: ReadStrategy
+    medium: Medium = UNKNOWN
+    probe: Probe | None = None
+    advice: str | None = None
+
+
+class ReadPlanner:
+    """Plans reads, once per device. `override`, or `ATELIER_READ` in `environ`, wins over what is found. Thread-safe.
+
+    Raises WeightsError when `ATELIER_READ` is malformed.
+    """
+
+    def __init__(
+        self,
+        *,
+        override: ReadStrategy | None = None,
+        cache: Path | None = None,
+        environ: Mapping[str, str] = os.environ,
+        mountinfo: Callable[[], str] = lambda: MOUNTINFO.read_text(errors="surrogateescape"),
+        prober: Callable[[Path], Probe | None] = probe_file,
+    ) -> None:
+        text = environ.get(READ_VARIABLE)
+        self._override = override or (parse_strategy(text) if text else None)
+        self._cache = ProbeCache(cache or cache_folder(environ))
+        self._mountinfo = mountinfo
+        self._prober = prober
+        self._plans: dict[tuple[int, bool], ReadPlan] = {}
+        self._lock = threading.Lock()  # held during a probe: a second one beside it would measure half
+
+    def plan(self, pack: Path) -> ReadPlan:
+        """For a pack without symlinks in its path. One that does not exist gets a default: opening it will tell."""
+        try:
+            status = pack.stat()
+        except OSError:
+            return ReadPlan(choose_strategy(UNKNOWN, None, self._override))
+        # A small pack is not worth a probe, but a large one on the same device is when it comes.
+        key = (status.st_dev, status.st_size >= MIN_PROBED_BYTES)
+        with self._lock:
+            if key not in self._plans:
+                self._plans[key] = self._find(pack, may_probe=key[1])
+            return self._plans[key]
+
+    def _find(self, pack: Path, *, may_probe: bool) -> ReadPlan:
+        try:
+            medium = medium_of(pack, self._mountinfo())
+        except OSError:  # no /proc here
+            medium = UNKNOWN
+        probe = self._cache.get(medium)
+        if probe is None and may_probe and self._override is None and medium.kind in DIRECT:
+            probe = self._prober(pack)
+            if probe is not None:
+                self._cache.put(medium, probe)
+        return ReadPlan(choose_strategy(medium, probe, self._override), medium, probe, nfs_advice(medium))
+
+
+class _CacheFile(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    version: Literal[1] = 1
+    probes: dict[str, Probe] = {}
+
+
+class ProbeCache:
+    """Probes by device and file system type, in one JSON file. It saves time only: whatever is wrong, it is empty."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file = folder / "probes.json"
+
+    def get(self, medium: Medium) -> Probe | None:
+        return self._read().probes.get(_key(medium))
+
+    def put(self, medium: Medium, probe: Probe) -> None:
+        contents = self._read()
+        contents.probes[_key(medium)] = probe
+        staged = self._file.with_name(f"{self._file.name}.{os.getpid()}.{threading.get_ident()}")
+        with contextlib.suppress(OSError):
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            staged.write_text(contents.model_dump_json(), encoding="utf-8")
+            staged.replace(self._file)
+
+    def _read(self) -> _CacheFile:
+        try:
+            with self._file.open("rb") as file:
+                return _CacheFile.model_validate_json(file.read(MAX_CACHE_BYTES))
+        except (OSError, ValidationError):
+            return _CacheFile()
+
+
+def _key(medium: Medium) -> str:
+    return f"{medium.device} {medium.fs_type}"
+
+
+def cache_folder(environ: Mapping[str, str]) -> Path:
+    """Where what may be found out again is kept, as the XDG base directory specification has it."""
+    base = environ.get("XDG_CACHE_HOME", "")
+    # The specification: a path that is not absolute is ignored.
+    return (
+        Path(base) if base.startswith("/") else Path(environ.get("HOME") or tempfile.gettempdir()) / ".cache"
+    ) / "atelier"

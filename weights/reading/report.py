@@ -1,0 +1,156 @@
+"""Where the time of a load went, stage by stage."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, Literal
+
+from weights.memory.host_pool import PoolStats
+from weights.reading.medium import Medium
+from weights.reading.strategy import ReadStrategy
+
+Stage = Literal["open", "read", "verify", "put", "attach", "upload"]
+
+STREAMED: Final[frozenset[Stage]] = frozenset({"open", "read", "verify", "put"})  # done by all threads at once
+
+
+@dataclass(frozen=True, slots=True)
+class StageFigures:
+    """`busy_s` is summed over threads and may exceed the wall clock; `elapsed_s` is while any thread was at it."""
+
+    nbytes: int = 0
+    busy_s: float = 0.0
+    elapsed_s: float = 0.0
+
+    @property
+    def gbps(self) -> float:
+        """10^9 bytes per second of `elapsed_s`."""
+        return self.nbytes / self.elapsed_s / 1e9 if self.elapsed_s else 0.0
+
+
+@dataclass(slots=True)
+class _Running:
+    nbytes: int = 0
+    busy_s: float = 0.0
+    elapsed_s: float = 0.0
+    num_threads: int = 0
+    since_s: float = 0.0
+
+
+class StageClock:
+    """Collects figures from many threads."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.now_s = clock
+        self._lock = threading.Lock()
+        self._stages: dict[Stage, _Running] = {}
+
+    @contextlib.contextmanager
+    def measure(self, stage: Stage, nbytes: int = 0) -> Iterator[None]:
+        """The time inside counts for the stage; the bytes do when it ends without an error."""
+        with self._lock:
+            # Read under the lock, so that a stage never ends before it began.
+            start_s = self.now_s()
+            running = self._stages.setdefault(stage, _Running())
+            if running.num_threads == 0:
+                running.since_s = start_s
+            running.num_threads += 1
+        try:
+            yield
+        except BaseException:
+            nbytes = 0
+            raise
+        finally:
+            with self._lock:
+                end_s = self.now_s()
+                running.nbytes += nbytes
+                running.busy_s += end_s - start_s
+                running.num_threads -= 1
+                if running.num_threads == 0:
+                    running.elapsed_s += end_s - running.since_s
+
+    def add_bytes(self, stage: Stage, nbytes: int) -> None:
+        """For a stage whose bytes are known only when it is over."""
+        with self._lock:
+            self._stages.setdefault(stage, _Running()).nbytes += nbytes
+
+    def figures(self) -> dict[Stage, StageFigures]:
+        with self._lock:
+            return {
+                stage: StageFigures(found.nbytes, found.busy_s, found.elapsed_s)
+                for stage, found in self._stages.items()
+            }
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """One load: `nbytes` in `wall_s` seconds. `peak_gbps` is what the medium gave its probe, None without one."""
+
+    what: str
+    nbytes: int
+    wall_s: float
+    stages: dict[Stage, StageFigures]
+    medium: Medium
+    strategy: ReadStrategy
+    verified: bool
+    peak_gbps: float | None = None
+    pool: PoolStats | None = None
+    advice: str | None = field(default=None, kw_only=True)
+
+    @property
+    def gbps(self) -> float:
+        return self.nbytes / self.wall_s / 1e9 if self.wall_s else 0.0
+
+    @property
+    def share_of_peak(self) -> float | None:
+        return self.gbps / self.peak_gbps if self.peak_gbps else None
+
+    @property
+    def limiting_stage(self) -> Stage | None:
+        """Where a thread spent most of its time: stages of one extent exclude each other, those of several overlap."""
+        times_s: dict[Stage, float] = {
+            stage: found.busy_s / self.strategy.num_threads if stage in STREAMED else found.busy_s
+            for stage, found in self.stages.items()
+        }
+        return max(times_s, key=lambda stage: times_s[stage], default=None)
+
+    def with_stage(self, stage: Stage, nbytes: int, seconds: float) -> LoadReport:
+        """The report with a stage added that came after the others: attaching tensors, uploading to a device."""
+        figures = StageFigures(nbytes, seconds, seconds)
+        return replace(self, stages={**self.stages, stage: figures}, wall_s=self.wall_s + seconds)
+
+    def as_record(self) -> dict[str, Any]:
+        """JSON-able; rates in GB/s (10^9 bytes per second)."""
+        return {
+            "what": self.what,
+            "nbytes": self.nbytes,
+            "wall_s": self.wall_s,
+            "gbps": self.gbps,
+            "peak_gbps": self.peak_gbps,
+            "share_of_peak": self.share_of_peak,
+            "limiting_stage": self.limiting_stage,
+            "verified": self.verified,
+            "medium": {"kind": self.medium.kind, "fs_type": self.medium.fs_type, "device": self.medium.device},
+            "strategy": str(self.strategy),
+            "advice": self.advice,
+            "stages": {
+                stage: {
+                    "nbytes": found.nbytes,
+                    "busy_s": found.busy_s,
+                    "elapsed_s": found.elapsed_s,
+                    "gbps": found.gbps,
+                }
+                for stage, found in self.stages.items()
+            },
+            "pool": self.pool
+            and {
+                "max_bytes": self.pool.max_bytes,
+                "held_bytes": self.pool.held_bytes,
+                "hit_rate": self.pool.hit_rate,
+                "waits": self.pool.waits,
+            },
+        }

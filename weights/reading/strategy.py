@@ -1,0 +1,97 @@
+"""How to read from a medium. Pure: what is known of the medium in, a decision out."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Annotated, Final
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from weights.errors import WeightsError
+from weights.reading.medium import Medium, MediumKind
+
+BLOCK_ALIGNMENT: Final = 4096
+MAX_THREADS: Final = 256
+MAX_BLOCK_BYTES: Final = 2**30
+
+_MIB: Final = 2**20
+_FORM: Final = re.compile(r"(direct|buffered):([0-9]{1,9}):([0-9]{1,9})(KiB|MiB|GiB)")
+_UNITS: Final = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+
+Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+@dataclass(frozen=True, slots=True)
+class ReadStrategy:
+    """`direct`: past the page cache (O_DIRECT). `num_threads` extents in flight, `block_bytes` per read."""
+
+    direct: bool
+    num_threads: int
+    block_bytes: int
+
+    def __str__(self) -> str:
+        return f"{'direct' if self.direct else 'buffered'}:{self.num_threads}:{self.block_bytes // 1024}KiB"
+
+
+class Probe(BaseModel):
+    """Cold bandwidths of a medium in GB/s (10^9). `direct_gbps` None: the file system refuses O_DIRECT."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    direct_gbps: Rate | None
+    buffered_gbps: Rate
+
+    @property
+    def peak_gbps(self) -> float:
+        return max(self.direct_gbps or 0.0, self.buffered_gbps)
+
+
+# Large blocks, of an extent's usual size: a virtual disk loses half of its bandwidth to 1 MiB requests in flight
+# together. More threads than reads are wanted in flight, as some of them verify and put.
+# Over a network, more requests hide the way there and back.
+DIRECT: Final[dict[MediumKind, ReadStrategy]] = {
+    "local": ReadStrategy(direct=True, num_threads=6, block_bytes=64 * _MIB),
+    "nfs": ReadStrategy(direct=True, num_threads=16, block_bytes=8 * _MIB),
+    "network": ReadStrategy(direct=True, num_threads=16, block_bytes=8 * _MIB),
+    "unknown": ReadStrategy(direct=True, num_threads=8, block_bytes=16 * _MIB),
+}
+# Buffered readers pay a copy each, so more of them; a FUSE server handles few requests at once.
+BUFFERED: Final[dict[MediumKind, ReadStrategy]] = {
+    "local": ReadStrategy(direct=False, num_threads=8, block_bytes=8 * _MIB),
+    "nfs": ReadStrategy(direct=False, num_threads=16, block_bytes=4 * _MIB),
+    "network": ReadStrategy(direct=False, num_threads=16, block_bytes=4 * _MIB),
+    "fuse": ReadStrategy(direct=False, num_threads=4, block_bytes=8 * _MIB),
+    "tmpfs": ReadStrategy(direct=False, num_threads=4, block_bytes=8 * _MIB),
+    "unknown": ReadStrategy(direct=False, num_threads=8, block_bytes=8 * _MIB),
+}
+
+
+def choose_strategy(medium: Medium, probe: Probe | None, override: ReadStrategy | None = None) -> ReadStrategy:
+    """The override, else the faster way as probed, else the default of the medium's kind."""
+    if override is not None:
+        return override
+    direct, buffered = DIRECT.get(medium.kind), BUFFERED[medium.kind]
+    if direct is None:
+        return buffered
+    if probe is None:
+        return direct if medium.kind == "local" else buffered
+    # At a near tie direct wins: it takes no processor time for copies and leaves the page cache to others.
+    is_direct = probe.direct_gbps is not None and probe.direct_gbps >= 0.9 * probe.buffered_gbps
+    return direct if is_direct else buffered
+
+
+def parse_strategy(text: str) -> ReadStrategy:
+    """`direct:4:16MiB` or `buffered:8:4MiB`: mode, threads, bytes per read. Raises WeightsError that says the form."""
+    match = _FORM.fullmatch(text)
+    if match:
+        num_threads, block_bytes = int(match[2]), int(match[3]) * _UNITS[match[4]]
+        if (
+            1 <= num_threads <= MAX_THREADS
+            and 0 < block_bytes <= MAX_BLOCK_BYTES
+            and block_bytes % BLOCK_ALIGNMENT == 0
+        ):
+            return ReadStrategy(match[1] == "direct", num_threads, block_bytes)
+    raise WeightsError(
+        f"{text!r} is no way to read: expected direct|buffered:THREADS:BLOCK like `direct:4:16MiB`, with 1 to "
+        f"{MAX_THREADS} threads and a block of 4 KiB to 1 GiB, a multiple of 4 KiB (KiB, MiB or GiB)"
+    )
