@@ -2,7 +2,7 @@
 
     WeightsError
     ├── FormatError          a source file is not what its format says; names file and tensor
-    ├── StoreError           the weight store cannot do what was asked
+    ├── StoreError           the weight store, or object storage that a checkpoint is in, cannot do what was asked
     │   ├── ModelNotStored       no manifest of that name
     │   ├── StoreVersionError    written by another version of this library
     │   └── ExtentCorrupt        bytes on disk do not match their checksum, or are missing
@@ -24,7 +24,7 @@ class FormatError(WeightsError):
 
 
 class StoreError(WeightsError):
-    """The weight store cannot do what was asked."""
+    """The weight store, or object storage that a checkpoint is in, cannot do what was asked."""
 
 
 class ModelNotStored(StoreError):

@@ -1,52 +1,40 @@
 """The weight store: packs of bytes, one manifest per model, and meta.json that says which tensor is where.
 
     store/
-      meta.json                 sha256 of a tensor -> extent, offset; extent -> pack, offset, checksum
+      meta.json                 extent -> pack, offset, checksum, its tensors by sha256
       .lock                     flock: one writer at a time
-      packs/<model>_weight_combined
+      .staged-*/                what a writer is about to publish; claimed by it (weights/staging.py)
+      packs/<model>_weight_combined, packs/weight_<sha256>, packs/<model>_inline/
       models/<model>/manifest.json
-      models/<model>/skeleton/  the checkpoint without its weights
+      models/<model>/skeleton-<fingerprint>/  the checkpoint without its weights
 
-Files appear by rename only, packs before meta.json before manifests: a crash leaves nothing half published.
+Files appear by rename only, synced, and in this order: packs, meta.json, skeleton, manifest. Whatever a crash leaves
+behind, everything that a manifest names is there. The manifests are the truth; the rest follows from them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
-import hashlib
-import json
 import os
-import shutil
+import re
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ValidationError
 
+from weights.durable import copy_tree, make_folder, move, remove, sync, sync_tree
 from weights.errors import ModelNotStored, StoreError, StoreVersionError
 from weights.manifest import ExtentRef, Manifest, read_manifest
+from weights.meta import STORE_VERSION, StoreMeta, meta_of
+from weights.reading.blocks import resolve_pack
+from weights.staging import claimed_folder
 
-STORE_VERSION: Final = 1
-
-
-class TensorLocation(BaseModel):
-    """Where the bytes of a tensor are."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-    extent: str
-    offset: int
-    nbytes: int
-
-
-class StoreMeta(BaseModel):
-    """Contents of meta.json. Mutable: a writer adds to it under the lock and publishes it whole."""
-
-    model_config = ConfigDict(extra="forbid")
-    version: Literal[1] = STORE_VERSION
-    tensors: dict[str, TensorLocation] = {}
-    extents: dict[str, ExtentRef] = {}
+STAGED: Final = ".staged-*"
+_MODEL_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
 class WeightStore:
@@ -60,10 +48,14 @@ class WeightStore:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Exclusive among all processes of all nodes that see this store."""
-        for folder in (self.packs, self.models):
-            folder.mkdir(parents=True, exist_ok=True)
-        with (self.path / ".lock").open("w") as lock:
+        """Exclusive among all processes of all nodes that see this store. Raises StoreError when it is read-only."""
+        try:
+            for folder in (self.packs, self.models):
+                make_folder(folder)
+            lock = (self.path / ".lock").open("w")
+        except OSError as error:
+            raise StoreError(f"{self.path}: cannot be written: {error.strerror or error}") from error
+        with lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
 
@@ -73,89 +65,119 @@ class WeightStore:
             return StoreMeta.model_validate_json(self._meta_file.read_bytes())
         except FileNotFoundError:
             return StoreMeta()
+        except OSError as error:
+            raise StoreError(f"{self._meta_file}: {error.strerror or error}") from error
         except ValidationError as error:
-            first = error.errors()[0]
-            if first["loc"] == ("version",):
-                raise StoreVersionError(
-                    f"{self._meta_file}: store version {first['input']!r}, this library reads version {STORE_VERSION}"
-                ) from None
-            raise StoreError(f"{self._meta_file}: damaged: {first['msg']}") from None
-
-    def forget_lost_packs(self, meta: StoreMeta) -> None:
-        """Take out of `meta` what lived in packs that are gone, so that nothing new refers to it."""
-        lost = {extent.id for extent in meta.extents.values() if not (self.packs / extent.pack).exists()}
-        meta.extents = {id_: extent for id_, extent in meta.extents.items() if id_ not in lost}
-        meta.tensors = {hash_: place for hash_, place in meta.tensors.items() if place.extent not in lost}
-
-    def has_packs(self, manifest: Manifest) -> bool:
-        """Whether every pack that the model's bytes are in exists."""
-        return all((self.packs / pack).exists() for pack in {extent.pack for extent in manifest.extents.values()})
+            first = next((e for e in error.errors() if e["loc"] == ("version",)), error.errors()[0])
+            if first["loc"] != ("version",):
+                raise StoreError(f"{self._meta_file}: damaged: {first['msg']}; `gc` makes it again") from None
+            if first["input"] == 1:  # another encoding of what the manifests say
+                return meta_of(self.manifests().values())
+            raise StoreVersionError(
+                f"{self._meta_file}: store version {first['input']!r}, this library reads version {STORE_VERSION}"
+            ) from None
 
     def write_meta(self, meta: StoreMeta) -> None:
         self._publish_text(self._meta_file, meta.model_dump_json())
 
+    def pack_file(self, pack: str) -> Path:
+        """Where a pack is. Raises StoreError when symlinks lead out of the store."""
+        return resolve_pack(self.packs, pack)
+
+    def holds(self, extent: ExtentRef) -> bool:
+        """Whether the extent's pack is there and long enough. Its bytes are not read."""
+        try:
+            return self.pack_file(extent.pack).stat().st_size >= extent.offset + extent.nbytes
+        except (OSError, StoreError):
+            return False
+
+    def has_packs(self, manifest: Manifest) -> bool:
+        """Whether everything that the model's bytes are in exists."""
+        return all(self.holds(extent) for extent in manifest.extents.values())
+
+    def forget_lost_packs(self, meta: StoreMeta) -> None:
+        """Take out of `meta` what lived in packs that are gone, so that nothing new refers to it."""
+        meta.keep_extents(lambda id_: self.holds(meta.extent(id_)))
+
     def manifest(self, model: str) -> Manifest:
         """Raises ModelNotStored with the known names."""
-        try:
-            return read_manifest(self.models / model / "manifest.json")
-        except FileNotFoundError:
-            known = ", ".join(self.model_names()) or "none"
-            raise ModelNotStored(f"no model {model!r} in {self.path} (stored: {known})") from None
+        if _MODEL_NAME.fullmatch(model):
+            path = self.models / model / "manifest.json"
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                try:
+                    return read_manifest(path)
+                except (IsADirectoryError, PermissionError) as error:
+                    raise StoreError(f"{path}: {error.strerror}") from error
+        known = ", ".join(self.model_names()) or "none"
+        raise ModelNotStored(f"no model {model!r} in {self.path} (stored: {known})")
 
     def model_names(self) -> list[str]:
         return sorted(file.parent.name for file in self.models.glob("*/manifest.json"))
+
+    def manifests(self) -> dict[str, Manifest]:
+        """All of them, by model. Raises naming the file when one cannot be read."""
+        return {model: self.manifest(model) for model in self.model_names()}
 
     def skeleton(self, manifest: Manifest) -> Path:
         """The folder with everything of a model but its weights."""
         return self.models / manifest.skeleton
 
-    def new_pack_name(self, model: str) -> str:
-        """`<model>_weight_combined`, or a numbered one: a published pack is never overwritten."""
-        name, number = f"{model}_weight_combined", 1
-        while (self.packs / name).exists():
+    def new_pack_name(self, stem: str) -> str:
+        """`stem`, or a numbered one: a published pack is never overwritten."""
+        name, number = stem, 1
+        while os.path.lexists(self.packs / name):
             number += 1
-            name = f"{model}_weight_combined.{number}"
+            name = f"{stem}.{number}"
         return name
 
     @contextlib.contextmanager
-    def staged(self, kind: str) -> Iterator[Path]:
-        """A private path on the store's own file system, to be renamed into place; gone on failure."""
-        path = self.path / f".staged-{kind}-{uuid.uuid4().hex}"
-        try:
-            yield path
-        finally:
-            if path.is_dir():
-                shutil.rmtree(path, ignore_errors=True)
-            else:
-                path.unlink(missing_ok=True)
+    def staged(self, kind: str, folder: Path | None = None) -> Iterator[Path]:
+        """A private path, in `folder` or on the store's own file system, to be moved into place; gone at the end."""
+        with claimed_folder((folder or self.path) / STAGED.replace("*", uuid.uuid4().hex)) as claim:
+            yield claim / kind
+
+    def add_packs(self, staged: Mapping[str, Path]) -> None:
+        """Move staged files or folders, synced, to packs/, by name. From another file system they are copied first."""
+        with contextlib.ExitStack() as copies:
+            for name, path in staged.items():
+                try:
+                    path.replace(self.packs / name)
+                except OSError as error:
+                    if error.errno != errno.EXDEV:
+                        raise
+                    copy = copies.enter_context(self.staged("pack"))
+                    copy_tree(path, copy)
+                    sync_tree(copy)
+                    copy.replace(self.packs / name)
+        sync(self.packs)
+
+    def remove_packs(self, names: Iterable[str]) -> None:
+        """Delete files or folders of packs/; symlinks are not followed."""
+        for name in names:
+            remove(self.packs / name)
+        sync(self.packs)
 
     def publish_model(self, manifest: Manifest, skeleton: Path) -> None:
         """Put the staged `skeleton` and the manifest in place, replacing an earlier version of the model.
 
         Skeleton folders carry the fingerprint in their name, so that a replica which still runs the version
-        before keeps its files.
+        before keeps its files. One that is there is complete, and stays: it came by rename as well.
         """
         target = self.models / manifest.skeleton
-        target.parent.mkdir(parents=True, exist_ok=True)
-        if target.exists():
-            shutil.rmtree(target)
-        skeleton.rename(target)
+        make_folder(target.parent)
+        if not target.exists():
+            sync_tree(skeleton)
+            move(skeleton, target)
         self._publish_text(self.models / manifest.model / "manifest.json", manifest.model_dump_json(indent=1))
 
     def _publish_text(self, target: Path, text: str) -> None:
         with self.staged("json") as path:
-            with path.open("w", encoding="utf-8") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            path.replace(target)
+            path.write_text(text, encoding="utf-8")
+            sync(path)
+            move(path, target)
 
 
-def fingerprint(path: Path, settings: dict[str, str | None]) -> str:
-    """Changes when a file of the checkpoint does (names, sizes, modification times) or the settings do."""
-    files = {
-        str(file.relative_to(path)): (file.stat().st_size, file.stat().st_mtime_ns)
-        for file in sorted(path.rglob("*"))
-        if file.is_file()
-    }
-    return hashlib.sha256(json.dumps([files, settings]).encode()).hexdigest()[:16]
+def check_model_name(model: str) -> None:
+    """Raises StoreError for what would not be a plain file name."""
+    if not _MODEL_NAME.fullmatch(model):
+        raise StoreError(f"model name {model!r}: expected letters, digits, '.', '_' and '-', 128 at most")

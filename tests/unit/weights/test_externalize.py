@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import hashlib
+import itertools
 import json
 import os
-import subprocess
-import sys
+import re
+import shutil
+import threading
 import warnings
 from pathlib import Path
 
@@ -13,13 +17,20 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from weights.errors import FormatError
-from weights.externalize import EXTENT_ALIGNMENT, TENSOR_ALIGNMENT, externalize
+from weights.dtypes import ITEM_BYTES
+from weights.errors import FormatError, StoreError, StoreVersionError
+from weights.externalize import externalize
 from weights.formats.checkpoint import LORA_FILE
+from weights.formats.safetensors import read_header
+from weights.hashing import hash_tensors
 from weights.loader import TORCH_DTYPES, load_from_store
+from weights.maintenance import gc, remove_model
+from weights.manifest import EXTENT_ALIGNMENT, TENSOR_ALIGNMENT, Layout, Manifest, TensorRef
 from weights.reading.extents import read_extent
 from weights.store import WeightStore
+from weights.verification import verify
 
+LAYOUTS: tuple[Layout, ...] = ("combined", "separate", "inline")
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 NAMES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -40,6 +51,10 @@ def same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool
     return {name: value(tensor) for name, tensor in ours.items()} == {
         name: value(tensor) for name, tensor in theirs.items()
     }
+
+
+def refs(manifest: Manifest) -> list[TensorRef]:
+    return [ref for part in manifest.components.values() for ref in part.tensors.values()]
 
 
 def random_tensors() -> dict[str, torch.Tensor]:
@@ -82,7 +97,7 @@ def test_layout_is_aligned_and_packed_once(store: WeightStore, write_pipeline) -
 def test_extents_stay_under_the_limit(
     store: WeightStore, write_model, monkeypatch: pytest.MonkeyPatch, limit: int
 ) -> None:
-    monkeypatch.setattr("weights.externalize.MAX_EXTENT_BYTES", limit)
+    monkeypatch.setattr("weights.packs.MAX_EXTENT_BYTES", limit)
     sizes = [100, 7900, 1, 513, 4000, 511, 512, 20_000, 1, 3000]
     source = write_model("m", {f"t{i:02}": torch.randint(0, 255, (n,), dtype=torch.uint8) for i, n in enumerate(sizes)})
     manifest = externalize(store, "m", source)
@@ -148,6 +163,42 @@ def test_an_unchanged_source_is_not_read_again(store: WeightStore, write_model) 
     assert files(store.path) == before
 
 
+def test_an_unchanged_source_needs_no_writable_store(
+    store: WeightStore, write_model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = write_model("m", {"w": torch.rand(10)})
+    first = externalize(store, "m", source)
+
+    def refuse(descriptor: int) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    monkeypatch.setattr("weights.externalize.hash_tensors", None)
+    assert externalize(store, "m", source) == first
+    monkeypatch.undo()
+    (store.path / ".lock").unlink()
+    (store.path / ".lock").mkdir()
+    with pytest.raises(StoreError, match=r"store: cannot be written: Is a directory"):
+        externalize(store, "n", source)
+
+
+def test_a_full_store_is_told_from_a_full_weight_dir(
+    store: WeightStore, write_model, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    source = write_model("m", {"w": torch.rand(10)})
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    for name, where in (("add_packs", "store"), ("publish_model", "store"), ("new_pack_name", "elsewhere")):
+        with monkeypatch.context() as patch:
+            patch.setattr(WeightStore, name, full)
+            with pytest.raises(StoreError, match=f"/{where}: disk full: 40 bytes were needed"):
+                externalize(store, "m", source, weight_dir=tmp_path / "elsewhere")
+    assert store.model_names() == []
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
 def test_a_changed_source_is_a_new_version_and_the_old_pack_stays(store: WeightStore, write_model) -> None:
     source = write_model("m", {"w": torch.rand(10), "kept": torch.arange(100)})
     old = externalize(store, "m", source)
@@ -191,19 +242,46 @@ def test_a_failure_leaves_the_store_as_it_was(store: WeightStore, write_pipeline
     assert files(store.path) == before
 
 
-def test_a_failure_while_writing_leaves_the_store_as_it_was(
-    store: WeightStore, write_model, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
+def test_a_full_disk_is_said_and_publishes_nothing(
+    store: WeightStore, write_pipeline, write_model, monkeypatch: pytest.MonkeyPatch, layout: Layout, code: int
 ) -> None:
+    """Every flush to the disk fails once; what is there afterwards is a store, with all that was published."""
     externalize(store, "m", write_model("good", {"w": torch.rand(4)}))
-    before = files(store.path)
+    source = write_pipeline("p", {"vae": {"w": torch.rand(400)}, "unet": {"w": torch.rand(400), "b": torch.rand(3)}})
+    lock = threading.Lock()
+    for number in itertools.count():
+        left = number
 
-    def disk_full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
+        def full(descriptor: int) -> None:
+            nonlocal left
+            with lock:
+                left -= 1
+            if left == -1:
+                raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr("weights.externalize._copy_skeleton", disk_full)
-    with pytest.raises(OSError, match="No space"):
-        externalize(store, "n", write_model("other", {"w": torch.rand(400)}))
-    assert files(store.path) == before
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", full)
+            try:
+                externalize(store, "n", source, layout=layout)
+            except StoreError as error:
+                message = str(error)
+            else:
+                break
+        if code == errno.ENOSPC:
+            assert re.search(r"store: disk full: 3212 bytes were needed, \d+ were free; nothing", message)
+        assert str(store.path) in message or os.strerror(code) in message
+        assert not list(store.path.glob(".staged*"))
+        assert "m" in store.model_names()
+        assert verify(store, deep=True).damages == ()
+        if "n" in store.model_names():  # the very last flush, of the folder that the manifest is in by then
+            remove_model(store, "n")
+        gc(store)
+        assert [pack.name for pack in store.packs.iterdir()] == ["m_weight_combined"]
+    assert left >= 0
+    assert number >= 6
+    assert verify(store, deep=True).damages == ()
 
 
 def test_models_of_empty_tensors(store: WeightStore, write_model) -> None:
@@ -225,34 +303,147 @@ def test_an_adapter_keeps_its_metadata(store: WeightStore, tmp_path: Path) -> No
     assert (manifest.kind, manifest.components["lora"].metadata) == ("adapter", {"rank": "2"})
 
 
-WRITER = """
-import sys
-from pathlib import Path
-from weights.externalize import externalize
-from weights.store import WeightStore
-for source in sys.argv[2:]:
-    externalize(WeightStore(Path(sys.argv[1])), Path(source).name, Path(source))
-"""
+@pytest.mark.parametrize("keep_bytes", [0, 2**20])
+def test_a_source_that_changes_between_hashing_and_writing_is_refused(
+    store: WeightStore, write_model, monkeypatch: pytest.MonkeyPatch, keep_bytes: int
+) -> None:
+    monkeypatch.setattr("weights.hashing.KEEP_BYTES", keep_bytes)
+    source = write_model("m", {"a": torch.rand(1000), "b": torch.rand(1000)})
+    file = source / "model.safetensors"
+    hashed = hash_tensors({"model": read_header(file).tensors})["model"]
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    status = file.stat()
+    file.write_bytes(data)
+    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+    hashed["a"].read()
+    if keep_bytes:
+        hashed["b"].read()  # what was hashed is what will be written
+    else:
+        with pytest.raises(FormatError, match=r"model\.safetensors: tensor 'b' changed while it was read"):
+            hashed["b"].read()
 
 
-def test_several_processes_write_into_one_store(store: WeightStore, write_model) -> None:
-    shared = {f"s{i}": torch.rand(2000) for i in range(4)}
-    sources = [write_model(f"m{i}", shared | {"own": torch.rand(50 + i)}) for i in range(4)]
-    orders = [sources, sources[::-1], sources[2:] + sources[:2]]
-    command = [sys.executable, "-c", WRITER, str(store.path)]
-    environment = os.environ | {"PYTHONWARNINGS": "error", "OMP_NUM_THREADS": "1"}
-    running = [subprocess.Popen(command + [str(source) for source in order], env=environment) for order in orders]
-    assert [process.wait(60) for process in running] == [0, 0, 0]
-    meta = store.read_meta()
-    for extent in meta.extents.values():
-        read_extent(store.packs, extent)
-    for source in sources:
-        assert same(load_from_store(store.path, source.name)["model"], load_file(source / "model.safetensors"))
-        assert json.loads((store.skeleton(store.manifest(source.name)) / "config.json").read_text())
-    # Stored once each, so the packs hold one copy of what is shared and one of each `own`, plus padding.
-    assert len(meta.tensors) == 8
-    assert sum(pack.stat().st_size for pack in store.packs.iterdir()) < 2 * 4 * shared["s0"].nbytes
-    assert not list(store.path.glob(".staged*"))
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_source_that_changes_while_it_is_read_is_refused(
+    store: WeightStore, write_model, monkeypatch: pytest.MonkeyPatch, layout: Layout
+) -> None:
+    source = write_model("m", {"a": torch.rand(1000)})
+
+    def hash_slowly(*args: object) -> object:
+        hashed = hash_tensors(*args)
+        write_model("m", {"a": torch.rand(1000)})
+        return hashed
+
+    monkeypatch.setattr("weights.externalize.hash_tensors", hash_slowly)
+    with pytest.raises(FormatError, match="changed while it was read"):
+        externalize(store, "m", source, layout=layout)
+    assert store.model_names() == []
+    assert not list(store.packs.iterdir() if store.packs.exists() else [])
+
+
+def test_separate_has_a_file_per_tensor_and_takes_what_a_dead_writer_left(store: WeightStore, write_model) -> None:
+    tensors = {f"t{i}": torch.rand(50 + i) for i in range(20)}
+    names = {f"weight_{hashlib.sha256(raw(tensor)).hexdigest()}": raw(tensor) for tensor in tensors.values()}
+    whole, damaged, *_ = names
+    store.packs.mkdir(parents=True)
+    (store.packs / whole).write_bytes(names[whole])
+    (store.packs / damaged).write_bytes(bytes(len(names[damaged])))
+    inode = (store.packs / whole).stat().st_ino
+    manifest = externalize(store, "m", write_model("m", tensors | {"tied": tensors["t0"].clone()}), layout="separate")
+    assert files(store.packs) == dict(sorted(names.items()))
+    assert (store.packs / whole).stat().st_ino == inode
+    assert all((ref.offset, manifest.extents[ref.extent].offset) == (0, 0) for ref in refs(manifest))
+    before = files(store.packs)
+    externalize(store, "n", write_model("n", tensors), layout="separate")
+    assert files(store.packs) == before
+
+
+def test_inline_keeps_the_files(store: WeightStore, write_pipeline) -> None:
+    source = write_pipeline("p", {"vae": random_tensors(), "unet": {"w": torch.rand(1000)}})
+    manifest = externalize(store, "p", source, layout="inline")
+    copies = {f"p_inline/{name}": data for name, data in files(source).items() if name.endswith(".safetensors")}
+    assert files(store.packs) == copies
+    assert not (store.path / "meta.json").exists()
+    for part in ("vae", "unet"):
+        expected = load_file(source / part / "diffusion_pytorch_model.safetensors")
+        assert same(load_from_store(store.path, "p")[part], expected)
+    again = externalize(store, "q", source, layout="inline")
+    assert again.extents.keys() == manifest.extents.keys()
+    assert (store.packs / "q_inline").is_dir()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_equal_extent_ids_are_equal_bytes(store: WeightStore, write_model, layout: Layout) -> None:
+    """Nodes share extents by id: padding must not hide behind equal tensors."""
+    tensors = {"a": torch.rand(3), "b": torch.rand(128), "c": torch.rand(128), "d": torch.rand(5)}
+    ids: dict[str, bytes] = {}
+    for number, chosen in enumerate(["abcd", "bc", "b", "a", "ab", "bca"]):
+        for kind in LAYOUTS:
+            store = WeightStore(store.path.parent / f"{number}-{kind}")
+            source = write_model(f"m{number}", {name: tensors[name] for name in chosen})
+            for extent in externalize(store, "m", source, layout=kind).extents.values():
+                data = read_extent(store.packs, extent).tobytes()
+                assert ids.setdefault(extent.id, data) == data
+    assert len(set(ids.values())) == len(ids)
+
+
+def test_a_cast_inline_is_stock_safetensors(store: WeightStore, write_model) -> None:
+    tensors = {"w": torch.randn(30, 7), "i": torch.arange(5)}
+    externalize(store, "m", write_model("m", tensors), layout="inline", dtype="bfloat16")
+    expected = {"w": tensors["w"].bfloat16(), "i": tensors["i"]}
+    assert same(load_file(store.packs / "m_inline" / "model.safetensors"), expected)
+    assert same(load_from_store(store.path, "m")["model"], expected)
+
+
+@pytest.mark.parametrize("limit", [4000, 100])
+def test_inline_extents_stay_under_the_limit_and_aligned(
+    store: WeightStore, write_model, monkeypatch: pytest.MonkeyPatch, limit: int
+) -> None:
+    monkeypatch.setattr("weights.inline.MAX_EXTENT_BYTES", limit)
+    source = write_model("m", random_tensors())
+    manifest = externalize(store, "m", source, layout="inline")
+    for extent in manifest.extents.values():
+        inside = [ref for ref in refs(manifest) if ref.extent == extent.id]
+        assert extent.nbytes <= limit or len([ref for ref in inside if ref.nbytes]) == 1
+        assert all(ref.offset % ITEM_BYTES[ref.dtype] == 0 for ref in inside)
+    assert same(load_from_store(store.path, "m")["model"], load_file(source / "model.safetensors"))
+
+
+def test_packs_are_staged_in_the_weight_dir(store: WeightStore, write_model, tmp_path: Path) -> None:
+    folder = tmp_path / "fast-disk"
+    seen = []
+
+    def watch(self: WeightStore, staged: dict[str, Path]) -> None:
+        seen.extend(staged.values())
+        add_packs(self, staged)
+
+    add_packs = WeightStore.add_packs
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(WeightStore, "add_packs", watch)
+        for number, layout in enumerate(LAYOUTS):
+            externalize(store, f"m{number}", write_model("m", {"w": torch.rand(9)}), layout=layout, weight_dir=folder)
+    assert len(seen) == 3
+    assert all(path.is_relative_to(folder) for path in seen)
+    assert list(folder.iterdir()) == []
+    assert verify(store, deep=True).damages == ()
+
+
+def test_a_single_file_is_a_model(store: WeightStore, tmp_path: Path) -> None:
+    tensors = random_tensors()
+    file = tmp_path / "bare.safetensors"
+    save_file(tensors, file, metadata={"made": "by hand"})
+    for layout in LAYOUTS:
+        manifest = externalize(store, layout, file, layout=layout)
+        assert (manifest.kind, manifest.components["model"].metadata) == ("tensors", {"made": "by hand"})
+        assert same(load_from_store(store.path, layout)["model"], tensors)
+    assert (store.packs / "inline_inline" / "bare.safetensors").read_bytes() == file.read_bytes()
+
+
+def test_names_that_no_manifest_can_have_are_refused(store: WeightStore, write_pipeline) -> None:
+    source = write_pipeline("p", {"a\\b": {"w": torch.rand(4)}})
+    with pytest.raises(FormatError, match=str(source)):
+        externalize(store, "p", source)
 
 
 def test_a_lost_pack_is_written_again(tmp_path: Path) -> None:
@@ -271,3 +462,28 @@ def test_a_lost_pack_is_written_again(tmp_path: Path) -> None:
     }
     for name, tensor in load_file(source / "model.safetensors").items():
         assert torch.equal(load_from_store(store.path, "m")["model"][name], tensor)
+
+
+@pytest.mark.parametrize("lost", ["manifest", "skeleton"])
+def test_what_is_damaged_of_a_model_is_written_again(store: WeightStore, write_model, lost: str) -> None:
+    source = write_model("m", {"w": torch.rand(10)})
+    first = externalize(store, "m", source)
+    if lost == "manifest":
+        (store.models / "m" / "manifest.json").write_text("{")
+    else:
+        shutil.rmtree(store.skeleton(first))
+    assert externalize(store, "m", source) == first
+    assert store.manifest("m") == first
+    assert (store.skeleton(first) / "config.json").is_file()
+    assert [pack.name for pack in store.packs.iterdir()] == ["m_weight_combined"]
+
+
+def test_a_manifest_of_a_newer_version_is_not_written_over(store: WeightStore, write_model) -> None:
+    source = write_model("m", {"w": torch.rand(10)})
+    externalize(store, "m", source)
+    file = store.models / "m" / "manifest.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"version": 99}))
+    before = file.read_text()
+    with pytest.raises(StoreVersionError, match="manifest version 99"):
+        externalize(store, "m", source)
+    assert file.read_text() == before

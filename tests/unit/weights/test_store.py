@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import torch
 
 from weights.errors import ModelNotStored, StoreError, StoreVersionError, WeightsError
 from weights.externalize import externalize
+from weights.loader import load_from_store
 from weights.store import WeightStore
 
 
@@ -37,13 +39,24 @@ def test_an_unknown_model_lists_the_known_ones(store: WeightStore, write_model) 
 
 @pytest.mark.parametrize("more", [{}, {"compression": "zstd"}])
 def test_a_newer_store_is_refused_and_kept(store: WeightStore, write_model, more: dict[str, str]) -> None:
-    text = json.dumps({"version": 2, "tensors": {}, "extents": {}, **more})
+    text = json.dumps({"version": 3, "extents": {}, **more})
     (store.path / "meta.json").write_text(text)
-    with pytest.raises(StoreVersionError, match=r"meta\.json: store version 2, this library reads version 1"):
+    with pytest.raises(StoreVersionError, match=r"meta\.json: store version 3, this library reads version 2"):
         store.read_meta()
     with pytest.raises(StoreVersionError):
         externalize(store, "n", write_model("n", {"w": torch.rand(3)}))
     assert (store.path / "meta.json").read_text() == text
+
+
+def test_a_store_of_version_1_is_read_from_its_manifests(store: WeightStore, write_model) -> None:
+    expected = store.read_meta()
+    text = json.dumps({"version": 1, "tensors": {"0" * 64: {"extent": "e", "offset": 0, "nbytes": 4}}, "extents": {}})
+    (store.path / "meta.json").write_text(text)
+    assert store.read_meta() == expected
+    packs = sorted(store.packs.iterdir())
+    source = write_model("n", {"w": load_from_store(store.path, "m")["model"]["w"]})
+    externalize(store, "n", source)
+    assert sorted(store.packs.iterdir()) == packs
 
 
 @pytest.mark.parametrize("more", [{}, {"compression": "zstd"}])
@@ -78,10 +91,81 @@ def test_a_field_of_a_manifest_is_named(store: WeightStore) -> None:
 
 
 def test_pack_names_are_never_reused(store: WeightStore) -> None:
-    assert store.new_pack_name("n") == "n_weight_combined"
-    assert store.new_pack_name("m") == "m_weight_combined.2"
-    (store.packs / "m_weight_combined.2").touch()
-    assert store.new_pack_name("m") == "m_weight_combined.3"
+    assert store.new_pack_name("n_weight_combined") == "n_weight_combined"
+    assert store.new_pack_name("m_weight_combined") == "m_weight_combined.2"
+    (store.packs / "m_weight_combined.2").symlink_to("nowhere")
+    assert store.new_pack_name("m_weight_combined") == "m_weight_combined.3"
+
+
+@pytest.mark.parametrize("name", ["", "..", "a/b", "/etc", "a\0b", ".hidden", "x" * 129])
+def test_a_model_name_is_a_plain_file_name(store: WeightStore, write_model, name: str) -> None:
+    with pytest.raises(StoreError, match="model name"):
+        externalize(store, name, write_model("n", {"w": torch.rand(3)}))
+    with pytest.raises(ModelNotStored, match="stored: m"):
+        store.manifest(name)
+
+
+def test_a_manifest_that_is_a_folder_is_named(store: WeightStore) -> None:
+    (store.models / "odd" / "manifest.json").mkdir(parents=True)
+    assert store.model_names() == ["m", "odd"]
+    with pytest.raises(StoreError, match=r"odd/manifest\.json: Is a directory"):
+        store.manifest("odd")
+
+
+@pytest.mark.parametrize("target", ["/etc/hostname", "../meta.json", "../../outside"])
+def test_packs_that_lead_out_of_the_store_are_not_used(store: WeightStore, write_model, target: str) -> None:
+    (store.path.parent / "outside").write_bytes(bytes(100))
+    pack = store.packs / "m_weight_combined"
+    pack.unlink()
+    pack.symlink_to(target)
+    with pytest.raises(StoreError, match="leads out of the store"):
+        store.pack_file("m_weight_combined")
+    assert not store.has_packs(store.manifest("m"))
+    externalize(store, "m", store.path.parent / "sources" / "m")
+    assert store.has_packs(store.manifest("m"))
+
+
+def test_the_packs_folder_itself_may_be_elsewhere(store: WeightStore, tmp_path: Path) -> None:
+    store.packs.rename(tmp_path / "large-disk")
+    store.packs.symlink_to(tmp_path / "large-disk")
+    assert store.has_packs(store.manifest("m"))
+    assert set(load_from_store(store.path, "m")["model"]) == {"w"}
+
+
+def test_what_cannot_be_a_store_is_said(tmp_path: Path, write_model) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(StoreError, match="file: File exists"):
+        externalize(WeightStore(tmp_path / "file" / "store"), "m", write_model("m", {"w": torch.rand(3)}))
+
+
+def test_a_skeleton_that_is_there_is_kept(store: WeightStore) -> None:
+    """A crash between removing and renaming would have lost a published model."""
+    manifest = store.manifest("m")
+    inode = store.skeleton(manifest).stat().st_ino
+    with store.locked(), store.staged("skeleton") as skeleton:
+        skeleton.mkdir()
+        store.publish_model(manifest, skeleton)
+    assert store.skeleton(manifest).stat().st_ino == inode
+    assert (store.skeleton(manifest) / "config.json").exists()
+
+
+def test_a_pack_on_another_file_system_is_copied(store: WeightStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    replace = Path.replace
+
+    def across(path: Path, target: Path) -> Path:
+        if "elsewhere" in path.parts:
+            raise OSError(errno.EXDEV, "Invalid cross-device link")
+        return replace(path, target)
+
+    monkeypatch.setattr(Path, "replace", across)
+    with store.staged("x", store.path.parent / "elsewhere") as staged:
+        staged.mkdir()
+        (staged / "file").write_bytes(b"1")
+        (staged / "folder").mkdir()
+        (staged / "folder" / "inner").write_bytes(b"2")
+        store.add_packs({"a": staged / "file", "b": staged / "folder"})
+    assert ((store.packs / "a").read_bytes(), (store.packs / "b" / "inner").read_bytes()) == (b"1", b"2")
+    assert not list(store.path.glob(".staged*"))
 
 
 @pytest.mark.parametrize("is_folder", [True, False])

@@ -1,0 +1,224 @@
+"""gc: what nobody needs goes, what a manifest names stays."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from weights.errors import ModelNotStored, StoreError
+from weights.externalize import externalize
+from weights.layouts import convert
+from weights.loader import load_from_store
+from weights.maintenance import gc, remove_model
+from weights.manifest import Layout
+from weights.punching import allocated_bytes
+from weights.store import WeightStore
+from weights.verification import verify
+
+LAYOUTS: tuple[Layout, ...] = ("combined", "separate", "inline")
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> WeightStore:
+    return WeightStore(tmp_path / "store")
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(folder)): file.read_bytes() for file in sorted(folder.rglob("*")) if file.is_file()}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_store_in_use_is_left_as_it_is(store: WeightStore, write_model, layout: Layout) -> None:
+    for name in ("a", "b"):
+        externalize(store, name, write_model(name, {"w": torch.rand(5000), "v": torch.rand(3)}), layout=layout)
+    before = files(store.path)
+    report = gc(store)
+    assert (report.removed, report.num_tensors, report.freed_bytes, report.unfreed_bytes) == ((), 0, 0, 0)
+    assert files(store.path) == before
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_removed_model_goes_and_what_it_shared_stays(
+    store: WeightStore, write_model, monkeypatch: pytest.MonkeyPatch, layout: Layout
+) -> None:
+    monkeypatch.setattr("weights.packs.MAX_EXTENT_BYTES", 100_000)
+    shared = torch.rand(5000)
+    externalize(store, "a", write_model("a", {"shared": shared, "own": torch.rand(50_000)}), layout=layout)
+    externalize(store, "b", write_model("b", {"shared": shared}), layout=layout)
+    before = allocated_bytes(store.packs)
+    remove_model(store, "a")
+    assert store.model_names() == ["b"]
+    with pytest.raises(ModelNotStored, match="stored: b"):
+        remove_model(store, "a")
+    planned = gc(store, dry_run=True)
+    assert (store.models / "a").exists()
+    report = gc(store)
+    assert report == planned
+    assert report.num_tensors == (0 if layout == "inline" else 1)
+    # Of a file that is alive in part, the blocks at the borders stay.
+    assert before - allocated_bytes(store.packs) >= 200_000 - 2 * 4096
+    assert report.freed_bytes >= 200_000 - 2 * 4096
+    assert not (store.models / "a").exists()
+    assert gc(store).freed_bytes == 0
+    assert verify(store, deep=True).damages == ()
+    assert torch.equal(load_from_store(store.path, "b")["model"]["shared"], shared)
+    externalize(store, "a", store.path.parent / "sources" / "a", layout=layout)
+    assert verify(store, deep=True).damages == ()
+
+
+def test_an_earlier_version_goes_after_its_grace(store: WeightStore, write_model) -> None:
+    old = externalize(store, "m", write_model("m", {"w": torch.rand(10)}))
+    new = externalize(store, "m", write_model("m", {"w": torch.rand(11)}))
+    written = max(path.stat().st_mtime for path in store.packs.iterdir())
+    assert gc(store, grace_s=60, now=lambda: written + 30).removed == ()
+    assert store.skeleton(old).is_dir()
+    report = gc(store, grace_s=60, now=lambda: written + 61)
+    assert [str(path) for path in report.removed] == [
+        "packs/m_weight_combined",
+        f"models/{old.skeleton}",
+    ]
+    assert not store.skeleton(old).exists()
+    assert store.skeleton(new).is_dir()
+    assert verify(store, deep=True).damages == ()
+
+
+@pytest.mark.parametrize("damage", [b"", b"{", b'{"version": 99}'])
+def test_nothing_goes_while_a_manifest_cannot_be_read(store: WeightStore, write_model, damage: bytes) -> None:
+    for name in ("a", "b", "c"):
+        externalize(store, name, write_model(name, {"w": torch.rand(1000)}))
+    remove_model(store, "c")
+    (store.models / "a" / "manifest.json").write_bytes(damage)
+    before = files(store.path)
+    with pytest.raises(StoreError, match=r"nothing was deleted.*a/manifest\.json"):
+        gc(store)
+    assert files(store.path) == before
+    assert store.model_names() == ["a", "b"]
+    remove_model(store, "a")
+    gc(store)
+    assert [pack.name for pack in store.packs.iterdir()] == ["b_weight_combined"]
+
+
+@pytest.mark.parametrize("damage", [b"", b"{", b"\xff", None])
+def test_a_damaged_meta_is_made_again(store: WeightStore, write_model, damage: bytes | None) -> None:
+    source = write_model("a", {"w": torch.rand(1000), "v": torch.rand(3)})
+    externalize(store, "a", source)
+    expected = store.read_meta()
+    file = store.path / "meta.json"
+    file.unlink() if damage is None else file.write_bytes(damage)
+    gc(store)
+    assert store.read_meta() == expected
+    externalize(store, "b", source)
+    assert [pack.name for pack in store.packs.iterdir()] == ["a_weight_combined"]
+
+
+def test_a_newer_meta_is_left_alone(store: WeightStore, write_model) -> None:
+    externalize(store, "a", write_model("a", {"w": torch.rand(10)}))
+    remove_model(store, "a")
+    (store.path / "meta.json").write_text('{"version": 3}')
+    before = files(store.path)
+    with pytest.raises(StoreError, match="store version 3"):
+        gc(store)
+    assert files(store.path) == before
+
+
+def test_meta_is_published_before_bytes_go(store: WeightStore, write_model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kill after any deletion leaves nothing that refers to what is gone."""
+    for name in ("a", "b", "c"):
+        externalize(store, name, write_model(name, {"w": torch.rand(1000), "v": torch.rand(3)}), layout="separate")
+    remove_model(store, "a")
+    remove_model(store, "c")
+    num_removed = 0
+
+    def remove_one(path: Path) -> None:
+        nonlocal num_removed
+        num_removed += 1
+        meta = store.read_meta()
+        assert path.name not in {extent.pack for extent in meta.extents.values()}
+        assert verify(store, deep=True).damages == ()
+        path.unlink() if path.is_file() else None
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("weights.maintenance.remove", remove_one)
+        for _ in range(4):
+            with pytest.raises(KeyboardInterrupt):
+                gc(store)
+            assert verify(store, deep=True).damages == ()
+    assert num_removed == 4
+    gc(store)
+    assert len(list(store.packs.iterdir())) == 2
+
+
+def test_where_holes_are_refused_the_bytes_are_reported(
+    store: WeightStore, write_model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared = torch.rand(5000)
+    monkeypatch.setattr("weights.packs.MAX_EXTENT_BYTES", 40_000)
+    externalize(store, "a", write_model("a", {"a": torch.rand(9000), "z": shared}))
+    externalize(store, "b", write_model("b", {"z": shared}))
+    remove_model(store, "a")
+    with monkeypatch.context() as patch:
+        patch.setattr("weights.maintenance.punch", lambda path, ranges: False)
+        report = gc(store)
+    assert (report.removed[1:], report.freed_bytes >= 0) == ((), True)
+    assert report.unfreed_bytes == 36_864
+    size = (store.packs / "a_weight_combined").stat().st_size
+    assert gc(store).freed_bytes == 36_864
+    assert (store.packs / "a_weight_combined").stat().st_size == size
+    assert verify(store, deep=True).damages == ()
+
+
+def test_symlinks_are_removed_and_never_followed(store: WeightStore, write_model, tmp_path: Path) -> None:
+    manifest = externalize(store, "a", write_model("a", {"w": torch.rand(3000)}))
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "precious").write_bytes(bytes(100_000))
+    (store.packs / "dead").symlink_to(outside)
+    (store.models / "a" / "skeleton-dead").symlink_to(outside)
+    (store.path / ".staged-dead").symlink_to(outside)
+    pack = store.packs / manifest.extents_of(["model"])[0].pack
+    pack.rename(outside / "pack")
+    with (outside / "pack").open("ab") as file:
+        file.write(bytes(50_000))
+    pack.symlink_to(outside / "pack")
+    gc(store)
+    assert files(outside)["precious"] == bytes(100_000)
+    assert allocated_bytes(outside / "pack") >= 60_000
+    assert not (store.packs / "dead").is_symlink()
+    assert pack.is_symlink()
+
+
+def test_what_converting_leaves_goes(store: WeightStore, write_model) -> None:
+    source = write_model("m", {"w": torch.rand(3000), "v": torch.rand(40)})
+    externalize(store, "m", source)
+    for layout, names in (("inline", {"m_inline"}), ("combined", {"m_weight_combined"})):
+        convert(store, "m", layout)
+        gc(store)
+        assert {pack.name for pack in store.packs.iterdir()} == names
+        assert verify(store, deep=True).damages == ()
+
+
+def test_a_folder_that_is_no_store_is_said(store: WeightStore) -> None:
+    with pytest.raises(StoreError, match="no such store"):
+        gc(store)
+    assert not store.path.exists()
+
+
+def test_a_disk_that_refuses_is_said(store: WeightStore, write_model, monkeypatch: pytest.MonkeyPatch) -> None:
+    externalize(store, "a", write_model("a", {"w": torch.rand(10)}))
+
+    def refuse(descriptor: int) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", refuse)
+        with pytest.raises(StoreError, match="Read-only file system"):
+            remove_model(store, "a")
+        with pytest.raises(StoreError, match="Read-only file system"):
+            gc(store)
+    gc(store)
+    assert list(store.packs.iterdir()) == []

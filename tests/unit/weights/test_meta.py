@@ -1,0 +1,100 @@
+"""meta.json: derived from the manifests, compact, the same after a round trip."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+
+import pytest
+from pydantic import ValidationError
+
+from weights.manifest import Component, ExtentRef, Layout, Manifest, TensorRef, extent_id
+from weights.meta import StoreMeta, meta_of
+
+
+def sha(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def extent(*names: str, pack: str = "p") -> ExtentRef:
+    id_ = extent_id(sha(name) for name in names)
+    return ExtentRef(id=id_, pack=pack, offset=4096, nbytes=512 * len(names), checksum="0" * 32)
+
+
+def manifest(model: str, layout: Layout, *extents: tuple[str, ...]) -> Manifest:
+    refs = [extent(*names, pack=model) for names in extents]
+    tensors = {
+        name: TensorRef(extent=ref.id, offset=512 * i, nbytes=4, dtype="F32", shape=(1,), sha256=sha(name))
+        for ref, names in zip(refs, extents, strict=True)
+        for i, name in enumerate(names)
+    }
+    part = Component(name="model", library="x", class_name=None, folder=".", tensors=tensors)
+    return Manifest(
+        model=model,
+        kind="llm",
+        class_name=None,
+        skeleton=f"{model}/skeleton-0",
+        source="",
+        fingerprint="0",
+        layout=layout,
+        components={"model": part},
+        extents={ref.id: ref for ref in refs},
+    )
+
+
+def test_what_is_added_is_found_also_after_a_round_trip() -> None:
+    meta = StoreMeta()
+    meta.add(extent("a", "b"), {sha("a"): 0, sha("b"): 512})
+    meta.add(extent("c"), {sha("c"): 0})
+    for found in (meta, StoreMeta.model_validate_json(meta.model_dump_json())):
+        assert set(found.tensors) == {sha("a"), sha("b"), sha("c")}
+        assert found.locate(sha("b")) == (extent("a", "b"), 512)
+        assert found.locate(sha("c")) == (extent("c"), 0)
+
+
+def test_a_tensor_that_is_known_stays_where_it_is() -> None:
+    meta = StoreMeta()
+    meta.add(extent("a"), {sha("a"): 0})
+    meta.add(extent("a", "b"), {sha("a"): 0, sha("b"): 512})
+    assert meta.locate(sha("a"))[0] == extent("a")
+    meta.add(extent("b"), {sha("b"): 0})
+    assert set(meta.extents) == {extent("a").id, extent("a", "b").id}
+
+
+def test_what_is_forgotten_can_be_added_elsewhere() -> None:
+    meta = StoreMeta()
+    meta.add(extent("a", "b"), {sha("a"): 0, sha("b"): 512})
+    meta.forget_tensors([sha("a")])
+    assert set(meta.tensors) == {sha("b")}
+    meta.add(extent("a", pack="q"), {sha("a"): 0})
+    assert meta.locate(sha("a"))[0].pack == "q"
+    meta.keep_extents(lambda id_: id_ != extent("a").id)
+    assert set(meta.tensors) == {sha("b")}
+
+
+def test_it_follows_from_the_manifests() -> None:
+    manifests = [manifest("m", "combined", ("a", "b"), ("c",)), manifest("n", "separate", ("d",))]
+    private = manifest("i", "inline", ("e",))
+    random.shuffle(manifests)
+    meta = meta_of([*manifests, private])
+    assert set(meta.tensors) == {sha(name) for name in "abcd"}
+    assert meta.locate(sha("b")) == (extent("a", "b", pack="m"), 512)
+    assert meta.locate(sha("d")) == (extent("d", pack="n"), 0)
+
+
+@pytest.mark.parametrize(
+    ("id_", "change"),
+    [
+        ("x", {"pack": "../p"}),
+        ("x", {"offset": -1}),
+        ("x", {"tensors": {"y": 0}}),
+        ("x", {"checksum": "0"}),
+        ("a b", {}),
+    ],
+)
+def test_places_that_cannot_be_are_refused(id_: str, change: dict[str, object]) -> None:
+    good = {"pack": "p", "offset": 0, "nbytes": 1, "checksum": "0" * 32, "tensors": {}}
+    StoreMeta.model_validate_json(json.dumps({"extents": {"x": good}}))
+    with pytest.raises(ValidationError):
+        StoreMeta.model_validate_json(json.dumps({"extents": {id_: good | change}}))

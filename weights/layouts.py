@@ -1,0 +1,102 @@
+"""From one layout to another, and from the store back to a stock checkpoint."""
+
+from __future__ import annotations
+
+import uuid
+from pathlib import Path
+
+from weights.durable import copy_tree, disk_errors, move, sync_tree
+from weights.errors import StoreError
+from weights.hashing import hash_tensors
+from weights.manifest import Layout, Manifest
+from weights.meta import StoreMeta
+from weights.publishing import Draft, DraftComponent, publish
+from weights.staging import claimed_folder, sweep
+from weights.stock import rewrite_index, writable, write_files
+from weights.store import WeightStore
+from weights.stored import stored_tensors
+
+
+def convert(store: WeightStore, model: str, layout: Layout, weight_dir: Path | None = None) -> Manifest:
+    """Publish `model` anew in another layout; all that is read of it is checked.
+
+    A tensor that another model of the store needs as well stays where it is: one copy serves both. What is left of
+    the old layout goes with the next `gc`. Raises ExtentCorrupt when the stored bytes are damaged.
+    """
+    manifest = store.manifest(model)
+    if manifest.layout == layout:
+        return manifest
+    parts = manifest.components.values()
+    hashed = hash_tensors({part.name: stored_tensors(store, manifest, part) for part in parts})
+
+    def recheck() -> None:
+        if store.manifest(model) != manifest:
+            raise StoreError(f"model {model!r} was published anew while it was converted; nothing was changed")
+
+    def relocate(meta: StoreMeta) -> None:
+        """A tensor moves unless it lies as asked, or another model shares it."""
+        others = [other for name, other in store.manifests().items() if name != model and other.layout != "inline"]
+        shared = {ref.sha256 for other in others for part in other.components.values() for ref in part.tensors.values()}
+        own = {ref.sha256 for part in parts for ref in part.tensors.values()} & meta.tensors.keys() - shared
+        meta.forget_tensors(sha256 for sha256 in own if _layout_of(meta, sha256) != layout)
+
+    return publish(
+        store,
+        Draft(
+            model=model,
+            kind=manifest.kind,
+            class_name=manifest.class_name,
+            source=manifest.source,
+            fingerprint=manifest.fingerprint,
+            skeleton=manifest.skeleton,
+            components=[DraftComponent(part.model_copy(update={"tensors": {}}), hashed[part.name]) for part in parts],
+            write_skeleton=lambda target: _copy_skeleton(store, manifest, target),
+            recheck=recheck,
+            relocate=relocate,
+        ),
+        layout,
+        weight_dir,
+    )
+
+
+def write_inline(store: WeightStore, model: str, target: Path) -> None:
+    """Write `model` as the stock checkpoint it came from into `target`, which must be empty or not exist.
+
+    Every tensor is checked on its way; one is in memory at a time. PyTorch pickles come back as safetensors.
+    Raises StoreError (target in use, disk full), ExtentCorrupt; `target` is complete or untouched.
+    """
+    manifest = store.manifest(model)
+    if target.is_symlink() or (target.exists() and not (target.is_dir() and not any(target.iterdir()))):
+        raise StoreError(f"{target}: exists and is not an empty folder; nothing is overwritten")
+    partial = f".{target.name}.partial-*"
+    with disk_errors(target.parent, manifest.nbytes):
+        sweep(target.parent, partial)
+        with claimed_folder(target.parent / partial.replace("*", uuid.uuid4().hex)) as folder:
+            checkpoint = folder / "checkpoint"
+            _write_checkpoint(store, manifest, checkpoint)
+            sync_tree(checkpoint)
+            move(checkpoint, target)  # onto an empty folder is fine, onto one that was filled meanwhile an error
+
+
+def _write_checkpoint(store: WeightStore, manifest: Manifest, target: Path) -> None:
+    skeleton = store.skeleton(manifest)
+    _copy_skeleton(store, manifest, target)
+    for component in manifest.components.values():
+        folder = target / component.folder
+        record = writable(component)
+        contents = write_files(folder, skeleton / component.folder, record, stored_tensors(store, manifest, component))
+        if record.format == "safetensors" and len(record.files) > 1:
+            rewrite_index(folder, record, contents)
+        for file in component.files:
+            (folder / f"{file}.header").unlink(missing_ok=True)
+
+
+def _copy_skeleton(store: WeightStore, manifest: Manifest, target: Path) -> None:
+    skeleton = store.skeleton(manifest)
+    if not skeleton.is_dir():
+        raise StoreError(f"{skeleton}: missing; model {manifest.model!r} has lost its configs")
+    copy_tree(skeleton, target)
+
+
+def _layout_of(meta: StoreMeta, sha256: str) -> Layout:
+    return "separate" if meta.locate(sha256)[0].pack == f"weight_{sha256}" else "combined"

@@ -1,0 +1,104 @@
+"""Private folders with a sign of life: an flock that ends with its process, however that ends.
+
+A process id would not do: it means nothing on another node that sees the same store, and it is given out again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Final
+
+from weights.durable import make_folder, remove
+from weights.errors import StoreError
+
+SIGN_OF_LIFE: Final = ".alive"
+_CLAIM_S: Final = 2.0  # a sweep that came between `mkdir` and `flock` is over long before
+
+
+@contextlib.contextmanager
+def claimed_folder(path: Path) -> Iterator[Path]:
+    """Create `path` and hold it; it is removed at the end. Raises StoreError when another process holds it."""
+    with _claim(path):
+        try:
+            yield path
+        finally:
+            _remove(path)
+
+
+def is_dead(path: Path) -> bool:
+    """Whether `path` is a claimed folder that no process holds any more."""
+    with _held_dead(path) as dead:
+        return dead
+
+
+def remove_if_dead(path: Path) -> bool:
+    """Remove a claimed folder that no process holds; anything else stays."""
+    with _held_dead(path) as dead:
+        if dead:
+            _remove(path)
+            return True
+    # Its process died before it could claim it, or is about to claim it: then that fails, and it begins anew.
+    try:
+        path.rmdir()
+    except OSError:
+        return False
+    return True
+
+
+def sweep(parent: Path, pattern: str) -> list[Path]:
+    """Remove the dead folders among `pattern` in `parent`; returns which."""
+    return [path for path in sorted(parent.glob(pattern)) if remove_if_dead(path)]
+
+
+@contextlib.contextmanager
+def _held_dead(path: Path) -> Iterator[bool]:
+    """True when nobody held `path`; then it is held here, so that nobody can claim it."""
+    with contextlib.ExitStack() as stack:
+        dead = False
+        with contextlib.suppress(OSError):  # no such folder, none of ours, somebody's
+            if not path.is_symlink():
+                lock = stack.enter_context((path / SIGN_OF_LIFE).open("r+"))
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                dead = _is_linked(lock)
+        yield dead
+
+
+def _is_linked(lock: IO[str]) -> bool:
+    """HAZARD: a lock on a file that was deleted meanwhile is a lock on nothing; another may be in its place."""
+    return os.fstat(lock.fileno()).st_nlink > 0
+
+
+def _claim(path: Path) -> IO[str]:
+    give_up = time.monotonic() + _CLAIM_S
+    while True:
+        make_folder(path.parent)
+        path.mkdir(exist_ok=True)  # need not survive a crash
+        try:
+            lock = (path / SIGN_OF_LIFE).open("w")
+        except FileNotFoundError:  # swept in between
+            continue
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _is_linked(lock):
+                return lock
+        except BlockingIOError:
+            if time.monotonic() > give_up:
+                lock.close()
+                raise StoreError(f"{path}: another process is using it") from None
+            time.sleep(0.01)
+        lock.close()
+
+
+def _remove(path: Path) -> None:
+    """The sign of life goes last: a removal that is cut short is taken up by the next sweep."""
+    with contextlib.suppress(OSError):
+        for child in path.iterdir():
+            if child.name != SIGN_OF_LIFE:
+                remove(child)
+        (path / SIGN_OF_LIFE).unlink(missing_ok=True)
+        path.rmdir()

@@ -1,0 +1,112 @@
+"""Reading back what the store has, and saying all that is wrong with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from weights.errors import ExtentCorrupt, StoreError, WeightsError
+from weights.manifest import ExtentRef, Manifest
+from weights.reading.extents import read_extent
+from weights.store import WeightStore
+from weights.stored import StoredTensor, stored_tensors
+
+Progress = Callable[[int, int], None]  # bytes done, bytes in all
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """One thing that is wrong. `tensors` (component.name) cannot be used; empty when no tensor is affected."""
+
+    model: str
+    file: str
+    tensors: tuple[str, ...]
+    problem: str
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """What was read, each place once however many models share it, and every damage that was found."""
+
+    num_models: int
+    num_extents: int
+    nbytes: int
+    damages: tuple[Damage, ...]
+
+
+def verify(
+    store: WeightStore, model: str | None = None, *, deep: bool = False, progress: Progress | None = None
+) -> VerifyReport:
+    """Check every extent of `model`, or of the whole store, against its checksum; `deep`: each tensor's sha256 too.
+
+    One extent is in memory at a time. Damage is reported, not raised; raises ModelNotStored for an unknown model.
+    """
+    damages: list[Damage] = []
+    manifests = _readable(store, model, damages)
+    places = {_place(extent): extent for manifest in manifests for extent in manifest.extents.values()}
+    problems: dict[tuple[str, int, int, str], str] = {}
+    total_bytes, done_bytes = sum(extent.nbytes for extent in places.values()), 0
+    for place, extent in sorted(places.items()):
+        try:
+            if not store.holds(extent):  # before memory is taken for it
+                store.pack_file(extent.pack)
+                raise ExtentCorrupt(f"{store.packs / extent.pack}: missing or too short for extent {extent.id}")
+            read_extent(store.packs, extent)
+        except StoreError as error:
+            problems[place] = str(error)
+        done_bytes += extent.nbytes
+        if progress:
+            progress(done_bytes, total_bytes)
+    for manifest in manifests:
+        damages += _damages(store, manifest, problems, deep)
+    return VerifyReport(len(manifests), len(places), total_bytes, tuple(damages))
+
+
+def _readable(store: WeightStore, model: str | None, damages: list[Damage]) -> list[Manifest]:
+    if model is not None:
+        return [store.manifest(model)]
+    try:
+        store.read_meta()
+    except StoreError as error:
+        damages.append(Damage("", "meta.json", (), str(error)))
+    manifests = []
+    for name in store.model_names():
+        try:
+            manifests.append(store.manifest(name))
+        except WeightsError as error:
+            damages.append(Damage(name, f"models/{name}/manifest.json", (), str(error)))
+    return manifests
+
+
+def _damages(
+    store: WeightStore, manifest: Manifest, problems: Mapping[tuple[str, int, int, str], str], deep: bool
+) -> Iterator[Damage]:
+    if not store.skeleton(manifest).is_dir():
+        yield Damage(manifest.model, f"models/{manifest.skeleton}", (), "the skeleton is missing")
+    broken = {id_: problems[_place(ref)] for id_, ref in manifest.extents.items() if _place(ref) in problems}
+    wrong: dict[str, list[str]] = {id_: [] for id_ in broken}
+    for component in manifest.components.values():
+        concerned = {name: ref for name, ref in component.tensors.items() if deep or ref.extent in broken}
+        part = component.model_copy(update={"tensors": concerned})
+        try:
+            tensors: Mapping[str, StoredTensor] = stored_tensors(store, manifest, part)
+        except StoreError:  # the pack leads out of the store: nothing of it is read
+            tensors = {}
+        for name, ref in concerned.items():
+            if name not in tensors or not _is_right(tensors[name]):
+                wrong.setdefault(ref.extent, []).append(f"{component.name}.{name}")
+    for id_, names in wrong.items():
+        problem = broken.get(id_, "the checksum is right, but the sha256 of tensors is not")
+        yield Damage(manifest.model, f"packs/{manifest.extents[id_].pack}", tuple(names), problem)
+
+
+def _is_right(tensor: StoredTensor) -> bool:
+    try:
+        tensor.read()
+    except ExtentCorrupt:
+        return False
+    return True
+
+
+def _place(extent: ExtentRef) -> tuple[str, int, int, str]:
+    return extent.pack, extent.offset, extent.nbytes, extent.checksum
