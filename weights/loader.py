@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-import threading
-import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from weights.dtypes import BLOCK_SIZES
+from weights.errors import WeightsError
+from weights.external_memory import bytes_tensor, given_extents
+from weights.loaded_files import LoadedFiles
 from weights.manifest import Component, Manifest, TensorRef
+from weights.placement import ExtentSource, windows
 from weights.provider import ExtentProvider, LocalExtents
 from weights.reading.extents import ByteArray
+from weights.stage_transforms import StageTransform, apply_stage
 from weights.store import WeightStore
 
 TORCH_DTYPES: dict[str, torch.dtype] = {
@@ -33,44 +38,109 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
     "U64": torch.uint64,
     "C64": torch.complex64,
 }
-# warnings.catch_warnings swaps process-wide state, and replicas attach from several threads.
-_WARNINGS_LOCK = threading.Lock()
+
+Tensors = dict[str, torch.Tensor]
 
 
-def attach(component: Component, buffers: Mapping[str, ByteArray]) -> dict[str, torch.Tensor]:
-    """Tensors of a component as views of `buffers` (uint8 arrays by extent id).
+def attach(component: Component, buffers: Mapping[str, ByteArray | torch.Tensor]) -> Tensors:
+    """Tensors of a component as views of `buffers` (uint8 arrays or 1-D uint8 tensors, by extent id).
+
+    A block-quantized tensor comes as its bytes: uint8, the last axis in bytes. A tensor that is not aligned to its
+    element size (only the `inline` layout can have one) is a copy.
 
     HAZARD: the memory is shared by every replica of the node and torch does not know that it is read-only.
     Nothing may write into these tensors in place.
     """
     ids = {ref.extent for ref in component.tensors.values()}
-    bases = {id_: _bytes_tensor(buffers[id_]) for id_ in ids}
-    return {name: _view(bases[ref.extent], ref) for name, ref in component.tensors.items()}
+    bases = {id_: _as_tensor(buffers[id_]) for id_ in ids}
+    return {name: view_of(bases[ref.extent], ref) for name, ref in component.tensors.items()}
 
 
 def load_model(
-    manifest: Manifest, provider: ExtentProvider, components: Iterable[str] | None = None
-) -> dict[str, dict[str, torch.Tensor]]:
-    """Tensors by component and name, for all components or the given ones."""
+    manifest: Manifest,
+    provider: ExtentProvider,
+    components: Iterable[str] | None = None,
+    *,
+    external_weights: Mapping[str, Any] | None = None,
+    verify: bool = False,
+    stage: StageTransform | None = None,
+    loaded: LoadedFiles | None = None,
+    device: str = "cpu",
+) -> dict[str, Tensors]:
+    """Tensors by component and name, for all components or the given ones.
+
+    `external_weights` are files that the caller has in memory, by location (`ExtentRef.pack`): their tensors are
+    views of it on whatever device it is, and the provider is not asked; `verify` checks their checksums.
+    `device` is "cpu" (views of what the provider gives), "cpu-private" (copies that may be written) or "cuda[:n]".
+    `loaded` shares what is on a device already, by (device, file and extent); private copies are never shared.
+    `stage` makes private tensors of every tensor, a window of extents at a time; equal references stay tied.
+    Raises WeightsError for unknown components or devices, and for external memory that does not fit.
+    """
     names = list(manifest.components if components is None else components)
-    buffers = provider.fetch(manifest.extents_of(names))
-    return {name: attach(manifest.components[name], buffers) for name in names}
+    for name in names:
+        if name not in manifest.components:
+            raise WeightsError(f"{manifest.model} has no component {name!r} (known: {', '.join(manifest.components)})")
+    given = given_extents(manifest, names, external_weights or {}, verify=verify)
+    wanted = [extent for extent in manifest.extents_of(names) if extent.id not in given]
+    source = ExtentSource(provider, device, loaded, will_copy=stage is not None)
+    if stage is None:
+        bases = given | source.load(wanted)
+        return {name: attach(manifest.components[name], bases) for name in names}
+    staged = _stage_window(manifest, names, given, stage)
+    for window in windows(wanted):
+        staged |= _stage_window(manifest, names, source.load(window), stage)
+    return {name: _merged(manifest.components[name], staged) for name in names}
 
 
-def load_from_store(store: Path, model: str) -> dict[str, dict[str, torch.Tensor]]:
+def load_from_store(store: Path, model: str) -> dict[str, Tensors]:
     """Everything of one model in one call, in one process, without Ray."""
     weight_store = WeightStore(store)
     return load_model(weight_store.manifest(model), LocalExtents(weight_store.packs))
 
 
-def _bytes_tensor(array: ByteArray) -> torch.Tensor:
-    with _WARNINGS_LOCK, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The given (NumPy array|buffer) is not writable")
-        return torch.from_numpy(array)
+def memory_form(dtype: str, shape: tuple[int, ...]) -> tuple[torch.dtype, tuple[int, ...]]:
+    """What a stored tensor is in memory: its own type and shape, or the bytes of its blocks."""
+    if dtype in BLOCK_SIZES:
+        elements, nbytes = BLOCK_SIZES[dtype]
+        return torch.uint8, (*shape[:-1], shape[-1] // elements * nbytes)
+    return TORCH_DTYPES[dtype], shape
 
 
-def _view(base: torch.Tensor, ref: TensorRef) -> torch.Tensor:
+def view_of(base: torch.Tensor, ref: TensorRef) -> torch.Tensor:
+    """The tensor `ref` as a view of its extent's bytes `base` (1-D uint8); see `attach` for the two exceptions."""
+    dtype, shape = memory_form(ref.dtype, ref.shape)
     if ref.nbytes == 0:  # an array without bytes may have stride 0, which cannot be viewed as a wider type
-        return torch.empty(ref.shape, dtype=TORCH_DTYPES[ref.dtype])
+        return torch.empty(shape, dtype=dtype, device=base.device)
     flat = base[ref.offset : ref.offset + ref.nbytes]
-    return flat.view(TORCH_DTYPES[ref.dtype]).view(ref.shape)
+    if flat.storage_offset() % dtype.itemsize or flat.data_ptr() % dtype.itemsize:
+        flat = flat.clone()
+    return flat.view(dtype).view(shape)
+
+
+def _stage_window(
+    manifest: Manifest, names: Sequence[str], bases: Mapping[str, torch.Tensor], stage: StageTransform
+) -> dict[tuple[str, str], Tensors]:
+    """What the tensors in `bases` became, by (component, name) and suffix."""
+    once: dict[TensorRef, Tensors] = {}
+    staged = {}
+    for component in names:
+        for name, ref in manifest.components[component].tensors.items():
+            if ref.extent in bases:
+                if ref not in once:
+                    once[ref] = apply_stage(stage, name, view_of(bases[ref.extent], ref))
+                staged[component, name] = once[ref]
+    return staged
+
+
+def _merged(component: Component, staged: Mapping[tuple[str, str], Tensors]) -> Tensors:
+    merged: Tensors = {}
+    for name in component.tensors:
+        for suffix, tensor in staged[component.name, name].items():
+            if suffix and name + suffix in component.tensors:
+                raise WeightsError(f"{component.name}: staging {name!r} adds {name + suffix!r}, which exists already")
+            merged[name + suffix] = tensor
+    return merged
+
+
+def _as_tensor(buffer: ByteArray | torch.Tensor) -> torch.Tensor:
+    return buffer if isinstance(buffer, torch.Tensor) else bytes_tensor(buffer)

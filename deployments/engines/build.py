@@ -17,33 +17,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from deployments.engines.protocol import EngineError
+from weights.modules import UninitializedOnMeta, assign, listed, tied_groups, without_value
 
 LIBRARIES = ("diffusers", "transformers")
-_RANDOM_FILLS = frozenset({"normal_", "uniform_", "kaiming_uniform_", "trunc_normal_"})
-
-
-class _UninitializedOnMeta(TorchFunctionMode):
-    """Within it, this thread's `torch.empty` allocates nothing, and nobody draws random values for it.
-
-    Layers make their parameters with it, and fill buffers by other means (arange, zeros), so those stay
-    real. Unlike accelerate's init_empty_weights it changes nothing for modules that other threads make.
-    """
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.empty:
-            return func(*args, **{**kwargs, "device": "meta"})
-        # By name, because transformers puts wrappers of its own into torch.nn.init.
-        if getattr(func, "__name__", "") in _RANDOM_FILLS:
-            tensor = args[0] if args else kwargs["tensor"]
-            if tensor.is_meta:
-                return tensor
-        return func(*args, **kwargs)
 
 
 def build_module(
@@ -68,7 +46,7 @@ def build_module(
     named = _rename_like_stock(module, tensors, folder)
     _drop_absent_parts(module, named, optional_parts)
     _check_names(module, named, folder)
-    _assign(module, named)
+    assign(module, named)
     _check_complete(module, folder)
     return module.eval().requires_grad_(False)
 
@@ -111,7 +89,7 @@ def _resolve_class(library: str, class_name: str | None, config: Mapping[str, An
 def _skeleton(cls: type[Any], folder: Path, config: Mapping[str, Any]) -> Any:
     """The module with its parameters on `meta`; buffers are real, since some exist nowhere else."""
     try:
-        with _UninitializedOnMeta():
+        with UninitializedOnMeta():
             if hasattr(cls, "config_class"):
                 module = cls(cls.config_class.from_pretrained(folder, local_files_only=True))
             else:
@@ -155,17 +133,17 @@ def _drop_absent_parts(module: nn.Module, named: Mapping[str, torch.Tensor], par
 
 def _check_names(module: Any, named: Mapping[str, torch.Tensor], folder: Path) -> None:
     expected = module.state_dict()
-    tied = {name for group in _tied_groups(module) if any(n in named for n in group) for name in group}
+    tied = {name for group in tied_groups(module) if any(n in named for n in group) for name in group}
     missing = [name for name in expected if name not in named and name not in tied]
     missing = _without(missing, getattr(module, "_keys_to_ignore_on_load_missing", None))
     if missing:
-        raise EngineError(f"{folder}: {_listed(missing, 'tensor')} missing for a {type(module).__name__}")
+        raise EngineError(f"{folder}: {listed(missing, 'tensor')} missing for a {type(module).__name__}")
     ignored = set(getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ())
     # Persistent in old checkpoints, computed today; transformers ignores them for every class.
     ignored |= {r"(^|\.)position_ids$", r"rotary_emb\.inv_freq"}
     unexpected = _without((name for name in named if name not in expected), ignored)
     if unexpected:
-        raise EngineError(f"{folder}: a {type(module).__name__} has no place for {_listed(unexpected, 'tensor')}")
+        raise EngineError(f"{folder}: a {type(module).__name__} has no place for {listed(unexpected, 'tensor')}")
     for name, tensor in named.items():
         if name in expected and tensor.shape != expected[name].shape:
             raise EngineError(
@@ -174,48 +152,11 @@ def _check_names(module: Any, named: Mapping[str, torch.Tensor], folder: Path) -
             )
 
 
-def _assign(module: nn.Module, named: Mapping[str, torch.Tensor]) -> None:
-    """Rebinds parameters and buffers (load_state_dict(assign=True) does the same, ten times slower)."""
-    groups = _tied_groups(module)
-    device = next(iter(named.values())).device if named else torch.device("cpu")
-    owners = dict(module.named_modules())
-    parameters = {name: nn.Parameter(t, requires_grad=False) for name, t in named.items()}
-    for group in groups:
-        source = next((parameters[name] for name in group if name in parameters), None)
-        if source is not None:
-            parameters.update({name: source for name in group if name not in parameters})
-    for path, owner in owners.items():
-        prefix = f"{path}." if path else ""
-        for leaf in owner._parameters:
-            if (parameter := parameters.get(prefix + leaf)) is not None:
-                owner._parameters[leaf] = parameter
-        for leaf, buffer in owner._buffers.items():
-            if (given := named.get(prefix + leaf)) is not None and leaf not in owner._non_persistent_buffers_set:
-                owner._buffers[leaf] = given
-            elif buffer is not None and buffer.device != device and buffer.device.type != "meta":
-                owner._buffers[leaf] = buffer.to(device)
-
-
-def _tied_groups(module: nn.Module) -> list[list[str]]:
-    """Names that share one parameter."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    return [group for group in names.values() if len(group) > 1]
-
-
 def _check_complete(module: nn.Module, folder: Path) -> None:
-    everything = (*module.named_parameters(remove_duplicate=False), *module.named_buffers())
-    left = [name for name, tensor in everything if tensor.is_meta]
-    if left:
-        raise EngineError(f"{folder}: {_listed(left, 'tensor')} of {type(module).__name__} got no value")
+    if left := without_value(module):
+        raise EngineError(f"{folder}: {listed(left, 'tensor')} of {type(module).__name__} got no value")
 
 
 def _without(names: Iterable[str], patterns: Collection[str] | None) -> list[str]:
     found = [re.compile(pattern) for pattern in patterns or ()]
     return [name for name in names if not any(pattern.search(name) for pattern in found)]
-
-
-def _listed(names: list[str], noun: str) -> str:
-    shown = ", ".join(repr(name) for name in names[:3])
-    return f"{noun} {shown}" if len(names) == 1 else f"{len(names)} {noun}s ({shown}{', …' * (len(names) > 3)})"

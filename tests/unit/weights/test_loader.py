@@ -10,9 +10,12 @@ import numpy as np
 import pytest
 import torch
 
+from weights.errors import WeightsError
 from weights.externalize import externalize
+from weights.loaded_files import LoadedFiles
 from weights.loader import TORCH_DTYPES, attach, load_model
-from weights.manifest import ExtentRef, Manifest
+from weights.manifest import Component, ExtentRef, Manifest, TensorRef
+from weights.placement import windows
 from weights.provider import LocalExtents
 from weights.store import WeightStore
 
@@ -27,6 +30,16 @@ class CountedExtents(LocalExtents):
     def fetch(self, extents):
         self.fetched += [extent.id for extent in extents]
         return super().fetch(extents)
+
+
+class GivenExtents:
+    """What is in shared memory already."""
+
+    def __init__(self, buffers) -> None:
+        self._buffers = buffers
+
+    def fetch(self, extents):
+        return {extent.id: self._buffers[extent.id] for extent in extents}
 
 
 @pytest.fixture
@@ -100,3 +113,96 @@ def test_a_read_only_array_stays_read_only(stored) -> None:
     buffers = provider.fetch(manifest.extents_of(["vae"]))
     attach(manifest.components["vae"], buffers)
     assert not any(np.asarray(array).flags.writeable for array in buffers.values())
+
+
+def test_unknown_components_and_devices_are_refused(stored) -> None:
+    manifest, provider = stored
+    with pytest.raises(WeightsError, match=r"p has no component 'decoder' \(known: vae, unet\)"):
+        load_model(manifest, provider, ["decoder"])
+    for device in ("tpu:0", "meta", "cpu:private", ""):
+        with pytest.raises(WeightsError, match=rf"device '{device}' \(known: cpu, cpu-private, cuda, cuda:<n>\)"):
+            load_model(manifest, provider, device=device)
+    with pytest.raises(WeightsError, match=rf"device 'cuda:99': {torch.cuda.device_count()} CUDA devices here"):
+        load_model(manifest, provider, device="cuda:99")
+    assert provider.fetched == []
+
+
+def test_private_tensors_may_be_written(stored) -> None:
+    manifest, provider = stored
+    buffers = provider.fetch(manifest.extents_of(["vae"]))
+    given = GivenExtents(buffers)
+    private = load_model(manifest, given, ["vae"], device="cpu-private")["vae"]
+    private["F32"].fill_(7)
+    assert load_model(manifest, given, ["vae"])["vae"]["F32"].sum() == 15
+
+
+def test_two_models_that_share_a_file_load_it_once(tmp_path: Path, write_model) -> None:
+    store = WeightStore(tmp_path / "store")
+    shared, own = torch.rand(100), torch.rand(70)
+    first = externalize(store, "a", write_model("a", {"x": shared}))
+    second = externalize(store, "b", write_model("b", {"x": shared, "y": own}))
+    provider, loaded = CountedExtents(store.packs), LoadedFiles()
+    a = load_model(first, provider, loaded=loaded)["model"]
+    b = load_model(second, provider, loaded=loaded)["model"]
+    assert a["x"].data_ptr() == b["x"].data_ptr()
+    assert torch.equal(b["y"], own)
+    assert len(provider.fetched) == len(set(provider.fetched)) == 2
+    assert set(loaded.num_loads.values()) == {1}
+    del a, b
+    load_model(first, provider, loaded=loaded)
+    assert len(provider.fetched) == 3
+
+
+def test_private_copies_are_never_shared(stored) -> None:
+    manifest, provider = stored
+    loaded = LoadedFiles()
+    first, second = (load_model(manifest, provider, device="cpu-private", loaded=loaded) for _ in range(2))
+    assert first["unet"]["w"].data_ptr() != second["unet"]["w"].data_ptr()
+    assert not loaded.num_loads
+
+
+def test_an_upload_is_shared_by_device(stored, monkeypatch: pytest.MonkeyPatch) -> None:
+    manifest, provider = stored
+    uploads: list[torch.device] = []
+
+    def to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        uploads.append(device)
+        return tensor.clone()
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.Tensor, "to", to)
+    loaded = LoadedFiles()
+    held = [load_model(manifest, provider, ["unet"], device=name, loaded=loaded) for name in ("cuda", "cuda:1")]
+    assert [str(device) for device in uploads] == ["cuda:1"]
+    assert held[0]["unet"]["w"].data_ptr() == held[1]["unet"]["w"].data_ptr()
+    held.append(load_model(manifest, provider, ["unet"], device="cuda:0", loaded=loaded))
+    assert [str(device) for device in uploads] == ["cuda:1", "cuda:0"]
+
+
+def test_windows_hold_so_many_bytes_or_one_extent() -> None:
+    sizes = [3, 4, 9, 1, 1, 8]
+    extents = [
+        ExtentRef(id=f"e{number}", pack="p", offset=0, nbytes=nbytes, checksum="0" * 32)
+        for number, nbytes in enumerate(sizes)
+    ]
+    assert [[extent.nbytes for extent in window] for window in windows(extents, 8)] == [[3, 4], [9], [1, 1], [8]]
+
+
+def test_block_quantized_tensors_come_as_their_bytes() -> None:
+    blocks = np.random.default_rng().integers(0, 256, 2 * 3 * 18, np.uint8)
+    ref = TensorRef(extent="e", offset=0, nbytes=blocks.nbytes, dtype="Q4_0", shape=(2, 96), sha256="0" * 64)
+    part = Component(name="m", library="gguf", class_name=None, folder=".", tensors={"w": ref})
+    tensor = attach(part, {"e": blocks})["w"]
+    assert (tensor.dtype, tensor.shape) == (torch.uint8, (2, 54))
+    assert np.array_equal(tensor.numpy().reshape(-1), blocks)
+
+
+def test_a_tensor_at_an_odd_place_is_an_aligned_copy() -> None:
+    values = np.random.default_rng().random(5, np.float32)
+    buffer = np.concatenate([np.zeros(3, np.uint8), values.view(np.uint8)])
+    ref = TensorRef(extent="e", offset=3, nbytes=values.nbytes, dtype="F32", shape=(5,), sha256="0" * 64)
+    part = Component(name="m", library="l", class_name=None, folder=".", tensors={"w": ref})
+    tensor = attach(part, {"e": buffer})["w"]
+    assert tensor.data_ptr() % 4 == 0
+    assert np.array_equal(tensor.numpy(), values)

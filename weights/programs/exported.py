@@ -1,0 +1,186 @@
+"""torch.export programs with their weights in the store.
+
+The skeleton's graph.pt2 is a stock archive in which every tensor is a placeholder of one element; it contains no
+pickle. The archive format is that of torch.export.save (torch 2.13, torch/export/pt2_archive/_package.py).
+
+HAZARD: opening a .pt2 file can run code. torch.export.load unpickles example inputs, tensor subclasses and custom
+objects without restriction (`weights_only=True` is tried first, and `False` when that fails), loads compiled code that
+lies in the archive, and gives the symbolic expressions of the graph to sympy, which evaluates them. So a foreign file
+is opened only with `allow_torch=True`, and who may write into a store decides what `load_program` runs, as with any
+program.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch.export import ExportedProgram
+
+from weights.errors import FormatError, WeightsError
+from weights.external_memory import WARNINGS_LOCK
+from weights.formats.tensors import SourceTensor
+from weights.loader import TORCH_DTYPES
+from weights.manifest import Layout, Manifest
+from weights.programs.memory_order import in_traced_order, memory_order, traced_strides
+from weights.programs.placeholders import placeholder_of, with_tensors, wrapped_like
+from weights.programs.storing import (
+    MemoryTensor,
+    noted_names,
+    program_tensors,
+    published,
+    store_program,
+    stored_program,
+)
+from weights.provider import ExtentProvider
+from weights.store import WeightStore
+
+GRAPH_FILE: Final = "graph.pt2"
+_MUTATED: Final = "mutated"  # metadata: names of buffers that the program writes, as JSON
+_INLINE: Final = "inline"  # metadata: names of tensors that stayed in the graph, as JSON
+_DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+
+
+def externalize_program(
+    store: WeightStore,
+    model: str,
+    program: ExportedProgram | Path,
+    *,
+    layout: Layout = "combined",
+    allow_torch: bool = False,
+) -> Manifest:
+    """Bring a program into the store: its graph into the skeleton; parameters, buffers and constants into packs.
+
+    `program` is not changed. A path is a .pt2 file, opened only with `allow_torch` (see the HAZARD above). Tensors of
+    a dtype that the store has no name for stay in the graph and are listed in the component's metadata["inline"].
+    Example inputs are not kept: only a pickle could hold them. Raises WeightsError for what needs a pickle (custom
+    objects, tensor subclasses), FormatError for a file that is no exported program.
+    """
+    source = "torch.export"
+    if isinstance(program, Path):
+        source = str(program)
+        program = _open(program, allow_torch)
+    _refuse_what_needs_pickles(program)
+    values: dict[str, torch.Tensor] = {**program.state_dict, **program.constants}
+    strides = traced_strides(program)
+    kept = [name for name, value in values.items() if value.dtype not in _DTYPE_NAMES]
+    tensors: dict[str, SourceTensor] = {
+        name: _source_tensor(source, value, strides.get(name)) for name, value in values.items() if name not in kept
+    }
+    placeholders = {name: placeholder_of(values[name]) for name in tensors}
+    graph = io.BytesIO()
+    _save(with_tensors(program, placeholders), graph)
+    metadata = {_MUTATED: json.dumps(_mutated(program)), _INLINE: json.dumps(kept)}
+    contents = (GRAPH_FILE, graph.getvalue())
+    return store_program(store, model, source, contents, tensors, "exported", metadata=metadata, layout=layout)
+
+
+def load_program(store: WeightStore, model: str, provider: ExtentProvider | None = None) -> ExportedProgram:
+    """The program with its tensors as views of what `provider` gives; buffers that it writes are private copies.
+
+    Raises WeightsError when the model is no such program, StoreError and FormatError when its graph is damaged.
+    HAZARD: the views are shared and read-only; train or fine-tune a copy.
+    """
+    component, path, contents = stored_program(store, model, GRAPH_FILE, "a torch.export program")
+    program = _load(path, io.BytesIO(contents))
+    mutated, strides = noted_names(component, _MUTATED), traced_strides(program)
+    stored = program_tensors(store, model, provider)
+    expected = {**program.state_dict, **program.constants}
+    if wrong := set(stored) ^ (set(expected) - noted_names(component, _INLINE)):
+        raise FormatError(f"{path}: the graph and the manifest do not have the same tensors: {sorted(wrong)}")
+    for name, placeholder in expected.items():
+        if name not in stored:
+            continue
+        tensor = in_traced_order(stored[name], tuple(placeholder.shape), strides.get(name))
+        if tensor.dtype != placeholder.dtype or tensor.shape != placeholder.shape:
+            raise FormatError(
+                f"{path}: tensor {name!r} is {tensor.dtype} {list(tensor.shape)}, the graph takes {placeholder.dtype} "
+                f"{list(placeholder.shape)}"
+            )
+        if name in mutated:  # each a copy of its own: equal counters of two layers are one tensor in the store
+            tensor = tensor.clone()
+        held = program.state_dict if name in program.state_dict else program.constants
+        held[name] = wrapped_like(placeholder, tensor)
+    return program
+
+
+def self_contained(program: ExportedProgram, target: Path) -> None:
+    """Write `program` as a stock .pt2 that torch.export.load opens anywhere.
+
+    Every tensor gets memory of its own first (tied ones together): torch saves whole storages, and here a storage
+    is an extent with tensors of many types. So the weights are in memory twice more while this runs.
+    Raises StoreError when the disk refuses.
+    """
+    copies: dict[tuple[Any, ...], torch.Tensor] = {}
+    values: dict[str, torch.Tensor] = {**program.state_dict, **program.constants}
+    owned = {}
+    for name, value in values.items():
+        if value.untyped_storage().nbytes() == value.nbytes:
+            owned[name] = value
+            continue
+        place = (value.data_ptr(), value.dtype, value.shape, value.stride(), isinstance(value, torch.nn.Parameter))
+        if place not in copies:
+            copies[place] = wrapped_like(value, value.detach().clone())
+        owned[name] = copies[place]
+    buffer = io.BytesIO()
+    _save(with_tensors(program, owned), buffer)
+    with published(target, buffer.getbuffer().nbytes) as partial:
+        partial.write_bytes(buffer.getbuffer())
+
+
+def _open(path: Path, allow_torch: bool) -> ExportedProgram:
+    if not allow_torch:
+        raise WeightsError(
+            f"{path}: opening an exported program can run code that it contains; pass allow_torch=True to open a file "
+            f"whose origin you trust"
+        )
+    return _load(path, str(path))
+
+
+def _load(path: Path, file: str | io.BytesIO) -> ExportedProgram:
+    try:
+        program = torch.export.load(file)
+    except Exception as error:  # the archive's reader, JSON and the graph's verifier have errors of their own
+        raise FormatError(f"{path}: not a torch.export program: {type(error).__name__}: {error}") from error
+    return program
+
+
+def _save(program: ExportedProgram, target: io.BytesIO) -> None:
+    with WARNINGS_LOCK, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="No complete tensor found in the group")  # placeholders
+        torch.export.save(program, target)
+
+
+def _refuse_what_needs_pickles(program: ExportedProgram) -> None:
+    for name, value in (*program.state_dict.items(), *program.constants.items()):
+        if not isinstance(value, torch.Tensor) or type(value.data) is not torch.Tensor:
+            raise WeightsError(f"exported program: {name!r} is a {type(value).__name__}, which only a pickle can hold")
+        if value.layout != torch.strided or value.is_meta:
+            raise WeightsError(
+                f"exported program: {name!r} is a {value.layout} tensor on {value.device}, without bytes"
+            )
+
+
+def _mutated(program: ExportedProgram) -> list[str]:
+    """Names of the tensors that the program writes in place.
+
+    The graph of an export still has its in-place operations, and batch_norm does not even say that it is one: only
+    the functional form of the graph knows. Where torch cannot make that, every buffer is taken for written.
+    """
+    try:
+        signature = program.run_decompositions({}).graph_signature
+    except Exception:  # of the compiler's own many kinds
+        return sorted(program.graph_signature.buffers)
+    return sorted({*signature.buffers_to_mutate.values(), *signature.parameters_to_mutate.values()})
+
+
+def _source_tensor(source: str, value: torch.Tensor, strides: Sequence[int] | None) -> MemoryTensor:
+    """The bytes in memory order: a shared view can then have the strides that the graph was traced with."""
+    dense = value.detach().resolve_conj().resolve_neg().permute(memory_order(value.shape, strides)).contiguous().cpu()
+    data = dense.reshape(-1).view(torch.uint8).numpy().data
+    return MemoryTensor(Path(source), _DTYPE_NAMES[value.dtype], tuple(dense.shape), data)

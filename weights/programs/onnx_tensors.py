@@ -1,0 +1,206 @@
+"""The tensors of an ONNX graph and where their bytes are. Format: onnx.proto and ONNX's "External Data" document."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Final
+
+from weights.dtypes import ITEM_BYTES
+from weights.errors import FormatError
+from weights.formats.tensors import FileTensor, SourceTensor
+from weights.programs.storing import MemoryTensor
+
+if TYPE_CHECKING:
+    from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto
+
+MAX_PROTOBUF_BYTES: Final = 2**31 - 1
+# TensorProto.DataType -> our name. Source: onnx.proto.
+_DTYPES: Final = {
+    1: "F32",
+    2: "U8",
+    3: "I8",
+    4: "U16",
+    5: "I16",
+    6: "I32",
+    7: "I64",
+    9: "BOOL",
+    10: "F16",
+    11: "F64",
+    12: "U32",
+    13: "U64",
+    14: "C64",
+    16: "BF16",
+    17: "F8_E4M3",
+    19: "F8_E5M2",
+    24: "F8_E8M0",
+}
+# Bits of an element for what the store has no name for: COMPLEX128, FLOAT8E4M3FNUZ, FLOAT8E5M2FNUZ, UINT4, INT4,
+# FLOAT4E2M1, UINT2, INT2, FLOAT6E2M3, FLOAT6E3M2. Packed types fill bytes without gaps.
+_OTHER_BITS: Final = {15: 128, 18: 8, 20: 8, 21: 4, 22: 4, 23: 4, 25: 2, 26: 2, 27: 6, 28: 6}
+_DATA_FIELDS: Final = ("raw_data", "float_data", "int32_data", "int64_data", "double_data", "uint64_data")
+
+
+def all_tensors(model: ModelProto) -> Iterator[tuple[str, TensorProto, bool]]:
+    """(name, tensor, is it an initializer), also of subgraphs, functions and training graphs, in a stable order.
+
+    Names are paths of the graphs that they are in, and unique.
+    """
+    seen: dict[str, int] = {}
+    for name, tensor, is_initializer in _of_model(model):
+        seen[name] = seen.get(name, 0) + 1
+        yield (f"{name}#{seen[name]}" if seen[name] > 1 else name), tensor, is_initializer
+
+
+def _of_model(model: ModelProto) -> Iterator[tuple[str, TensorProto, bool]]:
+    yield from _of_graph(model.graph, "")
+    for function in model.functions:
+        yield from _of_nodes(function.node, f"{_text(function.domain)}:{_text(function.name)}/")
+    for number, training in enumerate(model.training_info):
+        yield from _of_graph(training.initialization, f"training_{number}/initialization/")
+        yield from _of_graph(training.algorithm, f"training_{number}/algorithm/")
+
+
+def _of_graph(graph: GraphProto, prefix: str) -> Iterator[tuple[str, TensorProto, bool]]:
+    for tensor in graph.initializer:
+        yield prefix + (_text(tensor.name) or "initializer"), tensor, True
+    for sparse in graph.sparse_initializer:
+        name = prefix + (_text(sparse.values.name) or "sparse")
+        yield f"{name}/values", sparse.values, False
+        yield f"{name}/indices", sparse.indices, False
+    yield from _of_nodes(graph.node, prefix)
+
+
+def _of_nodes(nodes: Iterable[NodeProto], prefix: str) -> Iterator[tuple[str, TensorProto, bool]]:
+    for node in nodes:
+        name = prefix + (_text(node.name) or _text(next(iter(node.output), "")) or _text(node.op_type))
+        for attribute in node.attribute:
+            yield from _of_attribute(attribute, f"{name}/{_text(attribute.name)}")
+
+
+def _of_attribute(attribute: AttributeProto, name: str) -> Iterator[tuple[str, TensorProto, bool]]:
+    for tensor in (*([attribute.t] if attribute.HasField("t") else []), *attribute.tensors):
+        yield name, tensor, False
+    for sparse in (
+        *([attribute.sparse_tensor] if attribute.HasField("sparse_tensor") else []),
+        *attribute.sparse_tensors,
+    ):
+        yield f"{name}/values", sparse.values, False
+        yield f"{name}/indices", sparse.indices, False
+    for graph in (*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs):
+        yield from _of_graph(graph, f"{name}/")
+
+
+def _text(value: str | bytes) -> str:
+    """HAZARD: protobuf gives a string that is not UTF-8 as bytes, whatever its type annotations say."""
+    return value if isinstance(value, str) else value.decode("utf-8", "replace")
+
+
+def tensor_source(path: Path, name: str, tensor: TensorProto) -> SourceTensor | None:
+    """The bytes of a tensor of the model at `path`, wherever they are; None when the store has no name for its dtype.
+
+    External data is not read yet. Raises FormatError for sizes that do not fit and for files outside the folder.
+    """
+    nbytes = _nbytes(path, name, tensor)
+    dtype = _DTYPES.get(tensor.data_type)
+    if dtype is None:
+        return None
+    shape = tuple(tensor.dims)
+    if is_external(tensor):
+        return _external(path, name, tensor, nbytes, dtype, shape)
+    data = _own_bytes(path, name, tensor)
+    if len(data) != nbytes:
+        raise FormatError(f"{path}: tensor {name!r}: {dtype} {list(shape)} takes {nbytes} bytes, it has {len(data)}")
+    return MemoryTensor(path, dtype, shape, memoryview(data))
+
+
+def bring_inline(path: Path, name: str, tensor: TensorProto) -> None:
+    """External data of any dtype into the tensor itself."""
+    if is_external(tensor):
+        nbytes = _nbytes(path, name, tensor)
+        set_raw(tensor, _external(path, name, tensor, nbytes, "U8", (nbytes,)).read())
+
+
+def set_raw(tensor: TensorProto, data: bytes) -> None:
+    """Make `data` the tensor's own bytes."""
+    _clear(tensor)
+    tensor.raw_data = data
+
+
+def set_location(tensor: TensorProto, location: str, offset: int, nbytes: int) -> None:
+    """Make the tensor refer to `nbytes` bytes of `location`."""
+    _clear(tensor)
+    tensor.data_location = tensor.EXTERNAL
+    for key, value in (("location", location), ("offset", str(offset)), ("length", str(nbytes))):
+        tensor.external_data.add(key=key, value=value)
+
+
+def location_of(tensor: TensorProto) -> dict[str, str]:
+    """location, offset, length, as they are in the file: strings that nobody checked."""
+    return {_text(entry.key): _text(entry.value) for entry in tensor.external_data}
+
+
+def is_external(tensor: TensorProto) -> bool:
+    return tensor.data_location == tensor.EXTERNAL
+
+
+def _clear(tensor: TensorProto) -> None:
+    for field in (*_DATA_FIELDS, "external_data", "data_location"):
+        tensor.ClearField(field)
+
+
+def _nbytes(path: Path, name: str, tensor: TensorProto) -> int:
+    if any(size < 0 for size in tensor.dims):
+        raise FormatError(f"{path}: tensor {name!r}: shape {list(tensor.dims)} has a negative size")
+    count, dtype = math.prod(tensor.dims), _DTYPES.get(tensor.data_type)
+    if dtype is not None:
+        return count * ITEM_BYTES[dtype]
+    if is_external(tensor) and tensor.data_type not in _OTHER_BITS:
+        raise FormatError(f"{path}: tensor {name!r}: data type {tensor.data_type} cannot be external")
+    return -(-count * _OTHER_BITS.get(tensor.data_type, 0) // 8)
+
+
+def _own_bytes(path: Path, name: str, tensor: TensorProto) -> bytes:
+    if tensor.HasField("raw_data"):
+        return tensor.raw_data
+    from onnx import numpy_helper
+
+    try:
+        return numpy_helper.to_array(tensor).tobytes()
+    except (ValueError, TypeError, OverflowError) as error:
+        raise FormatError(f"{path}: tensor {name!r}: {error}") from None
+
+
+def _external(
+    path: Path, name: str, tensor: TensorProto, nbytes: int, dtype: str, shape: tuple[int, ...]
+) -> FileTensor:
+    entries = location_of(tensor)
+    file = _inside(path, name, entries.get("location", ""))
+    try:
+        offset, length = int(entries.get("offset", "0")), int(entries.get("length", str(nbytes)))
+    except ValueError:
+        raise FormatError(f"{path}: tensor {name!r}: offset and length must be integers, got {entries}") from None
+    if offset < 0 or length != nbytes:
+        raise FormatError(f"{path}: tensor {name!r}: {nbytes} bytes expected, external data has {entries}")
+    file_bytes = file.stat().st_size
+    if offset + nbytes > file_bytes:
+        raise FormatError(
+            f"{path}: tensor {name!r} ends at byte {offset + nbytes} of {file.name}, which has {file_bytes} bytes"
+        )
+    return FileTensor(file, offset, nbytes, dtype, shape)
+
+
+def _inside(path: Path, name: str, location: str) -> Path:
+    """The external file. HAZARD: a model can name any file of this machine; only plain ones in its folder are read."""
+    relative = PurePosixPath(location)
+    if not location or "\0" in location or "\\" in location or relative.is_absolute() or ".." in relative.parts:
+        raise FormatError(f"{path}: tensor {name!r}: external data at {location!r} is not a path inside the folder")
+    file = path.parent
+    for part in relative.parts:
+        file /= part
+        if file.is_symlink():
+            raise FormatError(f"{path}: tensor {name!r}: external data at {location!r}: {file} is a symlink")
+    if not file.is_file():
+        raise FormatError(f"{path}: tensor {name!r}: external data at {location!r} is no file beside the model")
+    return file

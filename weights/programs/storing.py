@@ -1,0 +1,148 @@
+"""What all kinds of programs share: a graph as the skeleton's one file, its constants as the model's one component."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import uuid
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from weights.durable import disk_errors
+from weights.errors import FormatError, StoreError, WeightsError
+from weights.formats.tensors import SourceTensor
+from weights.hashing import hash_tensors
+from weights.loader import load_model
+from weights.manifest import Component, Layout, Manifest, WeightFormat
+from weights.provider import ExtentProvider, LocalExtents
+from weights.publishing import Draft, DraftComponent, publish
+from weights.store import WeightStore, check_model_name
+
+COMPONENT = "program"
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryTensor:
+    """A `SourceTensor` whose bytes are in memory, or come from a file by a way of their own."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    data: memoryview
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.nbytes
+
+    def read(self) -> memoryview:
+        return self.data
+
+
+def store_program(
+    store: WeightStore,
+    model: str,
+    source: str,
+    graph: tuple[str, bytes],
+    tensors: Mapping[str, SourceTensor],
+    format_: WeightFormat,
+    *,
+    metadata: dict[str, str],
+    layout: Layout,
+) -> Manifest:
+    """A model of kind "program": `graph` (file name, contents) and `tensors`, deduplicated with the whole store.
+
+    `config_hash` of its component is the sha256 of the graph. Raises StoreError, and then nothing is published.
+    """
+    check_model_name(model)
+    file, contents = graph
+    hashed = hash_tensors({COMPONENT: tensors})[COMPONENT]
+    record = Component(
+        name=COMPONENT,
+        library="torch" if format_ == "exported" else "onnx",
+        class_name=None,
+        folder=".",
+        tensors={},
+        config_hash=hashlib.sha256(contents).hexdigest(),
+        metadata=metadata,
+        format=format_,
+        files=(file,),
+    )
+    identity = "\n".join([record.config_hash, *(f"{name}\0{tensor.sha256}" for name, tensor in hashed.items())])
+    mark = hashlib.sha256(identity.encode()).hexdigest()[:16]
+
+    def write_skeleton(target: Path) -> None:
+        target.mkdir()
+        (target / file).write_bytes(contents)
+
+    def known() -> Manifest | None:
+        if not (store.models / model / "manifest.json").exists():
+            return None
+        manifest = store.manifest(model)
+        is_current = (manifest.fingerprint, manifest.layout) == (mark, layout)
+        return manifest if is_current and store.has_packs(manifest) else None
+
+    draft = Draft(
+        model=model,
+        kind="program",
+        class_name=None,
+        source=source,
+        fingerprint=mark,
+        skeleton=f"{model}/skeleton-{mark}",
+        components=[DraftComponent(record, hashed)],
+        write_skeleton=write_skeleton,
+        recheck=known,
+    )
+    return publish(store, draft, layout)
+
+
+def stored_program(store: WeightStore, model: str, file: str, format_name: str) -> tuple[Component, Path, bytes]:
+    """The component of a program, its graph file, and what is in it, whose sha256 was checked.
+
+    Raises WeightsError when the model is no such program, StoreError when the graph is another one than was stored.
+    """
+    manifest = store.manifest(model)
+    component = manifest.components.get(COMPONENT)
+    path = store.skeleton(manifest) / file
+    if manifest.kind != "program" or component is None or not path.is_file():
+        raise WeightsError(f"{model} is a model of kind {manifest.kind!r} without a {file}, not {format_name}")
+    try:
+        contents = path.read_bytes()
+    except OSError as error:
+        raise StoreError(f"{path}: {error.strerror or error}") from None
+    found = hashlib.sha256(contents).hexdigest()
+    if found != component.config_hash:
+        raise StoreError(f"{path}: has sha256 {found}, the manifest says {component.config_hash}")
+    return component, path, contents
+
+
+def noted_names(component: Component, key: str) -> set[str]:
+    """The list of names that the component's metadata has under `key`. Raises FormatError when it is none."""
+    try:
+        names = json.loads(component.metadata[key])
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise ValueError("not a list of names")
+    except (KeyError, ValueError, RecursionError) as error:
+        raise FormatError(f"metadata of component {component.name}: {key!r}: {error}") from None
+    return set(names)
+
+
+def program_tensors(store: WeightStore, model: str, provider: ExtentProvider | None) -> dict[str, torch.Tensor]:
+    """The constants of a program by name, as views of what `provider` gives (None: a private read of the store)."""
+    manifest = store.manifest(model)
+    return load_model(manifest, provider or LocalExtents(store.packs), [COMPONENT])[COMPONENT]
+
+
+@contextlib.contextmanager
+def published(target: Path, nbytes: int) -> Iterator[Path]:
+    """A path beside `target` that becomes it at the end, or is removed. Raises StoreError when the disk refuses."""
+    partial = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
+    with disk_errors(target.parent, nbytes):
+        try:
+            yield partial
+            partial.replace(target)
+        finally:
+            partial.unlink(missing_ok=True)
