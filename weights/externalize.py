@@ -1,7 +1,7 @@
 """A checkpoint -> a model of the store, in one of three layouts; equal tensors are stored once.
 
 Reading and hashing happen without the store's lock, so that any number of processes do it at once; what the store
-lacks is written under it, and only then (weights/publishing.py).
+lacks is written under it, and only then (weights/storage/publishing.py).
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from weights.dtypes import cast_target
 from weights.errors import FormatError, StoreVersionError, WeightsError
 from weights.formats.checkpoint import Checkpoint, SourceComponent, read_checkpoint
 from weights.formats.gguf_model import gguf_set
-from weights.hashing import HashedTensor, hash_tensors
 from weights.manifest import Component, Layout, Manifest
-from weights.publishing import Draft, DraftComponent, publish
-from weights.stock import as_safetensors
+from weights.storage.hashing import HashedTensor, hash_tensors
+from weights.storage.publishing import Draft, DraftComponent, publish
+from weights.storage.stock import as_safetensors
 from weights.store import WeightStore, check_model_name
 
 

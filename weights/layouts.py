@@ -5,16 +5,16 @@ from __future__ import annotations
 import uuid
 from pathlib import Path
 
-from weights.durable import copy_tree, disk_errors, move, sync_tree
 from weights.errors import StoreError
-from weights.hashing import hash_tensors
 from weights.manifest import Layout, Manifest
-from weights.meta import StoreMeta
-from weights.publishing import Draft, DraftComponent, publish
-from weights.staging import claimed_folder, sweep
-from weights.stock import rewrite_index, writable, write_files
+from weights.storage.durable import copy_tree, disk_errors, move, sync_tree
+from weights.storage.hashing import hash_tensors
+from weights.storage.meta import StoreMeta
+from weights.storage.publishing import Draft, DraftComponent, publish
+from weights.storage.staging import claimed_folder, sweep
+from weights.storage.stock import rewrite_index, writable, write_files
+from weights.storage.stored import stored_tensors
 from weights.store import WeightStore
-from weights.stored import stored_tensors
 
 
 def convert(store: WeightStore, model: str, layout: Layout, weight_dir: Path | None = None) -> Manifest:

@@ -10,13 +10,13 @@ import torch
 
 from weights.dtypes import BLOCK_SIZES
 from weights.errors import WeightsError
-from weights.external_memory import bytes_tensor, given_extents
-from weights.loaded_files import LoadedFiles
+from weights.loading.external_memory import bytes_tensor, given_extents
+from weights.loading.loaded_files import LoadedFiles
+from weights.loading.placement import ExtentSource, windows
+from weights.loading.stage_transforms import StageTransform, apply_stage
 from weights.manifest import Component, Manifest, TensorRef
-from weights.placement import ExtentSource, windows
 from weights.provider import ExtentProvider, LocalExtents
 from weights.reading.extents import ByteArray
-from weights.stage_transforms import StageTransform, apply_stage
 from weights.store import WeightStore
 
 TORCH_DTYPES: dict[str, torch.dtype] = {

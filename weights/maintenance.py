@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Final
 
-from weights.durable import disk_errors, remove, sync
 from weights.errors import StoreError, StoreVersionError, WeightsError
 from weights.manifest import Manifest
-from weights.meta import StoreMeta, meta_of
-from weights.punching import allocated_bytes, dead_ranges, punch
-from weights.staging import is_dead, sweep
+from weights.storage.durable import disk_errors, remove, sync
+from weights.storage.meta import StoreMeta, meta_of
+from weights.storage.punching import allocated_bytes, dead_ranges, punch
+from weights.storage.staging import is_dead, sweep
 from weights.store import STAGED, WeightStore
 
 SKELETONS: Final = "skeleton*"

@@ -3,7 +3,7 @@
     store/
       meta.json                 extent -> pack, offset, checksum, its tensors by sha256
       .lock                     flock: one writer at a time
-      .staged-*/                what a writer is about to publish; claimed by it (weights/staging.py)
+      .staged-*/                what a writer is about to publish; claimed by it (weights/storage/staging.py)
       packs/<model>_weight_combined, packs/weight_<sha256>, packs/<model>_inline/
       models/<model>/manifest.json
       models/<model>/skeleton-<fingerprint>/  the checkpoint without its weights
@@ -26,12 +26,12 @@ from typing import Final
 
 from pydantic import ValidationError
 
-from weights.durable import copy_tree, make_folder, move, remove, sync, sync_tree
 from weights.errors import ModelNotStored, StoreError, StoreVersionError
 from weights.manifest import ExtentRef, Manifest, read_manifest
-from weights.meta import STORE_VERSION, StoreMeta, meta_of
 from weights.reading.blocks import resolve_pack
-from weights.staging import claimed_folder
+from weights.storage.durable import copy_tree, make_folder, move, remove, sync, sync_tree
+from weights.storage.meta import STORE_VERSION, StoreMeta, meta_of
+from weights.storage.staging import claimed_folder
 
 STAGED: Final = ".staged-*"
 _MODEL_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")

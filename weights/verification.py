@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from weights.errors import ExtentCorrupt, StoreError, WeightsError
 from weights.manifest import ExtentRef, Manifest
 from weights.reading.extents import read_extent
+from weights.storage.stored import StoredTensor, stored_tensors
 from weights.store import WeightStore
-from weights.stored import StoredTensor, stored_tensors
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
 

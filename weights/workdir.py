@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
-from weights.durable import disk_errors, make_folder
 from weights.errors import StoreError
-from weights.staging import claimed_folder, sweep
+from weights.storage.durable import disk_errors, make_folder
+from weights.storage.staging import claimed_folder, sweep
 from weights.store import STAGED
 
 WORK_PATH: Final = "ATELIER_WORK_PATH"

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from deployments.engines.protocol import EngineError
-from weights.modules import UninitializedOnMeta, assign, listed, tied_groups, without_value
+from weights.loading.modules import UninitializedOnMeta, assign, listed, tied_groups, without_value
 
 LIBRARIES = ("diffusers", "transformers")
 

@@ -23,9 +23,9 @@ import torch
 from torch.export import ExportedProgram
 
 from weights.errors import FormatError, WeightsError
-from weights.external_memory import WARNINGS_LOCK
 from weights.formats.tensors import SourceTensor
 from weights.loader import TORCH_DTYPES
+from weights.loading.external_memory import WARNINGS_LOCK
 from weights.manifest import Layout, Manifest
 from weights.programs.memory_order import in_traced_order, memory_order, traced_strides
 from weights.programs.placeholders import placeholder_of, with_tensors, wrapped_like

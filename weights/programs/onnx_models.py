@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from weights.errors import FormatError, WeightsError
 from weights.formats.tensors import SourceTensor
+from weights.loading.placement import windows
 from weights.manifest import Layout, Manifest, TensorRef
-from weights.placement import windows
 from weights.programs.onnx_tensors import (
     MAX_PROTOBUF_BYTES,
     all_tensors,

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import torch
 
-from weights.durable import disk_errors
 from weights.errors import FormatError, StoreError, WeightsError
 from weights.formats.tensors import SourceTensor
-from weights.hashing import hash_tensors
 from weights.loader import load_model
 from weights.manifest import Component, Layout, Manifest, WeightFormat
 from weights.provider import ExtentProvider, LocalExtents
-from weights.publishing import Draft, DraftComponent, publish
+from weights.storage.durable import disk_errors
+from weights.storage.hashing import hash_tensors
+from weights.storage.publishing import Draft, DraftComponent, publish
 from weights.store import WeightStore, check_model_name
 
 COMPONENT = "program"

@@ -142,7 +142,7 @@ def test_killed_between_any_two_steps_the_store_is_whole(
         shutil.copytree(store.path, copies[-1].path)
 
     with monkeypatch.context() as patch:
-        patch.setattr("weights.packs.WRITE_THREADS", 1)
+        patch.setattr("weights.storage.packs.WRITE_THREADS", 1)
         patch.setattr(os, "fsync", copy)
         externalize(store, "b", sources["b"], layout=layout)
     assert len(copies) > 6

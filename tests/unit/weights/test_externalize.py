@@ -22,11 +22,11 @@ from weights.errors import FormatError, StoreError, StoreVersionError
 from weights.externalize import externalize
 from weights.formats.checkpoint import LORA_FILE
 from weights.formats.safetensors import read_header
-from weights.hashing import hash_tensors
 from weights.loader import TORCH_DTYPES, load_from_store
 from weights.maintenance import gc, remove_model
 from weights.manifest import EXTENT_ALIGNMENT, TENSOR_ALIGNMENT, Layout, Manifest, TensorRef
 from weights.reading.extents import read_extent
+from weights.storage.hashing import hash_tensors
 from weights.store import WeightStore
 from weights.verification import verify
 
@@ -97,7 +97,7 @@ def test_layout_is_aligned_and_packed_once(store: WeightStore, write_pipeline) -
 def test_extents_stay_under_the_limit(
     store: WeightStore, write_model, monkeypatch: pytest.MonkeyPatch, limit: int
 ) -> None:
-    monkeypatch.setattr("weights.packs.MAX_EXTENT_BYTES", limit)
+    monkeypatch.setattr("weights.storage.packs.MAX_EXTENT_BYTES", limit)
     sizes = [100, 7900, 1, 513, 4000, 511, 512, 20_000, 1, 3000]
     source = write_model("m", {f"t{i:02}": torch.randint(0, 255, (n,), dtype=torch.uint8) for i, n in enumerate(sizes)})
     manifest = externalize(store, "m", source)
@@ -307,7 +307,7 @@ def test_an_adapter_keeps_its_metadata(store: WeightStore, tmp_path: Path) -> No
 def test_a_source_that_changes_between_hashing_and_writing_is_refused(
     store: WeightStore, write_model, monkeypatch: pytest.MonkeyPatch, keep_bytes: int
 ) -> None:
-    monkeypatch.setattr("weights.hashing.KEEP_BYTES", keep_bytes)
+    monkeypatch.setattr("weights.storage.hashing.KEEP_BYTES", keep_bytes)
     source = write_model("m", {"a": torch.rand(1000), "b": torch.rand(1000)})
     file = source / "model.safetensors"
     hashed = hash_tensors({"model": read_header(file).tensors})["model"]
@@ -400,7 +400,7 @@ def test_a_cast_inline_is_stock_safetensors(store: WeightStore, write_model) -> 
 def test_inline_extents_stay_under_the_limit_and_aligned(
     store: WeightStore, write_model, monkeypatch: pytest.MonkeyPatch, limit: int
 ) -> None:
-    monkeypatch.setattr("weights.inline.MAX_EXTENT_BYTES", limit)
+    monkeypatch.setattr("weights.storage.inline.MAX_EXTENT_BYTES", limit)
     source = write_model("m", random_tensors())
     manifest = externalize(store, "m", source, layout="inline")
     for extent in manifest.extents.values():

@@ -12,10 +12,10 @@ import torch
 
 from weights.errors import WeightsError
 from weights.externalize import externalize
-from weights.loaded_files import LoadedFiles
 from weights.loader import TORCH_DTYPES, attach, load_model
+from weights.loading.loaded_files import LoadedFiles
+from weights.loading.placement import windows
 from weights.manifest import Component, ExtentRef, Manifest, TensorRef
-from weights.placement import windows
 from weights.provider import LocalExtents
 from weights.store import WeightStore
 

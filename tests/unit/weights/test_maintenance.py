@@ -15,7 +15,7 @@ from weights.layouts import convert
 from weights.loader import load_from_store
 from weights.maintenance import gc, remove_model
 from weights.manifest import Layout
-from weights.punching import allocated_bytes
+from weights.storage.punching import allocated_bytes
 from weights.store import WeightStore
 from weights.verification import verify
 
@@ -45,7 +45,7 @@ def test_a_store_in_use_is_left_as_it_is(store: WeightStore, write_model, layout
 def test_a_removed_model_goes_and_what_it_shared_stays(
     store: WeightStore, write_model, monkeypatch: pytest.MonkeyPatch, layout: Layout
 ) -> None:
-    monkeypatch.setattr("weights.packs.MAX_EXTENT_BYTES", 100_000)
+    monkeypatch.setattr("weights.storage.packs.MAX_EXTENT_BYTES", 100_000)
     shared = torch.rand(5000)
     externalize(store, "a", write_model("a", {"shared": shared, "own": torch.rand(50_000)}), layout=layout)
     externalize(store, "b", write_model("b", {"shared": shared}), layout=layout)
@@ -157,7 +157,7 @@ def test_where_holes_are_refused_the_bytes_are_reported(
     store: WeightStore, write_model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shared = torch.rand(5000)
-    monkeypatch.setattr("weights.packs.MAX_EXTENT_BYTES", 40_000)
+    monkeypatch.setattr("weights.storage.packs.MAX_EXTENT_BYTES", 40_000)
     externalize(store, "a", write_model("a", {"a": torch.rand(9000), "z": shared}))
     externalize(store, "b", write_model("b", {"z": shared}))
     remove_model(store, "a")

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from weights.durable import copy_tree, disk_errors, make_folder, remove
 from weights.errors import StoreError
+from weights.storage.durable import copy_tree, disk_errors, make_folder, remove
 
 
 def refuse(code: int):

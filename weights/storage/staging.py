@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Final
 
-from weights.durable import make_folder, remove
 from weights.errors import StoreError
+from weights.storage.durable import make_folder, remove
 
 SIGN_OF_LIFE: Final = ".alive"
 _CLAIM_S: Final = 2.0  # a sweep that came between `mkdir` and `flock` is over long before

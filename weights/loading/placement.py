@@ -8,8 +8,8 @@ from typing import Final
 import torch
 
 from weights.errors import WeightsError
-from weights.external_memory import bytes_tensor
-from weights.loaded_files import LoadedFiles
+from weights.loading.external_memory import bytes_tensor
+from weights.loading.loaded_files import LoadedFiles
 from weights.manifest import ExtentRef
 from weights.provider import ExtentProvider
 

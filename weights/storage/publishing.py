@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from weights.durable import disk_errors, sync_tree
 from weights.formats.tensors import FileTensor
-from weights.hashing import HashedTensor
-from weights.inline import FileExtent, copy_file, file_extents
 from weights.manifest import Component, ExtentRef, Layout, Manifest, ModelKind, TensorRef
-from weights.meta import StoreMeta
-from weights.packs import write_combined, write_separate
-from weights.stock import WRITABLE_FORMATS, tensor_offsets, writable, write_files
+from weights.storage.durable import disk_errors, sync_tree
+from weights.storage.hashing import HashedTensor
+from weights.storage.inline import FileExtent, copy_file, file_extents
+from weights.storage.meta import StoreMeta
+from weights.storage.packs import write_combined, write_separate
+from weights.storage.stock import WRITABLE_FORMATS, tensor_offsets, writable, write_files
 from weights.store import WeightStore
 
 

@@ -14,12 +14,12 @@ from typing import BinaryIO, Final
 
 import xxhash
 
-from weights.durable import sync
 from weights.errors import ExtentCorrupt
-from weights.hashing import HashedTensor
 from weights.manifest import EXTENT_ALIGNMENT, TENSOR_ALIGNMENT, ExtentRef, extent_id
-from weights.meta import StoreMeta
 from weights.reading.extents import read_extent
+from weights.storage.durable import sync
+from weights.storage.hashing import HashedTensor
+from weights.storage.meta import StoreMeta
 
 # A reader stages whole extents: this many bytes per buffer. And it is what models share: of an extent of which one
 # tensor differs, nothing is shared in memory.

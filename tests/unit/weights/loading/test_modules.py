@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from weights.errors import WeightsError
-from weights.modules import materialize
+from weights.loading.modules import materialize
 
 
 class Net(nn.Module):

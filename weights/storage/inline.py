@@ -19,9 +19,9 @@ import xxhash
 from weights.dtypes import ITEM_BYTES
 from weights.errors import FormatError
 from weights.formats.tensors import FileTensor
-from weights.hashing import HashedTensor, changed
 from weights.manifest import TENSOR_ALIGNMENT, ExtentRef, extent_id
-from weights.packs import MAX_EXTENT_BYTES
+from weights.storage.hashing import HashedTensor, changed
+from weights.storage.packs import MAX_EXTENT_BYTES
 
 MAX_GAP_BYTES: Final = 4096  # between tensors of one extent; formats pad far less, and the id has to cover it
 _CHUNK_BYTES: Final = 8 * 2**20

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from weights import placement
 from weights.errors import WeightsError
 from weights.externalize import externalize
 from weights.loader import load_model
+from weights.loading import placement
+from weights.loading.stage_transforms import Cast, Fp8Scaled, Int8Group
 from weights.manifest import Component, ExtentRef, Manifest, TensorRef
 from weights.provider import LocalExtents
-from weights.stage_transforms import Cast, Fp8Scaled, Int8Group
 from weights.store import WeightStore
 
 TARGETS = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F8_E4M3": torch.float8_e4m3fn}

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from weights.errors import StoreError
-from weights.staging import SIGN_OF_LIFE, claimed_folder, is_dead, remove_if_dead, sweep
+from weights.storage.staging import SIGN_OF_LIFE, claimed_folder, is_dead, remove_if_dead, sweep
 
 HOLDER = """
 import sys
 from pathlib import Path
-from weights.staging import claimed_folder
+from weights.storage.staging import claimed_folder
 with claimed_folder(Path(sys.argv[1])) as folder:
     (folder / "inner").mkdir()
     (folder / "inner" / "data").write_bytes(bytes(100))

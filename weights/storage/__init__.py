@@ -1,0 +1,1 @@
+"""How a store keeps its promises on disk: staging, publishing, layouts, durability."""
