@@ -16,10 +16,12 @@ from rich.console import Console
 from rich.markup import escape
 
 from configs.errors import ConfigError
+from deployments.cli_weights import app as weights_app
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 bench_app = typer.Typer(no_args_is_help=True, help="Measure on this machine, beside the peers.")
 app.add_typer(bench_app, name="bench")
+app.add_typer(weights_app, name="weights")
 err = Console(stderr=True)
 
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -135,6 +137,24 @@ def bench_serve(config: ConfigPath = DEFAULT_CONFIG, rounds: int = 15, as_json: 
     with err.status("measuring: starts a cluster and a stock process, takes some minutes"):
         figures = run(_load(config), str(config), rounds)
     print_figures(figures, as_json)
+
+
+@bench_app.command("load")
+def bench_load(
+    model: Annotated[Path | None, typer.Option(help="A model folder with safetensors; default: one is made.")] = None,
+    shape: Annotated[str, typer.Option(help="Of the one that is made: wide (108 tensors) or deep (1,880).")] = "wide",
+    rounds: Annotated[int, typer.Option(min=1, help="Every loader loads this often, in turn.")] = 5,
+    peers: Annotated[bool, typer.Option("--peers/--no-peers", help="Beside other loaders.")] = True,
+    work_dir: Annotated[Path | None, typer.Option(help="On the disk to be measured; default: temporary.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Cold and warm loads into shared memory, beside other loaders and the raw disk."""
+    from deployments.bench.load import run
+    from deployments.bench.report import print_load_figures
+
+    with err.status("measuring: writes some 10 GB and takes some minutes"):
+        figures = run(model, shape, rounds, peers, work_dir)
+    print_load_figures(figures, as_json)
 
 
 def main() -> None:

@@ -1,0 +1,259 @@
+"""`atelier weights …`: the external weight store from the command line."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+from rich.console import Console
+from rich.filesize import decimal
+from rich.markup import escape
+from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from weights.manifest import Manifest
+    from weights.store import WeightStore
+
+app = typer.Typer(no_args_is_help=True, help="External weights: bring models in, look at them, write them back.")
+console, err = Console(), Console(stderr=True)
+
+LayoutName = Literal["inline", "separate", "combined"]
+DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
+Model = Annotated[str, typer.Argument(help="A model of the store.")]
+StorePath = Annotated[Path, typer.Option("--store", "-s", envvar="ATELIER_STORE", help="The store's folder.")]
+Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout and nothing else.")]
+Layout = Annotated[LayoutName, typer.Option(help="In the model's own files, a file per tensor, or one file per model.")]
+WeightDir = Annotated[
+    Path | None,
+    typer.Option(help="Where packs are written before they are published; default: $ATELIER_WORK_PATH, or here."),
+]
+DEFAULT_STORE = Path("~/.cache/atelier/store")
+MODEL_COLUMNS = ("model", "kind", "layout", "num_tensors", "given_bytes", "stored_bytes")
+
+
+@app.command()
+def externalize(
+    source: Annotated[str, typer.Argument(help="A checkpoint folder or file, a .pt2 or .onnx program, or s3://…")],
+    model: Annotated[str | None, typer.Option("--model", "-m", help="Its name; default: the source's.")] = None,
+    layout: Layout = "combined",
+    dtype: Annotated[DTypeName, typer.Option(help="Cast floating tensors on the way in.")] = "auto",
+    component: Annotated[str | None, typer.Option(help="One component of a pipeline only.")] = None,
+    weight_dir: WeightDir = None,
+    allow_torch: Annotated[bool, typer.Option("--allow-torch", help="Open .pt, .pth, .bin and .pt2 as well.")] = False,
+    store: StorePath = DEFAULT_STORE,
+    as_json: Json = False,
+) -> None:
+    """Bring a model into the store. Equal tensors are stored once, over all its models."""
+    from weights.intake import bring_in
+
+    weight_store = _open(store)
+    name = model or PurePosixPath(source.rstrip("/")).name.split(".")[0]
+    with _working_folder(weight_dir) as folder, _progress("externalize", as_json) as progress:
+        manifest = bring_in(
+            weight_store,
+            name,
+            source if "://" in source else Path(source).expanduser(),
+            component=component,
+            dtype=dtype,
+            layout=layout,
+            weight_dir=folder,
+            allow_torch=allow_torch,
+            progress=progress,
+        )
+    _show(weight_store, manifest, as_json)
+
+
+@app.command()
+def inline(
+    model: Model,
+    target: Annotated[Path, typer.Argument(help="A new folder, or for a program a new file.")],
+    external_data: Annotated[
+        bool, typer.Option("--external-data", help="An ONNX model's weights in a file beside it.")
+    ] = False,
+    store: StorePath = DEFAULT_STORE,
+) -> None:
+    """Write a model back as stock libraries read it, its weights in its own files."""
+    from weights.intake import write_back
+
+    write_back(_open(store), model, target.expanduser(), external=external_data)
+    err.print(f"{escape(model)} is in {escape(str(target))}")
+
+
+@app.command()
+def convert(
+    model: Model, layout: Layout, weight_dir: WeightDir = None, store: StorePath = DEFAULT_STORE, as_json: Json = False
+) -> None:
+    """Publish a model in another layout."""
+    from weights.layouts import convert as convert_layout
+
+    weight_store = _open(store)
+    with _working_folder(weight_dir) as folder:
+        manifest = convert_layout(weight_store, model, layout, folder)
+    _show(weight_store, manifest, as_json)
+
+
+@app.command()
+def inspect(
+    model: Annotated[str | None, typer.Argument(help="Its tensors; default: all models.")] = None,
+    store: StorePath = DEFAULT_STORE,
+    as_json: Json = False,
+) -> None:
+    """Where every tensor is: file, offset, size, id; or what each model takes."""
+    from weights.inspection import summarize, totals
+
+    weight_store = _open(store)
+    if model is None:
+        rows = [_model_record(weight_store, manifest) for manifest in weight_store.manifests().values()]
+        whole = asdict(totals(weight_store))
+        _print({"models": rows, **whole}, rows, MODEL_COLUMNS, as_json, _saved(whole))
+        return
+    weights = [asdict(weight) | {"path": str(weight.path)} for weight in summarize(weight_store, model)]
+    record = _model_record(weight_store, weight_store.manifest(model))
+    columns = ("component", "name", "dtype", "shape", "nbytes", "path", "offset", "id")
+    _print({**record, "weights": weights}, weights, columns, as_json, _saved(record))
+
+
+@app.command()
+def verify(
+    model: Annotated[str | None, typer.Argument(help="Default: all models.")] = None,
+    deep: Annotated[bool, typer.Option("--deep", help="Also the sha256 of every tensor.")] = False,
+    store: StorePath = DEFAULT_STORE,
+    as_json: Json = False,
+) -> None:
+    """Read everything back and say all that is damaged; exit code 1 when something is."""
+    from weights.verification import verify as verify_store
+
+    with _progress("verify", as_json) as progress:
+        report = verify_store(_open(store), model, deep=deep, progress=progress)
+    damages = [asdict(damage) for damage in report.damages]
+    summary = f"{report.num_models} models, {report.num_extents} extents, {decimal(report.nbytes)}: "
+    summary += f"{len(damages)} damaged" if damages else "sound"
+    _print(asdict(report), damages, ("model", "file", "tensors", "problem"), as_json, summary)
+    if damages:
+        raise typer.Exit(1)
+
+
+@app.command()
+def load(model: Model, store: StorePath = DEFAULT_STORE, as_json: Json = False) -> None:
+    """Read a model into this process's memory and say where the time went."""
+    from weights.loader import load_model
+    from weights.provider import LocalExtents
+
+    weight_store = _open(store)
+    with _progress("load", as_json) as progress:
+        extents = LocalExtents(weight_store.packs, progress=progress)
+        start_s = time.perf_counter()
+        load_model(weight_store.manifest(model), extents)
+        elapsed_s = time.perf_counter() - start_s
+    report = extents.last_report
+    assert report is not None
+    report = report.with_stage("attach", report.nbytes, elapsed_s - report.wall_s)
+    record = report.as_record()
+    stages = [{"stage": name, **figures} for name, figures in record["stages"].items()]
+    peak = f", {record['share_of_peak']:.0%} of the medium's peak" if record["share_of_peak"] else ""
+    summary = f"{decimal(report.nbytes)} in {report.wall_s:.2f} s: {report.gbps:.2f} GB/s{peak}; "
+    summary += f"limited by {report.limiting_stage}" + (f"\n{report.advice}" if report.advice else "")
+    _print(record, stages, tuple(stages[0]) if stages else ("stage",), as_json, summary)
+
+
+@app.command()
+def gc(
+    grace_s: Annotated[float, typer.Option(min=0, help="Keep what was written less than this many seconds ago.")] = 0,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
+    store: StorePath = DEFAULT_STORE,
+    as_json: Json = False,
+) -> None:
+    """Remove what no model of the store needs: old versions, leftovers of writers that died."""
+    from weights.maintenance import gc as collect
+
+    report = collect(_open(store), grace_s=grace_s, dry_run=dry_run)
+    removed = [{"removed": str(path)} for path in report.removed]
+    summary = f"{decimal(report.freed_bytes)} {'would be ' if dry_run else ''}freed"
+    _print(
+        asdict(report) | {"removed": [str(path) for path in report.removed]}, removed, ("removed",), as_json, summary
+    )
+
+
+@app.command()
+def remove(model: Model, store: StorePath = DEFAULT_STORE) -> None:
+    """Take a model out of the store; `gc` then frees its bytes."""
+    from weights.maintenance import remove_model
+
+    remove_model(_open(store), model)
+
+
+def _open(path: Path) -> WeightStore:
+    from weights.store import WeightStore
+
+    return WeightStore(path.expanduser())
+
+
+@contextlib.contextmanager
+def _working_folder(weight_dir: Path | None) -> Iterator[Path]:
+    from weights.workdir import opened_weight_dir
+
+    with opened_weight_dir(weight_dir, os.environ, Path.cwd(), os.getpid(), uuid.uuid4().hex[:12]) as folder:
+        yield folder
+
+
+@contextlib.contextmanager
+def _progress(what: str, as_json: bool) -> Iterator[Callable[[int, int], None]]:
+    columns = ("{task.description}", BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=err, transient=True, disable=as_json) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _model_record(store: WeightStore, manifest: Manifest) -> dict[str, Any]:
+    from weights.inspection import totals
+
+    record = {"model": manifest.model, "kind": manifest.kind, "layout": manifest.layout}
+    return record | {"components": list(manifest.components), **asdict(totals(store, manifest.model))}
+
+
+def _show(store: WeightStore, manifest: Manifest, as_json: bool) -> None:
+    record = _model_record(store, manifest)
+    _print(record, [record], MODEL_COLUMNS, as_json, "")
+
+
+def _saved(totals: dict[str, Any]) -> str:
+    given, stored = totals["given_bytes"], totals["stored_bytes"]
+    share = f" ({stored / given:.2f} of it)" if given else ""
+    return f"{decimal(given)} given, {decimal(stored)} stored{share}"
+
+
+def _print(
+    record: dict[str, Any], rows: list[dict[str, Any]], columns: tuple[str, ...], as_json: bool, summary: str
+) -> None:
+    if as_json:
+        sys.stdout.write(json.dumps(record, default=str) + "\n")
+        return
+    table = Table()
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*(_cell(column, row[column]) for column in columns))
+    if rows:
+        console.print(table)
+    if summary:
+        console.print(escape(summary), highlight=False)
+
+
+def _cell(column: str, value: Any) -> str:
+    if column.endswith("bytes") and isinstance(value, int):
+        return decimal(value)
+    if isinstance(value, float):
+        return f"{value:.3f}"
+    if isinstance(value, list | tuple):
+        return escape(" ".join(map(str, value)))
+    return escape(str(value))
