@@ -1,19 +1,66 @@
-"""What may stay and what must go, under a byte budget. Pure: values in, plan out, no clock and no I/O."""
+"""What may stay and what must go, under a byte budget. Pure: values in, plan out, no clock and no I/O.
+
+The value of a thing in memory is what its absence would cost for each byte that it occupies:
+
+    reload seconds x popularity / bytes
+
+as in GreedyDual-Size (Cao and Irani, USITS 1997) and GreedyDual-Size-Frequency (Cherkasova, HPL-98-69). Both age by
+an inflation term, a state of the cache: what comes in starts at the value of the last thing that went. Here the
+popularity ages itself, so that a plan needs no memory of earlier plans and a model that comes back keeps its past.
+It is a use count that halves with time, as in LRFU (Lee et al., IEEE Trans. Computers 50(12), 2001), and is bounded
+by how long nothing happened, as in hyperbolic caching (Blankstein et al., USENIX ATC 2017): with the count alone,
+what was very popular once would stay for many half-lives.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
+
+# So many usual gaps without a use are an accident; after more, the gap is what is usual now.
+USUAL_GAPS: Final = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Popularity:
+    """Uses within about a half-life, as of `at_s` on the caller's clock (any unit that all of its values share)."""
+
+    half_life_s: float
+    count: float = 0.0
+    at_s: float = 0.0
+
+    def touch(self, now_s: float) -> Popularity:
+        """One use more."""
+        return Popularity(self.half_life_s, self._decayed(now_s) + 1.0, max(now_s, self.at_s))
+
+    def value(self, now_s: float) -> float:
+        """Never grows without a use."""
+        idle_s = now_s - self.at_s
+        count = self._decayed(now_s)
+        # A thing used every g seconds has a count near half_life / (g ln 2).
+        return min(count, USUAL_GAPS * self.half_life_s / (math.log(2) * idle_s)) if idle_s > 0 else count
+
+    def _decayed(self, now_s: float) -> float:
+        return self.count * math.exp2(-max(0.0, now_s - self.at_s) / self.half_life_s)
 
 
 @dataclass(frozen=True, slots=True)
 class Resident:
-    """One thing in memory. `last_used` grows with use; a leased thing (`leases` > 0) is never evicted."""
+    """One thing in memory. `last_used` grows with use; what is leased (`leases` > 0) or pinned is never evicted.
+
+    `reload_s` is what it takes to get it back; None: per byte as long as the others take on average. Where nobody
+    says either, eviction is least-recently-used.
+    """
 
     key: str
     nbytes: int
-    last_used: int
+    last_used: float
     leases: int = 0
+    reload_s: float | None = None
+    popularity: float = 1.0
+    pinned: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,20 +72,87 @@ class EvictionPlan:
     held: tuple[str, ...] = ()
 
 
-def plan_eviction(residents: Iterable[Resident], needed_bytes: int, budget_bytes: int) -> EvictionPlan:
-    """Free room for `needed_bytes` more under `budget_bytes`, least recently used first.
+@dataclass(frozen=True, slots=True)
+class PrefetchPlan:
+    """`take` is what has room, in the order asked for, once `evict` is gone."""
 
-    Nothing is evicted when the room cannot be made: a plan with `missing_bytes` has an empty `evict`.
+    take: tuple[str, ...]
+    evict: tuple[str, ...]
+
+
+def plan_eviction(residents: Iterable[Resident], needed_bytes: int, budget_bytes: int) -> EvictionPlan:
+    """Free room for `needed_bytes` more under `budget_bytes`, the least valuable first, ties by least recent use.
+
+    Nothing goes that could stay: without any one of the victims the room would be too small. Nothing is evicted
+    when the room cannot be made: a plan with `missing_bytes` has an empty `evict`.
     """
     residents = list(residents)
-    excess = sum(resident.nbytes for resident in residents) + needed_bytes - budget_bytes
-    evict: list[str] = []
-    for resident in sorted(residents, key=lambda resident: resident.last_used):
-        if excess <= 0:
+    free_bytes = budget_bytes - needed_bytes - sum(resident.nbytes for resident in residents)
+    victims: list[Resident] = []
+    for resident in _by_value(residents, keep_values(residents)):
+        if free_bytes >= 0:
             break
-        if resident.leases == 0:
-            evict.append(resident.key)
-            excess -= resident.nbytes
-    if excess <= 0:
-        return EvictionPlan(tuple(evict))
-    return EvictionPlan((), excess, tuple(resident.key for resident in residents if resident.leases))
+        victims.append(resident)
+        free_bytes += resident.nbytes
+    if free_bytes < 0:
+        return EvictionPlan((), -free_bytes, tuple(resident.key for resident in residents if _stays(resident)))
+    return EvictionPlan(_needed(victims, free_bytes))
+
+
+def plan_prefetch(residents: Iterable[Resident], newcomers: Sequence[Resident], budget_bytes: int) -> PrefetchPlan:
+    """Take the newcomers, in their order, that fit beside everything that is worth as much or more.
+
+    One that does not fit is left out; smaller ones after it may still come in.
+    """
+    residents = list(residents)
+    values = keep_values([*residents, *newcomers])
+    candidates = _by_value(residents, values)
+    free_bytes = budget_bytes - sum(resident.nbytes for resident in residents)
+    take: list[str] = []
+    victims: list[Resident] = []
+    for newcomer in newcomers:
+        room_bytes, num_victims = free_bytes, 0
+        for resident in candidates:
+            if room_bytes >= newcomer.nbytes or values[resident.key] >= values[newcomer.key]:
+                break
+            room_bytes += resident.nbytes
+            num_victims += 1
+        if room_bytes >= newcomer.nbytes:
+            take.append(newcomer.key)
+            victims += candidates[:num_victims]
+            candidates = candidates[num_victims:]
+            free_bytes = room_bytes - newcomer.nbytes
+    return PrefetchPlan(tuple(take), _needed(victims, free_bytes) if take else ())
+
+
+def keep_values(residents: Sequence[Resident]) -> dict[str, float]:
+    """Seconds that a byte of each saves, weighted by its popularity, by key."""
+    known = [resident for resident in residents if resident.reload_s is not None and resident.nbytes]
+    known_bytes = sum(resident.nbytes for resident in known)
+    usual_s = sum(resident.reload_s or 0.0 for resident in known) / known_bytes if known_bytes else 1.0
+    return {
+        resident.key: resident.popularity
+        * (usual_s if resident.reload_s is None else resident.reload_s / max(resident.nbytes, 1))
+        for resident in residents
+    }
+
+
+def _stays(resident: Resident) -> bool:
+    return resident.leases > 0 or resident.pinned
+
+
+def _by_value(residents: Iterable[Resident], values: Mapping[str, float]) -> list[Resident]:
+    """What may go, the first to go first."""
+    may_go = [resident for resident in residents if not _stays(resident)]
+    return sorted(may_go, key=lambda resident: (values[resident.key], resident.last_used))
+
+
+def _needed(victims: Sequence[Resident], free_bytes: int) -> tuple[str, ...]:
+    """Spare those, the most valuable first, without which there is still enough room; `free_bytes` is what is over."""
+    needed: list[str] = []
+    for victim in reversed(victims):
+        if victim.nbytes <= free_bytes:
+            free_bytes -= victim.nbytes
+        else:
+            needed.append(victim.key)
+    return tuple(reversed(needed))
