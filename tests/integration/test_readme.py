@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 from integration.harness import ROOT, Cluster
@@ -19,12 +20,21 @@ def blocks(language: str) -> list[str]:
 
 def test_the_python_snippets_run(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    openai_snippet, handle_snippet = blocks("python")
+    openai_snippet, handle_snippet, _ = blocks("python")
     exec(compile(openai_snippet.replace("http://127.0.0.1:8000", cluster.url), "README.md", "exec"), {})
     assert (tmp_path / "five.png").read_bytes().startswith(b"\x89PNG")
     scope: dict[str, object] = {}
     exec(compile(handle_snippet, "README.md", "exec"), scope)
     assert scope["result"].images[0].shape == (32, 32, 3)  # type: ignore[attr-defined]
+
+
+def test_the_weights_snippet_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "infra").symlink_to(ROOT / "infra")
+    monkeypatch.chdir(tmp_path)
+    scope: dict[str, Any] = {}
+    exec(compile(blocks("python")[2], "README.md", "exec"), scope)
+    assert scope["tensors"]["transformer"]["proj_out.weight"].ndim == 2
+    assert scope["extents"].last_report.verified
 
 
 def test_the_curl_command_runs(cluster: Cluster) -> None:
