@@ -25,8 +25,8 @@ demo: setup      ## Start the demo cluster, ask it for everything once, stay up 
 test: check      ## Lint, types, contracts, unit and Ray tests
 	$(PYTEST) tests
 
-unit: setup      ## The tests without Ray, in under a minute
-	$(PYTEST) tests/unit
+unit: setup      ## The quick tests without Ray, in under a minute
+	$(PYTEST) tests/unit -m "not slow"
 
 check: setup     ## Format, lint, types and import contracts
 	$(BIN)/ruff format --check --quiet .

@@ -19,7 +19,7 @@ from weights.errors import FormatError, StoreVersionError, WeightsError
 from weights.formats.checkpoint import Checkpoint, SourceComponent, read_checkpoint
 from weights.formats.gguf_model import gguf_set
 from weights.manifest import Component, Layout, Manifest
-from weights.storage.hashing import HashedTensor, hash_tensors
+from weights.storage.hashing import HashedTensor, Progress, hash_tensors
 from weights.storage.publishing import Draft, DraftComponent, publish
 from weights.storage.stock import as_safetensors
 from weights.store import WeightStore, check_model_name
@@ -35,12 +35,14 @@ def externalize(
     layout: Layout = "combined",
     weight_dir: Path | None = None,
     allow_torch: bool = False,
+    progress: Progress | None = None,
 ) -> Manifest:
     """Bring the checkpoint at `source` into the store as `model`, or return what is there when it is unchanged.
 
     `layout` says where tensors go that the store does not have yet; what it has stays where it is. `inline` keeps
     the model's own files: nothing in them is shared on disk. Packs are written in `weight_dir` before they move into
-    the store. Raises FormatError (names file and tensor) and StoreError, and leaves the store as it was.
+    the store. `progress` hears of the bytes that are read and hashed. Raises FormatError (names file and tensor) and
+    StoreError, and leaves the store as it was.
     """
     check_model_name(model)
     if not source.exists():
@@ -68,7 +70,7 @@ def externalize(
     if manifest:
         return manifest
     checkpoint = read_checkpoint(source, component=component, allow_torch=allow_torch)
-    hashed = hash_tensors({part.name: part.tensors for part in checkpoint.components}, dtype)
+    hashed = hash_tensors({part.name: part.tensors for part in checkpoint.components}, dtype, progress)
     root = source if source.is_dir() else source.parent
     try:
         components = [_draft(root, part, hashed[part.name], dtype) for part in checkpoint.components]

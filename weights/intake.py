@@ -35,8 +35,9 @@ def bring_in(
 ) -> Manifest:
     """A checkpoint, a program (.pt2, .onnx) or a URL of either -> a model of the store.
 
-    Parameters are those of `externalize`; `options` and `progress` are for downloads (see `localize`). Raises
-    FormatError and StoreError, and WeightsError for options that a program does not have.
+    Parameters are those of `externalize`; `options` are for downloads (see `localize`). `progress` hears of the
+    download, then, from zero again, of reading and hashing. Raises FormatError and StoreError, and WeightsError for
+    options that a program does not have.
     """
     path = localize(source, store.path / SOURCES_FOLDER, options=options, progress=progress)
     if path.suffix not in (".pt2", ".onnx"):
@@ -49,6 +50,7 @@ def bring_in(
             layout=layout,
             weight_dir=weight_dir,
             allow_torch=allow_torch,
+            progress=progress,
         )
     if component is not None or dtype != "auto":
         raise WeightsError(f"{path}: a program has no components to choose and no dtype to cast to")

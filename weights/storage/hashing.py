@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import concurrent.futures
 import hashlib
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -18,6 +19,7 @@ from weights.errors import FormatError
 from weights.formats.tensors import SourceTensor
 
 HASH_THREADS: Final = 4  # hashlib lets go of the interpreter lock; memory is bounded by this many tensors
+Progress = Callable[[int, int], None]  # bytes done, bytes in all
 KEEP_BYTES: Final = 64 * 2**20  # a smaller checkpoint stays in memory between hashing and writing
 
 
@@ -53,19 +55,26 @@ def changed(tensor: HashedTensor) -> FormatError:
 
 
 def hash_tensors(
-    components: Mapping[str, Mapping[str, SourceTensor]], dtype: str = "auto"
+    components: Mapping[str, Mapping[str, SourceTensor]], dtype: str = "auto", progress: Progress | None = None
 ) -> dict[str, dict[str, HashedTensor]]:
     """Read and hash every tensor, cast to `dtype`; by component and name, in the order given.
 
-    Raises FormatError naming the file that cannot be read.
+    `progress` hears of the source's bytes. Raises FormatError naming the file that cannot be read.
     """
-    keep = sum(tensor.nbytes for tensors in components.values() for tensor in tensors.values()) <= KEEP_BYTES
+    total_bytes = sum(tensor.nbytes for tensors in components.values() for tensor in tensors.values())
+    keep = total_bytes <= KEEP_BYTES
+    done_bytes, lock = 0, threading.Lock()
 
     def hashed(item: tuple[str, SourceTensor]) -> HashedTensor:
+        nonlocal done_bytes
         name, source = item
         target = cast_target(source.dtype, dtype)
         data = cast(source.read(), source.dtype, target)
         sha256, checksum = hashlib.sha256(data).hexdigest(), xxhash.xxh3_128_hexdigest(data)
+        if progress:
+            with lock:  # held while it is told, so that it never hears of less than before
+                done_bytes += source.nbytes
+                progress(done_bytes, total_bytes)
         return HashedTensor(name, source, target, len(data), sha256, checksum, data if keep else None)
 
     with concurrent.futures.ThreadPoolExecutor(HASH_THREADS, thread_name_prefix="hash") as pool:

@@ -22,6 +22,8 @@ from weights.manifest import Layout
 from weights.store import WeightStore
 from weights.verification import verify
 
+pytestmark = pytest.mark.slow
+
 LAYOUTS: tuple[Layout, ...] = ("combined", "separate", "inline")
 NUM_KILLS = int(os.environ.get("ATELIER_NUM_KILLS", "15"))
 

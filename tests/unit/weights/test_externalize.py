@@ -487,3 +487,12 @@ def test_a_manifest_of_a_newer_version_is_not_written_over(store: WeightStore, w
     with pytest.raises(StoreVersionError, match="manifest version 99"):
         externalize(store, "m", source)
     assert file.read_text() == before
+
+
+def test_progress_grows_to_all_bytes(store: WeightStore, write_model) -> None:
+    heard: list[tuple[int, int]] = []
+    source = write_model("m", {f"w{i}": torch.rand(10 + i) for i in range(20)})
+    manifest = externalize(store, "m", source, progress=lambda done, total: heard.append((done, total)))
+    assert heard == sorted(heard)
+    assert len(heard) == 20
+    assert heard[-1] == (manifest.nbytes, manifest.nbytes)

@@ -17,6 +17,8 @@ from weights.formats.gguf import read_gguf
 from weights.formats.kuiper import read_kuiper
 from weights.quantization.int8_group import dequantize
 
+pytestmark = pytest.mark.slow
+
 DEMO = Path(__file__).parents[4] / "infra" / "demo"
 ADDER = DEMO / "models" / "adder"
 

@@ -22,6 +22,8 @@ from weights.formats.gguf import read_gguf
 from weights.formats.kuiper import read_kuiper
 from weights.manifest import read_manifest
 
+pytestmark = pytest.mark.slow
+
 MAX_EXTRA_BYTES = 4 * 2**20
 MAX_TIME = datetime.timedelta(seconds=10)  # far beyond what any of them takes on a busy machine
 property_test = settings(deadline=MAX_TIME, suppress_health_check=[HealthCheck.function_scoped_fixture])

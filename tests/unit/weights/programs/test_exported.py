@@ -25,6 +25,8 @@ from weights.programs.exported import externalize_program, load_program, self_co
 from weights.provider import LocalExtents
 from weights.store import WeightStore
 
+pytestmark = pytest.mark.slow
+
 torch.set_num_threads(1)
 
 

@@ -23,6 +23,8 @@ from weights.externalize import externalize
 from weights.programs.onnx_models import MIN_EXTERNAL_BYTES, externalize_onnx, load_onnx, write_onnx
 from weights.store import WeightStore
 
+pytestmark = pytest.mark.slow
+
 RNG = np.random.default_rng()
 WIDTH = 24
 

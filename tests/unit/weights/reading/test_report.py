@@ -117,6 +117,7 @@ def test_the_record_is_json_and_says_everything() -> None:
         "medium": {"kind": "local", "fs_type": "ext4", "device": "/dev/vda"},
         "strategy": "direct:4:1024KiB",
         "advice": "mount it otherwise",
+        "sources": {},
         "stages": {"read": {"nbytes": 4 * 10**9, "busy_s": 7.2, "elapsed_s": 2.0, "gbps": 2.0}},
         "pool": {"max_bytes": 100, "held_bytes": 50, "hit_rate": 0.75, "waits": 2},
     }

@@ -21,6 +21,8 @@ from weights.sources.localize import localize
 from weights.sources.object_storage import MirrorReport, mirror
 from weights.store import WeightStore
 
+pytestmark = pytest.mark.slow
+
 PART = 1000
 WAIT_S = 120  # only a failing test waits; a busy disk can hold an fsync for many seconds
 MIRROR = """

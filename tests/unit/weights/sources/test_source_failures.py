@@ -17,6 +17,8 @@ from weights.sources.bucket import Bucket, split_url
 from weights.sources.localize import localize
 from weights.sources.object_storage import mirror
 
+pytestmark = pytest.mark.slow
+
 PART = 1000
 
 

@@ -13,6 +13,8 @@ import pytest
 from weights.errors import StoreError
 from weights.storage.staging import SIGN_OF_LIFE, claimed_folder, is_dead, remove_if_dead, sweep
 
+pytestmark = pytest.mark.slow
+
 HOLDER = """
 import sys
 from pathlib import Path
