@@ -3,6 +3,8 @@
 ClusterError
 ├── ModelUnknown        no model of that name is registered
 ├── ModelUnavailable    registered, but its weights cannot be used; says which file and tensor
+├── RegistrationRefused a model that cannot be registered or removed as asked; nothing has changed
+│   └── RegistrationConflict    because of what is registered already
 ├── PeerUnavailable     another node's keeper cannot give an extent; the caller turns to storage or another peer
 └── SessionError        the Ray session cannot be started, reached or stopped
 """
@@ -20,6 +22,14 @@ class ModelUnknown(ClusterError):
 
 class ModelUnavailable(ClusterError):
     """The model is registered, but its weights cannot be used."""
+
+
+class RegistrationRefused(ClusterError):
+    """A model cannot be registered or removed as asked; nothing has changed."""
+
+
+class RegistrationConflict(RegistrationRefused):
+    """What is registered already stands against it."""
 
 
 class PeerUnavailable(ClusterError):

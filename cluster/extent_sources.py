@@ -28,6 +28,7 @@ ASSUMED_GBPS: Final = 1.0
 MIN_SHARE: Final = 0.25
 PATIENCE: Final = 2.0  # times the expected wait
 PATIENCE_S: Final = 1.0
+TIE: Final = 1 + 1e-9  # times that differ by less are equal: the rest is rounding
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +119,7 @@ def choose_source(
     ]
     # Known before unknown, and then by name: equal offers give equal plans, whatever order they come in.
     timed.sort(key=lambda found: (found[0], found[1].gbps is None, found[1].node))
-    usable = [(expected_s, peer.address) for expected_s, peer in timed if expected_s <= storage_s]
+    usable = [(expected_s, peer.address) for expected_s, peer in timed if expected_s <= storage_s * TIE]
     if not usable:
         return FromStorage(storage_s)
     floor_gbps = MIN_SHARE * storage_gbps if storage.gbps else 0.0
@@ -148,7 +149,7 @@ def plan_fetch(
         key=lambda found: (found[0], found[1].node),
     )
     # On a tie, waiting disturbs nobody.
-    if wait_s > now.expected_s:
+    if wait_s > now.expected_s * TIE:
         return now
     return WaitForPeer(best.node, PATIENCE_S + PATIENCE * best.left_s, wait_s)
 

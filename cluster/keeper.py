@@ -1,228 +1,318 @@
-"""NodeKeeper: one per node. Reads extents from the store once and holds them in Ray's object store.
+"""NodeKeeper: one per node. Gets extents once, from storage or another node, and holds them in Ray's object store.
 
 It owns the objects and keeps a live view of each: an object with a view is never spilled by Ray. Replicas get the
-references and map the same memory. Extents with a lease stay; the others go, least recently used first, when the
-byte budget needs room.
+references and map the same memory. What is leased or pinned stays; of the rest, what is cheapest to do without goes
+when the byte budget needs room. A keeper that dies loses only what no replica holds.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
-import itertools
+import logging
 import threading
-from collections import Counter
+import uuid
+from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, Protocol
 
 import ray
 
+from cluster.adoption import ADOPTION_S, Adoption
+from cluster.audit import AUDIT_BYTES_PER_S, Audit
+from cluster.extent_loading import ExtentLoader, Offers
+from cluster.held_extents import MAX_WAIT_S, HeldExtents
+from cluster.holder_watch import ActorPing, HolderWatch
+from cluster.keeper_records import Acquired, Greeting, HeldOffer, KeeperStats, ResidentExtent, Source
+from cluster.load_clock import LoadClock
+from cluster.object_store import MAX_SHARE, ObjectStore, StoreFull
+from cluster.peer_link import Directory, PeerLink, RayDirectory
+from cluster.residents import Held
 from cluster.telemetry import LoadMetrics
 from weights.errors import BudgetExceeded
 from weights.manifest import ExtentRef
 from weights.memory.host_pool import HostBufferPool
-from weights.reading.extents import ByteArray, ExtentReader
+from weights.memory.pages import ByteArray
+from weights.reading.extents import ExtentReader
 from weights.reading.planning import ReadPlanner
-from weights.reading.report import Stage, StageClock, StageFigures
-from weights.residency import Resident, plan_eviction
+from weights.reading.report import StageClock, StageFigures
 
-STAGING_BYTES = 384 * 2**20  # six extents of 64 MiB: some are being read while others are put
+__all__ = ["KeeperStats", "NodeKeeper", "keeper_class"]
 
+STAGING_BYTES: Final = 384 * 2**20  # six extents of 64 MiB: some are being read while others are put
+CALL_THREADS: Final = 128  # callers that wait for an extent, or for room, each hold one
+CONTROL_THREADS: Final = 4  # and those that give back never wait behind them
+MAX_NAMED_CORRUPT: Final = 20
 
-@dataclass
-class _Held:
-    ref: ray.ObjectRef
-    view: ByteArray
-    last_used: int
-    holders: Counter[str]
+logger = logging.getLogger("atelier.keeper")
 
 
-@dataclass
-class _Loading:
-    nbytes: int
-    done: concurrent.futures.Future[None] = field(default_factory=concurrent.futures.Future)
-    # Leases promised to those who wait: they hold from the first moment, so nothing can evict in between.
-    holders: Counter[str] = field(default_factory=Counter)
+class Store(Protocol):
+    """Where extents are shared from."""
+
+    capacity_bytes: int
+
+    def put(self, array: ByteArray, used_bytes: int) -> tuple[Any, ByteArray]: ...
+
+    def populate(self) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
-class KeeperStats:
-    """A snapshot of one node: bytes resident against the budget, and the reads so far.
-
-    `read_s` is the time with at least one read in flight, `read_gbps` the rate during it (10^9 bytes per second).
-    `staging_bytes` come on top of the budget; `pool_hit_rate` of the reads found a staging buffer ready.
-    """
-
-    node_id: str
-    num_extents: int
-    resident_bytes: int
-    leased_bytes: int
-    budget_bytes: int
-    read_bytes: int
-    read_s: float
-    num_evicted: int
-    read_gbps: float
-    staging_bytes: int
-    pool_hit_rate: float
-    stages: dict[Stage, StageFigures]
+def keeper_class() -> Any:
+    """NodeKeeper as an actor class: threads of their own for calls that never wait; restarted whenever it dies."""
+    return ray.remote(
+        concurrency_groups={"control": CONTROL_THREADS}, num_cpus=0, max_restarts=-1, max_concurrency=CALL_THREADS
+    )(NodeKeeper)
 
 
 class NodeKeeper:
-    """The bytes of one node. Thread-safe: Ray calls it from a pool of threads.
+    """The bytes of one node. Thread-safe: Ray calls it from a pool of threads. Made by `keeper_class`.
 
     `staging_bytes` bounds the memory that extents pass through; a larger extent gets its own for that one time.
-    Raises WeightsError when `ATELIER_READ` is malformed.
+    `registry` is the name and namespace of the actor that knows the other nodes. `audit_bytes_per_s` 0: no audit.
+    `populate` makes the object store's pages at start, in the background; otherwise the first puts pay for them.
+    `host` is where other nodes may ask for extents; default: the node's own address.
+    `store` and `directory` replace Ray's store and the registry. Raises WeightsError when `ATELIER_READ` is malformed.
     """
 
-    def __init__(self, packs: str, budget_bytes: int, node_id: str, staging_bytes: int = STAGING_BYTES) -> None:
-        self._budget_bytes = budget_bytes
+    def __init__(
+        self,
+        packs: str,
+        budget_bytes: int,
+        node_id: str,
+        staging_bytes: int = STAGING_BYTES,
+        *,
+        verify: bool = True,
+        registry: tuple[str, str] | None = None,
+        max_wait_s: float = MAX_WAIT_S,
+        adoption_s: float = ADOPTION_S,
+        audit_bytes_per_s: float = AUDIT_BYTES_PER_S,
+        populate: bool = False,
+        host: str | None = None,
+        store: Store | None = None,
+        directory: Directory | None = None,
+    ) -> None:
+        in_actor = ray.is_initialized()
+        self.generation = uuid.uuid4().hex
         self._node_id = node_id
-        self._lock = threading.Lock()
-        self._held: dict[str, _Held] = {}
-        self._loading: dict[str, _Loading] = {}
-        self._clock = itertools.count()
+        self._verify = verify
+        self._store: Store = store or ObjectStore(node_id)
+        self._held = HeldExtents(
+            self._within_store(budget_bytes, node_id),
+            max_wait_s=max_wait_s,
+            on_change=self._on_change,
+            reload_s=lambda extent, source: self._loader.reload_s(extent, source),
+        )
         self._pool = HostBufferPool(staging_bytes)
-        planner = ReadPlanner()
-        self._reader = ExtentReader(Path(packs), self._pool, planner)
-        num_threads = planner.plan(Path(packs).resolve()).strategy.num_threads
-        self._threads = concurrent.futures.ThreadPoolExecutor(num_threads, thread_name_prefix="read")
+        self._planner = ReadPlanner()
+        self._packs = Path(packs)
+        self._plan = self._planner.plan(self._packs.resolve())
+        self._threads = concurrent.futures.ThreadPoolExecutor(
+            self._plan.strategy.num_threads, thread_name_prefix="read"
+        )
         self._stages = StageClock()
-        self._metrics = LoadMetrics(node_id) if ray.is_initialized() else None
-        self._read_bytes, self._num_evicted = 0, 0
+        self._metrics = LoadMetrics(node_id) if in_actor else None
+        self._counting = threading.Lock()
+        self._bytes: dict[Source, int] = {"storage": 0, "peer": 0, "adopted": 0}
+        self._corrupt: deque[str] = deque(maxlen=MAX_NAMED_CORRUPT)
+        self._num_corrupt = 0
+        was_restarted = in_actor and store is None and ray.get_runtime_context().was_current_actor_reconstructed
+        self._adoption = Adoption(
+            self._held, self._note_corrupt, verify=verify, wait_s=adoption_s if was_restarted else 0.0
+        )
+        directory = directory or (RayDirectory(*registry) if registry else None)
+        if host is None:
+            host = ray.util.get_node_ip_address() if in_actor else "127.0.0.1"
+        self._link = PeerLink(directory, node_id, host, self._view, self._held.ids) if directory else None
+        reader = ExtentReader(self._packs, self._pool, self._planner, verify=verify)
+        self._loader = ExtentLoader(reader, self._pool, self._link)
+        self._watch = HolderWatch(self._held.end_holder)
+        self._audit = Audit(self._held.ids, self._held.held, self._condemn, audit_bytes_per_s or float("inf"))
+        if audit_bytes_per_s:
+            self._audit.start()
+        if populate:
+            threading.Thread(target=self._store.populate, name="populate", daemon=True).start()
 
-    def acquire(self, extents: Sequence[ExtentRef], holder: str) -> dict[str, ray.ObjectRef]:
+    def acquire(self, extents: Sequence[ExtentRef], holder: str) -> Acquired:
         """References to the extents by id, each leased to `holder` once more until `release`.
 
-        However many ask at once, an extent is read once. Raises ExtentCorrupt when the store does not have the
-        bytes and BudgetExceeded when they do not fit; then nothing stays leased.
+        However many ask at once, an extent is loaded once. Waits a bounded time for room that others have leased.
+        Raises ExtentCorrupt when the store does not have the bytes and BudgetExceeded when they do not fit, saying
+        how much is missing and who holds it; then nothing stays leased.
         """
-        promised: list[_Held | _Loading] = []
-        try:
-            with self._lock:
-                missing = {extent.id: extent for extent in extents if self._entry(extent.id) is None}
-                # Those that are here first: making room for the others must not evict them.
-                promised += [self._lease(extent.id, holder) for extent in extents if extent.id not in missing]
-                self._make_room(list(missing.values()))
-                for extent in missing.values():
-                    self._loading[extent.id] = _Loading(extent.nbytes)
-                    self._threads.submit(self._load, extent)
-                promised += [self._lease(extent.id, holder) for extent in extents if extent.id in missing]
-            for entry in promised:
-                if isinstance(entry, _Loading):
-                    entry.done.result()
-        except BaseException:
-            # From the entries themselves: an extent that failed may be loading anew for somebody by now.
-            with self._lock:
-                for entry in promised:
-                    entry.holders -= Counter([holder])
-            raise
-        with self._lock:
-            return {extent.id: self._held[extent.id].ref for extent in extents}
+        self._adoption.wait_for([extent.id for extent in extents])
+        claim = self._held.claim(extents, holder)
+        clock = self._load_all(claim.to_load)
+        refs = self._held.settle(claim, holder)
+        return Acquired(refs, clock.report(claim.to_load) if claim.to_load else None, self.generation)
 
-    def release(self, ids: Sequence[str], holder: str) -> None:
-        """Give back one lease per id. Unknown ids and holders are ignored: releasing twice is not an error."""
-        with self._lock:
-            for id_ in ids:
-                entry = self._entry(id_)
-                if entry and entry.holders[holder]:
-                    entry.holders -= Counter([holder])
+    @ray.method(concurrency_group="control")
+    def release(self, ids: Sequence[str], holder: str, generation: str | None = None) -> None:
+        """Give back one lease per id. Unknown ids and holders, and leases of another life, are ignored."""
+        if generation in (None, self.generation):
+            self._held.release(ids, holder)
 
-    def stats(self) -> KeeperStats:
-        stages, pool = self._stages.figures(), self._pool.stats()
-        read = stages.get("read", StageFigures())
-        with self._lock:
-            sizes = [(held.view.nbytes, bool(held.holders)) for held in self._held.values()]
-            return KeeperStats(
-                node_id=self._node_id,
-                num_extents=len(sizes),
-                resident_bytes=sum(nbytes for nbytes, _ in sizes),
-                leased_bytes=sum(nbytes for nbytes, leased in sizes if leased),
-                budget_bytes=self._budget_bytes,
-                read_bytes=self._read_bytes,
-                read_s=read.elapsed_s,
-                num_evicted=self._num_evicted,
-                read_gbps=read.gbps,
-                staging_bytes=pool.held_bytes,
-                pool_hit_rate=pool.hit_rate,
-                stages=stages,
+    def prefetch(self, extents: Sequence[ExtentRef]) -> None:
+        """Bring in what has room beside everything leased, pinned or more valuable. Does not wait for it."""
+        self._load_all(self._held.prefetch(extents))
+
+    @ray.method(concurrency_group="control")
+    def pin(self, ids: Sequence[str]) -> None:
+        """Keep them once they are here, leased or not. Pins end with the keeper's process."""
+        self._held.pin(ids)
+
+    @ray.method(concurrency_group="control")
+    def unpin(self, ids: Sequence[str]) -> None:
+        self._held.unpin(ids)
+
+    @ray.method(concurrency_group="control")
+    def drop(self, ids: Sequence[str]) -> list[str]:
+        """Free those that are neither leased nor pinned; returns them."""
+        return self._held.drop(ids)
+
+    @ray.method(concurrency_group="control")
+    def set_budget(self, budget_bytes: int) -> None:
+        """At once for what may go, later for the rest. Raises BudgetExceeded when Ray's store is too small for it."""
+        if budget_bytes < 0 or budget_bytes > self._max_budget_bytes():
+            raise BudgetExceeded(
+                f"a budget of {budget_bytes} bytes: node {self._node_id} allows 0 to {self._max_budget_bytes()}, "
+                f"{MAX_SHARE:.0%} of its object store of {self._store.capacity_bytes}"
             )
+        self._held.set_budget(budget_bytes)
 
+    @ray.method(concurrency_group="control")
+    def hello(self, holder: str) -> Greeting:
+        """A replica's sign of life; by the answer it knows a keeper that has forgotten it."""
+        return Greeting(self.generation, self._held.wanted_bytes)
+
+    @ray.method(concurrency_group="control")
+    def watch_holder(self, holder: str, handle: Any) -> None:
+        """End the leases of `holder` when this actor dies."""
+        self._watch.watch(holder, ActorPing(handle))
+
+    @ray.method(concurrency_group="control")
+    def adopt(self, holder: str, handle: Any | None, offers: Sequence[HeldOffer]) -> str:
+        """Take over what a replica has mapped, and its leases. Returns the generation that did.
+
+        What is damaged, or cannot be mapped any more, is not taken: it will be read when somebody asks.
+        """
+        if handle is not None:
+            self.watch_holder(holder, handle)
+        self._count("adopted", self._adoption.take(holder, offers))
+        return self.generation
+
+    @ray.method(concurrency_group="control")
+    def residents(self) -> list[ResidentExtent]:
+        return self._held.residents()
+
+    @ray.method(concurrency_group="control")
     def holders(self) -> Mapping[str, tuple[str, ...]]:
         """Who leases which extent."""
-        with self._lock:
-            return {id_: tuple(held.holders) for id_, held in self._held.items()}
+        return {found.id: tuple(found.holders) for found in self._held.residents()}
 
-    def _entry(self, id_: str) -> _Held | _Loading | None:
-        return self._held.get(id_) or self._loading.get(id_)
+    @ray.method(concurrency_group="control")
+    def stats(self) -> KeeperStats:
+        stages, pool, residents = self._stages.figures(), self._pool.stats(), self._held.residents()
+        read = stages.get("read", StageFigures())
+        return KeeperStats(
+            node_id=self._node_id,
+            num_extents=len(residents),
+            resident_bytes=sum(found.nbytes for found in residents),
+            leased_bytes=sum(found.nbytes for found in residents if found.holders),
+            budget_bytes=self._held.budget_bytes,
+            read_bytes=self._bytes["storage"],
+            read_s=read.elapsed_s,
+            num_evicted=self._held.num_evicted,
+            read_gbps=read.gbps,
+            staging_bytes=pool.held_bytes,
+            pool_hit_rate=pool.hit_rate,
+            stages=stages,
+            generation=self.generation,
+            pinned_bytes=sum(found.nbytes for found in residents if found.pinned),
+            peer_bytes=self._bytes["peer"],
+            adopted_bytes=self._bytes["adopted"],
+            served_bytes=self._link.served_bytes if self._link else 0,
+            address=self._link.address if self._link else None,
+            holders=self._held.bytes_by_holder(),
+            num_waiting=self._held.num_waiting,
+            wanted_bytes=self._held.wanted_bytes,
+            audited_bytes=self._audit.audited_bytes,
+            num_corrupt=self._num_corrupt,
+            corrupt=tuple(self._corrupt),
+            object_store_bytes=self._store.capacity_bytes,
+        )
 
-    def _lease(self, id_: str, holder: str) -> _Held | _Loading:
-        entry = self._held.get(id_) or self._loading[id_]
-        entry.holders[holder] += 1
-        if isinstance(entry, _Held):
-            entry.last_used = next(self._clock)
-        return entry
+    def close(self) -> None:
+        """Ends its threads; for one that is no actor."""
+        self._watch.close()
+        self._audit.close()
+        self._threads.shutdown()
+        if self._link:
+            self._link.close()
 
-    def _make_room(self, extents: Sequence[ExtentRef]) -> None:
-        """For all of them or none: a call that is refused leaves nothing in flight."""
-        residents = [
-            Resident(id_, held.view.nbytes, held.last_used, held.holders.total()) for id_, held in self._held.items()
-        ]
-        in_flight = sum(loading.nbytes for loading in self._loading.values())
-        needed = sum(extent.nbytes for extent in extents)
-        plan = plan_eviction(residents, needed + in_flight, self._budget_bytes)
-        if plan.missing_bytes and extents:
-            entries: list[_Held | _Loading] = [*self._held.values(), *self._loading.values()]
-            holders = sorted({name for entry in entries for name in entry.holders})
-            raise BudgetExceeded(
-                f"{len(extents)} extents of {', '.join(sorted({extent.pack for extent in extents}))} need {needed} "
-                f"bytes; {plan.missing_bytes} bytes are missing under the node's budget of {self._budget_bytes} "
-                f"(leased by: {', '.join(holders) or 'nobody'})"
-            )
-        for id_ in plan.evict:
-            del self._held[id_]
-            self._num_evicted += 1
+    def _load_all(self, extents: Sequence[ExtentRef]) -> LoadClock:
+        clock = LoadClock(self._stages, self._pool, self._planner, self._packs, self._plan, verified=self._verify)
+        offers: Offers = self._link.locate([extent.id for extent in extents]) if self._link and extents else {}
+        for extent in extents:
+            self._threads.submit(self._load, extent, offers, clock)
+        return clock
 
-    def _load(self, extent: ExtentRef) -> None:
+    def _load(self, extent: ExtentRef, offers: Offers, clock: LoadClock) -> None:
         """In a reader thread. Whatever happens, those who wait hear of it."""
         try:
-            # A put copies, so the staging buffer is free for the next extent as soon as it returns.
-            ref = self._reader.load(extent, lambda _, array: ray.put(array), self._stages)
-            view = ray.get(ref)
+            loaded = self._loader.load(extent, offers.get(extent.id, ()), self._put, clock)
             if self._metrics:
                 self._metrics.loaded(self._stages.figures())
         except Exception as error:
-            with self._lock:
-                failed = self._loading.pop(extent.id)
-            failed.done.set_exception(error)
+            self._held.failed(extent.id, error)
             return
-        with self._lock:
-            loading = self._loading.pop(extent.id)
-            self._held[extent.id] = _Held(ref, view, next(self._clock), loading.holders)
-            self._read_bytes += extent.nbytes
-        loading.done.set_result(None)
+        self._count(loaded.source, extent.nbytes)
+        clock.came_from(loaded.source, extent.nbytes)
+        ref, view = loaded.result
+        self._held.loaded(extent.id, ref, view, loaded.source)
 
+    def _put(self, extent: ExtentRef, array: ByteArray) -> tuple[Any, ByteArray]:
+        # A put copies, so the staging buffer is free for the next extent as soon as it returns.
+        while True:
+            try:
+                return self._store.put(array, self._held.resident_bytes)
+            except StoreFull as error:
+                # Within the budget, but not in one piece, or something that is not weights is in the way.
+                if not self._held.shed(extent.nbytes):
+                    raise BudgetExceeded(f"{error} ({self._held.holders_text()})") from None
 
-class RayExtents:
-    """ExtentProvider of a replica: the node's keeper leases it the extents, Ray maps them without a copy."""
+    def _view(self, id_: str) -> ByteArray | None:
+        held = self._held.held(id_)
+        return held.view if held else None
 
-    def __init__(self, keeper: Any, holder: str) -> None:
-        self._keeper = keeper
-        self._holder = holder
+    def _on_change(self, added: Sequence[str], removed: Sequence[str]) -> None:
+        if self._link:
+            self._link.changed(added, removed)
 
-    def fetch(self, extents: Sequence[ExtentRef]) -> Mapping[str, ByteArray]:
-        """Blocks until the bytes are there; call it off the event loop. The lease lasts until `release`."""
-        refs: dict[str, ray.ObjectRef] = _unwrap(self._keeper.acquire.remote(list(extents), self._holder))
-        return dict(zip(refs, ray.get(list(refs.values())), strict=True))
+    def _condemn(self, held: Held, checksum: str) -> None:
+        if self._held.condemn(held.extent.id, held.view):
+            self._note_corrupt(held.extent.id, f"in shared memory, leased by {', '.join(held.holders) or 'nobody'}")
 
-    def release(self, extents: Sequence[ExtentRef]) -> None:
-        """Fire and forget: the views stay valid as long as they are referenced, only the claim on memory ends."""
-        self._keeper.release.remote([extent.id for extent in extents], self._holder)
+    def _note_corrupt(self, id_: str, where: str) -> None:
+        logger.error("extent %s was written to (%s): whoever asks next gets a fresh copy", id_, where)
+        with self._counting:
+            self._num_corrupt += 1
+            self._corrupt.append(id_)
 
+    def _count(self, source: Source, nbytes: int) -> None:
+        with self._counting:
+            self._bytes[source] += nbytes
 
-def _unwrap(ref: ray.ObjectRef) -> Any:
-    """`ray.get` that raises the actor's own exception instead of Ray's wrapper around it."""
-    try:
-        return ray.get(ref)
-    except ray.exceptions.RayTaskError as error:
-        raise error.cause if isinstance(error.cause, Exception) else error from None
+    def _max_budget_bytes(self) -> int:
+        return int(self._store.capacity_bytes * MAX_SHARE)
+
+    def _within_store(self, budget_bytes: int, node_id: str) -> int:
+        if budget_bytes > self._max_budget_bytes() > 0:
+            logger.warning(
+                "node %s keeps at most %d bytes, %.0f %% of its object store; %d were asked for",
+                node_id,
+                self._max_budget_bytes(),
+                MAX_SHARE * 100,
+                budget_bytes,
+            )
+            return self._max_budget_bytes()
+        return budget_bytes

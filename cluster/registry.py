@@ -1,139 +1,167 @@
 """WeightRegistry: the cluster's directory of models. A named, detached actor.
 
-It brings every configured checkpoint into the store, says which models are ready and which are not and why, and
-gives each node its keeper. It never holds weights or references to them.
+It brings checkpoints into the store, says which models are ready and which are not and why, knows which node holds
+which extents, and gives each node its keeper. It never holds weights or references to them, and nothing is lost with
+it: the models come back from the config and the registration files, what is resident where from the keepers.
 """
 
 from __future__ import annotations
 
-import concurrent.futures
-import threading
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+import asyncio
+import logging
+import os
+import secrets
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from cluster.errors import ModelUnavailable, ModelUnknown
-from cluster.keeper import KeeperStats, NodeKeeper
+from cluster.directory import DirectoryChange, Entry, ModelRecord
+from cluster.extent_sources import ComingOffer, PeerOffer
+from cluster.keeper_records import KeeperStats
+from cluster.node_keepers import NAMESPACE as NAMESPACE
+from cluster.node_keepers import NodeKeepers, alive_nodes
+from cluster.registrations import Registrations
+from cluster.residency_report import cluster_residency
+from cluster.served_models import ServedModels, Unregistered
 from configs.cluster import ClusterConfig
-from configs.model import AdapterConfig, ModelConfig
-from weights.externalize import externalize
-from weights.manifest import Manifest, ModelKind
+from configs.model import ModelConfig
+from weights.intake import bring_in
+from weights.manifest import Manifest
 from weights.store import WeightStore
 
-NAMESPACE = "atelier"
-KEEPER_THREADS = 32  # callers that wait for the same extent each hold one
+NODE_POLL_S: Final = 5.0
+MAX_WATCH_S: Final = 60.0
+SECRET_BYTES: Final = 32
+MAX_CALLS: Final = 10_000  # at once: a watcher waits in one, and costs a coroutine
 
-
-@dataclass(frozen=True, slots=True)
-class ModelStatus:
-    """One line of the directory. `error` is for the operator: it names the file and the tensor.
-
-    An unavailable model without `kind` never made it into the store; one with `kind` did, but could not be attached.
-    """
-
-    id: str
-    state: Literal["registering", "ready", "unavailable"]
-    kind: ModelKind | None = None
-    nbytes: int = 0
-    error: str = ""
+logger = logging.getLogger("atelier.registry")
 
 
 class WeightRegistry:
-    """Models by id. Thread-safe: Ray calls it from a pool of threads."""
+    """An async actor: whoever waits holds no thread."""
 
-    def __init__(self, config: ClusterConfig) -> None:
-        self._config = config
-        self._store = WeightStore(config.store.path)
-        self._lock = threading.Lock()
-        self._manifests: dict[str, Manifest] = {}
-        self._keepers: dict[str, Any] = {}
-        # One thread: writers of one store wait for each other anyway, and memory stays bounded by one checkpoint.
-        self._worker = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="externalize")
-        self._states: dict[str, ModelStatus] = {}
-        self._pending: dict[str, concurrent.futures.Future[None]] = {}
-        for entry in config.entries.values():
-            self.register(entry)
+    async def __init__(self, config: ClusterConfig, peer_secret: bytes) -> None:  # type: ignore[misc]  # Ray awaits it
+        store = WeightStore(config.store.path)
+        options = config.store.object_storage.options()
 
-    def register(self, entry: ModelConfig | AdapterConfig) -> None:
-        """Start bringing a checkpoint into the store; `status` and `manifest` tell how it went."""
-        with self._lock:
-            self._states[entry.id] = ModelStatus(entry.id, "registering")
-            self._pending[entry.id] = self._worker.submit(self._externalize, entry)
+        def take_in(entry: Entry) -> Manifest:
+            component = entry.component if isinstance(entry, ModelConfig) else None
+            return bring_in(store, entry.id, entry.path, component=component, dtype=entry.dtype, options=options)
 
-    def _externalize(self, entry: ModelConfig | AdapterConfig) -> None:
-        component = entry.component if isinstance(entry, ModelConfig) else None
-        try:
-            manifest = externalize(self._store, entry.id, entry.path, component=component, dtype=entry.dtype)
-            status = ModelStatus(entry.id, "ready", manifest.kind, manifest.nbytes)
-        except Exception as error:  # of this model; whatever it is, the others go on and nobody waits for it for ever
-            manifest, status = None, ModelStatus(entry.id, "unavailable", error=str(error) or repr(error))
-        with self._lock:
-            self._states[entry.id] = status
-            if manifest:
-                self._manifests[entry.id] = manifest
-
-    def statuses(self) -> list[ModelStatus]:
-        with self._lock:
-            return list(self._states.values())
-
-    def status(self, model: str) -> ModelStatus:
-        """Waits while the model is being registered. Raises ModelUnknown with the known names."""
-        with self._lock:
-            pending = self._pending.get(model)
-            known = ", ".join(self._states)
-        if pending is None:
-            raise ModelUnknown(f"no model {model!r} (known: {known})")
-        pending.result()
-        with self._lock:
-            return self._states[model]
-
-    def manifest(self, model: str) -> Manifest:
-        """Waits while the model is being registered. Raises ModelUnknown, or ModelUnavailable with the reason."""
-        status = self.status(model)
-        with self._lock:
-            if model not in self._manifests:
-                raise ModelUnavailable(f"model {model!r} is unavailable: {status.error}")
-            return self._manifests[model]
-
-    def report_attach(self, model: str, error: str | None) -> None:
-        """A replica could not attach the weights, or could again (None). The directory shows it; requests still try."""
-        with self._lock:
-            status = self._states.get(model)
-            if status and model in self._manifests:
-                state: Literal["ready", "unavailable"] = "unavailable" if error else "ready"
-                self._states[model] = replace(status, state=state, error=error or "")
-
-    def keeper(self, node_id: str) -> Any:
-        """The keeper of a node, started when there is none."""
-        with self._lock:
-            if node_id not in self._keepers:
-                self._keepers[node_id] = self._start_keeper(node_id)
-            return self._keepers[node_id]
-
-    def keeper_stats(self) -> list[KeeperStats]:
-        with self._lock:
-            keepers = list(self._keepers.values())
-        return ray.get([keeper.stats.remote() for keeper in keepers])
-
-    def close(self) -> None:
-        """End the keepers; the caller ends the registry itself."""
-        for keeper in self._keepers.values():
-            ray.kill(keeper)
-
-    def _start_keeper(self, node_id: str) -> Any:
-        actor = ray.remote(NodeKeeper).options(
-            name=f"keeper-{node_id}",
-            namespace=NAMESPACE,
-            lifetime="detached",
-            get_if_exists=True,
-            max_restarts=-1,
-            max_concurrency=KEEPER_THREADS,
-            num_cpus=0,
-            scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
+        registrations = Registrations(store.path / "registrations" / config.name)
+        self._models = ServedModels(config.entries, store, registrations, take_in, epoch=uuid.uuid4().hex)
+        self._keepers = NodeKeepers(
+            str(store.packs), config.node_budget_bytes, registry_name(config), _keeper_options(config)
         )
-        return actor.remote(str(self._store.packs), self._config.node_budget_bytes, node_id)
+        self._peer_secret = peer_secret
+        await self._models.start()
+        self._polling = asyncio.ensure_future(self._follow_nodes())
+
+    # models
+
+    async def register(self, entry: Entry, wait: bool = True) -> ModelRecord:
+        """See `ServedModels.register`; so for the methods after it."""
+        return await self._models.register(entry, wait=wait)
+
+    async def unregister(self, model: str, purge: bool = False) -> Unregistered:
+        return await self._models.unregister(model, purge=purge)
+
+    async def statuses(self) -> list[ModelRecord]:
+        return list(self._models.directory)
+
+    async def status(self, model: str) -> ModelRecord:
+        return await self._models.status(model)
+
+    async def manifest(self, model: str, version: str | None = None) -> Manifest:
+        return await self._models.manifest(model, version)
+
+    async def report_attach(self, model: str, error: str | None) -> None:
+        self._models.report_attach(model, error)
+
+    async def watch(self, revision: int, epoch: str, timeout_s: float) -> DirectoryChange:
+        """What came after `revision` of `epoch`, at once or as soon as there is something; empty after `timeout_s`."""
+        try:
+            async with asyncio.timeout(min(timeout_s, MAX_WATCH_S)):
+                while not (change := self._models.directory.changes_since(revision, epoch)):
+                    await self._models.changed()
+        except TimeoutError:
+            pass
+        return change
+
+    # nodes
+
+    async def keeper(self, node_id: str) -> Any:
+        """The keeper of a node, started when there is none."""
+        return self._keepers.get(node_id)
+
+    async def keepers(self) -> dict[str, Any]:
+        """All of them, by node."""
+        return dict(self._keepers.handles())
+
+    async def keeper_stats(self) -> list[KeeperStats]:
+        """Of those that answer."""
+        answers = (await self._keepers.ask("stats")).values()
+        return [stats for stats in answers if not isinstance(stats, BaseException)]
+
+    async def report_residency(
+        self, node_id: str, address: str | None, added: Sequence[str], removed: Sequence[str], full: bool
+    ) -> None:
+        """What a keeper has got and given up; `full`: it has exactly `added`. `address` is host:port of its server."""
+        self._keepers.report(node_id, address, added, removed, full)
+
+    async def peer_secret(self) -> bytes:
+        """What keepers know each other by."""
+        return self._peer_secret
+
+    async def locate(self, ids: Sequence[str], node_id: str) -> Mapping[str, Sequence[PeerOffer | ComingOffer]]:
+        """See `NodeKeepers.locate`."""
+        return self._keepers.locate(ids, node_id)
+
+    async def prefetch(self, model: str) -> dict[str, str]:
+        """Into the memory of every node. What went wrong by node, "" for nothing."""
+        manifest = await self._models.manifest(model)
+        return _errors(await self._keepers.ask("prefetch", list(manifest.extents.values()), timeout_s=MAX_WATCH_S))
+
+    async def pin(self, model: str, pinned: bool = True) -> dict[str, str]:
+        """Keep it in the memory of every node that has it, or no longer. What went wrong by node, "" for nothing."""
+        manifest = await self._models.manifest(model)
+        return _errors(await self._keepers.ask("pin" if pinned else "unpin", list(manifest.extents)))
+
+    async def residency(self) -> dict[str, Any]:
+        """Nodes with their figures and models with what of them is where, as JSON-able values."""
+        stats, residents = await asyncio.gather(self._keepers.ask("stats"), self._keepers.ask("residents"))
+        return cluster_residency(stats, residents, self._models.extents())
+
+    async def process_id(self) -> int:
+        return os.getpid()
+
+    async def close(self) -> None:
+        """End the keepers; the caller ends the registry itself."""
+        self._polling.cancel()
+        self._keepers.close()
+
+    async def _follow_nodes(self) -> None:
+        while ray.is_initialized():
+            try:
+                await self._keepers.follow(await asyncio.to_thread(alive_nodes))
+            except Exception:  # Ray's own: the next round may do better
+                logger.exception("the nodes could not be looked at")
+            await asyncio.sleep(NODE_POLL_S)
+
+
+def _keeper_options(config: ClusterConfig) -> dict[str, Any]:
+    # A private Ray has one node: nobody else's business.
+    host = "127.0.0.1" if config.ray.address is None else None
+    return {"host": host, "populate": config.ray.preallocate, "verify": config.store.verify}
+
+
+def _errors(answers: Mapping[str, Any]) -> dict[str, str]:
+    return {
+        node: str(answer) or type(answer).__name__ if isinstance(answer, BaseException) else ""
+        for node, answer in answers.items()
+    }
 
 
 def connect_registry(config: ClusterConfig) -> Any:
@@ -144,10 +172,11 @@ def connect_registry(config: ClusterConfig) -> Any:
         lifetime="detached",
         get_if_exists=True,
         max_restarts=-1,
-        max_concurrency=KEEPER_THREADS,
+        max_concurrency=MAX_CALLS,
         num_cpus=0,
     )
-    return actor.remote(config)
+    # A restarted actor gets the arguments of the first one: the secret stays.
+    return actor.remote(config, secrets.token_bytes(SECRET_BYTES))
 
 
 def registry_name(config: ClusterConfig) -> str:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from decimal import Decimal
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from configs.model import AdapterConfig, GenerationDefaults, ModelConfig, ModelId, StrictModel
 
@@ -38,6 +39,13 @@ def parse_bytes(value: Any) -> Any:
     raise ValueError(f"not a size in bytes: {value!r} (expected a number or e.g. 512 MiB, 2 GiB)")
 
 
+def _known_device(value: str) -> str:
+    if not re.fullmatch(r"cpu|cpu-private|cuda(:[0-9]{1,2})?", value):
+        raise ValueError(f"not a device: {value!r} (expected 'cpu', 'cpu-private', 'cuda' or 'cuda:<number>')")
+    return value
+
+
+Device = Annotated[str, AfterValidator(_known_device)]
 Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0)]
 
 
@@ -55,6 +63,9 @@ class RayConfig(StrictModel):
     address: str | None = None
     num_cpus: float | None = Field(None, gt=0)
     object_store_bytes: Bytes = Field(2 * 2**30, validate_default=True)
+    preallocate: bool = Field(
+        True, description="take all memory of the object store at start, in the background, not at the first loads"
+    )
     dashboard: bool = False
 
 
@@ -88,6 +99,7 @@ class StoreConfig(StrictModel):
     """The external weight store on disk, and how much of it a node keeps in Ray's object store."""
 
     path: Path = Path("~/.cache/atelier/store")
+    verify: bool = Field(True, description="check every extent while it is read")
     node_budget_bytes: Bytes | None = Field(
         None, description="bytes of extents that one node keeps in memory; default 70 % of the object store"
     )
@@ -120,19 +132,39 @@ class IngressConfig(ReplicaConfig):
     limits: LimitsConfig = LimitsConfig()
 
 
-class TextEncoderConfig(ReplicaConfig):
+class ModelReplicaConfig(ReplicaConfig):
+    """What every deployment that runs models has.
+
+    `cpu` maps the node's shared weights; `cpu-private` copies what it needs, as a card would: for measuring.
+    """
+
+    device: Device = "cpu"
+    resident_bytes: Bytes = Field(2 * 2**30, validate_default=True, description="weights that one replica keeps built")
+    device_budget_bytes: Bytes | None = Field(
+        None, description="weights that one replica keeps on a device of its own; default resident_bytes"
+    )
+
+    @property
+    def torch_device(self) -> str:
+        return "cpu" if self.device == "cpu-private" else self.device
+
+    @property
+    def weights_budget_bytes(self) -> int:
+        """Of the device in use."""
+        return self.resident_bytes if self.device == "cpu" else self.device_budget_bytes or self.resident_bytes
+
+
+class TextEncoderConfig(ModelReplicaConfig):
     """The embedding service: `@serve.batch` knobs and the token cache."""
 
     max_batch_size: int = Field(32, ge=1)
     batch_wait_timeout_s: float = Field(0.002, ge=0)
     cache_bytes: Bytes = Field(64 * 2**20, validate_default=True)
-    resident_bytes: Bytes = Field(2 * 2**30, validate_default=True)
 
 
-class WorkerConfig(ReplicaConfig):
-    """The denoise/LLM service. `resident_bytes` bounds the weights that one replica keeps built."""
+class WorkerConfig(ModelReplicaConfig):
+    """The denoise/LLM service."""
 
-    device: Literal["cpu", "cuda"] = "cpu"
     resident_bytes: Bytes = Field(4 * 2**30, validate_default=True)
     kv_cache_bytes: Bytes = Field(64 * 2**20, validate_default=True)
     max_num_seqs: int = Field(64, ge=1, description="LLM sequences that run at once")
@@ -154,8 +186,8 @@ class ClusterConfig(StrictModel):
 
     @model_validator(mode="after")
     def _ids_fit_together(self) -> Self:
-        ids = [model.id for model in self.models] + [adapter.id for adapter in self.adapters]
-        twice = sorted({id_ for id_ in ids if ids.count(id_) > 1})
+        uses = Counter([model.id for model in self.models] + [adapter.id for adapter in self.adapters])
+        twice = sorted(id_ for id_, count in uses.items() if count > 1)
         if twice:
             raise ValueError(f"ids used more than once: {', '.join(twice)}")
         known = {model.id for model in self.models}

@@ -88,7 +88,10 @@ class StageClock:
 
 @dataclass(frozen=True)
 class LoadReport:
-    """One load: `nbytes` in `wall_s` seconds. `peak_gbps` is what the medium gave its probe, None without one."""
+    """One load: `nbytes` in `wall_s` seconds. `peak_gbps` is what the medium gave its probe, None without one.
+
+    `sources`: bytes by where they came from, where that is more than one place.
+    """
 
     what: str
     nbytes: int
@@ -100,6 +103,7 @@ class LoadReport:
     peak_gbps: float | None = None
     pool: PoolStats | None = None
     advice: str | None = field(default=None, kw_only=True)
+    sources: dict[str, int] = field(default_factory=dict, kw_only=True)
 
     @property
     def gbps(self) -> float:
@@ -137,6 +141,7 @@ class LoadReport:
             "medium": {"kind": self.medium.kind, "fs_type": self.medium.fs_type, "device": self.medium.device},
             "strategy": str(self.strategy),
             "advice": self.advice,
+            "sources": self.sources,
             "stages": {
                 stage: {
                     "nbytes": found.nbytes,

@@ -5,22 +5,30 @@ from __future__ import annotations
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
+import ray
 import xxhash
 
 from cluster.keeper import NodeKeeper
+from cluster.keeper_records import HeldOffer
+from cluster.object_store import StoreFull
+from cluster.peer_protocol import PeerAddress
+from cluster.residency_map import ExtentDirectory
 from weights.errors import BudgetExceeded, ExtentCorrupt, WeightsError
 from weights.manifest import ExtentRef
 from weights.reading.extents import ExtentReader
 from weights.reading.report import StageClock
 
 WAIT_S = 10
+
+Make = Callable[..., NodeKeeper]
 
 
 @dataclass(frozen=True)
@@ -30,9 +38,27 @@ class Ref:
     array: Any
 
 
-def put(array: Any) -> Ref:
-    """A copy, as Ray makes one: the buffer that is given belongs to the keeper's pool."""
-    return Ref(array.copy())
+class FakeStore:
+    """Copies, as Ray does: the buffer that is given belongs to the keeper's pool."""
+
+    capacity_bytes = 10**9
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+        self.num_full = 0
+        self.populated = threading.Event()
+
+    def populate(self) -> None:
+        self.populated.set()
+
+    def put(self, array: Any, used_bytes: int) -> tuple[Any, Any]:
+        if self.num_full:
+            self.num_full -= 1
+            raise StoreFull("no room in memory")
+        if self.error:
+            raise self.error
+        ref = Ref(array.copy())
+        return ref, ref.array
 
 
 class Reads:
@@ -67,8 +93,6 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Reads:
             return super().load(extent, sink, stages)
 
     monkeypatch.setattr("cluster.keeper.ExtentReader", WatchedReader)
-    monkeypatch.setattr("cluster.keeper.ray.put", put)
-    monkeypatch.setattr("cluster.keeper.ray.get", lambda ref: ref.array)
     return reads
 
 
@@ -84,8 +108,23 @@ def extents(tmp_path: Path) -> dict[str, ExtentRef]:
 
 
 @pytest.fixture
-def keeper(tmp_path: Path, reads: Reads) -> Callable[[int], NodeKeeper]:
-    return lambda budget: NodeKeeper(str(tmp_path), budget, "node")
+def store() -> FakeStore:
+    return FakeStore()
+
+
+@pytest.fixture
+def keeper(tmp_path: Path, reads: Reads, store: FakeStore) -> Iterator[Make]:
+    """Makes keepers; no wait for leased room, and no audit, unless asked for."""
+    keepers: list[NodeKeeper] = []
+
+    def make(budget: int = 1000, **options: Any) -> NodeKeeper:
+        settings = {"store": store, "audit_bytes_per_s": 0, "max_wait_s": 0.0} | options
+        keepers.append(NodeKeeper(str(tmp_path), budget, "node", **settings))
+        return keepers[-1]
+
+    yield make
+    for made in keepers:
+        made.close()
 
 
 @pytest.fixture
@@ -104,18 +143,27 @@ def damage(tmp_path: Path, id_: str) -> bytes:
     return good
 
 
-def wait_for_leases(keeper: NodeKeeper, id_: str, count: int) -> None:
-    """Until that many callers wait for an extent that is being read."""
+def until(condition: Callable[[], bool]) -> None:
     for _ in range(WAIT_S * 1000):
-        loading = keeper._loading.get(id_)
-        if loading and loading.holders.total() == count:
+        if condition():
             return
         threading.Event().wait(0.001)
-    raise AssertionError(f"{count} callers never waited for {id_}")
+    raise AssertionError("what was waited for did not happen")
+
+
+def leases_of(keeper: NodeKeeper, id_: str) -> Counter[str]:
+    """Of what is here or being read."""
+    entry = keeper._held._all.entry(id_)
+    return Counter(entry.holders) if entry else Counter()
+
+
+def wait_for_leases(keeper: NodeKeeper, id_: str, count: int) -> None:
+    """Until that many callers wait for an extent that is being read."""
+    until(lambda: leases_of(keeper, id_).total() == count)
 
 
 def test_acquired_bytes_are_those_of_the_pack(keeper, extents, tmp_path: Path) -> None:
-    refs = keeper(1000).acquire([extents["a"], extents["b"]], "w")
+    refs = keeper(1000).acquire([extents["a"], extents["b"]], "w").refs
     assert {id_: ref.array.tobytes() for id_, ref in refs.items()} == {
         id_: (tmp_path / id_).read_bytes() for id_ in "ab"
     }
@@ -129,7 +177,7 @@ def test_an_extent_is_read_once_however_many_ask(keeper, extents, reads: Reads, 
     reads.open("a")
     refs = [future.result(WAIT_S) for future in waiting]
     assert reads.counts == {"a": 1, "b": 1}
-    assert len({id(found["a"].array) for found in refs}) == 1
+    assert len({id(found.refs["a"].array) for found in refs}) == 1
     assert set(node.holders()["a"]) == {f"w{i}" for i in range(32)}
     stats = node.stats()
     assert (stats.num_extents, stats.resident_bytes, stats.leased_bytes, stats.read_bytes) == (2, 200, 200, 200)
@@ -176,7 +224,7 @@ def test_making_room_spares_what_the_same_call_asks_for(keeper, extents, reads: 
     for id_ in "ab":
         node.acquire([extents[id_]], "w")
         node.release([id_], "w")
-    assert list(node.acquire([extents["c"], extents["a"]], "w")) == ["c", "a"]
+    assert list(node.acquire([extents["c"], extents["a"]], "w").refs) == ["c", "a"]
     assert (resident(node), reads.counts["a"]) == ("ac", 1)
 
 
@@ -199,7 +247,7 @@ def test_what_is_being_read_counts_against_the_budget(keeper, extents, reads: Re
     reads.close("a")
     future = pool.submit(node.acquire, [extents["a"]], "reader")
     wait_for_leases(node, "a", 1)
-    with pytest.raises(BudgetExceeded, match="leased by: reader"):
+    with pytest.raises(BudgetExceeded, match=r"leased by: reader \(100 bytes\)"):
         node.acquire([extents["b"]], "w")
     reads.open("a")
     future.result(WAIT_S)
@@ -220,7 +268,7 @@ def test_a_corrupt_extent_raises_for_all_and_leaves_no_lease(
     assert node.holders() == {"a": ()}
     assert reads.counts["b"] == 1
     (tmp_path / "b").write_bytes(good)
-    assert node.acquire([extents["b"]], "w")["b"].array.tobytes() == good
+    assert node.acquire([extents["b"]], "w").refs["b"].array.tobytes() == good
     assert node.stats().leased_bytes == 100
 
 
@@ -241,16 +289,13 @@ def test_a_late_failure_does_not_take_a_new_lease_of_the_same_holder(
     assert node.holders() == {"a": (), "b": ("w",)}
 
 
-def test_a_full_object_store_is_an_error_for_who_asked(keeper, extents, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(_: object) -> None:
-        raise MemoryError("object store is full")
-
-    monkeypatch.setattr("cluster.keeper.ray.put", full)
+def test_a_store_that_fails_is_an_error_for_who_asked(keeper, extents, store: FakeStore) -> None:
+    store.error = MemoryError("out of memory")
     node = keeper(100)
-    with pytest.raises(MemoryError, match="full"):
+    with pytest.raises(MemoryError, match="out of memory"):
         node.acquire([extents["a"]], "w")
     assert node.stats().resident_bytes == 0
-    monkeypatch.setattr("cluster.keeper.ray.put", put)
+    store.error = None
     node.acquire([extents["a"]], "w")
 
 
@@ -265,7 +310,7 @@ def test_many_threads_stay_under_the_budget(keeper, extents, pool: ThreadPoolExe
                 found = node.acquire([extents[id_]], f"w{number}")
             except BudgetExceeded:
                 continue
-            assert xxhash.xxh3_128_hexdigest(found[id_].array) == extents[id_].checksum
+            assert xxhash.xxh3_128_hexdigest(found.refs[id_].array) == extents[id_].checksum
             peak = max(peak, node.stats().resident_bytes)
             node.release([id_], f"w{number}")
         return peak
@@ -292,19 +337,19 @@ def test_what_loading_took_is_told(keeper, extents) -> None:
     assert (stats.staging_bytes, stats.pool_hit_rate) == (4096, 0.5)
 
 
-def test_an_extent_larger_than_the_staging_memory_is_read_all_the_same(reads, tmp_path: Path) -> None:
+def test_an_extent_larger_than_the_staging_memory_is_read_all_the_same(keeper, tmp_path: Path) -> None:
     data = os.urandom(3 * 4096)
     (tmp_path / "big").write_bytes(data)
     big = ExtentRef(id="x", pack="big", offset=0, nbytes=len(data), checksum=xxhash.xxh3_128_hexdigest(data))
-    node = NodeKeeper(str(tmp_path), 10**6, "node", staging_bytes=2 * 4096)
-    assert node.acquire([big], "w")["x"].array.tobytes() == data
+    node = keeper(10**6, staging_bytes=2 * 4096)
+    assert node.acquire([big], "w").refs["x"].array.tobytes() == data
     assert node.stats().staging_bytes == 0
 
 
-def test_a_malformed_wish_how_to_read_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_malformed_wish_how_to_read_is_refused_at_once(keeper, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ATELIER_READ", "fast")
     with pytest.raises(WeightsError, match=r"'fast'.*direct\|buffered:THREADS:BLOCK"):
-        NodeKeeper(str(tmp_path), 100, "node")
+        keeper()
 
 
 class RecordedCounter:
@@ -333,3 +378,173 @@ def test_inside_an_actor_the_stages_are_counted(keeper, extents, monkeypatch: py
         assert RecordedCounter.totals["atelier_load_stage_bytes_total", stage, "node"] == 300
         seconds = RecordedCounter.totals["atelier_load_stage_seconds_total", stage, "node"]
         assert seconds == pytest.approx(node.stats().stages[stage].busy_s)
+
+
+def test_an_acquire_tells_what_it_had_loaded(keeper, extents) -> None:
+    node = keeper()
+    node.acquire([extents["a"]], "w")
+    acquired = node.acquire([extents["a"], extents["b"], extents["c"]], "w")
+    report = acquired.report
+    assert (report.nbytes, report.sources, report.verified) == (200, {"storage": 200}, True)
+    assert {stage: figures.nbytes for stage, figures in report.stages.items()} == {
+        "open": 0,
+        "read": 200,
+        "verify": 200,
+        "put": 200,
+    }
+    assert report.wall_s > 0
+    assert node.acquire([extents["c"]], "w").report is None
+    assert acquired.generation == node.stats().generation == node.hello("w").generation
+
+
+def test_leases_of_another_life_are_not_given_back(keeper, extents) -> None:
+    node = keeper()
+    acquired = node.acquire([extents["a"]], "w")
+    node.release(["a"], "w", "a life before")
+    assert node.stats().leased_bytes == 100
+    node.release(["a"], "w", acquired.generation)
+    assert node.stats().leased_bytes == 0
+
+
+def test_what_is_prefetched_is_there_without_a_lease(keeper, extents, reads: Reads, tmp_path: Path) -> None:
+    node = keeper()
+    reads.close("a")
+    node.prefetch([extents["a"]])
+    assert reads.began["a"].wait(WAIT_S)
+    assert node.stats().num_extents == 0
+    reads.open("a")
+    assert node.acquire([extents["a"]], "w").refs["a"].array.tobytes() == (tmp_path / "a").read_bytes()
+    assert reads.counts["a"] == 1
+    damage(tmp_path, "b")
+    node.prefetch([extents["b"]])  # nobody waits, so nobody hears of it
+    with pytest.raises(ExtentCorrupt):
+        node.acquire([extents["b"]], "w")
+
+
+def test_a_budget_is_held_against_the_object_store(keeper, extents, store: FakeStore) -> None:
+    store.capacity_bytes = 400
+    node = keeper(1000)
+    assert node.stats().budget_bytes == 300
+    node.set_budget(200)
+    for nbytes in (301, -1):
+        with pytest.raises(BudgetExceeded, match=r"0 to 300, 75% of its object store of 400"):
+            node.set_budget(nbytes)
+    assert node.stats().budget_bytes == 200
+
+
+def test_when_the_store_is_full_what_may_go_makes_way(keeper, extents, store: FakeStore) -> None:
+    node = keeper()
+    node.acquire([extents["a"]], "w")
+    node.acquire([extents["b"]], "idle")
+    node.release(["b"], "idle")
+    store.num_full = 1
+    node.acquire([extents["c"]], "w")
+    assert resident(node) == "ac"
+    store.num_full = 1
+    with pytest.raises(BudgetExceeded, match=r"no room in memory \(leased by: w \(300 bytes\)\)"):
+        node.acquire([extents["d"]], "w")
+    assert resident(node) == "ac"
+
+
+def test_pages_are_made_beforehand_on_request(keeper, store: FakeStore) -> None:
+    keeper()
+    assert not store.populated.is_set()
+    keeper(populate=True)
+    assert store.populated.wait(WAIT_S)
+
+
+def test_somebody_waiting_for_room_shows_in_the_answer_to_a_sign_of_life(keeper, extents, pool) -> None:
+    node = keeper(200, max_wait_s=WAIT_S)
+    node.acquire([extents["a"], extents["b"]], "v")
+    assert node.hello("v").wanted_bytes == 0
+    waiting = pool.submit(node.acquire, [extents["c"]], "w")
+    until(lambda: node.hello("v").wanted_bytes > 0)
+    assert (node.hello("v").wanted_bytes, node.stats().num_waiting) == (100, 1)
+    node.release(["a"], "v")
+    assert waiting.result(WAIT_S).refs
+
+
+def test_offers_of_replicas_are_adopted_once_and_checked(keeper, extents, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("cluster.adoption.ray.get", lambda ref, timeout: ref.array)
+    copies = {id_: np.frombuffer((tmp_path / id_).read_bytes(), np.uint8) for id_ in "ab"}
+    node = keeper()
+    offers = [HeldOffer(extents[id_], Ref(copies[id_]), 2) for id_ in "ab"]
+    offers.append(HeldOffer(extents["c"], Ref(np.zeros(100, np.uint8)), 1))
+    assert node.adopt("v", None, offers) == node.stats().generation
+    node.adopt("w", None, offers[:1])
+    stats = node.stats()
+    assert (stats.adopted_bytes, stats.read_bytes, stats.leased_bytes) == (200, 0, 200)
+    assert (stats.num_corrupt, stats.corrupt) == (1, ("c",))
+    assert {found.id: (found.holders, found.source) for found in node.residents()} == {
+        "a": ({"v": 2, "w": 2}, "adopted"),
+        "b": ({"v": 2}, "adopted"),
+    }
+    assert node.acquire([extents["a"]], "x").refs["a"].array is copies["a"]
+
+
+def test_an_offer_that_cannot_be_mapped_is_read_again(keeper, extents, reads: Reads, monkeypatch) -> None:
+    def lost(ref: Any, timeout: float) -> Any:
+        raise ray.exceptions.GetTimeoutError("its owner is gone")
+
+    monkeypatch.setattr("cluster.adoption.ray.get", lost)
+    node = keeper()
+    node.adopt("v", None, [HeldOffer(extents["a"], Ref(None), 1)])
+    assert node.residents() == []
+    node.acquire([extents["a"]], "v")
+    assert reads.counts["a"] == 1
+
+
+def test_a_write_into_shared_bytes_is_noticed_and_replaced(keeper, extents, tmp_path: Path, reads: Reads) -> None:
+    node = keeper(audit_bytes_per_s=2**30)
+    first = node.acquire([extents["a"], extents["b"]], "w").refs["a"].array
+    first[50] ^= 1
+    until(lambda: node.stats().num_corrupt > 0)
+    assert (node.stats().num_corrupt, node.stats().corrupt, resident(node)) == (1, ("a",), "b")
+    assert node.acquire([extents["a"]], "w").refs["a"].array.tobytes() == (tmp_path / "a").read_bytes()
+    assert reads.counts == {"a": 2, "b": 1}
+
+
+class SharedDirectory:
+    """The registry, shared by keepers of one process."""
+
+    def __init__(self) -> None:
+        self.held = ExtentDirectory()
+        self._secret = os.urandom(32)
+
+    def peer_secret(self) -> bytes:
+        return self._secret
+
+    def locate(self, ids: Sequence[str], node_id: str) -> Any:
+        return self.held.locate(ids, node_id)
+
+    def report_residency(self, node_id: str, address: str, added: Any, removed: Any, full: bool) -> None:
+        host, _, port = address.rpartition(":")
+        self.held.report(node_id, PeerAddress(host, int(port)), added, removed, full=full)
+
+
+def test_a_second_node_takes_extents_from_the_first(tmp_path: Path, extents, reads: Reads) -> None:
+    directory = SharedDirectory()
+    nodes = [
+        NodeKeeper(str(tmp_path), 1000, name, store=FakeStore(), directory=directory, audit_bytes_per_s=0)
+        for name in ("first", "second")
+    ]
+    try:
+        until(lambda: all(node.stats().address for node in nodes))
+        wanted = [extents[id_] for id_ in "abc"]
+        nodes[0].acquire(wanted, "w")
+        until(lambda: len(directory.held.locate("abc", "second")) == 3)
+        acquired = nodes[1].acquire(wanted, "w")
+        assert {id_: ref.array.tobytes() for id_, ref in acquired.refs.items()} == {
+            id_: (tmp_path / id_).read_bytes() for id_ in "abc"
+        }
+        assert acquired.report.sources == {"peer": 300}
+        assert reads.counts == dict.fromkeys("abc", 1)
+        assert (nodes[1].stats().peer_bytes, nodes[1].stats().read_bytes) == (300, 0)
+        until(lambda: nodes[0].stats().served_bytes == 300)
+        # What the first one gives up, the second one is not sent there for.
+        nodes[0].release(list("abc"), "w")
+        assert nodes[0].drop(["a"]) == ["a"]
+        until(lambda: [offer.node for offer in directory.held.locate("a", "third")["a"]] == ["second"])
+    finally:
+        for node in nodes:
+            node.close()

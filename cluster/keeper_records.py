@@ -1,0 +1,88 @@
+"""What a keeper tells: who has what, how it came here, and what was loaded for whom."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from weights.manifest import ExtentRef
+from weights.reading.report import LoadReport, Stage, StageFigures
+
+Source = Literal["storage", "peer", "adopted"]
+
+
+class HeldOffer(NamedTuple):
+    """An extent that a replica has mapped: its reference, and how many leases the replica has on it."""
+
+    extent: ExtentRef
+    ref: Any
+    num_leases: int
+
+
+@dataclass(frozen=True, slots=True)
+class Acquired:
+    """References by extent id; `report` of what this call had loaded, None when all was here or on its way.
+
+    `generation` is the keeper's life that gave the leases: they end with it.
+    """
+
+    refs: dict[str, Any]
+    report: LoadReport | None
+    generation: str
+
+
+@dataclass(frozen=True, slots=True)
+class Greeting:
+    """A keeper's answer to a replica's sign of life. `wanted_bytes`: somebody waits for so much leased room."""
+
+    generation: str
+    wanted_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ResidentExtent:
+    """One extent in memory; `holders` has the number of leases by holder, `hits` the leases given since it came."""
+
+    id: str
+    nbytes: int
+    holders: dict[str, int]
+    pinned: bool
+    source: Source
+    hits: int
+
+
+@dataclass(frozen=True, slots=True)
+class KeeperStats:
+    """A snapshot of one node: bytes resident against the budget, and what came from where.
+
+    `read_s` is the time with at least one read in flight, from storage or a peer, `read_gbps` the rate during it
+    (10^9 bytes per second); `read_bytes` are from storage. `staging_bytes` come on top of the budget; `pool_hit_rate`
+    of the reads found a staging buffer ready. `corrupt` names extents whose shared bytes somebody changed (the last
+    ones, `num_corrupt` in all). `object_store_bytes` is 0 when unknown.
+    """
+
+    node_id: str
+    num_extents: int
+    resident_bytes: int
+    leased_bytes: int
+    budget_bytes: int
+    read_bytes: int
+    read_s: float
+    num_evicted: int
+    read_gbps: float
+    staging_bytes: int
+    pool_hit_rate: float
+    stages: dict[Stage, StageFigures]
+    generation: str
+    pinned_bytes: int
+    peer_bytes: int
+    adopted_bytes: int
+    served_bytes: int
+    address: str | None
+    holders: dict[str, int]
+    num_waiting: int
+    wanted_bytes: int
+    audited_bytes: int
+    num_corrupt: int
+    corrupt: tuple[str, ...]
+    object_store_bytes: int
