@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,8 +17,9 @@ import torch
 from deployments.embedding_cache import EmbeddingCache, Encoding
 from deployments.engines.build import read_config
 from deployments.engines.protocol import EngineError
+from deployments.engines.skeletons import SkeletonPool, structure_key
 from deployments.engines.text.conditioning import assemble_conditioning, plan_conditioning
-from deployments.engines.text.encoder import TextEncoder, load_text_encoder
+from deployments.engines.text.encoder import OPTIONAL_PARTS, TextEncoder, load_text_encoder
 from deployments.records import CacheUse
 from weights.manifest import Component
 
@@ -30,12 +32,20 @@ class EncodeJob:
     token_ids: tuple[int, ...]
 
 
+@dataclass(slots=True)
+class Running:
+    """Computations under way: those go on that nobody waits for any more."""
+
+    count: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class KeyedEncoder:
     """A built encoder and the identity of its weights, which cached encodings are filed under."""
 
     module_key: str
     encoder: TextEncoder
+    running: Running
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +57,7 @@ class ConditioningRequest:
     negative_prompt: str | None
     use_negative: bool
     max_sequence_length: int | None
+    model_version: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +79,32 @@ def is_text_encoder(component: Component) -> bool:
     return component.library == "transformers"
 
 
-def build_text_encoder(component: Component, skeleton: Path, tensors: dict[str, torch.Tensor]) -> KeyedEncoder:
-    """The tokenizer of `text_encoder_2` is in `tokenizer_2`; a single model has its own in the same folder."""
-    tokenizer = component.folder.replace("text_encoder", "tokenizer")
-    encoder = load_text_encoder(
-        skeleton / component.folder, component.library, component.class_name, skeleton / tokenizer, tensors
-    )
-    return KeyedEncoder(component.module_key, encoder)
+class TextEncoderBuilder:
+    """Makes text encoders; their modules come from `skeletons` where one of their structure is kept."""
+
+    def __init__(self) -> None:
+        self.skeletons = SkeletonPool()
+
+    def __call__(self, component: Component, skeleton: Path, tensors: dict[str, torch.Tensor]) -> KeyedEncoder:
+        """The tokenizer of `text_encoder_2` is in `tokenizer_2`; a single model has its own in the same folder."""
+        encoder = load_text_encoder(
+            skeleton / component.folder,
+            component.library,
+            component.class_name,
+            skeleton / component.folder.replace("text_encoder", "tokenizer"),
+            tensors,
+            build=partial(self.skeletons.build_module, structure_key(component)),
+        )
+        return KeyedEncoder(component.module_key, encoder, Running())
+
+    def prepare(self, component: Component, skeleton: Path) -> None:
+        """Make its structure before it is needed. Raises EngineError."""
+        self.skeletons.prepare(component, skeleton / component.folder, OPTIONAL_PARTS)
+
+    def retire(self, thing: KeyedEncoder) -> None:
+        """Nobody leases it any more. If it still computes for somebody who left, its module ends with that."""
+        if not thing.running.count:
+            self.skeletons.retire(thing.encoder.module)
 
 
 def encode_jobs(jobs: Sequence[EncodeJob]) -> list[Encoding | Exception]:
@@ -136,7 +166,7 @@ class CachedEncoders:
         jobs, warnings = [], []
         for keyed, text, max_length in items:
             ids, warning = _token_ids(keyed.encoder, text, max_length)
-            jobs.append((keyed.module_key, EncodeJob(keyed.encoder, ids)))
+            jobs.append((keyed, EncodeJob(keyed.encoder, ids)))
             warnings.extend([warning] if warning else [])
         found = await asyncio.gather(*(self._cached(key, job) for key, job in jobs))
         hits = sum(hit for _, hit in found)
@@ -147,8 +177,15 @@ class CachedEncoders:
             warnings=tuple(dict.fromkeys(warnings)),
         )
 
-    async def _cached(self, module_key: str, job: EncodeJob) -> tuple[Encoding, bool]:
-        return await self._cache.get((module_key, job.token_ids), lambda: self._run_merged(job))
+    async def _cached(self, keyed: KeyedEncoder, job: EncodeJob) -> tuple[Encoding, bool]:
+        async def compute() -> Encoding:
+            keyed.running.count += 1
+            try:
+                return await self._run_merged(job)
+            finally:
+                keyed.running.count -= 1
+
+        return await self._cache.get((keyed.module_key, job.token_ids), compute)
 
 
 def embedding_of(encoding: Encoding) -> torch.Tensor:

@@ -61,6 +61,7 @@ def conditioning_request(request: ImageRequest, denoise: DiffusionRequest, class
         negative_prompt=request.negative_prompt,
         use_negative=uses_negative(class_name, denoise, request.negative_prompt),
         max_sequence_length=request.max_sequence_length,
+        model_version=request.model_version,
     )
 
 

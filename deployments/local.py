@@ -10,12 +10,12 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 
-from configs.cluster import ClusterConfig
+from configs.cluster import ClusterConfig, ModelReplicaConfig
 from configs.model import ModelConfig
 from deployments.component_builder import ComponentBuilder, is_denoise_component
 from deployments.defaults import with_image_defaults
 from deployments.embedding_cache import EmbeddingCache, Encoding
-from deployments.encoding import CachedEncoders, EncodeJob, build_text_encoder, encode_jobs, is_text_encoder
+from deployments.encoding import CachedEncoders, EncodeJob, TextEncoderBuilder, encode_jobs, is_text_encoder
 from deployments.engines.diffusion.factory import create_pipeline
 from deployments.errors import UnknownModel, as_service_errors
 from deployments.image_requests import conditioning_request, denoise_request, ignored_inputs
@@ -24,6 +24,7 @@ from deployments.records import ImageRequest, ImageResult
 from weights.externalize import externalize
 from weights.manifest import ExtentRef, Manifest
 from weights.provider import LocalExtents
+from weights.sources.localize import localize
 from weights.store import WeightStore
 
 OnStep = Callable[[int, int], None]  # steps done, steps in all
@@ -32,6 +33,9 @@ OnStep = Callable[[int, int], None]  # steps done, steps in all
 class _UnleasedExtents(LocalExtents):
     def release(self, extents: Sequence[ExtentRef]) -> None:
         """Nothing is held: the views of the built modules keep the bytes."""
+
+    def prefetch(self, extents: Sequence[ExtentRef]) -> None:
+        """There is no memory of the node to bring them into."""
 
 
 class LocalModels:
@@ -48,17 +52,8 @@ class LocalModels:
     async def _generate(self, request: ImageRequest, on_step: OnStep | None) -> ImageResult:
         start = time.perf_counter()
         extents = _UnleasedExtents(self._store.packs)
-        builder = ComponentBuilder(self._config.worker)
-        worker_host = ModelHost(
-            self._manifest, extents, self._store.models, self._config.worker.resident_bytes, builder
-        )
-        encoder_host = ModelHost(
-            self._manifest,
-            extents,
-            self._store.models,
-            self._config.text_encoder.resident_bytes,
-            build_text_encoder,
-        )
+        worker_host = self._host(extents, self._config.worker, ComponentBuilder(self._config.worker))
+        encoder_host = self._host(extents, self._config.text_encoder, TextEncoderBuilder())
         encoders = CachedEncoders(EmbeddingCache(self._config.text_encoder.cache_bytes), _encode_alone)
         with as_service_errors():
             manifest = await self._manifest(request.model)
@@ -74,7 +69,9 @@ class LocalModels:
                 encoding_start = time.perf_counter()
                 conditioning, encoded = await encoders.condition(text, class_name, texts.skeleton, texts.modules)
                 denoising = time.perf_counter()
-                pipeline = create_pipeline(class_name, lease.skeleton, lease.modules, device=self._config.worker.device)
+                pipeline = create_pipeline(
+                    class_name, lease.skeleton, lease.modules, device=self._config.worker.torch_device
+                )
                 for name in names:
                     pipeline.add_adapter(name, lease.adapters[name])
                 state = pipeline.start(denoise, conditioning)
@@ -102,12 +99,26 @@ class LocalModels:
             warnings=encoded.warnings + ignored_inputs(request, text.use_negative),
         )
 
-    async def _manifest(self, model: str) -> Manifest:
+    def _host(
+        self, extents: _UnleasedExtents, settings: ModelReplicaConfig, build: ComponentBuilder | TextEncoderBuilder
+    ) -> ModelHost:
+        return ModelHost(
+            self._manifest,
+            extents,
+            self._store.models,
+            settings.weights_budget_bytes,
+            build,
+            device=settings.device,
+        )
+
+    async def _manifest(self, model: str, version: str | None = None) -> Manifest:
         entry = self._config.entries.get(model)
         if entry is None:
             raise UnknownModel(f"no model {model!r} (known: {', '.join(self._config.entries)})", "model")
         component = entry.component if isinstance(entry, ModelConfig) else None
-        return externalize(self._store, entry.id, entry.path, component=component, dtype=entry.dtype)
+        options = self._config.store.object_storage.options()
+        source = localize(entry.path, self._store.path / "sources", options=options)
+        return externalize(self._store, entry.id, source, component=component, dtype=entry.dtype)
 
 
 async def _encode_alone(job: EncodeJob) -> Encoding:

@@ -1,84 +1,43 @@
 """The models that one replica has built, under a byte budget: lease what a request needs, build what is missing.
 
 Modules are keyed by what they are (class, config, weights), not by the model that asked first: two pipelines that
-share a VAE share the built module. A leased module is never evicted.
+share a VAE share the built module. A leased module is never evicted, nor is a pinned one; of the others those go
+whose bytes save the least time.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Final
 
-import torch
-
+from deployments.built_modules import Part, PartName, Slot, Wanted
+from deployments.device_tier import DeviceTier, LeasedExtents, open_tier
 from deployments.errors import ModelUnavailable
+from deployments.manifest_versions import FetchManifest, ManifestVersions
+from deployments.module_room import merged
 from deployments.records import SwitchReport
-from weights.errors import BudgetExceeded, ExtentCorrupt
-from weights.loader import attach
+from deployments.resident_modules import ResidentModules, Taken
+from deployments.room_queue import RoomQueue
+from deployments.slot_filling import Builder, fill_slot, switch_report
+from weights.errors import ExtentCorrupt
 from weights.manifest import Component, ExtentRef, Manifest
-from weights.provider import ExtentProvider
-from weights.residency import Resident, plan_eviction
 
-Tensors = dict[str, torch.Tensor]
-# Component, its skeleton folder, its tensors (views on shared memory) -> the thing that runs.
-Builder = Callable[[Component, Path, Tensors], Any]
+Wants = Callable[[Component], bool]
 MAX_WAIT_FOR_ROOM_S = 60.0
-
-
-class LeasedExtents(ExtentProvider, Protocol):
-    """A provider that wants to hear when extents are no longer needed."""
-
-    def release(self, extents: Sequence[ExtentRef]) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class _Built:
-    thing: Any
-    attach_ms: float
-    build_ms: float
-
-
-@dataclass
-class _Slot:
-    nbytes: int
-    extents: tuple[ExtentRef, ...]
-    serial: int
-    last_used: int = 0
-    leases: int = 0
-    built: asyncio.Future[_Built] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    bound: dict[tuple[int, ...], Any] = field(default_factory=dict)
-    fetched: bool = False
-
-
-class _PartName(NamedTuple):
-    """An adapter may have the name of a component without being one."""
-
-    name: str
-    is_adapter: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    manifest: Manifest
-    component: Component
+MAX_REPORTS: Final = 5
 
 
 class Lease:
     """The built components of a model and the adapters asked for, held until the `async with` ends."""
 
     def __init__(
-        self,
-        host: ModelHost,
-        manifest: Manifest,
-        skeleton: Path,
-        slots: Mapping[_PartName, _Slot],
-        report: SwitchReport,
+        self, host: ModelHost, manifest: Manifest, skeleton: Path, slots: Mapping[PartName, Slot], report: SwitchReport
     ) -> None:
         self.manifest = manifest
         self.skeleton = skeleton
@@ -95,15 +54,14 @@ class Lease:
     def adapters(self) -> dict[str, Any]:
         return {name: slot.built.result().thing for name, slot in self._adapters.items()}
 
+    @property
+    def adapter_serials(self) -> dict[str, int]:
+        """Another version of an adapter, or one that was evicted in between, has another number."""
+        return {name: slot.serial for name, slot in self._adapters.items()}
+
     def bound(self, make: Callable[[], Any]) -> Any:
         """A pipeline over exactly these modules (not the adapters): made once, kept as long as all of them stay."""
-        serials = tuple(slot.serial for slot in self._slots.values())
-        first = next(iter(self._slots.values()))
-        alive = self._host.serials()
-        first.bound = {key: thing for key, thing in first.bound.items() if alive.issuperset(key)}
-        if serials not in first.bound:
-            first.bound[serials] = make()
-        return first.bound[serials]
+        return self._host.bound(tuple(slot.serial for slot in self._slots.values()), make)
 
 
 class ModelHost:
@@ -111,119 +69,198 @@ class ModelHost:
 
     def __init__(
         self,
-        fetch_manifest: Callable[[str], Awaitable[Manifest]],
+        fetch_manifest: FetchManifest,
         provider: LeasedExtents,
         models: Path,
         budget_bytes: int,
         build: Builder,
         report: Callable[[str, str | None], None] = lambda model, error: None,
+        *,
+        device: str = "cpu",
+        retire: Callable[[Any], None] = lambda thing: None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`report` hears (model, error) when weights cannot be attached, and (model, None) when they can again."""
-        self._fetch_manifest = fetch_manifest
+        """`report` hears (model, error) when weights cannot be attached, and (model, None) when they can again;
+        `retire`, what was built and is needed no more. Raises WeightsError for a device that is not there.
+        """
+        self.manifests = ManifestVersions(fetch_manifest)
         self._provider = provider
         self._models = models
-        self._budget_bytes = budget_bytes
         self._build = build
         self._report = report
+        self._retire = retire
+        self._clock = clock
+        self._device = device
+        self._tier: DeviceTier = open_tier(device, provider, budget_bytes)
+        self._modules = ResidentModules(budget_bytes, self._let_go, clock)
+        self._queue = RoomQueue(
+            self._take, self._give_back, self._modules.is_hopeless, self._modules.may_pass, self._fetch_ahead, clock
+        )
         self._damaged: set[str] = set()
-        self._manifests: dict[str, Manifest] = {}
-        self._slots: dict[str, _Slot] = {}
-        self._clock = itertools.count(1)
-        self._room = asyncio.Condition()
-        self._fills: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._reports: OrderedDict[str, SwitchReport] = OrderedDict()
 
-    async def manifest(self, model: str) -> Manifest:
-        if model not in self._manifests:
-            self._manifests[model] = await self._fetch_manifest(model)
-        return self._manifests[model]
+    async def manifest(self, model: str, version: str | None = None) -> Manifest:
+        """Of `version`, or of any that is known. Raises what the registry raises."""
+        return await self.manifests.get(model, version)
+
+    def skeleton(self, manifest: Manifest) -> Path:
+        """The folder with everything of it but the weights."""
+        return self._models / manifest.skeleton
 
     @contextlib.asynccontextmanager
     async def lease(
-        self, model: str, wanted: Callable[[Component], bool], adapters: Sequence[str] = ()
+        self,
+        model: str,
+        wanted: Wants,
+        adapters: Sequence[str] = (),
+        *,
+        version: str | None = None,
+        adapter_versions: Mapping[str, str] | None = None,
     ) -> AsyncIterator[Lease]:
         """The components of `model` that are `wanted`, and the adapters, built and held.
 
         Raises what the registry, the provider and the builder raise, and BudgetExceeded when the room does not
         become free within MAX_WAIT_FOR_ROOM_S.
         """
-        start = time.perf_counter()
-        manifest = await self.manifest(model)
-        parts = {_PartName(c.name): _Part(manifest, c) for c in manifest.components.values() if wanted(c)}
+        start = self._clock()
+        manifest = await self.manifest(model, version)
+        parts = _parts(manifest, wanted)
         for adapter in adapters:
-            adapter_manifest = await self.manifest(adapter)
+            adapter_manifest = await self.manifest(adapter, (adapter_versions or {}).get(adapter))
             (component,) = adapter_manifest.components.values()
-            parts[_PartName(adapter, is_adapter=True)] = _Part(adapter_manifest, component)
-        slots, fresh = await self._reserve(parts)
+            parts[PartName(adapter, is_adapter=True)] = Part(adapter_manifest, component)
+        taken = await self._queue.take(Wanted(model, parts), MAX_WAIT_FOR_ROOM_S)
+        slots, fresh = taken
         try:
-            for name in fresh:
-                slots[name].leases += 1  # the fill's own: what is being built stays, even when nobody waits any more
-                self._fills.add(task := asyncio.ensure_future(self._fill(slots[name], parts[name])))
-                task.add_done_callback(self._fills.discard)
             built = {name: await asyncio.shield(slot.built) for name, slot in slots.items()}
-            report = SwitchReport(
-                model=model,
-                switch_ms=(time.perf_counter() - start) * 1e3,
-                attach_ms=sum(built[name].attach_ms for name in fresh),
-                build_ms=sum(built[name].build_ms for name in fresh),
-                attached_bytes=sum(slots[name].nbytes for name in fresh),
-                built=tuple(part.name for part in slots if part in fresh),
-                reused=tuple(part.name for part in slots if part not in fresh),
-            )
-            yield Lease(self, manifest, self._models / manifest.skeleton, slots, report)
+            report = switch_report(model, (self._clock() - start) * 1e3, slots, fresh, built)
+            if fresh:
+                self._reports[model] = report
+                self._reports.move_to_end(model)
+                while len(self._reports) > MAX_REPORTS:
+                    self._reports.popitem(last=False)
+            yield Lease(self, manifest, self.skeleton(manifest), slots, report)
         finally:
-            await self._release(slots.values())
+            self._give_back(taken)
 
-    async def _reserve(self, parts: Mapping[_PartName, _Part]) -> tuple[dict[_PartName, _Slot], set[_PartName]]:
-        """Lease every slot or none: two requests that each hold half of what they need would wait for ever."""
-        deadline = time.monotonic() + MAX_WAIT_FOR_ROOM_S
-        needed = sum({p.component.module_key: p.component.nbytes for p in parts.values()}.values())
-        async with self._room:
-            while True:
-                no_room = self._try_room([part.component for part in parts.values()])
-                if no_room is None:
-                    return self._take(parts)
-                if needed > self._budget_bytes or not any(slot.leases for slot in self._slots.values()):
-                    raise no_room
-                try:
-                    async with asyncio.timeout(deadline - time.monotonic()):
-                        await self._room.wait()
-                except TimeoutError:
-                    raise no_room from None
+    async def prefetch(self, model: str, wanted: Wants) -> None:
+        """Build it where that evicts nothing and nobody waits for the room; else bring it as near as there is room."""
+        manifest = await self.manifests.newest(model)
+        if self.has_room_for(manifest, wanted) and not len(self._queue):
+            async with self.lease(model, wanted, version=manifest.fingerprint):
+                return
+        for part in _parts(manifest, wanted).values():
+            if part.component.module_key not in self._modules.slots:
+                await asyncio.to_thread(self._tier.prefetch, part.component, part.extents)
 
-    def _try_room(self, components: list[Component]) -> BudgetExceeded | None:
-        keys = {component.module_key for component in components}
-        missing = {c.module_key: c.nbytes for c in components if c.module_key not in self._slots}
-        residents = [
-            Resident(key, slot.nbytes, slot.last_used, slot.leases + (key in keys)) for key, slot in self._slots.items()
-        ]
-        plan = plan_eviction(residents, sum(missing.values()), self._budget_bytes)
-        if plan.missing_bytes:
-            return BudgetExceeded(
-                f"{', '.join(c.name for c in components)} need {sum(c.nbytes for c in components)} bytes; "
-                f"{plan.missing_bytes} bytes are missing under this replica's budget of {self._budget_bytes}"
-            )
-        for key in plan.evict:
-            self._drop(key)
-        return None
+    async def pin(self, model: str, wanted: Wants) -> None:
+        """Never evict the present version, nor when it comes only later. Raises BudgetExceeded when the pinned ones do
+        not fit."""
+        manifest = await self.manifests.newest(model)
+        components = [part.component for part in _parts(manifest, wanted).values()]
+        before = self._modules.pins.get(model, {})
+        self._modules.pin(model, components)
+        self._let_unpinned_go(before)
+        for component in components:
+            self._tier.pin(component)
 
-    def _take(self, parts: Mapping[_PartName, _Part]) -> tuple[dict[_PartName, _Slot], set[_PartName]]:
-        slots: dict[_PartName, _Slot] = {}
-        fresh: set[_PartName] = set()
-        for name, part in parts.items():
-            key = part.component.module_key
-            if key not in self._slots:
-                extents = part.manifest.extents_of([part.component.name])
-                self._slots[key] = _Slot(part.component.nbytes, extents, serial=next(self._clock))
-                fresh.add(name)
-            slot = self._slots[key]
-            slot.leases += 1
-            slot.last_used = next(self._clock)
-            slots[name] = slot
+    def unpin(self, model: str) -> None:
+        """Let it be evicted again. What another model pins stays pinned."""
+        self._let_unpinned_go(self._modules.pins.pop(model, {}))
+        self._queue.serve()
+
+    def set_budget(self, budget_bytes: int) -> None:
+        """Raises BudgetExceeded when more than that is leased or pinned; then the budget stays."""
+        self._modules.shrink(budget_bytes)
+        self._tier.resize(budget_bytes)
+        self._modules.budget_bytes = budget_bytes
+        self._queue.serve()
+
+    def give_way(self, nbytes: int) -> None:
+        """The node needs `nbytes` of leased host memory: let go of what is only kept for later, on "cpu"."""
+        if self._device == "cpu":
+            self._modules.shed(nbytes)
+
+    def bound(self, serials: tuple[int, ...], make: Callable[[], Any]) -> Any:
+        """What was made over the modules of these numbers; it goes when one of them does."""
+        return self._modules.bound(serials, make)
+
+    def serials(self) -> set[int]:
+        """Of all that is resident; a rebuilt module has a new one."""
+        return {slot.serial for slot in self._modules.slots.values()}
+
+    def has_room_for(self, manifest: Manifest, wanted: Wants) -> bool:
+        """Whether the wanted components fit beside all that is resident."""
+        return self._modules.fits_beside(Wanted(manifest.model, _parts(manifest, wanted)))
+
+    def holds(self, model: str) -> bool:
+        """Whether anything of `model` is resident."""
+        return any(model in slot.models for slot in self._modules.slots.values())
+
+    def resident(self) -> dict[str, int]:
+        """Bytes by module key of what is built."""
+        return {key: slot.nbytes for key, slot in self._modules.slots.items()}
+
+    def describe(self) -> dict[str, Any]:
+        """A snapshot as JSON-able values: what is here, for whom, who uses it, and the last switches by model."""
+        arena = self._tier.stats()
+        return self._modules.describe() | {
+            "device": self._device,
+            "num_waiting": len(self._queue),
+            "arena": asdict(arena) if arena else None,
+            "last_switches": {model: asdict(report) for model, report in self._reports.items()},
+        }
+
+    # leases
+
+    def _take(self, wanted: Wanted) -> Taken:
+        """What is new begins to be built at once: whoever asked may be cancelled before it hears of it."""
+        slots, fresh = self._modules.take(wanted)
+        for name in fresh:
+            self._run(self._fill(slots[name], wanted.parts[name]))
         return slots, fresh
 
-    async def _fill(self, slot: _Slot, part: _Part) -> None:
+    def _fetch_ahead(self, wanted: Wanted) -> None:
+        """While it waits for room on the device, what it lacks can come into the node's memory."""
+        here = merged(slot.tensors for slot in self._modules.slots.values())
+        lacking: dict[str, ExtentRef] = {}
+        for part in wanted.parts.values():
+            ids = {ref.extent for ref in part.component.tensors.values() if ref.sha256 not in here}
+            lacking |= {id_: part.manifest.extents[id_] for id_ in ids}
+        if lacking:
+            self._run(asyncio.to_thread(self._provider.prefetch, list(lacking.values())))
+
+    def _give_back(self, taken: Taken) -> None:
+        self._end_leases(taken[0].values())
+
+    def _end_leases(self, slots: Iterable[Slot]) -> None:
+        for slot in slots:
+            slot.leases -= 1
+        self._queue.serve()
+
+    def _let_go(self, slot: Slot) -> None:
+        if slot.result:
+            self._retire(slot.result.thing)
+        if slot.is_placed:  # a fetch that failed leased nothing, and another slot may lease the same extents
+            self._tier.release(slot.component, slot.extents, slot.holder)
+
+    def _let_unpinned_go(self, components: Mapping[str, Component]) -> None:
+        """The device's pins are of tensors, which others may pin too."""
+        for component in components.values():
+            self._tier.unpin(component)
+        for pins in self._modules.pins.values():
+            for component in pins.values():
+                self._tier.pin(component)
+
+    # building
+
+    async def _fill(self, slot: Slot, part: Part) -> None:
         try:
-            slot.built.set_result(await asyncio.to_thread(self._attach_and_build, slot, part))
+            skeleton = self.skeleton(part.manifest)
+            built = await asyncio.to_thread(fill_slot, slot, part, self._tier, self._build, skeleton, self._clock)
+            self._modules.past.took(slot.key, built.reload_s)
+            slot.built.set_result(built)
             if part.manifest.model in self._damaged:
                 self._damaged.remove(part.manifest.model)
                 self._report(part.manifest.model, None)
@@ -231,62 +268,16 @@ class ModelHost:
             if isinstance(error, ExtentCorrupt | ModelUnavailable):
                 self._damaged.add(part.manifest.model)
                 self._report(part.manifest.model, str(error))
-            self._drop(part.component.module_key)
+            self._modules.drop(slot.key)
             slot.built.set_exception(error)
             slot.built.exception()  # marked as seen: the request that asked may have been cancelled meanwhile
         finally:
-            await self._release([slot])
+            self._end_leases([slot])
 
-    def _attach_and_build(self, slot: _Slot, part: _Part) -> _Built:
-        start = time.perf_counter()
-        try:
-            buffers = self._provider.fetch(slot.extents)
-            slot.fetched = True
-        except ExtentCorrupt as error:
-            damaged = _tensor_names(part.component, slot.extents, str(error))
-            raise ExtentCorrupt(f"{error}; it holds {damaged}") from error
-        tensors = attach(part.component, buffers)
-        attached = time.perf_counter()
-        try:
-            thing = self._build(part.component, self._models / part.manifest.skeleton, tensors)
-        except Exception as error:  # of many libraries; none of it is the fault of the request that came first
-            raise ModelUnavailable(
-                f"{part.component.name} of {part.manifest.model!r} cannot be built: {error}"
-            ) from error
-        return _Built(thing, (attached - start) * 1e3, (time.perf_counter() - attached) * 1e3)
-
-    def _drop(self, key: str) -> None:
-        slot = self._slots.pop(key, None)
-        if slot and slot.fetched:  # a fetch that failed leased nothing, and another slot may lease the same extents
-            self._provider.release(slot.extents)
-
-    async def _release(self, slots: Iterable[_Slot]) -> None:
-        for slot in slots:
-            slot.leases -= 1
-        async with self._room:
-            self._room.notify_all()
-
-    def serials(self) -> set[int]:
-        """Of all that is resident; a rebuilt module has a new one."""
-        return {slot.serial for slot in self._slots.values()}
-
-    def has_room_for(self, manifest: Manifest, wanted: Callable[[Component], bool]) -> bool:
-        """Whether the wanted components fit beside all that is resident."""
-        missing = {c.module_key: c.nbytes for c in manifest.components.values() if wanted(c)}
-        return sum((self.resident() | missing).values()) <= self._budget_bytes
-
-    def holds(self, model: str) -> bool:
-        """Whether anything of `model` is resident."""
-        manifest = self._manifests.get(model)
-        return manifest is not None and any(c.module_key in self._slots for c in manifest.components.values())
-
-    def resident(self) -> dict[str, int]:
-        """Bytes by module key of what is built."""
-        return {key: slot.nbytes for key, slot in self._slots.items()}
+    def _run(self, work: Coroutine[Any, Any, None]) -> None:
+        self._tasks.add(task := asyncio.ensure_future(work))
+        task.add_done_callback(self._tasks.discard)
 
 
-def _tensor_names(component: Component, extents: Sequence[ExtentRef], message: str) -> str:
-    """The tensors of the extents that `message` names: what the damage takes down."""
-    named = {extent.id for extent in extents if extent.id in message}
-    names = [f"{component.name}.{name}" for name, ref in component.tensors.items() if ref.extent in named]
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more tensors" if len(names) > 4 else "")
+def _parts(manifest: Manifest, wanted: Wants) -> dict[PartName, Part]:
+    return {PartName(c.name): Part(manifest, c) for c in manifest.components.values() if wanted(c)}

@@ -48,12 +48,8 @@ class LoraUse(RequestModel):
     scale: float = Field(1.0, ge=-10, le=10, allow_inf_nan=False)
 
 
-class ImageRequest(RequestModel):
-    """Pictures from a diffusion model. What is None comes from the model's defaults; seed None draws one.
-
-    The same prompt, seed, steps and guidance give the picture that the stock diffusers pipeline gives with
-    `torch.Generator("cpu").manual_seed(seed)`.
-    """
+class ImageOptions(RequestModel):
+    """What may be asked of a picture. What is None comes from the model's defaults; seed None draws one."""
 
     model: str
     prompt: str = Field(min_length=1)
@@ -69,11 +65,24 @@ class ImageRequest(RequestModel):
     lora: tuple[LoraUse, ...] = ()
 
 
+class ImageRequest(ImageOptions):
+    """Pictures from a diffusion model.
+
+    The same prompt, seed, steps and guidance give the picture that the stock diffusers pipeline gives with
+    `torch.Generator("cpu").manual_seed(seed)`. `model_version` and `adapter_versions` (by name) are fingerprints:
+    the ingress sets them, so that every replica on the request's way uses the version that was current then.
+    """
+
+    model_version: str | None = None
+    adapter_versions: dict[str, str] = {}
+
+
 class EmbeddingRequest(RequestModel):
-    """Embeddings of texts, or of texts that are token ids already."""
+    """Embeddings of texts, or of texts that are token ids already. `model_version` is the ingress's."""
 
     model: str
     input: tuple[str, ...] | tuple[tuple[int, ...], ...] = Field(min_length=1)
+    model_version: str | None = None
 
 
 class Message(RequestModel):
@@ -95,17 +104,19 @@ class TextOptions(RequestModel):
 
 
 class ChatRequest(TextOptions):
-    """The next turn of a chat."""
+    """The next turn of a chat. `model_version` is the ingress's."""
 
     model: str
     messages: tuple[Message, ...] = Field(min_length=1)
+    model_version: str | None = None
 
 
 class CompletionRequest(TextOptions):
-    """The continuation of a text."""
+    """The continuation of a text. `model_version` is the ingress's."""
 
     model: str
     prompt: str = Field(min_length=1)
+    model_version: str | None = None
 
 
 TextRequestRecord = ChatRequest | CompletionRequest
@@ -113,7 +124,11 @@ TextRequestRecord = ChatRequest | CompletionRequest
 
 @dataclass(frozen=True, slots=True)
 class SwitchReport:
-    """What it took to have the model ready: bytes attached anew, components built and components that were there."""
+    """What it took to have the model ready: bytes attached anew, components built and components that were there.
+
+    `attached_bytes` are those of the components that were built. What moved for them, by tier: read from storage or a
+    peer, newly mapped from the node's memory (whole extents), copied to the device; `reused_bytes` were there.
+    """
 
     model: str
     switch_ms: float
@@ -122,6 +137,10 @@ class SwitchReport:
     attached_bytes: int
     built: tuple[str, ...]
     reused: tuple[str, ...]
+    storage_bytes: int = 0
+    host_bytes: int = 0
+    device_bytes: int = 0
+    reused_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

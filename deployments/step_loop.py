@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
@@ -47,6 +48,7 @@ class _Job:
     submitted: float
     done: asyncio.Future[npt.NDArray[np.uint8]]
     times: DenoiseTimes = field(default_factory=DenoiseTimes)
+    left: asyncio.Event = field(default_factory=asyncio.Event)
     started: float | None = None
 
 
@@ -59,12 +61,21 @@ class DenoiseLoop:
         self._task: asyncio.Task[None] | None = None
 
     async def run(self, pipeline: Any, state: Any) -> tuple[npt.NDArray[np.uint8], DenoiseTimes]:
-        """Images (n, height, width, 3) of one started request. Cancelling frees its place at the next step."""
+        """Images (n, height, width, 3) of one started request. Cancelling frees its place at the next step.
+
+        Returns, or raises, only when no step of it runs any more: then its weights may go.
+        """
         job = _Job(state, time.perf_counter(), asyncio.get_running_loop().create_future())
         self._jobs.setdefault(pipeline, []).append(job)
         if self._task is None or self._task.done():
             self._task = asyncio.ensure_future(self._turns())
-        return await job.done, job.times
+        try:
+            return await job.done, job.times
+        except asyncio.CancelledError:
+            while not job.left.is_set():
+                with contextlib.suppress(asyncio.CancelledError):
+                    await job.left.wait()
+            raise
 
     @property
     def num_running(self) -> int:
@@ -72,16 +83,26 @@ class DenoiseLoop:
         return sum(len(jobs) for jobs in self._jobs.values())
 
     async def _turns(self) -> None:
-        while self._jobs:
-            for pipeline in list(self._jobs):
-                jobs = [job for job in self._jobs[pipeline] if not job.done.done()]
-                try:
-                    await self._turn(pipeline, jobs)
-                except Exception as error:  # whatever happens here, nobody may be left waiting
-                    _fail([job for job in jobs if not job.done.done()], error)
-                self._jobs[pipeline] = [job for job in self._jobs[pipeline] if not job.done.done()]
-                if not self._jobs[pipeline]:
-                    del self._jobs[pipeline]
+        try:
+            while self._jobs:
+                for pipeline in list(self._jobs):
+                    jobs = [job for job in self._jobs[pipeline] if not job.done.done()]
+                    try:
+                        await self._turn(pipeline, jobs)
+                    except Exception as error:  # whatever happens here, nobody may be left waiting
+                        _fail([job for job in jobs if not job.done.done()], error)
+                    self._dismiss(pipeline)
+        finally:  # the event loop itself may be ending
+            for job in [job for jobs in self._jobs.values() for job in jobs]:
+                job.left.set()
+
+    def _dismiss(self, pipeline: Any) -> None:
+        for job in self._jobs[pipeline]:
+            if job.done.done():
+                job.left.set()
+        self._jobs[pipeline] = [job for job in self._jobs[pipeline] if not job.left.is_set()]
+        if not self._jobs[pipeline]:
+            del self._jobs[pipeline]
 
     async def _turn(self, pipeline: Any, jobs: list[_Job]) -> None:
         now = time.perf_counter()

@@ -17,7 +17,7 @@ from deployments.encoding import (
     CachedEncoders,
     ConditioningRequest,
     EncodeJob,
-    build_text_encoder,
+    TextEncoderBuilder,
     embedding_of,
     encode_jobs,
     is_text_encoder,
@@ -44,8 +44,9 @@ class TextEncoderService:
     async def __init__(self, config: ClusterConfig) -> None:  # type: ignore[misc]  # Serve awaits it
         settings = config.text_encoder
         limit_threads(None, settings.num_cpus)
-        self._host = await open_host(config, "text-encoder", settings.resident_bytes, build_text_encoder)
-        await prepare_models(self._host, config.models, is_text_encoder)
+        self._builder = TextEncoderBuilder()
+        self._host = await open_host(config, "text-encoder", settings, self._builder)
+        await prepare_models(self._host, config.models, is_text_encoder, self._builder)
         self._cache = EmbeddingCache(settings.cache_bytes)
         self._encoders = CachedEncoders(self._cache, self._run_merged)
         self._metrics = RequestMetrics()
@@ -57,7 +58,7 @@ class TextEncoderService:
         """The tensors that a diffusion pipeline's `start` takes for this prompt."""
         start = time.perf_counter()
         with as_service_errors():
-            async with self._host.lease(request.model, is_text_encoder) as lease:
+            async with self._host.lease(request.model, is_text_encoder, version=request.model_version) as lease:
                 class_name = lease.manifest.class_name or ""
                 tensors, encoded = await self._encoders.condition(request, class_name, lease.skeleton, lease.modules)
         self._metrics.encoded(request.model, encoded.cache.hits, encoded.cache.misses)
@@ -68,7 +69,7 @@ class TextEncoderService:
         """One vector per input."""
         start = time.perf_counter()
         with as_service_errors():
-            async with self._host.lease(request.model, is_text_encoder) as lease:
+            async with self._host.lease(request.model, is_text_encoder, version=request.model_version) as lease:
                 (encoder,) = lease.modules.values()
                 encoded = await self._encoders.embed(encoder, request.input)
                 switch_ms = lease.report.switch_ms
@@ -76,18 +77,30 @@ class TextEncoderService:
         total_ms = (time.perf_counter() - start) * 1e3
         return EmbeddingResult(
             model=request.model,
-            embeddings=[embedding_of(output).float().numpy().astype(np.float32) for output in encoded.outputs],
+            embeddings=[embedding_of(output).float().cpu().numpy().astype(np.float32) for output in encoded.outputs],
             num_tokens=encoded.num_tokens,
             timings_ms={"switch": switch_ms, "encode": total_ms - switch_ms, "total": total_ms},
             cache=encoded.cache,
             warnings=encoded.warnings,
         )
 
+    async def prefetch(self, model: str) -> None:
+        """Bring the model's encoders as near as there is room that nothing needs."""
+        with as_service_errors():
+            await self._host.prefetch(model, is_text_encoder)
+
+    async def pin(self, model: str) -> None:
+        """Keep the encoders once they are here, until `unpin`. Raises Overloaded when the pinned ones do not fit."""
+        with as_service_errors():
+            await self._host.pin(model, is_text_encoder)
+
+    async def unpin(self, model: str) -> None:
+        self._host.unpin(model)
+
     async def describe(self) -> dict[str, Any]:
         """A snapshot of this replica, as JSON-able values."""
-        return {
-            "resident_bytes": sum(self._host.resident().values()),
-            "modules": len(self._host.resident()),
+        return self._host.describe() | {
+            "skeletons": asdict(self._builder.skeletons.stats()),
             "cache": asdict(self._cache.stats()),
             "batches": self._num_batches,
             "batched_jobs": self._num_jobs,

@@ -10,6 +10,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import AsyncIterator
+from dataclasses import asdict, replace
 from typing import Any
 
 from cluster.telemetry import RequestMetrics
@@ -17,7 +18,7 @@ from configs.cluster import ClusterConfig
 from deployments.component_builder import ComponentBuilder, is_denoise_component
 from deployments.engines.diffusion.factory import create_pipeline
 from deployments.engines.llm.engine import LLMEngine
-from deployments.engines.protocol import DiffusionRequest, SamplingParams, TextRequest
+from deployments.engines.protocol import AdapterUse, DiffusionRequest, SamplingParams, TextRequest
 from deployments.errors import as_service_errors
 from deployments.image_requests import conditioning_request, denoise_request, ignored_inputs
 from deployments.model_host import Lease
@@ -45,21 +46,26 @@ class Worker:
         self._device = DeviceThread()
         self._denoising = DenoiseLoop(self._device)
         self._metrics = RequestMetrics()
-        builder = ComponentBuilder(self._settings)
-        self._host = await open_host(config, "worker", self._settings.resident_bytes, builder)
-        await prepare_models(self._host, config.models, is_denoise_component)
+        self._builder = ComponentBuilder(self._settings)
+        self._host = await open_host(config, "worker", self._settings, self._builder)
+        await prepare_models(self._host, config.models, is_denoise_component, self._builder)
 
     async def generate(self, request: ImageRequest) -> ImageResult:
         """Pictures. Encodes the text elsewhere while this replica switches; merges with others step by step."""
         start = time.perf_counter()
         with as_service_errors():
-            manifest = await self._host.manifest(request.model)
+            manifest = await self._host.manifest(request.model, request.model_version)
             denoise = denoise_request(request, manifest.class_name)
             text = conditioning_request(request, denoise, manifest.class_name or "")
             encoding = asyncio.ensure_future(self._condition(text))
             try:
-                adapters = [use.name for use in request.lora]
-                async with self._host.lease(request.model, is_denoise_component, adapters) as lease:
+                async with self._host.lease(
+                    request.model,
+                    is_denoise_component,
+                    [use.name for use in request.lora],
+                    version=manifest.fingerprint,
+                    adapter_versions=request.adapter_versions,
+                ) as lease:
                     conditioning = await encoding
                     images, times = await self._denoise(lease, denoise, unpack(conditioning.tensors))
             finally:
@@ -103,7 +109,7 @@ class Worker:
         """Text as it comes. The last chunk has the finish reason, the timings and the switch report."""
         start = time.perf_counter()
         with as_service_errors():
-            async with self._host.lease(request.model, is_denoise_component) as lease:
+            async with self._host.lease(request.model, is_denoise_component, version=request.model_version) as lease:
                 engine: LLMEngine = lease.modules["model"]
                 loop: TextLoop = lease.bound(lambda: TextLoop(self._device, engine))
                 tokens = await self._device.run(_prompt_tokens, engine, request)
@@ -133,12 +139,28 @@ class Worker:
                         lease.report,
                     )
 
+    async def prefetch(self, model: str) -> None:
+        """Bring the model as near as there is room that nothing needs."""
+        with as_service_errors():
+            await self._host.prefetch(model, is_denoise_component)
+
+    async def pin(self, model: str) -> None:
+        """Keep the model here once it is here, until `unpin`. Raises Overloaded when the pinned ones do not fit."""
+        with as_service_errors():
+            await self._host.pin(model, is_denoise_component)
+
+    async def unpin(self, model: str) -> None:
+        self._host.unpin(model)
+
+    async def set_budget(self, budget_bytes: int) -> None:
+        """Of weights. Raises Overloaded when more is leased or pinned."""
+        with as_service_errors():
+            self._host.set_budget(budget_bytes)
+
     async def describe(self) -> dict[str, Any]:
         """A snapshot of this replica, as JSON-able values."""
-        resident = self._host.resident()
-        return {
-            "resident_bytes": sum(resident.values()),
-            "modules": len(resident),
+        return self._host.describe() | {
+            "skeletons": asdict(self._builder.skeletons.stats()),
             "denoising": self._denoising.num_running,
         }
 
@@ -153,11 +175,15 @@ class Worker:
     async def _denoise(self, lease: Lease, request: DiffusionRequest, conditioning: dict[str, Any]) -> Any:
         pipeline = lease.bound(
             lambda: create_pipeline(
-                lease.manifest.class_name or "", lease.skeleton, lease.modules, device=self._settings.device
+                lease.manifest.class_name or "", lease.skeleton, lease.modules, device=self._settings.torch_device
             )
         )
-        gone = [name for name in pipeline.adapters if not self._host.holds(name)]
-        state = await self._device.run(_start, pipeline, lease.adapters, gone, request, conditioning)
+        names = {name: f"{name}@{serial}" for name, serial in lease.adapter_serials.items()}
+        request = replace(request, adapters=tuple(AdapterUse(names[use.name], use.scale) for use in request.adapters))
+        adapters = {names[name]: adapter for name, adapter in lease.adapters.items()}
+        alive = self._host.serials()
+        gone = [name for name in pipeline.adapters if int(name.rpartition("@")[2]) not in alive]
+        state = await self._device.run(_start, pipeline, adapters, gone, request, conditioning)
         return await self._denoising.run(pipeline, state)
 
 
@@ -167,7 +193,7 @@ def _start(
     """On the device thread: nothing else looks at the pipeline's adapters meanwhile.
 
     Adapters stay known to the pipeline while they are resident, since requests with the same adapter only merge when
-    they use the same object. `gone` names those that were evicted.
+    they use the same object; each version of one has a name of its own. `gone` names those that were evicted.
     """
     for name in set(gone) & set(pipeline.adapters):
         pipeline.drop_adapter(name)

@@ -11,17 +11,20 @@ import difflib
 import importlib
 import json
 import re
+import threading
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from deployments.engines.protocol import EngineError
-from weights.loading.modules import UninitializedOnMeta, assign, listed, tied_groups, without_value
+from weights.loading.modules import Binding, UninitializedOnMeta, find_places, listed, tied_groups, without_value
 
 LIBRARIES = ("diffusers", "transformers")
+# The libraries import lazily and in circles: two threads that begin at different places see half of a module each.
+IMPORT_LOCK = threading.RLock()
 
 
 def build_module(
@@ -40,21 +43,45 @@ def build_module(
     missing, unexpected or of another shape; old names that the library itself still understands are
     accepted, if they need no arithmetic.
     """
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    skeleton = build_skeleton(library, class_name, folder, shapes, optional_parts=optional_parts)
+    skeleton.binding.put(tensors)
+    return skeleton.module
+
+
+class Skeleton(NamedTuple):
+    """A module without weights, and where tensors of the checkpoint's names go."""
+
+    module: nn.Module
+    binding: Binding
+
+
+def build_skeleton(
+    library: str,
+    class_name: str | None,
+    folder: Path,
+    shapes: Mapping[str, tuple[int, ...]],
+    *,
+    optional_parts: Collection[str] = (),
+) -> Skeleton:
+    """What `build_module` makes, before the tensors (of these names and shapes) are put in. Raises as it does."""
     config = read_config(folder / "config.json")
-    cls = _resolve_class(library, class_name, config, folder)
-    module = _skeleton(cls, folder, config)
-    named = _rename_like_stock(module, tensors, folder)
-    _drop_absent_parts(module, named, optional_parts)
-    _check_names(module, named, folder)
-    assign(module, named)
-    _check_complete(module, folder)
-    return module.eval().requires_grad_(False)
+    with IMPORT_LOCK:
+        cls = _resolve_class(library, class_name, config, folder)
+        module = _blank_module(cls, folder, config)
+    names = _rename_like_stock(module, shapes, folder)
+    _drop_absent_parts(module, names, optional_parts)
+    _check_names(module, {new: shapes[old] for new, old in names.items()}, folder)
+    binding = find_places(module, names)
+    module.requires_grad_(False)
+    return Skeleton(module.eval(), binding.renamed(names))
 
 
 def import_class(library: str, class_name: str | None) -> None:
     """Pay for the import of a class before the first request needs it: the libraries import lazily, for seconds."""
     if library in LIBRARIES and class_name:
-        getattr(importlib.import_module(library), class_name, None)
+        with IMPORT_LOCK:
+            getattr(importlib.import_module(library), class_name, None)
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -86,7 +113,7 @@ def _resolve_class(library: str, class_name: str | None, config: Mapping[str, An
     return cls
 
 
-def _skeleton(cls: type[Any], folder: Path, config: Mapping[str, Any]) -> Any:
+def _blank_module(cls: type[Any], folder: Path, config: Mapping[str, Any]) -> Any:
     """The module with its parameters on `meta`; buffers are real, since some exist nowhere else."""
     try:
         with UninitializedOnMeta():
@@ -101,59 +128,59 @@ def _skeleton(cls: type[Any], folder: Path, config: Mapping[str, Any]) -> Any:
     return module
 
 
-def _rename_like_stock(module: Any, tensors: Mapping[str, torch.Tensor], folder: Path) -> dict[str, torch.Tensor]:
-    """Names of older checkpoints as the module has them today (pure renames only)."""
+def _rename_like_stock(module: Any, given: Collection[str], folder: Path) -> dict[str, str]:
+    """Names as the module has them today -> names as in the checkpoint, which may be old (pure renames only)."""
     expected = module.state_dict()
-    if all(name in expected for name in tensors):
-        return dict(tensors)
+    if all(name in expected for name in given):
+        return {name: name for name in given}
     if hasattr(module, "_fix_state_dict_keys_on_load"):  # diffusers: attention blocks of old VAEs
-        named = dict(tensors)
-        module._fix_state_dict_keys_on_load(named)
-        return named
+        names = {name: name for name in given}
+        module._fix_state_dict_keys_on_load(names)
+        return names
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightRenaming, rename_source_key
 
     transforms = get_model_conversion_mapping(module)
     renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
     converters = [transform for transform in transforms if not isinstance(transform, WeightRenaming)]
-    named = {}
-    for name, tensor in tensors.items():
+    names = {}
+    for name in given:
         new_name, converter = rename_source_key(name, renamings, converters, module.base_model_prefix, expected)
         if converter is not None:
             raise EngineError(f"{folder}: tensor {name!r} is in an old layout; save the model again with transformers")
-        named[new_name] = tensor
-    return named
+        names[new_name] = name
+    return names
 
 
-def _drop_absent_parts(module: nn.Module, named: Mapping[str, torch.Tensor], parts: Collection[str]) -> None:
+def _drop_absent_parts(module: nn.Module, named: Collection[str], parts: Collection[str]) -> None:
     for part in parts:
         if isinstance(getattr(module, part, None), nn.Module) and not any(n.startswith(f"{part}.") for n in named):
             setattr(module, part, None)
 
 
-def _check_names(module: Any, named: Mapping[str, torch.Tensor], folder: Path) -> None:
+def _check_names(module: Any, shapes: Mapping[str, tuple[int, ...]], folder: Path) -> None:
     expected = module.state_dict()
-    tied = {name for group in tied_groups(module) if any(n in named for n in group) for name in group}
-    missing = [name for name in expected if name not in named and name not in tied]
-    missing = _without(missing, getattr(module, "_keys_to_ignore_on_load_missing", None))
+    tied = {name for group in tied_groups(module) if any(n in shapes for n in group) for name in group}
+    absent = [name for name in expected if name not in shapes and name not in tied]
+    missing = _without(absent, getattr(module, "_keys_to_ignore_on_load_missing", None))
     if missing:
         raise EngineError(f"{folder}: {listed(missing, 'tensor')} missing for a {type(module).__name__}")
     ignored = set(getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ())
     # Persistent in old checkpoints, computed today; transformers ignores them for every class.
     ignored |= {r"(^|\.)position_ids$", r"rotary_emb\.inv_freq"}
-    unexpected = _without((name for name in named if name not in expected), ignored)
+    unexpected = _without((name for name in shapes if name not in expected), ignored)
     if unexpected:
         raise EngineError(f"{folder}: a {type(module).__name__} has no place for {listed(unexpected, 'tensor')}")
-    for name, tensor in named.items():
-        if name in expected and tensor.shape != expected[name].shape:
+    for name, shape in shapes.items():
+        if name in expected and shape != tuple(expected[name].shape):
             raise EngineError(
-                f"{folder}: tensor {name!r} has shape {tuple(tensor.shape)}, "
-                f"the config asks for {tuple(expected[name].shape)}"
+                f"{folder}: tensor {name!r} has shape {shape}, the config asks for {tuple(expected[name].shape)}"
             )
+    _check_complete(module, {name for name in expected if name in shapes} | tied, folder)
 
 
-def _check_complete(module: nn.Module, folder: Path) -> None:
-    if left := without_value(module):
+def _check_complete(module: nn.Module, given: Collection[str], folder: Path) -> None:
+    if left := [name for name in without_value(module) if name not in given]:
         raise EngineError(f"{folder}: {listed(left, 'tensor')} of {type(module).__name__} got no value")
 
 

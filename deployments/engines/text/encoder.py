@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,13 +16,14 @@ import torch
 from torch import nn
 from transformers import AutoTokenizer
 
-from deployments.engines.build import build_module, read_config
+from deployments.engines.build import IMPORT_LOCK, build_module, read_config
 from deployments.engines.protocol import EngineError
 from deployments.engines.text.pooling import Pooling, load_pooling
 
 TokenIds = tuple[int, ...]
 # What tokenizers without a limit of their own get: the length that the stock Flux pipeline pads T5 to.
 DEFAULT_MAX_TOKENS = 512
+OPTIONAL_PARTS = ("pooler",)  # of a BERT: not every checkpoint has one, and no embedding needs it
 
 
 class _Forward(Protocol):
@@ -112,7 +113,9 @@ class TextEncoder:
         lengths_B = torch.tensor([len(ids) for ids in token_ids], device=device)
         mask_BL = (torch.arange(longest, device=device) < lengths_B[:, None]).long()
         with torch.no_grad():
-            return self._forward(module=self.module, ids_BL=ids_BL, mask_BL=mask_BL)
+            outputs = self._forward(module=self.module, ids_BL=ids_BL, mask_BL=mask_BL)
+        # Embeddings are cached and sent to other processes, and a card's memory is for weights.
+        return {name: output.cpu() for name, output in outputs.items()}
 
     def _ids(self, texts: Sequence[str], **options: Any) -> list[list[int]]:
         if isinstance(texts, str) or not all(isinstance(text, str) for text in texts):
@@ -148,17 +151,20 @@ def load_text_encoder(
     class_name: str | None,
     tokenizer_folder: Path,
     tensors: Mapping[str, torch.Tensor],
+    *,
+    build: Callable[..., nn.Module] = build_module,
 ) -> TextEncoder:
     """The encoder of `folder` around `tensors` (not copied). Reads the sentence-transformers files if
-    there are any.
+    there are any. `build` makes the module as `build_module` does.
     """
     class_name = class_name or next(iter(read_config(folder / "config.json").get("architectures") or ()), "")
     if not (class_name in _FORWARDS or class_name.endswith("Model")):  # BertModel has them, BertForMaskedLM not
         known = ", ".join(_FORWARDS)
         raise EngineError(f"{folder}: {class_name} gives no token vectors, expected {known} or another …Model")
-    module = build_module(library, class_name, folder, tensors, optional_parts=("pooler",))
+    module = build(library, class_name, folder, tensors, optional_parts=OPTIONAL_PARTS)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder, local_files_only=True)
+        with IMPORT_LOCK:
+            tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder, local_files_only=True)
     except Exception as error:  # many kinds, by tokenizer class
         raise EngineError(f"{tokenizer_folder}: no tokenizer can be loaded: {error}") from error
     if class_name in _FORWARDS:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -60,6 +61,7 @@ class Provider:
     def __init__(self) -> None:
         self.leases: Counter[str] = Counter()
         self.fetches: Counter[str] = Counter()
+        self.prefetched: Counter[str] = Counter()
         self.corrupt: set[str] = set()
         self.gates: dict[str, threading.Event] = {}
         self._lock = threading.Lock()
@@ -83,6 +85,9 @@ class Provider:
                 assert self.leases[extent.id] > 0, f"{extent.id} was released more often than fetched"
                 self.leases[extent.id] -= 1
 
+    def prefetch(self, extents: Sequence[ExtentRef]) -> None:
+        self.prefetched.update(extent.id for extent in extents)
+
     @property
     def leased(self) -> set[str]:
         return {id_ for id_, count in self.leases.items() if count}
@@ -94,11 +99,14 @@ class Builder:
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
         self.failing: set[str] = set()
+        self.retired: list[Any] = []
+        self.on_build: Callable[[str], None] = lambda name: None
 
     def __call__(self, component: Component, skeleton: Path, tensors: dict[str, torch.Tensor]) -> Any:
         (ref,) = component.tensors.values()
         self.counts[ref.extent] += 1
         assert tensors["w"].nbytes == component.nbytes
+        self.on_build(ref.extent)
         if ref.extent in self.failing:
             raise ValueError(f"{ref.extent} cannot be built")
         return (ref.extent, self.counts[ref.extent])
@@ -109,10 +117,22 @@ class Host(ModelHost):
 
     def __init__(self, budget_bytes: int = 100) -> None:
         self.provider, self.builder = Provider(), Builder()
-        super().__init__(self._manifest_of, self.provider, Path("/store/models"), budget_bytes, self.builder)
+        self.now_s = 0.0
+        self.asked: list[tuple[str, str | None]] = []
+        self.manifests_of: dict[tuple[str, str | None], Manifest] = {}
+        super().__init__(
+            self._manifest_of,
+            self.provider,
+            Path("/store/models"),
+            budget_bytes,
+            self.builder,
+            retire=self.builder.retired.append,
+            clock=lambda: self.now_s,
+        )
 
-    async def _manifest_of(self, model: str) -> Manifest:
-        return manifest(model)
+    async def _manifest_of(self, model: str, version: str | None) -> Manifest:
+        self.asked.append((model, version))
+        return self.manifests_of.get((model, version)) or manifest(model)
 
     async def use(self, model: str, adapters: Sequence[str] = ()) -> Lease:
         async with self.lease(model, lambda _: True, adapters) as lease:
@@ -369,3 +389,283 @@ async def test_room_is_told_with_what_is_shared() -> None:
     assert host.has_room_for(manifest("b"), lambda _: True)
     assert not Host(89).has_room_for(manifest("a"), lambda _: True)
     assert Host(30).has_room_for(manifest("a"), lambda component: component.name == "vae")
+
+
+async def test_what_took_long_to_build_stays() -> None:
+    host = Host(60)
+
+    def take_long(name: str) -> None:
+        host.now_s += {"c": 100.0, "d": 1.0, "e": 10.0}[name]
+
+    host.builder.on_build = take_long
+    for model in ("c", "d", "e"):
+        await host.use(model)
+    host.builder.on_build = lambda name: None
+    await host.use("lora")
+    assert host.provider.leased == {"c", "e", "lora"}
+    assert host.builder.retired == [("d", 1)]
+
+
+async def test_what_is_used_often_stays_and_is_forgotten_in_time() -> None:
+    host = Host(60)
+    host.builder.on_build = lambda name: setattr(host, "now_s", host.now_s + 1)
+    for model in ("c", "c", "c", "c", "d", "e"):
+        await host.use(model)
+    await host.use("lora")
+    assert host.provider.leased == {"c", "e", "lora"}
+    host.now_s += 100_000
+    for model in ("e", "e", "lora", "d"):
+        await host.use(model)
+    assert host.provider.leased == {"d", "e", "lora"}
+
+
+async def test_those_who_wait_are_served_in_order() -> None:
+    host = Host(101)
+    holder = host.hold("a")
+    await holder.got.wait()
+    served: list[str] = []
+
+    async def ask(model: str) -> None:
+        await host.use(model)
+        served.append(model)
+
+    waiting = []
+    for model in ("b", "huge", "a", "twin"):
+        waiting.append(asyncio.ensure_future(ask(model)))
+        await asyncio.sleep(0)
+    await until(lambda: len(served) == 1)
+    assert served == ["a"]  # resident: nobody waits for less because of it
+    await holder.close()
+    await asyncio.gather(*waiting)
+    assert served == ["a", "b", "huge", "twin"]
+
+
+async def test_a_stream_of_requests_for_what_is_resident_starves_nobody() -> None:
+    """Somebody always leases a; b needs its room."""
+    host = Host(100)
+    holders = [host.hold("a")]
+    await holders[0].got.wait()
+    big = asyncio.ensure_future(host.use("b"))
+    await asyncio.sleep(0)
+    passed = 0
+    for _ in range(20):
+        host.now_s += 0.3
+        holders.append(host.hold("a"))
+        await asyncio.sleep(0.002)
+        passed += holders[-1].got.is_set()
+        await holders.pop(0).close() if holders[0].got.is_set() else None
+        if big.done():
+            break
+    assert 1 <= passed <= 4
+    assert (await asyncio.wait_for(big, WAIT_S)).report.built == ("unet",)
+    for holder in holders:
+        await asyncio.wait_for(holder.got.wait(), WAIT_S)
+        await holder.close()
+
+
+async def test_what_fits_beside_who_waits_goes_past() -> None:
+    host = Host(110)
+    await host.use("c")
+    holder = host.hold("a")
+    await holder.got.wait()
+    waiting = asyncio.ensure_future(host.use("b"))
+    await asyncio.sleep(0)
+    host.now_s += 60.0
+    assert (await asyncio.wait_for(host.use("c"), WAIT_S)).report.reused == ("unet",)
+    assert not waiting.done()
+    await holder.close()
+    await asyncio.wait_for(waiting, WAIT_S)
+
+
+async def test_two_models_that_exclude_each_other_both_get_on() -> None:
+    host = Host(100)
+    done: Counter[str] = Counter()
+
+    async def client(model: str) -> None:
+        for _ in range(15):
+            async with host.lease(model, lambda _: True):
+                await asyncio.sleep(0.001)
+                host.now_s += 0.5
+            done[model] += 1
+
+    await asyncio.wait_for(asyncio.gather(*(client(model) for model in "abab")), WAIT_S)
+    assert done == {"a": 30, "b": 30}
+    assert host.builder.counts["a"] < 30
+
+
+async def test_who_waits_has_its_extents_fetched_meanwhile() -> None:
+    host = Host(100)
+    holder = host.hold("a")
+    await holder.got.wait()
+    waiting = asyncio.ensure_future(host.use("b"))
+    await until(lambda: bool(host.provider.prefetched))
+    assert host.provider.prefetched == {"b": 1}
+    await holder.close()
+    await waiting
+
+
+async def test_the_budget_changes_at_run_time() -> None:
+    host = Host(100)
+    for model in ("c", "d", "e"):
+        await host.use(model)
+    host.set_budget(45)
+    assert host.provider.leased == {"d", "e"}
+    holder = host.hold("d")
+    await holder.got.wait()
+    with pytest.raises(BudgetExceeded, match="a budget of 10 bytes is 10 bytes less than what is leased or pinned"):
+        host.set_budget(10)
+    assert host.provider.leased == {"d", "e"}
+    await holder.close()
+    holder = host.hold("e")
+    await holder.got.wait()
+    waiting = asyncio.ensure_future(host.use("twin"))
+    await asyncio.sleep(0)
+    host.set_budget(60)
+    await asyncio.wait_for(waiting, WAIT_S)
+    await holder.close()
+
+
+async def test_what_is_pinned_stays_and_cannot_be_too_much() -> None:
+    host = Host(60)
+    await host.pin("c", lambda _: True)
+    for model in ("c", "d", "e", "twin"):
+        await host.use(model)
+    assert "c" in host.provider.leased
+    with pytest.raises(BudgetExceeded, match="50 bytes are missing"):
+        await host.use("a")
+    with pytest.raises(BudgetExceeded, match=r"'b' cannot be pinned: 110 bytes would be, .* 60 \(pinned: c\)"):
+        await host.pin("b", lambda _: True)
+    assert [entry["pinned"] for entry in host.describe()["modules"] if entry["models"] == ["c"]] == [True]
+    host.unpin("c")
+    host.unpin("c")
+    with pytest.raises(BudgetExceeded, match="30 bytes are missing"):
+        await host.use("a")
+    await host.use("d")
+    await host.use("twin")
+    assert "c" not in host.provider.leased
+
+
+async def test_prefetch_builds_into_free_room_only() -> None:
+    host = Host(100)
+    await host.prefetch("c", lambda _: True)
+    assert (await host.use("c")).report.built == ()
+    await host.prefetch("a", lambda _: True)
+    assert host.provider.leased == {"c"}
+    assert host.provider.prefetched == {"a": 1, "shared": 1}
+    await host.prefetch("c", lambda _: True)
+    assert host.provider.prefetched.total() == 2
+
+
+async def test_nothing_is_prefetched_into_room_that_somebody_waits_for() -> None:
+    host = Host(100)
+    holder = host.hold("c")
+    await holder.got.wait()
+    waiting = asyncio.ensure_future(host.use("a"))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    await host.prefetch("d", lambda _: True)
+    assert host.provider.leased == {"c"}
+    await holder.close()
+    await asyncio.wait_for(waiting, WAIT_S)
+
+
+async def test_the_node_gets_back_what_is_only_kept_for_later() -> None:
+    host = Host(100)
+    for model in ("c", "d", "lora"):
+        await host.use(model)
+    holder = host.hold("d")
+    await holder.got.wait()
+    host.give_way(1)
+    assert host.provider.leased == {"d", "lora"}
+    host.give_way(1000)
+    assert host.provider.leased == {"d"}
+    await holder.close()
+
+
+def version(name: str, fingerprint: str, weights: str) -> Manifest:
+    """`name` with other weights in its unet."""
+    old = manifest(name)
+    unet = manifest(weights).components["unet"]
+    return old.model_copy(
+        update={
+            "fingerprint": fingerprint,
+            "components": {**old.components, "unet": unet},
+            "extents": {**old.extents, **manifest(weights).extents},
+        }
+    )
+
+
+async def test_a_version_that_is_replaced_serves_those_who_began_with_it() -> None:
+    host = Host(200)
+    host.manifests_of = {("a", "v1"): version("a", "v1", "a"), ("a", "v2"): version("a", "v2", "b")}
+    async with host.lease("a", lambda _: True, version="v1") as old:
+        async with host.lease("a", lambda _: True, version="v2") as new:
+            assert (new.report.built, new.report.reused) == (("unet",), ("vae",))
+            assert (old.modules["unet"], new.modules["unet"]) == (("a", 1), ("b", 1))
+            assert old.modules["vae"] is new.modules["vae"]
+        async with host.lease("a", lambda _: True, version="v1") as again:
+            assert again.modules == old.modules
+    assert host.asked == [("a", "v1"), ("a", "v2")]
+    async with host.lease("a", lambda _: True) as newest:
+        assert newest.manifest.fingerprint == "v2"
+    assert len(host.asked) == 2
+
+
+async def test_a_version_that_nobody_knows_any_more_is_served_by_the_present_one() -> None:
+    host = Host(200)
+    host.manifests_of = {("a", "v1"): version("a", "v2", "b")}
+    async with host.lease("a", lambda _: True, version="v1") as lease:
+        assert lease.manifest.fingerprint == "v2"
+
+
+async def test_versions_of_an_adapter_are_told_apart() -> None:
+    host = Host(200)
+    other = manifest("lora").model_copy(
+        update={
+            "components": {"lora": manifest("c").components["unet"].model_copy(update={"name": "lora"})},
+            "extents": manifest("c").extents,
+        }
+    )
+    host.manifests_of = {("lora", "v1"): manifest("lora"), ("lora", "v2"): other}
+    async with (
+        host.lease("a", lambda _: True, ["lora"], adapter_versions={"lora": "v1"}) as old,
+        host.lease("a", lambda _: True, ["lora"], adapter_versions={"lora": "v2"}) as new,
+    ):
+        assert old.adapters != new.adapters
+        assert old.adapter_serials != new.adapter_serials
+        assert old.bound(object) is new.bound(object)
+
+
+async def test_the_description_says_what_is_here_and_why() -> None:
+    host = Host(150)
+    holder = host.hold("a")
+    await holder.got.wait()
+    await host.use("b")
+    shown = json.loads(json.dumps(host.describe()))
+    assert (shown["resident_bytes"], shown["leased_bytes"], shown["budget_bytes"]) == (150, 90, 150)
+    modules = {(entry["component"], *entry["models"]): entry for entry in shown["modules"]}
+    assert modules.keys() == {("unet", "a"), ("vae", "a", "b"), ("unet", "b")}
+    assert modules["vae", "a", "b"] == {
+        "component": "vae",
+        "models": ["a", "b"],
+        "bytes": 30,
+        "leases": 1,
+        "pinned": False,
+        "ready": True,
+    }
+    switch = shown["last_switches"]["b"]
+    assert (switch["host_bytes"], switch["device_bytes"], switch["reused_bytes"]) == (60, 0, 30)
+    await holder.close()
+    for model in ("c", "d", "e", "twin", "c", "lora"):
+        await host.use(model)
+    assert len(host.describe()["last_switches"]) == 5
+
+
+async def test_an_evicted_adapter_takes_idle_pipelines_along() -> None:
+    """One of them may know it, and would keep its memory."""
+    host = Host(100)
+    async with host.lease("a", lambda _: True, ["lora"]) as lease:
+        pipeline = lease.bound(object)
+    host._modules.drop(manifest("lora").components["lora"].module_key)
+    async with host.lease("a", lambda _: True) as lease:
+        assert lease.bound(object) is not pipeline

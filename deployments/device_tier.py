@@ -1,0 +1,206 @@
+"""Where a replica's tensors are: views of the node's shared memory, or copies on a device that tensors share by hash.
+
+`cpu` maps the keeper's extents and leases them as long as a module uses them. `cpu-private` and `cuda` upload the
+tensors that are not there yet, and need the extents only while they do.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+import torch
+
+from weights.errors import BudgetExceeded
+from weights.loader import attach, view_of
+from weights.loading.external_memory import bytes_tensor
+from weights.manifest import Component, ExtentRef
+from weights.memory.device_arena import DeviceArena
+from weights.memory.device_records import Acquired, ArenaStats
+from weights.provider import ExtentProvider
+
+Tensors = dict[str, torch.Tensor]
+MAX_LINGER_S: Final = 2.0
+LINGER_POLL_S: Final = 0.005
+
+
+class LeasedExtents(ExtentProvider, Protocol):
+    """A provider that wants to hear when extents are no longer needed, or will be."""
+
+    def release(self, extents: Sequence[ExtentRef]) -> None: ...
+
+    def prefetch(self, extents: Sequence[ExtentRef]) -> None:
+        """Into room that nobody needs, without a lease. Does not wait for it."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """The tensors of a component on their device, and the bytes that it took: read from storage or a peer for this
+    call, newly mapped from the node's memory, copied to the device; `reused_bytes` were there."""
+
+    tensors: Tensors
+    storage_bytes: int
+    host_bytes: int
+    device_bytes: int
+    reused_bytes: int
+
+
+class DeviceTier(Protocol):
+    """Thread-safe. `extents` are those that hold `component`; `holder` names the lease."""
+
+    def place(self, component: Component, extents: Sequence[ExtentRef], holder: str) -> Placed:
+        """Leased until `release`. Raises what the provider raises, and BudgetExceeded; then nothing is leased."""
+        ...
+
+    def release(self, component: Component, extents: Sequence[ExtentRef], holder: str) -> None: ...
+
+    def prefetch(self, component: Component, extents: Sequence[ExtentRef]) -> None:
+        """Bring it as near as there is room that costs nothing leased, pinned or more valuable."""
+        ...
+
+    def pin(self, component: Component) -> None:
+        """Never evict its tensors, nor when they come only later."""
+        ...
+
+    def unpin(self, component: Component) -> None: ...
+
+    def resize(self, budget_bytes: int) -> None: ...
+
+    def stats(self) -> ArenaStats | None: ...
+
+
+def open_tier(device: str, provider: LeasedExtents, budget_bytes: int) -> DeviceTier:
+    """`device`: cpu, cpu-private, cuda, cuda:<n>. Raises WeightsError for one that is not there."""
+    if device == "cpu":
+        return SharedTier(provider)
+    return ArenaTier(provider, DeviceArena(device, budget_bytes))
+
+
+class SharedTier:
+    """The views are the device's tensors; the store has equal tensors once, so extents are what is shared."""
+
+    def __init__(self, provider: LeasedExtents) -> None:
+        self._provider = provider
+        self._lock = threading.Lock()
+        self._leases: Counter[str] = Counter()
+
+    def place(self, component: Component, extents: Sequence[ExtentRef], holder: str) -> Placed:
+        buffers = self._provider.fetch(extents)
+        storage_bytes = loaded_bytes(self._provider)
+        with self._lock:
+            fresh = {extent.id for extent in extents if not self._leases[extent.id]}
+            self._leases.update(extent.id for extent in extents)
+        reused = {ref.sha256: ref.nbytes for ref in component.tensors.values() if ref.extent not in fresh}
+        return Placed(
+            tensors=attach(component, buffers),
+            storage_bytes=storage_bytes,
+            host_bytes=sum(extent.nbytes for extent in extents if extent.id in fresh),
+            device_bytes=0,
+            reused_bytes=sum(reused.values()),
+        )
+
+    def release(self, component: Component, extents: Sequence[ExtentRef], holder: str) -> None:
+        with self._lock:
+            self._leases -= Counter(extent.id for extent in extents)
+        self._provider.release(extents)
+
+    def prefetch(self, component: Component, extents: Sequence[ExtentRef]) -> None:
+        self._provider.prefetch(extents)
+
+    def pin(self, component: Component) -> None:
+        """What is bound is leased, and so stays."""
+
+    def unpin(self, component: Component) -> None: ...
+
+    def resize(self, budget_bytes: int) -> None: ...
+
+    def stats(self) -> ArenaStats | None:
+        return None
+
+
+class ArenaTier:
+    """Copies by hash. A component that is released stays until its room is needed, tensor by tensor."""
+
+    def __init__(self, provider: LeasedExtents, arena: DeviceArena) -> None:
+        self._provider = provider
+        self._arena = arena
+
+    def place(self, component: Component, extents: Sequence[ExtentRef], holder: str) -> Placed:
+        uploads = _Uploads(self._provider, component, extents)
+        try:
+            tensors, report = self._acquire(component, uploads, holder)
+        finally:
+            uploads.release()
+        return Placed(tensors, uploads.storage_bytes, uploads.host_bytes, report.moved_bytes, report.reused_bytes)
+
+    def release(self, component: Component, extents: Sequence[ExtentRef], holder: str) -> None:
+        self._arena.release([ref.sha256 for ref in component.tensors.values()], holder)
+
+    def prefetch(self, component: Component, extents: Sequence[ExtentRef]) -> None:
+        uploads = _Uploads(self._provider, component, extents)
+        try:
+            self._arena.prefetch(component.tensors, uploads.views)
+        finally:
+            uploads.release()
+
+    def _acquire(self, component: Component, uploads: _Uploads, holder: str) -> Acquired:
+        """What was evicted may still be referred to for a moment, by a frame or an event that is just ending."""
+        deadline_s = time.monotonic() + MAX_LINGER_S
+        while True:
+            try:
+                return self._arena.acquire(component.tensors, uploads.views, holder)
+            except BudgetExceeded:
+                if not self._arena.stats().lingering_bytes or time.monotonic() > deadline_s:
+                    raise
+                time.sleep(LINGER_POLL_S)
+
+    def pin(self, component: Component) -> None:
+        self._arena.pin(ref.sha256 for ref in component.tensors.values())
+
+    def unpin(self, component: Component) -> None:
+        self._arena.unpin(ref.sha256 for ref in component.tensors.values())
+
+    def resize(self, budget_bytes: int) -> None:
+        self._arena.resize(budget_bytes)
+
+    def stats(self) -> ArenaStats | None:
+        return self._arena.stats()
+
+
+class _Uploads:
+    """The extents that one upload needs, and no others, leased until it is done."""
+
+    def __init__(self, provider: LeasedExtents, component: Component, extents: Sequence[ExtentRef]) -> None:
+        self._provider = provider
+        self._component = component
+        self._extents = {extent.id: extent for extent in extents}
+        self._leased: list[ExtentRef] = []
+        self.storage_bytes = 0
+
+    @property
+    def host_bytes(self) -> int:
+        return sum(extent.nbytes for extent in self._leased)
+
+    def views(self, names: Sequence[str]) -> Tensors:
+        refs = {name: self._component.tensors[name] for name in names}
+        needed = [self._extents[id_] for id_ in sorted({ref.extent for ref in refs.values()})]
+        buffers = self._provider.fetch(needed)
+        self._leased += needed
+        self.storage_bytes += loaded_bytes(self._provider)
+        bases = {id_: bytes_tensor(buffer) for id_, buffer in buffers.items()}
+        return {name: view_of(bases[ref.extent], ref) for name, ref in refs.items()}
+
+    def release(self) -> None:
+        if self._leased:
+            self._provider.release(self._leased)
+
+
+def loaded_bytes(provider: ExtentProvider) -> int:
+    """What the provider's latest fetch had to load, if it tells. Fetches side by side may count for each other."""
+    report = getattr(provider, "last_report", None)
+    return report.nbytes if report else 0

@@ -1,0 +1,162 @@
+"""Modules without weights that are kept, so that another model of the same structure is bound and not built.
+
+A module is lent to one component at a time: a fine-tune that is resident beside its base has a module of its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import torch
+from torch import nn
+
+from deployments.engines.build import Skeleton, build_skeleton
+from weights.errors import WeightsError
+from weights.loader import memory_form
+from weights.loading.modules import Binding, copy_structure
+from weights.manifest import Component
+
+MAX_FREE: Final = 16  # a blank FLUX transformer takes about 5 MB
+MAX_TEMPLATES: Final = 32
+
+
+@dataclass(frozen=True, slots=True)
+class SkeletonStats:
+    """`num_free` blank modules wait for weights. Since the start: built by their library, copied, rebound."""
+
+    num_free: int
+    num_templates: int
+    num_built: int
+    num_copied: int
+    num_rebound: int
+
+
+def structure_key(component: Component) -> str:
+    """What makes the structure of a module: its class, its config, and the names, types and shapes of its tensors.
+
+    "" for a component without a config of its own, whose structure nobody knows.
+    """
+    if not component.config_hash:
+        return ""
+    digest = hashlib.sha256(f"{component.library}\0{component.class_name}\0{component.config_hash}".encode())
+    for name in sorted(component.tensors):
+        ref = component.tensors[name]
+        digest.update(f"\0{name}\0{ref.dtype}\0{ref.shape}".encode())
+    return digest.hexdigest()
+
+
+class SkeletonPool:
+    """Blank modules by structure, the least recently used dropped first. Thread-safe.
+
+    Of a structure that was prepared, or built before, one is kept to copy from, which is faster than to build.
+    """
+
+    def __init__(self, max_free: int = MAX_FREE, max_templates: int = MAX_TEMPLATES) -> None:
+        self._max_free = max_free
+        self._max_templates = max_templates
+        self._lock = threading.Lock()
+        self._free: OrderedDict[int, tuple[str, Skeleton]] = OrderedDict()
+        # None: built once, and not needed for a second time yet.
+        self._templates: OrderedDict[str, Skeleton | None] = OrderedDict()
+        self._lent: weakref.WeakKeyDictionary[nn.Module, tuple[str, Binding]] = weakref.WeakKeyDictionary()
+        self._num_built = self._num_copied = self._num_rebound = 0
+
+    def build_module(
+        self,
+        key: str,
+        library: str,
+        class_name: str | None,
+        folder: Path,
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        optional_parts: Collection[str] = (),
+    ) -> nn.Module:
+        """As `build.build_module`, with a kept module of the structure `key` if there is one."""
+        skeleton = self._take(key)
+        if skeleton is None:
+            shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+            skeleton = build_skeleton(library, class_name, folder, shapes, optional_parts=optional_parts)
+            self._note_built(key, skeleton)
+        skeleton.binding.put(tensors)
+        with self._lock:
+            self._lent[skeleton.module] = (key, skeleton.binding)
+        return skeleton.module
+
+    def prepare(self, component: Component, folder: Path, optional_parts: Collection[str] = ()) -> None:
+        """Before it is needed: so that the first module of this structure is a copy. Raises EngineError."""
+        key = structure_key(component)
+        with self._lock:
+            if not key or self._templates.get(key) is not None:
+                return
+        shapes = {name: memory_form(ref.dtype, ref.shape)[1] for name, ref in component.tensors.items()}
+        skeleton = build_skeleton(
+            component.library, component.class_name, folder, shapes, optional_parts=optional_parts
+        )
+        self._remember(key, skeleton)
+
+    def retire(self, module: nn.Module) -> None:
+        """Take the weights out of a module that nobody runs any more, and keep it for others.
+
+        HAZARD: nobody else may use it from here on, since it may get other weights. Unknown modules are ignored.
+        """
+        with self._lock:
+            key, binding = self._lent.pop(module, ("", None))
+        if binding is None:
+            return
+        binding.clear()
+        if not key:
+            return
+        with self._lock:
+            self._free[id(module)] = (key, Skeleton(module, binding))
+            while len(self._free) > self._max_free:
+                self._free.popitem(last=False)
+
+    def stats(self) -> SkeletonStats:
+        with self._lock:
+            templates = sum(template is not None for template in self._templates.values())
+            return SkeletonStats(len(self._free), templates, self._num_built, self._num_copied, self._num_rebound)
+
+    def _take(self, key: str) -> Skeleton | None:
+        with self._lock:
+            found = next((id_ for id_, (other, _) in reversed(self._free.items()) if other == key), None)
+            if found is not None:
+                self._num_rebound += 1
+                return self._free.pop(found)[1]
+            template = self._templates.get(key)
+            if template is None:
+                return None
+            self._templates.move_to_end(key)
+        copied = _copy(template)
+        with self._lock:
+            self._num_copied += copied is not None
+        return copied
+
+    def _note_built(self, key: str, skeleton: Skeleton) -> None:
+        """A structure that is built for the second time will be needed again."""
+        with self._lock:
+            self._num_built += 1
+            is_second = key in self._templates
+        if key:
+            self._remember(key, _copy(skeleton) if is_second else None)
+
+    def _remember(self, key: str, template: Skeleton | None) -> None:
+        with self._lock:
+            self._templates[key] = template
+            self._templates.move_to_end(key)
+            while len(self._templates) > self._max_templates:
+                self._templates.popitem(last=False)
+
+
+def _copy(skeleton: Skeleton) -> Skeleton | None:
+    """None for a module that cannot be copied: such are built each time."""
+    try:
+        return Skeleton(*copy_structure(*skeleton))
+    except WeightsError:
+        return None

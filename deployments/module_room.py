@@ -1,0 +1,76 @@
+"""Room for the modules of a replica, counted in tensors: what two of them share is there once. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from weights.residency import Resident, keep_values
+
+TensorBytes = Mapping[str, int]  # bytes by hash
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """A module that is there, and the tensors that it uses."""
+
+    resident: Resident
+    tensors: TensorBytes
+
+    @property
+    def stays(self) -> bool:
+        return self.resident.leases > 0 or self.resident.pinned
+
+
+@dataclass(frozen=True, slots=True)
+class RoomPlan:
+    """`evict` in order; with `missing_bytes` > 0 there is no room even then, and nothing goes."""
+
+    evict: tuple[str, ...]
+    missing_bytes: int = 0
+
+
+def plan_room(holdings: Sequence[Holding], wanted: TensorBytes, budget_bytes: int) -> RoomPlan:
+    """Free room for `wanted` under `budget_bytes`, the least valuable module first, ties by least recent use.
+
+    As `weights.residency.plan_eviction`, but evicting a module only frees what no other one uses, `wanted` included.
+    Nothing goes that could stay.
+    """
+    needed_bytes = distinct_bytes(wanted, *(holding.tensors for holding in holdings if holding.stays))
+    if needed_bytes > budget_bytes:
+        return RoomPlan((), needed_bytes - budget_bytes)
+    uses = Counter(hash_ for tensors in (wanted, *(h.tensors for h in holdings)) for hash_ in tensors)
+    total_bytes = distinct_bytes(wanted, *(holding.tensors for holding in holdings))
+    values = keep_values([holding.resident for holding in holdings])
+    victims: list[Holding] = []
+    for holding in sorted(
+        (holding for holding in holdings if not holding.stays),
+        key=lambda holding: (values[holding.resident.key], holding.resident.last_used),
+    ):
+        if total_bytes <= budget_bytes:
+            break
+        uses.subtract(holding.tensors.keys())
+        total_bytes -= _unused_bytes(holding.tensors, uses)
+        victims.append(holding)
+    evict: list[str] = []
+    for victim in reversed(victims):
+        returning_bytes = _unused_bytes(victim.tensors, uses)
+        if total_bytes + returning_bytes <= budget_bytes:
+            total_bytes += returning_bytes
+            uses.update(victim.tensors.keys())
+        else:
+            evict.append(victim.resident.key)
+    return RoomPlan(tuple(reversed(evict)))
+
+
+def distinct_bytes(*tensors: TensorBytes) -> int:
+    return sum({hash_: nbytes for some in tensors for hash_, nbytes in some.items()}.values())
+
+
+def merged(tensors: Iterable[TensorBytes]) -> dict[str, int]:
+    return {hash_: nbytes for some in tensors for hash_, nbytes in some.items()}
+
+
+def _unused_bytes(tensors: TensorBytes, uses: Mapping[str, int]) -> int:
+    return sum(nbytes for hash_, nbytes in tensors.items() if not uses[hash_])
