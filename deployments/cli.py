@@ -16,20 +16,20 @@ from rich.console import Console
 from rich.markup import escape
 
 from configs.errors import ConfigError
+from deployments.cli_models import app as models_app
+from deployments.cli_options import Json, Url, cluster_client
 from deployments.cli_weights import app as weights_app
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 bench_app = typer.Typer(no_args_is_help=True, help="Measure on this machine, beside the peers.")
 app.add_typer(bench_app, name="bench")
 app.add_typer(weights_app, name="weights")
+app.add_typer(models_app)
 err = Console(stderr=True)
 
-DEFAULT_URL = "http://127.0.0.1:8000"
 DEFAULT_CONFIG = Path("configs/clusters/demo.yaml")
 
 ConfigPath = Annotated[Path, typer.Argument(help="Cluster YAML.")]
-Url = Annotated[str | None, typer.Option(help="Where the cluster listens; default: the one that is up.")]
-Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout and nothing else.")]
 
 
 @app.command()
@@ -57,17 +57,17 @@ def down(
 @app.command()
 def status(url: Url = None, as_json: Json = False) -> None:
     """What is up, and what is resident where."""
-    from deployments.cli_cluster import show_status
+    from deployments.cli_status import show_status
 
-    show_status(_client(url), as_json)
+    show_status(cluster_client(url), as_json)
 
 
 @app.command()
 def models(url: Url = None, as_json: Json = False) -> None:
     """The models and adapters that the cluster serves."""
-    from deployments.cli_cluster import show_models
+    from deployments.cli_status import show_models
 
-    show_models(_client(url), as_json)
+    show_models(cluster_client(url), as_json)
 
 
 @app.command()
@@ -112,7 +112,7 @@ def generate(
         "lora": [_lora(text) for text in lora or []],
     }
     generate_images(
-        body, output, as_json, client=None if local else _client(url), config=_load(config) if local else None
+        body, output, as_json, client=None if local else cluster_client(url), config=_load(config) if local else None
     )
 
 
@@ -125,7 +125,7 @@ def chat(
     """Talk to a language model."""
     from deployments.cli_generate import converse
 
-    converse(_client(url), model, message)
+    converse(cluster_client(url), model, message)
 
 
 @bench_app.command("serve")
@@ -157,6 +157,24 @@ def bench_load(
     print_load_figures(figures, as_json)
 
 
+@bench_app.command("switch")
+def bench_switch(
+    demo: Annotated[Path, typer.Option(help="The folder of the demo models.")] = Path("infra/demo/models"),
+    switches: Annotated[int, typer.Option(min=1, help="Random ones, under a budget.")] = 500,
+    rounds: Annotated[int, typer.Option(min=1, help="Ours and the peer switch this often, in turn.")] = 9,
+    attaches: Annotated[int, typer.Option(min=1, help="In as many new processes.")] = 20,
+    work_dir: Annotated[Path | None, typer.Option(help="Where the models are made; default: temporary.")] = None,
+    as_json: Json = False,
+) -> None:
+    """From one model to another on one node: time, bytes moved, memory, recovery; beside diffusers."""
+    from deployments.bench.switch import Effort, run
+    from deployments.bench.switch_report import print_switch_figures
+
+    with err.status("measuring: writes some 6 GB and takes some minutes"):
+        figures = run(demo, Effort(num_attaches=attaches, rounds=rounds, num_switches=switches), work_dir)
+    print_switch_figures(figures, as_json)
+
+
 def main() -> None:
     """Entry point: errors that people cause are one readable line, never a traceback."""
     from cluster.errors import ClusterError
@@ -183,16 +201,6 @@ def _load(path: Path) -> Any:
     from configs.loading import load_cluster_config
 
     return load_cluster_config(path)
-
-
-def _client(url: str | None) -> Any:
-    from cluster.session import record_folder, running_sessions
-    from deployments.client import Client
-
-    if url is None:
-        sessions = running_sessions(record_folder())
-        url = sessions[0].url if sessions else DEFAULT_URL
-    return Client(url)
 
 
 def _lora(text: str) -> dict[str, Any]:

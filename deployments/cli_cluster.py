@@ -1,23 +1,20 @@
-"""The commands that start, stop and look at clusters."""
+"""The commands that start and stop clusters."""
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from cluster.errors import SessionError
 from cluster.session import SessionRecord, record_folder, running_sessions, stop_session
 from configs.cluster import ClusterConfig
 from configs.loading import load_cluster_config
+from deployments.cli_status import print_models
 from deployments.client import Client
 
 out = Console()
@@ -82,47 +79,6 @@ def stop(name: str | None) -> None:
         out.print(f"cluster {record.name!r} is down")
 
 
-def show_status(client: Client, as_json: bool) -> None:
-    cluster = client.cluster()
-    if as_json:
-        sys.stdout.write(json.dumps(cluster) + "\n")
-        return
-    out.print(f"cluster [bold]{cluster['cluster']}[/bold] at {client.url}")
-    print_models(cluster["models"])
-    nodes = Table("node", "extents", "resident", "leased", "budget", "read", "read GB/s", title="weights per node")
-    for node in cluster["nodes"]:
-        speed = node["read_bytes"] / node["read_s"] / 1e9 if node["read_s"] else 0.0
-        sizes = [_size(node[name]) for name in ("resident_bytes", "leased_bytes", "budget_bytes", "read_bytes")]
-        nodes.add_row(node["node_id"][:12], str(node["num_extents"]), *sizes, f"{speed:.2f}")
-    out.print(nodes)
-    for encoder in cluster["text_encoders"]:
-        cache = encoder["cache"]
-        out.print(
-            f"text encoder: {encoder['modules']} modules, {_size(encoder['resident_bytes'])}; cache {cache['entries']} "
-            f"entries, {_size(cache['nbytes'])}, {cache['hits'] + cache['joined']} hits, {cache['misses']} misses"
-        )
-    for worker in cluster["workers"]:
-        size = _size(worker["resident_bytes"])
-        out.print(f"worker: {worker['modules']} modules, {size}; {worker['denoising']} requests denoising")
-
-
-def show_models(client: Client, as_json: bool) -> None:
-    models = client.models()
-    if as_json:
-        sys.stdout.write(json.dumps({"models": models}) + "\n")
-    else:
-        print_models(models)
-
-
-def print_models(models: list[dict[str, Any]]) -> None:
-    table = Table("model", "kind", "state", "size", "description")
-    for model in models:
-        nbytes = model.get("bytes", model.get("nbytes", 0))
-        about = model["error"] or model["description"] or (f"for {', '.join(model['base'])}" if model["base"] else "")
-        table.add_row(model["id"], model["kind"] or "", model["state"], _size(nbytes), escape(about))
-    out.print(table)
-
-
 def _wait_for_record(name: str, process: subprocess.Popen[bytes], log: Path) -> SessionRecord:
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline:
@@ -135,12 +91,3 @@ def _wait_for_record(name: str, process: subprocess.Popen[bytes], log: Path) -> 
         time.sleep(_POLL_S)
     process.terminate()
     raise SessionError(f"the cluster was not ready within {START_TIMEOUT_S:.0f} s; log: {log}")
-
-
-def _size(nbytes: int) -> str:
-    value = float(nbytes)
-    for unit in ("B", "KiB", "MiB"):
-        if value < 1024:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1024
-    return f"{value:.2f} GiB"

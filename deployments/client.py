@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 
@@ -40,6 +41,19 @@ class Client:
 
     def cluster(self) -> dict[str, Any]:
         return self._checked("GET", "/admin/cluster", "cluster")
+
+    def register(self, entry: dict[str, Any], *, wait: bool = True) -> dict[str, Any]:
+        """The model as it is listed. `entry` has the fields of a model or adapter in a cluster config."""
+        return self._checked("POST", "/admin/models", "id", json=entry, params={"wait": wait})
+
+    def unregister(self, model: str, *, purge: bool = False) -> dict[str, Any]:
+        return self._checked("DELETE", f"/admin/models/{quote(model, safe='')}", "deleted", params={"purge": purge})
+
+    def prefetch(self, model: str, tier: str) -> dict[str, Any]:
+        return self._checked("POST", f"/admin/models/{quote(model, safe='')}/prefetch", "nodes", json={"tier": tier})
+
+    def pin(self, model: str, *, pinned: bool = True) -> dict[str, Any]:
+        return self._checked("POST" if pinned else "DELETE", f"/admin/models/{quote(model, safe='')}/pin", "nodes")
 
     def generate(self, **body: Any) -> Images:
         details = self._post("/v1/images/generations", "data", body)
@@ -77,7 +91,7 @@ class Client:
             response = self._http.send(request)
         except httpx.HTTPError as error:
             raise self._unreachable(error) from error
-        if response.status_code != 200:
+        if not response.is_success:
             raise ClientError(_message(response))
         try:
             answer = response.json()

@@ -6,6 +6,9 @@
     ├── RequestTooLarge      413
     ├── Overloaded           503  the memory for this model is taken by running work
     ├── ModelUnavailable     503  the model's weights cannot be used
+    ├── ReplicaLost          503  the replica that worked on it died, and so did the next ones or the stream had begun
+    ├── Conflict             409  what is registered already stands against it
+    ├── Unprocessable        422  a checkpoint that cannot be brought into the store
     └── GenerationFailed     500  the model broke down on this request; says how
 
 `deployments/ingress/errors.py` has the one table from these to protocols.
@@ -53,6 +56,18 @@ class Overloaded(ServiceError):
 
 class ModelUnavailable(ServiceError):
     """The model is known, but its weights cannot be used."""
+
+
+class ReplicaLost(ServiceError):
+    """The replica that worked on the request died, and another one could not answer instead."""
+
+
+class Conflict(ServiceError):
+    """What is registered already stands against it."""
+
+
+class Unprocessable(ServiceError):
+    """Well-formed, but about a checkpoint that cannot be brought into the store; says why."""
 
 
 class GenerationFailed(ServiceError):

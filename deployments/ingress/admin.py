@@ -1,4 +1,4 @@
-"""What operators and probes ask: models, health, metrics, the cluster at a glance."""
+"""What operators and probes ask: models, health and metrics."""
 
 from __future__ import annotations
 
@@ -23,27 +23,22 @@ def create_router(service: Service) -> APIRouter:
     @router.get("/v1/models", tags=["models"])
     async def models() -> dict[str, Any]:
         """Every model and adapter, with its state."""
-        return {"object": "list", "data": [_model(card) for card in await service.models()]}
+        return {"object": "list", "data": [model_object(card) for card in await service.models()]}
 
     @router.get("/v1/models/{model}", tags=["models"])
     async def model(model: str) -> dict[str, Any]:
         """One model or adapter."""
-        return _model(await service.model(model))
+        return model_object(await service.model(model))
 
     @router.get("/healthz", tags=["operations"])
     async def healthz() -> JSONResponse:
-        """200 when requests can be answered; 503 while models are still entering the store."""
+        """200 when requests can be answered; 503 while configured models are still entering the store."""
         cards = await service.models()
-        entering = [card.id for card in cards if card.state == "registering"]
-        ready = [card.id for card in cards if card.state == "ready"]
+        entering = await service.entering()
+        ready = [card.id for card in cards if card.state in ("ready", "updating")]
         state = "starting" if entering else "ok" if len(ready) == len(cards) else "degraded"
         body = {"status": state, "models_ready": len(ready), "models": len(cards)}
         return JSONResponse(body, 503 if entering or not ready else 200)
-
-    @router.get("/admin/cluster", tags=["operations"])
-    async def cluster() -> dict[str, Any]:
-        """What is resident where."""
-        return await service.describe()
 
     @router.get("/metrics", tags=["operations"])
     async def metrics() -> Response:
@@ -61,7 +56,7 @@ def create_router(service: Service) -> APIRouter:
     return router
 
 
-def _model(card: ModelCard) -> dict[str, Any]:
+def model_object(card: ModelCard) -> dict[str, Any]:
     """OpenAI's model object, and what else is known."""
     return {
         "id": card.id,

@@ -8,6 +8,7 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from cluster.registry import connect_registry
+from cluster.watching import DirectoryWatch
 from configs.cluster import ClusterConfig
 from deployments.ingress.http import create_http_app
 from deployments.ingress.service import Service
@@ -18,7 +19,7 @@ class Ingress(Service):
     """The HTTP edge, and the methods of `serve.get_app_handle("atelier")`: generate, embed, chat, complete."""
 
     def __init__(self, config: ClusterConfig, encoder: DeploymentHandle, worker: DeploymentHandle) -> None:
-        super().__init__(config, connect_registry(config), encoder, worker)
+        super().__init__(config, DirectoryWatch(lambda: connect_registry(config)), encoder, worker)
         self._limits = config.ingress.limits
 
     def __serve_build_asgi_app__(self) -> Any:

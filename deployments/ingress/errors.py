@@ -16,13 +16,16 @@ from ray.serve.exceptions import BackPressureError, RayServeException
 from starlette.exceptions import HTTPException
 
 from deployments.errors import (
+    Conflict,
     GenerationFailed,
     InvalidRequest,
     ModelUnavailable,
     Overloaded,
+    ReplicaLost,
     RequestTooLarge,
     ServiceError,
     UnknownModel,
+    Unprocessable,
 )
 
 logger = logging.getLogger("atelier.ingress")
@@ -32,9 +35,12 @@ RETRY_AFTER_S = "1"
 TABLE: tuple[tuple[type[Exception], int, str, str], ...] = (
     (InvalidRequest, 400, "invalid_request_error", "invalid_value"),
     (UnknownModel, 404, "invalid_request_error", "model_not_found"),
+    (Conflict, 409, "invalid_request_error", "conflict"),
+    (Unprocessable, 422, "invalid_request_error", "unusable_checkpoint"),
     (RequestTooLarge, 413, "invalid_request_error", "request_too_large"),
     (Overloaded, 503, "server_error", "overloaded"),
     (ModelUnavailable, 503, "server_error", "model_unavailable"),
+    (ReplicaLost, 503, "server_error", "replica_unavailable"),
     (GenerationFailed, 500, "server_error", "generation_failed"),
     (BackPressureError, 503, "server_error", "overloaded"),
     (RayActorError, 503, "server_error", "replica_unavailable"),

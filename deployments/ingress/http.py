@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastapi import FastAPI
 
 from configs.cluster import LimitsConfig
-from deployments.ingress import admin, errors, openai_embeddings, openai_images, openai_text
+from deployments.ingress import admin, admin_models, errors, openai_embeddings, openai_images, openai_text
 from deployments.ingress.limits import BodyLimit
 from deployments.ingress.service import Service
 
@@ -21,5 +21,6 @@ def create_http_app(service: Service, limits: LimitsConfig) -> FastAPI:
     app.include_router(openai_embeddings.create_router(service))
     app.include_router(openai_text.create_router(service))
     app.include_router(admin.create_router(service))
+    app.include_router(admin_models.create_router(service.operations))
     app.add_middleware(BodyLimit, max_bytes=limits.max_body_bytes)
     return app

@@ -18,12 +18,12 @@ from pydantic import field_validator
 from deployments.errors import InvalidRequest
 from deployments.ingress.service import Service
 from deployments.ingress.timing import rounded, server_timing
-from deployments.records import ImageRequest, ImageResult, as_record
+from deployments.records import ImageOptions, ImageRequest, ImageResult, as_record
 
 ImageFormat = Literal["png", "jpeg", "webp"]
 
 
-class ImagesBody(ImageRequest):
+class ImagesBody(ImageOptions):
     """OpenAI's images request and more: `size` is "WIDTHxHEIGHT" or "auto"; `width` and `height` do as well."""
 
     size: str = "auto"
@@ -43,7 +43,7 @@ class ImagesBody(ImageRequest):
         return size
 
     def record(self) -> ImageRequest:
-        fields = {name: getattr(self, name) for name in ImageRequest.model_fields}
+        fields = {name: getattr(self, name) for name in ImageOptions.model_fields}
         if self.size != "auto":
             if self.width or self.height:
                 raise InvalidRequest("size: give either size, or width and height", "size")

@@ -15,13 +15,16 @@ import numpy as np
 import openai
 import pytest
 from PIL import Image
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError, RayTaskError
 
+from cluster.directory import Directory, DirectoryChange, ModelRecord
 from cluster.errors import ModelUnknown
-from cluster.registry import ModelStatus
+from cluster.watching import DirectoryWatch
 from configs.cluster import ClusterConfig
-from deployments.errors import GenerationFailed, InvalidRequest, Overloaded
+from configs.model import ModelConfig
+from deployments.errors import GenerationFailed, InvalidRequest, Overloaded, ReplicaLost
 from deployments.ingress.http import create_http_app
+from deployments.ingress.retries import Retries
 from deployments.ingress.service import Service
 from deployments.records import (
     CacheUse,
@@ -58,9 +61,9 @@ CONFIG = ClusterConfig.model_validate(
 KINDS = {"flux": "diffusion", "other-flux": "diffusion", "chatty": "llm", "plain": "llm", "clip": "embedding"}
 KINDS |= {"bold": "adapter", "thin": "adapter"}
 STATUSES = {
-    entry.id: ModelStatus(entry.id, "ready", KINDS[entry.id], 10)
+    entry.id: ModelRecord(entry.id, "ready", KINDS[entry.id], 10, f"version of {entry.id}", entry=entry)
     if entry.id in KINDS
-    else ModelStatus(entry.id, "unavailable", error="model.safetensors: tensor 'w' is torn")
+    else ModelRecord(entry.id, "unavailable", error="model.safetensors: tensor 'w' is torn", entry=entry)
     for entry in (*CONFIG.models, *CONFIG.adapters)
 }
 
@@ -72,6 +75,9 @@ class Replicas:
         self.requests: list[Any] = []
         self.error: Exception | None = None
         self.error_after: int | None = None
+        self.num_deaths = 0
+        self.questions: list[str] = []
+        self.error_then: Exception = RayTaskError("f", "Traceback", GenerationFailed("the model failed at token 2"))
         self.pieces = ["Hel", "lo", ""]
         self.states = dict(STATUSES)
 
@@ -82,20 +88,26 @@ class Replicas:
     def __getattr__(self, method: str) -> Any:
         return SimpleNamespace(remote=getattr(type(self), f"on_{method}").__get__(self))
 
-    async def on_statuses(self) -> list[ModelStatus]:
-        return list(self.states.values())
+    async def on_watch(self, revision: int, epoch: str, timeout_s: float) -> DirectoryChange:
+        if epoch:
+            await asyncio.Event().wait()
+        directory = Directory("first")
+        for found in self.states.values():
+            directory.apply(found)
+        return directory.changes_since(revision, epoch)
 
-    async def on_status(self, model: str) -> ModelStatus:
+    async def on_status(self, model: str) -> ModelRecord:
+        self.questions.append(model)
         if model not in self.states:
             cause = ModelUnknown(f"no model {model!r} (known: {', '.join(self.states)})")
             raise RayTaskError("status", "Traceback of the actor", cause)
         return self.states[model]
 
-    async def on_keeper_stats(self) -> list[Any]:
-        return []
+    async def on_residency(self) -> dict[str, Any]:
+        return {"nodes": [], "models": {}}
 
     def broadcast(self, method: str) -> Any:
-        async def results_async() -> list[dict[str, Any]]:
+        async def results_async(**_: Any) -> list[dict[str, Any]]:
             return [{"answers": method}] * 2
 
         return SimpleNamespace(results_async=results_async)
@@ -115,7 +127,7 @@ class Replicas:
         self._arrived(request)
         for number, piece in enumerate(self.pieces):
             if number == self.error_after:
-                raise RayTaskError("stream_text", "Traceback", GenerationFailed("the model failed at token 2"))
+                raise self.error_then
             last = number == len(self.pieces) - 1
             yield TextChunk(
                 piece, 4, number + 1, "stop" if last else None, {"total": 5.0} if last else {}, SWITCH if last else None
@@ -128,8 +140,16 @@ class Replicas:
 
     def _arrived(self, request: Any) -> None:
         self.requests.append(request)
+        if self.num_deaths:
+            self.num_deaths -= 1
+            raise ActorDiedError()
         if self.error:
             raise self.error
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deployments.ingress.retries.PAUSE_S", 0.0)
 
 
 @pytest.fixture
@@ -139,10 +159,12 @@ def replicas() -> Replicas:
 
 @pytest.fixture
 async def http(replicas: Replicas) -> AsyncIterator[httpx.AsyncClient]:
-    app = create_http_app(Service(CONFIG, replicas, replicas, replicas), CONFIG.ingress.limits)
+    watch = DirectoryWatch(lambda: replicas)
+    app = create_http_app(Service(CONFIG, watch, replicas, replicas), CONFIG.ingress.limits)
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
         yield client
+    watch.close()
 
 
 @pytest.fixture
@@ -538,11 +560,113 @@ async def test_an_error_in_the_middle_of_a_stream_is_an_event(
     assert (whole.status_code, problem(whole)["code"]) == (500, "generation_failed")
 
 
+# Replicas that die
+
+WORK = [(IMAGES, IMAGE), (CHATS, CHAT), (COMPLETIONS, COMPLETION), (EMBEDDINGS, EMBEDDING)]
+STREAMS = [(CHATS, {**CHAT, "stream": True}), (COMPLETIONS, {**COMPLETION, "stream": True})]
+
+
+@pytest.mark.parametrize(("path", "body"), WORK + STREAMS)
+async def test_a_request_whose_replica_dies_is_answered_by_another(
+    http: httpx.AsyncClient, replicas: Replicas, path: str, body: dict[str, Any]
+) -> None:
+    replicas.num_deaths = 2
+    response = await http.post(f"/v1/{path}", json=body)
+    assert response.status_code == 200, response.text
+    assert "error" not in response.text
+    assert len(replicas.requests) == 3
+    assert replicas.requests[0] == replicas.requests[2]
+
+
+@pytest.mark.parametrize(("path", "body"), WORK + STREAMS)
+async def test_when_all_of_them_die_it_is_a_503(
+    http: httpx.AsyncClient, replicas: Replicas, path: str, body: dict[str, Any]
+) -> None:
+    replicas.num_deaths = 99
+    response = await http.post(f"/v1/{path}", json=body)
+    assert (response.status_code, problem(response)["code"]) == (503, "replica_unavailable")
+    assert "tries: 3" in problem(response)["message"]
+    assert len(replicas.requests) == 3
+
+
+async def test_the_death_of_a_replica_further_on_counts_and_an_error_does_not(
+    http: httpx.AsyncClient, replicas: Replicas
+) -> None:
+    replicas.error = RayTaskError("generate", "Traceback", ActorUnavailableError("the encoder", None))
+    assert (await http.post(f"/v1/{IMAGES}", json=IMAGE)).status_code == 503
+    assert len(replicas.requests) == 3
+    replicas.requests.clear()
+    replicas.error = RayTaskError("generate", "Traceback", Overloaded("no room"))
+    assert (await http.post(f"/v1/{IMAGES}", json=IMAGE)).status_code == 503
+    assert len(replicas.requests) == 1
+
+
+async def test_a_stream_that_has_begun_ends_with_a_typed_error(http: httpx.AsyncClient, replicas: Replicas) -> None:
+    replicas.error_after, replicas.error_then = 2, ActorDiedError()
+    response = await http.post(f"/v1/{CHATS}", json={**CHAT, "stream": True})
+    last = json.loads(response.text.strip().split("data: ")[-1])
+    assert (last["error"]["code"], last["error"]["type"]) == ("replica_unavailable", "server_error")
+    assert "died after 2 pieces" in last["error"]["message"]
+    assert len(replicas.requests) == 1
+
+
+async def test_retries_end_with_the_requests_time() -> None:
+    now = 0.0
+    pauses: list[float] = []
+
+    async def pause(seconds: float) -> None:
+        pauses.append(seconds)
+
+    retries = Retries(10.0, lambda: now, pause)
+    await retries.after(ActorDiedError())
+    now = 10.0
+    with pytest.raises(ReplicaLost, match="tries: 2"):
+        await retries.after(ActorDiedError())
+    assert pauses == [0.0]
+
+
+# The directory
+
+
+async def test_known_models_cost_no_call_of_the_registry(http: httpx.AsyncClient, replicas: Replicas) -> None:
+    for path, body in WORK:
+        assert (await http.post(f"/v1/{path}", json=body)).status_code == 200
+    assert (await http.get("/v1/models/bold")).status_code == 200
+    assert replicas.questions == []
+    assert (await http.get("/v1/models/nothing")).status_code == 404
+    assert replicas.questions == ["nothing"]
+
+
+async def test_a_model_that_the_copy_has_not_heard_of_yet_is_asked_for(
+    http: httpx.AsyncClient, replicas: Replicas
+) -> None:
+    assert (await http.get("/healthz")).status_code == 200
+    entry = ModelConfig.model_validate({"id": "new", "path": "/n", "defaults": {"width": 24, "height": 24}})
+    replicas.states["new"] = ModelRecord("new", "ready", "diffusion", 1, "v1", entry=entry)
+    assert (await http.post(f"/v1/{IMAGES}", json={**IMAGE, "model": "new"})).status_code == 200
+    assert (replicas.requests[0].width, replicas.requests[0].model_version) == (24, "v1")
+
+
+@pytest.mark.parametrize(("path", "body"), WORK)
+async def test_requests_carry_the_version_that_was_current_and_clients_cannot_choose_it(
+    http: httpx.AsyncClient, replicas: Replicas, path: str, body: dict[str, Any]
+) -> None:
+    response = await http.post(f"/v1/{path}", json={**body, "model_version": "mine"})
+    assert (response.status_code, problem(response)["param"]) == (400, "model_version")
+    await http.post(f"/v1/{path}", json=body)
+    assert replicas.requests[0].model_version == f"version of {body['model']}"
+
+
+async def test_requests_carry_the_versions_of_their_adapters(http: httpx.AsyncClient, replicas: Replicas) -> None:
+    await http.post(f"/v1/{IMAGES}", json={**IMAGE, "lora": [{"name": "bold"}]})
+    assert replicas.requests[0].adapter_versions == {"bold": "version of bold"}
+
+
 # Operations
 
 
-def state(id_: str, state: Any) -> ModelStatus:
-    return ModelStatus(id_, state)
+def state(id_: str, state: Any) -> ModelRecord:
+    return ModelRecord(id_, state, KINDS.get(id_) if state in ("ready", "updating") else None)
 
 
 @pytest.mark.parametrize(
@@ -550,6 +674,7 @@ def state(id_: str, state: Any) -> ModelStatus:
     [
         (["ready", "ready"], 200, "ok"),
         (["ready", "unavailable"], 200, "degraded"),
+        (["ready", "updating"], 200, "ok"),
         (["unavailable", "unavailable"], 503, "degraded"),
         (["ready", "registering"], 503, "starting"),
         (["registering", "unavailable"], 503, "starting"),
@@ -559,7 +684,10 @@ async def test_health(http: httpx.AsyncClient, replicas: Replicas, states: list[
     replicas.states = {id_: state(id_, is_) for id_, is_ in zip(("flux", "clip"), states, strict=True)}
     response = await http.get("/healthz")
     assert (response.status_code, response.json()["status"]) == (status, word)
-    assert (response.json()["models"], response.json()["models_ready"]) == (2, states.count("ready"))
+    assert (response.json()["models"], response.json()["models_ready"]) == (
+        2,
+        sum(is_ in ("ready", "updating") for is_ in states),
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,114 @@
+"""The cluster's models while it runs: register, replace, remove, prefetch, pin, and see what is resident where."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Body, Query
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, Discriminator, Tag
+
+from configs.model import AdapterConfig, ModelConfig
+from deployments.ingress.admin import model_object
+from deployments.ingress.operations import Operations
+from deployments.records import RequestModel
+
+
+class ErrorBody(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class ErrorAnswer(BaseModel):
+    """What every error looks like."""
+
+    error: ErrorBody
+
+
+class PrefetchBody(RequestModel):
+    """`host`: into the memory of every node. `device`: on into every worker, too."""
+
+    tier: Literal["host", "device"] = "host"
+
+
+def _sort_of(body: Any) -> str:
+    """Only an adapter has a base, and it must have one."""
+    return "adapter" if isinstance(body, AdapterConfig) or (isinstance(body, dict) and "base" in body) else "model"
+
+
+EntryBody = Annotated[
+    Annotated[ModelConfig, Tag("model")] | Annotated[AdapterConfig, Tag("adapter")], Discriminator(_sort_of)
+]
+Wait = Annotated[bool, Query(description="answer when the model is ready, or is known to be unusable")]
+Purge = Annotated[bool, Query(description="take it out of the store, too; its bytes go with the next gc")]
+
+
+def _errors(**reasons: str) -> dict[int | str, dict[str, Any]]:
+    return {int(status[1:]): {"model": ErrorAnswer, "description": text} for status, text in reasons.items()}
+
+
+_BAD = "a field that is wrong; `param` names it"
+_UNKNOWN = "no such model"
+_RESTARTING = "the directory of models is restarting; try again"
+
+
+def create_router(operations: Operations) -> APIRouter:
+    router = APIRouter(tags=["operations"])
+
+    @router.get("/admin/cluster")
+    async def cluster() -> dict[str, Any]:
+        """What is resident where, and who holds it; what does not answer is shown as `unreachable`."""
+        return await operations.describe()
+
+    @router.post(
+        "/admin/models",
+        status_code=201,
+        responses={
+            200: {"description": "the model was there: this version of it is served now"},
+            202: {"description": "not waited for: the model's `state` tells how it goes on"},
+            **_errors(
+                _400=_BAD,
+                _409="the id belongs to another sort of model",
+                _422="the checkpoint cannot be used; a version before goes on serving",
+                _503=_RESTARTING,
+            ),
+        },
+    )
+    async def register(entry: Annotated[EntryBody, Body()], wait: Wait = True) -> JSONResponse:
+        """Serve one more model or adapter, or another version of one. Fields as in a cluster config.
+
+        `path` is absolute, on a disk that the cluster's head sees, or an s3:// URL. Requests go on with the version
+        before until the new one is in the store.
+        """
+        registered = await operations.register(entry, wait=wait)
+        status = (201 if registered.is_new else 200) if wait else 202
+        return JSONResponse(model_object(registered.card), status)
+
+    @router.delete(
+        "/admin/models/{model}",
+        responses=_errors(_404=_UNKNOWN, _409="a model of the cluster config", _503=_RESTARTING),
+    )
+    async def unregister(model: str, purge: Purge = False) -> dict[str, Any]:
+        """Serve it no more; requests that run with it finish. `orphans` are adapters that have lost a base."""
+        return {"id": model, "deleted": True, "orphans": await operations.unregister(model, purge=purge)}
+
+    @router.post(
+        "/admin/models/{model}/prefetch", responses=_errors(_400=_BAD, _404=_UNKNOWN, _503="the model is unavailable")
+    )
+    async def prefetch(model: str, body: PrefetchBody | None = None) -> dict[str, Any]:
+        """Bring it nearer, into room that nothing leased or pinned needs; says by node what went wrong."""
+        return await operations.prefetch(model, (body or PrefetchBody()).tier)
+
+    @router.post("/admin/models/{model}/pin", responses=_errors(_404=_UNKNOWN, _503="the model is unavailable"))
+    async def pin(model: str) -> dict[str, Any]:
+        """Keep it where it is resident."""
+        return await operations.pin(model, pinned=True)
+
+    @router.delete("/admin/models/{model}/pin", responses=_errors(_404=_UNKNOWN, _503="the model is unavailable"))
+    async def unpin(model: str) -> dict[str, Any]:
+        """It may be evicted again."""
+        return await operations.pin(model, pinned=False)
+
+    return router

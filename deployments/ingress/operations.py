@@ -1,0 +1,166 @@
+"""What operators do to a running cluster: register and remove models, prefetch and pin them, look at all of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+from ray.exceptions import RayActorError
+
+from cluster.directory import Entry
+from cluster.errors import ClusterError, ModelUnknown, RegistrationConflict, RegistrationRefused
+from cluster.errors import ModelUnavailable as NotInStore
+from cluster.watching import DirectoryWatch
+from deployments.errors import (
+    Conflict,
+    InvalidRequest,
+    ModelUnavailable,
+    ServiceError,
+    UnknownModel,
+    Unprocessable,
+)
+from deployments.ingress.catalog import Catalog, card_of, plain
+from deployments.ingress.replica_report import built_models, last_switches
+from deployments.records import ModelCard
+from weights.errors import WeightsError
+
+Tier = Literal["host", "device"]
+DESCRIBE_TIMEOUT_S: Final = 10.0
+PREFETCH_TIMEOUT_S: Final = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Registered:
+    """`is_new`: no model of that id was there before. `card.state` is `registering` or `updating` if not waited for."""
+
+    card: ModelCard
+    is_new: bool
+
+
+class Operations:
+    """`encoder` and `worker` are deployment handles."""
+
+    def __init__(self, name: str, watch: DirectoryWatch, encoder: Any, worker: Any) -> None:
+        self._name = name
+        self._watch = watch
+        self._catalog = Catalog(watch)
+        self._encoder = encoder
+        self._worker = worker
+
+    async def register(self, entry: Entry, *, wait: bool) -> Registered:
+        """Raises InvalidRequest, Conflict, or Unprocessable when it was waited for and the checkpoint is unusable.
+
+        A new model that is unusable leaves nothing behind; an update that is leaves the version before.
+        """
+        is_new = entry.id not in {record.id for record in await self._catalog.records()}
+        record = await self._ask("register", entry, wait)
+        if wait and record.error:
+            if is_new:
+                await self._ask("unregister", entry.id)
+            raise Unprocessable(f"{entry.id}: {record.error}", "path")
+        return Registered(card_of(record), is_new)
+
+    async def unregister(self, model: str, *, purge: bool) -> tuple[str, ...]:
+        """The adapters that have no base left. Raises UnknownModel, or Conflict for a model of the cluster config."""
+        removed = await self._ask("unregister", model, purge)
+        return tuple(removed.orphans)
+
+    async def prefetch(self, model: str, tier: Tier) -> dict[str, Any]:
+        """Bring the model nearer, into room that nothing needs. What went wrong by node, and by replica."""
+        nodes = await self._ask("prefetch", model)
+        answer = {"model": model, "tier": tier, "nodes": nodes}
+        return answer if tier == "host" else answer | await self._in_replicas("prefetch", model, PREFETCH_TIMEOUT_S)
+
+    async def pin(self, model: str, *, pinned: bool) -> dict[str, Any]:
+        """Keep the model where it is resident, on nodes and in replicas, or no longer."""
+        nodes = await self._ask("pin", model, pinned)
+        replicas = await self._in_replicas("pin" if pinned else "unpin", model, DESCRIBE_TIMEOUT_S)
+        return {"model": model, "pinned": pinned, "nodes": nodes, **replicas}
+
+    async def describe(self) -> dict[str, Any]:
+        """The cluster at a glance as JSON-able values; what does not answer is shown as unreachable."""
+        residency, workers, encoders = await asyncio.gather(
+            self._residency(), _of_all(self._worker, "describe"), _of_all(self._encoder, "describe")
+        )
+        replicas = {"workers": _shown(workers), "text_encoders": _shown(encoders)}
+        named = [
+            (f"{role} {number}", replica)
+            for role, found in (("worker", replicas["workers"]), ("text encoder", replicas["text_encoders"]))
+            for number, replica in enumerate(found)
+        ]
+        built, switches = built_models(named), last_switches(named)
+        models = [
+            plain(card_of(record))
+            | {
+                "resident": residency["models"].get(record.id, {}),
+                "built": built.get(record.id, []),
+                "last_switch": switches.get(record.id),
+            }
+            for record in await self._catalog.records()
+        ]
+        problem = {"registry": residency["registry"]} if "registry" in residency else {}
+        return {"cluster": self._name, **problem, "models": models, "nodes": residency["nodes"], **replicas}
+
+    async def _in_replicas(self, method: str, model: str, timeout_s: float) -> dict[str, list[str]]:
+        """What went wrong, by kind of replica: one text per replica, "" for nothing."""
+        workers, encoders = await asyncio.gather(
+            _of_all(self._worker, method, model, timeout_s=timeout_s),
+            _of_all(self._encoder, method, model, timeout_s=timeout_s),
+        )
+        return {"workers": _problems(workers), "text_encoders": _problems(encoders)}
+
+    async def _residency(self) -> dict[str, Any]:
+        try:
+            async with asyncio.timeout(DESCRIBE_TIMEOUT_S):
+                residency: dict[str, Any] = await self._watch.ask("residency")
+                return residency
+        except (RayActorError, TimeoutError) as error:
+            return {"registry": {"unreachable": _text(error)}, "nodes": [], "models": {}}
+
+    async def _ask(self, method: str, *arguments: Any) -> Any:
+        """A call of the registry, with its errors in the service's own terms."""
+        try:
+            return await self._watch.ask(method, *arguments)
+        except ModelUnknown as error:
+            raise UnknownModel(str(error), "model") from None
+        except RegistrationConflict as error:
+            raise Conflict(str(error)) from None
+        except RegistrationRefused as error:
+            raise InvalidRequest(str(error), _field(str(error))) from None
+        except (NotInStore, WeightsError) as error:
+            raise ModelUnavailable(str(error), "model") from None
+        except RayActorError as error:
+            raise ModelUnavailable("the directory of models is restarting; try again") from error
+
+
+async def _of_all(handle: Any, method: str, *arguments: Any, timeout_s: float = DESCRIBE_TIMEOUT_S) -> list[Any]:
+    """What each replica answers, an exception for one that does not."""
+    try:
+        response = handle.broadcast(method, *arguments)
+        answers: list[Any] = await response.results_async(timeout_s=timeout_s, return_exceptions=True)
+    except Exception as error:  # of Serve, when it cannot even ask
+        return [error]
+    return answers
+
+
+def _shown(answers: Iterable[Any]) -> list[dict[str, Any]]:
+    return [{"unreachable": _text(answer)} if isinstance(answer, BaseException) else answer for answer in answers]
+
+
+def _problems(answers: Iterable[Any]) -> list[str]:
+    """One per replica, "" for none."""
+    return [_text(answer) if isinstance(answer, BaseException) else "" for answer in answers]
+
+
+def _text(error: BaseException) -> str:
+    cause = getattr(error, "cause", None)
+    known = cause if isinstance(cause, ServiceError | ClusterError | WeightsError) else error
+    return str(known).partition("\n")[0] or type(known).__name__
+
+
+def _field(message: str) -> str | None:
+    """Refusals begin with the field that they are about."""
+    name, colon, _ = message.partition(": ")
+    return name if colon and name.isidentifier() else None

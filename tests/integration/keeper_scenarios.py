@@ -1,0 +1,378 @@
+"""What happens to keepers on a real Ray of their own: run as a script, prints one JSON object of observations.
+
+A process of its own, because a process can only be connected to one Ray.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+import xxhash
+from ray.cluster_utils import Cluster
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from cluster.extent_sources import ComingOffer, PeerOffer
+from cluster.keeper import keeper_class
+from cluster.loading_claims import LoadingClaims
+from cluster.peer_protocol import PeerAddress
+from cluster.ray_extents import RayExtents
+from cluster.residency_map import ExtentDirectory
+from weights.errors import BudgetExceeded
+from weights.manifest import ExtentRef
+
+MIB = 2**20
+EXTENT_BYTES = 8 * MIB
+STORE_BYTES = 384 * MIB
+BUDGET_BYTES = 256 * MIB
+NAMESPACE = "keepers"
+ALONE = ("store_is_full", "two_nodes")  # these need the object store, or the cluster, for themselves
+PARTS = ("__init__", "model", "keeper", "replica")
+WAIT_S = 20.0
+
+
+class Registry:
+    """The registry's part of it: a secret, and who has or gets what."""
+
+    def __init__(self) -> None:
+        self._secret = os.urandom(32)
+        self._directory = ExtentDirectory()
+        self._claims = LoadingClaims(time.monotonic)
+        self._addresses: dict[str, PeerAddress] = {}
+
+    def peer_secret(self) -> bytes:
+        return self._secret
+
+    def report_residency(
+        self, node_id: str, address: str | None, added: Sequence[str], removed: Sequence[str], full: bool
+    ) -> None:
+        parsed = PeerAddress(address.rpartition(":")[0], int(address.rpartition(":")[2])) if address else None
+        if parsed:
+            self._addresses[node_id] = parsed
+        self._directory.report(node_id, parsed, added, removed, full=full)
+        self._claims.settle(node_id, [*added, *removed])
+
+    def locate(self, ids: Sequence[str], node_id: str) -> Mapping[str, list[PeerOffer | ComingOffer]]:
+        found: dict[str, list[PeerOffer | ComingOffer]] = {**self._directory.locate(ids, node_id)}
+        for id_, other in self._claims.claim([id_ for id_ in ids if id_ not in found], node_id).items():
+            found[id_] = [ComingOffer(self._addresses[other], other, None, 0.0)]
+        return found
+
+
+class Replica:
+    """Holds weights as a worker does, and looks at every byte of them."""
+
+    def __init__(self, keeper: Any, holder: str) -> None:
+        self._extents = RayExtents(keeper, holder)
+        self._views: Mapping[str, Any] = {}
+
+    def fetch(self, extents: Sequence[ExtentRef]) -> bool:
+        self._views = self._extents.fetch(extents)
+        return _sound(extents, self._views)
+
+    def check(self, extents: Sequence[ExtentRef]) -> bool:
+        return _sound(extents, self._views)
+
+    def release(self, extents: Sequence[ExtentRef]) -> None:
+        self._views = {}
+        self._extents.release(extents)
+
+    def work(self, models: Sequence[Sequence[ExtentRef]], seconds: float) -> list[str]:
+        """Fetch, look and give back, one model after the other. What went wrong."""
+        wrong, end_s = [], time.monotonic() + seconds
+        while time.monotonic() < end_s:
+            for extents in models:
+                try:
+                    if not _sound(extents, self._extents.fetch(extents)):
+                        wrong.append("other bytes")
+                    self._extents.release(extents)
+                except Exception as error:
+                    wrong.append(repr(error))
+        return wrong
+
+    def write(self, id_: str) -> None:
+        """What must never happen: an in-place operation on a shared weight."""
+        ctypes.memset(self._views[id_].ctypes.data + EXTENT_BYTES // 2, 1, 1)
+
+    def sources(self) -> dict[str, int] | None:
+        report = self._extents.last_report
+        return report.sources if report else None
+
+
+def _sound(extents: Sequence[ExtentRef], views: Mapping[str, Any]) -> bool:
+    return all(xxhash.xxh3_128_hexdigest(views[extent.id]) == extent.checksum for extent in extents)
+
+
+class Scenarios:
+    def __init__(self, folder: Path, cluster: Cluster) -> None:
+        self.folder = folder
+        self.cluster = cluster
+        self.head: str = ray.get_runtime_context().get_node_id()
+
+    def model(self, name: str, num_extents: int, nbytes: int = EXTENT_BYTES) -> list[ExtentRef]:
+        extents = []
+        for number in range(num_extents):
+            data = np.random.default_rng().integers(0, 256, nbytes, np.uint8)
+            (self.folder / f"{name}{number}").write_bytes(data)
+            checksum = xxhash.xxh3_128_hexdigest(data)
+            extents.append(
+                ExtentRef(id=f"{name}{number}", pack=f"{name}{number}", offset=0, nbytes=nbytes, checksum=checksum)
+            )
+        return extents
+
+    def keeper(self, node: str = "", budget_bytes: int = BUDGET_BYTES, **options: Any) -> Any:
+        place = NodeAffinitySchedulingStrategy(node or self.head, soft=False)
+        actor = keeper_class().options(scheduling_strategy=place)
+        return actor.remote(str(self.folder), budget_bytes, node or self.head, **options)
+
+    def replica(self, keeper: Any, holder: str, node: str = "") -> Any:
+        place = NodeAffinitySchedulingStrategy(node or self.head, soft=False)
+        options = {"num_cpus": 0, "max_concurrency": 16, "scheduling_strategy": place}
+        return ray.remote(Replica).options(**options).remote(keeper, holder)
+
+    def one_read_for_many(self) -> dict[str, Any]:
+        extents, keeper = self.model("many", 4), self.keeper()
+        replicas = [self.replica(keeper, f"r{number}") for number in range(4)]
+        sound = ray.get([replicas[number % 4].fetch.remote(extents) for number in range(64)])
+        stats = stats_of(keeper)
+        end(keeper, *replicas)
+        return {"sound": all(sound), "read_bytes": stats.read_bytes, "model_bytes": _bytes(extents)}
+
+    def keeper_killed_idle(self) -> dict[str, Any]:
+        extents, keeper = self.model("idle", 4), self.keeper()
+        replica = self.replica(keeper, "old")
+        ray.get(replica.fetch.remote(extents))
+        start_s = time.monotonic()
+        kill(keeper)
+        sound = ray.get(replica.check.remote(extents))
+        until(lambda: stats_of(keeper).adopted_bytes == _bytes(extents))
+        adopted_s = time.monotonic() - start_s
+        late = self.replica(keeper, "late")
+        late_sound = ray.get(late.fetch.remote(extents))
+        holders = stats_of(keeper).holders
+        # The replica that kept them goes too: now the new keeper alone holds them, whose owner is long dead.
+        os.kill(pid_of(replica), signal.SIGKILL)
+        until(lambda: "old" not in stats_of(keeper).holders)
+        last = self.replica(keeper, "last")
+        last_sound = ray.get(last.fetch.remote(extents))
+        stats = stats_of(keeper)
+        end(keeper, late, last)
+        return {
+            "sound": [sound, late_sound, last_sound],
+            "read_bytes": stats.read_bytes,
+            "adopted_s": adopted_s,
+            "holders": sorted(holders),
+            "leased": stats.leased_bytes == _bytes(extents),
+        }
+
+    def keeper_killed_under_load(self) -> dict[str, Any]:
+        models = [self.model(name, 3) for name in ("x", "y")]
+        keeper = self.keeper()
+        replicas = [self.replica(keeper, f"r{number}") for number in range(2)]
+        working = [replica.work.remote(models, 5.0) for replica in replicas for _ in range(2)]
+        generations = set()
+        for _ in range(2):
+            time.sleep(1.0)  # into the middle of the work, wherever that is
+            generations.add(stats_of(keeper).generation)
+            kill(keeper)
+        wrong = [what for found in ray.get(working) for what in found]
+        until(lambda: stats_of(keeper).leased_bytes == 0)
+        generations.add(stats_of(keeper).generation)
+        end(keeper, *replicas)
+        return {"wrong": wrong, "lives": len(generations)}
+
+    def holder_dies(self) -> dict[str, Any]:
+        extents, keeper = self.model("dies", 2), self.keeper()
+        replica, other = self.replica(keeper, "dies"), self.replica(keeper, "lives")
+        ray.get([replica.fetch.remote(extents), other.fetch.remote(extents[:1])])
+        os.kill(pid_of(replica), signal.SIGKILL)
+        start_s = time.monotonic()
+        until(lambda: list(stats_of(keeper).holders) == ["lives"])
+        freed_s = time.monotonic() - start_s
+        end(keeper, other)
+        return {"freed_s": freed_s}
+
+    def budget_changes(self) -> dict[str, Any]:
+        extents, keeper = self.model("budget", 4), self.keeper()
+        replica = self.replica(keeper, "r")
+        ray.get(replica.fetch.remote(extents))
+        ray.get(keeper.set_budget.remote(2 * EXTENT_BYTES))
+        leased = stats_of(keeper).resident_bytes
+        ray.get(replica.release.remote(extents))
+        until(lambda: stats_of(keeper).resident_bytes == 2 * EXTENT_BYTES)
+        try:
+            ray.get(keeper.set_budget.remote(STORE_BYTES))
+            refusal = ""
+        except BudgetExceeded as error:
+            refusal = str(error.cause)
+        end(keeper, replica)
+        return {"leased": leased, "refusal": refusal}
+
+    def models_take_turns(self) -> dict[str, Any]:
+        """Each fits, both do not, and both are wanted all the time."""
+        models = [self.model(name, 3) for name in ("left", "right")]
+        keeper = self.keeper(budget_bytes=4 * EXTENT_BYTES)
+        turns = [0, 0]
+        replicas = [self.replica(keeper, f"r{number}") for number in range(2)]
+
+        def alternate(which: int) -> None:
+            for _ in range(10):
+                assert ray.get(replicas[which].fetch.remote(models[which]), timeout=WAIT_S)
+                ray.get(replicas[which].release.remote(models[which]))
+                turns[which] += 1
+
+        start_s = time.monotonic()
+        with ThreadPoolExecutor(2) as threads:
+            list(threads.map(alternate, range(2)))
+        seconds = time.monotonic() - start_s
+        end(keeper, *replicas)
+        return {"turns": turns, "seconds": seconds}
+
+    def shared_weight_is_written(self) -> dict[str, Any]:
+        extents, keeper = self.model("written", 2), self.keeper(audit_bytes_per_s=2**30)
+        replica, other = self.replica(keeper, "writes"), self.replica(keeper, "reads")
+        ray.get([replica.fetch.remote(extents), other.fetch.remote(extents)])
+        ray.get(replica.write.remote("written1"))
+        seen = ray.get(other.check.remote(extents))
+        until(lambda: stats_of(keeper).num_corrupt == 1)
+        again = ray.get(other.fetch.remote(extents))
+        stats = stats_of(keeper)
+        end(keeper, replica, other)
+        return {"before": seen, "again": again, "corrupt": stats.corrupt, "read_bytes": stats.read_bytes}
+
+    def store_is_full(self) -> dict[str, Any]:
+        """Somebody else's objects are in the way: Ray would fall back to disk."""
+        extents, keeper = self.model("full", 2, 64 * MIB), self.keeper()
+        replica = self.replica(keeper, "r")
+        others = [ray.put(np.zeros(64 * MIB, np.uint8)) for _ in range(5)]
+        views = ray.get(others)
+        try:
+            ray.get(replica.fetch.remote(extents))
+            refusal = ""
+        except BudgetExceeded as error:
+            refusal = str(error.cause)
+        leased = stats_of(keeper).leased_bytes
+        del views, others
+        sound = eventually_true(lambda: fits(replica, extents))
+        end(keeper, replica)
+        return {"refusal": refusal, "leased": leased, "sound": sound}
+
+    def two_nodes(self) -> dict[str, Any]:
+        """The second gets it from the first; and what both want at the same moment is read by one."""
+        registry = ray.remote(Registry).options(name="registry", namespace=NAMESPACE, num_cpus=0).remote()
+        second = self.cluster.add_node(num_cpus=1, object_store_memory=128 * MIB).node_id
+        nodes = [self.head, second]
+        keepers = [self.keeper(node, 64 * MIB, registry=("registry", NAMESPACE)) for node in nodes]
+        replicas = [self.replica(keeper, "r", node) for keeper, node in zip(keepers, nodes, strict=True)]
+        until(lambda: all(stats_of(keeper).address for keeper in keepers))
+        both, warm, alone = self.model("both", 3), self.model("warm", 3), self.model("alone", 1)
+        sound = ray.get([replica.fetch.remote(both) for replica in replicas])
+        reads = [stats_of(keeper).read_bytes for keeper in keepers]
+        reader, other = (0, 1) if reads[0] else (1, 0)
+        sound.append(ray.get(replicas[reader].fetch.remote(warm)))
+        until(lambda: len(ray.get(registry.locate.remote([extent.id for extent in warm], nodes[other]))) == 3)
+        sound.append(ray.get(replicas[other].fetch.remote(warm)))
+        sources = ray.get(replicas[other].sources.remote())
+        stats = [stats_of(keepers[which]) for which in (reader, other)]
+        ray.kill(registry)
+        sound.append(ray.get(replicas[other].fetch.remote(alone)))
+        end(*keepers, *replicas)
+        return {
+            "sound": sound,
+            "model_bytes": _bytes(warm),
+            "sources": sources,
+            "read": [found.read_bytes for found in stats],
+            "peer": [found.peer_bytes for found in stats],
+            "served": [found.served_bytes for found in stats],
+        }
+
+
+def stats_of(keeper: Any) -> Any:
+    """Of a keeper that may just be dying."""
+    while True:
+        try:
+            return ray.get(keeper.stats.remote(), timeout=WAIT_S)
+        except ray.exceptions.RayActorError:
+            time.sleep(0.05)
+
+
+def pid_of(actor: Any) -> int:
+    return ray.get(actor.__ray_call__.remote(lambda _: os.getpid()))
+
+
+def kill(keeper: Any) -> None:
+    """kill -9, and until the process that follows it answers."""
+    generation = stats_of(keeper).generation
+    os.kill(pid_of(keeper), signal.SIGKILL)
+    until(lambda: stats_of(keeper).generation != generation)
+
+
+def fits(replica: Any, extents: Sequence[ExtentRef]) -> bool:
+    try:
+        return ray.get(replica.fetch.remote(extents))
+    except BudgetExceeded:
+        return False
+
+
+def eventually_true(condition: Callable[[], bool]) -> bool:
+    until(condition)
+    return True
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + WAIT_S
+    while not condition():
+        if time.monotonic() > end_s:
+            raise TimeoutError("what was waited for did not happen")
+        time.sleep(0.05)
+
+
+def end(*actors: Any) -> None:
+    for actor in actors:
+        ray.kill(actor)
+
+
+def _bytes(extents: Sequence[ExtentRef]) -> int:
+    return sum(extent.nbytes for extent in extents)
+
+
+NAMES = [name for name, member in vars(Scenarios).items() if callable(member) and name not in PARTS]
+
+
+def main(folder: Path, names: Sequence[str]) -> None:
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "object_store_memory": STORE_BYTES})
+    ray.init(address=cluster.address, namespace=NAMESPACE, log_to_driver=False, logging_level="error")
+    observed: dict[str, Any] = {}
+    scenarios = Scenarios(folder, cluster)
+
+    def run(name: str) -> None:
+        try:
+            observed[name] = getattr(scenarios, name)()
+        except Exception as error:
+            observed[name] = {"error": repr(error)}
+
+    try:
+        chosen = names or NAMES
+        with ThreadPoolExecutor(3) as threads:
+            list(threads.map(run, [name for name in chosen if name not in ALONE]))
+        for name in chosen:
+            if name in ALONE:
+                run(name)
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+    print(json.dumps(observed))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])

@@ -1,0 +1,253 @@
+"""Models come, change and go while the cluster serves, over HTTP and through the death of the registry."""
+
+from __future__ import annotations
+
+import base64
+import io
+import os
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import psutil
+import pytest
+import ray
+import torch
+from integration.harness import DEMO_MODELS, Cluster
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from cluster.registry import NAMESPACE, registry_name
+from weights.store import WeightStore
+
+PROMPT = "What is 4"
+PICTURE = {"model": "digits-flux", "prompt": "a handwritten seven", "seed": 3, "num_inference_steps": 3}
+
+
+class Admin:
+    """The HTTP API; what was registered through it is removed at the end."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.http = httpx.Client(base_url=cluster.url, timeout=120)
+        self._registered: set[str] = set()
+
+    def register(self, **entry: Any) -> httpx.Response:
+        self._registered.add(entry["id"])
+        return self.http.post("/admin/models", json=entry)
+
+    def complete(self, model: str) -> httpx.Response:
+        body = {"model": model, "prompt": PROMPT, "max_tokens": 8, "temperature": 0}
+        return self.http.post("/v1/completions", json=body)
+
+    def text(self, model: str) -> str:
+        answer = self.complete(model)
+        assert answer.status_code == 200, answer.text
+        return answer.json()["choices"][0]["text"]
+
+    def picture(self, **more: Any) -> str:
+        answer = self.http.post("/v1/images/generations", json=PICTURE | more)
+        assert answer.status_code == 200, answer.text
+        return answer.json()["data"][0]["b64_json"]
+
+    def versions(self) -> dict[str, Any]:
+        """What is in the store of each model. Whether replicas could attach it is for them to say again."""
+        listed = self.http.get("/v1/models").json()["data"]
+        return {model["id"]: (model["kind"], model["bytes"], model["base"], model["defaults"]) for model in listed}
+
+    def remove_all(self) -> None:
+        for id_ in self._registered:
+            self.http.delete(f"/admin/models/{id_}", params={"purge": "true"})
+
+
+@pytest.fixture
+def admin(cluster: Cluster) -> Iterator[Admin]:
+    made = Admin(cluster)
+    yield made
+    made.remove_all()
+
+
+def adder_version(folder: Path, shift: int) -> Path:
+    """The adder, whose words are `shift` places off: each version answers differently."""
+    shutil.copytree(DEMO_MODELS / "adder", folder, dirs_exist_ok=True)
+    tensors = load_file(DEMO_MODELS / "adder" / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["lm_head.weight"].roll(shift, 0).contiguous()
+    staged = folder.with_suffix(".staged")
+    save_file(tensors, staged, {"format": "pt"})
+    staged.replace(folder / "model.safetensors")
+    return folder
+
+
+def stock_text(folder: Path) -> str:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    inputs = tokenizer(PROMPT, return_tensors="pt")
+    output = model.generate(**inputs, max_new_tokens=8, do_sample=False)
+    return tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+def test_a_model_registered_while_the_cluster_runs_is_served(cluster: Cluster, admin: Admin, tmp_path: Path) -> None:
+    folder = adder_version(tmp_path / "copy", shift=1)
+    assert admin.complete("hot").status_code == 404
+    made = admin.register(id="hot", path=str(folder), dtype="float32", description="hot", defaults={"max_tokens": 2})
+    assert (made.status_code, made.json()["state"], made.json()["kind"]) == (201, "ready", "llm")
+    assert admin.text("hot") == stock_text(folder)
+    short = admin.http.post("/v1/completions", json={"model": "hot", "prompt": PROMPT, "temperature": 0})
+    assert short.json()["usage"]["completion_tokens"] <= 2
+    assert [model.id for model in cluster.openai.models.list()][-1] == "hot"
+    assert admin.register(id="hot", path=str(folder), dtype="float32").status_code == 200
+    assert admin.http.delete("/admin/models/hot", params={"purge": "true"}).json()["orphans"] == []
+    assert admin.complete("hot").status_code == 404
+    assert "hot" not in WeightStore(cluster.config.store.path).model_names()
+
+
+def test_a_lora_registered_while_the_cluster_runs_is_used(admin: Admin, tmp_path: Path) -> None:
+    folder = tmp_path / "lora"
+    shutil.copytree(DEMO_MODELS / "bold", folder)
+    (file,) = folder.glob("*.safetensors")
+    tensors = load_file(file)
+    save_file({name: tensor * 2 if "lora_B" in name else tensor for name, tensor in tensors.items()}, file)
+    made = admin.register(id="bolder", path=str(folder), base=["digits-flux"], dtype="float32")
+    assert (made.status_code, made.json()["kind"]) == (201, "adapter")
+    strong = admin.picture(lora=[{"name": "bold", "scale": 2.0}])
+    assert admin.picture(lora=[{"name": "bolder"}]) == strong != admin.picture()
+    save_file(tensors, file)
+    assert admin.register(id="bolder", path=str(folder), base=["digits-flux"], dtype="float32").status_code == 200
+    assert admin.picture(lora=[{"name": "bolder"}]) == admin.picture(lora=[{"name": "bold"}]) != strong
+
+
+def test_a_version_is_replaced_under_running_requests_without_a_failed_one(admin: Admin, tmp_path: Path) -> None:
+    folder = adder_version(tmp_path / "copy", shift=1)
+    assert admin.register(id="hot", path=str(folder), dtype="float32").status_code == 201
+    known = {stock_text(folder)}
+    assert {admin.text("hot")} == known
+    stop = threading.Event()
+
+    def ask_on() -> list[httpx.Response]:
+        answers = []
+        while not stop.is_set():
+            answers.append(admin.complete("hot"))
+        return answers
+
+    with ThreadPoolExecutor(4) as pool:
+        asking = [pool.submit(ask_on) for _ in range(4)]
+        try:
+            for shift in (2, 3):
+                adder_version(folder, shift)
+                known.add(newest := stock_text(folder))
+                assert admin.register(id="hot", path=str(folder), dtype="float32").status_code == 200
+                wait_for(lambda newest=newest: admin.text("hot") == newest, "the new version")  # type: ignore[misc]
+        finally:
+            stop.set()
+        answers = [answer for one in asking for answer in one.result()]
+    assert {answer.status_code for answer in answers} == {200}
+    assert {answer.json()["choices"][0]["text"] for answer in answers} == known
+    (folder / "model.safetensors").write_bytes(b"torn")
+    failed = admin.register(id="hot", path=str(folder), dtype="float32")
+    assert (failed.status_code, failed.json()["error"]["code"]) == (422, "unusable_checkpoint")
+    assert admin.text("hot") == newest
+    assert "model.safetensors" in admin.http.get("/v1/models/hot").json()["error"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status", "text"),
+    [
+        ("POST", "", {"id": "x", "path": "/nowhere/at/all"}, 422, "/nowhere/at/all: no such folder"),
+        ("POST", "", {"id": "x", "path": "relative"}, 400, "is relative"),
+        ("POST", "", {"id": "x", "path": "/x", "colour": 1}, 400, "colour: unknown field"),
+        ("POST", "", {"id": "x", "path": "/x", "base": ["nope"]}, 400, "unknown nope (models: digits-flux"),
+        ("POST", "", {"id": "bold", "path": "/x"}, 409, "'bold' is an adapter already"),
+        ("DELETE", "/adder", None, 409, "is in the cluster config"),
+        ("DELETE", "/x", None, 404, "known: digits-flux"),
+        ("POST", "/truncated/prefetch", None, 503, "layer.weight"),
+        ("POST", "/x/pin", None, 404, "known: digits-flux"),
+    ],
+)
+def test_bad_admin_requests_say_why(admin: Admin, method: str, path: str, body: Any, status: int, text: str) -> None:
+    before = admin.http.get("/v1/models").json()
+    answer = admin.http.request(method, f"/admin/models{path}", json=body)
+    assert (answer.status_code, text in answer.json()["error"]["message"]) == (status, True), answer.text
+    assert admin.http.get("/v1/models").json() == before
+
+
+def test_what_is_prefetched_and_pinned_is_shown(admin: Admin) -> None:
+    def resident() -> dict[str, Any]:
+        models = admin.http.get("/admin/cluster").json()["models"]
+        (found,) = next(model["resident"] for model in models if model["id"] == "adder").values() or [{}]
+        return found
+
+    assert set(admin.http.post("/admin/models/adder/prefetch").json()["nodes"].values()) == {""}
+    wait_for(lambda: resident().get("host_bytes", 0) > 0, "the prefetched model")
+    assert set(admin.http.post("/admin/models/adder/pin").json()["nodes"].values()) == {""}
+    assert resident()["pinned"]
+    assert set(admin.http.delete("/admin/models/adder/pin").json()["nodes"].values()) == {""}
+    assert not resident()["pinned"]
+
+
+def test_requests_go_on_while_the_registry_is_killed_and_it_comes_back_whole(
+    cluster: Cluster, admin: Admin, tmp_path: Path
+) -> None:
+    folder = adder_version(tmp_path / "copy", shift=1)
+    admin.register(id="hot", path=str(folder), dtype="float32")
+    expected = admin.text("hot")
+    before = admin.versions()
+    registry = ray.get_actor(registry_name(cluster.config), namespace=NAMESPACE)
+    os.kill(ray.get(registry.process_id.remote()), signal.SIGKILL)
+    for _ in range(10):
+        assert admin.text("hot") == expected
+
+    def is_back() -> bool:
+        shown = admin.http.get("/admin/cluster").json()
+        return "registry" not in shown and shown["nodes"][0].get("num_extents", 0) > 0
+
+    wait_for(is_back, "the restarted registry")
+    wait_for(lambda: admin.versions() == before, "its directory")
+    assert admin.text("hot") == expected
+    assert admin.register(id="later", path=str(folder), dtype="float32").status_code == 201
+
+
+def test_requests_whose_worker_is_killed_are_answered_by_another(cluster: Cluster, admin: Admin) -> None:
+    def workers() -> list[dict[str, Any]]:
+        return admin.http.get("/admin/cluster").json()["workers"]
+
+    def picture(seed: int) -> httpx.Response:
+        body = PICTURE | {"seed": seed, "num_inference_steps": 40}
+        return admin.http.post("/v1/images/generations", json=body)
+
+    expected = [pixels(picture(seed)) for seed in range(8)]
+    with ThreadPoolExecutor(8) as pool:
+        answers = [pool.submit(picture, seed) for seed in range(8)]
+        wait_for(lambda: any(worker.get("denoising", 0) for worker in workers()), "the requests' start")
+        victim = max(replica_processes("worker"), key=lambda process: process.cpu_times().user)
+        victim.kill()
+        found = [answer.result() for answer in answers]
+    assert [answer.status_code for answer in found] == [200] * 8
+    for answer, alone in zip(found, expected, strict=True):
+        assert np.abs(pixels(answer) - alone).max() <= 1  # of 255: company may change the last bit of a float
+    wait_for(lambda: sum("denoising" in worker for worker in workers()) == 2, "a worker in its place")
+
+
+def pixels(answer: httpx.Response) -> np.ndarray:
+    data = base64.b64decode(answer.json()["data"][0]["b64_json"])
+    return np.asarray(Image.open(io.BytesIO(data))).astype(int)
+
+
+def replica_processes(deployment: str) -> list[psutil.Process]:
+    title = f"ray::ServeReplica:atelier:{deployment}"
+    mine = psutil.Process().children(recursive=True)
+    return [process for process in mine if process.cmdline()[:1] and process.cmdline()[0].startswith(title)]
+
+
+def wait_for(condition: Any, what: str, timeout_s: float = 40.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    pause = threading.Event()
+    while not condition():
+        assert time.monotonic() < deadline, f"{what} did not appear within {timeout_s} s"
+        pause.wait(0.2)

@@ -1,0 +1,97 @@
+"""Keepers on a real Ray: killed, starved, written to, and two of them on two nodes.
+
+The scenarios run in one process of their own (`keeper_scenarios.py`), which only reports what it saw.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from integration.harness import ROOT
+
+EXTENT_BYTES = 8 * 2**20
+
+pytestmark = pytest.mark.ray
+
+
+@pytest.fixture(scope="module")
+def observed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    script = Path(__file__).with_name("keeper_scenarios.py")
+    done = subprocess.run(
+        [sys.executable, str(script), str(tmp_path_factory.mktemp("packs"))],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_64_callers_of_one_cold_model_read_it_once(observed: dict[str, Any]) -> None:
+    found = observed["one_read_for_many"]
+    assert found["sound"]
+    assert found["read_bytes"] == found["model_bytes"] == 4 * EXTENT_BYTES
+
+
+def test_a_killed_keeper_gets_back_what_replicas_hold_without_reading_storage(observed: dict[str, Any]) -> None:
+    """Views stay valid, new replicas attach, and the bytes outlive the replica that kept them."""
+    found = observed["keeper_killed_idle"]
+    assert found["sound"] == [True, True, True]
+    assert found["read_bytes"] == 0
+    assert found["holders"] == ["late", "old"]
+    assert found["leased"]
+    assert found["adopted_s"] < 15
+
+
+def test_under_load_nobody_notices_that_the_keeper_was_killed(observed: dict[str, Any]) -> None:
+    assert observed["keeper_killed_under_load"] == {"wrong": [], "lives": 3}
+
+
+def test_the_leases_of_a_killed_replica_end(observed: dict[str, Any]) -> None:
+    assert observed["holder_dies"]["freed_s"] < 15
+
+
+def test_the_budget_changes_at_run_time(observed: dict[str, Any]) -> None:
+    found = observed["budget_changes"]
+    assert found["leased"] == 4 * EXTENT_BYTES  # over the new budget, but leased
+    assert "75% of its object store of 402653184" in found["refusal"]
+
+
+def test_two_models_that_do_not_fit_together_take_turns(observed: dict[str, Any]) -> None:
+    found = observed["models_take_turns"]
+    assert found["turns"] == [10, 10]
+    assert found["seconds"] < 20
+
+
+def test_a_write_into_a_shared_weight_is_caught_and_replaced(observed: dict[str, Any]) -> None:
+    found = observed["shared_weight_is_written"]
+    assert not found["before"]  # it did reach the other replica
+    assert found["corrupt"] == ["written1"]
+    assert found["again"]
+    assert found["read_bytes"] == 3 * EXTENT_BYTES
+
+
+def test_a_full_object_store_is_refused_instead_of_falling_back_to_disk(observed: dict[str, Any]) -> None:
+    found = observed["store_is_full"]
+    assert "has no room in memory for 67108864 bytes" in found["refusal"]
+    assert found["leased"] == 0
+    assert found["sound"]  # once there is room
+
+
+def test_storage_is_read_once_for_two_nodes(observed: dict[str, Any]) -> None:
+    """The second takes from the first; what both want at once is read by one; without a registry each reads."""
+    found = observed["two_nodes"]
+    assert found["sound"] == [True] * 5
+    assert found["sources"] == {"peer": found["model_bytes"]}
+    both_bytes = 2 * found["model_bytes"]
+    assert found["read"] == [both_bytes, 0]
+    assert found["peer"] == [0, both_bytes]
+    assert found["served"] == [both_bytes, 0]
