@@ -18,16 +18,16 @@ from typing import Any, Final, Protocol
 
 import ray
 
-from cluster.adoption import ADOPTION_S, Adoption
-from cluster.audit import AUDIT_BYTES_PER_S, Audit
-from cluster.extent_loading import ExtentLoader, Offers
-from cluster.held_extents import MAX_WAIT_S, HeldExtents
-from cluster.holder_watch import ActorPing, HolderWatch
 from cluster.keeper_records import Acquired, Greeting, HeldOffer, KeeperStats, ResidentExtent, Source
-from cluster.load_clock import LoadClock
-from cluster.object_store import MAX_SHARE, ObjectStore, StoreFull
-from cluster.peer_link import Directory, PeerLink, RayDirectory
-from cluster.residents import Held
+from cluster.keeping.adoption import ADOPTION_S, Adoption
+from cluster.keeping.audit import AUDIT_BYTES_PER_S, Audit
+from cluster.keeping.extent_loading import ExtentLoader, Offers
+from cluster.keeping.held_extents import MAX_WAIT_S, HeldExtents
+from cluster.keeping.holder_watch import ActorPing, HolderWatch
+from cluster.keeping.load_clock import LoadClock
+from cluster.keeping.object_store import MAX_SHARE, ObjectStore, StoreFull
+from cluster.keeping.residents import Held
+from cluster.peers.peer_link import Directory, PeerLink, RayDirectory
 from cluster.telemetry import LoadMetrics
 from weights.errors import BudgetExceeded
 from weights.manifest import ExtentRef

@@ -1,6 +1,7 @@
 """The keepers of all nodes: started with their node, found again by name, asked all at once.
 
-Nothing here is lost with the process: keepers are named after their node and say themselves what they hold.
+Nothing here is lost with the process: keepers are named after their node and say themselves what they hold. Pins and
+a budget set at run time end with a keeper's process, so the keeper that follows is told of them again.
 """
 
 from __future__ import annotations
@@ -10,22 +11,31 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from cluster.extent_sources import ComingOffer, PeerOffer
 from cluster.keeper import keeper_class
-from cluster.loading_claims import LoadingClaims
-from cluster.peer_protocol import PeerAddress
+from cluster.keeping.loading_claims import LoadingClaims
+from cluster.peers.extent_sources import ComingOffer, PeerOffer
+from cluster.peers.peer_protocol import PeerAddress
 from cluster.residency_map import ExtentDirectory
 
 NAMESPACE: Final = "atelier"
 ANSWER_TIMEOUT_S: Final = 10.0
 
 logger = logging.getLogger("atelier.registry")
+
+
+@dataclass(frozen=True, slots=True)
+class _Life:
+    """A keeper's process as last seen."""
+
+    generation: str
+    budget_bytes: int
 
 
 class NodeKeepers:
@@ -45,7 +55,8 @@ class NodeKeepers:
         self._options = options
         self._claims = LoadingClaims(clock)
         self._handles: dict[str, Any] = {}
-        self._known: set[str] = set()  # nodes whose keeper has told everything it holds
+        self._lives: dict[str, _Life] = {}
+        self._pinned: set[str] = set()
         self._residency = ExtentDirectory()
 
     def handles(self) -> Mapping[str, Any]:
@@ -63,28 +74,48 @@ class NodeKeepers:
             ray.kill(self._handles.pop(node_id))  # Ray would look for its node for ever
             self._residency.forget(node_id)
             self._claims.forget(node_id)
-        self._known &= set(alive)
+            self._lives.pop(node_id, None)
         for node_id in alive:
             self.get(node_id)
-        await asyncio.gather(*(self._learn(node_id) for node_id in alive if node_id not in self._known))
+        await asyncio.gather(*map(self._look_at, alive))
 
-    async def _learn(self, node_id: str) -> None:
-        """A keeper outlives this process: one that was there before has told another what it holds."""
-        keeper = self._handles[node_id]
+    async def pin(self, ids: Sequence[str], pinned: bool) -> dict[str, Any]:
+        """On every node, those that join or restart later included. Answers as of `ask`."""
+        if pinned:
+            self._pinned.update(ids)
+        else:
+            self._pinned.difference_update(ids)
+        return await self.ask("pin" if pinned else "unpin", list(ids))
+
+    async def _look_at(self, node_id: str) -> None:
         try:
             async with asyncio.timeout(ANSWER_TIMEOUT_S):
-                residents, stats = await asyncio.gather(keeper.residents.remote(), keeper.stats.remote())
+                stats = await self._handles[node_id].stats.remote()
+                life, last = _Life(stats.generation, stats.budget_bytes), self._lives.get(node_id)
+                if last is None or last.generation != life.generation:
+                    life = await self._meet(node_id, life, last, stats.address)
+                self._lives[node_id] = life
         except Exception as error:  # it is starting, or dead: the next round asks again
             logger.info("keeper of node %s does not answer: %s", node_id, error)
-            return
-        self.report(node_id, stats.address, [extent.id for extent in residents], [], full=True)
+
+    async def _meet(self, node_id: str, life: _Life, last: _Life | None, address: str | None) -> _Life:
+        """A keeper outlives this process: one that is new here has perhaps told another what it holds and pins."""
+        keeper = self._handles[node_id]
+        if last:
+            self._claims.forget(node_id)  # what it was loading died with it
+            if last.budget_bytes != life.budget_bytes:
+                await keeper.set_budget.remote(last.budget_bytes)
+        residents = await keeper.residents.remote()
+        self._pinned.update(extent.id for extent in residents if extent.pinned)
+        if self._pinned:
+            await keeper.pin.remote(sorted(self._pinned))
+        self.report(node_id, address, [extent.id for extent in residents], [], full=True)
+        return _Life(life.generation, last.budget_bytes if last else life.budget_bytes)
 
     def report(
         self, node_id: str, address: str | None, added: Sequence[str], removed: Sequence[str], full: bool
     ) -> None:
         """What a keeper has got and given up; `full`: it has exactly `added`. `address` is host:port of its server."""
-        if full:
-            self._known.add(node_id)
         self._residency.report(node_id, _parsed(address), added, removed, full=full)
         self._claims.settle(node_id, [*added, *removed])
 

@@ -17,14 +17,14 @@ from typing import Any, Final
 
 import ray
 
-from cluster.directory import DirectoryChange, Entry, ModelRecord
-from cluster.extent_sources import ComingOffer, PeerOffer
 from cluster.keeper_records import KeeperStats
+from cluster.models.directory import DirectoryChange, Entry, ModelRecord
+from cluster.models.registrations import Registrations
+from cluster.models.served_models import ServedModels, Unregistered
 from cluster.node_keepers import NAMESPACE as NAMESPACE
 from cluster.node_keepers import NodeKeepers, alive_nodes
-from cluster.registrations import Registrations
+from cluster.peers.extent_sources import ComingOffer, PeerOffer
 from cluster.residency_report import cluster_residency
-from cluster.served_models import ServedModels, Unregistered
 from configs.cluster import ClusterConfig
 from configs.model import ModelConfig
 from weights.intake import bring_in
@@ -127,7 +127,7 @@ class WeightRegistry:
     async def pin(self, model: str, pinned: bool = True) -> dict[str, str]:
         """Keep it in the memory of every node that has it, or no longer. What went wrong by node, "" for nothing."""
         manifest = await self._models.manifest(model)
-        return _errors(await self._keepers.ask("pin" if pinned else "unpin", list(manifest.extents)))
+        return _errors(await self._keepers.pin(list(manifest.extents), pinned))
 
     async def residency(self) -> dict[str, Any]:
         """Nodes with their figures and models with what of them is where, as JSON-able values."""

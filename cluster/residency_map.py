@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from cluster.extent_sources import PeerOffer
-from cluster.peer_protocol import PeerAddress
+from cluster.peers.extent_sources import PeerOffer
+from cluster.peers.peer_protocol import PeerAddress
 
 
 @dataclass(slots=True)

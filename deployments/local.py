@@ -18,8 +18,8 @@ from deployments.embedding_cache import EmbeddingCache, Encoding
 from deployments.encoding import CachedEncoders, EncodeJob, TextEncoderBuilder, encode_jobs, is_text_encoder
 from deployments.engines.diffusion.factory import create_pipeline
 from deployments.errors import UnknownModel, as_service_errors
+from deployments.hosting.model_host import ModelHost
 from deployments.image_requests import conditioning_request, denoise_request, ignored_inputs
-from deployments.model_host import ModelHost
 from deployments.records import ImageRequest, ImageResult
 from weights.externalize import externalize
 from weights.manifest import ExtentRef, Manifest

@@ -22,7 +22,7 @@ from configs.model import ModelConfig
 from deployments.engines.build import import_class
 from deployments.engines.protocol import EngineError
 from deployments.errors import ServiceError
-from deployments.model_host import ModelHost
+from deployments.hosting.model_host import ModelHost
 from weights.errors import WeightsError
 from weights.manifest import Component
 from weights.store import WeightStore

@@ -20,8 +20,8 @@ from deployments.engines.diffusion.factory import create_pipeline
 from deployments.engines.llm.engine import LLMEngine
 from deployments.engines.protocol import AdapterUse, DiffusionRequest, SamplingParams, TextRequest
 from deployments.errors import as_service_errors
+from deployments.hosting.model_host import Lease
 from deployments.image_requests import conditioning_request, denoise_request, ignored_inputs
-from deployments.model_host import Lease
 from deployments.records import (
     ChatRequest,
     CompletionRequest,

@@ -6,10 +6,10 @@ from typing import Any
 
 from ray.exceptions import RayActorError
 
-from cluster.directory import ModelRecord
-from cluster.entry_rules import listed
 from cluster.errors import ModelUnknown
-from cluster.watching import DirectoryWatch
+from cluster.models.directory import ModelRecord
+from cluster.models.entry_rules import listed
+from cluster.models.watching import DirectoryWatch
 from deployments.errors import InvalidRequest, ModelUnavailable, UnknownModel
 from deployments.records import ModelCard
 

@@ -7,8 +7,8 @@ from typing import Any
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
+from cluster.models.watching import DirectoryWatch
 from cluster.registry import connect_registry
-from cluster.watching import DirectoryWatch
 from configs.cluster import ClusterConfig
 from deployments.ingress.http import create_http_app
 from deployments.ingress.service import Service

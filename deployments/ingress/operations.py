@@ -9,10 +9,10 @@ from typing import Any, Final, Literal
 
 from ray.exceptions import RayActorError
 
-from cluster.directory import Entry
 from cluster.errors import ClusterError, ModelUnknown, RegistrationConflict, RegistrationRefused
 from cluster.errors import ModelUnavailable as NotInStore
-from cluster.watching import DirectoryWatch
+from cluster.models.directory import Entry
+from cluster.models.watching import DirectoryWatch
 from deployments.errors import (
     Conflict,
     InvalidRequest,

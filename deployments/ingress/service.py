@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
 
-from cluster.watching import DirectoryWatch
+from cluster.models.watching import DirectoryWatch
 from configs.cluster import ClusterConfig
 from deployments.defaults import with_image_defaults, with_text_defaults
 from deployments.ingress.catalog import Catalog, card_of

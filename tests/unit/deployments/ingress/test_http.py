@@ -17,9 +17,9 @@ import pytest
 from PIL import Image
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError, RayTaskError
 
-from cluster.directory import Directory, DirectoryChange, ModelRecord
 from cluster.errors import ModelUnknown
-from cluster.watching import DirectoryWatch
+from cluster.models.directory import Directory, DirectoryChange, ModelRecord
+from cluster.models.watching import DirectoryWatch
 from configs.cluster import ClusterConfig
 from configs.model import ModelConfig
 from deployments.errors import GenerationFailed, InvalidRequest, Overloaded, ReplicaLost

@@ -1,0 +1,1 @@
+"""What a keeper is made of."""

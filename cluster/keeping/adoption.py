@@ -1,0 +1,68 @@
+"""How a restarted keeper gets back what replicas still have mapped, before it reads anything again."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import ray
+import xxhash
+
+from cluster.keeper_records import HeldOffer
+from cluster.keeping.held_extents import HeldExtents
+from cluster.keeping.residents import Held
+
+# Replicas tell a restarted keeper what they hold within a second; until then storage is not asked.
+ADOPTION_S: Final = 3.0
+
+logger = logging.getLogger("atelier.keeper")
+
+
+class Adoption:
+    """Thread-safe. `damaged` hears of offers whose bytes are not the extent's any more: those are not taken."""
+
+    def __init__(
+        self,
+        held: HeldExtents,
+        damaged: Callable[[str, str], None],
+        *,
+        verify: bool,
+        wait_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._held = held
+        self._damaged = damaged
+        self._verify = verify
+        self._clock = clock
+        self._until_s = clock() + wait_s
+
+    def wait_for(self, ids: Sequence[str]) -> None:
+        """Until all of them are here, or no offer is to be expected any more."""
+        left_s = self._until_s - self._clock()
+        if left_s > 0:
+            self._held.wait_until_known(ids, left_s)
+
+    def take(self, holder: str, offers: Sequence[HeldOffer]) -> int:
+        """The bytes that were not here. Leases are taken over in any case, but for what cannot be mapped."""
+        taken_bytes = 0
+        for offer in offers:
+            id_ = offer.extent.id
+            if self._held.adopt(None, id_, holder, offer.num_leases):
+                continue
+            if (held := self._mapped(offer, holder)) is not None:
+                self._held.adopt(held, id_, holder, offer.num_leases)
+                taken_bytes += offer.extent.nbytes
+        return taken_bytes
+
+    def _mapped(self, offer: HeldOffer, holder: str) -> Held | None:
+        try:
+            view = ray.get(offer.ref, timeout=ADOPTION_S)
+        except ray.exceptions.RayError as error:
+            logger.warning("extent %s of %s cannot be adopted: %s", offer.extent.id, holder, error)
+            return None
+        if self._verify and xxhash.xxh3_128_hexdigest(view) != offer.extent.checksum:
+            self._damaged(offer.extent.id, f"as {holder} has it")
+            return None
+        return Held(offer.extent, offer.ref, view, "adopted")

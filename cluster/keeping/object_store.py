@@ -1,0 +1,92 @@
+"""Ray's object store of this node: puts that stay in memory, or fail and say so.
+
+When its store is full, Ray waits two seconds and then puts the object into a file on disk, without a word (fallback
+allocation). Where an object lies shows in /proc/self/maps: it is mapped here, and the mapping names its device.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import ray
+
+from cluster.keeping.shared_pages import populate_store
+from weights.errors import BudgetExceeded
+from weights.memory.pages import ByteArray
+
+# Ray spills from 80 % of its store on; what is not weights, and holes between objects, want room as well.
+MAX_SHARE: Final = 0.75
+SHARED_MEMORY: Final = "/dev/shm"  # noqa: S108  where Ray's store is
+MAPS: Final = Path("/proc/self/maps")
+PREALLOCATE: Final = "RAY_preallocate_plasma_memory"
+PROBE_BYTES: Final = 2**20
+
+logger = logging.getLogger("atelier.keeper")
+
+
+class StoreFull(BudgetExceeded):
+    """The object store has no room in memory, whatever the budget says; evicting more may help."""
+
+
+class ObjectStore:
+    """Thread-safe. Made inside an actor; `environ` says whether Ray touched every page of its store at start."""
+
+    def __init__(self, node_id: str, environ: Mapping[str, str] = os.environ) -> None:
+        self.capacity_bytes = capacity_bytes(node_id)
+        self._touched_bytes = self.capacity_bytes if environ.get(PREALLOCATE) in ("1", "true") else 0
+        # A store that is not in shared memory by its own configuration is slow, but it is what there is.
+        self._is_shared = in_shared_memory(ray.get(ray.put(np.zeros(PROBE_BYTES, np.uint8))))
+        if not self._is_shared:
+            logger.warning("Ray's object store is not in %s", SHARED_MEMORY)
+
+    def populate(self) -> None:
+        """Make and map every page of the store now, so that no put has to. Takes seconds; puts may go on meanwhile."""
+        self._touched_bytes = max(self._touched_bytes, populate_store())
+
+    def put(self, array: ByteArray, used_bytes: int) -> tuple[Any, ByteArray]:
+        """Reference and view of a copy; `used_bytes` are in the store already. Raises StoreFull."""
+        self._touched_bytes = max(self._touched_bytes, used_bytes)
+        # HAZARD: to touch a page of a full /dev/shm is a SIGBUS, not an error. Pages that were used before exist.
+        if self._is_shared and used_bytes + array.nbytes > self._touched_bytes:
+            free_bytes = _free_bytes()
+            if free_bytes < array.nbytes:
+                raise StoreFull(f"{SHARED_MEMORY} is full: {array.nbytes} bytes are needed, {free_bytes} are free")
+        try:
+            ref = ray.put(array)
+            view = ray.get(ref)
+        except ray.exceptions.ObjectStoreFullError as error:
+            raise StoreFull(f"Ray's object store has no room for {array.nbytes} bytes: {error}") from None
+        if self._is_shared and not in_shared_memory(view):
+            raise StoreFull(
+                f"Ray's object store of {self.capacity_bytes} bytes has no room in memory for {array.nbytes} bytes "
+                f"beside {used_bytes} bytes of weights and what else is in it"
+            )
+        return ref, view
+
+
+def capacity_bytes(node_id: str) -> int:
+    """Of the object store of a node; 0 when Ray does not know the node."""
+    sizes = [node["Resources"].get("object_store_memory", 0) for node in ray.nodes() if node["NodeID"] == node_id]
+    return int(sizes[0]) if sizes else 0
+
+
+def in_shared_memory(view: ByteArray, maps: Callable[[], str] = lambda: MAPS.read_text(errors="replace")) -> bool:
+    """Whether the bytes are in no file, or in one of shared memory. Format of `maps`: proc_pid_maps(5)."""
+    address = view.ctypes.data
+    for line in maps().splitlines():
+        span, _, _, device, inode, *_ = line.split(maxsplit=5)
+        start, end = (int(bound, 16) for bound in span.split("-"))
+        if start <= address < end:
+            major, minor = (int(number, 16) for number in device.split(":"))
+            return inode == "0" or os.makedev(major, minor) == os.stat(SHARED_MEMORY).st_dev
+    return True  # it went between the two looks
+
+
+def _free_bytes() -> int:
+    found = os.statvfs(SHARED_MEMORY)
+    return found.f_bavail * found.f_frsize

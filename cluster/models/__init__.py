@@ -1,0 +1,1 @@
+"""The models of a cluster: how they come, change and go, and how everybody hears of it."""

@@ -1,0 +1,240 @@
+"""How models come into the directory and leave it, while others are served.
+
+A version is replaced by publishing the new one beside it: requests that hold the one before finish with it, and the
+directory names the new one from then on. When it cannot be published, the one before goes on serving.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from cluster.errors import ModelUnavailable, ModelUnknown, RegistrationConflict, RegistrationRefused
+from cluster.models.directory import Directory, Entry, ModelRecord
+from cluster.models.entry_rules import check_entry, listed
+from cluster.models.manifest_cache import ManifestCache
+from cluster.models.registrations import DamagedRegistration, Registration, Registrations
+from weights.errors import ModelNotStored
+from weights.maintenance import remove_model
+from weights.manifest import Manifest
+from weights.store import WeightStore
+
+BringIn = Callable[[Entry], Manifest]
+
+
+@dataclass(frozen=True, slots=True)
+class Unregistered:
+    """What was removed, and the adapters that have no base left."""
+
+    id: str
+    orphans: tuple[str, ...] = ()
+
+
+class ServedModels:
+    """Lives on one event loop; reading and writing checkpoints happens in threads. Call `start` once."""
+
+    def __init__(
+        self,
+        configured: Mapping[str, Entry],
+        store: WeightStore,
+        registrations: Registrations,
+        bring_in: BringIn,
+        epoch: str,
+    ) -> None:
+        self.directory = Directory(epoch)
+        self._configured = configured
+        self._store = store
+        self._registrations = registrations
+        self._bring_in = bring_in
+        self._wanted: dict[str, Entry] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._manifests = ManifestCache(store.manifest)
+        self._writing = asyncio.Lock()
+        self._extents: dict[str, tuple[str, ...]] = {}
+        self._changed = asyncio.Event()
+        # One at a time: writers of one store wait for each other anyway, and memory stays bounded by one checkpoint.
+        self._importing = asyncio.Lock()
+        # Downloads take long, or fail slowly; local checkpoints do not wait for them.
+        self._downloading = asyncio.Lock()
+
+    async def start(self) -> None:
+        """Begin with the configured models and what was registered before the last end of the registry."""
+        found: dict[str, Registration | DamagedRegistration] = {}
+        for item in await asyncio.to_thread(lambda: list(self._registrations.load())):
+            id_ = item.id if isinstance(item, DamagedRegistration) else item.entry.id
+            if isinstance(item, Registration) and item.replaces != self._configured.get(id_):
+                self._registrations.remove(id_)  # the config has been changed since: it says what is wanted now
+            else:
+                found[id_] = item
+        for id_ in [*self._configured, *(id_ for id_ in found if id_ not in self._configured)]:
+            registered = found.get(id_)
+            if isinstance(registered, DamagedRegistration):
+                self._apply(ModelRecord(id_, "unavailable", error=registered.error))
+            else:
+                self._begin(registered.entry if registered else self._configured[id_])
+
+    async def register(self, entry: Entry, *, wait: bool = True) -> ModelRecord:
+        """Bring a model in, or another version of one; `wait` until it is there or has failed.
+
+        Raises RegistrationRefused or RegistrationConflict for an entry that does not fit, before anything changes.
+        """
+        async with self._writing:
+            check_entry(self.directory, entry)
+            await self._save(entry)
+            task = self._begin(entry)
+        if wait:
+            await asyncio.shield(task)
+        record = self.directory.get(entry.id)
+        if record is None:
+            raise RegistrationConflict(f"{entry.id!r} was removed while it was being registered")
+        return record
+
+    async def unregister(self, id_: str, *, purge: bool = False) -> Unregistered:
+        """Serve it no more; `purge` takes it out of the store, too. Requests that run with it finish.
+
+        Raises ModelUnknown, or RegistrationConflict for what the cluster config names.
+        """
+        async with self._writing:
+            if id_ not in self.directory:
+                raise self._unknown(id_)
+            if id_ in self._configured:
+                raise RegistrationConflict(f"model {id_!r} is in the cluster config: take it out there")
+            await asyncio.to_thread(self._registrations.remove, id_)
+            self._wanted.pop(id_, None)
+            self._extents.pop(id_, None)
+            self.directory.remove(id_)
+            self._tell()
+        if purge:
+            await asyncio.shield(self._queue(id_, self._purge(id_, self._tasks.get(id_))))
+        return Unregistered(id_, tuple(record.id for record in self.directory if id_ in record.base))
+
+    async def status(self, model: str) -> ModelRecord:
+        """Waits while the first version is being registered. Raises ModelUnknown with the known names."""
+        while (record := self.directory.get(model)) and record.state == "registering" and model in self._tasks:
+            await asyncio.wait([self._tasks[model]])
+        if record is None:
+            raise self._unknown(model)
+        return record
+
+    async def manifest(self, model: str, version: str | None = None) -> Manifest:
+        """Of the version that is served, or of `version` (a fingerprint) when that is still known.
+
+        Raises ModelUnknown, or ModelUnavailable with the reason.
+        """
+        if version and self._manifests.has(model, version):
+            return await self._manifests.get(model, version)
+        record = await self.status(model)
+        if not record.serves:
+            raise ModelUnavailable(f"model {model!r} is unavailable: {record.error}")
+        return await self._manifests.get(model, record.fingerprint)
+
+    async def changed(self) -> None:
+        """Returns after the next change of the directory."""
+        await self._changed.wait()
+
+    def report_attach(self, model: str, error: str | None) -> None:
+        """A replica could not attach the weights, or could again (None). The directory shows it; requests still try."""
+        record = self.directory.get(model)
+        if record and record.serves and record.state != "updating":
+            self._apply(replace(record, state="unavailable" if error else "ready", error=error or ""))
+
+    def extents(self) -> Mapping[str, tuple[str, ...]]:
+        """Extent ids by model, of all that is in the store."""
+        return self._extents
+
+    async def _save(self, entry: Entry) -> None:
+        configured = self._configured.get(entry.id)
+        if entry == configured:
+            await asyncio.to_thread(self._registrations.remove, entry.id)
+        else:
+            await asyncio.to_thread(self._registrations.save, Registration(entry=entry, replaces=configured))
+
+    def _begin(self, entry: Entry) -> asyncio.Task[None]:
+        record = self.directory.get(entry.id)
+        if record and record.serves:
+            self._apply(replace(record, state="updating", error=""))
+        else:
+            self._apply(ModelRecord(entry.id, "registering", entry=entry))
+        self._wanted[entry.id] = entry
+        return self._queue(entry.id, self._publish(entry, self._tasks.get(entry.id)))
+
+    def _queue(self, id_: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.ensure_future(work)
+        self._tasks[id_] = task
+
+        def forget(done: asyncio.Task[None]) -> None:
+            if self._tasks.get(id_) is done:
+                del self._tasks[id_]
+
+        task.add_done_callback(forget)
+        return task
+
+    async def _publish(self, entry: Entry, previous: asyncio.Task[None] | None) -> None:
+        """What concerns one id happens in the order in which it was asked for; only the last entry counts."""
+        if previous:
+            await asyncio.wait([previous])
+        if self._wanted.get(entry.id) is not entry:
+            return
+        try:
+            async with self._importing if isinstance(entry.path, Path) else self._downloading:
+                manifest = await asyncio.to_thread(self._bring_in, entry)
+        except Exception as error:  # of this model; whatever it is, the others go on and nobody waits for it for ever
+            manifest, reason = None, str(error) or repr(error)
+        if self._wanted.get(entry.id) is not entry:
+            return
+        if manifest is not None:
+            self._serve(entry, manifest)
+        else:
+            await self._failed(entry, reason)
+
+    def _serve(self, entry: Entry, manifest: Manifest, error: str = "") -> None:
+        self._extents[entry.id] = tuple(map(sys.intern, manifest.extents))
+        self._manifests.put(manifest)
+        self._apply(ModelRecord(entry.id, "ready", manifest.kind, manifest.nbytes, manifest.fingerprint, error, entry))
+
+    async def _failed(self, entry: Entry, reason: str) -> None:
+        record = self.directory.get(entry.id)
+        if record and record.serves and record.entry:
+            async with self._writing:
+                if self._wanted.get(entry.id) is not entry:  # the next update has come meanwhile
+                    return
+                with contextlib.suppress(RegistrationRefused):
+                    await self._save(record.entry)
+                self._wanted[entry.id] = record.entry
+                error = f"the version before goes on serving, the update failed: {reason}"
+                self._apply(replace(record, state="ready", error=error))
+        elif stored := await asyncio.to_thread(self._stored, entry):
+            self._serve(entry, stored, f"the version in the store is served, the checkpoint cannot be read: {reason}")
+        else:
+            self._apply(ModelRecord(entry.id, "unavailable", error=reason, entry=entry))
+
+    def _stored(self, entry: Entry) -> Manifest | None:
+        """What the store has of the very same checkpoint: it needs no source to be served."""
+        with contextlib.suppress(Exception):
+            manifest = self._store.manifest(entry.id)
+            if manifest.source == str(entry.path) and self._store.has_packs(manifest):
+                return manifest
+        return None
+
+    async def _purge(self, id_: str, previous: asyncio.Task[None] | None) -> None:
+        if previous:
+            await asyncio.wait([previous])
+        if id_ not in self._wanted:
+            with contextlib.suppress(ModelNotStored):
+                await asyncio.to_thread(remove_model, self._store, id_)
+
+    def _apply(self, record: ModelRecord) -> None:
+        self.directory.apply(record)
+        self._tell()
+
+    def _tell(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _unknown(self, id_: str) -> ModelUnknown:
+        return ModelUnknown(f"no model {id_!r} (known: {listed([record.id for record in self.directory])})")

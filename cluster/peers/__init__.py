@@ -1,0 +1,1 @@
+"""Extents from node to node."""

@@ -1,0 +1,207 @@
+"""Connections to other nodes' peer servers: opened when needed, kept, a bounded number to each."""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import secrets
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+from cluster.errors import PeerUnavailable
+from cluster.peers.peer_protocol import (
+    GREETING_BYTES,
+    NONCE_BYTES,
+    REPLY_BYTES,
+    WELCOME_BYTES,
+    PeerAddress,
+    Request,
+    Status,
+    decode_greeting,
+    decode_reply,
+    decode_welcome,
+    encode_hello,
+    encode_request,
+    prove,
+    receive_frame,
+)
+
+Clock = Callable[[], float]
+
+
+class PeerConnection:
+    """One connection, one range at a time. Whatever goes wrong is PeerUnavailable and says with whom and what.
+
+    `timeout_s` is how long the peer may be silent. After an error the connection can only be closed.
+    """
+
+    def __init__(self, address: PeerAddress, secret: bytes, timeout_s: float) -> None:
+        self._address = address
+        self._timeout_s = timeout_s
+        with _speaking_to(address):
+            self._socket = socket.create_connection(address, timeout_s)
+        try:
+            with _speaking_to(address):
+                self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                self._authenticate(secret)
+        except BaseException:
+            self._socket.close()
+            raise
+
+    def fetch(self, request: Request, out: memoryview, min_bytes_per_s: float, grace_s: float) -> Status:
+        """Fill `out`, of the request's size. Not OK: the peer refused, nothing was written, the connection is good.
+
+        Slower than `min_bytes_per_s`, `grace_s` after the request or later, is an error.
+        """
+        with _speaking_to(self._address):
+            start_s = time.monotonic()
+            self._socket.settimeout(self._timeout_s)
+            self._socket.sendall(encode_request(request))
+            status, nbytes = decode_reply(receive_frame(self._socket, REPLY_BYTES, self._timeout_s))
+            if nbytes != (request.nbytes if status == Status.OK else 0):
+                raise ValueError(f"announces {nbytes} bytes as {status.name}, {request.nbytes} were asked for")
+            if status == Status.OK:
+                self._receive(out, start_s, min_bytes_per_s, grace_s)
+            return status
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the peer still holds its end, as far as is known here without asking it."""
+        try:
+            self._socket.setblocking(False)
+            # Readable between two requests: the end, or bytes that nobody asked for.
+            self._socket.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return True
+        except OSError:
+            pass
+        return False
+
+    def abort(self) -> None:
+        """From any thread: a fetch that is under way ends with an error."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """HAZARD: never while another thread fetches, which would read on from whoever gets the descriptor next."""
+        self._socket.close()
+
+    def _authenticate(self, secret: bytes) -> None:
+        status, server_nonce = decode_greeting(receive_frame(self._socket, GREETING_BYTES, self._timeout_s))
+        if status != Status.OK:
+            raise ValueError(f"refuses the connection: {status.name}")
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        self._socket.sendall(encode_hello(nonce, prove(secret, "client", server_nonce, nonce)))
+        status, proof = decode_welcome(receive_frame(self._socket, WELCOME_BYTES, self._timeout_s))
+        if status != Status.OK:
+            raise ValueError(f"refuses the connection: {status.name} (is the cluster's secret the same?)")
+        if not hmac.compare_digest(proof, prove(secret, "server", server_nonce, nonce)):
+            raise ValueError("does not know the cluster's secret")
+
+    def _receive(self, out: memoryview, start_s: float, min_bytes_per_s: float, grace_s: float) -> None:
+        self._socket.settimeout(self._timeout_s)
+        received_bytes = 0
+        while received_bytes < out.nbytes:
+            chunk_bytes = self._socket.recv_into(out[received_bytes:])
+            if not chunk_bytes:
+                raise ConnectionError(f"closed after {received_bytes} of {out.nbytes} bytes")
+            received_bytes += chunk_bytes
+            elapsed_s = time.monotonic() - start_s
+            if elapsed_s > grace_s and received_bytes < min_bytes_per_s * elapsed_s:
+                raise TimeoutError(
+                    f"too slow: {received_bytes} bytes in {elapsed_s:.1f} s, "
+                    f"expected {min_bytes_per_s / 1e6:.3f} MB/s per connection"
+                )
+
+
+class PeerConnections:
+    """At most `max_per_peer` to each peer, shared by all who fetch; who finds none free waits. Thread-safe."""
+
+    def __init__(self, secret: bytes, max_per_peer: int, timeout_s: float) -> None:
+        self._secret = secret
+        self._max_per_peer = max_per_peer
+        self._timeout_s = timeout_s
+        self._lock = threading.Lock()
+        self._slots: dict[PeerAddress, threading.Semaphore] = {}
+        self._idle: dict[PeerAddress, list[PeerConnection]] = {}
+        self._lent: set[PeerConnection] = set()
+        self._num_failed: Counter[PeerAddress] = Counter()
+        self._closed = False
+
+    @contextlib.contextmanager
+    def borrow(self, address: PeerAddress) -> Iterator[PeerConnection]:
+        """A connection for one range; kept for the next, unless an error ends the block. Raises PeerUnavailable."""
+        with self._lock:
+            slots = self._slots.setdefault(address, threading.Semaphore(self._max_per_peer))
+            num_failed = self._num_failed[address]
+        with slots:
+            connection = self._take_idle(address) or self._open(address, num_failed)
+            is_good = False
+            try:
+                self._lend(connection)
+                yield connection
+                is_good = True
+            finally:
+                with self._lock:
+                    self._lent.discard(connection)
+                    is_kept = is_good and not self._closed
+                    if is_kept:
+                        self._idle.setdefault(address, []).append(connection)
+                if not is_kept:
+                    connection.close()
+
+    def drop_idle(self, address: PeerAddress) -> None:
+        """Of a peer that failed: it may never come back."""
+        with self._lock:
+            dropped = self._idle.pop(address, [])
+        for connection in dropped:
+            connection.close()
+
+    def close(self) -> None:
+        """Fetches under way end with PeerUnavailable."""
+        with self._lock:
+            self._closed = True
+            for connection in self._lent:  # its borrower closes it
+                connection.abort()
+            addresses = list(self._idle)
+        for address in addresses:
+            self.drop_idle(address)
+
+    def _open(self, address: PeerAddress, num_failed: int) -> PeerConnection:
+        if self._num_failed[address] != num_failed:
+            # Else all who wait for a dead node would find out one after the other.
+            raise PeerUnavailable(f"peer {address}: could not be reached a moment ago")
+        try:
+            return PeerConnection(address, self._secret, self._timeout_s)
+        except PeerUnavailable:
+            with self._lock:
+                self._num_failed[address] += 1
+            raise
+
+    def _lend(self, connection: PeerConnection) -> None:
+        with self._lock:
+            if self._closed:
+                raise PeerUnavailable("this node's client is closed")
+            self._lent.add(connection)
+
+    def _take_idle(self, address: PeerAddress) -> PeerConnection | None:
+        while True:
+            with self._lock:
+                idle = self._idle.get(address)
+                if not idle:
+                    return None
+                connection = idle.pop()
+            if connection.is_open:
+                return connection
+            connection.close()
+
+
+@contextlib.contextmanager
+def _speaking_to(address: PeerAddress) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        raise PeerUnavailable(f"peer {address}: {error}") from error

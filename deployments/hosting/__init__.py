@@ -1,0 +1,1 @@
+"""The models that one replica has built, and who has to wait."""

@@ -1,0 +1,283 @@
+"""The models that one replica has built, under a byte budget: lease what a request needs, build what is missing.
+
+Modules are keyed by what they are (class, config, weights), not by the model that asked first: two pipelines that
+share a VAE share the built module. A leased module is never evicted, nor is a pinned one; of the others those go
+whose bytes save the least time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Final
+
+from deployments.errors import ModelUnavailable
+from deployments.hosting.built_modules import Part, PartName, Slot, Wanted
+from deployments.hosting.device_tier import DeviceTier, LeasedExtents, open_tier
+from deployments.hosting.manifest_versions import FetchManifest, ManifestVersions
+from deployments.hosting.module_room import merged
+from deployments.hosting.resident_modules import ResidentModules, Taken
+from deployments.hosting.room_queue import RoomQueue
+from deployments.hosting.slot_filling import Builder, fill_slot, switch_report
+from deployments.records import SwitchReport
+from weights.errors import ExtentCorrupt
+from weights.manifest import Component, ExtentRef, Manifest
+
+Wants = Callable[[Component], bool]
+MAX_WAIT_FOR_ROOM_S = 60.0
+MAX_REPORTS: Final = 5
+
+
+class Lease:
+    """The built components of a model and the adapters asked for, held until the `async with` ends."""
+
+    def __init__(
+        self, host: ModelHost, manifest: Manifest, skeleton: Path, slots: Mapping[PartName, Slot], report: SwitchReport
+    ) -> None:
+        self.manifest = manifest
+        self.skeleton = skeleton
+        self.report = report
+        self._host = host
+        self._slots = {part.name: slot for part, slot in slots.items() if not part.is_adapter}
+        self._adapters = {part.name: slot for part, slot in slots.items() if part.is_adapter}
+
+    @property
+    def modules(self) -> dict[str, Any]:
+        return {name: slot.built.result().thing for name, slot in self._slots.items()}
+
+    @property
+    def adapters(self) -> dict[str, Any]:
+        return {name: slot.built.result().thing for name, slot in self._adapters.items()}
+
+    @property
+    def adapter_serials(self) -> dict[str, int]:
+        """Another version of an adapter, or one that was evicted in between, has another number."""
+        return {name: slot.serial for name, slot in self._adapters.items()}
+
+    def bound(self, make: Callable[[], Any]) -> Any:
+        """A pipeline over exactly these modules (not the adapters): made once, kept as long as all of them stay."""
+        return self._host.bound(tuple(slot.serial for slot in self._slots.values()), make)
+
+
+class ModelHost:
+    """Lives on one event loop. Attaching and building run in threads, so running work goes on meanwhile."""
+
+    def __init__(
+        self,
+        fetch_manifest: FetchManifest,
+        provider: LeasedExtents,
+        models: Path,
+        budget_bytes: int,
+        build: Builder,
+        report: Callable[[str, str | None], None] = lambda model, error: None,
+        *,
+        device: str = "cpu",
+        retire: Callable[[Any], None] = lambda thing: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`report` hears (model, error) when weights cannot be attached, and (model, None) when they can again;
+        `retire`, what was built and is needed no more. Raises WeightsError for a device that is not there.
+        """
+        self.manifests = ManifestVersions(fetch_manifest)
+        self._provider = provider
+        self._models = models
+        self._build = build
+        self._report = report
+        self._retire = retire
+        self._clock = clock
+        self._device = device
+        self._tier: DeviceTier = open_tier(device, provider, budget_bytes)
+        self._modules = ResidentModules(budget_bytes, self._let_go, clock)
+        self._queue = RoomQueue(
+            self._take, self._give_back, self._modules.is_hopeless, self._modules.may_pass, self._fetch_ahead, clock
+        )
+        self._damaged: set[str] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._reports: OrderedDict[str, SwitchReport] = OrderedDict()
+
+    async def manifest(self, model: str, version: str | None = None) -> Manifest:
+        """Of `version`, or of any that is known. Raises what the registry raises."""
+        return await self.manifests.get(model, version)
+
+    def skeleton(self, manifest: Manifest) -> Path:
+        """The folder with everything of it but the weights."""
+        return self._models / manifest.skeleton
+
+    @contextlib.asynccontextmanager
+    async def lease(
+        self,
+        model: str,
+        wanted: Wants,
+        adapters: Sequence[str] = (),
+        *,
+        version: str | None = None,
+        adapter_versions: Mapping[str, str] | None = None,
+    ) -> AsyncIterator[Lease]:
+        """The components of `model` that are `wanted`, and the adapters, built and held.
+
+        Raises what the registry, the provider and the builder raise, and BudgetExceeded when the room does not
+        become free within MAX_WAIT_FOR_ROOM_S.
+        """
+        start = self._clock()
+        manifest = await self.manifest(model, version)
+        parts = _parts(manifest, wanted)
+        for adapter in adapters:
+            adapter_manifest = await self.manifest(adapter, (adapter_versions or {}).get(adapter))
+            (component,) = adapter_manifest.components.values()
+            parts[PartName(adapter, is_adapter=True)] = Part(adapter_manifest, component)
+        taken = await self._queue.take(Wanted(model, parts), MAX_WAIT_FOR_ROOM_S)
+        slots, fresh = taken
+        try:
+            built = {name: await asyncio.shield(slot.built) for name, slot in slots.items()}
+            report = switch_report(model, (self._clock() - start) * 1e3, slots, fresh, built)
+            if fresh:
+                self._reports[model] = report
+                self._reports.move_to_end(model)
+                while len(self._reports) > MAX_REPORTS:
+                    self._reports.popitem(last=False)
+            yield Lease(self, manifest, self.skeleton(manifest), slots, report)
+        finally:
+            self._give_back(taken)
+
+    async def prefetch(self, model: str, wanted: Wants) -> None:
+        """Build it where that evicts nothing and nobody waits for the room; else bring it as near as there is room."""
+        manifest = await self.manifests.newest(model)
+        if self.has_room_for(manifest, wanted) and not len(self._queue):
+            async with self.lease(model, wanted, version=manifest.fingerprint):
+                return
+        for part in _parts(manifest, wanted).values():
+            if part.component.module_key not in self._modules.slots:
+                await asyncio.to_thread(self._tier.prefetch, part.component, part.extents)
+
+    async def pin(self, model: str, wanted: Wants) -> None:
+        """Never evict the present version, nor when it comes only later. Raises BudgetExceeded when the pinned ones do
+        not fit."""
+        manifest = await self.manifests.newest(model)
+        components = [part.component for part in _parts(manifest, wanted).values()]
+        before = self._modules.pins.get(model, {})
+        self._modules.pin(model, components)
+        self._let_unpinned_go(before)
+        for component in components:
+            self._tier.pin(component)
+
+    def unpin(self, model: str) -> None:
+        """Let it be evicted again. What another model pins stays pinned."""
+        self._let_unpinned_go(self._modules.pins.pop(model, {}))
+        self._queue.serve()
+
+    def set_budget(self, budget_bytes: int) -> None:
+        """Raises BudgetExceeded when more than that is leased or pinned; then the budget stays."""
+        self._modules.shrink(budget_bytes)
+        self._tier.resize(budget_bytes)
+        self._modules.budget_bytes = budget_bytes
+        self._queue.serve()
+
+    def give_way(self, nbytes: int) -> None:
+        """The node needs `nbytes` of leased host memory: let go of what is only kept for later, on "cpu"."""
+        if self._device == "cpu":
+            self._modules.shed(nbytes)
+
+    def bound(self, serials: tuple[int, ...], make: Callable[[], Any]) -> Any:
+        """What was made over the modules of these numbers; it goes when one of them does."""
+        return self._modules.bound(serials, make)
+
+    def serials(self) -> set[int]:
+        """Of all that is resident; a rebuilt module has a new one."""
+        return {slot.serial for slot in self._modules.slots.values()}
+
+    def has_room_for(self, manifest: Manifest, wanted: Wants) -> bool:
+        """Whether the wanted components fit beside all that is resident."""
+        return self._modules.fits_beside(Wanted(manifest.model, _parts(manifest, wanted)))
+
+    def holds(self, model: str) -> bool:
+        """Whether anything of `model` is resident."""
+        return any(model in slot.models for slot in self._modules.slots.values())
+
+    def resident(self) -> dict[str, int]:
+        """Bytes by module key of what is built."""
+        return {key: slot.nbytes for key, slot in self._modules.slots.items()}
+
+    def describe(self) -> dict[str, Any]:
+        """A snapshot as JSON-able values: what is here, for whom, who uses it, and the last switches by model."""
+        arena = self._tier.stats()
+        return self._modules.describe() | {
+            "device": self._device,
+            "num_waiting": len(self._queue),
+            "arena": asdict(arena) if arena else None,
+            "last_switches": {model: asdict(report) for model, report in self._reports.items()},
+        }
+
+    # leases
+
+    def _take(self, wanted: Wanted) -> Taken:
+        """What is new begins to be built at once: whoever asked may be cancelled before it hears of it."""
+        slots, fresh = self._modules.take(wanted)
+        for name in fresh:
+            self._run(self._fill(slots[name], wanted.parts[name]))
+        return slots, fresh
+
+    def _fetch_ahead(self, wanted: Wanted) -> None:
+        """While it waits for room on the device, what it lacks can come into the node's memory."""
+        here = merged(slot.tensors for slot in self._modules.slots.values())
+        lacking: dict[str, ExtentRef] = {}
+        for part in wanted.parts.values():
+            ids = {ref.extent for ref in part.component.tensors.values() if ref.sha256 not in here}
+            lacking |= {id_: part.manifest.extents[id_] for id_ in ids}
+        if lacking:
+            self._run(asyncio.to_thread(self._provider.prefetch, list(lacking.values())))
+
+    def _give_back(self, taken: Taken) -> None:
+        self._end_leases(taken[0].values())
+
+    def _end_leases(self, slots: Iterable[Slot]) -> None:
+        for slot in slots:
+            slot.leases -= 1
+        self._queue.serve()
+
+    def _let_go(self, slot: Slot) -> None:
+        if slot.result:
+            self._retire(slot.result.thing)
+        if slot.is_placed:  # a fetch that failed leased nothing, and another slot may lease the same extents
+            self._tier.release(slot.component, slot.extents, slot.holder)
+
+    def _let_unpinned_go(self, components: Mapping[str, Component]) -> None:
+        """The device's pins are of tensors, which others may pin too."""
+        for component in components.values():
+            self._tier.unpin(component)
+        for pins in self._modules.pins.values():
+            for component in pins.values():
+                self._tier.pin(component)
+
+    # building
+
+    async def _fill(self, slot: Slot, part: Part) -> None:
+        try:
+            skeleton = self.skeleton(part.manifest)
+            built = await asyncio.to_thread(fill_slot, slot, part, self._tier, self._build, skeleton, self._clock)
+            self._modules.past.took(slot.key, built.reload_s)
+            slot.built.set_result(built)
+            if part.manifest.model in self._damaged:
+                self._damaged.remove(part.manifest.model)
+                self._report(part.manifest.model, None)
+        except Exception as error:
+            if isinstance(error, ExtentCorrupt | ModelUnavailable):
+                self._damaged.add(part.manifest.model)
+                self._report(part.manifest.model, str(error))
+            self._modules.drop(slot.key)
+            slot.built.set_exception(error)
+            slot.built.exception()  # marked as seen: the request that asked may have been cancelled meanwhile
+        finally:
+            self._end_leases([slot])
+
+    def _run(self, work: Coroutine[Any, Any, None]) -> None:
+        self._tasks.add(task := asyncio.ensure_future(work))
+        task.add_done_callback(self._tasks.discard)
+
+
+def _parts(manifest: Manifest, wanted: Wants) -> dict[PartName, Part]:
+    return {PartName(c.name): Part(manifest, c) for c in manifest.components.values() if wanted(c)}

@@ -1,0 +1,104 @@
+"""Where an object lies: in shared memory, or in a file on disk that Ray fell back to."""
+
+from __future__ import annotations
+
+import mmap
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+
+from cluster.keeping.object_store import ObjectStore, StoreFull, in_shared_memory
+
+NBYTES = 2**16
+
+
+@pytest.fixture(params=["/dev/shm", None], ids=["memory", "disk"])
+def mapped(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[bool, Any]]:
+    """Bytes of a deleted file, as Ray maps them, and whether it is in memory."""
+    with tempfile.TemporaryFile(dir=request.param or tmp_path) as file:
+        file.truncate(NBYTES)
+        # Unmapped with the last reference.
+        yield request.param is not None, np.frombuffer(mmap.mmap(file.fileno(), NBYTES), np.uint8)
+
+
+def test_the_mapping_of_an_object_tells_where_it_is(mapped: tuple[bool, Any]) -> None:
+    expected, array = mapped
+    assert in_shared_memory(array) == expected
+    assert in_shared_memory(array[NBYTES - 1 :]) == expected
+
+
+def test_memory_of_no_file_is_memory() -> None:
+    assert in_shared_memory(np.zeros(100, np.uint8))
+
+
+class FakeRay:
+    """Ray's store: puts end in memory, on disk, or with an error."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.is_shared = True
+        self.error: Exception | None = None
+        self.free_bytes = 10**12
+        node = {"NodeID": "n", "Resources": {"object_store_memory": 1000.0}}
+        monkeypatch.setattr("cluster.keeping.object_store.ray.nodes", lambda: [node])
+        monkeypatch.setattr("cluster.keeping.object_store.ray.put", self.put)
+        monkeypatch.setattr("cluster.keeping.object_store.ray.get", lambda ref: ref)
+        monkeypatch.setattr("cluster.keeping.object_store.in_shared_memory", lambda view: self.is_shared)
+        monkeypatch.setattr(
+            "cluster.keeping.object_store.os.statvfs",
+            lambda path: SimpleNamespace(f_bavail=self.free_bytes, f_frsize=1),
+        )
+
+    def put(self, array: Any) -> Any:
+        if self.error:
+            raise self.error
+        return array.copy()
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
+    return FakeRay(monkeypatch)
+
+
+DATA = np.arange(100, dtype=np.uint8)
+
+
+def test_a_put_gives_reference_and_view(fake: FakeRay) -> None:
+    store = ObjectStore("n", environ={})
+    assert store.capacity_bytes == 1000
+    assert ObjectStore("unknown", environ={}).capacity_bytes == 0
+    ref, view = store.put(DATA, 0)
+    assert (ref.tolist(), view.tolist()) == (DATA.tolist(), DATA.tolist())
+
+
+def test_what_does_not_stay_in_memory_is_refused(fake: FakeRay) -> None:
+    store = ObjectStore("n", environ={})
+    fake.is_shared = False
+    with pytest.raises(StoreFull, match=r"store of 1000 bytes has no room in memory for 100 bytes beside 700"):
+        store.put(DATA, 700)
+    fake.is_shared, fake.error = True, ray.exceptions.ObjectStoreFullError("full")
+    with pytest.raises(StoreFull, match="no room for 100 bytes"):
+        store.put(DATA, 700)
+
+
+def test_a_store_that_is_on_disk_by_configuration_is_used(fake: FakeRay) -> None:
+    fake.is_shared = False
+    assert ObjectStore("n", environ={}).put(DATA, 0)
+
+
+def test_a_full_dev_shm_is_refused_before_it_is_touched(fake: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = ObjectStore("n", environ={})
+    store.put(DATA, 500)
+    fake.free_bytes = 99
+    with pytest.raises(StoreFull, match=r"/dev/shm is full: 100 bytes are needed, 99 are free"):
+        store.put(DATA, 450)
+    assert store.put(DATA, 400)  # pages that have been used before are there
+    assert ObjectStore("n", environ={"RAY_preallocate_plasma_memory": "1"}).put(DATA, 900)
+    monkeypatch.setattr("cluster.keeping.object_store.populate_store", lambda: 1000)
+    store.populate()
+    assert store.put(DATA, 900)

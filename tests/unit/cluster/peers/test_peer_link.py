@@ -1,0 +1,160 @@
+"""The registry hears what a node holds, soon and in full now and then, and nothing waits for it."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import xxhash
+
+from cluster.peers.peer_client import PeerClient
+from cluster.peers.peer_link import QUIET_S, PeerLink
+from cluster.peers.peer_protocol import PeerAddress
+from weights.manifest import ExtentRef
+
+WAIT_S = 10.0
+SECRET = os.urandom(32)
+
+
+class FakeDirectory:
+    """Keeps what is reported; fails as long as it is told to."""
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+        self.reports: list[tuple[str | None, list[str], list[str], bool]] = []
+        self.num_located = 0
+
+    def peer_secret(self) -> bytes:
+        if self.error:
+            raise self.error
+        return SECRET
+
+    def locate(self, ids: Sequence[str], node_id: str) -> Any:
+        self.num_located += 1
+        if self.error:
+            raise self.error
+        return {id_: [node_id] for id_ in ids}
+
+    def report_residency(self, node_id: str, address: str | None, added: Any, removed: Any, full: bool) -> None:
+        if self.error:
+            raise self.error
+        assert node_id == "node"
+        self.reports.append((address, sorted(added), sorted(removed), full))
+
+
+class Node:
+    """What is here, and the link that tells of it."""
+
+    def __init__(self, directory: FakeDirectory) -> None:
+        self.views: dict[str, Any] = {}
+        self.now_s = 1000.0
+        self.link = PeerLink(
+            directory, "node", "127.0.0.1", self.views.get, lambda: list(self.views), clock=lambda: self.now_s
+        )
+
+    def put(self, id_: str) -> None:
+        self.views[id_] = np.frombuffer(os.urandom(1000), np.uint8)
+        self.link.changed([id_], [])
+
+
+@pytest.fixture
+def directory() -> FakeDirectory:
+    return FakeDirectory()
+
+
+@pytest.fixture
+def node(directory: FakeDirectory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
+    monkeypatch.setattr("cluster.peers.peer_link.RETRY_S", 0.01)
+    node = Node(directory)
+    yield node
+    node.link.close()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("peer-")]
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline_s
+        threading.Event().wait(0.001)
+
+
+def known(directory: FakeDirectory) -> set[str]:
+    """What the directory makes of the reports."""
+    found: set[str] = set()
+    for _, added, removed, full in directory.reports:
+        found = set(added) if full else (found - set(removed)) | set(added)
+    return found
+
+
+def test_the_first_report_is_in_full_and_the_next_ones_are_news(node: Node, directory: FakeDirectory) -> None:
+    eventually(lambda: bool(directory.reports))
+    assert directory.reports == [(node.link.address, [], [], True)]
+    node.put("a")
+    eventually(lambda: known(directory) == {"a"})
+    node.views.clear()
+    node.link.changed([], ["a"])
+    eventually(lambda: known(directory) == set())
+    assert [report[1:] for report in directory.reports[1:]] == [(["a"], [], False), ([], ["a"], False)]
+
+
+def test_a_registry_that_was_away_hears_everything_again(node: Node, directory: FakeDirectory) -> None:
+    node.put("a")
+    eventually(lambda: known(directory) == {"a"})
+    directory.error = ConnectionError("the registry is gone")
+    node.put("b")
+    threading.Event().wait(0.05)
+    directory.reports.clear()  # a new one, that knows nothing
+    directory.error = None
+    eventually(lambda: known(directory) == {"a", "b"})
+    assert directory.reports[0][3]
+
+
+def test_now_and_then_everything_is_told_anyway(node: Node, directory: FakeDirectory) -> None:
+    eventually(lambda: bool(directory.reports))
+    node.put("a")
+    eventually(lambda: len(directory.reports) == 2)
+    node.now_s += 10.0
+    node.put("b")
+    eventually(lambda: len(directory.reports) == 3)
+    assert directory.reports[-1][1:] == (["a", "b"], [], True)
+
+
+def test_what_is_here_is_served_to_who_knows_the_secret(node: Node, directory: FakeDirectory) -> None:
+    node.put("a")
+    eventually(lambda: node.link.address is not None)
+    host, _, port = str(node.link.address).rpartition(":")
+    data = node.views["a"]
+    extent = ExtentRef(id="a", pack="p", offset=0, nbytes=1000, checksum=xxhash.xxh3_128_hexdigest(data))
+    out = np.empty(1000, np.uint8)
+    with PeerClient(SECRET) as client:
+        client.fetch([PeerAddress(host, int(port))], extent, out)
+    assert out.tobytes() == data.tobytes()
+    eventually(lambda: node.link.served_bytes == 1000)
+
+
+def test_a_registry_that_does_not_answer_is_left_alone_for_a_while(node: Node, directory: FakeDirectory) -> None:
+    eventually(lambda: node.link.address is not None)
+    assert node.link.locate(["a"]) == {"a": ["node"]}
+    directory.error = ConnectionError("the registry is gone")
+    assert [node.link.locate(["a"]) for _ in range(3)] == [{}, {}, {}]
+    assert directory.num_located == 2
+    directory.error = None
+    node.now_s += QUIET_S
+    assert node.link.locate(["a"]) == {"a": ["node"]}
+    assert node.link.locate([]) == {}
+
+
+def test_before_the_registry_answers_there_is_no_link(directory: FakeDirectory, monkeypatch: Any) -> None:
+    monkeypatch.setattr("cluster.peers.peer_link.RETRY_S", 0.01)
+    directory.error = ConnectionError("no registry yet")
+    node = Node(directory)
+    assert (node.link.client(), node.link.address, node.link.served_bytes) == (None, None, 0)
+    assert node.link.locate(["a"]) == {}
+    directory.error = None
+    eventually(lambda: node.link.client() is not None)
+    node.link.close()

@@ -1,0 +1,607 @@
+"""Extents from peer to peer: the right bytes, from whoever is left, and nothing of a failure stays."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.errors import PeerUnavailable
+from cluster.peers import peer_protocol as protocol
+from cluster.peers.peer_client import PeerClient
+from cluster.peers.peer_protocol import PeerAddress, Request, Status
+from cluster.peers.peer_server import PeerServer
+from weights.errors import ExtentCorrupt
+from weights.manifest import ExtentRef
+from weights.memory.pages import ByteArray
+
+SECRET = os.urandom(32)
+KIB = 1024
+WAIT_S = 10
+
+Serve = Callable[..., PeerServer]
+Connect = Callable[..., PeerClient]
+Script = Callable[[socket.socket], None]
+
+
+def random_bytes(nbytes: int) -> ByteArray:
+    return np.frombuffer(os.urandom(nbytes), np.uint8)  # read-only, as Ray's views are
+
+
+def extent_of(data: ByteArray, id_: str = "e") -> ExtentRef:
+    return ExtentRef(id=id_, pack="p", offset=0, nbytes=data.nbytes, checksum=xxhash.xxh3_128_hexdigest(data))
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.002)
+
+
+def peer_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("peer-")]
+
+
+@pytest.fixture(autouse=True)
+def nothing_leaks() -> Iterator[None]:
+    """Set up first, so it looks last: every server, client and scripted peer is closed by then."""
+    process = psutil.Process()
+    sockets = len(process.net_connections())
+    yield
+    assert peer_threads() == []
+    eventually(lambda: len(process.net_connections()) <= sockets)
+
+
+@pytest.fixture
+def serve(nothing_leaks: None) -> Iterator[Serve]:
+    servers: list[PeerServer] = []
+
+    def start(
+        extents: dict[str, ByteArray] | Callable[[str], ByteArray | None], secret: bytes = SECRET, **options: float
+    ) -> PeerServer:
+        lookup = extents.get if isinstance(extents, dict) else extents
+        servers.append(PeerServer(lookup, secret, host="127.0.0.1", **options))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.close()
+
+
+@pytest.fixture
+def connect(nothing_leaks: None) -> Iterator[Connect]:
+    clients: list[PeerClient] = []
+
+    def make(secret: bytes = SECRET, **options: float) -> PeerClient:
+        clients.append(PeerClient(secret, **{"range_bytes": 64 * KIB, **options}))
+        return clients[-1]
+
+    yield make
+    for client in clients:
+        client.close()
+
+
+@pytest.fixture
+def scripted(nothing_leaks: None) -> Iterator[Callable[[Script], PeerAddress]]:
+    """A peer that listens, and does with each connection what the script says."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    threads: list[threading.Thread] = []
+    connections: list[socket.socket] = []
+
+    def start(script: Script) -> PeerAddress:
+        def follow(connection: socket.socket) -> None:
+            with connection:
+                try:
+                    script(connection)
+                except OSError:
+                    return  # the client gave up, as it should
+
+        def accept() -> None:
+            while True:
+                try:
+                    connections.append(listener.accept()[0])
+                except OSError:
+                    return
+                threads.append(threading.Thread(target=follow, args=(connections[-1],)))
+                threads[-1].start()
+
+        threads.append(threading.Thread(target=accept))
+        threads[0].start()
+        return PeerAddress(*listener.getsockname())
+
+    yield start
+    listener.shutdown(socket.SHUT_RDWR)
+    listener.close()
+    for thread in threads:
+        thread.join(WAIT_S)
+        assert not thread.is_alive()
+
+
+def greet(connection: socket.socket, secret: bytes = SECRET) -> None:
+    """A server's part of the handshake."""
+    nonce = os.urandom(32)
+    connection.sendall(protocol.encode_greeting(Status.OK, nonce))
+    client_nonce, _ = protocol.decode_hello(protocol.receive_frame(connection, protocol.HELLO_BYTES, WAIT_S))
+    connection.sendall(protocol.encode_welcome(Status.OK, protocol.prove(secret, "server", nonce, client_nonce)))
+
+
+def log_in(server: PeerServer) -> socket.socket:
+    """A client's part."""
+    connection = socket.create_connection(server.address, WAIT_S)
+    _, nonce = protocol.decode_greeting(protocol.receive_frame(connection, protocol.GREETING_BYTES, WAIT_S))
+    connection.sendall(protocol.encode_hello(bytes(32), protocol.prove(SECRET, "client", nonce, bytes(32))))
+    status, _ = protocol.decode_welcome(protocol.receive_frame(connection, protocol.WELCOME_BYTES, WAIT_S))
+    assert status == Status.OK
+    return connection
+
+
+def closed_by_peer(connection: socket.socket) -> bool:
+    """Waits for the end."""
+    connection.settimeout(WAIT_S)
+    try:
+        while connection.recv(64 * KIB):
+            pass
+    except ConnectionError:
+        pass
+    return True
+
+
+def is_request(frame: bytes) -> bool:
+    try:
+        protocol.decode_request(frame)
+    except ValueError:
+        return False
+    return True
+
+
+class TestTheBytes:
+    @pytest.mark.parametrize("nbytes", [0, 1, 64 * KIB - 1, 64 * KIB, 64 * KIB + 1, 3_000_001])
+    @pytest.mark.parametrize("num_connections", [1, 4])
+    def test_arrive_as_they_were(self, serve: Serve, connect: Connect, nbytes: int, num_connections: int) -> None:
+        data, out = random_bytes(nbytes), np.empty(nbytes, np.uint8)
+        server = serve({"e": data})
+        shares = connect(num_connections=num_connections).fetch([server.address], extent_of(data), out)
+        assert out.tobytes() == data.tobytes()
+        assert [(share.address, share.nbytes) for share in shares] == ([(server.address, nbytes)] if nbytes else [])
+        # The server counts a range when it is sent, which the client may notice first.
+        eventually(lambda: server.stats().served_bytes == nbytes)
+
+    def test_arrive_in_their_place_and_nowhere_else(self, serve: Serve, connect: Connect) -> None:
+        data, around = random_bytes(1_000_000), np.full(1_000_200, 7, np.uint8)
+        connect().fetch([serve({"e": data}).address], extent_of(data), around[100:-100])
+        assert around[100:-100].tobytes() == data.tobytes()
+        assert set(around[:100]) | set(around[-100:]) == {7}
+
+    def test_that_are_not_the_manifest_s_name_peer_and_extent(self, serve: Serve, connect: Connect) -> None:
+        data = random_bytes(1_000_000)
+        damaged = data.copy()
+        damaged[777_777] ^= 16
+        server = serve({"e": damaged})
+        with pytest.raises(ExtentCorrupt, match=rf"extent e from {server.address} has checksum .* expected"):
+            connect().fetch([server.address], extent_of(data), np.empty(1_000_000, np.uint8))
+
+    def test_go_to_many_at_once(self, serve: Serve, connect: Connect) -> None:
+        extents = {f"e{index}": random_bytes(200_000 + 40_000 * index) for index in range(8)}
+        server = serve(extents)
+        clients = [connect(num_connections=2) for _ in range(4)]
+
+        def fetch(index: int) -> bool:
+            id_ = f"e{index % 8}"
+            out = np.empty_like(extents[id_])
+            clients[index % 4].fetch([server.address], extent_of(extents[id_], id_), out)
+            return out.tobytes() == extents[id_].tobytes()
+
+        with ThreadPoolExecutor(16) as threads:
+            assert list(threads.map(fetch, range(64))) == [True] * 64
+        assert server.stats().num_connections <= 8
+        eventually(lambda: server.stats().active_transfers == 0)
+
+    def test_need_a_place_that_fits(self, connect: Connect) -> None:
+        extent = extent_of(random_bytes(100))
+        readonly = np.empty(100, np.uint8)
+        readonly.flags.writeable = False
+        for out in [
+            np.empty(99, np.uint8),
+            np.empty(101, np.uint8),
+            np.empty(25, np.int32),
+            np.empty((10, 10), np.uint8),
+            np.empty(200, np.uint8)[::2],
+            readonly,
+        ]:
+            with pytest.raises(ValueError, match="extent e needs 100 writable, contiguous bytes"):
+                connect().fetch([], extent, out)
+
+
+class TestConnections:
+    def test_ranges_travel_at_the_same_time(self, serve: Serve, connect: Connect) -> None:
+        data = random_bytes(8 * 64 * KIB)
+        together = threading.Barrier(4, timeout=WAIT_S)  # opens only for four requests that are there at once
+
+        def lookup(_: str) -> ByteArray:
+            together.wait()
+            return data
+
+        connect(num_connections=4).fetch([serve(lookup).address], extent_of(data), np.empty_like(data))
+
+    def test_are_kept_and_bounded_however_many_fetch(self, serve: Serve, connect: Connect) -> None:
+        data = random_bytes(10 * 64 * KIB)
+        serving: set[threading.Thread] = set()
+
+        def lookup(_: str) -> ByteArray:
+            serving.add(threading.current_thread())
+            return data
+
+        server, client = serve(lookup), connect(num_connections=3)
+        with ThreadPoolExecutor(8) as threads:
+            for _ in range(3):
+                list(threads.map(lambda _: client.fetch([server.address], extent_of(data), data.copy()), range(8)))
+        assert len(serving) == 3
+
+    def test_that_the_peer_let_go_are_opened_again(self, serve: Serve, connect: Connect) -> None:
+        data = random_bytes(100_000)
+        server, client = serve({"e": data}, idle_timeout_s=0.02), connect()
+        for _ in range(3):
+            client.fetch([server.address], extent_of(data), data.copy())
+            eventually(lambda: server.stats().num_connections == 0)
+
+    def test_a_peer_that_takes_only_one_is_used_over_one(self, serve: Serve, connect: Connect) -> None:
+        data, client = random_bytes(1_000_000), connect(num_connections=4)
+        server = serve({"e": data}, max_connections=1)
+        client.fetch([server.address], extent_of(data), data.copy())
+        assert server.stats().num_connections == 1
+
+    def test_a_busy_peer_says_so(self, serve: Serve, connect: Connect) -> None:
+        data = random_bytes(100)
+        server = serve({"e": data}, max_connections=1)
+        with log_in(server), pytest.raises(PeerUnavailable, match=f"peer {server.address}: .*BUSY"):
+            connect().fetch([server.address], extent_of(data), data.copy())
+        eventually(lambda: server.stats().num_connections == 0)
+        connect().fetch([server.address], extent_of(data), data.copy())
+
+    def test_closing_the_client_ends_what_is_under_way(self, serve: Serve, connect: Connect) -> None:
+        data, gate, asked = random_bytes(1_000_000), threading.Event(), threading.Event()
+
+        def lookup(_: str) -> ByteArray:
+            asked.set()
+            assert gate.wait(WAIT_S)
+            return data
+
+        server, client = serve(lookup), connect(num_connections=2)
+        with ThreadPoolExecutor(1) as threads:
+            fetching = threads.submit(client.fetch, [server.address], extent_of(data), data.copy())
+            assert asked.wait(WAIT_S)
+            client.close()
+            with pytest.raises(PeerUnavailable):
+                fetching.result(WAIT_S)
+        gate.set()
+        with pytest.raises(PeerUnavailable, match="client is closed"):
+            client.fetch([server.address], extent_of(data), data.copy())
+
+
+class TestTheSecret:
+    def test_another_one_gets_nothing(self, serve: Serve, connect: Connect) -> None:
+        data = random_bytes(100)
+        server = serve({"e": data})
+        with pytest.raises(PeerUnavailable, match=f"{server.address}: refuses the connection: NOT_ALLOWED"):
+            connect(os.urandom(32)).fetch([server.address], extent_of(data), data.copy())
+        stats = server.stats()
+        assert (stats.served_bytes, stats.num_refused) == (0, 1)
+        connect().fetch([server.address], extent_of(data), data.copy())
+
+    def test_a_proof_is_worth_nothing_on_another_connection(self, serve: Serve) -> None:
+        server = serve({})
+        with log_in(server):
+            stale = protocol.encode_hello(bytes(32), protocol.prove(SECRET, "client", bytes(32), bytes(32)))
+            with socket.create_connection(server.address, WAIT_S) as other:
+                protocol.receive_frame(other, protocol.GREETING_BYTES, WAIT_S)
+                other.sendall(stale)
+                status, _ = protocol.decode_welcome(protocol.receive_frame(other, protocol.WELCOME_BYTES, WAIT_S))
+                assert status == Status.NOT_ALLOWED
+                assert closed_by_peer(other)
+
+    def test_a_server_must_know_it_too(self, scripted: Callable[[Script], PeerAddress], connect: Connect) -> None:
+        address = scripted(lambda connection: greet(connection, secret=bytes(32)))
+        with pytest.raises(PeerUnavailable, match=f"{address}: does not know the cluster's secret"):
+            connect().fetch([address], extent_of(random_bytes(9)), np.empty(9, np.uint8))
+
+    def test_must_be_one(self) -> None:
+        with pytest.raises(ValueError, match="a secret of 5 bytes, expected at least 16"):
+            PeerClient(b"12345")
+        with pytest.raises(ValueError, match="a secret of 0 bytes"):
+            PeerServer({}.get, b"", host="127.0.0.1")
+
+
+class TestRefusals:
+    def test_an_unknown_extent_costs_no_connection(self, serve: Serve, connect: Connect) -> None:
+        data, serving = random_bytes(100), set()
+
+        def lookup(id_: str) -> ByteArray | None:
+            serving.add(threading.current_thread())
+            return data if id_ == "e" else None
+
+        server, client = serve(lookup), connect(num_connections=1)
+        with log_in(server) as connection:
+            for id_, expected in [("gone", Status.UNKNOWN_EXTENT), ("e", Status.OK)]:
+                connection.sendall(protocol.encode_request(Request(id_, 0, 0)))
+                reply = protocol.decode_reply(protocol.receive_frame(connection, protocol.REPLY_BYTES, WAIT_S))
+                assert reply == (expected, 0)
+        assert len(serving) == 1
+        with pytest.raises(PeerUnavailable, match=f"peer {server.address}: .*'gone'.*UNKNOWN_EXTENT"):
+            client.fetch([server.address], extent_of(data, "gone"), data.copy())
+
+    @pytest.mark.parametrize(
+        ("offset", "nbytes"),
+        [
+            (0, protocol.MAX_RANGE_BYTES + 1),
+            (protocol.MAX_RANGE_BYTES + 1, 1),
+            (protocol.MAX_RANGE_BYTES + 2, 0),
+            (100, protocol.MAX_RANGE_BYTES),
+            (2**64 - 1, 2**64 - 1),
+        ],
+    )
+    def test_bytes_outside_of_the_extent_or_too_many(self, serve: Serve, offset: int, nbytes: int) -> None:
+        with log_in(serve({"e": np.zeros(protocol.MAX_RANGE_BYTES + 1, np.uint8)})) as connection:
+            connection.sendall(protocol.encode_request(Request("e", offset, nbytes)))
+            reply = protocol.decode_reply(protocol.receive_frame(connection, protocol.REPLY_BYTES, WAIT_S))
+            assert reply == (Status.OUT_OF_RANGE, 0)
+
+    def test_a_peer_with_less_of_the_extent(self, serve: Serve, connect: Connect) -> None:
+        data = random_bytes(1000)
+        with pytest.raises(PeerUnavailable, match="OUT_OF_RANGE"):
+            connect().fetch([serve({"e": data[:999]}).address], extent_of(data), data.copy())
+
+    def test_nobody_was_offered(self, connect: Connect) -> None:
+        with pytest.raises(PeerUnavailable, match="extent e: 10 of 10 bytes are missing; no peer was offered"):
+            connect().fetch([], extent_of(random_bytes(10)), np.empty(10, np.uint8))
+
+    def test_ranges_that_no_server_would_send(self) -> None:
+        for range_bytes in (0, -1, protocol.MAX_RANGE_BYTES + 1):
+            with pytest.raises(ValueError, match="expected 1 to"):
+                PeerClient(SECRET, range_bytes=range_bytes)
+
+
+KILLED_PEER = """
+import os, signal, sys, threading
+import numpy as np
+from cluster.peers.peer_server import PeerServer
+data = np.fromfile(sys.argv[1], np.uint8)
+lock, asked = threading.Lock(), 0
+def lookup(_):
+    global asked
+    with lock:
+        asked += 1
+        if asked > 7:
+            os.kill(os.getpid(), signal.SIGKILL)
+    return data
+print(PeerServer(lookup, bytes.fromhex(sys.argv[2]), host="127.0.0.1").address.port, flush=True)
+sys.stdin.read()
+"""
+
+
+class TestFailures:
+    def test_a_killed_peer_is_followed_by_the_next_and_no_range_travels_twice(
+        self, serve: Serve, connect: Connect, tmp_path: Path
+    ) -> None:
+        data = random_bytes(40 * 64 * KIB)
+        data.tofile(tmp_path / "data")
+        command = [sys.executable, "-c", KILLED_PEER, str(tmp_path / "data"), SECRET.hex()]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            killed = PeerAddress("127.0.0.1", int(process.stdout.readline()))
+            second, out = serve({"e": data}), np.empty_like(data)
+            shares = connect().fetch([killed, second.address], extent_of(data), out)
+            assert process.wait(WAIT_S) == -signal.SIGKILL
+        assert out.tobytes() == data.tobytes()
+        assert [share.address for share in shares] == [killed, second.address]
+        assert 0 < shares[0].nbytes <= 7 * 64 * KIB
+        assert shares[0].nbytes + shares[1].nbytes == data.nbytes
+        eventually(lambda: second.stats().active_transfers == 0)
+        assert second.stats().served_bytes == shares[1].nbytes
+
+    def test_a_peer_that_closes_in_the_middle_ends_without_the_next(self, serve: Serve, connect: Connect) -> None:
+        data, asked = random_bytes(40 * 64 * KIB), threading.Semaphore(0)
+
+        def lookup(_: str) -> ByteArray:
+            asked.release()
+            return data
+
+        server = serve(lookup)
+        closing = threading.Thread(target=lambda: (asked.acquire(timeout=WAIT_S), server.close()))
+        closing.start()
+        client = connect(range_bytes=KIB)
+        with pytest.raises(PeerUnavailable, match=rf"bytes are missing; peer {server.address}: "):
+            client.fetch([server.address], extent_of(data), data.copy())
+        closing.join()
+        with pytest.raises(PeerUnavailable, match="refused"):
+            client.fetch([server.address], extent_of(data), data.copy())
+
+    def test_one_connection_that_breaks_is_made_up_for_by_the_others(
+        self, scripted: Callable[[Script], PeerAddress], connect: Connect
+    ) -> None:
+        data, first = random_bytes(30 * 64 * KIB), threading.Lock()
+
+        def script(connection: socket.socket) -> None:
+            greet(connection)
+            while True:
+                frame = protocol.receive_frame(connection, protocol.REQUEST_BYTES, WAIT_S)
+                request = protocol.decode_request(frame)
+                part = data.data[request.offset : request.offset + request.nbytes]
+                connection.sendall(protocol.encode_reply(Status.OK, request.nbytes))
+                if first.acquire(blocking=False):
+                    connection.sendall(part[:100])
+                    return
+                connection.sendall(part)
+
+        out = np.empty_like(data)
+        connect().fetch([scripted(script)], extent_of(data), out)
+        assert out.tobytes() == data.tobytes()
+
+    def test_a_slow_peer_is_given_up_for_the_next(
+        self, scripted: Callable[[Script], PeerAddress], serve: Serve, connect: Connect
+    ) -> None:
+        data = random_bytes(4 * 64 * KIB)
+
+        def trickle(connection: socket.socket) -> None:
+            greet(connection)
+            protocol.receive_frame(connection, protocol.REQUEST_BYTES, WAIT_S)
+            connection.sendall(protocol.encode_reply(Status.OK, 64 * KIB))
+            while True:
+                connection.sendall(b"x")
+                assert select.select([connection], [], [], 0.01)[0] == [] or not connection.recv(1)
+
+        slow, client, out = scripted(trickle), connect(grace_s=0.1, timeout_s=WAIT_S), np.empty_like(data)
+        start_s = time.monotonic()
+        with pytest.raises(PeerUnavailable, match=f"peer {slow}: too slow: .*expected 5.000 MB/s per connection"):
+            client.fetch([slow], extent_of(data), out)
+        shares = client.fetch([slow, serve({"e": data}).address], extent_of(data), out)
+        assert time.monotonic() - start_s < WAIT_S / 2
+        assert out.tobytes() == data.tobytes()
+        assert [share.nbytes for share in shares] == [data.nbytes]
+
+    def test_the_floor_of_a_fetch_is_the_caller_s(self, serve: Serve, connect: Connect) -> None:
+        data = random_bytes(64 * KIB)
+        with pytest.raises(PeerUnavailable, match="too slow"):
+            connect(grace_s=0.0).fetch([serve({"e": data}).address], extent_of(data), data.copy(), min_gbps=1e6)
+
+    def test_a_silent_peer_is_given_up(self, scripted: Callable[[Script], PeerAddress], connect: Connect) -> None:
+        address = scripted(closed_by_peer)
+        with pytest.raises(PeerUnavailable, match=f"peer {address}: .*timed out"):
+            connect(timeout_s=0.05).fetch([address], extent_of(random_bytes(9)), np.empty(9, np.uint8))
+
+    def test_those_who_wait_for_a_silent_peer_find_out_together(
+        self, scripted: Callable[[Script], PeerAddress], connect: Connect
+    ) -> None:
+        extent, address = extent_of(random_bytes(9)), scripted(closed_by_peer)
+        client = connect(num_connections=1, timeout_s=0.3)
+
+        def fetch(_: int) -> str:
+            with pytest.raises(PeerUnavailable) as caught:
+                client.fetch([address], extent, np.empty(9, np.uint8))
+            return str(caught.value)
+
+        start_s = time.monotonic()
+        with ThreadPoolExecutor(16) as threads:
+            reasons = list(threads.map(fetch, range(16)))
+        assert time.monotonic() - start_s < 16 * 0.3 / 2
+        assert any("timed out" in reason for reason in reasons)
+        assert any("could not be reached a moment ago" in reason for reason in reasons)
+
+    @pytest.mark.parametrize(
+        ("reply", "reason"),
+        [
+            (b"HTTP/1.1 400 Bad Request\r\n", "b'HTTP' is not the beginning of a frame"),
+            (protocol.encode_reply(Status.OK, 2**63), "announces 9223372036854775808 bytes as OK, 9 were asked for"),
+            (protocol.encode_reply(Status.UNKNOWN_EXTENT, 9), "announces 9 bytes as UNKNOWN_EXTENT"),
+            (protocol.MAGIC + b"\0\2" + bytes(10), "protocol version 2, this node speaks version 1"),
+            (protocol.MAGIC + b"\0\1\0\x63" + bytes(8), "99 is not a valid Status"),
+        ],
+    )
+    def test_a_peer_that_speaks_otherwise(
+        self, scripted: Callable[[Script], PeerAddress], connect: Connect, reply: bytes, reason: str
+    ) -> None:
+        def script(connection: socket.socket) -> None:
+            greet(connection)
+            protocol.receive_frame(connection, protocol.REQUEST_BYTES, WAIT_S)
+            connection.sendall(reply)
+            closed_by_peer(connection)
+
+        with pytest.raises(PeerUnavailable, match=reason):
+            connect().fetch([scripted(script)], extent_of(random_bytes(9)), np.empty(9, np.uint8))
+
+    def test_a_host_that_does_not_exist(self, connect: Connect) -> None:
+        with pytest.raises(PeerUnavailable, match=r"peer host\.\.invalid:1: "):
+            connect().fetch([PeerAddress("host..invalid", 1)], extent_of(random_bytes(9)), np.empty(9, np.uint8))
+
+
+class TestTheServer:
+    def test_closes_at_once_while_clients_take_nothing_in(self, serve: Serve) -> None:
+        data = np.zeros(protocol.MAX_RANGE_BYTES, np.uint8)
+        server = serve({"e": data})
+        stalled = [log_in(server) for _ in range(4)]
+        for connection in stalled:
+            connection.sendall(protocol.encode_request(Request("e", 0, data.nbytes)))
+        eventually(lambda: server.stats().active_transfers == 4)
+        start_s = time.monotonic()
+        server.close()
+        assert time.monotonic() - start_s < 1
+        assert peer_threads() == []
+        assert server.stats().num_connections == server.stats().served_bytes == 0
+        for connection in stalled:
+            with connection:
+                assert closed_by_peer(connection)
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(server.address, WAIT_S)
+        server.close()
+
+    def test_drops_who_takes_nothing_in(self, serve: Serve) -> None:
+        data = np.zeros(protocol.MAX_RANGE_BYTES, np.uint8)
+        server = serve({"e": data}, timeout_s=0.05)
+        with log_in(server) as connection:
+            connection.sendall(protocol.encode_request(Request("e", 0, data.nbytes)))
+            eventually(lambda: server.stats().num_connections == 0)
+
+    def test_drops_who_says_nothing(self, serve: Serve) -> None:
+        server = serve({}, timeout_s=0.05)
+        with socket.create_connection(server.address, WAIT_S) as connection:
+            assert closed_by_peer(connection)
+
+    @given(st.binary(max_size=300))
+    def test_survives_any_bytes_of_strangers(self, noise: bytes) -> None:
+        with PeerServer({}.get, SECRET, host="127.0.0.1") as server:
+            with socket.create_connection(server.address, WAIT_S) as connection:
+                connection.sendall(noise)
+                connection.shutdown(socket.SHUT_WR)
+                assert closed_by_peer(connection)
+            log_in(server).close()
+
+    @given(
+        st.binary(min_size=88, max_size=88)
+        | st.builds(
+            lambda version, length, id_: protocol.MAGIC + version + length + bytes(16) + id_.ljust(64, b"\0"),
+            st.sampled_from([b"\0\0", b"\0\1", b"\0\2"]),
+            st.binary(min_size=2, max_size=2),
+            st.binary(max_size=64),
+        ).filter(lambda frame: not is_request(frame))
+    )
+    def test_ends_a_connection_that_sends_no_frame(self, noise: bytes) -> None:
+        data = random_bytes(10)
+        with PeerServer({"e": data}.get, SECRET, host="127.0.0.1") as server, PeerClient(SECRET) as client:
+            with log_in(server) as connection:
+                connection.sendall(noise)
+                assert closed_by_peer(connection)
+            client.fetch([server.address], extent_of(data), data.copy())
+
+    def test_outlives_a_lookup_that_fails_and_says_so(
+        self, serve: Serve, connect: Connect, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        data = random_bytes(10)
+
+        def lookup(id_: str) -> ByteArray:
+            return {"e": data}[id_]
+
+        server, client = serve(lookup), connect()
+        with pytest.raises(PeerUnavailable, match="closed after 0"):
+            client.fetch([server.address], extent_of(data, "other"), data.copy())
+        eventually(lambda: "KeyError: 'other'" in caplog.text)
+        client.fetch([server.address], extent_of(data), data.copy())
+
+    def test_says_when_its_port_is_taken(self, serve: Serve) -> None:
+        taken = serve({}).address.port
+        with pytest.raises(OSError, match="in use"):
+            serve({}, port=taken)
