@@ -16,20 +16,16 @@ from rich.console import Console
 from rich.markup import escape
 
 from configs.errors import ConfigError
+from deployments.cli_bench import app as bench_app
 from deployments.cli_models import app as models_app
-from deployments.cli_options import Json, Url, cluster_client
+from deployments.cli_options import DEFAULT_CONFIG, ConfigPath, Json, Url, cluster_client
 from deployments.cli_weights import app as weights_app
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
-bench_app = typer.Typer(no_args_is_help=True, help="Measure on this machine, beside the peers.")
 app.add_typer(bench_app, name="bench")
 app.add_typer(weights_app, name="weights")
 app.add_typer(models_app)
 err = Console(stderr=True)
-
-DEFAULT_CONFIG = Path("configs/clusters/demo.yaml")
-
-ConfigPath = Annotated[Path, typer.Argument(help="Cluster YAML.")]
 
 
 @app.command()
@@ -126,53 +122,6 @@ def chat(
     from deployments.cli_generate import converse
 
     converse(cluster_client(url), model, message)
-
-
-@bench_app.command("serve")
-def bench_serve(config: ConfigPath = DEFAULT_CONFIG, rounds: int = 15, as_json: Json = False) -> None:
-    """The demo cluster beside stock diffusers and transformers in one process."""
-    from deployments.bench.report import print_figures
-    from deployments.bench.serve import run
-
-    with err.status("measuring: starts a cluster and a stock process, takes some minutes"):
-        figures = run(_load(config), str(config), rounds)
-    print_figures(figures, as_json)
-
-
-@bench_app.command("load")
-def bench_load(
-    model: Annotated[Path | None, typer.Option(help="A model folder with safetensors; default: one is made.")] = None,
-    shape: Annotated[str, typer.Option(help="Of the one that is made: wide (108 tensors) or deep (1,880).")] = "wide",
-    rounds: Annotated[int, typer.Option(min=1, help="Every loader loads this often, in turn.")] = 5,
-    peers: Annotated[bool, typer.Option("--peers/--no-peers", help="Beside other loaders.")] = True,
-    work_dir: Annotated[Path | None, typer.Option(help="On the disk to be measured; default: temporary.")] = None,
-    as_json: Json = False,
-) -> None:
-    """Cold and warm loads into shared memory, beside other loaders and the raw disk."""
-    from deployments.bench.load import run
-    from deployments.bench.report import print_load_figures
-
-    with err.status("measuring: writes some 10 GB and takes some minutes"):
-        figures = run(model, shape, rounds, peers, work_dir)
-    print_load_figures(figures, as_json)
-
-
-@bench_app.command("switch")
-def bench_switch(
-    demo: Annotated[Path, typer.Option(help="The folder of the demo models.")] = Path("infra/demo/models"),
-    switches: Annotated[int, typer.Option(min=1, help="Random ones, under a budget.")] = 500,
-    rounds: Annotated[int, typer.Option(min=1, help="Ours and the peer switch this often, in turn.")] = 9,
-    attaches: Annotated[int, typer.Option(min=1, help="In as many new processes.")] = 20,
-    work_dir: Annotated[Path | None, typer.Option(help="Where the models are made; default: temporary.")] = None,
-    as_json: Json = False,
-) -> None:
-    """From one model to another on one node: time, bytes moved, memory, recovery; beside diffusers."""
-    from deployments.bench.switch import Effort, run
-    from deployments.bench.switch_report import print_switch_figures
-
-    with err.status("measuring: writes some 6 GB and takes some minutes"):
-        figures = run(demo, Effort(num_attaches=attaches, rounds=rounds, num_switches=switches), work_dir)
-    print_switch_figures(figures, as_json)
 
 
 def main() -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 DEFAULT_URL = "http://127.0.0.1:8000"
+DEFAULT_CONFIG = Path("configs/clusters/demo.yaml")
 
+ConfigPath = Annotated[Path, typer.Argument(help="Cluster YAML.")]
 Url = Annotated[str | None, typer.Option(help="Where the cluster listens; default: the one that is up.")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout and nothing else.")]
 
