@@ -5,10 +5,7 @@ Requests go to ours and to the peer in turn, so that both see the same machine; 
 
 from __future__ import annotations
 
-import json
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -21,6 +18,7 @@ from ray import serve
 
 from configs.cluster import ClusterConfig
 from configs.model import ModelConfig
+from deployments.bench.peer import Peer
 from deployments.client import Client
 from deployments.records import ChatRequest, ImageRequest, Message
 from deployments.running import APP_NAME, cluster_up
@@ -45,36 +43,6 @@ class Line:
 
     def as_dict(self) -> dict[str, Any]:
         return {"what": self.what, "ours_ms": self.ours_ms, "stock_ms": self.stock_ms, "ratio": self.ratio}
-
-
-class Peer:
-    """The stock process."""
-
-    def __init__(self, num_threads: int) -> None:
-        command = [sys.executable, "-m", "deployments.bench.stock", str(num_threads)]
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-        )
-        self._read()
-
-    def ask(self, do: str, **order: Any) -> float:
-        """Milliseconds inside the peer, without the pipe."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"do": do, **order}) + "\n")
-        self._process.stdin.flush()
-        return float(self._read()["ms"])
-
-    def close(self) -> None:
-        self._process.terminate()
-        self._process.wait()
-
-    def _read(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError("the stock process ended; run `python -m deployments.bench.stock 1` to see why")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
 
 
 def run(config: ClusterConfig, config_path: str, rounds: int = 15) -> dict[str, Any]:

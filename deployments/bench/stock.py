@@ -1,4 +1,4 @@
-"""The peer of `atelier bench serve`: stock diffusers and transformers in one process, driven over stdin.
+"""The peer of `atelier bench serve` and `switch`: stock diffusers and transformers in one process, driven over stdin.
 
 Run as a program. Each line in is a JSON object with `do`; each line out is a JSON object with `ms` and the answer.
 """
@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from diffusers import DiffusionPipeline
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -22,19 +23,46 @@ class StockModels:
 
     def __init__(self) -> None:
         self._loaded: dict[str, Any] = {}
+        self._kept: dict[str, dict[str, torch.Tensor]] = {}
 
-    def load(self, model: str, path: str, drop: list[str]) -> None:
-        """`from_pretrained`, after letting go of the models in `drop`."""
-        for name in drop:
-            self._loaded.pop(name, None)
-        gc.collect()
+    def load(self, model: str, path: str, drop: list[str], dtype: str = "float32", touch: bool = False) -> None:
+        """`from_pretrained`, after letting go of the models in `drop`. Its tensors may be mapped files that nobody has
+        read: `touch` reads every byte of them."""
+        if drop:
+            self.drop(drop)
         if (Path(path) / "model_index.json").exists():
-            pipeline = DiffusionPipeline.from_pretrained(path, torch_dtype=torch.float32)
+            pipeline = DiffusionPipeline.from_pretrained(path, torch_dtype=getattr(torch, dtype))
             pipeline.set_progress_bar_config(disable=True)
             self._loaded[model] = pipeline
+            if touch:
+                _touch(pipeline)
         else:
             language_model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
             self._loaded[model] = (language_model, AutoTokenizer.from_pretrained(path))
+
+    def drop(self, models: list[str]) -> None:
+        """Let go of them. Their modules are in reference cycles: the memory is free when those have been found."""
+        for name in models:
+            self._loaded.pop(name, None)
+        gc.collect()
+
+    def keep(self, model: str) -> None:
+        """Hold a loaded pipeline's weights in memory of their own, which `move` copies from."""
+        weights = _parameters(self._loaded[model])
+        self._kept[model] = {name: parameter.data.clone() for name, parameter in weights.items()}
+
+    def move(self, model: str, away: list[str]) -> None:
+        """What `pipeline.to(device)` does, with the CPU as the device: every weight of `model` is copied.
+
+        In the peer's favour, models in `away` only lose their copies: nothing is copied back.
+        """
+        for name in away:
+            self._point(name, copy=False)
+        self._point(model, copy=True)
+
+    def find(self, model: str) -> None:
+        """A switch when everything stays resident."""
+        self._loaded[model]
 
     def image(self, model: str, prompt: str, seed: int, options: dict[str, Any]) -> None:
         self._loaded[model](prompt, generator=torch.Generator("cpu").manual_seed(seed), **options)
@@ -53,6 +81,21 @@ class StockModels:
         pipeline = self._loaded[model]
         with torch.no_grad():
             pipeline._get_clip_prompt_embeds(text)
+
+    def _point(self, model: str, copy: bool) -> None:
+        kept = self._kept[model]
+        for name, parameter in _parameters(self._loaded[model]).items():
+            parameter.data = kept[name].clone() if copy else kept[name]
+
+
+def _parameters(pipeline: Any) -> dict[str, torch.nn.Parameter]:
+    modules = {name: part for name, part in pipeline.components.items() if isinstance(part, torch.nn.Module)}
+    return {f"{part}.{name}": value for part, module in modules.items() for name, value in module.named_parameters()}
+
+
+def _touch(pipeline: Any) -> None:
+    for parameter in _parameters(pipeline).values():
+        np.bitwise_or.reduce(parameter.detach().reshape(-1).view(torch.uint8).numpy())
 
 
 def main() -> None:

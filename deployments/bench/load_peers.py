@@ -1,0 +1,174 @@
+"""One load by one loader, in a process of its own: `python -m deployments.bench.load_peers NAME FOLDER {cold,warm}`.
+
+Prints one JSON object: seconds until every tensor of the folder's weight files is in memory with every byte touched,
+the bytes, the process's peak RSS, and a digest of all tensors (taken after the clock stopped).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+import xxhash
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+def load_mmap(files: list[Path]) -> Tensors:
+    """safetensors as it is used by default: a mapping, whose pages are read when they are touched."""
+    from safetensors.torch import load_file
+
+    return _touched({name: tensor for file in files for name, tensor in load_file(file).items()})
+
+
+def load_pread(files: list[Path]) -> Tensors:
+    """safetensors with its pread backend."""
+    from safetensors.torch import load_file
+
+    return {name: tensor for file in files for name, tensor in load_file(file, backend="pread").items()}
+
+
+def load_runai(files: list[Path]) -> Tensors:
+    """runai-model-streamer, default concurrency and memory limit; it lends tensors, so `owned` ones are asked for."""
+    from runai_model_streamer import SafetensorsStreamer
+
+    with SafetensorsStreamer() as streamer:
+        streamer.stream_files([str(file) for file in files], device="cpu", owned=True)
+        return dict(streamer.get_tensors())
+
+
+def load_fastsafetensors(files: list[Path]) -> Tensors:
+    """fastsafetensors without GPU direct storage, into host memory."""
+    from fastsafetensors import SafeTensorsFileLoader, SingleGroup
+
+    loader = SafeTensorsFileLoader(SingleGroup(), device="cpu", nogds=True)
+    loader.add_filenames({0: [str(file) for file in files]})
+    buffers = loader.copy_files_to_device()
+    _KEEP.append((loader, buffers))
+    return {name: buffers.get_tensor(name) for name in loader.get_keys()}
+
+
+def load_tensorizer(files: list[Path]) -> Tensors:
+    """tensorizer's own format (written before, beside the weights), without hash verification, its default."""
+    from tensorizer import TensorDeserializer
+
+    deserializer = TensorDeserializer(str(tensorizer_file(files)), device="cpu")
+    _KEEP.append(deserializer)
+    return dict(deserializer.items())
+
+
+def load_torch_mmap(files: list[Path]) -> Tensors:
+    """torch.load(mmap=True) of a .pt file with the same tensors."""
+    return _touched(torch.load(torch_file(files), mmap=True, weights_only=True))  # noqa: TID251  our own file
+
+
+def load_diffusers(files: list[Path]) -> Tensors:
+    """diffusers' from_pretrained of the model folder: what its users call."""
+    from diffusers import FluxTransformer2DModel
+
+    model = FluxTransformer2DModel.from_pretrained(files[0].parent, torch_dtype=torch.bfloat16)
+    _KEEP.append(model)
+    return _touched(model.state_dict())
+
+
+LOADERS: dict[str, Callable[[list[Path]], Tensors]] = {
+    "safetensors-mmap": load_mmap,
+    "safetensors-pread": load_pread,
+    "runai-model-streamer": load_runai,
+    "fastsafetensors": load_fastsafetensors,
+    "tensorizer": load_tensorizer,
+    "torch-mmap": load_torch_mmap,
+    "diffusers": load_diffusers,
+}
+_MODULES = {"runai-model-streamer": "runai_model_streamer", "fastsafetensors": "fastsafetensors"}
+_MODULES |= {"tensorizer": "tensorizer", "diffusers": "diffusers", "safetensors-mmap": "safetensors.torch"}
+_KEEP: list[object] = []  # loaders that own what they lend: they must outlive the digest
+
+
+def tensorizer_file(files: list[Path]) -> Path:
+    return files[0].parent / "peer.tensors"
+
+
+def torch_file(files: list[Path]) -> Path:
+    return files[0].parent / "peer.pt"
+
+
+def read_files(name: str, files: list[Path]) -> list[Path]:
+    """The files that a loader reads: the stock ones, or its own."""
+    own = {"tensorizer": tensorizer_file, "torch-mmap": torch_file}
+    return [own[name](files)] if name in own else files
+
+
+def drop_cache(files: list[Path]) -> None:
+    """Take the files out of the page cache. Works for clean pages that nobody maps, without privileges."""
+    for file in files:
+        descriptor = os.open(file, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(descriptor)
+
+
+def fill_cache(files: list[Path]) -> None:
+    """Read the files once, so that the page cache has them."""
+    for file in files:
+        with file.open("rb", buffering=0) as stream:
+            while stream.read(2**24):
+                pass
+
+
+def peak_rss_bytes(pid: int) -> int:
+    """Of a process since its exec; getrusage would count what its parent had when it forked."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM"))) * 1024
+
+
+def digest(tensors: Tensors) -> str:
+    """Of names, dtypes, shapes and all bytes; equal for equal weights, whoever loaded them."""
+    total = xxhash.xxh3_128()
+    for name in sorted(tensors):
+        tensor = tensors[name].detach().contiguous()
+        total.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        total.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return total.hexdigest()
+
+
+def _touched(tensors: Tensors) -> Tensors:
+    """Lazy loaders have read nothing yet: touch every byte, as the first use would."""
+    for tensor in tensors.values():
+        np.bitwise_or.reduce(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().view(np.uint8))
+    return tensors
+
+
+def main(name: str, folder: str, mode: str) -> None:
+    """Import first, load on the clock."""
+    torch.set_num_threads(1)
+    files = sorted(Path(folder).glob("*.safetensors"))
+    __import__(_MODULES.get(name, "torch"))
+    if name == "diffusers":
+        from diffusers import FluxTransformer2DModel  # noqa: F401  its import takes seconds and is lazy
+    read = read_files(name, files)
+    (drop_cache if mode == "cold" else fill_cache)(read)
+    start = time.perf_counter()
+    tensors = LOADERS[name](files)
+    seconds = time.perf_counter() - start
+    figures = {
+        "seconds": seconds,
+        "bytes": sum(tensor.nbytes for tensor in tensors.values()),
+        "peak_rss_bytes": peak_rss_bytes(os.getpid()),
+        "digest": digest(tensors),
+    }
+    sys.stdout.write(json.dumps(figures) + "\n")
+    sys.stdout.flush()
+    os._exit(0)  # some loaders end noisily; the figures are out
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,41 @@
+"""The machine that a bench runs on, brought into the state of a node that has been up for a while."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import sys
+from collections.abc import Iterator
+
+import psutil
+import ray
+
+
+def touch_memory(nbytes: int) -> None:
+    """A virtual machine makes memory when it is touched first, at a tenth of its speed; nobody shall pay that here."""
+    nbytes = min(nbytes, int(psutil.virtual_memory().available * 0.7))
+    with mmap.mmap(-1, nbytes) as memory:
+        for page in range(0, nbytes, mmap.PAGESIZE):
+            memory[page] = 1
+
+
+@contextlib.contextmanager
+def private_ray(object_store_bytes: int, *, preallocate: bool = True) -> Iterator[None]:
+    """Ray of its own. `preallocate`: the pages of its object store exist, as on a node that has been up for a while;
+    without it only those exist that something was put into."""
+    os.environ |= {"RAY_preallocate_plasma_memory": str(int(preallocate)), "RAY_USAGE_STATS_ENABLED": "0"}
+    ray.init(
+        address="local",
+        num_cpus=2,
+        object_store_memory=object_store_bytes,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="error",
+    )
+    try:
+        # Ray prints to stdout when a process of it dies, which here is for figures only.
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        ray.shutdown()

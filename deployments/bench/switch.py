@@ -1,0 +1,160 @@
+"""`atelier bench switch`: what it takes to change from one model to another, beside diffusers, in one run.
+
+Ours is a replica's own way: its host of built modules, its node's keeper, shared memory. Ours and the peer take turns,
+each in one process with one thread; figures are medians with ranges, times in milliseconds.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from deployments.bench import switch_bytes, switch_memory
+from deployments.bench.figures import summary
+from deployments.bench.machine import private_ray, touch_memory
+from deployments.bench.peer import Peer
+from deployments.bench.switch_node import Models, Node, node_of
+from deployments.bench.synthetic_pipelines import ALIAS, FLUX, SDXL, TUNED, write_pipelines
+
+DEMO = {FLUX: "digits-flux", TUNED: "digits-flux-inverted", ALIAS: "digits-flux", SDXL: "digits-sdxl"}
+REPLICAS_AT_ONCE = 5  # that start side by side; they are measured one by one
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How often each thing is done."""
+
+    num_attaches: int = 20
+    rounds: int = 9
+    num_switches: int = 500
+    num_kills: int = 5
+
+
+def run(stock: Path, effort: Effort, work: Path | None = None) -> dict[str, Any]:
+    """Figures as one JSON-able object. `stock` holds the demo pipelines; `work` is where 8 GB of files go."""
+    with tempfile.TemporaryDirectory(dir=work, prefix="bench-switch-") as folder:
+        models = Models(Path(folder) / "store", write_pipelines(Path(folder) / "models", stock))
+        demo = Models(Path(folder) / "demo", {name: stock / source for name, source in DEMO.items()})
+        store_bytes = 2 * models.nbytes()  # while one keeper's copy is freed, the next one's is made
+        touch_memory(2 * store_bytes)
+        with private_ray(store_bytes):
+            found = {
+                "attach_ms": _attaches(models, effort),
+                **_legs(models, effort.rounds),
+                "sibling": switch_bytes.sibling(models, effort.rounds),
+                "flood": switch_bytes.flood(models),
+                "recovery": switch_bytes.recovery(models, effort.num_kills),
+                "demo": _legs(demo, effort.rounds) | {"sibling": switch_bytes.sibling(demo, effort.rounds)},
+            }
+        with private_ray(switch_memory.store_bytes(models), preallocate=False):
+            found["pss"] = switch_memory.shared(models)
+            found["churn"] = switch_memory.churn(models, effort.num_switches)
+    flux = models.manifests[FLUX]
+    return found | {
+        "pss_ratio": found["pss"]["ratio"],
+        "bytes_moved": found["sibling"]["host"]["bytes_moved"],
+        "bytes_different": found["sibling"]["bytes_different"],
+        "bytes": {"flux": models.nbytes(FLUX), "sdxl": models.nbytes(SDXL), "all": models.nbytes()},
+        "num_tensors": sum(len(component.tensors) for component in flux.components.values()),
+    }
+
+
+def _attaches(models: Models, effort: Effort) -> dict[str, Any]:
+    """Of the resident Flux pipeline, in a new process that has done its imports; in one that has made the structures as
+    well, as a replica of the cluster has; and in one that had it before."""
+    with node_of(models) as node:
+        node.bring_in(FLUX)
+        new = {"imports_only": False, "new_replica": True}
+        found = {name: summary(_new_attaches(node, effort.num_attaches, prepare)) for name, prepare in new.items()}
+        (replica,) = node.replicas(1, models.nbytes())
+        ray.get(replica.switch.remote(FLUX))
+        kept = [_attach_again(replica) for _ in range(effort.num_attaches)]
+        return found | {"kept_skeleton": summary(kept)}
+
+
+def _new_attaches(node: Node, number: int, prepare: bool) -> list[float]:
+    samples: list[float] = []
+    while len(samples) < number:
+        replicas = node.replicas(min(REPLICAS_AT_ONCE, number - len(samples)), node.models.nbytes(), prepare=prepare)
+        samples += [ray.get(replica.switch.remote(FLUX))["ms"] for replica in replicas]
+        node.end(replicas)
+    return samples
+
+
+def _attach_again(replica: Any) -> float:
+    ray.get(replica.forget.remote())
+    return float(ray.get(replica.switch.remote(FLUX))["ms"])
+
+
+def _legs(models: Models, rounds: int) -> dict[str, Any]:
+    """flux -> sdxl -> flux with resident weights: the third leg. `budget` of ours holds one pipeline; `everything` two.
+
+    `touched` legs end when every byte of the pipeline has been read once: diffusers maps files that nobody has read.
+    Ours includes giving up the other pipeline; what that takes diffusers is `diffusers_freeing_ms`, on top.
+    """
+    one = max(models.manifests[name].nbytes for name in (FLUX, SDXL))
+    samples: dict[str, list[float]] = {}
+    peer = Peer(num_threads=1)
+    try:
+        with node_of(models) as node:
+            node.bring_in(FLUX, SDXL)
+            (switching,), (keeping,) = node.replicas(1, one), node.replicas(1, models.nbytes())
+            _keep(peer, models)
+            for number in range(rounds + 1):
+                ours_ms = _third_leg(switching, touch=False)["ms"]
+                loading_ms, freeing_ms = _peer_third_leg(peer, models, touch=False)
+                turns = {
+                    "switch_ms": ours_ms,
+                    "diffusers_ms": loading_ms,
+                    "diffusers_freeing_ms": freeing_ms,
+                    "touched_ms": _third_leg(switching, touch=True)["touched_ms"],
+                    "diffusers_touched_ms": _peer_third_leg(peer, models, touch=True)[0],
+                    "moved_ms": _peer_move(peer),
+                    "everything_ms": _third_leg(keeping, touch=False)["ms"],
+                    "lookup_ms": peer.ask("find", model=f"kept-{FLUX}"),
+                }
+                for name, ms in turns.items() if number else ():  # the first round is for lazy imports
+                    samples.setdefault(name, []).append(ms)
+    finally:
+        peer.close()
+    found: dict[str, Any] = {name: summary(values) for name, values in samples.items()}
+    return found | {
+        "ratio": found["diffusers_ms"]["p50"] / found["switch_ms"]["p50"],
+        "ratio_with_freeing": (found["diffusers_ms"]["p50"] + found["diffusers_freeing_ms"]["p50"])
+        / found["switch_ms"]["p50"],
+        "ratio_touched": found["diffusers_touched_ms"]["p50"] / found["touched_ms"]["p50"],
+        "ratio_moved": found["moved_ms"]["p50"] / found["switch_ms"]["p50"],
+    }
+
+
+def _third_leg(replica: Any, touch: bool) -> dict[str, Any]:
+    legs: Sequence[dict[str, Any]] = [ray.get(replica.switch.remote(name, touch)) for name in (FLUX, SDXL, FLUX)]
+    return legs[-1]
+
+
+def _peer_third_leg(peer: Peer, models: Models, touch: bool) -> tuple[float, float]:
+    """Milliseconds to load, and before that to free the memory of the other."""
+    loading = freeing = 0.0
+    for name in (FLUX, SDXL, FLUX):
+        freeing = peer.ask("drop", models=[FLUX, SDXL])
+        path = str(models.sources[name])
+        loading = peer.ask("load", model=name, path=path, drop=[], dtype="bfloat16", touch=touch)
+    return loading, freeing
+
+
+def _keep(peer: Peer, models: Models) -> None:
+    for name in (FLUX, SDXL):
+        path = str(models.sources[name])
+        peer.ask("load", model=f"kept-{name}", path=path, drop=[], dtype="bfloat16")
+        peer.ask("keep", model=f"kept-{name}")
+
+
+def _peer_move(peer: Peer) -> float:
+    kept = {name: f"kept-{name}" for name in (FLUX, SDXL)}
+    peer.ask("move", model=kept[SDXL], away=[kept[FLUX]])
+    return peer.ask("move", model=kept[FLUX], away=[kept[SDXL]])

@@ -1,0 +1,78 @@
+"""A replica without Serve around it: what a worker and a text encoder do when they switch, for a whole pipeline.
+
+HAZARD: to open the handle of an actor is to import the module of its class. The keeper is given handles of its
+replicas, so this module imports no torch: Serve's own replica class does not either.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from cluster.ray_extents import RayExtents
+from weights.manifest import Manifest
+
+
+def replica_class() -> Any:
+    """BenchReplica as an actor class."""
+    return ray.remote(num_cpus=0)(BenchReplica)
+
+
+class BenchReplica:
+    """`prepare`: make the structures of the models at start, as a replica of the cluster does. Imports are done always.
+
+    `skeletons` is the store's folder of what is not weights.
+    """
+
+    async def __init__(  # type: ignore[misc]  # Ray awaits it
+        self,
+        keeper: Any,
+        skeletons: Path,
+        manifests: Mapping[str, Manifest],
+        budget_bytes: int,
+        *,
+        device: str = "cpu",
+        prepare: bool = True,
+    ) -> None:
+        from deployments.bench import switch_host
+
+        self._inside = switch_host
+        self._budget_bytes = budget_bytes
+        extents = RayExtents(keeper, f"replica-{os.getpid()}")
+        self._host = await switch_host.open_bench_host(extents, skeletons, manifests, budget_bytes, device, prepare)
+
+    async def pid(self) -> int:
+        return os.getpid()
+
+    async def switch(self, model: str, touch: bool = False) -> dict[str, Any]:
+        """Until every component of `model` is built, in `ms`, and the report on it; `touched_ms`: and read once."""
+        start = time.perf_counter()
+        async with self._host.lease(model, self._inside.everything) as lease:
+            ms = (time.perf_counter() - start) * 1e3
+            if touch:
+                self._inside.touch(lease.modules)
+            touched_ms = (time.perf_counter() - start) * 1e3
+            return asdict(lease.report) | {"ms": ms, "touched_ms": touched_ms}
+
+    async def forget(self) -> None:
+        """Let go of all modules: their structures stay."""
+        self._host.set_budget(0)
+        self._host.set_budget(self._budget_bytes)
+
+    async def switch_many(self, models: Sequence[str]) -> float:
+        """Seconds for all, one after the other."""
+        start = time.perf_counter()
+        for model in models:
+            await self.switch(model)
+        return time.perf_counter() - start
+
+    async def collect(self) -> None:
+        """What is garbage is no memory that somebody lost."""
+        gc.collect()
