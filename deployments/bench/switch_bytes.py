@@ -47,7 +47,7 @@ def _host_sibling(node: Node, replica: Any) -> dict[str, Any]:
 
 
 def _same_weights(replica: Any, rounds: int) -> dict[str, Any]:
-    """Under another name: what moves, and how long it takes when the other is in use, and when it is not even built."""
+    """Under another name, while the first one is built: what moves, and how long it takes."""
     reports = []
     for _ in range(rounds):
         ray.get(replica.forget.remote())
