@@ -53,7 +53,8 @@ class Adoption:
                 continue
             if (held := self._mapped(offer, holder)) is not None:
                 self._held.adopt(held, id_, holder, offer.num_leases)
-                taken_bytes += offer.extent.nbytes
+                if self._held.held(id_) is held:  # another replica may have offered it meanwhile
+                    taken_bytes += offer.extent.nbytes
         return taken_bytes
 
     def _mapped(self, offer: HeldOffer, holder: str) -> Held | None:

@@ -482,6 +482,22 @@ def test_offers_of_replicas_are_adopted_once_and_checked(keeper, extents, tmp_pa
     assert node.acquire([extents["a"]], "x").refs["a"].array is copies["a"]
 
 
+def test_what_two_replicas_offer_at_once_counts_once(keeper, extents, tmp_path, pool, monkeypatch) -> None:
+    both_are_here = threading.Barrier(2)
+
+    def mapped(ref: Ref, timeout: float) -> np.ndarray:
+        both_are_here.wait(WAIT_S)
+        return ref.array
+
+    monkeypatch.setattr("cluster.keeping.adoption.ray.get", mapped)
+    copy = np.frombuffer((tmp_path / "a").read_bytes(), np.uint8)
+    node = keeper()
+    offering = [pool.submit(node.adopt, holder, None, [HeldOffer(extents["a"], Ref(copy), 1)]) for holder in "vw"]
+    for done in offering:
+        done.result(WAIT_S)
+    assert (node.stats().adopted_bytes, node.stats().holders) == (100, {"v": 100, "w": 100})
+
+
 def test_an_offer_that_cannot_be_mapped_is_read_again(keeper, extents, reads: Reads, monkeypatch) -> None:
     def lost(ref: Any, timeout: float) -> Any:
         raise ray.exceptions.GetTimeoutError("its owner is gone")
