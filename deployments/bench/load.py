@@ -91,8 +91,8 @@ class _Bench:
         return raw | ours | {name: self._peer(name) for name in self.peers}
 
     def load_ours(self, mode: str, *, verify: bool) -> _Loaded:
-        """A fresh keeper, whose staging pool has been used before, as a node's has."""
-        actor = keeper_class().remote(str(self.store.packs), 2 * self.manifest.nbytes, "bench", verify=verify)
+        """Through a keeper that has loaded before, as a node's has: its staging buffers exist, its pages are mapped."""
+        actor = self.used_keeper(verify=verify)
         pid = ray.get(actor.__ray_call__.remote(lambda _: os.getpid()))
         extents = RayExtents(actor, "bench")
         _set_cache(mode, self.packs)
@@ -109,6 +109,17 @@ class _Bench:
         del tensors, buffers
         ray.kill(actor)
         return _Loaded(seconds, self.manifest.nbytes, peak, digest)
+
+    def used_keeper(self, *, verify: bool = True) -> Any:
+        """A keeper that has loaded the model once and holds nothing now."""
+        actor = keeper_class().remote(
+            str(self.store.packs), 2 * self.manifest.nbytes, "bench", verify=verify, audit_bytes_per_s=0
+        )
+        ids = [extent.id for extent in self.extents]
+        ray.get(actor.acquire.remote(list(self.extents), "earlier"))
+        ray.get(actor.release.remote(ids, "earlier"))
+        assert len(ray.get(actor.drop.remote(ids))) == len(ids)
+        return actor
 
     def _peer(self, name: str) -> Callable[[str], _Loaded]:
         def load(mode: str) -> _Loaded:
@@ -187,7 +198,7 @@ def _figures(samples: dict[str, _Samples], peers: Sequence[str]) -> dict[str, An
 
 def _stage_report(bench: _Bench) -> dict[str, Any]:
     """Where the time goes, once more, cold, with a clock in every stage."""
-    actor = keeper_class().remote(str(bench.store.packs), 2 * bench.manifest.nbytes, "bench")
+    actor = bench.used_keeper()
     _set_cache("cold", bench.packs)
     report: LoadReport = ray.get(actor.acquire.remote(list(bench.extents), "bench")).report
     ray.kill(actor)
