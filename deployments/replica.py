@@ -7,7 +7,7 @@ import gc
 import logging
 import math
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -24,7 +24,7 @@ from deployments.engines.protocol import EngineError
 from deployments.errors import ServiceError
 from deployments.hosting.model_host import ModelHost
 from weights.errors import WeightsError
-from weights.manifest import Component
+from weights.manifest import Component, ModelKind
 from weights.store import WeightStore
 
 MAX_PREPARED: Final = 64
@@ -71,15 +71,21 @@ async def open_host(config: ClusterConfig, role: str, settings: ModelReplicaConf
 
 
 async def prepare_models(
-    host: ModelHost, models: Iterable[ModelConfig], wanted: Callable[[Component], bool], build: ReplicaBuilder
+    host: ModelHost,
+    models: Iterable[ModelConfig],
+    kinds: Collection[ModelKind],
+    wanted: Callable[[Component], bool],
+    build: ReplicaBuilder,
 ) -> None:
     """Before the first request: import what the configured models are made of, make their structures, and build those
-    to be preloaded. Of a long list, only the beginning and what is to be preloaded."""
+    to be preloaded. `kinds` are what this service runs. Of a long list, only the beginning and what is preloaded."""
     for number, model in enumerate(models):
         if number >= MAX_PREPARED and not model.preload:
             continue
         try:
             manifest = await host.manifest(model.id)
+            if manifest.kind not in kinds:  # the other service's: an LLM is no text encoder
+                continue
             for component in filter(wanted, manifest.components.values()):
                 await asyncio.to_thread(import_class, component.library, component.class_name)
                 await asyncio.to_thread(build.prepare, component, host.skeleton(manifest))

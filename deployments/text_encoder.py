@@ -46,7 +46,7 @@ class TextEncoderService:
         limit_threads(None, settings.num_cpus)
         self._builder = TextEncoderBuilder()
         self._host = await open_host(config, "text-encoder", settings, self._builder)
-        await prepare_models(self._host, config.models, is_text_encoder, self._builder)
+        await prepare_models(self._host, config.models, ("diffusion", "embedding"), is_text_encoder, self._builder)
         self._cache = EmbeddingCache(settings.cache_bytes)
         self._encoders = CachedEncoders(self._cache, self._run_merged)
         self._metrics = RequestMetrics()

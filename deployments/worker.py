@@ -48,7 +48,7 @@ class Worker:
         self._metrics = RequestMetrics()
         self._builder = ComponentBuilder(self._settings)
         self._host = await open_host(config, "worker", self._settings, self._builder)
-        await prepare_models(self._host, config.models, is_denoise_component, self._builder)
+        await prepare_models(self._host, config.models, ("diffusion", "llm"), is_denoise_component, self._builder)
 
     async def generate(self, request: ImageRequest) -> ImageResult:
         """Pictures. Encodes the text elsewhere while this replica switches; merges with others step by step."""

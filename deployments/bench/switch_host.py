@@ -35,7 +35,8 @@ async def open_bench_host(
         return manifests[model]
 
     host = ModelHost(fetch_manifest, extents, skeletons, budget_bytes, builder, device=device, retire=builder.retire)
-    await prepare_models(host, [ModelConfig(id=name, path=Path(name)) for name in manifests], everything, builder)
+    models = [ModelConfig(id=name, path=Path(name)) for name in manifests]
+    await prepare_models(host, models, ("diffusion",), everything, builder)
     return host
 
 
