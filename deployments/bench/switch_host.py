@@ -36,7 +36,7 @@ async def open_bench_host(
 
     host = ModelHost(fetch_manifest, extents, skeletons, budget_bytes, builder, device=device, retire=builder.retire)
     models = [ModelConfig(id=name, path=Path(name)) for name in manifests]
-    await prepare_models(host, models, ("diffusion",), everything, builder)
+    await prepare_models(host, models, {"diffusion"}, everything, builder)
     return host
 
 
