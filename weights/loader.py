@@ -18,26 +18,7 @@ from weights.manifest import Component, Manifest, TensorRef
 from weights.provider import ExtentProvider, LocalExtents
 from weights.reading.extents import ByteArray
 from weights.store import WeightStore
-
-TORCH_DTYPES: dict[str, torch.dtype] = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "I16": torch.int16,
-    "U16": torch.uint16,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I32": torch.int32,
-    "U32": torch.uint32,
-    "F32": torch.float32,
-    "F64": torch.float64,
-    "I64": torch.int64,
-    "U64": torch.uint64,
-    "C64": torch.complex64,
-}
+from weights.torch_dtypes import TORCH_DTYPES
 
 Tensors = dict[str, torch.Tensor]
 

@@ -14,26 +14,8 @@ from typing import Any
 import torch
 
 from weights.errors import FormatError
+from weights.torch_dtypes import DTYPE_NAMES
 
-_NAMES = {
-    torch.bool: "BOOL",
-    torch.uint8: "U8",
-    torch.int8: "I8",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e8m0fnu: "F8_E8M0",
-    torch.int16: "I16",
-    torch.uint16: "U16",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int32: "I32",
-    torch.uint32: "U32",
-    torch.float32: "F32",
-    torch.complex64: "C64",
-    torch.float64: "F64",
-    torch.int64: "I64",
-    torch.uint64: "U64",
-}
 _NESTS = ("state_dict", "model")  # where trainers keep the weights beside their own state
 
 
@@ -123,11 +105,11 @@ def _entry(path: Path, name: str, leaf: Any, file_bytes: int) -> TorchTensor:
     if tensor.is_meta or tensor.is_quantized or tensor.is_nested or tensor.layout != torch.strided:
         kind = "quantized" if tensor.is_quantized else "meta" if tensor.is_meta else str(tensor.layout)
         raise FormatError(f"{path}: tensor {name!r} is {kind}, expected a dense tensor")
-    if tensor.dtype not in _NAMES:
+    if tensor.dtype not in DTYPE_NAMES:
         raise FormatError(
-            f"{path}: tensor {name!r}: unknown dtype {tensor.dtype} (known: {', '.join(_NAMES.values())})"
+            f"{path}: tensor {name!r}: unknown dtype {tensor.dtype} (known: {', '.join(DTYPE_NAMES.values())})"
         )
-    entry = TorchTensor(path, _NAMES[tensor.dtype], tensor)
+    entry = TorchTensor(path, DTYPE_NAMES[tensor.dtype], tensor)
     if entry.nbytes > file_bytes:
         raise FormatError(
             f"{path}: tensor {name!r} repeats its elements to {entry.nbytes} bytes, more than the file's {file_bytes}"

@@ -24,7 +24,6 @@ from torch.export import ExportedProgram
 
 from weights.errors import FormatError, WeightsError
 from weights.formats.tensors import SourceTensor
-from weights.loader import TORCH_DTYPES
 from weights.loading.external_memory import WARNINGS_LOCK
 from weights.manifest import Layout, Manifest
 from weights.programs.memory_order import in_traced_order, memory_order, traced_strides
@@ -39,11 +38,11 @@ from weights.programs.storing import (
 )
 from weights.provider import ExtentProvider
 from weights.store import WeightStore
+from weights.torch_dtypes import DTYPE_NAMES
 
 GRAPH_FILE: Final = "graph.pt2"
 _MUTATED: Final = "mutated"  # metadata: names of buffers that the program writes, as JSON
 _INLINE: Final = "inline"  # metadata: names of tensors that stayed in the graph, as JSON
-_DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
 def externalize_program(
@@ -68,7 +67,7 @@ def externalize_program(
     _refuse_what_needs_pickles(program)
     values: dict[str, torch.Tensor] = {**program.state_dict, **program.constants}
     strides = traced_strides(program)
-    kept = [name for name, value in values.items() if value.dtype not in _DTYPE_NAMES]
+    kept = [name for name, value in values.items() if value.dtype not in DTYPE_NAMES]
     tensors: dict[str, SourceTensor] = {
         name: _source_tensor(source, value, strides.get(name)) for name, value in values.items() if name not in kept
     }
@@ -183,4 +182,4 @@ def _source_tensor(source: str, value: torch.Tensor, strides: Sequence[int] | No
     """The bytes in memory order: a shared view can then have the strides that the graph was traced with."""
     dense = value.detach().resolve_conj().resolve_neg().permute(memory_order(value.shape, strides)).contiguous().cpu()
     data = dense.reshape(-1).view(torch.uint8).numpy().data
-    return MemoryTensor(Path(source), _DTYPE_NAMES[value.dtype], tuple(dense.shape), data)
+    return MemoryTensor(Path(source), DTYPE_NAMES[value.dtype], tuple(dense.shape), data)

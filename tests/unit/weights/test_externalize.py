@@ -22,12 +22,13 @@ from weights.errors import FormatError, StoreError, StoreVersionError
 from weights.externalize import externalize
 from weights.formats.checkpoint import LORA_FILE
 from weights.formats.safetensors import read_header
-from weights.loader import TORCH_DTYPES, load_from_store
+from weights.loader import load_from_store
 from weights.maintenance import gc, remove_model
 from weights.manifest import EXTENT_ALIGNMENT, TENSOR_ALIGNMENT, Layout, Manifest, TensorRef
 from weights.reading.extents import read_extent
 from weights.storage.hashing import hash_tensors
 from weights.store import WeightStore
+from weights.torch_dtypes import TORCH_DTYPES
 from weights.verification import verify
 
 LAYOUTS: tuple[Layout, ...] = ("combined", "separate", "inline")

@@ -12,12 +12,13 @@ import torch
 
 from weights.errors import WeightsError
 from weights.externalize import externalize
-from weights.loader import TORCH_DTYPES, attach, load_model
+from weights.loader import attach, load_model
 from weights.loading.loaded_files import LoadedFiles
 from weights.loading.placement import windows
 from weights.manifest import Component, ExtentRef, Manifest, TensorRef
 from weights.provider import LocalExtents
 from weights.store import WeightStore
+from weights.torch_dtypes import TORCH_DTYPES
 
 
 class CountedExtents(LocalExtents):

@@ -17,7 +17,7 @@ from safetensors.torch import save, save_file
 
 from weights.errors import FormatError
 from weights.formats.safetensors import read_header, write_safetensors
-from weights.loader import TORCH_DTYPES
+from weights.torch_dtypes import TORCH_DTYPES
 
 SHAPES: list[tuple[int, ...]] = [(), (0,), (3,), (2, 0, 4), (2, 3), (1, 2, 3, 4)]
 

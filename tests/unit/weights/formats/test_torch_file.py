@@ -16,7 +16,7 @@ import torch
 from weights.errors import FormatError
 from weights.formats.checkpoint import read_checkpoint
 from weights.formats.torch_file import read_torch_file
-from weights.loader import TORCH_DTYPES
+from weights.torch_dtypes import TORCH_DTYPES
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*weights_only Unpickler might not support", "ignore:.*deprecated")
 

@@ -14,10 +14,10 @@ import xxhash
 from weights.dtypes import BLOCK_SIZES
 from weights.errors import ExtentCorrupt, StoreError, WeightsError
 from weights.externalize import externalize
-from weights.loader import TORCH_DTYPES
 from weights.loading.slicing import MAX_GAP_BYTES, TensorSlice, read_slice, slice_view
 from weights.manifest import Component, ExtentRef, Manifest, TensorRef
 from weights.store import WeightStore
+from weights.torch_dtypes import TORCH_DTYPES
 
 
 class CountedReads:
