@@ -5,6 +5,8 @@
     ├── UnknownModel         404  no such model or adapter; the message has the known names
     ├── RequestTooLarge      413
     ├── Overloaded           503  the memory for this model is taken by running work
+    ├── QueueFull            429  as many requests wait as its priority may have waiting
+    ├── DeadlineExceeded     504  the request's own time was over before its turn came
     ├── ModelUnavailable     503  the model's weights cannot be used
     ├── ReplicaLost          503  the replica that worked on it died, and so did the next ones or the stream had begun
     ├── Conflict             409  what is registered already stands against it
@@ -52,6 +54,14 @@ class RequestTooLarge(ServiceError):
 
 class Overloaded(ServiceError):
     """What the request needs does not fit beside the work that is running."""
+
+
+class QueueFull(ServiceError):
+    """As many requests wait already as may wait at this priority."""
+
+
+class DeadlineExceeded(ServiceError):
+    """The time that the request gave itself, or that its priority gives it, was over before its turn came."""
 
 
 class ModelUnavailable(ServiceError):

@@ -78,10 +78,15 @@ class ImageRequest(ImageOptions):
 
 
 class EmbeddingRequest(RequestModel):
-    """Embeddings of texts, or of texts that are token ids already. `model_version` is the ingress's."""
+    """Embeddings of texts, or of texts that are token ids already. `model_version` is the ingress's.
+
+    `priority` 1 is the most urgent, 0 the encoder's default; `timeout_s` bounds the wait for a turn.
+    """
 
     model: str
     input: tuple[str, ...] | tuple[tuple[int, ...], ...] = Field(min_length=1)
+    priority: int = Field(0, ge=0)
+    timeout_s: float | None = Field(None, gt=0, allow_inf_nan=False)
     model_version: str | None = None
 
 

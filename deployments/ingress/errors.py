@@ -17,10 +17,12 @@ from starlette.exceptions import HTTPException
 
 from deployments.errors import (
     Conflict,
+    DeadlineExceeded,
     GenerationFailed,
     InvalidRequest,
     ModelUnavailable,
     Overloaded,
+    QueueFull,
     ReplicaLost,
     RequestTooLarge,
     ServiceError,
@@ -39,6 +41,8 @@ TABLE: tuple[tuple[type[Exception], int, str, str], ...] = (
     (Unprocessable, 422, "invalid_request_error", "unusable_checkpoint"),
     (RequestTooLarge, 413, "invalid_request_error", "request_too_large"),
     (Overloaded, 503, "server_error", "overloaded"),
+    (QueueFull, 429, "rate_limit_error", "queue_full"),
+    (DeadlineExceeded, 504, "timeout_error", "deadline_exceeded"),
     (ModelUnavailable, 503, "server_error", "model_unavailable"),
     (ReplicaLost, 503, "server_error", "replica_unavailable"),
     (GenerationFailed, 500, "server_error", "generation_failed"),
@@ -67,7 +71,7 @@ def error_response(error: Exception) -> JSONResponse:
         if isinstance(error, class_):
             known = isinstance(error, ServiceError)
             message = str(error) if known else "the replica that worked on this request is gone; try again"
-            headers = {"retry-after": RETRY_AFTER_S} if status == 503 else None
+            headers = {"retry-after": RETRY_AFTER_S} if status in (429, 503) else None
             param = error.param if isinstance(error, ServiceError) else None
             return JSONResponse(envelope(message, type_, code, param), status, headers)
     logger.error("unexpected error", exc_info=error)

@@ -1,0 +1,54 @@
+"""How requests of one deployment are merged into calls: the knobs of `deployments/merging`."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from configs.model import StrictModel
+
+MAX_PRIORITY_LEVELS = 100
+
+
+class QueuePolicyConfig(StrictModel):
+    """Who may wait at one priority, and for how long. Durations are microseconds, as in Triton's model config."""
+
+    max_queue_size: int | None = Field(None, ge=1, description="requests that may wait; None: as many as come")
+    timeout_us: int | None = Field(None, ge=1, description="of waiting; None: for ever")
+    timeout_action: Literal["reject", "defer"] = Field(
+        "reject", description="defer: behind all requests whose time is not over, and served when there are none"
+    )
+    allow_timeout_override: bool = Field(True, description="a request may ask for a shorter wait")
+
+
+class MergeConfig(StrictModel):
+    """Priorities are 1 (most urgent) to `priority_levels`; a request without one has `default_priority`."""
+
+    max_batch_size: int = Field(32, ge=1, description="items in one call")
+    preferred_batch_sizes: tuple[int, ...] = Field((), description="a call of such a size does not wait for more")
+    max_queue_delay_us: int = Field(0, ge=0, description="how long a call may wait for company when it could start")
+    strategy: Literal["prefer_latency", "prefer_batch"] = Field(
+        "prefer_latency", description="prefer_batch: wait out the delay for a preferred size even when idle"
+    )
+    max_batch_cost: int | None = Field(None, ge=1, description="of one call, in the unit of its items: tokens, say")
+    max_concurrent_batches: int = Field(1, ge=1)
+    priority_levels: int = Field(1, ge=1, le=MAX_PRIORITY_LEVELS)
+    default_priority: int = Field(1, ge=1)
+    max_overtakes: int = Field(64, ge=0, description="requests that may go first although they came later")
+    default_queue_policy: QueuePolicyConfig = QueuePolicyConfig()
+    queue_policies: dict[int, QueuePolicyConfig] = Field({}, description="by priority, where it differs")
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        if self.default_priority > self.priority_levels:
+            raise ValueError(
+                f"default_priority {self.default_priority} is beyond priority_levels {self.priority_levels}"
+            )
+        beyond = sorted(level for level in self.queue_policies if not 1 <= level <= self.priority_levels)
+        if beyond:
+            raise ValueError(f"queue_policies for unknown priorities {beyond} (known: 1 to {self.priority_levels})")
+        wrong = [size for size in self.preferred_batch_sizes if not 1 <= size <= self.max_batch_size]
+        if wrong:
+            raise ValueError(f"preferred_batch_sizes {wrong} are not within 1 to max_batch_size {self.max_batch_size}")
+        return self
