@@ -190,13 +190,13 @@ class NodeKeeper:
         self._watch.watch(holder, ActorPing(handle))
 
     @ray.method(concurrency_group="control")
-    def adopt(self, holder: str, handle: Any | None, offers: Sequence[HeldOffer]) -> str:
+    def adopt(self, holder: str, offers: Sequence[HeldOffer]) -> str:
         """Take over what a replica has mapped, and its leases. Returns the generation that did.
 
         What is damaged, or cannot be mapped any more, is not taken: it will be read when somebody asks.
+        HAZARD: no handle of the replica comes with this. Opening one imports its class, for seconds, while others
+        wait for what is adopted here; `watch_holder` gets it.
         """
-        if handle is not None:
-            self.watch_holder(holder, handle)
         self._count("adopted", self._adoption.take(holder, offers))
         return self.generation
 

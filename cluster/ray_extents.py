@@ -154,7 +154,9 @@ class RayExtents:
                 offered = {id_: leased.count for id_, leased in self._leased.items()}
                 offers = [HeldOffer(leased.extent, leased.ref, leased.count) for leased in self._leased.values()]
             # It may be yet another life that answers.
-            generation = _unwrap(self._keeper.adopt.remote(self._holder, _own_handle(), offers))
+            generation = _unwrap(self._keeper.adopt.remote(self._holder, offers))
+            if (handle := _own_handle()) is not None:
+                self._keeper.watch_holder.remote(self._holder, handle)
             with self._lock:
                 self._generation = generation
                 # Given back while the offer was on its way: the keeper counts those leases still.

@@ -90,7 +90,10 @@ class SkeletonPool:
         return skeleton.module
 
     def prepare(self, component: Component, folder: Path, optional_parts: Collection[str] = ()) -> None:
-        """Before it is needed: so that the first module of this structure is a copy. Raises EngineError."""
+        """Before it is needed: the first module of this structure is there then, a second one is a copy of it.
+
+        Raises EngineError.
+        """
         key = structure_key(component)
         with self._lock:
             if not key or self._templates.get(key) is not None:
@@ -100,6 +103,8 @@ class SkeletonPool:
             component.library, component.class_name, folder, shapes, optional_parts=optional_parts
         )
         self._remember(key, skeleton)
+        if (first := _copy(skeleton)) is not None:
+            self._keep(key, first)
 
     def retire(self, module: nn.Module) -> None:
         """Take the weights out of a module that nobody runs any more, and keep it for others.
@@ -111,12 +116,8 @@ class SkeletonPool:
         if binding is None:
             return
         binding.clear()
-        if not key:
-            return
-        with self._lock:
-            self._free[id(module)] = (key, Skeleton(module, binding))
-            while len(self._free) > self._max_free:
-                self._free.popitem(last=False)
+        if key:
+            self._keep(key, Skeleton(module, binding))
 
     def stats(self) -> SkeletonStats:
         with self._lock:
@@ -137,6 +138,12 @@ class SkeletonPool:
         with self._lock:
             self._num_copied += copied is not None
         return copied
+
+    def _keep(self, key: str, blank: Skeleton) -> None:
+        with self._lock:
+            self._free[id(blank.module)] = (key, blank)
+            while len(self._free) > self._max_free:
+                self._free.popitem(last=False)
 
     def _note_built(self, key: str, skeleton: Skeleton) -> None:
         """A structure that is built for the second time will be needed again."""

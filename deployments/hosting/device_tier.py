@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -21,6 +21,7 @@ from weights.loading.external_memory import bytes_tensor
 from weights.manifest import Component, ExtentRef
 from weights.memory.device_arena import DeviceArena
 from weights.memory.device_records import Acquired, ArenaStats
+from weights.memory.pages import ByteArray
 from weights.provider import ExtentProvider
 
 Tensors = dict[str, torch.Tensor]
@@ -50,11 +51,28 @@ class Placed:
     reused_bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """Host memory leased for several components in one call, and what that call had to load."""
+
+    buffers: Mapping[str, ByteArray]
+    storage_bytes: int
+
+
 class DeviceTier(Protocol):
     """Thread-safe. `extents` are those that hold `component`; `holder` names the lease."""
 
-    def place(self, component: Component, extents: Sequence[ExtentRef], holder: str) -> Placed:
-        """Leased until `release`. Raises what the provider raises, and BudgetExceeded; then nothing is leased."""
+    def fetch(self, wants: Sequence[Sequence[ExtentRef]]) -> Fetched | None:
+        """Ask once for all that several components need; each must be placed with it. None: `place` asks itself."""
+        ...
+
+    def place(
+        self, component: Component, extents: Sequence[ExtentRef], holder: str, fetched: Fetched | None = None
+    ) -> Placed:
+        """Leased until `release`. Raises what the provider raises, and BudgetExceeded; then nothing is leased.
+
+        What `fetched` had to load is not in the answer.
+        """
         ...
 
     def release(self, component: Component, extents: Sequence[ExtentRef], holder: str) -> None: ...
@@ -89,16 +107,26 @@ class SharedTier:
         self._lock = threading.Lock()
         self._leases: Counter[str] = Counter()
 
-    def place(self, component: Component, extents: Sequence[ExtentRef], holder: str) -> Placed:
-        buffers = self._provider.fetch(extents)
-        storage_bytes = loaded_bytes(self._provider)
+    def fetch(self, wants: Sequence[Sequence[ExtentRef]]) -> Fetched:
+        buffers = self._provider.fetch([extent for extents in wants for extent in extents])
+        return Fetched(buffers, loaded_bytes(self._provider))
+
+    def place(
+        self, component: Component, extents: Sequence[ExtentRef], holder: str, fetched: Fetched | None = None
+    ) -> Placed:
+        own = fetched or self.fetch([extents])
+        try:
+            tensors = attach(component, own.buffers)
+        except BaseException:
+            self._provider.release(extents)
+            raise
         with self._lock:
             fresh = {extent.id for extent in extents if not self._leases[extent.id]}
             self._leases.update(extent.id for extent in extents)
         reused = {ref.sha256: ref.nbytes for ref in component.tensors.values() if ref.extent not in fresh}
         return Placed(
-            tensors=attach(component, buffers),
-            storage_bytes=storage_bytes,
+            tensors=tensors,
+            storage_bytes=0 if fetched else own.storage_bytes,
             host_bytes=sum(extent.nbytes for extent in extents if extent.id in fresh),
             device_bytes=0,
             reused_bytes=sum(reused.values()),
@@ -130,7 +158,12 @@ class ArenaTier:
         self._provider = provider
         self._arena = arena
 
-    def place(self, component: Component, extents: Sequence[ExtentRef], holder: str) -> Placed:
+    def fetch(self, wants: Sequence[Sequence[ExtentRef]]) -> None:
+        """What is on the device already needs no host memory; `place` finds out."""
+
+    def place(
+        self, component: Component, extents: Sequence[ExtentRef], holder: str, fetched: Fetched | None = None
+    ) -> Placed:
         uploads = _Uploads(self._provider, component, extents)
         try:
             tensors, report = self._acquire(component, uploads, holder)

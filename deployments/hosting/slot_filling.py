@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from deployments.errors import ModelUnavailable
 from deployments.hosting.built_modules import Built, Part, PartName, Slot
-from deployments.hosting.device_tier import DeviceTier, Tensors
+from deployments.hosting.device_tier import DeviceTier, Fetched, Tensors
 from deployments.hosting.module_room import distinct_bytes
 from deployments.records import SwitchReport
 from weights.errors import ExtentCorrupt
@@ -18,13 +19,45 @@ from weights.manifest import Component, ExtentRef
 Builder = Callable[[Component, Path, Tensors], Any]
 
 
-def fill_slot(
-    slot: Slot, part: Part, tier: DeviceTier, build: Builder, skeleton: Path, clock: Callable[[], float]
-) -> Built:
-    """Blocking. Raises what `tier` raises, ExtentCorrupt naming the tensors, and ModelUnavailable."""
+Filling = tuple[Slot, Part]
+
+
+@dataclass(frozen=True, slots=True)
+class FetchedTogether:
+    """What the slots of one request got in one call, and its cost, which the first of them carries."""
+
+    fetched: Fetched
+    first: Slot
+    fetch_s: float
+
+
+def fetch_together(filling: Sequence[Filling], tier: DeviceTier, clock: Callable[[], float]) -> FetchedTogether | None:
+    """One round trip to the keeper instead of one per component. Blocking. Raises what `tier` raises.
+
+    None when each slot has to ask for itself: the tier wants it so, or damage must be found and named.
+    """
     start = clock()
     try:
-        placed = tier.place(part.component, slot.extents, slot.holder)
+        fetched = tier.fetch([slot.extents for slot, _ in filling])
+    except ExtentCorrupt:
+        return None
+    return FetchedTogether(fetched, filling[0][0], clock() - start) if fetched else None
+
+
+def fill_slot(
+    slot: Slot,
+    part: Part,
+    tier: DeviceTier,
+    together: FetchedTogether | None,
+    build: Builder,
+    skeleton: Path,
+    clock: Callable[[], float],
+) -> Built:
+    """Blocking. Raises what `tier` raises, ExtentCorrupt naming the tensors, and ModelUnavailable."""
+    pays = together is not None and together.first is slot
+    start = clock() - (together.fetch_s if together and pays else 0.0)
+    try:
+        placed = tier.place(part.component, slot.extents, slot.holder, together.fetched if together else None)
         slot.is_placed = True
     except ExtentCorrupt as error:
         damaged = _tensor_names(part.component, slot.extents, str(error))
@@ -38,7 +71,7 @@ def fill_slot(
         thing,
         attach_ms=(attached - start) * 1e3,
         build_ms=(clock() - attached) * 1e3,
-        storage_bytes=placed.storage_bytes,
+        storage_bytes=placed.storage_bytes + (together.fetched.storage_bytes if together and pays else 0),
         host_bytes=placed.host_bytes,
         device_bytes=placed.device_bytes,
         reused_bytes=placed.reused_bytes,

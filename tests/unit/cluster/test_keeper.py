@@ -470,8 +470,8 @@ def test_offers_of_replicas_are_adopted_once_and_checked(keeper, extents, tmp_pa
     node = keeper()
     offers = [HeldOffer(extents[id_], Ref(copies[id_]), 2) for id_ in "ab"]
     offers.append(HeldOffer(extents["c"], Ref(np.zeros(100, np.uint8)), 1))
-    assert node.adopt("v", None, offers) == node.stats().generation
-    node.adopt("w", None, offers[:1])
+    assert node.adopt("v", offers) == node.stats().generation
+    node.adopt("w", offers[:1])
     stats = node.stats()
     assert (stats.adopted_bytes, stats.read_bytes, stats.leased_bytes) == (200, 0, 200)
     assert (stats.num_corrupt, stats.corrupt) == (1, ("c",))
@@ -492,7 +492,7 @@ def test_what_two_replicas_offer_at_once_counts_once(keeper, extents, tmp_path, 
     monkeypatch.setattr("cluster.keeping.adoption.ray.get", mapped)
     copy = np.frombuffer((tmp_path / "a").read_bytes(), np.uint8)
     node = keeper()
-    offering = [pool.submit(node.adopt, holder, None, [HeldOffer(extents["a"], Ref(copy), 1)]) for holder in "vw"]
+    offering = [pool.submit(node.adopt, holder, [HeldOffer(extents["a"], Ref(copy), 1)]) for holder in "vw"]
     for done in offering:
         done.result(WAIT_S)
     assert (node.stats().adopted_bytes, node.stats().holders) == (100, {"v": 100, "w": 100})
@@ -504,7 +504,7 @@ def test_an_offer_that_cannot_be_mapped_is_read_again(keeper, extents, reads: Re
 
     monkeypatch.setattr("cluster.keeping.adoption.ray.get", lost)
     node = keeper()
-    node.adopt("v", None, [HeldOffer(extents["a"], Ref(None), 1)])
+    node.adopt("v", [HeldOffer(extents["a"], Ref(None), 1)])
     assert node.residents() == []
     node.acquire([extents["a"]], "v")
     assert reads.counts["a"] == 1
