@@ -10,7 +10,9 @@ from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
+from configs.merging import MergeConfig
 from configs.model import AdapterConfig, GenerationDefaults, ModelConfig, ModelId, StrictModel
+from configs.pipeline import PipelineConfig
 
 _UNITS = {
     "B": 1,
@@ -55,6 +57,13 @@ class HttpConfig(StrictModel):
     host: str = "127.0.0.1"
     port: int = Field(8000, ge=1, le=65535)
     request_timeout_s: float = Field(300.0, gt=0)
+
+
+class GrpcConfig(StrictModel):
+    """Where the Open Inference Protocol is spoken over gRPC. Every ingress replica of a node listens there."""
+
+    host: str = "127.0.0.1"
+    port: int = Field(8001, ge=1, le=65535)
 
 
 class RayConfig(StrictModel):
@@ -155,16 +164,21 @@ class ModelReplicaConfig(ReplicaConfig):
 
 
 class TextEncoderConfig(ModelReplicaConfig):
-    """The embedding service: `@serve.batch` knobs and the token cache."""
+    """The embedding service: how its requests are merged, and the two tiers of its cache."""
 
-    max_batch_size: int = Field(32, ge=1)
-    batch_wait_timeout_s: float = Field(0.002, ge=0)
-    cache_bytes: Bytes = Field(64 * 2**20, validate_default=True)
+    merging: MergeConfig = MergeConfig()
+    cache_bytes: Bytes = Field(64 * 2**20, validate_default=True, description="of encodings, in each replica")
+    shared_cache_bytes: Bytes | None = Field(
+        256 * 2**20, validate_default=True, description="of encodings that all replicas share; null: none are"
+    )
 
 
 class WorkerConfig(ModelReplicaConfig):
     """The denoise/LLM service."""
 
+    encodes_alone: bool = Field(
+        True, description="encode text itself while no text encoder answers: slower, and said in the answer"
+    )
     resident_bytes: Bytes = Field(4 * 2**30, validate_default=True)
     kv_cache_bytes: Bytes = Field(64 * 2**20, validate_default=True)
     max_num_seqs: int = Field(64, ge=1, description="LLM sequences that run at once")
@@ -176,6 +190,7 @@ class ClusterConfig(StrictModel):
 
     name: ModelId = "atelier"
     http: HttpConfig = HttpConfig()
+    grpc: GrpcConfig | None = Field(None, description="no gRPC without it")
     ray: RayConfig = RayConfig()
     store: StoreConfig = StoreConfig()
     ingress: IngressConfig = IngressConfig()
@@ -183,10 +198,11 @@ class ClusterConfig(StrictModel):
     worker: WorkerConfig = WorkerConfig()
     models: tuple[ModelConfig, ...] = Field(min_length=1)
     adapters: tuple[AdapterConfig, ...] = ()
+    pipelines: tuple[PipelineConfig, ...] = ()
 
     @model_validator(mode="after")
     def _ids_fit_together(self) -> Self:
-        uses = Counter([model.id for model in self.models] + [adapter.id for adapter in self.adapters])
+        uses = Counter(entry.id for entry in (*self.models, *self.adapters, *self.pipelines))
         twice = sorted(id_ for id_, count in uses.items() if count > 1)
         if twice:
             raise ValueError(f"ids used more than once: {', '.join(twice)}")

@@ -38,6 +38,12 @@ class StrictModel(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
+# What happens to a text that is longer than its encoder takes.
+LongText = Literal["truncate", "error", "chunk"]
+# "stock": T5 and CLIP see the padding, as in diffusers. "trimmed": a T5 sees the real tokens only, and only they are kept.
+TextPadding = Literal["stock", "trimmed"]
+
+
 class GenerationDefaults(StrictModel):
     """What a request for this model gets when it does not say. None falls back to the engine's own default."""
 
@@ -62,6 +68,8 @@ class ModelConfig(StrictModel):
     path: Source
     component: str | None = None
     dtype: DType = "auto"
+    long_text: LongText = Field("truncate", description="chunk: CLIP only, in pieces of 77 tokens")
+    text_padding: TextPadding = "stock"
     preload: bool = Field(False, description="build it when a replica starts, if there is room without evicting")
     defaults: GenerationDefaults = GenerationDefaults()
     description: str = ""

@@ -12,7 +12,7 @@ from configs.cluster import WorkerConfig
 from deployments.encoding import is_text_encoder
 from deployments.engines.build import IMPORT_LOCK
 from deployments.engines.llm.engine import LLMEngine
-from deployments.engines.skeletons import SkeletonPool, structure_key
+from deployments.engines.skeletons import SkeletonPool
 from weights.adapters import parse_adapter
 from weights.manifest import Component
 
@@ -33,7 +33,7 @@ class ComponentBuilder:
         if component.library == "peft":
             return parse_adapter(folder, tensors, component.metadata)
         if component.library == "diffusers":
-            key = structure_key(component)
+            key = component.structure_key
             return self.skeletons.build_module(key, component.library, component.class_name, folder, tensors)
         with IMPORT_LOCK:
             return LLMEngine(

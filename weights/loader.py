@@ -33,8 +33,17 @@ def attach(component: Component, buffers: Mapping[str, ByteArray | torch.Tensor]
     Nothing may write into these tensors in place.
     """
     ids = {ref.extent for ref in component.tensors.values()}
-    extents = {id_: _TypedExtent(_as_tensor(buffers[id_])) for id_ in ids}
-    return {name: extents[ref.extent].view(ref) for name, ref in component.tensors.items()}
+    bases = {id_: _as_tensor(buffers[id_]) for id_ in ids}
+    found: Tensors = {}
+    for (id_, dtype), rows in component.views.items():
+        typed = _seen_as(bases[id_], TORCH_DTYPES[dtype])
+        if typed is not None:  # one operation of torch per tensor and not three, of thousands
+            start, as_strided = typed.storage_offset(), typed.as_strided
+            found |= {row.name: as_strided(row.shape, row.strides, start + row.offset) for row in rows}
+    return {
+        name: found[name] if name in found else view_of(bases[ref.extent], ref)
+        for name, ref in component.tensors.items()
+    }
 
 
 def load_model(
@@ -98,38 +107,11 @@ def view_of(base: torch.Tensor, ref: TensorRef) -> torch.Tensor:
     return flat.view(dtype).view(shape)
 
 
-class _TypedExtent:
-    """An extent's bytes seen as each type once: then a tensor is one operation of torch and not three, of thousands."""
-
-    def __init__(self, base: torch.Tensor) -> None:
-        self._base = base
-        self._typed: dict[torch.dtype, torch.Tensor | None] = {}
-
-    def view(self, ref: TensorRef) -> torch.Tensor:
-        """As `view_of`."""
-        dtype, shape = memory_form(ref.dtype, ref.shape)
-        if dtype not in self._typed:
-            self._typed[dtype] = self._seen_as(dtype)
-        typed = self._typed[dtype]
-        if typed is None or ref.offset % dtype.itemsize or not ref.nbytes:
-            return view_of(self._base, ref)
-        return typed.as_strided(shape, _contiguous(shape), typed.storage_offset() + ref.offset // dtype.itemsize)
-
-    def _seen_as(self, dtype: torch.dtype) -> torch.Tensor | None:
-        """None where the memory is not aligned to the type."""
-        base = self._base
-        if base.data_ptr() % dtype.itemsize or base.storage_offset() % dtype.itemsize:
-            return None
-        return base[: base.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
-
-
-def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
-    """Strides in elements."""
-    strides, step = [1] * len(shape), 1
-    for axis in range(len(shape) - 1, -1, -1):
-        strides[axis] = step
-        step *= shape[axis]
-    return tuple(strides)
+def _seen_as(base: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
+    """The whole elements of `base` (1-D uint8); None where the memory is not aligned to the type."""
+    if base.data_ptr() % dtype.itemsize or base.storage_offset() % dtype.itemsize:
+        return None
+    return base[: base.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
 
 
 def _stage_window(

@@ -10,13 +10,13 @@ import functools
 import hashlib
 import itertools
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Final, Literal, Self
+from typing import Annotated, Any, Final, Literal, NamedTuple, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from weights.dtypes import tensor_nbytes
+from weights.dtypes import ITEM_BYTES, tensor_nbytes
 from weights.errors import StoreVersionError, WeightsError
 
 MANIFEST_VERSION: Final = 1
@@ -24,8 +24,9 @@ MAX_MANIFEST_BYTES: Final = 256 * 2**20  # a pipeline of 10,000 tensors has 3 Mi
 TENSOR_ALIGNMENT: Final = 512  # of the combined layout, as in Ascend GE's external weights
 EXTENT_ALIGNMENT: Final = 4096  # direct I/O wants blocks
 
-# "tensors": weights without an architecture of their own (a bare file); "program": a torch.export or ONNX graph.
-ModelKind = Literal["diffusion", "llm", "embedding", "adapter", "tensors", "program"]
+# "head": a linear layer above an encoder's pooled vector (a classifier's, say). "tensors": weights without an
+# architecture of their own (a bare file); "program": a torch.export or ONNX graph.
+ModelKind = Literal["diffusion", "llm", "embedding", "head", "adapter", "tensors", "program"]
 # inline: in the model's own files. separate: `weight_<sha256>` per tensor. combined: `<model>_weight_combined`.
 Layout = Literal["inline", "separate", "combined"]
 # What the weight files were, so that they can be written again.
@@ -78,6 +79,15 @@ class ExtentRef(_Record):
     checksum: Hex128
 
 
+class ViewRow(NamedTuple):
+    """Where a tensor is in its extent; strides and offset in elements."""
+
+    name: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+
+
 class Component(_Record):
     """One named module of a model: its class, its folder in the skeleton, its tensors.
 
@@ -95,9 +105,51 @@ class Component(_Record):
     format: WeightFormat = "safetensors"
     files: tuple[InsidePath, ...] = ()
 
-    @property
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """HAZARD: pydantic would copy what was worked out for the original along with the fields."""
+        copied = super().model_copy(update=update, deep=deep)
+        for name in copied.__dict__.keys() - type(self).model_fields.keys():
+            del copied.__dict__[name]
+        return copied
+
+    # What a switch asks for again and again is worked out once: a transformer has a thousand tensors.
+
+    @functools.cached_property
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    @functools.cached_property
+    def bytes_by_hash(self) -> Mapping[str, int]:
+        """What is tied or equal counts once."""
+        return {tensor.sha256: tensor.nbytes for tensor in self.tensors.values()}
+
+    @functools.cached_property
+    def views(self) -> Mapping[tuple[str, str], tuple[ViewRow, ...]]:
+        """By extent and dtype, the tensors that are plain views of the extent seen as elements of that dtype.
+
+        Not in here: block-quantized, empty and unaligned ones.
+        """
+        groups: dict[tuple[str, str], list[ViewRow]] = {}
+        for name, ref in self.tensors.items():
+            item_bytes = ITEM_BYTES.get(ref.dtype)
+            if item_bytes and ref.nbytes and not ref.offset % item_bytes:
+                row = ViewRow(name, ref.shape, _contiguous_strides(ref.shape), ref.offset // item_bytes)
+                groups.setdefault((ref.extent, ref.dtype), []).append(row)
+        return {key: tuple(rows) for key, rows in groups.items()}
+
+    @functools.cached_property
+    def structure_key(self) -> str:
+        """What makes the structure of its module: class, config, and the names, types and shapes of its tensors.
+
+        "" for a component without a config of its own, whose structure nobody knows.
+        """
+        if not self.config_hash:
+            return ""
+        digest = hashlib.sha256(f"{self.library}\0{self.class_name}\0{self.config_hash}".encode())
+        for name in sorted(self.tensors):
+            ref = self.tensors[name]
+            digest.update(f"\0{name}\0{ref.dtype}\0{ref.shape}".encode())
+        return digest.hexdigest()
 
     @functools.cached_property
     def module_key(self) -> str:
@@ -194,3 +246,9 @@ def _refuse_overlap(spans: list[tuple[int, int, str]]) -> None:
 def extent_id(tensor_hashes: Iterable[str]) -> str:
     """Identity of an extent: the identities of its tensors, in order."""
     return hashlib.sha256("\n".join(tensor_hashes).encode()).hexdigest()[:32]
+
+
+def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return (
+        (*itertools.accumulate(reversed(shape[1:]), lambda step, size: step * size, initial=1),)[::-1] if shape else ()
+    )

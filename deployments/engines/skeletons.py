@@ -5,7 +5,6 @@ A module is lent to one component at a time: a fine-tune that is resident beside
 
 from __future__ import annotations
 
-import hashlib
 import threading
 import weakref
 from collections import OrderedDict
@@ -36,20 +35,6 @@ class SkeletonStats:
     num_built: int
     num_copied: int
     num_rebound: int
-
-
-def structure_key(component: Component) -> str:
-    """What makes the structure of a module: its class, its config, and the names, types and shapes of its tensors.
-
-    "" for a component without a config of its own, whose structure nobody knows.
-    """
-    if not component.config_hash:
-        return ""
-    digest = hashlib.sha256(f"{component.library}\0{component.class_name}\0{component.config_hash}".encode())
-    for name in sorted(component.tensors):
-        ref = component.tensors[name]
-        digest.update(f"\0{name}\0{ref.dtype}\0{ref.shape}".encode())
-    return digest.hexdigest()
 
 
 class SkeletonPool:
@@ -94,7 +79,7 @@ class SkeletonPool:
 
         Raises EngineError.
         """
-        key = structure_key(component)
+        key = component.structure_key
         with self._lock:
             if not key or self._templates.get(key) is not None:
                 return

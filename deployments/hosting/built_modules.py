@@ -47,7 +47,7 @@ class Wanted:
     @property
     def tensors(self) -> dict[str, int]:
         """Bytes by hash."""
-        return {hash_: n for part in self.parts.values() for hash_, n in tensor_bytes(part.component).items()}
+        return {hash_: n for part in self.parts.values() for hash_, n in part.component.bytes_by_hash.items()}
 
     def __str__(self) -> str:
         return f"{', '.join(name.name for name in self.parts)} of {self.model!r}"
@@ -83,10 +83,11 @@ class Slot:
     built: asyncio.Future[Built] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     is_placed: bool = False
     is_adapter: bool = False
-    tensors: dict[str, int] = field(init=False)
 
-    def __post_init__(self) -> None:
-        self.tensors = tensor_bytes(self.component)
+    @property
+    def tensors(self) -> Mapping[str, int]:
+        """Bytes by hash."""
+        return self.component.bytes_by_hash
 
     @property
     def key(self) -> str:
@@ -141,8 +142,3 @@ class ModulePast:
 
     def reload_s(self, key: str) -> float | None:
         return self._reload_s.get(key)
-
-
-def tensor_bytes(component: Component) -> dict[str, int]:
-    """Bytes by hash: what is tied or equal counts once."""
-    return {ref.sha256: ref.nbytes for ref in component.tensors.values()}

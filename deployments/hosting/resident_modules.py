@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
-from deployments.hosting.built_modules import ModulePast, PartName, Slot, Wanted, tensor_bytes
+from deployments.hosting.built_modules import ModulePast, PartName, Slot, Wanted
 from deployments.hosting.module_room import Holding, TensorBytes, distinct_bytes, merged, plan_room
 from deployments.hosting.room_queue import Waiter
 from weights.errors import BudgetExceeded
@@ -107,7 +107,7 @@ class ResidentModules:
         """Raises BudgetExceeded when the pinned ones do not fit; then nothing changes."""
         pins = {component.module_key: component for component in components}
         others = [component for name, known in self.pins.items() if name != model for component in known.values()]
-        needed_bytes = distinct_bytes(*(tensor_bytes(component) for component in (*pins.values(), *others)))
+        needed_bytes = distinct_bytes(*(component.bytes_by_hash for component in (*pins.values(), *others)))
         if needed_bytes > self.budget_bytes:
             raise BudgetExceeded(
                 f"{model!r} cannot be pinned: {needed_bytes} bytes would be, under this replica's budget of "

@@ -1,9 +1,9 @@
 """A checkpoint in a stock layout -> its components: diffusers pipeline, transformers model, LoRA, GGUF, bare files.
 
 Folders: diffusers `model_index.json` with one folder per component; transformers `config.json` beside
-`model.safetensors` or its shards with `model.safetensors.index.json`; sentence-transformers `modules.json`; one GGUF
-model. Files: safetensors, GGUF, KuiperLLama `.bin`, and torch's pickles for who asks. Symlinks are followed, as model
-hubs' caches consist of them.
+`model.safetensors` or its shards with `model.safetensors.index.json`; sentence-transformers `modules.json`, or one
+Dense module of such a model; one GGUF model. Files: safetensors, GGUF, KuiperLLama `.bin`, and torch's pickles for who
+asks. Symlinks are followed, as model hubs' caches consist of them.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from weights.errors import FormatError
+from weights.formats import dense_head
 from weights.formats.gguf_model import folder_files, gguf_set, read_gguf_model
 from weights.formats.kuiper import read_kuiper
 from weights.formats.pickles import is_pickle, read_pickle
@@ -114,6 +115,8 @@ def _diffusers(path: Path, only: str | None, allow_torch: bool) -> Checkpoint:
 
 def _transformers(path: Path, allow_torch: bool) -> Checkpoint:
     config = read_json(path / "config.json")
+    if dense_head.is_dense_config(config):
+        return _dense_head(path, allow_torch)
     architectures = config.get("architectures") or [None]
     class_name = architectures[0] if isinstance(architectures, list) else architectures
     if not isinstance(class_name, str | None):
@@ -124,6 +127,16 @@ def _transformers(path: Path, allow_torch: bool) -> Checkpoint:
     if model is None:
         raise FormatError(f"{path}: no safetensors weights beside config.json (model.safetensors or its shards)")
     return Checkpoint(path, kind, class_name, (model,))
+
+
+def _dense_head(path: Path, allow_torch: bool) -> Checkpoint:
+    config = dense_head.read_dense_config(path / "config.json")
+    head = _component(path, "model", dense_head.LIBRARY, dense_head.CLASS_NAME, ".", allow_torch)
+    if head is None:
+        raise FormatError(f"{path}: no safetensors weights beside the config.json of a Dense module")
+    tensors = {name: (tensor.dtype, tensor.shape) for name, tensor in head.tensors.items()}
+    dense_head.check_dense_tensors(path / head.files[0], config, tensors)
+    return Checkpoint(path, "head", dense_head.CLASS_NAME, (head,))
 
 
 def _adapter(path: Path) -> Checkpoint:

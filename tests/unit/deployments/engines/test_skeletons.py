@@ -18,7 +18,7 @@ import transformers
 from torch import nn
 
 from deployments.engines.build import build_module
-from deployments.engines.skeletons import SkeletonPool, structure_key
+from deployments.engines.skeletons import SkeletonPool
 from weights.manifest import Component, TensorRef
 
 DTYPES = {torch.float32: "F32", torch.int64: "I64"}
@@ -131,7 +131,7 @@ class Case:
 
     def build(self, tensors: dict[str, torch.Tensor]) -> nn.Module:
         component = self.component
-        key = structure_key(component)
+        key = component.structure_key
         return self.pool.build_module(key, component.library, component.class_name, self.folder, tensors)
 
     def check(self, module: nn.Module, tensors: dict[str, torch.Tensor]) -> None:
@@ -196,15 +196,15 @@ def test_the_structure_is_told_by_class_config_and_shapes(clip: Case) -> None:
         component.model_copy(update={"tensors": wider}),
         component.model_copy(update={"tensors": {n: r for n, r in component.tensors.items() if n != name}}),
     ]
-    assert len({structure_key(some) for some in (component, *others)}) == 5
+    assert len({some.structure_key for some in (component, *others)}) == 5
     renamed = component.model_copy(update={"name": "other", "folder": "other"})
-    assert structure_key(renamed) == structure_key(component)
+    assert renamed.structure_key == component.structure_key
     new_weights = {n: r.model_copy(update={"sha256": "1" * 64}) for n, r in component.tensors.items()}
-    assert structure_key(component.model_copy(update={"tensors": new_weights})) == structure_key(component)
+    assert component.model_copy(update={"tensors": new_weights}).structure_key == component.structure_key
 
 
 def test_without_a_config_nothing_is_kept(clip: Case) -> None:
-    assert structure_key(clip.component.model_copy(update={"config_hash": ""})) == ""
+    assert clip.component.model_copy(update={"config_hash": ""}).structure_key == ""
     module = clip.pool.build_module("", "transformers", "CLIPTextModel", clip.folder, clip.first)
     clip.pool.retire(module)
     assert all(parameter.is_meta for parameter in module.parameters())
