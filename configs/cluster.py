@@ -202,7 +202,7 @@ class ClusterConfig(StrictModel):
 
     @model_validator(mode="after")
     def _ids_fit_together(self) -> Self:
-        uses = Counter(entry.id for entry in (*self.models, *self.adapters, *self.pipelines))
+        uses = Counter(id_ for id_ in (*self.entries, *(pipeline.id for pipeline in self.pipelines)))
         twice = sorted(id_ for id_, count in uses.items() if count > 1)
         if twice:
             raise ValueError(f"ids used more than once: {', '.join(twice)}")

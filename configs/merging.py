@@ -23,16 +23,23 @@ class QueuePolicyConfig(StrictModel):
 
 
 class MergeConfig(StrictModel):
-    """Priorities are 1 (most urgent) to `priority_levels`; a request without one has `default_priority`."""
+    """Priorities are 1 (most urgent) to `priority_levels`; a request without one has `default_priority`.
+
+    How the strategies decide is told in `deployments/merging/forming.py`.
+    """
 
     max_batch_size: int = Field(32, ge=1, description="items in one call")
     preferred_batch_sizes: tuple[int, ...] = Field((), description="a call of such a size does not wait for more")
-    max_queue_delay_us: int = Field(0, ge=0, description="how long a call may wait for company when it could start")
+    max_queue_delay_us: int | None = Field(
+        None, ge=0, description="how long a call may wait for company when it could start; None: as long as it pays"
+    )
     strategy: Literal["prefer_latency", "prefer_batch"] = Field(
-        "prefer_latency", description="prefer_batch: wait out the delay for a preferred size even when idle"
+        "prefer_latency",
+        description="prefer_latency: wait and fill calls only as far as that lowers the mean latency, by what was "
+        "measured so far; prefer_batch: wait out the delay for a preferred size even when idle",
     )
     max_batch_cost: int | None = Field(None, ge=1, description="of one call, in the unit of its items: tokens, say")
-    max_concurrent_batches: int = Field(1, ge=1)
+    max_concurrent_batches: int = Field(1, ge=1, description="calls that may run at a time")
     priority_levels: int = Field(1, ge=1, le=MAX_PRIORITY_LEVELS)
     default_priority: int = Field(1, ge=1)
     max_overtakes: int = Field(64, ge=0, description="requests that may go first although they came later")
@@ -49,6 +56,8 @@ class MergeConfig(StrictModel):
         if beyond:
             raise ValueError(f"queue_policies for unknown priorities {beyond} (known: 1 to {self.priority_levels})")
         wrong = [size for size in self.preferred_batch_sizes if not 1 <= size <= self.max_batch_size]
+        if self.strategy == "prefer_batch" and self.max_queue_delay_us is None:
+            raise ValueError("strategy prefer_batch needs max_queue_delay_us: how long to wait for a preferred size")
         if wrong:
             raise ValueError(f"preferred_batch_sizes {wrong} are not within 1 to max_batch_size {self.max_batch_size}")
         return self

@@ -1,0 +1,251 @@
+"""A pipeline: models and functions chained to one thing that is served under one name (Triton calls it an ensemble).
+
+    pipelines:
+      - id: sum-to-digit
+        description: Draws the answer of a sum
+        inputs:                       # name: type
+          prompt: text
+          seed: int?                  # "?": may be left out of a request; so are the parameters that it feeds
+        steps:                        # in any order: who needs what decides, and what can run side by side does
+          - {name: question, function: sum_question, inputs: {text: $prompt}}
+          - {name: adder, model: adder, inputs: {message: $question, temperature: 0}}
+          - {name: digit, function: single_digit, inputs: {text: $adder}}
+          - {name: word, function: number_word, inputs: {number: $digit}}
+          - {name: caption, function: fill_template, inputs: {template: "a handwritten {word}", word: $word}}
+          - {name: picture, model: digits-flux, inputs: {prompt: $caption, seed: $seed}}
+        outputs:
+          image: $picture
+
+A step is one of `model` (an id), `tokenizer` (of a model) and `function` (a shipped one, or `module:function`). Its
+`inputs` map parameters to references or literals. `$name` is an input of the pipeline or the only output of a step,
+`$name.output` one of several; a text that begins with a dollar sign is written `$$…`.
+
+Types are those of *one* item; a request has one or many, and every tensor counts them in its first dimension.
+
+    text    BYTES[-1]      int     INT64[-1]       tokens  INT64[-1,-1], rows padded with -1
+    float   FP32[-1]       image   UINT8[-1,-1,-1,3] (height, width, RGB)
+    FP32[-1,768]           any other tensor: an Open Inference datatype and the shape, -1 for any size
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
+from typing import Annotated, Any, Self
+
+from pydantic import AfterValidator, Field, StringConstraints, ValidationError, model_validator
+from pydantic_core import InitErrorDetails, PydanticCustomError
+
+from configs.model import ModelId, StrictModel
+
+Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_-]{0,63}$")]
+Location = tuple[str | int, ...]
+Scalar = str | int | float | bool
+Argument = Scalar | tuple[Scalar, ...]  # as written: a text may be a reference
+NAMED_TYPES = ("text", "int", "float", "tokens", "image")
+DATATYPES = (
+    *("BOOL", "UINT8", "UINT16", "UINT32", "UINT64", "INT8", "INT16", "INT32", "INT64"),
+    *("FP16", "FP32", "FP64", "BF16", "BYTES"),
+)
+_TENSOR_TYPE = re.compile(r"([A-Z]+[0-9]*)\[\s*(-1\s*(?:,\s*(?:-1|[0-9]{1,9})\s*)*)\]")
+_REFERENCE = re.compile(r"\$([A-Za-z_][A-Za-z0-9_-]*)(?:\.([A-Za-z_][A-Za-z0-9_-]*))?")
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """An input of the pipeline, or what a step gives; `output` None is its only one."""
+
+    source: str
+    output: str | None = None
+
+    def __str__(self) -> str:
+        return f"${self.source}.{self.output}" if self.output else f"${self.source}"
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What is wrong with a pipeline, and where: the keys that lead to it from the pipeline's own mapping."""
+
+    location: Location
+    text: str
+
+
+def parse_tensor_type(text: str) -> tuple[str, tuple[int, ...]] | None:
+    """`"FP32[-1,768]"` -> ("FP32", (-1, 768)); None for anything else."""
+    match = _TENSOR_TYPE.fullmatch(text)
+    if match is None or match[1] not in DATATYPES:
+        return None
+    return match[1], tuple(int(size) for size in match[2].split(","))
+
+
+def _type_name(value: Any) -> str:
+    plain = value.removesuffix("?") if isinstance(value, str) else ""
+    if plain not in NAMED_TYPES and parse_tensor_type(plain) is None:
+        nearest = difflib.get_close_matches(plain, NAMED_TYPES, n=1)
+        hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+        names = ", ".join(NAMED_TYPES)
+        raise ValueError(f"unknown type{hint} (known: {names}, or a datatype and a shape such as FP32[-1,768])")
+    return str(value)
+
+
+def parse_reference(text: Any) -> Reference | None:
+    """`"$step.output"` -> Reference; None for anything else, `$$…` included."""
+    match = _REFERENCE.fullmatch(text) if isinstance(text, str) else None
+    return Reference(match[1], match[2]) if match else None
+
+
+def _reference_text(value: Any) -> str:
+    if parse_reference(value) is None:
+        raise ValueError("expected a reference: $name or $name.output")
+    return str(value)
+
+
+def _argument(value: Any) -> Argument:
+    if isinstance(value, str) and value.startswith("$") and not value.startswith("$$"):
+        return _reference_text(value)
+    if isinstance(value, list | tuple) and all(isinstance(item, Scalar) for item in value):
+        return tuple(value)
+    if isinstance(value, Scalar):
+        return value
+    raise ValueError("expected a reference ($name), a text, a number, a boolean or a list of these")
+
+
+class StepConfig(StrictModel):
+    """One model or function, and where its parameters come from."""
+
+    name: Name
+    model: ModelId | None = None
+    tokenizer: ModelId | None = Field(None, description="a model whose tokenizer is wanted alone")
+    function: str | None = Field(None, min_length=1, description="a shipped one or module:function")
+    inputs: dict[Name, Annotated[Any, AfterValidator(_argument)]] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _is_one_thing(self) -> Self:
+        given = [key for key in ("model", "tokenizer", "function") if getattr(self, key) is not None]
+        if len(given) != 1:
+            raise ValueError(f"expected one of model, tokenizer and function, got {' and '.join(given) or 'none'}")
+        return self
+
+    @property
+    def references(self) -> dict[str, Reference]:
+        """By parameter."""
+        found = {name: parse_reference(value) for name, value in self.inputs.items()}
+        return {name: reference for name, reference in found.items() if reference is not None}
+
+    @property
+    def literals(self) -> dict[str, Argument]:
+        """By parameter, with `$$` read as one dollar sign."""
+        given = {name: value for name, value in self.inputs.items() if parse_reference(value) is None}
+        return {name: _unescaped(value) for name, value in given.items()}
+
+
+class PipelineConfig(StrictModel):
+    """One pipeline; the module's docstring has an example. What models and functions take is checked where they are
+    known (`deployments/pipelines/planning.py`); everything else here.
+    """
+
+    id: ModelId
+    description: str = ""
+    inputs: dict[Name, Annotated[Any, AfterValidator(_type_name)]] = Field(min_length=1)
+    steps: tuple[StepConfig, ...] = Field(min_length=1)
+    outputs: dict[Name, Annotated[Any, AfterValidator(_reference_text)]] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _hangs_together(self) -> Self:
+        problems = [*_naming_problems(self), *_reference_problems(self)]
+        problems = problems or [*_cycles(self)] or [*_unused(self)]  # the later ones make sense without the earlier
+        if problems:
+            # One error per place, so that the loader can tell the line of each.
+            details = [InitErrorDetails(type=_error(p.text), loc=p.location, input=self) for p in problems]
+            raise ValidationError.from_exception_data(type(self).__name__, details)
+        return self
+
+    @property
+    def output_references(self) -> dict[str, Reference]:
+        found = {name: parse_reference(text) for name, text in self.outputs.items()}
+        return {name: reference for name, reference in found.items() if reference is not None}
+
+    @property
+    def dependencies(self) -> dict[str, set[str]]:
+        """The steps that each step takes something from."""
+        steps = {step.name for step in self.steps}
+        return {step.name: {ref.source for ref in step.references.values()} & steps for step in self.steps}
+
+
+def nearest_name(name: str, known: Iterable[str]) -> str:
+    """`"; did you mean 'x'? (known: x, y)"`: what follows the report of an unknown name."""
+    known = list(known)
+    nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+    return f"{hint} (known: {', '.join(known) or 'none'})"
+
+
+def _unescaped(value: Argument) -> Argument:
+    return value[1:] if isinstance(value, str) and value.startswith("$$") else value
+
+
+def _error(text: str) -> PydanticCustomError:
+    return PydanticCustomError("pipeline", "{text}", {"text": text})
+
+
+def _naming_problems(config: PipelineConfig) -> Iterator[Problem]:
+    seen: set[str] = set()
+    for index, step in enumerate(config.steps):
+        if step.name in config.inputs:
+            yield Problem(("steps", index, "name"), f"{step.name!r} is an input of the pipeline already")
+        if step.name in seen:
+            yield Problem(("steps", index, "name"), f"{step.name!r} is the name of an earlier step already")
+        seen.add(step.name)
+    if all(type_.endswith("?") for type_ in config.inputs.values()):
+        yield Problem(("inputs",), "all of them may be left out; at least one must say how many items a request has")
+
+
+def _reference_problems(config: PipelineConfig) -> Iterator[Problem]:
+    steps = [step.name for step in config.steps]
+    for index, step in enumerate(config.steps):
+        for parameter, reference in step.references.items():
+            where = ("steps", index, "inputs", parameter)
+            if reference.source in config.inputs and reference.output:
+                yield Problem(where, f"{reference}: an input has no outputs; write ${reference.source}")
+            elif reference.source not in {*steps, *config.inputs}:
+                yield Problem(where, _unknown(reference, [*config.inputs, *steps]))
+    for name, reference in config.output_references.items():
+        if reference.source in config.inputs:
+            yield Problem(("outputs", name), f"{reference} is an input; an output comes from a step")
+        elif reference.source not in steps:
+            yield Problem(("outputs", name), _unknown(reference, steps))
+
+
+def _unknown(reference: Reference, known: Iterable[str]) -> str:
+    return f"{reference}: unknown name {reference.source!r}{nearest_name(reference.source, known)}"
+
+
+def _cycles(config: PipelineConfig) -> Iterator[Problem]:
+    try:
+        TopologicalSorter(config.dependencies).prepare()
+    except CycleError as error:
+        circle: list[str] = error.args[1]
+        place = next(index for index, step in enumerate(config.steps) if step.name in circle)
+        yield Problem(("steps", place), f"the steps wait for each other: {' -> '.join(circle)}")
+
+
+def _unused(config: PipelineConfig) -> Iterator[Problem]:
+    needed = _ancestors({ref.source for ref in config.output_references.values()}, config.dependencies)
+    for index, step in enumerate(config.steps):
+        if step.name not in needed:
+            yield Problem(("steps", index), f"no output needs step {step.name!r}; remove it, or name it in outputs")
+    used = {ref.source for step in config.steps for ref in step.references.values()}
+    for name in config.inputs.keys() - used:
+        yield Problem(("inputs", name), "no step takes this input")
+
+
+def _ancestors(names: set[str], dependencies: Mapping[str, set[str]]) -> set[str]:
+    found, open_ = set(names), list(names)
+    while open_:
+        fresh = dependencies[open_.pop()] - found
+        found |= fresh
+        open_.extend(fresh)
+    return found
