@@ -3,10 +3,11 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+JUDGES := .judges
 ONCE ?=
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: help setup demo test unit check format lint types contracts bench quality clean
+.PHONY: help setup judges demo test unit check format lint types contracts bench quality clean
 
 help:            ## Show the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## */\t/'
@@ -19,11 +20,19 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,bench]'
 	@touch $@
 
+judges: $(JUDGES)/protocol/.installed $(JUDGES)/aiperf/.installed  ## Clients that test us and cannot share our pins
+
+$(JUDGES)/%/.installed: infra/judges/%.txt
+	$(PYTHON) -m venv $(JUDGES)/$*
+	$(JUDGES)/$*/bin/python -m pip install --quiet --no-deps --requirement infra/judges/$*.txt
+	@touch $@
+
 demo: setup      ## Start the demo cluster, ask it for everything once, stay up (ONCE=1: end after the table)
 	$(BIN)/python infra/demo/run_demo.py $(if $(ONCE),--once)
 
-test: check      ## Lint, types, contracts, unit and Ray tests
-	$(PYTEST) tests
+test: check judges  ## Lint, types, contracts, unit and Ray tests
+	$(PYTEST) tests/unit -n 2
+	$(PYTEST) tests/integration tests/e2e
 
 unit: setup      ## The quick tests without Ray, in under a minute
 	$(PYTEST) tests/unit -m "not slow"
@@ -46,4 +55,4 @@ quality: setup   ## Read 200 pictures of each demo model with a classifier, and 
 	$(BIN)/python infra/demo/measure_adder.py
 
 clean:           ## Remove what the targets made
-	rm -rf $(VENV) out .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(JUDGES) out .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -19,6 +19,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.keeper import keeper_class
+from cluster.keeper_records import ResidentExtent
 from cluster.keeping.loading_claims import LoadingClaims
 from cluster.peers.extent_sources import ComingOffer, PeerOffer
 from cluster.peers.peer_protocol import PeerAddress
@@ -26,6 +27,7 @@ from cluster.residency_map import ExtentDirectory
 
 NAMESPACE: Final = "atelier"
 ANSWER_TIMEOUT_S: Final = 10.0
+RELEASE_PAUSES_S: Final = (0.0, 0.05, 0.2, 0.5, 1.0)
 
 logger = logging.getLogger("atelier.registry")
 
@@ -86,6 +88,20 @@ class NodeKeepers:
         else:
             self._pinned.difference_update(ids)
         return await self.ask("pin" if pinned else "unpin", list(ids))
+
+    async def drop(self, ids: Sequence[str]) -> list[str]:
+        """On every node. Who still holds some of them a moment later: a replica's release may be on its way."""
+        wanted = set(ids)
+        left: list[ResidentExtent] = []
+        for pause_s in RELEASE_PAUSES_S:
+            await asyncio.sleep(pause_s)
+            await self.ask("drop", list(ids))
+            nodes = [found for found in (await self.ask("residents")).values() if not isinstance(found, BaseException)]
+            left = [extent for residents in nodes for extent in residents if extent.id in wanted]
+            if not left:
+                break
+        pinned = ["a pin"] if any(extent.pinned for extent in left) else []
+        return sorted({holder for extent in left for holder in extent.holders}) + pinned
 
     async def _look_at(self, node_id: str) -> None:
         try:

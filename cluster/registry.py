@@ -129,6 +129,20 @@ class WeightRegistry:
         manifest = await self._models.manifest(model)
         return _errors(await self._keepers.pin(list(manifest.extents), pinned))
 
+    async def evict(self, model: str) -> list[str]:
+        """Out of the memory of every node, but for what other models have as well. Returns the names of those who
+        hold some of it, by lease or pin; without any, the model counts as unloaded until it is wanted again.
+        """
+        await self._models.manifest(model)
+        holders = await self._keepers.drop(self._models.extents_of_no_other(model))
+        if not holders:
+            self._models.set_loaded(model, False)
+        return holders
+
+    async def want(self, model: str) -> None:
+        """It is asked for again after it was evicted."""
+        self._models.set_loaded(model, True)
+
     async def residency(self) -> dict[str, Any]:
         """Nodes with their figures and models with what of them is where, as JSON-able values."""
         stats, residents = await asyncio.gather(self._keepers.ask("stats"), self._keepers.ask("residents"))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 from typing import Any, TypeVar
 
-from configs.model import GenerationDefaults
+from cluster.models.directory import ModelRecord
+from configs.model import GenerationDefaults, ModelConfig
 from deployments.records import MAX_SEED, ImageRequest, RequestModel, TextOptions
 
 DEFAULT_TEMPERATURE = 1.0  # OpenAI's
@@ -30,6 +31,14 @@ def with_text_defaults(request: TextT, defaults: GenerationDefaults) -> TextT:
     if request.temperature is None:
         return request.model_copy(update={"temperature": DEFAULT_TEMPERATURE})
     return request
+
+
+def text_rules(model: ModelRecord | ModelConfig) -> dict[str, Any]:
+    """What the config says of the model's texts, as fields of an ImageRequest."""
+    entry = model.entry if isinstance(model, ModelRecord) else model
+    if not isinstance(entry, ModelConfig):
+        return {"text_padding": "stock", "long_text": "truncate"}
+    return {"text_padding": entry.text_padding, "long_text": entry.long_text}
 
 
 def _filled(request: RequestT, defaults: GenerationDefaults, names: tuple[str, ...]) -> RequestT:

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from configs.model import LongText, TextPadding
 from deployments.errors import InvalidRequest
 
 MAX_SEED = 2**63 - 1
@@ -70,11 +71,16 @@ class ImageRequest(ImageOptions):
 
     The same prompt, seed, steps and guidance give the picture that the stock diffusers pipeline gives with
     `torch.Generator("cpu").manual_seed(seed)`. `model_version` and `adapter_versions` (by name) are fingerprints:
-    the ingress sets them, so that every replica on the request's way uses the version that was current then.
+    the ingress sets them, so that every replica on the request's way uses the version that was current then. So it
+    does `text_padding` and `long_text`, which are the model's. `priority` and `timeout_s` are as in EmbeddingRequest.
     """
 
+    priority: int = Field(0, ge=0)
+    timeout_s: float | None = Field(None, gt=0, allow_inf_nan=False)
     model_version: str | None = None
     adapter_versions: dict[str, str] = {}
+    text_padding: TextPadding = "stock"
+    long_text: LongText = "truncate"
 
 
 class EmbeddingRequest(RequestModel):
@@ -87,6 +93,16 @@ class EmbeddingRequest(RequestModel):
     input: tuple[str, ...] | tuple[tuple[int, ...], ...] = Field(min_length=1)
     priority: int = Field(0, ge=0)
     timeout_s: float | None = Field(None, gt=0, allow_inf_nan=False)
+    model_version: str | None = None
+    long_text: LongText = "truncate"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeadRequest:
+    """`features`: float array (n, in_features). `model_version` is the ingress's."""
+
+    model: str
+    features: npt.NDArray[np.floating[Any]]
     model_version: str | None = None
 
 
@@ -158,14 +174,17 @@ class CacheUse:
 
 @dataclass(frozen=True, slots=True)
 class ImageResult:
-    """`images`: n arrays (height, width, 3) uint8. `seed` is the one that was used."""
+    """`images`: n arrays (height, width, 3) uint8. `seed` is the one that was used.
+
+    A pipeline does not know what its models did: there `seed`, `switch`, steps and cache say nothing.
+    """
 
     model: str
     images: list[npt.NDArray[np.uint8]]
-    seed: int
-    num_inference_steps: int
+    seed: int | None
+    num_inference_steps: int | None
     timings_ms: TimingsMs
-    switch: SwitchReport
+    switch: SwitchReport | None
     cache: CacheUse
     warnings: tuple[str, ...] = ()
 

@@ -152,6 +152,10 @@ class Worker:
     async def unpin(self, model: str) -> None:
         self._host.unpin(model)
 
+    async def evict(self, model: str) -> list[str]:
+        """Let go of what is here for this model alone. Returns the components that running requests or pins hold."""
+        return self._host.evict(model)
+
     async def set_budget(self, budget_bytes: int) -> None:
         """Of weights. Raises Overloaded when more is leased or pinned."""
         with as_service_errors():

@@ -7,16 +7,18 @@ A `Directory` counts every change as one revision, so that whoever knows revisio
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
 from configs.model import AdapterConfig, GenerationDefaults, ModelConfig
+from weights.feature_sizes import FeatureSizes
 from weights.manifest import ModelKind
 
 MAX_REMEMBERED_REMOVALS: Final = 10_000
 
 Entry = ModelConfig | AdapterConfig
-ModelState = Literal["registering", "updating", "ready", "unavailable"]
+# "unloaded": in the store and nowhere else, because somebody said so; the next request brings it back.
+ModelState = Literal["registering", "updating", "ready", "unloaded", "unavailable"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,7 @@ class ModelRecord:
     fingerprint: str = ""
     error: str = ""
     entry: Entry | None = None
+    features: FeatureSizes = field(default_factory=FeatureSizes)
     revision: int = 0
 
     @property

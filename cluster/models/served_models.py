@@ -20,6 +20,7 @@ from cluster.models.entry_rules import check_entry, listed
 from cluster.models.manifest_cache import ManifestCache
 from cluster.models.registrations import DamagedRegistration, Registration, Registrations
 from weights.errors import ModelNotStored
+from weights.feature_sizes import feature_sizes
 from weights.maintenance import remove_model
 from weights.manifest import Manifest
 from weights.store import WeightStore
@@ -143,6 +144,22 @@ class ServedModels:
         if record and record.serves and record.state != "updating":
             self._apply(replace(record, state="unavailable" if error else "ready", error=error or ""))
 
+    def set_loaded(self, model: str, loaded: bool) -> None:
+        """Note that its weights were told to go, or are wanted again. Unknown and unusable models are ignored."""
+        record = self.directory.get(model)
+        if record and record.state == ("unloaded" if loaded else "ready"):
+            self._apply(replace(record, state="ready" if loaded else "unloaded"))
+
+    def extents_of_no_other(self, model: str) -> list[str]:
+        """Extent ids of `model` that no other loaded model has as well."""
+        others = {
+            id_
+            for other, ids in self._extents.items()
+            if other != model and (record := self.directory.get(other)) and record.state != "unloaded"
+            for id_ in ids
+        }
+        return [id_ for id_ in self._extents.get(model, ()) if id_ not in others]
+
     def extents(self) -> Mapping[str, tuple[str, ...]]:
         """Extent ids by model, of all that is in the store."""
         return self._extents
@@ -195,7 +212,18 @@ class ServedModels:
     def _serve(self, entry: Entry, manifest: Manifest, error: str = "") -> None:
         self._extents[entry.id] = tuple(map(sys.intern, manifest.extents))
         self._manifests.put(manifest)
-        self._apply(ModelRecord(entry.id, "ready", manifest.kind, manifest.nbytes, manifest.fingerprint, error, entry))
+        self._apply(
+            ModelRecord(
+                entry.id,
+                "ready",
+                manifest.kind,
+                manifest.nbytes,
+                manifest.fingerprint,
+                error,
+                entry,
+                feature_sizes(manifest, self._store.skeleton(manifest)),
+            )
+        )
 
     async def _failed(self, entry: Entry, reason: str) -> None:
         record = self.directory.get(entry.id)

@@ -53,6 +53,11 @@ class DirectoryWatch:
         except RayTaskError as error:
             raise error.cause if isinstance(error.cause, Exception) else error from None
 
+    def tell(self, method: str, *arguments: Any) -> None:
+        """Call the registry without waiting for it; nobody hears of it when it is gone."""
+        if self._registry is not None:
+            getattr(self._registry, method).remote(*arguments)
+
     def close(self) -> None:
         if self._task:
             self._task.cancel()

@@ -177,6 +177,12 @@ class ModelHost:
         self._let_unpinned_go(self._modules.pins.pop(model, {}))
         self._queue.serve()
 
+    def evict(self, model: str) -> list[str]:
+        """Let go of what is here for this model alone. Returns the components that stay: leased, or pinned."""
+        stays = self._modules.evict(model)
+        self._queue.serve()
+        return stays
+
     def set_budget(self, budget_bytes: int) -> None:
         """Raises BudgetExceeded when more than that is leased or pinned; then the budget stays."""
         self._modules.shrink(budget_bytes)

@@ -98,6 +98,19 @@ class ResidentModules:
             nbytes -= holding.resident.nbytes
             self.drop(holding.resident.key)
 
+    def evict(self, model: str) -> list[str]:
+        """Drop what only `model` has used. Returns the components that stay: leased, or pinned."""
+        pinned, stays = self._pinned_keys(), []
+        for key, slot in list(self.slots.items()):
+            if model in slot.models:
+                if slot.leases or key in pinned:
+                    stays.append(slot.component.name)
+                elif len(slot.models) == 1:
+                    self.drop(key)
+                else:
+                    slot.models.discard(model)
+        return stays
+
     def drop(self, key: str) -> None:
         if slot := self.slots.pop(key, None):
             self._unbind(slot)

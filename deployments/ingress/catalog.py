@@ -13,7 +13,7 @@ from cluster.models.watching import DirectoryWatch
 from deployments.errors import InvalidRequest, ModelUnavailable, UnknownModel
 from deployments.records import ModelCard
 
-_WANTED = {"diffusion": "images", "llm": "text", "embedding": "embeddings"}
+_WANTED = {"diffusion": "images", "llm": "text", "embedding": "embeddings", "head": "scores of features"}
 
 
 class Catalog:
@@ -52,6 +52,8 @@ class Catalog:
             raise InvalidRequest(
                 f"model {id_!r} ({record.kind}) does not make {_WANTED[kind]}; models that do: {fitting}", "model"
             )
+        if record.state == "unloaded":
+            self._watch.tell("want", id_)
         return record
 
     async def adapter(self, id_: str, model: str) -> ModelRecord:

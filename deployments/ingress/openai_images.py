@@ -84,7 +84,7 @@ def _answer(result: ImageResult, images: list[str], format_: str) -> dict[str, A
         "seed": result.seed,
         "num_inference_steps": result.num_inference_steps,
         "timings_ms": rounded(result.timings_ms),
-        "switch": {name: getattr(result.switch, name) for name in result.switch.__slots__},
+        "switch": result.switch and {name: getattr(result.switch, name) for name in result.switch.__slots__},
         "encoder_cache": {"hits": result.cache.hits, "misses": result.cache.misses},
         "warnings": result.warnings,
     }

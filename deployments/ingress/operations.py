@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Final, Literal
@@ -29,6 +30,8 @@ from weights.errors import WeightsError
 Tier = Literal["host", "device"]
 DESCRIBE_TIMEOUT_S: Final = 10.0
 PREFETCH_TIMEOUT_S: Final = 120.0
+HEAR_S: Final = 2.0
+HEAR_PAUSE_S: Final = 0.005
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +72,9 @@ class Operations:
 
     async def prefetch(self, model: str, tier: Tier) -> dict[str, Any]:
         """Bring the model nearer, into room that nothing needs. What went wrong by node, and by replica."""
+        await self._ask("want", model)
         nodes = await self._ask("prefetch", model)
+        await self._heard(model, "ready")
         answer = {"model": model, "tier": tier, "nodes": nodes}
         return answer if tier == "host" else answer | await self._in_replicas("prefetch", model, PREFETCH_TIMEOUT_S)
 
@@ -78,6 +83,31 @@ class Operations:
         nodes = await self._ask("pin", model, pinned)
         replicas = await self._in_replicas("pin" if pinned else "unpin", model, DESCRIBE_TIMEOUT_S)
         return {"model": model, "pinned": pinned, "nodes": nodes, **replicas}
+
+    async def evict(self, model: str) -> dict[str, Any]:
+        """Take the model out of replicas and nodes; the next request brings it back. Raises Conflict when running
+        requests or pins hold some of it: what nothing holds is gone then, too.
+        """
+        await self._catalog.record(model)
+        workers, encoders = await asyncio.gather(
+            _of_all(self._worker, "evict", model), _of_all(self._encoder, "evict", model)
+        )
+        stays = sorted({name for answer in (*workers, *encoders) if isinstance(answer, list) for name in answer})
+        if stays:
+            raise Conflict(f"model {model!r}: running requests or pins hold {', '.join(stays)}", "model")
+        if holders := await self._ask("evict", model):
+            raise Conflict(f"model {model!r}: its weights are held by {', '.join(holders)}", "model")
+        await self._heard(model, "unloaded")
+        return {"model": model, "workers": _problems(workers), "text_encoders": _problems(encoders)}
+
+    async def _heard(self, model: str, state: str) -> None:
+        """The copy of the directory here follows in milliseconds; whoever asks next should not see the old state."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(HEAR_S):
+                while (record := self._watch.record(model)) and record.state in ("ready", "unloaded"):
+                    if record.state == state:
+                        return
+                    await asyncio.sleep(HEAR_PAUSE_S)
 
     async def describe(self) -> dict[str, Any]:
         """The cluster at a glance as JSON-able values; what does not answer is shown as unreachable."""

@@ -7,20 +7,29 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import replace
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from cluster.models.watching import DirectoryWatch
 from configs.cluster import ClusterConfig
-from deployments.defaults import with_image_defaults, with_text_defaults
+from deployments.defaults import text_rules, with_image_defaults, with_text_defaults
 from deployments.ingress.catalog import Catalog, card_of
 from deployments.ingress.limits import check_embedding, check_image, check_text
 from deployments.ingress.operations import Operations
+from deployments.ingress.pipeline_models import KnownModels, PipelineModels
 from deployments.ingress.retries import Retries, answered
+from deployments.pipelines.calls import SegmentReply
+from deployments.pipelines.pipelines import Pipelines
+from deployments.pipelines.plans import SegmentCall
 from deployments.records import (
     ChatRequest,
     CompletionRequest,
     EmbeddingRequest,
     EmbeddingResult,
+    HeadRequest,
     ImageRequest,
     ImageResult,
     ModelCard,
@@ -38,19 +47,33 @@ class Service:
         self.operations = Operations(config.name, watch, encoder, worker)
         self._config = config
         self._configured = frozenset(config.entries)
+        self._watch = watch
         self._catalog = Catalog(watch)
         self._encoder = encoder
         self._worker = worker
+        limits, known = config.ingress.limits, KnownModels(watch)
+        self.pipelines = Pipelines(
+            config.pipelines,
+            self,
+            lambda: known,
+            max_items=limits.max_embedding_inputs,
+            max_images=limits.max_images,
+        )
+        self._pipeline_models = PipelineModels(self.pipelines)
 
     async def generate(self, request: ImageRequest | Mapping[str, Any]) -> ImageResult:
         """Pictures. Raises the ServiceErrors of `deployments.errors`."""
         request = as_record(ImageRequest, request)
+        if await self._is_pipeline(request.model):
+            check_image(request, self._config.ingress.limits)
+            return await self._pipeline_models.generate(request)
         record = await self._catalog.usable(request.model, "diffusion")
         request = with_image_defaults(request, record.defaults)
         check_image(request, self._config.ingress.limits)
         adapters = {use.name: await self._catalog.adapter(use.name, request.model) for use in request.lora}
         versions = {name: adapter.fingerprint for name, adapter in adapters.items()}
-        request = request.model_copy(update={"model_version": record.fingerprint, "adapter_versions": versions})
+        update = {"model_version": record.fingerprint, "adapter_versions": versions, **text_rules(record)}
+        request = request.model_copy(update=update)
         start = time.perf_counter()
         result: ImageResult = await self._answer(lambda: self._worker.generate.remote(request))
         _account(result.timings_ms, start)
@@ -60,8 +83,11 @@ class Service:
         """Embeddings. Raises the ServiceErrors of `deployments.errors`."""
         request = as_record(EmbeddingRequest, request)
         check_embedding(request, self._config.ingress.limits)
+        if await self._is_pipeline(request.model):
+            return await self._pipeline_models.embed(request)
         record = await self._catalog.usable(request.model, "embedding")
-        request = request.model_copy(update={"model_version": record.fingerprint})
+        update = {"model_version": record.fingerprint, "long_text": text_rules(record)["long_text"]}
+        request = request.model_copy(update=update)
         start = time.perf_counter()
         result: EmbeddingResult = await self._answer(lambda: self._encoder.embed.remote(request))
         _account(result.timings_ms, start)
@@ -85,6 +111,9 @@ class Service:
 
         Raises ReplicaLost when the replica dies after the first piece.
         """
+        if await self._is_pipeline(request.model):
+            yield _as_chunk(await self._whole(request))
+            return
         request = await self._checked_text(request)
         start = time.perf_counter()
         retries = Retries(self._config.http.request_timeout_s)
@@ -100,7 +129,24 @@ class Service:
             except Exception as error:
                 await retries.after(error, num_pieces)
 
+    async def apply_head(self, request: HeadRequest) -> npt.NDArray[np.float32]:
+        """(n, in) features -> (n, out), by a linear layer that is served on its own."""
+        record = await self._catalog.usable(request.model, "head")
+        versioned = replace(request, model_version=record.fingerprint)
+        result: npt.NDArray[np.float32] = await self._answer(lambda: self._encoder.apply_head.remote(versioned))
+        return result
+
+    def run_segment(self, call: SegmentCall, upstream: tuple[SegmentReply, ...], /) -> SegmentReply:
+        """Steps of a pipeline that one replica of the embedding service runs in one call. Returns at once."""
+        records = (self._watch.record(model) for model in call.plan.models)
+        versions = {record.id: record.fingerprint for record in records if record is not None}
+        reply: SegmentReply = self._encoder.run_segment.remote(replace(call, versions=versions), *upstream)
+        return reply
+
     async def _whole(self, request: ChatRequest | CompletionRequest) -> TextResult:
+        if await self._is_pipeline(request.model):
+            check_text(request, self._config.ingress.limits)
+            return await self._pipeline_models.write(request)
         request = await self._checked_text(request)
         start = time.perf_counter()
         result: TextResult = await self._answer(lambda: self._worker.write_text.remote(request))
@@ -114,11 +160,16 @@ class Service:
         return with_text_defaults(request, record.defaults)
 
     async def models(self) -> list[ModelCard]:
-        """Every model and adapter: the configured ones in the order of the config, then those registered since."""
-        return [card_of(record) for record in await self._catalog.records()]
+        """Every model, adapter and pipeline: the configured ones in the order of the config, then those registered
+        since, then the pipelines.
+        """
+        cards = [card_of(record) for record in await self._catalog.records()]
+        return cards + [self._pipeline_card(name) for name in self.pipelines.names()]
 
     async def model(self, id_: str) -> ModelCard:
         """Raises UnknownModel with the known names."""
+        if await self._is_pipeline(id_):
+            return self._pipeline_card(id_)
         return card_of(await self._catalog.record(id_))
 
     async def entering(self) -> list[str]:
@@ -126,8 +177,30 @@ class Service:
         records = await self._catalog.records()
         return [record.id for record in records if record.state == "registering" and record.id in self._configured]
 
+    def _pipeline_card(self, name: str) -> ModelCard:
+        problem = self.pipelines.problem(name)
+        return ModelCard(
+            id=name,
+            kind="pipeline",
+            state="unavailable" if problem else "ready",
+            description=self.pipelines.description(name),
+            error=problem or "",
+        )
+
+    async def _is_pipeline(self, model: str) -> bool:
+        """What a pipeline can do depends on the models that are known."""
+        if model in self.pipelines:
+            await self._watch.ready()
+        return model in self.pipelines
+
     async def _answer(self, ask: Callable[[], Awaitable[Any]]) -> Any:
         return await answered(ask, Retries(self._config.http.request_timeout_s))
+
+
+def _as_chunk(result: TextResult) -> TextChunk:
+    return TextChunk(
+        result.text, result.num_prompt_tokens, result.num_completion_tokens, result.finish_reason, result.timings_ms
+    )
 
 
 def _account(timings_ms: TimingsMs, start: float) -> None:

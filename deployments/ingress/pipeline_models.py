@@ -1,0 +1,148 @@
+"""Pipelines as models of the OpenAI protocol: whoever asks need not know that several models answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+import numpy as np
+
+from cluster.models.watching import DirectoryWatch
+from deployments.errors import InvalidRequest
+from deployments.pipelines.openai_roles import OpenAiRole, openai_role
+from deployments.pipelines.pipelines import Pipelines
+from deployments.pipelines.ports import KnownModel
+from deployments.pipelines.records import PipelineRequest, PipelineResult
+from deployments.records import (
+    CacheUse,
+    ChatRequest,
+    CompletionRequest,
+    EmbeddingRequest,
+    EmbeddingResult,
+    ImageRequest,
+    ImageResult,
+    TextResult,
+)
+from deployments.tensor_values import NUMPY_DTYPES, TensorSpec, TensorValue
+
+Endpoint = Literal["images", "text", "embeddings"]
+
+
+class PipelineModels:
+    """Raises the ServiceErrors of `deployments.errors`, InvalidRequest for an option that the pipeline has not."""
+
+    def __init__(self, pipelines: Pipelines) -> None:
+        self._pipelines = pipelines
+
+    async def generate(self, request: ImageRequest) -> ImageResult:
+        """Of several pictures, the one after the first has the next seed, where the pipeline takes one."""
+        role = self._role(request.model, "images")
+        given = _given(request, without={"model", "prompt", "n"})
+        count = request.n
+        if request.seed is not None:
+            given["seed"] = [request.seed + number for number in range(count)]
+        result = await self._run(request.model, role, [request.prompt] * count, given, request)
+        return ImageResult(
+            model=request.model,
+            images=list(result.outputs[role.output].data),
+            seed=request.seed,
+            num_inference_steps=request.num_inference_steps,
+            timings_ms=result.timings_ms,
+            switch=None,
+            cache=CacheUse(0, 0),
+        )
+
+    async def write(self, request: ChatRequest | CompletionRequest) -> TextResult:
+        """Of a chat, the last turn is what the pipeline gets: it has no memory of its own."""
+        role = self._role(request.model, "text")
+        text = request.messages[-1].content if isinstance(request, ChatRequest) else request.prompt
+        given = _given(request, without={"model", "messages", "prompt"})
+        result = await self._run(request.model, role, [text], given, request)
+        answer: bytes = result.outputs[role.output].data[0]
+        return TextResult(
+            model=request.model,
+            text=answer.decode("utf-8", "replace"),
+            finish_reason="stop",
+            num_prompt_tokens=0,
+            num_completion_tokens=0,
+            timings_ms=result.timings_ms,
+        )
+
+    async def embed(self, request: EmbeddingRequest) -> EmbeddingResult:
+        role = self._role(request.model, "embeddings")
+        texts = [text for text in request.input if isinstance(text, str)]
+        if len(texts) != len(request.input):
+            raise InvalidRequest(f"input: pipeline {request.model!r} takes text, not token ids", "input")
+        result = await self._run(request.model, role, texts, {}, request)
+        return EmbeddingResult(
+            model=request.model,
+            embeddings=list(result.outputs[role.output].data),
+            num_tokens=0,
+            timings_ms=result.timings_ms,
+            cache=CacheUse(0, 0),
+        )
+
+    async def _run(
+        self, model: str, role: OpenAiRole, texts: list[str], given: dict[str, Any], request: Any
+    ) -> PipelineResult:
+        signature = self._pipelines.signature(model)
+        specs = {spec.name: spec for spec in signature.inputs}
+        unknown = sorted(given.keys() - set(role.options))
+        if unknown:
+            options = ", ".join(role.options) or "none"
+            raise InvalidRequest(f"{unknown[0]}: pipeline {model!r} does not take it (options: {options})", unknown[0])
+        inputs = {name: _tensor(specs[name], value, len(texts)) for name, value in given.items()}
+        inputs[role.input] = _tensor(specs[role.input], [text.encode() for text in texts], len(texts))
+        priority, timeout_s = getattr(request, "priority", 0), getattr(request, "timeout_s", None)
+        return await self._pipelines.run(PipelineRequest(model, inputs, priority, timeout_s))
+
+    def _role(self, model: str, endpoint: Endpoint) -> OpenAiRole:
+        role = openai_role(self._pipelines.signature(model))
+        if role is None or role.endpoint != endpoint:
+            fits = f"is one of {role.endpoint}" if role else "fits no endpoint of /v1; ask /v2/models"
+            raise InvalidRequest(f"pipeline {model!r} does not make {endpoint}: it {fits}", "model")
+        return role
+
+
+class KnownModels(Mapping[str, KnownModel]):
+    """What pipelines may be made of now, by the local copy of the directory."""
+
+    def __init__(self, watch: DirectoryWatch) -> None:
+        self._watch = watch
+
+    def __getitem__(self, id_: str) -> KnownModel:
+        record = self._watch.record(id_)
+        if record is None or not record.serves:
+            raise KeyError(id_)
+        sizes = record.features
+        if record.kind == "embedding":
+            return KnownModel("embedding", embedding_size=sizes.out_features)
+        return KnownModel(record.kind or "", in_features=sizes.in_features, out_features=sizes.out_features)
+
+    def __iter__(self) -> Iterator[str]:
+        return (record.id for record in self._watch if record.serves)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+def _given(request: Any, *, without: set[str]) -> dict[str, Any]:
+    """What the request says itself. The options that every request may have are no inputs."""
+    ours = {"priority", "timeout_s", "model_version", "adapter_versions", "text_padding", "long_text"}
+    said = request.model_fields_set - without - ours
+    defaults = {name: field.default for name, field in type(request).model_fields.items()}
+    values = {name: getattr(request, name) for name in said}
+    return {name: value for name, value in values.items() if value is not None and value != defaults[name]}
+
+
+def _tensor(spec: TensorSpec, value: Any, count: int) -> TensorValue:
+    values = value if isinstance(value, list) else [value] * count
+    if spec.datatype == "BYTES":
+        data = np.empty(len(values), dtype=np.object_)
+        data[:] = [item.encode() if isinstance(item, str) else item for item in values]
+    else:
+        try:
+            data = np.array(values, dtype=NUMPY_DTYPES[spec.datatype])
+        except (TypeError, ValueError, OverflowError) as error:
+            raise InvalidRequest(f"{spec.name}: not a {spec.datatype}: {error}", spec.name) from None
+    return TensorValue(spec.name, spec.datatype, data)
