@@ -22,7 +22,8 @@ import ray
 
 from cluster.errors import SessionError
 from cluster.registry import NAMESPACE, registry_name
-from configs.cluster import ClusterConfig, HttpConfig
+from cluster.shared_encodings import encodings_name
+from configs.cluster import ClusterConfig, GrpcConfig, HttpConfig
 
 STOP_TIMEOUT_S = 60.0
 
@@ -79,6 +80,8 @@ def check_can_start(config: ClusterConfig, folder: Path) -> None:
                 f"cluster {record.name!r} is already up at {record.url} (process {record.pid}); `atelier down` stops it"
             )
     check_port_free(config.http)
+    if config.grpc:  # replicas share this port on purpose, so that another cluster there would go unnoticed later
+        check_port_free(config.grpc)
     pids = _ray_processes()
     if config.ray.address is None and pids:
         raise SessionError(
@@ -87,16 +90,17 @@ def check_can_start(config: ClusterConfig, folder: Path) -> None:
         )
 
 
-def check_port_free(http: HttpConfig) -> None:
+def check_port_free(where: HttpConfig | GrpcConfig) -> None:
     """Raises SessionError naming the process that listens there, when it can be seen."""
+    section, option = ("http", " or --port") if isinstance(where, HttpConfig) else ("grpc", "")
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind((http.host, http.port))
+            probe.bind((where.host, where.port))
         except OSError as error:
             raise SessionError(
-                f"cannot listen on {http.host}:{http.port}: {error.strerror}{_listener(http.port)}; "
-                "choose another port with `http: {port: ...}` or --port"
+                f"cannot listen on {where.host}:{where.port}: {error.strerror}{_listener(where.port)}; "
+                f"choose another port with `{section}: {{port: ...}}`{option}"
             ) from None
 
 
@@ -132,7 +136,9 @@ def ray_session(config: ClusterConfig) -> Iterator[None]:
 
 
 def end_actors(config: ClusterConfig) -> None:
-    """End the registry and its keepers: detached actors outlive the application otherwise."""
+    """End the registry, its keepers and the shared encodings: detached actors outlive the application otherwise."""
+    with contextlib.suppress(ValueError, ray.exceptions.RayError):
+        ray.kill(ray.get_actor(encodings_name(config.name), namespace=NAMESPACE))
     with contextlib.suppress(ValueError, ray.exceptions.RayError):
         registry = ray.get_actor(registry_name(config), namespace=NAMESPACE)
         ray.get(registry.close.remote(), timeout=10)

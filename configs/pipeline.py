@@ -5,7 +5,7 @@
         description: Draws the answer of a sum
         inputs:                       # name: type
           prompt: text
-          seed: int?                  # "?": may be left out of a request; so are the parameters that it feeds
+          seed: optional int          # may be left out of a request; so is what it feeds then
         steps:                        # in any order: who needs what decides, and what can run side by side does
           - {name: question, function: sum_question, inputs: {text: $prompt}}
           - {name: adder, model: adder, inputs: {message: $question, temperature: 0}}
@@ -45,11 +45,13 @@ Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_-]{0,63}$
 Location = tuple[str | int, ...]
 Scalar = str | int | float | bool
 Argument = Scalar | tuple[Scalar, ...]  # as written: a text may be a reference
+MAX_LISTED = 20  # names in one message
 NAMED_TYPES = ("text", "int", "float", "tokens", "image")
 DATATYPES = (
     *("BOOL", "UINT8", "UINT16", "UINT32", "UINT64", "INT8", "INT16", "INT32", "INT64"),
     *("FP16", "FP32", "FP64", "BF16", "BYTES"),
 )
+_OPTIONAL = "optional "
 _TENSOR_TYPE = re.compile(r"([A-Z]+[0-9]*)\[\s*(-1\s*(?:,\s*(?:-1|[0-9]{1,9})\s*)*)\]")
 _REFERENCE = re.compile(r"\$([A-Za-z_][A-Za-z0-9_-]*)(?:\.([A-Za-z_][A-Za-z0-9_-]*))?")
 
@@ -66,7 +68,7 @@ class Reference:
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class PipelineProblem:
     """What is wrong with a pipeline, and where: the keys that lead to it from the pipeline's own mapping."""
 
     location: Location
@@ -81,8 +83,18 @@ def parse_tensor_type(text: str) -> tuple[str, tuple[int, ...]] | None:
     return match[1], tuple(int(size) for size in match[2].split(","))
 
 
+def is_optional(type_: str) -> bool:
+    """Whether an input of this type may be left out."""
+    return type_.startswith(_OPTIONAL)
+
+
+def plain_type(type_: str) -> str:
+    """The type without the word."""
+    return type_.removeprefix(_OPTIONAL)
+
+
 def _type_name(value: Any) -> str:
-    plain = value.removesuffix("?") if isinstance(value, str) else ""
+    plain = plain_type(value) if isinstance(value, str) else ""
     if plain not in NAMED_TYPES and parse_tensor_type(plain) is None:
         nearest = difflib.get_close_matches(plain, NAMED_TYPES, n=1)
         hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
@@ -178,9 +190,10 @@ class PipelineConfig(StrictModel):
 def nearest_name(name: str, known: Iterable[str]) -> str:
     """`"; did you mean 'x'? (known: x, y)"`: what follows the report of an unknown name."""
     known = list(known)
+    listed = ", ".join(known[:MAX_LISTED]) + ", …" * (len(known) > MAX_LISTED)
     nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
-    return f"{hint} (known: {', '.join(known) or 'none'})"
+    return f"{hint} (known: {listed or 'none'})"
 
 
 def _unescaped(value: Argument) -> Argument:
@@ -191,55 +204,59 @@ def _error(text: str) -> PydanticCustomError:
     return PydanticCustomError("pipeline", "{text}", {"text": text})
 
 
-def _naming_problems(config: PipelineConfig) -> Iterator[Problem]:
+def _naming_problems(config: PipelineConfig) -> Iterator[PipelineProblem]:
     seen: set[str] = set()
     for index, step in enumerate(config.steps):
         if step.name in config.inputs:
-            yield Problem(("steps", index, "name"), f"{step.name!r} is an input of the pipeline already")
+            yield PipelineProblem(("steps", index, "name"), f"{step.name!r} is an input of the pipeline already")
         if step.name in seen:
-            yield Problem(("steps", index, "name"), f"{step.name!r} is the name of an earlier step already")
+            yield PipelineProblem(("steps", index, "name"), f"{step.name!r} is the name of an earlier step already")
         seen.add(step.name)
-    if all(type_.endswith("?") for type_ in config.inputs.values()):
-        yield Problem(("inputs",), "all of them may be left out; at least one must say how many items a request has")
+    if all(is_optional(type_) for type_ in config.inputs.values()):
+        yield PipelineProblem(
+            ("inputs",), "all of them may be left out; at least one must say how many items a request has"
+        )
 
 
-def _reference_problems(config: PipelineConfig) -> Iterator[Problem]:
+def _reference_problems(config: PipelineConfig) -> Iterator[PipelineProblem]:
     steps = [step.name for step in config.steps]
     for index, step in enumerate(config.steps):
         for parameter, reference in step.references.items():
             where = ("steps", index, "inputs", parameter)
             if reference.source in config.inputs and reference.output:
-                yield Problem(where, f"{reference}: an input has no outputs; write ${reference.source}")
+                yield PipelineProblem(where, f"{reference}: an input has no outputs; write ${reference.source}")
             elif reference.source not in {*steps, *config.inputs}:
-                yield Problem(where, _unknown(reference, [*config.inputs, *steps]))
+                yield PipelineProblem(where, _unknown(reference, [*config.inputs, *steps]))
     for name, reference in config.output_references.items():
         if reference.source in config.inputs:
-            yield Problem(("outputs", name), f"{reference} is an input; an output comes from a step")
+            yield PipelineProblem(("outputs", name), f"{reference} is an input; an output comes from a step")
         elif reference.source not in steps:
-            yield Problem(("outputs", name), _unknown(reference, steps))
+            yield PipelineProblem(("outputs", name), _unknown(reference, steps))
 
 
 def _unknown(reference: Reference, known: Iterable[str]) -> str:
     return f"{reference}: unknown name {reference.source!r}{nearest_name(reference.source, known)}"
 
 
-def _cycles(config: PipelineConfig) -> Iterator[Problem]:
+def _cycles(config: PipelineConfig) -> Iterator[PipelineProblem]:
     try:
         TopologicalSorter(config.dependencies).prepare()
     except CycleError as error:
         circle: list[str] = error.args[1]
         place = next(index for index, step in enumerate(config.steps) if step.name in circle)
-        yield Problem(("steps", place), f"the steps wait for each other: {' -> '.join(circle)}")
+        yield PipelineProblem(("steps", place), f"the steps wait for each other: {' -> '.join(circle)}")
 
 
-def _unused(config: PipelineConfig) -> Iterator[Problem]:
+def _unused(config: PipelineConfig) -> Iterator[PipelineProblem]:
     needed = _ancestors({ref.source for ref in config.output_references.values()}, config.dependencies)
     for index, step in enumerate(config.steps):
         if step.name not in needed:
-            yield Problem(("steps", index), f"no output needs step {step.name!r}; remove it, or name it in outputs")
+            yield PipelineProblem(
+                ("steps", index), f"no output needs step {step.name!r}; remove it, or name it in outputs"
+            )
     used = {ref.source for step in config.steps for ref in step.references.values()}
     for name in config.inputs.keys() - used:
-        yield Problem(("inputs", name), "no step takes this input")
+        yield PipelineProblem(("inputs", name), "no step takes this input")
 
 
 def _ancestors(names: set[str], dependencies: Mapping[str, set[str]]) -> set[str]:

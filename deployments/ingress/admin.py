@@ -35,7 +35,7 @@ def create_router(service: Service) -> APIRouter:
         """200 when requests can be answered; 503 while configured models are still entering the store."""
         cards = await service.models()
         entering = await service.entering()
-        ready = [card.id for card in cards if card.state in ("ready", "updating")]
+        ready = [card.id for card in cards if card.state in ("ready", "updating", "unloaded")]
         state = "starting" if entering else "ok" if len(ready) == len(cards) else "degraded"
         body = {"status": state, "models_ready": len(ready), "models": len(cards)}
         return JSONResponse(body, 503 if entering or not ready else 200)

@@ -20,7 +20,6 @@ class Ingress(Service):
 
     def __init__(self, config: ClusterConfig, encoder: DeploymentHandle, worker: DeploymentHandle) -> None:
         super().__init__(config, DirectoryWatch(lambda: connect_registry(config)), encoder, worker)
-        self._limits = config.ingress.limits
 
     def __serve_build_asgi_app__(self) -> Any:
-        return create_http_app(self, self._limits)
+        return create_http_app(self, self._config)

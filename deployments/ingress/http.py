@@ -1,25 +1,63 @@
-"""The HTTP application: routes, limits and errors put together over a Service."""
+"""The HTTP application: routes, limits and errors put together over a Service. gRPC lives and ends with it."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import AsyncIterator
+
 from fastapi import FastAPI
 
-from configs.cluster import LimitsConfig
+from configs.cluster import ClusterConfig
 from deployments.ingress import admin, admin_models, errors, openai_embeddings, openai_images, openai_text
 from deployments.ingress.limits import BodyLimit
+from deployments.ingress.open_inference import http as open_inference
+from deployments.ingress.open_inference import repository_http, rest_errors
+from deployments.ingress.open_inference.grpc_server import start_grpc_server
+from deployments.ingress.open_inference.inference import Inference
+from deployments.ingress.open_inference.repository import Repository
+from deployments.ingress.open_inference.statistics import Statistics
 from deployments.ingress.service import Service
 
-DESCRIPTION = """Images, text and embeddings from one cluster, in the OpenAI protocol.
-Every answer says how long each stage took: in the `Server-Timing` header and in the field `timings_ms`."""
+DESCRIPTION = """Images, text and embeddings from one cluster, in the OpenAI protocol (`/v1`) and in the Open Inference
+Protocol of KServe and Triton (`/v2`). Every answer says how long each stage took: in the `Server-Timing` header, and under
+`/v1` in the field `timings_ms`."""
 
 
-def create_http_app(service: Service, limits: LimitsConfig) -> FastAPI:
+def create_http_app(service: Service, config: ClusterConfig) -> FastAPI:
     """Needs no Ray: a test gives it a Service over fakes."""
-    app = FastAPI(title="Atelier", version="1", description=DESCRIPTION, docs_url="/docs", redoc_url=None)
+    limits = config.ingress.limits
+    statistics, repository = Statistics(), Repository(service)
+    inference = Inference(service, limits, statistics)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        if config.grpc is None:
+            yield
+            return
+        server = await start_grpc_server(
+            inference,
+            repository,
+            statistics,
+            host=config.grpc.host,
+            port=config.grpc.port,
+            max_message_bytes=limits.max_body_bytes,
+            max_concurrent_calls=config.ingress.max_ongoing_requests,
+        )
+        try:
+            yield
+        finally:
+            await server.stop()
+
+    app = FastAPI(
+        title="Atelier", version="1", description=DESCRIPTION, docs_url="/docs", redoc_url=None, lifespan=lifespan
+    )
     errors.install(app)
+    rest_errors.install(app)
     app.include_router(openai_images.create_router(service))
     app.include_router(openai_embeddings.create_router(service))
     app.include_router(openai_text.create_router(service))
+    app.include_router(repository_http.create_router(repository, statistics))  # `/v2/models/stats` is no model
+    app.include_router(open_inference.create_router(inference, limits))
     app.include_router(admin.create_router(service))
     app.include_router(admin_models.create_router(service.operations))
     app.add_middleware(BodyLimit, max_bytes=limits.max_body_bytes)

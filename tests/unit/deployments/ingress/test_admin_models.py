@@ -126,7 +126,7 @@ def worker() -> Replicas:
 async def http(registry: Registry, worker: Replicas) -> AsyncIterator[httpx.AsyncClient]:
     watch = DirectoryWatch(lambda: registry)
     encoder = Replicas({"modules": [], "last_switches": {"base": {"switch_ms": 9.0}, "other": {"switch_ms": 1.0}}})
-    app = create_http_app(Service(CONFIG, watch, encoder, worker), CONFIG.ingress.limits)
+    app = create_http_app(Service(CONFIG, watch, encoder, worker), CONFIG)
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
         yield client

@@ -160,7 +160,7 @@ def replicas() -> Replicas:
 @pytest.fixture
 async def http(replicas: Replicas) -> AsyncIterator[httpx.AsyncClient]:
     watch = DirectoryWatch(lambda: replicas)
-    app = create_http_app(Service(CONFIG, watch, replicas, replicas), CONFIG.ingress.limits)
+    app = create_http_app(Service(CONFIG, watch, replicas, replicas), CONFIG)
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
         yield client

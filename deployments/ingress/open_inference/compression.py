@@ -1,0 +1,51 @@
+"""Bodies that are compressed on the way (RFC 9110, "Content Codings"): gzip, and deflate, which means zlib's format."""
+
+from __future__ import annotations
+
+import gzip
+import zlib
+from typing import Final
+
+from deployments.errors import InvalidRequest, RequestTooLarge
+
+MIN_COMPRESSED_BYTES: Final = 1024  # below, the answer would hardly get smaller
+_WINDOW_BITS: Final = {"gzip": 16 + zlib.MAX_WBITS, "x-gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
+_LEVEL: Final = 1  # tensors gain little from more
+
+
+def decompressed(body: bytes, encoding: str, max_bytes: int) -> bytes:
+    """Never makes more than `max_bytes`, however much the body would become.
+
+    Raises RequestTooLarge for more, InvalidRequest for damage and for codings that are not known.
+    """
+    name = encoding.strip().lower()
+    if name in ("", "identity"):
+        return body
+    if name not in _WINDOW_BITS:
+        raise InvalidRequest(f"Content-Encoding {encoding!r} is not known (known: gzip, deflate, identity)")
+    decompressor = zlib.decompressobj(_WINDOW_BITS[name])
+    try:
+        plain = decompressor.decompress(body, max_bytes + 1)
+    except zlib.error as error:
+        raise InvalidRequest(f"the body is not {name}, as its Content-Encoding says: {error}") from None
+    if len(plain) > max_bytes:
+        raise RequestTooLarge(f"the body has more than {max_bytes} bytes when it is decompressed")
+    if not decompressor.eof:
+        raise InvalidRequest(f"the body is {name} that ends too early")
+    if decompressor.unused_data:
+        raise InvalidRequest(f"{len(decompressor.unused_data)} bytes follow the {name} data of the body")
+    return plain
+
+
+def accepted_coding(accept_encoding: str) -> str | None:
+    """The first of the codings we know that the header does not refuse; None: as it is."""
+    for part in accept_encoding.lower().split(","):
+        name, _, weight = part.partition(";")
+        refused = weight.replace(" ", "").rstrip("0") in ("q=", "q=0.")
+        if name.strip() in ("gzip", "deflate") and not refused:
+            return name.strip()
+    return None
+
+
+def compressed(body: bytes, coding: str) -> bytes:
+    return gzip.compress(body, _LEVEL) if coding == "gzip" else zlib.compress(body, _LEVEL)

@@ -1,0 +1,81 @@
+"""The gRPC edge of one ingress replica: Open Inference, health and reflection on a port of their own.
+
+It runs on the replica's own event loop and not behind Serve's gRPC proxy, which binds all interfaces and costs a hop.
+Ingress replicas of one node share the port (SO_REUSEPORT): the kernel deals connections out to them. So would a
+second cluster with the same port, unnoticed; give each its own.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Final
+
+import grpc
+from grpc_reflection.v1alpha import reflection
+
+from deployments.ingress.open_inference import grpc_health
+from deployments.ingress.open_inference.grpc_calls import service_handler
+from deployments.ingress.open_inference.grpc_health import HealthServicer
+from deployments.ingress.open_inference.grpc_servicer import SERVICE, InferenceServicer, unsupported_handlers
+from deployments.ingress.open_inference.inference import Inference
+from deployments.ingress.open_inference.protos import POOL
+from deployments.ingress.open_inference.repository import Repository
+from deployments.ingress.open_inference.statistics import Statistics
+
+logger = logging.getLogger("atelier.ingress")
+
+GRACE_S: Final = 5.0
+
+
+class GrpcServer:
+    """A server that listens; `port` is the one that it has, also where 0 was asked for."""
+
+    def __init__(self, server: grpc.aio.Server, port: int) -> None:
+        self.port = port
+        self._server = server
+
+    async def stop(self, grace_s: float = GRACE_S) -> None:
+        """No new calls at once; those that run are cancelled after `grace_s`."""
+        await self._server.stop(grace_s)
+
+
+async def start_grpc_server(
+    inference: Inference,
+    repository: Repository,
+    statistics: Statistics,
+    *,
+    host: str,
+    port: int,
+    max_message_bytes: int,
+    max_concurrent_calls: int | None = None,
+) -> GrpcServer:
+    """Larger requests and more calls at once than that are refused by gRPC itself, before anything is decoded.
+
+    Raises OSError when it cannot listen there.
+    """
+    server = grpc.aio.server(
+        options=[
+            ("grpc.max_receive_message_length", max_message_bytes),
+            ("grpc.max_send_message_length", -1),  # of answers: pictures are as large as their request said
+            ("grpc.so_reuseport", 1),
+        ],
+        maximum_concurrent_rpcs=max_concurrent_calls,
+    )
+    services = (SERVICE, grpc_health.SERVICE)
+    health = HealthServicer(inference.server_ready, services)
+    server.add_generic_rpc_handlers(
+        (
+            service_handler(SERVICE, InferenceServicer(inference, repository, statistics).methods()),
+            service_handler(grpc_health.SERVICE, health.methods()),
+            unsupported_handlers(),
+        )
+    )
+    reflection.enable_server_reflection((*services, reflection.SERVICE_NAME), server, POOL)
+    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    try:
+        bound = server.add_insecure_port(address)
+    except RuntimeError as error:
+        raise OSError(f"gRPC cannot listen on {address}: {error}") from None
+    await server.start()
+    logger.info("gRPC listens on %s", f"{host}:{bound}")
+    return GrpcServer(server, bound)

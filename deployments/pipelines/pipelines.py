@@ -1,0 +1,127 @@
+"""The pipelines of a cluster: which there are, what they take and give, and running them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from configs.pipeline import PipelineConfig, nearest_name
+from deployments.errors import InvalidRequest, ModelUnavailable, UnknownModel
+from deployments.pipelines.calls import ModelCalls
+from deployments.pipelines.edge_types import Batch, batch_of, tensor_of
+from deployments.pipelines.planning import DEFAULT_MAX_BATCH_SIZE, PipelineUnusable, plan_pipeline
+from deployments.pipelines.plans import PipelinePlan
+from deployments.pipelines.ports import KnownModel
+from deployments.pipelines.records import PipelineRequest, PipelineResult, Signature
+from deployments.pipelines.runner import PipelineRun
+
+KnownModels = Callable[[], Mapping[str, KnownModel]]
+
+
+class Pipelines:
+    """Plans follow the models: `models` tells those that can be used now, and is asked at every call.
+
+    `max_items` bounds one request, `max_images` one of a pipeline that makes pictures.
+    """
+
+    def __init__(
+        self,
+        configs: Sequence[PipelineConfig],
+        ask: ModelCalls,
+        models: KnownModels,
+        *,
+        max_batch_size: int = DEFAULT_MAX_BATCH_SIZE,
+        max_items: int = 2048,
+        max_images: int = 10,
+    ) -> None:
+        self._configs = {config.id: config for config in configs}
+        self._ask = ask
+        self._models = models
+        self._max_batch_size = max_batch_size
+        self._max_items = max_items
+        self._max_images = max_images
+        self._plans: dict[str, tuple[dict[str, KnownModel], PipelinePlan]] = {}
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._configs
+
+    def names(self) -> list[str]:
+        """In the order of the config, those included that cannot run now."""
+        return list(self._configs)
+
+    def problem(self, name: str) -> str | None:
+        """Why the pipeline cannot run now; None if it can."""
+        try:
+            self.plan(name)
+        except ModelUnavailable as error:
+            return error.message
+        return None
+
+    def signature(self, name: str) -> Signature:
+        """Raises UnknownModel, or ModelUnavailable with the reasons: what a pipeline gives depends on its models."""
+        return self.plan(name).signature
+
+    def description(self, name: str) -> str:
+        return self._config(name).description
+
+    def plan(self, name: str) -> PipelinePlan:
+        """Raises UnknownModel or ModelUnavailable."""
+        config = self._config(name)
+        models = self._models()
+        used = {step.model or step.tokenizer or "" for step in config.steps} & models.keys()
+        facts = {id_: models[id_] for id_ in used}
+        known = self._plans.get(name)
+        if known is None or known[0] != facts:
+            try:
+                known = facts, plan_pipeline(config, models, self._max_batch_size)
+            except PipelineUnusable as error:
+                raise ModelUnavailable(str(error), "model") from None
+            self._plans[name] = known
+        return known[1]
+
+    async def run(self, request: PipelineRequest) -> PipelineResult:
+        """Raises the ServiceErrors of `deployments.errors`; those of a step begin with its name."""
+        plan = self.plan(request.pipeline)
+        inputs, num_items = self._inputs(plan, request)
+        if request.timeout_s is not None and not 0 < request.timeout_s < float("inf"):
+            raise InvalidRequest(f"timeout_s must be a positive number of seconds, got {request.timeout_s}", "timeout")
+        run = PipelineRun(plan, inputs, num_items, self._ask, priority=request.priority, timeout_s=request.timeout_s)
+        await run.run()
+        outputs = {
+            spec.name: tensor_of(spec.name, run.values[plan.outputs[spec.name]], plan.output_types[spec.name])
+            for spec in plan.signature.outputs
+        }
+        return PipelineResult(outputs, run.timings_ms)
+
+    def _config(self, name: str) -> PipelineConfig:
+        if name not in self._configs:
+            raise UnknownModel(f"unknown pipeline {name!r}{nearest_name(name, self._configs)}", "model")
+        return self._configs[name]
+
+    def _inputs(self, plan: PipelinePlan, request: PipelineRequest) -> tuple[dict[str, Batch], int]:
+        """Batches of one length; an input of one item goes for all."""
+        for name in request.inputs:
+            if name not in plan.inputs:
+                known = nearest_name(name, plan.inputs)
+                raise InvalidRequest(f"pipeline {plan.id!r} has no input {name!r}{known}", name)
+        missing = [spec.name for spec in plan.signature.inputs if not spec.optional and spec.name not in request.inputs]
+        if missing:
+            raise InvalidRequest(f"pipeline {plan.id!r} needs input {', '.join(missing)}", missing[0])
+        batches = {name: batch_of(tensor, plan.inputs[name]) for name, tensor in request.inputs.items()}
+        counts = {name: len(batch) for name, batch in batches.items()}
+        num_items = max(counts.values())
+        wrong = {name: count for name, count in counts.items() if count not in (1, num_items)}
+        if min(counts.values()) == 0 or wrong:
+            told = ", ".join(f"{name} {count}" for name, count in counts.items())
+            raise InvalidRequest(f"inputs must have as many items as each other, or one, and not none; got {told}")
+        limit = self._max_images if any(step.action == "generate" for step in plan.steps()) else self._max_items
+        if num_items > limit:
+            raise InvalidRequest(f"pipeline {plan.id!r} takes at most {limit} items in one request, got {num_items}")
+        return {name: _repeated(batch, num_items) for name, batch in batches.items()}, num_items
+
+
+def _repeated(batch: Batch, num_items: int) -> Batch:
+    if len(batch) == num_items:
+        return batch
+    return np.repeat(batch, num_items, axis=0) if isinstance(batch, np.ndarray) else list(batch) * num_items  # type: ignore[return-value]

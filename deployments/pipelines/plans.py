@@ -1,0 +1,114 @@
+"""A checked pipeline: what runs, from what, where. Values only; segments of it travel to other processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Final, Literal, NamedTuple, TypeAlias
+
+from configs.pipeline import Argument
+from deployments.pipelines.edge_types import Batch, EdgeType
+from deployments.pipelines.memory_plan import MemoryPlan
+from deployments.pipelines.records import Signature
+
+Action: TypeAlias = Literal["generate", "write", "tokenize", "embed", "head", "function"]
+IN_ENCODER: Final = frozenset({"tokenize", "embed", "head"})  # actions of the text-encoder service
+PIPELINE_INPUT: Final = ""
+
+
+class Edge(NamedTuple):
+    """One named value: an output of a step, or an input of the pipeline (step PIPELINE_INPUT)."""
+
+    step: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """`target` is the model, or the function's name. `edges` and `literals` are by parameter."""
+
+    name: str
+    action: Action
+    target: str
+    edges: Mapping[str, Edge]
+    literals: Mapping[str, Argument]
+    outputs: Mapping[str, EdgeType]
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """The steps that it takes something from."""
+        return frozenset(edge.step for edge in self.edges.values()) - {PIPELINE_INPUT}
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentPlan:
+    """Steps that one replica of the text-encoder service runs in one call, in this order.
+
+    `results` leave the segment. `buffers` has the largest shape, items first, of every intermediate tensor whose
+    size is known, `memory` their places; requests of more than `max_batch_size` items run in chunks.
+    """
+
+    pipeline: str
+    steps: tuple[StepPlan, ...]
+    results: tuple[Edge, ...]
+    max_batch_size: int
+    buffers: Mapping[Edge, tuple[int, ...]]
+    memory: MemoryPlan[Edge]
+
+    @property
+    def name(self) -> str:
+        return self.steps[0].name
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Steps outside that it takes something from."""
+        inside = {step.name for step in self.steps}
+        return frozenset(name for step in self.steps for name in step.needs) - inside
+
+    @property
+    def models(self) -> frozenset[str]:
+        return frozenset(step.target for step in self.steps if step.action != "function")
+
+
+Unit: TypeAlias = StepPlan | SegmentPlan
+
+
+@dataclass(frozen=True, slots=True)
+class PipelinePlan:
+    """`units` are in an order in which they could run one after the other."""
+
+    id: str
+    signature: Signature
+    inputs: Mapping[str, EdgeType]
+    units: tuple[Unit, ...]
+    outputs: Mapping[str, Edge]
+    output_types: Mapping[str, EdgeType]
+
+    def steps(self) -> Iterator[StepPlan]:
+        for unit in self.units:
+            yield from unit.steps if isinstance(unit, SegmentPlan) else (unit,)
+
+    def segments(self) -> list[SegmentPlan]:
+        return [unit for unit in self.units if isinstance(unit, SegmentPlan)]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SegmentCall:
+    """One run of a segment. `inputs` are the values that the caller has; the others come with the results of
+    earlier segments. `versions` are fingerprints of the models, set by the ingress.
+    """
+
+    plan: SegmentPlan
+    inputs: Mapping[Edge, Batch]
+    num_items: int
+    priority: int = 0
+    timeout_s: float | None = None
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SegmentResult:
+    """`timings_ms` by step, those of earlier segments whose results came along included."""
+
+    outputs: Mapping[Edge, Batch]
+    timings_ms: Mapping[str, float]

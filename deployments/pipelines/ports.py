@@ -1,0 +1,117 @@
+"""What a step takes and gives: parameters and outputs of models by kind, with their types."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final, Literal, TypeAlias
+
+from configs.pipeline import Argument
+from deployments.pipelines.edge_types import BOOL, FLOAT, IMAGE, INT, TEXT, TOKENS, EdgeType
+
+ModelKind: TypeAlias = Literal["diffusion", "llm", "embedding", "head"]
+MODEL_KINDS: Final = ("diffusion", "llm", "embedding", "head")
+
+
+@dataclass(frozen=True, slots=True)
+class KnownModel:
+    """What the directory says of a model. Sizes are of one item, None where nobody has said.
+
+    `problem` says why it cannot be used now ("is still being registered", say).
+    """
+
+    kind: str
+    embedding_size: int | None = None
+    in_features: int | None = None
+    out_features: int | None = None
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """`types` may come along an edge. `element` is for parameters that are a list in the config, and no edge."""
+
+    types: tuple[EdgeType, ...] = ()
+    required: bool = True
+    element: type[str] | type[int] | type[float] | None = None
+
+    def __str__(self) -> str:
+        return f"list of {self.element.__name__}" if self.element else " or ".join(str(type_) for type_ in self.types)
+
+    def takes_literal(self, value: Argument) -> bool:
+        if self.element is not None:
+            return isinstance(value, tuple) and all(_is(item, self.element) for item in value)
+        return any(_is(value, _LITERALS[type_]) for type_ in self.types if type_ in _LITERALS)
+
+
+@dataclass(frozen=True, slots=True)
+class Ports:
+    """`extra` is the type of any further parameter; of each set in `one_of`, exactly one is given; a key of
+    `goes_with` is given only together with its value.
+    """
+
+    parameters: Mapping[str, Parameter]
+    outputs: Mapping[str, EdgeType]
+    extra: Parameter | None = None
+    one_of: tuple[frozenset[str], ...] = ()
+    goes_with: Mapping[str, str] = field(default_factory=dict)
+
+
+_LITERALS: Final[dict[EdgeType, type]] = {TEXT: str, INT: int, FLOAT: float, BOOL: bool}
+
+
+def _is(value: object, type_: type) -> bool:
+    if isinstance(value, bool):  # an int to Python, and never meant as one
+        return type_ is bool
+    return isinstance(value, int | float) if type_ is float else isinstance(value, type_)
+
+
+def _optional(*types: EdgeType) -> Parameter:
+    return Parameter(types, required=False)
+
+
+TOKENIZER: Final = Ports({"text": Parameter((TEXT,))}, {"tokens": TOKENS})
+_DIFFUSION: Final = Ports(
+    {
+        "prompt": Parameter((TEXT,)),
+        "negative_prompt": _optional(TEXT),
+        "seed": _optional(INT),
+        "num_inference_steps": _optional(INT),
+        "guidance_scale": _optional(FLOAT, INT),
+        "true_cfg_scale": _optional(FLOAT, INT),
+        "width": _optional(INT),
+        "height": _optional(INT),
+        "max_sequence_length": _optional(INT),
+    },
+    {"image": IMAGE},
+)
+_LLM: Final = Ports(
+    {
+        "message": _optional(TEXT),  # the user's turn of a chat
+        "system": _optional(TEXT),  # the turn before it
+        "prompt": _optional(TEXT),  # a text to go on with, outside of any chat
+        "max_tokens": _optional(INT),
+        "temperature": _optional(FLOAT, INT),
+        "top_p": _optional(FLOAT, INT),
+        "top_k": _optional(INT),
+        "seed": _optional(INT),
+        "stop": Parameter(required=False, element=str),
+    },
+    {"text": TEXT},
+    one_of=(frozenset({"message", "prompt"}),),
+    goes_with={"system": "message"},
+)
+
+
+def ports_of(model: KnownModel) -> Ports | None:
+    """None for a kind that a pipeline has no use for."""
+    if model.kind == "embedding":
+        return Ports(
+            {"text": _optional(TEXT), "tokens": _optional(TOKENS)},
+            {"embedding": EdgeType("FP32", (-1, model.embedding_size or -1))},
+            one_of=(frozenset({"text", "tokens"}),),
+        )
+    if model.kind == "head":
+        features = EdgeType("FP32", (-1, model.in_features or -1))
+        return Ports({"features": Parameter((features,))}, {"output": EdgeType("FP32", (-1, model.out_features or -1))})
+    return {"diffusion": _DIFFUSION, "llm": _LLM}.get(model.kind)

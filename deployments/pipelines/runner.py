@@ -1,0 +1,165 @@
+"""One run of a pipeline: every step starts as soon as what it needs is there; the first failure ends the rest."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any, TypeVar
+
+from deployments.errors import DeadlineExceeded, InvalidRequest
+from deployments.pipelines.calls import ModelCalls, SegmentReply
+from deployments.pipelines.edge_types import IMAGE, Batch, items_of, stacked
+from deployments.pipelines.failures import named_failures
+from deployments.pipelines.plans import PIPELINE_INPUT, Edge, PipelinePlan, SegmentCall, SegmentPlan, StepPlan
+from deployments.pipelines.step_functions import find_function
+from deployments.records import ChatRequest, CompletionRequest, ImageRequest, as_record
+
+ResultT = TypeVar("ResultT")
+
+
+class PipelineRun:
+    """Values of one request. `values` holds the inputs that were given, and after `run` the outputs too.
+
+    Results of segments that only other segments need never come here: their replies are handed on. If such a segment
+    fails, that shows when the next one is asked.
+    """
+
+    def __init__(
+        self,
+        plan: PipelinePlan,
+        inputs: Mapping[str, Batch],
+        num_items: int,
+        ask: ModelCalls,
+        *,
+        priority: int = 0,
+        timeout_s: float | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.values: dict[Edge, Batch] = {Edge(PIPELINE_INPUT, name): batch for name, batch in inputs.items()}
+        self.timings_ms: dict[str, float] = {}
+        self._plan = plan
+        self._num_items = num_items
+        self._ask = ask
+        self._priority = priority
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self._start = clock()
+        self._segment_of = {step.name: segment for segment in plan.segments() for step in segment.steps}
+        self._ready = {unit.name: asyncio.Event() for unit in plan.units}  # values of its steps are here
+        self._asked = {segment.name: asyncio.Event() for segment in plan.segments()}
+        self._replies: dict[str, SegmentReply] = {}
+        self._open: dict[str, SegmentReply] = {}
+
+    async def run(self) -> None:
+        """Raises the ServiceError of the step that failed first, its name in front, or DeadlineExceeded."""
+        deadline = asyncio.timeout(self._timeout_s)
+        try:
+            async with deadline:
+                await together([self._run_unit(unit) for unit in self._plan.units])
+            self._open.clear()  # all of them went into what is here now
+        except TimeoutError:
+            if not deadline.expired():
+                raise
+            waiting = ", ".join(step.name for step in self._plan.steps() if step.name not in self.timings_ms)
+            raise DeadlineExceeded(
+                f"pipeline {self._plan.id!r}: not done within {self._timeout_s:g} s; unfinished steps: {waiting}"
+            ) from None
+        finally:
+            for reply in self._open.values():
+                reply.cancel()
+        self.timings_ms["total"] = (self._clock() - self._start) * 1e3
+
+    async def _run_unit(self, unit: StepPlan | SegmentPlan) -> None:
+        with named_failures(self._plan.id, unit.name):
+            if isinstance(unit, SegmentPlan):
+                await self._run_segment(unit)
+            else:
+                await self._run_step(unit)
+
+    async def _run_segment(self, segment: SegmentPlan) -> None:
+        upstream = {self._segment_of[name].name for name in segment.needs if name in self._segment_of}
+        for name in sorted(upstream):
+            await self._asked[name].wait()
+        for name in segment.needs - self._segment_of.keys():
+            await self._ready[name].wait()
+        edges = {edge for step in segment.steps for edge in step.edges.values()}
+        call = SegmentCall(
+            plan=segment,
+            inputs={
+                edge: self.values[edge] for edge in edges if edge in self.values and edge.step not in self._segment_of
+            },
+            num_items=self._num_items,
+            priority=self._priority,
+            timeout_s=self._remaining_s(),
+        )
+        reply = self._ask.run_segment(call, tuple(self._replies[name] for name in sorted(upstream)))
+        self._replies[segment.name] = self._open[segment.name] = reply
+        self._asked[segment.name].set()
+        if self._is_wanted_here(segment):
+            result = await reply
+            self.values.update(result.outputs)
+            self.timings_ms.update(result.timings_ms)
+            self._open.pop(segment.name)
+            self._ready[segment.name].set()
+
+    def _is_wanted_here(self, segment: SegmentPlan) -> bool:
+        inside = {step.name for step in segment.steps}
+        others = (unit for unit in self._plan.units if isinstance(unit, StepPlan))
+        return any(edge.step in inside for edge in self._plan.outputs.values()) or any(o.needs & inside for o in others)
+
+    async def _run_step(self, step: StepPlan) -> None:
+        for name in step.needs:
+            unit = self._segment_of.get(name)
+            await self._ready[unit.name if unit else name].wait()
+        start = self._clock()
+        batches = {name: self.values[edge] for name, edge in step.edges.items() if edge in self.values}
+        if step.action == "function":
+            outputs = await asyncio.to_thread(find_function(step.target), batches, step.literals, self._num_items)
+        else:
+            outputs = await self._ask_model(step, batches)
+        self.values.update({Edge(step.name, name): batch for name, batch in outputs.items()})
+        self.timings_ms[step.name] = (self._clock() - start) * 1e3
+        self._ready[step.name].set()
+
+    async def _ask_model(self, step: StepPlan, batches: Mapping[str, Batch]) -> dict[str, Batch]:
+        """One request per item, all at once: the engines merge them."""
+        columns = {name: items_of(batch) for name, batch in batches.items()}
+        items = [
+            {**step.literals, **{name: column[index] for name, column in columns.items()}, "model": step.target}
+            for index in range(self._num_items)
+        ]
+        if step.action == "generate":
+            images = await together([self._picture(item) for item in items])
+            try:
+                return {"image": stacked(images, IMAGE)}
+            except ValueError as error:
+                raise InvalidRequest(f"images of one request have one size; {error}", "width") from None
+        return {"text": await together([self._text(item) for item in items])}
+
+    async def _picture(self, fields: dict[str, Any]) -> Any:
+        result = await self._ask.generate(as_record(ImageRequest, fields))
+        return result.images[0]
+
+    async def _text(self, fields: dict[str, Any]) -> str:
+        if "prompt" in fields:
+            return (await self._ask.complete(as_record(CompletionRequest, fields))).text
+        turns = [("system", fields.pop("system", None)), ("user", fields.pop("message"))]
+        messages = tuple({"role": role, "content": text} for role, text in turns if text is not None)
+        return (await self._ask.chat(as_record(ChatRequest, fields | {"messages": messages}))).text
+
+    def _remaining_s(self) -> float | None:
+        """At least a little: zero would be refused as no time at all, while the deadline here says it better."""
+        if self._timeout_s is None:
+            return None
+        return max(1e-3, self._timeout_s - (self._clock() - self._start))
+
+
+async def together(work: Sequence[Coroutine[Any, Any, ResultT]]) -> list[ResultT]:
+    """All at once. When one fails, the others are cancelled, and that one's error is raised."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(coroutine) for coroutine in work]
+    except BaseExceptionGroup as failures:
+        raise failures.exceptions[0] from None
+    return [task.result() for task in tasks]

@@ -1,0 +1,189 @@
+"""Runs a segment of a pipeline inside one replica: its intermediate tensors stay on the device. Free of Ray.
+
+Where tensors lie was decided when the pipeline was planned (`memory_plan.py`); a run allocates none of those whose
+sizes are known. Requests larger than the plan run in chunks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from deployments.errors import GenerationFailed
+from deployments.pipelines.arenas import ArenaPool
+from deployments.pipelines.edge_types import Batch, EdgeType
+from deployments.pipelines.failures import named_failures
+from deployments.pipelines.plans import Edge, SegmentCall, SegmentPlan, SegmentResult, StepPlan
+from deployments.pipelines.step_functions import find_function
+
+_Value = Batch | torch.Tensor
+
+
+class SegmentOps(Protocol):
+    """What the replica does for one call: its leases, its cache, its merger, the call's priority and time."""
+
+    async def tokenize(self, model: str, texts: Sequence[str]) -> list[tuple[int, ...]]: ...
+
+    async def encode(self, model: str, texts: Sequence[str] | Sequence[tuple[int, ...]]) -> Sequence[torch.Tensor]:
+        """One embedding (D,) per text or token ids, on any device."""
+
+    async def head(self, model: str, features: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+        """(n, in) -> (n, out), both on the device; written to `out` and that returned, if it is given."""
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentStats:
+    """Since the replica began. `num_temporary`: arenas beyond the prepared ones, and tensors of unknown size."""
+
+    num_calls: int
+    num_chunks: int
+    num_temporary: int
+    arena_bytes: int
+
+
+class SegmentRunner:
+    """One per replica; lives on one event loop. `num_arenas` calls at once run without allocating."""
+
+    def __init__(self, device: torch.device | str = "cpu", num_arenas: int = 8) -> None:
+        self._pool = ArenaPool(num_arenas, torch.device(device))
+        self._num_calls = self._num_chunks = self._num_unplanned = 0
+
+    def prepare(self, plan: SegmentPlan) -> None:
+        """Allocate what it needs now, rather than with its first request."""
+        self._pool.prepare(plan.memory.nbytes)
+
+    def stats(self) -> SegmentStats:
+        num_temporary = self._pool.num_temporary + self._num_unplanned
+        return SegmentStats(self._num_calls, self._num_chunks, num_temporary, self._pool.nbytes)
+
+    async def run(self, call: SegmentCall, upstream: Sequence[SegmentResult], ops: SegmentOps) -> SegmentResult:
+        """Raises ServiceErrors that begin with the step's name."""
+        self.prepare(call.plan)
+        self._num_calls += 1
+        given = dict(call.inputs)
+        timings_ms: dict[str, float] = {}
+        for result in upstream:
+            given.update(result.outputs)
+            timings_ms.update(result.timings_ms)
+        spent_ms: dict[str, float] = defaultdict(float)
+        collected: dict[Edge, list[Batch]] = defaultdict(list)
+        for start in range(0, call.num_items, call.plan.max_batch_size):
+            self._num_chunks += 1
+            rows = slice(start, min(start + call.plan.max_batch_size, call.num_items))
+            chunk = {edge: batch[rows] for edge, batch in given.items()}
+            with self._pool.arena(call.plan.memory.nbytes) as arena:
+                for edge, batch in (await _Chunk(call.plan, chunk, rows, arena, ops, spent_ms).run()).items():
+                    collected[edge].append(batch)
+                self._num_unplanned += sum(edge not in call.plan.buffers for edge in _model_edges(call.plan))
+        outputs = {edge: _joined(batches) for edge, batches in collected.items()}
+        return SegmentResult(outputs, timings_ms | spent_ms)
+
+
+class _Chunk:
+    """One pass through the steps, for as many items as the arena is planned for."""
+
+    def __init__(
+        self,
+        plan: SegmentPlan,
+        given: Mapping[Edge, Batch],
+        rows: slice,
+        arena: torch.Tensor,
+        ops: SegmentOps,
+        spent_ms: dict[str, float],
+    ) -> None:
+        self._plan = plan
+        self._values: dict[Edge, _Value] = dict(given)
+        self._arena = arena
+        self._ops = ops
+        self._spent_ms = spent_ms
+        self._num_items = rows.stop - rows.start
+
+    async def run(self) -> dict[Edge, Batch]:
+        results: dict[Edge, Batch] = {}
+        for step in self._plan.steps:
+            start = time.perf_counter()
+            with named_failures(self._plan.pipeline, step.name):
+                for name, value in (await self._outputs(step)).items():
+                    edge = Edge(step.name, name)
+                    self._values[edge] = value
+                    if edge in self._plan.results:  # a copy: its place in the arena is somebody else's soon
+                        results[edge] = _on_host(value, copy=True)
+            self._spent_ms[step.name] += (time.perf_counter() - start) * 1e3
+        return results
+
+    async def _outputs(self, step: StepPlan) -> dict[str, _Value]:
+        sources = {name: self._values[edge] for name, edge in step.edges.items() if edge in self._values}
+        if step.action == "function":
+            batches = {name: _on_host(value) for name, value in sources.items()}
+            return dict(await asyncio.to_thread(find_function(step.target), batches, step.literals, self._num_items))
+        ((name, type_),) = step.outputs.items()
+        return {name: await self._model_output(step, Edge(step.name, name), type_, sources)}
+
+    async def _model_output(self, step: StepPlan, edge: Edge, type_: EdgeType, sources: Mapping[str, Any]) -> _Value:
+        place = self._place(edge)
+        if step.action == "head":
+            features = sources["features"]
+            if not isinstance(features, torch.Tensor):
+                features = torch.from_numpy(np.array(features)).to(self._arena.device)
+            return _checked(type_, await self._ops.head(step.target, features, place))
+        texts = sources.get("tokens", sources.get("text"))
+        if texts is None:
+            texts = [str(step.literals["text"])] * self._num_items
+        if step.action == "tokenize":
+            return await self._ops.tokenize(step.target, texts)
+        return self._stacked(type_, await self._ops.encode(step.target, texts), place)
+
+    def _place(self, edge: Edge) -> torch.Tensor | None:
+        """Where the plan puts the tensor; None when its size is not known before it is there."""
+        shape = self._plan.buffers.get(edge)
+        if shape is None:
+            return None
+        offset, sizes = self._plan.memory.offsets[edge], (self._num_items, *shape[1:])
+        nbytes = math.prod(sizes) * torch.float32.itemsize
+        return self._arena[offset : offset + nbytes].view(torch.float32).view(sizes)
+
+    def _stacked(self, type_: EdgeType, rows: Sequence[torch.Tensor], place: torch.Tensor | None) -> torch.Tensor:
+        if place is None:
+            return _checked(type_, torch.stack([row.to(self._arena.device, torch.float32) for row in rows]))
+        for target, row in zip(place, rows, strict=True):
+            if row.shape != target.shape:
+                raise GenerationFailed(f"the model gives {tuple(row.shape)} per item, expected {type_}")
+            target.copy_(row)  # from any device and dtype
+        return place
+
+
+def _checked(type_: EdgeType, tensor: torch.Tensor) -> torch.Tensor:
+    fits = tensor.ndim == len(type_.shape) and all(
+        wanted in (-1, size) for size, wanted in zip(tensor.shape, type_.shape, strict=True)
+    )
+    if not fits:
+        raise GenerationFailed(f"the model gives {tuple(tensor.shape)}, expected {type_}")
+    return tensor
+
+
+def _model_edges(plan: SegmentPlan) -> list[Edge]:
+    """Tensors that models of the segment give."""
+    return [Edge(step.name, name) for step in plan.steps if step.action in ("embed", "head") for name in step.outputs]
+
+
+def _on_host(value: _Value, *, copy: bool = False) -> Batch:
+    if not isinstance(value, torch.Tensor):
+        return value
+    array: np.ndarray[Any, Any] = value.float().cpu().numpy()
+    return array.copy() if copy else array
+
+
+def _joined(batches: list[Batch]) -> Batch:
+    if len(batches) == 1:
+        return batches[0]
+    if isinstance(batches[0], np.ndarray):
+        return np.concatenate(batches)
+    return [item for batch in batches for item in batch]  # type: ignore[return-value]

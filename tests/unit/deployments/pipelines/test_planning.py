@@ -1,0 +1,230 @@
+"""Config and known models -> plan, or every mistake with its place; and which steps run together."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from configs.pipeline import PipelineConfig
+from deployments.pipelines.edge_types import TEXT, EdgeType
+from deployments.pipelines.openai_roles import OpenAiRole, openai_role
+from deployments.pipelines.planning import PipelineUnusable, check_functions, plan_pipeline
+from deployments.pipelines.plans import Edge, SegmentPlan, StepPlan
+from deployments.pipelines.ports import KnownModel
+from deployments.pipelines.records import Signature
+from deployments.pipelines.segmenting import form_units
+from deployments.tensor_values import TensorSpec
+
+MODELS = {
+    "flux": KnownModel("diffusion"),
+    "adder": KnownModel("llm"),
+    "bert": KnownModel("embedding", embedding_size=8),
+    "head": KnownModel("head", in_features=8, out_features=3),
+    "wide-head": KnownModel("head", in_features=9),
+    "lora": KnownModel("adapter"),
+    "late": KnownModel("", problem="is still being registered"),
+}
+LABELS = ["a", "b", "c"]
+
+
+def pipeline(*steps: dict[str, Any], inputs: dict[str, str] | None = None, **outputs: str) -> PipelineConfig:
+    return PipelineConfig.model_validate(
+        {"id": "p", "inputs": inputs or {"text": "text"}, "steps": steps, "outputs": outputs}
+    )
+
+
+def step(name: str, inputs: dict[str, Any], **target: str) -> dict[str, Any]:
+    return {"name": name, "inputs": inputs, **target}
+
+
+CLASSIFIER = pipeline(
+    step("classes", {"logits": "$logits", "labels": LABELS}, function="classify"),
+    step("ids", {"text": "$text"}, tokenizer="bert"),
+    step("logits", {"features": "$vector"}, model="head"),
+    step("vector", {"tokens": "$ids"}, model="bert"),
+    label="$classes.label",
+    scores="$classes.scores",
+)
+
+
+def test_a_text_classifier_is_one_segment() -> None:
+    plan = plan_pipeline(CLASSIFIER, MODELS, max_batch_size=4)
+    (segment,) = plan.units
+    assert isinstance(segment, SegmentPlan)
+    assert [step.name for step in segment.steps] == ["ids", "vector", "logits", "classes"]
+    assert segment.results == (Edge("classes", "label"), Edge("classes", "scores"))
+    assert segment.models == {"bert", "head"}
+    assert segment.buffers == {Edge("vector", "embedding"): (4, 8), Edge("logits", "output"): (4, 3)}
+    assert segment.memory.live_bytes == 4 * 8 * 4 + 4 * 3 * 4
+    assert plan.signature.inputs == (TensorSpec("text", "BYTES", (-1,)),)
+    assert plan.signature.outputs == (TensorSpec("label", "BYTES", (-1,)), TensorSpec("scores", "FP32", (-1, -1)))
+
+
+def test_optional_inputs_are_optional_outside() -> None:
+    config = pipeline(
+        step("picture", {"prompt": "$text", "seed": "$seed"}, model="flux"),
+        inputs={"text": "text", "seed": "optional int"},
+        image="$picture",
+    )
+    plan = plan_pipeline(config, MODELS)
+    assert plan.signature.inputs[1] == TensorSpec("seed", "INT64", (-1,), optional=True)
+    assert plan.signature.outputs == (TensorSpec("image", "UINT8", (-1, -1, -1, 3)),)
+
+
+def problems(config: PipelineConfig) -> dict[str, str]:
+    with pytest.raises(PipelineUnusable) as caught:
+        plan_pipeline(config, MODELS)
+    found = {".".join(map(str, problem.location)): problem.text for problem in caught.value.problems}
+    assert all(text in str(caught.value) for text in found.values())
+    return found
+
+
+@pytest.mark.parametrize(
+    ("wrong", "location", "parts"),
+    [
+        (step("s", {"prompt": "$text"}, model="fluks"), "model", ["unknown model 'fluks'", "did you mean 'flux'"]),
+        (step("s", {"prompt": "$text"}, model="lora"), "model", ["'lora' (adapter) cannot be a step", "diffusion"]),
+        (step("s", {"text": "$text"}, tokenizer="adder"), "tokenizer", ["adder", "llm", "no embedding model"]),
+        (step("s", {"text": "$text"}, function="softmx"), "function", ["did you mean 'softmax'"]),
+        (step("s", {"promt": "$text", "prompt": "$text"}, model="flux"), "inputs.promt", ["did you mean 'prompt'"]),
+        (step("s", {"negative_prompt": "$text"}, model="flux"), "inputs", ["flux needs 'prompt' (text)"]),
+        (step("s", {"prompt": "$vector"}, model="flux"), "inputs.prompt", ["expected text, but $vector is FP32[-1,8]"]),
+        (step("s", {"prompt": "$text", "seed": "$text"}, model="flux"), "inputs.seed", ["expected int", "is text"]),
+        (step("s", {"prompt": "$text", "seed": 1.5}, model="flux"), "inputs.seed", ["expected int, got 1.5"]),
+        (step("s", {"prompt": "$text", "seed": True}, model="flux"), "inputs.seed", ["expected int, got True"]),
+        (step("s", {"features": "$vector"}, model="wide-head"), "inputs.features", ["FP32[-1,9]", "is FP32[-1,8]"]),
+        (step("s", {"message": "$text", "prompt": "$text"}, model="adder"), "inputs", ["one of message and prompt"]),
+        (step("s", {"stop": ["$text"], "seed": 1}, model="adder"), "inputs", ["got none"]),
+        (step("s", {"prompt": "$text", "system": "x"}, model="adder"), "inputs.system", ["with 'message' only"]),
+        (step("s", {"prompt": "$text"}, model="late"), "model", ["model 'late' is still being registered"]),
+        (step("s", {"message": "$maybe", "system": "$text"}, model="adder"), "inputs.message", ["may be left out"]),
+        (step("s", {"prompt": "$maybe", "seed": 1}, model="flux"), "inputs.prompt", ["may be left out"]),
+        (step("s", {"logits": "$vector", "labels": "$text"}, function="classify"), "inputs.labels", ["list of str in"]),
+        (step("s", {"logits": "$vector", "labels": [1]}, function="classify"), "inputs.labels", ["str, got (1,)"]),
+        (step("s", {"template": "{x}", "x": "$vector"}, function="fill_template"), "inputs.x", ["text or int or"]),
+        (step("s", {"text": "$classes"}, function="sum_question"), "inputs.text", ["choose one of $classes.label"]),
+        (step("s", {"text": "$classes.lable"}, function="sum_question"), "inputs.text", ["no output 'lable'"]),
+    ],
+)  # fmt: skip
+def test_mistakes_name_step_edge_and_both_types(wrong: dict[str, Any], location: str, parts: list[str]) -> None:
+    config = pipeline(
+        step("vector", {"text": "$text"}, model="bert"),
+        step("classes", {"logits": "$vector", "labels": LABELS}, function="classify"),
+        wrong,
+        step("picture", {"prompt": "$text", "negative_prompt": "$maybe"}, model="flux"),
+        inputs={"text": "text", "maybe": "optional text"},
+        label="$classes.label",
+        image="$picture",
+        s="$s.label" if wrong.get("function") == "classify" else "$s",
+    )
+    found = problems(config)
+    assert found.keys() == {f"steps.2.{location}"}
+    text = found[f"steps.2.{location}"]
+    assert text.startswith("step 's': ")
+    assert all(part in text for part in parts), text
+
+
+def test_all_mistakes_are_told_at_once() -> None:
+    config = pipeline(
+        step("a", {"message": "$text", "temperature": "hot"}, model="adder"),
+        step("b", {"text": "$a"}, function="nothing"),
+        step("c", {"prompt": "$b", "width": "$a"}, model="flux"),
+        image="$c.picture",
+    )
+    assert problems(config).keys() == {
+        "steps.0.inputs.temperature",
+        "steps.1.function",
+        "steps.2.inputs.width",
+        "outputs.image",
+    }
+
+
+def test_before_the_models_are_known_functions_are_checked_already() -> None:
+    config = pipeline(
+        step("number", {"text": "$text"}, function="whole_number"),
+        step("word", {"text": "$number"}, function="whole_number"),
+        step("picture", {"prompt": "$word", "anything": "$number"}, model="not-there-yet"),
+        step("end", {"text": "$picture.image"}, function="single_digit"),
+        out="$end",
+    )
+    (problem,) = check_functions(config)
+    assert problem.location == ("steps", 1, "inputs", "text")
+    assert "expected text, but $number is int" in problem.text
+    assert check_functions(CLASSIFIER) == []
+
+
+def embed(name: str, *sources: str) -> StepPlan:
+    return StepPlan(name, "embed", "bert", {s: Edge(s, "x") for s in sources}, {}, {"x": EdgeType("FP32", (-1, 8))})
+
+
+def other(name: str, *sources: str, action: Any = "write") -> StepPlan:
+    return StepPlan(name, action, "adder", {s: Edge(s, "x") for s in sources}, {}, {"x": TEXT})
+
+
+def names(units: list[Any]) -> list[list[str]]:
+    return [[step.name for step in unit.steps] if isinstance(unit, SegmentPlan) else [unit.name] for unit in units]
+
+
+def test_a_segment_does_not_wait_for_what_its_first_step_need_not() -> None:
+    steps = [embed("a"), other("llm"), other("both", "a", "llm", action="function"), embed("b", "a")]
+    units = form_units("p", steps, [Edge("both", "x"), Edge("b", "x")], 2)
+    assert names(units) == [["a", "b"], ["llm"], ["both"]]
+    assert isinstance(units[2], SegmentPlan)  # takes a's vector by reference, in the encoder
+    assert units[0].results == (Edge("a", "x"), Edge("b", "x"))  # type: ignore[union-attr]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32))
+def test_units_can_run_one_after_the_other_and_wait_for_nothing_new(seed: int) -> None:
+    draw = random.Random(seed)
+    steps: list[StepPlan] = []
+    for index in range(draw.randint(1, 12)):
+        sources = draw.sample([step.name for step in steps], min(len(steps), draw.randint(0, 3)))
+        make = draw.choice([embed, other, lambda *names: other(*names, action="function")])
+        steps.append(make(f"s{index}", *sources))
+    outputs = [Edge(step.name, "x") for step in draw.sample(steps, draw.randint(1, len(steps)))]
+    units = form_units("p", steps, outputs, 2)
+    assert sorted(name for unit in names(units) for name in unit) == sorted(step.name for step in steps)
+    ancestors: dict[str, set[str]] = {}
+    for one in steps:
+        ancestors[one.name] = set(one.needs).union(*(ancestors[name] for name in one.needs))
+    done: set[str] = set()
+    for unit in units:
+        assert unit.needs <= done
+        members = unit.steps if isinstance(unit, SegmentPlan) else (unit,)
+        assert unit.needs <= ancestors[members[0].name]
+        for member in members:
+            assert member.needs <= done
+            done.add(member.name)
+            if member.action == "embed":
+                assert isinstance(unit, SegmentPlan)
+        if isinstance(unit, SegmentPlan):
+            inside = {member.name for member in members}
+            wanted = {edge for s in steps if s.name not in inside for edge in s.edges.values()} | set(outputs)
+            assert set(unit.results) == {edge for edge in wanted if edge.step in inside}
+
+
+TEXT_IN = TensorSpec("prompt", "BYTES", (-1,))
+SEED_IN = TensorSpec("seed", "INT64", (-1,), optional=True)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "output", "endpoint"),
+    [
+        ((TEXT_IN, SEED_IN), TensorSpec("o", "UINT8", (-1, -1, -1, 3)), "images"),
+        ((TEXT_IN, SEED_IN), TensorSpec("o", "BYTES", (-1,)), "text"),
+        ((TEXT_IN,), TensorSpec("o", "FP32", (-1, 384)), "embeddings"),
+        ((TEXT_IN,), TensorSpec("o", "FP32", (-1,)), None),
+        ((TEXT_IN,), TensorSpec("o", "INT64", (-1, -1)), None),
+        ((TEXT_IN, TensorSpec("b", "BYTES", (-1,))), TensorSpec("o", "BYTES", (-1,)), None),
+        ((TensorSpec("n", "INT64", (-1,)),), TensorSpec("o", "BYTES", (-1,)), None),
+    ],
+)
+def test_which_endpoint_a_pipeline_serves(inputs: Any, output: TensorSpec, endpoint: Any) -> None:
+    options = tuple(spec.name for spec in inputs if spec.optional)
+    expected = OpenAiRole(endpoint, "prompt", "o", options) if endpoint else None
+    assert openai_role(Signature(inputs, (output, TEXT_IN))) == expected

@@ -1,0 +1,376 @@
+"""Running pipelines: order, parallel branches, failures, deadlines, and values that never come to the runner."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Generator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from configs.pipeline import PipelineConfig
+from deployments.errors import (
+    DeadlineExceeded,
+    GenerationFailed,
+    InvalidRequest,
+    ModelUnavailable,
+    QueueFull,
+    UnknownModel,
+)
+from deployments.pipelines.pipelines import Pipelines
+from deployments.pipelines.plans import Edge, SegmentCall, SegmentResult
+from deployments.pipelines.ports import KnownModel
+from deployments.pipelines.records import PipelineRequest, PipelineResult
+from deployments.records import (
+    CacheUse,
+    ChatRequest,
+    CompletionRequest,
+    ImageRequest,
+    ImageResult,
+    SwitchReport,
+    TextResult,
+)
+from deployments.tensor_values import TensorValue
+
+MODELS = {
+    "flux": KnownModel("diffusion"),
+    "adder": KnownModel("llm"),
+    "bert": KnownModel("embedding", embedding_size=2),
+}
+SWITCH = SwitchReport("m", 0, 0, 0, 0, (), ())
+
+
+class Reply:
+    """A result that is somewhere else: `fetched` says whether it was brought here."""
+
+    def __init__(self, result: SegmentResult | Exception) -> None:
+        self.result = result
+        self.fetched = self.cancelled = False
+
+    def __await__(self) -> Generator[Any, None, SegmentResult]:
+        yield from asyncio.sleep(0).__await__()
+        self.fetched = True
+        if isinstance(self.result, Exception):
+            raise self.result
+        return self.result
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+class Models:
+    """Stand-ins. `together_with` holds each text request until as many have come; `failing` raises for a message."""
+
+    def __init__(self) -> None:
+        self.asked: list[Any] = []
+        self.running = self.cancelled = 0
+        self.barrier: asyncio.Barrier | None = None
+        self.failing: dict[str, Exception] = {}
+        self.never: set[str] = set()
+        self.sizes: list[int] = []
+        self.replies: list[Reply] = []
+        self.segment_error: Exception | None = None
+
+    async def generate(self, request: ImageRequest) -> ImageResult:
+        self.asked.append(request)
+        size = self.sizes.pop() if self.sizes else 4
+        image = np.full((size, size, 3), request.seed or 0, np.uint8)
+        return ImageResult(request.model, [image], request.seed or 0, 1, {}, SWITCH, CacheUse(0, 0))
+
+    async def chat(self, request: ChatRequest) -> TextResult:
+        return await self._text(request, request.messages[-1].content)
+
+    async def complete(self, request: CompletionRequest) -> TextResult:
+        return await self._text(request, request.prompt)
+
+    async def _text(self, request: Any, text: str) -> TextResult:
+        self.asked.append(request)
+        self.running += 1
+        try:
+            if self.barrier is not None:
+                await self.barrier.wait()
+            if text in self.never:
+                await asyncio.Event().wait()
+            if text in self.failing:
+                raise self.failing[text]
+            return TextResult(request.model, f"<{text}>", "stop", 1, 1, {})
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        finally:
+            self.running -= 1
+
+    def run_segment(self, call: SegmentCall, upstream: tuple[Any, ...]) -> Reply:
+        self.asked.append((call, upstream))
+        result: SegmentResult | Exception
+        if self.segment_error:
+            result = self.segment_error
+        else:
+            timings = {step.name: 1.0 for step in call.plan.steps}
+            for reply in upstream:
+                timings |= reply.result.timings_ms
+            values = {edge: np.full((call.num_items, 2), len(self.replies), np.float32) for edge in call.plan.results}
+            result = SegmentResult(values, timings)
+        self.replies.append(Reply(result))
+        return self.replies[-1]
+
+
+def step(name: str, inputs: dict[str, Any], **target: str) -> dict[str, Any]:
+    return {"name": name, "inputs": inputs, **target}
+
+
+def served(ask: Models, *steps: dict[str, Any], inputs: dict[str, str] | None = None, **outputs: str) -> Pipelines:
+    config = PipelineConfig.model_validate(
+        {"id": "p", "inputs": inputs or {"text": "text"}, "steps": steps, "outputs": outputs}
+    )
+    return Pipelines([config], ask, lambda: MODELS, max_items=8, max_images=3)
+
+
+def texts(name: str, *values: str) -> dict[str, TensorValue]:
+    return {name: TensorValue(name, "BYTES", np.array([value.encode() for value in values], dtype=object))}
+
+
+async def run(pipelines: Pipelines, inputs: dict[str, TensorValue], **options: Any) -> PipelineResult:
+    return await asyncio.wait_for(pipelines.run(PipelineRequest("p", inputs, **options)), 10)
+
+
+TWO_BRANCHES = [
+    step("left", {"message": "$text", "system": "be brief", "temperature": 0}, model="adder"),
+    step("right", {"prompt": "$text", "stop": ["x"]}, model="adder"),
+    step("both", {"first": "$left", "second": "$right"}, function="join_texts"),
+]
+
+
+async def test_every_item_goes_through_every_step() -> None:
+    ask = Models()
+    result = await run(served(ask, *TWO_BRANCHES, out="$both"), texts("text", "a", "b", "ü"))
+    assert [value.decode() for value in result.outputs["out"].data] == ["<a> <a>", "<b> <b>", "<ü> <ü>"]
+    assert result.timings_ms.keys() == {"left", "right", "both", "total"}
+    assert all(ms >= 0 for ms in result.timings_ms.values())
+    chat = next(request for request in ask.asked if isinstance(request, ChatRequest))
+    assert [message.role for message in chat.messages] == ["system", "user"]
+    assert chat.temperature == 0
+    assert next(request for request in ask.asked if isinstance(request, CompletionRequest)).stop == ("x",)
+
+
+async def test_branches_and_items_run_side_by_side() -> None:
+    ask = Models()
+    ask.barrier = asyncio.Barrier(6)  # nobody goes on before 2 branches x 3 items are there
+    await run(served(ask, *TWO_BRANCHES, out="$both"), texts("text", "a", "b", "c"))
+    assert len(ask.asked) == 6
+
+
+async def test_a_branch_does_not_wait_for_another_ones_level() -> None:
+    """left -> left2 goes on while right never ends; a level-by-level runner would not start left2."""
+    ask = Models()
+    ask.never = {"slow"}
+    steps = [
+        step("left", {"message": "$text"}, model="adder"),
+        step("left2", {"message": "$left"}, model="adder"),
+        step("right", {"message": "$other"}, model="adder"),
+    ]
+    pipelines = served(ask, *steps, inputs={"text": "text", "other": "text"}, a="$left2", b="$right")
+    running = asyncio.create_task(run(pipelines, texts("text", "x") | texts("other", "slow")))
+    while len(ask.asked) < 3:
+        await asyncio.sleep(0)
+    assert ask.asked[-1].messages[-1].content == "<x>"
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert (ask.running, ask.cancelled) == (0, 1)
+
+
+@pytest.mark.parametrize("error", [QueueFull("full", "model"), InvalidRequest("no"), ModelUnavailable("gone")])
+async def test_the_first_failure_ends_the_rest(error: Any) -> None:
+    ask = Models()
+    ask.failing, ask.never = {"bad": error}, {"slow"}
+    steps = [
+        step("left", {"message": "$text"}, model="adder"),
+        step("right", {"message": "$other"}, model="adder"),
+    ]
+    pipelines = served(ask, *steps, inputs={"text": "text", "other": "text"}, a="$left", b="$right")
+    with pytest.raises(type(error), match=f"pipeline 'p', step 'left': {error.message}") as caught:
+        await run(pipelines, texts("text", "bad") | texts("other", "slow"))
+    assert type(caught.value) is type(error)
+    assert caught.value.param == ("steps.left.model" if error.param else "steps.left")
+    assert (ask.running, ask.cancelled) == (0, 1)
+
+
+async def test_a_class_that_a_transport_made_is_seen_through() -> None:
+    class Transported(RuntimeError, QueueFull):
+        """What Ray makes of an error of a replica."""
+
+        def __init__(self) -> None:
+            QueueFull.__init__(self, "full")
+
+    ask = Models()
+    ask.failing = {"bad": Transported()}
+    with pytest.raises(QueueFull) as caught:
+        await run(served(ask, *TWO_BRANCHES, out="$both"), texts("text", "bad"))
+    assert type(caught.value) is QueueFull
+
+
+async def test_an_unexpected_error_is_a_failed_generation() -> None:
+    ask = Models()
+    ask.failing = {"bad": KeyError("oops")}
+    with pytest.raises(GenerationFailed, match=r"step '(left|right)' failed: KeyError"):
+        await run(served(ask, *TWO_BRANCHES, out="$both"), texts("text", "bad"))
+
+
+async def test_a_deadline_names_what_was_not_done() -> None:
+    ask = Models()
+    ask.never = {"slow"}
+    with pytest.raises(DeadlineExceeded, match=r"within 0\.05 s; unfinished steps: .*left"):
+        await run(served(ask, *TWO_BRANCHES, out="$both"), texts("text", "slow"), timeout_s=0.05)
+    assert (ask.running, ask.cancelled) == (0, 2)
+
+
+async def test_pictures_take_seeds_by_item_and_only_where_given() -> None:
+    ask = Models()
+    pipelines = served(
+        ask,
+        step("picture", {"prompt": "$text", "seed": "$seed", "num_inference_steps": 2}, model="flux"),
+        inputs={"text": "text", "seed": "optional int"},
+        image="$picture",
+    )
+    seeds = {"seed": TensorValue("seed", "INT64", np.array([3, 5]))}
+    result = await run(pipelines, texts("text", "a", "b") | seeds)
+    assert result.outputs["image"].data[:, 0, 0, 0].tolist() == [3, 5]
+    assert result.outputs["image"].datatype == "UINT8"
+    assert {request.num_inference_steps for request in ask.asked} == {2}
+    ask.asked.clear()
+    await run(pipelines, texts("text", "a", "b"))
+    assert {request.seed for request in ask.asked} == {None}
+    one = {"seed": TensorValue("seed", "INT64", np.array([9]))}
+    result = await run(pipelines, texts("text", "a", "b") | one)
+    assert result.outputs["image"].data[:, 0, 0, 0].tolist() == [9, 9]
+    with pytest.raises(InvalidRequest, match="at most 3 items"):
+        await run(pipelines, texts("text", *"abcd"))
+    ask.sizes = [4, 8]
+    with pytest.raises(InvalidRequest, match="one size"):
+        await run(pipelines, texts("text", "a", "b"))
+    with pytest.raises(InvalidRequest, match=r"step 'picture': prompt"):
+        await run(pipelines, texts("text", ""))
+
+
+MIXED = [
+    step("vector", {"text": "$text"}, model="bert"),
+    step("word", {"message": "$text"}, model="adder"),
+    step("note", {"template": "{w}", "w": "$word"}, function="fill_template"),
+    step("soft", {"scores": "$vector"}, function="softmax"),
+    step("again", {"scores": "$soft"}, function="softmax"),
+]
+
+
+async def test_segments_get_priority_and_the_time_that_is_left() -> None:
+    ask = Models()
+    result = await run(served(ask, *MIXED, a="$again", b="$note"), texts("text", "x", "y"), priority=2, timeout_s=5)
+    ((call, upstream),) = [asked for asked in ask.asked if isinstance(asked, tuple)]
+    assert [member.name for member in call.plan.steps] == ["vector", "soft", "again"]
+    assert (call.priority, call.num_items, upstream) == (2, 2, ())
+    assert 0 < call.timeout_s <= 5
+    assert result.timings_ms.keys() == {"vector", "word", "note", "soft", "again", "total"}
+    assert result.outputs["a"].shape == (2, 2)
+
+
+def vectors_and_word() -> list[dict[str, Any]]:
+    """`mix` needs a vector and the LLM's word, so it is a segment of its own, behind that of the vector."""
+    name = "tests_pipeline_functions:mix"
+    return [
+        step("vector", {"text": "$text"}, model="bert"),
+        step("word", {"message": "$text"}, model="adder"),
+        step("mixed", {"vector": "$vector", "word": "$word"}, function=name),
+    ]
+
+
+@pytest.fixture
+def mixing(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+    import types
+
+    from deployments.pipelines.functions import Vector
+
+    def mix(vector: Vector, word: str) -> Vector:
+        return vector
+
+    mix.__annotations__ = {"vector": Vector, "word": str, "return": Vector}
+    module = types.ModuleType("tests_pipeline_functions")
+    module.mix = mix  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "tests_pipeline_functions", module)
+
+
+@pytest.mark.usefixtures("mixing")
+async def test_a_tensor_between_segments_does_not_come_here() -> None:
+    ask = Models()
+    result = await run(served(ask, *vectors_and_word(), out="$mixed"), texts("text", "x"))
+    (first, _), (second, upstream) = [asked for asked in ask.asked if isinstance(asked, tuple)]
+    assert first.plan.results == (Edge("vector", "embedding"),)
+    assert upstream == (ask.replies[0],)
+    assert second.inputs == {Edge("word", "text"): ["<x>"]}
+    assert [reply.fetched for reply in ask.replies] == [False, True]
+    assert not any(reply.cancelled for reply in ask.replies)
+    assert result.timings_ms.keys() == {"vector", "word", "mixed", "total"}
+
+
+@pytest.mark.usefixtures("mixing")
+async def test_segments_of_a_failed_run_are_cancelled() -> None:
+    ask = Models()
+    ask.failing = {"bad": InvalidRequest("no")}
+    with pytest.raises(InvalidRequest, match="step 'word': no"):
+        await run(served(ask, *vectors_and_word(), out="$mixed"), texts("text", "bad"))
+    assert [(reply.fetched, reply.cancelled) for reply in ask.replies] == [(False, True)]
+
+
+async def test_an_error_that_has_its_steps_name_keeps_it() -> None:
+    ask = Models()
+    ask.segment_error = QueueFull("pipeline 'p', step 'soft': full", "steps.soft")
+    with pytest.raises(QueueFull) as caught:
+        await run(served(ask, *MIXED, a="$again", b="$note"), texts("text", "x"))
+    assert caught.value.args == ask.segment_error.args
+
+
+@pytest.mark.parametrize(
+    ("inputs", "options", "part"),
+    [
+        ({}, {}, "needs input text"),
+        (texts("text", "a") | texts("txt", "a"), {}, "no input 'txt'; did you mean 'text'"),
+        (texts("text"), {}, "as many items"),
+        (texts("text", *"abcdefghi"), {}, "at most 8 items"),
+        ({"text": TensorValue("text", "FP32", np.zeros(1, np.float32))}, {}, r"expected BYTES\[-1\], got FP32\[1\]"),
+        (texts("text", "a"), {"timeout_s": 0.0}, "positive"),
+        (texts("text", "a"), {"timeout_s": float("nan")}, "positive"),
+    ],
+)
+async def test_requests_that_cannot_run(inputs: dict[str, TensorValue], options: dict[str, Any], part: str) -> None:
+    ask = Models()
+    with pytest.raises(InvalidRequest, match=part):
+        await run(served(ask, *TWO_BRANCHES, out="$both"), inputs, **options)
+    assert ask.asked == []
+
+
+async def test_inputs_of_different_lengths_are_refused() -> None:
+    steps = [step("both", {"first": "$a", "second": "$b"}, function="join_texts")]
+    pipelines = served(Models(), *steps, inputs={"a": "text", "b": "text"}, out="$both")
+    with pytest.raises(InvalidRequest, match="got a 2, b 3"):
+        await run(pipelines, texts("a", *"xy") | texts("b", *"xyz"))
+
+
+async def test_a_pipeline_comes_and_goes_with_its_models() -> None:
+    config = PipelineConfig.model_validate(
+        {"id": "p", "inputs": {"text": "text"}, "steps": TWO_BRANCHES, "outputs": {"out": "$both"}, "description": "d"}
+    )
+    known: dict[str, KnownModel] = {}
+    pipelines = Pipelines([config], Models(), lambda: known)
+    assert pipelines.names() == ["p"]
+    assert "unknown model 'adder'" in (pipelines.problem("p") or "")
+    with pytest.raises(ModelUnavailable, match=r"steps\.0\.model.*unknown model 'adder'"):
+        await run(pipelines, texts("text", "a"))
+    known["adder"] = KnownModel("llm")
+    assert pipelines.problem("p") is None
+    assert pipelines.signature("p").description == "d"
+    assert pipelines.plan("p") is pipelines.plan("p")
+    known["adder"] = KnownModel("diffusion")
+    assert "no parameter 'message'" in (pipelines.problem("p") or "")
+    with pytest.raises(UnknownModel, match="unknown pipeline 'q'"):
+        pipelines.signature("q")

@@ -1,0 +1,192 @@
+"""Segments inside a replica: what comes out, and where intermediate tensors lie meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from deployments.errors import GenerationFailed, InvalidRequest
+from deployments.pipelines.arenas import ArenaPool
+from deployments.pipelines.edge_types import TEXT, TOKENS, VECTOR, EdgeType
+from deployments.pipelines.plans import PIPELINE_INPUT, Edge, SegmentCall, SegmentPlan, SegmentResult, StepPlan
+from deployments.pipelines.segmenting import form_units
+from deployments.pipelines.segments import SegmentRunner
+
+WIDTH, HIDDEN, CLASSES = 6, 5, 3
+GIVEN = Edge(PIPELINE_INPUT, "text")
+LABELS = ("a", "b", "c")
+
+
+class Ops:
+    """Deterministic stand-ins for tokenizer, encoder and two heads, which note the memory that they meet."""
+
+    def __init__(self) -> None:
+        draw = torch.Generator().manual_seed(torch.seed() % 2**31)
+        self.table = torch.randn(256, WIDTH, generator=draw)
+        self.heads = {
+            "h1": torch.randn(WIDTH, HIDDEN, generator=draw),
+            "h2": torch.randn(HIDDEN, CLASSES, generator=draw),
+        }
+        self.pointers: list[int] = []
+        self.batch_sizes: list[int] = []
+        self.hold: asyncio.Event | None = None
+
+    async def tokenize(self, model: str, texts: Sequence[str]) -> list[tuple[int, ...]]:
+        return [tuple(text.encode()) for text in texts]
+
+    async def encode(self, model: str, texts: Sequence[Any]) -> list[torch.Tensor]:
+        self.batch_sizes.append(len(texts))
+        if self.hold is not None:
+            await self.hold.wait()
+        return [self.embedding(ids) for ids in texts]
+
+    def embedding(self, ids: Sequence[int]) -> torch.Tensor:
+        return self.table[list(ids)].mean(dim=0)
+
+    async def head(self, model: str, features: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+        self.pointers.append(features.data_ptr())
+        return torch.matmul(features, self.heads[model], out=out)
+
+    def expected(self, text: str) -> np.ndarray[Any, Any]:
+        logits: torch.Tensor = self.embedding(text.encode()) @ self.heads["h1"] @ self.heads["h2"]
+        return logits.softmax(-1).numpy()
+
+
+def steps(width: int = HIDDEN) -> list[StepPlan]:
+    def fp32(size: int) -> EdgeType:
+        return EdgeType("FP32", (-1, size))
+
+    tokens, vector, hidden = Edge("ids", "tokens"), Edge("vector", "embedding"), Edge("hidden", "output")
+    classes: dict[str, EdgeType] = {"label": TEXT, "scores": VECTOR}
+    return [
+        StepPlan("ids", "tokenize", "m", {"text": GIVEN}, {}, {"tokens": TOKENS}),
+        StepPlan("vector", "embed", "m", {"tokens": tokens}, {}, {"embedding": fp32(WIDTH)}),
+        StepPlan("hidden", "head", "h1", {"features": vector}, {}, {"output": fp32(width)}),
+        StepPlan("logits", "head", "h2", {"features": hidden}, {}, {"output": fp32(CLASSES)}),
+        StepPlan("classes", "function", "classify", {"logits": Edge("logits", "output")}, {"labels": LABELS}, classes),
+    ]
+
+
+def segment(outputs: Sequence[Edge], max_batch_size: int = 4, width: int = HIDDEN) -> SegmentPlan:
+    (unit,) = form_units("p", steps(width), outputs, max_batch_size)
+    assert isinstance(unit, SegmentPlan)
+    return unit
+
+
+LABEL, SCORES = Edge("classes", "label"), Edge("classes", "scores")
+PLAN = segment([LABEL, SCORES])
+
+
+def call(texts: list[str], plan: SegmentPlan = PLAN) -> SegmentCall:
+    return SegmentCall(plan, {GIVEN: texts}, len(texts))
+
+
+@pytest.mark.parametrize("num_items", [1, 4, 11])
+async def test_results_are_those_of_the_steps(num_items: int) -> None:
+    ops, runner = Ops(), SegmentRunner()
+    texts = [f"text {index * 7}" for index in range(num_items)]
+    result = await runner.run(call(texts), (), ops)
+    scores = result.outputs[SCORES]
+    assert isinstance(scores, np.ndarray)
+    np.testing.assert_allclose(scores, [ops.expected(text) for text in texts], rtol=1e-4)
+    assert result.outputs[LABEL] == [LABELS[int(row.argmax())] for row in scores]
+    assert result.outputs.keys() == {LABEL, SCORES}
+    assert result.timings_ms.keys() == {"ids", "vector", "hidden", "logits", "classes"}
+    assert max(ops.batch_sizes) <= 4
+    assert sum(ops.batch_sizes) == num_items
+
+
+async def test_intermediate_tensors_lie_in_the_arena() -> None:
+    ops, runner = Ops(), SegmentRunner(num_arenas=1)
+    runner.prepare(PLAN)
+    stats = runner.stats()
+    assert stats.arena_bytes == PLAN.memory.nbytes < 4 * (256 * 3)
+    for _ in range(3):
+        await runner.run(call(["x", "y"]), (), ops)
+    assert len(set(ops.pointers)) == 2  # the inputs of two heads, at the same place every time
+    first, second = sorted(set(ops.pointers))
+    offsets = sorted(PLAN.memory.offsets[edge] for edge in (Edge("vector", "embedding"), Edge("hidden", "output")))
+    assert second - first == offsets[1] - offsets[0]
+    assert runner.stats().num_temporary == 0
+
+
+async def test_intermediate_results_are_copies() -> None:
+    """A vector that leaves the segment is not written over by the next request."""
+    ops, runner = Ops(), SegmentRunner(num_arenas=1)
+    vector = Edge("vector", "embedding")
+    plan = segment([vector, SCORES])
+    first = await runner.run(call(["one"], plan), (), ops)
+    kept = np.array(first.outputs[vector])
+    await runner.run(call(["another"], plan), (), ops)
+    np.testing.assert_array_equal(first.outputs[vector], kept)
+    np.testing.assert_allclose(kept[0], ops.embedding(b"one"), rtol=1e-6)
+
+
+async def test_runs_side_by_side_do_not_share_memory() -> None:
+    ops, runner = Ops(), SegmentRunner(num_arenas=1)
+    ops.hold = asyncio.Event()
+    texts = [[f"{index}a", f"{index}b"] for index in range(5)]
+    runs = [asyncio.create_task(runner.run(call(some), (), ops)) for some in texts]
+    while len(ops.batch_sizes) < 5:
+        await asyncio.sleep(0)
+    ops.hold.set()
+    for some, result in zip(texts, await asyncio.gather(*runs), strict=True):
+        np.testing.assert_allclose(result.outputs[SCORES], [ops.expected(text) for text in some], rtol=1e-4)
+    assert runner.stats().num_temporary == 4
+
+
+def test_memory_of_a_failed_run_is_not_used_again() -> None:
+    """A thread or kernel of a run that was cancelled may write there still."""
+    pool = ArenaPool(1, torch.device("cpu"))
+    pool.prepare(1000)
+    with pytest.raises(KeyError), pool.arena(1000) as failed:
+        raise KeyError
+    with pool.arena(1000) as fresh:
+        assert fresh.data_ptr() != failed.data_ptr()
+    with pool.arena(500) as again:
+        assert again.data_ptr() == fresh.data_ptr()
+    assert pool.num_temporary == 0
+
+
+async def test_tensors_of_unknown_size_are_counted() -> None:
+    ops, runner = Ops(), SegmentRunner()
+    plan = segment([SCORES], width=-1)
+    assert Edge("hidden", "output") not in plan.buffers
+    result = await runner.run(call(["x"], plan), (), ops)
+    np.testing.assert_allclose(result.outputs[SCORES], [ops.expected("x")], rtol=1e-4)
+    assert runner.stats().num_temporary == 1
+
+
+async def test_inputs_come_from_earlier_segments_too() -> None:
+    ops, runner = Ops(), SegmentRunner()
+    vectors = np.random.default_rng().normal(size=(2, WIDTH)).astype(np.float32)
+    unit = replace(PLAN, steps=(steps()[2],), results=(Edge("hidden", "output"),))
+    earlier = SegmentResult({Edge("vector", "embedding"): vectors}, {"vector": 3.0})
+    result = await runner.run(SegmentCall(unit, {}, 2), (earlier,), ops)
+    expected = vectors @ ops.heads["h1"].numpy()
+    np.testing.assert_allclose(result.outputs[Edge("hidden", "output")], expected, rtol=1e-4, atol=1e-5)
+    assert result.timings_ms["vector"] == 3.0
+
+
+async def test_failures_name_pipeline_and_step() -> None:
+    ops, runner = Ops(), SegmentRunner()
+    ops.table = torch.randn(256, WIDTH + 1)
+    with pytest.raises(
+        GenerationFailed, match=r"pipeline 'p', step 'vector': the model gives \(7,\) per item"
+    ) as caught:
+        await runner.run(call(["x"]), (), ops)
+    assert caught.value.param == "steps.vector"
+
+    async def refused(model: str, texts: Sequence[str]) -> list[tuple[int, ...]]:
+        raise InvalidRequest("too long", "text")
+
+    ops.tokenize = refused  # type: ignore[method-assign]
+    with pytest.raises(InvalidRequest, match="step 'ids': too long") as refusal:
+        await runner.run(call(["x"]), (), ops)
+    assert refusal.value.param == "steps.ids.text"
