@@ -1,34 +1,22 @@
-"""Tensors between processes: a uint8 array with dtype and shape.
-
-Ray moves numpy arrays out of band and maps them without a copy; torch tensors it would pickle, at seconds per GiB,
-and numpy itself has no bfloat16.
-"""
+"""torch tensors <-> what travels between processes (`cluster/encodings/packed.py`)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
-
-@dataclass(frozen=True, slots=True)
-class PackedTensor:
-    """`data`: the tensor's bytes in C order; `dtype` by its torch name, "bfloat16" say."""
-
-    data: npt.NDArray[np.uint8]
-    dtype: str
-    shape: tuple[int, ...]
+from cluster.encodings.packed import PackedTensor as PackedTensor
 
 
 def pack(tensors: Mapping[str, torch.Tensor]) -> dict[str, PackedTensor]:
+    """Read-only views where the tensors lie in memory in C order, copies of the others."""
     return {name: _pack(tensor.detach().cpu().contiguous()) for name, tensor in tensors.items()}
 
 
 def _pack(tensor: torch.Tensor) -> PackedTensor:
     data = tensor.reshape(-1).view(torch.uint8).numpy()
+    data.flags.writeable = False
     return PackedTensor(data, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
 
 

@@ -1,0 +1,172 @@
+"""Who has an encoding, who computes it, and who waits for it. Pure: no Ray, no torch, and the clock is given.
+
+The first who asks for what is not here gets a claim on it, and all others wait for what he publishes. A claim ends
+when its time is over, unless it is renewed, and in any case after `max_claim_s`: then it is the next one's. So an
+encoding is computed once by all who want it, and nobody waits for one who is gone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Final, Generic
+
+from cluster.encodings.eviction import CostAwareEviction
+from cluster.encodings.records import Answer, Payload, SharedStats, entries_per_gib
+
+CLAIM_S: Final = 3.0  # of silence; whoever lives renews it several times in that
+MAX_CLAIM_S: Final = 60.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Waiter(Generic[Payload]):
+    """`tell` is called once, with `found` or `yours`; it must not call the ledger."""
+
+    holder: str
+    tell: Callable[[Answer[Payload]], None]
+
+
+@dataclass(slots=True)
+class _Claim(Generic[Payload]):
+    holder: str
+    since_s: float
+    until_s: float
+    waiters: dict[Waiter[Payload], None] = field(default_factory=dict)  # in the order in which they came
+
+
+class EncodingLedger(Generic[Payload]):
+    """Not thread-safe: it decides one after the other, which is what makes the first the first.
+
+    A holder asks for one digest at a time. `expire` has to be called now and then.
+    """
+
+    def __init__(
+        self,
+        max_bytes: int,
+        *,
+        claim_s: float = CLAIM_S,
+        max_claim_s: float = MAX_CLAIM_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._eviction: CostAwareEviction[str] = CostAwareEviction(max_bytes)
+        self._claim_s = claim_s
+        self._max_claim_s = max_claim_s
+        self._clock = clock
+        self._payloads: dict[str, Payload] = {}
+        self._claims: dict[str, _Claim[Payload]] = {}
+        self._hits = self._claimed = self._waits = self._published = self._abandoned = self._lost = self._refused = 0
+
+    def find_or_claim(self, digest: str, holder: str) -> Answer[Payload]:
+        """Who has the claim already and asks again goes on having it: the answer before was lost."""
+        if digest in self._payloads:
+            self._hits += 1
+            self._eviction.touch(digest, self._clock())
+            return Answer("found", self._payloads[digest])
+        self._expire(digest)
+        if digest in self._claims and self._claims[digest].holder != holder:
+            return Answer("wait")
+        claim = self._claims.setdefault(digest, _Claim(holder, 0.0, 0.0))
+        return self._give(claim, holder)
+
+    def wait(self, digest: str, waiter: Waiter[Payload]) -> Answer[Payload] | None:
+        """None when the answer comes through `tell`, until `leave`."""
+        answer = self.find_or_claim(digest, waiter.holder)
+        if answer.state != "wait":
+            return answer
+        self._waits += 1
+        self._claims[digest].waiters[waiter] = None
+        return None
+
+    def leave(self, digest: str, waiter: Waiter[Payload]) -> None:
+        """It does not wait any more; nothing happens when it did not."""
+        if digest in self._claims:
+            self._claims[digest].waiters.pop(waiter, None)
+
+    def note_uses(self, digests: Iterable[str]) -> None:
+        """They were used from copies elsewhere: what every replica has a copy of is popular, although nobody asks."""
+        for digest in digests:
+            if digest in self._payloads:
+                self._eviction.touch(digest, self._clock())
+
+    def renew(self, digests: Iterable[str], holder: str) -> None:
+        """The holder is at it still. Claims that are another's by now stay as they are."""
+        now_s = self._clock()
+        for digest in digests:
+            if (claim := self._claims.get(digest)) and claim.holder == holder:
+                claim.until_s = min(now_s + self._claim_s, claim.since_s + self._max_claim_s)
+
+    def publish(self, digest: str, payload: Payload, nbytes: int, cost_s: float, *, keep: bool = False) -> None:
+        """For all who wait and all who come. Anybody may: one whose claim was passed on has the same encoding."""
+        self._published += 1
+        if digest in self._payloads:
+            self._eviction.touch(digest, self._clock(), keep=keep)
+            return
+        self._end_claim(digest, payload)
+        self._payloads[digest] = payload
+        for victim in self._eviction.add(digest, nbytes, cost_s, self._clock(), keep=keep):
+            del self._payloads[victim]
+        self._refused += digest not in self._payloads
+
+    def hand_out(self, digest: str, payload: Payload) -> None:
+        """For all who wait, and then it is gone: it cannot be kept."""
+        self._published += 1
+        self._refused += 1
+        self._end_claim(digest, payload)
+
+    def abandon(self, digest: str, holder: str) -> None:
+        """The holder cannot compute it; perhaps the next one can."""
+        if (claim := self._claims.get(digest)) and claim.holder == holder:
+            self._abandoned += 1
+            self._pass_on(digest, claim)
+
+    def expire(self) -> None:
+        """Pass on the claims of those who are silent."""
+        for digest in list(self._claims):
+            self._expire(digest)
+
+    def stats(self) -> SharedStats:
+        entries = len(self._payloads)
+        return SharedStats(
+            hits=self._hits,
+            claimed=self._claimed,
+            waits=self._waits,
+            published=self._published,
+            abandoned=self._abandoned,
+            lost_claims=self._lost,
+            refused=self._refused,
+            evicted=self._eviction.num_evicted,
+            waiting=sum(len(claim.waiters) for claim in self._claims.values()),
+            in_flight=len(self._claims),
+            entries=entries,
+            kept=self._eviction.num_kept,
+            nbytes=self._eviction.nbytes,
+            kept_bytes=self._eviction.kept_bytes,
+            max_bytes=self._eviction.max_bytes,
+            entries_per_gib=entries_per_gib(entries, self._eviction.nbytes),
+        )
+
+    def _give(self, claim: _Claim[Payload], holder: str) -> Answer[Payload]:
+        now_s = self._clock()
+        claim.holder, claim.since_s, claim.until_s = holder, now_s, now_s + min(self._claim_s, self._max_claim_s)
+        self._claimed += 1
+        return Answer("yours")
+
+    def _expire(self, digest: str) -> None:
+        claim = self._claims.get(digest)
+        if claim and claim.until_s <= self._clock():
+            self._lost += 1
+            self._pass_on(digest, claim)
+
+    def _pass_on(self, digest: str, claim: _Claim[Payload]) -> None:
+        if not claim.waiters:
+            del self._claims[digest]
+            return
+        waiter = next(iter(claim.waiters))
+        del claim.waiters[waiter]
+        waiter.tell(self._give(claim, waiter.holder))
+
+    def _end_claim(self, digest: str, payload: Payload) -> None:
+        if claim := self._claims.pop(digest, None):
+            for waiter in claim.waiters:
+                waiter.tell(Answer("found", payload))
