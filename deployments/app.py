@@ -11,7 +11,7 @@ from ray import serve
 from ray.serve import Application
 
 from configs.cluster import ClusterConfig, ReplicaConfig
-from configs.loading import load_cluster_config
+from deployments.checked_config import load_checked_config
 from deployments.ingress.deployment import Ingress
 from deployments.text_encoder import TextEncoderService
 from deployments.worker import Worker
@@ -30,7 +30,7 @@ def build_app(args: AppArgs) -> Application:
     Raises ConfigFileError or pydantic's ValidationError for a config that cannot be used.
     """
     config = (
-        load_cluster_config(args.config) if isinstance(args.config, str) else ClusterConfig.model_validate(args.config)
+        load_checked_config(args.config) if isinstance(args.config, str) else ClusterConfig.model_validate(args.config)
     )
     encoder = _deployment(TextEncoderService, "text_encoder", config.text_encoder).bind(config)
     worker = _deployment(Worker, "worker", config.worker).bind(config, encoder)

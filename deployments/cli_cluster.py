@@ -13,7 +13,7 @@ from rich.console import Console
 from cluster.errors import SessionError
 from cluster.session import SessionRecord, record_folder, running_sessions, stop_session
 from configs.cluster import ClusterConfig
-from configs.loading import load_cluster_config
+from deployments.checked_config import load_checked_config
 from deployments.cli_status import print_models
 from deployments.client import Client
 
@@ -23,7 +23,7 @@ START_TIMEOUT_S = 360.0
 
 
 def load_with_port(path: Path, port: int | None) -> ClusterConfig:
-    config = load_cluster_config(path)
+    config = load_checked_config(path)
     if port is None:
         return config
     http = type(config.http).model_validate(config.http.model_dump() | {"port": port})

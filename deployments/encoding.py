@@ -1,56 +1,55 @@
 """Text -> conditioning and embeddings, with an exact cache. Free of Ray: the service and the local runner use it.
 
-A request becomes encode items (which encoder, which text), an item becomes token ids, and each (encoder, ids) is
-computed once. `run_merged` is how a computation gets into a batch: the service gives its `@serve.batch` method.
+A request becomes texts for encoders, a text becomes token ids (in chunks, if it is long and the model says so), and
+each (encoder, ids, padding) is computed once. `run_merged` is how what must be computed gets into merged calls.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from deployments.embedding_cache import EmbeddingCache, Encoding
+from deployments.embedding_cache import EmbeddingCache, Encoding, EncodingKey, Found
+from deployments.encode_jobs import EncodeJob, encode_jobs
 from deployments.engines.build import read_config
 from deployments.engines.protocol import EngineError
-from deployments.engines.skeletons import SkeletonPool, structure_key
+from deployments.engines.text.chunks import join_chunks
 from deployments.engines.text.conditioning import assemble_conditioning, plan_conditioning
-from deployments.engines.text.encoder import OPTIONAL_PARTS, TextEncoder, load_text_encoder
+from deployments.engines.text.tokens import LongText, TextPadding, TokenizedText
+from deployments.keyed_encoders import KeyedEncoder, TextEncoderBuilder, is_text_encoder
+from deployments.merged_misses import Compute, MergedMisses, RunMerged
 from deployments.records import CacheUse
-from weights.manifest import Component
+from deployments.text_items import Text, TextItem, cut_warnings, tokenize_items
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class EncodeJob:
-    """One text for one encoder: what a batch consists of."""
-
-    encoder: TextEncoder
-    token_ids: tuple[int, ...]
-
-
-@dataclass(slots=True)
-class Running:
-    """Computations under way: those go on that nobody waits for any more."""
-
-    count: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class KeyedEncoder:
-    """A built encoder and the identity of its weights, which cached encodings are filed under."""
-
-    module_key: str
-    encoder: TextEncoder
-    running: Running
+__all__ = [
+    "CachedEncoders",
+    "ConditioningRequest",
+    "EncodeJob",
+    "Encoded",
+    "KeyedEncoder",
+    "TextEncoderBuilder",
+    "TextItem",
+    "embedding_of",
+    "encode_jobs",
+    "is_text_encoder",
+]
+MAX_JOINS = 3
+INLINE_CHARACTERS = 20_000  # tokenized on the event loop: about 10 ms. Larger requests go to a thread.
 
 
 @dataclass(frozen=True, slots=True)
 class ConditioningRequest:
-    """The text half of an image request. `use_negative`: whether guidance will be run."""
+    """The text half of an image request. `use_negative`: whether guidance will be run.
+
+    `text_padding` and `long_text` are the model's (see `plan_conditioning`); `priority` 0 is the encoder's default, and
+    `timeout_s` bounds the wait for a turn.
+    """
 
     model: str
     prompt: str
@@ -58,77 +57,32 @@ class ConditioningRequest:
     use_negative: bool
     max_sequence_length: int | None
     model_version: str | None = None
+    text_padding: TextPadding = "stock"
+    long_text: LongText = "truncate"
+    priority: int = 0
+    timeout_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """Outputs in the order asked, how many came from the cache, and what the caller should be told."""
+    """Outputs in the order asked, how many came from the cache, and what the caller should be told.
+
+    `num_tokens` counts the tokens of the texts, without padding. `sources` counts encodings by where they came from:
+    the cache's "local", "joined", "shared" and "computed", and "repeated" within the request.
+    """
 
     outputs: tuple[Encoding, ...]
     cache: CacheUse
     num_tokens: int
     warnings: tuple[str, ...]
-
-
-RunMerged = Callable[[EncodeJob], Awaitable[Encoding]]
-Text = str | tuple[int, ...]
-
-
-def is_text_encoder(component: Component) -> bool:
-    """What the embedding service builds of a pipeline; the worker builds the rest."""
-    return component.library == "transformers"
-
-
-class TextEncoderBuilder:
-    """Makes text encoders; their modules come from `skeletons` where one of their structure is kept."""
-
-    def __init__(self) -> None:
-        self.skeletons = SkeletonPool()
-
-    def __call__(self, component: Component, skeleton: Path, tensors: dict[str, torch.Tensor]) -> KeyedEncoder:
-        """The tokenizer of `text_encoder_2` is in `tokenizer_2`; a single model has its own in the same folder."""
-        encoder = load_text_encoder(
-            skeleton / component.folder,
-            component.library,
-            component.class_name,
-            skeleton / component.folder.replace("text_encoder", "tokenizer"),
-            tensors,
-            build=partial(self.skeletons.build_module, structure_key(component)),
-        )
-        return KeyedEncoder(component.module_key, encoder, Running())
-
-    def prepare(self, component: Component, skeleton: Path) -> None:
-        """Make its structure before it is needed. Raises EngineError."""
-        self.skeletons.prepare(component, skeleton / component.folder, OPTIONAL_PARTS)
-
-    def retire(self, thing: KeyedEncoder) -> None:
-        """Nobody leases it any more. If it still computes for somebody who left, its module ends with that."""
-        if not thing.running.count:
-            self.skeletons.retire(thing.encoder.module)
-
-
-def encode_jobs(jobs: Sequence[EncodeJob]) -> list[Encoding | Exception]:
-    """Run a batch: one call per encoder in it. When a merged call fails, its jobs run one by one. Blocking."""
-    results: dict[int, Encoding | Exception] = {}
-    for encoder in {id(job.encoder): job.encoder for job in jobs}.values():
-        places = [index for index, job in enumerate(jobs) if job.encoder is encoder]
-        results |= zip(places, _encode_or_retry(encoder, [jobs[index].token_ids for index in places]), strict=True)
-    return [results[index] for index in range(len(jobs))]
-
-
-def _encode_or_retry(encoder: TextEncoder, token_ids: list[tuple[int, ...]]) -> list[Encoding | Exception]:
-    try:
-        return list(encoder.encode(token_ids))
-    except Exception as error:
-        if len(token_ids) == 1:
-            return [error]
-        return [_encode_or_retry(encoder, [ids])[0] for ids in token_ids]
+    sources: Mapping[str, int]
 
 
 class CachedEncoders:
     """Encodes texts through a cache. Lives on one event loop."""
 
     def __init__(self, cache: EmbeddingCache, run_merged: RunMerged) -> None:
+        """`run_merged(jobs, priority, timeout_s)` gets what one request must compute with one encoder."""
         self._cache = cache
         self._run_merged = run_merged
 
@@ -148,54 +102,105 @@ class CachedEncoders:
             request.negative_prompt,
             max_sequence_length=request.max_sequence_length,
             use_negative=request.use_negative,
+            text_padding=request.text_padding,
+            long_text=request.long_text,
         )
-        encoded = await self.encode([(encoders[item.component], item.text, item.max_length) for item in plan])
+        items = [
+            TextItem(
+                encoders[item.component],
+                item.text,
+                f"the {'negative ' * (item.role == 'negative')}prompt for {item.component}",
+                item.max_length,
+                item.padding,
+                item.long_text,
+                keep=item.role == "negative" or not item.text,
+            )
+            for item in plan
+        ]
+        encoded = await self.encode(items, priority=request.priority, timeout_s=request.timeout_s)
         outputs = dict(zip(plan, encoded.outputs, strict=True))
-        tensors = assemble_conditioning(class_name, index, outputs, use_negative=request.use_negative)
-        return tensors, encoded
+        return assemble_conditioning(class_name, index, outputs, use_negative=request.use_negative), encoded
 
-    async def embed(self, encoder: KeyedEncoder, texts: Sequence[Text]) -> Encoded:
-        """One vector per text: a sentence encoder's embedding, or CLIP's pooled output."""
-        encoded = await self.encode([(encoder, text, None) for text in texts])
-        if not {"embedding", "pooled"} & encoded.outputs[0].keys():
-            raise EngineError(f"this encoder gives {', '.join(encoded.outputs[0])} per token, but no embedding")
-        return encoded
+    async def embed(
+        self,
+        encoder: KeyedEncoder,
+        texts: Sequence[Text],
+        *,
+        long_text: LongText = "truncate",
+        priority: int = 0,
+        timeout_s: float | None = None,
+    ) -> Encoded:
+        """One "embedding" per text: a sentence encoder's, or CLIP's pooled output."""
+        encoder.encoder.check_embeds()
+        if long_text == "chunk":
+            raise EngineError("long_text 'chunk' makes longer sequences, and an embedding is one vector: use truncate")
+        items = [
+            TextItem(encoder, text, f"input {number}", long_text=long_text, as_embedding=True, keep=text == "")
+            for number, text in enumerate(texts)
+        ]
+        return await self.encode(items, priority=priority, timeout_s=timeout_s)
 
-    async def encode(self, items: Sequence[tuple[KeyedEncoder, Text, int | None]]) -> Encoded:
-        """`items`: encoder, text or token ids, length limit in tokens (None: the model's)."""
-        jobs, warnings = [], []
-        for keyed, text, max_length in items:
-            ids, warning = _token_ids(keyed.encoder, text, max_length)
-            jobs.append((keyed, EncodeJob(keyed.encoder, ids)))
-            warnings.extend([warning] if warning else [])
-        found = await asyncio.gather(*(self._cached(key, job) for key, job in jobs))
-        hits = sum(hit for _, hit in found)
+    async def encode(self, items: Sequence[TextItem], *, priority: int = 0, timeout_s: float | None = None) -> Encoded:
+        """All items, in calls of one per encoder for what is not in the cache. Raises EngineError for what no encoder
+        can take, before anything is computed, and otherwise as `run_merged` does.
+        """
+        if sum(len(item.text) for item in items) > INLINE_CHARACTERS:
+            chunked = await asyncio.to_thread(tokenize_items, items)
+        else:
+            chunked = tokenize_items(items)
+        parts = [(item, text) for item, texts in zip(items, chunked, strict=True) for text in texts]
+        keys = [_key(item.keyed, text) for item, text in parts]
+        kept = {key for key, (item, text) in zip(keys, parts, strict=True) if item.keep}
+        unique = dict(zip(keys, parts, strict=True))
+        misses = MergedMisses(self._run_merged, len(unique), priority=priority, timeout_s=timeout_s)
+        lookups = (self._find(misses, key, *part, key in kept) for key, part in unique.items())
+        found = dict(zip(unique, await asyncio.gather(*lookups), strict=True))
+        sources = Counter[str](value.source for value in found.values())
+        sources["repeated"] = len(parts) - len(unique)
+        rest = iter(found[key].encoding for key in keys)
         return Encoded(
-            outputs=tuple(encoding for encoding, _ in found),
-            cache=CacheUse(hits, len(found) - hits),
-            num_tokens=sum(len(job.token_ids) for _, job in jobs),
-            warnings=tuple(dict.fromkeys(warnings)),
+            outputs=tuple(join_chunks([next(rest) for _ in texts]) for texts in chunked),
+            cache=CacheUse(len(parts) - sources["computed"], sources["computed"]),
+            num_tokens=sum(len(text.token_ids) for _, text in parts),
+            warnings=cut_warnings(items, chunked),
+            sources=dict(+sources),
         )
 
-    async def _cached(self, keyed: KeyedEncoder, job: EncodeJob) -> tuple[Encoding, bool]:
-        async def compute() -> Encoding:
-            keyed.running.count += 1
-            try:
-                return await self._run_merged(job)
-            finally:
-                keyed.running.count -= 1
+    async def _find(
+        self, misses: MergedMisses, key: EncodingKey, item: TextItem, text: TokenizedText, keep: bool
+    ) -> Found:
+        running = item.keyed.running
 
-        return await self._cache.get((keyed.module_key, job.token_ids), compute)
+        async def get(compute: Compute) -> Found:
+            return await self._get_or_compute(key, partial(running.during, compute), keep)
+
+        return await misses.find(EncodeJob(item.keyed.encoder, text), get)
+
+    async def _get_or_compute(self, key: EncodingKey, compute: Compute, keep: bool) -> Found:
+        """A computation that was joined may fail by the terms of who began it: its timeout, its place in the queue.
+        Then this caller looks again, and in the end goes alone.
+        """
+        is_own = False
+
+        async def own() -> Encoding:
+            nonlocal is_own
+            is_own = True
+            return await compute()
+
+        for _ in range(MAX_JOINS):
+            try:
+                return await self._cache.get(key, own, keep=keep)
+            except Exception:
+                if is_own:
+                    raise
+        return Found(await compute(), "computed")
 
 
 def embedding_of(encoding: Encoding) -> torch.Tensor:
-    return encoding["embedding"] if "embedding" in encoding else encoding["pooled"]
+    """(D,), of an output of `CachedEncoders.embed`."""
+    return encoding["embedding"]
 
 
-def _token_ids(encoder: TextEncoder, text: Text, max_length: int | None) -> tuple[tuple[int, ...], str | None]:
-    if not isinstance(text, str):
-        return text, None
-    cut = encoder.num_truncated([text], max_length)[0]
-    limit = max_length or encoder.max_tokens
-    warning = f"the text was cut to {limit} tokens; {cut} more were ignored" if cut else None
-    return encoder.tokenize([text], max_length)[0], warning
+def _key(keyed: KeyedEncoder, text: TokenizedText) -> EncodingKey:
+    dtype = str(keyed.encoder.dtype).removeprefix("torch.")
+    return EncodingKey(keyed.module_key, dtype, keyed.encoder.variant(text), text.token_ids)

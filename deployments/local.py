@@ -121,8 +121,11 @@ class LocalModels:
         return externalize(self._store, entry.id, source, component=component, dtype=entry.dtype)
 
 
-async def _encode_alone(job: EncodeJob) -> Encoding:
-    (outcome,) = encode_jobs([job])
-    if isinstance(outcome, Exception):
-        raise outcome
-    return outcome
+async def _encode_alone(jobs: Sequence[EncodeJob], priority: int, timeout_s: float | None) -> list[Encoding]:
+    """Nobody else is here to wait for."""
+    encodings = []
+    for outcome in encode_jobs(jobs):
+        if isinstance(outcome, Exception):
+            raise outcome
+        encodings.append(outcome)
+    return encodings

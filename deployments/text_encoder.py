@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import numpy as np
-from ray import serve
+import numpy.typing as npt
+import torch
 
+from cluster.encodings.ray_tier import RaySharedTier
+from cluster.shared_encodings import connect_shared_encodings
 from cluster.telemetry import RequestMetrics
 from configs.cluster import ClusterConfig
+from configs.merging import MergeConfig
 from deployments.embedding_cache import EmbeddingCache, Encoding
 from deployments.encoding import (
     CachedEncoders,
+    Conditioning,
     ConditioningRequest,
     EncodeJob,
     TextEncoderBuilder,
@@ -22,37 +29,39 @@ from deployments.encoding import (
     encode_jobs,
     is_text_encoder,
 )
+from deployments.engines.text.padding_counts import EncodeCounter
 from deployments.errors import as_service_errors
-from deployments.records import CacheUse, EmbeddingRequest, EmbeddingResult
+from deployments.merging.merger import RequestMerger
+from deployments.merging.serve_door import ServeDoor
+from deployments.pipelines.plans import SegmentCall, SegmentResult
+from deployments.pipelines.segments import SegmentRunner
+from deployments.records import EmbeddingRequest, EmbeddingResult, HeadRequest
 from deployments.replica import limit_threads, open_host, prepare_models
-from deployments.tensor_records import PackedTensor, pack
+from deployments.segment_ops import EncoderOps
+from deployments.tensor_records import pack
 
-
-@dataclass(frozen=True, slots=True)
-class Conditioning:
-    """Conditioning on its way to a worker."""
-
-    tensors: dict[str, PackedTensor]
-    encode_ms: float
-    cache: CacheUse
-    warnings: tuple[str, ...]
+KINDS = ("diffusion", "embedding", "head")
 
 
 class TextEncoderService:
-    """One replica. `@serve.batch` is where the jobs of concurrent requests become one forward."""
+    """One replica. `ServeDoor` is where requests come through `@serve.batch` into the merger."""
 
     async def __init__(self, config: ClusterConfig) -> None:  # type: ignore[misc]  # Serve awaits it
         settings = config.text_encoder
         limit_threads(None, settings.num_cpus)
         self._builder = TextEncoderBuilder()
         self._host = await open_host(config, "text-encoder", settings, self._builder)
-        await prepare_models(self._host, config.models, ("diffusion", "embedding"), is_text_encoder, self._builder)
-        self._cache = EmbeddingCache(settings.cache_bytes)
+        await prepare_models(self._host, config.models, KINDS, is_text_encoder, self._builder)
+        shared = None
+        if settings.shared_cache_bytes:
+            shared = RaySharedTier(partial(connect_shared_encodings, config.name, settings.shared_cache_bytes))
+        self._cache = EmbeddingCache(settings.cache_bytes, shared)
+        self._padding = EncodeCounter()
+        self._merger: RequestMerger[EncodeJob, Encoding] = RequestMerger(self._encode, settings.merging)
+        self._door = ServeDoor(self._merger, settings.max_ongoing_requests)
         self._encoders = CachedEncoders(self._cache, self._run_merged)
+        self._segments = SegmentRunner(settings.torch_device)
         self._metrics = RequestMetrics()
-        self._num_batches = self._num_jobs = 0
-        self._merge.set_max_batch_size(settings.max_batch_size)
-        self._merge.set_batch_wait_timeout_s(settings.batch_wait_timeout_s)
 
     async def condition(self, request: ConditioningRequest) -> Conditioning:
         """The tensors that a diffusion pipeline's `start` takes for this prompt."""
@@ -71,7 +80,13 @@ class TextEncoderService:
         with as_service_errors():
             async with self._host.lease(request.model, is_text_encoder, version=request.model_version) as lease:
                 (encoder,) = lease.modules.values()
-                encoded = await self._encoders.embed(encoder, request.input)
+                encoded = await self._encoders.embed(
+                    encoder,
+                    request.input,
+                    long_text=request.long_text,
+                    priority=request.priority,
+                    timeout_s=request.timeout_s,
+                )
                 switch_ms = lease.report.switch_ms
         self._metrics.encoded(request.model, encoded.cache.hits, encoded.cache.misses)
         total_ms = (time.perf_counter() - start) * 1e3
@@ -83,6 +98,28 @@ class TextEncoderService:
             cache=encoded.cache,
             warnings=encoded.warnings,
         )
+
+    async def apply_head(self, request: HeadRequest) -> npt.NDArray[np.float32]:
+        """(n, in) -> (n, out)."""
+        with as_service_errors():
+            async with self._host.lease(request.model, is_text_encoder, version=request.model_version) as lease:
+                (head,) = lease.modules.values()
+                features = torch.from_numpy(np.array(request.features))  # what comes from Ray is read-only
+                scores = await asyncio.to_thread(head.apply, features)
+        result: npt.NDArray[np.float32] = scores.float().cpu().numpy()
+        return result
+
+    async def run_segment(self, call: SegmentCall, *upstream: SegmentResult) -> SegmentResult:
+        """Steps of a pipeline, one after the other; what they hand on stays on the device."""
+        with as_service_errors():
+            return await self._segments.run(call, upstream, EncoderOps(self._host, self._encoders, call))
+
+    async def ping(self) -> None:
+        """Answers at once, whatever is encoded meanwhile."""
+
+    async def retune(self, merging: MergeConfig) -> None:
+        """From now on, for those who wait as well."""
+        self._merger.retune(merging)
 
     async def prefetch(self, model: str) -> None:
         """Bring the model's encoders as near as there is room that nothing needs."""
@@ -97,23 +134,24 @@ class TextEncoderService:
     async def unpin(self, model: str) -> None:
         self._host.unpin(model)
 
+    async def evict(self, model: str) -> list[str]:
+        """Let go of what is here for this model alone. Returns the components that running requests or pins hold."""
+        return self._host.evict(model)
+
     async def describe(self) -> dict[str, Any]:
         """A snapshot of this replica, as JSON-able values."""
         return self._host.describe() | {
             "skeletons": asdict(self._builder.skeletons.stats()),
             "cache": asdict(self._cache.stats()),
-            "batches": self._num_batches,
-            "batched_jobs": self._num_jobs,
+            "merging": asdict(self._merger.stats()),
+            "padding": asdict(self._padding.stats()),
+            "segments": asdict(self._segments.stats()),
         }
 
-    async def _run_merged(self, job: EncodeJob) -> Encoding:
-        outcome = await self._merge(job)
-        if isinstance(outcome, Exception):
-            raise outcome
-        return outcome
+    async def _run_merged(self, jobs: Sequence[EncodeJob], priority: int, timeout_s: float | None) -> list[Encoding]:
+        # By number: the merger remembers groups, and must not keep an encoder's weights with them.
+        group, costs = id(jobs[0].encoder), [job.num_tokens for job in jobs]
+        return await self._door.submit(jobs, group=group, costs=costs, priority=priority, timeout_s=timeout_s)
 
-    @serve.batch
-    async def _merge(self, jobs: list[EncodeJob]) -> list[Encoding | Exception]:
-        self._num_batches += 1
-        self._num_jobs += len(jobs)
-        return await asyncio.to_thread(encode_jobs, jobs)
+    async def _encode(self, jobs: Sequence[EncodeJob]) -> Sequence[Encoding | Exception]:
+        return await asyncio.to_thread(encode_jobs, jobs, counter=self._padding)

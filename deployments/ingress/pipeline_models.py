@@ -112,15 +112,17 @@ class KnownModels(Mapping[str, KnownModel]):
 
     def __getitem__(self, id_: str) -> KnownModel:
         record = self._watch.record(id_)
-        if record is None or not record.serves:
+        if record is None:
             raise KeyError(id_)
+        if not record.serves:
+            return KnownModel(record.kind or "", problem=f"is {record.state}{record.error and ': '}{record.error}")
         sizes = record.features
         if record.kind == "embedding":
             return KnownModel("embedding", embedding_size=sizes.out_features)
         return KnownModel(record.kind or "", in_features=sizes.in_features, out_features=sizes.out_features)
 
     def __iter__(self) -> Iterator[str]:
-        return (record.id for record in self._watch if record.serves)
+        return (record.id for record in self._watch)
 
     def __len__(self) -> int:
         return sum(1 for _ in self)

@@ -21,6 +21,7 @@ from deployments.ingress.limits import check_embedding, check_image, check_text
 from deployments.ingress.operations import Operations
 from deployments.ingress.pipeline_models import KnownModels, PipelineModels
 from deployments.ingress.retries import Retries, answered
+from deployments.ingress.segment_reply import EncoderReply
 from deployments.pipelines.calls import SegmentReply
 from deployments.pipelines.pipelines import Pipelines
 from deployments.pipelines.plans import SegmentCall
@@ -56,6 +57,7 @@ class Service:
             config.pipelines,
             self,
             lambda: known,
+            max_batch_size=config.text_encoder.merging.max_batch_size,
             max_items=limits.max_embedding_inputs,
             max_images=limits.max_images,
         )
@@ -140,8 +142,12 @@ class Service:
         """Steps of a pipeline that one replica of the embedding service runs in one call. Returns at once."""
         records = (self._watch.record(model) for model in call.plan.models)
         versions = {record.id: record.fingerprint for record in records if record is not None}
-        reply: SegmentReply = self._encoder.run_segment.remote(replace(call, versions=versions), *upstream)
-        return reply
+        versioned = replace(call, versions=versions)
+
+        def ask() -> Any:
+            return self._encoder.run_segment.remote(versioned, *(reply.response for reply in upstream))
+
+        return EncoderReply(ask, self._config.http.request_timeout_s)
 
     async def _whole(self, request: ChatRequest | CompletionRequest) -> TextResult:
         if await self._is_pipeline(request.model):

@@ -12,10 +12,14 @@ from deployments.records import ChatRequest, CompletionRequest, ImageRequest, Im
 class SegmentReply(Protocol):
     """The result of a segment, wherever it is. Awaiting brings it here; handing it on to another segment does not.
 
-    Ray Serve's DeploymentResponse is one; within one process an asyncio.Task is. A response that is passed to a handle
-    call as an argument of its own (not inside a list) goes from replica to replica: the router waits for presence only
-    (Ray 2.60, `resolve_deployment_response`), and the error of the first call comes out of the second.
+    A response of Ray Serve that is passed to a handle call as an argument of its own (not inside a list) goes from
+    replica to replica: the router waits for presence only (Ray 2.60, `resolve_deployment_response`), and the error of
+    the first call comes out of the second.
     """
+
+    @property
+    def response(self) -> Any:
+        """What stands for the result among the arguments of the next call."""
 
     def __await__(self) -> Generator[Any, None, SegmentResult]: ...
 

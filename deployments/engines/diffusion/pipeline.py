@@ -17,7 +17,16 @@ from torch import nn
 
 from deployments.engines.build import read_config
 from deployments.engines.diffusion.decoding import ImageDecoder
-from deployments.engines.diffusion.rows import Rows, build_rows, grouped, image_size, merge_key, split_guided
+from deployments.engines.diffusion.rows import (
+    Rows,
+    build_rows,
+    grouped,
+    guided,
+    image_size,
+    merge_key,
+    parts_of,
+    split_rows,
+)
 from deployments.engines.diffusion.solver import SolverFactory
 from deployments.engines.diffusion.state import (
     Branch,
@@ -117,12 +126,15 @@ class DenoisePipeline(ABC):
         for state in states:
             if state.done:
                 raise EngineError(f"request {state.request.request_id!r} has no steps left")
-        predictions: list[tuple[DenoiseState, torch.Tensor]] = []
+        noises: dict[int, torch.Tensor] = {}  # by branch, each of which belongs to one state
         with torch.no_grad():
-            for group in grouped(states, merge_key):
-                with applied_adapters(self.denoiser, group[0].adapters):
-                    noise = self._forward(build_rows(group), *image_size(group[0]))
-                predictions += zip(group, split_guided(noise, group), strict=True)
+            for group in grouped(parts_of(states), merge_key):
+                with applied_adapters(self.denoiser, group[0].state.adapters):
+                    noise = self._forward(build_rows(group), *image_size(group[0].state))
+                noises |= {id(part.branch): own for part, own in zip(group, split_rows(noise, group), strict=True)}
+            predictions = [
+                (state, guided(state, [noises[id(branch)] for branch in state.branches])) for state in states
+            ]
             for state, prediction in predictions:
                 self._advance(state, prediction)
 

@@ -8,10 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
 
 import torch
 
-from deployments.engines.diffusion.state import DenoiseState
+from deployments.engines.diffusion.state import Branch, DenoiseState
+
+T = TypeVar("T")
+
+
+class Part(NamedTuple):
+    """One text condition of a request: its negative prompt may be longer or shorter than its prompt."""
+
+    state: DenoiseState
+    branch: Branch
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,52 +43,56 @@ def image_size(state: DenoiseState) -> tuple[int, int]:
     return state.request.height, state.request.width
 
 
-def merge_key(state: DenoiseState) -> Hashable:
-    """States with equal keys share a forward.
+def parts_of(states: Sequence[DenoiseState]) -> list[Part]:
+    """In the order state, branch."""
+    return [Part(state, branch) for state in states for branch in state.branches]
+
+
+def merge_key(part: Part) -> Hashable:
+    """Parts with equal keys share a forward.
 
     The size and not the latents' shape, which is the same for packed latents of 64x32 and 32x64 pixels.
     """
-    adapters = tuple((id(pairs), strength) for pairs, strength in state.adapters)
-    return image_size(state), state.branches[0].prompt.shape[1], adapters
+    adapters = tuple((id(pairs), strength) for pairs, strength in part.state.adapters)
+    return image_size(part.state), part.branch.prompt.shape[1], adapters
 
 
-def grouped(states: Sequence[DenoiseState], key: Callable[[DenoiseState], Hashable]) -> list[list[DenoiseState]]:
-    """States by key, in order of appearance."""
-    groups: dict[Hashable, list[DenoiseState]] = {}
-    for state in states:
-        groups.setdefault(key(state), []).append(state)
+def grouped(things: Sequence[T], key: Callable[[T], Hashable]) -> list[list[T]]:
+    """By key, in order of appearance."""
+    groups: dict[Hashable, list[T]] = {}
+    for thing in things:
+        groups.setdefault(key(thing), []).append(thing)
     return list(groups.values())
 
 
-def build_rows(group: Sequence[DenoiseState]) -> Rows:
-    """Rows in the order state, branch, image."""
+def build_rows(group: Sequence[Part]) -> Rows:
+    """Rows in the order part, image."""
     latents, timesteps, prompts, pooled, guidance = [], [], [], [], []
-    for state in group:
+    for state, branch in group:
         scaled = _model_input(state)
         count = len(scaled)
-        for branch in state.branches:
-            latents.append(scaled)
-            timesteps.append(state.timestep.expand(count))
-            prompts.append(branch.prompt.expand(count, -1, -1))
-            pooled.append(branch.pooled.expand(count, -1))
-            guidance.append(torch.full([count], state.request.guidance_scale, device=scaled.device))
+        latents.append(scaled)
+        timesteps.append(state.timestep.expand(count))
+        prompts.append(branch.prompt.expand(count, -1, -1))
+        pooled.append(branch.pooled.expand(count, -1))
+        guidance.append(torch.full([count], state.request.guidance_scale, device=scaled.device))
     return Rows(*(torch.cat(parts) for parts in (latents, timesteps, prompts, pooled, guidance)))
 
 
-def split_guided(noise: torch.Tensor, group: Sequence[DenoiseState]) -> list[torch.Tensor]:
-    """Predictions in the order of `build_rows` -> one (num_images, …) per state, guided."""
-    parts = torch.split(noise, [len(state.latents) * len(state.branches) for state in group])
-    return [_guided(part, state) for part, state in zip(parts, group, strict=True)]
+def split_rows(noise: torch.Tensor, group: Sequence[Part]) -> Sequence[torch.Tensor]:
+    """Predictions in the order of `build_rows` -> one (num_images, …) per part."""
+    return torch.split(noise, [len(part.state.latents) for part in group])
+
+
+def guided(state: DenoiseState, noises: Sequence[torch.Tensor]) -> torch.Tensor:
+    """One prediction of those of the state's branches."""
+    if len(noises) == 1:
+        return noises[0]
+    negative, prompt = noises
+    return negative + state.cfg_scale * (prompt - negative)
 
 
 def _model_input(state: DenoiseState) -> torch.Tensor:
     if hasattr(state.solver, "scale_model_input"):
         return state.solver.scale_model_input(state.latents, state.timestep)
     return state.latents
-
-
-def _guided(noise: torch.Tensor, state: DenoiseState) -> torch.Tensor:
-    if len(state.branches) == 1:
-        return noise
-    negative, prompt = noise.chunk(2)
-    return negative + state.cfg_scale * (prompt - negative)

@@ -102,7 +102,7 @@ def take_branches(
 ) -> tuple[Branch, ...]:
     """(prompt,) or, when `guided`, (negative, prompt). `widths` is the model's (D, P).
 
-    Raises EngineError for tensors that are missing or of another shape, and for branches of unequal length.
+    Raises EngineError for tensors that are missing or of another shape. The two may differ in length.
     """
     prefixes = ("negative_", "") if guided else ("",)
     branches = []
@@ -110,9 +110,6 @@ def take_branches(
         prompt = _conditioning(conditioning, prefix + "prompt_embeds", (1, None, widths[0]))
         pooled = _conditioning(conditioning, prefix + "pooled_prompt_embeds", (1, widths[1]))
         branches.append(Branch(prompt.to(device, dtype), pooled.to(device, dtype)))
-    lengths = [branch.prompt.shape[1] for branch in branches]
-    if len(set(lengths)) > 1:
-        raise EngineError(f"the negative prompt has {lengths[0]} tokens and the prompt {lengths[1]}, expected equal")
     return tuple(branches)
 
 

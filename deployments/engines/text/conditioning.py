@@ -1,8 +1,8 @@
 """What each pipeline class wants from its text encoders, as data.
 
-A service goes: `plan_conditioning` -> tokenize each item -> look up or encode each (component weights,
-token ids) once -> `assemble_conditioning`. Nothing here runs a model, so the plan can be made and cached
-anywhere.
+A service goes: `plan_conditioning` -> tokenize each item, into chunks if so planned, and `level_chunks` ->
+look up or encode each (component weights, token ids) once -> `join_chunks` -> `assemble_conditioning`.
+Nothing here runs a model, so the plan can be made and cached anywhere.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 
 from deployments.engines.protocol import DiffusionRequest, EngineError
+from deployments.engines.text.tokens import LongText, TextPadding, check_rule
 
 Role = Literal["prompt", "negative"]
 PIPELINE_CLASSES = ("FluxPipeline", "StableDiffusionXLPipeline")
@@ -29,6 +30,8 @@ class EncodeItem:
     text: str
     max_length: int | None
     role: Role
+    padding: TextPadding = "stock"
+    long_text: LongText = "truncate"
 
 
 def uses_negative(class_name: str, request: DiffusionRequest, negative_prompt: str | None) -> bool:
@@ -46,14 +49,22 @@ def plan_conditioning(
     *,
     max_sequence_length: int | None = None,
     use_negative: bool,
+    text_padding: TextPadding = "stock",
+    long_text: LongText = "truncate",
 ) -> tuple[EncodeItem, ...]:
     """What to encode. `max_sequence_length` is the T5 length of Flux; SDXL has none and ignores it.
 
     As in stock, a negative prompt of None means no guidance for Flux, and for SDXL either zeros (no item)
     or the empty text, by `force_zeros_for_empty_prompt` of `model_index`; an empty *string* is a text and
     is encoded.
+
+    `text_padding` "trimmed" gives Flux the rows of the prompt's own tokens, computed under a mask; its CLIP's
+    pooled row does not depend on padding. `long_text` is for texts beyond the limit. "chunk" is for SDXL, which
+    takes any number of CLIP's 77-token pieces. Flux's CLIP, whose one vector only tints what T5 says, always
+    truncates. Raises EngineError for what a pipeline cannot take.
     """
     _check_class(class_name)
+    _check_rules(class_name, text_padding, long_text)
     t5_tokens = MAX_T5_TOKENS if max_sequence_length is None else max_sequence_length
     if not 1 <= t5_tokens <= MAX_T5_TOKENS:
         raise EngineError(f"max_sequence_length {t5_tokens}: expected 1 to {MAX_T5_TOKENS}")
@@ -63,11 +74,15 @@ def plan_conditioning(
             texts.append(("negative", negative_prompt))
         elif class_name == "StableDiffusionXLPipeline" and not _zeros_for_no_prompt(model_index):
             texts.append(("negative", ""))
-    second_length = t5_tokens if class_name == "FluxPipeline" else None
+    parts: tuple[tuple[str, int | None, LongText], ...]
+    if class_name == "FluxPipeline":
+        parts = (("text_encoder", None, "truncate"), ("text_encoder_2", t5_tokens, long_text))
+    else:
+        parts = (("text_encoder", None, long_text), ("text_encoder_2", None, long_text))
     return tuple(
-        EncodeItem(component, text, max_length, role)
+        EncodeItem(component, text, max_length, role, text_padding, rule)
         for role, text in texts
-        for component, max_length in (("text_encoder", None), ("text_encoder_2", second_length))
+        for component, max_length, rule in parts
     )
 
 
@@ -121,6 +136,21 @@ def _output(by_role: Mapping[Role, Mapping[str, Encoded]], role: Role, component
     if name not in encoded:
         raise EngineError(f"the {role} has no {name!r} of {component!r} (given: {', '.join(encoded) or 'nothing'})")
     return encoded[name]
+
+
+def _check_rules(class_name: str, text_padding: str, long_text: str) -> None:
+    check_rule("text_padding", text_padding, TextPadding)
+    check_rule("long_text", long_text, LongText)
+    if class_name == "FluxPipeline" and long_text == "chunk":
+        raise EngineError(
+            f"long_text 'chunk' is for CLIP, and FluxPipeline reads prompts with T5, which takes up to {MAX_T5_TOKENS} "
+            "tokens in one piece; use truncate or error"
+        )
+    if class_name == "StableDiffusionXLPipeline" and text_padding == "trimmed":
+        raise EngineError(
+            "text_padding 'trimmed' is for T5: the UNet of StableDiffusionXLPipeline was trained on CLIP's padding; "
+            "use stock"
+        )
 
 
 def _zeros_for_no_prompt(model_index: Mapping[str, Any]) -> bool:

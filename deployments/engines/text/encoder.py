@@ -1,41 +1,31 @@
-"""One text encoder: strings -> token ids -> embeddings, many texts in one forward.
+"""One text encoder: strings -> token ids -> embeddings, many texts in few forwards.
 
 The two halves are apart because token ids are what an embedding cache is keyed on.
 """
 
 from __future__ import annotations
 
-import sys
-import threading
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from pathlib import Path
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoTokenizer
 
-from deployments.engines.build import IMPORT_LOCK, build_module, read_config
 from deployments.engines.protocol import EngineError
-from deployments.engines.text.pooling import Pooling, load_pooling
+from deployments.engines.text.forward_plan import DEFAULT_LIMITS, ForwardLimits, plan_forwards
+from deployments.engines.text.forwards import PER_TOKEN, family_of, filler_id
+from deployments.engines.text.padding_counts import EncodeCounter
+from deployments.engines.text.pooling import Pooling
+from deployments.engines.text.tokens import TextPadding, TextTokenizer, TokenizedText, check_rule
 
-TokenIds = tuple[int, ...]
-# What tokenizers without a limit of their own get: the length that the stock Flux pipeline pads T5 to.
-DEFAULT_MAX_TOKENS = 512
-OPTIONAL_PARTS = ("pooler",)  # of a BERT: not every checkpoint has one, and no embedding needs it
-
-
-class _Forward(Protocol):
-    """A merged forward: ids and 0/1 mask, both (B, L), to outputs with a leading batch axis."""
-
-    def __call__(self, module: Any, ids_BL: torch.Tensor, mask_BL: torch.Tensor) -> dict[str, torch.Tensor]: ...
+Outputs = Mapping[str, torch.Tensor]
 
 
 class TextEncoder:
     """A CLIP, CLIP-with-projection, T5 or BERT-family encoder and its tokenizer.
 
-    `encode` belongs to one thread at a time; `tokenize` and `num_truncated` may be called from any.
+    `encode` belongs to one thread at a time; everything else may be called from any.
     """
 
     def __init__(
@@ -46,19 +36,14 @@ class TextEncoder:
         max_tokens: int | None = None,
         pooling: Pooling | None = None,
     ) -> None:
-        """`max_tokens` limits every text (None: what tokenizer and model allow). `pooling` is for
-        sentence encoders.
+        """`max_tokens` limits every text (None: what tokenizer and model allow). `pooling` makes one vector of a T5's
+        or BERT's many; a T5 without one gives no embedding.
         """
         self.module = module
-        self._tokenizer = tokenizer
-        # HAZARD: a fast tokenizer is reconfigured by each call (padding, truncation), so calls must not
-        # overlap.
-        self._tokenizer_lock = threading.Lock()
-        self._forward: _Forward = _FORWARDS.get(type(module).__name__) or partial(
-            _encode_sentences, pooling=pooling or Pooling()
-        )
-        self.fixed_length = type(module).__name__ in _FORWARDS
-        self.max_tokens = min(max_tokens or sys.maxsize, _token_limit(module, tokenizer))
+        self._family = family_of(type(module).__name__)
+        self._pooling = pooling
+        self._tokenizer = TextTokenizer(tokenizer, max_tokens, _position_limit(module))
+        self._filler = filler_id(self._family, module.config, self._tokenizer.pad_id)
         self._vocabulary_size = module.get_input_embeddings().num_embeddings  # type: ignore[operator]
 
     @property
@@ -66,112 +51,158 @@ class TextEncoder:
         """Of the outputs."""
         return next(self.module.parameters()).dtype
 
-    def tokenize(self, texts: Sequence[str], max_length: int | None = None) -> list[TokenIds]:
-        """Token ids per text, truncated to `max_length` (None: the model's limit).
+    @property
+    def max_tokens(self) -> int:
+        """Of a text for which nobody gives a limit."""
+        return self._tokenizer.max_tokens
 
-        CLIP and T5 pad to `max_length` as the stock pipelines do; sentence encoders do not pad.
+    @property
+    def chunks(self) -> bool:
+        """Whether long texts can be encoded in pieces: what reads CLIP's output takes any number of them."""
+        return self._family.is_clip
+
+    def check_embeds(self) -> None:
+        """Raises EngineError when a text gives no single vector."""
+        if "embedding" not in self._family.outputs and not (self._pooling or "pooled" in self._family.outputs):
+            raise EngineError(f"this encoder gives {', '.join(self._family.outputs)} per token, but no embedding")
+
+    def variant(self, text: TokenizedText) -> str:
+        """What makes one encoding of the same weights and ids another: the padding, or how one vector is made."""
+        if text.as_embedding:
+            pooling = self._pooling or Pooling()
+            how = "pooled" if self._family.is_clip else "+".join((*pooling.modes, *["unit"] * pooling.normalize))
+            return f"embedding:{how}"
+        if text.padded_length is None:
+            return "trimmed"
+        # Tokenizers of the same weights may pad with other ids.
+        side = "left:" if self._tokenizer.pads_left else ""
+        return f"stock:{text.padded_length}:{side}{self._tokenizer.pad_id}"
+
+    def tokenize(
+        self,
+        texts: Sequence[str],
+        max_length: int | None = None,
+        *,
+        padding: TextPadding = "stock",
+        as_embedding: bool = False,
+    ) -> list[TokenizedText]:
+        """Token ids per text, truncated to `max_length` (None: the model's limit); each knows what it lost.
+
+        "stock" is what diffusers' pipelines do: CLIP and T5 attend to padding up to `max_length`. "trimmed", and every
+        embedding, is the tokens alone.
         """
-        length = self._check_length(max_length)
-        padding = "max_length" if self.fixed_length else False
-        return [tuple(ids) for ids in self._ids(texts, padding=padding, truncation=True, max_length=length)]
+        check_rule("padding", padding, TextPadding)
+        found = self._tokenizer.tokenize(texts, max_length)
+        return [self._as_asked(text, max_length, padding, as_embedding) for text in found]
 
-    def num_truncated(self, texts: Sequence[str], max_length: int | None = None) -> list[int]:
-        """How many tokens `tokenize` cuts off each text."""
-        length = self._check_length(max_length)
-        return [max(0, len(ids) - length) for ids in self._ids(texts, padding=False, truncation=False)]
+    def tokenize_chunks(self, text: str, max_length: int | None = None) -> list[TokenizedText]:
+        """The whole text in padded pieces, as `TextTokenizer.chunk` cuts it. Raises EngineError if this is no CLIP."""
+        if not self.chunks:
+            raise EngineError(
+                f"long_text 'chunk': a {type(self.module).__name__} takes a text in one piece; use truncate or error"
+            )
+        found = self._tokenizer.chunk(text, max_length)
+        return [self._as_asked(piece, max_length, "stock", as_embedding=False) for piece in found]
 
-    def encode(self, token_ids: Sequence[TokenIds]) -> list[dict[str, torch.Tensor]]:
-        """Embeddings per text, without batch axis: one forward for all texts (CLIP, T5: one per length).
+    def accept_ids(self, ids: Sequence[int]) -> TokenizedText:
+        """Ids that the caller made, for an embedding. Raises EngineError for what the model cannot take."""
+        text = TokenizedText(tuple(ids), as_embedding=True)
+        self._check(text)
+        return text
 
-        CLIP gives "pooled" (P,) and "penultimate" (L, D), with projection "pooled" is the projected one;
-        T5 gives "hidden" (L, D); sentence encoders "embedding" (D,). Raises EngineError for ids that the
-        model cannot take.
+    def encode(self, texts: Sequence[TokenizedText]) -> list[dict[str, torch.Tensor]]:
+        """Embeddings per text, without batch axis, in few forwards.
+
+        CLIP gives "pooled" (P,) and "penultimate" (L, D), with projection "pooled" is the projected one; T5 gives
+        "hidden" (L, D); sentence encoders, and all for `as_embedding`, "embedding" (D,). L is the text's own
+        `run_length`. Raises EngineError for ids that the model cannot take.
         """
-        for ids in token_ids:
-            self._check_ids(ids)
-        outputs: list[dict[str, torch.Tensor]] = [{} for _ in token_ids]
-        for positions in self._groups(token_ids):
-            batch = self._run([token_ids[position] for position in positions])
-            for row, position in enumerate(positions):
-                # A slice would keep the whole batch alive in a cache that holds one text of it.
-                outputs[position] = {
-                    name: value[row].clone() if len(positions) > 1 else value[row] for name, value in batch.items()
-                }
-        return outputs
+        for text in texts:
+            self._check(text)
+        outcomes = self.encode_each(texts)
+        for outcome in outcomes:
+            if isinstance(outcome, Exception):
+                raise outcome
+        return [outcome for outcome in outcomes if not isinstance(outcome, Exception)]
 
-    def _groups(self, token_ids: Sequence[TokenIds]) -> list[list[int]]:
-        groups: dict[int, list[int]] = {}
-        for position, ids in enumerate(token_ids):
-            groups.setdefault(len(ids) if self.fixed_length else 0, []).append(position)
-        return list(groups.values())
+    def encode_each(
+        self,
+        texts: Sequence[TokenizedText],
+        *,
+        limits: ForwardLimits = DEFAULT_LIMITS,
+        counter: EncodeCounter | None = None,
+    ) -> list[dict[str, torch.Tensor] | Exception]:
+        """As `encode`, with an error per text. The texts of a forward that failed are run again, one by one."""
+        outcomes: dict[int, dict[str, torch.Tensor] | Exception] = {}
+        for index, text in enumerate(texts):
+            try:
+                self._check(text)
+            except EngineError as error:
+                outcomes[index] = error
+        sound = [index for index in range(len(texts)) if index not in outcomes]
+        for group in plan_forwards([texts[index].run_length for index in sound], limits):
+            places = [sound[number] for number in group]
+            outcomes |= zip(places, self._run_or_retry([texts[index] for index in places], counter), strict=True)
+        return [outcomes[index] for index in range(len(texts))]
 
-    def _run(self, token_ids: Sequence[TokenIds]) -> dict[str, torch.Tensor]:
-        longest = max(len(ids) for ids in token_ids)
-        pad = self._tokenizer.pad_token_id or 0
+    def _run_or_retry(
+        self, texts: list[TokenizedText], counter: EncodeCounter | None
+    ) -> list[dict[str, torch.Tensor] | Exception]:
+        try:
+            outputs = self._run(texts)
+        except Exception as error:
+            if len(texts) == 1:
+                return [error]
+            return [self._run_or_retry([text], counter)[0] for text in texts]
+        if counter:
+            counter.add([len(text.token_ids) for text in texts], [text.run_length for text in texts])
+        return list(outputs)
+
+    def _run(self, texts: list[TokenizedText]) -> list[dict[str, torch.Tensor]]:
+        lengths = [text.run_length for text in texts]
+        longest = max(lengths)
         device = next(self.module.parameters()).device
-        ids_BL = torch.tensor([[*ids, *[pad] * (longest - len(ids))] for ids in token_ids], device=device)
-        lengths_B = torch.tensor([len(ids) for ids in token_ids], device=device)
+        rows = [(*self._tokenizer.pad(text), *[self._filler] * (longest - text.run_length)) for text in texts]
+        ids_BL = torch.tensor(rows, device=device)
+        lengths_B = torch.tensor(lengths, device=device)
         mask_BL = (torch.arange(longest, device=device) < lengths_B[:, None]).long()
         with torch.no_grad():
-            outputs = self._forward(module=self.module, ids_BL=ids_BL, mask_BL=mask_BL)
+            outputs = self._family.run(module=self.module, ids_BL=ids_BL, mask_BL=mask_BL, pooling=self._pooling)
+        if all(text.as_embedding for text in texts):
+            outputs = {name: output for name, output in outputs.items() if name not in PER_TOKEN}
         # Embeddings are cached and sent to other processes, and a card's memory is for weights.
-        return {name: output.cpu() for name, output in outputs.items()}
+        outputs = {name: output.cpu() for name, output in outputs.items()}
+        return [self._outputs_of(text, row, outputs) for row, text in enumerate(texts)]
 
-    def _ids(self, texts: Sequence[str], **options: Any) -> list[list[int]]:
-        if isinstance(texts, str) or not all(isinstance(text, str) for text in texts):
-            raise EngineError(f"texts to tokenize must be a sequence of strings, got {texts!r:.100}")
-        for text in texts:
-            if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
-                raise EngineError(f"text {text!r:.100} has half of a surrogate pair, which is no character")
-        if not texts:
-            return []
-        with self._tokenizer_lock:
-            ids: list[list[int]] = self._tokenizer(list(texts), verbose=False, **options)["input_ids"]
-        return ids
+    def _outputs_of(self, text: TokenizedText, row: int, outputs: Outputs) -> dict[str, torch.Tensor]:
+        names = {name: name for name in self._family.outputs}
+        if text.as_embedding:
+            names = {"embedding": "pooled" if self._family.is_clip else "embedding"}
+        return {name: _own_rows(outputs[source][row], text, source) for name, source in names.items()}
 
-    def _check_length(self, max_length: int | None) -> int:
-        if max_length is None:
-            return self.max_tokens
-        limit = _position_limit(self.module)
-        if max_length < 1 or (limit is not None and max_length > limit):
-            raise EngineError(f"max_length {max_length}: expected 1 to {limit or 'any number of'} tokens")
-        return max_length
+    def _as_asked(
+        self, text: TokenizedText, max_length: int | None, padding: TextPadding, as_embedding: bool
+    ) -> TokenizedText:
+        if as_embedding or "embedding" in self._family.outputs:
+            return replace(text, as_embedding=True)
+        if padding == "trimmed":
+            return text
+        return replace(text, padded_length=self._tokenizer.check_length(max_length))
 
-    def _check_ids(self, ids: TokenIds) -> None:
-        limit = _position_limit(self.module)
-        if not ids or (limit is not None and len(ids) > limit):
-            raise EngineError(f"a text of {len(ids)} tokens: expected 1 to {limit or 'any number of'} tokens")
+    def _check(self, text: TokenizedText) -> None:
+        limit, ids = _position_limit(self.module), text.token_ids
+        if not ids or (limit is not None and text.run_length > limit):
+            raise EngineError(f"a text of {text.run_length} tokens: expected 1 to {limit or 'any number of'} tokens")
         if not 0 <= min(ids) <= max(ids) < self._vocabulary_size:
             raise EngineError(f"token ids {min(ids)} to {max(ids)}: expected 0 to {self._vocabulary_size - 1}")
+        if text.as_embedding:
+            self.check_embeds()
 
 
-def load_text_encoder(
-    folder: Path,
-    library: str,
-    class_name: str | None,
-    tokenizer_folder: Path,
-    tensors: Mapping[str, torch.Tensor],
-    *,
-    build: Callable[..., nn.Module] = build_module,
-) -> TextEncoder:
-    """The encoder of `folder` around `tensors` (not copied). Reads the sentence-transformers files if
-    there are any. `build` makes the module as `build_module` does.
-    """
-    class_name = class_name or next(iter(read_config(folder / "config.json").get("architectures") or ()), "")
-    if not (class_name in _FORWARDS or class_name.endswith("Model")):  # BertModel has them, BertForMaskedLM not
-        known = ", ".join(_FORWARDS)
-        raise EngineError(f"{folder}: {class_name} gives no token vectors, expected {known} or another …Model")
-    module = build(library, class_name, folder, tensors, optional_parts=OPTIONAL_PARTS)
-    try:
-        with IMPORT_LOCK:
-            tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder, local_files_only=True)
-    except Exception as error:  # many kinds, by tokenizer class
-        raise EngineError(f"{tokenizer_folder}: no tokenizer can be loaded: {error}") from error
-    if class_name in _FORWARDS:
-        return TextEncoder(module, tokenizer)
-    sentence_config = folder / "sentence_bert_config.json"
-    max_tokens = read_config(sentence_config).get("max_seq_length") if sentence_config.exists() else None
-    return TextEncoder(module, tokenizer, max_tokens=max_tokens, pooling=load_pooling(folder))
+def _own_rows(output: torch.Tensor, text: TokenizedText, name: str) -> torch.Tensor:
+    """Without the filler, and in memory of its own: a view would keep the whole batch alive in a cache."""
+    own = output[: text.run_length] if name in PER_TOKEN else output
+    return own if own.untyped_storage().nbytes() == own.nbytes else own.clone()
 
 
 def _position_limit(module: nn.Module) -> int | None:
@@ -182,36 +213,3 @@ def _position_limit(module: nn.Module) -> int | None:
     table = getattr(getattr(module, "embeddings", None), "position_embeddings", None)
     padding_index = getattr(table, "padding_idx", None)  # RoBERTa counts from behind it
     return limit if padding_index is None else limit - padding_index - 1
-
-
-def _token_limit(module: nn.Module, tokenizer: Any) -> int:
-    limit = min(tokenizer.model_max_length, _position_limit(module) or tokenizer.model_max_length)
-    return limit if limit < 10**9 else DEFAULT_MAX_TOKENS  # transformers writes "no limit" as 10**30
-
-
-def _encode_clip(module: Any, ids_BL: torch.Tensor, mask_BL: torch.Tensor) -> dict[str, torch.Tensor]:
-    # No mask: the stock pipelines let CLIP and T5 attend to the padding too.
-    out = module(ids_BL, output_hidden_states=True)
-    return {"pooled": out.pooler_output, "penultimate": out.hidden_states[-2]}
-
-
-def _encode_clip_with_projection(module: Any, ids_BL: torch.Tensor, mask_BL: torch.Tensor) -> dict[str, torch.Tensor]:
-    out = module(ids_BL, output_hidden_states=True)
-    return {"pooled": out.text_embeds, "penultimate": out.hidden_states[-2]}
-
-
-def _encode_t5(module: Any, ids_BL: torch.Tensor, mask_BL: torch.Tensor) -> dict[str, torch.Tensor]:
-    return {"hidden": module(ids_BL).last_hidden_state}
-
-
-def _encode_sentences(
-    module: Any, ids_BL: torch.Tensor, mask_BL: torch.Tensor, pooling: Pooling
-) -> dict[str, torch.Tensor]:
-    return {"embedding": pooling(module(ids_BL, attention_mask=mask_BL).last_hidden_state, mask_BL)}
-
-
-_FORWARDS: Mapping[str, _Forward] = {
-    "CLIPTextModel": _encode_clip,
-    "CLIPTextModelWithProjection": _encode_clip_with_projection,
-    "T5EncoderModel": _encode_t5,
-}

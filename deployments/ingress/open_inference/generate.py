@@ -79,16 +79,20 @@ def add_generate_routes(
 
 def _asked(model: str, version: str, body: bytes) -> InferRequest:
     form = read_json(GenerateBody, body)
-    options = (form.model_extra or {}) | (form.parameters or {})
-    unknown = [name for name in options if name not in _OPTIONS and name not in _STEERING]
-    if unknown:
-        raise InvalidRequest(f"unknown option {unknown[0]!r} (known: {', '.join((*_OPTIONS, *_STEERING))})", unknown[0])
+    beside, inside = form.model_extra or {}, form.parameters or {}
+    options = beside | inside
+    for name in options:
+        if name not in _OPTIONS and name not in _STEERING:
+            raise InvalidRequest(f"unknown option {name!r} (known: {', '.join((*_OPTIONS, *_STEERING))})", name)
+        if name in beside and name in inside:
+            raise InvalidRequest(f"{name}: given in parameters and beside them", name)
     inputs = [tensors.from_json("text_input", "BYTES", (1,), [form.text_input])]
-    for name, value in options.items():
-        if isinstance(value, list) and name in _OPTIONS:
-            inputs.append(tensors.from_json(name, _OPTIONS[name].datatype, (len(value),), value))
-    plain = {name: value for name, value in options.items() if not isinstance(value, list)}
-    return InferRequest(model, tuple(inputs), version, form.id, read_parameters("parameters", plain))
+    if isinstance(options.get("stop"), list):  # the one option of which a text can have several
+        stop = options.pop("stop")
+        inputs.append(tensors.from_json("stop", "BYTES", (len(stop),), stop))
+    if not isinstance(options.pop("stream", False), bool):
+        raise InvalidRequest("stream: expected true or false", "stream")
+    return InferRequest(model, tuple(inputs), version, form.id, read_parameters("parameters", options))
 
 
 def _form(response: InferResponse) -> dict[str, Any]:

@@ -70,8 +70,7 @@ class Repository:
         """All models and pipelines, or those that are READY."""
         _check_repository(repository)
         models = [_entry(card) for card in await self._service.models() if not card.base]
-        pipelines = [ModelIndex(name, VERSION, "READY") for name in self._service.pipelines.names()]
-        return [entry for entry in (*models, *pipelines) if entry.state == "READY" or not ready]
+        return [entry for entry in models if entry.state == "READY" or not ready]
 
     async def names(self, model: str = "", version: str = "") -> list[str]:
         """Of all models and pipelines, or only `model`, checked. Raises UnknownModel with the known names."""

@@ -18,7 +18,8 @@ from deployments.engines.diffusion.factory import create_pipeline
 from deployments.engines.diffusion.pipeline import DenoisePipeline
 from deployments.engines.protocol import AdapterUse, DiffusionRequest
 from deployments.engines.text.conditioning import assemble_conditioning, plan_conditioning, uses_negative
-from deployments.engines.text.encoder import TextEncoder, load_text_encoder
+from deployments.engines.text.encoder import TextEncoder
+from deployments.engines.text.loading import load_text_encoder
 from weights.adapters import load_adapter
 
 MODELS = Path(__file__).parents[5] / "infra" / "demo" / "models"

