@@ -6,7 +6,7 @@ import difflib
 import inspect
 import re
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,13 @@ def load_cluster_config(path: str | Path) -> ClusterConfig:
         return resolve_paths(config, path.resolve().parent)
     except RuntimeError as error:  # "~somebody" without a home directory
         raise ConfigFileError(path, [Problem(None, "", str(error))]) from None
+
+
+def located_problems(path: Path, problems: Iterable[tuple[Sequence[str | int], str]]) -> ConfigFileError:
+    """Mistakes that were found after loading (keys, what is wrong), with their lines."""
+    node, _ = _parse(path, path.read_text("utf-8"))
+    found = [Problem(_line_of(node, tuple(keys)), ".".join(map(str, keys)), text) for keys, text in problems]
+    return ConfigFileError(path, found)
 
 
 def resolve_paths(config: ClusterConfig, folder: Path) -> ClusterConfig:

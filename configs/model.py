@@ -40,7 +40,7 @@ class StrictModel(BaseModel):
 
 # What happens to a text that is longer than its encoder takes.
 LongText = Literal["truncate", "error", "chunk"]
-# "stock": T5 and CLIP see the padding, as in diffusers. "trimmed": a T5 sees only the real tokens, and only they are kept.
+# "stock": T5 and CLIP see the padding, as in diffusers. "trimmed": a T5 sees the real tokens only; no others are kept.
 TextPadding = Literal["stock", "trimmed"]
 
 

@@ -99,10 +99,8 @@ def _cache_use(encoder: dict[str, Any]) -> str:
     cache = encoder.get("cache")
     if not cache:
         return "no cache"
-    return (
-        f"cache {cache['entries']} entries, {_size(cache['nbytes'])}, {cache['hits'] + cache['joined']} hits, "
-        f"{cache['misses']} misses"
-    )
+    hits = cache["local"] + cache["joined"] + cache["shared"]
+    return f"cache {cache['entries']} entries, {_size(cache['nbytes'])}, {hits} hits, {cache['computed']} misses"
 
 
 def _size(nbytes: int) -> str:

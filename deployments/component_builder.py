@@ -1,4 +1,4 @@
-"""Makes the components that denoise and write text; the embedding service makes the text encoders."""
+"""Makes the components that denoise and write text, and text encoders where the embedding service is down."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from configs.cluster import WorkerConfig
-from deployments.encoding import is_text_encoder
+from deployments.encoding.keyed_encoders import KeyedEncoder, TextEncoderBuilder, is_text_encoder
 from deployments.engines.build import IMPORT_LOCK
 from deployments.engines.llm.engine import LLMEngine
 from deployments.engines.skeletons import SkeletonPool
@@ -27,8 +27,11 @@ class ComponentBuilder:
     def __init__(self, settings: WorkerConfig) -> None:
         self._settings = settings
         self.skeletons = SkeletonPool()
+        self._encoders = TextEncoderBuilder()
 
     def __call__(self, component: Component, skeleton: Path, tensors: dict[str, torch.Tensor]) -> Any:
+        if not is_denoise_component(component):
+            return self._encoders(component, skeleton, tensors)
         folder = skeleton / component.folder
         if component.library == "peft":
             return parse_adapter(folder, tensors, component.metadata)
@@ -53,6 +56,8 @@ class ComponentBuilder:
         """What was built here and is not used any more."""
         if isinstance(thing, nn.Module):
             self.skeletons.retire(thing)
+        elif isinstance(thing, KeyedEncoder):
+            self._encoders.retire(thing)
 
 
 def is_denoise_component(component: Component) -> bool:

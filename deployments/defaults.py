@@ -6,7 +6,7 @@ import random
 from typing import Any, TypeVar
 
 from cluster.models.directory import ModelRecord
-from configs.model import GenerationDefaults, ModelConfig
+from configs.model import AdapterConfig, GenerationDefaults, ModelConfig
 from deployments.records import MAX_SEED, ImageRequest, RequestModel, TextOptions
 
 DEFAULT_TEMPERATURE = 1.0  # OpenAI's
@@ -33,7 +33,7 @@ def with_text_defaults(request: TextT, defaults: GenerationDefaults) -> TextT:
     return request
 
 
-def text_rules(model: ModelRecord | ModelConfig) -> dict[str, Any]:
+def text_rules(model: ModelRecord | ModelConfig | AdapterConfig) -> dict[str, Any]:
     """What the config says of the model's texts, as fields of an ImageRequest."""
     entry = model.entry if isinstance(model, ModelRecord) else model
     if not isinstance(entry, ModelConfig):

@@ -14,8 +14,7 @@ from typing import Any, Final
 from ray.exceptions import RayActorError
 from ray.serve.exceptions import ReplicaUnavailableError
 
-from deployments.records import Conditioning
-from deployments.text_request import ConditioningRequest
+from deployments.encoding.records import Conditioning, ConditioningRequest
 
 PATIENCE_S: Final = 2.0  # before a service that has not answered is asked whether it lives
 PING_TIMEOUT_S: Final = 1.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import uuid
 from dataclasses import dataclass
 
-from deployments.encoding import ConditioningRequest
+from deployments.encoding.records import ConditioningRequest
 from deployments.engines.protocol import AdapterUse, DiffusionRequest
 from deployments.engines.text.conditioning import uses_negative
 from deployments.errors import InvalidRequest
@@ -62,6 +62,10 @@ def conditioning_request(request: ImageRequest, denoise: DiffusionRequest, class
         use_negative=uses_negative(class_name, denoise, request.negative_prompt),
         max_sequence_length=request.max_sequence_length,
         model_version=request.model_version,
+        text_padding=request.text_padding,
+        long_text=request.long_text,
+        priority=request.priority,
+        timeout_s=request.timeout_s,
     )
 
 

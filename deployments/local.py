@@ -13,9 +13,11 @@ from collections.abc import Callable, Sequence
 from configs.cluster import ClusterConfig, ModelReplicaConfig
 from configs.model import ModelConfig
 from deployments.component_builder import ComponentBuilder, is_denoise_component
-from deployments.defaults import with_image_defaults
-from deployments.embedding_cache import EmbeddingCache, Encoding
-from deployments.encoding import CachedEncoders, EncodeJob, TextEncoderBuilder, encode_jobs, is_text_encoder
+from deployments.defaults import text_rules, with_image_defaults
+from deployments.encoding.cached_encoders import CachedEncoders
+from deployments.encoding.embedding_cache import EmbeddingCache, Encoding
+from deployments.encoding.encode_jobs import EncodeJob, encoded_or_raised
+from deployments.encoding.keyed_encoders import TextEncoderBuilder, is_text_encoder
 from deployments.engines.diffusion.factory import create_pipeline
 from deployments.errors import UnknownModel, as_service_errors
 from deployments.hosting.model_host import ModelHost
@@ -60,6 +62,8 @@ class LocalModels:
             request = with_image_defaults(request, self._config.defaults_of(request.model))
             class_name = manifest.class_name or ""
             denoise = denoise_request(request, class_name)
+            entry = self._config.entries[request.model]
+            request = request.model_copy(update=text_rules(entry))
             text = conditioning_request(request, denoise, class_name)
             names = [use.name for use in request.lora]
             async with (
@@ -123,9 +127,4 @@ class LocalModels:
 
 async def _encode_alone(jobs: Sequence[EncodeJob], priority: int, timeout_s: float | None) -> list[Encoding]:
     """Nobody else is here to wait for."""
-    encodings = []
-    for outcome in encode_jobs(jobs):
-        if isinstance(outcome, Exception):
-            raise outcome
-        encodings.append(outcome)
-    return encodings
+    return encoded_or_raised(jobs)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -18,17 +18,11 @@ from cluster.shared_encodings import connect_shared_encodings
 from cluster.telemetry import RequestMetrics
 from configs.cluster import ClusterConfig
 from configs.merging import MergeConfig
-from deployments.embedding_cache import EmbeddingCache, Encoding
-from deployments.encoding import (
-    CachedEncoders,
-    Conditioning,
-    ConditioningRequest,
-    EncodeJob,
-    TextEncoderBuilder,
-    embedding_of,
-    encode_jobs,
-    is_text_encoder,
-)
+from deployments.encoding.cached_encoders import CachedEncoders, embedding_of
+from deployments.encoding.embedding_cache import EmbeddingCache, Encoding
+from deployments.encoding.encode_jobs import EncodeJob, encode_jobs
+from deployments.encoding.keyed_encoders import TextEncoderBuilder, is_text_encoder
+from deployments.encoding.records import Conditioning, ConditioningRequest
 from deployments.engines.text.padding_counts import EncodeCounter
 from deployments.errors import as_service_errors
 from deployments.merging.merger import RequestMerger
@@ -39,8 +33,9 @@ from deployments.records import EmbeddingRequest, EmbeddingResult, HeadRequest
 from deployments.replica import limit_threads, open_host, prepare_models
 from deployments.segment_ops import EncoderOps
 from deployments.tensor_records import pack
+from weights.manifest import ModelKind
 
-KINDS = ("diffusion", "embedding", "head")
+KINDS: Final[tuple[ModelKind, ...]] = ("diffusion", "embedding", "head")
 
 
 class TextEncoderService:

@@ -9,31 +9,36 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from dataclasses import asdict, replace
 from typing import Any
 
 from cluster.telemetry import RequestMetrics
 from configs.cluster import ClusterConfig
 from deployments.component_builder import ComponentBuilder, is_denoise_component
+from deployments.encoder_service import EncoderDown, EncoderService
+from deployments.encoding.records import Conditioning
 from deployments.engines.diffusion.factory import create_pipeline
 from deployments.engines.llm.engine import LLMEngine
 from deployments.engines.protocol import AdapterUse, DiffusionRequest, SamplingParams, TextRequest
-from deployments.errors import as_service_errors
+from deployments.errors import ModelUnavailable, as_service_errors
 from deployments.hosting.model_host import Lease
 from deployments.image_requests import conditioning_request, denoise_request, ignored_inputs
+from deployments.own_encoder import OwnEncoder
 from deployments.records import (
     ChatRequest,
     CompletionRequest,
     ImageRequest,
     ImageResult,
+    SwitchReport,
     TextChunk,
     TextRequestRecord,
     TextResult,
 )
 from deployments.replica import limit_threads, open_host, prepare_models
-from deployments.step_loop import DenoiseLoop, DeviceThread, TextLoop
+from deployments.step_loop import DenoiseLoop, DenoiseTimes, DeviceThread, TextLoop
 from deployments.tensor_records import unpack
+from weights.manifest import Manifest
 
 
 class Worker:
@@ -42,12 +47,13 @@ class Worker:
     async def __init__(self, config: ClusterConfig, encoder: Any) -> None:  # type: ignore[misc]  # Serve awaits it
         self._settings = config.worker
         limit_threads(self._settings.num_threads, self._settings.num_cpus)
-        self._encoder = encoder
+        self._encoder = EncoderService(encoder)
         self._device = DeviceThread()
         self._denoising = DenoiseLoop(self._device)
         self._metrics = RequestMetrics()
         self._builder = ComponentBuilder(self._settings)
         self._host = await open_host(config, "worker", self._settings, self._builder)
+        self._own_encoder = OwnEncoder(self._host, self._device)
         await prepare_models(self._host, config.models, ("diffusion", "llm"), is_denoise_component, self._builder)
 
     async def generate(self, request: ImageRequest) -> ImageResult:
@@ -57,17 +63,14 @@ class Worker:
             manifest = await self._host.manifest(request.model, request.model_version)
             denoise = denoise_request(request, manifest.class_name)
             text = conditioning_request(request, denoise, manifest.class_name or "")
-            encoding = asyncio.ensure_future(self._condition(text))
+            encoding = asyncio.ensure_future(self._encoder.condition(text))
             try:
-                async with self._host.lease(
-                    request.model,
-                    is_denoise_component,
-                    [use.name for use in request.lora],
-                    version=manifest.fingerprint,
-                    adapter_versions=request.adapter_versions,
-                ) as lease:
-                    conditioning = await encoding
-                    images, times = await self._denoise(lease, denoise, unpack(conditioning.tensors))
+                switch, conditioning, (images, times) = await self._paint(request, manifest, denoise, encoding)
+            except EncoderDown as error:
+                if not self._settings.encodes_alone:
+                    raise ModelUnavailable(str(error), "model") from None
+                own = _done(await self._own_encoder.condition(text))
+                switch, conditioning, (images, times) = await self._paint(request, manifest, denoise, own)
             finally:
                 encoding.cancel()
         result = ImageResult(
@@ -78,18 +81,33 @@ class Worker:
             timings_ms={
                 "queue": times.queue_s * 1e3,
                 "encode": conditioning.encode_ms,
-                "switch": lease.report.switch_ms,
+                "switch": switch.switch_ms,
                 "denoise": times.denoise_s * 1e3,
                 "decode": times.decode_s * 1e3,
                 "total": (time.perf_counter() - start) * 1e3,
             },
-            switch=lease.report,
+            switch=switch,
             cache=conditioning.cache,
             warnings=conditioning.warnings + ignored_inputs(request, text.use_negative),
         )
-        self._metrics.attached(request.model, lease.report.attached_bytes)
+        self._metrics.attached(request.model, switch.attached_bytes)
         self._metrics.answered("image", request.model, result.timings_ms)
         return result
+
+    async def _paint(
+        self, request: ImageRequest, manifest: Manifest, denoise: DiffusionRequest, encoding: Awaitable[Conditioning]
+    ) -> tuple[SwitchReport, Conditioning, tuple[Any, DenoiseTimes]]:
+        """Switch to the model while the text is being encoded, then denoise. Raises EncoderDown with nothing held."""
+        async with self._host.lease(
+            request.model,
+            is_denoise_component,
+            [use.name for use in request.lora],
+            version=manifest.fingerprint,
+            adapter_versions=request.adapter_versions,
+        ) as lease:
+            conditioning = await encoding
+            pictures = await self._denoise(lease, denoise, unpack(conditioning.tensors))
+            return lease.report, conditioning, pictures
 
     async def write_text(self, request: TextRequestRecord) -> TextResult:
         """The whole text in one answer: cheaper than a stream, whose every piece is a message of its own."""
@@ -166,15 +184,9 @@ class Worker:
         return self._host.describe() | {
             "skeletons": asdict(self._builder.skeletons.stats()),
             "denoising": self._denoising.num_running,
+            "text_encoder_down": self._encoder.is_believed_down,
+            "texts_encoded_alone": self._own_encoder.num_requests,
         }
-
-    async def _condition(self, text: Any) -> Any:
-        try:
-            return await self._encoder.condition.remote(text)
-        except Exception as error:
-            # A replica's own error, out of Ray's wrapper, so that it leaves this replica as itself.
-            cause = getattr(error, "cause", None)
-            raise (cause if isinstance(cause, Exception) else error) from None
 
     async def _denoise(self, lease: Lease, request: DiffusionRequest, conditioning: dict[str, Any]) -> Any:
         pipeline = lease.bound(
@@ -189,6 +201,12 @@ class Worker:
         gone = [name for name in pipeline.adapters if int(name.rpartition("@")[2]) not in alive]
         state = await self._device.run(_start, pipeline, adapters, gone, request, conditioning)
         return await self._denoising.run(pipeline, state)
+
+
+def _done(conditioning: Conditioning) -> asyncio.Future[Conditioning]:
+    future = asyncio.get_running_loop().create_future()
+    future.set_result(conditioning)
+    return future
 
 
 def _start(

@@ -19,8 +19,8 @@ from deployments.ingress.open_inference.statistics import Statistics
 from deployments.ingress.service import Service
 
 DESCRIPTION = """Images, text and embeddings from one cluster, in the OpenAI protocol (`/v1`) and in the Open Inference
-Protocol of KServe and Triton (`/v2`). Every answer says how long each stage took: in the `Server-Timing` header, and under
-`/v1` in the field `timings_ms`."""
+Protocol of KServe and Triton (`/v2`). Every answer says how long each stage took: in the `Server-Timing` header, and
+under `/v1` in the field `timings_ms`."""
 
 
 def create_http_app(service: Service, config: ClusterConfig) -> FastAPI:

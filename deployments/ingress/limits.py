@@ -9,6 +9,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from configs.cluster import LimitsConfig
 from deployments.errors import InvalidRequest, RequestTooLarge
 from deployments.ingress.errors import error_response
+from deployments.ingress.open_inference.rest_errors import is_protocol_path, protocol_error
 from deployments.records import ChatRequest, CompletionRequest, EmbeddingRequest, ImageRequest
 
 
@@ -77,7 +78,8 @@ class BodyLimit:
         await self._app(scope, counted, send)
 
     async def _refuse(self, nbytes: int, scope: Any, receive: Any, send: Any) -> None:
-        await error_response(RequestTooLarge(self._text(nbytes)))(scope, receive, send)
+        respond = protocol_error if is_protocol_path(scope["path"]) else error_response
+        await respond(RequestTooLarge(self._text(nbytes)))(scope, receive, send)
 
     def _text(self, nbytes: int) -> str:
         return f"the body has {nbytes} bytes or more, at most {self._max_bytes} are allowed"

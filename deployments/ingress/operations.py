@@ -72,8 +72,8 @@ class Operations:
 
     async def prefetch(self, model: str, tier: Tier) -> dict[str, Any]:
         """Bring the model nearer, into room that nothing needs. What went wrong by node, and by replica."""
-        await self._ask("want", model)
         nodes = await self._ask("prefetch", model)
+        await self._ask("want", model)
         await self._heard(model, "ready")
         answer = {"model": model, "tier": tier, "nodes": nodes}
         return answer if tier == "host" else answer | await self._in_replicas("prefetch", model, PREFETCH_TIMEOUT_S)

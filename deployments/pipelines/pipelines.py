@@ -110,6 +110,8 @@ class Pipelines:
             raise InvalidRequest(f"pipeline {plan.id!r} needs input {', '.join(missing)}", missing[0])
         batches = {name: batch_of(tensor, plan.inputs[name]) for name, tensor in request.inputs.items()}
         counts = {name: len(batch) for name, batch in batches.items()}
+        if not counts:
+            raise InvalidRequest(f"pipeline {plan.id!r} needs at least one of its inputs: {', '.join(plan.inputs)}")
         num_items = max(counts.values())
         wrong = {name: count for name, count in counts.items() if count not in (1, num_items)}
         if min(counts.values()) == 0 or wrong:

@@ -19,7 +19,7 @@ from cluster.encodings.ray_tier import ANSWER_TIMEOUT_S, RaySharedTier
 from cluster.encodings.records import SharedStats
 from cluster.node_keepers import NAMESPACE
 from cluster.shared_encodings import connect_shared_encodings, encodings_name
-from deployments.embedding_cache import EmbeddingCache, EncodingKey
+from deployments.encoding.embedding_cache import EmbeddingCache, EncodingKey
 
 pytestmark = pytest.mark.ray
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # Ray's workers cannot import tests

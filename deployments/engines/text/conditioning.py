@@ -13,8 +13,9 @@ from typing import Any, Literal
 
 import torch
 
+from configs.model import LongText, TextPadding
 from deployments.engines.protocol import DiffusionRequest, EngineError
-from deployments.engines.text.tokens import LongText, TextPadding, check_rule
+from deployments.engines.text.tokens import check_rule
 
 Role = Literal["prompt", "negative"]
 PIPELINE_CLASSES = ("FluxPipeline", "StableDiffusionXLPipeline")

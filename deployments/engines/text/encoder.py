@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from configs.model import TextPadding
 from deployments.engines.protocol import EngineError
 from deployments.engines.text.forward_plan import DEFAULT_LIMITS, ForwardLimits, plan_forwards
 from deployments.engines.text.forwards import PER_TOKEN, family_of, filler_id
 from deployments.engines.text.padding_counts import EncodeCounter
 from deployments.engines.text.pooling import Pooling
-from deployments.engines.text.tokens import TextPadding, TextTokenizer, TokenizedText, check_rule
+from deployments.engines.text.tokens import TextTokenizer, TokenizedText, check_rule
 
 Outputs = Mapping[str, torch.Tensor]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,8 +27,11 @@ def load_text_encoder(
     tensors: Mapping[str, torch.Tensor],
     *,
     build: Callable[..., nn.Module] = build_module,
+    tokenizer: Any = None,
 ) -> TextEncoder:
     """The encoder of `folder` around `tensors` (not copied). `build` makes the module as `build_module` does.
+
+    `tokenizer` is that of `tokenizer_folder`, if it was loaded before; it then belongs to this encoder alone.
 
     Reads the sentence-transformers files if there are any: what pools a BERT, and what makes a T5 give embeddings
     beside its token vectors. Raises EngineError naming the folder.
@@ -37,14 +41,19 @@ def load_text_encoder(
         known = ", ".join(FAMILIES)
         raise EngineError(f"{folder}: {class_name} gives no token vectors, expected {known} or another …Model")
     module = build(library, class_name, folder, tensors, optional_parts=OPTIONAL_PARTS)
-    try:
-        with IMPORT_LOCK:
-            tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder, local_files_only=True)
-    except Exception as error:  # many kinds, by tokenizer class
-        raise EngineError(f"{tokenizer_folder}: no tokenizer can be loaded: {error}") from error
+    tokenizer = tokenizer or load_tokenizer(tokenizer_folder)
     family = FAMILIES.get(class_name)
     if family and (family.is_clip or not (folder / "modules.json").exists()):
         return TextEncoder(module, tokenizer)
     sentence_config = folder / "sentence_bert_config.json"
     max_tokens = read_config(sentence_config).get("max_seq_length") if sentence_config.exists() else None
     return TextEncoder(module, tokenizer, max_tokens=max_tokens, pooling=load_pooling(folder))
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """The Hugging Face tokenizer of `folder`. Raises EngineError."""
+    try:
+        with IMPORT_LOCK:
+            return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # many kinds, by tokenizer class
+        raise EngineError(f"{folder}: no tokenizer can be loaded: {error}") from error

@@ -6,13 +6,11 @@ import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 from deployments.engines.protocol import EngineError
 
 TokenIds = tuple[int, ...]
-TextPadding = Literal["stock", "trimmed"]
-LongText = Literal["truncate", "error", "chunk"]
 # What tokenizers without a limit of their own get: the length that the stock Flux pipeline pads T5 to.
 DEFAULT_MAX_TOKENS = 512
 MAX_CHUNKS = 16  # of one text: 1,200 CLIP tokens. Each one lengthens every denoise step.

@@ -15,7 +15,7 @@ import torch
 
 from configs.cluster import ClusterConfig, TextEncoderConfig, WorkerConfig
 from deployments.component_builder import ComponentBuilder, is_denoise_component
-from deployments.encoding import TextEncoderBuilder, is_text_encoder
+from deployments.encoding.keyed_encoders import TextEncoderBuilder, is_text_encoder
 from deployments.engines.protocol import SamplingParams, TextRequest
 from deployments.hosting.model_host import Lease, ModelHost
 from deployments.local import LocalModels

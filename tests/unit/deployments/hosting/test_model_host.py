@@ -671,3 +671,20 @@ async def test_an_evicted_adapter_takes_idle_pipelines_along() -> None:
     host._modules.drop(manifest("lora").components["lora"].module_key)
     async with host.lease("a", lambda _: True) as lease:
         assert lease.bound(object) is not pipeline
+
+
+async def test_evicting_a_model_takes_what_is_its_own_and_free() -> None:
+    host = Host(200)
+    for model in ("a", "b", "c"):
+        await host.use(model)
+    assert host.evict("a") == []
+    assert host.provider.leased == {"b", "shared", "c"}
+    holder = host.hold("b")
+    await holder.got.wait()
+    assert sorted(host.evict("b")) == ["unet", "vae"]
+    await holder.close()
+    await host.pin("c", lambda component: True)
+    assert host.evict("c") == ["unet"]
+    host.unpin("c")
+    assert host.evict("c") == host.evict("c") == []
+    assert host.provider.leased == {"b", "shared"}

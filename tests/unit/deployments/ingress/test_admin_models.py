@@ -44,6 +44,7 @@ class Registry:
     def __init__(self, models: ServedModels) -> None:
         self.models = models
         self.dead = False
+        self.holders: list[str] = []
         self.calls: list[Any] = []
         self.residency_now: Any = {"nodes": [], "models": {}}
 
@@ -77,6 +78,15 @@ class Registry:
         await self.models.manifest(model)
         self.calls.append(("prefetch", model))
         return {"n1": "", "n2": "the keeper is gone"}
+
+    async def on_want(self, model: str) -> None:
+        self.models.set_loaded(model, True)
+
+    async def on_evict(self, model: str) -> list[str]:
+        self.calls.append(("evict", model))
+        if not self.holders:
+            self.models.set_loaded(model, False)
+        return self.holders
 
     async def on_pin(self, model: str, pinned: bool) -> dict[str, str]:
         await self.models.manifest(model)
@@ -154,6 +164,34 @@ async def test_a_model_is_registered_listed_replaced_and_removed(http: httpx.Asy
     assert (removed.status_code, removed.json()) == (200, {"id": "new", "deleted": True, "orphans": []})
     assert registry.calls == [("unregister", "new", True)]
     assert problem(await http.delete("/admin/models/new")) == (404, "model_not_found", "model")
+
+
+async def test_an_unloaded_model_is_not_ready_until_it_is_wanted_again(
+    http: httpx.AsyncClient, registry: Registry, worker: Replicas
+) -> None:
+    worker.answers = [[], []]
+    assert (await http.post("/v2/repository/models/base/unload", json={})).status_code == 200
+    assert worker.calls[-1] == ("evict", "base")
+    assert (await http.get("/v2/models/base/ready")).status_code == 503
+    assert (await http.get("/healthz")).json()["status"] == "ok"
+    index = (await http.post("/v2/repository/index", json={})).json()
+    assert {(model["name"], model["state"], model["reason"]) for model in index} >= {
+        ("base", "UNAVAILABLE", "unloaded")
+    }
+    worker.answers = [None]
+    assert (await http.post("/v2/repository/models/base/load", json={})).status_code == 200
+    assert (await http.get("/v2/models/base/ready")).status_code == 200
+
+
+async def test_what_is_in_use_is_not_unloaded(http: httpx.AsyncClient, registry: Registry, worker: Replicas) -> None:
+    worker.answers = [["transformer"], []]
+    refused = await http.post("/v2/repository/models/base/unload", json={})
+    assert refused.status_code == 409
+    assert "running requests or pins hold transformer" in refused.json()["error"]
+    worker.answers, registry.holders = [[], []], ["worker-1"]
+    refused = await http.post("/v2/repository/models/base/unload", json={})
+    assert (refused.status_code, "held by worker-1" in refused.json()["error"]) == (409, True)
+    assert (await http.get("/v2/models/base/ready")).status_code == 200
 
 
 async def test_who_does_not_wait_gets_a_202(http: httpx.AsyncClient) -> None:

@@ -331,6 +331,10 @@ async def test_generate(client: httpx.AsyncClient, service: Any) -> None:
         ({"text_input": "a", "stop": [1]}, "stop: BYTES takes text"),
         ({"text_input": "a", "max_tokens": None}, "max_tokens"),
         ({"text_input": "\ud800"}, "surrogate"),
+        ({"text_input": "a", "priority": [1]}, "'priority' takes text, a finite number"),
+        ({"text_input": "a", "max_tokens": [1]}, "'max_tokens' takes text, a finite number"),
+        ({"text_input": "a", "stream": 1}, "stream: expected true or false"),
+        ({"text_input": "a", "seed": 1, "parameters": {"seed": 2}}, "seed: given in parameters and beside"),
     ):
         response = await client.post("/v2/models/adder/generate", content=json.dumps(wrong))
         assert response.status_code == 400

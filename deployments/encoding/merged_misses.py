@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 
-from deployments.embedding_cache import Encoding, Found
-from deployments.encode_jobs import EncodeJob
+from deployments.encoding.embedding_cache import Encoding, Found
+from deployments.encoding.encode_jobs import EncodeJob
 
 RunMerged = Callable[[Sequence[EncodeJob], int, float | None], Awaitable[Sequence[Encoding]]]
 Compute = Callable[[], Awaitable[Encoding]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from deployments.embedding_cache import Encoding
+from deployments.encoding.embedding_cache import Encoding
 from deployments.engines.text.encoder import TextEncoder
 from deployments.engines.text.forward_plan import DEFAULT_LIMITS, ForwardLimits
 from deployments.engines.text.padding_counts import EncodeCounter
@@ -23,6 +23,15 @@ class EncodeJob:
     def num_tokens(self) -> int:
         """What it costs: tokens that a forward works on, with the stock padding."""
         return self.text.run_length
+
+
+def encoded_or_raised(jobs: Sequence[EncodeJob]) -> list[Encoding]:
+    """As `encode_jobs`, for a caller who has nobody to share a forward with. Raises the first job's error."""
+    outcomes = encode_jobs(jobs)
+    for outcome in outcomes:
+        if isinstance(outcome, Exception):
+            raise outcome
+    return [outcome for outcome in outcomes if not isinstance(outcome, Exception)]
 
 
 def encode_jobs(

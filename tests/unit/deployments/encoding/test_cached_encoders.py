@@ -14,18 +14,20 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from deployments.embedding_cache import EmbeddingCache, Encoding
-from deployments.encode_jobs import EncodeJob, encode_jobs
-from deployments.encoding import CachedEncoders, ConditioningRequest, TextItem, embedding_of
+from deployments.encoding.cached_encoders import CachedEncoders, embedding_of
+from deployments.encoding.embedding_cache import EmbeddingCache, Encoding
+from deployments.encoding.encode_jobs import EncodeJob, encode_jobs
+from deployments.encoding.keyed_encoders import KeyedEncoder, Running, TextEncoderBuilder
+from deployments.encoding.records import ConditioningRequest
+from deployments.encoding.text_items import TextItem
 from deployments.engines.build import build_module
 from deployments.engines.diffusion.factory import create_pipeline
 from deployments.engines.protocol import DiffusionRequest, EngineError
 from deployments.engines.text.loading import load_text_encoder
 from deployments.engines.text.padding_counts import EncodeCounter
 from deployments.errors import DeadlineExceeded
-from deployments.keyed_encoders import KeyedEncoder, Running, TextEncoderBuilder
 
-MODELS = Path(__file__).parents[3] / "infra" / "demo" / "models"
+MODELS = Path(__file__).parents[4] / "infra" / "demo" / "models"
 LONG = "a handwritten seven and a handwritten eight " * 4  # 36 tokens; CLIP of the demo has places for 14
 
 

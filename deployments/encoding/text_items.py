@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from configs.model import LongText, TextPadding
+from deployments.encoding.keyed_encoders import KeyedEncoder
 from deployments.engines.protocol import EngineError
 from deployments.engines.text.chunks import level_chunks
-from deployments.engines.text.tokens import LongText, TextPadding, TokenizedText
-from deployments.keyed_encoders import KeyedEncoder
+from deployments.engines.text.tokens import TokenizedText
 
 Text = str | tuple[int, ...]
 

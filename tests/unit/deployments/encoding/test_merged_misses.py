@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from deployments.embedding_cache import EmbeddingCache, EncodingKey
-from deployments.encode_jobs import EncodeJob
+from deployments.encoding.embedding_cache import EmbeddingCache, EncodingKey
+from deployments.encoding.encode_jobs import EncodeJob
+from deployments.encoding.merged_misses import MergedMisses
 from deployments.engines.text.tokens import TokenizedText
-from deployments.merged_misses import MergedMisses
 
 
 class Calls:

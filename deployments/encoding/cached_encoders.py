@@ -9,73 +9,27 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from deployments.embedding_cache import EmbeddingCache, Encoding, EncodingKey, Found
-from deployments.encode_jobs import EncodeJob, encode_jobs
+from configs.model import LongText
+from deployments.encoding.embedding_cache import EmbeddingCache, Encoding, EncodingKey, Found
+from deployments.encoding.encode_jobs import EncodeJob
+from deployments.encoding.keyed_encoders import KeyedEncoder
+from deployments.encoding.merged_misses import Compute, MergedMisses, RunMerged
+from deployments.encoding.records import ConditioningRequest, Encoded
+from deployments.encoding.text_items import Text, TextItem, cut_warnings, tokenize_items
 from deployments.engines.build import read_config
 from deployments.engines.protocol import EngineError
 from deployments.engines.text.chunks import join_chunks
 from deployments.engines.text.conditioning import assemble_conditioning, plan_conditioning
-from deployments.engines.text.tokens import LongText, TextPadding, TokenizedText
-from deployments.keyed_encoders import KeyedEncoder, TextEncoderBuilder, is_text_encoder
-from deployments.merged_misses import Compute, MergedMisses, RunMerged
+from deployments.engines.text.tokens import TokenizedText
 from deployments.records import CacheUse
-from deployments.text_items import Text, TextItem, cut_warnings, tokenize_items
 
-__all__ = [
-    "CachedEncoders",
-    "ConditioningRequest",
-    "EncodeJob",
-    "Encoded",
-    "KeyedEncoder",
-    "TextEncoderBuilder",
-    "TextItem",
-    "embedding_of",
-    "encode_jobs",
-    "is_text_encoder",
-]
 MAX_JOINS = 3
 INLINE_CHARACTERS = 20_000  # tokenized on the event loop: about 10 ms. Larger requests go to a thread.
-
-
-@dataclass(frozen=True, slots=True)
-class ConditioningRequest:
-    """The text half of an image request. `use_negative`: whether guidance will be run.
-
-    `text_padding` and `long_text` are the model's (see `plan_conditioning`); `priority` 0 is the encoder's default, and
-    `timeout_s` bounds the wait for a turn.
-    """
-
-    model: str
-    prompt: str
-    negative_prompt: str | None
-    use_negative: bool
-    max_sequence_length: int | None
-    model_version: str | None = None
-    text_padding: TextPadding = "stock"
-    long_text: LongText = "truncate"
-    priority: int = 0
-    timeout_s: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Encoded:
-    """Outputs in the order asked, how many came from the cache, and what the caller should be told.
-
-    `num_tokens` counts the tokens of the texts, without padding. `sources` counts encodings by where they came from:
-    the cache's "local", "joined", "shared" and "computed", and "repeated" within the request.
-    """
-
-    outputs: tuple[Encoding, ...]
-    cache: CacheUse
-    num_tokens: int
-    warnings: tuple[str, ...]
-    sources: Mapping[str, int]
 
 
 class CachedEncoders:

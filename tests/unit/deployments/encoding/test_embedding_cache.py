@@ -13,7 +13,7 @@ import torch
 
 from cluster.encodings.packed import ByteArray, Layout, join_tensors
 from cluster.encodings.records import SharedEncoding
-from deployments.embedding_cache import ENTRY_BYTES, TENSOR_BYTES, EmbeddingCache, EncodingKey
+from deployments.encoding.embedding_cache import ENTRY_BYTES, TENSOR_BYTES, EmbeddingCache, EncodingKey
 from deployments.tensor_records import pack
 
 COST_BYTES = ENTRY_BYTES + TENSOR_BYTES + 400  # of an encoding of 100 float32

@@ -1,0 +1,124 @@
+"""Text encoders as a replica's model host builds them: a module, its tokenizer, and the identity of its weights."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import torch
+
+from deployments.engines.protocol import EngineError
+from deployments.engines.skeletons import SkeletonPool
+from deployments.engines.text.dense import DenseHead, load_dense_head
+from deployments.engines.text.encoder import TextEncoder
+from deployments.engines.text.loading import OPTIONAL_PARTS, load_text_encoder, load_tokenizer
+from weights.formats import dense_head
+from weights.manifest import Component
+
+MAX_TOKENIZERS: Final = 32
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class Running:
+    """Computations under way: those go on that nobody waits for any more.
+
+    `retired`: the module may have other weights by now. A lookup that outlived its request, waiting for another tier
+    of the cache, may come that late.
+    """
+
+    count: int = 0
+    retired: bool = False
+
+    async def during(self, compute: Callable[[], Awaitable[T]]) -> T:
+        """What `compute` gives, counted while it is under way. Raises EngineError when it is too late for it."""
+        if self.retired:
+            raise EngineError("the encoder was let go before this text was encoded")
+        self.count += 1
+        try:
+            return await compute()
+        finally:
+            self.count -= 1
+
+
+@dataclass(frozen=True, slots=True)
+class KeyedEncoder:
+    """A built encoder and the identity of its weights, which cached encodings are filed under.
+
+    Its tokenizer is kept for the next encoder of the same folder.
+    """
+
+    module_key: str
+    encoder: TextEncoder
+    running: Running
+    tokenizer_folder: Path | None = None
+    tokenizer: Any = None
+
+
+def is_text_encoder(component: Component) -> bool:
+    """What the embedding service builds: text encoders, and the heads above them. The worker builds the rest."""
+    return component.library in ("transformers", dense_head.LIBRARY)
+
+
+class TextEncoderBuilder:
+    """Makes text encoders; modules come from `skeletons`, tokenizers from here, where one that fits was kept."""
+
+    def __init__(self) -> None:
+        self.skeletons = SkeletonPool()
+        self._lock = threading.Lock()
+        self._tokenizers: OrderedDict[Path, Any] = OrderedDict()
+
+    def __call__(
+        self, component: Component, skeleton: Path, tensors: dict[str, torch.Tensor]
+    ) -> KeyedEncoder | DenseHead:
+        folder = skeleton / component.folder
+        if component.library == dense_head.LIBRARY:
+            return load_dense_head(folder, tensors)
+        tokenizer_folder = _tokenizer_folder(component, skeleton)
+        with self._lock:
+            tokenizer = self._tokenizers.pop(tokenizer_folder, None)
+        tokenizer = tokenizer or load_tokenizer(tokenizer_folder)
+        encoder = load_text_encoder(
+            folder,
+            component.library,
+            component.class_name,
+            tokenizer_folder,
+            tensors,
+            build=partial(self.skeletons.build_module, component.structure_key),
+            tokenizer=tokenizer,
+        )
+        return KeyedEncoder(component.module_key, encoder, Running(), tokenizer_folder, tokenizer)
+
+    def prepare(self, component: Component, skeleton: Path) -> None:
+        """Make its structure, and load its tokenizer, before they are needed. Raises EngineError."""
+        if component.library == dense_head.LIBRARY:
+            return
+        self.skeletons.prepare(component, skeleton / component.folder, OPTIONAL_PARTS)
+        folder = _tokenizer_folder(component, skeleton)
+        self._keep(folder, load_tokenizer(folder))
+
+    def retire(self, thing: KeyedEncoder | DenseHead) -> None:
+        """Nobody leases it any more. If it still computes for somebody who left, its module ends with that."""
+        if isinstance(thing, KeyedEncoder) and not thing.running.count:
+            thing.running.retired = True
+            self.skeletons.retire(thing.encoder.module)
+            if thing.tokenizer_folder is not None:
+                self._keep(thing.tokenizer_folder, thing.tokenizer)
+
+    def _keep(self, folder: Path, tokenizer: Any) -> None:
+        """For one encoder at a time: a tokenizer is reconfigured by each call."""
+        with self._lock:
+            self._tokenizers[folder] = tokenizer
+            while len(self._tokenizers) > MAX_TOKENIZERS:
+                self._tokenizers.popitem(last=False)
+
+
+def _tokenizer_folder(component: Component, skeleton: Path) -> Path:
+    """That of `text_encoder_2` is `tokenizer_2`; a single model has its own in the same folder."""
+    return skeleton / component.folder.replace("text_encoder", "tokenizer")
