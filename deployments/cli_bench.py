@@ -62,6 +62,20 @@ def bench_switch(
     print_switch_figures(figures, as_json)
 
 
+@app.command("merge")
+def bench_merge(
+    seed: Annotated[int, typer.Option(help="Of the arrivals.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Merging at dispatch beside Serve's own batching: a scenario, 50 patterns, overhead."""
+    from deployments.bench.merge import Effort, run
+    from deployments.bench.merge_report import print_merge_figures
+
+    with err.status("measuring: takes about five minutes"):
+        figures = run(Effort(), seed)
+    print_merge_figures(figures, as_json)
+
+
 @app.command("dedup")
 def bench_dedup(models: Path = Path("infra/demo/models"), as_json: Json = False) -> None:
     """Bytes that a store keeps of the demo pipelines and one more fine-tune, by layout."""

@@ -13,7 +13,7 @@ from cluster.ray_extents import RayExtents
 from configs.cluster import WorkerConfig
 from configs.model import ModelConfig
 from deployments.component_builder import ComponentBuilder
-from deployments.encoding import KeyedEncoder, TextEncoderBuilder, is_text_encoder
+from deployments.encoding.keyed_encoders import KeyedEncoder, TextEncoderBuilder, is_text_encoder
 from deployments.hosting.model_host import ModelHost
 from deployments.replica import limit_threads, prepare_models
 from weights.manifest import Component, Manifest

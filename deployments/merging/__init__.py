@@ -1,0 +1,1 @@
+"""Requests become calls at dispatch: a pure queue that decides, and the asyncio driver that acts. Free of Ray."""
