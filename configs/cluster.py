@@ -202,8 +202,8 @@ class ClusterConfig(StrictModel):
 
     @model_validator(mode="after")
     def _ids_fit_together(self) -> Self:
-        models, adapters = [model.id for model in self.models], [adapter.id for adapter in self.adapters]
-        uses = Counter(models + adapters + [pipeline.id for pipeline in self.pipelines])
+        entries = (self.models, self.adapters, self.pipelines)
+        uses = Counter(entry.id for kind in entries for entry in kind)
         twice = sorted(id_ for id_, count in uses.items() if count > 1)
         if twice:
             raise ValueError(f"ids used more than once: {', '.join(twice)}")

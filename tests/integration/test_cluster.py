@@ -24,7 +24,7 @@ def post(cluster: Cluster, path: str, **options: Any) -> httpx.Response:
 
 def test_models_are_listed_with_their_state(cluster: Cluster) -> None:
     models = {model.id: model for model in cluster.openai.models.list()}
-    assert list(models) == list(cluster.config.entries)
+    assert list(models) == [*cluster.config.entries, *(pipeline.id for pipeline in cluster.config.pipelines)]
     assert models["digits-flux"].state == "ready"
     assert models["bold"].kind == "adapter"
     assert cluster.openai.models.retrieve("adder").kind == "llm"
