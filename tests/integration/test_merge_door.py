@@ -42,7 +42,7 @@ class Doubling:
 
     async def let_go(self) -> list[list[int]]:
         self._gate.set()
-        return self._calls
+        return [list(call) for call in self._calls]  # as it is now: the answer is written down later
 
     async def _run(self, items: Sequence[int]) -> list[int | Exception]:
         self._calls.append(list(items))
