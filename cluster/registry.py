@@ -26,6 +26,7 @@ from cluster.node_keepers import NodeKeepers, alive_nodes
 from cluster.peers.extent_sources import ComingOffer, PeerOffer
 from cluster.residency_report import cluster_residency
 from configs.cluster import ClusterConfig
+from configs.merging import MergeConfig
 from configs.model import ModelConfig
 from weights.intake import bring_in
 from weights.manifest import Manifest
@@ -56,6 +57,7 @@ class WeightRegistry:
             str(store.packs), config.node_budget_bytes, registry_name(config), _keeper_options(config)
         )
         self._peer_secret = peer_secret
+        self._encoder_merging: MergeConfig | None = None
         await self._models.start()
         self._polling = asyncio.ensure_future(self._follow_nodes())
 
@@ -89,6 +91,16 @@ class WeightRegistry:
         except TimeoutError:
             pass
         return change
+
+    # how text encoders merge requests
+
+    async def set_encoder_merging(self, merging: MergeConfig) -> None:
+        """For text encoders that start from now on. Ends with this process: the config counts again then."""
+        self._encoder_merging = merging
+
+    async def encoder_merging(self) -> MergeConfig | None:
+        """None as long as it is the config's."""
+        return self._encoder_merging
 
     # nodes
 

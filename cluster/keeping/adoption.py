@@ -14,7 +14,8 @@ from cluster.keeper_records import HeldOffer
 from cluster.keeping.held_extents import HeldExtents
 from cluster.keeping.residents import Held
 
-# Replicas tell a restarted keeper what they hold within a second; until then storage is not asked.
+# Replicas tell a restarted keeper what they hold within a second; until then storage is not asked. On a busy machine
+# they take longer, but hardly all of them: each offer gives the next one so much more time.
 ADOPTION_S: Final = 3.0
 
 logger = logging.getLogger("atelier.keeper")
@@ -36,18 +37,21 @@ class Adoption:
         self._damaged = damaged
         self._verify = verify
         self._clock = clock
+        self._wait_s = wait_s
         self._until_s = clock() + wait_s
 
     def wait_for(self, ids: Sequence[str]) -> None:
         """Until all of them are here, or no offer is to be expected any more."""
-        left_s = self._until_s - self._clock()
-        if left_s > 0:
-            self._held.wait_until_known(ids, left_s)
+        while (left_s := self._until_s - self._clock()) > 0:
+            if self._held.wait_until_known(ids, left_s):
+                return
 
     def take(self, holder: str, offers: Sequence[HeldOffer]) -> int:
         """The bytes that were not here. Leases are taken over in any case, but for what cannot be mapped."""
+        self._expect_more()
         taken_bytes = 0
         for offer in offers:
+            self._expect_more()
             id_ = offer.extent.id
             if self._held.adopt(None, id_, holder, offer.num_leases):
                 continue
@@ -56,6 +60,12 @@ class Adoption:
                 if self._held.held(id_) is held:  # another replica may have offered it meanwhile
                     taken_bytes += offer.extent.nbytes
         return taken_bytes
+
+    def _expect_more(self) -> None:
+        """Only as long as somebody may still wait: an offer that comes late has lost."""
+        now_s = self._clock()
+        if now_s < self._until_s:
+            self._until_s = max(self._until_s, now_s + self._wait_s)
 
     def _mapped(self, offer: HeldOffer, holder: str) -> Held | None:
         try:

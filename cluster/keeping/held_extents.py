@@ -158,10 +158,10 @@ class HeldExtents:
             self._freed()
             return True
 
-    def wait_until_known(self, ids: Sequence[str], timeout_s: float) -> None:
-        """Until all of them are here or coming, and no longer than the time given."""
+    def wait_until_known(self, ids: Sequence[str], timeout_s: float) -> bool:
+        """Until all of them are here or coming, and no longer than the time given. False when some are not."""
         with self._changed:
-            self._changed.wait_for(lambda: all(self._all.entry(id_) for id_ in ids), max(timeout_s, 0.0))
+            return self._changed.wait_for(lambda: all(self._all.entry(id_) for id_ in ids), max(timeout_s, 0.0))
 
     def release(self, ids: Sequence[str], holder: str) -> None:
         """Give back one lease per id. Unknown ids and holders are ignored: releasing twice is not an error."""

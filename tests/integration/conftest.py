@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from integration.echo_functions import echo_pipelines
 from integration.harness import DEMO_MODELS, MINILM, ROOT, Cluster
 from safetensors.torch import load_file, save_file
 
@@ -31,7 +32,8 @@ def _config(folder: Path) -> ClusterConfig:
     """The demo config, two workers on one node, its own store and port, and more models."""
     demo = load_cluster_config(ROOT / "configs/clusters/demo.yaml").model_dump(mode="json")
     truncated = _truncated_model(folder / "truncated")
-    demo |= {"name": "integration", "http": {"port": _free_port()}, "store": {"path": str(folder / "store")}}
+    ports = {"http": {"port": _free_port()}, "grpc": {"port": _free_port()}}
+    demo |= {"name": "integration", **ports, "store": {"path": str(folder / "store")}}
     demo["worker"] |= {"num_replicas": 2, "num_cpus": 0.5}
     demo["models"] += [
         {"id": "minilm", "path": str(MINILM)},
@@ -39,6 +41,7 @@ def _config(folder: Path) -> ClusterConfig:
         {"id": "incomplete", "path": str(_model_that_lacks_a_tensor(folder / "incomplete")), "preload": True},
         {"id": "adder-copy", "path": str(_adder_with_other_weights(folder / "adder-copy"))},
     ]
+    demo["pipelines"] += echo_pipelines()
     return ClusterConfig.model_validate(demo)
 
 

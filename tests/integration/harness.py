@@ -38,6 +38,11 @@ class Cluster:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
 
     @property
+    def grpc(self) -> str:
+        assert self.config.grpc is not None
+        return f"{self.config.grpc.host}:{self.config.grpc.port}"
+
+    @property
     def handle(self) -> Any:
         return serve.get_app_handle("atelier")
 
