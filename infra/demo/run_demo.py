@@ -65,6 +65,8 @@ class Demo:
         for model in ("digits-flux", "digits-sdxl", "digits-flux"):
             self._one_digit(f"switch to {model}", model)
         self._sdxl_sheet()
+        self._draw_a_sum("3 + 4", 7)
+        self._classify("so tired of this rain, who else wants to be at the beach right now :)", "tweet")
         return all(row.right for row in self.rows)
 
     def _digits(self, what: str, model: str, file: str, **options: Any) -> list[Image.Image]:
@@ -121,6 +123,18 @@ class Demo:
         used = f"{cache['hits']} of {cache['hits'] + cache['misses']}"
         self.rows.append(Row(what, text, read == 7, answer.details["timings_ms"], used))
 
+    def _draw_a_sum(self, total: str, expected: int) -> None:
+        """A language model and a Flux pipeline, chained to one model."""
+        answer = self.client.generate(model="sum-to-digit", prompt=total, seed=SEED)
+        read = int(self._judge.read([Image.open(io.BytesIO(answer.files[0]))])[0])
+        self.rows.append(Row(f"pipeline: {total}", f"a {read}", read == expected, answer.details["timings_ms"]))
+
+    def _classify(self, text: str, expected: str) -> None:
+        """Tokenizer, BERT and head, in one call of the embedding service."""
+        body = self.client.chat(model="text-classifier", messages=[{"role": "user", "content": text}])
+        label = body["choices"][0]["message"]["content"]
+        self.rows.append(Row(f"pipeline: {text[:24]}…", label, label == expected, body["timings_ms"]))
+
     def _sdxl_sheet(self) -> None:
         self._digits("ten digits, SDXL", "digits-sdxl", "digits-sdxl.png")
 
@@ -173,6 +187,7 @@ The cluster stays up until Ctrl-C. In another terminal:
   . .venv/bin/activate
   atelier generate "a handwritten five" --lora bold -o out/five.png
   atelier chat "What is 30 + 12?"
+  atelier generate "3 + 4" -m sum-to-digit -o out/seven.png
   atelier status
   curl {url}/v1/images/generations -H 'content-type: application/json' \\
     -d '{{"model": "digits-flux", "prompt": "a handwritten five", "seed": 1}}'
