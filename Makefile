@@ -53,6 +53,7 @@ bench: setup     ## Measure against stock diffusers and transformers; the tables
 quality: setup   ## Read 200 pictures of each demo model with a classifier, and all held-out sums
 	$(BIN)/python infra/demo/measure_quality.py
 	$(BIN)/python infra/demo/measure_adder.py
+	$(BIN)/python infra/demo/measure_texts.py
 
 clean:           ## Remove what the targets made
 	rm -rf $(VENV) $(JUDGES) out .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
