@@ -108,7 +108,7 @@ def _problem(node: yaml.Node | None, detail: Any) -> Problem:
         text = f"unknown key{hint} (known: {', '.join(known)})"
     elif detail["type"] == "missing":
         text = "required, but missing"
-    elif not isinstance(detail.get("input"), dict | list | tuple):
+    elif not isinstance(detail.get("input"), dict | list | tuple | BaseModel):
         # A mistaken URL may have a password in it: https://user:password@host.
         text = f"{text}, got {re.sub(r'//.*@', '//***@', repr(detail.get('input')))}"
     return Problem(_line_of(node, location), key, text)

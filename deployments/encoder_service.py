@@ -57,7 +57,7 @@ class EncoderService:
                     await asyncio.wait({answer}, timeout=self._patience_s)
                     if not answer.done() and not await self._is_alive():
                         break
-                else:
+                if answer.done():  # perhaps while nobody answered the ping
                     return answer.result()
             except (RayActorError, ReplicaUnavailableError):
                 if await self._is_alive():

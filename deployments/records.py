@@ -6,7 +6,7 @@ are plain dataclasses that hold numpy arrays, which Ray moves without a copy.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -203,7 +203,7 @@ class EmbeddingResult:
 
 @dataclass(frozen=True, slots=True)
 class TextChunk:
-    """A piece of generated text. `finish_reason` and the timings come with the last one."""
+    """A piece of generated text. `finish_reason`, timings and warnings come with the last one."""
 
     text: str
     num_prompt_tokens: int
@@ -211,6 +211,7 @@ class TextChunk:
     finish_reason: str | None = None
     timings_ms: TimingsMs = field(default_factory=dict)
     switch: SwitchReport | None = None
+    warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,11 +225,22 @@ class TextResult:
     num_completion_tokens: int
     timings_ms: TimingsMs
     switch: SwitchReport | None = None
+    warnings: tuple[str, ...] = ()
+
+
+def warnings_by_item(warnings: Sequence[Sequence[str]]) -> tuple[str, ...]:
+    """Of the items of one request: each says which item it is about, unless there is only one."""
+    if len(warnings) == 1:
+        return tuple(warnings[0])
+    return tuple(f"item {number}: {text}" for number, texts in enumerate(warnings) for text in texts)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelCard:
-    """One served model or adapter. `error` names file and tensor when it is unavailable."""
+    """One served model or adapter. `error` names file and tensor when it is unavailable.
+
+    `fingerprint` is that of the version that is served, `labels` name the outputs of a head.
+    """
 
     id: str
     kind: str | None
@@ -238,3 +250,5 @@ class ModelCard:
     description: str = ""
     error: str = ""
     defaults: dict[str, Any] = field(default_factory=dict)
+    fingerprint: str = ""
+    labels: tuple[str, ...] = ()

@@ -6,6 +6,7 @@ ingress stays light.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias
 
@@ -72,3 +73,16 @@ class TensorValue:
     @property
     def shape(self) -> tuple[int, ...]:
         return self.data.shape
+
+
+def bytes_data(elements: Sequence[bytes]) -> npt.NDArray[np.object_]:
+    """Data of a BYTES tensor of shape (len(elements),)."""
+    # np.array(list of bytes) would make a fixed-width dtype that drops trailing zero bytes.
+    array = np.empty(len(elements), np.object_)
+    array[:] = elements
+    return array
+
+
+def text_tensor(name: str, texts: Sequence[str]) -> TensorValue:
+    """BYTES of shape (len(texts),): UTF-8, a question mark for half of a surrogate pair."""
+    return TensorValue(name, "BYTES", bytes_data([text.encode(errors="replace") for text in texts]))

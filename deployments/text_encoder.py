@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 
 from cluster.encodings.ray_tier import RaySharedTier
+from cluster.registry import connect_registry
 from cluster.shared_encodings import connect_shared_encodings
 from cluster.telemetry import RequestMetrics
 from configs.cluster import ClusterConfig
@@ -33,6 +34,7 @@ from deployments.records import EmbeddingRequest, EmbeddingResult, HeadRequest
 from deployments.replica import limit_threads, open_host, prepare_models
 from deployments.segment_ops import EncoderOps
 from deployments.tensor_records import pack
+from deployments.threads import in_thread
 from weights.manifest import ModelKind
 
 KINDS: Final[tuple[ModelKind, ...]] = ("diffusion", "embedding", "head")
@@ -52,7 +54,8 @@ class TextEncoderService:
             shared = RaySharedTier(partial(connect_shared_encodings, config.name, settings.shared_cache_bytes))
         self._cache = EmbeddingCache(settings.cache_bytes, shared)
         self._padding = EncodeCounter()
-        self._merger: RequestMerger[EncodeJob, Encoding] = RequestMerger(self._encode, settings.merging)
+        self._merging: MergeConfig = await connect_registry(config).encoder_merging.remote() or settings.merging
+        self._merger: RequestMerger[EncodeJob, Encoding] = RequestMerger(self._encode, self._merging)
         self._door = ServeDoor(self._merger, settings.max_ongoing_requests)
         self._encoders = CachedEncoders(self._cache, self._run_merged)
         self._segments = SegmentRunner(settings.torch_device)
@@ -100,7 +103,7 @@ class TextEncoderService:
             async with self._host.lease(request.model, is_text_encoder, version=request.model_version) as lease:
                 (head,) = lease.modules.values()
                 features = torch.from_numpy(np.array(request.features))  # what comes from Ray is read-only
-                scores = await asyncio.to_thread(head.apply, features)
+                scores = await in_thread(head.apply, features)
         result: npt.NDArray[np.float32] = scores.float().cpu().numpy()
         return result
 
@@ -114,6 +117,7 @@ class TextEncoderService:
 
     async def retune(self, merging: MergeConfig) -> None:
         """From now on, for those who wait as well."""
+        self._merging = merging
         self._merger.retune(merging)
 
     async def prefetch(self, model: str) -> None:
@@ -139,6 +143,7 @@ class TextEncoderService:
             "skeletons": asdict(self._builder.skeletons.stats()),
             "cache": asdict(self._cache.stats()),
             "merging": asdict(self._merger.stats()),
+            "merge_config": self._merging.model_dump(mode="json"),
             "padding": asdict(self._padding.stats()),
             "segments": asdict(self._segments.stats()),
         }

@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from weights.dtypes import cast_target
 from weights.errors import FormatError, StoreVersionError, WeightsError
 from weights.formats.checkpoint import Checkpoint, SourceComponent, read_checkpoint
+from weights.formats.encoder_files import has_parts, parts_hash
 from weights.formats.gguf_model import gguf_set
 from weights.manifest import Component, Layout, Manifest
 from weights.storage.hashing import HashedTensor, Progress, hash_tensors
@@ -73,7 +74,7 @@ def externalize(
     hashed = hash_tensors({part.name: part.tensors for part in checkpoint.components}, dtype, progress)
     root = source if source.is_dir() else source.parent
     try:
-        components = [_draft(root, part, hashed[part.name], dtype) for part in checkpoint.components]
+        components = [_draft(checkpoint, root, part, hashed[part.name], dtype) for part in checkpoint.components]
         draft = Draft(
             model=model,
             kind=checkpoint.kind,
@@ -105,7 +106,10 @@ def fingerprint(source: Path, settings: Mapping[str, str | None]) -> str:
     return hashlib.sha256(json.dumps([files, settings]).encode()).hexdigest()[:16]
 
 
-def _draft(root: Path, part: SourceComponent, tensors: dict[str, HashedTensor], dtype: str) -> DraftComponent:
+def _draft(
+    checkpoint: Checkpoint, root: Path, part: SourceComponent, tensors: dict[str, HashedTensor], dtype: str
+) -> DraftComponent:
+    is_encoder = has_parts(checkpoint.kind, part.library)
     record = Component(
         name=part.name,
         library=part.library,
@@ -113,6 +117,7 @@ def _draft(root: Path, part: SourceComponent, tensors: dict[str, HashedTensor], 
         folder=part.folder,
         tensors={},
         config_hash=_hash_file(root / part.folder / "config.json"),
+        parts_hash=parts_hash(root, part.folder, checkpoint.skeleton_files()) if is_encoder else "",
         metadata=part.metadata,
         format=part.format,
         files=part.files,

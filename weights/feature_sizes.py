@@ -1,26 +1,32 @@
-"""How long the vectors are that an encoder gives and a head takes, told from manifest and skeleton alone.
+"""What vectors an encoder gives and a head takes and gives, told from manifest and skeleton alone.
 
 A pipeline's tensors are placed in memory before its models are built, and typed before anything has run.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from weights.errors import FormatError
+from weights.formats.dense_head import read_dense_config
 from weights.formats.weight_files import read_json
 from weights.manifest import Component, Manifest
 
 
 @dataclass(frozen=True, slots=True)
 class FeatureSizes:
-    """Numbers per item; None where nobody says. An embedding model takes text, so it has only `out_features`."""
+    """Numbers per item; None where nobody says. An embedding model takes text, so it has only `out_features`.
+
+    `labels` name what a head gives, in order, where its config does.
+    """
 
     in_features: int | None = None
     out_features: int | None = None
+    labels: tuple[str, ...] = ()
 
 
 def feature_sizes(manifest: Manifest, skeleton: Path) -> FeatureSizes:
@@ -30,8 +36,15 @@ def feature_sizes(manifest: Manifest, skeleton: Path) -> FeatureSizes:
     (component,) = manifest.components.values()
     if manifest.kind == "head":
         out_features, in_features = component.tensors["linear.weight"].shape
-        return FeatureSizes(in_features, out_features)
+        return FeatureSizes(in_features, out_features, _labels(skeleton / component.folder))
     return FeatureSizes(out_features=_embedding_size(component, skeleton / component.folder))
+
+
+def _labels(folder: Path) -> tuple[str, ...]:
+    try:
+        return read_dense_config(folder / "config.json").labels or ()
+    except FormatError:  # the head itself will say what is wrong with it
+        return ()
 
 
 def _embedding_size(component: Component, folder: Path) -> int | None:
@@ -40,10 +53,23 @@ def _embedding_size(component: Component, folder: Path) -> int | None:
         projected = ("projection_dim",) if component.class_name == "CLIPTextModelWithProjection" else ()
         names = (*projected, "hidden_size", "d_model")
         size = next((config[name] for name in names if isinstance(config.get(name), int)), None)
-        pooling = folder / "1_Pooling" / "config.json"
-        return size and size * _num_pooled(read_json(pooling)) if pooling.is_file() else size
+        pooling = None if (component.class_name or "").startswith("CLIP") else _pooling_folder(folder)
+        return size and size * _num_pooled(read_json(pooling / "config.json")) if pooling else size
     except FormatError:  # the encoder itself will say what is wrong with it
         return None
+
+
+def _pooling_folder(folder: Path) -> Path | None:
+    """Of a sentence-transformers folder: the stages of modules.json say where it is. Raises FormatError."""
+    path = folder / "modules.json"
+    if not path.is_file():
+        return None
+    try:
+        stages = json.loads(path.read_text("utf-8"))
+        poolings = [str(stage["path"]) for stage in stages if str(stage["type"]).endswith("Pooling")]
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise FormatError(f"{path}: {error}") from None
+    return folder / poolings[-1] if poolings else None
 
 
 def _num_pooled(pooling: Mapping[str, Any]) -> int:

@@ -92,7 +92,9 @@ class Component(_Record):
     """One named module of a model: its class, its folder in the skeleton, its tensors.
 
     `class_name` None means that the folder's own config.json names the architecture. `config_hash` is the sha256
-    of that config.json. `format` and `files` (names in that folder) say what the weights were in, for `inline`.
+    of that config.json, `parts_hash` the identity of the other files that a text encoder is built from ("" for other
+    components; None in a manifest that was written before there was one). `format` and `files` (names in that folder)
+    say what the weights were in, for `inline`.
     """
 
     name: str
@@ -101,6 +103,7 @@ class Component(_Record):
     folder: InsidePath
     tensors: dict[str, TensorRef]
     config_hash: str = ""
+    parts_hash: str | None = None
     metadata: dict[str, str] = {}
     format: WeightFormat = "safetensors"
     files: tuple[InsidePath, ...] = ()
@@ -153,8 +156,10 @@ class Component(_Record):
 
     @functools.cached_property
     def module_key(self) -> str:
-        """Identity of the built module: equal weights under an equal config make the same module."""
-        return hashlib.sha256(f"{self.class_name}\0{self.config_hash}\0{self.weights_hash}".encode()).hexdigest()
+        """Identity of what is built: equal weights under an equal config, and equal parts, make the same thing."""
+        parts = f"\0{self.parts_hash}" if self.parts_hash else ""
+        text = f"{self.class_name}\0{self.config_hash}\0{self.weights_hash}{parts}"
+        return hashlib.sha256(text.encode()).hexdigest()
 
     @functools.cached_property
     def weights_hash(self) -> str:

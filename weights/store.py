@@ -27,6 +27,8 @@ from typing import Final
 from pydantic import ValidationError
 
 from weights.errors import ModelNotStored, StoreError, StoreVersionError
+from weights.formats.checkpoint import skeleton_files
+from weights.formats.encoder_files import has_parts, parts_hash
 from weights.manifest import ExtentRef, Manifest, read_manifest
 from weights.reading.blocks import resolve_pack
 from weights.storage.durable import copy_tree, make_folder, move, remove, sync, sync_tree
@@ -105,7 +107,7 @@ class WeightStore:
             path = self.models / model / "manifest.json"
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):
                 try:
-                    return read_manifest(path)
+                    return self._with_parts(read_manifest(path))
                 except (IsADirectoryError, PermissionError) as error:
                     raise StoreError(f"{path}: {error.strerror}") from error
         known = ", ".join(self.model_names()) or "none"
@@ -129,6 +131,22 @@ class WeightStore:
             number += 1
             name = f"{stem}.{number}"
         return name
+
+    def _with_parts(self, manifest: Manifest) -> Manifest:
+        """A manifest of before has no `parts_hash`: it is told from the skeleton, which has the same files."""
+        root = self.skeleton(manifest)
+        lacking = [
+            part
+            for part in manifest.components.values()
+            if part.parts_hash is None and has_parts(manifest.kind, part.library)
+        ]
+        if not lacking or not root.is_dir():
+            return manifest
+        files = list(skeleton_files(root))
+        found = {
+            part.name: part.model_copy(update={"parts_hash": parts_hash(root, part.folder, files)}) for part in lacking
+        }
+        return manifest.model_copy(update={"components": manifest.components | found})
 
     @contextlib.contextmanager
     def staged(self, kind: str, folder: Path | None = None) -> Iterator[Path]:

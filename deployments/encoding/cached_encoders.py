@@ -20,13 +20,13 @@ from deployments.encoding.encode_jobs import EncodeJob
 from deployments.encoding.keyed_encoders import KeyedEncoder
 from deployments.encoding.merged_misses import Compute, MergedMisses, RunMerged
 from deployments.encoding.records import ConditioningRequest, Encoded
-from deployments.encoding.text_items import Text, TextItem, cut_warnings, tokenize_items
+from deployments.encoding.text_items import Text, TextItem, cut_warnings, embedding_items, tokenize_items
 from deployments.engines.build import read_config
-from deployments.engines.protocol import EngineError
 from deployments.engines.text.chunks import join_chunks
 from deployments.engines.text.conditioning import assemble_conditioning, plan_conditioning
 from deployments.engines.text.tokens import TokenizedText
 from deployments.records import CacheUse
+from deployments.threads import in_thread
 
 MAX_JOINS = 3
 INLINE_CHARACTERS = 20_000  # tokenized on the event loop: about 10 ms. Larger requests go to a thread.
@@ -81,17 +81,13 @@ class CachedEncoders:
         texts: Sequence[Text],
         *,
         long_text: LongText = "truncate",
+        first: int = 0,
         priority: int = 0,
         timeout_s: float | None = None,
     ) -> Encoded:
-        """One "embedding" per text: a sentence encoder's, or CLIP's pooled output."""
+        """One "embedding" per text: a sentence encoder's, or CLIP's pooled output. See `embedding_items`."""
         encoder.encoder.check_embeds()
-        if long_text == "chunk":
-            raise EngineError("long_text 'chunk' makes longer sequences, and an embedding is one vector: use truncate")
-        items = [
-            TextItem(encoder, text, f"input {number}", long_text=long_text, as_embedding=True, keep=text == "")
-            for number, text in enumerate(texts)
-        ]
+        items = embedding_items(encoder, texts, long_text, first)
         return await self.encode(items, priority=priority, timeout_s=timeout_s)
 
     async def encode(self, items: Sequence[TextItem], *, priority: int = 0, timeout_s: float | None = None) -> Encoded:
@@ -99,7 +95,7 @@ class CachedEncoders:
         can take, before anything is computed, and otherwise as `run_merged` does.
         """
         if sum(len(item.text) for item in items) > INLINE_CHARACTERS:
-            chunked = await asyncio.to_thread(tokenize_items, items)
+            chunked = await in_thread(tokenize_items, items)
         else:
             chunked = tokenize_items(items)
         parts = [(item, text) for item, texts in zip(items, chunked, strict=True) for text in texts]

@@ -1,4 +1,4 @@
-"""Text encoders as a replica's model host builds them: a module, its tokenizer, and the identity of its weights."""
+"""Text encoders as a replica's model host builds them: a module, its tokenizer, and the identity of both."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from deployments.engines.skeletons import SkeletonPool
 from deployments.engines.text.dense import DenseHead, load_dense_head
 from deployments.engines.text.encoder import TextEncoder
 from deployments.engines.text.loading import OPTIONAL_PARTS, load_text_encoder, load_tokenizer
-from weights.formats import dense_head
+from weights.formats import dense_head, encoder_files
 from weights.manifest import Component
 
 MAX_TOKENIZERS: Final = 32
@@ -49,7 +49,7 @@ class Running:
 
 @dataclass(frozen=True, slots=True)
 class KeyedEncoder:
-    """A built encoder and the identity of its weights, which cached encodings are filed under.
+    """A built encoder and its identity, which cached encodings are filed under.
 
     Its tokenizer is kept for the next encoder of the same folder.
     """
@@ -80,7 +80,7 @@ class TextEncoderBuilder:
         folder = skeleton / component.folder
         if component.library == dense_head.LIBRARY:
             return load_dense_head(folder, tensors)
-        tokenizer_folder = _tokenizer_folder(component, skeleton)
+        tokenizer_folder = skeleton / encoder_files.tokenizer_folder(component.folder)
         with self._lock:
             tokenizer = self._tokenizers.pop(tokenizer_folder, None)
         tokenizer = tokenizer or load_tokenizer(tokenizer_folder)
@@ -100,7 +100,7 @@ class TextEncoderBuilder:
         if component.library == dense_head.LIBRARY:
             return
         self.skeletons.prepare(component, skeleton / component.folder, OPTIONAL_PARTS)
-        folder = _tokenizer_folder(component, skeleton)
+        folder = skeleton / encoder_files.tokenizer_folder(component.folder)
         self._keep(folder, load_tokenizer(folder))
 
     def retire(self, thing: KeyedEncoder | DenseHead) -> None:
@@ -117,8 +117,3 @@ class TextEncoderBuilder:
             self._tokenizers[folder] = tokenizer
             while len(self._tokenizers) > MAX_TOKENIZERS:
                 self._tokenizers.popitem(last=False)
-
-
-def _tokenizer_folder(component: Component, skeleton: Path) -> Path:
-    """That of `text_encoder_2` is `tokenizer_2`; a single model has its own in the same folder."""
-    return skeleton / component.folder.replace("text_encoder", "tokenizer")

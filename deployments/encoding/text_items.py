@@ -31,6 +31,21 @@ class TextItem:
     keep: bool = False
 
 
+def embedding_items(
+    keyed: KeyedEncoder, texts: Sequence[Text], long_text: LongText = "truncate", first: int = 0
+) -> list[TextItem]:
+    """Texts of which one vector each is wanted; `first` is the number of the first one in its request.
+
+    Raises EngineError for "chunk".
+    """
+    if long_text == "chunk":
+        raise EngineError("long_text 'chunk' makes longer sequences, and an embedding is one vector: use truncate")
+    return [
+        TextItem(keyed, text, f"input {number}", long_text=long_text, as_embedding=True, keep=text == "")
+        for number, text in enumerate(texts, first)
+    ]
+
+
 def tokenize_items(items: Sequence[TextItem]) -> list[tuple[TokenizedText, ...]]:
     """Each item's text, as the one or more texts that are encoded for it. Raises EngineError by `long_text`."""
     found: list[tuple[TokenizedText, ...]] = [()] * len(items)

@@ -10,7 +10,9 @@ from fastapi.responses import JSONResponse, PlainTextResponse
 from starlette.responses import Response
 
 from cluster.telemetry import metrics_urls
+from deployments.ingress.api_docs import documented
 from deployments.ingress.errors import envelope
+from deployments.ingress.openai_answers import HealthBody, ModelBody, ModelsAnswer
 from deployments.ingress.service import Service
 from deployments.records import ModelCard
 
@@ -20,17 +22,17 @@ METRICS_TIMEOUT_S = 5.0
 def create_router(service: Service) -> APIRouter:
     router = APIRouter()
 
-    @router.get("/v1/models", tags=["models"])
+    @router.get("/v1/models", tags=["models"], response_model=ModelsAnswer, responses=documented(503))
     async def models() -> dict[str, Any]:
         """Every model and adapter, with its state."""
         return {"object": "list", "data": [model_object(card) for card in await service.models()]}
 
-    @router.get("/v1/models/{model}", tags=["models"])
+    @router.get("/v1/models/{model}", tags=["models"], response_model=ModelBody, responses=documented(404, 503))
     async def model(model: str) -> dict[str, Any]:
         """One model or adapter."""
         return model_object(await service.model(model))
 
-    @router.get("/healthz", tags=["operations"])
+    @router.get("/healthz", tags=["operations"], response_model=HealthBody, responses={503: {"model": HealthBody}})
     async def healthz() -> JSONResponse:
         """200 when requests can be answered; 503 while configured models are still entering the store."""
         cards = await service.models()
@@ -40,7 +42,12 @@ def create_router(service: Service) -> APIRouter:
         body = {"status": state, "models_ready": len(ready), "models": len(cards)}
         return JSONResponse(body, 503 if entering or not ready else 200)
 
-    @router.get("/metrics", tags=["operations"])
+    @router.get(
+        "/metrics",
+        tags=["operations"],
+        response_class=PlainTextResponse,
+        responses=documented(_503="a node's exporter did not answer"),
+    )
     async def metrics() -> Response:
         """Prometheus text of every node of the cluster, as Ray exports it."""
         pages = []

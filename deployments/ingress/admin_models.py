@@ -6,25 +6,14 @@ from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Body, Query
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, Discriminator, Tag
+from pydantic import Discriminator, Tag
 
+from configs.merging import MergeConfig
 from configs.model import AdapterConfig, ModelConfig
 from deployments.ingress.admin import model_object
+from deployments.ingress.api_docs import documented
 from deployments.ingress.operations import Operations
 from deployments.records import RequestModel
-
-
-class ErrorBody(BaseModel):
-    message: str
-    type: str
-    param: str | None
-    code: str
-
-
-class ErrorAnswer(BaseModel):
-    """What every error looks like."""
-
-    error: ErrorBody
 
 
 class PrefetchBody(RequestModel):
@@ -43,14 +32,6 @@ EntryBody = Annotated[
 ]
 Wait = Annotated[bool, Query(description="answer when the model is ready, or is known to be unusable")]
 Purge = Annotated[bool, Query(description="take it out of the store, too; its bytes go with the next gc")]
-
-
-def _errors(**reasons: str) -> dict[int | str, dict[str, Any]]:
-    return {int(status[1:]): {"model": ErrorAnswer, "description": text} for status, text in reasons.items()}
-
-
-_BAD = "a field that is wrong; `param` names it"
-_UNKNOWN = "no such model"
 _RESTARTING = "the directory of models is restarting; try again"
 
 
@@ -68,8 +49,8 @@ def create_router(operations: Operations) -> APIRouter:
         responses={
             200: {"description": "the model was there: this version of it is served now"},
             202: {"description": "not waited for: the model's `state` tells how it goes on"},
-            **_errors(
-                _400=_BAD,
+            **documented(
+                400,
                 _409="the id belongs to another sort of model",
                 _422="the checkpoint cannot be used; a version before goes on serving",
                 _503=_RESTARTING,
@@ -88,27 +69,42 @@ def create_router(operations: Operations) -> APIRouter:
 
     @router.delete(
         "/admin/models/{model}",
-        responses=_errors(_404=_UNKNOWN, _409="a model of the cluster config", _503=_RESTARTING),
+        responses=documented(400, 404, _409="a model of the cluster config", _503=_RESTARTING),
     )
     async def unregister(model: str, purge: Purge = False) -> dict[str, Any]:
         """Serve it no more; requests that run with it finish. `orphans` are adapters that have lost a base."""
         return {"id": model, "deleted": True, "orphans": await operations.unregister(model, purge=purge)}
 
     @router.post(
-        "/admin/models/{model}/prefetch", responses=_errors(_400=_BAD, _404=_UNKNOWN, _503="the model is unavailable")
+        "/admin/models/{model}/prefetch",
+        responses=documented(400, 404, 503),
     )
     async def prefetch(model: str, body: PrefetchBody | None = None) -> dict[str, Any]:
         """Bring it nearer, into room that nothing leased or pinned needs; says by node what went wrong."""
         return await operations.prefetch(model, (body or PrefetchBody()).tier)
 
-    @router.post("/admin/models/{model}/pin", responses=_errors(_404=_UNKNOWN, _503="the model is unavailable"))
+    @router.post("/admin/models/{model}/pin", responses=documented(404, 503))
     async def pin(model: str) -> dict[str, Any]:
         """Keep it where it is resident."""
         return await operations.pin(model, pinned=True)
 
-    @router.delete("/admin/models/{model}/pin", responses=_errors(_404=_UNKNOWN, _503="the model is unavailable"))
+    @router.delete("/admin/models/{model}/pin", responses=documented(404, 503))
     async def unpin(model: str) -> dict[str, Any]:
         """It may be evicted again."""
         return await operations.pin(model, pinned=False)
+
+    @router.get("/admin/text-encoders/merging")
+    async def merging() -> dict[str, Any]:
+        """How the text encoders merge requests, and what came of it, by replica."""
+        return await operations.describe_merging()
+
+    @router.put("/admin/text-encoders/merging", responses=documented(400, _503=_RESTARTING))
+    async def retune(body: MergeConfig) -> dict[str, Any]:
+        """Merge requests by these values from now on, those that wait included; says by replica what went wrong.
+
+        Fields as in a cluster config (`text_encoder.merging`); what is left out has its default. Replicas that start
+        later begin with it, until the cluster or its registry ends: write it into the config to keep it.
+        """
+        return await operations.retune(body)
 
     return router

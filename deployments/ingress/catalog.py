@@ -80,6 +80,8 @@ def card_of(record: ModelRecord) -> ModelCard:
         description=record.description,
         error=record.error,
         defaults=record.defaults.model_dump(exclude_none=True),
+        fingerprint=record.fingerprint,
+        labels=record.features.labels,
     )
 
 

@@ -84,7 +84,11 @@ def validation_response(error: RequestValidationError) -> JSONResponse:
     if first["type"] == "json_invalid":
         message = f"the body is not valid JSON: {first.get('ctx', {}).get('error', first['msg'])}"
         return JSONResponse(envelope(message, "invalid_request_error", "invalid_json"), 400)
-    param = _field(error.body, first["loc"][1:], missing=first["type"] == "missing") or None
+    place, *path = first["loc"]
+    if place == "body":
+        param = _field(error.body, tuple(path), missing=first["type"] == "missing") or None
+    else:  # of the path, the query or a header
+        param = str(path[0]) if path else None
     text = "unknown field" if first["type"] == "extra_forbidden" else first["msg"].removeprefix("Value error, ")
     got = first.get("input")
     shown = f", got {got!r}" if isinstance(got, str | int | float | bool) and len(repr(got)) < 80 else ""

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from fastapi import FastAPI
 
 from configs.cluster import ClusterConfig
-from deployments.ingress import admin, admin_models, errors, openai_embeddings, openai_images, openai_text
+from deployments.ingress import admin, admin_models, api_docs, errors, openai_embeddings, openai_images, openai_text
 from deployments.ingress.limits import BodyLimit
 from deployments.ingress.open_inference import http as open_inference
 from deployments.ingress.open_inference import repository_http, rest_errors
@@ -53,6 +53,7 @@ def create_http_app(service: Service, config: ClusterConfig) -> FastAPI:
     )
     errors.install(app)
     rest_errors.install(app)
+    api_docs.install(app)
     app.include_router(openai_images.create_router(service))
     app.include_router(openai_embeddings.create_router(service))
     app.include_router(openai_text.create_router(service))

@@ -12,6 +12,8 @@ from fastapi.responses import JSONResponse
 from pydantic import ConfigDict, Field
 
 from deployments.errors import InvalidRequest
+from deployments.ingress.api_docs import INFERENCE_ERRORS, documented
+from deployments.ingress.openai_answers import EmbeddingsAnswer
 from deployments.ingress.service import Service
 from deployments.ingress.timing import rounded, server_timing
 from deployments.records import EmbeddingRequest, RequestModel, as_record
@@ -39,7 +41,7 @@ class EmbeddingsBody(RequestModel):
 def create_router(service: Service) -> APIRouter:
     router = APIRouter(tags=["embeddings"])
 
-    @router.post("/v1/embeddings")
+    @router.post("/v1/embeddings", response_model=EmbeddingsAnswer, responses=documented(*INFERENCE_ERRORS))
     async def embed(body: EmbeddingsBody) -> JSONResponse:
         """Embed texts."""
         result = await service.embed(body.record())

@@ -36,6 +36,7 @@ class AnswerForm(ABC):
             "choices": [choice],
             "usage": usage,
             "timings_ms": timings,
+            "warnings": result.warnings,
         }
 
     def chunk(self, text: str, finish_reason: str | None, **more: Any) -> dict[str, Any]:

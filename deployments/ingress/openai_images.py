@@ -16,6 +16,8 @@ from PIL import Image
 from pydantic import field_validator
 
 from deployments.errors import InvalidRequest
+from deployments.ingress.api_docs import INFERENCE_ERRORS, documented
+from deployments.ingress.openai_answers import ImagesAnswer
 from deployments.ingress.service import Service
 from deployments.ingress.timing import rounded, server_timing
 from deployments.records import ImageOptions, ImageRequest, ImageResult, as_record
@@ -55,7 +57,7 @@ class ImagesBody(ImageOptions):
 def create_router(service: Service) -> APIRouter:
     router = APIRouter(tags=["images"])
 
-    @router.post("/v1/images/generations")
+    @router.post("/v1/images/generations", response_model=ImagesAnswer, responses=documented(*INFERENCE_ERRORS))
     async def generate(body: ImagesBody) -> JSONResponse:
         """Make pictures from a prompt."""
         result = await service.generate(body.record())

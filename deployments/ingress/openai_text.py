@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import Field, field_validator
 from starlette.responses import Response
 
+from deployments.ingress.api_docs import INFERENCE_ERRORS, documented
 from deployments.ingress.errors import error_response
+from deployments.ingress.openai_answers import ChatAnswer, CompletionAnswer
 from deployments.ingress.openai_forms import AnswerForm, ChatForm, CompletionForm
 from deployments.ingress.service import Service
 from deployments.ingress.timing import rounded, server_timing
@@ -114,15 +116,19 @@ class CompletionBody(TextBody):
         return as_record(CompletionRequest, {"prompt": self.prompt, **self.options()})
 
 
+# With `stream`, chunks as server-sent events.
+_RESPONSES: Final = documented(*INFERENCE_ERRORS) | {200: {"content": {"text/event-stream": {}}}}
+
+
 def create_router(service: Service) -> APIRouter:
     router = APIRouter(tags=["text"])
 
-    @router.post("/v1/chat/completions", response_model=None)
+    @router.post("/v1/chat/completions", response_model=ChatAnswer, responses=_RESPONSES)
     async def chat(body: ChatBody) -> Response:
         """The next turn of a chat."""
         return await _respond(service, body, body.record(), ChatForm(body.model))
 
-    @router.post("/v1/completions", response_model=None)
+    @router.post("/v1/completions", response_model=CompletionAnswer, responses=_RESPONSES)
     async def complete(body: CompletionBody) -> Response:
         """The continuation of a text."""
         return await _respond(service, body, body.record(), CompletionForm(body.model))
@@ -164,7 +170,9 @@ async def _events(
 
 
 def _chunk_event(form: AnswerForm, chunk: TextChunk) -> dict[str, Any]:
-    more = {"timings_ms": rounded(chunk.timings_ms)} if chunk.timings_ms else {}
+    more: dict[str, Any] = {"timings_ms": rounded(chunk.timings_ms)} if chunk.timings_ms else {}
+    if chunk.warnings:
+        more["warnings"] = chunk.warnings
     return form.chunk(chunk.text, chunk.finish_reason, **more)
 
 

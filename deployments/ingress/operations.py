@@ -14,6 +14,7 @@ from cluster.errors import ClusterError, ModelUnknown, RegistrationConflict, Reg
 from cluster.errors import ModelUnavailable as NotInStore
 from cluster.models.directory import Entry
 from cluster.models.watching import DirectoryWatch
+from configs.merging import MergeConfig
 from deployments.errors import (
     Conflict,
     InvalidRequest,
@@ -32,6 +33,7 @@ DESCRIBE_TIMEOUT_S: Final = 10.0
 PREFETCH_TIMEOUT_S: Final = 120.0
 HEAR_S: Final = 2.0
 HEAR_PAUSE_S: Final = 0.005
+DEFAULT_MERGING: Final = MergeConfig()
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +45,17 @@ class Registered:
 
 
 class Operations:
-    """`encoder` and `worker` are deployment handles."""
+    """`encoder` and `worker` are deployment handles. `merging` is the config's, of the text encoders."""
 
-    def __init__(self, name: str, watch: DirectoryWatch, encoder: Any, worker: Any) -> None:
+    def __init__(
+        self, name: str, watch: DirectoryWatch, encoder: Any, worker: Any, merging: MergeConfig = DEFAULT_MERGING
+    ) -> None:
         self._name = name
         self._watch = watch
         self._catalog = Catalog(watch)
         self._encoder = encoder
         self._worker = worker
+        self._merging = merging
 
     async def register(self, entry: Entry, *, wait: bool) -> Registered:
         """Raises InvalidRequest, Conflict, or Unprocessable when it was waited for and the checkpoint is unusable.
@@ -99,6 +104,32 @@ class Operations:
             raise Conflict(f"model {model!r}: its weights are held by {', '.join(holders)}", "model")
         await self._heard(model, "unloaded")
         return {"model": model, "workers": _problems(workers), "text_encoders": _problems(encoders)}
+
+    async def merging(self) -> MergeConfig:
+        """What text encoders merge requests by: the config's, unless it was changed since."""
+        try:
+            changed: MergeConfig | None = await self._watch.ask("encoder_merging")
+        except RayActorError:  # with the registry the change is forgotten, too
+            return self._merging
+        return changed or self._merging
+
+    async def retune(self, merging: MergeConfig) -> dict[str, Any]:
+        """From now on, in all text encoders. What went wrong by replica, "" for nothing.
+
+        Those that start later begin with it as well, for as long as the registry lives; then with the config's.
+        """
+        await self._ask("set_encoder_merging", merging)
+        problems = _problems(await _of_all(self._encoder, "retune", merging))
+        return {"merging": merging.model_dump(mode="json"), "text_encoders": problems}
+
+    async def describe_merging(self) -> dict[str, Any]:
+        """What is asked for, and what each text encoder has: its `config`, and its figures since it began."""
+        merging, encoders = await asyncio.gather(self.merging(), _of_all(self._encoder, "describe"))
+        replicas = [
+            replica if "unreachable" in replica else {"config": replica["merge_config"], "stats": replica["merging"]}
+            for replica in _shown(encoders)
+        ]
+        return {"merging": merging.model_dump(mode="json"), "text_encoders": replicas}
 
     async def _heard(self, model: str, state: str) -> None:
         """The copy of the directory here follows in milliseconds; whoever asks next should not see the old state."""

@@ -23,7 +23,7 @@ from deployments.records import (
     ImageResult,
     TextResult,
 )
-from deployments.tensor_values import NUMPY_DTYPES, TensorSpec, TensorValue
+from deployments.tensor_values import NUMPY_DTYPES, TensorSpec, TensorValue, text_tensor
 
 Endpoint = Literal["images", "text", "embeddings"]
 
@@ -50,6 +50,7 @@ class PipelineModels:
             timings_ms=result.timings_ms,
             switch=None,
             cache=CacheUse(0, 0),
+            warnings=result.warnings,
         )
 
     async def write(self, request: ChatRequest | CompletionRequest) -> TextResult:
@@ -66,6 +67,7 @@ class PipelineModels:
             num_prompt_tokens=0,
             num_completion_tokens=0,
             timings_ms=result.timings_ms,
+            warnings=result.warnings,
         )
 
     async def embed(self, request: EmbeddingRequest) -> EmbeddingResult:
@@ -80,6 +82,7 @@ class PipelineModels:
             num_tokens=0,
             timings_ms=result.timings_ms,
             cache=CacheUse(0, 0),
+            warnings=result.warnings,
         )
 
     async def _run(
@@ -92,7 +95,7 @@ class PipelineModels:
             options = ", ".join(role.options) or "none"
             raise InvalidRequest(f"{unknown[0]}: pipeline {model!r} does not take it (options: {options})", unknown[0])
         inputs = {name: _tensor(specs[name], value, len(texts)) for name, value in given.items()}
-        inputs[role.input] = _tensor(specs[role.input], [text.encode() for text in texts], len(texts))
+        inputs[role.input] = text_tensor(role.input, texts)
         priority, timeout_s = getattr(request, "priority", 0), getattr(request, "timeout_s", None)
         return await self._pipelines.run(PipelineRequest(model, inputs, priority, timeout_s))
 
@@ -139,12 +142,9 @@ def _given(request: Any, *, without: set[str]) -> dict[str, Any]:
 
 def _tensor(spec: TensorSpec, value: Any, count: int) -> TensorValue:
     values = value if isinstance(value, list) else [value] * count
-    if spec.datatype == "BYTES":
-        data = np.empty(len(values), dtype=np.object_)
-        data[:] = [item.encode() if isinstance(item, str) else item for item in values]
-    else:
-        try:
-            data = np.array(values, dtype=NUMPY_DTYPES[spec.datatype])
-        except (TypeError, ValueError, OverflowError) as error:
-            raise InvalidRequest(f"{spec.name}: not a {spec.datatype}: {error}", spec.name) from None
-    return TensorValue(spec.name, spec.datatype, data)
+    try:
+        if spec.datatype == "BYTES":
+            return text_tensor(spec.name, values)
+        return TensorValue(spec.name, spec.datatype, np.array(values, dtype=NUMPY_DTYPES[spec.datatype]))
+    except (AttributeError, TypeError, ValueError, OverflowError) as error:
+        raise InvalidRequest(f"{spec.name}: not a {spec.datatype}: {error}", spec.name) from None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 from deployments.ingress.retries import Retries, answered
@@ -10,12 +10,15 @@ from deployments.pipelines.plans import SegmentResult
 
 
 class EncoderReply:
-    """`ask` calls the embedding service and returns Serve's response, which may be handed on without coming here."""
+    """`ask` calls the embedding service, with the responses of `upstream` as they are then, and returns Serve's
+    response, which may be handed on without coming here.
+    """
 
-    def __init__(self, ask: Callable[[], Any], timeout_s: float) -> None:
+    def __init__(self, ask: Callable[[], Any], timeout_s: float, upstream: Sequence[EncoderReply] = ()) -> None:
         self._ask = ask
         self._timeout_s = timeout_s
-        self._is_first = True
+        self._upstream = upstream
+        self._has_failed = False
         self.response = ask()
 
     def __await__(self) -> Generator[Any, None, SegmentResult]:
@@ -25,12 +28,22 @@ class EncoderReply:
         """Nobody waits for it any more."""
         self.response.cancel()
 
+    def ask_again(self) -> None:
+        """What was worked on may have died anywhere on the way: results that came along are made anew as well."""
+        for reply in self._upstream:
+            reply.ask_again()
+        self.response = self._ask()
+        self._has_failed = False
+
     async def _answered(self) -> SegmentResult:
         result: SegmentResult = await answered(self._try, Retries(self._timeout_s))
         return result
 
     async def _try(self) -> Any:
-        if not self._is_first:
-            self.response = self._ask()
-        self._is_first = False
-        return await self.response
+        if self._has_failed:
+            self.ask_again()
+        try:
+            return await self.response
+        except Exception:
+            self._has_failed = True
+            raise

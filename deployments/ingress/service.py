@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from cluster.models.watching import DirectoryWatch
 from configs.cluster import ClusterConfig
+from configs.merging import MergeConfig
 from deployments.defaults import text_rules, with_image_defaults, with_text_defaults
 from deployments.ingress.catalog import Catalog, card_of
 from deployments.ingress.limits import check_embedding, check_image, check_text
@@ -45,7 +46,7 @@ class Service:
     """`encoder` and `worker` are deployment handles. `operations` is for operators, the rest for everybody."""
 
     def __init__(self, config: ClusterConfig, watch: DirectoryWatch, encoder: Any, worker: Any) -> None:
-        self.operations = Operations(config.name, watch, encoder, worker)
+        self.operations = Operations(config.name, watch, encoder, worker, config.text_encoder.merging)
         self._config = config
         self._configured = frozenset(config.entries)
         self._watch = watch
@@ -140,14 +141,18 @@ class Service:
 
     def run_segment(self, call: SegmentCall, upstream: tuple[SegmentReply, ...], /) -> SegmentReply:
         """Steps of a pipeline that one replica of the embedding service runs in one call. Returns at once."""
-        records = (self._watch.record(model) for model in call.plan.models)
-        versions = {record.id: record.fingerprint for record in records if record is not None}
-        versioned = replace(call, versions=versions)
+        records = [record for model in call.plan.models if (record := self._watch.record(model))]
+        versioned = replace(
+            call,
+            versions={record.id: record.fingerprint for record in records},
+            long_texts={record.id: text_rules(record)["long_text"] for record in records},
+        )
 
         def ask() -> Any:
             return self._encoder.run_segment.remote(versioned, *(reply.response for reply in upstream))
 
-        return EncoderReply(ask, self._config.http.request_timeout_s)
+        replies = [reply for reply in upstream if isinstance(reply, EncoderReply)]
+        return EncoderReply(ask, self._config.http.request_timeout_s, replies)
 
     async def _whole(self, request: ChatRequest | CompletionRequest) -> TextResult:
         if await self._is_pipeline(request.model):
@@ -178,6 +183,10 @@ class Service:
             return self._pipeline_card(id_)
         return card_of(await self._catalog.record(id_))
 
+    async def merging(self) -> MergeConfig:
+        """What the text encoders merge requests by now."""
+        return await self.operations.merging()
+
     async def entering(self) -> list[str]:
         """Configured models that are not in the store yet. One that is registered later keeps nobody waiting."""
         records = await self._catalog.records()
@@ -205,7 +214,12 @@ class Service:
 
 def _as_chunk(result: TextResult) -> TextChunk:
     return TextChunk(
-        result.text, result.num_prompt_tokens, result.num_completion_tokens, result.finish_reason, result.timings_ms
+        result.text,
+        result.num_prompt_tokens,
+        result.num_completion_tokens,
+        result.finish_reason,
+        result.timings_ms,
+        warnings=result.warnings,
     )
 
 

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from configs.pipeline import parse_tensor_type
 from deployments.errors import InvalidRequest
-from deployments.tensor_values import NUMPY_DTYPES, Datatype, TensorSpec, TensorValue
+from deployments.tensor_values import NUMPY_DTYPES, Datatype, TensorSpec, TensorValue, text_tensor
 
 Batch: TypeAlias = list[str] | list[tuple[int, ...]] | npt.NDArray[Any]
 PADDING: Final = -1  # of token rows in a tensor; no token has this id
@@ -76,10 +76,8 @@ def batch_of(tensor: TensorValue, type_: EdgeType) -> Batch:
 def tensor_of(name: str, batch: Batch, type_: EdgeType) -> TensorValue:
     """A batch as the outside sees it."""
     if type_ == TEXT:
-        texts = cast("list[str]", batch)
-        data = np.empty(len(texts), dtype=np.object_)
-        data[:] = [text.encode("utf-8", "replace") for text in texts]
-    elif type_ == TOKENS:
+        return text_tensor(name, cast("list[str]", batch))
+    if type_ == TOKENS:
         rows = cast("list[tuple[int, ...]]", batch)
         data = np.full((len(rows), max(map(len, rows), default=0)), PADDING, dtype=np.int64)
         for index, row in enumerate(rows):

@@ -1,9 +1,9 @@
-"""Errors of a step, with its name on them."""
+"""Errors and warnings of a step, with its name on them."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from deployments.errors import GenerationFailed, ServiceError, as_service_errors
 
@@ -28,6 +28,10 @@ def named_failures(pipeline: str, step: str) -> Iterator[None]:
     except Exception as error:
         text = f"pipeline {pipeline!r}, step {step!r} failed: {type(error).__name__}: {error}"
         raise GenerationFailed(text, f"{_PREFIX}{step}") from error
+
+
+def step_warnings(step: str, warnings: Iterable[str]) -> list[str]:
+    return [f"step {step!r}: {warning}" for warning in warnings]
 
 
 def _service_class(error: ServiceError) -> type[ServiceError]:

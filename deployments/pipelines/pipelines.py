@@ -92,7 +92,7 @@ class Pipelines:
             spec.name: tensor_of(spec.name, run.values[plan.outputs[spec.name]], plan.output_types[spec.name])
             for spec in plan.signature.outputs
         }
-        return PipelineResult(outputs, run.timings_ms)
+        return PipelineResult(outputs, run.timings_ms, run.warnings)
 
     def _config(self, name: str) -> PipelineConfig:
         if name not in self._configs:

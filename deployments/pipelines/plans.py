@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final, Literal, NamedTuple, TypeAlias
 
+from configs.model import LongText
 from configs.pipeline import Argument
 from deployments.pipelines.edge_types import Batch, EdgeType
 from deployments.pipelines.memory_plan import MemoryPlan
@@ -95,7 +96,8 @@ class PipelinePlan:
 @dataclass(frozen=True, slots=True, eq=False)
 class SegmentCall:
     """One run of a segment. `inputs` are the values that the caller has; the others come with the results of
-    earlier segments. `versions` are fingerprints of the models, set by the ingress.
+    earlier segments. By model, and set by the ingress: `versions` are fingerprints, `long_texts` what happens to texts
+    that are too long for it.
     """
 
     plan: SegmentPlan
@@ -104,11 +106,13 @@ class SegmentCall:
     priority: int = 0
     timeout_s: float | None = None
     versions: Mapping[str, str] = field(default_factory=dict)
+    long_texts: Mapping[str, LongText] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SegmentResult:
-    """`timings_ms` by step, those of earlier segments whose results came along included."""
+    """`timings_ms` by step, and `warnings`, those of earlier segments whose results came along included."""
 
     outputs: Mapping[Edge, Batch]
     timings_ms: Mapping[str, float]
+    warnings: tuple[str, ...] = ()

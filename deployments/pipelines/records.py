@@ -36,7 +36,8 @@ class PipelineRequest:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PipelineResult:
-    """`timings_ms` has one entry per step, by its name, and "total"."""
+    """`timings_ms` has one entry per step, by its name, and "total". `warnings` begin with their step's name."""
 
     outputs: dict[str, TensorValue]
     timings_ms: dict[str, float] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()

@@ -10,10 +10,18 @@ from typing import Any, TypeVar
 from deployments.errors import DeadlineExceeded, InvalidRequest
 from deployments.pipelines.calls import ModelCalls, SegmentReply
 from deployments.pipelines.edge_types import IMAGE, Batch, items_of, stacked
-from deployments.pipelines.failures import named_failures
+from deployments.pipelines.failures import named_failures, step_warnings
 from deployments.pipelines.plans import PIPELINE_INPUT, Edge, PipelinePlan, SegmentCall, SegmentPlan, StepPlan
 from deployments.pipelines.step_functions import find_function
-from deployments.records import ChatRequest, CompletionRequest, ImageRequest, as_record
+from deployments.records import (
+    ChatRequest,
+    CompletionRequest,
+    ImageRequest,
+    ImageResult,
+    TextResult,
+    as_record,
+    warnings_by_item,
+)
 
 ResultT = TypeVar("ResultT")
 
@@ -38,6 +46,7 @@ class PipelineRun:
     ) -> None:
         self.values: dict[Edge, Batch] = {Edge(PIPELINE_INPUT, name): batch for name, batch in inputs.items()}
         self.timings_ms: dict[str, float] = {}
+        self._warnings: list[str] = []
         self._plan = plan
         self._num_items = num_items
         self._ask = ask
@@ -50,6 +59,11 @@ class PipelineRun:
         self._asked = {segment.name: asyncio.Event() for segment in plan.segments()}
         self._replies: dict[str, SegmentReply] = {}
         self._open: dict[str, SegmentReply] = {}
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Each begins with its step's name."""
+        return tuple(dict.fromkeys(self._warnings))  # results of one segment may come along several ways
 
     async def run(self) -> None:
         """Raises the ServiceError of the step that failed first, its name in front, or DeadlineExceeded."""
@@ -100,6 +114,7 @@ class PipelineRun:
             result = await reply
             self.values.update(result.outputs)
             self.timings_ms.update(result.timings_ms)
+            self._warnings += result.warnings
             self._open.pop(segment.name)
             self._ready[segment.name].set()
 
@@ -130,23 +145,25 @@ class PipelineRun:
             for index in range(self._num_items)
         ]
         if step.action == "generate":
-            images = await together([self._picture(item) for item in items])
+            pictures = await together([self._ask.generate(as_record(ImageRequest, item)) for item in items])
+            self._note(step, pictures)
             try:
-                return {"image": stacked(images, IMAGE)}
+                return {"image": stacked([picture.images[0] for picture in pictures], IMAGE)}
             except ValueError as error:
                 raise InvalidRequest(f"images of one request have one size; {error}", "width") from None
-        return {"text": await together([self._text(item) for item in items])}
+        texts = await together([self._text(item) for item in items])
+        self._note(step, texts)
+        return {"text": [text.text for text in texts]}
 
-    async def _picture(self, fields: dict[str, Any]) -> Any:
-        result = await self._ask.generate(as_record(ImageRequest, fields))
-        return result.images[0]
-
-    async def _text(self, fields: dict[str, Any]) -> str:
+    async def _text(self, fields: dict[str, Any]) -> TextResult:
         if "prompt" in fields:
-            return (await self._ask.complete(as_record(CompletionRequest, fields))).text
+            return await self._ask.complete(as_record(CompletionRequest, fields))
         turns = [("system", fields.pop("system", None)), ("user", fields.pop("message"))]
         messages = tuple({"role": role, "content": text} for role, text in turns if text is not None)
-        return (await self._ask.chat(as_record(ChatRequest, fields | {"messages": messages}))).text
+        return await self._ask.chat(as_record(ChatRequest, fields | {"messages": messages}))
+
+    def _note(self, step: StepPlan, results: Sequence[ImageResult] | Sequence[TextResult]) -> None:
+        self._warnings += step_warnings(step.name, warnings_by_item([result.warnings for result in results]))
 
     def _remaining_s(self) -> float | None:
         """At least a little: zero would be refused as no time at all, while the deadline here says it better."""

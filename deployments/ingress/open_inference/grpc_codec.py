@@ -13,7 +13,6 @@ import numpy as np
 from google.protobuf.json_format import ParseDict
 
 from deployments.errors import InvalidRequest
-from deployments.ingress.open_inference.model_configuration import model_configuration
 from deployments.ingress.open_inference.protos import open_inference as messages
 from deployments.ingress.open_inference.records import InferRequest, InferResponse, ModelMetadata, OutputWish
 from deployments.ingress.open_inference.statistics import ModelStatistics
@@ -93,17 +92,9 @@ def write_metadata(metadata: ModelMetadata) -> messages.ModelMetadataResponse:
     )
 
 
-def write_config(metadata: ModelMetadata, max_batch_size: int) -> messages.ModelConfig:
-    """Triton's model configuration, as REST has it, and whether a request on a stream may have several responses."""
-    config = messages.ModelConfig()
-    ParseDict(model_configuration(metadata, max_batch_size), config)
-    config.model_transaction_policy.decoupled = is_decoupled(metadata)
-    return config
-
-
-def is_decoupled(metadata: ModelMetadata) -> bool:
-    """Whether a request on a stream may have several responses: that of a text model has one per piece."""
-    return metadata.parameters.get("kind") == "llm"
+def write_config(configuration: Mapping[str, Any]) -> messages.ModelConfig:
+    """Triton's model configuration, as REST has it."""
+    return ParseDict(configuration, messages.ModelConfig())
 
 
 def write_statistics(found: Iterable[ModelStatistics]) -> messages.ModelStatisticsResponse:

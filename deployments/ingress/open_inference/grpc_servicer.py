@@ -77,9 +77,8 @@ class InferenceServicer:
         return grpc_codec.write_metadata(await self._inference.metadata(request.name, request.version))
 
     async def model_config(self, request: messages.ModelConfigRequest, context: Any) -> messages.ModelConfigResponse:
-        metadata = await self._inference.metadata(request.name, request.version)
-        max_batch_size = await self._inference.max_batch_size(request.name)
-        return messages.ModelConfigResponse(config=grpc_codec.write_config(metadata, max_batch_size))
+        configuration = await self._inference.configuration(request.name, request.version)
+        return messages.ModelConfigResponse(config=grpc_codec.write_config(configuration))
 
     async def model_infer(
         self, request: messages.ModelInferRequest, context: grpc.aio.ServicerContext

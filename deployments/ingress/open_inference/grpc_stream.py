@@ -9,16 +9,15 @@ last response of each request, error or not, so no empty one has to follow it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
-from typing import Any, Final, cast
+from typing import Any, Final
 
-from deployments.ingress.open_inference import grpc_codec
 from deployments.ingress.open_inference.grpc_calls import parsed, read_infer, write_infer
 from deployments.ingress.open_inference.grpc_errors import status_of
 from deployments.ingress.open_inference.inference import Inference
+from deployments.ingress.open_inference.model_configuration import is_decoupled
 from deployments.ingress.open_inference.protos import open_inference as messages
-from deployments.ingress.open_inference.records import InferResponse
 
 MAX_CONCURRENT: Final = 64  # requests of one stream in work; the next ones wait in gRPC's own flow control
 Turn = asyncio.Future[None]
@@ -61,8 +60,7 @@ class InferStream:
     async def _respond(self, request: Any, before: Turn) -> None:
         try:
             asked = await read_infer(request)
-            pieces = cast("AsyncGenerator[InferResponse]", self._inference.infer_stream(asked))
-            async with aclosing(pieces) as responses:
+            async with aclosing(self._inference.infer_stream(asked)) as responses:
                 async for response in responses:
                     await self._send(before, infer_response=await write_infer(response))
         except Exception as error:
@@ -78,7 +76,7 @@ class InferStream:
 
     async def _is_decoupled(self, request: Any) -> bool:
         try:
-            return grpc_codec.is_decoupled(await self._inference.metadata(parsed(request).model_name))
+            return is_decoupled(await self._inference.metadata(parsed(request).model_name))
         except Exception:  # the request's own answer says what is wrong
             return False
 

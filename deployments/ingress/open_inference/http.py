@@ -26,7 +26,6 @@ from deployments.ingress.open_inference.compression import (
 )
 from deployments.ingress.open_inference.generate import add_generate_routes
 from deployments.ingress.open_inference.inference import Inference
-from deployments.ingress.open_inference.model_configuration import model_configuration
 from deployments.ingress.open_inference.model_routes import add_model_route, create_protocol_router
 from deployments.ingress.open_inference.records import EXTENSIONS, SERVER_NAME, InferRequest, InferResponse
 from deployments.ingress.open_inference.rest import read_request, write_response
@@ -130,8 +129,7 @@ def _add_model_routes(router: APIRouter, inference: Inference) -> None:
 
     async def model_config(_: Request, model: str, version: str) -> Response:
         """Triton's model configuration."""
-        found = await inference.metadata(model, version)
-        return JSONResponse(model_configuration(found, await inference.max_batch_size(model)))
+        return JSONResponse(await inference.configuration(model, version))
 
     errors = documented(400, 404, 503)
     add_model_route(router, "GET", "", model_metadata, response_model=rest_bodies.ModelMetadataBody, responses=errors)

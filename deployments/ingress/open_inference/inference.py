@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 from configs.cluster import LimitsConfig
 from deployments.errors import InvalidRequest
 from deployments.ingress.open_inference import answers
 from deployments.ingress.open_inference.answers import Answer, Backend
 from deployments.ingress.open_inference.classification import classified
+from deployments.ingress.open_inference.model_configuration import model_configuration
 from deployments.ingress.open_inference.prompts import image_requests, text_requests
 from deployments.ingress.open_inference.records import (
     VERSION,
@@ -25,7 +28,7 @@ from deployments.ingress.open_inference.statistics import Recorder
 from deployments.ingress.open_inference.targets import PIPELINE, Target, find_target, is_any_answering, is_ready
 from deployments.ingress.open_inference.tensors import texts
 from deployments.pipelines.records import PipelineRequest
-from deployments.records import EmbeddingRequest, as_record
+from deployments.records import EmbeddingRequest, HeadRequest, as_record
 from deployments.tensor_values import TensorValue
 
 
@@ -50,18 +53,22 @@ class Inference:
 
     async def metadata(self, model: str, version: str = "") -> ModelMetadata:
         target = await find_target(self._service, model, version)
+        fingerprint = {"fingerprint": target.fingerprint} if target.fingerprint else {}
         return ModelMetadata(
             name=model,
             versions=(VERSION,),
             platform=f"atelier_{target.kind}",
             inputs=target.signature.inputs,
             outputs=target.signature.outputs,
-            parameters={"kind": target.kind, "description": target.description},
+            parameters={"kind": target.kind, "description": target.description} | fingerprint,
         )
 
-    async def max_batch_size(self, model: str) -> int:
-        """Items that one request for `model` may carry."""
-        return self._most((await find_target(self._service, model, "")).kind)
+    async def configuration(self, model: str, version: str = "") -> dict[str, Any]:
+        """Triton's, as JSON."""
+        metadata = await self.metadata(model, version)
+        kind = metadata.parameters["kind"]
+        merging = await self._service.merging() if kind == "embedding" else None
+        return model_configuration(metadata, self._most(kind), merging)
 
     async def infer(self, request: InferRequest) -> InferResponse:
         """The whole answer."""
@@ -71,39 +78,39 @@ class Inference:
             given, schedule = self._checked(target, request)
             async with Deadline(schedule.timeout_s).bounding():
                 answer = await self._answer(target, given, request.parameters, schedule)
-            outputs = _wished(answer.outputs, request.outputs)
+            outputs = _wished(answer.outputs, request.outputs, target.labels)
         except Exception:
             if self._recorder:
                 self._recorder.failed(request.model, (time.perf_counter() - start) * 1e3)
             raise
         timings_ms = {"queue": 0.0, "total": (time.perf_counter() - start) * 1e3} | dict(answer.timings_ms)
         self._succeeded(request.model, answer, timings_ms)
-        return InferResponse(request.model, VERSION, outputs, request.id, timings_ms=timings_ms)
+        parameters = _told(answer.warnings)
+        return InferResponse(request.model, VERSION, outputs, request.id, parameters, timings_ms)
 
-    async def infer_stream(self, request: InferRequest) -> AsyncIterator[InferResponse]:
+    async def infer_stream(self, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
         """The answer of a text model to one prompt, piece by piece; of any other model the whole, as one piece.
 
         The parameter `triton_final_response` is true on the last piece.
         """
         target = await find_target(self._service, request.model, request.version)
         if target.kind != "llm":
-            response = await self.infer(request)
-            yield _piece(request, response.outputs, response.timings_ms, is_last=True)
+            yield _piece(await self.infer(request), is_last=True)
             return
         start = time.perf_counter()
         timings_ms: Mapping[str, float] = {}
         try:
-            async for outputs, timings_ms, is_last in self._text_pieces(target, request):
-                yield _piece(request, outputs, timings_ms, is_last=is_last)
+            async for response, is_last in self._text_pieces(target, request):
+                timings_ms = response.timings_ms
+                yield _piece(response, is_last=is_last)
         except Exception:
             if self._recorder:
                 self._recorder.failed(request.model, (time.perf_counter() - start) * 1e3)
             raise
         self._succeeded(request.model, Answer((), {}), timings_ms)
 
-    async def _text_pieces(
-        self, target: Target, request: InferRequest
-    ) -> AsyncIterator[tuple[tuple[TensorValue, ...], dict[str, float], bool]]:
+    async def _text_pieces(self, target: Target, request: InferRequest) -> AsyncIterator[tuple[InferResponse, bool]]:
+        """The pieces, and whether each is the last one."""
         given, schedule = self._checked(target, request)
         records = text_requests(target.name, given, target.signature.inputs, request.parameters)
         if len(records) != 1:
@@ -115,8 +122,9 @@ class Inference:
                 chunk = await anext(chunks, None)
             if chunk is None:
                 return
-            is_last = chunk.finish_reason is not None
-            yield _wished(answers.text_outputs([chunk]), request.outputs), chunk.timings_ms, is_last
+            outputs, told = _wished(answers.text_outputs([chunk]), request.outputs), _told(chunk.warnings)
+            response = InferResponse(request.model, VERSION, outputs, request.id, told, chunk.timings_ms)
+            yield response, chunk.finish_reason is not None
 
     def _checked(self, target: Target, request: InferRequest) -> tuple[dict[str, TensorValue], Schedule]:
         """What can be refused before anything is asked."""
@@ -144,6 +152,8 @@ class Inference:
             waits = {"priority": schedule.priority, "timeout_s": schedule.timeout_s}
             fields = {"model": name, "input": items, **waits}
             return await answers.embeddings(self._service, as_record(EmbeddingRequest, fields))
+        if target.kind == "head":
+            return await answers.scores(self._service, HeadRequest(name, given["features"].data))
         pipeline = PipelineRequest(name, given, schedule.priority, schedule.timeout_s)
         return await answers.pipeline(self._service, pipeline, _items(target, given)[1])
 
@@ -169,16 +179,22 @@ def _items(target: Target, given: Mapping[str, TensorValue]) -> tuple[str, int]:
     return next(count for count in counts if count[0] == leading)
 
 
-def _wished(outputs: Sequence[TensorValue], wishes: Sequence[OutputWish]) -> tuple[TensorValue, ...]:
+def _wished(
+    outputs: Sequence[TensorValue], wishes: Sequence[OutputWish], labels: Sequence[str] = ()
+) -> tuple[TensorValue, ...]:
     if not wishes:
         return tuple(outputs)
     by_name = {value.name: value for value in outputs}
     return tuple(
-        classified(by_name[wish.name], wish.num_classes) if wish.num_classes else by_name[wish.name] for wish in wishes
+        classified(by_name[wish.name], wish.num_classes, labels) if wish.num_classes else by_name[wish.name]
+        for wish in wishes
     )
 
 
-def _piece(
-    request: InferRequest, outputs: tuple[TensorValue, ...], timings_ms: Mapping[str, float], *, is_last: bool
-) -> InferResponse:
-    return InferResponse(request.model, VERSION, outputs, request.id, {"triton_final_response": is_last}, timings_ms)
+def _told(warnings: Sequence[str]) -> dict[str, str]:
+    """As parameters of a response, which are plain values."""
+    return {"warnings": "; ".join(warnings)} if warnings else {}
+
+
+def _piece(response: InferResponse, *, is_last: bool) -> InferResponse:
+    return replace(response, parameters={**response.parameters, "triton_final_response": is_last})

@@ -7,13 +7,24 @@ from __future__ import annotations
 
 from typing import Any
 
+from configs.merging import MergeConfig
 from deployments.ingress.open_inference.records import ModelMetadata
 from deployments.tensor_values import TensorSpec
 
 
-def model_configuration(metadata: ModelMetadata, max_batch_size: int) -> dict[str, Any]:
-    """`dynamic_batching` is there where requests of several clients are merged: everywhere but in pipelines."""
-    is_pipeline = metadata.parameters.get("kind") == "pipeline"
+def is_decoupled(metadata: ModelMetadata) -> bool:
+    """Whether a request on a stream may have several responses: that of a text model has one per piece."""
+    return metadata.parameters.get("kind") == "llm"
+
+
+def model_configuration(
+    metadata: ModelMetadata, max_batch_size: int, merging: MergeConfig | None = None
+) -> dict[str, Any]:
+    """`dynamic_batching` is there where requests of several clients are merged: everywhere but in pipelines and heads.
+
+    It has figures where `merging` decides: engines that take in requests at every step need none.
+    """
+    is_merged = metadata.parameters.get("kind") not in ("pipeline", "head")
     return {
         "name": metadata.name,
         "platform": metadata.platform,
@@ -22,8 +33,19 @@ def model_configuration(metadata: ModelMetadata, max_batch_size: int) -> dict[st
         "max_batch_size": max_batch_size,
         "input": [_tensor(spec) | {"optional": spec.optional} for spec in metadata.inputs],
         "output": [_tensor(spec) for spec in metadata.outputs],
-        **({} if is_pipeline else {"dynamic_batching": {}}),
+        **({"dynamic_batching": _batching(merging) if merging else {}} if is_merged else {}),
+        "model_transaction_policy": {"decoupled": is_decoupled(metadata)},
         "parameters": {name: {"string_value": text} for name, text in metadata.parameters.items()},
+    }
+
+
+def _batching(merging: MergeConfig) -> dict[str, Any]:
+    delay_us = merging.max_queue_delay_us
+    return {
+        "preferred_batch_size": list(merging.preferred_batch_sizes),
+        **({} if delay_us is None else {"max_queue_delay_microseconds": delay_us}),
+        "priority_levels": merging.priority_levels,
+        "default_priority_level": merging.default_priority,
     }
 
 

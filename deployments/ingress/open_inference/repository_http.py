@@ -72,6 +72,7 @@ def _add_repository_routes(router: APIRouter, repository: Repository) -> None:
 
     @router.post(
         f"{PREFIX}/repository/models/{{model}}/load",
+        response_class=Response,  # empty, as Triton's
         responses=documented(400, 404, 503),
         openapi_extra=_optional_body(LoadBody),
     )
@@ -82,6 +83,7 @@ def _add_repository_routes(router: APIRouter, repository: Repository) -> None:
 
     @router.post(
         f"{PREFIX}/repository/models/{{model}}/unload",
+        response_class=Response,
         responses=documented(400, 404, 503) | {409: {"description": "running requests or pins hold the model"}},
         openapi_extra=_optional_body(LoadBody),
     )

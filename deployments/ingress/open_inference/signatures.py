@@ -58,7 +58,16 @@ EMBEDDING: Final = Signature(
     ),
     outputs=(TensorSpec("embedding", "FP32", (-1, -1)),),
 )
-SIGNATURES: Final[Mapping[str, Signature]] = {"diffusion": DIFFUSION, "llm": LLM, "embedding": EMBEDDING}
+HEAD: Final = Signature(
+    inputs=(TensorSpec("features", "FP32", (-1, -1)),),
+    outputs=(TensorSpec("scores", "FP32", (-1, -1)),),
+)
+SIGNATURES: Final[Mapping[str, Signature]] = {
+    "diffusion": DIFFUSION,
+    "llm": LLM,
+    "embedding": EMBEDDING,
+    "head": HEAD,
+}
 
 
 def described(specs: Sequence[TensorSpec]) -> str:

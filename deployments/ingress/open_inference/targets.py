@@ -18,12 +18,14 @@ _READY_STATES: Final = ("ready", "updating")
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A model or pipeline that can be asked. `kind` is the model's, or PIPELINE."""
+    """A model or pipeline that can be asked. `kind` is the model's, or PIPELINE; `labels` name a head's outputs."""
 
     name: str
     kind: str
     signature: Signature
     description: str = ""
+    fingerprint: str = ""
+    labels: tuple[str, ...] = ()
 
 
 async def find_target(service: Backend, model: str, version: str) -> Target:
@@ -38,7 +40,7 @@ async def find_target(service: Backend, model: str, version: str) -> Target:
         raise InvalidRequest(
             f"model {model!r} ({card.kind}) answers no requests of its own; kinds that do: {', '.join(_KINDS)}", "model"
         )
-    return Target(model, card.kind, SIGNATURES[card.kind], card.description)
+    return Target(model, card.kind, SIGNATURES[card.kind], card.description, card.fingerprint, card.labels)
 
 
 async def is_ready(service: Backend, model: str, version: str) -> bool:

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from deployments.errors import InvalidRequest
-from deployments.tensor_values import NUMPY_DTYPES, Datatype, TensorValue
+from deployments.tensor_values import NUMPY_DTYPES, Datatype, TensorValue, bytes_data
 
 MAX_RANK: Final = 32
 MAX_ELEMENTS: Final = 2**31 - 1
@@ -102,7 +102,7 @@ def check_json(value: TensorValue) -> None:
 def from_bytes(name: str, datatype: Datatype, shape: tuple[int, ...], data: bytes | memoryview) -> TensorValue:
     """The array is a view of `data`, save for BYTES. `shape` is a checked one."""
     if datatype == "BYTES":
-        return TensorValue(name, datatype, _objects(_elements(name, shape, data)).reshape(shape))
+        return TensorValue(name, datatype, bytes_data(_elements(name, shape, data)).reshape(shape))
     dtype = NUMPY_DTYPES[datatype]
     expected = math.prod(shape) * dtype.itemsize
     if len(data) != expected:
@@ -127,11 +127,6 @@ def texts(value: TensorValue) -> list[str]:
         raise InvalidRequest(f"{value.name}: not UTF-8 text", value.name) from None
 
 
-def text_tensor(name: str, elements: Sequence[str]) -> TensorValue:
-    """BYTES of shape (len(elements),)."""
-    return TensorValue(name, "BYTES", _objects([element.encode(errors="replace") for element in elements]))
-
-
 def _flattened(name: str, shape: tuple[int, ...], data: Sequence[Any]) -> list[Any]:
     if not any(type(item) is list for item in data):
         return list(data)
@@ -152,7 +147,7 @@ def _flattened(name: str, shape: tuple[int, ...], data: Sequence[Any]) -> list[A
 def _array(name: str, datatype: Datatype, flat: list[Any]) -> npt.NDArray[Any]:
     if datatype == "BYTES":
         try:
-            return _objects([text.encode() for text in flat])
+            return bytes_data([text.encode() for text in flat])
         except UnicodeEncodeError:
             raise InvalidRequest(f"{name}: a text has half of a surrogate pair", name) from None
     dtype = NUMPY_DTYPES[datatype]
@@ -199,13 +194,6 @@ def _elements(name: str, shape: tuple[int, ...], data: bytes | memoryview) -> li
             name,
         )
     return elements
-
-
-def _objects(elements: Sequence[bytes]) -> npt.NDArray[np.object_]:
-    # np.array(list of bytes) would make a fixed-width dtype that drops trailing zero bytes.
-    array = np.empty(len(elements), np.object_)
-    array[:] = elements
-    return array
 
 
 def _way(value: TensorValue) -> str:

@@ -19,6 +19,7 @@ from cluster.errors import ModelUnavailable
 from cluster.peers.extent_sources import ComingOffer, PeerOffer
 from cluster.registry import WeightRegistry
 from configs.cluster import ClusterConfig
+from configs.merging import MergeConfig
 
 
 @pytest.fixture
@@ -126,3 +127,10 @@ async def test_one_node_gets_what_nobody_has_and_the_others_hear_who(
     (having,) = (await models.locate(["a"], "n2"))["a"]
     assert (type(having), having.node) == (PeerOffer, "n1")
     assert await models.locate(["b"], "n2") == {}
+
+
+async def test_it_remembers_how_text_encoders_merge(tmp_path: Path, checkpoint: Path) -> None:
+    models = await registry(tmp_path, checkpoint, "http://127.0.0.1:1")
+    assert await models.encoder_merging() is None
+    await models.set_encoder_merging(merging := MergeConfig(max_batch_size=3))
+    assert await models.encoder_merging() == merging

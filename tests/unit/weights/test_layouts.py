@@ -50,7 +50,14 @@ def assert_same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) 
 
 @pytest.mark.parametrize(
     ("name", "start"),
-    [("digits-flux", "combined"), ("digits-sdxl", "inline"), ("bold", "separate"), ("adder", "separate")],
+    [
+        ("digits-flux", "combined"),
+        ("digits-sdxl", "inline"),
+        ("bold", "separate"),
+        ("adder", "separate"),
+        ("texts-bert", "combined"),
+        ("texts-head", "inline"),
+    ],
 )
 def test_demo_models_come_back_byte_for_byte(store: WeightStore, tmp_path: Path, name: str, start: Layout) -> None:
     """The files, not just their tensors: the writer is as the stock one."""

@@ -258,7 +258,7 @@ async def test_what_cannot_be_registered_is_refused_with_its_field(
 @pytest.mark.parametrize(
     ("method", "path", "options", "expected"),
     [
-        ("POST", "/admin/models?wait=perhaps", {"json": {"id": "x", "path": "/one"}}, (400, "invalid_value", None)),
+        ("POST", "/admin/models?wait=perhaps", {"json": {"id": "x", "path": "/one"}}, (400, "invalid_value", "wait")),
         ("DELETE", "/admin/models/base", {}, (409, "conflict", None)),
         ("DELETE", "/admin/models/nope", {}, (404, "model_not_found", "model")),
         ("DELETE", "/admin/models/%2e%2e%2fx", {}, (404, "unknown_url", None)),

@@ -71,12 +71,14 @@ class Models:
         self.sizes: list[int] = []
         self.replies: list[Reply] = []
         self.segment_error: Exception | None = None
+        self.long: set[str] = set()
 
     async def generate(self, request: ImageRequest) -> ImageResult:
         self.asked.append(request)
         size = self.sizes.pop() if self.sizes else 4
         image = np.full((size, size, 3), request.seed or 0, np.uint8)
-        return ImageResult(request.model, [image], request.seed or 0, 1, {}, SWITCH, CacheUse(0, 0))
+        told = ("the prompt was cut",) if request.prompt in self.long else ()
+        return ImageResult(request.model, [image], request.seed or 0, 1, {}, SWITCH, CacheUse(0, 0), told)
 
     async def chat(self, request: ChatRequest) -> TextResult:
         return await self._text(request, request.messages[-1].content)
@@ -94,7 +96,8 @@ class Models:
                 await asyncio.Event().wait()
             if text in self.failing:
                 raise self.failing[text]
-            return TextResult(request.model, f"<{text}>", "stop", 1, 1, {})
+            told = ("the message was long",) if text in self.long else ()
+            return TextResult(request.model, f"<{text}>", "stop", 1, 1, {}, warnings=told)
         except asyncio.CancelledError:
             self.cancelled += 1
             raise
@@ -111,7 +114,9 @@ class Models:
             for reply in upstream:
                 timings |= reply.result.timings_ms
             values = {edge: np.full((call.num_items, 2), len(self.replies), np.float32) for edge in call.plan.results}
-            result = SegmentResult(values, timings)
+            warnings = tuple(f"step {step.name!r}: cut" for step in call.plan.steps if step.name in self.long)
+            warnings += tuple(told for reply in upstream for told in reply.result.warnings)
+            result = SegmentResult(values, timings, warnings)
         self.replies.append(Reply(result))
         return self.replies[-1]
 
@@ -374,3 +379,27 @@ async def test_a_pipeline_comes_and_goes_with_its_models() -> None:
     assert "no parameter 'message'" in (pipelines.problem("p") or "")
     with pytest.raises(UnknownModel, match="unknown pipeline 'q'"):
         pipelines.signature("q")
+
+
+async def test_warnings_of_all_steps_arrive_once_with_their_names() -> None:
+    ask = Models()
+    ask.long = {"b", "<b>", "vector"}
+    pipelines = served(
+        ask,
+        step("answer", {"message": "$text"}, model="adder"),
+        step("picture", {"prompt": "$answer"}, model="flux"),
+        step("vector", {"text": "$text"}, model="bert"),
+        image="$picture",
+        vector="$vector",
+    )
+    result = await run(pipelines, texts("text", "a", "b"))
+    assert set(result.warnings) == {
+        "step 'answer': item 1: the message was long",
+        "step 'picture': item 1: the prompt was cut",
+        "step 'vector': cut",
+    }
+    assert len(result.warnings) == 3
+    one = await run(pipelines, texts("text", "b"))
+    assert "step 'picture': the prompt was cut" in one.warnings
+    ask.long.clear()
+    assert (await run(pipelines, texts("text", "b"))).warnings == ()

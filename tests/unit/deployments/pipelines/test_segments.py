@@ -19,6 +19,7 @@ from deployments.pipelines.segmenting import form_units
 from deployments.pipelines.segments import SegmentRunner
 
 WIDTH, HIDDEN, CLASSES = 6, 5, 3
+LONGEST = 40  # characters
 GIVEN = Edge(PIPELINE_INPUT, "text")
 LABELS = ("a", "b", "c")
 
@@ -36,11 +37,17 @@ class Ops:
         self.pointers: list[int] = []
         self.batch_sizes: list[int] = []
         self.hold: asyncio.Event | None = None
+        self.warnings: list[str] = []
 
-    async def tokenize(self, model: str, texts: Sequence[str]) -> list[tuple[int, ...]]:
-        return [tuple(text.encode()) for text in texts]
+    async def tokenize(self, model: str, texts: Sequence[str], first: int) -> list[tuple[int, ...]]:
+        self.warnings += [f"input {number} was cut" for number, text in enumerate(texts, first) if len(text) > LONGEST]
+        return [tuple(text[:LONGEST].encode()) for text in texts]
 
-    async def encode(self, model: str, texts: Sequence[Any]) -> list[torch.Tensor]:
+    def take_warnings(self) -> list[str]:
+        taken, self.warnings = self.warnings, []
+        return taken
+
+    async def encode(self, model: str, texts: Sequence[Any], first: int) -> list[torch.Tensor]:
         self.batch_sizes.append(len(texts))
         if self.hold is not None:
             await self.hold.wait()
@@ -100,6 +107,17 @@ async def test_results_are_those_of_the_steps(num_items: int) -> None:
     assert result.timings_ms.keys() == {"ids", "vector", "hidden", "logits", "classes"}
     assert max(ops.batch_sizes) <= 4
     assert sum(ops.batch_sizes) == num_items
+
+
+async def test_warnings_name_step_and_item_and_come_once() -> None:
+    ops, runner = Ops(), SegmentRunner()
+    texts = ["x" * (LONGEST + (number in (2, 9))) for number in range(11)]
+    first = await runner.run(call(texts), (), ops)
+    assert first.warnings == ("step 'ids': input 2 was cut", "step 'ids': input 9 was cut")
+    earlier = SegmentResult({}, {}, ("step 'before': input 0 was cut",))
+    second = await runner.run(call(["short"]), (earlier, earlier), ops)
+    assert second.warnings == earlier.warnings
+    assert (await runner.run(call(["short"]), (), ops)).warnings == ()
 
 
 async def test_intermediate_tensors_lie_in_the_arena() -> None:
@@ -183,7 +201,7 @@ async def test_failures_name_pipeline_and_step() -> None:
         await runner.run(call(["x"]), (), ops)
     assert caught.value.param == "steps.vector"
 
-    async def refused(model: str, texts: Sequence[str]) -> list[tuple[int, ...]]:
+    async def refused(model: str, texts: Sequence[str], first: int) -> list[tuple[int, ...]]:
         raise InvalidRequest("too long", "text")
 
     ops.tokenize = refused  # type: ignore[method-assign]

@@ -51,10 +51,13 @@ class InProcess:
         self.head_module: DenseHead = load_dense_head(head, load_file(head / "model.safetensors"))
         self.segments = SegmentRunner()
 
-    async def tokenize(self, model: str, texts: Sequence[str]) -> list[tuple[int, ...]]:
+    def take_warnings(self) -> tuple[str, ...]:
+        return ()
+
+    async def tokenize(self, model: str, texts: Sequence[str], first: int) -> list[tuple[int, ...]]:
         return self.encoder.tokenize(texts)
 
-    async def encode(self, model: str, texts: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
+    async def encode(self, model: str, texts: Sequence[tuple[int, ...]], first: int) -> list[torch.Tensor]:
         return [output["embedding"] for output in self.encoder.encode(texts)]
 
     async def head(self, model: str, features: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:

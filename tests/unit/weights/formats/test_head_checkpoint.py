@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from weights.loader import load_from_store
 from weights.store import WeightStore
 from weights.verification import verify
 
-IN, OUT = random.randint(2, 9), random.randint(2, 9)
+IN, OUT = 5, 7  # fixed: they are in the names of tests, which every process must collect alike
 TANH = "torch.nn.modules.activation.Tanh"
 LABELS = {str(number): f"label {number}" for number in range(OUT)}
 

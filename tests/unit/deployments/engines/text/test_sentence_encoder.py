@@ -115,7 +115,7 @@ def test_pooling_config(tmp_path):
         (
             [{"type": "x.Dense", "path": "p"}],
             {},
-            r"unknown stage 'Dense' \(known: Transformer, Pooling, Normalize\)",
+            r"unknown stage 'Dense' \(known: Transformer, Pooling, Normalize\); .* folder 'p' can be served .* a head",
         ),
         (
             [{"type": "x.Pooling", "path": "p"}],

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from configs.cluster import LimitsConfig
+from configs.merging import MergeConfig
 from deployments.errors import InvalidRequest, UnknownModel
 from deployments.ingress.open_inference.inference import Inference
 from deployments.pipelines.records import PipelineRequest, PipelineResult, Signature
@@ -20,6 +21,7 @@ from deployments.records import (
     CompletionRequest,
     EmbeddingRequest,
     EmbeddingResult,
+    HeadRequest,
     ImageRequest,
     ImageResult,
     ModelCard,
@@ -80,6 +82,8 @@ class FakeService:
         self.gate = asyncio.Event()
         self.gate.set()
         self.num_cancelled = 0
+        self.merge_config = MergeConfig(preferred_batch_sizes=(4,), priority_levels=2)
+        self.warnings: tuple[str, ...] = ()
         self.error: Callable[[Any], Exception | None] = lambda request: None
         self.pieces = ["Hel", "lö", ""]
         self.cards = {
@@ -87,7 +91,7 @@ class FakeService:
             for card in (
                 ModelCard("flux", "diffusion", "ready", description="pictures"),
                 ModelCard("adder", "llm", "ready"),
-                ModelCard("minilm", "embedding", "updating"),
+                ModelCard("minilm", "embedding", "updating", fingerprint="9f"),
                 ModelCard("bold", "adapter", "ready", base=("flux",)),
                 ModelCard("scale", "pipeline", "ready", description="x times factor"),
                 ModelCard("broken", None, "unavailable", error="tensor 'w' is torn"),
@@ -110,7 +114,7 @@ class FakeService:
         size = (request.height or 4, request.width or 6, 3)
         image = np.full(size, number_of(request.prompt), np.uint8)
         times = {"queue": 1.0, "denoise": 2.0 + len(self.requests), "total": 3.0}
-        return ImageResult(request.model, [image], request.seed or 7, 3, times, SWITCH, CacheUse(1, 2))
+        return ImageResult(request.model, [image], request.seed or 7, 3, times, SWITCH, CacheUse(1, 2), self.warnings)
 
     async def embed(self, request: EmbeddingRequest) -> EmbeddingResult:
         await self._arrived(request)
@@ -118,7 +122,18 @@ class FakeService:
             np.array([number_of(text) if isinstance(text, str) else sum(text), 0.1, -3, 2], np.float32)
             for text in request.input
         ]
-        return EmbeddingResult(request.model, vectors, 5, {"encode": 1.0, "total": 1.5}, CacheUse(0, 1))
+        times = {"encode": 1.0, "total": 1.5}
+        return EmbeddingResult(request.model, vectors, 5, times, CacheUse(0, 1), self.warnings)
+
+    async def apply_head(self, request: HeadRequest) -> np.ndarray[Any, Any]:
+        """Sum and difference of two features."""
+        await self._arrived(request)
+        if request.features.shape[1] != 2:
+            raise InvalidRequest(f"expected floating vectors (B, 2), got {list(request.features.shape)}")
+        return (request.features @ np.array([[1, 1], [1, -1]], np.float32)).astype(np.float32)
+
+    async def merging(self) -> MergeConfig:
+        return self.merge_config
 
     async def chat(self, request: ChatRequest) -> TextResult:
         await self._arrived(request)

@@ -12,8 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from configs.merging import MergeConfig
 from deployments.errors import InvalidRequest
 from deployments.ingress.open_inference import grpc_codec
+from deployments.ingress.open_inference.model_configuration import model_configuration
 from deployments.ingress.open_inference.protos import POOL, health
 from deployments.ingress.open_inference.protos import open_inference as messages
 from deployments.ingress.open_inference.records import InferResponse, ModelMetadata
@@ -309,7 +311,12 @@ def test_bfloat16_is_two_bytes() -> None:
 def test_the_configuration_says_whether_a_request_has_several_responses(kind: str, decoupled: bool) -> None:
     specs = (TensorSpec("text", "BYTES", (-1, 3), optional=True),)
     metadata = ModelMetadata("m", ("1",), "p", specs, (TensorSpec("y", "BF16", (-1, 4)),), {"kind": kind})
-    config = grpc_codec.write_config(metadata, 8)
+    merging = MergeConfig(preferred_batch_sizes=(4, 8), max_queue_delay_us=300, priority_levels=3, default_priority=2)
+    config = grpc_codec.write_config(model_configuration(metadata, 8, None if decoupled else merging))
+    assert config.WhichOneof("scheduling_choice") == "dynamic_batching"
+    batching = config.dynamic_batching
+    figures = (list(batching.preferred_batch_size), batching.max_queue_delay_microseconds, batching.priority_levels)
+    assert (*figures, batching.default_priority_level) == (([], 0, 0, 0) if decoupled else ([4, 8], 300, 3, 2))
     assert (config.name, config.platform, config.max_batch_size) == ("m", "p", 8)
     assert [(i.name, i.data_type, list(i.dims), i.optional) for i in config.input] == [("text", 13, [3], True)]
     assert [(o.name, o.data_type, list(o.dims)) for o in config.output] == [("y", 14, [4])]

@@ -17,9 +17,8 @@ from deployments.errors import DeadlineExceeded, InvalidRequest, ModelUnavailabl
 from deployments.ingress.open_inference.classification import classified
 from deployments.ingress.open_inference.inference import Inference
 from deployments.ingress.open_inference.records import InferRequest, InferResponse, OutputWish
-from deployments.ingress.open_inference.tensors import text_tensor
 from deployments.records import ChatRequest, CompletionRequest, LoraUse, ModelCard
-from deployments.tensor_values import NUMPY_DTYPES, Datatype, TensorValue
+from deployments.tensor_values import NUMPY_DTYPES, Datatype, TensorValue, text_tensor
 
 
 def tensor(name: str, datatype: Datatype, data: Any) -> TensorValue:

@@ -1,0 +1,186 @@
+"""`atelier bench encode`: the embedding service beside infinity-emb, and beside a load of the encoder per request.
+
+Ours is a whole cluster over HTTP; each side has as many torch threads, on the same cores, which the client shares.
+Both serve the same folders in float32. All texts of the throughput are distinct, so that no cache has them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from itertools import cycle, islice
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from ray import serve
+
+from deployments.bench.encode_cluster import (
+    EncoderCounts,
+    arrival_padding,
+    cluster_config,
+    deploy_empty,
+    encoder_counts,
+)
+from deployments.bench.encode_load import Load, embeddings_load, interleaved, load_figures, post_all, ratio_figures
+from deployments.bench.encode_memory import live_entries
+from deployments.bench.encode_models import Texts, minilm_folder, vocabulary, write_t5
+from deployments.bench.encode_nodes import measure_nodes
+from deployments.bench.encode_peers import infinity_environment, infinity_server, reload_ms
+from deployments.bench.figures import percentile, summary
+from deployments.running import cluster_up
+
+OURS: Final = "atelier"
+INFINITY: Final = "infinity-emb"
+MINILM, T5 = "minilm", "t5"
+WARM_TEXTS: Final = 32
+MAX_BATCH: Final = 32  # of both sides, by default
+EMBEDDING_WIDTH: Final = 384  # of MiniLM
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How much is measured. `requests`: per round, by the number of callers."""
+
+    rounds: int = 3
+    requests: tuple[tuple[int, int], ...] = ((1, 20), (8, 48), (64, 128))
+    num_reloads: int = 3
+    num_hits: int = 200
+    num_overhead: int = 640
+    num_identical: int = 1000
+    num_threads: int = 1
+
+
+def run(effort: Effort, seed: int, cache: Path) -> dict[str, Any]:
+    """Figures as one JSON-able object. `cache` keeps the peer's environment for the next time."""
+    environment = infinity_environment(cache)
+    load_average = [os.getloadavg()]
+    with tempfile.TemporaryDirectory() as name:
+        folder, minilm = Path(name), minilm_folder()
+        models = {MINILM: minilm, T5: write_t5(folder / "t5", minilm, seed)}
+        words = vocabulary(minilm)
+        texts = Texts(words, seed)
+        memory = live_entries(models[T5], Texts(words, seed, 5, 40).take(64), EMBEDDING_WIDTH)
+        with ExitStack() as running:
+            peer = running.enter_context(infinity_server(environment, models, effort.num_threads))
+            ours = running.enter_context(cluster_up(cluster_config(folder, models, effort.num_threads), ""))
+            load_average.append(os.getloadavg())
+            urls = {OURS: ours, INFINITY: peer}
+            found = {model: _throughput(urls, model, texts, effort) for model in models}
+            reloads = {model: reload_ms(path, texts.take(effort.num_reloads), 1) for model, path in models.items()}
+            hits = {model: _hits(ours, model, texts, effort.num_hits) for model in models}
+            overhead = _overhead(ours, texts, effort)
+            serve.shutdown()  # here: Serve would connect to another Ray to do it later
+        load_average.append(os.getloadavg())
+        nodes = measure_nodes(folder / "nodes", models, T5, texts, effort.num_identical, effort.num_threads)
+    return {
+        "throughput": found,
+        "reload_ms": {model: summary(times) for model, times in reloads.items()},
+        "hits": hits,
+        "overhead": overhead,
+        "live_entries": memory,
+        **nodes,
+        "seed": seed,
+        "rounds": effort.rounds,
+        "threads": effort.num_threads,
+        "load_average": load_average,
+    }
+
+
+def _throughput(urls: Mapping[str, str], model: str, texts: Texts, effort: Effort) -> dict[str, Any]:
+    same = _same_vectors(urls, model, texts)
+    found: dict[str, Any] = {"least_cosine": same, "callers": {}}
+    for num_callers, number in effort.requests:
+        inputs = [texts.take(number) for _ in range(effort.rounds)]
+        counts: list[EncoderCounts] = []
+        ways = {name: partial(_round, url, model, inputs, num_callers) for name, url in urls.items()}
+        ways[OURS] = partial(_counted, urls[OURS], ways[OURS], counts)
+        loads = interleaved(ways, effort.rounds)
+        found["callers"][str(num_callers)] = {
+            **{name: load_figures(rounds) for name, rounds in loads.items()},
+            "ratio": ratio_figures(loads[OURS], loads[INFINITY]),
+            "padding": _padding(counts, loads[OURS]),
+        }
+    return found
+
+
+def _round(url: str, model: str, inputs: Sequence[Sequence[str]], num_callers: int, number: int) -> Load:
+    return embeddings_load(url, model, inputs[number], num_callers)
+
+
+def _counted(url: str, way: Any, counts: list[EncoderCounts], number: int) -> Load:
+    before = encoder_counts(url)
+    load: Load = way(number)
+    counts.append(encoder_counts(url).since(before))
+    return load
+
+
+def _padding(counts: Sequence[EncoderCounts], loads: Sequence[Load]) -> dict[str, float]:
+    """Shares of the positions that forwards worked on: what was counted, and what calls of the same mean size, and
+    of the largest, would have had in the order of arrival.
+    """
+    lengths = [answer["usage"]["prompt_tokens"] for load in loads for answer in load.answers]
+    total = EncoderCounts(*(sum(getattr(one, name) for one in counts) for name in EncoderCounts.__slots__))
+    if total.texts != len(lengths):
+        raise RuntimeError(f"{total.texts} texts were encoded for {len(lengths)} requests: the counts are of others")
+    mean_size = max(1, round(total.texts / total.calls))
+    return {
+        "counted": total.padding_share,
+        "texts_per_call": total.texts / total.calls,
+        "texts_per_forward": total.texts / total.forwards,
+        "arrival_same_size": arrival_padding(lengths, mean_size),
+        "arrival_max_size": arrival_padding(lengths, MAX_BATCH),
+    }
+
+
+def _same_vectors(urls: Mapping[str, str], model: str, texts: Texts) -> float:
+    """The least cosine between vectors of the same text; warms both sides up."""
+    inputs = texts.take(WARM_TEXTS)
+    loads = [embeddings_load(url, model, inputs, 8) for url in urls.values()]
+    ours, theirs = (
+        np.array([answer["data"][0]["embedding"] for answer in load.answers], dtype=np.float64) for load in loads
+    )
+    norms = np.linalg.norm(ours, axis=1) * np.linalg.norm(theirs, axis=1)
+    return float(((ours * theirs).sum(axis=1) / norms).min())
+
+
+def _hits(url: str, model: str, texts: Texts, number: int) -> dict[str, Any]:
+    """The same text again, by one caller: milliseconds over HTTP, and inside the replica."""
+    load = embeddings_load(url, model, texts.take(1) * (number + 1), 1)
+    if [answer["encoder_cache"]["misses"] for answer in load.answers] != [1] + [0] * number:
+        raise RuntimeError("a text that had been encoded was not found in the cache")
+    inside = [answer["timings_ms"]["switch"] + answer["timings_ms"]["encode"] for answer in load.answers[1:]]
+    return {"http_ms": _latency([s * 1e3 for s in load.latencies_s[1:]]), "inside_ms": _latency(inside)}
+
+
+def _overhead(url: str, texts: Texts, effort: Effort) -> dict[str, Any]:
+    """Latencies of cached texts beside empty applications behind the same proxy, by 64 callers and by one."""
+    cached = [{"model": MINILM, "input": text} for text in texts.take(64, 20)]
+    asyncio.run(post_all(f"{url}/v1/embeddings", cached, 8))
+    targets = {"cached embedding": f"{url}/v1/embeddings"}
+    targets |= {name: url + prefix for name, prefix in deploy_empty().items()}
+
+    def ask(target: str, num_callers: int, _: int) -> Load:
+        number = effort.num_overhead if num_callers > 1 else effort.num_overhead // 4
+        bodies = list(islice(cycle(cached), number))
+        return asyncio.run(post_all(target, bodies, num_callers))
+
+    found: dict[str, Any] = {}
+    for num_callers in (64, 1):
+        ways = {name: partial(ask, target, num_callers) for name, target in targets.items()}
+        loads = interleaved(ways, effort.rounds + 1)
+        figures = {name: load_figures(rounds[1:]) for name, rounds in loads.items()}  # the first meets the replicas
+        empty_ms = {name: one["p50_ms"] for name, one in figures.items()}
+        own_ms = empty_ms.pop("cached embedding")
+        added = {name: own_ms - other_ms for name, other_ms in empty_ms.items()}
+        found[str(num_callers)] = {"ways": figures, "added_p50_ms": added}
+    return found
+
+
+def _latency(samples_ms: Sequence[float]) -> dict[str, Any]:
+    return summary(samples_ms) | {"p99": percentile(samples_ms, 0.99)}

@@ -1,0 +1,75 @@
+"""Runs a judge: a script of tests/judges in an environment with somebody else's client, whose pins are not ours."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from integration.harness import ROOT
+
+JUDGES = ROOT / "tests/judges"
+DEMO = ROOT / "infra/demo"
+TIMEOUT_S = 150
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What a judge saw, by name."""
+
+    seen: dict[str, dict[str, Any]]
+    folder: Path
+
+    def __getitem__(self, name: str) -> Any:
+        found = self.seen[name]
+        assert "raised" not in found, f"{name} raised {found['raised']}"
+        return found["value"]
+
+    def seconds(self, name: str) -> float:
+        return float(self.seen[name]["seconds"])
+
+    def array(self, observation: str, name: str) -> np.ndarray:
+        """What was kept under `name`, with the shape that the observation tells."""
+        shape = self[observation]
+        array: np.ndarray = np.load(self.folder / f"{name}.npy")
+        assert list(array.shape) == (shape["shape"] if isinstance(shape, dict) else shape)
+        return array
+
+
+def judge(script: str, environment: str, url: str, grpc: str, folder: Path, asked: dict[str, Any]) -> Observed:
+    """One run of the script. `asked` is what it reads its questions from."""
+    python = ROOT / ".judges" / environment / "bin/python"
+    assert python.exists(), f"there is no {python}: run `make judges`"
+    folder.mkdir(exist_ok=True)
+    (folder / "asked.json").write_text(json.dumps(asked))
+    command = [str(python), str(JUDGES / f"{script}.py"), url, grpc, str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    assert done.returncode == 0, f"{script} ended with {done.returncode}: {done.stderr[-3000:]}"
+    return Observed(json.loads((folder / f"{script}.json").read_text()), folder)
+
+
+def digit_judge() -> Any:
+    """The classifier of the demo that reads generated digits: trained on real ones, now."""
+    demo = _demo_module("digits")
+    return demo.Judge(demo.load_split()[0])
+
+
+def held_out_texts(num_per_kind: int) -> tuple[list[str], list[str]]:
+    """(texts, their kinds) of the shipped sample that no training saw."""
+    lines = (DEMO / "texts_heldout.tsv").read_text().splitlines()
+    rows = [line.split("\t") for line in lines]
+    kinds = sorted({kind for kind, _ in rows})
+    chosen = [row for kind in kinds for row in [row for row in rows if row[0] == kind][:num_per_kind]]
+    return [text for _, text in chosen], [kind for kind, _ in chosen]
+
+
+def _demo_module(name: str) -> Any:
+    sys.path.insert(0, str(DEMO))
+    try:
+        return __import__(name)
+    finally:
+        sys.path.remove(str(DEMO))

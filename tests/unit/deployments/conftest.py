@@ -1,0 +1,56 @@
+"""A replica's model host over checkpoint folders in a store of their own: no Ray, real weights."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deployments.hosting.model_host import ModelHost
+from weights.externalize import externalize
+from weights.manifest import ExtentRef, Manifest
+from weights.provider import LocalExtents
+from weights.store import WeightStore
+
+
+class CountedExtents(LocalExtents):
+    """Reads the store of this machine; `leases` counts what is fetched and not released."""
+
+    def __init__(self, packs: Path) -> None:
+        super().__init__(packs)
+        self.leases: Counter[str] = Counter()
+
+    def fetch(self, extents: Sequence[ExtentRef]) -> Any:
+        self.leases.update(extent.id for extent in extents)
+        return super().fetch(extents)
+
+    def release(self, extents: Sequence[ExtentRef]) -> None:
+        self.leases.subtract(extent.id for extent in extents)
+
+    def prefetch(self, extents: Sequence[ExtentRef]) -> None:
+        """There is no memory of the node to bring them into."""
+
+
+OpenHost = Callable[..., ModelHost]
+
+
+@pytest.fixture
+def open_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> OpenHost:
+    """`open_host(builder, {"name": folder, …}, budget_bytes=…)`, in float32."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+    store = WeightStore(tmp_path / "store")
+
+    def open_(builder: Any, folders: Mapping[str, Path], budget_bytes: int = 2**30) -> ModelHost:
+        manifests = {name: externalize(store, name, folder, dtype="float32") for name, folder in folders.items()}
+
+        async def fetch_manifest(model: str, version: str | None) -> Manifest:
+            return manifests[model]
+
+        extents = CountedExtents(store.packs)
+        return ModelHost(fetch_manifest, extents, store.models, budget_bytes, builder, retire=builder.retire)
+
+    return open_

@@ -1,0 +1,76 @@
+"""The OpenAPI page: what it says of errors and answers."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from cluster.models.watching import DirectoryWatch
+from configs.cluster import ClusterConfig
+from deployments.ingress.api_docs import documented
+from deployments.ingress.http import create_http_app
+from deployments.ingress.service import Service
+
+CONFIG = ClusterConfig.model_validate({"models": [{"id": "flux", "path": "/f"}]})
+INFERENCE = ("/v1/images/generations", "/v1/embeddings", "/v1/chat/completions", "/v1/completions")
+
+
+@pytest.fixture(scope="module")
+def page() -> dict[str, Any]:
+    replicas: Any = object()  # nobody asks them
+    watch = DirectoryWatch(lambda: replicas)
+    return create_http_app(Service(CONFIG, watch, replicas, replicas), CONFIG).openapi()
+
+
+def responses(page: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
+    return {
+        (method, path): operation["responses"]
+        for path, operations in page["paths"].items()
+        for method, operation in operations.items()
+    }
+
+
+def test_no_route_claims_fastapis_own_422(page: dict[str, Any]) -> None:
+    with_422 = [where for where, known in responses(page).items() if "422" in known]
+    assert with_422 == [("post", "/admin/models")]  # where it means a checkpoint that cannot be used
+    assert "HTTPValidationError" not in json.dumps(page)
+
+
+def test_references_lead_somewhere(page: dict[str, Any]) -> None:
+    names = {part.split('"')[0] for part in json.dumps(page).split('"#/components/schemas/')[1:]}
+    assert names
+    assert names <= page["components"]["schemas"].keys()
+
+
+def test_inference_routes_document_their_errors_and_answers(page: dict[str, Any]) -> None:
+    known = responses(page)
+    for path in INFERENCE:
+        answers = known["post", path]
+        assert {"200", "400", "404", "413", "429", "500", "503", "504"} == answers.keys()
+        assert "$ref" in answers["200"]["content"]["application/json"]["schema"]
+        assert answers["400"]["content"]["application/json"]["schema"]["$ref"].endswith("/ErrorAnswer")
+
+
+def test_streams_are_documented_as_such(page: dict[str, Any]) -> None:
+    assert "text/event-stream" in responses(page)["post", "/v1/chat/completions"]["200"]["content"]
+
+
+def test_the_page_is_made_once(page: dict[str, Any]) -> None:
+    replicas: Any = object()
+    app = create_http_app(Service(CONFIG, DirectoryWatch(lambda: replicas), replicas, replicas), CONFIG)
+    assert app.openapi() is app.openapi()
+    assert app.openapi() == page
+
+
+def test_a_status_can_mean_something_else_on_a_route() -> None:
+    found = documented(404, _409="a reason of its own")
+    assert list(found) == [404, 409]
+    assert found[404]["description"] == "no such model"
+    assert found[409]["description"] == "a reason of its own"
+
+
+def test_a_status_without_a_reason_is_a_mistake() -> None:
+    with pytest.raises(KeyError):
+        documented(418)
