@@ -50,10 +50,11 @@ format: setup    ## Rewrite the code in the house style
 bench: setup     ## Measure against stock diffusers and transformers; the tables of BENCHMARKS.md
 	$(BIN)/atelier bench serve
 
-quality: setup   ## Read 200 pictures of each demo model with a classifier, and all held-out sums
+quality: setup judges  ## Read 200 pictures of each demo model with a classifier, and all held-out sums
 	$(BIN)/python infra/demo/measure_quality.py
 	$(BIN)/python infra/demo/measure_adder.py
 	$(BIN)/python infra/demo/measure_texts.py
+	$(BIN)/python infra/demo/measure_pipelines.py
 
 clean:           ## Remove what the targets made
 	rm -rf $(VENV) $(JUDGES) out .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -111,6 +111,8 @@ def ray_session(config: ClusterConfig) -> Iterator[None]:
     On a Ray that was there before, only the cluster's own detached actors are ended.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # Ray starts its workers at nice 15, so that whatever else runs on the machine goes before those who serve.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     private = config.ray.address is None
     try:
         if private:

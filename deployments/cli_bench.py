@@ -76,6 +76,21 @@ def bench_merge(
     print_merge_figures(figures, as_json)
 
 
+@app.command("encode")
+def bench_encode(
+    seed: Annotated[int, typer.Option(help="Of the texts.")] = 0,
+    cache: Annotated[Path, typer.Option(help="Keeps the peer's environment.")] = Path("~/.cache/atelier/bench"),
+    as_json: Json = False,
+) -> None:
+    """The embedding service beside infinity-emb, and beside a load of the encoder for each request."""
+    from deployments.bench.encode import Effort, run
+    from deployments.bench.encode_report import print_encode_figures
+
+    with err.status("measuring: takes about eight minutes, and some more the first time"):
+        figures = run(Effort(), seed, cache.expanduser())
+    print_encode_figures(figures, as_json)
+
+
 @app.command("dedup")
 def bench_dedup(models: Path = Path("infra/demo/models"), as_json: Json = False) -> None:
     """Bytes that a store keeps of the demo pipelines and one more fine-tune, by layout."""

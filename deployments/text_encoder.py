@@ -123,12 +123,14 @@ class TextEncoderService:
     async def prefetch(self, model: str) -> None:
         """Bring the model's encoders as near as there is room that nothing needs."""
         with as_service_errors():
-            await self._host.prefetch(model, is_text_encoder)
+            if (await self._host.manifests.newest(model)).kind in KINDS:  # an LLM is the worker's
+                await self._host.prefetch(model, is_text_encoder)
 
     async def pin(self, model: str) -> None:
         """Keep the encoders once they are here, until `unpin`. Raises Overloaded when the pinned ones do not fit."""
         with as_service_errors():
-            await self._host.pin(model, is_text_encoder)
+            if (await self._host.manifests.newest(model)).kind in KINDS:
+                await self._host.pin(model, is_text_encoder)
 
     async def unpin(self, model: str) -> None:
         self._host.unpin(model)

@@ -11,7 +11,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, Final
 
 from cluster.telemetry import RequestMetrics
 from configs.cluster import ClusterConfig
@@ -38,7 +38,9 @@ from deployments.records import (
 from deployments.replica import limit_threads, open_host, prepare_models
 from deployments.step_loop import DenoiseLoop, DenoiseTimes, DeviceThread, TextLoop
 from deployments.tensor_records import unpack
-from weights.manifest import Manifest
+from weights.manifest import Manifest, ModelKind
+
+KINDS: Final[tuple[ModelKind, ...]] = ("diffusion", "llm")
 
 
 class Worker:
@@ -54,7 +56,7 @@ class Worker:
         self._builder = ComponentBuilder(self._settings)
         self._host = await open_host(config, "worker", self._settings, self._builder)
         self._own_encoder = OwnEncoder(self._host, self._device)
-        await prepare_models(self._host, config.models, ("diffusion", "llm"), is_denoise_component, self._builder)
+        await prepare_models(self._host, config.models, KINDS, is_denoise_component, self._builder)
 
     async def generate(self, request: ImageRequest) -> ImageResult:
         """Pictures. Encodes the text elsewhere while this replica switches; merges with others step by step."""
@@ -160,12 +162,14 @@ class Worker:
     async def prefetch(self, model: str) -> None:
         """Bring the model as near as there is room that nothing needs."""
         with as_service_errors():
-            await self._host.prefetch(model, is_denoise_component)
+            if (await self._host.manifests.newest(model)).kind in KINDS:  # the others are the text encoder's
+                await self._host.prefetch(model, is_denoise_component)
 
     async def pin(self, model: str) -> None:
         """Keep the model here once it is here, until `unpin`. Raises Overloaded when the pinned ones do not fit."""
         with as_service_errors():
-            await self._host.pin(model, is_denoise_component)
+            if (await self._host.manifests.newest(model)).kind in KINDS:
+                await self._host.pin(model, is_denoise_component)
 
     async def unpin(self, model: str) -> None:
         self._host.unpin(model)

@@ -7,10 +7,11 @@ Both serve the same folders in float32. All texts of the throughput are distinct
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle, islice
@@ -51,13 +52,18 @@ class Effort:
     requests: tuple[tuple[int, int], ...] = ((1, 20), (8, 48), (64, 128))
     num_reloads: int = 3
     num_hits: int = 200
-    num_overhead: int = 640
+    num_overhead: int = 256
     num_identical: int = 1000
     num_threads: int = 1
 
 
 def run(effort: Effort, seed: int, cache: Path) -> dict[str, Any]:
     """Figures as one JSON-able object. `cache` keeps the peer's environment for the next time."""
+    with contextlib.redirect_stdout(sys.stderr):  # Ray prints when a process of it dies, and stdout is for figures
+        return _run(effort, seed, cache)
+
+
+def _run(effort: Effort, seed: int, cache: Path) -> dict[str, Any]:
     environment = infinity_environment(cache)
     load_average = [os.getloadavg()]
     with tempfile.TemporaryDirectory() as name:
@@ -66,7 +72,7 @@ def run(effort: Effort, seed: int, cache: Path) -> dict[str, Any]:
         words = vocabulary(minilm)
         texts = Texts(words, seed)
         memory = live_entries(models[T5], Texts(words, seed, 5, 40).take(64), EMBEDDING_WIDTH)
-        with ExitStack() as running:
+        with contextlib.ExitStack() as running:
             peer = running.enter_context(infinity_server(environment, models, effort.num_threads))
             ours = running.enter_context(cluster_up(cluster_config(folder, models, effort.num_threads), ""))
             load_average.append(os.getloadavg())

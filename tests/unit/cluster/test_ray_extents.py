@@ -64,7 +64,7 @@ class FakeKeeper:
         if generation == str(self.life):
             self.leases -= Counter(ids)
 
-    def on_adopt(self, holder: str, handle: Any, offers: Sequence[HeldOffer]) -> str:
+    def on_adopt(self, holder: str, offers: Sequence[HeldOffer]) -> str:
         self.adopted.append({offer.extent.id: offer.num_leases for offer in offers})
         self.leases.update(self.adopted[-1])
         return str(self.life)
@@ -155,10 +155,10 @@ def test_what_is_given_back_while_it_is_offered_is_not_leased_for_ever(keeper: F
     keeper.die()
     adopt = keeper.on_adopt
 
-    def release_meanwhile(holder: str, handle: Any, offers: Sequence[HeldOffer]) -> str:
+    def release_meanwhile(holder: str, offers: Sequence[HeldOffer]) -> str:
         with ThreadPoolExecutor(1) as other:
             other.submit(replica.release, extents("a")).result(WAIT_S)
-        return adopt(holder, handle, offers)
+        return adopt(holder, offers)
 
     keeper.on_adopt = release_meanwhile  # type: ignore[method-assign]
     replica.beat()
