@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
+from deployments import cli_status
 from deployments.cli import main
 
 LISTED = {"id": "m", "kind": "llm", "state": "ready", "error": ""}
@@ -79,7 +81,7 @@ def server() -> Iterator[Any]:
 def run(server: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
     """Exit code, stdout and stderr of one command."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(cli_status, "out", Console(width=200))  # made at import, maybe long before this test
 
     def command(*arguments: str) -> tuple[int, str, str]:
         url = f"http://127.0.0.1:{server.server_port}"

@@ -116,7 +116,7 @@ def test_pipelines_share_the_encoders_that_they_share(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["digits-flux", "texts-bert", "texts-head", "adder"])
 def test_a_manifest_of_before_is_completed_when_it_is_read(tmp_path: Path, name: str) -> None:
-    """The keys of components that are no text encoders are what they were."""
+    """The keys of components that read no text are what they were."""
     store = WeightStore(tmp_path / "store")
     manifest = externalize(store, "m", MODELS / name)
     assert store.manifest("m") == manifest
@@ -126,9 +126,9 @@ def test_a_manifest_of_before_is_completed_when_it_is_read(tmp_path: Path, name:
         del part["parts_hash"]
     file.write_text(json.dumps(before))
     plain = keys_of({name: Component.model_validate(part) for name, part in before["components"].items()})
-    encoders = {"digits-flux": {"text_encoder", "text_encoder_2"}, "texts-bert": {"model"}}.get(name, set())
+    readers = {"digits-flux": {"text_encoder", "text_encoder_2"}, "texts-bert": {"model"}, "adder": {"model"}}
     for read in (store.manifest("m"), externalize(store, "m", MODELS / name)):
         assert keys_of(read.components) == keys_of(manifest.components)
-    assert {part for part, key in plain.items() if key != manifest.components[part].module_key} == encoders
+    assert {part for part, key in plain.items() if key != manifest.components[part].module_key} == readers.get(name, set())
     shutil.rmtree(store.skeleton(manifest))
     assert keys_of(store.manifest("m").components) == plain
