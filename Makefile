@@ -32,7 +32,7 @@ demo: setup      ## Start the demo cluster, ask it for everything once, stay up 
 
 test: check judges  ## Lint, types, contracts, unit and Ray tests
 	$(PYTEST) tests/unit -n 2
-	$(PYTEST) tests/integration tests/e2e
+	$(PYTEST) tests/e2e tests/integration
 
 unit: setup      ## The quick tests without Ray, in under a minute
 	$(PYTEST) tests/unit -m "not slow"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import socket
 from collections.abc import Iterator
@@ -29,8 +30,10 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     folder = tmp_path_factory.mktemp("cluster")
     config = _config(folder)
     torch.set_num_threads(1)
-    with cluster_up(config, str(ROOT / "configs/clusters/demo.yaml")) as url:
-        yield Cluster(url, config, folder)
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("PYTHONPATH", str(ROOT / "tests"), prepend=os.pathsep)  # where replicas find echo_functions
+        with cluster_up(config, str(ROOT / "configs/clusters/demo.yaml")) as url:
+            yield Cluster(url, config, folder)
 
 
 @pytest.fixture(scope="session")

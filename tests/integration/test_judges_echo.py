@@ -56,7 +56,9 @@ def _draws(rng: np.random.Generator) -> dict[str, Callable[[int], list[Any]]]:
 @pytest.mark.parametrize("num_items", [1, 3])
 def test_pipelines_of_the_cluster_give_back_what_they_got(cluster: Cluster, pipeline: str, num_items: int) -> None:
     data = _draws(np.random.default_rng())[pipeline](num_items)
-    (spec,) = httpx.get(f"{cluster.url}/v2/models/{pipeline}", timeout=30).json()["inputs"]
+    answer = httpx.get(f"{cluster.url}/v2/models/{pipeline}", timeout=30)
+    assert answer.status_code == 200, answer.text
+    (spec,) = answer.json()["inputs"]
     tensor = {"name": "value", "datatype": spec["datatype"], "shape": np.shape(data), "data": data}
     answer = httpx.post(f"{cluster.url}/v2/models/{pipeline}/infer", json={"inputs": [tensor]}, timeout=60).json()
     (output,) = answer["outputs"]
