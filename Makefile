@@ -5,9 +5,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 JUDGES := .judges
 ONCE ?=
+TIMES ?= 10
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: help setup judges demo test unit check format lint types contracts bench quality clean
+.PHONY: help setup judges demo test faults unit check format lint types contracts bench quality clean
 
 help:            ## Show the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## */\t/'
@@ -32,7 +33,13 @@ demo: setup      ## Start the demo cluster, ask it for everything once, stay up 
 
 test: check judges  ## Lint, types, contracts, unit and Ray tests
 	$(PYTEST) tests/unit -n 2
-	$(PYTEST) tests/e2e tests/integration
+	$(PYTEST) tests/e2e tests/integration -m "not faults"
+
+faults: setup    ## kill -9 of every process of a cluster, TIMES times over
+	for turn in $$(seq $(TIMES)); do \
+	  $(PYTEST) tests/integration/test_faults.py tests/integration/test_keeper_faults.py \
+	    tests/integration/test_admin.py -k "kill or keeper or registry or 64" || exit 1; \
+	done
 
 unit: setup      ## The quick tests without Ray, in under a minute
 	$(PYTEST) tests/unit -m "not slow"

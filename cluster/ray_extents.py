@@ -23,6 +23,7 @@ HEARTBEAT_S: Final = 1.0
 RETRY_FOR_S: Final = 60.0  # a keeper that was killed is back within seconds
 RETRY_PAUSE_S: Final = 0.1
 GET_TIMEOUT_S: Final = 10.0
+WATCH_DELAY_S: Final = 6.0
 
 
 @dataclass
@@ -51,6 +52,7 @@ class RayExtents:
         self._meeting = threading.Lock()  # held while a restarted keeper is told what is here
         self._leased: dict[str, _Leased] = {}
         self._generation = ""
+        self._watch_at_s: float | None = None
         self._heart: threading.Thread | None = None
         self._closed = threading.Event()
         self._last_report: LoadReport | None = None
@@ -109,6 +111,8 @@ class RayExtents:
             self._meet(greeting.generation)
         except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
             return  # not back yet
+        if self._watch_at_s is not None and time.monotonic() >= self._watch_at_s:
+            self._send_handle()
         if greeting.wanted_bytes and self._on_pressure:
             self._on_pressure(greeting.wanted_bytes)
 
@@ -149,14 +153,17 @@ class RayExtents:
             current: Greeting = _unwrap(self._keeper.hello.remote(self._holder))
             if current.generation == self._generation:
                 return
+            was_restarted = bool(self._generation)
             with self._lock:
                 self._generation = ""  # an answer of the life before that comes now is not recorded any more
                 offered = {id_: leased.count for id_, leased in self._leased.items()}
                 offers = [HeldOffer(leased.extent, leased.ref, leased.count) for leased in self._leased.values()]
             # It may be yet another life that answers.
             generation = _unwrap(self._keeper.adopt.remote(self._holder, offers))
-            if (handle := _own_handle()) is not None:
-                self._keeper.watch_holder.remote(self._holder, handle)
+            if was_restarted:
+                self._watch_at_s = time.monotonic() + WATCH_DELAY_S
+            else:
+                self._send_handle()
             with self._lock:
                 self._generation = generation
                 # Given back while the offer was on its way: the keeper counts those leases still.
@@ -166,6 +173,16 @@ class RayExtents:
                     for _ in range(count - (self._leased[id_].count if id_ in self._leased else 0))
                 ]
             self._send_release(surplus, generation)
+
+    def _send_handle(self) -> None:
+        """By which the keeper notices this replica's death.
+
+        HAZARD: to open it imports the replica's class, for seconds. A restarted keeper has to hear the offers of all
+        replicas first, or it reads again what they hold.
+        """
+        self._watch_at_s = None
+        if (handle := _own_handle()) is not None:
+            self._keeper.watch_holder.remote(self._holder, handle)
 
     def _send_release(self, ids: Sequence[str], generation: str) -> None:
         if ids:

@@ -209,6 +209,7 @@ def test_requests_go_on_while_the_registry_is_killed_and_it_comes_back_whole(
     assert admin.register(id="later", path=str(folder), dtype="float32").status_code == 201
 
 
+@pytest.mark.faults
 def test_requests_whose_worker_is_killed_are_answered_by_another(cluster: Cluster, admin: Admin) -> None:
     def workers() -> list[dict[str, Any]]:
         return admin.http.get("/admin/cluster").json()["workers"]

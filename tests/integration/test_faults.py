@@ -196,6 +196,7 @@ def test_a_keeper_killed_at_rest_gets_back_what_replicas_hold_without_reading(
     wait_for(lambda: watched.unaccounted_bytes() <= spare_bytes + MARGIN_BYTES, "the memory of before")
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("victim", ["worker", "text_encoder"])
 def test_after_a_replica_was_killed_at_rest_another_answers_the_same_and_its_leases_end(
     watched: Watched, kill: Callable[[str], Callable[[], None]], victim: str

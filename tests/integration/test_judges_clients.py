@@ -19,7 +19,7 @@ from integration.harness import Cluster
 from integration.judging import JUDGES, Observed, digit_judge, held_out_texts, judge
 from PIL import Image
 
-LOADS = ("chat", "chat_stream", "embeddings", "images")
+LOADS = ("chat_stream", "embeddings", "images")
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from integration.harness import ROOT
 
 EXTENT_BYTES = 8 * 2**20
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.faults]
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,6 @@ NUM_REQUESTS = 10
 SUMS = [f"What is {number} + 7?" for number in range(NUM_REQUESTS)]
 CAPTIONS = [f"a handwritten {word}" for word in ("zero", "one", "two", "three", "four", "five", "six", "seven")]
 LOADS: dict[str, tuple[list[str], list[str]]] = {
-    "chat": (SUMS, ["-m", "adder", "--endpoint-type", "chat", "--extra-inputs", "temperature:0"]),
     "chat_stream": (SUMS, ["-m", "adder", "--endpoint-type", "chat", "--streaming"]),
     "embeddings": (CAPTIONS, ["-m", "minilm", "--endpoint-type", "embeddings"]),
     "images": (
