@@ -28,7 +28,9 @@ from deployments.engines.text.padding_counts import EncodeCounter
 from deployments.errors import as_service_errors
 from deployments.merging.merger import RequestMerger
 from deployments.merging.serve_door import ServeDoor
+from deployments.pipelines.planning import plan_segments
 from deployments.pipelines.plans import SegmentCall, SegmentResult
+from deployments.pipelines.ports import known_model
 from deployments.pipelines.segments import SegmentRunner
 from deployments.records import EmbeddingRequest, EmbeddingResult, HeadRequest
 from deployments.replica import limit_threads, open_host, prepare_models
@@ -54,11 +56,16 @@ class TextEncoderService:
             shared = RaySharedTier(partial(connect_shared_encodings, config.name, settings.shared_cache_bytes))
         self._cache = EmbeddingCache(settings.cache_bytes, shared)
         self._padding = EncodeCounter()
-        self._merging: MergeConfig = await connect_registry(config).encoder_merging.remote() or settings.merging
+        registry = connect_registry(config)
+        self._merging: MergeConfig = await registry.encoder_merging.remote() or settings.merging
         self._merger: RequestMerger[EncodeJob, Encoding] = RequestMerger(self._encode, self._merging)
         self._door = ServeDoor(self._merger, settings.max_ongoing_requests)
         self._encoders = CachedEncoders(self._cache, self._run_merged)
         self._segments = SegmentRunner(settings.torch_device)
+        if config.pipelines:
+            models = {record.id: known_model(record) for record in await registry.statuses.remote()}
+            for segment in plan_segments(config.pipelines, models, settings.merging.max_batch_size):
+                self._segments.prepare(segment)
         self._metrics = RequestMetrics()
 
     async def condition(self, request: ConditioningRequest) -> Conditioning:

@@ -11,7 +11,7 @@ from cluster.models.watching import DirectoryWatch
 from deployments.errors import InvalidRequest
 from deployments.pipelines.openai_roles import OpenAiRole, openai_role
 from deployments.pipelines.pipelines import Pipelines
-from deployments.pipelines.ports import KnownModel
+from deployments.pipelines.ports import KnownModel, known_model
 from deployments.pipelines.records import PipelineRequest, PipelineResult
 from deployments.records import (
     CacheUse,
@@ -117,12 +117,7 @@ class KnownModels(Mapping[str, KnownModel]):
         record = self._watch.record(id_)
         if record is None:
             raise KeyError(id_)
-        if not record.serves:
-            return KnownModel(record.kind or "", problem=f"is {record.state}{record.error and ': '}{record.error}")
-        sizes = record.features
-        if record.kind == "embedding":
-            return KnownModel("embedding", embedding_size=sizes.out_features)
-        return KnownModel(record.kind or "", in_features=sizes.in_features, out_features=sizes.out_features)
+        return known_model(record)
 
     def __iter__(self) -> Iterator[str]:
         return (record.id for record in self._watch)

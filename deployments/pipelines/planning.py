@@ -6,12 +6,13 @@ is loaded, `plan_pipeline` when the models are known. Both report what `configs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterable, Mapping
 from graphlib import TopologicalSorter
 
 from configs.pipeline import PipelineConfig, PipelineProblem, StepConfig, is_optional
 from deployments.pipelines.checking import CheckedPipeline, check_pipeline
-from deployments.pipelines.plans import PipelinePlan, StepPlan
+from deployments.pipelines.plans import PipelinePlan, SegmentPlan, StepPlan
 from deployments.pipelines.ports import KnownModel
 from deployments.pipelines.records import Signature
 from deployments.pipelines.segmenting import form_units
@@ -57,6 +58,17 @@ def plan_pipeline(
     )
     units = form_units(config.id, steps, list(outputs.values()), max_batch_size)
     return PipelinePlan(config.id, signature, checked.inputs, tuple(units), outputs, output_types)
+
+
+def plan_segments(
+    configs: Iterable[PipelineConfig], models: Mapping[str, KnownModel], max_batch_size: int
+) -> list[SegmentPlan]:
+    """Of all pipelines that can run with these models: what a replica has to have memory for."""
+    segments: list[SegmentPlan] = []
+    for config in configs:
+        with contextlib.suppress(PipelineUnusable):  # who asks for it is told why
+            segments += plan_pipeline(config, models, max_batch_size).segments()
+    return segments
 
 
 def _step_plan(checked: CheckedPipeline, step: StepConfig) -> StepPlan:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final, Literal, TypeAlias
 
+from cluster.models.directory import ModelRecord
 from configs.pipeline import Argument
 from deployments.pipelines.edge_types import BOOL, FLOAT, IMAGE, INT, TEXT, TOKENS, EdgeType
 
@@ -25,6 +26,16 @@ class KnownModel:
     in_features: int | None = None
     out_features: int | None = None
     problem: str = ""
+
+
+def known_model(record: ModelRecord) -> KnownModel:
+    """What a pipeline has to know of it."""
+    kind, sizes = record.kind or "", record.features
+    if not record.serves:
+        return KnownModel(kind, problem=f"is {record.state}{record.error and ': '}{record.error}")
+    if kind == "embedding":
+        return KnownModel(kind, embedding_size=sizes.out_features)
+    return KnownModel(kind, in_features=sizes.in_features, out_features=sizes.out_features)
 
 
 @dataclass(frozen=True, slots=True)

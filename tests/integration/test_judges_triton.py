@@ -252,5 +252,6 @@ def test_loading_and_unloading_tell_what_is_wrong(observed: Observed, transport:
 
 def test_unloading_is_refused_while_requests_run(observed: Observed, transport: str) -> None:
     seen = observed[f"{transport}.unload_in_use"]
-    assert "running requests or pins hold" in seen["refusal"]
+    # The second while the request's replica is still loading: its views are leased, and nothing runs on them yet.
+    assert "running requests or pins hold" in seen["refusal"] or "its weights are held by" in seen["refusal"]
     assert seen["shape"] == [4, 32, 32, 3]  # the request was answered all the same

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from configs.pipeline import PipelineConfig
 from deployments.pipelines.edge_types import TEXT, EdgeType
 from deployments.pipelines.openai_roles import OpenAiRole, openai_role
-from deployments.pipelines.planning import PipelineUnusable, check_functions, plan_pipeline
+from deployments.pipelines.planning import PipelineUnusable, check_functions, plan_pipeline, plan_segments
 from deployments.pipelines.plans import Edge, SegmentPlan, StepPlan
 from deployments.pipelines.ports import KnownModel
 from deployments.pipelines.records import Signature
@@ -62,6 +62,13 @@ def test_a_text_classifier_is_one_segment() -> None:
     assert segment.memory.live_bytes == 4 * 8 * 4 + 4 * 3 * 4
     assert plan.signature.inputs == (TensorSpec("text", "BYTES", (-1,)),)
     assert plan.signature.outputs == (TensorSpec("label", "BYTES", (-1,)), TensorSpec("scores", "FP32", (-1, -1)))
+
+
+def test_a_replica_knows_at_its_start_what_memory_pipelines_need() -> None:
+    late = pipeline(step("vector", {"text": "$text"}, model="late"), out="$vector")
+    (segment,) = plan_segments([late, CLASSIFIER], MODELS, 4)
+    assert (segment.pipeline, segment.memory.live_bytes) == ("p", 4 * 8 * 4 + 4 * 3 * 4)
+    assert plan_segments([CLASSIFIER], {}, 4) == []
 
 
 def test_optional_inputs_are_optional_outside() -> None:
