@@ -143,6 +143,7 @@ class NodeKeeper:
         claim = self._held.claim(extents, holder)
         clock = self._load_all(claim.to_load)
         refs = self._held.settle(claim, holder)
+        self._watch.heard(holder)  # it may have died meanwhile, and have been told so already
         return Acquired(refs, clock.report(claim.to_load) if claim.to_load else None, self.generation)
 
     @ray.method(concurrency_group="control")
@@ -182,11 +183,12 @@ class NodeKeeper:
     @ray.method(concurrency_group="control")
     def hello(self, holder: str) -> Greeting:
         """A replica's sign of life; by the answer it knows a keeper that has forgotten it."""
+        self._watch.heard(holder)
         return Greeting(self.generation, self._held.wanted_bytes)
 
     @ray.method(concurrency_group="control")
     def watch_holder(self, holder: str, handle: Any) -> None:
-        """End the leases of `holder` when this actor dies."""
+        """End the leases of `holder` when this actor dies; at once, not only after a time of silence."""
         self._watch.watch(holder, ActorPing(handle))
 
     @ray.method(concurrency_group="control")

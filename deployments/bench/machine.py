@@ -24,18 +24,19 @@ def touch_memory(nbytes: int) -> None:
 def private_ray(object_store_bytes: int, *, preallocate: bool = True) -> Iterator[None]:
     """Ray of its own. `preallocate`: the pages of its object store exist, as on a node that has been up for a while;
     without it only those exist that something was put into."""
-    os.environ |= {"RAY_preallocate_plasma_memory": str(int(preallocate)), "RAY_USAGE_STATS_ENABLED": "0"}
-    ray.init(
-        address="local",
-        num_cpus=2,
-        object_store_memory=object_store_bytes,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level="error",
-    )
-    try:
-        # Ray prints to stdout when a process of it dies, which here is for figures only.
-        with contextlib.redirect_stdout(sys.stderr):
+    settings = {"preallocate_plasma_memory": int(preallocate), "USAGE_STATS_ENABLED": 0, "worker_niceness": 0}
+    os.environ |= {f"RAY_{name}": str(value) for name, value in settings.items()}  # the rest as in the product
+    # Ray prints to stdout when a process of it dies, at its end too, and stdout is for figures only.
+    with contextlib.redirect_stdout(sys.stderr):
+        ray.init(
+            address="local",
+            num_cpus=2,
+            object_store_memory=object_store_bytes,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level="error",
+        )
+        try:
             yield
-    finally:
-        ray.shutdown()
+        finally:
+            ray.shutdown()

@@ -26,6 +26,27 @@ def test_the_dead_are_told_once() -> None:
     watch.close()
 
 
+def test_who_cannot_be_asked_is_dead_after_a_time_of_silence() -> None:
+    now_s, dead = 0.0, list[str]()
+    watch = HolderWatch(dead.append, interval_s=3600, silence_s=60, clock=lambda: now_s)
+    for holder in ("driver", "gone", "replica"):
+        watch.heard(holder)
+    watch.watch("replica", lambda: True)
+    now_s = 40.0
+    watch.heard("driver")
+    watch.check()
+    assert dead == []
+    now_s = 61.0
+    watch.check()
+    watch.check()
+    assert dead == ["gone"]
+    watch.heard("replica")  # of one that is watched, silence means nothing
+    now_s = 200.0
+    watch.check()
+    assert dead == ["gone", "driver"]
+    watch.close()
+
+
 def test_the_watch_runs_by_itself_and_survives_a_ping_that_fails() -> None:
     heard = threading.Event()
     watch = HolderWatch(lambda holder: heard.set(), interval_s=0.001)
