@@ -23,7 +23,7 @@ from cluster.keeping.adoption import ADOPTION_S, Adoption
 from cluster.keeping.audit import AUDIT_BYTES_PER_S, Audit
 from cluster.keeping.extent_loading import ExtentLoader, Offers
 from cluster.keeping.held_extents import MAX_WAIT_S, HeldExtents
-from cluster.keeping.holder_watch import ActorPing, HolderWatch
+from cluster.keeping.holder_watch import HolderProcess, HolderWatch
 from cluster.keeping.load_clock import LoadClock
 from cluster.keeping.object_store import MAX_SHARE, ObjectStore, StoreFull
 from cluster.keeping.residents import Held
@@ -143,7 +143,7 @@ class NodeKeeper:
         claim = self._held.claim(extents, holder)
         clock = self._load_all(claim.to_load)
         refs = self._held.settle(claim, holder)
-        self._watch.heard(holder)  # it may have died meanwhile, and have been told so already
+        self._watch.heard(holder)  # it may have died while it waited, and its leases have ended before these
         return Acquired(refs, clock.report(claim.to_load) if claim.to_load else None, self.generation)
 
     @ray.method(concurrency_group="control")
@@ -181,23 +181,21 @@ class NodeKeeper:
         self._held.set_budget(budget_bytes)
 
     @ray.method(concurrency_group="control")
-    def hello(self, holder: str) -> Greeting:
-        """A replica's sign of life; by the answer it knows a keeper that has forgotten it."""
-        self._watch.heard(holder)
-        return Greeting(self.generation, self._held.wanted_bytes)
+    def hello(self, holder: str, process: HolderProcess | None = None) -> Greeting:
+        """A replica's sign of life; by the answer it knows a keeper that has forgotten it.
 
-    @ray.method(concurrency_group="control")
-    def watch_holder(self, holder: str, handle: Any) -> None:
-        """End the leases of `holder` when this actor dies; at once, not only after a time of silence."""
-        self._watch.watch(holder, ActorPing(handle))
+        Its leases end with `process`, or when it is not heard of for a minute.
+        """
+        self._watch.heard(holder, process)
+        return Greeting(self.generation, self._held.wanted_bytes)
 
     @ray.method(concurrency_group="control")
     def adopt(self, holder: str, offers: Sequence[HeldOffer]) -> str:
         """Take over what a replica has mapped, and its leases. Returns the generation that did.
 
         What is damaged, or cannot be mapped any more, is not taken: it will be read when somebody asks.
-        HAZARD: no handle of the replica comes with this. Opening one imports its class, for seconds, while others
-        wait for what is adopted here; `watch_holder` gets it.
+        HAZARD: a handle of the replica must not come with this. Opening one imports its class, for seconds, while
+        others wait for what is adopted here.
         """
         self._count("adopted", self._adoption.take(holder, offers))
         return self.generation

@@ -13,6 +13,7 @@ from typing import Any, Final
 import ray
 
 from cluster.keeper_records import Acquired, Greeting, HeldOffer
+from cluster.keeping.holder_watch import HolderProcess
 from weights.manifest import ExtentRef
 from weights.memory.pages import ByteArray
 from weights.reading.report import LoadReport
@@ -23,7 +24,6 @@ HEARTBEAT_S: Final = 1.0
 RETRY_FOR_S: Final = 60.0  # a keeper that was killed is back within seconds
 RETRY_PAUSE_S: Final = 0.1
 GET_TIMEOUT_S: Final = 10.0
-WATCH_DELAY_S: Final = 6.0
 
 
 @dataclass
@@ -52,7 +52,7 @@ class RayExtents:
         self._meeting = threading.Lock()  # held while a restarted keeper is told what is here
         self._leased: dict[str, _Leased] = {}
         self._generation = ""
-        self._watch_at_s: float | None = None
+        self._process = HolderProcess.this()
         self._heart: threading.Thread | None = None
         self._closed = threading.Event()
         self._last_report: LoadReport | None = None
@@ -107,12 +107,10 @@ class RayExtents:
     def beat(self) -> None:
         """One sign of life: notices a keeper that was restarted, and what it wants."""
         try:
-            greeting: Greeting = _unwrap(self._keeper.hello.remote(self._holder), timeout_s=GET_TIMEOUT_S)
+            greeting = self._greet()
             self._meet(greeting.generation)
         except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
             return  # not back yet
-        if self._watch_at_s is not None and time.monotonic() >= self._watch_at_s:
-            self._send_handle()
         if greeting.wanted_bytes and self._on_pressure:
             self._on_pressure(greeting.wanted_bytes)
 
@@ -150,20 +148,14 @@ class RayExtents:
             return
         with self._meeting:
             # Asked again: `generation` may be of an answer that comes late, from a life before the one known here.
-            current: Greeting = _unwrap(self._keeper.hello.remote(self._holder))
-            if current.generation == self._generation:
+            if self._greet(timeout_s=None).generation == self._generation:
                 return
-            was_restarted = bool(self._generation)
             with self._lock:
                 self._generation = ""  # an answer of the life before that comes now is not recorded any more
                 offered = {id_: leased.count for id_, leased in self._leased.items()}
                 offers = [HeldOffer(leased.extent, leased.ref, leased.count) for leased in self._leased.values()]
             # It may be yet another life that answers.
             generation = _unwrap(self._keeper.adopt.remote(self._holder, offers))
-            if was_restarted:
-                self._watch_at_s = time.monotonic() + WATCH_DELAY_S
-            else:
-                self._send_handle()
             with self._lock:
                 self._generation = generation
                 # Given back while the offer was on its way: the keeper counts those leases still.
@@ -174,15 +166,9 @@ class RayExtents:
                 ]
             self._send_release(surplus, generation)
 
-    def _send_handle(self) -> None:
-        """By which the keeper notices this replica's death.
-
-        HAZARD: to open it imports the replica's class, for seconds. A restarted keeper has to hear the offers of all
-        replicas first, or it reads again what they hold.
-        """
-        self._watch_at_s = None
-        if (handle := _own_handle()) is not None:
-            self._keeper.watch_holder.remote(self._holder, handle)
+    def _greet(self, timeout_s: float | None = GET_TIMEOUT_S) -> Greeting:
+        greeting: Greeting = _unwrap(self._keeper.hello.remote(self._holder, self._process), timeout_s)
+        return greeting
 
     def _send_release(self, ids: Sequence[str], generation: str) -> None:
         if ids:
@@ -207,12 +193,6 @@ def _beat_on(found: weakref.ref[RayExtents], closed: threading.Event) -> None:
         except Exception as error:  # the process is ending, or Ray is
             logger.debug("no sign of life for the keeper: %s", error)
         del extents
-
-
-def _own_handle() -> Any:
-    """Of the actor that this runs in; None in a driver or a task, whose end nobody watches."""
-    context = ray.get_runtime_context()
-    return context.current_actor if context.get_actor_id() else None
 
 
 def _unwrap(ref: Any, timeout_s: float | None = None) -> Any:

@@ -1,26 +1,65 @@
-"""Notices that somebody who has leases has died. Ray-free but for the ping."""
+"""Notices that somebody who has leases has died. Ray-free.
+
+Holders map a keeper's memory, so they run on its machine: the operating system says which of them live, at once and
+whatever they are busy with.
+"""
 
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import Final, NamedTuple
 
-import ray
+import psutil
 
-INTERVAL_S: Final = 2.0
-# Of one that nobody can ask: a driver, a task, or a replica that has not sent its handle yet. They beat every second.
+INTERVAL_S: Final = 1.0
+# Of one whose process cannot be seen, in a container of its own for example. All of them beat every second.
 SILENCE_S: Final = 60.0
 
 logger = logging.getLogger("atelier.keeper")
 
 
-class HolderWatch:
-    """Calls `on_death` once for each holder that is not alive: checked every `interval_s`.
+class HolderProcess(NamedTuple):
+    """A process id, and when that process started: ids are given again, and mean another process in a container."""
 
-    One that is watched is asked. One that was only heard of has died when it is silent for `silence_s`.
+    pid: int
+    started_s: float
+
+    @classmethod
+    def this(cls) -> HolderProcess:
+        return cls(os.getpid(), psutil.Process().create_time())
+
+    def seen(self) -> psutil.Process | None:
+        """None where it cannot be seen, or is gone."""
+        try:
+            found = psutil.Process(self.pid)
+            return found if found.create_time() == self.started_s else None
+        except psutil.Error:
+            return None
+
+
+@dataclass(slots=True)
+class _Heard:
+    process: psutil.Process | None
+    at_s: float
+
+    def lives(self, silent_since_s: float) -> bool:
+        if self.process is None:
+            return self.at_s >= silent_since_s
+        try:  # one that is not reaped yet is still there, and gives nothing back
+            return self.process.is_running() and self.process.status() != psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return False
+
+
+class HolderWatch:
+    """Calls `on_death` once for each holder that is not alive: checked every `interval_s`. Thread-safe.
+
+    One whose process can be seen lives as long as that; another has died when it was silent for `silence_s`.
     """
 
     def __init__(
@@ -35,48 +74,33 @@ class HolderWatch:
         self._silence_s = silence_s
         self._clock = clock
         self._lock = threading.Lock()
-        self._watched: dict[str, Callable[[], bool]] = {}
-        self._heard_s: dict[str, float] = {}  # of those that are not watched
+        self._heard: dict[str, _Heard] = {}
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def watch(self, holder: str, is_alive: Callable[[], bool]) -> None:
-        """`is_alive` must not block."""
+    def heard(self, holder: str, process: HolderProcess | None = None) -> None:
+        """A sign of life, of `process` if that is known. The watch's thread starts with the first."""
         with self._lock:
-            self._watched[holder] = is_alive
-            self._heard_s.pop(holder, None)
-            self._start()
-
-    def heard(self, holder: str) -> None:
-        """A sign of life."""
-        with self._lock:
-            if holder not in self._watched:
-                self._heard_s[holder] = self._clock()
-                self._start()
+            known = self._heard.get(holder)
+            if known is None or known.process is None:
+                self._heard[holder] = _Heard(process and process.seen(), self._clock())
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="holder-watch", daemon=True)
+                self._thread.start()
 
     def check(self) -> None:
         """One round."""
         with self._lock:
-            watched = dict(self._watched)
-        dead = [holder for holder, is_alive in watched.items() if not is_alive()]
-        with self._lock:
             silent_since_s = self._clock() - self._silence_s
-            dead += [holder for holder, heard_s in self._heard_s.items() if heard_s < silent_since_s]
-            for holder in dead:
-                self._watched.pop(holder, None)
-                self._heard_s.pop(holder, None)
+            dead = [holder for holder, heard in self._heard.items() if not heard.lives(silent_since_s)]
         for holder in dead:
             logger.warning("%s has died; its leases end", holder)
+            with self._lock:
+                self._heard.pop(holder, None)
             self._on_death(holder)
 
     def close(self) -> None:
         self._closed.set()
-
-    def _start(self) -> None:
-        """The thread starts with the first holder."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="holder-watch", daemon=True)
-            self._thread.start()
 
     def _run(self) -> None:
         while not self._closed.wait(self._interval_s):
@@ -84,30 +108,3 @@ class HolderWatch:
                 self.check()
             except Exception:
                 logger.exception("holders could not be checked")
-
-
-class ActorPing:
-    """Whether an actor lives. A busy one answers late: as long as an answer may come, it lives.
-
-    HAZARD: it keeps a handle, so an actor that only ends when nobody has a handle does not end. Those of Serve do.
-    """
-
-    def __init__(self, handle: Any) -> None:
-        self._handle = handle
-        self._asked: Any = None
-
-    def __call__(self) -> bool:
-        self._asked = self._asked or self._handle.__ray_ready__.remote()
-        ready, _ = ray.wait([self._asked], timeout=0)
-        if not ready:
-            return True
-        asked, self._asked = self._asked, None
-        try:
-            ray.get(asked)
-        except ray.exceptions.ActorUnavailableError:  # a connection was lost; the actor may well live
-            return True
-        except ray.exceptions.RayActorError:
-            return False
-        except ray.exceptions.RayError:
-            return True
-        return True

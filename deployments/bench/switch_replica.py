@@ -1,8 +1,4 @@
-"""A replica without Serve around it: what a worker and a text encoder do when they switch, for a whole pipeline.
-
-HAZARD: to open the handle of an actor is to import the module of its class. The keeper is given handles of its
-replicas, so this module imports no torch: Serve's own replica class does not either.
-"""
+"""A replica without Serve around it: what a worker and a text encoder do when they switch, for a whole pipeline."""
 
 from __future__ import annotations
 
@@ -17,6 +13,7 @@ from typing import Any
 import ray
 
 from cluster.ray_extents import RayExtents
+from deployments.bench import switch_host
 from weights.manifest import Manifest
 
 
@@ -41,9 +38,6 @@ class BenchReplica:
         device: str = "cpu",
         prepare: bool = True,
     ) -> None:
-        from deployments.bench import switch_host
-
-        self._inside = switch_host
         self._budget_bytes = budget_bytes
         extents = RayExtents(keeper, f"replica-{os.getpid()}")
         self._host = await switch_host.open_bench_host(extents, skeletons, manifests, budget_bytes, device, prepare)
@@ -54,10 +48,10 @@ class BenchReplica:
     async def switch(self, model: str, touch: bool = False) -> dict[str, Any]:
         """Until every component of `model` is built, in `ms`, and the report on it; `touched_ms`: and read once."""
         start = time.perf_counter()
-        async with self._host.lease(model, self._inside.everything) as lease:
+        async with self._host.lease(model, switch_host.everything) as lease:
             ms = (time.perf_counter() - start) * 1e3
             if touch:
-                self._inside.touch(lease.modules)
+                switch_host.touch(lease.modules)
             touched_ms = (time.perf_counter() - start) * 1e3
             return asdict(lease.report) | {"ms": ms, "touched_ms": touched_ms}
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -12,12 +14,14 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
+import psutil
 import pytest
 import ray
 import xxhash
 
 from cluster.keeper import NodeKeeper
 from cluster.keeper_records import HeldOffer
+from cluster.keeping.holder_watch import HolderProcess
 from cluster.keeping.object_store import StoreFull
 from cluster.peers.peer_protocol import PeerAddress
 from cluster.residency_map import ExtentDirectory
@@ -395,6 +399,18 @@ def test_an_acquire_tells_what_it_had_loaded(keeper, extents) -> None:
     assert report.wall_s > 0
     assert node.acquire([extents["c"]], "w").report is None
     assert acquired.generation == node.stats().generation == node.hello("w").generation
+
+
+def test_leases_end_with_the_process_that_has_them(keeper, extents) -> None:
+    node = keeper()
+    holder = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    node.hello("dies", HolderProcess(holder.pid, psutil.Process(holder.pid).create_time()))
+    node.hello("lives", HolderProcess.this())
+    for name in ("dies", "lives"):
+        node.acquire([extents["a"]], name)
+    holder.kill()
+    until(lambda: set(leases_of(node, "a")) == {"lives"})
+    holder.communicate()
 
 
 def test_leases_of_another_life_are_not_given_back(keeper, extents) -> None:

@@ -12,6 +12,7 @@ import pytest
 import ray
 
 from cluster.keeper_records import Acquired, Greeting, HeldOffer
+from cluster.keeping.holder_watch import HolderProcess
 from cluster.ray_extents import RayExtents
 from weights.errors import BudgetExceeded
 from weights.manifest import ExtentRef
@@ -69,7 +70,8 @@ class FakeKeeper:
         self.leases.update(self.adopted[-1])
         return str(self.life)
 
-    def on_hello(self, holder: str) -> Greeting:
+    def on_hello(self, holder: str, process: HolderProcess) -> Greeting:
+        assert process == HolderProcess.this()
         return Greeting(str(self.life), self.wanted_bytes)
 
 
@@ -79,7 +81,6 @@ def keeper(monkeypatch: pytest.MonkeyPatch) -> FakeKeeper:
         return [ref() for ref in found] if isinstance(found, list) else found()
 
     monkeypatch.setattr("cluster.ray_extents.ray.get", get)
-    monkeypatch.setattr("cluster.ray_extents._own_handle", lambda: None)
     monkeypatch.setattr("cluster.ray_extents.RETRY_PAUSE_S", 0.001)
     monkeypatch.setattr("cluster.ray_extents.HEARTBEAT_S", 3600.0)
     return FakeKeeper()
@@ -203,9 +204,9 @@ def test_the_heart_stops_with_its_replica(keeper: FakeKeeper, monkeypatch: pytes
     beating = threading.Event()
     hello = keeper.on_hello
 
-    def heard(holder: str) -> Greeting:
+    def heard(holder: str, process: HolderProcess) -> Greeting:
         beating.set()
-        return hello(holder)
+        return hello(holder, process)
 
     keeper.on_hello = heard  # type: ignore[method-assign]
     replica = RayExtents(keeper, "r")

@@ -1,105 +1,121 @@
-"""Who has died is told once; who is only slow to answer lives."""
+"""Who has died is told once; who is only silent, or busy, lives."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
-from typing import Any
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
+import psutil
 import pytest
-import ray
 
-from cluster.keeping.holder_watch import ActorPing, HolderWatch
+from cluster.keeping.holder_watch import HolderProcess, HolderWatch
 
-
-def test_the_dead_are_told_once() -> None:
-    dead: list[str] = []
-    alive = {"a": True, "b": True}
-    watch = HolderWatch(dead.append, interval_s=3600)
-    for holder in alive:
-        watch.watch(holder, lambda holder=holder: alive[holder])
-    watch.check()
-    assert dead == []
-    alive["b"] = False
-    watch.check()
-    watch.check()
-    assert dead == ["b"]
-    watch.close()
+NEVER_S = 3600.0
 
 
-def test_who_cannot_be_asked_is_dead_after_a_time_of_silence() -> None:
-    now_s, dead = 0.0, list[str]()
-    watch = HolderWatch(dead.append, interval_s=3600, silence_s=60, clock=lambda: now_s)
-    for holder in ("driver", "gone", "replica"):
-        watch.heard(holder)
-    watch.watch("replica", lambda: True)
-    now_s = 40.0
-    watch.heard("driver")
-    watch.check()
-    assert dead == []
-    now_s = 61.0
-    watch.check()
-    watch.check()
-    assert dead == ["gone"]
-    watch.heard("replica")  # of one that is watched, silence means nothing
-    now_s = 200.0
-    watch.check()
-    assert dead == ["gone", "driver"]
-    watch.close()
+@dataclass
+class Watched:
+    """A watch that checks when it is told to, at a time that is set."""
 
+    now_s: float = 0.0
+    dead: list[str] = field(default_factory=list)
 
-def test_the_watch_runs_by_itself_and_survives_a_ping_that_fails() -> None:
-    heard = threading.Event()
-    watch = HolderWatch(lambda holder: heard.set(), interval_s=0.001)
-    answers = iter([RuntimeError("cannot ask"), False])
+    def __post_init__(self) -> None:
+        self.watch = HolderWatch(self.dead.append, NEVER_S, silence_s=60, clock=lambda: self.now_s)
 
-    def ping() -> bool:
-        answer = next(answers)
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
-    watch.watch("a", ping)
-    assert heard.wait(10)
-    watch.close()
-
-
-class FakeActor:
-    """Answers are given when they are put there; an exception is one too."""
-
-    def __init__(self) -> None:
-        self.num_asked = 0
-        self.__ray_ready__ = self
-
-    def remote(self) -> int:
-        self.num_asked += 1
-        return self.num_asked
+    def found_dead(self, now_s: float) -> list[str]:
+        self.now_s = now_s
+        self.watch.check()
+        return self.dead
 
 
 @pytest.fixture
-def answers(monkeypatch: pytest.MonkeyPatch) -> dict[int, Any]:
-    found: dict[int, Any] = {}
-
-    def get(ref: int) -> Any:
-        if isinstance(found[ref], Exception):
-            raise found[ref]
-        return found[ref]
-
-    def wait(refs: list[int], timeout: float) -> Any:
-        assert timeout == 0
-        return [ref for ref in refs if ref in found], [ref for ref in refs if ref not in found]
-
-    monkeypatch.setattr("cluster.keeping.holder_watch.ray.get", get)
-    monkeypatch.setattr("cluster.keeping.holder_watch.ray.wait", wait)
-    return found
+def watched() -> Iterator[Watched]:
+    made = Watched()
+    yield made
+    made.watch.close()
 
 
-def test_an_actor_lives_until_it_is_known_to_be_dead(answers: dict[int, Any]) -> None:
-    actor = FakeActor()
-    ping = ActorPing(actor)
-    assert ping()
-    assert ping()
-    assert actor.num_asked == 1  # a busy one is not asked again and again
-    answers |= {1: True, 2: ray.exceptions.ActorUnavailableError("a connection was lost", None)}
-    assert [ping() for _ in range(4)] == [True, True, True, True]
-    answers[actor.num_asked] = ray.exceptions.ActorDiedError()
-    assert not ping()
+@pytest.fixture
+def start() -> Iterator[Callable[[], subprocess.Popen[bytes]]]:
+    started: list[subprocess.Popen[bytes]] = []
+
+    def spawn() -> subprocess.Popen[bytes]:
+        started.append(subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE))
+        return started[-1]
+
+    yield spawn
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def told(process: subprocess.Popen[bytes]) -> HolderProcess:
+    return HolderProcess(process.pid, psutil.Process(process.pid).create_time())
+
+
+def test_who_was_killed_is_told_once_and_who_is_only_silent_is_not(
+    watched: Watched, start: Callable[[], subprocess.Popen[bytes]]
+) -> None:
+    processes = {holder: start() for holder in ("a", "b", "stopped")}
+    for holder, process in processes.items():
+        watched.watch.heard(holder, told(process))
+    psutil.Process(processes["stopped"].pid).suspend()
+    assert watched.found_dead(1000.0) == []
+    processes["b"].kill()
+    psutil.wait_procs([psutil.Process(processes["b"].pid)], timeout=10)  # reaps it
+    assert watched.found_dead(1001.0) == ["b"]
+    assert watched.found_dead(1002.0) == ["b"]
+
+
+def test_the_dead_are_dead_before_their_parent_looks(
+    watched: Watched, start: Callable[[], subprocess.Popen[bytes]]
+) -> None:
+    process = start()
+    watched.watch.heard("a", told(process))
+    process.kill()
+    seen = psutil.Process(process.pid)
+    while seen.status() != psutil.STATUS_ZOMBIE:
+        pass
+    assert watched.found_dead(0.0) == ["a"]
+
+
+def test_whose_process_cannot_be_seen_is_dead_after_a_time_of_silence(watched: Watched) -> None:
+    mine = HolderProcess.this()
+    elsewhere = mine._replace(started_s=mine.started_s - 100)  # the id means another process here
+    watched.watch.heard("gone", elsewhere)
+    watched.watch.heard("elsewhere", elsewhere)
+    watched.watch.heard("unknown")
+    assert watched.found_dead(40.0) == []
+    watched.watch.heard("elsewhere", elsewhere)
+    assert sorted(watched.found_dead(61.0)) == ["gone", "unknown"]
+    assert sorted(watched.found_dead(101.0)) == ["elsewhere", "gone", "unknown"]
+
+
+def test_a_process_that_is_told_later_counts_from_then(watched: Watched) -> None:
+    watched.watch.heard("a")
+    watched.watch.heard("a", HolderProcess.this())
+    watched.watch.heard("a")
+    assert watched.found_dead(1000.0) == []
+
+
+def test_the_watch_runs_by_itself_and_survives_what_goes_wrong(start: Callable[[], subprocess.Popen[bytes]]) -> None:
+    told_dead, heard = [], threading.Event()
+
+    def on_death(holder: str) -> None:
+        told_dead.append(holder)
+        if len(told_dead) == 1:
+            raise RuntimeError("cannot end its leases")
+        heard.set()
+
+    watch = HolderWatch(on_death, interval_s=0.001)
+    for holder in ("a", "b"):
+        process = start()
+        watch.heard(holder, told(process))
+        process.kill()
+        process.wait()
+    assert heard.wait(10)
+    watch.close()
