@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import traceback
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -70,10 +71,17 @@ class RayExtents:
             try:
                 self._meet(acquired.generation)
                 views = ray.get(list(acquired.refs.values()), timeout=GET_TIMEOUT_S)
-            except (ray.exceptions.RayActorError, ray.exceptions.ObjectLostError, ray.exceptions.GetTimeoutError):
+            except (
+                ray.exceptions.RayActorError,
+                ray.exceptions.ObjectLostError,
+                ray.exceptions.GetTimeoutError,
+            ) as error:
                 # The keeper died between its answer and here, and the only view of the bytes with it.
                 if time.monotonic() > deadline_s:
                     raise
+                # HAZARD: `ray.get` raises out of a frame that has the views of the other extents, and the error itself:
+                # a circle that would keep their memory until Python looks for circles, maybe for ever.
+                traceback.clear_frames(error.__traceback__)
                 self._send_release([extent.id for extent in extents], acquired.generation)
                 continue
             found = dict(zip(acquired.refs, views, strict=True))
