@@ -40,10 +40,11 @@ def attach(component: Component, buffers: Mapping[str, ByteArray | torch.Tensor]
         if typed is not None:  # one operation of torch per tensor and not three, of thousands
             start, as_strided = typed.storage_offset(), typed.as_strided
             found |= {row.name: as_strided(row.shape, row.strides, start + row.offset) for row in rows}
-    return {
-        name: found[name] if name in found else view_of(bases[ref.extent], ref)
-        for name, ref in component.tensors.items()
-    }
+    if len(found) < len(component.tensors):
+        for name, ref in component.tensors.items():
+            if name not in found:
+                found[name] = view_of(bases[ref.extent], ref)
+    return found
 
 
 def load_model(

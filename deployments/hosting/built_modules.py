@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
+from deployments.hosting.module_room import merged
 from weights.manifest import Component, ExtentRef, Manifest
 from weights.residency import Popularity
 
@@ -47,7 +48,7 @@ class Wanted:
     @property
     def tensors(self) -> dict[str, int]:
         """Bytes by hash."""
-        return {hash_: n for part in self.parts.values() for hash_, n in part.component.bytes_by_hash.items()}
+        return merged(part.component.bytes_by_hash for part in self.parts.values())
 
     def __str__(self) -> str:
         return f"{', '.join(name.name for name in self.parts)} of {self.model!r}"

@@ -40,8 +40,13 @@ def plan_room(holdings: Sequence[Holding], wanted: TensorBytes, budget_bytes: in
     needed_bytes = distinct_bytes(wanted, *(holding.tensors for holding in holdings if holding.stays))
     if needed_bytes > budget_bytes:
         return RoomPlan((), needed_bytes - budget_bytes)
-    uses = Counter(hash_ for tensors in (wanted, *(h.tensors for h in holdings)) for hash_ in tensors)
-    total_bytes = distinct_bytes(wanted, *(holding.tensors for holding in holdings))
+    everything = (wanted, *(holding.tensors for holding in holdings))
+    total_bytes = distinct_bytes(*everything)
+    if total_bytes <= budget_bytes:
+        return RoomPlan(())
+    uses: Counter[str] = Counter()
+    for tensors in everything:
+        uses.update(tensors.keys())
     values = keep_values([holding.resident for holding in holdings])
     victims: list[Holding] = []
     for holding in sorted(
@@ -65,11 +70,14 @@ def plan_room(holdings: Sequence[Holding], wanted: TensorBytes, budget_bytes: in
 
 
 def distinct_bytes(*tensors: TensorBytes) -> int:
-    return sum({hash_: nbytes for some in tensors for hash_, nbytes in some.items()}.values())
+    return sum(merged(tensors).values())
 
 
 def merged(tensors: Iterable[TensorBytes]) -> dict[str, int]:
-    return {hash_: nbytes for some in tensors for hash_, nbytes in some.items()}
+    found: dict[str, int] = {}
+    for some in tensors:
+        found |= some
+    return found
 
 
 def _unused_bytes(tensors: TensorBytes, uses: Mapping[str, int]) -> int:
