@@ -59,6 +59,19 @@ class Fetched:
     storage_bytes: int
 
 
+class Placement(Protocol):
+    """What was placed: a component, the extents that hold it, and the name of its lease."""
+
+    @property
+    def component(self) -> Component: ...
+
+    @property
+    def extents(self) -> Sequence[ExtentRef]: ...
+
+    @property
+    def holder(self) -> str: ...
+
+
 class DeviceTier(Protocol):
     """Thread-safe. `extents` are those that hold `component`; `holder` names the lease."""
 
@@ -75,7 +88,9 @@ class DeviceTier(Protocol):
         """
         ...
 
-    def release(self, component: Component, extents: Sequence[ExtentRef], holder: str) -> None: ...
+    def release(self, placements: Sequence[Placement]) -> None:
+        """All at once, since each call to the keeper takes a millisecond."""
+        ...
 
     def prefetch(self, component: Component, extents: Sequence[ExtentRef]) -> None:
         """Bring it as near as there is room that costs nothing leased, pinned or more valuable."""
@@ -132,7 +147,8 @@ class SharedTier:
             reused_bytes=sum(reused.values()),
         )
 
-    def release(self, component: Component, extents: Sequence[ExtentRef], holder: str) -> None:
+    def release(self, placements: Sequence[Placement]) -> None:
+        extents = [extent for placement in placements for extent in placement.extents]
         with self._lock:
             self._leases -= Counter(extent.id for extent in extents)
         self._provider.release(extents)
@@ -171,8 +187,9 @@ class ArenaTier:
             uploads.release()
         return Placed(tensors, uploads.storage_bytes, uploads.host_bytes, report.moved_bytes, report.reused_bytes)
 
-    def release(self, component: Component, extents: Sequence[ExtentRef], holder: str) -> None:
-        self._arena.release([ref.sha256 for ref in component.tensors.values()], holder)
+    def release(self, placements: Sequence[Placement]) -> None:
+        for placement in placements:
+            self._arena.release([ref.sha256 for ref in placement.component.tensors.values()], placement.holder)
 
     def prefetch(self, component: Component, extents: Sequence[ExtentRef]) -> None:
         uploads = _Uploads(self._provider, component, extents)

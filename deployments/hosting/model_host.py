@@ -252,11 +252,12 @@ class ModelHost:
             slot.leases -= 1
         self._queue.serve()
 
-    def _let_go(self, slot: Slot) -> None:
-        if slot.result:
-            self._retire(slot.result.thing)
-        if slot.is_placed:  # a fetch that failed leased nothing, and another slot may lease the same extents
-            self._tier.release(slot.component, slot.extents, slot.holder)
+    def _let_go(self, slots: Sequence[Slot]) -> None:
+        for slot in slots:
+            if slot.result:
+                self._retire(slot.result.thing)
+        # A fetch that failed leased nothing, and another slot may lease the same extents.
+        self._tier.release([slot for slot in slots if slot.is_placed])
 
     def _let_unpinned_go(self, components: Mapping[str, Component]) -> None:
         """The device's pins are of tensors, which others may pin too."""
@@ -298,7 +299,7 @@ class ModelHost:
             if isinstance(error, ExtentCorrupt | ModelUnavailable):
                 self._damaged.add(part.manifest.model)
                 self._report(part.manifest.model, str(error))
-            self._modules.drop(slot.key)
+            self._modules.drop([slot.key])
             slot.built.set_exception(error)
             slot.built.exception()  # marked as seen: the request that asked may have been cancelled meanwhile
         finally:

@@ -44,9 +44,7 @@ def plan_room(holdings: Sequence[Holding], wanted: TensorBytes, budget_bytes: in
     total_bytes = distinct_bytes(*everything)
     if total_bytes <= budget_bytes:
         return RoomPlan(())
-    uses: Counter[str] = Counter()
-    for tensors in everything:
-        uses.update(tensors.keys())
+    uses = _uses_of_shared(everything)
     values = keep_values([holding.resident for holding in holdings])
     victims: list[Holding] = []
     for holding in sorted(
@@ -55,7 +53,7 @@ def plan_room(holdings: Sequence[Holding], wanted: TensorBytes, budget_bytes: in
     ):
         if total_bytes <= budget_bytes:
             break
-        uses.subtract(holding.tensors.keys())
+        uses.subtract(holding.tensors.keys() & uses.keys())
         total_bytes -= _unused_bytes(holding.tensors, uses)
         victims.append(holding)
     evict: list[str] = []
@@ -63,7 +61,7 @@ def plan_room(holdings: Sequence[Holding], wanted: TensorBytes, budget_bytes: in
         returning_bytes = _unused_bytes(victim.tensors, uses)
         if total_bytes + returning_bytes <= budget_bytes:
             total_bytes += returning_bytes
-            uses.update(victim.tensors.keys())
+            uses.update(victim.tensors.keys() & uses.keys())
         else:
             evict.append(victim.resident.key)
     return RoomPlan(tuple(reversed(evict)))
@@ -80,5 +78,16 @@ def merged(tensors: Iterable[TensorBytes]) -> dict[str, int]:
     return found
 
 
-def _unused_bytes(tensors: TensorBytes, uses: Mapping[str, int]) -> int:
-    return sum(nbytes for hash_, nbytes in tensors.items() if not uses[hash_])
+def _uses_of_shared(everything: Sequence[TensorBytes]) -> Counter[str]:
+    """How many have it, of the hashes that more than one has: few, of thousands."""
+    seen: set[str] = set()
+    shared: set[str] = set()
+    for tensors in everything:
+        shared |= tensors.keys() & seen
+        seen |= tensors.keys()
+    return Counter(hash_ for tensors in everything for hash_ in tensors.keys() & shared)
+
+
+def _unused_bytes(tensors: TensorBytes, uses: Counter[str]) -> int:
+    """What goes with them. `uses` counts the others' uses, of what is shared."""
+    return sum(tensors.values()) - sum(tensors[hash_] for hash_ in tensors.keys() & uses.keys() if uses[hash_])

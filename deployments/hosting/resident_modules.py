@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from deployments.hosting.built_modules import ModulePast, PartName, Slot, Wanted
@@ -22,10 +22,10 @@ PATIENCE_S: Final = 1.0
 class ResidentModules:
     """Under a byte budget, counted in distinct tensors. Lives on one event loop.
 
-    `let_go` hears of every slot that is dropped, once nothing knows it any more.
+    `let_go` hears of the slots that are dropped, once nothing knows them any more.
     """
 
-    def __init__(self, budget_bytes: int, let_go: Callable[[Slot], None], clock: Callable[[], float]) -> None:
+    def __init__(self, budget_bytes: int, let_go: Callable[[Sequence[Slot]], None], clock: Callable[[], float]) -> None:
         self.slots: dict[str, Slot] = {}
         self.pins: dict[str, dict[str, Component]] = {}
         self.past = ModulePast()
@@ -85,36 +85,43 @@ class ResidentModules:
             raise BudgetExceeded(
                 f"a budget of {budget_bytes} bytes is {plan.missing_bytes} bytes less than what is leased or pinned"
             )
-        for key in plan.evict:
-            self.drop(key)
+        self.drop(plan.evict)
 
     def shed(self, nbytes: int) -> None:
         """Drop what is only kept for later, the least valuable first, until `nbytes` are gone or nothing is left."""
         holdings = [holding for holding in self._holdings() if not holding.stays]
         values = keep_values([holding.resident for holding in holdings])
+        gone: list[str] = []
         for holding in sorted(holdings, key=lambda holding: values[holding.resident.key]):
             if nbytes <= 0:
-                return
+                break
             nbytes -= holding.resident.nbytes
-            self.drop(holding.resident.key)
+            gone.append(holding.resident.key)
+        self.drop(gone)
 
     def evict(self, model: str) -> list[str]:
         """Drop what only `model` has used. Returns the components that stay: leased, or pinned."""
-        pinned, stays = self._pinned_keys(), []
-        for key, slot in list(self.slots.items()):
+        pinned = self._pinned_keys()
+        stays: list[str] = []
+        gone: list[str] = []
+        for key, slot in self.slots.items():
             if model in slot.models:
                 if slot.leases or key in pinned:
                     stays.append(slot.component.name)
                 elif len(slot.models) == 1:
-                    self.drop(key)
+                    gone.append(key)
                 else:
                     slot.models.discard(model)
+        self.drop(gone)
         return stays
 
-    def drop(self, key: str) -> None:
-        if slot := self.slots.pop(key, None):
+    def drop(self, keys: Iterable[str]) -> None:
+        """Unknown ones are ignored."""
+        gone = [self.slots.pop(key) for key in keys if key in self.slots]
+        for slot in gone:
             self._unbind(slot)
-            self._let_go(slot)
+        if gone:
+            self._let_go(gone)
 
     def pin(self, model: str, components: Iterable[Component]) -> None:
         """Raises BudgetExceeded when the pinned ones do not fit; then nothing changes."""
@@ -152,8 +159,7 @@ class ResidentModules:
                 f"{wanted} need {distinct_bytes(wanted.tensors)} bytes; {plan.missing_bytes} bytes are missing under "
                 f"this replica's budget of {self.budget_bytes}"
             )
-        for key in plan.evict:
-            self.drop(key)
+        self.drop(plan.evict)
 
     def _holdings(self, staying: Iterable[str] = ()) -> list[Holding]:
         now_s, pinned = self._clock(), self._pinned_keys() | set(staying)

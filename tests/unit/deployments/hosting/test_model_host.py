@@ -668,7 +668,7 @@ async def test_an_evicted_adapter_takes_idle_pipelines_along() -> None:
     host = Host(100)
     async with host.lease("a", lambda _: True, ["lora"]) as lease:
         pipeline = lease.bound(object)
-    host._modules.drop(manifest("lora").components["lora"].module_key)
+    host._modules.drop([manifest("lora").components["lora"].module_key])
     async with host.lease("a", lambda _: True) as lease:
         assert lease.bound(object) is not pipeline
 
