@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-import traceback
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ import ray
 
 from cluster.keeper_records import Acquired, Greeting, HeldOffer
 from cluster.keeping.holder_watch import HolderProcess
+from cluster.ray_calls import get
 from weights.manifest import ExtentRef
 from weights.memory.pages import ByteArray
 from weights.reading.report import LoadReport
@@ -70,18 +70,11 @@ class RayExtents:
             acquired: Acquired = self._ask(lambda: self._keeper.acquire.remote(list(extents), self._holder))
             try:
                 self._meet(acquired.generation)
-                views = ray.get(list(acquired.refs.values()), timeout=GET_TIMEOUT_S)
-            except (
-                ray.exceptions.RayActorError,
-                ray.exceptions.ObjectLostError,
-                ray.exceptions.GetTimeoutError,
-            ) as error:
+                views = get(list(acquired.refs.values()), GET_TIMEOUT_S)
+            except (ray.exceptions.RayActorError, ray.exceptions.ObjectLostError, ray.exceptions.GetTimeoutError):
                 # The keeper died between its answer and here, and the only view of the bytes with it.
                 if time.monotonic() > deadline_s:
                     raise
-                # HAZARD: `ray.get` raises out of a frame that has the views of the other extents, and the error itself:
-                # a circle that would keep their memory until Python looks for circles, maybe for ever.
-                traceback.clear_frames(error.__traceback__)
                 self._send_release([extent.id for extent in extents], acquired.generation)
                 continue
             found = dict(zip(acquired.refs, views, strict=True))
@@ -140,7 +133,7 @@ class RayExtents:
         deadline_s = time.monotonic() + RETRY_FOR_S
         while True:
             try:
-                return _unwrap(call())
+                return get(call())
             except ray.exceptions.RayActorError:
                 if time.monotonic() > deadline_s:
                     raise
@@ -163,7 +156,7 @@ class RayExtents:
                 offered = {id_: leased.count for id_, leased in self._leased.items()}
                 offers = [HeldOffer(leased.extent, leased.ref, leased.count) for leased in self._leased.values()]
             # It may be yet another life that answers.
-            generation = _unwrap(self._keeper.adopt.remote(self._holder, offers))
+            generation = get(self._keeper.adopt.remote(self._holder, offers))
             with self._lock:
                 self._generation = generation
                 # Given back while the offer was on its way: the keeper counts those leases still.
@@ -175,7 +168,7 @@ class RayExtents:
             self._send_release(surplus, generation)
 
     def _greet(self, timeout_s: float | None = GET_TIMEOUT_S) -> Greeting:
-        greeting: Greeting = _unwrap(self._keeper.hello.remote(self._holder, self._process), timeout_s)
+        greeting: Greeting = get(self._keeper.hello.remote(self._holder, self._process), timeout_s)
         return greeting
 
     def _send_release(self, ids: Sequence[str], generation: str) -> None:
@@ -201,11 +194,3 @@ def _beat_on(found: weakref.ref[RayExtents], closed: threading.Event) -> None:
         except Exception as error:  # the process is ending, or Ray is
             logger.debug("no sign of life for the keeper: %s", error)
         del extents
-
-
-def _unwrap(ref: Any, timeout_s: float | None = None) -> Any:
-    """`ray.get` that raises the actor's own exception instead of Ray's wrapper around it."""
-    try:
-        return ray.get(ref, timeout=timeout_s)
-    except ray.exceptions.RayTaskError as error:
-        raise error.cause if isinstance(error.cause, Exception) else error from None

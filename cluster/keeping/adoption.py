@@ -13,6 +13,7 @@ import xxhash
 from cluster.keeper_records import HeldOffer
 from cluster.keeping.held_extents import HeldExtents
 from cluster.keeping.residents import Held
+from cluster.ray_calls import get
 
 # Replicas tell a restarted keeper what they hold within a second; until then storage is not asked. On a busy machine
 # they take longer, but hardly all of them: each offer gives the next one so much more time.
@@ -69,7 +70,7 @@ class Adoption:
 
     def _mapped(self, offer: HeldOffer, holder: str) -> Held | None:
         try:
-            view = ray.get(offer.ref, timeout=ADOPTION_S)
+            view = get(offer.ref, ADOPTION_S)
         except ray.exceptions.RayError as error:
             logger.warning("extent %s of %s cannot be adopted: %s", offer.extent.id, holder, error)
             return None

@@ -16,6 +16,7 @@ import ray
 from cluster.keeping.extent_loading import Offers
 from cluster.peers.peer_client import PeerClient
 from cluster.peers.peer_server import Lookup, PeerServer
+from cluster.ray_calls import get
 
 ANSWER_TIMEOUT_S: Final = 2.0
 RETRY_S: Final = 1.0
@@ -56,7 +57,7 @@ class RayDirectory:
 
     def _ask(self, method: str, *arguments: Any) -> Any:
         registry = ray.get_actor(self._name, namespace=self._namespace)
-        return ray.get(getattr(registry, method).remote(*arguments), timeout=self._timeout_s)
+        return get(getattr(registry, method).remote(*arguments), self._timeout_s)
 
 
 class PeerLink:

@@ -1,4 +1,8 @@
-"""Who waits for room in a replica: served in the order of coming, for a bounded time, and never starved."""
+"""Who waits for room in a replica: served in the order of coming, for a bounded time, and never starved.
+
+HAZARD: refusals are kept as text. An exception knows the frames that it came through; one that such a frame keeps, in
+a local name or a future, makes a circle, and models that the frames hold stay until Python looks for circles.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +20,15 @@ TakenT = TypeVar("TakenT")
 
 @dataclass(eq=False)
 class Waiter(Generic[WantedT, TakenT]):
-    """`passed` are the tensors of those who went past it since its patience ended, bytes by hash."""
+    """`granted` is None when there can be no room any more; `refusal` says why there was none the last time.
+
+    `passed` are the tensors of those who went past it since its patience ended, bytes by hash.
+    """
 
     wanted: WantedT
     since_s: float
-    granted: asyncio.Future[TakenT]
-    refusal: BudgetExceeded | None = None
+    granted: asyncio.Future[TakenT | None]
+    refusal: str
     passed: dict[str, int] = field(default_factory=dict)
 
 
@@ -54,15 +61,15 @@ class RoomQueue(Generic[WantedT, TakenT]):
 
     async def take(self, wanted: WantedT, max_wait_s: float) -> TakenT:
         """Raises BudgetExceeded when there can be no room, or is none in time."""
-        refusal = None
+        refusal = f"{wanted} waited for room behind {len(self._waiting)} other requests"
         if not self._waiting or self._may_pass(wanted, self._waiting[0]):
             try:
                 return self._take(wanted)
             except BudgetExceeded as error:
-                refusal = error
+                refusal = str(error)
         if self._is_hopeless(wanted):
-            raise refusal or self._refusal(wanted)
-        waiter = Waiter(wanted, self._clock(), asyncio.get_running_loop().create_future(), refusal)
+            raise BudgetExceeded(refusal)
+        waiter = Waiter[WantedT, TakenT](wanted, self._clock(), asyncio.get_running_loop().create_future(), refusal)
         self._waiting.append(waiter)
         self._on_wait(wanted)
         return await self._wait(waiter, max_wait_s)
@@ -75,32 +82,27 @@ class RoomQueue(Generic[WantedT, TakenT]):
                 try:
                     first.granted.set_result(self._take(first.wanted))
                 except BudgetExceeded as error:
-                    first.refusal = error
+                    first.refusal = str(error)
                     if not self._is_hopeless(first.wanted):
                         return
-                    first.granted.set_exception(error)
+                    first.granted.set_result(None)
             self._waiting.popleft()
 
     async def _wait(self, waiter: Waiter[WantedT, TakenT], max_wait_s: float) -> TakenT:
         try:
-            async with asyncio.timeout(max_wait_s):
-                return await waiter.granted
-        except TimeoutError:
-            if _has_result(waiter.granted):
-                return waiter.granted.result()
-            raise (waiter.refusal or self._refusal(waiter.wanted)) from None
+            await asyncio.wait([waiter.granted], timeout=max_wait_s)
         except asyncio.CancelledError:
-            if _has_result(waiter.granted):
-                self._give_back(waiter.granted.result())
+            if (taken := _result(waiter.granted)) is not None:
+                self._give_back(taken)
             raise
         finally:
             if waiter in self._waiting:
                 self._waiting.remove(waiter)
                 self.serve()
+        if (taken := _result(waiter.granted)) is None:
+            raise BudgetExceeded(waiter.refusal)
+        return taken
 
-    def _refusal(self, wanted: WantedT) -> BudgetExceeded:
-        return BudgetExceeded(f"{wanted} waited for room behind {max(0, len(self._waiting) - 1)} other requests")
 
-
-def _has_result(future: asyncio.Future[TakenT]) -> bool:
-    return future.done() and not future.cancelled() and future.exception() is None
+def _result(future: asyncio.Future[TakenT | None]) -> TakenT | None:
+    return future.result() if future.done() and not future.cancelled() else None

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import threading
-import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -150,37 +148,6 @@ def test_bytes_that_went_with_the_keeper_are_asked_for_again(keeper: FakeKeeper,
     monkeypatch.setattr("cluster.ray_extents.ray.get", get_or_lose)
     assert replica.fetch(extents("a")) == {"a": "a2"}
     assert keeper.leases == {"a": 1}
-
-
-def test_what_came_beside_the_lost_ones_is_let_go_at_once(keeper: FakeKeeper, monkeypatch: Any) -> None:
-    """Without waiting for Python's collector, which may not run for minutes in a replica at rest."""
-
-    class View:
-        """As an array of Ray's: memory goes with it."""
-
-    got: list[weakref.ref[View]] = []
-
-    def get(found: Any, timeout: float | None = None) -> Any:
-        if not isinstance(found, list):
-            return found()
-        values: list[Any] = [View() for _ in found]
-        if not got:
-            got.extend(weakref.ref(view) for view in values)
-            values.append(ray.exceptions.OwnerDiedError("0" * 28, None, ""))
-        for value in values:
-            if isinstance(value, Exception):
-                raise value  # as Ray does: from now on this frame and the error know each other
-        return values
-
-    monkeypatch.setattr("cluster.ray_extents.ray.get", get)
-    gc.collect()
-    gc.disable()
-    try:
-        views = RayExtents(keeper, "r").fetch(extents("ab"))
-        assert len(views) == len(got) == 2
-        assert [view() for view in got] == [None, None]
-    finally:
-        gc.enable()
 
 
 def test_what_is_given_back_while_it_is_offered_is_not_leased_for_ever(keeper: FakeKeeper) -> None:

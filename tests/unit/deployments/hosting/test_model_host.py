@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import hashlib
 import json
 import threading
@@ -103,6 +104,7 @@ class Builder:
         self.failing: set[str] = set()
         self.retired: list[Any] = []
         self.on_build: Callable[[str], None] = lambda name: None
+        self.make: Callable[[], Any] | None = None
 
     def __call__(self, component: Component, skeleton: Path, tensors: dict[str, torch.Tensor]) -> Any:
         (ref,) = component.tensors.values()
@@ -111,7 +113,7 @@ class Builder:
         self.on_build(ref.extent)
         if ref.extent in self.failing:
             raise ValueError(f"{ref.extent} cannot be built")
-        return (ref.extent, self.counts[ref.extent])
+        return self.make() if self.make else (ref.extent, self.counts[ref.extent])
 
 
 class Host(ModelHost):
@@ -233,6 +235,40 @@ async def test_what_is_leased_is_never_evicted_and_room_is_waited_for() -> None:
     lease = await asyncio.wait_for(waiting, WAIT_S)
     assert (lease.report.built, lease.report.reused) == (("unet",), ("vae",))
     assert host.provider.leased == {"b", "shared"}
+
+
+async def test_who_waited_for_room_keeps_nothing_alive_afterwards() -> None:
+    """Without Python's collector: a refusal knows frames, and frames know what was built meanwhile."""
+
+    class Module:
+        """Counts those that are alive."""
+
+        alive = 0
+
+        def __init__(self) -> None:
+            Module.alive += 1
+
+        def __del__(self) -> None:
+            Module.alive -= 1
+
+    host = Host(100)
+    host.builder.make = Module
+    gc.collect()
+    gc.disable()
+    try:
+        holder = host.hold("a")
+        await holder.got.wait()
+        waiting = asyncio.ensure_future(host.use("b"))
+        await until(lambda: len(host._queue) == 1)
+        await holder.close()
+        await asyncio.wait_for(waiting, WAIT_S)
+        del waiting
+        assert Module.alive == 3 == 1 + len(host.resident())  # the VAE is shared; what was evicted waits to be retired
+        host.set_budget(0)
+        host.builder.retired.clear()
+        await until(lambda: Module.alive == 0)  # a thread that has just built one lets go of it in a moment
+    finally:
+        gc.enable()
 
 
 async def test_waiting_for_room_ends_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,73 @@
+"""A call that fails leaves nothing behind, though Ray raises out of a frame that has the error in a list."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import ray
+
+from cluster.ray_calls import get
+from weights.errors import BudgetExceeded
+
+
+class View:
+    """As an array of Ray's: memory goes with it."""
+
+
+@pytest.fixture(autouse=True)
+def no_collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """References are functions here; errors among what they give are raised, as Ray does."""
+
+    def ray_get(refs: list[Any], timeout: float | None = None) -> list[Any]:
+        values = [ref() for ref in refs]
+        for value in values:
+            if isinstance(value, ray.exceptions.RayTaskError):
+                raise value.as_instanceof_cause()
+            if isinstance(value, ray.exceptions.RayError):
+                raise value
+        return values
+
+    monkeypatch.setattr("cluster.ray_calls.ray.get", ray_get)
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def lost() -> Exception:
+    return ray.exceptions.OwnerDiedError("0" * 28, None, "")
+
+
+def of_the_actor() -> Exception:
+    cause = BudgetExceeded("8 bytes are missing")
+    return ray.exceptions.RayTaskError("acquire", "", cause)
+
+
+@pytest.mark.parametrize("failure", [lost, of_the_actor])
+def test_neither_what_came_beside_it_nor_what_comes_later_is_kept(failure: Any) -> None:
+    seen: list[weakref.ref[View]] = []
+
+    def view() -> View:
+        made = View()
+        seen.append(weakref.ref(made))
+        return made
+
+    def ask_twice() -> None:
+        with pytest.raises((ray.exceptions.OwnerDiedError, BudgetExceeded)):
+            get([view, failure])
+        (later,) = get([view])
+        assert [seen_view() for seen_view in seen] == [None, later]
+
+    ask_twice()
+    assert [seen_view() for seen_view in seen] == [None, None]
+
+
+def test_the_actors_own_exception_is_raised() -> None:
+    with pytest.raises(BudgetExceeded, match="8 bytes are missing"):
+        get([of_the_actor])
+    with pytest.raises(ray.exceptions.OwnerDiedError):
+        get([lost])
