@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
+from deployments.errors import forget_frames
 from deployments.hosting.module_room import merged
 from weights.manifest import Component, ExtentRef, Manifest
 from weights.residency import Popularity
@@ -81,7 +83,7 @@ class Slot:
     last_used: int = 0
     leases: int = 0
     models: set[str] = field(default_factory=set)
-    built: asyncio.Future[Built] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    built: asyncio.Future[Built | Exception] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     is_placed: bool = False
     is_adapter: bool = False
 
@@ -106,8 +108,26 @@ class Slot:
     @property
     def result(self) -> Built | None:
         """None while it is on its way, or when that failed."""
-        done = self.built.done() and not self.built.cancelled() and self.built.exception() is None
-        return self.built.result() if done else None
+        found = self.built.result() if self.built.done() and not self.built.cancelled() else None
+        return found if isinstance(found, Built) else None
+
+    @property
+    def thing(self) -> Any:
+        """What was built: of a slot that is ready."""
+        assert self.result
+        return self.result.thing
+
+    async def ready(self) -> Built:
+        """Raises what `fail` was told: a copy, because whoever waits adds its own frames, and they know this slot."""
+        found = await asyncio.shield(self.built)
+        if isinstance(found, Exception):
+            raise copy.copy(found)
+        return found
+
+    def fail(self, error: Exception) -> None:
+        """Whoever asked is told this, without the frames that it came through."""
+        forget_frames(error)
+        self.built.set_result(error)
 
     def describe(self) -> dict[str, Any]:
         """As JSON-able values."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
@@ -39,6 +40,8 @@ Wants = Callable[[Component], bool]
 MAX_WAIT_FOR_ROOM_S = 60.0
 MAX_REPORTS: Final = 5
 
+logger = logging.getLogger("atelier.replica")
+
 
 class Lease:
     """The built components of a model and the adapters asked for, held until the `async with` ends."""
@@ -55,11 +58,11 @@ class Lease:
 
     @property
     def modules(self) -> dict[str, Any]:
-        return {name: slot.built.result().thing for name, slot in self._slots.items()}
+        return {name: slot.thing for name, slot in self._slots.items()}
 
     @property
     def adapters(self) -> dict[str, Any]:
-        return {name: slot.built.result().thing for name, slot in self._adapters.items()}
+        return {name: slot.thing for name, slot in self._adapters.items()}
 
     @property
     def adapter_serials(self) -> dict[str, int]:
@@ -140,7 +143,7 @@ class ModelHost:
         taken = await self._queue.take(Wanted(model, parts), MAX_WAIT_FOR_ROOM_S)
         slots, fresh = taken
         try:
-            built = {name: await asyncio.shield(slot.built) for name, slot in slots.items()}
+            built = {name: await slot.ready() for name, slot in slots.items()}
             report = switch_report(model, (self._clock() - start) * 1e3, slots, fresh, built)
             if fresh:
                 self._reports[model] = report
@@ -300,8 +303,8 @@ class ModelHost:
                 self._damaged.add(part.manifest.model)
                 self._report(part.manifest.model, str(error))
             self._modules.drop([slot.key])
-            slot.built.set_exception(error)
-            slot.built.exception()  # marked as seen: the request that asked may have been cancelled meanwhile
+            logger.info("%s of %r is not built", part.component.name, part.manifest.model, exc_info=True)
+            slot.fail(error)
         finally:
             self._end_leases([slot])
 

@@ -7,6 +7,7 @@ import gc
 import hashlib
 import json
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -267,6 +268,32 @@ async def test_who_waited_for_room_keeps_nothing_alive_afterwards() -> None:
         host.set_budget(0)
         host.builder.retired.clear()
         await until(lambda: Module.alive == 0)  # a thread that has just built one lets go of it in a moment
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("failing", [{"a"}, {"shared"}])
+async def test_what_could_not_be_built_keeps_no_memory(failing: set[str]) -> None:
+    """Without Python's collector: the error is kept with the module that it is about."""
+    host, mapped = Host(100), list[weakref.ref[Any]]()
+    fetch = host.provider.fetch
+
+    def watched(extents: Sequence[ExtentRef]) -> dict[str, Any]:
+        found = fetch(extents)
+        mapped.extend(weakref.ref(array) for array in found.values())
+        return found
+
+    host.provider.fetch = watched  # type: ignore[method-assign]
+    host.builder.failing = failing
+    gc.collect()
+    gc.disable()
+    try:
+        with pytest.raises(ModelUnavailable, match="cannot be built"):
+            await host.use("a")
+        assert mapped
+        await until(lambda: not host.describe()["leased_bytes"])  # the others are built all the same
+        host.set_budget(0)
+        await until(lambda: all(array() is None for array in mapped))
     finally:
         gc.enable()
 
