@@ -6,6 +6,7 @@ import contextlib
 import mmap
 import os
 import sys
+import time
 from collections.abc import Iterator
 
 import psutil
@@ -18,6 +19,13 @@ def touch_memory(nbytes: int) -> None:
     with mmap.mmap(-1, nbytes) as memory:
         for page in range(0, nbytes, mmap.PAGESIZE):
             memory[page] = 1
+
+
+def wait_for_quiet(timeout_s: float = 20.0, busy_percent: float = 15.0) -> None:
+    """Until the processor is idle, or the time is over: Ray starts spare workers after one ends, on our two cores."""
+    deadline_s = time.monotonic() + timeout_s
+    while psutil.cpu_percent(interval=0.5) > busy_percent and time.monotonic() < deadline_s:
+        pass
 
 
 @contextlib.contextmanager

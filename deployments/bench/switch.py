@@ -16,7 +16,7 @@ import ray
 
 from deployments.bench import switch_bytes, switch_memory
 from deployments.bench.figures import summary
-from deployments.bench.machine import private_ray, touch_memory
+from deployments.bench.machine import private_ray, touch_memory, wait_for_quiet
 from deployments.bench.peer import Peer
 from deployments.bench.switch_node import Models, Node, node_of
 from deployments.bench.synthetic_pipelines import ALIAS, FLUX, SDXL, TUNED, write_pipelines
@@ -73,6 +73,7 @@ def _attaches(models: Models, effort: Effort) -> dict[str, Any]:
         found = {name: summary(_new_attaches(node, effort.num_attaches, prepare)) for name, prepare in new.items()}
         (replica,) = node.replicas(1, models.nbytes())
         ray.get(replica.switch.remote(FLUX))
+        wait_for_quiet()
         kept = [_attach_again(replica) for _ in range(effort.num_attaches)]
         return found | {"kept_skeleton": summary(kept)}
 
@@ -81,6 +82,7 @@ def _new_attaches(node: Node, number: int, prepare: bool) -> list[float]:
     samples: list[float] = []
     while len(samples) < number:
         replicas = node.replicas(min(REPLICAS_AT_ONCE, number - len(samples)), node.models.nbytes(), prepare=prepare)
+        wait_for_quiet()
         samples += [ray.get(replica.switch.remote(FLUX))["ms"] for replica in replicas]
         node.end(replicas)
     return samples
@@ -105,6 +107,7 @@ def _legs(models: Models, rounds: int) -> dict[str, Any]:
             node.bring_in(FLUX, SDXL)
             (switching,), (keeping,) = node.replicas(1, one), node.replicas(1, models.nbytes())
             _keep(peer, models)
+            wait_for_quiet()
             for number in range(rounds + 1):
                 ours_ms = _third_leg(switching, touch=False)["ms"]
                 loading_ms, freeing_ms = _peer_third_leg(peer, models, touch=False)

@@ -10,6 +10,7 @@ from typing import Any
 import ray
 
 from deployments.bench.figures import summary
+from deployments.bench.machine import wait_for_quiet
 from deployments.bench.switch_node import Models, Node, node_of
 from deployments.bench.synthetic_pipelines import ALIAS, FLUX, TUNED
 
@@ -77,6 +78,7 @@ def recovery(models: Models, num_kills: int) -> dict[str, Any]:
         ray.get([user.switch.remote(FLUX), newcomer.switch.remote(FLUX)])
         for _ in range(num_kills):
             ray.get(newcomer.forget.remote())
+            wait_for_quiet()
             pid = node.keeper_pid()
             start = time.perf_counter()
             os.kill(pid, signal.SIGKILL)
