@@ -19,6 +19,8 @@ import psutil
 INTERVAL_S: Final = 1.0
 # Of one whose process cannot be seen, in a container of its own for example. All of them beat every second.
 SILENCE_S: Final = 60.0
+# Start times are computed from the time of boot, which moves a little when the clock is set.
+CLOCK_STEP_S: Final = 2.0
 
 logger = logging.getLogger("atelier.keeper")
 
@@ -37,7 +39,7 @@ class HolderProcess(NamedTuple):
         """None where it cannot be seen, or is gone."""
         try:
             found = psutil.Process(self.pid)
-            return found if found.create_time() == self.started_s else None
+            return found if abs(found.create_time() - self.started_s) < CLOCK_STEP_S else None
         except psutil.Error:
             return None
 

@@ -61,8 +61,9 @@ class RoomQueue(Generic[WantedT, TakenT]):
 
     async def take(self, wanted: WantedT, max_wait_s: float) -> TakenT:
         """Raises BudgetExceeded when there can be no room, or is none in time."""
-        refusal = f"{wanted} waited for room behind {len(self._waiting)} other requests"
-        if not self._waiting or self._may_pass(wanted, self._waiting[0]):
+        if self._waiting and not self._may_pass(wanted, self._waiting[0]):
+            refusal = f"{wanted} waited for room behind {len(self._waiting)} other requests"
+        else:
             try:
                 return self._take(wanted)
             except BudgetExceeded as error:

@@ -95,6 +95,12 @@ def test_whose_process_cannot_be_seen_is_dead_after_a_time_of_silence(watched: W
     assert sorted(watched.found_dead(101.0)) == ["elsewhere", "gone", "unknown"]
 
 
+def test_a_clock_that_was_set_a_little_makes_nobody_invisible(watched: Watched) -> None:
+    mine = HolderProcess.this()
+    watched.watch.heard("a", mine._replace(started_s=mine.started_s + 1.0))
+    assert watched.found_dead(1000.0) == []
+
+
 def test_a_process_that_is_told_later_counts_from_then(watched: Watched) -> None:
     watched.watch.heard("a")
     watched.watch.heard("a", HolderProcess.this())
