@@ -18,7 +18,7 @@ from configs.cluster import ClusterConfig
 from deployments.component_builder import ComponentBuilder, is_denoise_component
 from deployments.encoder_service import EncoderDown, EncoderService
 from deployments.encoding.records import Conditioning
-from deployments.engines.diffusion.factory import create_pipeline
+from deployments.engines.diffusion.factory import create_pipeline, settings_hash
 from deployments.engines.llm.engine import LLMEngine
 from deployments.engines.protocol import AdapterUse, DiffusionRequest, SamplingParams, TextRequest
 from deployments.errors import ModelUnavailable, as_service_errors
@@ -196,7 +196,8 @@ class Worker:
         pipeline = lease.bound(
             lambda: create_pipeline(
                 lease.manifest.class_name or "", lease.skeleton, lease.modules, device=self._settings.torch_device
-            )
+            ),
+            settings_hash(lease.skeleton),
         )
         names = {name: f"{name}@{serial}" for name, serial in lease.adapter_serials.items()}
         request = replace(request, adapters=tuple(AdapterUse(names[use.name], use.scale) for use in request.adapters))

@@ -116,7 +116,7 @@ def _draft(
         class_name=part.class_name,
         folder=part.folder,
         tensors={},
-        config_hash=_hash_file(root / part.folder / "config.json"),
+        config_hash=_hash_headers(checkpoint.headers) or _hash_file(root / part.folder / "config.json"),
         parts_hash=parts_hash(root, part.folder, checkpoint.skeleton_files()) if is_encoder else "",
         metadata=part.metadata,
         format=part.format,
@@ -126,6 +126,11 @@ def _draft(
     if is_cast and record.format != "safetensors":  # the header of such a file would contradict its tensors
         record = as_safetensors(record)
     return DraftComponent(record, tensors, root)
+
+
+def _hash_headers(headers: Mapping[str, bytes]) -> str:
+    """Identity of what GGUF and Kuiper files say of the model beside its tensors; "" for other formats."""
+    return hashlib.sha256(b"".join(headers.values())).hexdigest() if headers else ""
 
 
 def _hash_file(path: Path) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
+import json
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePosixPath
@@ -31,6 +32,7 @@ ModelKind = Literal["diffusion", "llm", "embedding", "head", "adapter", "tensors
 Layout = Literal["inline", "separate", "combined"]
 # What the weight files were, so that they can be written again.
 WeightFormat = Literal["safetensors", "gguf", "kuiper", "torch", "onnx", "exported"]
+_BUILT_FROM_CONFIG: Final = frozenset({"diffusers", "transformers", "sentence_transformers"})
 
 
 def _inside(path: str) -> str:
@@ -92,9 +94,9 @@ class Component(_Record):
     """One named module of a model: its class, its folder in the skeleton, its tensors.
 
     `class_name` None means that the folder's own config.json names the architecture. `config_hash` is the sha256
-    of that config.json, `parts_hash` the identity of the other files that a text encoder is built from ("" for other
-    components; None in a manifest that was written before there was one). `format` and `files` (names in that folder)
-    say what the weights were in, for `inline`.
+    of that config.json, or of the header of a file that needs none (GGUF, Kuiper); `parts_hash` the identity of the
+    other files that a text encoder is built from ("" for other components; None in a manifest that was written before
+    there was one). `format` and `files` (names in that folder) say what the weights were in, for `inline`.
     """
 
     name: str
@@ -148,27 +150,25 @@ class Component(_Record):
         """
         if not self.config_hash:
             return ""
-        digest = hashlib.sha256(f"{self.library}\0{self.class_name}\0{self.config_hash}".encode())
-        for name in sorted(self.tensors):
-            ref = self.tensors[name]
-            digest.update(f"\0{name}\0{ref.dtype}\0{ref.shape}".encode())
-        return digest.hexdigest()
+        shapes = [(name, ref.dtype, ref.shape) for name, ref in sorted(self.tensors.items())]
+        return _identity((self.library, self.class_name, self.config_hash, shapes))
 
     @functools.cached_property
     def module_key(self) -> str:
-        """Identity of what is built: equal weights under an equal config, and equal parts, make the same thing."""
-        parts = f"\0{self.parts_hash}" if self.parts_hash else ""
-        text = f"{self.class_name}\0{self.config_hash}\0{self.weights_hash}{parts}"
-        return hashlib.sha256(text.encode()).hexdigest()
+        """Identity of what is built: equal weights under an equal config, and equal parts, make the same thing.
+
+        A LoRA's metadata counts, since its scales are in it. That of other weight files does not where their
+        library builds from config.json and tensors alone.
+        """
+        metadata = {} if self.library in _BUILT_FROM_CONFIG else dict(self.metadata)
+        metadata.pop("format", None)  # which library wrote the file
+        facts = (self.library, self.class_name, self.config_hash, self.weights_hash, self.parts_hash or "", metadata)
+        return _identity(facts)
 
     @functools.cached_property
     def weights_hash(self) -> str:
         """Identity of the weights: equal for equal names, dtypes, shapes and bytes, wherever they are stored."""
-        digest = hashlib.sha256()
-        for name in sorted(self.tensors):
-            ref = self.tensors[name]
-            digest.update(f"{name}\0{ref.dtype}\0{ref.shape}\0{ref.sha256}\n".encode())
-        return digest.hexdigest()
+        return _identity([(name, ref.dtype, ref.shape, ref.sha256) for name, ref in sorted(self.tensors.items())])
 
 
 class Manifest(_Record):
@@ -251,6 +251,11 @@ def _refuse_overlap(spans: list[tuple[int, int, str]]) -> None:
 def extent_id(tensor_hashes: Iterable[str]) -> str:
     """Identity of an extent: the identities of its tensors, in order."""
     return hashlib.sha256("\n".join(tensor_hashes).encode()).hexdigest()[:32]
+
+
+def _identity(facts: object) -> str:
+    """Digest JSON, which keeps names of any characters apart; joined by a separator, a name could hold it."""
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
 def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -69,9 +69,12 @@ class Lease:
         """Another version of an adapter, or one that was evicted in between, has another number."""
         return {name: slot.serial for name, slot in self._adapters.items()}
 
-    def bound(self, make: Callable[[], Any]) -> Any:
-        """A pipeline over exactly these modules (not the adapters): made once, kept as long as all of them stay."""
-        return self._host.bound(tuple(slot.serial for slot in self._slots.values()), make)
+    def bound(self, make: Callable[[], Any], settings: str = "") -> Any:
+        """A pipeline over exactly these modules (not the adapters): made once, kept as long as all of them stay.
+
+        `settings` is the identity of what `make` depends on beside them: models may share all modules and no solver.
+        """
+        return self._host.bound(settings, tuple(slot.serial for slot in self._slots.values()), make)
 
 
 class ModelHost:
@@ -198,9 +201,9 @@ class ModelHost:
         if self._device == "cpu":
             self._modules.shed(nbytes)
 
-    def bound(self, serials: tuple[int, ...], make: Callable[[], Any]) -> Any:
-        """What was made over the modules of these numbers; it goes when one of them does."""
-        return self._modules.bound(serials, make)
+    def bound(self, settings: str, serials: tuple[int, ...], make: Callable[[], Any]) -> Any:
+        """What was made with these settings over the modules of these numbers; it goes when one of them does."""
+        return self._modules.bound(settings, serials, make)
 
     def serials(self) -> set[int]:
         """Of all that is resident; a rebuilt module has a new one."""

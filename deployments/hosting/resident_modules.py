@@ -33,7 +33,7 @@ class ResidentModules:
         self._let_go = let_go
         self._clock = clock
         self._serials = itertools.count(1)
-        self._bound: dict[tuple[int, ...], Any] = {}
+        self._bound: dict[tuple[str, tuple[int, ...]], Any] = {}
 
     def take(self, wanted: Wanted) -> Taken:
         """Lease every slot or none; a new one is leased once more, for the one who fills it. Raises BudgetExceeded."""
@@ -135,11 +135,12 @@ class ResidentModules:
             )
         self.pins[model] = pins
 
-    def bound(self, serials: tuple[int, ...], make: Callable[[], Any]) -> Any:
-        """What was made over the modules of these numbers; it goes when one of them does."""
-        if serials not in self._bound:
-            self._bound[serials] = make()
-        return self._bound[serials]
+    def bound(self, settings: str, serials: tuple[int, ...], make: Callable[[], Any]) -> Any:
+        """What was made with these settings over the modules of these numbers; it goes when one of them does."""
+        key = (settings, serials)
+        if key not in self._bound:
+            self._bound[key] = make()
+        return self._bound[key]
 
     def describe(self) -> dict[str, Any]:
         """As JSON-able values."""
@@ -183,8 +184,8 @@ class ResidentModules:
         """Forget what was made over it. A pipeline may also know an adapter: then those go that nobody uses now."""
         in_use = {slot.serial for slot in self.slots.values() if slot.leases}
         self._bound = {
-            serials: thing
-            for serials, thing in self._bound.items()
+            (settings, serials): thing
+            for (settings, serials), thing in self._bound.items()
             if gone.serial not in serials and (not gone.is_adapter or in_use.issuperset(serials))
         }
 

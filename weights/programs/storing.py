@@ -71,7 +71,8 @@ def store_program(
         format=format_,
         files=(file,),
     )
-    identity = "\n".join([record.config_hash, *(f"{name}\0{tensor.sha256}" for name, tensor in hashed.items())])
+    constants = [(name, tensor.dtype, tensor.shape, tensor.sha256) for name, tensor in hashed.items()]
+    identity = json.dumps([record.library, record.config_hash, metadata, constants], sort_keys=True)
     mark = hashlib.sha256(identity.encode()).hexdigest()[:16]
 
     def write_skeleton(target: Path) -> None:

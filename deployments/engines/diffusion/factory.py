@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -29,3 +30,17 @@ def create_pipeline(
     if class_name not in FAMILIES:
         raise EngineError(f"{folder}: unknown pipeline class {class_name!r} (known: {', '.join(FAMILIES)})")
     return FAMILIES[class_name](folder, modules, device)
+
+
+def settings_hash(folder: Path) -> str:
+    """Identity of what a pipeline reads beside its modules: model_index.json and the solver's config.
+
+    Raises EngineError for a folder that has none.
+    """
+    digest = hashlib.sha256()
+    for file in (folder / "model_index.json", folder / "scheduler" / "scheduler_config.json"):
+        try:
+            digest.update(hashlib.sha256(file.read_bytes()).digest())
+        except OSError as error:
+            raise EngineError(f"{file}: {error.strerror or error}") from None
+    return digest.hexdigest()

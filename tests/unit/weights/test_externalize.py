@@ -13,10 +13,13 @@ import threading
 import warnings
 from pathlib import Path
 
+import gguf
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from weights.adapters import METADATA_KEY
 from weights.dtypes import ITEM_BYTES
 from weights.errors import FormatError, StoreError, StoreVersionError
 from weights.externalize import externalize
@@ -24,7 +27,7 @@ from weights.formats.checkpoint import LORA_FILE
 from weights.formats.safetensors import read_header
 from weights.loader import load_from_store
 from weights.maintenance import gc, remove_model
-from weights.manifest import EXTENT_ALIGNMENT, TENSOR_ALIGNMENT, Layout, Manifest, TensorRef
+from weights.manifest import EXTENT_ALIGNMENT, TENSOR_ALIGNMENT, Component, Layout, Manifest, TensorRef
 from weights.reading.extents import read_extent
 from weights.storage.hashing import hash_tensors
 from weights.store import WeightStore
@@ -133,6 +136,56 @@ def test_a_shared_component_is_the_same_module(store: WeightStore, write_pipelin
         keys.append(externalize(store, name, source).components)
     assert keys[0]["vae"].module_key == keys[1]["vae"].module_key
     assert keys[0]["unet"].module_key != keys[1]["unet"].module_key
+
+
+def test_what_a_lora_says_beside_its_tensors_is_part_of_its_identity(store: WeightStore, tmp_path: Path) -> None:
+    tensors = {"unet.q.lora_A.weight": torch.rand(2, 3), "unet.q.lora_B.weight": torch.rand(3, 2)}
+    keys = []
+    for number, config in enumerate([{"unet.lora_alpha": 4}, {"unet.lora_alpha": 64}, {"unet.lora_alpha": 4}]):
+        source = tmp_path / f"lora{number}"
+        source.mkdir()
+        save_file(tensors, source / LORA_FILE, metadata={METADATA_KEY: json.dumps(config)})
+        keys.append(externalize(store, f"lora{number}", source).components["lora"].module_key)
+    assert keys[0] != keys[1]
+    assert keys[0] == keys[2]
+    assert len(list(store.packs.iterdir())) == 1
+
+
+def test_what_a_library_never_reads_is_no_part_of_an_identity(store: WeightStore, write_pipeline) -> None:
+    vae = {"w": torch.rand(4)}
+    keys = []
+    for name, metadata in (("a", {"format": "pt"}), ("b", {"format": "np", "made": "yesterday"})):
+        source = write_pipeline(name, {"vae": vae})
+        save_file(vae, source / "vae" / "diffusion_pytorch_model.safetensors", metadata=metadata)
+        keys.append(externalize(store, name, source).components["vae"].module_key)
+    assert keys[0] == keys[1]
+
+
+def test_what_a_gguf_header_says_is_part_of_the_identity(store: WeightStore, tmp_path: Path) -> None:
+    weights, keys = np.random.default_rng().random((4, 64), np.float32), []
+    for base in (1e4, 1e6):
+        source = tmp_path / f"{base:.0f}.gguf"
+        writer = gguf.GGUFWriter(source, "llama")
+        writer.add_rope_freq_base(base)
+        writer.add_tensor("w", weights)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        keys.append(externalize(store, f"m{base:.0f}", source).components["model"].module_key)
+    assert keys[0] != keys[1]
+
+
+def test_no_name_can_stand_for_two_tensors() -> None:
+    def component(*names: str) -> Component:
+        refs = {
+            name: TensorRef(extent="e", offset=0, nbytes=4, dtype="F32", shape=(1,), sha256="0" * 64) for name in names
+        }
+        return Component(name="c", library="l", class_name=None, folder=".", tensors=refs, config_hash="h")
+
+    pair, forged = component("a", "b"), component(f"a\0F32\0(1,)\0{'0' * 64}\nb")
+    assert pair.weights_hash != forged.weights_hash
+    assert component("a", "b").structure_key != component("a\0F32\0(1,)\0b").structure_key
 
 
 @pytest.mark.parametrize("wanted", NAMES)

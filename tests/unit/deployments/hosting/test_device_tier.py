@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
+import shutil
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from configs.cluster import ClusterConfig, TextEncoderConfig, WorkerConfig
 from deployments.component_builder import ComponentBuilder, is_denoise_component
 from deployments.encoding.keyed_encoders import TextEncoderBuilder, is_text_encoder
+from deployments.engines.diffusion.factory import create_pipeline, settings_hash
 from deployments.engines.protocol import SamplingParams, TextRequest
 from deployments.hosting.model_host import Lease, ModelHost
 from deployments.local import LocalModels
 from deployments.records import ImageRequest, LoraUse
+from weights.adapters import FILE_NAME, METADATA_KEY
 from weights.externalize import externalize
 from weights.manifest import Component, ExtentRef, Manifest
 from weights.provider import LocalExtents
@@ -195,6 +201,39 @@ async def test_prefetch_and_pin_reach_the_device(store: WeightStore) -> None:
     await host.prefetch("digits-sdxl", is_denoise_component)  # only as much as has room
     assert host.arena["moved_bytes"] - before <= 1000 + host.bytes_of("digits-sdxl") / 2
     assert (await host.use("digits-flux")).report.device_bytes == 0
+
+
+async def test_two_loras_of_equal_tensors_are_served_with_their_own_scales(store: WeightStore, tmp_path: Path) -> None:
+    tensors = {"transformer.q.lora_A.weight": torch.rand(4, 8), "transformer.q.lora_B.weight": torch.rand(8, 4)}
+    for alpha in (4, 64):
+        source = tmp_path / f"alpha-{alpha}"
+        source.mkdir()
+        config = json.dumps({"transformer.lora_alpha": alpha})
+        save_file(tensors, source / FILE_NAME, metadata={METADATA_KEY: config})
+        externalize(store, f"alpha-{alpha}", source)
+    host = Host(store, "cpu")
+    async with host.lease("digits-flux", lambda component: component.name == "vae", ["alpha-4", "alpha-64"]) as lease:
+        scales = {name: adapter.components["transformer"]["q"].scale for name, adapter in lease.adapters.items()}
+    assert scales == {"alpha-4": 1.0, "alpha-64": 16.0}
+
+
+async def test_models_of_equal_modules_and_other_solver_settings_have_pipelines_of_their_own(
+    store: WeightStore, tmp_path: Path
+) -> None:
+    source = tmp_path / "shifted"
+    shutil.copytree(DEMO / "digits-flux", source)
+    file = source / "scheduler" / "scheduler_config.json"
+    shift = json.loads(file.read_text())["shift"] + 2
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"shift": shift}))
+    externalize(store, "shifted", source, dtype="float32")
+    host, pipelines = Host(store, "cpu"), {}
+    for model in ("digits-flux", "twin", "shifted"):
+        async with host.lease(model, is_denoise_component) as lease:
+            make = partial(create_pipeline, lease.manifest.class_name or "", lease.skeleton, lease.modules)
+            pipelines[model] = lease.bound(make, settings_hash(lease.skeleton))
+    assert pipelines["digits-flux"] is pipelines["twin"]
+    assert pipelines["shifted"].denoiser is pipelines["twin"].denoiser
+    assert pipelines["shifted"]._solvers.config["shift"] == shift
 
 
 def _config(store: WeightStore, device: str) -> ClusterConfig:

@@ -427,6 +427,17 @@ async def test_what_is_bound_is_made_once_and_again_when_a_module_was() -> None:
     assert made[1]["vae"] is made[0]["vae"]
 
 
+async def test_models_that_share_all_modules_have_pipelines_of_their_own_settings() -> None:
+    """The solver's config is in no module: with the modules alone as its key, the second one got the first one's."""
+    host = Host(100)
+    async with host.lease("a", lambda _: True) as lease:
+        first, other = lease.bound(object, "shift 1"), lease.bound(object, "shift 3")
+        assert first is not other
+        assert lease.bound(object, "shift 1") is first
+    host._modules.drop([manifest("a").components["unet"].module_key])
+    assert host._modules._bound == {}
+
+
 async def test_many_requests_on_little_room_all_end() -> None:
     host = Host(100)
     done = await asyncio.gather(*(host.use("abcdec"[i % 6]) for i in range(60)))
