@@ -5,7 +5,6 @@ A pipeline's tensors are placed in memory before its models are built, and typed
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,8 @@ from typing import Any
 
 from weights.errors import FormatError
 from weights.formats.dense_head import read_dense_config
-from weights.formats.weight_files import read_json
+from weights.formats.untrusted import is_size, load_json, shown
+from weights.formats.weight_files import is_plain_name, read_json
 from weights.manifest import Component, Manifest
 
 
@@ -52,7 +52,7 @@ def _embedding_size(component: Component, folder: Path) -> int | None:
         config = read_json(folder / "config.json")
         projected = ("projection_dim",) if component.class_name == "CLIPTextModelWithProjection" else ()
         names = (*projected, "hidden_size", "d_model")
-        size = next((config[name] for name in names if isinstance(config.get(name), int)), None)
+        size = next((config[name] for name in names if is_size(config.get(name))), None)
         pooling = None if (component.class_name or "").startswith("CLIP") else _pooling_folder(folder)
         return size and size * _num_pooled(read_json(pooling / "config.json")) if pooling else size
     except FormatError:  # the encoder itself will say what is wrong with it
@@ -65,16 +65,20 @@ def _pooling_folder(folder: Path) -> Path | None:
     if not path.is_file():
         return None
     try:
-        stages = json.loads(path.read_text("utf-8"))
-        poolings = [str(stage["path"]) for stage in stages if str(stage["type"]).endswith("Pooling")]
-    except (OSError, ValueError, TypeError, KeyError) as error:
+        stages = load_json(path.read_text("utf-8"))
+        poolings = [stage["path"] for stage in stages if stage["type"].endswith("Pooling")]
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise FormatError(f"{path}: {error}") from None
-    return folder / poolings[-1] if poolings else None
+    if not poolings:
+        return None
+    if not isinstance(poolings[-1], str) or not is_plain_name(poolings[-1]):
+        raise FormatError(f"{path}: {shown(poolings[-1])} is not a folder beside it")
+    return folder / poolings[-1]
 
 
 def _num_pooled(pooling: Mapping[str, Any]) -> int:
     """Several ways of pooling are concatenated. Both spellings of sentence-transformers."""
     mode = pooling.get("pooling_mode")
     if mode is not None:
-        return 1 if isinstance(mode, str) else len(mode)
+        return len(mode) if isinstance(mode, list) else 1
     return sum(bool(value) for name, value in pooling.items() if name.startswith("pooling_mode_")) or 1

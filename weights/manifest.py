@@ -19,6 +19,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from weights.dtypes import ITEM_BYTES, tensor_nbytes
 from weights.errors import StoreVersionError, WeightsError
+from weights.formats.untrusted import MAX_RANK
 
 MANIFEST_VERSION: Final = 1
 MAX_MANIFEST_BYTES: Final = 256 * 2**20  # a pipeline of 10,000 tensors has 3 MiB; a damaged length must not fill memory
@@ -60,7 +61,7 @@ class TensorRef(_Record):
     offset: Size
     nbytes: Size
     dtype: str
-    shape: tuple[Size, ...]
+    shape: Annotated[tuple[Size, ...], Field(max_length=MAX_RANK)]
     sha256: Hex256
 
     @model_validator(mode="after")

@@ -88,7 +88,7 @@ def read_config(path: Path) -> dict[str, Any]:
     """The JSON object in `path`. Raises EngineError naming the file."""
     try:
         value = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise EngineError(f"{path}: cannot be read as JSON: {error}") from None
     if not isinstance(value, dict):
         raise EngineError(f"{path}: holds a JSON {type(value).__name__}, expected an object")

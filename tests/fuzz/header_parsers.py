@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -11,9 +12,11 @@ import numpy as np
 import safetensors.numpy
 
 from weights.dtypes import tensor_nbytes
+from weights.feature_sizes import feature_sizes
 from weights.formats.checkpoint import read_checkpoint
 from weights.formats.gguf import read_gguf
 from weights.formats.kuiper import KuiperHeader, read_kuiper
+from weights.formats.lora import METADATA_KEY, read_lora_configs
 from weights.formats.safetensors import read_header
 from weights.formats.tensors import FileTensor, SourceTensor
 from weights.manifest import Component, ExtentRef, Manifest, TensorRef, read_manifest
@@ -54,6 +57,27 @@ def parse_model_index(folder: Path, data: bytes) -> None:
     parse_checkpoint_json(folder / "pipeline", "model_index.json", data, weights=name)
 
 
+def parse_lora(folder: Path, data: bytes) -> None:
+    for config in read_lora_configs(folder / "x.safetensors", {METADATA_KEY: data.decode("utf-8", "replace")}).values():
+        for alpha in (config.alpha_of("blocks.0.attn.to_q"), config.alpha_of("to_q")):
+            assert alpha is None or math.isfinite(config.scale(alpha, 4))
+
+
+def parse_modules(folder: Path, data: bytes) -> None:
+    """Sizes of an embedding are told while the directory is written, so nothing but FormatError may come of it."""
+    skeleton = folder / "sentence"
+    (skeleton / "1_Pooling").mkdir(parents=True, exist_ok=True)
+    (skeleton / "config.json").write_text('{"hidden_size": 4}')
+    for name in ("modules.json", "1_Pooling/config.json"):
+        for file in ("modules.json", "1_Pooling/config.json"):
+            (skeleton / file).write_bytes(valid_modules() if file == "modules.json" else b'{"pooling_mode": ["cls"]}')
+        written(skeleton / name, data)
+        part = Component(name="model", library="transformers", class_name="BertModel", folder=".", tensors={})
+        fields = valid_manifest().model_dump() | {"kind": "embedding", "components": {"model": part}, "extents": {}}
+        size = feature_sizes(Manifest.model_validate(fields), skeleton).out_features
+        assert size is None or type(size) is int
+
+
 def parse_manifest(folder: Path, data: bytes) -> None:
     manifest = read_manifest(written(folder / "manifest.json", data))
     for component in manifest.components.values():
@@ -69,6 +93,8 @@ PARSERS: dict[str, Parse] = {
     "config": parse_config,
     "model_index": parse_model_index,
     "manifest": parse_manifest,
+    "lora": parse_lora,
+    "modules": parse_modules,
 }
 
 
@@ -107,7 +133,24 @@ def valid_inputs(folder: Path) -> dict[str, bytes]:
             {"_class_name": "P", "vae": ["diffusers", "Vae"], "tokenizer": ["transformers", "T"], "x": [None, None]}
         ).encode(),
         "manifest": valid_manifest().model_dump_json().encode(),
+        "lora": json.dumps(
+            {
+                "unet.r": 4,
+                "unet.lora_alpha": 8,
+                "unet.use_rslora": True,
+                "unet.rank_pattern": {"to_k": 2},
+                "unet.alpha_pattern": {"attn.to_q": 2, "^blocks.0.ff": 3, ".*\\.to_out\\.0": 1.5},
+            }
+        ).encode(),
+        "modules": valid_modules(),
     }
+
+
+def valid_modules() -> bytes:
+    stages = [("Transformer", ""), ("Pooling", "1_Pooling")]
+    return json.dumps(
+        [{"type": f"sentence_transformers.models.{type_}", "path": path} for type_, path in stages]
+    ).encode()
 
 
 def valid_gguf(file: Path) -> bytes:

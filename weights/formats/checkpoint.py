@@ -16,9 +16,11 @@ from weights.errors import FormatError
 from weights.formats import dense_head
 from weights.formats.gguf_model import folder_files, gguf_set, read_gguf_model
 from weights.formats.kuiper import read_kuiper
+from weights.formats.lora import read_lora_configs
 from weights.formats.pickles import is_pickle, read_pickle
 from weights.formats.safetensors import read_header
 from weights.formats.tensors import SourceTensor
+from weights.formats.untrusted import shown
 from weights.formats.weight_files import LORA_FILE, is_plain_name, read_json, safetensors_files, torch_files
 from weights.manifest import ModelKind, WeightFormat
 
@@ -73,7 +75,8 @@ def read_checkpoint(path: Path, *, component: str | None = None, allow_torch: bo
     """Recognise the folder or file and read every header. `component` keeps one component of a pipeline only.
 
     `allow_torch` also reads torch's pickles (no code in them is run), where there are no safetensors.
-    Raises FormatError: nothing there, unknown layout, a file that its header does not fit.
+    Raises FormatError: nothing there, unknown layout, a file that its header does not fit; AdapterError for a LoRA
+    whose metadata cannot be used.
     """
     if path.is_dir() and (path / "model_index.json").is_file():
         return _diffusers(path, component, allow_torch)
@@ -102,7 +105,7 @@ def _diffusers(path: Path, only: str | None, allow_torch: bool) -> Checkpoint:
         if name.startswith("_") or not isinstance(value, list) or len(value) != 2 or value[0] is None:
             continue
         if not is_plain_name(name):  # it is a folder's name; anything else could point out of the checkpoint
-            raise FormatError(f"{path / 'model_index.json'}: component {name!r} is not a plain name")
+            raise FormatError(f"{path / 'model_index.json'}: component {shown(name)} is not a plain name")
         # Tokenizers and solvers have a folder as well, but no weights: they belong to the skeleton.
         part = _component(path / name, name, str(value[0]), str(value[1]), name, allow_torch)
         if part is not None:
@@ -125,7 +128,7 @@ def _transformers(path: Path, allow_torch: bool) -> Checkpoint:
     architectures = config.get("architectures") or [None]
     class_name = architectures[0] if isinstance(architectures, list) else architectures
     if not isinstance(class_name, str | None):
-        raise FormatError(f"{path / 'config.json'}: architectures must be a list of names, got {architectures!r}")
+        raise FormatError(f"{path / 'config.json'}: architectures must be a list of names, got {shown(architectures)}")
     sentence = (path / "modules.json").is_file()
     kind: ModelKind = "llm" if str(class_name).endswith("ForCausalLM") and not sentence else "embedding"
     model = _component(path, "model", "transformers", class_name, ".", allow_torch)
@@ -146,6 +149,7 @@ def _dense_head(path: Path, allow_torch: bool) -> Checkpoint:
 
 def _adapter(path: Path) -> Checkpoint:
     header = read_header(path / LORA_FILE)
+    read_lora_configs(path / LORA_FILE, header.metadata)  # refused here, not by the first request that uses it
     lora = SourceComponent("lora", "peft", None, ".", dict(header.tensors), dict(header.metadata), (LORA_FILE,))
     return Checkpoint(path, "adapter", None, (lora,))
 
@@ -171,7 +175,7 @@ def _component(
             metadata.update(header.metadata)
         for tensor, entry in found.items():
             if tensor in tensors:
-                raise FormatError(f"{file}: tensor {tensor!r} is also in {tensors[tensor].file.name}")
+                raise FormatError(f"{file}: tensor {shown(tensor)} is also in {tensors[tensor].file.name}")
             tensors[tensor] = entry
     names = tuple(file.name for file in files)
     return SourceComponent(name, library, class_name, relative, tensors, metadata, names, format_)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from weights.errors import FormatError
+from weights.formats.untrusted import MAX_SIZE, shown
 from weights.formats.weight_files import read_json
 
 CLASS_NAME: Final = "Dense"
@@ -72,7 +73,9 @@ def check_dense_tensors(where: Path, config: DenseConfig, tensors: Mapping[str, 
     if missing := [name for name in expected if name not in tensors]:
         raise FormatError(f"{where}: no tensor {missing[0]!r}; expected {', '.join(expected)}, got {_listed(tensors)}")
     if unexpected := [name for name in tensors if name not in expected]:
-        raise FormatError(f"{where}: unexpected tensor {unexpected[0]!r}, config.json asks for {', '.join(expected)}")
+        raise FormatError(
+            f"{where}: unexpected tensor {shown(unexpected[0])}, config.json asks for {', '.join(expected)}"
+        )
     for name, (dtype, shape) in tensors.items():
         if shape != expected[name]:
             raise FormatError(
@@ -85,9 +88,9 @@ def check_dense_tensors(where: Path, config: DenseConfig, tensors: Mapping[str, 
 def _get(path: Path, config: Mapping[str, Any], key: str, type_: type[Any], default: Any = None) -> Any:
     value = config.get(key, default)
     # A bool is an int to Python, and a size of nothing is none.
-    if type(value) is not type_ or (type_ is int and value < 1):
+    if type(value) is not type_ or (type_ is int and not 0 < value <= MAX_SIZE):
         what = {int: "a positive integer", bool: "true or false", str: "a text"}[type_]
-        raise FormatError(f"{path}: {key}: expected {what}, got {value!r:.100}")
+        raise FormatError(f"{path}: {key}: expected {what}, got {shown(value)}")
     return value
 
 
@@ -97,7 +100,7 @@ def _labels(path: Path, id2label: Any, num: int) -> tuple[str, ...]:
     names = tuple(name for name in found if isinstance(name, str) and name)
     if len(set(names)) != num:
         raise FormatError(
-            f"{path}: id2label: expected a different name for each of 0 to {num - 1}, got {id2label!r:.100}"
+            f"{path}: id2label: expected a different name for each of 0 to {num - 1}, got {shown(id2label)}"
         )
     return names
 

@@ -19,6 +19,7 @@ from weights.dtypes import tensor_nbytes
 from weights.errors import FormatError
 from weights.formats.gguf_values import GgufValue, HeaderCursor, read_value
 from weights.formats.tensors import FileTensor
+from weights.formats.untrusted import shown
 
 DEFAULT_ALIGNMENT = 32
 MAX_NAME_BYTES = 63  # GGML_MAX_NAME without its NUL
@@ -133,7 +134,7 @@ def _parse(path: Path, file: BinaryIO, file_bytes: int) -> GgufHeader:
     for _ in range(num_keys):
         key = cursor.text("key", MAX_KEY_BYTES)
         if not key or key in metadata:
-            raise cursor.error(f"key {key!r} " + ("appears twice" if key else "is empty"))
+            raise cursor.error(f"key {shown(key)} " + ("appears twice" if key else "is empty"))
         metadata[key] = read_value(cursor, key)
     alignment = _alignment(cursor, metadata)
     infos = _read_infos(cursor, num_tensors)
@@ -165,7 +166,7 @@ def _read_version(cursor: HeaderCursor) -> int:
 def _alignment(cursor: HeaderCursor, metadata: Mapping[str, GgufValue]) -> int:
     alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
     if type(alignment) is not int or alignment <= 0 or alignment & (alignment - 1) or alignment >= 2**32:
-        raise cursor.error(f"general.alignment is {alignment!r}, expected a power of two")
+        raise cursor.error(f"general.alignment is {shown(alignment)}, expected a power of two")
     return alignment
 
 

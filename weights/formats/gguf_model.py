@@ -11,6 +11,7 @@ from weights.errors import FormatError
 from weights.formats.gguf import GgufHeader, read_gguf
 from weights.formats.gguf_values import GgufValue
 from weights.formats.tensors import FileTensor
+from weights.formats.untrusted import shown
 
 MAX_SPLITS = 9999
 _SPLIT = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
@@ -87,14 +88,14 @@ def read_gguf_model(files: list[Path]) -> GgufModel:
     first = headers[files[0]]
     total = first.metadata.get("split.tensors.count", len(tensors))
     if len(files) > 1 and not _equals(total, len(tensors)):
-        raise FormatError(f"{files[0]}: split.tensors.count is {total!r}, the files have {len(tensors)} tensors")
+        raise FormatError(f"{files[0]}: split.tensors.count is {shown(total)}, the files have {len(tensors)} tensors")
     return GgufModel(headers, first.metadata, tensors)
 
 
 def _check_split(file: Path, header: GgufHeader, number: int, count: int) -> None:
     found = header.metadata.get("split.no", 0), header.metadata.get("split.count", 1)
     if not (_equals(found[0], number) and (_equals(found[1], count) or (count == 1 and _equals(found[1], 0)))):
-        raise FormatError(f"{file}: says split.no {found[0]!r} of {found[1]!r}, expected {number} of {count}")
+        raise FormatError(f"{file}: says split.no {shown(found[0])} of {shown(found[1])}, expected {number} of {count}")
 
 
 def _equals(value: GgufValue, number: int) -> bool:

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from weights.errors import FormatError
+from weights.formats.untrusted import shown
 
 # The largest real headers (262k tokens with merges) have some 20 MB. Strings take several times their bytes in
 # memory, so a damaged file must not get to fill it.
@@ -138,8 +139,8 @@ class HeaderCursor:
 
 def read_value(cursor: HeaderCursor, key: str) -> GgufValue:
     """A typed value. Raises FormatError for an unknown type, a bool that is not 0 or 1, an array of arrays."""
-    what = f"value of {key!r}"
-    kind = cursor.u32(f"type of {key!r}")
+    what = f"value of {shown(key)}"
+    kind = cursor.u32(f"type of {shown(key)}")
     if kind == _STRING:
         return cursor.text(what)
     if kind == _ARRAY:
@@ -155,7 +156,7 @@ def read_value(cursor: HeaderCursor, key: str) -> GgufValue:
 
 
 def _read_array(cursor: HeaderCursor, key: str) -> GgufValue:
-    what = f"array {key!r}"
+    what = f"array {shown(key)}"
     kind = cursor.u32(f"type of {what}")
     if kind == _ARRAY:
         raise cursor.error(f"{what} is an array of arrays, which GGUF readers refuse")

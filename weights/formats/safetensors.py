@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +17,10 @@ from typing import Any
 from weights.dtypes import ITEM_BYTES
 from weights.errors import FormatError
 from weights.formats.tensors import FileTensor
+from weights.formats.untrusted import MAX_RANK, is_shape, is_size, num_elements, shown
 
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit; keeps a damaged length from becoming an allocation
+MAX_DIGITS = 19  # of 2^63 - 1
 _RANKS = {dtype: rank for rank, dtype in enumerate(ITEM_BYTES)}
 
 
@@ -37,9 +40,7 @@ def read_header(path: Path) -> SafetensorsHeader:
     except OSError as error:
         raise FormatError(f"{path}: {error.strerror or error}") from None
     header = _parse_json(path, raw)
-    metadata = header.pop("__metadata__", {})
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise FormatError(f"{path}: __metadata__ must map strings to strings")
+    metadata = _metadata(path, header.pop("__metadata__", None))
     start = 8 + len(raw)
     tensors = {name: _entry(path, name, value, start) for name, value in header.items()}
     _check_tiling(path, tensors, start, file_bytes)
@@ -100,19 +101,19 @@ def _read_raw(path: Path, file_bytes: int) -> bytes:
 
 def _parse_json(path: Path, raw: bytes) -> dict[str, Any]:
     def refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        names = [name for name, _ in pairs]
-        if len(set(names)) != len(names):
-            twice = next(name for name in names if names.count(name) > 1)
-            raise FormatError(f"{path}: {twice!r} appears twice in the header")
-        return dict(pairs)
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+            raise FormatError(f"{path}: {shown(twice)} appears twice in the header")
+        return found
 
     try:
         header = json.loads(
             raw.decode("utf-8"), object_pairs_hook=refuse_duplicates, parse_int=_integer, parse_constant=_refuse
         )
-        if isinstance(header, dict):
-            "".join(header).encode("utf-8")  # an escaped half of a surrogate pair is no character
-    except (ValueError, RecursionError) as error:
+    except RecursionError:
+        raise FormatError(f"{path}: header is not UTF-8 JSON: nested too deep") from None
+    except ValueError as error:
         raise FormatError(f"{path}: header is not UTF-8 JSON: {error}") from None
     if not isinstance(header, dict):
         raise FormatError(f"{path}: header is a JSON {type(header).__name__}, expected an object")
@@ -120,6 +121,9 @@ def _parse_json(path: Path, raw: bytes) -> dict[str, Any]:
 
 
 def _integer(digits: str) -> float:
+    """A number that can be a size, or else a float, which none is: thousands of digits are never computed with."""
+    if len(digits) > MAX_DIGITS:
+        return math.inf
     return -0.0 if digits == "-0" else int(digits)  # as JSON has it; Python's 0 would pass for a size
 
 
@@ -127,22 +131,47 @@ def _refuse(constant: str) -> float:
     raise ValueError(f"{constant} is not JSON")
 
 
-def _entry(path: Path, name: str, value: Any, start: int) -> FileTensor:
+def _metadata(path: Path, value: Any) -> dict[str, str]:
+    if value is None:
+        return {}
+    if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
+        raise FormatError(f"{path}: __metadata__ must map strings to strings")
+    for text in (*value, *value.values()):
+        _check_text(path, text)
+    return value
+
+
+def _check_text(path: Path, text: str) -> None:
     try:
-        dtype, shape, (begin, end) = value["dtype"], tuple(value["shape"]), value["data_offsets"]
+        text.encode("utf-8")
+    except UnicodeEncodeError:  # an escaped half of a surrogate pair
+        raise FormatError(f"{path}: header is not UTF-8 JSON: {shown(text)} has half a character") from None
+
+
+def _entry(path: Path, name: str, value: Any, start: int) -> FileTensor:
+    _check_text(path, name)
+    try:
+        dtype, shape, (begin, end) = value["dtype"], value["shape"], value["data_offsets"]
     except (TypeError, KeyError, ValueError):
-        raise FormatError(f"{path}: tensor {name!r}: expected dtype, shape and data_offsets, got {value!r}") from None
-    if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
-        raise FormatError(f"{path}: tensor {name!r}: unknown dtype {dtype!r} (known: {', '.join(ITEM_BYTES)})")
-    numbers = (*shape, begin, end)
-    if not all(type(number) is int and number >= 0 for number in numbers):
-        raise FormatError(f"{path}: tensor {name!r}: shape and offsets must be non-negative integers, got {value!r}")
-    expected = math.prod(shape) * ITEM_BYTES[dtype]
-    if end - begin != expected:
         raise FormatError(
-            f"{path}: tensor {name!r}: {dtype} {list(shape)} takes {expected} bytes, its offsets give {end - begin}"
+            f"{path}: tensor {shown(name)}: expected dtype, shape and data_offsets, got {shown(value)}"
+        ) from None
+    if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
+        known = ", ".join(ITEM_BYTES)
+        raise FormatError(f"{path}: tensor {shown(name)}: unknown dtype {shown(dtype)} (known: {known})")
+    if not (is_shape(shape) and is_size(begin) and is_size(end)):
+        raise FormatError(
+            f"{path}: tensor {shown(name)}: shape (of {MAX_RANK} sizes at most) and offsets must be non-negative "
+            f"integers below 2^63, got {shown(value)}"
         )
-    return FileTensor(path, start + begin, expected, dtype, shape)
+    count = num_elements(shape)
+    if count is None or end - begin != count * ITEM_BYTES[dtype]:
+        expected = "2^63 or more" if count is None else count * ITEM_BYTES[dtype]
+        raise FormatError(
+            f"{path}: tensor {shown(name)}: {dtype} {shown(shape)} takes {expected} bytes, its offsets give "
+            f"{end - begin}"
+        )
+    return FileTensor(path, start + begin, end - begin, dtype, tuple(shape))
 
 
 def _check_tiling(path: Path, tensors: Mapping[str, FileTensor], start: int, file_bytes: int) -> None:
@@ -150,11 +179,11 @@ def _check_tiling(path: Path, tensors: Mapping[str, FileTensor], start: int, fil
     for name, entry in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
         if entry.offset != position:
             what = "overlaps the tensor before it" if entry.offset < position else "leaves a hole before it"
-            raise FormatError(f"{path}: tensor {name!r} at byte {entry.offset} {what} (expected byte {position})")
+            raise FormatError(f"{path}: tensor {shown(name)} at byte {entry.offset} {what} (expected byte {position})")
         position += entry.nbytes
         if position > file_bytes:
             raise FormatError(
-                f"{path}: truncated: tensor {name!r} ends at byte {position}, the file has {file_bytes} bytes"
+                f"{path}: truncated: tensor {shown(name)} ends at byte {position}, the file has {file_bytes} bytes"
             )
     if position != file_bytes:
         raise FormatError(f"{path}: {file_bytes - position} bytes after the last tensor belong to no tensor")

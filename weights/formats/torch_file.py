@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from weights.errors import FormatError
+from weights.formats.untrusted import MAX_SHOWN_CHARS, shown
 from weights.torch_dtypes import DTYPE_NAMES
 
 _NESTS = ("state_dict", "model")  # where trainers keep the weights beside their own state
@@ -77,7 +78,7 @@ def _load(path: Path) -> Any:
     except Exception as error:  # damage surfaces as nearly every type there is, from struct.error to AttributeError
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise FormatError(
-            f"{path}: not a file of plain tensors, refused without running any of it: {reason[0]}"
+            f"{path}: not a file of plain tensors, refused without running any of it: {reason[0][:MAX_SHOWN_CHARS]}"
         ) from None
 
 
@@ -95,23 +96,26 @@ def _name(path: Path, name: Any) -> str:
             return name
     except UnicodeEncodeError:
         pass
-    raise FormatError(f"{path}: entry {name!r} has no name that is text")
+    raise FormatError(f"{path}: entry {shown(name)} has no name that is text")
 
 
 def _entry(path: Path, name: str, leaf: Any, file_bytes: int) -> TorchTensor:
     if not isinstance(leaf, torch.Tensor):
-        raise FormatError(f"{path}: {name!r} is a {type(leaf).__name__}, expected a tensor (a dict of tensors only)")
+        raise FormatError(
+            f"{path}: {shown(name)} is a {type(leaf).__name__}, expected a tensor (a dict of tensors only)"
+        )
     tensor = leaf.detach()
     if tensor.is_meta or tensor.is_quantized or tensor.is_nested or tensor.layout != torch.strided:
         kind = "quantized" if tensor.is_quantized else "meta" if tensor.is_meta else str(tensor.layout)
-        raise FormatError(f"{path}: tensor {name!r} is {kind}, expected a dense tensor")
+        raise FormatError(f"{path}: tensor {shown(name)} is {kind}, expected a dense tensor")
     if tensor.dtype not in DTYPE_NAMES:
         raise FormatError(
-            f"{path}: tensor {name!r}: unknown dtype {tensor.dtype} (known: {', '.join(DTYPE_NAMES.values())})"
+            f"{path}: tensor {shown(name)}: unknown dtype {tensor.dtype} (known: {', '.join(DTYPE_NAMES.values())})"
         )
     entry = TorchTensor(path, DTYPE_NAMES[tensor.dtype], tensor)
     if entry.nbytes > file_bytes:
         raise FormatError(
-            f"{path}: tensor {name!r} repeats its elements to {entry.nbytes} bytes, more than the file's {file_bytes}"
+            f"{path}: tensor {shown(name)} repeats its elements to {entry.nbytes} bytes, more than the file's "
+            f"{file_bytes}"
         )
     return entry

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from pathlib import Path
 from typing import Any
 
 from weights.errors import FormatError
+from weights.formats.untrusted import load_json, shown
 
 LORA_FILE = "pytorch_lora_weights.safetensors"
 MAX_JSON_BYTES = 64 * 2**20  # an index of 100,000 tensors has 10 MiB; a damaged file must not fill memory
@@ -60,8 +60,8 @@ def read_json(path: Path) -> dict[str, Any]:
             raw = file.read(min(os.fstat(file.fileno()).st_size, MAX_JSON_BYTES) + 1)
         if len(raw) > MAX_JSON_BYTES:
             raise FormatError(f"{path}: more than {MAX_JSON_BYTES} bytes")
-        value = json.loads(raw.decode("utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        value = load_json(raw.decode("utf-8"))
+    except (OSError, ValueError) as error:
         raise FormatError(f"{path}: {error}") from None
     if not isinstance(value, dict):
         raise FormatError(f"{path}: expected a JSON object, got {type(value).__name__}")
@@ -80,9 +80,10 @@ def _shards(folder: Path, index: Path) -> list[Path]:
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise FormatError(f"{index}: no weight_map")
-    names = sorted({str(name) for name in weight_map.values()})
-    for name in names:
+    names: set[str] = set()
+    for name in weight_map.values():
         # A shard name is a plain file name; anything else could point out of the checkpoint.
-        if not is_plain_name(name) or not (folder / name).is_file():
-            raise FormatError(f"{index}: shard {name!r} is not a file beside it")
-    return [folder / name for name in names]
+        if not isinstance(name, str) or not is_plain_name(name) or not (name in names or (folder / name).is_file()):
+            raise FormatError(f"{index}: shard {shown(name)} is not a file beside it")
+        names.add(name)
+    return [folder / name for name in sorted(names)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Final
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 from weights.dtypes import ITEM_BYTES
 from weights.errors import FormatError
 from weights.formats.tensors import FileTensor, SourceTensor
+from weights.formats.untrusted import MAX_RANK, is_shape, num_elements, shown
 from weights.programs.storing import MemoryTensor
 
 if TYPE_CHECKING:
@@ -111,7 +111,9 @@ def tensor_source(path: Path, name: str, tensor: TensorProto) -> SourceTensor | 
         return _external(path, name, tensor, nbytes, dtype, shape)
     data = _own_bytes(path, name, tensor)
     if len(data) != nbytes:
-        raise FormatError(f"{path}: tensor {name!r}: {dtype} {list(shape)} takes {nbytes} bytes, it has {len(data)}")
+        raise FormatError(
+            f"{path}: tensor {shown(name)}: {dtype} {shown(list(shape))} takes {nbytes} bytes, it has {len(data)}"
+        )
     return MemoryTensor(path, dtype, shape, memoryview(data))
 
 
@@ -151,13 +153,17 @@ def _clear(tensor: TensorProto) -> None:
 
 
 def _nbytes(path: Path, name: str, tensor: TensorProto) -> int:
-    if any(size < 0 for size in tensor.dims):
-        raise FormatError(f"{path}: tensor {name!r}: shape {list(tensor.dims)} has a negative size")
-    count, dtype = math.prod(tensor.dims), _DTYPES.get(tensor.data_type)
+    shape, dtype = list(tensor.dims), _DTYPES.get(tensor.data_type)
+    count = num_elements(shape) if is_shape(shape) else None
+    if count is None:
+        raise FormatError(
+            f"{path}: tensor {shown(name)}: shape {shown(shape)}, expected at most {MAX_RANK} sizes from 0 with a "
+            "product below 2^63"
+        )
     if dtype is not None:
         return count * ITEM_BYTES[dtype]
     if is_external(tensor) and tensor.data_type not in _OTHER_BITS:
-        raise FormatError(f"{path}: tensor {name!r}: data type {tensor.data_type} cannot be external")
+        raise FormatError(f"{path}: tensor {shown(name)}: data type {tensor.data_type} cannot be external")
     return -(-count * _OTHER_BITS.get(tensor.data_type, 0) // 8)
 
 
@@ -169,7 +175,7 @@ def _own_bytes(path: Path, name: str, tensor: TensorProto) -> bytes:
     try:
         return numpy_helper.to_array(tensor).tobytes()
     except (ValueError, TypeError, OverflowError) as error:
-        raise FormatError(f"{path}: tensor {name!r}: {error}") from None
+        raise FormatError(f"{path}: tensor {shown(name)}: {error}") from None
 
 
 def _external(
@@ -180,13 +186,15 @@ def _external(
     try:
         offset, length = int(entries.get("offset", "0")), int(entries.get("length", str(nbytes)))
     except ValueError:
-        raise FormatError(f"{path}: tensor {name!r}: offset and length must be integers, got {entries}") from None
+        raise FormatError(
+            f"{path}: tensor {shown(name)}: offset and length must be integers, got {shown(entries)}"
+        ) from None
     if offset < 0 or length != nbytes:
-        raise FormatError(f"{path}: tensor {name!r}: {nbytes} bytes expected, external data has {entries}")
+        raise FormatError(f"{path}: tensor {shown(name)}: {nbytes} bytes expected, external data has {shown(entries)}")
     file_bytes = file.stat().st_size
     if offset + nbytes > file_bytes:
         raise FormatError(
-            f"{path}: tensor {name!r} ends at byte {offset + nbytes} of {file.name}, which has {file_bytes} bytes"
+            f"{path}: tensor {shown(name)} ends at byte {offset + nbytes} of {file.name}, which has {file_bytes} bytes"
         )
     return FileTensor(file, offset, nbytes, dtype, shape)
 
@@ -195,12 +203,16 @@ def _inside(path: Path, name: str, location: str) -> Path:
     """The external file. HAZARD: a model can name any file of this machine; only plain ones in its folder are read."""
     relative = PurePosixPath(location)
     if not location or "\0" in location or "\\" in location or relative.is_absolute() or ".." in relative.parts:
-        raise FormatError(f"{path}: tensor {name!r}: external data at {location!r} is not a path inside the folder")
+        raise FormatError(
+            f"{path}: tensor {shown(name)}: external data at {shown(location)} is not a path inside the folder"
+        )
     file = path.parent
     for part in relative.parts:
         file /= part
         if file.is_symlink():
-            raise FormatError(f"{path}: tensor {name!r}: external data at {location!r}: {file} is a symlink")
+            raise FormatError(f"{path}: tensor {shown(name)}: external data at {shown(location)}: {file} is a symlink")
     if not file.is_file():
-        raise FormatError(f"{path}: tensor {name!r}: external data at {location!r} is no file beside the model")
+        raise FormatError(
+            f"{path}: tensor {shown(name)}: external data at {shown(location)} is no file beside the model"
+        )
     return file

@@ -13,6 +13,7 @@ from weights.formats.gguf import read_gguf, write_gguf
 from weights.formats.kuiper import parse_kuiper, read_kuiper, write_kuiper
 from weights.formats.safetensors import read_header, write_safetensors
 from weights.formats.tensors import FileTensor
+from weights.formats.weight_files import read_json
 from weights.manifest import Component, WeightFormat
 
 WRITABLE_FORMATS = ("safetensors", "gguf", "kuiper")
@@ -96,11 +97,8 @@ def rewrite_index(folder: Path, component: Component, contents: Mapping[str, lis
 
 def read_index(path: Path) -> dict[str, Any]:
     """The index of a sharded checkpoint. Raises FormatError when it is not one."""
-    try:
-        index = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise FormatError(f"{path}: {error}") from None
-    if not isinstance(index, dict) or not isinstance(index.get("weight_map"), dict):
+    index = read_json(path)
+    if not isinstance(index.get("weight_map"), dict):
         raise FormatError(f"{path}: no weight_map")
     return index
 
@@ -119,7 +117,8 @@ def _contents(skeleton: Path, component: Component, tensors: Mapping[str, Readab
     for path in skeleton.glob(INDEX_FILES):
         weight_map |= read_index(path)["weight_map"]
     for name in tensors:
-        contents.get(str(weight_map.get(name)), contents[component.files[0]]).append(name)
+        file = weight_map.get(name)
+        contents.get(file if isinstance(file, str) else "", contents[component.files[0]]).append(name)
     return contents
 
 

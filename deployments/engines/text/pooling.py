@@ -68,7 +68,7 @@ def _way(stages: list[tuple[str, str]]) -> str:
 def _read_stages(path: Path) -> list[Mapping[str, Any]]:
     try:
         stages = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise EngineError(f"{path}: cannot be read as JSON: {error}") from None
     if not (isinstance(stages, list) and all(isinstance(s, dict) and {"type", "path"} <= s.keys() for s in stages)):
         raise EngineError(f"{path}: expected a list of objects with 'type' and 'path'")

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import json
 import math
+import re
+from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from peft.utils.other import get_pattern_key
 from safetensors.torch import save_file
 
-from weights.adapters import FILE_NAME, METADATA_KEY, load_adapter
+from weights.adapters import load_adapter
 from weights.errors import AdapterError
+from weights.externalize import externalize
+from weights.formats.lora import METADATA_KEY, LoraConfig, read_lora_configs
+from weights.formats.weight_files import LORA_FILE
+from weights.store import WeightStore
 
 PATH = "transformer.blocks.0.to_q"
 
@@ -31,9 +40,9 @@ def test_pairs_by_component_and_module_path(tmp_path):
         "text_encoder.q.lora_A.weight": torch.zeros(2, 3),
         "text_encoder.q.lora_B.weight": torch.zeros(3, 2),
     }
-    save_file({**GOOD, **other}, tmp_path / FILE_NAME)
+    save_file({**GOOD, **other}, tmp_path / LORA_FILE)
     adapter = load_adapter(tmp_path)
-    assert adapter.path == tmp_path / FILE_NAME
+    assert adapter.path == tmp_path / LORA_FILE
     assert {name: list(pairs) for name, pairs in adapter.components.items()} == {
         "transformer": ["blocks.0.to_q"],
         "text_encoder": ["q"],
@@ -111,22 +120,93 @@ def test_unusable_tensors(tmp_path, tensors, message):
         ("[]", "is a JSON list, expected an object"),
         ('{"transformer.use_dora": true}', "transformer.use_dora=True: DoRA is not supported"),
         ('{"transformer.alpha_pattern": 3}', "alpha_pattern=3, expected an object"),
-        ('{"transformer.alpha_pattern": {"(": 3}}', r"alpha_pattern '\(' is not a regular expression"),
-        ('{"transformer.lora_alpha": "high"}', "is 'high', expected a finite number"),
+        ('{"transformer.alpha_pattern": {"(": 3}}', r"alpha_pattern '\(' is a regular expression"),
+        ('{"transformer.lora_alpha": "high"}', "lora_alpha='high', expected a finite number"),
+        ('{"transformer.lora_alpha": NaN}', "lora_alpha=nan, expected a finite number"),
+        ('{"transformer.lora_alpha": -Infinity}', "lora_alpha=-inf, expected a finite number"),
+        ('{"transformer.lora_alpha": 1e999}', "lora_alpha=inf, expected a finite number"),
+        ('{"transformer.lora_alpha": true}', "lora_alpha=True, expected a finite number"),
+        ('{"transformer.lora_alpha": %s}' % ("9" * 4000), "lora_alpha=9+.*, expected a finite number"),
+        ('{"transformer.lora_alpha": %s}' % ("9" * 5000), "is not JSON"),
+        ('{"transformer.alpha_pattern": {"q": "a"}}', "expected finite numbers"),
+        ('{"transformer.alpha_pattern": {"q": NaN}}', "expected finite numbers"),
+        ('{"transformer.alpha_pattern": {"%s": 1}}' % ("q" * 1025), "names of 1024 characters"),
+        (json.dumps({"transformer.alpha_pattern": {f"q{n}": 1 for n in range(20_001)}}), "at most 20000 names"),
+        ('{"transformer.alpha_pattern": {"(q|k)+": 3}}', r"alpha_pattern '\(q\|k\)\+' is a regular expression"),
+        ('{"transformer.r": -4}', "transformer.r=-4, expected a positive integer"),
+        ('{"transformer.r": 0}', "transformer.r=0, expected a positive integer"),
+        ('{"transformer.rank_pattern": {"q": -1}}', "rank_pattern=.*expected positive integers"),
+        ('{"transformer.use_rslora": "no"}', "use_rslora='no', expected true or false"),
+        ("[" * 100_000, "nested too deep"),
+        ('{"transformer.r": %s}' % ("[" * 300 + "]" * 300), "expected a positive integer"),
+        (json.dumps({"x": "x" * 4 * 2**20}), "characters, limit"),
     ],
 )
 def test_unusable_metadata(tmp_path, config, message):
-    save_file(GOOD, tmp_path / FILE_NAME, metadata={METADATA_KEY: config})
-    with pytest.raises(AdapterError, match=message):
+    """Refused when it comes in, and again by who computes with it: a store may have it from before."""
+    save_file(GOOD, tmp_path / LORA_FILE, metadata={METADATA_KEY: config})
+    for take in (load_adapter, lambda path: externalize(WeightStore(tmp_path / "store"), "lora", path)):
+        with pytest.raises(AdapterError, match=message) as caught:
+            take(tmp_path)
+        assert len(str(caught.value)) < 600
+        assert "\n" not in str(caught.value)
+
+
+NAME_PARTS = st.sampled_from(["blocks", "attn", "to_q", "to_k", "0", "1", "ff", "net", "proj"])
+PATHS = st.lists(NAME_PARTS, min_size=1, max_size=5).map(".".join)
+PATTERNS = st.one_of(
+    PATHS,
+    PATHS.map(lambda path: f"^{path}"),
+    PATHS.map(lambda path: f"^{re.escape(path)}$"),
+    PATHS.map(lambda path: rf".*\.{re.escape(path)}"),  # as peft writes what it converted
+    PATHS.map(re.escape),
+)
+
+
+@given(alphas=st.dictionaries(PATTERNS, st.integers(1, 99), max_size=8), path=PATHS)
+def test_patterns_fit_as_in_peft(alphas, path):
+    metadata = {METADATA_KEY: json.dumps({"unet.lora_alpha": 7, "unet.alpha_pattern": alphas})}
+    config = read_lora_configs(Path("x"), metadata)["unet"]
+    assert config.alpha_of(path) == alphas.get(get_pattern_key(alphas, path), 7)
+
+
+def test_one_look_up_per_part_of_a_path_however_many_patterns_there_are():
+    class Counting(dict):
+        looked_up = 0
+
+        def get(self, *key):
+            Counting.looked_up += 1
+            return super().get(*key)
+
+    config = LoraConfig(by_suffix=Counting({f"q{number}": (number, 1.0) for number in range(20_000)}))
+    assert config.alpha_of("a.b.c.q19999") == 1.0
+    assert Counting.looked_up <= 4
+
+
+def test_a_hostile_pattern_is_not_run(tmp_path):
+    """`re.match` with it holds the interpreter lock for years."""
+    path = "transformer." + "a" * 60
+    tensors = {f"{path}.lora_A.weight": torch.ones(4, 8), f"{path}.lora_B.weight": torch.ones(6, 4)}
+    metadata = {METADATA_KEY: json.dumps({"transformer.alpha_pattern": {"(a+)+b": 3}})}
+    save_file(tensors, tmp_path / LORA_FILE, metadata=metadata)
+    with pytest.raises(AdapterError, match="regular expression"):
         load_adapter(tmp_path)
 
 
+def test_a_module_of_a_very_long_name_is_refused(tmp_path):
+    name = f"transformer.{'a.' * 600}q.lora_A.weight"
+    save_file({name: torch.ones(4, 8)}, tmp_path / LORA_FILE)
+    with pytest.raises(AdapterError, match="is not of the diffusers/PEFT layout") as caught:
+        load_adapter(tmp_path)
+    assert len(str(caught.value)) < 600
+
+
 def test_no_file(tmp_path):
-    with pytest.raises(AdapterError, match=f"{FILE_NAME}: no such file"):
+    with pytest.raises(AdapterError, match=f"{LORA_FILE}: no such file"):
         load_adapter(tmp_path)
 
 
 def test_not_a_safetensors_file(tmp_path):
-    (tmp_path / FILE_NAME).write_bytes(b"PK\x03\x04 this is a pickle")
-    with pytest.raises(AdapterError, match=FILE_NAME):
+    (tmp_path / LORA_FILE).write_bytes(b"PK\x03\x04 this is a pickle")
+    with pytest.raises(AdapterError, match=LORA_FILE):
         load_adapter(tmp_path)

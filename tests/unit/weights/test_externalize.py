@@ -19,12 +19,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from weights.adapters import METADATA_KEY
 from weights.dtypes import ITEM_BYTES
 from weights.errors import FormatError, StoreError, StoreVersionError
 from weights.externalize import externalize
-from weights.formats.checkpoint import LORA_FILE
+from weights.formats.lora import METADATA_KEY
 from weights.formats.safetensors import read_header
+from weights.formats.weight_files import LORA_FILE
 from weights.loader import load_from_store
 from weights.maintenance import gc, remove_model
 from weights.manifest import EXTENT_ALIGNMENT, TENSOR_ALIGNMENT, Component, Layout, Manifest, TensorRef

@@ -107,3 +107,22 @@ def test_the_files_are_the_stock_ones(bert: Path) -> None:
     with pytest.raises(FormatError):
         read_header(bert / "config.json")
     assert {"1_Pooling/config.json", "modules.json"} <= {str(file.relative_to(bert)) for file in bert.rglob("*.json")}
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("1_Pooling/config.json", '{"pooling_mode": 5}'),
+        ("modules.json", "[" * 100_000),
+        ("modules.json", "5"),
+        ("modules.json", '[{"type": 5, "path": "x"}]'),
+        ("modules.json", '[{"type": "x.Pooling", "path": ["y"]}]'),
+        ("modules.json", '[{"type": "x.Pooling", "path": "../../elsewhere"}]'),
+        ("config.json", '{"hidden_size": %s}' % ("9" * 4000)),
+    ],
+)
+def test_sizes_that_nobody_can_tell_are_none(store: WeightStore, bert: Path, file: str, text: str) -> None:
+    """The directory asks for them while it publishes a model: an error there would leave the model registering."""
+    manifest = externalize(store, "m", bert)
+    (store.skeleton(manifest) / file).write_text(text)
+    assert feature_sizes(manifest, store.skeleton(manifest)).out_features in (None, hidden_size())

@@ -35,7 +35,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in `path`; EngineError names the file when it is not there or not an object."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise EngineError(f"cannot read {path}: {error}") from error
     if not isinstance(content, dict):
         raise EngineError(f"{path} holds a {type(content).__name__}, expected a JSON object")

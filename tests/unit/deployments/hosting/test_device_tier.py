@@ -25,8 +25,9 @@ from deployments.engines.protocol import SamplingParams, TextRequest
 from deployments.hosting.model_host import Lease, ModelHost
 from deployments.local import LocalModels
 from deployments.records import ImageRequest, LoraUse
-from weights.adapters import FILE_NAME, METADATA_KEY
 from weights.externalize import externalize
+from weights.formats.lora import METADATA_KEY
+from weights.formats.weight_files import LORA_FILE
 from weights.manifest import Component, ExtentRef, Manifest
 from weights.provider import LocalExtents
 from weights.store import WeightStore
@@ -209,7 +210,7 @@ async def test_two_loras_of_equal_tensors_are_served_with_their_own_scales(store
         source = tmp_path / f"alpha-{alpha}"
         source.mkdir()
         config = json.dumps({"transformer.lora_alpha": alpha})
-        save_file(tensors, source / FILE_NAME, metadata={METADATA_KEY: config})
+        save_file(tensors, source / LORA_FILE, metadata={METADATA_KEY: config})
         externalize(store, f"alpha-{alpha}", source)
     host = Host(store, "cpu")
     async with host.lease("digits-flux", lambda component: component.name == "vae", ["alpha-4", "alpha-64"]) as lease:

@@ -31,7 +31,7 @@ property_test = settings(deadline=MAX_TIME, suppress_health_check=[HealthCheck.f
 Change = tuple[str, float, float, int]
 CHANGES = st.lists(
     st.tuples(
-        st.sampled_from(["flip", "set", "cut", "splice", "repeat", "remove", "number"]),
+        st.sampled_from(["flip", "set", "cut", "splice", "repeat", "remove", "number", "digits", "deep"]),
         st.floats(0, 1),
         st.floats(0, 1),
         st.one_of(st.integers(0, 255), st.sampled_from([2**31 - 1, 2**31, 2**32 - 1, 2**62, 2**63, 2**64 - 1])),
@@ -53,6 +53,10 @@ def mutated(data: bytes, changes: list[Change], other: bytes) -> bytes:
                 data = data[:begin] + bytes([value % 256]) + data[begin + 1 :]
             case "number":
                 data = data[:begin] + struct.pack("<Q", value) + data[begin + 8 :]
+            case "digits":
+                data = data[:begin] + b"9" * (value % 5000) + data[begin:]
+            case "deep":
+                data = data[:begin] + b"[" * (value % 3000) + data[begin:]
             case "cut":
                 data = data[:end]
             case "splice":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save, save_file
 
+from weights.dtypes import ITEM_BYTES
 from weights.errors import FormatError
 from weights.formats.safetensors import read_header, write_safetensors
+from weights.formats.untrusted import num_elements
 from weights.torch_dtypes import TORCH_DTYPES
 
 SHAPES: list[tuple[int, ...]] = [(), (0,), (3,), (2, 0, 4), (2, 3), (1, 2, 3, 4)]
@@ -79,7 +82,13 @@ BAD: dict[str, tuple[bytes, str]] = {
     "not JSON": (raw(b"{'a': 1}"), "not UTF-8 JSON"),
     "not UTF-8": (raw(b'{"\xff": 1}'), "not UTF-8 JSON"),
     "nested too deep": (raw(b'{"a":' + b"[" * 100_000), "not UTF-8 JSON"),
-    "number too long": (raw(b'{"a":' + b"9" * 5000 + b"}"), "not UTF-8 JSON"),
+    "number too long": (raw(b'{"a":' + b"9" * 5000 + b"}"), "expected dtype"),
+    "size of 4,300 digits": (raw(b'{"a":{"dtype":"U8","shape":[%b],"data_offsets":[0,0]}}' % (b"9" * 4300)), "2\\^63"),
+    "size of 2^63": (raw({"a": entry("U8", [2**63], 0, 0)}), "integers below 2\\^63"),
+    "product of 2^64": (raw({"a": entry("U8", [2**32, 2**32], 0, 0)}), "takes 2\\^63 or more bytes"),
+    "product of 2^64, then nothing": (raw({"a": entry("U8", [2**32, 2**32, 0], 0, 0)}), "takes 2\\^63 or more bytes"),
+    "rank of 65": (raw({"a": entry("U8", [1] * 65, 0, 1)}, b"x"), "64 sizes at most"),
+    "shape is a text": (raw({"a": entry("U8", "", 0, 1)}, b"x"), "'a': shape"),
     "a list": (raw([1]), "expected an object"),
     "duplicate tensor": (raw(b'{"a":%b,"a":%b}' % ((json.dumps(F32).encode(),) * 2), BODY), "'a' appears twice"),
     "duplicate field": (raw(b'{"a":{"dtype":"U8","dtype":"U8"}}'), "'dtype' appears twice"),
@@ -97,12 +106,13 @@ BAD: dict[str, tuple[bytes, str]] = {
     "two negative dimensions": (raw({"a": entry("F32", [-1, -2], 0, 8)}, BODY), "negative"),
     "boolean dimension": (raw({"a": entry("F32", [True, 2], 0, 8)}, BODY), "non-negative integers"),
     "fraction": (raw({"a": entry("F32", [2.0], 0, 8)}, BODY), "non-negative integers"),
-    "shape is no list": (raw({"a": entry("F32", 2, 0, 8)}, BODY), "expected dtype, shape and data_offsets"),
+    "shape is no list": (raw({"a": entry("F32", 2, 0, 8)}, BODY), "integers below"),
     "three offsets": (raw({"a": {**F32, "data_offsets": [0, 4, 8]}}, BODY), "expected dtype"),
     "no dtype": (raw({"a": {"shape": [2], "data_offsets": [0, 8]}}, BODY), "expected dtype"),
     "tensor is null": (raw({"a": None}), "expected dtype"),
     "metadata is a list": (raw({"__metadata__": []}), "__metadata__"),
     "metadata of numbers": (raw({"__metadata__": {"a": 1}}), "__metadata__"),
+    "metadata has half a character": (raw(b'{"__metadata__":{"a":"\\ud800"}}'), "half a character"),
     "name is half a character": (raw(b'{"\\ud800":%b}' % json.dumps(F32).encode(), BODY), "UTF-8"),
 }
 
@@ -113,6 +123,58 @@ def test_a_bad_header_is_refused_by_name(tmp_path: Path, case: str) -> None:
     file = tmp_path / "bad.safetensors"
     file.write_bytes(data)
     with pytest.raises(FormatError, match=rf"bad\.safetensors.*{words}"):
+        read_header(file)
+
+
+@pytest.mark.parametrize("where", ["name", "shape", "dtype", "twice", "value", "hole"])
+def test_a_message_is_a_short_line(tmp_path: Path, where: str) -> None:
+    name = "a\n" * 100_000
+    numbers = [9] * 100_000
+    header: Any = {
+        "name": {name: entry("U8", [2], 0, 1)},
+        "shape": {"a": entry("U8", numbers, 0, 1)},
+        "dtype": {"a": entry(name, [1], 0, 1)},
+        "value": {"a": {"": name, name: numbers}},
+        "hole": {name: entry("U8", [1], 1, 2)},
+    }.get(where)
+    twice = b"{%b:1,%b:1}" % ((json.dumps(name).encode(),) * 2)
+    file = tmp_path / "long.safetensors"
+    file.write_bytes(raw(header if header else twice, b"xx"))
+    with pytest.raises(FormatError) as caught:
+        read_header(file)
+    message = str(caught.value).removeprefix(str(file))
+    assert "\n" not in message
+    assert len(message) <= 500
+
+
+def test_no_long_number_is_multiplied_or_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """0.8 MB of them stalled all threads for a second: one product of 4,300-digit numbers is one call into C."""
+    sizes = b",".join([b"9" * 4300] * 190)
+    file = tmp_path / "digits.safetensors"
+    file.write_bytes(raw(b'{"a":{"dtype":"U8","shape":[%b],"data_offsets":[0,1]}}' % sizes, b"x"))
+    longest = 0
+
+    def count(shape: Any) -> int | None:
+        nonlocal longest
+        longest = max(longest, *(len(str(size)) for size in shape))
+        return num_elements(shape)
+
+    monkeypatch.setattr("weights.formats.safetensors.num_elements", count)
+    with pytest.raises(FormatError, match="integers below"):
+        read_header(file)
+    assert longest == 0
+    file.write_bytes(raw({"a": entry("U8", [2**62] * 64, 0, 1)}, b"x"))
+    with pytest.raises(FormatError, match=r"2\^63 or more"):
+        read_header(file)
+    assert longest == 19
+
+
+def test_a_name_that_comes_twice_is_found_in_one_pass(tmp_path: Path) -> None:
+    """Looking for each name in all of them took minutes for these 3 MB, and hours for what the format allows."""
+    names = [f"t{number}" for number in range(200_000)]
+    file = tmp_path / "twice.safetensors"
+    file.write_bytes(raw(("{" + ",".join(f'"{name}":0' for name in [*names, names[-1]]) + "}").encode()))
+    with pytest.raises(FormatError, match="'t199999' appears twice"):
         read_header(file)
 
 
@@ -155,6 +217,47 @@ def test_a_mutated_file_reads_as_the_library_reads_it_or_not_at_all(
     except FormatError:
         return
     assert found == as_library_reads(file.read_bytes())
+
+
+SIZES = st.one_of(st.integers(0, 3), st.sampled_from([2**31, 2**32, 2**62, 2**63 - 1]))
+ODD_VALUES = st.sampled_from([None, True, -1, 1.0, "", "1", [], {}, [1], {"a": 1}, 2**70, -(2**63), "F32"])
+PERTURBED = st.fixed_dictionaries(
+    {
+        "dtype": st.sampled_from(["U8", "F32", "I64", "BOOL"]),
+        "shape": st.lists(SIZES, max_size=5),
+        "shift": st.sampled_from([0, 0, 0, 0, 0, 0, 1, -1]),
+        "odd": st.dictionaries(st.sampled_from(["dtype", "shape", "data_offsets", "more"]), ODD_VALUES, max_size=1),
+    }
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    entries=st.dictionaries(st.text("ab.é\n", max_size=3), PERTURBED, max_size=3),
+    metadata=st.one_of(st.none(), st.dictionaries(st.text(max_size=2), st.text(max_size=2), max_size=2), ODD_VALUES),
+    is_there=st.booleans(),
+)
+def test_what_the_library_accepts_is_accepted_and_nothing_else(
+    tmp_path_factory: pytest.TempPathFactory, entries: Any, metadata: Any, is_there: bool
+) -> None:
+    header: dict[str, Any] = {"__metadata__": metadata} if is_there else {}
+    position = 0
+    for name, changed in entries.items():
+        nbytes = math.prod(changed["shape"]) * ITEM_BYTES[changed["dtype"]]
+        end = position + (nbytes if nbytes < 2**20 else 1) + changed["shift"]
+        header[name] = entry(changed["dtype"], changed["shape"], position, end) | changed["odd"]
+        position = max(0, end)
+    file = tmp_path_factory.getbasetemp() / "perturbed.safetensors"
+    file.write_bytes(raw(header, bytes(position)))
+    try:
+        theirs = as_library_reads(file.read_bytes())
+    except safetensors.SafetensorError:
+        theirs = None
+    try:
+        ours = as_we_read(file)
+    except FormatError:
+        ours = None
+    assert ours == theirs
 
 
 @settings(max_examples=50, deadline=None)

@@ -1,0 +1,143 @@
+"""What a LoRA file says beside its tensors: the training config, which diffusers keeps as JSON in the file's metadata.
+
+Keys are flat, `<component>.<option>`. Source: diffusers 0.42, `loaders/lora_base.py:_save_lora_weights`; peft 0.21,
+`LoraConfig` and `utils/other.py:get_pattern_key`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from weights.errors import AdapterError
+from weights.formats.untrusted import load_json, shown
+
+METADATA_KEY: Final = "lora_adapter_metadata"
+MAX_METADATA_CHARS: Final = 4 * 2**20  # the config of a large model that names every module has some 100 KB
+MAX_PATTERNS: Final = 20_000
+MAX_NAME_CHARS: Final = 1024
+_UNSUPPORTED: Final = {"use_dora": "DoRA", "lora_bias": "a LoRA bias"}
+_REGEX_SIGN = re.compile(r"[\\^$*+?{}\[\]|()]")
+
+
+@dataclass(frozen=True, slots=True)
+class LoraConfig:
+    """What one component's pairs are scaled by. `alpha` None: by nothing, as if it were the rank.
+
+    A module's alpha is that of the first pattern that fits. `by_path`, `by_suffix` and `by_inner_suffix` map what a
+    pattern names to (its place in the config, its alpha).
+    """
+
+    alpha: float | None = None
+    use_rslora: bool = False
+    by_path: Mapping[str, tuple[int, float]] = field(default_factory=dict)
+    by_suffix: Mapping[str, tuple[int, float]] = field(default_factory=dict)
+    by_inner_suffix: Mapping[str, tuple[int, float]] = field(default_factory=dict)
+
+    def alpha_of(self, module_path: str) -> float | None:
+        """The alpha of a module: one look-up per part of its path, however many patterns there are."""
+        found = [self.by_path.get(module_path), self.by_suffix.get(module_path)]
+        rest = module_path
+        while "." in rest:
+            rest = rest.partition(".")[2]
+            found += [self.by_suffix.get(rest), self.by_inner_suffix.get(rest)]
+        return min((item for item in found if item is not None), default=(0, self.alpha))[1]
+
+    def scale(self, alpha: float, rank: int) -> float:
+        return alpha / (math.sqrt(rank) if self.use_rslora else rank)
+
+
+def read_lora_configs(file: Path, metadata: Mapping[str, str]) -> dict[str, LoraConfig]:
+    """Check the training config in a LoRA file's metadata; by component, none for a file without one.
+
+    Raises AdapterError naming the file and the key: what is not JSON, too large, no number where one belongs, a kind of
+    LoRA that is not supported, a pattern that is a regular expression.
+    """
+    raw = metadata.get(METADATA_KEY)
+    if raw is None:
+        return {}
+    if len(raw) > MAX_METADATA_CHARS:
+        raise AdapterError(f"{file}: metadata {METADATA_KEY!r} has {len(raw)} characters, limit {MAX_METADATA_CHARS}")
+    try:
+        config = load_json(raw)
+    except ValueError as error:
+        raise AdapterError(f"{file}: metadata {METADATA_KEY!r} is not JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise AdapterError(f"{file}: metadata {METADATA_KEY!r} is a JSON {type(config).__name__}, expected an object")
+    options: dict[str, dict[str, Any]] = {}
+    for key, value in config.items():
+        component, _, option = key.partition(".")
+        options.setdefault(component, {})[option] = value
+    return {component: _read(file, component, values) for component, values in options.items()}
+
+
+def _read(file: Path, component: str, options: Mapping[str, Any]) -> LoraConfig:
+    def refused(option: str, reason: str) -> AdapterError:
+        key = f"{shown(component)[1:-1]}.{option}"
+        return AdapterError(f"{file}: metadata says {key}={shown(options[option])}{reason}")
+
+    for option, what in _UNSUPPORTED.items():
+        if options.get(option):
+            raise refused(option, f": {what} is not supported")
+    if not isinstance(options.get("use_rslora"), bool | None):
+        raise refused("use_rslora", ", expected true or false")
+    if options.get("lora_alpha") is not None and not is_finite(options["lora_alpha"]):
+        raise refused("lora_alpha", ", expected a finite number")
+    if options.get("r") is not None and not _is_rank(options["r"]):
+        raise refused("r", ", expected a positive integer")
+    for option in ("alpha_pattern", "rank_pattern"):
+        patterns = options.get(option)
+        if not isinstance(patterns, dict | None):
+            raise refused(option, ", expected an object")
+        if patterns and (len(patterns) > MAX_PATTERNS or max(map(len, patterns)) > MAX_NAME_CHARS):
+            raise refused(option, f", expected at most {MAX_PATTERNS} names of {MAX_NAME_CHARS} characters")
+    if not all(map(_is_rank, (options.get("rank_pattern") or {}).values())):
+        raise refused("rank_pattern", ", expected positive integers")
+    alphas = options.get("alpha_pattern") or {}
+    if not all(map(is_finite, alphas.values())):
+        raise refused("alpha_pattern", ", expected finite numbers")
+    alpha = options.get("lora_alpha")
+    return LoraConfig(
+        None if alpha is None else float(alpha), bool(options.get("use_rslora")), *_patterns(file, alphas)
+    )
+
+
+def _patterns(file: Path, alphas: Mapping[str, float]) -> tuple[dict[str, tuple[int, float]], ...]:
+    """By path, suffix and inner suffix, as PEFT matches `(.*\\.)?(<pattern>)$`.
+
+    PEFT writes the names of modules, after `^` for one path, or `.*\\.` and an escaped name for what is inside of
+    something. HAZARD: any other pattern would be a regular expression of a stranger; one match can take for ever, and
+    holds the interpreter lock meanwhile.
+    """
+    by_path: dict[str, tuple[int, float]] = {}
+    by_suffix: dict[str, tuple[int, float]] = {}
+    by_inner_suffix: dict[str, tuple[int, float]] = {}
+    for number, (pattern, alpha) in enumerate(alphas.items()):
+        name, table = pattern, by_suffix
+        if pattern.startswith("^"):
+            name, table = pattern[1:], by_path
+        elif pattern.startswith(r".*\."):
+            name, table = pattern[4:], by_inner_suffix
+        name = re.sub(r"\\([^A-Za-z0-9])", r"\1", name.removesuffix("$"))
+        if not name or _REGEX_SIGN.search(name):
+            raise AdapterError(
+                f"{file}: alpha_pattern {shown(pattern)} is a regular expression; expected a module's name or its end"
+            )
+        table.setdefault(name, (number, float(alpha)))
+    return by_path, by_suffix, by_inner_suffix
+
+
+def is_finite(value: Any) -> bool:
+    """Whether it is a number that a float can hold; true and false are none."""
+    try:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:
+        return False
+
+
+def _is_rank(value: Any) -> bool:
+    return type(value) is int and 0 < value < 2**31
