@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from configs.cluster import ClusterConfig, ModelReplicaConfig
 from configs.model import ModelConfig
-from deployments.component_builder import ComponentBuilder, is_denoise_component
+from deployments.component_builder import ComponentBuilder, batch_bounds, is_denoise_component
 from deployments.defaults import text_rules, with_image_defaults
 from deployments.encoding.cached_encoders import CachedEncoders
 from deployments.encoding.embedding_cache import EmbeddingCache, Encoding
@@ -74,7 +74,11 @@ class LocalModels:
                 conditioning, encoded = await encoders.condition(text, class_name, texts.skeleton, texts.modules)
                 denoising = time.perf_counter()
                 pipeline = create_pipeline(
-                    class_name, lease.skeleton, lease.modules, device=self._config.worker.torch_device
+                    class_name,
+                    lease.skeleton,
+                    lease.modules,
+                    device=self._config.worker.torch_device,
+                    bounds=batch_bounds(self._config.worker),
                 )
                 for name in names:
                     pipeline.add_adapter(name, lease.adapters[name])
@@ -84,7 +88,7 @@ class LocalModels:
                     if on_step:
                         on_step(state.step_index, state.num_steps)
                 denoised = time.perf_counter()
-                images = pipeline.decode([state])[0]
+                images = pipeline.decode_alone(state)
         now = time.perf_counter()
         return ImageResult(
             model=request.model,
