@@ -22,6 +22,7 @@ from deployments.engines.diffusion.factory import create_pipeline
 from deployments.errors import UnknownModel, as_service_errors
 from deployments.hosting.model_host import ModelHost
 from deployments.image_requests import conditioning_request, denoise_request, ignored_inputs
+from deployments.limits import check_image
 from deployments.records import ImageRequest, ImageResult
 from weights.externalize import externalize
 from weights.manifest import ExtentRef, Manifest
@@ -59,9 +60,10 @@ class LocalModels:
         encoders = CachedEncoders(EmbeddingCache(self._config.text_encoder.cache_bytes), _encode_alone)
         with as_service_errors():
             manifest = await self._manifest(request.model)
-            request = with_image_defaults(request, self._config.defaults_of(request.model))
             class_name = manifest.class_name or ""
-            denoise = denoise_request(request, class_name)
+            asked, request = request, with_image_defaults(request, self._config.defaults_of(request.model), class_name)
+            check_image(request, self._config.ingress.limits, asked)
+            denoise = denoise_request(request)
             entry = self._config.entries[request.model]
             request = request.model_copy(update=text_rules(entry))
             text = conditioning_request(request, denoise, class_name)

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from deployments.engines.protocol import TextDelta, TextRequest
 from deployments.errors import GenerationFailed, forget_frames
 from deployments.threads import outcome_of
-from deployments.turns import Runner, TurnBounds, choose
+from deployments.turns import DEFAULT_BOUNDS, Runner, TurnBounds, choose
 
 T = TypeVar("T")
 
@@ -61,7 +61,7 @@ class _Job:
 class DenoiseLoop:
     """Steps and decodes diffusion requests; those of one pipeline together, as many in one turn as `bounds` allow."""
 
-    def __init__(self, device: DeviceThread, bounds: TurnBounds = TurnBounds()) -> None:
+    def __init__(self, device: DeviceThread, bounds: TurnBounds = DEFAULT_BOUNDS) -> None:
         self._device = device
         self._bounds = bounds
         self._turn_number = 0

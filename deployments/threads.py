@@ -20,7 +20,7 @@ async def in_thread(function: Callable[..., ResultT], *arguments: object) -> Res
 
 
 async def outcome_of(work: asyncio.Future[ResultT]) -> ResultT:
-    """What `work` gives or raises. A caller who is cancelled meanwhile does not cancel it, and goes on when it is done."""
+    """What `work` gives or raises. Cancelling a caller does not cancel it: the caller goes on when it is done."""
     try:
         return await asyncio.shield(work)
     except asyncio.CancelledError:

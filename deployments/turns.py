@@ -22,9 +22,12 @@ class TurnBounds:
     max_pixels: int = 16 * 2**20
 
 
+DEFAULT_BOUNDS: Final = TurnBounds()
+
+
 @dataclass(frozen=True, slots=True)
 class Runner:
-    """A request as turns see it: rows and pixels of one step, steps to do, and the turn of its last step (or arrival)."""
+    """A request as turns see it: rows and pixels of a step, steps to do, and the turn of its last step, or arrival."""
 
     num_rows: int
     num_pixels: int

@@ -66,7 +66,7 @@ class Worker:
         start = time.perf_counter()
         with as_service_errors():
             manifest = await self._host.manifest(request.model, request.model_version)
-            denoise = denoise_request(request, manifest.class_name)
+            denoise = denoise_request(request)
             text = conditioning_request(request, denoise, manifest.class_name or "")
             encoding = asyncio.ensure_future(self._encoder.condition(text))
             try:

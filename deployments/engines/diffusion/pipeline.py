@@ -45,7 +45,6 @@ from deployments.engines.nn.lora import Pairs, applied_adapters, check_targets
 from deployments.engines.protocol import ComputationFailed, DiffusionRequest, EngineError
 from weights.adapters import LoraAdapter
 
-
 VAE_FAILED: Final = "the latents are finite, but the picture that the VAE made of them is not"
 
 logger = logging.getLogger(__name__)

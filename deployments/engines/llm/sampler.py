@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -23,12 +24,8 @@ class TokenPicker:
 
     @classmethod
     def create(cls, params: SamplingParams) -> TokenPicker:
-        generator = torch.Generator("cpu")
-        if params.seed is None:
-            generator.seed()
-        else:
-            generator.manual_seed(params.seed)
-        return cls(params, generator)
+        seed = random.getrandbits(32) if params.seed is None else params.seed
+        return cls(params, torch.Generator("cpu").manual_seed(seed))
 
     @property
     def is_greedy(self) -> bool:

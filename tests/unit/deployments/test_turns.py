@@ -96,9 +96,7 @@ def test_a_long_request_moves_on_under_a_stream_of_short_ones(monkeypatch: pytes
 def test_nobody_waits_for_ever_in_random_traffic() -> None:
     chance = random.Random(7)
     for _ in range(20):
-        jobs = [
-            Job(chance.randrange(200), chance.choice([1, 4, 28, 50]), chance.choice([1, 2, 8])) for _ in range(60)
-        ]
+        jobs = [Job(chance.randrange(200), chance.choice([1, 4, 28, 50]), chance.choice([1, 2, 8])) for _ in range(60)]
         simulate(jobs, TurnBounds(max_rows=chance.choice([1, 4, 16])))
         assert all(job.ended for job in jobs)
         assert max(job.longest_wait for job in jobs) <= 4 * len(jobs) + 4

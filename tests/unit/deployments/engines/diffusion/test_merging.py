@@ -242,7 +242,9 @@ def bounded(pair, load_pipeline, bounds):
     return pipeline
 
 
-def test_forwards_and_decodes_are_bounded_from_the_start(pair, make_request, load_pipeline, count_forwards, monkeypatch):
+def test_forwards_and_decodes_are_bounded_from_the_start(
+    pair, make_request, load_pipeline, count_forwards, monkeypatch
+):
     ours = bounded(pair, load_pipeline, BatchBounds(max_rows=4, max_decode_pixels=3 * 32 * 32))
     jobs = [(make_request(seed=seed, num_images=1 + seed % 3), pair.conditioning(seed)) for seed in range(9)]
     expected = [pair.ours.generate(*job) for job in jobs]
