@@ -182,6 +182,13 @@ class WorkerConfig(ModelReplicaConfig):
     resident_bytes: Bytes = Field(4 * 2**30, validate_default=True)
     kv_cache_bytes: Bytes = Field(64 * 2**20, validate_default=True)
     max_num_seqs: int = Field(64, ge=1, description="LLM sequences that run at once")
+    max_batch_rows: int = Field(
+        64, ge=1, description="rows of one denoise step, over all its requests: one per image, two under guidance"
+    )
+    max_batch_pixels: int = Field(
+        16 * 2**20, ge=64, description="rows x width x height of one denoise step; requests beyond it take turns"
+    )
+    max_decode_pixels: int = Field(4 * 2**20, ge=64, description="of the images that the VAE decodes at once")
     num_threads: int | None = Field(None, ge=1, description="torch threads; default: the replica's CPUs, rounded up")
 
 

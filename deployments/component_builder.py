@@ -11,6 +11,7 @@ from torch import nn
 from configs.cluster import WorkerConfig
 from deployments.encoding.keyed_encoders import KeyedEncoder, TextEncoderBuilder, is_text_encoder
 from deployments.engines.build import IMPORT_LOCK
+from deployments.engines.diffusion.rows import BatchBounds
 from deployments.engines.llm.engine import LLMEngine
 from deployments.engines.skeletons import SkeletonPool
 from weights.adapters import parse_adapter
@@ -58,6 +59,11 @@ class ComponentBuilder:
             self.skeletons.retire(thing)
         elif isinstance(thing, KeyedEncoder):
             self._encoders.retire(thing)
+
+
+def batch_bounds(settings: WorkerConfig) -> BatchBounds:
+    """As the pipelines of this service take them."""
+    return BatchBounds(settings.max_batch_rows, settings.max_batch_pixels, settings.max_decode_pixels)
 
 
 def is_denoise_component(component: Component) -> bool:

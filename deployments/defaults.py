@@ -1,36 +1,79 @@
-"""What a request leaves open: first the model's defaults in the cluster config, then everybody's."""
+"""What a request leaves open: first the model's defaults in the cluster config, then its family's, or everybody's."""
 
 from __future__ import annotations
 
 import random
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
 
 from cluster.models.directory import ModelRecord
 from configs.model import AdapterConfig, GenerationDefaults, ModelConfig
-from deployments.records import MAX_SEED, ImageRequest, RequestModel, TextOptions
+from deployments.errors import InvalidRequest
+from deployments.records import ImageRequest, RequestModel, TextOptions
 
 DEFAULT_TEMPERATURE = 1.0  # OpenAI's
+SEED_BITS: Final = 32  # of drawn seeds
 
 RequestT = TypeVar("RequestT", bound=RequestModel)
 TextT = TypeVar("TextT", bound=TextOptions)
 
 
-def with_image_defaults(request: ImageRequest, defaults: GenerationDefaults) -> ImageRequest:
-    """A seed is drawn here if there is none, so that whoever asked can be told which one it was.
+@dataclass(frozen=True, slots=True)
+class FamilyDefaults:
+    """What the stock pipeline's `__call__` defaults to (diffusers 0.42)."""
 
-    What the model leaves open too stays None: the pipeline's own default.
+    num_inference_steps: int
+    guidance_scale: float
+    side: int
+
+
+FAMILIES: Final = {
+    "FluxPipeline": FamilyDefaults(28, 3.5, 1024),
+    "StableDiffusionXLPipeline": FamilyDefaults(50, 5.0, 1024),
+}
+
+
+def drawn_seed() -> int:
+    """A fresh one, of 32 bits: JavaScript, and JSON tools that read numbers as doubles, lose bits beyond 53."""
+    return random.getrandbits(SEED_BITS)
+
+
+def with_image_defaults(request: ImageRequest, defaults: GenerationDefaults, class_name: str) -> ImageRequest:
+    """All that the pipeline needs is filled in, so that what it will do can be bounded, and told to whoever asked.
+
+    A seed is drawn here if there is none. `max_sequence_length` that the model leaves open stays None: the encoder's
+    own. Raises InvalidRequest for a pipeline class that no family knows.
     """
-    seed = random.randint(0, MAX_SEED) if request.seed is None else request.seed
+    family = FAMILIES.get(class_name)
+    if family is None:
+        raise InvalidRequest(
+            f"model {request.model!r} is a {class_name or 'pipeline without a class'}; "
+            f"known pipelines: {', '.join(FAMILIES)}",
+            "model",
+        )
     names = ("width", "height", "num_inference_steps", "guidance_scale", "max_sequence_length")
-    return _filled(request, defaults, names).model_copy(update={"seed": seed})
+    request = _filled(request, defaults, names)
+    stock = {
+        "width": family.side,
+        "height": family.side,
+        "num_inference_steps": family.num_inference_steps,
+        "guidance_scale": family.guidance_scale,
+    }
+    update = {name: value for name, value in stock.items() if getattr(request, name) is None}
+    if request.seed is None:
+        update["seed"] = drawn_seed()
+    return request.model_copy(update=update)
 
 
 def with_text_defaults(request: TextT, defaults: GenerationDefaults) -> TextT:
-    """`max_tokens` that the model leaves open too stays None: as many as its context has room for."""
+    """`max_tokens` that the model leaves open too stays None: as many as its context has room for.
+
+    A seed is drawn here if there is none: a replica that answers in place of one that died draws the same tokens.
+    """
     request = _filled(request, defaults, ("max_tokens", "temperature"))
-    if request.temperature is None:
-        return request.model_copy(update={"temperature": DEFAULT_TEMPERATURE})
-    return request
+    temperature = DEFAULT_TEMPERATURE if request.temperature is None else request.temperature
+    seed = drawn_seed() if request.seed is None else request.seed
+    return request.model_copy(update={"temperature": temperature, "seed": seed})
 
 
 def text_rules(model: ModelRecord | ModelConfig | AdapterConfig) -> dict[str, Any]:

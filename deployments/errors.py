@@ -23,7 +23,8 @@ from collections.abc import Iterator
 
 from cluster import errors as cluster_errors
 from cluster.errors import ModelUnknown
-from deployments.engines.protocol import EngineError
+from deployments.engines.memory_limits import is_out_of_memory
+from deployments.engines.protocol import ComputationFailed, EngineError
 from weights.errors import BudgetExceeded, WeightsError
 
 
@@ -107,9 +108,15 @@ def as_service_errors() -> Iterator[None]:
         yield
     except EngineError as error:
         raise InvalidRequest(str(error)) from error
+    except ComputationFailed as error:
+        raise GenerationFailed(str(error)) from error
     except ModelUnknown as error:
         raise UnknownModel(str(error), "model") from error
     except BudgetExceeded as error:
         raise Overloaded(str(error)) from error
     except (cluster_errors.ModelUnavailable, WeightsError) as error:
         raise ModelUnavailable(str(error), "model") from error
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise Overloaded("the replica has not enough memory for this request, even alone; ask for less") from error

@@ -1,9 +1,9 @@
-"""An image request in the engine's terms: the defaults of the stock pipelines, and what guidance means to each."""
+"""An image request in the engine's terms, and what guidance means to each pipeline."""
 
 from __future__ import annotations
 
 import uuid
-from dataclasses import dataclass
+from typing import TypeVar
 
 from deployments.encoding.records import ConditioningRequest
 from deployments.engines.protocol import AdapterUse, DiffusionRequest
@@ -11,46 +11,31 @@ from deployments.engines.text.conditioning import uses_negative
 from deployments.errors import InvalidRequest
 from deployments.records import ImageRequest
 
-
-@dataclass(frozen=True, slots=True)
-class FamilyDefaults:
-    """What the stock pipeline's `__call__` defaults to (diffusers 0.42)."""
-
-    num_inference_steps: int
-    guidance_scale: float
-    side: int
+NumberT = TypeVar("NumberT", int, float)
 
 
-FAMILIES = {
-    "FluxPipeline": FamilyDefaults(28, 3.5, 1024),
-    "StableDiffusionXLPipeline": FamilyDefaults(50, 5.0, 1024),
-}
-
-
-def denoise_request(request: ImageRequest, class_name: str | None) -> DiffusionRequest:
-    """Fill in what is still None. `request.seed` must be set: whoever asked is told which one was used."""
-    defaults = FAMILIES.get(class_name or "")
-    if defaults is None:
-        raise InvalidRequest(
-            f"model {request.model!r} is a {class_name}; known pipelines: {', '.join(FAMILIES)}", "model"
-        )
-    if request.seed is None:
-        raise ValueError("the seed must be drawn before")
+def denoise_request(request: ImageRequest) -> DiffusionRequest:
+    """`request` is filled in by `with_image_defaults`. Raises InvalidRequest for an adapter that is used twice."""
     names = [use.name for use in request.lora]
     if len(set(names)) != len(names):
         raise InvalidRequest("lora: an adapter may be used once per request", "lora")
-    steps, guidance = request.num_inference_steps, request.guidance_scale
     return DiffusionRequest(
         request_id=uuid.uuid4().hex,
-        width=request.width or defaults.side,
-        height=request.height or defaults.side,
-        num_inference_steps=defaults.num_inference_steps if steps is None else steps,
-        guidance_scale=defaults.guidance_scale if guidance is None else guidance,
-        seed=request.seed,
+        width=_filled(request.width),
+        height=_filled(request.height),
+        num_inference_steps=_filled(request.num_inference_steps),
+        guidance_scale=_filled(request.guidance_scale),
+        seed=_filled(request.seed),
         num_images=request.n,
         true_cfg_scale=request.true_cfg_scale,
         adapters=tuple(AdapterUse(use.name, use.scale) for use in request.lora),
     )
+
+
+def _filled(value: NumberT | None) -> NumberT:
+    if value is None:
+        raise ValueError("the request's defaults must be filled in before: see with_image_defaults")
+    return value
 
 
 def conditioning_request(request: ImageRequest, denoise: DiffusionRequest, class_name: str) -> ConditioningRequest:

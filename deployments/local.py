@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from configs.cluster import ClusterConfig, ModelReplicaConfig
 from configs.model import ModelConfig
-from deployments.component_builder import ComponentBuilder, is_denoise_component
+from deployments.component_builder import ComponentBuilder, batch_bounds, is_denoise_component
 from deployments.defaults import text_rules, with_image_defaults
 from deployments.encoding.cached_encoders import CachedEncoders
 from deployments.encoding.embedding_cache import EmbeddingCache, Encoding
@@ -22,6 +22,7 @@ from deployments.engines.diffusion.factory import create_pipeline
 from deployments.errors import UnknownModel, as_service_errors
 from deployments.hosting.model_host import ModelHost
 from deployments.image_requests import conditioning_request, denoise_request, ignored_inputs
+from deployments.limits import check_image
 from deployments.records import ImageRequest, ImageResult
 from weights.externalize import externalize
 from weights.manifest import ExtentRef, Manifest
@@ -59,9 +60,10 @@ class LocalModels:
         encoders = CachedEncoders(EmbeddingCache(self._config.text_encoder.cache_bytes), _encode_alone)
         with as_service_errors():
             manifest = await self._manifest(request.model)
-            request = with_image_defaults(request, self._config.defaults_of(request.model))
             class_name = manifest.class_name or ""
-            denoise = denoise_request(request, class_name)
+            asked, request = request, with_image_defaults(request, self._config.defaults_of(request.model), class_name)
+            check_image(request, self._config.ingress.limits, asked)
+            denoise = denoise_request(request)
             entry = self._config.entries[request.model]
             request = request.model_copy(update=text_rules(entry))
             text = conditioning_request(request, denoise, class_name)
@@ -74,7 +76,11 @@ class LocalModels:
                 conditioning, encoded = await encoders.condition(text, class_name, texts.skeleton, texts.modules)
                 denoising = time.perf_counter()
                 pipeline = create_pipeline(
-                    class_name, lease.skeleton, lease.modules, device=self._config.worker.torch_device
+                    class_name,
+                    lease.skeleton,
+                    lease.modules,
+                    device=self._config.worker.torch_device,
+                    bounds=batch_bounds(self._config.worker),
                 )
                 for name in names:
                     pipeline.add_adapter(name, lease.adapters[name])
@@ -84,7 +90,7 @@ class LocalModels:
                     if on_step:
                         on_step(state.step_index, state.num_steps)
                 denoised = time.perf_counter()
-                images = pipeline.decode([state])[0]
+                images = pipeline.decode_alone(state)
         now = time.perf_counter()
         return ImageResult(
             model=request.model,

@@ -17,7 +17,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from configs.model import LongText, TextPadding
 from deployments.errors import InvalidRequest
 
-MAX_SEED = 2**63 - 1
+MAX_SEED = 2**63 - 1  # that is accepted; drawn ones are below 2**32
+SEED_RULE = (
+    "0 to 2^63 - 1, given as a whole number; one that is drawn is below 2^32, which every JSON reader keeps exactly"
+)
 TimingsMs = dict[str, float]  # milliseconds by stage: queue, encode, switch, denoise, prefill, generate, decode, total
 RequestT = TypeVar("RequestT", bound="RequestModel")
 Finite = Field(allow_inf_nan=False)
@@ -62,7 +65,7 @@ class ImageOptions(RequestModel):
     guidance_scale: float | None = Field(None, ge=0, le=100, allow_inf_nan=False)
     true_cfg_scale: float = Field(1.0, ge=0, le=100, allow_inf_nan=False, description="Flux with a negative prompt")
     max_sequence_length: int | None = Field(None, ge=1, description="tokens of the T5 prompt (Flux)")
-    seed: int | None = Field(None, ge=0, le=MAX_SEED)
+    seed: int | None = Field(None, ge=0, le=MAX_SEED, description=SEED_RULE)
     lora: tuple[LoraUse, ...] = ()
 
 
@@ -120,7 +123,7 @@ class TextOptions(RequestModel):
     temperature: Annotated[float | None, Finite] = Field(None, ge=0, le=2)
     top_p: Annotated[float, Finite] = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=0)
-    seed: int | None = Field(None, ge=0, le=MAX_SEED)
+    seed: int | None = Field(None, ge=0, le=MAX_SEED, description=SEED_RULE)
     stop: tuple[str, ...] = Field((), max_length=4)
 
 

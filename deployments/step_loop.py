@@ -10,7 +10,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -18,7 +18,9 @@ import numpy as np
 import numpy.typing as npt
 
 from deployments.engines.protocol import TextDelta, TextRequest
-from deployments.errors import GenerationFailed
+from deployments.errors import GenerationFailed, forget_frames
+from deployments.threads import outcome_of
+from deployments.turns import DEFAULT_BOUNDS, Runner, TurnBounds, choose
 
 T = TypeVar("T")
 
@@ -30,7 +32,10 @@ class DeviceThread:
         self._pool = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="device")
 
     async def run(self, work: Callable[..., T], *args: Any) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._pool, work, *args)
+        """What `work` gives or raises. A caller who is cancelled meanwhile goes on when it is done: then its weights
+        may go, and not before.
+        """
+        return await outcome_of(asyncio.get_running_loop().run_in_executor(self._pool, work, *args))
 
 
 @dataclass
@@ -50,13 +55,16 @@ class _Job:
     times: DenoiseTimes = field(default_factory=DenoiseTimes)
     left: asyncio.Event = field(default_factory=asyncio.Event)
     started: float | None = None
+    last_turn: int = 0
 
 
 class DenoiseLoop:
-    """Steps and decodes diffusion requests; those of one pipeline together."""
+    """Steps and decodes diffusion requests; those of one pipeline together, as many in one turn as `bounds` allow."""
 
-    def __init__(self, device: DeviceThread) -> None:
+    def __init__(self, device: DeviceThread, bounds: TurnBounds = DEFAULT_BOUNDS) -> None:
         self._device = device
+        self._bounds = bounds
+        self._turn_number = 0
         self._jobs: dict[Any, list[_Job]] = {}
         self._task: asyncio.Task[None] | None = None
 
@@ -66,6 +74,7 @@ class DenoiseLoop:
         Returns, or raises, only when no step of it runs any more: then its weights may go.
         """
         job = _Job(state, time.perf_counter(), asyncio.get_running_loop().create_future())
+        job.last_turn = self._turn_number
         self._jobs.setdefault(pipeline, []).append(job)
         if self._task is None or self._task.done():
             self._task = asyncio.ensure_future(self._turns())
@@ -88,9 +97,9 @@ class DenoiseLoop:
                 for pipeline in list(self._jobs):
                     jobs = [job for job in self._jobs[pipeline] if not job.done.done()]
                     try:
-                        await self._turn(pipeline, jobs)
+                        await self._turn(pipeline, self._choose(jobs))
                     except Exception as error:  # whatever happens here, nobody may be left waiting
-                        _fail([job for job in jobs if not job.done.done()], error)
+                        _fail(jobs, error)
                     self._dismiss(pipeline)
         finally:  # the event loop itself may be ending
             for job in [job for jobs in self._jobs.values() for job in jobs]:
@@ -104,6 +113,16 @@ class DenoiseLoop:
         if not self._jobs[pipeline]:
             del self._jobs[pipeline]
 
+    def _choose(self, jobs: list[_Job]) -> list[_Job]:
+        self._turn_number += 1
+        runners = [
+            Runner(job.state.num_rows, job.state.num_pixels, job.state.num_steps_left, job.last_turn) for job in jobs
+        ]
+        chosen = [jobs[place] for place in choose(runners, self._bounds, self._turn_number)]
+        for job in chosen:
+            job.last_turn = self._turn_number
+        return chosen
+
     async def _turn(self, pipeline: Any, jobs: list[_Job]) -> None:
         now = time.perf_counter()
         for job in jobs:
@@ -111,39 +130,45 @@ class DenoiseLoop:
                 job.started = now
                 job.times.queue_s = now - job.submitted
         await self._merged(pipeline.step, jobs)
+        for job in jobs:
+            if job.state.failure is not None:
+                _fail([job], job.state.failure)
         finished = [job for job in jobs if job.state.done and not job.done.done()]
         denoised = time.perf_counter()
-        images = await self._merged(pipeline.decode, finished)
-        for job, picture in list(zip(finished, images, strict=True)):  # a picture too few is nobody's, so count first
+        outcomes = await self._merged(pipeline.decode, finished)
+        for job, outcome in list(zip(finished, outcomes, strict=True)):  # one too few is nobody's, so count first
             job.times.denoise_s = denoised - (job.started or denoised)
             job.times.decode_s = time.perf_counter() - denoised
-            if not job.done.done():
-                job.done.set_result(picture)
+            if isinstance(outcome, Exception):
+                _fail([job], outcome)
+            elif not job.done.done():
+                job.done.set_result(outcome)
 
     async def _merged(self, work: Callable[[list[Any]], Any], jobs: list[_Job]) -> list[Any]:
-        """One call for all. If it fails, each alone, so that a bad request fails by itself."""
+        """One call for all. If it fails, each alone, so that a bad request fails by itself and leaves `jobs`."""
         if not jobs:
             return []
         try:
             return await self._device.run(work, [job.state for job in jobs]) or []
         except Exception as error:
             if len(jobs) == 1:
-                if not jobs[0].done.done():
-                    jobs[0].done.set_exception(error)
+                _fail(jobs, error)
                 jobs.clear()
                 return []
-            results = []
-            for job in list(jobs):
-                alone = [job]
-                results += await self._merged(work, alone)
-                if not alone:
-                    jobs.remove(job)
-            return results
+            forget_frames(error)  # they know the tensors of the call that failed, whose memory the next ones need
+        results = []
+        for job in list(jobs):
+            alone = [job]
+            results += await self._merged(work, alone)
+            if not alone:
+                jobs.remove(job)
+        return results
 
 
 def _fail(jobs: list[_Job], error: Exception) -> None:
     for job in jobs:
-        job.done.set_exception(error)
+        if not job.done.done():
+            job.done.set_exception(error)
 
 
 class TextLoop:
@@ -155,8 +180,12 @@ class TextLoop:
         self._queues: dict[str, asyncio.Queue[TextDelta | Exception]] = {}
         self._task: asyncio.Task[None] | None = None
 
-    async def run(self, request: TextRequest) -> AsyncIterator[TextDelta]:
-        """Deltas until the one with a finish_reason. Leaving early aborts the request at the next step."""
+    async def run(self, request: TextRequest) -> AsyncGenerator[TextDelta, None]:
+        """Deltas until the one with a finish_reason. Closing the generator early aborts the request.
+
+        HAZARD: leaving an `async for` does not close it; `contextlib.aclosing` does. It ends, however it ends, only
+        when no step of the request runs any more: then its weights may go.
+        """
         queue: asyncio.Queue[TextDelta | Exception] = asyncio.Queue()
         self._queues[request.request_id] = queue  # before `add`: a step may run between the two
         is_running = True
@@ -175,7 +204,7 @@ class TextLoop:
         finally:
             del self._queues[request.request_id]
             if is_running:
-                await asyncio.shield(self._device.run(self._engine.abort, request.request_id))
+                await outcome_of(asyncio.ensure_future(self._device.run(self._engine.abort, request.request_id)))
 
     async def _steps(self) -> None:
         while self._queues and self._engine.has_work:

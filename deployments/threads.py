@@ -16,12 +16,16 @@ async def in_thread(function: Callable[..., ResultT], *arguments: object) -> Res
     HAZARD: a thread cannot be cancelled. What it works on (a lease, a place in an arena, a tokenizer) must not be
     somebody else's before it is done.
     """
-    work = asyncio.ensure_future(asyncio.to_thread(function, *arguments))
+    return await outcome_of(asyncio.ensure_future(asyncio.to_thread(function, *arguments)))
+
+
+async def outcome_of(work: asyncio.Future[ResultT]) -> ResultT:
+    """What `work` gives or raises. Cancelling a caller does not cancel it: the caller goes on when it is done."""
     try:
         return await asyncio.shield(work)
     except asyncio.CancelledError:
         while not work.done():
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.wait([work])
-        work.exception()  # nobody will ask for it
+        work.cancelled() or work.exception()  # nobody will ask for it
         raise

@@ -7,15 +7,16 @@ attached from the node's shared memory. Text encoding runs in its own service me
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncGenerator, Awaitable
 from dataclasses import asdict, replace
 from typing import Any, Final
 
 from cluster.telemetry import RequestMetrics
 from configs.cluster import ClusterConfig
-from deployments.component_builder import ComponentBuilder, is_denoise_component
+from deployments.component_builder import ComponentBuilder, batch_bounds, is_denoise_component
 from deployments.encoder_service import EncoderDown, EncoderService
 from deployments.encoding.records import Conditioning
 from deployments.engines.diffusion.factory import create_pipeline, settings_hash
@@ -38,6 +39,7 @@ from deployments.records import (
 from deployments.replica import limit_threads, open_host, prepare_models
 from deployments.step_loop import DenoiseLoop, DenoiseTimes, DeviceThread, TextLoop
 from deployments.tensor_records import unpack
+from deployments.turns import TurnBounds
 from weights.manifest import Manifest, ModelKind
 
 KINDS: Final[tuple[ModelKind, ...]] = ("diffusion", "llm")
@@ -51,7 +53,8 @@ class Worker:
         limit_threads(self._settings.num_threads, self._settings.num_cpus)
         self._encoder = EncoderService(encoder)
         self._device = DeviceThread()
-        self._denoising = DenoiseLoop(self._device)
+        turn_bounds = TurnBounds(self._settings.max_batch_rows, self._settings.max_batch_pixels)
+        self._denoising = DenoiseLoop(self._device, turn_bounds)
         self._metrics = RequestMetrics()
         self._builder = ComponentBuilder(self._settings)
         self._host = await open_host(config, "worker", self._settings, self._builder)
@@ -63,7 +66,7 @@ class Worker:
         start = time.perf_counter()
         with as_service_errors():
             manifest = await self._host.manifest(request.model, request.model_version)
-            denoise = denoise_request(request, manifest.class_name)
+            denoise = denoise_request(request)
             text = conditioning_request(request, denoise, manifest.class_name or "")
             encoding = asyncio.ensure_future(self._encoder.condition(text))
             try:
@@ -113,7 +116,8 @@ class Worker:
 
     async def write_text(self, request: TextRequestRecord) -> TextResult:
         """The whole text in one answer: cheaper than a stream, whose every piece is a message of its own."""
-        chunks = [chunk async for chunk in self.stream_text(request)]
+        async with contextlib.aclosing(self.stream_text(request)) as stream:
+            chunks = [chunk async for chunk in stream]
         last = chunks[-1]
         return TextResult(
             model=request.model,
@@ -125,7 +129,7 @@ class Worker:
             switch=last.switch,
         )
 
-    async def stream_text(self, request: TextRequestRecord) -> AsyncIterator[TextChunk]:
+    async def stream_text(self, request: TextRequestRecord) -> AsyncGenerator[TextChunk, None]:
         """Text as it comes. The last chunk has the finish reason, the timings and the switch report."""
         start = time.perf_counter()
         with as_service_errors():
@@ -136,28 +140,30 @@ class Worker:
                 added = time.perf_counter()
                 first: float | None = None
                 text_request = TextRequest(uuid.uuid4().hex, tokens, _sampling(request, engine, len(tokens)))
-                async for delta in loop.run(text_request):
-                    first = first or time.perf_counter()
-                    if not delta.finish_reason:
-                        yield TextChunk(delta.text, delta.num_prompt_tokens, delta.num_completion_tokens)
-                        continue
-                    now = time.perf_counter()
-                    timings = {
-                        "switch": lease.report.switch_ms,
-                        "prefill": (first - added) * 1e3,
-                        "generate": (now - first) * 1e3,
-                        "total": (now - start) * 1e3,
-                    }
-                    self._metrics.attached(request.model, lease.report.attached_bytes)
-                    self._metrics.answered("text", request.model, timings)
-                    yield TextChunk(
-                        delta.text,
-                        delta.num_prompt_tokens,
-                        delta.num_completion_tokens,
-                        delta.finish_reason,
-                        timings,
-                        lease.report,
-                    )
+                # Closed before the lease ends: the engine may be in a step of this request when the stream is left.
+                async with contextlib.aclosing(loop.run(text_request)) as deltas:
+                    async for delta in deltas:
+                        first = first or time.perf_counter()
+                        if not delta.finish_reason:
+                            yield TextChunk(delta.text, delta.num_prompt_tokens, delta.num_completion_tokens)
+                            continue
+                        now = time.perf_counter()
+                        timings = {
+                            "switch": lease.report.switch_ms,
+                            "prefill": (first - added) * 1e3,
+                            "generate": (now - first) * 1e3,
+                            "total": (now - start) * 1e3,
+                        }
+                        self._metrics.attached(request.model, lease.report.attached_bytes)
+                        self._metrics.answered("text", request.model, timings)
+                        yield TextChunk(
+                            delta.text,
+                            delta.num_prompt_tokens,
+                            delta.num_completion_tokens,
+                            delta.finish_reason,
+                            timings,
+                            lease.report,
+                        )
 
     async def prefetch(self, model: str) -> None:
         """Bring the model as near as there is room that nothing needs."""
@@ -195,7 +201,11 @@ class Worker:
     async def _denoise(self, lease: Lease, request: DiffusionRequest, conditioning: dict[str, Any]) -> Any:
         pipeline = lease.bound(
             lambda: create_pipeline(
-                lease.manifest.class_name or "", lease.skeleton, lease.modules, device=self._settings.torch_device
+                lease.manifest.class_name or "",
+                lease.skeleton,
+                lease.modules,
+                device=self._settings.torch_device,
+                bounds=batch_bounds(self._settings),
             ),
             settings_hash(lease.skeleton),
         )

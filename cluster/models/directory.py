@@ -27,7 +27,8 @@ class ModelRecord:
 
     `fingerprint` names the version that is served; "" before there is one. An unavailable model without `kind` never
     made it into the store; one with `kind` did, but could not be attached. A ready one with `error` serves the
-    version before an update that failed. `entry` is None when its registration file is damaged.
+    version before an update that failed. `entry` is None when its registration file is damaged. `class_name` is the
+    pipeline's; "" for what is none.
     """
 
     id: str
@@ -38,6 +39,7 @@ class ModelRecord:
     error: str = ""
     entry: Entry | None = None
     features: FeatureSizes = field(default_factory=FeatureSizes)
+    class_name: str = ""
     revision: int = 0
 
     @property

@@ -222,6 +222,7 @@ class ServedModels:
                 error,
                 entry,
                 feature_sizes(manifest, self._store.skeleton(manifest)),
+                manifest.class_name or "",
             )
         )
 

@@ -12,6 +12,10 @@ class EngineError(Exception):
     """A request that the engine cannot run; the message is meant for the person who sent it."""
 
 
+class ComputationFailed(Exception):
+    """The model broke down on one request, which was in order: numbers that are not finite, say. Says where."""
+
+
 @dataclass(frozen=True, slots=True)
 class AdapterUse:
     """One LoRA of a request: `name` of a registered adapter and its strength."""

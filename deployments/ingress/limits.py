@@ -1,4 +1,4 @@
-"""What one request may ask for. Checked on records, so handle calls are bounded as HTTP is."""
+"""How large the body of a request may be. What its record may ask for is bounded in `deployments/limits.py`."""
 
 from __future__ import annotations
 
@@ -6,48 +6,9 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from configs.cluster import LimitsConfig
-from deployments.errors import InvalidRequest, RequestTooLarge
+from deployments.errors import RequestTooLarge
 from deployments.ingress.errors import error_response
 from deployments.ingress.open_inference.rest_errors import is_protocol_path, protocol_error
-from deployments.records import ChatRequest, CompletionRequest, EmbeddingRequest, ImageRequest
-
-
-def check_image(request: ImageRequest, limits: LimitsConfig) -> None:
-    """Raises InvalidRequest naming the field."""
-    _check_text("prompt", request.prompt, limits)
-    _check_text("negative_prompt", request.negative_prompt or "", limits)
-    _check_most("n", request.n, limits.max_images)
-    _check_most("num_inference_steps", request.num_inference_steps or 1, limits.max_inference_steps)
-    _check_most("size", (request.width or 1) * (request.height or 1), limits.max_pixels, unit=" pixels")
-
-
-def check_embedding(request: EmbeddingRequest, limits: LimitsConfig) -> None:
-    _check_most("input", len(request.input), limits.max_embedding_inputs, unit=" inputs")
-    for text in request.input:
-        if not text:
-            raise InvalidRequest("input: an empty text has no embedding", "input")
-        if isinstance(text, str):
-            _check_text("input", text, limits)
-        else:
-            _check_most("input", len(text), limits.max_prompt_chars, unit=" tokens")
-
-
-def check_text(request: ChatRequest | CompletionRequest, limits: LimitsConfig) -> None:
-    if isinstance(request, CompletionRequest):
-        _check_text("prompt", request.prompt, limits)
-    else:
-        _check_text("messages", "".join(message.content for message in request.messages), limits)
-
-
-def _check_text(name: str, text: str, limits: LimitsConfig) -> None:
-    if len(text) > limits.max_prompt_chars:
-        raise InvalidRequest(f"{name}: {len(text)} characters, at most {limits.max_prompt_chars} are allowed", name)
-
-
-def _check_most(name: str, value: int, most: int, unit: str = "") -> None:
-    if value > most:
-        raise InvalidRequest(f"{name}: {value}{unit}, at most {most} are allowed", name)
 
 
 class BodyLimit:

@@ -18,11 +18,11 @@ from configs.cluster import ClusterConfig
 from configs.merging import MergeConfig
 from deployments.defaults import text_rules, with_image_defaults, with_text_defaults
 from deployments.ingress.catalog import Catalog, card_of
-from deployments.ingress.limits import check_embedding, check_image, check_text
 from deployments.ingress.operations import Operations
 from deployments.ingress.pipeline_models import KnownModels, PipelineModels
 from deployments.ingress.retries import Retries, answered
 from deployments.ingress.segment_reply import EncoderReply
+from deployments.limits import check_embedding, check_image, check_text
 from deployments.pipelines.calls import SegmentReply
 from deployments.pipelines.pipelines import Pipelines
 from deployments.pipelines.plans import SegmentCall
@@ -71,8 +71,8 @@ class Service:
             check_image(request, self._config.ingress.limits)
             return await self._pipeline_models.generate(request)
         record = await self._catalog.usable(request.model, "diffusion")
-        request = with_image_defaults(request, record.defaults)
-        check_image(request, self._config.ingress.limits)
+        asked, request = request, with_image_defaults(request, record.defaults, record.class_name)
+        check_image(request, self._config.ingress.limits, asked)
         adapters = {use.name: await self._catalog.adapter(use.name, request.model) for use in request.lora}
         versions = {name: adapter.fingerprint for name, adapter in adapters.items()}
         update = {"model_version": record.fingerprint, "adapter_versions": versions, **text_rules(record)}

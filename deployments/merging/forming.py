@@ -3,7 +3,8 @@
 A call has one group and starts when a slot is free; who comes while it runs joins the next one. It takes the request
 in front and then, in the order of service, those of its group that fit whole. Where one does not fit, the call ends:
 nobody slips past. A request that is larger than a call by itself is served in several, in order, as if its items had
-come one by one (TEI's way; Triton refuses it); one item above the cost budget is a call by itself.
+come one by one (TEI's way; Triton refuses it); one item above the cost budget is a call by itself. What once found no
+memory lowers the cost budget of its group (`engines/memory_limits.py`).
 
 How long a call that could start waits for company, and how much it takes:
 
@@ -22,11 +23,12 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Final, Generic
 
 from configs.merging import MergeConfig
+from deployments.engines.memory_limits import MemoryLimits
 from deployments.merging.pace import Pace
 from deployments.merging.queue import RequestQueue, RequestT
 
@@ -71,12 +73,26 @@ class Call(Generic[RequestT]):
         return Call(self.group, parts, sum(part.request.cost(part.start, part.stop) for part in parts), False)
 
 
+def halves(parts: Sequence[Part[RequestT]]) -> list[list[Part[RequestT]]]:
+    """Two lists of half of the items each; one part may be cut in two. At least two items."""
+    left = sum(map(len, parts)) // 2
+    first: list[Part[RequestT]] = []
+    second: list[Part[RequestT]] = []
+    for part in parts:
+        middle = part.start + min(left, len(part))
+        left -= middle - part.start
+        first += [Part(part.request, part.start, middle)] if middle > part.start else []
+        second += [Part(part.request, middle, part.stop)] if middle < part.stop else []
+    return [first, second]
+
+
 class CallForming(Generic[RequestT]):
     """Decides over one queue, and learns each group's pace for that."""
 
     def __init__(self, queue: RequestQueue[RequestT]) -> None:
         self.queue = queue
         self._paces: OrderedDict[Hashable, Pace] = OrderedDict()
+        self._memory = MemoryLimits()
 
     def add(self, request: RequestT) -> None:
         """`RequestQueue.add`, and remembers when it came."""
@@ -86,6 +102,11 @@ class CallForming(Generic[RequestT]):
     def served(self, call: Call[RequestT], duration_s: float) -> None:
         """The call ended well."""
         self._pace(call.group).served(call.cost, duration_s)
+        self._memory.fitted(call.group, call.cost)
+
+    def ran_out(self, group: Hashable, cost: int) -> None:
+        """A call found no memory: the next ones of the group cost less."""
+        self._memory.ran_out(group, cost)
 
     def next_call(self, now_s: float, num_free: int) -> Call[RequestT] | float:
         """A call, whose requests have left the queue, or when to ask again if nobody comes or goes before."""
@@ -111,7 +132,7 @@ class CallForming(Generic[RequestT]):
     def _form(self, lead: RequestT) -> Call[RequestT]:
         """All that fits, without regard to what pays."""
         config = self.queue.config
-        max_cost = math.inf if config.max_batch_cost is None else config.max_batch_cost
+        max_cost = min(config.max_batch_cost or math.inf, self._memory.allowed(lead.group))
         first = _first_part(lead, config.max_batch_size, max_cost)
         parts, size, cost = [first], len(first), lead.cost(first.start, first.stop)
         taken = {lead}

@@ -15,9 +15,10 @@ from functools import partial
 from typing import Any, Final, Generic, TypeVar
 
 from configs.merging import MergeConfig
-from deployments.errors import DeadlineExceeded, GenerationFailed, InvalidRequest, QueueFull
+from deployments.engines.memory_limits import is_out_of_memory
+from deployments.errors import DeadlineExceeded, GenerationFailed, InvalidRequest, QueueFull, forget_frames
 from deployments.merging.answers import Answer, MergerClosed, MergeRequest, check, refuse
-from deployments.merging.forming import Call, CallForming, Part
+from deployments.merging.forming import Call, CallForming, Part, halves
 from deployments.merging.queue import RequestQueue
 from deployments.merging.stats import MergeCounts, MergeStats
 
@@ -32,7 +33,8 @@ MAX_TURNS: Final = 8
 class RequestMerger(Generic[ItemT, ResultT]):
     """Lives on one event loop. `run` gets the items of one call, all of one group, and returns a result for each in
     order; an exception in place of a result is that item's own. When `run` itself fails, or returns another number of
-    results, its requests run again one by one, so that only the one to blame fails. `clock` has to go as the event
+    results, its requests run again one by one, so that only the one to blame fails. When it runs out of memory, its
+    items run again in halves, and later calls of the group stay below what failed. `clock` has to go as the event
     loop's does, in seconds.
     """
 
@@ -189,10 +191,8 @@ class RequestMerger(Generic[ItemT, ResultT]):
             error = await self._attempt(call.parts)
             if error is None:
                 self._forming.served(call, self._clock() - start_s)
-            elif len(call.parts) == 1:
-                self._fail(call.parts[0].request, error)
             else:
-                await self._retry(call)
+                await self._retry(call.group, call.parts, error)
         except BaseException as error:  # the run was cancelled, or the process ends; nobody is left waiting
             for part in call.parts:
                 self._fail(part.request, GenerationFailed("the call that worked on the request was cancelled"))
@@ -206,13 +206,24 @@ class RequestMerger(Generic[ItemT, ResultT]):
                     self._counts.running[part.request.running_priority] -= 1
             self._start_soon()  # not now: who gets an answer may have the next request, and it should join
 
-    async def _retry(self, call: Call[MergeRequest]) -> None:
-        """Each by itself, so that only the one to blame fails."""
-        for part in call.parts:
-            if not part.request.answer.done():
-                self._counts.retried += 1
-                if (error := await self._attempt((part,))) is not None:
-                    self._fail(part.request, error)
+    async def _retry(self, group: Hashable, parts: Sequence[Part[MergeRequest]], error: Exception) -> None:
+        """In halves what found no memory, else each by itself, so that only the one to blame fails."""
+        num_items = sum(map(len, parts))
+        if is_out_of_memory(error) and num_items > 1:
+            self._forming.ran_out(group, sum(part.request.cost(part.start, part.stop) for part in parts))
+            smaller = halves(parts)
+        elif len(parts) > 1:
+            smaller = [[part] for part in parts]
+        else:
+            self._fail(parts[0].request, error)
+            return
+        forget_frames(error)  # they know the tensors of the call that failed, whose memory the next ones need
+        for each in smaller:
+            waiting = [part for part in each if not part.request.answer.done()]
+            if waiting:
+                self._counts.retried += len(waiting)
+                if (again := await self._attempt(waiting)) is not None:
+                    await self._retry(group, waiting, again)
 
     async def _attempt(self, parts: Sequence[Part[MergeRequest]]) -> Exception | None:
         """Runs them together and answers, or says why not."""

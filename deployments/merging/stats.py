@@ -26,8 +26,9 @@ class DurationStats:
 class MergeStats:
     """Since the start, but for what waits and runs now (requests by priority).
 
-    `requests` and `items` are those that were started; `batch_sizes` counts calls by their items. `retried` requests
-    ran again alone after their merged call had failed; those runs are not among `calls`. `cancelled` ones were
+    `requests` and `items` are those that were started; `batch_sizes` counts calls by their items. `retried` counts
+    requests that ran again, alone or with fewer others, after their merged call had failed; those runs are not among
+    `calls`. `cancelled` ones were
     taken back while they waited or ran. `failed` ones got an error of the model.
     """
 

@@ -23,13 +23,15 @@ class ImageDecoder:
         self._processor = VaeImageProcessor(vae_scale_factor=self.scale_factor)
         self._upcast_vae: Any = None
 
-    def decode(self, latents_BCHW: torch.Tensor) -> np.ndarray:
-        """Unscaled latents -> uint8 (B, H, W, 3)."""
+    def decode(self, latents_BCHW: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+        """Unscaled latents -> uint8 (B, H, W, 3), and bool (B,): whether all that the VAE gave was finite."""
         vae = self._safe_vae()
         with torch.no_grad():
             image_BCHW = vae.decode(latents_BCHW.to(vae.device, vae.dtype), return_dict=False)[0]
+            is_finite_B: np.ndarray = image_BCHW.isfinite().flatten(1).all(1).cpu().numpy()
             image_BHWC: np.ndarray = self._processor.postprocess(image_BCHW, output_type="np")
-        return (image_BHWC * 255).round().astype(np.uint8)
+        with np.errstate(invalid="ignore"):  # NaN as uint8 is nothing, and `is_finite_B` tells
+            return (image_BHWC * 255).round().astype(np.uint8), is_finite_B
 
     def _safe_vae(self) -> Any:
         if self.vae.dtype != torch.float16 or not self.vae.config.get("force_upcast"):

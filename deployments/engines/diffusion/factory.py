@@ -11,6 +11,7 @@ from torch import nn
 
 from deployments.engines.diffusion.flux import FluxDenoise
 from deployments.engines.diffusion.pipeline import DenoisePipeline
+from deployments.engines.diffusion.rows import DEFAULT_BOUNDS, BatchBounds
 from deployments.engines.diffusion.sdxl import SDXLDenoise
 from deployments.engines.protocol import EngineError
 
@@ -21,7 +22,12 @@ FAMILIES: Mapping[str, type[DenoisePipeline]] = {
 
 
 def create_pipeline(
-    class_name: str, folder: Path, modules: Mapping[str, nn.Module], *, device: str | torch.device = "cpu"
+    class_name: str,
+    folder: Path,
+    modules: Mapping[str, nn.Module],
+    *,
+    device: str | torch.device = "cpu",
+    bounds: BatchBounds = DEFAULT_BOUNDS,
 ) -> DenoisePipeline:
     """The denoise loop for a folder in diffusers' layout. `modules` has the denoiser ("transformer" or
     "unet") and "vae", on `device`; text encoders live elsewhere. Raises EngineError for a class that no
@@ -29,7 +35,7 @@ def create_pipeline(
     """
     if class_name not in FAMILIES:
         raise EngineError(f"{folder}: unknown pipeline class {class_name!r} (known: {', '.join(FAMILIES)})")
-    return FAMILIES[class_name](folder, modules, device)
+    return FAMILIES[class_name](folder, modules, device, bounds)
 
 
 def settings_hash(folder: Path) -> str:

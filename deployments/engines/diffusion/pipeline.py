@@ -6,10 +6,11 @@ rows.py says what may be merged.
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 import numpy as np
 import torch
@@ -18,6 +19,9 @@ from torch import nn
 from deployments.engines.build import read_config
 from deployments.engines.diffusion.decoding import ImageDecoder
 from deployments.engines.diffusion.rows import (
+    DEFAULT_BOUNDS,
+    BatchBounds,
+    Part,
     Rows,
     build_rows,
     grouped,
@@ -32,12 +36,18 @@ from deployments.engines.diffusion.state import (
     Branch,
     DenoiseState,
     check_request,
+    numeric_failure,
     resolve_adapters,
     unknown_adapter,
 )
+from deployments.engines.memory_limits import MemoryLimits, run_in_parts
 from deployments.engines.nn.lora import Pairs, applied_adapters, check_targets
-from deployments.engines.protocol import DiffusionRequest, EngineError
+from deployments.engines.protocol import ComputationFailed, DiffusionRequest, EngineError
 from weights.adapters import LoraAdapter
+
+VAE_FAILED: Final = "the latents are finite, but the picture that the VAE made of them is not"
+
+logger = logging.getLogger(__name__)
 
 
 class DenoisePipeline(ABC):
@@ -45,7 +55,13 @@ class DenoisePipeline(ABC):
 
     denoiser_name: ClassVar[str]  # the component that predicts noise: "transformer" or "unet"
 
-    def __init__(self, folder: Path, modules: Mapping[str, nn.Module], device: str | torch.device = "cpu") -> None:
+    def __init__(
+        self,
+        folder: Path,
+        modules: Mapping[str, nn.Module],
+        device: str | torch.device = "cpu",
+        bounds: BatchBounds = DEFAULT_BOUNDS,
+    ) -> None:
         for name in (self.denoiser_name, "vae"):
             if name not in modules:
                 raise EngineError(f"{folder}: module {name!r} is missing (given: {', '.join(modules) or 'none'})")
@@ -55,6 +71,8 @@ class DenoisePipeline(ABC):
         self._decoder = ImageDecoder(modules["vae"])
         self._solvers = SolverFactory(folder, self.model_index)
         self._adapters: dict[str, Pairs] = {}
+        self._bounds = bounds
+        self._memory = MemoryLimits()
 
     # What a family says
 
@@ -122,15 +140,21 @@ class DenoisePipeline(ABC):
         return DenoiseState(request, solver, latents, branches, cfg_scale, generator, begin_index, adapters)
 
     def step(self, states: Sequence[DenoiseState]) -> None:
-        """One denoise step for each state. When a forward raises, no state has moved."""
+        """One denoise step for each state. When a forward raises, no state has moved.
+
+        A state whose own solver raises keeps the reason as its `failure`, and the others move. Raises a state's
+        failure when it is to step again, and EngineError when it has no steps left.
+        """
         for state in states:
+            if state.failure is not None:
+                raise state.failure
             if state.done:
                 raise EngineError(f"request {state.request.request_id!r} has no steps left")
         noises: dict[int, torch.Tensor] = {}  # by branch, each of which belongs to one state
         with torch.no_grad():
             for group in grouped(parts_of(states), merge_key):
                 with applied_adapters(self.denoiser, group[0].state.adapters):
-                    noise = self._forward(build_rows(group), *image_size(group[0].state))
+                    noise = self._predict(group)
                 noises |= {id(part.branch): own for part, own in zip(group, split_rows(noise, group), strict=True)}
             predictions = [
                 (state, guided(state, [noises[id(branch)] for branch in state.branches])) for state in states
@@ -138,15 +162,21 @@ class DenoisePipeline(ABC):
             for state, prediction in predictions:
                 self._advance(state, prediction)
 
-    def decode(self, states: Sequence[DenoiseState]) -> list[np.ndarray]:
-        """Pictures per state, uint8 (num_images, H, W, 3), by one VAE call per size. Finished or not."""
-        pictures: dict[int, np.ndarray] = {}
-        for group in grouped(states, image_size):
-            latents = torch.cat([state.latents for state in group])
-            decoded = self._decoder.decode(self._latent_images(latents, *image_size(group[0])))
-            ends = np.cumsum([len(state.latents) for state in group])[:-1]
-            pictures |= {id(state): part for state, part in zip(group, np.split(decoded, ends), strict=True)}
-        return [pictures[id(state)] for state in states]
+    def decode(self, states: Sequence[DenoiseState]) -> list[np.ndarray | ComputationFailed]:
+        """Pictures per state, uint8 (num_images, H, W, 3), or why there are none. Finished or not.
+
+        By one VAE call per size, as far as the bounds and memory allow.
+        """
+        outcomes: dict[int, np.ndarray | ComputationFailed] = {
+            id(state): failure for state in states if (failure := numeric_failure(state)) is not None
+        }
+        for group in grouped([state for state in states if id(state) not in outcomes], image_size):
+            pictures, is_finite = self._decode_latents(torch.cat([state.latents for state in group]), group[0])
+            first = 0
+            for state in group:
+                rows = slice(first, first := first + len(state.latents))
+                outcomes[id(state)] = pictures[rows] if is_finite[rows].all() else ComputationFailed(VAE_FAILED)
+        return [outcomes[id(state)] for state in states]
 
     def generate(
         self,
@@ -160,7 +190,14 @@ class DenoisePipeline(ABC):
             self.step([state])
             if on_step is not None:
                 on_step(state)
-        return self.decode([state])[0]
+        return self.decode_alone(state)
+
+    def decode_alone(self, state: DenoiseState) -> np.ndarray:
+        """As `decode`, for one state. Raises ComputationFailed."""
+        (outcome,) = self.decode([state])
+        if isinstance(outcome, ComputationFailed):
+            raise outcome
+        return outcome
 
     # Adapters
 
@@ -189,8 +226,40 @@ class DenoisePipeline(ABC):
             raise EngineError(unknown_adapter(name, self._adapters))
         del self._adapters[name]
 
+    def _predict(self, group: Sequence[Part]) -> torch.Tensor:
+        """The denoiser's prediction for all rows of the group, in as few forwards as bounds and memory allow."""
+        rows, (height, width) = build_rows(group), image_size(group[0].state)
+        parts = run_in_parts(
+            lambda start, stop: self._forward(rows.part(start, stop), height, width),
+            len(rows),
+            self._bounds.denoise_rows(height * width),
+            self._memory,
+            ("denoise", height, width, rows.prompts.shape[1], len(group[0].state.adapters)),
+        )
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _decode_latents(self, latents: torch.Tensor, like: DenoiseState) -> tuple[np.ndarray, np.ndarray]:
+        """As `ImageDecoder.decode`, for latents of states of the size of `like`."""
+        height, width = image_size(like)
+        parts = run_in_parts(
+            lambda start, stop: self._decoder.decode(self._latent_images(latents[start:stop], height, width)),
+            len(latents),
+            self._bounds.decode_rows(height * width),
+            self._memory,
+            ("decode", height, width),
+        )
+        pictures, is_finite = zip(*parts, strict=True)
+        return np.concatenate(pictures), np.concatenate(is_finite)
+
     def _advance(self, state: DenoiseState, prediction: torch.Tensor) -> None:
         options = self._solvers.step_options(state.generator)
-        stepped = state.solver.step(prediction, state.timestep, state.latents, **options, return_dict=False)
+        try:
+            stepped = state.solver.step(prediction, state.timestep, state.latents, **options, return_dict=False)
+        except Exception as error:
+            logger.exception("request %r ends: its solver failed", state.request.request_id)
+            step = f"step {state.step_index + 1} of {state.num_steps}"
+            state.failure = ComputationFailed(f"{step}: the solver failed: {type(error).__name__}: {error}")
+            return
         state.latents = stepped[0]
+        state.are_finite.append(state.latents.isfinite().all())
         state.step_index += 1

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 import torch
 
@@ -36,6 +36,35 @@ class Rows:
     prompts: torch.Tensor
     pooled: torch.Tensor
     guidance: torch.Tensor
+
+    def __len__(self) -> int:
+        return len(self.latents)
+
+    def part(self, start: int, stop: int) -> Rows:
+        """Rows `start` to `stop`, as views."""
+        tensors = (self.latents, self.timesteps, self.prompts, self.pooled, self.guidance)
+        return Rows(*(tensor[start:stop] for tensor in tensors))
+
+
+@dataclass(frozen=True, slots=True)
+class BatchBounds:
+    """What one forward of the denoiser and one of the VAE may have, so that their activations stay bounded.
+
+    Pixels are those of all rows. One row always runs, whatever its size.
+    """
+
+    max_rows: int = 64
+    max_pixels: int = 16 * 2**20
+    max_decode_pixels: int = 4 * 2**20
+
+    def denoise_rows(self, image_pixels: int) -> int:
+        return max(1, min(self.max_rows, self.max_pixels // image_pixels))
+
+    def decode_rows(self, image_pixels: int) -> int:
+        return max(1, self.max_decode_pixels // image_pixels)
+
+
+DEFAULT_BOUNDS: Final = BatchBounds()
 
 
 def image_size(state: DenoiseState) -> tuple[int, int]:

@@ -15,7 +15,7 @@ from diffusers.utils.torch_utils import randn_tensor
 from torch import nn
 
 from deployments.engines.diffusion.pipeline import DenoisePipeline
-from deployments.engines.diffusion.rows import Rows
+from deployments.engines.diffusion.rows import DEFAULT_BOUNDS, BatchBounds, Rows
 from deployments.engines.diffusion.state import Branch, take_branches
 from deployments.engines.protocol import DiffusionRequest, EngineError
 
@@ -31,8 +31,14 @@ class SDXLDenoise(DenoisePipeline):
 
     denoiser_name: ClassVar[str] = "unet"
 
-    def __init__(self, folder: Path, modules: Mapping[str, nn.Module], device: str | torch.device = "cpu") -> None:
-        super().__init__(folder, modules, device)
+    def __init__(
+        self,
+        folder: Path,
+        modules: Mapping[str, nn.Module],
+        device: str | torch.device = "cpu",
+        bounds: BatchBounds = DEFAULT_BOUNDS,
+    ) -> None:
+        super().__init__(folder, modules, device, bounds)
         if self.denoiser.config.time_cond_proj_dim is not None:
             raise EngineError(f"{folder}: a UNet with embedded guidance (time_cond_proj_dim) is not supported")
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from deployments.engines.nn.lora import Pairs
-from deployments.engines.protocol import AdapterUse, DiffusionRequest, EngineError
+from deployments.engines.protocol import AdapterUse, ComputationFailed, DiffusionRequest, EngineError
 
 MAX_SIDE_PX = 4096
 MAX_STEPS = 1000
@@ -32,7 +32,8 @@ class DenoiseState:
 
     `branches` is (prompt,) or, under classifier-free guidance, (negative, prompt), and `cfg_scale` its
     weight. The solver is this request's alone, since it counts its own steps. `adapters` are weights with
-    their strength.
+    their strength. `are_finite` has a flag for every step done here, on the device: reading one would make the
+    device wait, so that is left until the pictures are wanted. A state with a `failure` takes no more steps.
     """
 
     request: DiffusionRequest
@@ -43,6 +44,8 @@ class DenoiseState:
     generator: torch.Generator
     step_index: int = 0
     adapters: tuple[tuple[Pairs, float], ...] = ()
+    are_finite: list[torch.Tensor] = field(default_factory=list)
+    failure: Exception | None = None
 
     @property
     def num_steps(self) -> int:
@@ -52,6 +55,20 @@ class DenoiseState:
     @property
     def done(self) -> bool:
         return self.step_index >= self.num_steps
+
+    @property
+    def num_steps_left(self) -> int:
+        return self.num_steps - self.step_index
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of a forward that one step takes."""
+        return self.request.num_images * len(self.branches)
+
+    @property
+    def num_pixels(self) -> int:
+        """Of all its rows."""
+        return self.num_rows * self.request.width * self.request.height
 
     @property
     def timestep(self) -> torch.Tensor:
@@ -73,6 +90,15 @@ def check_request(request: DiffusionRequest, size_multiple: int) -> None:
             raise EngineError(f"{name} {value!r}: expected a finite number")
     if not _is_int(request.seed) or request.seed not in SEEDS:
         raise EngineError(f"seed {request.seed!r}: expected an integer of 64 bits")
+
+
+def numeric_failure(state: DenoiseState) -> ComputationFailed | None:
+    """Why its latents are no picture: the first step after which they were not finite. Waits for the device."""
+    flags: list[bool] = torch.stack(state.are_finite).tolist() if state.are_finite else []
+    if all(flags):
+        return None
+    step = state.step_index - len(flags) + flags.index(False) + 1
+    return ComputationFailed(f"the latents are not finite from step {step} of {state.num_steps} on")
 
 
 def resolve_adapters(uses: Sequence[AdapterUse], known: Mapping[str, Pairs]) -> tuple[tuple[Pairs, float], ...]:

@@ -1,8 +1,9 @@
 """Attention of one step over the paged KV cache: planned once per step, run once per layer.
- A token's result must not depend on which other sequences are in the step, bit for bit. So prompts attend one
-by one, and decoding sequences are padded to a length that follows from their own length alone, then batched
-with those of the same padded length (a batch dimension does not change the arithmetic of its members, padding
-does).
+
+On the CPU a token's result must not depend on which other sequences are in the step, bit for bit. So prompts attend
+one by one, and decoding sequences are padded to a length that follows from their own length alone, then batched
+with those of the same padded length (there a batch dimension does not change the arithmetic of its members, padding
+does). CUDA kernels are chosen by the batch as well, and promise no such thing.
 
 Suffixes: T tokens of the step, N tokens of a part, G sequences of a group, L padded length, H query heads,
 K key/value heads, R query heads per key/value head, D head dimension.

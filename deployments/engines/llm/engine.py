@@ -17,6 +17,7 @@ from deployments.engines.llm.request_state import RequestState, check_request
 from deployments.engines.llm.sampler import sample
 from deployments.engines.llm.scheduler import Chunk, Scheduler
 from deployments.engines.llm.tokenizer import encode_chat, encode_text, load_eos_token_ids, load_tokenizer
+from deployments.engines.memory_limits import MemoryLimits, run_in_parts
 from deployments.engines.protocol import EngineError, TextDelta, TextRequest
 
 logger = logging.getLogger(__name__)
@@ -28,11 +29,14 @@ class LLMEngine:
     Requests join with `add` and leave when they finish or with `abort`; `step` moves all of them on. Nothing
     here is thread-safe: call `add`, `abort` and `step` from one thread, or with a lock around them.
 
-    The tokens of a request do not depend on its company: neither greedy ones nor, with a seed, sampled ones.
+    On the CPU the tokens of a request do not depend on its company: neither greedy ones nor, with a seed, sampled
+    ones. On CUDA nothing is padded for that: kernels are chosen by the number of rows and round differently, so a
+    choice between two tokens that are nearly as good may fall otherwise in other company.
 
-    When the model fails in a step, the step's sequences run again one by one. Those that fail alone end with
-    finish reason "abort", their blocks are freed, and `failures` holds the reason until the next step; the
-    others go on as if nothing had been.
+    When the model fails in a step, the step's sequences run again one by one; when it runs out of memory, in smaller
+    forwards, from then on. Those that fail alone, or whose logits are not finite, end with finish reason "abort",
+    their blocks are freed, and `failures` holds the reason until the next step; the others go on as if nothing had
+    been.
     """
 
     def __init__(
@@ -81,6 +85,7 @@ class LLMEngine:
         )
         self._runner = ModelRunner(model, plan.num_blocks)
         self._requests: dict[str, RequestState] = {}
+        self._memory = MemoryLimits()
 
     @property
     def has_work(self) -> bool:
@@ -157,18 +162,32 @@ class LLMEngine:
         if not chunks:
             return {}
         try:
-            logits = self._runner.run(chunks)
+            logits = self._logits(chunks)
             request_ids = [chunk.sequence.request_id for chunk in chunks if chunk.is_last]
             pickers = [self._requests[request_id].picker for request_id in request_ids]
-            return dict(zip(request_ids, sample(logits, pickers), strict=True))
+            outcomes = dict(zip(request_ids, sample(logits, pickers), strict=True))
+            self.failures |= {id_: outcome for id_, outcome in outcomes.items() if isinstance(outcome, Exception)}
+            return {id_: outcome for id_, outcome in outcomes.items() if isinstance(outcome, int)}
         except Exception as error:
             if len(chunks) == 1:
                 request_id = chunks[0].sequence.request_id
                 logger.exception("request %r ends: the model failed", request_id)
-                self.failures[request_id] = error
+                self.failures[request_id] = error.with_traceback(None)  # frames would keep the step's tensors
                 return {}
             logger.warning("a step of %d requests failed (%s); running them one by one", len(chunks), error)
         return {request_id: token for chunk in chunks for request_id, token in self._run((chunk,)).items()}
+
+    def _logits(self, chunks: Sequence[Chunk]) -> torch.Tensor:
+        """One row per last chunk, from as few forwards as memory allows: running a chunk again is harmless."""
+        longest = max(chunk.num_tokens for chunk in chunks)
+        parts = run_in_parts(
+            lambda start, stop: self._runner.run(chunks[start:stop]),
+            len(chunks),
+            len(chunks),
+            self._memory,
+            longest.bit_length(),
+        )
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _postprocess(self, chunks: Sequence[Chunk], token_ids: Mapping[str, int]) -> list[TextDelta]:
         """Appends the tokens, takes out what has finished, and tells what is new."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from deployments.engines.protocol import EngineError, SamplingParams
+from deployments.engines.protocol import ComputationFailed, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,29 +24,27 @@ class TokenPicker:
 
     @classmethod
     def create(cls, params: SamplingParams) -> TokenPicker:
-        generator = torch.Generator("cpu")
-        if params.seed is None:
-            generator.seed()
-        else:
-            generator.manual_seed(params.seed)
-        return cls(params, generator)
+        seed = random.getrandbits(32) if params.seed is None else params.seed
+        return cls(params, torch.Generator("cpu").manual_seed(seed))
 
     @property
     def is_greedy(self) -> bool:
         return self.params.temperature == 0 or self.params.top_k == 1
 
 
-def sample(logits_NV: torch.Tensor, pickers: Sequence[TokenPicker]) -> list[int]:
-    """One token id per row of the float32 logits.
+def sample(logits_NV: torch.Tensor, pickers: Sequence[TokenPicker]) -> list[int | ComputationFailed]:
+    """One token id per row of the float32 logits, or why there is none: the row has no usable maximum (NaN, infinity).
 
-    Raises:
-        EngineError: a row has no usable maximum (NaN or infinity); no generator was advanced.
+    The generator of such a row is not advanced.
     """
     best, token_ids = logits_NV.max(dim=-1)
-    if not best.isfinite().all():
-        raise EngineError("the model produced logits that are not finite")
     return [
-        int(token_ids[row]) if picker.is_greedy else draw(logits_NV[row], picker) for row, picker in enumerate(pickers)
+        ComputationFailed("the logits are not finite")
+        if not is_finite
+        else int(token_ids[row])
+        if picker.is_greedy
+        else draw(logits_NV[row], picker)
+        for row, (picker, is_finite) in enumerate(zip(pickers, best.isfinite().tolist(), strict=True))
     ]
 
 

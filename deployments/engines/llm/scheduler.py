@@ -33,7 +33,7 @@ class Scheduler:
     - Waiting prompts come first, in order of arrival, as long as the token budget, a seat and blocks last.
       Nobody overtakes the first in line. Without a prompt to run, every running sequence decodes one token.
     - A prompt within the budget is never split; a longer one runs in chunks of the whole budget. So where a
-      prompt is split does not depend on its company, and neither does the arithmetic.
+      prompt is split does not depend on its company (nor, on the CPU, does the arithmetic: `attention.py`).
     - When blocks run out, the newest running sequence is preempted: it gives up its blocks, goes back to the
       head of the line and recomputes all its tokens later.
 

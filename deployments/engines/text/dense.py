@@ -9,7 +9,7 @@ from typing import Final
 import torch
 from torch.nn import functional as F
 
-from deployments.engines.protocol import EngineError
+from deployments.engines.protocol import ComputationFailed, EngineError
 from weights.errors import FormatError
 from weights.formats.dense_head import POOLED, DenseConfig, check_dense_tensors, read_dense_config
 from weights.torch_dtypes import DTYPE_NAMES
@@ -54,10 +54,13 @@ class DenseHead:
     def apply(self, x_BD: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Pooled vectors (B, D) of any floating dtype -> (B, C) in `dtype` (float32, or float64 for such weights).
 
-        The result is on the device of `x_BD`, or is `out`. Raises EngineError when shapes or dtypes do not fit.
+        The result is on the device of `x_BD`, or is `out`. Raises EngineError when shapes or dtypes do not fit or a
+        feature is not finite, ComputationFailed when a score is not.
         """
         if x_BD.ndim != 2 or x_BD.shape[1] != self.in_features or not x_BD.is_floating_point():
             raise EngineError(f"expected floating vectors (B, {self.in_features}), got {_described(x_BD)}")
+        if not x_BD.isfinite().all():
+            raise EngineError("features: expected finite numbers, got NaN or infinity")
         if out is not None and (out.shape != (len(x_BD), self.out_features) or out.dtype != self.dtype):
             expected = f"{self.dtype} {[len(x_BD), self.out_features]}"
             raise EngineError(f"expected an output of {expected}, got {_described(out)}")
@@ -70,6 +73,8 @@ class DenseHead:
                 if self._residual_CD is not None:
                     straight_BC = F.linear(here_BD, self._residual_CD.to(self.dtype))
                 scores_BC = scores_BC + straight_BC
+            if not scores_BC.isfinite().all():
+                raise ComputationFailed("the head made scores of the features that are not finite")
             return scores_BC.to(x_BD.device) if out is None else out.copy_(scores_BC)
 
 

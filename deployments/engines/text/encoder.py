@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from configs.model import TextPadding
-from deployments.engines.protocol import EngineError
+from deployments.engines.memory_limits import MemoryLimits, run_in_parts
+from deployments.engines.protocol import ComputationFailed, EngineError
 from deployments.engines.text.forward_plan import DEFAULT_LIMITS, ForwardLimits, plan_forwards
 from deployments.engines.text.forwards import PER_TOKEN, family_of, filler_id
 from deployments.engines.text.padding_counts import EncodeCounter
@@ -44,6 +45,7 @@ class TextEncoder:
         self._family = family_of(type(module).__name__)
         self._pooling = pooling
         self._tokenizer = TextTokenizer(tokenizer, max_tokens, _position_limit(module))
+        self._memory = MemoryLimits()
         self._filler = filler_id(self._family, module.config, self._tokenizer.pad_id)
         self._vocabulary_size = module.get_input_embeddings().num_embeddings  # type: ignore[operator]
 
@@ -116,7 +118,8 @@ class TextEncoder:
 
         CLIP gives "pooled" (P,) and "penultimate" (L, D), with projection "pooled" is the projected one; T5 gives
         "hidden" (L, D); sentence encoders, and all for `as_embedding`, "embedding" (D,). L is the text's own
-        `run_length`. Raises EngineError for ids that the model cannot take.
+        `run_length`. Raises EngineError for ids that the model cannot take, ComputationFailed for numbers that are not
+        finite.
         """
         for text in texts:
             self._check(text)
@@ -133,7 +136,9 @@ class TextEncoder:
         limits: ForwardLimits = DEFAULT_LIMITS,
         counter: EncodeCounter | None = None,
     ) -> list[dict[str, torch.Tensor] | Exception]:
-        """As `encode`, with an error per text. The texts of a forward that failed are run again, one by one."""
+        """As `encode`, with an error per text. The texts of a forward that failed are run again one by one; one that
+        found no memory becomes smaller forwards, and so do the next ones.
+        """
         outcomes: dict[int, dict[str, torch.Tensor] | Exception] = {}
         for index, text in enumerate(texts):
             try:
@@ -150,16 +155,22 @@ class TextEncoder:
         self, texts: list[TokenizedText], counter: EncodeCounter | None
     ) -> list[dict[str, torch.Tensor] | Exception]:
         try:
-            outputs = self._run(texts)
+            parts = run_in_parts(
+                lambda start, stop: self._run(texts[start:stop], counter),
+                len(texts),
+                len(texts),
+                self._memory,
+                max(text.run_length for text in texts).bit_length(),
+            )
+            return [outcome for part in parts for outcome in part]
         except Exception as error:
             if len(texts) == 1:
-                return [error]
-            return [self._run_or_retry([text], counter)[0] for text in texts]
-        if counter:
-            counter.add([len(text.token_ids) for text in texts], [text.run_length for text in texts])
-        return list(outputs)
+                return [error.with_traceback(None)]  # frames would keep the forward's tensors
+        return [self._run_or_retry([text], counter)[0] for text in texts]
 
-    def _run(self, texts: list[TokenizedText]) -> list[dict[str, torch.Tensor]]:
+    def _run(
+        self, texts: list[TokenizedText], counter: EncodeCounter | None
+    ) -> list[dict[str, torch.Tensor] | Exception]:
         lengths = [text.run_length for text in texts]
         longest = max(lengths)
         device = next(self.module.parameters()).device
@@ -173,13 +184,20 @@ class TextEncoder:
             outputs = {name: output for name, output in outputs.items() if name not in PER_TOKEN}
         # Embeddings are cached and sent to other processes, and a card's memory is for weights.
         outputs = {name: output.cpu() for name, output in outputs.items()}
+        if counter:
+            counter.add([len(text.token_ids) for text in texts], lengths)
         return [self._outputs_of(text, row, outputs) for row, text in enumerate(texts)]
 
-    def _outputs_of(self, text: TokenizedText, row: int, outputs: Outputs) -> dict[str, torch.Tensor]:
+    def _outputs_of(
+        self, text: TokenizedText, row: int, outputs: Outputs
+    ) -> dict[str, torch.Tensor] | ComputationFailed:
         names = {name: name for name in self._family.outputs}
         if text.as_embedding:
             names = {"embedding": "pooled" if self._family.is_clip else "embedding"}
-        return {name: _own_rows(outputs[source][row], text, source) for name, source in names.items()}
+        own = {name: _own_rows(outputs[source][row], text, source) for name, source in names.items()}
+        if not all(output.isfinite().all() for output in own.values()):  # in a cache they would spoil every picture
+            return ComputationFailed(f"the {type(self.module).__name__} made numbers of the text that are not finite")
+        return own
 
     def _as_asked(
         self, text: TokenizedText, max_length: int | None, padding: TextPadding, as_embedding: bool

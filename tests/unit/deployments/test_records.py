@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from typing import Any
 
+import diffusers
 import pytest
 from pydantic import ValidationError
 
 from configs.model import GenerationDefaults
 from deployments.defaults import with_image_defaults, with_text_defaults
-from deployments.engines.protocol import EngineError
+from deployments.engines.protocol import ComputationFailed, EngineError
 from deployments.errors import (
+    GenerationFailed,
     InvalidRequest,
     ModelUnavailable,
     Overloaded,
@@ -22,6 +25,7 @@ from deployments.errors import (
 from deployments.records import MAX_SEED, ChatRequest, CompletionRequest, EmbeddingRequest, ImageRequest
 from weights.errors import BudgetExceeded, ExtentCorrupt
 
+FLUX, SDXL = "FluxPipeline", "StableDiffusionXLPipeline"
 IMAGE = {"model": "m", "prompt": "p"}
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 
@@ -65,19 +69,42 @@ def test_requests_cannot_be_changed() -> None:
 
 def test_defaults_fill_what_is_open_and_nothing_else() -> None:
     defaults = GenerationDefaults(width=64, num_inference_steps=7, temperature=0.5, max_tokens=9)
-    request = with_image_defaults(ImageRequest(**IMAGE, width=32, guidance_scale=0.0), defaults)
-    assert (request.width, request.height, request.num_inference_steps, request.guidance_scale) == (32, None, 7, 0.0)
+    request = with_image_defaults(ImageRequest(**IMAGE, width=32, guidance_scale=0.0), defaults, FLUX)
+    assert (request.width, request.height, request.num_inference_steps, request.guidance_scale) == (32, 1024, 7, 0.0)
     text = with_text_defaults(ChatRequest(**CHAT, temperature=0.0), defaults)
-    assert (text.temperature, text.max_tokens, text.seed) == (0.0, 9, None)
+    assert (text.temperature, text.max_tokens) == (0.0, 9)
     assert with_text_defaults(ChatRequest(**CHAT), GenerationDefaults()).temperature == 1.0
 
 
 def test_a_seed_is_drawn_unless_it_is_given() -> None:
     empty = GenerationDefaults()
-    assert with_image_defaults(ImageRequest(**IMAGE, seed=0), empty).seed == 0
-    drawn = {with_image_defaults(ImageRequest(**IMAGE), empty).seed for _ in range(5)}
-    assert len(drawn) == 5
-    assert all(seed is not None and 0 <= seed <= MAX_SEED for seed in drawn)
+    for seed in (0, 2**32, MAX_SEED):
+        assert with_image_defaults(ImageRequest(**IMAGE, seed=seed), empty, FLUX).seed == seed
+        assert with_text_defaults(ChatRequest(**CHAT, seed=seed), empty).seed == seed
+
+
+def test_drawn_seeds_are_what_every_json_reader_keeps() -> None:
+    """As JavaScript does, many read numbers as doubles: beyond 53 bits the last ones are lost."""
+    empty = GenerationDefaults()
+    images = [with_image_defaults(ImageRequest(**IMAGE), empty, FLUX).seed for _ in range(200)]
+    texts = [with_text_defaults(CompletionRequest(model="m", prompt="p"), empty).seed for _ in range(200)]
+    for drawn in (images, texts):
+        assert len(set(drawn)) > 190
+        assert all(seed is not None and 0 <= seed < 2**32 and int(float(seed)) == seed for seed in drawn)
+
+
+@pytest.mark.parametrize(("class_name", "steps", "guidance"), [(FLUX, 28, 3.5), (SDXL, 50, 5.0)])
+def test_families_fill_in_what_stock_does(class_name: str, steps: int, guidance: float) -> None:
+    filled = with_image_defaults(ImageRequest(**IMAGE), GenerationDefaults(), class_name)
+    assert (filled.width, filled.height) == (1024, 1024)
+    assert (filled.num_inference_steps, filled.guidance_scale, filled.max_sequence_length) == (steps, guidance, None)
+    pipeline = inspect.signature(getattr(diffusers, class_name).__call__).parameters
+    assert (pipeline["num_inference_steps"].default, pipeline["guidance_scale"].default) == (steps, guidance)
+
+
+def test_a_pipeline_of_no_family_is_refused_by_name() -> None:
+    with pytest.raises(InvalidRequest, match="model 'm' is a PixelPipeline; known pipelines: FluxPipeline, Stable"):
+        with_image_defaults(ImageRequest(**IMAGE), GenerationDefaults(), "PixelPipeline")
 
 
 @pytest.mark.parametrize("class_", ServiceError.__subclasses__())
@@ -93,9 +120,13 @@ def test_errors_survive_a_copy_by_their_arguments(class_: type[ServiceError]) ->
         (BudgetExceeded("x"), Overloaded),
         (ExtentCorrupt("x"), ModelUnavailable),
         (UnknownModel("x"), UnknownModel),
+        (ComputationFailed("x"), GenerationFailed),
+        (MemoryError("x"), Overloaded),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: x"), Overloaded),
+        (RuntimeError("x"), RuntimeError),
         (KeyError("x"), KeyError),
     ],
 )
 def test_lower_floors_are_said_in_the_services_terms(raised: Exception, expected: type[Exception]) -> None:
-    with pytest.raises(expected, match="x"), as_service_errors():
+    with pytest.raises(expected, match=r"x|not enough memory"), as_service_errors():
         raise raised

@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deployments.engines.protocol import SamplingParams, TextDelta, TextRequest
+from deployments.engines.protocol import ComputationFailed, SamplingParams, TextDelta, TextRequest
 from deployments.errors import GenerationFailed
 from deployments.step_loop import DenoiseLoop, DeviceThread, TextLoop
+from deployments.turns import TurnBounds
 
 WAIT_S = 10
 
@@ -48,15 +49,24 @@ class State:
     step_index: int = 0
     fails_at: int | None = None
     fails_in_decode: bool = False
+    solver_fails_at: int | None = None
+    outcome: Exception | None = None
+    num_rows: int = 1
+    num_pixels: int = 4
+    failure: Exception | None = None
 
     @property
     def done(self) -> bool:
         return self.step_index >= self.num_steps
 
+    @property
+    def num_steps_left(self) -> int:
+        return self.num_steps - self.step_index
+
 
 @dataclass(eq=False)
 class Pipeline:
-    """As the engine's: when a step raises, no state has moved."""
+    """As the engine's: when a step raises, no state has moved; whose own solver fails moves no more."""
 
     turns: Turns = field(default_factory=Turns)
     steps: list[list[str]] = field(default_factory=list)
@@ -71,7 +81,10 @@ class Pipeline:
                 raise ValueError(f"{state.name} broke")
         self.steps.append([state.name for state in states])
         for state in states:
-            state.step_index += 1
+            if state.solver_fails_at == state.step_index:
+                state.failure = ComputationFailed(f"the solver of {state.name} failed")
+            else:
+                state.step_index += 1
 
     def decode(self, states: list[State]) -> list[Any]:
         self.threads.add(threading.get_ident())
@@ -79,11 +92,11 @@ class Pipeline:
             if state.fails_in_decode:
                 raise ValueError(f"{state.name} cannot be decoded")
         self.decoded.append([state.name for state in states])
-        return [np.full((1, 2, 2, 3), len(state.name), np.uint8) for state in states]
+        return [state.outcome or np.full((1, 2, 2, 3), len(state.name), np.uint8) for state in states]
 
 
-def loop() -> DenoiseLoop:
-    return DenoiseLoop(DeviceThread())
+def loop(max_rows: int = 64) -> DenoiseLoop:
+    return DenoiseLoop(DeviceThread(), TurnBounds(max_rows))
 
 
 async def test_one_request_is_stepped_to_its_end_and_decoded() -> None:
@@ -188,6 +201,45 @@ async def test_who_cannot_be_decoded_fails_alone() -> None:
     assert isinstance(first, tuple)
     assert isinstance(last, tuple)
     assert (first[0].max(), last[0].max()) == (1, 2)
+
+
+@pytest.mark.parametrize("changes", [{"solver_fails_at": 1}, {"outcome": ComputationFailed("not finite")}])
+async def test_what_the_engine_says_of_one_request_is_its_own(changes: dict[str, Any]) -> None:
+    device, pipeline = loop(), Pipeline()
+    runs = [device.run(pipeline, state) for state in (State("a", 2), State("bad", 2, **changes), State("cc", 2))]
+    first, error, last = await asyncio.gather(*runs, return_exceptions=True)
+    assert isinstance(error, ComputationFailed)
+    assert isinstance(first, tuple)
+    assert isinstance(last, tuple)
+    assert pipeline.steps == [["a", "bad", "cc"]] * 2, "nobody ran again"
+    assert device.num_running == 0
+
+
+async def test_requests_beyond_the_bounds_take_turns() -> None:
+    device, pipeline = loop(max_rows=2), Pipeline()
+    ended: list[str] = []
+
+    async def run(name: str) -> None:
+        await device.run(pipeline, State(name, 3))
+        ended.append(name)
+
+    await asyncio.gather(*map(run, "abcdef"))
+    assert max(map(len, pipeline.steps)) == 2
+    assert sorted(ended) == list("abcdef")
+    assert len(pipeline.steps) == 9, "every turn is full"
+
+
+async def test_who_is_cancelled_while_others_have_their_turn_leaves() -> None:
+    device, pipeline = loop(max_rows=1), Pipeline(Turns(0))
+    first = asyncio.ensure_future(device.run(pipeline, State("a", 2)))
+    waiting = asyncio.ensure_future(device.run(pipeline, State("b", 2)))
+    await until(lambda: pipeline.turns.waiting)
+    waiting.cancel()
+    pipeline.turns.grant(100)
+    await first
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert pipeline.steps == [["a"], ["a"]]
 
 
 async def test_a_broken_pipeline_leaves_nobody_waiting() -> None:
@@ -300,6 +352,41 @@ async def test_a_cancelled_listener_aborts_only_itself() -> None:
     with pytest.raises(asyncio.CancelledError):
         await left
     await until(lambda: not engine.has_work)
+
+
+async def test_a_cancelled_listener_stays_until_its_step_is_over() -> None:
+    """Its weights may go then, and not before: whether it waits for a token or for its abort."""
+    engine = Engine(Turns(0))
+    text = TextLoop(DeviceThread(), engine)
+    left = asyncio.ensure_future(texts(text, text_request("left", 10**6)))
+    await until(lambda: engine.turns.waiting)
+    for _ in range(3):
+        left.cancel()
+        await asyncio.wait([left], timeout=0.01)
+        assert not left.done()
+    engine.turns.grant(100)
+    with pytest.raises(asyncio.CancelledError):
+        await left
+    assert (engine.aborted, engine.has_work) == (["left"], False)
+
+
+async def test_a_caller_of_the_device_who_is_cancelled_stays_until_it_is_done() -> None:
+    device, turns, done = DeviceThread(), Turns(0), []
+
+    def work() -> None:
+        turns.take()
+        done.append(True)
+
+    caller = asyncio.ensure_future(device.run(work))
+    await until(lambda: turns.waiting)
+    for _ in range(3):
+        caller.cancel()
+        await asyncio.wait([caller], timeout=0.01)
+        assert not caller.done()
+    turns.grant()
+    with pytest.raises(asyncio.CancelledError):
+        await caller
+    assert done == [True]
 
 
 async def test_what_the_engine_gives_up_is_an_error_for_its_own_request() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from deployments.encoding.records import ConditioningRequest
 from deployments.encoding.text_items import TextItem
 from deployments.engines.build import build_module
 from deployments.engines.diffusion.factory import create_pipeline
-from deployments.engines.protocol import DiffusionRequest, EngineError
+from deployments.engines.protocol import ComputationFailed, DiffusionRequest, EngineError
 from deployments.engines.text.loading import load_text_encoder
 from deployments.engines.text.padding_counts import EncodeCounter
 from deployments.errors import DeadlineExceeded
@@ -333,6 +334,42 @@ async def test_negative_and_empty_prompts_are_kept(sdxl):
     assert kept == {ids["seven"]: False, ids["eight"]: True}
     await sdxl.condition(encoders, "", "seven")
     assert kept == {ids[""]: True, ids["seven"]: True, ids["eight"]: True}
+
+
+async def test_what_is_not_finite_reaches_no_tier_of_the_cache(flux, monkeypatch):
+    class Tier:
+        """The cluster's; nobody has anything yet."""
+
+        def __init__(self):
+            self.published, self.abandoned = [], []
+
+        async def find_or_claim(self, digest):
+            return None
+
+        async def publish(self, digest, *what):
+            self.published.append(digest)
+
+        async def abandon(self, digest):
+            self.abandoned.append(digest)
+
+        def note_use(self, digest): ...
+
+    encoder, tier = flux.encoders["text_encoder_2"].encoder, Tier()
+    family = encoder._family
+
+    def spoilt(**arguments):
+        return {name: output * float("nan") for name, output in family.run(**arguments).items()}
+
+    monkeypatch.setattr(encoder, "_family", replace(family, run=spoilt))
+    cache = EmbeddingCache(10**7, tier)
+    encoders = CachedEncoders(cache, Calls())
+    with pytest.raises(ComputationFailed, match="T5EncoderModel made numbers of the text that are not finite"):
+        await flux.condition(encoders, "a handwritten five")
+    await asyncio.sleep(0.01)
+    assert (cache.stats().entries, len(tier.published), len(tier.abandoned)) == (1, 1, 1), "CLIP's alone"
+    monkeypatch.setattr(encoder, "_family", family)
+    await flux.condition(encoders, "a handwritten five")
+    assert cache.stats().entries == 2
 
 
 async def test_the_timeout_of_one_request_is_not_that_of_those_who_joined(sdxl):

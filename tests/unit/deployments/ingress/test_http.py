@@ -59,9 +59,18 @@ CONFIG = ClusterConfig.model_validate(
     }
 )
 KINDS = {"flux": "diffusion", "other-flux": "diffusion", "chatty": "llm", "plain": "llm", "clip": "embedding"}
+CLASSES = {"flux": "FluxPipeline", "other-flux": "FluxPipeline", "sdxl": "StableDiffusionXLPipeline"}
 KINDS |= {"bold": "adapter", "thin": "adapter"}
 STATUSES = {
-    entry.id: ModelRecord(entry.id, "ready", KINDS[entry.id], 10, f"version of {entry.id}", entry=entry)
+    entry.id: ModelRecord(
+        entry.id,
+        "ready",
+        KINDS[entry.id],
+        10,
+        f"version of {entry.id}",
+        entry=entry,
+        class_name=CLASSES.get(entry.id, ""),
+    )
     if entry.id in KINDS
     else ModelRecord(entry.id, "unavailable", error="model.safetensors: tensor 'w' is torn", entry=entry)
     for entry in (*CONFIG.models, *CONFIG.adapters)
@@ -354,6 +363,8 @@ BAD: list[tuple[str, dict[str, Any], int, str | None]] = [
     (IMAGES, {**IMAGE, "size": 64}, 400, "size"),
     (IMAGES, {**IMAGE, "num_inference_steps": 0}, 400, "num_inference_steps"),
     (IMAGES, {**IMAGE, "num_inference_steps": 51}, 400, "num_inference_steps"),
+    (IMAGES, {"model": "other-flux", "prompt": "x"}, 400, "size"),
+    (IMAGES, {"model": "other-flux", "prompt": "x", "width": 8}, 400, "size"),
     (IMAGES, {**IMAGE, "guidance_scale": NAN}, 400, "guidance_scale"),
     (IMAGES, {**IMAGE, "guidance_scale": INF}, 400, "guidance_scale"),
     (IMAGES, {**IMAGE, "guidance_scale": -1}, 400, "guidance_scale"),
@@ -445,6 +456,27 @@ async def test_a_bad_request_is_refused_with_its_field(
         assert error["type"] == ("server_error" if status == 503 else "invalid_request_error")
         assert ("retry-after" in response.headers) == (status == 503)
     assert "dimensions" in body or not replicas.requests
+
+
+async def test_defaults_of_a_family_are_bounded_by_every_way_in(replicas: Replicas) -> None:
+    """`other-flux` draws 1,024 x 1,024 when nobody says otherwise, and 64 x 64 are allowed."""
+    step = {"name": "picture", "model": "other-flux", "inputs": {"prompt": "$prompt"}}
+    pipeline = {"id": "p", "inputs": {"prompt": "text"}, "steps": [step], "outputs": {"image": "$picture"}}
+    config = ClusterConfig.model_validate(CONFIG.model_dump(mode="json") | {"pipelines": [pipeline]})
+    watch = DirectoryWatch(lambda: replicas)
+    service = Service(config, watch, replicas, replicas)
+    for model in ("other-flux", "p"):
+        with pytest.raises(InvalidRequest, match=r"size: 1048576 pixels .the model's default., at most 4096"):
+            await service.generate({"model": model, "prompt": "x"})
+    app = httpx.ASGITransport(create_http_app(service, config), raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=app, base_url="http://test") as http:
+        for model in ("other-flux", "p"):
+            prompt = {"name": "prompt", "shape": [1], "datatype": "BYTES", "data": ["x"]}
+            response = await http.post(f"/v2/models/{model}/infer", json={"inputs": [prompt]})
+            assert response.status_code == 400
+            assert "1048576 pixels (the model's default)" in response.json()["error"]
+    watch.close()
+    assert not replicas.requests
 
 
 @pytest.mark.parametrize(
@@ -642,7 +674,7 @@ async def test_a_model_that_the_copy_has_not_heard_of_yet_is_asked_for(
 ) -> None:
     assert (await http.get("/healthz")).status_code == 200
     entry = ModelConfig.model_validate({"id": "new", "path": "/n", "defaults": {"width": 24, "height": 24}})
-    replicas.states["new"] = ModelRecord("new", "ready", "diffusion", 1, "v1", entry=entry)
+    replicas.states["new"] = ModelRecord("new", "ready", "diffusion", 1, "v1", entry=entry, class_name="FluxPipeline")
     assert (await http.post(f"/v1/{IMAGES}", json={**IMAGE, "model": "new"})).status_code == 200
     assert (replicas.requests[0].width, replicas.requests[0].model_version) == (24, "v1")
 

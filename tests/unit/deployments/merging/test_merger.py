@@ -150,6 +150,36 @@ async def test_a_call_that_fails_is_tried_one_request_at_a_time() -> None:
 
 
 @in_virtual_time
+async def test_a_call_that_finds_no_memory_is_halved_and_the_next_ones_are_smaller() -> None:
+    ours = model(max_batch_size=32, default_queue_policy={"max_queue_size": 100})
+    ours.fails = lambda items: MemoryError() if len(items) > 8 else None
+    for _ in range(20):
+        answers = [ours.merger.submit([item]) for item in range(16)]
+        assert await asyncio.gather(*answers) == [[item * 2] for item in range(16)]
+    assert [len(call) for call in ours.calls] == [16] + [8] * 40
+    assert ours.merger.stats().retried == 16
+
+
+@in_virtual_time
+async def test_a_request_of_many_items_is_halved_as_well() -> None:
+    ours = model(max_batch_size=32)
+    ours.fails = lambda items: MemoryError() if len(items) > 3 else None
+    large, small = ours.merger.submit(list(range(11))), ours.merger.submit([20, 21])
+    assert await large == [2 * item for item in range(11)]
+    assert await small == [40, 42]
+    assert sorted(item for call in ours.calls if len(call) <= 3 for item in call) == [*range(11), 20, 21]
+
+
+@in_virtual_time
+async def test_an_item_that_finds_no_memory_alone_fails_alone() -> None:
+    ours = model()
+    ours.fails = lambda items: MemoryError("no room") if 3 in items else None
+    answers = await asyncio.gather(*(ours.merger.submit([item]) for item in range(5)), return_exceptions=True)
+    assert [answer for answer in answers if not isinstance(answer, BaseException)] == [[0], [2], [4], [8]]
+    assert isinstance(answers[3], MemoryError)
+
+
+@in_virtual_time
 async def test_a_request_that_fails_alone_is_not_tried_again() -> None:
     ours = model()
     ours.fails = lambda items: RuntimeError("poison")

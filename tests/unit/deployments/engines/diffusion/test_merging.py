@@ -1,12 +1,16 @@
-"""Requests that share forwards get the pictures that they get alone."""
+"""Requests that share forwards get the pictures that they get alone, and fail by themselves."""
 
 from __future__ import annotations
+
+import asyncio
 
 import numpy as np
 import pytest
 import torch
 
-from deployments.engines.protocol import EngineError
+from deployments.engines.diffusion.rows import BatchBounds
+from deployments.engines.protocol import ComputationFailed, EngineError
+from deployments.step_loop import DenoiseLoop, DeviceThread
 
 
 @pytest.fixture
@@ -136,3 +140,173 @@ def test_a_finished_state_cannot_step(pair, make_request):
     pair.ours.step([state])
     with pytest.raises(EngineError, match="'r' has no steps left"):
         pair.ours.step([state])
+
+
+async def outcomes(pipeline, states):
+    loop = DenoiseLoop(DeviceThread())
+    found = await asyncio.gather(*(loop.run(pipeline, state) for state in states), return_exceptions=True)
+    return [outcome if isinstance(outcome, BaseException) else outcome[0] for outcome in found]
+
+
+def start(pair, make_request, count, **changes):
+    return [
+        pair.ours.start(make_request(seed=seed, request_id=str(seed), **changes), pair.conditioning(seed))
+        for seed in range(count)
+    ]
+
+
+@pytest.mark.parametrize("fails_at", [1, 3])
+async def test_a_solver_that_fails_takes_no_neighbour_with_it(pair, make_request, monkeypatch, fails_at):
+    alone = [pair.ours.generate(make_request(seed=seed), pair.conditioning(seed)) for seed in range(3)]
+    states = start(pair, make_request, 3)
+    solver, done = states[1].solver, []
+    step = solver.step
+
+    def fail(*args, **options):
+        done.append(1)
+        if len(done) == fails_at:
+            raise ArithmeticError("singular")
+        return step(*args, **options)
+
+    monkeypatch.setattr(solver, "step", fail)
+    first, error, last = await outcomes(pair.ours, states)
+    assert isinstance(error, ComputationFailed)
+    assert str(error) == f"step {fails_at} of 3: the solver failed: ArithmeticError: singular"
+    for picture, expected in ((first, alone[0]), (last, alone[2])):
+        assert np.abs(picture.astype(int) - expected.astype(int)).max() <= 1
+
+
+def test_a_state_that_failed_is_not_stepped_again(pair, make_request, monkeypatch):
+    (state,) = start(pair, make_request, 1)
+    monkeypatch.setattr(state.solver, "step", lambda *args, **options: 1 / 0)
+    pair.ours.step([state])
+    with pytest.raises(ComputationFailed, match="step 1 of 3: the solver failed: ZeroDivisionError"):
+        pair.ours.step([state])
+
+
+async def test_latents_that_are_not_finite_are_no_picture(pair, make_request, monkeypatch):
+    alone = [pair.ours.generate(make_request(seed=seed), pair.conditioning(seed)) for seed in range(3)]
+    states = start(pair, make_request, 3)
+    step = states[1].solver.step
+
+    def spoilt(prediction, timestep, latents, **options):
+        stepped = step(prediction, timestep, latents, **options)
+        if states[1].step_index == 1:
+            stepped[0].flatten()[5] = float("nan")
+        return stepped
+
+    monkeypatch.setattr(states[1].solver, "step", spoilt)
+    first, error, last = await outcomes(pair.ours, states)
+    assert isinstance(error, ComputationFailed)
+    assert str(error) == "the latents are not finite from step 2 of 3 on"
+    for picture, expected in ((first, alone[0]), (last, alone[2])):
+        assert np.abs(picture.astype(int) - expected.astype(int)).max() <= 1
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_picture_that_is_not_finite_is_none(pair, make_request, monkeypatch, value):
+    states = start(pair, make_request, 2, num_inference_steps=1)
+    pair.ours.step(states)
+    decode = pair.ours._decoder.vae.decode
+
+    def spoilt(latents, **options):
+        (images,) = decode(latents, **options)
+        images = images.clone()
+        images[1, 0, 3, 3] = value
+        return (images,)
+
+    monkeypatch.setattr(pair.ours._decoder.vae, "decode", spoilt)
+    good, bad = pair.ours.decode(states)
+    assert good.shape == (1, 32, 32, 3)
+    assert isinstance(bad, ComputationFailed)
+    assert "the picture that the VAE made of them is not" in str(bad)
+
+
+def test_a_request_alone_fails_with_the_same_words(pair, make_request, monkeypatch):
+    monkeypatch.setattr(pair.ours, "_forward", lambda rows, height, width: rows.latents * float("inf"))
+    with pytest.raises(ComputationFailed, match="not finite from step 1 of 3 on"):
+        pair.ours.generate(make_request(), pair.conditioning())
+
+
+def test_nothing_of_a_step_is_read_back_from_the_device(pair, make_request, monkeypatch):
+    """A check that made the device wait would cost each step its overlap."""
+    (state,) = start(pair, make_request, 1)
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: pytest.fail("read back"))
+    pair.ours._advance(state, torch.zeros_like(state.latents))
+    assert [flag.shape for flag in state.are_finite] == [()]
+
+
+def bounded(pair, load_pipeline, bounds):
+    pipeline = load_pipeline(pair.folder, type(pair.stock).__name__, pair.denoiser_name)
+    pipeline._bounds = bounds
+    return pipeline
+
+
+def test_forwards_and_decodes_are_bounded_from_the_start(
+    pair, make_request, load_pipeline, count_forwards, monkeypatch
+):
+    ours = bounded(pair, load_pipeline, BatchBounds(max_rows=4, max_decode_pixels=3 * 32 * 32))
+    jobs = [(make_request(seed=seed, num_images=1 + seed % 3), pair.conditioning(seed)) for seed in range(9)]
+    expected = [pair.ours.generate(*job) for job in jobs]
+    sizes, decoded = count_forwards(ours), []
+    decode = ours._decoder.decode
+    monkeypatch.setattr(ours._decoder, "decode", lambda latents: decoded.append(len(latents)) or decode(latents))
+    states = [ours.start(*job) for job in jobs]
+    for _ in range(3):
+        ours.step(states)
+    pictures = ours.decode(states)
+    assert sizes == [4, 4, 4, 4, 2] * 3
+    assert decoded == [3] * 6
+    for picture, alone in zip(pictures, expected, strict=True):
+        assert np.abs(picture.astype(int) - alone.astype(int)).max() <= 1
+
+
+def test_a_large_picture_is_a_forward_of_its_own():
+    bounds = BatchBounds(max_rows=64, max_pixels=2**20, max_decode_pixels=2**19)
+    assert [bounds.denoise_rows(side * side) for side in (32, 512, 2048)] == [64, 4, 1]
+    assert [bounds.decode_rows(side * side) for side in (32, 512, 2048)] == [512, 2, 1]
+
+
+def test_a_merge_that_finds_no_memory_is_tried_once(pair, make_request, load_pipeline, monkeypatch):
+    """16 requests of 20 steps where 8 fit."""
+    ours = bounded(pair, load_pipeline, BatchBounds())
+    calls = {"fits": 0, "fails": 0}
+
+    def limited(work):
+        def run(latents, *args):
+            count = len(getattr(latents, "latents", latents))
+            calls["fits" if count <= 8 else "fails"] += 1
+            if count > 8:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return work(latents, *args)
+
+        return run
+
+    monkeypatch.setattr(ours, "_forward", limited(ours._forward))
+    states = start(pair, make_request, 16, num_inference_steps=20)
+    expected = pair.ours.generate(make_request(seed=15, num_inference_steps=20), pair.conditioning(15))
+    pictures = asyncio.run(outcomes(ours, states))
+    assert calls == {"fits": 2 * 20, "fails": 1}
+    assert np.abs(pictures[15].astype(int) - expected.astype(int)).max() <= 1
+    monkeypatch.setattr(ours._decoder, "decode", limited(ours._decoder.decode))
+    calls |= {"fits": 0, "fails": 0}
+    for _ in range(3):
+        ours.decode(states)
+    assert calls == {"fits": 6, "fails": 1}
+
+
+async def test_what_does_not_fit_even_alone_fails_alone(pair, make_request, load_pipeline, monkeypatch):
+    ours = bounded(pair, load_pipeline, BatchBounds())
+    forward = ours._forward
+
+    def limited(rows, height, width):
+        if width > 32:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return forward(rows, height, width)
+
+    monkeypatch.setattr(ours, "_forward", limited)
+    good, large = await outcomes(
+        ours, [*start(pair, make_request, 1), ours.start(make_request(width=64), pair.conditioning())]
+    )
+    assert good.shape == (1, 32, 32, 3)
+    assert isinstance(large, torch.OutOfMemoryError)

@@ -6,9 +6,10 @@ import json
 import shutil
 
 import pytest
+import torch
 
 from deployments.engines.llm.engine import LLMEngine
-from deployments.engines.protocol import EngineError, SamplingParams, TextRequest
+from deployments.engines.protocol import ComputationFailed, EngineError, SamplingParams, TextRequest
 
 SMALL_CACHE = 10 * 2 * 2 * 16 * 2 * 8 * 4  # 10 blocks of the tiny Llama
 
@@ -276,5 +277,59 @@ def test_logits_that_are_not_finite_end_the_request(model, request_of, prompt_of
     engine.add(request_of("r", prompt_of(4), temperature=1.0))
     (delta,) = engine.step()
     assert delta.finish_reason == "abort"
-    assert isinstance(engine.failures["r"], EngineError)
+    assert isinstance(engine.failures["r"], ComputationFailed)
     assert not engine.has_work
+
+
+class SpoilingRunner:
+    """The logits of a certain request are not finite; counts forwards, and has room for so many chunks."""
+
+    def __init__(self, runner, request_id=None, room=10**6):
+        self.runner, self.request_id, self.room = runner, request_id, room
+        self.sizes = []
+        self.failed = 0
+
+    def run(self, chunks):
+        self.sizes.append(len(chunks))
+        if len(chunks) > self.room:
+            self.failed += 1
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        logits = self.runner.run(chunks).clone()
+        last = [chunk for chunk in chunks if chunk.is_last]
+        for row, chunk in enumerate(last):
+            if chunk.sequence.request_id == self.request_id:
+                logits[row] = float("nan")
+        return logits
+
+
+def test_logits_of_one_request_that_are_not_finite_end_it_alone(model, request_of, prompt_of, monkeypatch):
+    """And nobody's forward runs again for it."""
+    engine = model.engine()
+    for request_id, length in (("good", 9), ("bad", 20), ("also good", 5)):
+        engine.add(request_of(request_id, prompt_of(length), max_tokens=6))
+    runner = SpoilingRunner(engine._runner, "bad")
+    monkeypatch.setattr(engine, "_runner", runner)
+    tokens = {"good": [], "bad": [], "also good": []}
+    deltas = []
+    while engine.has_work:
+        deltas += engine.step()
+    for delta in deltas:
+        tokens[delta.request_id] += delta.token_ids
+    assert runner.sizes == [3, 2, 2, 2, 2, 2]
+    assert [delta.finish_reason for delta in deltas if delta.request_id == "bad"] == ["abort"]
+    expected = {"good": model.greedy(prompt_of(9), 6), "bad": [], "also good": model.greedy(prompt_of(5), 6)}
+    assert tokens == expected
+    assert engine.num_free_blocks == engine.num_blocks
+
+
+def test_a_step_that_finds_no_memory_is_tried_once(model, run_all, request_of, prompt_of, monkeypatch):
+    engine = model.engine()
+    requests = [request_of(str(i), prompt_of(5 + i), max_tokens=20) for i in range(16)]
+    requests.append(request_of("seeded", prompt_of(14), max_tokens=20, temperature=1.0, seed=3))
+    expected = run_all(model.engine(), requests)
+    runner = SpoilingRunner(engine._runner, room=8)
+    monkeypatch.setattr(engine, "_runner", runner)
+    found = run_all(engine, requests)
+    assert {i: o.token_ids for i, o in found.items()} == {i: o.token_ids for i, o in expected.items()}
+    assert runner.failed == 2, "once for prompts, once for tokens"
+    assert len(runner.sizes) - runner.failed == 20 * 3

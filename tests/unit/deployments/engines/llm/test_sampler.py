@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from deployments.engines.llm.sampler import TokenPicker, filtered, sample
-from deployments.engines.protocol import EngineError, SamplingParams
+from deployments.engines.protocol import ComputationFailed, SamplingParams
 
 
 def plain_distribution(logits, temperature=1.0, top_k=0, top_p=1.0):
@@ -88,11 +88,14 @@ def test_tiny_temperatures_are_almost_greedy():
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_logits_that_are_not_finite_are_refused_before_any_draw(bad):
-    logits = torch.zeros(2, 10)
+def test_logits_that_are_not_finite_fail_their_row_before_any_draw(bad):
+    logits = torch.zeros(3, 10)
     logits[1, 3] = bad
-    picker = TokenPicker.create(SamplingParams(temperature=1.0, seed=0))
-    before = picker.generator.get_state()
-    with pytest.raises(EngineError, match="not finite"):
-        sample(logits, [picker, picker])
-    assert torch.equal(picker.generator.get_state(), before)
+    pickers = [TokenPicker.create(SamplingParams(temperature=1.0, seed=0)) for _ in range(3)]
+    before = pickers[1].generator.get_state()
+    first, failed, last = sample(logits, pickers)
+    assert isinstance(failed, ComputationFailed)
+    assert "not finite" in str(failed)
+    assert torch.equal(pickers[1].generator.get_state(), before)
+    alone = TokenPicker.create(SamplingParams(temperature=1.0, seed=0))
+    assert [first] == [last] == sample(logits[:1], [alone])

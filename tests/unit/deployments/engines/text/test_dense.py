@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from sentence_transformers.sentence_transformer.modules import Dense
 from torch import nn
 
-from deployments.engines.protocol import EngineError
+from deployments.engines.protocol import ComputationFailed, EngineError
 from deployments.engines.text.dense import ACTIVATIONS, DenseHead, load_dense_head
 
 STOCK_ACTIVATIONS = [nn.Identity(), nn.Tanh(), nn.ReLU(), nn.GELU(), nn.Sigmoid()]
@@ -156,3 +156,18 @@ def test_folders_that_make_no_head(tmp_path: Path, changes: dict[str, Any], mess
 def test_a_folder_without_a_config(tmp_path: Path) -> None:
     with pytest.raises(EngineError, match=r"config\.json"):
         load_dense_head(tmp_path, {})
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_numbers_that_are_not_finite_are_refused(tmp_path: Path, value: float) -> None:
+    saved(tmp_path)
+    head, x_BD = head_of(tmp_path), torch.randn(4, 7)
+    x_BD[2, 3] = value
+    with pytest.raises(EngineError, match="expected finite numbers"):
+        head.apply(x_BD)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["linear.bias"][1] = value
+    with pytest.raises(ComputationFailed, match="not finite"):
+        load_dense_head(edited(tmp_path, activation_function="torch.nn.modules.linear.Identity"), tensors).apply(
+            torch.randn(4, 7)
+        )

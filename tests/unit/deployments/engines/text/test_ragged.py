@@ -26,7 +26,7 @@ from transformers import (
     T5EncoderModel,
 )
 
-from deployments.engines.protocol import EngineError
+from deployments.engines.protocol import ComputationFailed, EngineError
 from deployments.engines.text.encoder import TextEncoder
 from deployments.engines.text.forward_plan import ForwardLimits
 from deployments.engines.text.padding_counts import EncodeCounter, EncodeStats
@@ -160,10 +160,10 @@ def test_an_error_stays_with_its_text(modules, monkeypatch):
     encoder = TextEncoder(modules["t5"], Tokenizer())
     run = encoder._run
 
-    def run_unless_13(texts):
+    def run_unless_13(texts, counter):
         if any(text.token_ids[0] == 13 for text in texts):
             raise FloatingPointError("no luck")
-        return run(texts)
+        return run(texts, counter)
 
     monkeypatch.setattr(encoder, "_run", run_unless_13)
     texts = [TokenizedText(ids) for ids in ((3, 4), (13,), (5,), (VOCABULARY,), ())]
@@ -176,6 +176,50 @@ def test_an_error_stays_with_its_text(modules, monkeypatch):
     assert counter.stats().texts == counter.stats().forwards == 2
     with pytest.raises(FloatingPointError):
         encoder.encode(texts[:2])
+
+
+@pytest.mark.parametrize("name", sorted(MODULES))
+@pytest.mark.parametrize("as_embedding", [False, True])
+def test_numbers_that_are_not_finite_are_an_error_of_their_text(modules, name, as_embedding):
+    """Token 13 has an embedding of NaN; what stands beside it in the forward is sound."""
+    if name == "t5" and as_embedding:
+        pytest.skip("gives none")
+    module = copy.deepcopy(modules[name])
+    with torch.no_grad():
+        module.get_input_embeddings().weight[13, 3] = float("nan")
+    encoder = TextEncoder(module, Tokenizer())
+    texts = [TokenizedText(ids, as_embedding=as_embedding) for ids in ((3, 4, 5), (7, 13), (5, 6))]
+    good, bad, also_good = encoder.encode_each(texts, limits=ONE_FORWARD)
+    assert isinstance(bad, ComputationFailed)
+    assert "not finite" in str(bad)
+    for outcome, text in ((good, texts[0]), (also_good, texts[2])):
+        (alone,) = TextEncoder(modules[name], Tokenizer()).encode([text])
+        for key, output in alone.items():
+            assert torch.allclose(outcome[key], output, atol=1e-5)
+    with pytest.raises(ComputationFailed):
+        encoder.encode(texts)
+
+
+def test_a_forward_that_finds_no_memory_is_tried_once(modules, monkeypatch):
+    encoder = TextEncoder(modules["t5"], Tokenizer())
+    run, sizes = encoder._run, []
+
+    def run_eight(texts, counter):
+        sizes.append(len(texts))
+        if len(texts) > 8:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return run(texts, counter)
+
+    monkeypatch.setattr(encoder, "_run", run_eight)
+    texts = [TokenizedText(tuple(range(3, 9 + number % 2))) for number in range(16)]
+    counter = EncodeCounter()
+    expected = TextEncoder(modules["t5"], Tokenizer()).encode(texts)
+    for _ in range(20):
+        found = encoder.encode_each(texts, limits=ONE_FORWARD, counter=counter)
+    assert sizes == [16] + [8] * 40
+    assert (counter.stats().forwards, counter.stats().texts) == (40, 320)
+    for one, other in zip(found, expected, strict=True):
+        assert torch.allclose(one["hidden"], other["hidden"], atol=1e-5)
 
 
 @pytest.mark.parametrize(
