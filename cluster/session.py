@@ -11,7 +11,6 @@ import json
 import os
 import signal
 import socket
-import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
@@ -24,6 +23,7 @@ import ray
 from cluster.actor_names import NAMESPACE, names_of_cluster
 from cluster.errors import SessionError
 from configs.cluster import ClusterConfig, GrpcConfig, HttpConfig
+from weights.private_folder import private_folder, temporary_folder
 
 STOP_TIMEOUT_S = 60.0
 END_TIMEOUT_S = 20.0
@@ -51,9 +51,15 @@ class SessionRecord:
 
 
 def record_folder() -> Path:
-    """Private to the user: $XDG_RUNTIME_DIR/atelier, or a folder in the temporary directory."""
+    """Private to the user: $XDG_RUNTIME_DIR/atelier, or a folder in the temporary directory; created if need be.
+
+    Raises SessionError when it could be somebody else's: who may write there says which processes `down` ends.
+    """
     base = os.environ.get("XDG_RUNTIME_DIR")
-    return Path(base) / "atelier" if base else Path(tempfile.gettempdir()) / f"atelier-{os.getuid()}"
+    try:
+        return private_folder(Path(base) / "atelier" if base else temporary_folder())
+    except OSError as error:
+        raise SessionError(str(error)) from None
 
 
 def running_sessions(folder: Path) -> list[SessionRecord]:
@@ -177,7 +183,6 @@ class SessionFile:
         self._file = folder / f"{config.name}.json"
 
     def __enter__(self) -> Self:
-        self._file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._write(self._record)
         return self
 

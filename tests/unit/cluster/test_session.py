@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from cluster.session import (
     stop_session,
 )
 from configs.cluster import ClusterConfig, HttpConfig
+from weights.private_folder import private_folder
 
 SLEEPER = [sys.executable, "-c", "import sys; sys.stdin.read()"]
 
@@ -58,7 +60,7 @@ def write(folder: Path, record: SessionRecord, **changes: Any) -> Path:
 
 
 def test_a_session_file_lives_as_long_as_its_block(tmp_path: Path) -> None:
-    folder = tmp_path / "records"
+    folder = private_folder(tmp_path / "records")
     with SessionFile(config(), "http://x", "/c.yaml", folder) as session:
         (record,) = running_sessions(folder)
         assert (record.name, record.pid, record.url, record.ready) == ("one", os.getpid(), "http://x", False)
@@ -107,7 +109,12 @@ def test_records_are_private_to_the_user(monkeypatch: pytest.MonkeyPatch, tmp_pa
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     assert record_folder() == tmp_path / "atelier"
     monkeypatch.delenv("XDG_RUNTIME_DIR")
-    assert str(os.getuid()) in record_folder().name
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert record_folder() == tmp_path / f"atelier-{os.getuid()}"
+    assert record_folder().stat().st_mode & 0o777 == 0o700
+    record_folder().chmod(0o755)
+    with pytest.raises(SessionError, match=rf"atelier-{os.getuid()}: not used: its mode is 0755"):
+        record_folder()
 
 
 def test_the_same_cluster_is_already_up(tmp_path: Path, mine: SessionRecord) -> None:
