@@ -5,6 +5,7 @@ ClusterError
 ├── ModelUnavailable    registered, but its weights cannot be used; says which file and tensor
 ├── RegistrationRefused a model that cannot be registered or removed as asked; nothing has changed
 │   └── RegistrationConflict    because of what is registered already
+├── KeeperFailed        a node's keeper cannot start; says why
 ├── PeerUnavailable     another node's keeper cannot give an extent; the caller turns to storage or another peer
 └── SessionError        the Ray session cannot be started, reached or stopped
 """
@@ -30,6 +31,10 @@ class RegistrationRefused(ClusterError):
 
 class RegistrationConflict(RegistrationRefused):
     """What is registered already stands against it."""
+
+
+class KeeperFailed(ClusterError):
+    """A node's keeper cannot start."""
 
 
 class PeerUnavailable(ClusterError):

@@ -25,7 +25,7 @@ from cluster.keeping.extent_loading import ExtentLoader, Offers
 from cluster.keeping.held_extents import MAX_WAIT_S, HeldExtents
 from cluster.keeping.holder_watch import HolderProcess, HolderWatch
 from cluster.keeping.load_clock import LoadClock
-from cluster.keeping.object_store import MAX_SHARE, ObjectStore, StoreFull
+from cluster.keeping.object_store import DEFAULT_SHARE, MAX_SHARE, ObjectStore, StoreFull
 from cluster.keeping.residents import Held
 from cluster.peers.peer_link import Directory, PeerLink, RayDirectory
 from cluster.telemetry import LoadMetrics
@@ -67,7 +67,8 @@ def keeper_class() -> Any:
 class NodeKeeper:
     """The bytes of one node. Thread-safe: Ray calls it from a pool of threads. Made by `keeper_class`.
 
-    `staging_bytes` bounds the memory that extents pass through; a larger extent gets its own for that one time.
+    Without `budget_bytes` it keeps its share of the node's object store. `staging_bytes` bounds the memory that
+    extents pass through; a larger extent gets its own for that one time.
     `registry` is the name and namespace of the actor that knows the other nodes. `audit_bytes_per_s` 0: no audit.
     `populate` makes the object store's pages at start, in the background; otherwise the first puts pay for them.
     `host` is where other nodes may ask for extents; default: the node's own address.
@@ -77,7 +78,7 @@ class NodeKeeper:
     def __init__(
         self,
         packs: str,
-        budget_bytes: int,
+        budget_bytes: int | None,
         node_id: str,
         staging_bytes: int = STAGING_BYTES,
         *,
@@ -239,6 +240,7 @@ class NodeKeeper:
             num_corrupt=self._num_corrupt,
             corrupt=tuple(self._corrupt),
             object_store_bytes=self._store.capacity_bytes,
+            num_holders=self._watch.num_holders,
         )
 
     def close(self) -> None:
@@ -305,7 +307,9 @@ class NodeKeeper:
     def _max_budget_bytes(self) -> int:
         return int(self._store.capacity_bytes * MAX_SHARE)
 
-    def _within_store(self, budget_bytes: int, node_id: str) -> int:
+    def _within_store(self, budget_bytes: int | None, node_id: str) -> int:
+        if budget_bytes is None:
+            return int(self._store.capacity_bytes * DEFAULT_SHARE)
         if budget_bytes > self._max_budget_bytes() > 0:
             logger.warning(
                 "node %s keeps at most %d bytes, %.0f %% of its object store; %d were asked for",

@@ -1,4 +1,4 @@
-"""The keepers of all nodes: started with their node, found again by name, asked all at once.
+"""The keepers of all nodes that have replicas: started for the first of them, found again by name, asked all at once.
 
 Nothing here is lost with the process: keepers are named after their node and say themselves what they hold. Pins and
 a budget set at run time end with a keeper's process, so the keeper that follows is told of them again.
@@ -7,10 +7,9 @@ a budget set at run time end with a keeper's process, so the keeper that follows
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final
@@ -18,6 +17,8 @@ from typing import Any, Final
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from cluster.actor_names import NAMESPACE, keeper_name, keeper_node
+from cluster.errors import KeeperFailed
 from cluster.keeper import keeper_class
 from cluster.keeper_records import ResidentExtent
 from cluster.keeping.loading_claims import LoadingClaims
@@ -25,8 +26,10 @@ from cluster.peers.extent_sources import ComingOffer, PeerOffer
 from cluster.peers.peer_protocol import PeerAddress
 from cluster.residency_map import ExtentDirectory
 
-NAMESPACE: Final = "atelier"
 ANSWER_TIMEOUT_S: Final = 10.0
+IDLE_S: Final = 600.0  # a keeper whose node has had no replica for so long ends
+FIRST_PAUSE_S: Final = 1.0  # before a keeper that could not start is started again; doubles each time
+LONGEST_PAUSE_S: Final = 60.0
 RELEASE_PAUSES_S: Final = (0.0, 0.05, 0.2, 0.5, 1.0)
 
 logger = logging.getLogger("atelier.registry")
@@ -40,21 +43,39 @@ class _Life:
     budget_bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    """A keeper that could not start: how often in a row, and when it is tried again."""
+
+    reason: str
+    num_times: int
+    again_s: float
+
+
 class NodeKeepers:
-    """Lives on one event loop. `options` are the keepers' own beside packs, budget and registry."""
+    """Lives on one event loop. `key` is the cluster's, `options` are the keepers' own beside packs, budget, registry.
+
+    Without `budget_bytes`, each keeper takes its share of its own node's object store.
+    """
 
     def __init__(
         self,
         packs: str,
-        budget_bytes: int,
+        budget_bytes: int | None,
         registry: str,
         options: Mapping[str, Any] = MappingProxyType({}),
         clock: Callable[[], float] = time.monotonic,
+        *,
+        key: str = "",
     ) -> None:
         self._packs = packs
         self._budget_bytes = budget_bytes
         self._registry = registry
         self._options = options
+        self._clock = clock
+        self._key = key
+        self._failures: dict[str, _Failure] = {}
+        self._needed_s: dict[str, float] = {}  # by node: when there was last a replica
         self._claims = LoadingClaims(clock)
         self._handles: dict[str, Any] = {}
         self._lives: dict[str, _Life] = {}
@@ -65,21 +86,33 @@ class NodeKeepers:
         return self._handles
 
     def get(self, node_id: str) -> Any:
-        """The keeper of a node, started when there is none."""
+        """The keeper of a node, started when there is none; it stays as long as the node has replicas.
+
+        Raises KeeperFailed while one that could not start may not be tried again.
+        """
+        self._needed_s[node_id] = self._clock()
         if node_id not in self._handles:
+            failure = self._failures.get(node_id)
+            if failure and self._clock() < failure.again_s:
+                raise KeeperFailed(failure.reason)
             self._handles[node_id] = self._start(node_id)
         return self._handles[node_id]
 
-    async def follow(self, alive: Sequence[str]) -> None:
-        """Have a keeper on each of these nodes, and know what it holds; what other nodes had is gone."""
-        for node_id in set(self._handles) - set(alive):
-            ray.kill(self._handles.pop(node_id))  # Ray would look for its node for ever
-            self._residency.forget(node_id)
-            self._claims.forget(node_id)
-            self._lives.pop(node_id, None)
-        for node_id in alive:
+    async def follow(self, alive: Collection[str], running: Collection[str] = ()) -> None:
+        """Know what the keepers of these nodes hold; what other nodes had is gone.
+
+        `running` are nodes with a keeper that this process may not have started. One that could not start is started
+        again when its time has come; one whose node has had no replica for a while ends.
+        """
+        for node_id in (self._handles.keys() | self._failures.keys()) - set(alive):
+            self._end(node_id)  # Ray would look for its node for ever
+        due = [node_id for node_id, failure in self._failures.items() if self._clock() >= failure.again_s]
+        for node_id in {*due, *(set(running) - self._failures.keys())} & set(alive) - self._handles.keys():
             self.get(node_id)
-        await asyncio.gather(*map(self._look_at, alive))
+        await asyncio.gather(*map(self._look_at, list(self._handles)))
+        for node_id in [found for found in self._handles if self._clock() - self._needed_s[found] >= IDLE_S]:
+            logger.info("no replica on node %s any more: its keeper ends", node_id)
+            self._end(node_id)
 
     async def pin(self, ids: Sequence[str], pinned: bool) -> dict[str, Any]:
         """On every node, those that join or restart later included. Answers as of `ask`."""
@@ -107,12 +140,41 @@ class NodeKeepers:
         try:
             async with asyncio.timeout(ANSWER_TIMEOUT_S):
                 stats = await self._handles[node_id].stats.remote()
+                self._failures.pop(node_id, None)
+                if stats.num_holders:
+                    self._needed_s[node_id] = self._clock()
                 life, last = _Life(stats.generation, stats.budget_bytes), self._lives.get(node_id)
                 if last is None or last.generation != life.generation:
                     life = await self._meet(node_id, life, last, stats.address)
                 self._lives[node_id] = life
-        except Exception as error:  # it is starting, or dead: the next round asks again
+        except ray.exceptions.ActorDiedError as error:
+            self._failed(node_id, error)
+        except Exception as error:  # it is starting, or Ray restarts it: the next round asks again
             logger.info("keeper of node %s does not answer: %s", node_id, error)
+
+    def _failed(self, node_id: str, error: ray.exceptions.ActorDiedError) -> None:
+        """Ray does not restart an actor whose constructor has failed; another one takes its place later."""
+        before = self._failures.get(node_id)
+        num_times = before.num_times + 1 if before else 1
+        pause_s = min(FIRST_PAUSE_S * 2 ** (num_times - 1), LONGEST_PAUSE_S)
+        reason = f"the keeper of node {node_id} cannot start: {_last_line(error)}"
+        logger.warning("%s; tried again in %.0f s", reason, pause_s)
+        self._handles.pop(node_id, None)
+        self._forget(node_id)
+        self._failures[node_id] = _Failure(reason, num_times, self._clock() + pause_s)
+
+    def _end(self, node_id: str) -> None:
+        keeper = self._handles.pop(node_id, None)
+        if keeper is not None:
+            ray.kill(keeper)
+        self._failures.pop(node_id, None)
+        self._needed_s.pop(node_id, None)
+        self._lives.pop(node_id, None)
+        self._forget(node_id)
+
+    def _forget(self, node_id: str) -> None:
+        self._residency.forget(node_id)
+        self._claims.forget(node_id)
 
     async def _meet(self, node_id: str, life: _Life, last: _Life | None, address: str | None) -> _Life:
         """A keeper outlives this process: one that is new here has perhaps told another what it holds and pins."""
@@ -145,26 +207,20 @@ class NodeKeepers:
         return offers
 
     async def ask(self, method: str, *arguments: Any, timeout_s: float = ANSWER_TIMEOUT_S) -> dict[str, Any]:
-        """What each keeper answers, by node; an exception for one that does not."""
+        """What each keeper answers, by node; an exception for one that does not, or cannot start."""
         handles = dict(self._handles)
+        failures = {node: KeeperFailed(found.reason) for node, found in self._failures.items() if node not in handles}
 
         async def call(keeper: Any) -> Any:
             async with asyncio.timeout(timeout_s):
                 return await getattr(keeper, method).remote(*arguments)
 
         answers = await asyncio.gather(*map(call, handles.values()), return_exceptions=True)
-        return dict(zip(handles, answers, strict=True))
-
-    def close(self) -> None:
-        """End all keepers, those of an earlier life of this process too."""
-        for node_id in alive_nodes():
-            with contextlib.suppress(ValueError):
-                ray.kill(ray.get_actor(f"keeper-{node_id}", namespace=NAMESPACE))
-        self._handles.clear()
+        return dict(zip(handles, answers, strict=True)) | failures
 
     def _start(self, node_id: str) -> Any:
         actor = keeper_class().options(
-            name=f"keeper-{node_id}",
+            name=keeper_name(self._key, node_id),
             namespace=NAMESPACE,
             lifetime="detached",
             get_if_exists=True,
@@ -176,6 +232,17 @@ class NodeKeepers:
 
 def alive_nodes() -> list[str]:
     return [node["NodeID"] for node in ray.nodes() if node["Alive"]]
+
+
+def nodes_with_keeper(key: str) -> list[str]:
+    """Of the cluster of that key, whoever started them."""
+    names = [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)]
+    return [node_id for name in names if (node_id := keeper_node(key, name)) is not None]
+
+
+def _last_line(error: ray.exceptions.ActorDiedError) -> str:
+    """Of a traceback, what was raised."""
+    return [line.strip() for line in str(error).splitlines() if line.strip()][-1]
 
 
 def _parsed(address: str | None) -> PeerAddress | None:

@@ -42,11 +42,19 @@ class RayExtents:
 
     A keeper that dies is restarted by Ray, empty. It gets back what this replica has leased, which is why the
     replica keeps that, and calls that were under way are made again. `on_pressure` hears, from another thread, how
-    many leased bytes somebody waits for: leases that are only kept for later should be released then. Thread-safe.
+    many leased bytes somebody waits for: leases that are only kept for later should be released then. `connect` gives
+    the handle of the keeper that took the place of one that is gone for good; it blocks, and may raise. Thread-safe.
     """
 
-    def __init__(self, keeper: Any, holder: str, on_pressure: Callable[[int], None] | None = None) -> None:
+    def __init__(
+        self,
+        keeper: Any,
+        holder: str,
+        on_pressure: Callable[[int], None] | None = None,
+        connect: Callable[[], Any] | None = None,
+    ) -> None:
         self._keeper = keeper
+        self._connect = connect
         self._holder = holder
         self._on_pressure = on_pressure
         self._lock = threading.Lock()
@@ -101,6 +109,15 @@ class RayExtents:
         """Ask for them to be brought in where there is room. Fire and forget."""
         self._keeper.prefetch.remote(list(extents))
 
+    def start_beating(self) -> None:
+        """Give a sign of life every second, by which the keeper knows that its node has a replica; until `close`."""
+        with self._lock:
+            if self._heart is None:
+                # Not kept alive by its own thread: a provider that nobody uses any more ends it.
+                beating = (weakref.ref(self), self._closed)
+                self._heart = threading.Thread(target=_beat_on, args=beating, name="keeper-heartbeat", daemon=True)
+                self._heart.start()
+
     def close(self) -> None:
         """No more signs of life. Leases stay until they are released."""
         self._closed.set()
@@ -110,6 +127,10 @@ class RayExtents:
         try:
             greeting = self._greet()
             self._meet(greeting.generation)
+        except ray.exceptions.ActorDiedError:  # for good
+            if self._connect:
+                self._keeper = self._connect()
+            return
         except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
             return  # not back yet
         if greeting.wanted_bytes and self._on_pressure:
@@ -129,7 +150,7 @@ class RayExtents:
 
     def _ask(self, call: Callable[[], Any]) -> Any:
         """The answer, of a restarted keeper if need be. A call that a dying keeper was at is made again."""
-        self._start_beating()
+        self.start_beating()
         deadline_s = time.monotonic() + RETRY_FOR_S
         while True:
             try:
@@ -174,14 +195,6 @@ class RayExtents:
     def _send_release(self, ids: Sequence[str], generation: str) -> None:
         if ids:
             self._keeper.release.remote(list(ids), self._holder, generation)
-
-    def _start_beating(self) -> None:
-        with self._lock:
-            if self._heart is None:
-                # Not kept alive by its own thread: a provider that nobody uses any more ends it.
-                beating = (weakref.ref(self), self._closed)
-                self._heart = threading.Thread(target=_beat_on, args=beating, name="keeper-heartbeat", daemon=True)
-                self._heart.start()
 
 
 def _beat_on(found: weakref.ref[RayExtents], closed: threading.Event) -> None:

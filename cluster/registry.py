@@ -17,12 +17,12 @@ from typing import Any, Final
 
 import ray
 
+from cluster.actor_names import NAMESPACE, cluster_key, registry_name
 from cluster.keeper_records import KeeperStats
 from cluster.models.directory import DirectoryChange, Entry, ModelRecord
 from cluster.models.registrations import Registrations
 from cluster.models.served_models import ServedModels, Unregistered
-from cluster.node_keepers import NAMESPACE as NAMESPACE
-from cluster.node_keepers import NodeKeepers, alive_nodes
+from cluster.node_keepers import NodeKeepers, alive_nodes, nodes_with_keeper
 from cluster.peers.extent_sources import ComingOffer, PeerOffer
 from cluster.residency_report import cluster_residency
 from configs.cluster import ClusterConfig
@@ -54,12 +54,16 @@ class WeightRegistry:
         registrations = Registrations(store.path / "registrations" / config.name)
         self._models = ServedModels(config.entries, store, registrations, take_in, epoch=uuid.uuid4().hex)
         self._keepers = NodeKeepers(
-            str(store.packs), config.node_budget_bytes, registry_name(config), _keeper_options(config)
+            str(store.packs),
+            config.store.node_budget_bytes,
+            registry_name(config),
+            _keeper_options(config),
+            key=cluster_key(config),
         )
         self._peer_secret = peer_secret
         self._encoder_merging: MergeConfig | None = None
         await self._models.start()
-        self._polling = asyncio.ensure_future(self._follow_nodes())
+        self._polling = asyncio.ensure_future(self._follow_nodes(config))
 
     # models
 
@@ -105,7 +109,7 @@ class WeightRegistry:
     # nodes
 
     async def keeper(self, node_id: str) -> Any:
-        """The keeper of a node, started when there is none."""
+        """See `NodeKeepers.get`."""
         return self._keepers.get(node_id)
 
     async def keepers(self) -> dict[str, Any]:
@@ -163,15 +167,15 @@ class WeightRegistry:
     async def process_id(self) -> int:
         return os.getpid()
 
-    async def close(self) -> None:
-        """End the keepers; the caller ends the registry itself."""
-        self._polling.cancel()
-        self._keepers.close()
-
-    async def _follow_nodes(self) -> None:
+    async def _follow_nodes(self, config: ClusterConfig) -> None:
+        # A private Ray has one node, which will have replicas: its keeper starts while they do.
+        to_start = config.ray.address is None
         while ray.is_initialized():
             try:
-                await self._keepers.follow(await asyncio.to_thread(alive_nodes))
+                alive = await asyncio.to_thread(alive_nodes)
+                running = alive if to_start else await asyncio.to_thread(nodes_with_keeper, cluster_key(config))
+                await self._keepers.follow(alive, running)
+                to_start = False
             except Exception:  # Ray's own: the next round may do better
                 logger.exception("the nodes could not be looked at")
             await asyncio.sleep(NODE_POLL_S)
@@ -203,7 +207,3 @@ def connect_registry(config: ClusterConfig) -> Any:
     )
     # A restarted actor gets the arguments of the first one: the secret stays.
     return actor.remote(config, secrets.token_bytes(SECRET_BYTES))
-
-
-def registry_name(config: ClusterConfig) -> str:
-    return f"registry-{config.name}"

@@ -11,7 +11,7 @@ import json
 import os
 import signal
 import socket
-import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -20,12 +20,14 @@ from typing import Self
 import psutil
 import ray
 
+from cluster.actor_names import NAMESPACE, names_of_cluster
 from cluster.errors import SessionError
-from cluster.registry import NAMESPACE, registry_name
-from cluster.shared_encodings import encodings_name
 from configs.cluster import ClusterConfig, GrpcConfig, HttpConfig
+from weights.private_folder import private_folder, temporary_folder
 
 STOP_TIMEOUT_S = 60.0
+END_TIMEOUT_S = 20.0
+_POLL_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +51,15 @@ class SessionRecord:
 
 
 def record_folder() -> Path:
-    """Private to the user: $XDG_RUNTIME_DIR/atelier, or a folder in the temporary directory."""
+    """Private to the user: $XDG_RUNTIME_DIR/atelier, or a folder in the temporary directory; created if need be.
+
+    Raises SessionError when it could be somebody else's: who may write there says which processes `down` ends.
+    """
     base = os.environ.get("XDG_RUNTIME_DIR")
-    return Path(base) / "atelier" if base else Path(tempfile.gettempdir()) / f"atelier-{os.getuid()}"
+    try:
+        return private_folder(Path(base) / "atelier" if base else temporary_folder())
+    except OSError as error:
+        raise SessionError(str(error)) from None
 
 
 def running_sessions(folder: Path) -> list[SessionRecord]:
@@ -108,7 +116,7 @@ def check_port_free(where: HttpConfig | GrpcConfig) -> None:
 def ray_session(config: ClusterConfig) -> Iterator[None]:
     """Ray, connected or started, for the length of the block. A private Ray ends with it.
 
-    On a Ray that was there before, only the cluster's own detached actors are ended.
+    On a Ray that was there before, `end_actors` ends what is the cluster's own.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # Ray starts its workers at nice 15, so that whatever else runs on the machine goes before those who serve.
@@ -132,19 +140,38 @@ def ray_session(config: ClusterConfig) -> Iterator[None]:
     try:
         yield
     finally:
-        if not private:
-            end_actors(config)
         ray.shutdown()
 
 
-def end_actors(config: ClusterConfig) -> None:
-    """End the registry, its keepers and the shared encodings: detached actors outlive the application otherwise."""
-    with contextlib.suppress(ValueError, ray.exceptions.RayError):
-        ray.kill(ray.get_actor(encodings_name(config.name), namespace=NAMESPACE))
-    with contextlib.suppress(ValueError, ray.exceptions.RayError):
-        registry = ray.get_actor(registry_name(config), namespace=NAMESPACE)
-        ray.get(registry.close.remote(), timeout=10)
-        ray.kill(registry)
+def end_actors(cluster: str, timeout_s: float = END_TIMEOUT_S) -> None:
+    """End registry, keepers and shared encodings of the cluster of that name, whatever config they were started with.
+
+    Detached actors outlive the application, and an `up` that was killed leaves all of its own. Returns when their
+    names are free again. Raises SessionError naming those that would not end, when all of them were told to.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    while names := names_of_cluster(cluster, _named_actors()):
+        problems = {name: problem for name in names if (problem := _end_actor(name))}
+        if time.monotonic() >= deadline_s:
+            what = "; ".join(f"{name}: {problems.get(name, 'it stays')}" for name in names)
+            raise SessionError(f"actors of cluster {cluster!r} that would not end: {what}")
+        time.sleep(_POLL_S)
+
+
+def _named_actors() -> list[str]:
+    actors = ray.util.list_named_actors(all_namespaces=True)
+    return [actor["name"] for actor in actors if actor["namespace"] == NAMESPACE]
+
+
+def _end_actor(name: str) -> str:
+    """What went wrong, "" for nothing: the others are ended all the same."""
+    try:
+        ray.kill(ray.get_actor(name, namespace=NAMESPACE))
+    except ValueError:  # it has ended just now
+        return ""
+    except Exception as error:
+        return str(error).partition("\n")[0] or repr(error)
+    return ""
 
 
 class SessionFile:
@@ -156,7 +183,6 @@ class SessionFile:
         self._file = folder / f"{config.name}.json"
 
     def __enter__(self) -> Self:
-        self._file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._write(self._record)
         return self
 

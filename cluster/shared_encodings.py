@@ -18,11 +18,11 @@ from typing import Any, Final, Protocol
 
 import ray
 
+from cluster.actor_names import NAMESPACE, encodings_name
 from cluster.encodings.ledger import CLAIM_S, EncodingLedger, Waiter
 from cluster.encodings.packed import ByteArray, Layout
 from cluster.encodings.records import INLINE_BYTES, Answer, SharedEncoding, SharedStats
 from cluster.keeping.object_store import ObjectStore, StoreFull, capacity_bytes
-from cluster.node_keepers import NAMESPACE
 
 MAX_STORE_SHARE: Final = 0.1  # of the node's object store, most of which is for weights
 ENTRY_BYTES: Final = 1024  # digest, dictionaries and layout of one entry
@@ -138,14 +138,10 @@ def _told(answer: Answer[_Held]) -> Answer[SharedEncoding]:
     return Answer(answer.state, answer.payload.encoding if answer.payload else None)
 
 
-def encodings_name(cluster: str) -> str:
-    return f"encodings-{cluster}"
-
-
-def connect_shared_encodings(cluster: str, max_bytes: int) -> Any:
-    """The shared encodings of the cluster of that name; the first caller starts them. Blocks."""
+def connect_shared_encodings(key: str, max_bytes: int) -> Any:
+    """The shared encodings of the cluster of that key; the first caller starts them. Blocks."""
     actor = ray.remote(SharedEncodings).options(
-        name=encodings_name(cluster),
+        name=encodings_name(key),
         namespace=NAMESPACE,
         lifetime="detached",
         get_if_exists=True,

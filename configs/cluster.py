@@ -110,7 +110,7 @@ class StoreConfig(StrictModel):
     path: Path = Path("~/.cache/atelier/store")
     verify: bool = Field(True, description="check every extent while it is read")
     node_budget_bytes: Bytes | None = Field(
-        None, description="bytes of extents that one node keeps in memory; default 70 % of the object store"
+        None, description="bytes of extents that one node keeps in memory; default 70 % of its object store"
     )
     object_storage: ObjectStorageConfig = ObjectStorageConfig()
 
@@ -232,8 +232,3 @@ class ClusterConfig(StrictModel):
         """What requests for `model` get when they do not say; nothing for an adapter or an unknown id."""
         entry = self.entries.get(model)
         return entry.defaults if isinstance(entry, ModelConfig) else GenerationDefaults()
-
-    @property
-    def node_budget_bytes(self) -> int:
-        """Bytes of extents per node. Ray spills from 80 % of its store on, so the default stays clear of it."""
-        return self.store.node_budget_bytes or int(self.ray.object_store_bytes * 0.7)

@@ -55,9 +55,7 @@ def run_attached(path: Path, port: int | None) -> None:
 def run_detached(path: Path, port: int | None) -> None:
     """Start the cluster in a process of its own and return when it answers. Its output goes to a log file."""
     config = load_with_port(path, port)
-    folder = record_folder()
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    log = folder / f"{config.name}.log"
+    log = record_folder() / f"{config.name}.log"
     command = [sys.executable, "-m", "deployments.cli", "up", str(path)]
     if port is not None:
         command += ["--port", str(port)]

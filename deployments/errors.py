@@ -114,7 +114,7 @@ def as_service_errors() -> Iterator[None]:
         raise UnknownModel(str(error), "model") from error
     except BudgetExceeded as error:
         raise Overloaded(str(error)) from error
-    except (cluster_errors.ModelUnavailable, WeightsError) as error:
+    except (cluster_errors.ModelUnavailable, cluster_errors.KeeperFailed, WeightsError) as error:
         raise ModelUnavailable(str(error), "model") from error
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):

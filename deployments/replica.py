@@ -15,6 +15,7 @@ import ray
 import torch
 
 from cluster.errors import ClusterError
+from cluster.ray_calls import get
 from cluster.ray_extents import RayExtents
 from cluster.registry import connect_registry
 from configs.cluster import ClusterConfig, ModelReplicaConfig
@@ -28,6 +29,7 @@ from weights.manifest import Component, ModelKind
 from weights.store import WeightStore
 
 MAX_PREPARED: Final = 64
+KEEPER_TIMEOUT_S: Final = 30.0
 
 logger = logging.getLogger("atelier.replica")
 
@@ -43,13 +45,18 @@ class ReplicaBuilder(Protocol):
 async def open_host(config: ClusterConfig, role: str, settings: ModelReplicaConfig, build: ReplicaBuilder) -> ModelHost:
     """Connect this replica. `role` names it as a holder of leases."""
     registry = connect_registry(config)
-    keeper: Any = await registry.keeper.remote(ray.get_runtime_context().get_node_id())
+    node_id = ray.get_runtime_context().get_node_id()
+    keeper: Any = await registry.keeper.remote(node_id)
     loop = asyncio.get_running_loop()
 
     def on_pressure(nbytes: int) -> None:
         loop.call_soon_threadsafe(host.give_way, nbytes)
 
-    provider = RayExtents(keeper, f"{role}-{uuid.uuid4().hex[:8]}", on_pressure)
+    def connect() -> Any:
+        return get(registry.keeper.remote(node_id), KEEPER_TIMEOUT_S)
+
+    provider = RayExtents(keeper, f"{role}-{uuid.uuid4().hex[:8]}", on_pressure, connect)
+    provider.start_beating()
 
     async def fetch_manifest(model: str, version: str | None) -> Any:
         try:

@@ -15,7 +15,7 @@ import httpx
 from ray import serve
 
 from cluster.errors import SessionError
-from cluster.session import SessionFile, check_can_start, ray_session, record_folder
+from cluster.session import SessionFile, check_can_start, end_actors, ray_session, record_folder
 from configs.cluster import ClusterConfig
 
 APP_NAME = "atelier"
@@ -37,14 +37,32 @@ def cluster_up(config: ClusterConfig, config_path: str, stop: threading.Event | 
     with SessionFile(config, url, config_path, folder) as session, ray_session(config):
         if stop:
             stop_on_signals(stop)  # again: Ray has put a handler of its own in place
-        try:
+        with left_clean(config):
             start_serve(config)
             wait_ready(url, START_TIMEOUT_S, stop)
             session.mark_ready()
             yield url
+
+
+@contextlib.contextmanager
+def left_clean(config: ClusterConfig) -> Iterator[None]:
+    """Have nothing of the cluster on a Ray that was there before, neither at the start of the block nor after it.
+
+    What an `up` that was killed has left goes first, its replicas before its actors: they would start them again.
+    Raises SessionError when something would not end.
+    """
+    if config.ray.address is None:  # a private one ends with everything on it
+        yield
+        return
+    stop_serving()
+    end_actors(config.name)
+    try:
+        yield
+    finally:
+        try:
+            stop_serving()
         finally:
-            if config.ray.address is not None:
-                stop_serving()  # that Ray goes on; a private one ends with everything on it
+            end_actors(config.name)
 
 
 def start_serve(config: ClusterConfig) -> None:
@@ -68,7 +86,8 @@ def start_serve(config: ClusterConfig) -> None:
 
 def stop_serving() -> None:
     """Take the application off a Ray that goes on; Serve itself only when nobody else serves there."""
-    serve.delete(APP_NAME)
+    if APP_NAME in serve.status().applications:
+        serve.delete(APP_NAME)
     if not serve.status().applications:
         serve.shutdown()
 

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from cluster.actor_names import cluster_key
 from cluster.encodings.ray_tier import RaySharedTier
 from cluster.registry import connect_registry
 from cluster.shared_encodings import connect_shared_encodings
@@ -53,7 +54,7 @@ class TextEncoderService:
         await prepare_models(self._host, config.models, KINDS, is_text_encoder, self._builder)
         shared = None
         if settings.shared_cache_bytes:
-            shared = RaySharedTier(partial(connect_shared_encodings, config.name, settings.shared_cache_bytes))
+            shared = RaySharedTier(partial(connect_shared_encodings, cluster_key(config), settings.shared_cache_bytes))
         self._cache = EmbeddingCache(settings.cache_bytes, shared)
         self._padding = EncodeCounter()
         registry = connect_registry(config)

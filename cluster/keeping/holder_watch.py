@@ -90,6 +90,12 @@ class HolderWatch:
                 self._thread = threading.Thread(target=self._run, name="holder-watch", daemon=True)
                 self._thread.start()
 
+    @property
+    def num_holders(self) -> int:
+        """Who was heard, and is not known to have died."""
+        with self._lock:
+            return len(self._heard)
+
     def check(self) -> None:
         """One round."""
         with self._lock:

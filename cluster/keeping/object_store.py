@@ -21,6 +21,7 @@ from weights.memory.pages import ByteArray
 
 # Ray spills from 80 % of its store on; what is not weights, and holes between objects, want room as well.
 MAX_SHARE: Final = 0.75
+DEFAULT_SHARE: Final = 0.7
 SHARED_MEMORY: Final = "/dev/shm"  # noqa: S108  where Ray's store is
 MAPS: Final = Path("/proc/self/maps")
 PREALLOCATE: Final = "RAY_preallocate_plasma_memory"

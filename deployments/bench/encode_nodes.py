@@ -18,7 +18,7 @@ from ray import serve
 from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from cluster.shared_encodings import encodings_name
+from cluster.actor_names import encodings_name
 from deployments.bench.encode_cluster import STORE_BYTES, cluster_config, encoder_counts
 from deployments.bench.encode_load import post_all
 from deployments.bench.encode_models import Texts

@@ -20,7 +20,7 @@ from integration.harness import DEMO_MODELS, Cluster, pixels, replica_processes,
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from cluster.registry import NAMESPACE, registry_name
+from cluster.actor_names import NAMESPACE, registry_name
 from weights.store import WeightStore
 
 PROMPT = "What is 4"

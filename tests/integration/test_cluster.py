@@ -13,7 +13,7 @@ import pytest
 import ray
 from integration.harness import Cluster
 
-from cluster.registry import NAMESPACE, registry_name
+from cluster.actor_names import NAMESPACE, registry_name
 from deployments.errors import InvalidRequest, UnknownModel
 from weights.store import WeightStore
 

@@ -23,7 +23,7 @@ import ray
 from integration.harness import Cluster, pixels, replica_processes, wait_for
 from ray._private.internal_api import get_memory_info_reply, get_state_from_address
 
-from cluster.registry import NAMESPACE, registry_name
+from cluster.actor_names import NAMESPACE, cluster_key, keeper_name, registry_name
 
 NUM_CLIENTS = 6
 MARGIN_BYTES = 2**20  # of the object store: messages of Ray's own come and go
@@ -108,7 +108,8 @@ class Watched:
     def process_id(self, victim: str) -> int:
         """Of the busiest, when there are several."""
         if victim == "keeper":
-            keeper = ray.get_actor(f"keeper-{ray.get_runtime_context().get_node_id()}", namespace=NAMESPACE)
+            name = keeper_name(cluster_key(self._cluster.config), ray.get_runtime_context().get_node_id())
+            keeper = ray.get_actor(name, namespace=NAMESPACE)
             return ray.get(keeper.__ray_call__.remote(lambda _: os.getpid()))
         if victim == "registry":
             registry = ray.get_actor(registry_name(self._cluster.config), namespace=NAMESPACE)

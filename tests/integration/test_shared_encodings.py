@@ -14,11 +14,11 @@ import ray
 import torch
 from integration.harness import Cluster
 
+from cluster.actor_names import NAMESPACE, encodings_name
 from cluster.encodings.ledger import CLAIM_S
 from cluster.encodings.ray_tier import ANSWER_TIMEOUT_S, RaySharedTier
 from cluster.encodings.records import SharedStats
-from cluster.node_keepers import NAMESPACE
-from cluster.shared_encodings import connect_shared_encodings, encodings_name
+from cluster.shared_encodings import connect_shared_encodings
 from deployments.encoding.embedding_cache import EmbeddingCache, EncodingKey
 
 pytestmark = pytest.mark.ray

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import tempfile
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from typing import Final, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from weights.private_folder import private_folder, temporary_folder
 from weights.reading.medium import MOUNTINFO, UNKNOWN, Medium, medium_of, nfs_advice
 from weights.reading.probe import MIN_PROBED_BYTES, probe_file
 from weights.reading.strategy import DIRECT, Probe, ReadStrategy, choose_strategy, parse_strategy
@@ -100,12 +100,19 @@ class ProbeCache:
         contents.probes[_key(medium)] = probe
         staged = self._file.with_name(f"{self._file.name}.{os.getpid()}.{threading.get_ident()}")
         with contextlib.suppress(OSError):
+            self._check_place()
             self._file.parent.mkdir(parents=True, exist_ok=True)
             staged.write_text(contents.model_dump_json(), encoding="utf-8")
             staged.replace(self._file)
 
+    def _check_place(self) -> None:
+        """Raises OSError when somebody else may have made the folder."""
+        if self._file.parent == temporary_folder():
+            private_folder(self._file.parent)
+
     def _read(self) -> _CacheFile:
         try:
+            self._check_place()
             with self._file.open("rb") as file:
                 return _CacheFile.model_validate_json(file.read(MAX_CACHE_BYTES))
         except (OSError, ValidationError):
@@ -119,7 +126,6 @@ def _key(medium: Medium) -> str:
 def cache_folder(environ: Mapping[str, str]) -> Path:
     """Where what may be found out again is kept, as the XDG base directory specification has it."""
     base = environ.get("XDG_CACHE_HOME", "")
-    # The specification: a path that is not absolute is ignored.
-    return (
-        Path(base) if base.startswith("/") else Path(environ.get("HOME") or tempfile.gettempdir()) / ".cache"
-    ) / "atelier"
+    if base.startswith("/"):  # the specification: a path that is not absolute is ignored
+        return Path(base) / "atelier"
+    return Path(environ["HOME"]) / ".cache" / "atelier" if environ.get("HOME") else temporary_folder()

@@ -121,7 +121,7 @@ def keeper(tmp_path: Path, reads: Reads, store: FakeStore) -> Iterator[Make]:
     """Makes keepers; no wait for leased room, and no audit, unless asked for."""
     keepers: list[NodeKeeper] = []
 
-    def make(budget: int = 1000, **options: Any) -> NodeKeeper:
+    def make(budget: int | None = 1000, **options: Any) -> NodeKeeper:
         settings = {"store": store, "audit_bytes_per_s": 0, "max_wait_s": 0.0} | options
         keepers.append(NodeKeeper(str(tmp_path), budget, "node", **settings))
         return keepers[-1]
@@ -413,6 +413,19 @@ def test_leases_end_with_the_process_that_has_them(keeper, extents) -> None:
     holder.communicate()
 
 
+def test_replicas_count_with_their_first_sign_of_life_and_until_their_end(keeper) -> None:
+    node = keeper()
+    assert node.stats().num_holders == 0
+    holder = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    node.hello("dies", HolderProcess(holder.pid, psutil.Process(holder.pid).create_time()))
+    for _ in range(3):
+        node.hello("lives", HolderProcess.this())
+    assert node.stats().num_holders == 2
+    holder.kill()
+    until(lambda: node.stats().num_holders == 1)
+    holder.communicate()
+
+
 def test_leases_of_another_life_are_not_given_back(keeper, extents) -> None:
     node = keeper()
     acquired = node.acquire([extents["a"]], "w")
@@ -435,6 +448,12 @@ def test_what_is_prefetched_is_there_without_a_lease(keeper, extents, reads: Rea
     node.prefetch([extents["b"]])  # nobody waits, so nobody hears of it
     with pytest.raises(ExtentCorrupt):
         node.acquire([extents["b"]], "w")
+
+
+def test_the_default_budget_is_a_share_of_the_nodes_own_store_clear_of_spilling(keeper, store: FakeStore) -> None:
+    for store.capacity_bytes in (1000 * 2**20, 50 * 2**30):
+        assert keeper(None).stats().budget_bytes == store.capacity_bytes * 7 // 10
+    assert keeper(5 * 2**20).stats().budget_bytes == 5 * 2**20
 
 
 def test_a_budget_is_held_against_the_object_store(keeper, extents, store: FakeStore) -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray.exceptions import ActorDiedError, RayTaskError
 
-from cluster.node_keepers import NodeKeepers
+from cluster.errors import KeeperFailed
+from cluster.node_keepers import FIRST_PAUSE_S, IDLE_S, LONGEST_PAUSE_S, NodeKeepers
 from cluster.peers.extent_sources import ComingOffer
 
 DEFAULT_BUDGET_BYTES = 1000
@@ -33,6 +36,8 @@ class Keeper:
         self.address = f"10.0.0.1:{port}"
         self.life = 0
         self.reachable = True
+        self.num_holders = 1
+        self.broken = ""
         self.restart()
         self.stats, self.residents = Call(self._stats), Call(lambda: self.extents)
         self.pin, self.unpin, self.set_budget = Call(self._pin), Call(self._unpin), Call(self._set_budget)
@@ -45,9 +50,19 @@ class Keeper:
         self.num_told = 0
 
     def _stats(self) -> Any:
+        if self.broken:
+            cause = RayTaskError(
+                "__init__", f"Traceback of the actor:\n  here\n{self.broken}\n", ValueError(self.broken)
+            )
+            raise ActorDiedError(cause)
         if not self.reachable:
             raise ConnectionError("it is starting")
-        return SimpleNamespace(generation=f"life {self.life}", budget_bytes=self.budget_bytes, address=self.address)
+        return SimpleNamespace(
+            generation=f"life {self.life}",
+            budget_bytes=self.budget_bytes,
+            address=self.address,
+            num_holders=self.num_holders,
+        )
 
     def _pin(self, ids: Sequence[str]) -> None:
         self.num_told += 1
@@ -66,11 +81,34 @@ def nodes() -> dict[str, Keeper]:
     return {"n1": Keeper(7001), "n2": Keeper(7002)}
 
 
+class Ray:
+    """What Ray was told to do, and the time."""
+
+    def __init__(self) -> None:
+        self.started: list[str] = []
+        self.killed: list[Keeper] = []
+        self.now_s = 0.0
+
+
 @pytest.fixture
-def keepers(nodes: dict[str, Keeper], monkeypatch: pytest.MonkeyPatch) -> NodeKeepers:
-    monkeypatch.setattr(NodeKeepers, "_start", lambda _, node_id: nodes[node_id])
-    monkeypatch.setattr("cluster.node_keepers.ray.kill", lambda _: None)
-    return NodeKeepers("/packs", DEFAULT_BUDGET_BYTES, "registry")
+def done() -> Ray:
+    return Ray()
+
+
+@pytest.fixture
+def keepers(nodes: dict[str, Keeper], done: Ray, monkeypatch: pytest.MonkeyPatch) -> NodeKeepers:
+    """Nodes n1 and n2 have a replica."""
+
+    def start(_: NodeKeepers, node_id: str) -> Keeper:
+        done.started.append(node_id)
+        return nodes[node_id]
+
+    monkeypatch.setattr(NodeKeepers, "_start", start)
+    monkeypatch.setattr("cluster.node_keepers.ray.kill", done.killed.append)
+    made = NodeKeepers("/packs", DEFAULT_BUDGET_BYTES, "registry", clock=lambda: done.now_s)
+    for node_id in nodes:
+        made.get(node_id)
+    return made
 
 
 async def test_a_restarted_keeper_gets_its_nodes_pins_and_budget_again(
@@ -108,6 +146,7 @@ async def test_what_was_pinned_while_a_keeper_was_away_or_in_another_life_of_the
     nodes["n1"].reachable = False
     await keepers.pin(["new"], True)
     nodes["n1"].restart()
+    keepers.get("n2")
     await keepers.follow(["n1", "n2"])
     assert (nodes["n1"].pinned, nodes["n2"].pinned) == (set(), {"old", "new"})  # it is not back yet
     nodes["n1"].reachable = True
@@ -136,5 +175,58 @@ async def test_a_node_that_left_is_a_new_one_when_it_comes_back(keepers: NodeKee
     await keepers.follow(["n1", "n2"])
     await keepers.follow(["n2"])
     nodes["n1"].restart()
+    keepers.get("n1")
     await keepers.follow(["n1", "n2"])
     assert nodes["n1"].budget_bytes == DEFAULT_BUDGET_BYTES
+
+
+async def test_only_nodes_with_replicas_have_keepers(keepers: NodeKeepers, nodes: dict[str, Keeper], done: Ray) -> None:
+    nodes["head"] = nodes["found"] = Keeper(7003)
+    await keepers.follow(["head", "n1", "n2", "found"], running=["found"])
+    assert (done.started, set(keepers.handles())) == (["n1", "n2", "found"], {"n1", "n2", "found"})
+
+
+async def test_a_keeper_ends_a_while_after_the_last_replica_of_its_node(
+    keepers: NodeKeepers, nodes: dict[str, Keeper], done: Ray
+) -> None:
+    await keepers.follow(["n1", "n2"])
+    nodes["n1"].num_holders = 0
+    done.now_s += 0.9 * IDLE_S
+    await keepers.follow(["n1", "n2"])
+    keepers.report("n1", "10.0.0.1:7001", ["a"], [], full=True)
+    assert done.killed == []
+    done.now_s += 0.2 * IDLE_S
+    await keepers.follow(["n1", "n2"], running=["n1", "n2"])
+    assert (done.killed, set(keepers.handles())) == ([nodes["n1"]], {"n2"})
+    assert keepers.locate(["a"], "n2") == {}  # nobody is sent to it
+    assert keepers.get("n1") is nodes["n1"]
+    await keepers.follow(["n1", "n2"])
+    assert set(keepers.handles()) == {"n1", "n2"}
+
+
+async def test_a_keeper_that_cannot_start_is_replaced_later_and_later_and_says_why_meanwhile(
+    keepers: NodeKeepers, nodes: dict[str, Keeper], done: Ray
+) -> None:
+    nodes["n1"].broken = "WeightsError: ATELIER_READ: no such strategy"
+    started_s = []
+    done.started.clear()
+    while done.now_s < 4 * LONGEST_PAUSE_S:
+        await keepers.follow(["n1", "n2"], running=["n1", "n2"] if not started_s else [])
+        answer = (await keepers.ask("stats"))["n1"]
+        assert isinstance(answer, KeeperFailed)
+        assert str(answer) == "the keeper of node n1 cannot start: WeightsError: ATELIER_READ: no such strategy"
+        with pytest.raises(KeeperFailed, match="no such strategy"):
+            keepers.get("n1")
+        done.now_s += FIRST_PAUSE_S / 2
+        started_s += [done.now_s] * (len(done.started) - len(started_s))
+    pauses_s = [later - sooner for sooner, later in itertools.pairwise(started_s)]
+    assert pauses_s[:4] == [FIRST_PAUSE_S * 2**number for number in range(1, 5)]
+    assert max(pauses_s) == LONGEST_PAUSE_S
+    nodes["n1"].broken = ""
+    done.now_s += LONGEST_PAUSE_S
+    await keepers.follow(["n1", "n2"])
+    assert (await keepers.ask("stats"))["n1"].num_holders == 1
+    nodes["n1"].broken = "again"
+    await keepers.follow(["n1", "n2"])
+    done.now_s += FIRST_PAUSE_S
+    assert keepers.get("n1") is nodes["n1"]  # it begins with a short pause again

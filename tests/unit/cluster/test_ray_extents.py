@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import ray
 
+from cluster.errors import KeeperFailed
 from cluster.keeper_records import Acquired, Greeting, HeldOffer
 from cluster.keeping.holder_watch import HolderProcess
 from cluster.ray_extents import RayExtents
@@ -134,6 +135,30 @@ def test_a_call_that_died_with_the_keeper_is_made_again(keeper: FakeKeeper) -> N
     replica.fetch(extents("b"))
     assert keeper.adopted == [{}, {"a": 1}]
     assert keeper.leases == {"a": 1, "b": 1}
+
+
+def test_a_keeper_in_place_of_one_that_is_gone_for_good_is_found_and_told(keeper: FakeKeeper) -> None:
+    second = FakeKeeper()
+    second.life = 7
+    found: list[Any] = [KeeperFailed("the keeper of node n cannot start: no disk"), second, second]
+
+    def connect() -> Any:
+        taken = found.pop(0)
+        if isinstance(taken, Exception):
+            raise taken
+        return taken
+
+    replica = RayExtents(keeper, "r", connect=connect)
+    replica.fetch(extents("a"))
+    for method in ("hello", "acquire"):
+        setattr(keeper, f"on_{method}", lambda *_: fail_with(ray.exceptions.ActorDiedError())())
+    with pytest.raises(KeeperFailed, match="no disk"):
+        replica.fetch(extents("b"))  # said at once: a minute of trying would not bring it back
+    replica.beat()
+    replica.beat()
+    assert second.adopted == [{"a": 1}]
+    replica.fetch(extents("b"))
+    assert second.leases == {"a": 1, "b": 1}
 
 
 def test_bytes_that_went_with_the_keeper_are_asked_for_again(keeper: FakeKeeper, monkeypatch: Any) -> None:

@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,13 @@ from cluster.session import (
     SessionRecord,
     check_can_start,
     check_port_free,
+    end_actors,
     record_folder,
     running_sessions,
     stop_session,
 )
 from configs.cluster import ClusterConfig, HttpConfig
+from weights.private_folder import private_folder
 
 SLEEPER = [sys.executable, "-c", "import sys; sys.stdin.read()"]
 
@@ -57,7 +60,7 @@ def write(folder: Path, record: SessionRecord, **changes: Any) -> Path:
 
 
 def test_a_session_file_lives_as_long_as_its_block(tmp_path: Path) -> None:
-    folder = tmp_path / "records"
+    folder = private_folder(tmp_path / "records")
     with SessionFile(config(), "http://x", "/c.yaml", folder) as session:
         (record,) = running_sessions(folder)
         assert (record.name, record.pid, record.url, record.ready) == ("one", os.getpid(), "http://x", False)
@@ -106,7 +109,12 @@ def test_records_are_private_to_the_user(monkeypatch: pytest.MonkeyPatch, tmp_pa
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     assert record_folder() == tmp_path / "atelier"
     monkeypatch.delenv("XDG_RUNTIME_DIR")
-    assert str(os.getuid()) in record_folder().name
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert record_folder() == tmp_path / f"atelier-{os.getuid()}"
+    assert record_folder().stat().st_mode & 0o777 == 0o700
+    record_folder().chmod(0o755)
+    with pytest.raises(SessionError, match=rf"atelier-{os.getuid()}: not used: its mode is 0755"):
+        record_folder()
 
 
 def test_the_same_cluster_is_already_up(tmp_path: Path, mine: SessionRecord) -> None:
@@ -151,3 +159,57 @@ def test_stopping_ends_the_whole_family(mine: SessionRecord, code: str) -> None:
         assert not psutil.pid_exists(child.pid) or child.status() == psutil.STATUS_ZOMBIE
         process.wait(5)
     stop_session(replace(mine, pid=process.pid))
+
+
+class NamedActors:
+    """Ray's named actors. Killing takes a while, and fails for those in `stubborn` as often as that says."""
+
+    def __init__(self, *names: str) -> None:
+        self.names = list(names)
+        self.stubborn: dict[str, int] = {}
+        self.ended: list[str] = []
+        self._ending: list[str] = []
+
+    def listed(self, all_namespaces: bool) -> list[dict[str, str]]:
+        ending, self._ending = self._ending, []
+        self.names = [name for name in self.names if name not in ending]
+        assert all_namespaces
+        mine = [{"name": name, "namespace": "atelier"} for name in self.names]
+        return [*mine, {"name": "registry:one:a", "namespace": "somebody else's"}]
+
+    def get(self, name: str, namespace: str) -> str:
+        return name
+
+    def kill(self, name: str) -> None:
+        if self.stubborn.get(name, 0):
+            self.stubborn[name] -= 1
+            raise ConnectionError(f"{name} does not listen\nat all")
+        self.ended.append(name)
+        self._ending = [*self._ending, name]
+
+
+@pytest.fixture
+def actors(monkeypatch: pytest.MonkeyPatch) -> NamedActors:
+    made = NamedActors("encodings:one:a", "keeper:one:a:n", "registry:one:a", "registry:one:b", "registry:two:a")
+    monkeypatch.setattr("cluster.session.ray.util.list_named_actors", made.listed)
+    monkeypatch.setattr("cluster.session.ray.get_actor", made.get)
+    monkeypatch.setattr("cluster.session.ray.kill", made.kill)
+    monkeypatch.setattr("cluster.session._POLL_S", 0.001)
+    return made
+
+
+def test_all_of_a_clusters_actors_end_whatever_config_they_had_and_whichever_fails(actors: NamedActors) -> None:
+    actors.stubborn = {"registry:one:a": 3, "keeper:one:a:n": 1}
+    end_actors("one")
+    assert actors.names == ["registry:two:a"]
+    assert actors.ended.index("registry:one:b") < actors.ended.index("encodings:one:a")
+    end_actors("one")
+
+
+def test_an_actor_that_stays_is_named_and_the_others_end(actors: NamedActors) -> None:
+    actors.stubborn = {"registry:one:a": 10**9}
+    with pytest.raises(
+        SessionError, match=r"'one' that would not end: registry:one:a: registry:one:a does not listen$"
+    ):
+        end_actors("one", timeout_s=0.05)
+    assert actors.names == ["registry:one:a", "registry:two:a"]

@@ -15,7 +15,7 @@ from cluster.encodings.ray_tier import RaySharedTier
 from cluster.encodings.records import INLINE_BYTES, SharedEncoding
 from cluster.errors import ClusterError
 from cluster.keeping.object_store import StoreFull
-from cluster.shared_encodings import SharedEncodings, encodings_name
+from cluster.shared_encodings import SharedEncodings
 
 SMALL, LARGE = 100, INLINE_BYTES + 1
 CLAIM_S = 3.0
@@ -216,7 +216,3 @@ async def test_when_there_is_no_actor_to_be_had_asking_fails() -> None:
 
     with pytest.raises(ValueError, match="no such actor"):
         await RaySharedTier(connect).find_or_claim("d")
-
-
-def test_each_cluster_has_its_own() -> None:
-    assert encodings_name("one") != encodings_name("two")

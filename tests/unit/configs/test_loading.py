@@ -198,10 +198,3 @@ def test_sizes(value: Any, expected: int) -> None:
 def test_what_is_no_size_is_refused(value: str) -> None:
     with pytest.raises(ValueError, match="not a size in bytes"):
         parse_bytes(value)
-
-
-def test_the_default_node_budget_stays_clear_of_spilling(tmp_path: Path) -> None:
-    config = load_cluster_config(write(tmp_path, MODELS + "ray: {object_store_bytes: 1000 MiB}\n"))
-    assert config.node_budget_bytes == 700 * 2**20
-    config = load_cluster_config(write(tmp_path, MODELS + "store: {node_budget_bytes: 5 MiB}\n"))
-    assert config.node_budget_bytes == 5 * 2**20

@@ -11,6 +11,7 @@ import pytest
 from pydantic import ValidationError
 
 from configs.model import GenerationDefaults
+from cluster.errors import KeeperFailed
 from deployments.defaults import with_image_defaults, with_text_defaults
 from deployments.engines.protocol import ComputationFailed, EngineError
 from deployments.errors import (
@@ -119,6 +120,7 @@ def test_errors_survive_a_copy_by_their_arguments(class_: type[ServiceError]) ->
         (EngineError("x"), InvalidRequest),
         (BudgetExceeded("x"), Overloaded),
         (ExtentCorrupt("x"), ModelUnavailable),
+        (KeeperFailed("x"), ModelUnavailable),
         (UnknownModel("x"), UnknownModel),
         (ComputationFailed("x"), GenerationFailed),
         (MemoryError("x"), Overloaded),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from weights.errors import WeightsError
+from weights.private_folder import temporary_folder
 from weights.reading.medium import Medium
 from weights.reading.planning import ProbeCache, ReadPlanner, cache_folder
 from weights.reading.probe import MIN_PROBED_BYTES
@@ -155,4 +157,23 @@ def test_the_cache_lies_where_the_desktop_specification_says() -> None:
     assert cache_folder({"XDG_CACHE_HOME": "/c", "HOME": "/h"}) == Path("/c/atelier")
     assert cache_folder({"XDG_CACHE_HOME": "relative", "HOME": "/h"}) == Path("/h/.cache/atelier")
     assert cache_folder({"HOME": "/h"}) == Path("/h/.cache/atelier")
-    assert cache_folder({}).is_absolute()
+    assert cache_folder({}) == temporary_folder()
+
+
+def test_a_cache_that_somebody_else_may_have_made_is_neither_read_nor_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    cache = ProbeCache(cache_folder({}))
+    cache.put(MEDIUM, PROBE)
+    assert cache.get(MEDIUM) == PROBE
+    folder = temporary_folder()
+    assert folder.stat().st_mode & 0o777 == 0o700
+    folder.chmod(0o777)
+    assert cache.get(MEDIUM) is None
+    folder.rename(tmp_path / "theirs")
+    folder.symlink_to(tmp_path / "theirs")
+    before = (tmp_path / "theirs/probes.json").read_bytes()
+    cache.put(MEDIUM, Probe(direct_gbps=None, buffered_gbps=7.0))
+    assert (tmp_path / "theirs/probes.json").read_bytes() == before
+    assert cache.get(MEDIUM) is None

@@ -1,0 +1,99 @@
+"""A cluster on a Ray that others started: what a killed `up` has left there, and a keeper that cannot start.
+
+Runs in a process of its own, and prints what it saw as one line of JSON. Argument: a folder for the stores.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.cluster_utils import Cluster
+
+from cluster.actor_names import cluster_key
+from cluster.registry import connect_registry
+from cluster.session import ray_session
+from cluster.shared_encodings import connect_shared_encodings
+from configs.cluster import ClusterConfig
+from deployments.running import left_clean
+
+STORE_BYTES = 192 * 2**20
+
+
+def main(folder: Path) -> None:
+    shared = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "object_store_memory": STORE_BYTES})
+    observed: dict[str, Any] = {}
+    try:
+        with ray_session(config(folder / "old", shared.address)):
+            observed["killed"] = roles(leave_behind(config(folder / "old", shared.address)))
+        new = config(folder / "new", shared.address)
+        with ray_session(new):
+            with left_clean(new):
+                observed["at start"] = actors()
+                observed |= serve(new, folder / "new")
+            observed["at end"] = actors()
+    finally:
+        shared.shutdown()
+    print(json.dumps(observed))
+
+
+def config(store: Path, address: str) -> ClusterConfig:
+    models = [{"id": "m", "path": str(store / "nothing")}]
+    return ClusterConfig.model_validate(
+        {"name": "shared", "ray": {"address": address}, "store": {"path": str(store)}, "models": models}
+    )
+
+
+def leave_behind(old: ClusterConfig) -> list[str]:
+    """As an `up` that was killed: nobody ends the detached actors."""
+    registry = connect_registry(old)
+    keeper = ray.get(registry.keeper.remote(ray.get_runtime_context().get_node_id()))
+    ray.get([keeper.stats.remote(), connect_shared_encodings(cluster_key(old), 2**20).stats.remote()])
+    return actors()
+
+
+def serve(new: ClusterConfig, store: Path) -> dict[str, Any]:
+    """The keeper's constructor fails as long as the store's folder of packs leads nowhere."""
+    packs = store / "packs"
+    store.mkdir()
+    packs.symlink_to("packs")
+    registry, node_id = connect_registry(new), ray.get_runtime_context().get_node_id()
+    alone = roles(until(lambda: ray.get(registry.statuses.remote()) and actors()))
+    ray.get(registry.keeper.remote(node_id))
+
+    def why() -> str:
+        nodes = ray.get(registry.residency.remote())["nodes"]
+        return next((node["unreachable"] for node in nodes if "cannot start" in node.get("unreachable", "")), "")
+
+    reason = until(why)
+    packs.unlink()
+    packs.mkdir()
+    (stats,) = until(lambda: ray.get(registry.keeper_stats.remote()))
+    return {"without replicas": alone, "reason": reason, "budget_bytes": stats.budget_bytes}
+
+
+def actors() -> list[str]:
+    names = [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)]
+    return sorted(name for name in names if ":shared:" in name)
+
+
+def roles(names: list[str]) -> list[str]:
+    return [name.split(":")[0] for name in names]
+
+
+def until(condition: Callable[[], Any], timeout_s: float = 60.0) -> Any:
+    deadline_s = time.monotonic() + timeout_s
+    while not (found := condition()):
+        if time.monotonic() > deadline_s:
+            raise TimeoutError("it did not come")
+        time.sleep(0.2)
+    return found
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,47 @@
+"""On a Ray that was there before: see `shared_ray_scenario.py`, which only reports what it saw."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from integration.harness import ROOT
+from integration.shared_ray_scenario import STORE_BYTES
+
+pytestmark = pytest.mark.ray
+
+
+@pytest.fixture(scope="module")
+def observed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    script = Path(__file__).with_name("shared_ray_scenario.py")
+    done = subprocess.run(
+        [sys.executable, str(script), str(tmp_path_factory.mktemp("stores"))],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_what_a_killed_up_has_left_is_gone_before_the_next_one_begins_and_nothing_stays_after(
+    observed: dict[str, Any],
+) -> None:
+    assert observed["killed"] == ["encodings", "keeper", "registry"]
+    assert observed["at start"] == observed["at end"] == []
+
+
+def test_a_keeper_starts_for_a_replica_and_takes_its_share_of_its_own_node(observed: dict[str, Any]) -> None:
+    assert observed["without replicas"] == ["registry"]
+    assert observed["budget_bytes"] == STORE_BYTES * 7 // 10
+
+
+def test_a_keeper_that_cannot_start_says_why_and_is_replaced_when_it_can(observed: dict[str, Any]) -> None:
+    assert "cannot start: RuntimeError: Symlink loop" in observed["reason"]

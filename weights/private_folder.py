@@ -1,0 +1,37 @@
+"""Folders of this user alone, in places where others could have made them first."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+import tempfile
+from pathlib import Path
+
+
+def temporary_folder() -> Path:
+    """The user's own in the temporary directory. Its name can be guessed: use it through `private_folder`."""
+    return Path(tempfile.gettempdir()) / f"atelier-{os.getuid()}"
+
+
+def private_folder(path: Path) -> Path:
+    """Create `path` with mode 0700, or take one that is there and could have been made so by nobody else.
+
+    Raises PermissionError, one line, when it is a link or no folder, belongs to another user, or lets others in;
+    and other OSErrors when it cannot be created.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+    found = path.lstat()
+    if not stat.S_ISDIR(found.st_mode):
+        raise PermissionError(f"{path}: not used: it is a link or a file, where a folder of this user's is expected")
+    if found.st_uid != os.geteuid():
+        raise PermissionError(
+            f"{path}: not used: it belongs to user {found.st_uid}, and this is user {os.geteuid()}; "
+            "set XDG_RUNTIME_DIR to a folder of your own"
+        )
+    if found.st_mode & 0o077:
+        mode = stat.S_IMODE(found.st_mode)
+        raise PermissionError(f"{path}: not used: its mode is {mode:04o}, so that others get in; `chmod 700` closes it")
+    return path
