@@ -160,7 +160,7 @@ class ExtentLoader:
             self._num_fetching[first] += 1
         try:
             with stages.measure("read", extent.nbytes):
-                shares = client.fetch(plan.addresses, extent, out, min_gbps=plan.min_gbps)
+                shares = client.fetch(plan.addresses, extent, out, min_gbps=plan.min_gbps).shares
         except (PeerUnavailable, ExtentCorrupt) as error:
             logger.warning("storage gives what peers do not: %s", error)
             return False

@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from cluster.errors import PeerUnavailable
 from cluster.peers.peer_protocol import (
@@ -18,6 +18,7 @@ from cluster.peers.peer_protocol import (
     REPLY_BYTES,
     WELCOME_BYTES,
     PeerAddress,
+    Reply,
     Request,
     Status,
     decode_greeting,
@@ -29,7 +30,13 @@ from cluster.peers.peer_protocol import (
     receive_frame,
 )
 
-Clock = Callable[[], float]
+
+class PeerBusy(PeerUnavailable):
+    """The peer has no connection, or no slot for another transfer, just now."""
+
+
+class _Yielded(PeerUnavailable):
+    """The peer has ended a connection that was kept, to have room for others. Another one may do."""
 
 
 class PeerConnection:
@@ -41,6 +48,7 @@ class PeerConnection:
     def __init__(self, address: PeerAddress, secret: bytes, timeout_s: float) -> None:
         self._address = address
         self._timeout_s = timeout_s
+        self._has_answered = False
         with _speaking_to(address):
             self._socket = socket.create_connection(address, timeout_s)
         try:
@@ -51,7 +59,7 @@ class PeerConnection:
             self._socket.close()
             raise
 
-    def fetch(self, request: Request, out: memoryview, min_bytes_per_s: float, grace_s: float) -> Status:
+    def fetch(self, request: Request, out: memoryview, min_bytes_per_s: float, grace_s: float) -> Reply:
         """Fill `out`, of the request's size. Not OK: the peer refused, nothing was written, the connection is good.
 
         Slower than `min_bytes_per_s`, `grace_s` after the request or later, is an error.
@@ -59,13 +67,25 @@ class PeerConnection:
         with _speaking_to(self._address):
             start_s = time.monotonic()
             self._socket.settimeout(self._timeout_s)
-            self._socket.sendall(encode_request(request))
-            status, nbytes = decode_reply(receive_frame(self._socket, REPLY_BYTES, self._timeout_s))
-            if nbytes != (request.nbytes if status == Status.OK else 0):
-                raise ValueError(f"announces {nbytes} bytes as {status.name}, {request.nbytes} were asked for")
-            if status == Status.OK:
+            reply = self._reply_to(request)
+            if reply.nbytes != (request.nbytes if reply.status == Status.OK else 0):
+                raise ValueError(
+                    f"announces {reply.nbytes} bytes as {reply.status.name}, {request.nbytes} were asked for"
+                )
+            if reply.status == Status.OK:
                 self._receive(out, start_s, min_bytes_per_s, grace_s)
-            return status
+            return reply
+
+    def _reply_to(self, request: Request) -> Reply:
+        try:
+            self._socket.sendall(encode_request(request))
+            frame = receive_frame(self._socket, REPLY_BYTES, self._timeout_s)
+        except ConnectionError as error:
+            if self._has_answered:
+                raise _Yielded(f"peer {self._address}: {error}") from error
+            raise
+        self._has_answered = True
+        return decode_reply(frame)
 
     @property
     def is_open(self) -> bool:
@@ -91,15 +111,19 @@ class PeerConnection:
 
     def _authenticate(self, secret: bytes) -> None:
         status, server_nonce = decode_greeting(receive_frame(self._socket, GREETING_BYTES, self._timeout_s))
-        if status != Status.OK:
-            raise ValueError(f"refuses the connection: {status.name}")
+        self._check_welcome(status)
         nonce = secrets.token_bytes(NONCE_BYTES)
         self._socket.sendall(encode_hello(nonce, prove(secret, "client", server_nonce, nonce)))
         status, proof = decode_welcome(receive_frame(self._socket, WELCOME_BYTES, self._timeout_s))
-        if status != Status.OK:
-            raise ValueError(f"refuses the connection: {status.name} (is the cluster's secret the same?)")
+        self._check_welcome(status)
         if not hmac.compare_digest(proof, prove(secret, "server", server_nonce, nonce)):
             raise ValueError("does not know the cluster's secret")
+
+    def _check_welcome(self, status: Status) -> None:
+        if status == Status.BUSY:
+            raise PeerBusy(f"peer {self._address}: refuses the connection: BUSY")
+        if status != Status.OK:
+            raise ValueError(f"refuses the connection: {status.name} (is the cluster's secret the same?)")
 
     def _receive(self, out: memoryview, start_s: float, min_bytes_per_s: float, grace_s: float) -> None:
         self._socket.settimeout(self._timeout_s)
@@ -131,8 +155,17 @@ class PeerConnections:
         self._num_failed: Counter[PeerAddress] = Counter()
         self._closed = False
 
+    def fetch(
+        self, address: PeerAddress, request: Request, out: memoryview, min_bytes_per_s: float, grace_s: float
+    ) -> Reply:
+        """As PeerConnection.fetch does, over a connection of its own while it lasts."""
+        while True:
+            # Ends: a new connection does not yield before it has answered.
+            with contextlib.suppress(_Yielded), self._borrow(address) as connection:
+                return connection.fetch(request, out, min_bytes_per_s, grace_s)
+
     @contextlib.contextmanager
-    def borrow(self, address: PeerAddress) -> Iterator[PeerConnection]:
+    def _borrow(self, address: PeerAddress) -> Iterator[PeerConnection]:
         """A connection for one range; kept for the next, unless an error ends the block. Raises PeerUnavailable."""
         with self._lock:
             slots = self._slots.setdefault(address, threading.Semaphore(self._max_per_peer))

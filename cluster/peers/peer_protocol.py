@@ -4,11 +4,13 @@
     Greeting  magic version status nonce         ->
                                                  <-   Hello    magic version nonce proof
     Welcome   magic version status proof         ->
-                                                 <-   Request  magic version, length of the id, offset, nbytes, id
-    Reply     magic version status nbytes        ->   and then nbytes raw bytes, when the status is OK
+                                                 <-   Request  magic, version, length of the id, transfer, offset,
+                                                               nbytes, id
+    Reply     magic version status load nbytes   ->   and then nbytes raw bytes, when the status is OK
 
 Requests and replies alternate until one side closes. Both sides prove that they know the cluster's secret without
-sending it (HMAC-SHA256 over both nonces).
+sending it (HMAC-SHA256 over both nonces). A transfer is one extent to one node, over several connections under one
+number of the client's; the load is how many of them a server has under way.
 
 HAZARD: nothing is encrypted and the bytes carry no signature of their own. This keeps strangers out, not somebody who
 can rewrite the network's traffic.
@@ -26,7 +28,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal, NamedTuple
 
 MAGIC: Final = b"ATPX"
-VERSION: Final = 1
+VERSION: Final = 2
 NONCE_BYTES: Final = 32
 MIN_SECRET_BYTES: Final = 16
 MAX_RANGE_BYTES: Final = 64 * 2**20  # a reply is sent under one timeout
@@ -34,8 +36,8 @@ MAX_RANGE_BYTES: Final = 64 * 2**20  # a reply is sent under one timeout
 _ID: Final = re.compile(rb"[A-Za-z0-9_-]{1,64}")
 _SIGNED: Final = struct.Struct("!4sHH32s")
 _HELLO: Final = struct.Struct("!4sHxx32s32s")
-_REQUEST: Final = struct.Struct("!4sHHQQ64s")
-_REPLY: Final = struct.Struct("!4sHHQ")
+_REQUEST: Final = struct.Struct("!4sHHQQQ64s")
+_REPLY: Final = struct.Struct("!4sHHHQ")
 
 GREETING_BYTES: Final = _SIGNED.size
 HELLO_BYTES: Final = _HELLO.size
@@ -56,7 +58,7 @@ class PeerAddress(NamedTuple):
 
 class Status(enum.IntEnum):
     OK = 0
-    BUSY = 1  # as many connections as the server takes
+    BUSY = 1  # as many connections, or transfers, as the server takes
     NOT_ALLOWED = 2  # another secret
     UNKNOWN_EXTENT = 3  # not resident here, or not any more
     OUT_OF_RANGE = 4  # outside of the extent, or more than MAX_RANGE_BYTES at once
@@ -64,11 +66,20 @@ class Status(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Bytes `offset` to `offset + nbytes` of an extent."""
+    """Bytes `offset` to `offset + nbytes` of an extent, as part of a transfer of it."""
 
     extent_id: str
     offset: int
     nbytes: int
+    transfer: int
+
+
+class Reply(NamedTuple):
+    """`nbytes` follow; `load` transfers are under way at the server."""
+
+    status: Status
+    nbytes: int
+    load: int
 
 
 def check_secret(secret: bytes) -> bytes:
@@ -114,27 +125,26 @@ def decode_hello(frame: bytes) -> tuple[bytes, bytes]:
 
 def encode_request(request: Request) -> bytes:
     id_ = request.extent_id.encode("ascii")
-    return _REQUEST.pack(MAGIC, VERSION, len(id_), request.offset, request.nbytes, id_)
+    return _REQUEST.pack(MAGIC, VERSION, len(id_), request.transfer, request.offset, request.nbytes, id_)
 
 
 def decode_request(frame: bytes) -> Request:
-    magic, version, id_length, offset, nbytes, padded = _unpack(_REQUEST, frame)
+    magic, version, id_length, transfer, offset, nbytes, padded = _unpack(_REQUEST, frame)
     _check(magic, version)
     id_, padding = padded[:id_length], padded[id_length:]
     if not _ID.fullmatch(id_) or id_length > len(padded) or padding.strip(b"\0"):
         raise ValueError(f"{padded!r} of length {id_length} is no extent id")
-    return Request(id_.decode("ascii"), offset, nbytes)
+    return Request(id_.decode("ascii"), offset, nbytes, transfer)
 
 
-def encode_reply(status: Status, nbytes: int) -> bytes:
-    return _REPLY.pack(MAGIC, VERSION, status, nbytes)
+def encode_reply(status: Status, nbytes: int, load: int) -> bytes:
+    return _REPLY.pack(MAGIC, VERSION, status, load, nbytes)
 
 
-def decode_reply(frame: bytes) -> tuple[Status, int]:
-    """Status, and the number of bytes that follow."""
-    magic, version, status, nbytes = _unpack(_REPLY, frame)
+def decode_reply(frame: bytes) -> Reply:
+    magic, version, status, load, nbytes = _unpack(_REPLY, frame)
     _check(magic, version)
-    return Status(status), nbytes
+    return Reply(Status(status), nbytes, load)
 
 
 def receive_frame(connection: socket.socket, nbytes: int, timeout_s: float) -> bytes:

@@ -8,6 +8,8 @@ import logging
 import secrets
 import socket
 import threading
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final, Self
@@ -28,6 +30,7 @@ from cluster.peers.peer_protocol import (
     prove,
     receive_frame,
 )
+from cluster.peers.transfer_slots import LINGER_S, MAX_TRANSFERS, TransferSlots
 from weights.memory.pages import ByteArray
 
 # All bytes of an extent, in one dimension, or None when it is not here. The array is kept until the range is sent,
@@ -35,25 +38,56 @@ from weights.memory.pages import ByteArray
 Lookup = Callable[[str], ByteArray | None]
 
 ACCEPT_RETRY_S: Final = 0.1
+MAX_STRANGERS: Final = 32  # connections that have not proved yet that they know the secret
+HELLO_TIMEOUT_S: Final = 2.0
+# A connection that has just answered is likely to be asked again: only after this may another take its place.
+MIN_IDLE_S: Final = 0.1
 
 logger = logging.getLogger("atelier.peers")
 
 
 @dataclass(frozen=True, slots=True)
 class PeerServerStats:
-    """A snapshot. `active_transfers` are ranges being sent now, `served_bytes` those of ranges sent to their end."""
+    """A snapshot. `num_connections` are those of peers that proved the secret, `num_strangers` those that have not yet.
+
+    `active_ranges` are being sent now, as parts of `active_transfers` extents; `served_bytes` counts ranges sent to
+    their end.
+    """
 
     num_connections: int
+    num_strangers: int
+    active_ranges: int
     active_transfers: int
     served_bytes: int
     num_refused: int
 
 
-class PeerServer:
-    """Listens from the moment it is made until `close`; one thread per connection, `max_connections` at most.
+@dataclass(slots=True, eq=False)
+class _Connection:
+    """`idle_since_s`: None until the secret is proved, and while a request is answered."""
 
-    A connection ends after `idle_timeout_s` without a request; a client that takes longer than `timeout_s` to prove
-    that it knows the secret, or to take in one range, is dropped. Raises OSError when it cannot bind to `host`.
+    socket: socket.socket
+    host: str
+    is_stranger: bool = True
+    idle_since_s: float | None = None
+
+    def end(self) -> None:
+        """From any thread: its own thread finds it closed, and closes it."""
+        with contextlib.suppress(OSError):
+            self.socket.shutdown(socket.SHUT_RDWR)
+
+
+class PeerServer:
+    """Listens from the moment it is made until `close`; one thread per connection.
+
+    Strangers cannot keep peers out: there are at most `max_strangers` connections that have not proved the secret, for
+    `hello_timeout_s`, and one more ends the oldest of the host that has most of them. Among peers, a new connection
+    takes the place of the one that has been idle longest when there are `max_connections`.
+
+    At most `max_transfers` extents are sent at once; further ones are refused as BUSY. One that asks for nothing for
+    `linger_s` is over. A connection ends after
+    `idle_timeout_s` without a whole request, or when one range is not taken in within `timeout_s`. Raises OSError when
+    it cannot bind to `host`.
     """
 
     def __init__(
@@ -64,17 +98,25 @@ class PeerServer:
         host: str,
         port: int = 0,
         max_connections: int = 256,
+        max_strangers: int = MAX_STRANGERS,
+        max_transfers: int = MAX_TRANSFERS,
         idle_timeout_s: float = 30.0,
         timeout_s: float = 10.0,
+        hello_timeout_s: float = HELLO_TIMEOUT_S,
+        linger_s: float = LINGER_S,
     ) -> None:
         self._lookup = lookup
         self._secret = check_secret(secret)
         self._max_connections = max_connections
+        self._max_strangers = max_strangers
         self._idle_timeout_s = idle_timeout_s
         self._timeout_s = timeout_s
+        self._hello_timeout_s = hello_timeout_s
+        self._slots = TransferSlots(max_transfers, linger_s)
         self._lock = threading.Lock()
-        self._threads: dict[socket.socket, threading.Thread] = {}
-        self._active_transfers = self._served_bytes = self._num_refused = 0
+        self._open: dict[_Connection, None] = {}  # the oldest first; without those that were told to end
+        self._threads: set[threading.Thread] = set()
+        self._active_ranges = self._served_bytes = self._num_refused = 0
         self._closing = threading.Event()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, port), family=family, backlog=max_connections)
@@ -84,7 +126,20 @@ class PeerServer:
 
     def stats(self) -> PeerServerStats:
         with self._lock:
-            return PeerServerStats(self._num_open(), self._active_transfers, self._served_bytes, self._num_refused)
+            num_strangers = len(self._strangers())
+            return PeerServerStats(
+                len(self._open) - num_strangers,
+                num_strangers,
+                self._active_ranges,
+                self._slots.num_active,
+                self._served_bytes,
+                self._num_refused,
+            )
+
+    @property
+    def active_transfers(self) -> int:
+        """Extents that are on their way to other nodes."""
+        return self._slots.num_active
 
     def close(self) -> None:
         """Ends every transfer where it is. When it returns, no thread and no socket is left."""
@@ -94,10 +149,10 @@ class PeerServer:
         self._acceptor.join()
         self._listener.close()
         with self._lock:
-            threads = dict(self._threads)
-        for connection, thread in threads.items():
-            with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
+            for connection in self._open:
+                connection.end()
+            threads = list(self._threads)
+        for thread in threads:
             thread.join()
 
     def __enter__(self) -> Self:
@@ -109,36 +164,62 @@ class PeerServer:
     def _accept(self) -> None:
         while True:
             try:
-                connection, _ = self._listener.accept()
+                accepted, address = self._listener.accept()
             except OSError:  # closed, or no file descriptors are left for now
                 if self._closing.wait(ACCEPT_RETRY_S):
                     return
                 continue
-            if not self._admit(connection):
-                with connection, contextlib.suppress(OSError):
-                    connection.settimeout(self._timeout_s)
-                    connection.sendall(encode_greeting(Status.BUSY, bytes(NONCE_BYTES)))
+            if not self._admit(_Connection(accepted, address[0])):
+                with accepted, contextlib.suppress(OSError):
+                    accepted.settimeout(0)  # the acceptor waits for nobody, and a new socket has room for a frame
+                    accepted.sendall(encode_greeting(Status.BUSY, bytes(NONCE_BYTES)))
 
-    def _admit(self, connection: socket.socket) -> bool:
+    def _admit(self, connection: _Connection) -> bool:
         thread = threading.Thread(target=self._serve, args=(connection,), name="peer-serve", daemon=True)
         with self._lock:
             # Only here, and not by themselves when they end: `close` waits for the last step of each.
-            self._threads = {found: thread for found, thread in self._threads.items() if thread.is_alive()}
-            if self._num_open() < self._max_connections and not self._closing.is_set():
+            self._threads = {found for found in self._threads if found.is_alive()}
+            if not self._closing.is_set():
                 with contextlib.suppress(RuntimeError):  # the system has no more threads
                     thread.start()
-                    self._threads[connection] = thread
+                    self._threads.add(thread)
+                    self._open[connection] = None
+                    if len(strangers := self._strangers()) > self._max_strangers:
+                        self._end(_most_intrusive(strangers))
                     return True
             self._num_refused += 1
             return False
 
-    def _num_open(self) -> int:
-        return sum(connection.fileno() >= 0 for connection in self._threads)
+    def _accept_peer(self, connection: _Connection) -> bool:
+        """A place among the peers, perhaps that of one that is idle; False when all are busy."""
+        with self._lock:
+            peers = [found for found in self._open if not found.is_stranger]
+            if len(peers) >= self._max_connections:
+                idle_until_s = time.monotonic() - MIN_IDLE_S
+                idle = [
+                    (found.idle_since_s, index)
+                    for index, found in enumerate(peers)
+                    if found.idle_since_s is not None and found.idle_since_s <= idle_until_s
+                ]
+                if not idle:
+                    self._num_refused += 1
+                    return False
+                self._end(peers[min(idle)[1]])
+            connection.is_stranger = False
+            return True
 
-    def _serve(self, connection: socket.socket) -> None:
-        with connection:
+    def _strangers(self) -> list[_Connection]:
+        return [found for found in self._open if found.is_stranger]
+
+    def _end(self, connection: _Connection) -> None:
+        del self._open[connection]
+        self._num_refused += connection.is_stranger
+        connection.end()
+
+    def _serve(self, connection: _Connection) -> None:
+        with connection.socket:
             try:
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                connection.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 if self._authenticate(connection):
                     while not self._closing.is_set():
                         self._answer(connection)
@@ -146,42 +227,62 @@ class PeerServer:
                 return  # who stalls, leaves in the middle or sends what is no frame gets no answer but the end
             except Exception:
                 logger.exception("a request of a peer failed")
+            finally:
+                with self._lock:
+                    self._open.pop(connection, None)
 
-    def _authenticate(self, connection: socket.socket) -> bool:
-        nonce = secrets.token_bytes(NONCE_BYTES)
-        connection.settimeout(self._timeout_s)
-        connection.sendall(encode_greeting(Status.OK, nonce))
-        client_nonce, proof = decode_hello(receive_frame(connection, HELLO_BYTES, self._timeout_s))
-        if hmac.compare_digest(proof, prove(self._secret, "client", nonce, client_nonce)):
-            connection.sendall(encode_welcome(Status.OK, prove(self._secret, "server", nonce, client_nonce)))
-            return True
-        with self._lock:
-            self._num_refused += 1
-        connection.sendall(encode_welcome(Status.NOT_ALLOWED, bytes(NONCE_BYTES)))
-        return False
+    def _authenticate(self, connection: _Connection) -> bool:
+        stream, nonce = connection.socket, secrets.token_bytes(NONCE_BYTES)
+        stream.settimeout(self._hello_timeout_s)
+        stream.sendall(encode_greeting(Status.OK, nonce))
+        client_nonce, proof = decode_hello(receive_frame(stream, HELLO_BYTES, self._hello_timeout_s))
+        if not hmac.compare_digest(proof, prove(self._secret, "client", nonce, client_nonce)):
+            with self._lock:
+                self._num_refused += 1
+            stream.sendall(encode_welcome(Status.NOT_ALLOWED, bytes(NONCE_BYTES)))
+            return False
+        is_accepted = self._accept_peer(connection)
+        status = Status.OK if is_accepted else Status.BUSY
+        stream.sendall(encode_welcome(status, prove(self._secret, "server", nonce, client_nonce)))
+        return is_accepted
 
-    def _answer(self, connection: socket.socket) -> None:
-        request = decode_request(receive_frame(connection, REQUEST_BYTES, self._idle_timeout_s))
+    def _answer(self, connection: _Connection) -> None:
+        stream = connection.socket
+        connection.idle_since_s = time.monotonic()
+        request = decode_request(receive_frame(stream, REQUEST_BYTES, self._idle_timeout_s))
+        connection.idle_since_s = None
         array = self._lookup(request.extent_id)
-        connection.settimeout(self._timeout_s)
+        stream.settimeout(self._timeout_s)
         if array is None:
-            connection.sendall(encode_reply(Status.UNKNOWN_EXTENT, 0))
+            self._refuse(stream, Status.UNKNOWN_EXTENT)
         elif request.nbytes > MAX_RANGE_BYTES or request.offset + request.nbytes > array.nbytes:
-            connection.sendall(encode_reply(Status.OUT_OF_RANGE, 0))
+            self._refuse(stream, Status.OUT_OF_RANGE)
+        elif not self._slots.begin(request.transfer, array.nbytes):
+            self._refuse(stream, Status.BUSY)
         else:
-            with self._transfer(request.nbytes):
-                connection.sendall(encode_reply(Status.OK, request.nbytes))
-                connection.sendall(array.data[request.offset : request.offset + request.nbytes])
+            with self._sending(request.transfer, request.nbytes):
+                stream.sendall(encode_reply(Status.OK, request.nbytes, self._slots.num_active))
+                stream.sendall(array.data[request.offset : request.offset + request.nbytes])
+
+    def _refuse(self, stream: socket.socket, status: Status) -> None:
+        stream.sendall(encode_reply(status, 0, self._slots.num_active))
 
     @contextlib.contextmanager
-    def _transfer(self, nbytes: int) -> Iterator[None]:
+    def _sending(self, transfer: int, nbytes: int) -> Iterator[None]:
         with self._lock:
-            self._active_transfers += 1
+            self._active_ranges += 1
         sent_bytes = 0
         try:
             yield
             sent_bytes = nbytes
         finally:
             with self._lock:
-                self._active_transfers -= 1
+                self._active_ranges -= 1
                 self._served_bytes += sent_bytes
+            self._slots.end(transfer, sent_bytes)
+
+
+def _most_intrusive(strangers: list[_Connection]) -> _Connection:
+    """The oldest of the host that has most of them: who floods a node loses its own connections first."""
+    num_of_host = Counter(found.host for found in strangers)
+    return max(strangers, key=lambda found: num_of_host[found.host])  # of equals the first

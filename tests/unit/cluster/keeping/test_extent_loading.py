@@ -13,7 +13,7 @@ import xxhash
 from cluster.errors import PeerUnavailable
 from cluster.keeping.extent_loading import MAX_PEER_WAIT_S, ExtentLoader
 from cluster.peers.extent_sources import ComingOffer, PeerOffer
-from cluster.peers.peer_client import PeerShare
+from cluster.peers.peer_client import Fetched, PeerShare
 from cluster.peers.peer_protocol import PeerAddress
 from weights.errors import BudgetExceeded, ExtentCorrupt
 from weights.manifest import ExtentRef
@@ -60,14 +60,14 @@ class FakePeers:
 
     def fetch(
         self, addresses: Sequence[PeerAddress], extent: ExtentRef, out: Any, *, min_gbps: float
-    ) -> tuple[PeerShare, ...]:
+    ) -> Fetched:
         self.fetched.append(tuple(addresses))
         if self.error:
             raise self.error
         out[:] = memoryview(self.data)
         seconds = extent.nbytes / self.gbps / 1e9
         self.clock.now_s += seconds
-        return (PeerShare(addresses[0], extent.nbytes, seconds),)
+        return Fetched([PeerShare(addresses[0], extent.nbytes, seconds)])
 
 
 class SlowReader(ExtentReader):

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -23,9 +24,9 @@ from hypothesis import strategies as st
 
 from cluster.errors import PeerUnavailable
 from cluster.peers import peer_protocol as protocol
-from cluster.peers.peer_client import PeerClient
+from cluster.peers.peer_client import FetchFailed, PeerClient
 from cluster.peers.peer_protocol import PeerAddress, Request, Status
-from cluster.peers.peer_server import PeerServer
+from cluster.peers.peer_server import MAX_STRANGERS, MIN_IDLE_S, PeerServer
 from weights.errors import ExtentCorrupt
 from weights.manifest import ExtentRef
 from weights.memory.pages import ByteArray
@@ -141,6 +142,12 @@ def greet(connection: socket.socket, secret: bytes = SECRET) -> None:
     connection.sendall(protocol.encode_welcome(Status.OK, protocol.prove(secret, "server", nonce, client_nonce)))
 
 
+def give_slot(connection: socket.socket) -> None:
+    """The answer to a client that asks whether it may begin."""
+    assert protocol.decode_request(protocol.receive_frame(connection, protocol.REQUEST_BYTES, WAIT_S)).nbytes == 0
+    connection.sendall(protocol.encode_reply(Status.OK, 0, 1))
+
+
 def log_in(server: PeerServer) -> socket.socket:
     """A client's part."""
     connection = socket.create_connection(server.address, WAIT_S)
@@ -176,7 +183,7 @@ class TestTheBytes:
     def test_arrive_as_they_were(self, serve: Serve, connect: Connect, nbytes: int, num_connections: int) -> None:
         data, out = random_bytes(nbytes), np.empty(nbytes, np.uint8)
         server = serve({"e": data})
-        shares = connect(num_connections=num_connections).fetch([server.address], extent_of(data), out)
+        shares = connect(num_connections=num_connections).fetch([server.address], extent_of(data), out).shares
         assert out.tobytes() == data.tobytes()
         assert [(share.address, share.nbytes) for share in shares] == ([(server.address, nbytes)] if nbytes else [])
         # The server counts a range when it is sent, which the client may notice first.
@@ -198,7 +205,7 @@ class TestTheBytes:
 
     def test_go_to_many_at_once(self, serve: Serve, connect: Connect) -> None:
         extents = {f"e{index}": random_bytes(200_000 + 40_000 * index) for index in range(8)}
-        server = serve(extents)
+        server = serve(extents, max_transfers=64)
         clients = [connect(num_connections=2) for _ in range(4)]
 
         def fetch(index: int) -> bool:
@@ -230,11 +237,12 @@ class TestTheBytes:
 
 class TestConnections:
     def test_ranges_travel_at_the_same_time(self, serve: Serve, connect: Connect) -> None:
-        data = random_bytes(8 * 64 * KIB)
+        data, first = random_bytes(8 * 64 * KIB), threading.Lock()
         together = threading.Barrier(4, timeout=WAIT_S)  # opens only for four requests that are there at once
 
         def lookup(_: str) -> ByteArray:
-            together.wait()
+            if not first.acquire(blocking=False):  # the first asks for a slot, alone
+                together.wait()
             return data
 
         connect(num_connections=4).fetch([serve(lookup).address], extent_of(data), np.empty_like(data))
@@ -247,7 +255,7 @@ class TestConnections:
             serving.add(threading.current_thread())
             return data
 
-        server, client = serve(lookup), connect(num_connections=3)
+        server, client = serve(lookup, max_transfers=8), connect(num_connections=3)
         with ThreadPoolExecutor(8) as threads:
             for _ in range(3):
                 list(threads.map(lambda _: client.fetch([server.address], extent_of(data), data.copy()), range(8)))
@@ -338,9 +346,9 @@ class TestRefusals:
         server, client = serve(lookup), connect(num_connections=1)
         with log_in(server) as connection:
             for id_, expected in [("gone", Status.UNKNOWN_EXTENT), ("e", Status.OK)]:
-                connection.sendall(protocol.encode_request(Request(id_, 0, 0)))
+                connection.sendall(protocol.encode_request(Request(id_, 0, 0, 1)))
                 reply = protocol.decode_reply(protocol.receive_frame(connection, protocol.REPLY_BYTES, WAIT_S))
-                assert reply == (expected, 0)
+                assert reply[:2] == (expected, 0)
         assert len(serving) == 1
         with pytest.raises(PeerUnavailable, match=f"peer {server.address}: .*'gone'.*UNKNOWN_EXTENT"):
             client.fetch([server.address], extent_of(data, "gone"), data.copy())
@@ -357,9 +365,9 @@ class TestRefusals:
     )
     def test_bytes_outside_of_the_extent_or_too_many(self, serve: Serve, offset: int, nbytes: int) -> None:
         with log_in(serve({"e": np.zeros(protocol.MAX_RANGE_BYTES + 1, np.uint8)})) as connection:
-            connection.sendall(protocol.encode_request(Request("e", offset, nbytes)))
+            connection.sendall(protocol.encode_request(Request("e", offset, nbytes, 1)))
             reply = protocol.decode_reply(protocol.receive_frame(connection, protocol.REPLY_BYTES, WAIT_S))
-            assert reply == (Status.OUT_OF_RANGE, 0)
+            assert reply == (Status.OUT_OF_RANGE, 0, 0)
 
     def test_a_peer_with_less_of_the_extent(self, serve: Serve, connect: Connect) -> None:
         data = random_bytes(1000)
@@ -405,7 +413,7 @@ class TestFailures:
             assert process.stdout is not None
             killed = PeerAddress("127.0.0.1", int(process.stdout.readline()))
             second, out = serve({"e": data}), np.empty_like(data)
-            shares = connect().fetch([killed, second.address], extent_of(data), out)
+            shares = connect().fetch([killed, second.address], extent_of(data), out).shares
             assert process.wait(WAIT_S) == -signal.SIGKILL
         assert out.tobytes() == data.tobytes()
         assert [share.address for share in shares] == [killed, second.address]
@@ -442,7 +450,7 @@ class TestFailures:
                 frame = protocol.receive_frame(connection, protocol.REQUEST_BYTES, WAIT_S)
                 request = protocol.decode_request(frame)
                 part = data.data[request.offset : request.offset + request.nbytes]
-                connection.sendall(protocol.encode_reply(Status.OK, request.nbytes))
+                connection.sendall(protocol.encode_reply(Status.OK, request.nbytes, 1))
                 if first.acquire(blocking=False):
                     connection.sendall(part[:100])
                     return
@@ -459,8 +467,11 @@ class TestFailures:
 
         def trickle(connection: socket.socket) -> None:
             greet(connection)
-            protocol.receive_frame(connection, protocol.REQUEST_BYTES, WAIT_S)
-            connection.sendall(protocol.encode_reply(Status.OK, 64 * KIB))
+            frame = protocol.receive_frame(connection, protocol.REQUEST_BYTES, WAIT_S)
+            if not protocol.decode_request(frame).nbytes:  # only whether it may begin
+                connection.sendall(protocol.encode_reply(Status.OK, 0, 1))
+                protocol.receive_frame(connection, protocol.REQUEST_BYTES, WAIT_S)
+            connection.sendall(protocol.encode_reply(Status.OK, 64 * KIB, 1))
             while True:
                 connection.sendall(b"x")
                 assert select.select([connection], [], [], 0.01)[0] == [] or not connection.recv(1)
@@ -469,7 +480,7 @@ class TestFailures:
         start_s = time.monotonic()
         with pytest.raises(PeerUnavailable, match=f"peer {slow}: too slow: .*expected 5.000 MB/s per connection"):
             client.fetch([slow], extent_of(data), out)
-        shares = client.fetch([slow, serve({"e": data}).address], extent_of(data), out)
+        shares = client.fetch([slow, serve({"e": data}).address], extent_of(data), out).shares
         assert time.monotonic() - start_s < WAIT_S / 2
         assert out.tobytes() == data.tobytes()
         assert [share.nbytes for share in shares] == [data.nbytes]
@@ -506,10 +517,10 @@ class TestFailures:
         ("reply", "reason"),
         [
             (b"HTTP/1.1 400 Bad Request\r\n", "b'HTTP' is not the beginning of a frame"),
-            (protocol.encode_reply(Status.OK, 2**63), "announces 9223372036854775808 bytes as OK, 9 were asked for"),
-            (protocol.encode_reply(Status.UNKNOWN_EXTENT, 9), "announces 9 bytes as UNKNOWN_EXTENT"),
-            (protocol.MAGIC + b"\0\2" + bytes(10), "protocol version 2, this node speaks version 1"),
-            (protocol.MAGIC + b"\0\1\0\x63" + bytes(8), "99 is not a valid Status"),
+            (protocol.encode_reply(Status.OK, 2**63, 1), "announces 9223372036854775808 bytes as OK, 9 were asked for"),
+            (protocol.encode_reply(Status.UNKNOWN_EXTENT, 9, 1), "announces 9 bytes as UNKNOWN_EXTENT"),
+            (protocol.MAGIC + b"\0\1" + bytes(12), "protocol version 1, this node speaks version 2"),
+            (protocol.MAGIC + b"\0\2\0\x63" + bytes(10), "99 is not a valid Status"),
         ],
     )
     def test_a_peer_that_speaks_otherwise(
@@ -517,6 +528,7 @@ class TestFailures:
     ) -> None:
         def script(connection: socket.socket) -> None:
             greet(connection)
+            give_slot(connection)
             protocol.receive_frame(connection, protocol.REQUEST_BYTES, WAIT_S)
             connection.sendall(reply)
             closed_by_peer(connection)
@@ -535,8 +547,8 @@ class TestTheServer:
         server = serve({"e": data})
         stalled = [log_in(server) for _ in range(4)]
         for connection in stalled:
-            connection.sendall(protocol.encode_request(Request("e", 0, data.nbytes)))
-        eventually(lambda: server.stats().active_transfers == 4)
+            connection.sendall(protocol.encode_request(Request("e", 0, data.nbytes, 1)))
+        eventually(lambda: server.stats().active_ranges == 4)
         start_s = time.monotonic()
         server.close()
         assert time.monotonic() - start_s < 1
@@ -553,13 +565,113 @@ class TestTheServer:
         data = np.zeros(protocol.MAX_RANGE_BYTES, np.uint8)
         server = serve({"e": data}, timeout_s=0.05)
         with log_in(server) as connection:
-            connection.sendall(protocol.encode_request(Request("e", 0, data.nbytes)))
+            connection.sendall(protocol.encode_request(Request("e", 0, data.nbytes, 1)))
             eventually(lambda: server.stats().num_connections == 0)
 
     def test_drops_who_says_nothing(self, serve: Serve) -> None:
-        server = serve({}, timeout_s=0.05)
+        server = serve({}, hello_timeout_s=0.05)
         with socket.create_connection(server.address, WAIT_S) as connection:
             assert closed_by_peer(connection)
+
+    def test_strangers_that_say_nothing_keep_nobody_out(self, serve: Serve, connect: Connect) -> None:
+        data = random_bytes(300_000)
+        server = serve({"e": data}, hello_timeout_s=60.0)
+        silent = [socket.create_connection(server.address, WAIT_S) for _ in range(256)]
+        eventually(lambda: server.stats().num_refused == 256 - MAX_STRANGERS)
+        assert (server.stats().num_connections, server.stats().num_strangers) == (0, MAX_STRANGERS)
+        out = np.empty_like(data)
+        # None of them leaves by itself within the time that the client waits for an answer.
+        connect(timeout_s=5.0).fetch([server.address], extent_of(data), out)
+        assert out.tobytes() == data.tobytes()
+        for connection in silent:
+            connection.close()
+
+    def test_a_host_that_floods_loses_its_own_connections(self, serve: Serve) -> None:
+        server = serve({}, hello_timeout_s=60.0, max_strangers=8)
+        with socket.create_connection(server.address, WAIT_S, source_address=("127.0.0.2", 0)) as quiet:
+            _, nonce = protocol.decode_greeting(protocol.receive_frame(quiet, protocol.GREETING_BYTES, WAIT_S))
+            flood = [socket.create_connection(server.address, WAIT_S) for _ in range(40)]
+            eventually(lambda: server.stats().num_refused == 33)
+            quiet.sendall(protocol.encode_hello(bytes(32), protocol.prove(SECRET, "client", nonce, bytes(32))))
+            status, _ = protocol.decode_welcome(protocol.receive_frame(quiet, protocol.WELCOME_BYTES, WAIT_S))
+            assert status == Status.OK
+            for connection in flood:
+                connection.close()
+
+    @pytest.mark.parametrize("first_bytes", [b"", protocol.MAGIC, bytes(protocol.HELLO_BYTES - 1)])
+    def test_half_a_hello_is_not_waited_for_long(self, serve: Serve, first_bytes: bytes) -> None:
+        server = serve({}, hello_timeout_s=0.05, timeout_s=60.0, idle_timeout_s=60.0)
+        with socket.create_connection(server.address, WAIT_S) as connection:
+            connection.sendall(first_bytes)
+            assert closed_by_peer(connection)
+        assert server.stats().num_strangers == 0
+
+    def test_half_a_request_is_idleness(self, serve: Serve) -> None:
+        server = serve({}, idle_timeout_s=0.05)
+        with log_in(server) as connection:
+            connection.sendall(protocol.encode_request(Request("e", 0, 0, 1))[:-1])
+            assert closed_by_peer(connection)
+
+    def test_an_idle_connection_yields_to_a_new_one(self, serve: Serve, connect: Connect) -> None:
+        data = random_bytes(100)
+        server = serve({"e": data}, max_connections=2, idle_timeout_s=60.0)
+        with log_in(server) as oldest, log_in(server) as other:
+            eventually(lambda: server.stats().num_connections == 2)
+            threading.Event().wait(2 * MIN_IDLE_S)  # idle is a matter of time
+            connect(num_connections=1).fetch([server.address], extent_of(data), data.copy())
+            assert closed_by_peer(oldest)
+            other.sendall(protocol.encode_request(Request("e", 0, 0, 1)))
+            assert (
+                protocol.decode_reply(protocol.receive_frame(other, protocol.REPLY_BYTES, WAIT_S)).status == Status.OK
+            )
+
+    def test_a_client_whose_connection_had_to_yield_opens_another(self, serve: Serve, connect: Connect) -> None:
+        data = random_bytes(100)
+        server, client = serve({"e": data}), connect(num_connections=1)
+        client.fetch([server.address], extent_of(data), data.copy())
+        (kept,) = client._connections._idle[server.address]
+        ended = 0
+
+        class Unlucky:
+            """Is ended by the server in the moment between the look whether it is open and the request."""
+
+            def __getattr__(self, name: str) -> Any:
+                return getattr(stream, name)
+
+            def sendall(self, frame: bytes) -> None:
+                nonlocal ended
+                for connection in list(server._open):
+                    connection.end()
+                eventually(lambda: server.stats().num_connections == 0)
+                ended += 1
+                stream.sendall(frame)
+
+        stream, kept._socket = kept._socket, Unlucky()
+        client.fetch([server.address], extent_of(data), data.copy())
+        assert ended == 1
+
+    def test_sends_a_bounded_number_of_extents_at_once_and_says_how_many(self, serve: Serve, connect: Connect) -> None:
+        data = random_bytes(10)
+        here = {"a": data, "b": data, "c": data}
+        server, other = serve(here, max_transfers=2, linger_s=60.0), serve(here)
+        with log_in(server) as first, log_in(server) as second:
+            for load, connection in enumerate((first, second), 1):
+                connection.sendall(protocol.encode_request(Request("ab"[load - 1], 0, 4, load)))
+                reply = protocol.decode_reply(protocol.receive_frame(connection, protocol.REPLY_BYTES, WAIT_S))
+                assert reply == (Status.OK, 4, load)
+                protocol.receive_frame(connection, 4, WAIT_S)
+            assert server.active_transfers == 2
+            client = connect()
+            with pytest.raises(FetchFailed, match=f"{server.address}: has no slot for extent c: BUSY") as caught:
+                client.fetch([server.address], extent_of(data, "c"), data.copy())
+            assert (caught.value.fetched.busy, caught.value.fetched.failed) == ([server.address], [])
+            fetched = client.fetch([server.address, other.address], extent_of(data, "c"), data.copy())
+            assert (fetched.busy, [share.address for share in fetched.shares]) == ([server.address], [other.address])
+            # What has begun goes on, and makes room when its last byte is sent.
+            first.sendall(protocol.encode_request(Request("a", 4, 6, 1)))
+            protocol.receive_frame(first, protocol.REPLY_BYTES + 6, WAIT_S)
+            eventually(lambda: server.active_transfers < 2)
+            client.fetch([server.address], extent_of(data, "c"), data.copy())
 
     @given(st.binary(max_size=300))
     def test_survives_any_bytes_of_strangers(self, noise: bytes) -> None:
@@ -571,10 +683,10 @@ class TestTheServer:
             log_in(server).close()
 
     @given(
-        st.binary(min_size=88, max_size=88)
+        st.binary(min_size=protocol.REQUEST_BYTES, max_size=protocol.REQUEST_BYTES)
         | st.builds(
-            lambda version, length, id_: protocol.MAGIC + version + length + bytes(16) + id_.ljust(64, b"\0"),
-            st.sampled_from([b"\0\0", b"\0\1", b"\0\2"]),
+            lambda version, length, id_: protocol.MAGIC + version + length + bytes(24) + id_.ljust(64, b"\0"),
+            st.sampled_from([b"\0\0", b"\0\2", b"\0\3"]),
             st.binary(min_size=2, max_size=2),
             st.binary(max_size=64),
         ).filter(lambda frame: not is_request(frame))
