@@ -18,7 +18,7 @@ from typing import Any, Final, Protocol
 
 import ray
 
-from cluster.keeper_records import Acquired, Greeting, HeldOffer, KeeperStats, ResidentExtent, Source
+from cluster.keeper_records import Acquired, Greeting, HeldOffer, KeeperStats, ResidentExtent, Source, copy_name
 from cluster.keeping.adoption import ADOPTION_S, Adoption
 from cluster.keeping.audit import AUDIT_BYTES_PER_S, Audit
 from cluster.keeping.extent_loading import ExtentLoader, Offers
@@ -43,6 +43,7 @@ STAGING_BYTES: Final = 384 * 2**20  # six extents of 64 MiB: some are being read
 CALL_THREADS: Final = 128  # callers that wait for an extent, or for room, each hold one
 CONTROL_THREADS: Final = 4  # and those that give back never wait behind them
 MAX_NAMED_CORRUPT: Final = 20
+MAX_CONDEMNED: Final = 1000  # copies that are told to replicas, which ask every second
 
 logger = logging.getLogger("atelier.keeper")
 
@@ -101,7 +102,7 @@ class NodeKeeper:
             self._within_store(budget_bytes, node_id),
             max_wait_s=max_wait_s,
             on_change=self._on_change,
-            reload_s=lambda extent, source: self._loader.reload_s(extent, source),
+            reload_rate=lambda source: self._loader.reload_rate(source),
         )
         self._pool = HostBufferPool(staging_bytes)
         self._planner = ReadPlanner()
@@ -115,10 +116,12 @@ class NodeKeeper:
         self._counting = threading.Lock()
         self._bytes: dict[Source, int] = {"storage": 0, "peer": 0, "adopted": 0}
         self._corrupt: deque[str] = deque(maxlen=MAX_NAMED_CORRUPT)
+        self._condemned: deque[str] = deque(maxlen=MAX_CONDEMNED)
+        self._pins: Mapping[str, Sequence[str]] = {}
         self._num_corrupt = 0
         was_restarted = in_actor and store is None and ray.get_runtime_context().was_current_actor_reconstructed
         self._adoption = Adoption(
-            self._held, self._note_corrupt, verify=verify, wait_s=adoption_s if was_restarted else 0.0
+            self._held, self._refuse, verify=verify, wait_s=adoption_s if was_restarted else 0.0
         )
         directory = directory or (RayDirectory(*registry) if registry else None)
         if host is None:
@@ -145,26 +148,36 @@ class NodeKeeper:
         clock = self._load_all(claim.to_load)
         refs = self._held.settle(claim, holder)
         self._watch.heard(holder)  # it may have died while it waited, and its leases have ended before these
-        return Acquired(refs, clock.report(claim.to_load) if claim.to_load else None, self.generation)
+        report = clock.report(claim.to_load) if claim.to_load else None
+        return Acquired(refs, report, self._generation(claim.life))
 
     @ray.method(concurrency_group="control")
     def release(self, ids: Sequence[str], holder: str, generation: str | None = None) -> None:
         """Give back one lease per id. Unknown ids and holders, and leases of another life, are ignored."""
-        if generation in (None, self.generation):
+        if generation is None:
             self._held.release(ids, holder)
+        elif (life := generation.removeprefix(f"{self.generation}-")).isdecimal():
+            self._held.release(ids, holder, int(life))
 
     def prefetch(self, extents: Sequence[ExtentRef]) -> None:
         """Bring in what has room beside everything leased, pinned or more valuable. Does not wait for it."""
         self._load_all(self._held.prefetch(extents))
 
     @ray.method(concurrency_group="control")
-    def pin(self, ids: Sequence[str]) -> None:
-        """Keep them once they are here, leased or not. Pins end with the keeper's process."""
-        self._held.pin(ids)
+    def pin(self, extents_of: Mapping[str, Sequence[str]]) -> None:
+        """Keep the extents of these models, and no others, once they are here, leased or not.
+
+        All that is wanted, each time: what was pinned before and is not named is pinned no longer. Pins end with the
+        keeper's process.
+        """
+        with self._counting:
+            self._pins = dict(extents_of)
+            self._held.pin({id_ for ids in extents_of.values() for id_ in ids})
 
     @ray.method(concurrency_group="control")
-    def unpin(self, ids: Sequence[str]) -> None:
-        self._held.unpin(ids)
+    def pins(self) -> Mapping[str, Sequence[str]]:
+        """As `pin` was told last."""
+        return self._pins
 
     @ray.method(concurrency_group="control")
     def drop(self, ids: Sequence[str]) -> list[str]:
@@ -183,27 +196,31 @@ class NodeKeeper:
 
     @ray.method(concurrency_group="control")
     def hello(self, holder: str, process: HolderProcess | None = None) -> Greeting:
-        """A replica's sign of life; by the answer it knows a keeper that has forgotten it.
+        """A replica's sign of life; by the answer it knows a keeper that has forgotten it, and copies that are damaged.
 
         Its leases end with `process`, or when it is not heard of for a minute.
         """
         self._watch.heard(holder, process)
-        return Greeting(self.generation, self._held.wanted_bytes)
+        with self._counting:
+            condemned = tuple(self._condemned)
+        return Greeting(self._generation(self._held.greet(holder)), self._held.wanted_bytes, condemned)
 
     @ray.method(concurrency_group="control")
     def adopt(self, holder: str, offers: Sequence[HeldOffer]) -> str:
         """Take over what a replica has mapped, and its leases. Returns the generation that did.
 
-        What is damaged, or cannot be mapped any more, is not taken: it will be read when somebody asks.
+        What is damaged, or cannot be mapped here, nobody else gets: it will be read when somebody asks.
         HAZARD: a handle of the replica must not come with this. Opening one imports its class, for seconds, while
         others wait for what is adopted here.
         """
+        generation = self._generation(self._held.life(holder))
         self._count("adopted", self._adoption.take(holder, offers))
-        return self.generation
+        return generation
 
     @ray.method(concurrency_group="control")
-    def residents(self) -> list[ResidentExtent]:
-        return self._held.residents()
+    def residents(self, ids: Sequence[str] | None = None) -> list[ResidentExtent]:
+        """Those of `ids` that are here; without them, all."""
+        return self._held.residents(ids)
 
     @ray.method(concurrency_group="control")
     def holders(self) -> Mapping[str, tuple[str, ...]]:
@@ -212,13 +229,13 @@ class NodeKeeper:
 
     @ray.method(concurrency_group="control")
     def stats(self) -> KeeperStats:
-        stages, pool, residents = self._stages.figures(), self._pool.stats(), self._held.residents()
+        stages, pool, totals = self._stages.figures(), self._pool.stats(), self._held.totals()
         read = stages.get("read", StageFigures())
         return KeeperStats(
             node_id=self._node_id,
-            num_extents=len(residents),
-            resident_bytes=sum(found.nbytes for found in residents),
-            leased_bytes=sum(found.nbytes for found in residents if found.holders),
+            num_extents=totals.num_extents,
+            resident_bytes=totals.resident_bytes,
+            leased_bytes=totals.leased_bytes,
             budget_bytes=self._held.budget_bytes,
             read_bytes=self._bytes["storage"],
             read_s=read.elapsed_s,
@@ -228,7 +245,7 @@ class NodeKeeper:
             pool_hit_rate=pool.hit_rate,
             stages=stages,
             generation=self.generation,
-            pinned_bytes=sum(found.nbytes for found in residents if found.pinned),
+            pinned_bytes=totals.pinned_bytes,
             peer_bytes=self._bytes["peer"],
             adopted_bytes=self._bytes["adopted"],
             served_bytes=self._link.served_bytes if self._link else 0,
@@ -255,7 +272,10 @@ class NodeKeeper:
         clock = LoadClock(self._stages, self._pool, self._planner, self._packs, self._plan, verified=self._verify)
         offers: Offers = self._link.locate([extent.id for extent in extents]) if self._link and extents else {}
         for extent in extents:
-            self._threads.submit(self._load, extent, offers, clock)
+            try:
+                self._threads.submit(self._load, extent, offers, clock)
+            except RuntimeError as error:  # the interpreter is ending, or has no thread to give
+                self._held.failed(extent.id, error)
         return clock
 
     def _load(self, extent: ExtentRef, offers: Offers, clock: LoadClock) -> None:
@@ -276,7 +296,7 @@ class NodeKeeper:
         # A put copies, so the staging buffer is free for the next extent as soon as it returns.
         while True:
             try:
-                return self._store.put(array, self._held.resident_bytes)
+                return self._store.put(array, self._held.totals().resident_bytes)
             except StoreFull as error:
                 # Within the budget, but not in one piece, or something that is not weights is in the way.
                 if not self._held.shed(extent.nbytes):
@@ -292,13 +312,22 @@ class NodeKeeper:
 
     def _condemn(self, held: Held, checksum: str) -> None:
         if self._held.condemn(held.extent.id, held.view):
-            self._note_corrupt(held.extent.id, f"in shared memory, leased by {', '.join(held.holders) or 'nobody'}")
+            where = f"in shared memory, leased by {', '.join(held.holders) or 'nobody'}"
+            self._note_corrupt(held.extent.id, held.ref, where)
 
-    def _note_corrupt(self, id_: str, where: str) -> None:
+    def _refuse(self, offer: HeldOffer, where: str) -> None:
+        self._note_corrupt(offer.extent.id, offer.ref, where)
+
+    def _note_corrupt(self, id_: str, ref: Any, where: str) -> None:
         logger.error("extent %s was written to (%s): whoever asks next gets a fresh copy", id_, where)
         with self._counting:
             self._num_corrupt += 1
             self._corrupt.append(id_)
+            self._condemned.append(copy_name(ref))
+
+    def _generation(self, life: int) -> str:
+        """What leases of a holder's life are known by."""
+        return f"{self.generation}-{life}"
 
     def _count(self, source: Source, nbytes: int) -> None:
         with self._counting:

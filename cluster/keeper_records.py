@@ -23,7 +23,7 @@ class HeldOffer(NamedTuple):
 class Acquired:
     """References by extent id; `report` of what this call had loaded, None when all was here or on its way.
 
-    `generation` is the keeper's life that gave the leases: they end with it.
+    `generation` names what gave the leases, a life of the keeper and of the holder in its books: they end with either.
     """
 
     refs: dict[str, Any]
@@ -33,10 +33,21 @@ class Acquired:
 
 @dataclass(frozen=True, slots=True)
 class Greeting:
-    """A keeper's answer to a replica's sign of life. `wanted_bytes`: somebody waits for so much leased room."""
+    """A keeper's answer to a replica's sign of life. `wanted_bytes`: somebody waits for so much leased room.
+
+    Leases of another `generation` than this one have ended: what is still mapped is to be offered. `condemned` names
+    the copies, by `copy_name`, whose bytes were lately found to be others than those of their extent.
+    """
 
     generation: str
     wanted_bytes: int
+    condemned: tuple[str, ...] = ()
+
+
+def copy_name(ref: Any) -> str:
+    """Of one copy of an extent in shared memory, the same in every process: that of its reference (ray.ObjectRef)."""
+    name: str = ref.hex()
+    return name
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,13 +6,14 @@ import logging
 import threading
 import time
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import ray
 
-from cluster.keeper_records import Acquired, Greeting, HeldOffer
+from cluster.keeper_records import Acquired, Greeting, HeldOffer, copy_name
 from cluster.keeping.holder_watch import HolderProcess
 from cluster.ray_calls import get
 from weights.manifest import ExtentRef
@@ -25,6 +26,7 @@ HEARTBEAT_S: Final = 1.0
 RETRY_FOR_S: Final = 60.0  # a keeper that was killed is back within seconds
 RETRY_PAUSE_S: Final = 0.1
 GET_TIMEOUT_S: Final = 10.0
+MAX_REMEMBERED: Final = 65_536  # copies that this replica was given, and perhaps made something of
 
 
 @dataclass
@@ -41,9 +43,12 @@ class RayExtents:
     """ExtentProvider of a replica: the node's keeper leases it the extents, Ray maps them without a copy.
 
     A keeper that dies is restarted by Ray, empty. It gets back what this replica has leased, which is why the
-    replica keeps that, and calls that were under way are made again. `on_pressure` hears, from another thread, how
-    many leased bytes somebody waits for: leases that are only kept for later should be released then. `connect` gives
-    the handle of the keeper that took the place of one that is gone for good; it blocks, and may raise. Thread-safe.
+    replica keeps that, and calls that were under way are made again. So does one that lives and took this replica for
+    dead: its leases have ended, and have another generation from then on. `on_pressure` hears, from another thread, how
+    many leased bytes somebody waits for: leases that are only kept for later should be released then. `on_damage`
+    hears, from there as well, the ids of extents of which this replica was given a copy that was written to since: what
+    was made of it computes with wrong weights. The next `fetch` gets a fresh copy. `connect` gives the handle of the
+    keeper that took the place of one that is gone for good; it blocks, and may raise. Thread-safe.
     """
 
     def __init__(
@@ -51,15 +56,18 @@ class RayExtents:
         keeper: Any,
         holder: str,
         on_pressure: Callable[[int], None] | None = None,
+        on_damage: Callable[[Sequence[str]], None] | None = None,
         connect: Callable[[], Any] | None = None,
     ) -> None:
         self._keeper = keeper
         self._connect = connect
         self._holder = holder
         self._on_pressure = on_pressure
+        self._on_damage = on_damage
         self._lock = threading.Lock()
         self._meeting = threading.Lock()  # held while a restarted keeper is told what is here
         self._leased: dict[str, _Leased] = {}
+        self._given: OrderedDict[str, str] = OrderedDict()  # extent ids by copy
         self._generation = ""
         self._process = HolderProcess.this()
         self._heart: threading.Thread | None = None
@@ -76,6 +84,7 @@ class RayExtents:
         deadline_s = time.monotonic() + RETRY_FOR_S
         while True:
             acquired: Acquired = self._ask(lambda: self._keeper.acquire.remote(list(extents), self._holder))
+            self._note_given(acquired.refs)
             try:
                 self._meet(acquired.generation)
                 views = get(list(acquired.refs.values()), GET_TIMEOUT_S)
@@ -123,7 +132,7 @@ class RayExtents:
         self._closed.set()
 
     def beat(self) -> None:
-        """One sign of life: notices a keeper that was restarted, and what it wants."""
+        """One sign of life: notices a keeper that was restarted, what it wants, and what it has found damaged."""
         try:
             greeting = self._greet()
             self._meet(greeting.generation)
@@ -135,6 +144,23 @@ class RayExtents:
             return  # not back yet
         if greeting.wanted_bytes and self._on_pressure:
             self._on_pressure(greeting.wanted_bytes)
+        damaged = self._take_given(greeting.condemned)
+        if damaged and self._on_damage:
+            logger.error("%s was given extents that were written to since: %s", self._holder, ", ".join(damaged))
+            self._on_damage(damaged)
+
+    def _note_given(self, refs: Mapping[str, Any]) -> None:
+        with self._lock:
+            for id_, ref in refs.items():
+                self._given[copy_name(ref)] = id_
+                self._given.move_to_end(copy_name(ref))
+            while len(self._given) > MAX_REMEMBERED:
+                self._given.popitem(last=False)
+
+    def _take_given(self, copies: Sequence[str]) -> list[str]:
+        """The extents of those copies that were given to this replica. Each copy is told once."""
+        with self._lock:
+            return [self._given.pop(copy) for copy in copies if copy in self._given]
 
     def _keep(self, extents: Sequence[ExtentRef], acquired: Acquired, found: Mapping[str, ByteArray]) -> bool:
         """False when the keeper that gave the leases was replaced since: they are gone with it."""

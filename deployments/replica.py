@@ -7,7 +7,7 @@ import gc
 import logging
 import math
 import uuid
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -52,10 +52,13 @@ async def open_host(config: ClusterConfig, role: str, settings: ModelReplicaConf
     def on_pressure(nbytes: int) -> None:
         loop.call_soon_threadsafe(host.give_way, nbytes)
 
+    def on_damage(extents: Sequence[str]) -> None:
+        loop.call_soon_threadsafe(host.condemn, extents)
+
     def connect() -> Any:
         return get(registry.keeper.remote(node_id), KEEPER_TIMEOUT_S)
 
-    provider = RayExtents(keeper, f"{role}-{uuid.uuid4().hex[:8]}", on_pressure, connect)
+    provider = RayExtents(keeper, f"{role}-{uuid.uuid4().hex[:8]}", on_pressure, on_damage, connect)
     provider.start_beating()
 
     async def fetch_manifest(model: str, version: str | None) -> Any:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
 # So many usual gaps without a use are an accident; after more, the gap is what is usual now.
 USUAL_GAPS: Final = 2.0
@@ -96,7 +96,7 @@ def plan_eviction(residents: Iterable[Resident], needed_bytes: int, budget_bytes
         free_bytes += resident.nbytes
     if free_bytes < 0:
         return EvictionPlan((), -free_bytes, tuple(resident.key for resident in residents if _stays(resident)))
-    return EvictionPlan(_needed(victims, free_bytes))
+    return EvictionPlan(spare_the_valuable(victims, free_bytes))
 
 
 def plan_prefetch(residents: Iterable[Resident], newcomers: Sequence[Resident], budget_bytes: int) -> PrefetchPlan:
@@ -122,7 +122,7 @@ def plan_prefetch(residents: Iterable[Resident], newcomers: Sequence[Resident], 
             victims += candidates[:num_victims]
             candidates = candidates[num_victims:]
             free_bytes = room_bytes - newcomer.nbytes
-    return PrefetchPlan(tuple(take), _needed(victims, free_bytes) if take else ())
+    return PrefetchPlan(tuple(take), spare_the_valuable(victims, free_bytes) if take else ())
 
 
 def keep_values(residents: Sequence[Resident]) -> dict[str, float]:
@@ -147,8 +147,18 @@ def _by_value(residents: Iterable[Resident], values: Mapping[str, float]) -> lis
     return sorted(may_go, key=lambda resident: (values[resident.key], resident.last_used))
 
 
-def _needed(victims: Sequence[Resident], free_bytes: int) -> tuple[str, ...]:
-    """Spare those, the most valuable first, without which there is still enough room; `free_bytes` is what is over."""
+class Victim(Protocol):
+    @property
+    def key(self) -> str: ...
+    @property
+    def nbytes(self) -> int: ...
+
+
+def spare_the_valuable(victims: Sequence[Victim], free_bytes: int) -> tuple[str, ...]:
+    """Keys of `victims`, which come in order of value, without the most valuable ones that need not go.
+
+    `free_bytes` is what is left over when all of them go.
+    """
     needed: list[str] = []
     for victim in reversed(victims):
         if victim.nbytes <= free_bytes:

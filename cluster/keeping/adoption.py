@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
+import numpy as np
 import ray
 import xxhash
 
@@ -14,6 +15,7 @@ from cluster.keeper_records import HeldOffer
 from cluster.keeping.held_extents import HeldExtents
 from cluster.keeping.residents import Held
 from cluster.ray_calls import get
+from weights.memory.pages import ByteArray
 
 # Replicas tell a restarted keeper what they hold within a second; until then storage is not asked. On a busy machine
 # they take longer, but hardly all of them: each offer gives the next one so much more time.
@@ -23,12 +25,12 @@ logger = logging.getLogger("atelier.keeper")
 
 
 class Adoption:
-    """Thread-safe. `damaged` hears of offers whose bytes are not the extent's any more: those are not taken."""
+    """Thread-safe. `damaged` hears of offers whose bytes are not the extent's any more: nobody else gets those."""
 
     def __init__(
         self,
         held: HeldExtents,
-        damaged: Callable[[str, str], None],
+        damaged: Callable[[HeldOffer, str], None],
         *,
         verify: bool,
         wait_s: float,
@@ -48,18 +50,19 @@ class Adoption:
                 return
 
     def take(self, holder: str, offers: Sequence[HeldOffer]) -> int:
-        """The bytes that were not here. Leases are taken over in any case, but for what cannot be mapped."""
+        """The bytes that were not here. Leases are taken over in any case, on the very copy that the holder has."""
         self._expect_more()
         taken_bytes = 0
         for offer in offers:
             self._expect_more()
-            id_ = offer.extent.id
-            if self._held.adopt(None, id_, holder, offer.num_leases):
+            if self._held.lease_same(offer.extent.id, offer.ref, holder, offer.num_leases):
                 continue
-            if (held := self._mapped(offer, holder)) is not None:
-                self._held.adopt(held, id_, holder, offer.num_leases)
-                if self._held.held(id_) is held:  # another replica may have offered it meanwhile
-                    taken_bytes += offer.extent.nbytes
+            view = self._sound_view(offer, holder)
+            if view is None:
+                unknown = Held(offer.extent, offer.ref, np.empty(0, np.uint8), "adopted")
+                self._held.set_apart(unknown, holder, offer.num_leases)
+            elif self._held.adopt(Held(offer.extent, offer.ref, view, "adopted"), holder, offer.num_leases):
+                taken_bytes += offer.extent.nbytes
         return taken_bytes
 
     def _expect_more(self) -> None:
@@ -68,13 +71,14 @@ class Adoption:
         if now_s < self._until_s:
             self._until_s = max(self._until_s, now_s + self._wait_s)
 
-    def _mapped(self, offer: HeldOffer, holder: str) -> Held | None:
+    def _sound_view(self, offer: HeldOffer, holder: str) -> ByteArray | None:
+        """None for what cannot be mapped here, or is damaged."""
         try:
-            view = get(offer.ref, ADOPTION_S)
+            view: ByteArray = get(offer.ref, ADOPTION_S)
         except ray.exceptions.RayError as error:
             logger.warning("extent %s of %s cannot be adopted: %s", offer.extent.id, holder, error)
             return None
         if self._verify and xxhash.xxh3_128_hexdigest(view) != offer.extent.checksum:
-            self._damaged(offer.extent.id, f"as {holder} has it")
+            self._damaged(offer, f"as {holder} has it")
             return None
-        return Held(offer.extent, offer.ref, view, "adopted")
+        return view

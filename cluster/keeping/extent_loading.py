@@ -98,12 +98,12 @@ class ExtentLoader:
                         return Loaded(sink(extent, out), "peer")
         return Loaded(self._read(extent, sink, stages), "storage")
 
-    def reload_s(self, extent: ExtentRef, source: Source) -> float | None:
-        """What it would take to get it again, alone; None when nothing is measured. A peer gives once more."""
+    def reload_rate(self, source: Source) -> float | None:
+        """Seconds that a byte would take to get again, alone; None when nothing is measured. A peer gives once more."""
         with self._lock:
             peers = [estimate.gbps or 0.0 for estimate in self._peer_estimates.values()] if source == "peer" else []
             gbps = max([self._storage.gbps or 0.0, *peers])
-        return extent.nbytes / (gbps * 1e9) if gbps else None
+        return 1 / (gbps * 1e9) if gbps else None
 
     def _plan(self, extent: ExtentRef, offers: Sequence[PeerOffer | ComingOffer]) -> FromStorage | FromPeers:
         if not self._peers or not self._peers.client():

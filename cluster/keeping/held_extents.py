@@ -1,5 +1,7 @@
 """Who may have which extent, and when: leases, pins and the byte budget of a node, shared by many threads. Ray-free.
 
+The lock is held for as long as it takes to look at what is asked for, not at all that is here.
+
 Room is given in the order in which it was asked for. Who only wants what is here already passes those who wait, for
 `OVERTAKE_S`; then it queues as well, or two models that do not fit together would never change places. Who has leases
 always passes: the one in front may be waiting for just those.
@@ -10,13 +12,13 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from cluster.keeper_records import ResidentExtent, Source
 from cluster.keeping.refusals import describe_holders, describe_need
-from cluster.keeping.residents import Coming, Held, ReloadTime, Residents
+from cluster.keeping.residents import Coming, Held, ReloadRate, Residents
 from weights.errors import BudgetExceeded
 from weights.manifest import ExtentRef
 from weights.memory.pages import ByteArray
@@ -30,10 +32,24 @@ OnChange = Callable[[Sequence[str], Sequence[str]], None]
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """Leases on `entries`; the claimant loads `to_load` and tells `loaded` or `failed` of each."""
+    """Leases on `entries`; the claimant loads `to_load` and tells `loaded` or `failed` of each.
+
+    `life` is that of the holder's leases: 0 for a dead one, which got none.
+    """
 
     entries: tuple[Held | Coming, ...]
     to_load: tuple[ExtentRef, ...]
+    life: int
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """What is here at one moment; what is set apart or on its way is not counted."""
+
+    num_extents: int
+    resident_bytes: int
+    leased_bytes: int
+    pinned_bytes: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,7 +68,7 @@ class HeldExtents:
         max_wait_s: float = MAX_WAIT_S,
         clock: Callable[[], float] = time.monotonic,
         on_change: OnChange = lambda added, removed: None,
-        reload_s: ReloadTime = lambda extent, source: None,
+        reload_rate: ReloadRate = lambda source: None,
     ) -> None:
         self._budget_bytes = budget_bytes
         self._max_wait_s = max_wait_s
@@ -60,7 +76,7 @@ class HeldExtents:
         self._on_change = on_change
         self._changed = threading.Condition()
         self._waiting: deque[_Ticket] = deque()
-        self._all = Residents(clock, reload_s)
+        self._all = Residents(clock, reload_rate)
 
     @property
     def budget_bytes(self) -> int:
@@ -93,7 +109,10 @@ class HeldExtents:
                 self._evict(self._all.plan_room(to_load, self._budget_bytes, ticket.wanted).evict if to_load else ())
                 for extent in to_load:
                     self._all.expect(extent)
-                return Claim(tuple(self._all.lease(extent.id, holder) for extent in extents), tuple(to_load))
+                entries = tuple(entry for extent in extents if (entry := self._all.entry(extent.id)))
+                for entry in entries:
+                    self._all.lease(entry, holder)
+                return Claim(entries, tuple(to_load), self._all.life(holder))
             finally:
                 self._waiting.remove(ticket)
                 self._changed.notify_all()
@@ -139,36 +158,64 @@ class HeldExtents:
 
     def failed(self, id_: str, error: Exception) -> None:
         with self._changed:
-            coming = self._all.coming.pop(id_)
+            coming = self._all.fail(id_)
             self._on_change([], [id_])  # who waits for this node to have it need not
             self._freed()
         coming.done.set_exception(error)
 
-    def adopt(self, held: Held | None, id_: str, holder: str, num_leases: int) -> bool:
-        """Put `held` in place when the extent is not here, and lease it to `holder`. False: nothing was done."""
+    def lease_same(self, id_: str, ref: Any, holder: str, num_leases: int) -> bool:
+        """Lease that very copy. False: it is not the one that is here, and nothing was done."""
         with self._changed:
-            if self._all.entry(id_) is None:
-                if held is None:
-                    return False
-                # Over the budget too, if need be: the bytes are in memory whatever is decided here.
-                self._all.held[id_] = held
-                self._on_change([id_], [])
-            if num_leases:
-                self._all.lease(id_, holder, num_leases)
-            self._freed()
+            held = self._all.held.get(id_)
+            if held is None or held.ref != ref:
+                return False
+            self._all.lease(held, holder, num_leases)
             return True
+
+    def adopt(self, held: Held, holder: str, num_leases: int) -> bool:
+        """Lease `held` to the holder that has it mapped. False when it is not what others get: another copy is here.
+
+        Over the budget, too, if need be: the bytes are in memory whatever is decided here.
+        """
+        with self._changed:
+            if is_new := self._all.entry(held.extent.id) is None:
+                self._all.adopt(held)
+                self._on_change([held.extent.id], [])
+                self._all.lease(held, holder, num_leases)
+            elif not self.lease_same(held.extent.id, held.ref, holder, num_leases):
+                self._set_apart(held, holder, num_leases)
+            self._freed()
+            return is_new
+
+    def set_apart(self, held: Held, holder: str, num_leases: int) -> None:
+        """A copy that `holder` has mapped and that nobody else may get: its bytes count until it gives it back."""
+        with self._changed:
+            self._set_apart(held, holder, num_leases)
+            self._freed()
 
     def wait_until_known(self, ids: Sequence[str], timeout_s: float) -> bool:
         """Until all of them are here or coming, and no longer than the time given. False when some are not."""
         with self._changed:
             return self._changed.wait_for(lambda: all(self._all.entry(id_) for id_ in ids), max(timeout_s, 0.0))
 
-    def release(self, ids: Sequence[str], holder: str) -> None:
-        """Give back one lease per id. Unknown ids and holders are ignored: releasing twice is not an error."""
+    def release(self, ids: Sequence[str], holder: str, life: int | None = None) -> None:
+        """Give back one lease per id, of that life or whichever. Unknown ids and holders are ignored: releasing twice
+        is not an error."""
         with self._changed:
-            for id_ in ids:
-                self._all.release(id_, holder)
+            if life is None or self._all.is_of(life, holder):
+                for id_ in ids:
+                    self._all.release(id_, holder)
             self._freed()
+
+    def greet(self, holder: str) -> int:
+        """The holder lives, whatever was thought of it. Returns the life of its leases."""
+        with self._changed:
+            return self._all.revive(holder)
+
+    def life(self, holder: str) -> int:
+        """Of its leases; 0 for one that counts as dead."""
+        with self._changed:
+            return self._all.life(holder)
 
     def end_holder(self, holder: str) -> None:
         """The holder is dead: its leases end, those that are just being given too."""
@@ -176,14 +223,10 @@ class HeldExtents:
             self._all.end_holder(holder)
             self._freed()
 
-    def pin(self, ids: Sequence[str]) -> None:
-        """Here or not yet: what is pinned is not evicted."""
+    def pin(self, ids: Iterable[str]) -> None:
+        """These and no others, here or not yet: what is pinned is not evicted."""
         with self._changed:
-            self._all.pinned.update(ids)
-
-    def unpin(self, ids: Sequence[str]) -> None:
-        with self._changed:
-            self._all.pinned.difference_update(ids)
+            self._all.pin(ids)
             self._freed()
 
     def set_budget(self, budget_bytes: int) -> None:
@@ -204,8 +247,7 @@ class HeldExtents:
     def shed(self, nbytes: int) -> bool:
         """Give up so many bytes of what may go, whatever the budget says. False when there is nothing."""
         with self._changed:
-            used_bytes = sum(held.extent.nbytes for held in self._all.held.values()) + self._all.unmovable_bytes()
-            evict = self._all.plan_shrink(used_bytes - nbytes)
+            evict = self._all.plan_shrink(self._all.used_bytes - nbytes)
             self._evict(evict)
             return bool(evict)
 
@@ -228,23 +270,31 @@ class HeldExtents:
         with self._changed:
             return list(self._all.held)
 
-    def residents(self) -> list[ResidentExtent]:
+    def residents(self, ids: Iterable[str] | None = None) -> list[ResidentExtent]:
+        """Those of `ids` that are here; without them, all: that takes as long as there are many."""
         with self._changed:
+            held, pinned = self._all.held, self._all.pinned
+            chosen = held.values() if ids is None else [held[id_] for id_ in dict.fromkeys(ids) if id_ in held]
             return [
                 ResidentExtent(
-                    id_, held.extent.nbytes, dict(held.holders), id_ in self._all.pinned, held.source, held.hits
+                    found.extent.id,
+                    found.extent.nbytes,
+                    dict(found.holders),
+                    found.extent.id in pinned,
+                    found.source,
+                    found.hits,
                 )
-                for id_, held in self._all.held.items()
+                for found in chosen
             ]
+
+    def totals(self) -> Totals:
+        with self._changed:
+            found = self._all
+            return Totals(len(found.held), found.resident_bytes, found.leased_bytes, found.pinned_bytes)
 
     def bytes_by_holder(self) -> dict[str, int]:
         with self._changed:
-            return dict(self._all.bytes_by_holder())
-
-    @property
-    def resident_bytes(self) -> int:
-        with self._changed:
-            return sum(held.extent.nbytes for held in self._all.held.values())
+            return self._all.bytes_by_holder()
 
     @property
     def wanted_bytes(self) -> int:
@@ -260,19 +310,25 @@ class HeldExtents:
         first = self._waiting[0]
         if not self._all.missing(ticket.wanted):
             overtakes = self._clock() - first.since_s < OVERTAKE_S
-            return first is ticket or overtakes or any(holder in entry.holders for entry in self._all.entries())
+            return first is ticket or overtakes or self._all.has_leases(holder)
         return first is ticket and not self._missing_bytes(ticket)
 
     def _missing_bytes(self, ticket: _Ticket) -> int:
-        missing = self._all.missing(ticket.wanted)
-        return self._all.plan_room(missing, self._budget_bytes, ticket.wanted).missing_bytes if missing else 0
+        return self._all.missing_bytes(ticket.wanted, self._budget_bytes) if self._all.missing(ticket.wanted) else 0
 
     def _never_fits(self, ticket: _Ticket) -> bool:
         return self._pinned_bytes(ticket) + _total(ticket) > self._budget_bytes
 
     def _pinned_bytes(self, ticket: _Ticket) -> int:
-        held = self._all.held
-        return sum(held[id_].extent.nbytes for id_ in self._all.pinned if id_ in held and id_ not in ticket.wanted)
+        """Of what is here and not wanted by the ticket."""
+        held, pinned = self._all.held, self._all.pinned
+        wanted_bytes = sum(extent.nbytes for id_, extent in ticket.wanted.items() if id_ in held and id_ in pinned)
+        return self._all.pinned_bytes - wanted_bytes
+
+    def _set_apart(self, held: Held, holder: str, num_leases: int) -> None:
+        if self._all.life(holder):  # the dead give nothing back
+            self._all.set_apart(held)
+            self._all.lease(held, holder, num_leases)
 
     def _freed(self) -> None:
         self._evict(self._all.plan_shrink(self._budget_bytes))

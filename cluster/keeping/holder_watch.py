@@ -22,6 +22,9 @@ SILENCE_S: Final = 60.0
 # Start times are computed from the time of boot, which moves a little when the clock is set.
 CLOCK_STEP_S: Final = 2.0
 
+# A round that comes later than so many intervals after the one before: this process stood still.
+MAX_PAUSE: Final = 5
+
 logger = logging.getLogger("atelier.keeper")
 
 
@@ -61,7 +64,8 @@ class _Heard:
 class HolderWatch:
     """Calls `on_death` once for each holder that is not alive: checked every `interval_s`. Thread-safe.
 
-    One whose process can be seen lives as long as that; another has died when it was silent for `silence_s`.
+    One whose process can be seen lives as long as that; another has died when it was silent for `silence_s`. Time in
+    which nothing was checked, because this process or its machine stood still, is nobody's silence.
     """
 
     def __init__(
@@ -77,6 +81,8 @@ class HolderWatch:
         self._clock = clock
         self._lock = threading.Lock()
         self._heard: dict[str, _Heard] = {}
+        self._checked_s = clock()
+        self._stood_still_s = 0.0
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -85,8 +91,9 @@ class HolderWatch:
         with self._lock:
             known = self._heard.get(holder)
             if known is None or known.process is None:
-                self._heard[holder] = _Heard(process and process.seen(), self._clock())
+                self._heard[holder] = _Heard(process and process.seen(), self._clock() - self._stood_still_s)
             if self._thread is None:
+                self._checked_s = self._clock()
                 self._thread = threading.Thread(target=self._run, name="holder-watch", daemon=True)
                 self._thread.start()
 
@@ -99,7 +106,10 @@ class HolderWatch:
     def check(self) -> None:
         """One round."""
         with self._lock:
-            silent_since_s = self._clock() - self._silence_s
+            now_s = self._clock()
+            self._stood_still_s += max(0.0, now_s - self._checked_s - MAX_PAUSE * self._interval_s)
+            self._checked_s = now_s
+            silent_since_s = now_s - self._stood_still_s - self._silence_s
             dead = [holder for holder, heard in self._heard.items() if not heard.lives(silent_since_s)]
         for holder in dead:
             logger.warning("%s has died; its leases end", holder)

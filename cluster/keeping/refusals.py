@@ -19,8 +19,8 @@ def describe_need(extents: Sequence[ExtentRef]) -> str:
 def describe_holders(residents: Residents) -> str:
     """Who has leases on how much, the greatest first, and how much is pinned."""
     holders = [f"{holder} ({nbytes} bytes)" for holder, nbytes in residents.bytes_by_holder().items()]
-    pinned_bytes = sum(residents.held[id_].extent.nbytes for id_ in residents.pinned if id_ in residents.held)
-    return f"leased by: {_named(holders) or 'nobody'}" + (f"; pinned: {pinned_bytes} bytes" if pinned_bytes else "")
+    pinned = f"; pinned: {residents.pinned_bytes} bytes" if residents.pinned_bytes else ""
+    return f"leased by: {_named(holders) or 'nobody'}{pinned}"
 
 
 def _named(names: Sequence[str]) -> str:

@@ -86,10 +86,13 @@ class Slot:
     built: asyncio.Future[Built | Exception] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     is_placed: bool = False
     is_adapter: bool = False
+    is_condemned: bool = False  # over weights that were written to: nobody new may have it
 
     @property
     def tensors(self) -> Mapping[str, int]:
-        """Bytes by hash."""
+        """Bytes by hash; those of a condemned one are its own, beside the fresh ones."""
+        if self.is_condemned:
+            return {f"{hash_}#{self.serial}": nbytes for hash_, nbytes in self.component.bytes_by_hash.items()}
         return self.component.bytes_by_hash
 
     @property
@@ -137,6 +140,7 @@ class Slot:
             "bytes": self.nbytes,
             "leases": self.leases,
             "ready": self.result is not None,
+            "condemned": self.is_condemned,
         }
 
 

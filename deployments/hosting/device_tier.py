@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -102,6 +102,13 @@ class DeviceTier(Protocol):
 
     def unpin(self, component: Component) -> None: ...
 
+    def condemn(self, extents: Collection[str]) -> list[str]:
+        """Hashes of tensors that are on the device, or on their way, as damaged copies of these extents had them.
+
+        The next `place` gets fresh ones; what is placed keeps what it has.
+        """
+        ...
+
     def resize(self, budget_bytes: int) -> None: ...
 
     def stats(self) -> ArenaStats | None: ...
@@ -161,6 +168,10 @@ class SharedTier:
 
     def unpin(self, component: Component) -> None: ...
 
+    def condemn(self, extents: Collection[str]) -> list[str]:
+        """What is placed says itself which extents it lies in, and the provider gives fresh ones."""
+        return []
+
     def resize(self, budget_bytes: int) -> None: ...
 
     def stats(self) -> ArenaStats | None:
@@ -214,6 +225,9 @@ class ArenaTier:
 
     def unpin(self, component: Component) -> None:
         self._arena.unpin(ref.sha256 for ref in component.tensors.values())
+
+    def condemn(self, extents: Collection[str]) -> list[str]:
+        return self._arena.condemn(lambda key: getattr(key, "extent", None) in extents)
 
     def resize(self, budget_bytes: int) -> None:
         self._arena.resize(budget_bytes)

@@ -12,13 +12,13 @@ import contextlib
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
 from deployments.errors import ModelUnavailable
-from deployments.hosting.built_modules import Part, PartName, Slot, Wanted
+from deployments.hosting.built_modules import Built, Part, PartName, Slot, Wanted
 from deployments.hosting.device_tier import DeviceTier, LeasedExtents, open_tier
 from deployments.hosting.manifest_versions import FetchManifest, ManifestVersions
 from deployments.hosting.module_room import merged
@@ -134,7 +134,8 @@ class ModelHost:
         """The components of `model` that are `wanted`, and the adapters, built and held.
 
         Raises what the registry, the provider and the builder raise, and BudgetExceeded when the room does not
-        become free within MAX_WAIT_FOR_ROOM_S.
+        become free within MAX_WAIT_FOR_ROOM_S. Raises ModelUnavailable at its end when the weights turned out to be
+        damaged meanwhile: nobody knows since when, so what was computed is not to be trusted.
         """
         start = self._clock()
         manifest = await self.manifest(model, version)
@@ -143,10 +144,9 @@ class ModelHost:
             adapter_manifest = await self.manifest(adapter, (adapter_versions or {}).get(adapter))
             (component,) = adapter_manifest.components.values()
             parts[PartName(adapter, is_adapter=True)] = Part(adapter_manifest, component)
-        taken = await self._queue.take(Wanted(model, parts), MAX_WAIT_FOR_ROOM_S)
+        taken, built = await self._take_built(Wanted(model, parts))
         slots, fresh = taken
         try:
-            built = {name: await slot.ready() for name, slot in slots.items()}
             report = switch_report(model, (self._clock() - start) * 1e3, slots, fresh, built)
             if fresh:
                 self._reports[model] = report
@@ -154,6 +154,12 @@ class ModelHost:
                 while len(self._reports) > MAX_REPORTS:
                     self._reports.popitem(last=False)
             yield Lease(self, manifest, self.skeleton(manifest), slots, report)
+            if damaged := [name.name for name, slot in slots.items() if slot.is_condemned]:
+                raise ModelUnavailable(
+                    f"the weights of {model!r} ({', '.join(damaged)}) were damaged in memory while this request ran: "
+                    "its answer is withheld; try again",
+                    "model",
+                )
         finally:
             self._give_back(taken)
 
@@ -201,13 +207,20 @@ class ModelHost:
         if self._device == "cpu":
             self._modules.shed(nbytes)
 
+    def condemn(self, extents: Collection[str]) -> None:
+        """Copies of these extents were written to: what was made of them serves no new request, and is built anew."""
+        hashes = self._tier.condemn(extents)
+        for slot in self._modules.condemn(extents, hashes):
+            logger.error("%s of %s is built anew: its weights were damaged", slot.component.name, sorted(slot.models))
+        self._queue.serve()
+
     def bound(self, settings: str, serials: tuple[int, ...], make: Callable[[], Any]) -> Any:
         """What was made with these settings over the modules of these numbers; it goes when one of them does."""
         return self._modules.bound(settings, serials, make)
 
     def serials(self) -> set[int]:
-        """Of all that is resident; a rebuilt module has a new one."""
-        return {slot.serial for slot in self._modules.slots.values()}
+        """Of all that is here; a rebuilt module has a new one."""
+        return self._modules.serials()
 
     def has_room_for(self, manifest: Manifest, wanted: Wants) -> bool:
         """Whether the wanted components fit beside all that is resident."""
@@ -233,6 +246,19 @@ class ModelHost:
 
     # leases
 
+    async def _take_built(self, wanted: Wanted) -> tuple[Taken, dict[PartName, Built]]:
+        """Leased and ready. What is found damaged while it is being built is taken once more, from a fresh copy."""
+        while True:
+            taken = await self._queue.take(wanted, MAX_WAIT_FOR_ROOM_S)
+            try:
+                built = {name: await slot.ready() for name, slot in taken[0].items()}
+            except BaseException:
+                self._give_back(taken)
+                raise
+            if not any(slot.is_condemned for slot in taken[0].values()):
+                return taken, built
+            self._give_back(taken)
+
     def _take(self, wanted: Wanted) -> Taken:
         """What is new begins to be built at once: whoever asked may be cancelled before it hears of it."""
         slots, fresh = self._modules.take(wanted)
@@ -256,6 +282,7 @@ class ModelHost:
     def _end_leases(self, slots: Iterable[Slot]) -> None:
         for slot in slots:
             slot.leases -= 1
+        self._modules.bury()
         self._queue.serve()
 
     def _let_go(self, slots: Sequence[Slot]) -> None:
@@ -305,7 +332,8 @@ class ModelHost:
             if isinstance(error, ExtentCorrupt | ModelUnavailable):
                 self._damaged.add(part.manifest.model)
                 self._report(part.manifest.model, str(error))
-            self._modules.drop([slot.key])
+            if not slot.is_condemned:  # then its key is another's
+                self._modules.drop([slot.key])
             logger.info("%s of %r is not built", part.component.name, part.manifest.model, exc_info=True)
             slot.fail(error)
         finally:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from deployments.hosting.built_modules import ModulePast, PartName, Slot, Wanted
@@ -27,6 +27,7 @@ class ResidentModules:
 
     def __init__(self, budget_bytes: int, let_go: Callable[[Sequence[Slot]], None], clock: Callable[[], float]) -> None:
         self.slots: dict[str, Slot] = {}
+        self._condemned: list[Slot] = []  # those that are leased still
         self.pins: dict[str, dict[str, Component]] = {}
         self.past = ModulePast()
         self.budget_bytes = budget_bytes
@@ -57,7 +58,7 @@ class ResidentModules:
     def is_hopeless(self, wanted: Wanted) -> bool:
         """No lease ends that could make room."""
         too_large = distinct_bytes(wanted.tensors, *self._pinned_tensors()) > self.budget_bytes
-        return too_large or not any(slot.leases for slot in self.slots.values())
+        return too_large or not (self._condemned or any(slot.leases for slot in self.slots.values()))
 
     def may_pass(self, wanted: Wanted, first: Waiter[Wanted, Taken]) -> bool:
         """What is resident need not wait for its turn, until that would keep the first in line waiting for ever.
@@ -104,16 +105,39 @@ class ResidentModules:
         pinned = self._pinned_keys()
         stays: list[str] = []
         gone: list[str] = []
-        for key, slot in self.slots.items():
+        for slot in self._all():
             if model in slot.models:
-                if slot.leases or key in pinned:
+                if slot.leases or slot.key in pinned:
                     stays.append(slot.component.name)
                 elif len(slot.models) == 1:
-                    gone.append(key)
+                    gone.append(slot.key)
                 else:
                     slot.models.discard(model)
         self.drop(gone)
         return stays
+
+    def condemn(self, extents: Collection[str], hashes: Collection[str]) -> list[Slot]:
+        """No new lease gets what was built over these extents or tensors; returns it. What is leased goes when its
+        leases have ended."""
+        found = [slot for slot in self.slots.values() if _is_over(slot, extents, hashes)]
+        for slot in found:
+            slot.is_condemned = True
+            del self.slots[slot.key]
+        self._condemned += found
+        self.bury()
+        return found
+
+    def bury(self) -> None:
+        """Let go of those condemned that nobody leases any more."""
+        if gone := [slot for slot in self._condemned if not slot.leases]:
+            self._condemned = [slot for slot in self._condemned if slot.leases]
+            for slot in gone:
+                self._unbind(slot)
+            self._let_go(gone)
+
+    def serials(self) -> set[int]:
+        """Of all that is here, for somebody at least; a rebuilt module has a new one."""
+        return {slot.serial for slot in self._all()}
 
     def drop(self, keys: Iterable[str]) -> None:
         """Unknown ones are ignored."""
@@ -148,8 +172,8 @@ class ResidentModules:
         return {
             "budget_bytes": self.budget_bytes,
             "resident_bytes": distinct_bytes(*self._tensors()),
-            "leased_bytes": distinct_bytes(*(slot.tensors for slot in self.slots.values() if slot.leases)),
-            "modules": [slot.describe() | {"pinned": key in pinned} for key, slot in self.slots.items()],
+            "leased_bytes": distinct_bytes(*(slot.tensors for slot in self._all() if slot.leases)),
+            "modules": [slot.describe() | {"pinned": slot.key in pinned} for slot in self._all()],
             "pinned_models": sorted(self.pins),
         }
 
@@ -167,30 +191,33 @@ class ResidentModules:
         return [
             Holding(
                 Resident(
-                    key,
+                    slot.key,
                     slot.nbytes,
                     slot.last_used,
                     slot.leases,
-                    self.past.reload_s(key),
-                    self.past.popularity(key, now_s),
-                    key in pinned,
+                    self.past.reload_s(slot.key),
+                    self.past.popularity(slot.key, now_s),
+                    slot.key in pinned,
                 ),
                 slot.tensors,
             )
-            for key, slot in self.slots.items()
+            for slot in self._all()
         ]
 
     def _unbind(self, gone: Slot) -> None:
         """Forget what was made over it. A pipeline may also know an adapter: then those go that nobody uses now."""
-        in_use = {slot.serial for slot in self.slots.values() if slot.leases}
+        in_use = {slot.serial for slot in self._all() if slot.leases}
         self._bound = {
             (settings, serials): thing
             for (settings, serials), thing in self._bound.items()
             if gone.serial not in serials and (not gone.is_adapter or in_use.issuperset(serials))
         }
 
+    def _all(self) -> Iterable[Slot]:
+        return (*self.slots.values(), *self._condemned)
+
     def _tensors(self) -> Iterable[TensorBytes]:
-        return (slot.tensors for slot in self.slots.values())
+        return (slot.tensors for slot in self._all())
 
     def _pinned_keys(self) -> set[str]:
         return {key for pins in self.pins.values() for key in pins}
@@ -198,3 +225,9 @@ class ResidentModules:
     def _pinned_tensors(self) -> Iterable[Mapping[str, int]]:
         pinned = self._pinned_keys()
         return (slot.tensors for key, slot in self.slots.items() if key in pinned)
+
+
+def _is_over(slot: Slot, extents: Collection[str], hashes: Collection[str]) -> bool:
+    if any(extent.id in extents for extent in slot.extents):
+        return True
+    return any(hash_ in slot.component.bytes_by_hash for hash_ in hashes)

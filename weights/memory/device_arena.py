@@ -143,6 +143,15 @@ class DeviceArena:
         with self._lock:
             self._ledger.pinned.difference_update(hashes)
 
+    def condemn(self, is_damaged: Callable[[DeviceKey], bool]) -> list[str]:
+        """Give out no more what was uploaded, or is being, for these keys: the host's bytes were not theirs.
+
+        The next `acquire` uploads them anew. Who leases them keeps them; their memory counts until it lets go. Returns
+        their hashes.
+        """
+        with self._lock:
+            return self._ledger.condemn(is_damaged)
+
     def resize(self, budget_bytes: int) -> tuple[str, ...]:
         """Change the budget and evict what no longer fits; returns what.
 

@@ -20,8 +20,9 @@ MAX_REMEMBERED: Final = 100_000  # tensors that are gone and whose popularity is
 
 @dataclass(eq=False, slots=True)
 class Entry:
-    """A tensor that is on the device or on its way there."""
+    """A tensor that is on the device or on its way there; `key` says where it was uploaded from."""
 
+    key: DeviceKey
     nbytes: int
     last_used: float
     reload_s: float | None
@@ -29,6 +30,7 @@ class Entry:
     arrived: Future[bool]  # of all that are uploaded together; False: that failed, and the entry is no more
     base: torch.Tensor | None = None  # 1-D uint8; None while it is on its way
     is_expected: bool = False  # prefetched, and not used since
+    is_condemned: bool = False  # what arrives is not to be kept
 
 
 class DeviceLedger:
@@ -94,6 +96,7 @@ class DeviceLedger:
         arrived: Future[bool] = Future()
         fresh = {
             key.sha256: Entry(
+                key,
                 key.nbytes,
                 now_s,
                 self._reload_s(key) if self._reload_s else None,
@@ -107,8 +110,10 @@ class DeviceLedger:
 
     def fill(self, fresh: Mapping[str, Entry], bases: Iterable[torch.Tensor]) -> None:
         """The entries of one claim, at least one, have arrived."""
-        for entry, base in zip(fresh.values(), bases, strict=True):
+        for (hash_, entry), base in zip(fresh.items(), bases, strict=True):
             entry.base = base
+            if entry.is_condemned:
+                self._forget(hash_)
         next(iter(fresh.values())).arrived.set_result(True)
 
     def abandon(self, fresh: Mapping[str, Entry]) -> None:
@@ -172,14 +177,30 @@ class DeviceLedger:
             take.pop()
         return take, evicted
 
+    def condemn(self, is_damaged: Callable[[DeviceKey], bool]) -> list[str]:
+        """Forget those, and what of them is on its way; who leases them keeps them. Returns their hashes."""
+        found = [hash_ for hash_, entry in self.entries.items() if is_damaged(entry.key)]
+        if found:
+            self._on_evict(found)
+        for hash_ in found:
+            if self.entries[hash_].base is None:
+                self.entries[hash_].is_condemned = True
+            else:
+                self._forget(hash_)
+        return found
+
+    def _forget(self, hash_: str) -> Entry:
+        """Out of the books; its memory is free when nobody uses it any more."""
+        entry = self.entries.pop(hash_)
+        if self._owns_memory and entry.base is not None:
+            self._lingering.append((StorageWeakRef(entry.base.untyped_storage()), entry.nbytes))  # type: ignore[no-untyped-call]
+        return entry
+
     def _evict(self, hashes: Sequence[str]) -> list[str]:
         if hashes:
             self._on_evict(hashes)
         for hash_ in hashes:
-            entry = self.entries.pop(hash_)
-            if self._owns_memory and entry.base is not None:
-                self._lingering.append((StorageWeakRef(entry.base.untyped_storage()), entry.nbytes))  # type: ignore[no-untyped-call]
-            entry.base = None
+            self._forget(hash_).base = None
         self.num_evicted += len(hashes)
         return list(hashes)
 

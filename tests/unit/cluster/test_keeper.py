@@ -9,7 +9,6 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,12 +17,14 @@ import psutil
 import pytest
 import ray
 import xxhash
+from unit.cluster.local_keeper import ActorHandle, FakeStore, Ref, ray_get
 
 from cluster.keeper import NodeKeeper
 from cluster.keeper_records import HeldOffer
+from cluster.keeping import holder_watch
 from cluster.keeping.holder_watch import HolderProcess
-from cluster.keeping.object_store import StoreFull
 from cluster.peers.peer_protocol import PeerAddress
+from cluster.ray_extents import RayExtents
 from cluster.residency_map import ExtentDirectory
 from weights.errors import BudgetExceeded, ExtentCorrupt, WeightsError
 from weights.manifest import ExtentRef
@@ -33,36 +34,6 @@ from weights.reading.report import StageClock
 WAIT_S = 10
 
 Make = Callable[..., NodeKeeper]
-
-
-@dataclass(frozen=True)
-class Ref:
-    """Ray's object store, reduced to one object."""
-
-    array: Any
-
-
-class FakeStore:
-    """Copies, as Ray does: the buffer that is given belongs to the keeper's pool."""
-
-    capacity_bytes = 10**9
-
-    def __init__(self) -> None:
-        self.error: Exception | None = None
-        self.num_full = 0
-        self.populated = threading.Event()
-
-    def populate(self) -> None:
-        self.populated.set()
-
-    def put(self, array: Any, used_bytes: int) -> tuple[Any, Any]:
-        if self.num_full:
-            self.num_full -= 1
-            raise StoreFull("no room in memory")
-        if self.error:
-            raise self.error
-        ref = Ref(array.copy())
-        return ref, ref.array
 
 
 class Reads:
@@ -398,7 +369,8 @@ def test_an_acquire_tells_what_it_had_loaded(keeper, extents) -> None:
     }
     assert report.wall_s > 0
     assert node.acquire([extents["c"]], "w").report is None
-    assert acquired.generation == node.stats().generation == node.hello("w").generation
+    assert acquired.generation == node.hello("w").generation
+    assert acquired.generation.startswith(node.stats().generation)
 
 
 def test_leases_end_with_the_process_that_has_them(keeper, extents) -> None:
@@ -505,7 +477,7 @@ def test_offers_of_replicas_are_adopted_once_and_checked(keeper, extents, tmp_pa
     node = keeper()
     offers = [HeldOffer(extents[id_], Ref(copies[id_]), 2) for id_ in "ab"]
     offers.append(HeldOffer(extents["c"], Ref(np.zeros(100, np.uint8)), 1))
-    assert node.adopt("v", offers) == node.stats().generation
+    assert node.adopt("v", offers) == node.hello("v").generation
     node.adopt("w", offers[:1])
     stats = node.stats()
     assert (stats.adopted_bytes, stats.read_bytes, stats.leased_bytes) == (200, 0, 200)
@@ -553,6 +525,137 @@ def test_a_write_into_shared_bytes_is_noticed_and_replaced(keeper, extents, tmp_
     assert (node.stats().num_corrupt, node.stats().corrupt, resident(node)) == (1, ("a",), "b")
     assert node.acquire([extents["a"]], "w").refs["a"].array.tobytes() == (tmp_path / "a").read_bytes()
     assert reads.counts == {"a": 2, "b": 1}
+
+
+@pytest.fixture
+def replica(monkeypatch: pytest.MonkeyPatch) -> Callable[..., RayExtents]:
+    """Real replicas' clients; they give signs of life when they are told to."""
+    monkeypatch.setattr("cluster.ray_extents.ray.get", ray_get)
+    monkeypatch.setattr("cluster.ray_extents.HEARTBEAT_S", 3600.0)
+
+    def make(node: NodeKeeper, holder: str = "r", **options: Any) -> RayExtents:
+        return RayExtents(ActorHandle(node), holder, **options)
+
+    return make
+
+
+def test_replicas_that_have_a_damaged_copy_hear_of_it_once(keeper, extents, replica, tmp_path: Path) -> None:
+    node = keeper()
+    told: dict[str, list[str]] = {"keeps": [], "gave back": [], "never had it": []}
+    replicas = {holder: replica(node, holder, on_damage=heard.extend) for holder, heard in told.items()}
+    views = [replicas[holder].fetch([extents["a"], extents["b"]]) for holder in ("keeps", "gave back")]
+    replicas["gave back"].release([extents["a"]])  # perhaps it made something of it
+    replicas["never had it"].fetch([extents["b"]])
+    views[0]["a"][50] ^= 1
+    node._audit.round()
+    fresh = replicas["never had it"].fetch([extents["a"]])
+    for _ in range(2):
+        for one in replicas.values():
+            one.beat()
+    assert told == {"keeps": ["a"], "gave back": ["a"], "never had it": []}
+    again = replicas["keeps"].fetch([extents["a"]])
+    assert again["a"] is fresh["a"]
+    assert again["a"].tobytes() == (tmp_path / "a").read_bytes()
+    replicas["keeps"].beat()
+    assert told["keeps"] == ["a"]
+    assert node.stats().holders["keeps"] == 300  # both copies, and b
+    for _ in range(2):
+        replicas["keeps"].release([extents["a"]])
+    assert node.stats().holders["keeps"] == 100
+
+
+def test_a_damaged_offer_is_told_to_who_made_it_and_counts_until_it_is_given_back(keeper, extents, replica) -> None:
+    """A keeper that dies between the write and its finding has nobody else to find it."""
+    before, node, told = keeper(), keeper(), []
+    handle = ActorHandle(before)
+    holder = RayExtents(handle, "r", on_damage=told.extend)
+    replica(before)
+    holder.fetch([extents["a"], extents["b"]])["a"][50] ^= 1
+    handle.actor = node
+    holder.beat()
+    holder.beat()
+    assert told == ["a"]
+    assert (resident(node), node.stats().corrupt, node.stats().holders) == ("b", ("a",), {"r": 200})
+    holder.fetch([extents["a"]])
+    holder.release([extents["a"]])  # the one that it had
+    assert {found.id: found.holders for found in node.residents()} == {"a": {"r": 1}, "b": {"r": 1}}
+
+
+def test_what_is_mapped_beside_a_fresh_copy_is_looked_at_as_well(keeper, extents, replica) -> None:
+    """Two replicas map the damaged copy; the first one's offer is refused, and it has read a fresh one by then."""
+    before, node = keeper(), keeper()
+    handle, told = ActorHandle(before), {"v": [], "w": []}
+    replica(before)
+    holders = {name: RayExtents(handle, name, on_damage=heard.extend) for name, heard in told.items()}
+    for holder in holders.values():
+        view = holder.fetch([extents["a"]])["a"]
+    view[50] ^= 1
+    handle.actor = node
+    holders["v"].beat()
+    holders["v"].fetch([extents["a"]])
+    holders["w"].beat()
+    for holder in holders.values():
+        holder.beat()
+    assert told == {"v": ["a"], "w": ["a"]}
+
+
+def test_who_was_taken_for_dead_gets_its_leases_back(keeper, extents, replica, reads: Reads, monkeypatch) -> None:
+    now_s = [0.0]
+    watch = holder_watch.HolderWatch(lambda holder: node._held.end_holder(holder), 3600.0, 60.0, lambda: now_s[0])
+    node = keeper()
+    node._watch.close()
+    node._watch = watch
+    # In a container of its own: its process cannot be seen.
+    monkeypatch.setattr(HolderProcess, "seen", lambda _: None)
+    paused, other = replica(node, "paused"), replica(node, "other")
+    paused.fetch([extents["a"], extents["b"]])
+    paused.fetch([extents["a"]])
+    now_s[0] += 61.0
+    other.beat()
+    watch.check()
+    assert node.stats().holders == {}
+    late = node.acquire([extents["c"]], "paused")  # a call of before that comes now
+    assert node.stats().holders == {}
+    paused.beat()
+    assert {found.id: found.holders for found in node.residents("ab")} == {"a": {"paused": 2}, "b": {"paused": 1}}
+    node.release(["a"], "paused", late.generation)  # of the life before
+    assert node.stats().holders == {"paused": 200}
+    paused.fetch([extents["c"]])
+    for ids in ("abc", "a"):
+        paused.release([extents[id_] for id_ in ids])
+    assert node.stats().holders == {}
+    assert reads.counts == dict.fromkeys("abc", 1)
+
+
+def test_the_first_call_of_who_was_taken_for_dead_is_leased_too(keeper, extents, replica) -> None:
+    node = keeper()
+    holder = replica(node)
+    holder.fetch([extents["a"]])
+    node._held.end_holder("r")
+    holder.fetch([extents["b"]])
+    assert {found.id: found.holders for found in node.residents()} == {"a": {"r": 1}, "b": {"r": 1}}
+
+
+def test_pins_are_what_was_told_last(keeper, extents) -> None:
+    node = keeper(200)
+    node.acquire([extents["a"], extents["b"]], "w")
+    node.release(["a", "b"], "w")
+    for pins, pinned in (({"m": ["a"], "n": ["a", "b"]}, "ab"), ({"m": ["a"]}, "a"), ({"m": ["a"]}, "a"), ({}, "")):
+        node.pin(pins)
+        assert "".join(found.id for found in node.residents() if found.pinned) == pinned
+        assert (node.pins(), node.stats().pinned_bytes) == (pins, 100 * len(pinned))
+    node.pin({"m": ["b", "c"]})
+    node.acquire([extents["d"]], "w")
+    assert resident(node) == "bd"
+
+
+def test_a_load_that_cannot_begin_fails_for_who_asked(keeper, extents) -> None:
+    node = keeper()
+    node._threads.shutdown()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="cannot schedule"):
+            node.acquire([extents["a"], extents["b"]], "w")
+    assert (node.stats().holders, node._held.num_waiting) == ({}, 0)
 
 
 class SharedDirectory:

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import ray
 
+from unit.cluster.local_keeper import Ref, fail_with, ray_get
+
 from cluster.errors import KeeperFailed
 from cluster.keeper_records import Acquired, Greeting, HeldOffer
 from cluster.keeping.holder_watch import HolderProcess
@@ -59,7 +61,7 @@ class FakeKeeper:
             self.before.pop(0)()
         self.leases.update(extent.id for extent in extents)
         self.num_copies += 1
-        refs = {extent.id: lambda id_=extent.id: f"{id_}{self.num_copies}" for extent in extents}
+        refs = {extent.id: Ref(f"{extent.id}{self.num_copies}") for extent in extents}
         return Acquired(refs, None, str(self.life))
 
     def on_release(self, ids: Sequence[str], holder: str, generation: str) -> None:
@@ -79,19 +81,12 @@ class FakeKeeper:
 @pytest.fixture
 def keeper(monkeypatch: pytest.MonkeyPatch) -> FakeKeeper:
     def get(found: Any, timeout: float | None = None) -> Any:
-        return [ref() for ref in found] if isinstance(found, list) else found()
+        return ray_get(found)
 
     monkeypatch.setattr("cluster.ray_extents.ray.get", get)
     monkeypatch.setattr("cluster.ray_extents.RETRY_PAUSE_S", 0.001)
     monkeypatch.setattr("cluster.ray_extents.HEARTBEAT_S", 3600.0)
     return FakeKeeper()
-
-
-def fail_with(error: Exception) -> Callable[[], None]:
-    def fail() -> None:
-        raise error
-
-    return fail
 
 
 def test_leases_are_counted_as_the_keeper_counts_them(keeper: FakeKeeper) -> None:

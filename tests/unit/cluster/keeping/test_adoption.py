@@ -45,7 +45,7 @@ class Waiting:
         self._clock.now_s += timeout_s
         return False
 
-    def adopt(self, *_: Any) -> bool:
+    def lease_same(self, *_: Any) -> bool:
         return True
 
 

@@ -156,16 +156,16 @@ def test_storage_that_was_measured_to_be_faster_is_read(loader, extent, reader: 
     assert load(loader, extent)[1] == "storage"
     assert load(loader, extent, HAS_IT)[1] == "peer"  # not measured yet, so it is tried
     assert load(loader, extent, HAS_IT)[1] == "storage"
-    assert loader.reload_s(extent, "storage") == pytest.approx(NBYTES / 4e9)
-    assert loader.reload_s(extent, "peer") == pytest.approx(NBYTES / 4e9)
+    assert loader.reload_rate("storage") == pytest.approx(1 / 4e9)
+    assert loader.reload_rate("peer") == pytest.approx(1 / 4e9)
 
 
 def test_a_peer_that_was_measured_to_be_faster_is_asked(loader, extent, reader: SlowReader, peers: FakePeers) -> None:
     reader.gbps, peers.gbps = 1.0, 2.0
     sources = [load(loader, extent)[1], *(load(loader, extent, HAS_IT)[1] for _ in range(3))]
     assert sources == ["storage", "peer", "peer", "peer"]
-    assert loader.reload_s(extent, "peer") == pytest.approx(NBYTES / 2e9)
-    assert loader.reload_s(extent, "adopted") == pytest.approx(NBYTES / 1e9)
+    assert loader.reload_rate("peer") == pytest.approx(1 / 2e9)
+    assert loader.reload_rate("adopted") == pytest.approx(1 / 1e9)
 
 
 def test_a_put_does_not_count_against_storage(loader, extent, clock: Clock, reader: SlowReader) -> None:
@@ -173,7 +173,7 @@ def test_a_put_does_not_count_against_storage(loader, extent, clock: Clock, read
         clock.now_s += 10.0
 
     loader.load(extent, (), slow_put, StageClock())
-    assert loader.reload_s(extent, "storage") == pytest.approx(NBYTES / 1e9)
+    assert loader.reload_rate("storage") == pytest.approx(1 / 1e9)
 
 
 @pytest.mark.parametrize("error", [PeerUnavailable("gone"), ExtentCorrupt("other bytes")])

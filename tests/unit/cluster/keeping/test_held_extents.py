@@ -61,6 +61,10 @@ def load(held: HeldExtents, claim: Claim) -> None:
         held.loaded(found.id, f"ref-{found.id}", np.zeros(found.nbytes, np.uint8), "storage")
 
 
+def copy_of(id_: str, ref: str = "") -> Held:
+    return Held(extent(id_), ref or f"ref-{id_}", np.zeros(100, np.uint8), "adopted")
+
+
 def acquire(held: HeldExtents, ids: str, holder: str) -> dict[str, Any]:
     claim = held.claim(extents(ids), holder)
     load(held, claim)
@@ -235,7 +239,7 @@ def test_pinned_extents_stay_until_they_are_unpinned(held: HeldExtents) -> None:
     acquire(held, "cd", "v")
     assert resident(held) == "acd"
     assert held.drop(list("acd")) == []
-    held.unpin(["a"])
+    held.pin([])
     assert held.drop(list("aacd")) == ["a"]
     assert {found.id: found.pinned for found in held.residents()} == {"c": False, "d": False}
 
@@ -251,10 +255,11 @@ def test_what_is_used_more_stays_longer(held: HeldExtents, clock: Clock) -> None
 
 
 def test_what_is_quick_to_get_again_goes_first(clock: Clock) -> None:
-    slow = {"a"}
-    held = HeldExtents(300, clock=clock, reload_s=lambda found, _: 10.0 if found.id in slow else 1.0)
+    held = HeldExtents(300, clock=clock, reload_rate={"storage": 1e-8, "peer": 1e-9}.get)
     for id_ in "abc":
-        acquire(held, id_, "v")
+        claim = held.claim(extents(id_), "v")
+        held.loaded(id_, f"ref-{id_}", np.zeros(100, np.uint8), "storage" if id_ == "a" else "peer")
+        held.settle(claim, "v")
         give(held, id_, "v")
     acquire(held, "d", "v")
     assert resident(held) == "acd"
@@ -292,7 +297,7 @@ def test_the_leases_of_the_dead_end_also_those_just_given(held: HeldExtents, poo
     load(held, loading)
     held.settle(loading, "dead")
     assert future.result(WAIT_S)
-    acquire(held, "x", "dead")  # its call was still on the way
+    assert acquire(held, "x", "dead")  # its call was still on the way
     assert held.bytes_by_holder() == {"alive": 300}
 
 
@@ -323,9 +328,9 @@ def _impatient(held: HeldExtents) -> HeldExtents:
 def test_adopted_extents_keep_their_leases_whatever_the_budget(held: HeldExtents) -> None:
     held.set_budget(100)
     for id_ in "ab":
-        assert not held.adopt(None, id_, "v", 2)
-        assert held.adopt(Held(extent(id_), f"ref-{id_}", np.zeros(100, np.uint8), "adopted"), id_, "v", 2)
-        assert held.adopt(None, id_, "w", 1)
+        assert not held.lease_same(id_, f"ref-{id_}", "v", 2)
+        assert held.adopt(copy_of(id_), "v", 2)
+        assert held.lease_same(id_, f"ref-{id_}", "w", 1)
     assert {found.id: (found.source, found.holders) for found in held.residents()} == {
         "a": ("adopted", {"v": 2, "w": 1}),
         "b": ("adopted", {"v": 2, "w": 1}),
@@ -339,7 +344,7 @@ def test_adopted_extents_keep_their_leases_whatever_the_budget(held: HeldExtents
 
 def test_offers_are_waited_for_and_no_longer_than_given(held: HeldExtents, pool: ThreadPoolExecutor) -> None:
     future = pool.submit(held.wait_until_known, ["a"], WAIT_S)
-    held.adopt(Held(extent("a"), "ref", np.zeros(100, np.uint8), "adopted"), "a", "v", 1)
+    held.adopt(copy_of("a"), "v", 1)
     future.result(WAIT_S)
     held.wait_until_known(["b"], 0.01)
     assert resident(held) == "a"
