@@ -9,7 +9,6 @@ from weights.errors import StoreError
 from weights.manifest import Layout, Manifest
 from weights.storage.durable import copy_tree, disk_errors, move, sync_tree
 from weights.storage.hashing import hash_tensors
-from weights.storage.meta import StoreMeta
 from weights.storage.publishing import Draft, DraftComponent, publish
 from weights.storage.staging import claimed_folder, sweep
 from weights.storage.stock import rewrite_index, writable, write_files
@@ -20,7 +19,7 @@ from weights.store import WeightStore
 def convert(store: WeightStore, model: str, layout: Layout, weight_dir: Path | None = None) -> Manifest:
     """Publish `model` anew in another layout; all that is read of it is checked.
 
-    A tensor that another model of the store needs as well stays where it is: one copy serves both. What is left of
+    An extent that another model of the store uses as well stays where it is: one copy serves both. What is left of
     the old layout goes with the next `gc`. Raises ExtentCorrupt when the stored bytes are damaged.
     """
     manifest = store.manifest(model)
@@ -32,13 +31,6 @@ def convert(store: WeightStore, model: str, layout: Layout, weight_dir: Path | N
     def recheck() -> None:
         if store.manifest(model) != manifest:
             raise StoreError(f"model {model!r} was published anew while it was converted; nothing was changed")
-
-    def relocate(meta: StoreMeta) -> None:
-        """A tensor moves unless it lies as asked, or another model shares it."""
-        others = [other for name, other in store.manifests().items() if name != model and other.layout != "inline"]
-        shared = {ref.sha256 for other in others for part in other.components.values() for ref in part.tensors.values()}
-        own = {ref.sha256 for part in parts for ref in part.tensors.values()} & meta.tensors.keys() - shared
-        meta.forget_tensors(sha256 for sha256 in own if _layout_of(meta, sha256) != layout)
 
     return publish(
         store,
@@ -52,7 +44,7 @@ def convert(store: WeightStore, model: str, layout: Layout, weight_dir: Path | N
             components=[DraftComponent(part.model_copy(update={"tensors": {}}), hashed[part.name]) for part in parts],
             write_skeleton=lambda target: _copy_skeleton(store, manifest, target),
             recheck=recheck,
-            relocate=relocate,
+            relocates=True,
         ),
         layout,
         weight_dir,
@@ -96,7 +88,3 @@ def _copy_skeleton(store: WeightStore, manifest: Manifest, target: Path) -> None
     if not skeleton.is_dir():
         raise StoreError(f"{skeleton}: missing; model {manifest.model!r} has lost its configs")
     copy_tree(skeleton, target)
-
-
-def _layout_of(meta: StoreMeta, sha256: str) -> Layout:
-    return "separate" if meta.locate(sha256)[0].pack == f"weight_{sha256}" else "combined"

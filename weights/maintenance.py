@@ -1,7 +1,7 @@
 """Cleaning a store: what no manifest names goes. The manifests are the truth, so nothing published can be lost.
 
-At every moment of a run, killed or not, each byte range that a manifest names is there, and meta.json names no range
-that is not: it is published without the dead tensors before their bytes go.
+At every moment of a run, killed or not, each byte range that a manifest names is there, and neither the index nor
+meta.json names a range that is not: they are published without the dead tensors before their bytes go.
 """
 
 from __future__ import annotations
@@ -9,15 +9,16 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Final
 
-from weights.errors import StoreError, StoreVersionError, WeightsError
-from weights.manifest import Manifest
+from weights.errors import StoreError, WeightsError
+from weights.manifest import Manifest, TensorRef
+from weights.storage.aging import Range, aged
 from weights.storage.durable import disk_errors, remove, sync
-from weights.storage.meta import StoreMeta, meta_of
+from weights.storage.index import WHOLE_END, StoreIndex, Unneeded
 from weights.storage.punching import allocated_bytes, dead_ranges, punch
 from weights.storage.staging import is_dead, sweep
 from weights.store import STAGED, WeightStore
@@ -41,35 +42,52 @@ class GcReport:
 def gc(
     store: WeightStore, *, grace_s: float = 0.0, now: Callable[[], float] = time.time, dry_run: bool = False
 ) -> GcReport:
-    """Remove what no manifest names: packs, ranges of packs, skeletons, entries of meta.json, leftovers of the dead.
+    """Remove what no manifest names: packs, ranges of packs, skeletons, entries of the index, leftovers of the dead.
 
-    Packs and skeletons that were written less than `grace_s` seconds ago stay: replicas may still run an earlier
-    version of a model. Makes a damaged meta.json again. Raises, and deletes nothing, when a manifest cannot be read
-    or meta.json is of a newer version: what those need is unknown.
+    Packs and skeletons stay until a run finds that an earlier one saw them unneeded `grace_s` seconds ago, and they
+    were not needed in between: replicas may still run an earlier version of a model. Makes a damaged index again, and
+    meta.json. Raises, and deletes nothing, when a manifest cannot be read or the store is of a newer version: what
+    those need is unknown.
     """
     if not store.path.is_dir():
         raise StoreError(f"{store.path}: no such store")
     with store.locked(), disk_errors(store.path, 0):
         manifests = _read_all(store)
-        forgotten = _rewrite_meta(store, manifests.values(), dry_run=dry_run)
-        horizon = now() - grace_s
-        dead = [path for path in _dead(store, manifests.values()) if path.lstat().st_mtime <= horizon]
+        forgotten = store.indexed(lambda index: _forget(index, manifests, dry_run=dry_run))
+        if not dry_run:
+            store.write_meta()
+        now_s = now()
+        clocks = aged(dict(_unneeded(store, manifests)), store.indexed(StoreIndex.unneeded), now_s)
+        whole, partly = _ripe(clocks, now_s - grace_s)
+        if not dry_run:
+            young = [clock for clock in clocks if clock.path not in whole]
+            # Before they go: what comes back under the same name begins with a clock of its own.
+            store.indexed(lambda index: index.note_unneeded(young))
+        dead = [store.path / path for path in whole]
         staged = [path for path in sorted(store.path.glob(STAGED)) if is_dead(path)]
-        removed = [path.relative_to(store.path) for path in (*dead, *staged)]
         freed = sum(allocated_bytes(path) for path in (*dead, *staged))
         unfreed = 0
-        for pack, ranges in _dead_ranges(store, manifests.values(), horizon):
-            nbytes = sum(end - begin for begin, end in ranges)
-            before = allocated_bytes(pack)
-            if dry_run:  # some of them may be holes already
-                freed += min(nbytes, max(0, before + nbytes - pack.stat().st_size))
-            elif punch(pack, ranges):
-                freed += before - allocated_bytes(pack)
-            else:
-                unfreed += nbytes
+        for pack, ranges in partly.items():
+            more_freed, more_unfreed = _punch(store.path / pack, ranges, dry_run=dry_run)
+            freed, unfreed = freed + more_freed, unfreed + more_unfreed
+        removed = [path.relative_to(store.path) for path in (*dead, *staged)]
         if not dry_run:
             _remove(store, dead)
     return GcReport(tuple(map(PurePosixPath, removed)), forgotten, freed, unfreed)
+
+
+def rebuild_index(store: WeightStore) -> int:
+    """Make the index say what the manifests say, and write it as meta.json; returns how many tensors the store has.
+
+    Raises StoreError when there is no store, when a manifest cannot be read, or when it is of a newer version.
+    """
+    if not store.path.is_dir():
+        raise StoreError(f"{store.path}: no such store")
+    with store.locked(), disk_errors(store.path, 0):
+        manifests = _read_all(store)
+        store.indexed(lambda index: index.follow(manifests))
+        store.write_meta()
+        return store.indexed(StoreIndex.num_tensors)
 
 
 def remove_model(store: WeightStore, model: str) -> None:
@@ -82,44 +100,37 @@ def remove_model(store: WeightStore, model: str) -> None:
         sync(folder)
 
 
-def _read_all(store: WeightStore) -> Mapping[str, Manifest]:
-    try:
-        return store.manifests()
-    except WeightsError as error:
-        raise StoreError(f"nothing was deleted: what this model needs is unknown: {error}") from error
+def _read_all(store: WeightStore) -> Sequence[Manifest]:
+    """Raises naming every manifest that cannot be read: the packs it needs would look unneeded."""
+    manifests, problems = [], []
+    for model in store.model_names():
+        try:
+            manifests.append(store.manifest(model))
+        except WeightsError as error:
+            problems.append(f"{error} (put the file back, or `remove {model}` and bring it in again)")
+    if problems:
+        raise StoreError(f"nothing was deleted: what a model needs is unknown: {'; '.join(problems)}")
+    return manifests
 
 
-def _rewrite_meta(store: WeightStore, manifests: Iterable[Manifest], *, dry_run: bool) -> int:
-    """Publish a meta.json that has what the manifests need; returns how many tensors it has no more."""
-    needed = meta_of(manifests)
-    try:
-        before = store.read_meta()
-    except StoreVersionError:
-        raise
-    except StoreError:
-        before = StoreMeta()
-        is_changed = True
-    else:
-        is_changed = before.tensors.keys() != needed.tensors.keys() or before.extents.keys() != needed.extents.keys()
-    if is_changed and not dry_run:
-        store.write_meta(needed)
-    return len(before.tensors.keys() - needed.tensors.keys())
+def _forget(index: StoreIndex, manifests: Sequence[Manifest], *, dry_run: bool) -> int:
+    """Take out of the index what no manifest names; returns how many tensors it has no more."""
+    if not dry_run:
+        return index.follow(manifests)
+    named = {ref.sha256 for manifest in manifests if manifest.layout != "inline" for ref in _tensors(manifest)}
+    return len(index.everything().tensors.keys() - named)
 
 
-def _dead(store: WeightStore, manifests: Iterable[Manifest]) -> Iterator[Path]:
-    """Packs and skeletons that no manifest names, and model folders that are left without one."""
-    manifests = list(manifests)
+def _unneeded(store: WeightStore, manifests: Sequence[Manifest]) -> Iterator[tuple[str, list[Range]]]:
+    """What no manifest names, by path in the store: packs and skeletons as a whole, and ranges of packs in use."""
     packs = {PurePosixPath(extent.pack).parts[0] for manifest in manifests for extent in manifest.extents.values()}
-    yield from (path for path in sorted(store.packs.iterdir()) if path.name not in packs)
     skeletons = {store.skeleton(manifest) for manifest in manifests}
-    yield from (path for path in sorted(store.models.glob(f"*/{SKELETONS}")) if path not in skeletons)
-
-
-def _dead_ranges(
-    store: WeightStore, manifests: Iterable[Manifest], horizon: float
-) -> Iterator[tuple[Path, list[tuple[int, int]]]]:
-    """The same of packs that are alive in part. The files of `inline` are whole files of another format: untouched."""
-    live: dict[str, set[tuple[int, int]]] = defaultdict(set)
+    dead = [path for path in sorted(store.packs.iterdir()) if path.name not in packs]
+    dead += [path for path in sorted(store.models.glob(f"*/{SKELETONS}")) if path not in skeletons]
+    for path in dead:
+        yield str(path.relative_to(store.path)), [(0, WHOLE_END)]
+    # The files of `inline` are whole files of another format: untouched.
+    live: dict[str, set[Range]] = defaultdict(set)
     for manifest in manifests:
         for extent in manifest.extents.values():
             if "/" not in extent.pack:
@@ -127,10 +138,40 @@ def _dead_ranges(
     for name, ranges in sorted(live.items()):
         path = store.packs / name
         # A symlink may lead out of the store, where nothing is ours to change.
-        if path.is_symlink() or not path.is_file() or path.stat().st_mtime > horizon:
-            continue
-        if dead := list(dead_ranges(ranges, path.stat().st_size)):
-            yield path, dead
+        if not path.is_symlink() and path.is_file():
+            yield f"packs/{name}", list(dead_ranges(ranges, path.stat().st_size))
+
+
+def _ripe(clocks: Iterable[Unneeded], horizon_s: float) -> tuple[list[str], dict[str, list[Range]]]:
+    """What has been unneeded since `horizon_s` or longer: whole paths, and ranges of others."""
+    by_path: dict[str, list[Unneeded]] = defaultdict(list)
+    for clock in clocks:
+        by_path[clock.path].append(clock)
+    whole, partly = [], {}
+    for path, pieces in by_path.items():
+        ripe = [(piece.begin, piece.end) for piece in pieces if piece.since_s <= horizon_s]
+        if any(piece.end == WHOLE_END for piece in pieces):
+            if len(ripe) == len(pieces):
+                whole.append(path)
+        elif ripe:
+            partly[path] = ripe
+    return whole, partly
+
+
+def _punch(pack: Path, ranges: Sequence[Range], *, dry_run: bool) -> tuple[int, int]:
+    """Bytes that were freed, or would be, and those that the file system cannot free."""
+    nbytes = sum(end - begin for begin, end in ranges)
+    before = allocated_bytes(pack)
+    if dry_run:  # some of them may be holes already
+        return min(nbytes, max(0, before + nbytes - pack.stat().st_size)), 0
+    if punch(pack, ranges):
+        return before - allocated_bytes(pack), 0
+    return 0, nbytes
+
+
+def _tensors(manifest: Manifest) -> Iterator[TensorRef]:
+    for component in manifest.components.values():
+        yield from component.tensors.values()
 
 
 def _remove(store: WeightStore, dead: Iterable[Path]) -> None:

@@ -1,15 +1,18 @@
-"""The weight store: packs of bytes, one manifest per model, and meta.json that says which tensor is where.
+"""The weight store: packs of bytes, one manifest per model, and an index that says which tensor is where.
 
     store/
-      meta.json                 extent -> pack, offset, checksum, its tensors by sha256
+      index.sqlite              which extents have a tensor, where, and who uses them (weights/storage/index.py)
+      meta.json                 the same for other programs: extent -> pack, offset, checksum, its tensors by sha256
       .lock                     flock: one writer at a time
       .staged-*/                what a writer is about to publish; claimed by it (weights/storage/staging.py)
       packs/<model>_weight_combined, packs/weight_<sha256>, packs/<model>_inline/
       models/<model>/manifest.json
       models/<model>/skeleton-<fingerprint>/  the checkpoint without its weights
 
-Files appear by rename only, synced, and in this order: packs, meta.json, skeleton, manifest. Whatever a crash leaves
-behind, everything that a manifest names is there. The manifests are the truth; the rest follows from them.
+Files appear by rename only, synced, and in this order: packs, index, skeleton, manifest. Whatever a crash leaves
+behind, everything that a manifest names is there. The manifests are the truth; the rest follows from them: the index
+is made again when it is lost, and meta.json is written by `gc` and `atelier weights index`, never by a publish, whose
+cost must not grow with the store. Between them it lacks what is new, and names nothing that is gone.
 """
 
 from __future__ import annotations
@@ -17,23 +20,27 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import json
 import os
 import re
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
-from pydantic import ValidationError
+from pydantic_core import PydanticSerializationError
 
-from weights.errors import ModelNotStored, StoreError, StoreVersionError
+from weights.errors import ModelNotStored, StoreError, StoreVersionError, WeightsError
 from weights.formats.checkpoint import skeleton_files
 from weights.formats.encoder_files import has_parts, parts_hash
-from weights.manifest import ExtentRef, Manifest, read_manifest
+from weights.manifest import MAX_MANIFEST_BYTES, ExtentRef, Manifest, read_manifest
 from weights.reading.blocks import resolve_pack
 from weights.storage.durable import copy_tree, make_folder, move, remove, sync, sync_tree
+from weights.storage.index import IndexDamaged, StoreIndex, remove_index
 from weights.storage.meta import STORE_VERSION, StoreMeta, meta_of
 from weights.storage.staging import claimed_folder
+
+Result = TypeVar("Result")
 
 STAGED: Final = ".staged-*"
 _MODEL_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -46,7 +53,8 @@ class WeightStore:
         self.path = path
         self.packs = path / "packs"
         self.models = path / "models"
-        self._meta_file = path / "meta.json"
+        self.index_file = path / "index.sqlite"
+        self.meta_file = path / "meta.json"
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
@@ -61,26 +69,42 @@ class WeightStore:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
 
-    def read_meta(self) -> StoreMeta:
-        """Raises StoreVersionError or StoreError when meta.json is too new or damaged."""
-        try:
-            return StoreMeta.model_validate_json(self._meta_file.read_bytes())
-        except FileNotFoundError:
-            return StoreMeta()
-        except OSError as error:
-            raise StoreError(f"{self._meta_file}: {error.strerror or error}") from error
-        except ValidationError as error:
-            first = next((e for e in error.errors() if e["loc"] == ("version",)), error.errors()[0])
-            if first["loc"] != ("version",):
-                raise StoreError(f"{self._meta_file}: damaged: {first['msg']}; `gc` makes it again") from None
-            if first["input"] == 1:  # another encoding of what the manifests say
-                return meta_of(self.manifests().values())
-            raise StoreVersionError(
-                f"{self._meta_file}: store version {first['input']!r}, this library reads version {STORE_VERSION}"
-            ) from None
+    def indexed(self, action: Callable[[StoreIndex], Result]) -> Result:
+        """What `action` makes of the index. HAZARD: only under the lock, and `action` may be called twice.
 
-    def write_meta(self, meta: StoreMeta) -> None:
-        self._publish_text(self._meta_file, meta.model_dump_json())
+        An index that is lost or damaged is made again from the manifests that can be read. Raises StoreVersionError
+        when the store is too new, StoreError when the disk refuses.
+        """
+        try:
+            return self._index_action(action)
+        except IndexDamaged:
+            remove_index(self.index_file)
+            return self._index_action(action)
+
+    def read_meta(self) -> StoreMeta:
+        """What meta.json has to say now; from the manifests when there is no sound index. Writes nothing.
+
+        Takes memory and time that grow with the store. Raises StoreVersionError when the store is too new.
+        """
+        try:
+            with StoreIndex.opened(self.index_file) as index:
+                return index.everything()
+        except IndexDamaged:
+            return meta_of(self._readable_manifests())
+
+    def check_index(self) -> None:
+        """Raises IndexDamaged or StoreVersionError when the index is there and cannot be used."""
+        if self.index_file.exists():
+            with StoreIndex.opened(self.index_file) as index:
+                index.check()
+
+    def write_meta(self) -> None:
+        """Make meta.json say what the index says, if it does not. Under the lock."""
+        text = self.indexed(lambda index: index.everything()).model_dump_json()
+        with contextlib.suppress(FileNotFoundError):
+            if self.meta_file.read_bytes() == text.encode():
+                return
+        self._publish_file(self.meta_file, text.encode())
 
     def pack_file(self, pack: str) -> Path:
         """Where a pack is. Raises StoreError when symlinks lead out of the store."""
@@ -96,10 +120,6 @@ class WeightStore:
     def has_packs(self, manifest: Manifest) -> bool:
         """Whether everything that the model's bytes are in exists."""
         return all(self.holds(extent) for extent in manifest.extents.values())
-
-    def forget_lost_packs(self, meta: StoreMeta) -> None:
-        """Take out of `meta` what lived in packs that are gone, so that nothing new refers to it."""
-        meta.keep_extents(lambda id_: self.holds(meta.extent(id_)))
 
     def manifest(self, model: str) -> Manifest:
         """Raises ModelNotStored with the known names."""
@@ -119,6 +139,11 @@ class WeightStore:
     def manifests(self) -> dict[str, Manifest]:
         """All of them, by model. Raises naming the file when one cannot be read."""
         return {model: self.manifest(model) for model in self.model_names()}
+
+    def _readable_manifests(self) -> Iterator[Manifest]:
+        for model in self.model_names():
+            with contextlib.suppress(WeightsError):
+                yield self.manifest(model)
 
     def skeleton(self, manifest: Manifest) -> Path:
         """The folder with everything of a model but its weights."""
@@ -175,8 +200,8 @@ class WeightStore:
             remove(self.packs / name)
         sync(self.packs)
 
-    def publish_model(self, manifest: Manifest, skeleton: Path) -> None:
-        """Put the staged `skeleton` and the manifest in place, replacing an earlier version of the model.
+    def publish_model(self, manifest: Manifest, text: bytes, skeleton: Path) -> None:
+        """Put the staged `skeleton` and the manifest, `text`, in place, replacing an earlier version of the model.
 
         Skeleton folders carry the fingerprint in their name, so that a replica which still runs the version
         before keeps its files. One that is there is complete, and stays: it came by rename as well.
@@ -186,13 +211,46 @@ class WeightStore:
         if not target.exists():
             sync_tree(skeleton)
             move(skeleton, target)
-        self._publish_text(self.models / manifest.model / "manifest.json", manifest.model_dump_json(indent=1))
+        self._publish_file(self.models / manifest.model / "manifest.json", text)
 
-    def _publish_text(self, target: Path, text: str) -> None:
+    def _publish_file(self, target: Path, data: bytes) -> None:
         with self.staged("json") as path:
-            path.write_text(text, encoding="utf-8")
+            path.write_bytes(data)
             sync(path)
             move(path, target)
+
+    def _index_action(self, action: Callable[[StoreIndex], Result]) -> Result:
+        if not self.index_file.exists():
+            self._refuse_newer_meta()
+        with StoreIndex.opened(self.index_file, self._readable_manifests) as index:
+            return action(index)
+
+    def _refuse_newer_meta(self) -> None:
+        """A store without an index may be of a version that has none again."""
+        try:
+            content = json.loads(self.meta_file.read_bytes())
+        except (OSError, ValueError, RecursionError):  # none, or damaged: it follows from the manifests
+            return
+        version = content.get("version", STORE_VERSION) if isinstance(content, dict) else STORE_VERSION
+        if not isinstance(version, int) or version > STORE_VERSION:
+            raise StoreVersionError(
+                f"{self.meta_file}: store version {version!r}, this library reads version {STORE_VERSION}"
+            )
+
+
+def manifest_text(manifest: Manifest) -> bytes:
+    """The manifest as it is stored. Raises StoreError for one that could not be read again: too large, or no text."""
+    try:
+        text = manifest.model_dump_json(indent=1).encode()
+    except (PydanticSerializationError, UnicodeError):
+        raise StoreError(f"model {manifest.model!r}: a name or a metadata value in it is no valid text") from None
+    if len(text) > MAX_MANIFEST_BYTES:
+        num_tensors = sum(len(component.tensors) for component in manifest.components.values())
+        raise StoreError(
+            f"model {manifest.model!r}: its manifest takes {len(text)} bytes for {num_tensors} tensors, "
+            f"{MAX_MANIFEST_BYTES} at most can be read; nothing was published"
+        )
+    return text
 
 
 def check_model_name(model: str) -> None:

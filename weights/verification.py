@@ -66,9 +66,9 @@ def _readable(store: WeightStore, model: str | None, damages: list[Damage]) -> l
     if model is not None:
         return [store.manifest(model)]
     try:
-        store.read_meta()
+        store.check_index()
     except StoreError as error:
-        damages.append(Damage("", "meta.json", (), str(error)))
+        damages.append(Damage("", store.index_file.name, (), f"{error}; `gc` makes it again"))
     manifests = []
     for name in store.model_names():
         try:

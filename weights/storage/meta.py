@@ -1,8 +1,12 @@
-"""meta.json: which tensors the store has, and where. Derived from the manifests, so it can be made again from them."""
+"""Which extents the store has, where, and which tensors are in them; as meta.json it is the form for other programs.
+
+Derived from the manifests, so it can be made again from them. The store itself asks its index for what it needs
+(weights/storage/index.py).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
@@ -26,66 +30,66 @@ class StoredExtent(BaseModel):
 
 
 class StoreMeta(BaseModel):
-    """Contents of meta.json. Mutable: a writer adds to it under the lock and publishes it whole.
+    """Contents of meta.json. A tensor may be in several extents: what is too small a part of one is written again.
 
-    Every publish rewrites all of it. Tensors are listed under their extent because that is compact: of 1,000,000
-    tensors the file has 77 MB and is read and written in 3 s; one record per tensor took 148 MB and 10 s.
+    Tensors are listed under their extent because that is compact: of 1,000,000 tensors the file has 77 MB and is read
+    and written in 3 s; one record per tensor took 148 MB and 10 s.
     """
 
     model_config = ConfigDict(extra="forbid")
     version: Literal[2] = STORE_VERSION
     extents: dict[ExtentId, StoredExtent] = {}
-    _extent_of: dict[str, str] = PrivateAttr(default_factory=dict)
+    _extents_of: dict[str, list[str]] = PrivateAttr(default_factory=dict)
 
     def model_post_init(self, context: Any, /) -> None:
-        self._extent_of = {sha256: id_ for id_, extent in self.extents.items() for sha256 in extent.tensors}
+        self._extents_of = {}
+        for id_, extent in self.extents.items():
+            for sha256 in extent.tensors:
+                self._extents_of.setdefault(sha256, []).append(id_)
 
     @property
-    def tensors(self) -> Mapping[str, str]:
-        """Extent id by sha256."""
-        return self._extent_of
-
-    def locate(self, sha256: str) -> tuple[ExtentRef, int]:
-        """The extent of a tensor that the store has, and its offset there."""
-        id_ = self._extent_of[sha256]
-        return self.extent(id_), self.extents[id_].tensors[sha256]
+    def tensors(self) -> Mapping[str, list[str]]:
+        """Extent ids by sha256."""
+        return self._extents_of
 
     def extent(self, id_: str) -> ExtentRef:
         """The extent as manifests name it."""
-        return ExtentRef(id=id_, **self.extents[id_].model_dump(exclude={"tensors"}))
+        stored = self.extents[id_]
+        return ExtentRef(id=id_, pack=stored.pack, offset=stored.offset, nbytes=stored.nbytes, checksum=stored.checksum)
 
     def add(self, extent: ExtentRef, tensors: Mapping[str, int]) -> None:
-        """Enter tensors (offset by sha256) that lie in `extent`; those that are known already stay where they are."""
-        new = {sha256: offset for sha256, offset in tensors.items() if sha256 not in self._extent_of}
-        if not new:
-            return
+        """Enter tensors (offset by sha256) that lie in `extent`. Equal ids are equal bytes: the latest place counts."""
         known = self.extents.get(extent.id)
-        self.extents[extent.id] = StoredExtent(
-            **extent.model_dump(exclude={"id"}), tensors=(known.tensors if known else {}) | new
-        )
-        self._extent_of |= dict.fromkeys(new, extent.id)
+        before = known.tensors if known else {}
+        self.extents[extent.id] = StoredExtent(**extent.model_dump(exclude={"id"}), tensors=before | dict(tensors))
+        for sha256 in tensors.keys() - before.keys():
+            self._extents_of.setdefault(sha256, []).append(extent.id)
 
-    def forget_tensors(self, hashes: Iterable[str]) -> None:
-        """So that they are written anew. Their old bytes stay until `gc`."""
-        for sha256 in hashes:
-            del self.extents[self._extent_of.pop(sha256)].tensors[sha256]
-
-    def keep_extents(self, keep: Callable[[str], bool]) -> None:
-        """Forget the extents whose id `keep` refuses, and their tensors."""
-        self.extents = {id_: extent for id_, extent in self.extents.items() if keep(id_)}
-        self.model_post_init(None)
+    def forget(self, ids: Iterable[str]) -> None:
+        """Take extents out, with their tensors. Their bytes stay until `gc`."""
+        for id_ in ids:
+            for sha256 in self.extents.pop(id_).tensors:
+                self._extents_of[sha256].remove(id_)
+                if not self._extents_of[sha256]:
+                    del self._extents_of[sha256]
 
 
-def meta_of(manifests: Iterable[Manifest]) -> StoreMeta:
-    """What meta.json has to say when these are all models. Tensors of `inline` models are private to them."""
+def meta_of(manifests: Iterable[Manifest], before: StoreMeta | None = None) -> StoreMeta:
+    """What meta.json has to say when these are all models. Tensors of `inline` models are private to them.
+
+    Where models name several places for one extent, it is the one that `before` has, if any: a copy that was
+    written because another was damaged stays the one that is shared.
+    """
     meta = StoreMeta()
     for manifest in manifests:
         if manifest.layout == "inline":
             continue
-        places: dict[str, dict[str, int]] = {id_: {} for id_ in manifest.extents}
+        tensors: dict[str, dict[str, int]] = {id_: {} for id_ in manifest.extents}
         for component in manifest.components.values():
             for ref in component.tensors.values():
-                places[ref.extent][ref.sha256] = ref.offset
-        for id_, tensors in places.items():
-            meta.add(manifest.extents[id_], tensors)
+                tensors[ref.extent][ref.sha256] = ref.offset
+        for id_, offsets in tensors.items():
+            extent = manifest.extents[id_]
+            is_preferred = before is not None and id_ in before.extents and before.extent(id_) == extent
+            meta.add(extent if id_ not in meta.extents or is_preferred else meta.extent(id_), offsets)
     return meta

@@ -20,6 +20,7 @@ from weights.reading.extents import read_extent
 from weights.storage.durable import sync
 from weights.storage.hashing import HashedTensor
 from weights.storage.meta import StoreMeta
+from weights.storage.sharing import shared_extents
 
 # A reader stages whole extents: this many bytes per buffer. And it is what models share: of an extent of which one
 # tensor differs, nothing is shared in memory.
@@ -27,34 +28,47 @@ MAX_EXTENT_BYTES: Final = 64 * 2**20
 WRITE_THREADS: Final = 8
 
 
-def write_combined(path: Path, pack: str, meta: StoreMeta, components: Iterable[Iterable[HashedTensor]]) -> bool:
-    """Write to `path` the tensors that `meta` lacks, and enter them as lying in `pack`. False: there were none.
+Placement = dict[str, str]  # the extent of each tensor of a component, both by id
+
+
+def write_combined(
+    path: Path, pack: str, meta: StoreMeta, components: Iterable[Iterable[HashedTensor]]
+) -> list[Placement]:
+    """Write to `path` the tensors that are not shared with an extent of `meta`, and enter them as lying in `pack`.
 
     Each component begins an extent of its own, so that pipelines that share a component share whole extents.
     """
-    known = len(meta.tensors)
     with path.open("wb") as file:
         writer = _CombinedPack(file, pack, meta)
-        for tensors in components:
-            for tensor in tensors:
-                writer.add(tensor)
-            writer.close_extent()
+        placements = [writer.add_component(tensors) for tensors in components]
         file.flush()
         os.fsync(file.fileno())
-    return len(meta.tensors) > known
+    return placements
 
 
-def write_separate(folder: Path, packs: Path, meta: StoreMeta, tensors: Iterable[HashedTensor]) -> dict[str, Path]:
-    """Write to `folder` the tensors that `meta` lacks, each as `weight_<sha256>`, and enter them; files by pack name.
+def write_separate(
+    folder: Path, packs: Path, meta: StoreMeta, components: Iterable[Iterable[HashedTensor]]
+) -> tuple[list[Placement], dict[str, Path]]:
+    """Write to `folder` the tensors that are not shared, each as `weight_<sha256>`, and enter them; files by pack name.
 
     A file of that name that is in `packs` already, left by a writer that died, is taken when its bytes are right.
     """
-    unknown = {tensor.sha256: tensor for tensor in tensors if tensor.sha256 not in meta.tensors}
-    extents = {sha256: _separate_extent(tensor) for sha256, tensor in unknown.items()}
+    unknown: dict[str, HashedTensor] = {}
+    placements = []
+    for tensors in components:
+        by_hash = {tensor.sha256: tensor for tensor in tensors}
+        placement = _shared(by_hash.values(), meta)
+        for sha256, tensor in by_hash.items():
+            if sha256 not in placement:
+                extent = _separate_extent(tensor)
+                meta.add(extent, {sha256: 0})
+                placement[sha256] = extent.id
+                unknown[sha256] = tensor
+        placements.append(placement)
     folder.mkdir()
 
     def write(sha256: str) -> str | None:
-        extent = extents[sha256]
+        extent = _separate_extent(unknown[sha256])
         if _is_whole(packs, extent):
             return None
         path = folder / extent.pack
@@ -64,9 +78,11 @@ def write_separate(folder: Path, packs: Path, meta: StoreMeta, tensors: Iterable
 
     with concurrent.futures.ThreadPoolExecutor(WRITE_THREADS, thread_name_prefix="write") as pool:
         written = {pack: folder / pack for pack in pool.map(write, unknown) if pack}
-    for sha256, extent in extents.items():
-        meta.add(extent, {sha256: 0})
-    return written
+    return placements, written
+
+
+def _shared(tensors: Iterable[HashedTensor], meta: StoreMeta) -> Placement:
+    return shared_extents({tensor.sha256: tensor.nbytes for tensor in tensors}, meta)
 
 
 def _separate_extent(tensor: HashedTensor) -> ExtentRef:
@@ -97,7 +113,7 @@ class _OpenExtent:
 
 
 class _CombinedPack:
-    """Appends the tensors that the store does not have yet."""
+    """Appends the tensors that are not shared."""
 
     def __init__(self, file: BinaryIO, name: str, meta: StoreMeta) -> None:
         self._file = file
@@ -106,13 +122,21 @@ class _CombinedPack:
         self._extent: _OpenExtent | None = None
         self._digest = xxhash.xxh3_128()
 
-    def add(self, tensor: HashedTensor) -> None:
-        if tensor.sha256 in self._meta.tensors or (self._extent and tensor.sha256 in self._extent.offsets):
-            return
+    def add_component(self, tensors: Iterable[HashedTensor]) -> Placement:
+        """Write what it shares with no one, in extents of its own; returns where all of its tensors are."""
+        by_hash = {tensor.sha256: tensor for tensor in tensors}
+        placement = _shared(by_hash.values(), self._meta)
+        for sha256, tensor in by_hash.items():
+            if sha256 not in placement:
+                self._add(tensor, placement)
+        self._close_extent(placement)
+        return placement
+
+    def _add(self, tensor: HashedTensor, placement: Placement) -> None:
         position = self._file.tell()
         position += -position % TENSOR_ALIGNMENT
         if self._extent and position + tensor.nbytes - self._extent.start > MAX_EXTENT_BYTES:
-            self.close_extent()
+            self._close_extent(placement)
         if self._extent is None:
             self._pad(EXTENT_ALIGNMENT, in_extent=False)
             self._extent = _OpenExtent(self._file.tell())
@@ -124,7 +148,7 @@ class _CombinedPack:
         self._file.write(data)
         self._digest.update(data)
 
-    def close_extent(self) -> None:
+    def _close_extent(self, placement: Placement) -> None:
         """End the extent, if one is open, and enter it and its tensors."""
         if self._extent is None:
             return
@@ -137,6 +161,7 @@ class _CombinedPack:
             checksum=self._digest.hexdigest(),
         )
         self._meta.add(ref, extent.offsets)
+        placement |= dict.fromkeys(extent.offsets, ref.id)
 
     def _pad(self, alignment: int, *, in_extent: bool) -> None:
         padding = bytes(-self._file.tell() % alignment)

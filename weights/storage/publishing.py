@@ -1,22 +1,23 @@
-"""A model's hashed tensors -> packs, meta.json, skeleton and manifest, in the layout asked for."""
+"""A model's hashed tensors -> packs, index, skeleton and manifest, in the layout asked for."""
 
 from __future__ import annotations
 
 import contextlib
-import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
 from weights.formats.tensors import FileTensor
 from weights.manifest import Component, ExtentRef, Layout, Manifest, ModelKind, TensorRef
+from weights.storage.checking import SharedExtents
 from weights.storage.durable import disk_errors, sync_tree
 from weights.storage.hashing import HashedTensor
+from weights.storage.index import StoreIndex
 from weights.storage.inline import FileExtent, copy_file, file_extents
-from weights.storage.meta import StoreMeta
+from weights.storage.meta import StoredExtent, StoreMeta
 from weights.storage.packs import write_combined, write_separate
 from weights.storage.stock import WRITABLE_FORMATS, tensor_offsets, writable, write_files
-from weights.store import WeightStore
+from weights.store import WeightStore, manifest_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,6 @@ class DraftComponent:
 
 
 _InlineComponent = tuple[DraftComponent, list[FileExtent]]
-_Placed = tuple[list[Component], dict[str, ExtentRef]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +50,8 @@ class Draft:
     """A model on its way into the store.
 
     `write_skeleton` fills a folder that does not exist yet. `recheck` is called under the lock: it returns the
-    manifest when somebody else was faster, and raises when the source is not what was hashed any more. `relocate`
-    takes tensors out of the store's meta that are to be written anew.
+    manifest when somebody else was faster, and raises when the source is not what was hashed any more. `relocates`:
+    what no other model uses, and is not in the layout asked for, is written anew.
     """
 
     model: str
@@ -63,18 +63,31 @@ class Draft:
     components: Sequence[DraftComponent]
     write_skeleton: Callable[[Path], None]
     recheck: Callable[[], Manifest | None]
-    relocate: Callable[[StoreMeta], None] = lambda meta: None
+    relocates: bool = False
 
     @property
     def nbytes(self) -> int:
         return sum(tensor.nbytes for component in self.components for tensor in component.tensors.values())
 
 
+@dataclass(frozen=True, slots=True)
+class _Placed:
+    """The components with the places of their tensors, and what it takes to make these true: staged packs by name,
+    and extents for the index; `damaged` ones are in it and should not be."""
+
+    components: list[Component]
+    extents: dict[str, ExtentRef]
+    packs: Mapping[str, Path]
+    new: Mapping[str, StoredExtent] = field(default_factory=dict)
+    damaged: Iterable[str] = ()
+
+
 def publish(store: WeightStore, draft: Draft, layout: Layout, staging: Path | None = None) -> Manifest:
     """Write what the store lacks of `draft` and publish it. Packs are staged in `staging`, or inside the store.
 
-    Raises FormatError when the source changed, StoreError when the disk is full or cannot be written; nothing is
-    published then.
+    What is shared with other models is read first: a damaged copy is not shared, and written anew. Raises FormatError
+    when the source changed, StoreError when the disk is full or cannot be written, or when the manifest would be too
+    large to be read; nothing is published then.
     """
     with (
         disk_errors(staging or store.path, draft.nbytes),
@@ -82,50 +95,87 @@ def publish(store: WeightStore, draft: Draft, layout: Layout, staging: Path | No
         store.staged("skeleton") as skeleton,
     ):
         draft.write_skeleton(skeleton)
-        # The files of `inline` are the model's own: the others need not wait while they are written.
-        files = _write_inline(pack, skeleton, draft.components) if layout == "inline" else []
+        shared = SharedExtents(store.packs, [component.tensors.values() for component in draft.components])
+        files: list[_InlineComponent] = []
+        # What takes long, and needs no lock: the files of `inline` are the model's own, and packs never change.
+        if layout == "inline":
+            files = _write_inline(pack, skeleton, draft.components)
+        else:
+            with store.locked():
+                known = _known(store, draft, layout, shared)
+            shared.choose(known)
         with store.locked():
-            known = draft.recheck()
-            if known is not None:
-                return known
+            found = draft.recheck()
+            if found is not None:
+                return found
             if layout == "inline":
-                components, extents = _add_inline(store, draft, pack, files)
+                placed = _place_inline(store, draft, pack, files)
             else:
-                components, extents = _add_shared(store, draft, layout, pack)
-            manifest = _manifest(draft, layout, components, extents)
+                placed = _place_shared(store, draft, layout, pack, shared)
+            manifest = _manifest(draft, layout, placed)
+            text = manifest_text(manifest)
             with disk_errors(store.path, draft.nbytes):
-                store.publish_model(manifest, skeleton)
+                with _undone_on_failure(store, placed.packs):
+                    _enter(store, manifest, placed)
+                store.publish_model(manifest, text, skeleton)
     return manifest
 
 
-def _add_shared(store: WeightStore, draft: Draft, layout: Layout, staged: Path) -> _Placed:
-    """`combined` and `separate`: what meta.json has already, whoever brought it, is not written again."""
-    meta = store.read_meta()
-    store.forget_lost_packs(meta)
-    draft.relocate(meta)
+def _known(store: WeightStore, draft: Draft, layout: Layout, shared: SharedExtents) -> StoreMeta:
+    """What the index has of the draft's tensors and may be shared."""
+
+    def look_up(index: StoreIndex) -> StoreMeta:
+        known = index.find(shared.hashes)
+        if draft.relocates:
+            moved = {id_ for id_, extent in known.extents.items() if _layout_of(extent) != layout}
+            known.forget(moved - index.used_by_others(moved, draft.model))
+        return known
+
+    return store.indexed(look_up)
+
+
+def _layout_of(extent: StoredExtent) -> Layout:
+    return "separate" if [extent.pack] == [f"weight_{sha256}" for sha256 in extent.tensors] else "combined"
+
+
+def _place_shared(store: WeightStore, draft: Draft, layout: Layout, staged: Path, shared: SharedExtents) -> _Placed:
+    """`combined` and `separate`: what the store has already, whoever brought it, is not written again."""
+    meta = _known(store, draft, layout, shared)
+    damaged = shared.choose(meta)
+    known = dict(meta.extents)
     tensors = [component.tensors.values() for component in draft.components]
-    added: dict[str, Path] = {}
     if layout == "separate":
-        added = write_separate(staged, store.packs, meta, itertools.chain.from_iterable(tensors))
-        is_new = True
+        placements, packs = write_separate(staged, store.packs, meta, tensors)
     else:
         name = store.new_pack_name(f"{draft.model}_weight_combined")
-        is_new = write_combined(staged, name, meta, tensors)
-        added = {name: staged} if is_new else {}
-    if is_new:
-        with disk_errors(store.path, draft.nbytes), _undone_on_failure(store, added):
-            store.add_packs(added)
-            store.write_meta(meta)
+        placements = write_combined(staged, name, meta, tensors)
+        packs = {name: staged}
+    new = {id_: extent for id_, extent in meta.extents.items() if known.get(id_) != extent}
     components: list[Component] = []
     extents: dict[str, ExtentRef] = {}
-    for component in draft.components:
+    for component, placement in zip(draft.components, placements, strict=True):
         refs = {}
         for name, tensor in component.tensors.items():
-            extent, offset = meta.locate(tensor.sha256)
-            extents[extent.id] = extent
-            refs[name] = _reference(tensor, extent, offset)
+            extent = extents.setdefault(placement[tensor.sha256], meta.extent(placement[tensor.sha256]))
+            refs[name] = _reference(tensor, extent, meta.extents[extent.id].tensors[tensor.sha256])
         components.append(component.record.model_copy(update={"tensors": refs}))
-    return components, extents
+    return _Placed(components, extents, packs if new else {}, new, damaged)
+
+
+def _enter(store: WeightStore, manifest: Manifest, placed: _Placed) -> None:
+    """Put the packs in place, and then the index right."""
+    if placed.packs:
+        store.add_packs(placed.packs)
+    needed = {f"packs/{PurePosixPath(extent.pack).parts[0]}" for extent in placed.extents.values()}
+    store.indexed(
+        lambda index: index.enter(
+            manifest.model,
+            placed.new,
+            placed.extents if manifest.layout != "inline" else (),
+            forgotten=placed.damaged,
+            needed_paths=(*needed, f"models/{manifest.skeleton}"),
+        )
+    )
 
 
 def _write_inline(pack: Path, skeleton: Path, components: Sequence[DraftComponent]) -> list[_InlineComponent]:
@@ -151,7 +201,7 @@ def _write_inline(pack: Path, skeleton: Path, components: Sequence[DraftComponen
     return written
 
 
-def _add_inline(store: WeightStore, draft: Draft, staged: Path, written: Sequence[_InlineComponent]) -> _Placed:
+def _place_inline(store: WeightStore, draft: Draft, staged: Path, written: Sequence[_InlineComponent]) -> _Placed:
     pack = store.new_pack_name(f"{draft.model}_inline")
     components: list[Component] = []
     extents: dict[str, ExtentRef] = {}
@@ -164,9 +214,7 @@ def _add_inline(store: WeightStore, draft: Draft, staged: Path, written: Sequenc
                 refs[name] = _reference(component.tensors[name], extent, offset)
         tensors = {name: refs[name] for name in component.tensors}
         components.append(component.record.model_copy(update={"tensors": tensors}))
-    with disk_errors(store.path, draft.nbytes), _undone_on_failure(store, [pack]):
-        store.add_packs({pack: staged})
-    return components, extents
+    return _Placed(components, extents, {pack: staged})
 
 
 def _reference(tensor: HashedTensor, extent: ExtentRef, offset: int) -> TensorRef:
@@ -180,7 +228,7 @@ def _reference(tensor: HashedTensor, extent: ExtentRef, offset: int) -> TensorRe
     )
 
 
-def _manifest(draft: Draft, layout: Layout, components: Sequence[Component], extents: dict[str, ExtentRef]) -> Manifest:
+def _manifest(draft: Draft, layout: Layout, placed: _Placed) -> Manifest:
     return Manifest(
         model=draft.model,
         kind=draft.kind,
@@ -189,15 +237,15 @@ def _manifest(draft: Draft, layout: Layout, components: Sequence[Component], ext
         source=draft.source,
         fingerprint=draft.fingerprint,
         layout=layout,
-        components={component.name: component for component in components},
-        extents=dict(sorted(extents.items())),
+        components={component.name: component for component in placed.components},
+        extents=dict(sorted(placed.extents.items())),
     )
 
 
 @contextlib.contextmanager
 def _undone_on_failure(store: WeightStore, packs: Iterable[str]) -> Iterator[None]:
-    """So that a full disk does not stay full. Nothing refers to the packs yet but, at worst, a meta.json whose
-    writer forgets what is lost. HAZARD: must end before the manifest is published."""
+    """So that a full disk does not stay full. Nothing refers to the packs yet but, at worst, the index, whose places
+    are read before they are shared. HAZARD: must end before the manifest is published."""
     try:
         yield
     except BaseException:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 import shutil
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -65,7 +68,7 @@ def go(writer: subprocess.Popen[str]) -> None:
 
 
 def assert_whole(store: WeightStore, sources: dict[str, Path]) -> None:
-    store.read_meta()
+    store.check_index()
     assert verify(store, deep=True).damages == ()
     for name in store.model_names():
         loaded = load_from_store(store.path, name)["model"]
@@ -132,22 +135,29 @@ def test_killed_at_any_moment_the_store_is_whole(tmp_path: Path, write_model) ->
 def test_killed_between_any_two_steps_the_store_is_whole(
     tmp_path: Path, write_model, monkeypatch: pytest.MonkeyPatch, layout: Layout
 ) -> None:
-    """Every state on disk that a kill can leave behind: a copy is taken before each flush, which come at every step."""
+    """Every state on disk that a kill can leave behind: a copy is taken before each flush and each statement that the
+    index is given, which come at every step."""
     store = WeightStore(tmp_path / "store")
     shared = torch.rand(500)
     sources = {name: write_model(name, {"s": shared, "own": torch.rand(300)}) for name in "ab"}
     externalize(store, "a", sources["a"])
     copies: list[WeightStore] = []
 
-    def copy(descriptor: int) -> None:
+    def copy(_: object) -> None:
         copies.append(WeightStore(tmp_path / f"copy{len(copies)}"))
         shutil.copytree(store.path, copies[-1].path)
+
+    class Watched(sqlite3.Connection):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            self.set_trace_callback(copy)
 
     with monkeypatch.context() as patch:
         patch.setattr("weights.storage.packs.WRITE_THREADS", 1)
         patch.setattr(os, "fsync", copy)
+        patch.setattr(sqlite3, "connect", functools.partial(sqlite3.connect, factory=Watched))
         externalize(store, "b", sources["b"], layout=layout)
-    assert len(copies) > 6
+    assert len(copies) > 12
     for copied in copies:
         assert_whole(copied, sources)
         assert "a" in copied.model_names()

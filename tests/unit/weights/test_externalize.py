@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import itertools
 import json
 import os
+import random
 import re
 import shutil
 import threading
@@ -27,9 +29,11 @@ from weights.formats.safetensors import read_header
 from weights.formats.weight_files import LORA_FILE
 from weights.loader import load_from_store
 from weights.maintenance import gc, remove_model
-from weights.manifest import EXTENT_ALIGNMENT, TENSOR_ALIGNMENT, Component, Layout, Manifest, TensorRef
+from weights.manifest import EXTENT_ALIGNMENT, TENSOR_ALIGNMENT, Component, ExtentRef, Layout, Manifest, TensorRef
 from weights.reading.extents import read_extent
+from weights.storage.checking import SharedExtents
 from weights.storage.hashing import hash_tensors
+from weights.storage.meta import StoreMeta
 from weights.store import WeightStore
 from weights.torch_dtypes import TORCH_DTYPES
 from weights.verification import verify
@@ -550,3 +554,114 @@ def test_progress_grows_to_all_bytes(store: WeightStore, write_model) -> None:
     assert heard == sorted(heard)
     assert len(heard) == 20
     assert heard[-1] == (manifest.nbytes, manifest.nbytes)
+
+
+def flip(store: WeightStore, manifest: Manifest, component: str, name: str) -> None:
+    """One bit of a tensor of `manifest`, in the pack where it is."""
+    ref = manifest.components[component].tensors[name]
+    extent = manifest.extents[ref.extent]
+    path = store.packs / extent.pack
+    data = bytearray(path.read_bytes())
+    data[extent.offset + ref.offset + random.randrange(ref.nbytes)] ^= 1 << random.randrange(8)
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("layout", ["combined", "separate"])
+@pytest.mark.parametrize("first", ["combined", "separate"])
+@pytest.mark.parametrize("damage", ["shared", "neighbour", "cut", "hole", "gone"])
+def test_a_new_model_shares_no_damage(
+    store: WeightStore, write_model, layout: Layout, first: Layout, damage: str
+) -> None:
+    """Also where the damage is in what only the other model wants: a reader takes extents whole."""
+    tensors = {"a": torch.rand(500), "b": torch.rand(500), "c": torch.rand(500)}
+    old = externalize(store, "old", write_model("old", tensors), layout=first)
+    extent = old.extents[old.components["model"].tensors["b"].extent]
+    pack = store.packs / extent.pack
+    match damage:
+        case "shared":
+            flip(store, old, "model", "b")
+        case "neighbour":
+            flip(store, old, "model", "c")
+        case "cut":
+            os.truncate(pack, pack.stat().st_size - 1)
+        case "hole":
+            pack.write_bytes(bytes(pack.stat().st_size))
+        case "gone":
+            pack.unlink()
+    wanted = {name: tensors[name] for name in "ab"} | {"own": torch.rand(3)}
+    externalize(store, "new", write_model("new", wanted), layout=layout)
+    assert verify(store, "new", deep=True).damages == ()
+    assert same(load_from_store(store.path, "new")["model"], wanted)
+    num_packs = len(list(store.packs.iterdir()))
+    again = externalize(store, "next", write_model("next", wanted), layout=layout)
+    assert verify(store, "next", deep=True).damages == ()
+    assert (again.extents, len(list(store.packs.iterdir()))) == (store.manifest("new").extents, num_packs)
+
+
+def test_what_is_shared_is_read_once_and_without_the_lock(
+    store: WeightStore, write_model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("weights.storage.packs.MAX_EXTENT_BYTES", 2000)
+    tensors = {f"t{i}": torch.rand(400) for i in range(9)}
+    externalize(store, "old", write_model("old", tensors))
+    read: list[str] = []
+
+    def watch(packs: Path, extent: ExtentRef) -> object:
+        with (store.path / ".lock").open("r+") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        read.append(extent.id)
+        return read_extent(packs, extent)
+
+    monkeypatch.setattr("weights.storage.checking.read_extent", watch)
+    wanted = {name: tensors[name] for name in ("t1", "t2", "t5")}
+    new = externalize(store, "new", write_model("new", wanted | {"own": torch.rand(400)}))
+    assert len(read) == 3
+    assert set(read) == {new.components["model"].tensors[name].extent for name in wanted}
+
+
+def test_what_another_writer_damages_meanwhile_is_found(
+    store: WeightStore, write_model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A place that appears between the reading and the lock is read under it."""
+    tensors = {"a": torch.rand(500)}
+    choose = SharedExtents.choose
+    calls = 0
+
+    def choose_later(self: SharedExtents, known: StoreMeta) -> set[str]:
+        nonlocal calls
+        calls += 1
+        damaged = choose(self, known)
+        if calls == 1:
+            with monkeypatch.context() as patch:
+                patch.setattr(SharedExtents, "choose", choose)
+                flip(store, externalize(store, "fast", write_model("fast", tensors)), "model", "a")
+        return damaged
+
+    monkeypatch.setattr(SharedExtents, "choose", choose_later)
+    externalize(store, "slow", write_model("slow", tensors))
+    assert calls == 2
+    assert verify(store, "slow", deep=True).damages == ()
+    assert len(verify(store, "fast").damages) == 1
+
+
+@pytest.mark.parametrize("layout", ["combined", "separate"])
+def test_a_tiny_equal_tensor_ties_no_model_to_a_large_extent(
+    store: WeightStore, write_pipeline, write_model, layout: Layout
+) -> None:
+    norm, large = torch.ones(64), torch.rand(100_000)
+    large_one = externalize(store, "large", write_model("large", {"norm": norm, "w": large}), layout=layout)
+    tiny = {"norm": norm, "v": torch.rand(100)}
+    leased = [externalize(store, "tiny", write_model("tiny", tiny), layout=layout)]
+    leased.append(externalize(store, "twin", write_model("twin", tiny), layout=layout))
+    for manifest in leased:
+        assert sum(extent.nbytes for extent in manifest.extents.values()) < 1024
+        assert same(load_from_store(store.path, manifest.model)["model"], tiny)
+    assert leased[0].extents == leased[1].extents
+    # Within a model as well: each component is leased by itself.
+    parts = {"a": {"w": torch.rand(100_000), "norm": torch.zeros(9)}, "b": {"norm": torch.zeros(9), "x": torch.rand(9)}}
+    pipeline = externalize(store, "p", write_pipeline("p", parts), layout=layout)
+    assert sum(extent.nbytes for extent in pipeline.extents_of(["b"])) < 1024
+    # And who wants most of the large one shares it, norm and all, though there is a small copy.
+    tuned = externalize(store, "tuned", write_model("tuned", {"norm": norm, "w": large, "v": torch.rand(3)}))
+    assert large_one.extents.keys() <= tuned.extents.keys()
+    assert len(tuned.extents) == len(large_one.extents) + 1

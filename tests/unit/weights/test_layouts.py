@@ -17,7 +17,7 @@ from weights.errors import ExtentCorrupt, ModelNotStored, StoreError
 from weights.externalize import externalize
 from weights.layouts import convert, write_inline
 from weights.loader import load_from_store
-from weights.maintenance import gc
+from weights.maintenance import gc, remove_model
 from weights.manifest import Layout
 from weights.store import WeightStore
 from weights.verification import verify
@@ -90,7 +90,10 @@ def test_stock_libraries_open_what_is_written_back(store: WeightStore, tmp_path:
         torch.testing.assert_close(state[name], tensor.to(state[name].dtype), rtol=0, atol=0)
 
 
-def test_a_conversion_moves_what_is_the_models_own(store: WeightStore, write_model) -> None:
+def test_a_conversion_moves_what_is_the_models_own(
+    store: WeightStore, write_model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("weights.storage.packs.MAX_EXTENT_BYTES", 8000)
     shared, own = torch.rand(1000), torch.rand(2000)
     externalize(store, "a", write_model("a", {"shared": shared, "own": own}))
     externalize(store, "b", write_model("b", {"shared": shared}))
@@ -103,6 +106,21 @@ def test_a_conversion_moves_what_is_the_models_own(store: WeightStore, write_mod
     assert_same(load_from_store(store.path, "a")["model"], {"shared": shared, "own": own})
     assert_same(load_from_store(store.path, "b")["model"], {"shared": shared})
     assert {pack.name for pack in store.packs.iterdir()} == {"a_weight_combined", f"weight_{refs['own'].sha256}"}
+
+
+def test_an_extent_that_another_model_uses_stays_whole(store: WeightStore, write_model) -> None:
+    """Its bytes cannot go; a copy of those that only one of them names would take more."""
+    shared = torch.rand(1000)
+    first = externalize(store, "a", write_model("a", {"shared": shared, "own": torch.rand(2000)}))
+    externalize(store, "b", write_model("b", {"shared": shared}))
+    converted = convert(store, "a", "separate")
+    assert (converted.layout, converted.extents) == ("separate", first.extents)
+    remove_model(store, "b")
+    gc(store)
+    assert convert(store, "a", "combined").extents == first.extents
+    assert all(extent.pack.startswith("weight_") for extent in convert(store, "a", "separate").extents.values())
+    gc(store)
+    assert verify(store, deep=True).damages == ()
 
 
 def test_a_converted_model_is_the_same_module(store: WeightStore, write_model) -> None:

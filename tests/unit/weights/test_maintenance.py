@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import random
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from weights.layouts import convert
 from weights.loader import load_from_store
 from weights.maintenance import gc, remove_model
 from weights.manifest import Layout
+from weights.storage.meta import StoreMeta
 from weights.storage.punching import allocated_bytes
 from weights.store import WeightStore
 from weights.verification import verify
@@ -35,6 +37,7 @@ def files(folder: Path) -> dict[str, bytes]:
 def test_a_store_in_use_is_left_as_it_is(store: WeightStore, write_model, layout: Layout) -> None:
     for name in ("a", "b"):
         externalize(store, name, write_model(name, {"w": torch.rand(5000), "v": torch.rand(3)}), layout=layout)
+    assert gc(store).removed == ()
     before = files(store.path)
     report = gc(store)
     assert (report.removed, report.num_tensors, report.freed_bytes, report.unfreed_bytes) == ((), 0, 0, 0)
@@ -71,12 +74,17 @@ def test_a_removed_model_goes_and_what_it_shared_stays(
 
 
 def test_an_earlier_version_goes_after_its_grace(store: WeightStore, write_model) -> None:
+    """The clock starts when it is first seen unneeded, however old its files are."""
     old = externalize(store, "m", write_model("m", {"w": torch.rand(10)}))
     new = externalize(store, "m", write_model("m", {"w": torch.rand(11)}))
-    written = max(path.stat().st_mtime for path in store.packs.iterdir())
-    assert gc(store, grace_s=60, now=lambda: written + 30).removed == ()
+    for path in (*store.packs.iterdir(), store.skeleton(old)):
+        os.utime(path, (0, 0))
+    start_s = random.uniform(1e9, 2e9)
+    assert gc(store, grace_s=60, now=lambda: start_s + 1e6, dry_run=True).removed == ()  # nor does it start one
+    assert gc(store, grace_s=60, now=lambda: start_s).removed == ()
+    assert gc(store, grace_s=60, now=lambda: start_s + 59).removed == ()
     assert store.skeleton(old).is_dir()
-    report = gc(store, grace_s=60, now=lambda: written + 61)
+    report = gc(store, grace_s=60, now=lambda: start_s + 61)
     assert [str(path) for path in report.removed] == [
         "packs/m_weight_combined",
         f"models/{old.skeleton}",
@@ -86,6 +94,105 @@ def test_an_earlier_version_goes_after_its_grace(store: WeightStore, write_model
     assert verify(store, deep=True).damages == ()
 
 
+def test_places_that_no_manifest_names_are_forgotten_though_their_tensors_are_known(
+    store: WeightStore, write_model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A conversion that is killed before its manifest; a model that shares half of its pack; then the rest goes."""
+    monkeypatch.setattr("weights.storage.packs.MAX_EXTENT_BYTES", 40_000)
+    x, y = torch.rand(9000), torch.rand(9000)
+    externalize(store, "m", write_model("m", {"x": x, "y": y}), layout="separate")
+
+    def kill(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(WeightStore, "publish_model", kill)
+        with pytest.raises(KeyboardInterrupt):
+            convert(store, "m", "combined")
+    externalize(store, "k", write_model("k", {"x": x}))
+    gc(store)
+    assert verify(store, deep=True).damages == ()
+    manifests = store.manifests().values()
+    named = {(extent.pack, extent.offset) for manifest in manifests for extent in manifest.extents.values()}
+    assert {(extent.pack, extent.offset) for extent in store.read_meta().extents.values()} <= named
+    externalize(store, "n", write_model("n", {"y": y}))
+    assert torch.equal(load_from_store(store.path, "n")["model"]["y"], y)
+
+
+def test_what_is_needed_again_begins_a_new_grace(store: WeightStore, write_model) -> None:
+    source = write_model("m", {"w": torch.rand(10)})
+    externalize(store, "m", source, layout="separate")
+    remove_model(store, "m")
+    assert gc(store, grace_s=60, now=lambda: 1000.0).removed == ()
+    externalize(store, "m", source, layout="separate")
+    remove_model(store, "m")
+    assert gc(store, grace_s=60, now=lambda: 1100.0).removed == ()
+    assert len(gc(store, grace_s=60, now=lambda: 1161.0).removed) == 2
+
+
+def test_a_range_of_a_pack_goes_after_its_grace(
+    store: WeightStore, write_model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("weights.storage.packs.MAX_EXTENT_BYTES", 40_000)
+    x, y, z = (torch.rand(9000) for _ in range(3))
+    externalize(store, "all", write_model("all", {"x": x, "y": y, "z": z}))
+    externalize(store, "xz", write_model("xz", {"x": x, "z": z}))
+    externalize(store, "z", write_model("z", {"z": z}))
+    pack = store.packs / "all_weight_combined"
+    full = allocated_bytes(pack)
+    remove_model(store, "all")
+    gc(store, grace_s=60, now=lambda: 0.0)
+    remove_model(store, "xz")
+    gc(store, grace_s=60, now=lambda: 50.0)
+    assert allocated_bytes(pack) == full
+    gc(store, grace_s=60, now=lambda: 61.0)  # y; x is younger
+    assert full - allocated_bytes(pack) == 36_864
+    gc(store, grace_s=60, now=lambda: 111.0)
+    assert full - allocated_bytes(pack) == 2 * 36_864
+    assert verify(store, deep=True).damages == ()
+
+
+def test_a_lost_index_starts_all_clocks_anew(store: WeightStore, write_model) -> None:
+    externalize(store, "m", write_model("m", {"w": torch.rand(10)}))
+    remove_model(store, "m")
+    gc(store, grace_s=60, now=lambda: 0.0)
+    store.index_file.unlink()
+    assert gc(store, grace_s=60, now=lambda: 61.0).removed == ()
+    assert len(gc(store, grace_s=60, now=lambda: 122.0).removed) == 2
+
+
+@pytest.mark.parametrize("layout", ["separate", "combined"])
+@pytest.mark.parametrize("failure", ["publish", "kill"])
+def test_a_conversion_that_failed_before_its_manifest_ties_nothing_to_its_packs(
+    store: WeightStore, write_model, monkeypatch: pytest.MonkeyPatch, layout: Layout, failure: str
+) -> None:
+    """The index names the packs that the conversion wrote; the manifest still names the old ones."""
+    first: Layout = "combined" if layout == "separate" else "separate"
+    tensors = {"w": torch.rand(9000), "v": torch.rand(40)}
+    externalize(store, "m", write_model("m", tensors), layout=first)
+
+    def fail(*_: object) -> None:
+        if failure == "kill":
+            raise KeyboardInterrupt
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(WeightStore, "publish_model", fail)
+        with pytest.raises((StoreError, KeyboardInterrupt)):
+            convert(store, "m", layout)
+    assert store.manifest("m").layout == first
+    gc(store)
+    assert verify(store, deep=True).damages == ()
+    places = {(extent.pack, extent.offset) for extent in store.manifest("m").extents.values()}
+    assert {(extent.pack, extent.offset) for extent in store.read_meta().extents.values()} == places
+    written = StoreMeta.model_validate_json(store.meta_file.read_bytes())
+    assert written == store.read_meta()
+    externalize(store, "n", write_model("n", tensors), layout=layout)
+    assert verify(store, deep=True).damages == ()
+    for name, tensor in load_from_store(store.path, "n")["model"].items():
+        assert torch.equal(tensor, tensors[name])
+
+
 @pytest.mark.parametrize("damage", [b"", b"{", b'{"version": 99}'])
 def test_nothing_goes_while_a_manifest_cannot_be_read(store: WeightStore, write_model, damage: bytes) -> None:
     for name in ("a", "b", "c"):
@@ -93,9 +200,12 @@ def test_nothing_goes_while_a_manifest_cannot_be_read(store: WeightStore, write_
     remove_model(store, "c")
     (store.models / "a" / "manifest.json").write_bytes(damage)
     before = files(store.path)
-    with pytest.raises(StoreError, match=r"nothing was deleted.*a/manifest\.json"):
+    with pytest.raises(StoreError, match=r"nothing was deleted.*a/manifest\.json.*`remove a` and bring it in again"):
         gc(store)
     assert files(store.path) == before
+    # The others can still be worked with.
+    convert(store, "b", "inline")
+    convert(store, "b", "combined")
     assert store.model_names() == ["a", "b"]
     remove_model(store, "a")
     gc(store)
@@ -103,29 +213,22 @@ def test_nothing_goes_while_a_manifest_cannot_be_read(store: WeightStore, write_
 
 
 @pytest.mark.parametrize("damage", [b"", b"{", b"\xff", None])
-def test_a_damaged_meta_is_made_again(store: WeightStore, write_model, damage: bytes | None) -> None:
+def test_damaged_indices_are_made_again(store: WeightStore, write_model, damage: bytes | None) -> None:
     source = write_model("a", {"w": torch.rand(1000), "v": torch.rand(3)})
     externalize(store, "a", source)
     expected = store.read_meta()
-    file = store.path / "meta.json"
-    file.unlink() if damage is None else file.write_bytes(damage)
+    for file in (store.index_file, store.meta_file):
+        file.unlink(missing_ok=True) if damage is None else file.write_bytes(damage)
     gc(store)
     assert store.read_meta() == expected
+    assert StoreMeta.model_validate_json(store.meta_file.read_bytes()) == expected
     externalize(store, "b", source)
     assert [pack.name for pack in store.packs.iterdir()] == ["a_weight_combined"]
 
 
-def test_a_newer_meta_is_left_alone(store: WeightStore, write_model) -> None:
-    externalize(store, "a", write_model("a", {"w": torch.rand(10)}))
-    remove_model(store, "a")
-    (store.path / "meta.json").write_text('{"version": 3}')
-    before = files(store.path)
-    with pytest.raises(StoreError, match="store version 3"):
-        gc(store)
-    assert files(store.path) == before
-
-
-def test_meta_is_published_before_bytes_go(store: WeightStore, write_model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_indices_are_published_before_bytes_go(
+    store: WeightStore, write_model, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A kill after any deletion leaves nothing that refers to what is gone."""
     for name in ("a", "b", "c"):
         externalize(store, name, write_model(name, {"w": torch.rand(1000), "v": torch.rand(3)}), layout="separate")
@@ -136,8 +239,8 @@ def test_meta_is_published_before_bytes_go(store: WeightStore, write_model, monk
     def remove_one(path: Path) -> None:
         nonlocal num_removed
         num_removed += 1
-        meta = store.read_meta()
-        assert path.name not in {extent.pack for extent in meta.extents.values()}
+        for meta in (store.read_meta(), StoreMeta.model_validate_json(store.meta_file.read_bytes())):
+            assert path.name not in {extent.pack for extent in meta.extents.values()}
         assert verify(store, deep=True).damages == ()
         path.unlink() if path.is_file() else None
         raise KeyboardInterrupt

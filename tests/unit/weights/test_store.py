@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
+import sqlite3
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,11 @@ import torch
 from weights.errors import ModelNotStored, StoreError, StoreVersionError, WeightsError
 from weights.externalize import externalize
 from weights.loader import load_from_store
-from weights.store import WeightStore
+from weights.maintenance import gc
+from weights.manifest import Layout
+from weights.storage.meta import StoreMeta
+from weights.store import WeightStore, manifest_text
+from weights.verification import verify
 
 
 @pytest.fixture
@@ -37,26 +43,93 @@ def test_an_unknown_model_lists_the_known_ones(store: WeightStore, write_model) 
         store.manifest("x")
 
 
-@pytest.mark.parametrize("more", [{}, {"compression": "zstd"}])
-def test_a_newer_store_is_refused_and_kept(store: WeightStore, write_model, more: dict[str, str]) -> None:
-    text = json.dumps({"version": 3, "extents": {}, **more})
-    (store.path / "meta.json").write_text(text)
-    with pytest.raises(StoreVersionError, match=r"meta\.json: store version 3, this library reads version 2"):
+def test_a_newer_store_is_refused_and_kept(store: WeightStore, write_model) -> None:
+    with contextlib.closing(sqlite3.connect(store.index_file)) as index:
+        index.execute("PRAGMA user_version = 4")
+    before = store.index_file.read_bytes()
+    with pytest.raises(StoreVersionError, match=r"index\.sqlite: store version 4, this library reads version 3"):
         store.read_meta()
-    with pytest.raises(StoreVersionError):
-        externalize(store, "n", write_model("n", {"w": torch.rand(3)}))
-    assert (store.path / "meta.json").read_text() == text
+    for attempt in (lambda: externalize(store, "n", write_model("n", {"w": torch.rand(3)})), lambda: gc(store)):
+        with pytest.raises(StoreVersionError):
+            attempt()
+    assert store.index_file.read_bytes() == before
+    assert store.model_names() == ["m"]
 
 
-def test_a_store_of_version_1_is_read_from_its_manifests(store: WeightStore, write_model) -> None:
+@pytest.mark.parametrize("more", [{}, {"compression": "zstd"}])
+def test_a_newer_store_without_an_index_is_refused_and_kept(store: WeightStore, write_model, more: dict) -> None:
+    store.index_file.unlink()
+    text = json.dumps({"version": 3, "extents": {}, **more})
+    store.meta_file.write_text(text)
+    for attempt in (lambda: externalize(store, "n", write_model("n", {"w": torch.rand(3)})), lambda: gc(store)):
+        with pytest.raises(StoreVersionError, match=r"meta\.json: store version 3, this library reads version 2"):
+            attempt()
+    assert store.meta_file.read_text() == text
+    assert not store.index_file.exists()
+
+
+@pytest.mark.parametrize(
+    "meta",
+    [
+        b'{"version": 1, "tensors": {"00": {"extent": "e", "offset": 0, "nbytes": 4}}, "extents": {}}',
+        b'{"version": 2, "extents": {}}',
+        *(b"", b"{", b"[]", b"\xff\xfe", b'{"tensors": 3}'),
+        None,
+    ],
+)
+def test_a_store_without_an_index_is_read_from_its_manifests(
+    store: WeightStore, write_model, meta: bytes | None
+) -> None:
+    """Stores of before had only a meta.json."""
     expected = store.read_meta()
-    text = json.dumps({"version": 1, "tensors": {"0" * 64: {"extent": "e", "offset": 0, "nbytes": 4}}, "extents": {}})
-    (store.path / "meta.json").write_text(text)
+    store.index_file.unlink()
+    if meta is not None:
+        store.meta_file.write_bytes(meta)
     assert store.read_meta() == expected
+    assert not store.index_file.exists()
     packs = sorted(store.packs.iterdir())
     source = write_model("n", {"w": load_from_store(store.path, "m")["model"]["w"]})
     externalize(store, "n", source)
     assert sorted(store.packs.iterdir()) == packs
+    assert store.read_meta() == expected
+    gc(store)
+    assert StoreMeta.model_validate_json(store.meta_file.read_bytes()) == expected
+
+
+@pytest.mark.parametrize("damage", ["empty", "text", "half", "page", "row"])
+def test_a_damaged_index_is_made_again_by_whoever_needs_it(store: WeightStore, write_model, damage: str) -> None:
+    tensors = {f"t{i}": torch.rand(1 + i) for i in range(200)}
+    externalize(store, "many", write_model("many", tensors))
+    expected = store.read_meta()
+    data = bytearray(store.index_file.read_bytes())
+    match damage:
+        case "empty":
+            store.index_file.write_bytes(b"")
+        case "text":
+            store.index_file.write_bytes(b"no index at all" * 1000)
+        case "half":
+            store.index_file.write_bytes(data[: len(data) // 2])
+        case "page":
+            store.index_file.write_bytes(data[:4096] + b"\xff" * (len(data) - 4096))
+        case "row":
+            with contextlib.closing(sqlite3.connect(store.index_file)) as index, index:
+                index.execute("UPDATE extents SET offset = 'x', checksum = x'00'")
+    assert len(verify(store).damages) == (0 if damage == "row" else 1)
+    packs = sorted(store.packs.iterdir())
+    externalize(store, "twin", write_model("twin", tensors))
+    assert sorted(store.packs.iterdir()) == packs
+    assert store.read_meta() == expected
+    assert verify(store, deep=True).damages == ()
+
+
+def test_an_index_that_says_wrong_is_not_believed(store: WeightStore, write_model) -> None:
+    """A flipped bit in a number is no damage that sqlite could see."""
+    tensors = {f"t{i}": torch.rand(10) for i in range(4)}
+    externalize(store, "a", write_model("a", tensors))
+    with contextlib.closing(sqlite3.connect(store.index_file)) as index, index:
+        index.execute("UPDATE tensors SET offset = 1536 - offset WHERE extent = (SELECT MAX(extent) FROM tensors)")
+    externalize(store, "b", write_model("b", tensors))
+    assert verify(store, deep=True).damages == ()
 
 
 @pytest.mark.parametrize("more", [{}, {"compression": "zstd"}])
@@ -65,13 +138,6 @@ def test_a_newer_manifest_is_refused(store: WeightStore, more: dict[str, str]) -
     file.write_text(json.dumps(json.loads(file.read_text()) | {"version": 2} | more))
     with pytest.raises(StoreVersionError, match=r"manifest\.json: manifest version 2, this library reads version 1"):
         store.manifest("m")
-
-
-@pytest.mark.parametrize("damage", [b"", b"{", b"[]", b"\xff\xfe", b'{"tensors": 3}', b'{"extents": {"a": {}}}'])
-def test_a_damaged_meta_is_named(store: WeightStore, damage: bytes) -> None:
-    (store.path / "meta.json").write_bytes(damage)
-    with pytest.raises(StoreError, match=r"meta\.json: damaged"):
-        store.read_meta()
 
 
 @pytest.mark.parametrize("damage", [b"", b"{", b"[]", b"\xff\xfe", b'{"version": 1}'])
@@ -88,6 +154,32 @@ def test_a_field_of_a_manifest_is_named(store: WeightStore) -> None:
     file.write_text(json.dumps(manifest))
     with pytest.raises(WeightsError, match=r"components\.model\.tensors\.w\.nbytes"):
         store.manifest("m")
+
+
+@pytest.mark.parametrize("layout", ["combined", "separate", "inline"])
+def test_a_manifest_that_could_not_be_read_is_not_published(
+    store: WeightStore, write_model, monkeypatch: pytest.MonkeyPatch, layout: Layout
+) -> None:
+    """It would stop `gc` for the whole store."""
+    limit = (store.models / "m" / "manifest.json").stat().st_size + 100
+    for module in ("weights.manifest", "weights.store"):
+        monkeypatch.setattr(f"{module}.MAX_MANIFEST_BYTES", limit)
+    gc(store)
+    before = {path: path.read_bytes() for path in store.path.rglob("*") if path.is_file()}
+    source = write_model("large", {f"t{i}": torch.rand(3) for i in range(3)})
+    with pytest.raises(StoreError, match=rf"'large': its manifest takes \d+ bytes for 3 tensors, {limit} at most"):
+        externalize(store, "large", source, layout=layout)
+    assert {path: path.read_bytes() for path in store.path.rglob("*") if path.is_file()} == before
+    assert gc(store).removed == ()
+    assert externalize(store, "small", write_model("small", {"w": torch.rand(3)})).model == "small"
+
+
+def test_a_name_that_is_no_text_is_refused(store: WeightStore, write_model) -> None:
+    source = write_model("odd", {"w": torch.rand(3)})
+    (source / "config.json").write_text('{"architectures": ["Tiny\\ud800"]}')
+    with pytest.raises(WeightsError, match="no valid text"):
+        externalize(store, "odd", source)
+    assert store.model_names() == ["m"]
 
 
 def test_pack_names_are_never_reused(store: WeightStore) -> None:
@@ -144,7 +236,7 @@ def test_a_skeleton_that_is_there_is_kept(store: WeightStore) -> None:
     inode = store.skeleton(manifest).stat().st_ino
     with store.locked(), store.staged("skeleton") as skeleton:
         skeleton.mkdir()
-        store.publish_model(manifest, skeleton)
+        store.publish_model(manifest, manifest_text(manifest), skeleton)
     assert store.skeleton(manifest).stat().st_ino == inode
     assert (store.skeleton(manifest) / "config.json").exists()
 

@@ -75,7 +75,7 @@ def test_missing_and_damaged_files_are_all_reported(store: WeightStore, write_mo
     (store.models / "d" / "manifest.json").write_text("{")
     skeleton = store.skeleton(store.manifest("e"))
     skeleton.rename(skeleton.with_name("gone"))
-    (store.path / "meta.json").write_text("[")
+    store.index_file.write_text("[")
     damages = verify(store).damages
     assert [(damage.model, damage.tensors) for damage in damages] == [
         ("", ()),

@@ -43,34 +43,37 @@ def manifest(model: str, layout: Layout, *extents: tuple[str, ...]) -> Manifest:
     )
 
 
+def places(meta: StoreMeta, name: str) -> list[tuple[ExtentRef, int]]:
+    return [(meta.extent(id_), meta.extents[id_].tensors[sha(name)]) for id_ in meta.tensors.get(sha(name), ())]
+
+
 def test_what_is_added_is_found_also_after_a_round_trip() -> None:
     meta = StoreMeta()
     meta.add(extent("a", "b"), {sha("a"): 0, sha("b"): 512})
     meta.add(extent("c"), {sha("c"): 0})
     for found in (meta, StoreMeta.model_validate_json(meta.model_dump_json())):
         assert set(found.tensors) == {sha("a"), sha("b"), sha("c")}
-        assert found.locate(sha("b")) == (extent("a", "b"), 512)
-        assert found.locate(sha("c")) == (extent("c"), 0)
+        assert places(found, "b") == [(extent("a", "b"), 512)]
+        assert places(found, "c") == [(extent("c"), 0)]
 
 
-def test_a_tensor_that_is_known_stays_where_it_is() -> None:
+def test_a_tensor_may_be_in_several_extents() -> None:
     meta = StoreMeta()
     meta.add(extent("a"), {sha("a"): 0})
     meta.add(extent("a", "b"), {sha("a"): 0, sha("b"): 512})
-    assert meta.locate(sha("a"))[0] == extent("a")
-    meta.add(extent("b"), {sha("b"): 0})
-    assert set(meta.extents) == {extent("a").id, extent("a", "b").id}
+    assert places(meta, "a") == [(extent("a"), 0), (extent("a", "b"), 0)]
+    meta.forget([extent("a").id])
+    assert places(meta, "a") == [(extent("a", "b"), 0)]
+    meta.forget([extent("a", "b").id])
+    assert (dict(meta.tensors), meta.extents) == ({}, {})
 
 
-def test_what_is_forgotten_can_be_added_elsewhere() -> None:
+def test_the_latest_place_of_an_extent_counts() -> None:
     meta = StoreMeta()
-    meta.add(extent("a", "b"), {sha("a"): 0, sha("b"): 512})
-    meta.forget_tensors([sha("a")])
-    assert set(meta.tensors) == {sha("b")}
-    meta.add(extent("a", pack="q"), {sha("a"): 0})
-    assert meta.locate(sha("a"))[0].pack == "q"
-    meta.keep_extents(lambda id_: id_ != extent("a").id)
-    assert set(meta.tensors) == {sha("b")}
+    meta.add(extent("a", "b"), {sha("a"): 0})
+    meta.add(extent("a", "b", pack="q"), {sha("b"): 512})
+    assert places(meta, "a") == [(extent("a", "b", pack="q"), 0)]
+    assert places(meta, "b") == [(extent("a", "b", pack="q"), 512)]
 
 
 def test_it_follows_from_the_manifests() -> None:
@@ -79,8 +82,18 @@ def test_it_follows_from_the_manifests() -> None:
     random.shuffle(manifests)
     meta = meta_of([*manifests, private])
     assert set(meta.tensors) == {sha(name) for name in "abcd"}
-    assert meta.locate(sha("b")) == (extent("a", "b", pack="m"), 512)
-    assert meta.locate(sha("d")) == (extent("d", pack="n"), 0)
+    assert places(meta, "b") == [(extent("a", "b", pack="m"), 512)]
+    assert places(meta, "d") == [(extent("d", pack="n"), 0)]
+
+
+def test_of_several_places_the_one_of_before_stays() -> None:
+    manifests = [manifest(model, "combined", ("a", "b")) for model in "xyz"]
+    assert places(meta_of(manifests), "a")[0][0].pack == "x"
+    for model in "xyz":
+        before = meta_of([manifest(model, "combined", ("a", "b"))])
+        assert meta_of(manifests, before) == before
+    gone = meta_of([manifest("gone", "combined", ("a", "b"))])
+    assert meta_of(manifests, gone) == meta_of(manifests)
 
 
 @pytest.mark.parametrize(

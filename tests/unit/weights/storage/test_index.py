@@ -1,0 +1,181 @@
+"""The index: what is entered is found, whatever else is there, and at a cost that does not grow with the store."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import random
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from weights.errors import StoreError
+from weights.externalize import externalize
+from weights.layouts import convert
+from weights.storage.index import MAX_PLACES, IndexDamaged, StoreIndex, Unneeded
+from weights.storage.meta import StoredExtent, StoreMeta
+from weights.store import WeightStore
+from weights.verification import verify
+
+
+def sha(text: object) -> str:
+    return hashlib.sha256(str(text).encode()).hexdigest()
+
+
+def stored(*names: object, pack: str = "p", nbytes: int = 10**9) -> StoredExtent:
+    tensors = {sha(name): 512 * i for i, name in enumerate(names)}
+    return StoredExtent(pack=pack, offset=0, nbytes=nbytes, checksum=sha(pack)[:32], tensors=tensors)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "index.sqlite"
+
+
+def test_what_is_entered_is_found_by_the_next_connection(path: Path) -> None:
+    chance = random.Random()
+    names = [chance.random() for _ in range(60)]
+    extents = {f"x{i}": stored(*chance.sample(names, 9), pack=f"p{i}") for i in range(20)}
+    with StoreIndex.opened(path, list) as index:
+        index.enter("m", extents, [*extents][:7])
+        index.enter("n", {}, [*extents][5:9])
+    assert sorted(file.name for file in path.parent.iterdir()) == [path.name]  # no log is left
+    with StoreIndex.opened(path) as index:
+        index.check()
+        assert index.everything() == StoreMeta(extents=extents)
+        assert index.num_tensors() == len({sha256 for extent in extents.values() for sha256 in extent.tensors})
+        wanted = {sha(name) for name in chance.sample(names, 5)}
+        found = index.find(wanted)
+        assert set(found.tensors) == wanted & index.everything().tensors.keys()
+        for id_, extent in found.extents.items():
+            expected = {sha256: place for sha256, place in extents[id_].tensors.items() if sha256 in wanted}
+            assert extent == extents[id_].model_copy(update={"tensors": expected})
+        assert index.used_by_others(extents, "n") == {*[*extents][:7]}
+        assert index.used_by_others(extents, "x") == {*[*extents][:9]}
+
+
+def test_what_is_forgotten_can_be_entered_again(path: Path) -> None:
+    with StoreIndex.opened(path, list) as index:
+        index.enter("m", {"x": stored("a", "b"), "y": stored("a")}, ["x", "y"])
+        index.enter("n", {"x": stored("a", "b", pack="q")}, ["x"], forgotten=["x", "unknown"])
+        assert index.find([sha("a")]).extents.keys() == {"x", "y"}
+        assert index.everything().extents["x"].pack == "q"
+        assert index.used_by_others(["x", "y"], "n") == {"y"}
+
+
+def test_of_a_tensor_that_is_everywhere_only_some_places_are_looked_at(path: Path) -> None:
+    with StoreIndex.opened(path, list) as index:
+        index.enter("m", {f"x{i}": stored("zeros", i) for i in range(50)}, [])
+        assert len(index.find([sha("zeros")]).extents) == MAX_PLACES
+        found = index.find([sha("zeros"), sha(3)])
+        assert found.extents["x3"].tensors.keys() == {sha("zeros"), sha(3)}
+
+
+def test_a_change_that_fails_changes_nothing(path: Path) -> None:
+    with StoreIndex.opened(path, list) as index:
+        index.enter("m", {"x": stored("a")}, ["x"])
+        index.note_unneeded([Unneeded("packs/q", 0, 9, 1.5)])
+        before = index.everything(), index.unneeded()
+        with pytest.raises(ValueError, match="hexadecimal"):
+            index.enter("m", {"y": stored("b"), "z": stored("c").model_copy(update={"checksum": "none"})}, ["x"])
+        assert (index.everything(), index.unneeded()) == before
+
+
+def test_an_index_that_is_missing_or_none_is_damaged(path: Path) -> None:
+    with pytest.raises(IndexDamaged, match="missing"), StoreIndex.opened(path):
+        pass
+    for content in (b"", b"x" * 10_000):
+        path.write_bytes(content)
+        with pytest.raises(IndexDamaged, match=r"index\.sqlite: damaged"), StoreIndex.opened(path):
+            pass
+
+
+def test_a_full_disk_is_said(path: Path) -> None:
+    with StoreIndex.opened(path, list) as index:
+        index._connection.execute("PRAGMA max_page_count = 20")
+        with pytest.raises(sqlite3.OperationalError, match="full"):
+            index.enter("m", {f"x{i}": stored(i) for i in range(10_000)}, [])
+        assert index.everything() == StoreMeta()
+
+    def fill() -> None:
+        with StoreIndex.opened(path) as index:
+            index._connection.execute("PRAGMA max_page_count = 20")
+            index.enter("m", {f"x{i}": stored(i) for i in range(10_000)}, [])
+
+    with pytest.raises(StoreError, match=r"index\.sqlite: database or disk is full"):
+        fill()
+
+
+class Counts:
+    """What a step costs: instructions of sqlite's machine (a row that is touched takes some), looks at files, bytes."""
+
+    def __init__(self) -> None:
+        self.steps = self.stats = self.nbytes = 0
+
+    def __enter__(self) -> Counts:
+        counts, self._patch = self, pytest.MonkeyPatch()
+
+        class Counted(sqlite3.Connection):
+            def __init__(self, *args: Any, **options: Any) -> None:
+                super().__init__(*args, **options)
+                self.set_progress_handler(counts._step, 1)
+
+        self._patch.setattr(sqlite3, "connect", functools.partial(sqlite3.connect, factory=Counted))
+        for name in ("stat", "lstat", "scandir", "listdir"):
+            self._patch.setattr(os, name, functools.partial(self._look, getattr(os, name)))
+        self._before = self._written()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.nbytes = self._written() - self._before
+        self._patch.undo()
+
+    def _step(self) -> int:
+        self.steps += 1
+        return 0
+
+    def _look(self, function: Any, *args: Any, **options: Any) -> Any:
+        self.stats += 1
+        return function(*args, **options)
+
+    @staticmethod
+    def _written() -> int:
+        (line,) = (line for line in Path("/proc/self/io").read_text().splitlines() if line.startswith("wchar"))
+        return int(line.split()[1])
+
+
+@pytest.mark.parametrize("action", ["publish", "convert"])
+def test_what_a_publish_costs_does_not_grow_with_the_store(tmp_path: Path, write_model, action: str) -> None:
+    """Ten times as many models: as many rows and files are looked at, and about as many bytes written."""
+    shared = {f"s{i}": torch.rand(64) for i in range(30)}
+    zeros = hashlib.sha256(bytes(256)).hexdigest()
+    found = []
+    for num_models in (100, 1000):
+        store = WeightStore(tmp_path / f"store{num_models}")
+        externalize(store, "base", write_model("base", shared | {"more": torch.rand(200)}))
+
+        def fill(index: StoreIndex, num_models: int = num_models) -> None:
+            for model in range(num_models):
+                extent = stored(*(f"{model}.{i}" for i in range(50)), pack=f"{model}_weight_combined")
+                extent.tensors[zeros] = 512 * 50  # a tensor that all have
+                index.enter(f"model-{model}", {f"x{model}": extent}, [f"x{model}"])
+
+        with store.locked():
+            store.indexed(fill)
+        own = {f"o{i}": torch.rand(64) for i in range(30)} | {"zeros": torch.zeros(64)}
+        source = write_model(f"new{num_models}", shared | own)
+        if action == "convert":
+            externalize(store, "new", source)
+        with Counts() as counts:
+            externalize(store, "new", source) if action == "publish" else convert(store, "new", "separate")
+        assert verify(store, "new", deep=True).damages == ()
+        assert (counts.steps > 500, counts.stats > 5, counts.nbytes > 30 * 256) == (True, True, True)
+        found.append(counts)
+    small, large = found
+    assert large.stats <= 1.1 * small.stats
+    assert large.steps <= 1.2 * small.steps
+    assert large.nbytes <= 2 * small.nbytes

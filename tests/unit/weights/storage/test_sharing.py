@@ -1,0 +1,77 @@
+"""What is shared is worth the extent it is in."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+
+import pytest
+
+from weights.manifest import ExtentRef
+from weights.storage.meta import StoreMeta
+from weights.storage.sharing import MIN_WANTED_PART, shared_extents
+
+
+def sha(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def meta_with(**extents: dict[str, int]) -> StoreMeta:
+    """Extents of tensors (bytes by name), one after another."""
+    meta = StoreMeta()
+    for id_, tensors in extents.items():
+        ref = ExtentRef(id=id_, pack=id_, offset=0, nbytes=sum(tensors.values()), checksum="0" * 32)
+        meta.add(ref, {sha(name): 0 for name in tensors})
+    return meta
+
+
+def shared(meta: StoreMeta, **wanted: int) -> dict[str, str]:
+    found = shared_extents({sha(name): nbytes for name, nbytes in wanted.items()}, meta)
+    return {name: found[sha(name)] for name in wanted if sha(name) in found}
+
+
+@pytest.mark.parametrize(("nbytes", "is_shared"), [(24, False), (25, True), (100, True)])
+def test_a_quarter_is_enough(nbytes: int, is_shared: bool) -> None:
+    meta = meta_with(x={"a": nbytes, "rest": 100 - nbytes})
+    assert shared(meta, a=nbytes) == ({"a": "x"} if is_shared else {})
+
+
+def test_an_extent_is_shared_for_all_that_is_wanted_of_it() -> None:
+    meta = meta_with(x={"a": 10, "b": 10, "c": 10, "rest": 70})
+    assert shared(meta, a=10, b=10) == {}
+    assert shared(meta, a=10, b=10, c=10) == dict.fromkeys("abc", "x")
+
+
+def test_no_second_extent_for_a_crumb() -> None:
+    """Both hold what is wanted; the second would be read for `d` alone."""
+    meta = meta_with(x={"a": 40, "b": 40, "c": 20}, y={"b": 40, "c": 20, "d": 1})
+    assert shared(meta, a=40, b=40, c=20, d=1) == dict.fromkeys("abc", "x")
+
+
+def test_a_copy_of_its_own_size_is_taken() -> None:
+    """Who was refused the large extent wrote a small one: the next finds that."""
+    meta = meta_with(large={"tiny": 1, "rest": 999}, small={"tiny": 1})
+    assert shared(meta, tiny=1) == {"tiny": "small"}
+
+
+def test_empty_tensors_are_somewhere() -> None:
+    assert shared(meta_with(x={"e": 0}), e=0) == {"e": "x"}
+    assert shared(meta_with(x={"e": 0, "rest": 5}), e=0) == {}
+
+
+def test_every_choice_keeps_the_rule() -> None:
+    chance = random.Random()
+    names = {f"t{i}": chance.choice([0, 1, 5, 50, 500]) for i in range(40)}
+    extents = {
+        f"x{i}": {name: names[name] for name in chance.sample([*names], chance.randint(1, 15))} for i in range(30)
+    }
+    meta = meta_with(**extents)
+    wanted = {name: names[name] for name in chance.sample([*names], 20)}
+    found = shared(meta, **wanted)
+    for id_ in set(found.values()):
+        taken = sum(names[name] for name, where in found.items() if where == id_)
+        assert taken >= MIN_WANTED_PART * sum(extents[id_].values())
+        assert all(name in extents[id_] for name, where in found.items() if where == id_)
+    for tensors in extents.values():  # nothing was left out that the rule allows
+        left = {name for name in tensors if name in wanted and name not in found}
+        assert not left or sum(names[name] for name in left) < MIN_WANTED_PART * sum(tensors.values())

@@ -1,0 +1,251 @@
+"""The store's index, index.sqlite: asked for what a writer needs, so that no publish costs more in a larger store.
+
+A hint, never the truth: it is made again from the manifests when it is lost or damaged, and whoever takes a place from
+it checks the bytes there.
+
+It is in WAL mode with an exclusive lock, which needs no memory that is shared between processes: the nodes that share
+a store over a network have none (sqlite.org/wal.html, "Use of WAL Without Shared-Memory"). HAZARD: so a connection
+excludes all others until it is closed; it is never held while packs are written or read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sqlite3
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Final, NamedTuple, Self
+
+from weights.errors import StoreError, StoreVersionError
+from weights.manifest import Manifest
+from weights.storage.durable import remove
+from weights.storage.meta import StoredExtent, StoreMeta, meta_of
+
+INDEX_VERSION: Final = 3  # versions 1 and 2 of the store had only a meta.json
+MAX_PLACES: Final = 4  # of one tensor that are looked at: a vector of zeros may be in every model
+WHOLE_END: Final = 2**63 - 1  # of a path that is unneeded as a whole
+_TIMEOUT_S: Final = 60.0
+_DAMAGE: Final = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR)
+_SCHEMA: Final = """
+CREATE TABLE extents (number INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, pack TEXT NOT NULL, offset INTEGER NOT NULL,
+                      nbytes INTEGER NOT NULL, checksum BLOB NOT NULL);
+CREATE TABLE tensors (extent INTEGER NOT NULL, sha256 BLOB NOT NULL, offset INTEGER NOT NULL,
+                      PRIMARY KEY (extent, sha256)) WITHOUT ROWID;
+CREATE INDEX tensors_by_sha256 ON tensors (sha256, extent);
+CREATE TABLE users (model TEXT NOT NULL, extent INTEGER NOT NULL, PRIMARY KEY (model, extent)) WITHOUT ROWID;
+CREATE INDEX users_by_extent ON users (extent, model);
+CREATE TABLE unneeded (path TEXT NOT NULL, begin INTEGER NOT NULL, end INTEGER NOT NULL, since_s REAL NOT NULL,
+                       PRIMARY KEY (path, begin)) WITHOUT ROWID
+"""
+
+
+class IndexDamaged(StoreError):
+    """The index is lost, cut short or not an index. Nothing is lost with it."""
+
+
+class Unneeded(NamedTuple):
+    """Bytes `begin` to `end` of a path of the store that no manifest has named since `since_s`, in Unix time."""
+
+    path: str
+    begin: int
+    end: int
+    since_s: float
+
+
+class StoreIndex:
+    """A connection to the index, to be closed soon. Every change is one transaction."""
+
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        self._connection = connection
+
+    @classmethod
+    @contextlib.contextmanager
+    def opened(cls, path: Path, manifests: Callable[[], Iterable[Manifest]] | None = None) -> Iterator[Self]:
+        """The index at `path`; one that is not there yet is made from `manifests`, or missed when that is None.
+
+        Raises IndexDamaged, also later, StoreVersionError, and StoreError when the disk refuses.
+        """
+        if manifests is None and not path.exists():
+            raise IndexDamaged(f"{path}: missing")
+        with _readable_errors(path), contextlib.closing(_connect(path)) as connection:
+            index = cls(connection)
+            (version,) = connection.execute("PRAGMA user_version").fetchone()
+            if version > INDEX_VERSION:
+                raise StoreVersionError(
+                    f"{path}: store version {version}, this library reads version {INDEX_VERSION} and before"
+                )
+            if version != INDEX_VERSION:
+                if manifests is None:
+                    raise IndexDamaged(f"{path}: damaged: it was never finished")
+                index._create(list(manifests()))
+            yield index
+
+    def find(self, hashes: Iterable[str]) -> StoreMeta:
+        """The extents that have some of these tensors, with no other tensors than these."""
+        keys = {bytes.fromhex(sha256) for sha256 in hashes}
+        numbers: set[int] = set()
+        for key in keys:
+            newest = "SELECT extent FROM tensors WHERE sha256 = ? ORDER BY extent DESC LIMIT ?"
+            numbers.update(number for (number,) in self._connection.execute(newest, (key, MAX_PLACES)))
+        return StoreMeta(extents=dict(self._extent(number, keys) for number in sorted(numbers)))
+
+    def everything(self) -> StoreMeta:
+        """All extents and tensors. Takes memory and time that grow with the store."""
+        rows = self._connection.execute("SELECT number FROM extents ORDER BY number")
+        return StoreMeta(extents=dict(self._extent(number) for (number,) in rows.fetchall()))
+
+    def num_tensors(self) -> int:
+        """How many different tensors there are."""
+        (number,) = self._connection.execute("SELECT COUNT(DISTINCT sha256) FROM tensors").fetchone()
+        return int(number)
+
+    def used_by_others(self, ids: Iterable[str], model: str) -> set[str]:
+        """The extents among `ids` that models other than `model` name."""
+        query = "SELECT 1 FROM users JOIN extents ON extent = number WHERE id = ? AND model != ? LIMIT 1"
+        return {id_ for id_ in ids if self._connection.execute(query, (id_, model)).fetchone()}
+
+    def enter(
+        self,
+        model: str,
+        extents: Mapping[str, StoredExtent],
+        used: Iterable[str],
+        *,
+        forgotten: Iterable[str] = (),
+        needed_paths: Iterable[str] = (),
+    ) -> None:
+        """Forget some extents, add others, and say which of all `model` uses; `needed_paths` lose their clocks."""
+        with self._transaction():
+            self._forget(forgotten)
+            self._add(extents)
+            self._connection.execute("DELETE FROM users WHERE model = ?", (model,))
+            self._add_users(model, used)
+            unneeded = ((path, WHOLE_END) for path in needed_paths)
+            self._connection.executemany("DELETE FROM unneeded WHERE path = ? AND end = ?", unneeded)
+
+    def follow(self, manifests: Iterable[Manifest]) -> int:
+        """Make the index say what all manifests say; returns how many tensors it has no more."""
+        manifests = list(manifests)
+        before = self.everything()
+        needed = meta_of(manifests, before)
+        query = "SELECT model, id FROM users JOIN extents ON extent = number"
+        users = set(self._connection.execute(query))
+        if before.extents != needed.extents or users != _users(manifests):
+            with self._transaction():
+                for statement in ("DELETE FROM extents", "DELETE FROM tensors", "DELETE FROM users"):
+                    self._connection.execute(statement)
+                self._fill(manifests, needed)
+        return len(before.tensors.keys() - needed.tensors.keys())
+
+    def unneeded(self) -> set[Unneeded]:
+        """What was unneeded when it was last looked at."""
+        return set(map(Unneeded._make, self._connection.execute("SELECT path, begin, end, since_s FROM unneeded")))
+
+    def note_unneeded(self, ranges: Iterable[Unneeded]) -> None:
+        """Replace what is unneeded."""
+        with self._transaction():
+            self._connection.execute("DELETE FROM unneeded")
+            self._connection.executemany("INSERT INTO unneeded VALUES (?, ?, ?, ?)", ranges)
+
+    def check(self) -> None:
+        """Read all of it. Raises IndexDamaged."""
+        (problem,) = self._connection.execute("PRAGMA quick_check(1)").fetchone()
+        if problem != "ok":
+            raise sqlite3.DatabaseError(problem)
+
+    def _create(self, manifests: list[Manifest]) -> None:
+        with self._transaction():
+            for statement in _SCHEMA.split(";"):
+                self._connection.execute(statement)
+            self._fill(manifests, meta_of(manifests))
+            self._connection.execute(f"PRAGMA user_version = {INDEX_VERSION}")
+
+    def _fill(self, manifests: Iterable[Manifest], meta: StoreMeta) -> None:
+        self._add(meta.extents)
+        for model, id_ in sorted(_users(manifests)):
+            self._add_users(model, [id_])
+
+    def _extent(self, number: int, keys: set[bytes] | None = None) -> tuple[str, StoredExtent]:
+        query = "SELECT id, pack, offset, nbytes, checksum FROM extents WHERE number = ?"
+        row = self._connection.execute(query, (number,)).fetchone()
+        rows = self._connection.execute("SELECT sha256, offset FROM tensors WHERE extent = ?", (number,))
+        try:
+            id_, pack, offset, nbytes, checksum = row
+            tensors = {key.hex(): begin for key, begin in rows if keys is None or key in keys}
+            return id_, StoredExtent(pack=pack, offset=offset, nbytes=nbytes, checksum=checksum.hex(), tensors=tensors)
+        except (TypeError, ValueError, AttributeError) as error:  # no such row, or other values than were written
+            raise sqlite3.DatabaseError(f"extent {number} cannot be: {error}") from None
+
+    def _add(self, extents: Mapping[str, StoredExtent]) -> None:
+        upsert = """
+            INSERT INTO extents (id, pack, offset, nbytes, checksum) VALUES (?, ?, ?, ?, ?) ON CONFLICT (id) DO UPDATE
+            SET pack = excluded.pack, offset = excluded.offset, nbytes = excluded.nbytes, checksum = excluded.checksum
+        """
+        for id_, extent in extents.items():
+            place = (extent.pack, extent.offset, extent.nbytes, bytes.fromhex(extent.checksum))
+            self._connection.execute(upsert, (id_, *place))
+            (number,) = self._connection.execute("SELECT number FROM extents WHERE id = ?", (id_,)).fetchone()
+            rows = ((number, bytes.fromhex(sha256), offset) for sha256, offset in extent.tensors.items())
+            self._connection.executemany("INSERT OR REPLACE INTO tensors VALUES (?, ?, ?)", rows)
+
+    def _add_users(self, model: str, ids: Iterable[str]) -> None:
+        insert = "INSERT OR IGNORE INTO users SELECT ?, number FROM extents WHERE id = ?"
+        self._connection.executemany(insert, ((model, id_) for id_ in ids))
+
+    def _forget(self, ids: Iterable[str]) -> None:
+        for id_ in ids:
+            row = self._connection.execute("SELECT number FROM extents WHERE id = ?", (id_,)).fetchone()
+            if row:
+                self._connection.execute("DELETE FROM tensors WHERE extent = ?", row)
+                self._connection.execute("DELETE FROM users WHERE extent = ?", row)
+                self._connection.execute("DELETE FROM extents WHERE number = ?", row)
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[None]:
+        self._connection.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+            self._connection.execute("COMMIT")
+        except BaseException:
+            with contextlib.suppress(sqlite3.Error):  # it may have been rolled back already
+                self._connection.execute("ROLLBACK")
+            raise
+
+
+def remove_index(path: Path) -> None:
+    """Delete a damaged index. HAZARD: the file first; a log without its file is ignored, but would go into another."""
+    for suffix in ("", "-wal", "-shm", "-journal"):
+        remove(path.with_name(path.name + suffix))
+
+
+def _users(manifests: Iterable[Manifest]) -> set[tuple[str, str]]:
+    return {(manifest.model, id_) for manifest in manifests if manifest.layout != "inline" for id_ in manifest.extents}
+
+
+def _connect(path: Path) -> sqlite3.Connection:
+    # Where nothing can be written there is no log to read and no lock to take.
+    mode = "" if os.access(path.parent, os.W_OK) else "?immutable=1"
+    connection = sqlite3.connect(
+        f"{path.absolute().as_uri()}{mode}", uri=True, timeout=_TIMEOUT_S, isolation_level=None
+    )
+    try:
+        connection.execute("PRAGMA locking_mode = EXCLUSIVE")  # before the first access
+        if not mode:
+            connection.execute("PRAGMA journal_mode = WAL")
+            # A commit that a power failure takes back is a tensor that is stored twice.
+            connection.execute("PRAGMA synchronous = NORMAL")
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+@contextlib.contextmanager
+def _readable_errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except sqlite3.Error as error:
+        code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
+        if code in _DAMAGE:
+            raise IndexDamaged(f"{path}: damaged: {error}") from None
+        raise StoreError(f"{path}: {error}") from None
