@@ -36,6 +36,8 @@ from deployments.records import (
     TextResult,
 )
 from deployments.replica import limit_threads, open_host, prepare_models
+from deployments.replica_calls import ReplicaCalls
+from deployments.replica_states import ReplicaStates
 from deployments.step_loop import DenoiseLoop, DenoiseTimes, DeviceThread, TextLoop
 from deployments.tensor_records import unpack
 from weights.manifest import Manifest, ModelKind
@@ -49,7 +51,8 @@ class Worker:
     async def __init__(self, config: ClusterConfig, encoder: Any) -> None:  # type: ignore[misc]  # Serve awaits it
         self._settings = config.worker
         limit_threads(self._settings.num_threads, self._settings.num_cpus)
-        self._encoder = EncoderService(encoder)
+        calls = ReplicaCalls(encoder, ReplicaStates("text_encoder").why_none_runs)
+        self._encoder = EncoderService(calls, config.http.request_timeout_s)
         self._device = DeviceThread()
         self._denoising = DenoiseLoop(self._device)
         self._metrics = RequestMetrics()
