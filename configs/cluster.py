@@ -56,7 +56,12 @@ class HttpConfig(StrictModel):
 
     host: str = "127.0.0.1"
     port: int = Field(8000, ge=1, le=65535)
-    request_timeout_s: float = Field(300.0, gt=0)
+    request_timeout_s: float = Field(300.0, gt=0, description="what a request has in all, over any protocol")
+
+    @property
+    def proxy_timeout_s(self) -> float:
+        """Of Serve's proxy: later, so that it is the ingress that answers, and says what was not done in time."""
+        return self.request_timeout_s + 5.0
 
 
 class GrpcConfig(StrictModel):
@@ -134,11 +139,22 @@ class ReplicaConfig(StrictModel):
     num_gpus: float = Field(0.0, ge=0)
     max_ongoing_requests: int = Field(256, ge=1)
 
+    @property
+    def num_places(self) -> int:
+        """Requests that Serve lets into a replica at once; the others wait in its routers."""
+        return self.max_ongoing_requests
+
 
 class IngressConfig(ReplicaConfig):
     """The HTTP edge."""
 
+    max_ongoing_requests: int = Field(1024, ge=1, description="in progress at once; more are refused with 429")
     limits: LimitsConfig = LimitsConfig()
+
+    @property
+    def num_places(self) -> int:
+        """Enough for all: the ingress itself refuses. What Serve makes wait, probes would wait behind."""
+        return self.max_ongoing_requests + 10_000
 
 
 class ModelReplicaConfig(ReplicaConfig):

@@ -4,7 +4,7 @@
 """
 
 # No `from __future__ import annotations` here: Serve reads the builder's annotation to validate its arguments.
-from typing import Any
+from typing import Any, Final
 
 from pydantic import BaseModel, ConfigDict
 from ray import serve
@@ -15,6 +15,8 @@ from deployments.checked_config import load_checked_config
 from deployments.ingress.deployment import Ingress
 from deployments.text_encoder import TextEncoderService
 from deployments.worker import Worker
+
+ENCODER_CHECK_S: Final = 2.0  # workers that wait for it learn from Serve's own checks that it is gone
 
 
 class AppArgs(BaseModel):
@@ -32,7 +34,8 @@ def build_app(args: AppArgs) -> Application:
     config = (
         load_checked_config(args.config) if isinstance(args.config, str) else ClusterConfig.model_validate(args.config)
     )
-    encoder = _deployment(TextEncoderService, "text_encoder", config.text_encoder).bind(config)
+    encoder = _deployment(TextEncoderService, "text_encoder", config.text_encoder)
+    encoder = encoder.options(health_check_period_s=ENCODER_CHECK_S).bind(config)
     worker = _deployment(Worker, "worker", config.worker).bind(config, encoder)
     return _deployment(Ingress, "ingress", config.ingress).bind(config, encoder, worker)
 
@@ -42,6 +45,6 @@ def _deployment(class_: type, name: str, settings: ReplicaConfig) -> serve.Deplo
     return serve.deployment(class_).options(
         name=name,
         num_replicas=settings.num_replicas,
-        max_ongoing_requests=settings.max_ongoing_requests,
+        max_ongoing_requests=settings.num_places,
         ray_actor_options=resources,
     )

@@ -8,6 +8,7 @@
     ├── QueueFull            429  as many requests wait as its priority may have waiting
     ├── DeadlineExceeded     504  the request's own time was over before its turn came
     ├── ModelUnavailable     503  the model's weights cannot be used
+    ├── NoReplica            503  no replica is there to work on it; says why
     ├── ReplicaLost          503  the replica that worked on it died, and so did the next ones or the stream had begun
     ├── Conflict             409  what is registered already stands against it
     ├── Unprocessable        422  a checkpoint that cannot be brought into the store
@@ -67,6 +68,10 @@ class DeadlineExceeded(ServiceError):
 
 class ModelUnavailable(ServiceError):
     """The model is known, but its weights cannot be used."""
+
+
+class NoReplica(ServiceError):
+    """No replica of the deployment that the request needs is running, and none is about to; says why."""
 
 
 class ReplicaLost(ServiceError):

@@ -18,7 +18,7 @@ def render_serve_yaml(config: ClusterConfig) -> str:
         "http_options": {
             "host": config.http.host,
             "port": config.http.port,
-            "request_timeout_s": config.http.request_timeout_s,
+            "request_timeout_s": config.http.proxy_timeout_s,
         },
         "applications": [
             {
@@ -30,7 +30,7 @@ def render_serve_yaml(config: ClusterConfig) -> str:
                     {
                         "name": name,
                         "num_replicas": role.num_replicas,
-                        "max_ongoing_requests": role.max_ongoing_requests,
+                        "max_ongoing_requests": role.num_places,
                         "ray_actor_options": {"num_cpus": role.num_cpus, "num_gpus": role.num_gpus},
                     }
                     for name, role in roles.items()

@@ -74,7 +74,7 @@ def start_serve(config: ClusterConfig) -> None:
         http_options={
             "host": config.http.host,
             "port": config.http.port,
-            "request_timeout_s": config.http.request_timeout_s,
+            "request_timeout_s": config.http.proxy_timeout_s,
         }
     )
     app = build_app(AppArgs(config=config.model_dump(mode="json")))

@@ -120,9 +120,6 @@ class TextEncoderService:
         with as_service_errors():
             return await self._segments.run(call, upstream, EncoderOps(self._host, self._encoders, call))
 
-    async def ping(self) -> None:
-        """Answers at once, whatever is encoded meanwhile."""
-
     async def retune(self, merging: MergeConfig) -> None:
         """From now on, for those who wait as well."""
         self._merging = merging

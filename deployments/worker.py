@@ -37,6 +37,8 @@ from deployments.records import (
     TextResult,
 )
 from deployments.replica import limit_threads, open_host, prepare_models
+from deployments.replica_calls import ReplicaCalls
+from deployments.replica_states import ReplicaStates
 from deployments.step_loop import DenoiseLoop, DenoiseTimes, DeviceThread, TextLoop
 from deployments.tensor_records import unpack
 from deployments.turns import TurnBounds
@@ -51,7 +53,8 @@ class Worker:
     async def __init__(self, config: ClusterConfig, encoder: Any) -> None:  # type: ignore[misc]  # Serve awaits it
         self._settings = config.worker
         limit_threads(self._settings.num_threads, self._settings.num_cpus)
-        self._encoder = EncoderService(encoder)
+        calls = ReplicaCalls(encoder, ReplicaStates("text_encoder").why_none_runs)
+        self._encoder = EncoderService(calls, config.http.request_timeout_s)
         self._device = DeviceThread()
         turn_bounds = TurnBounds(self._settings.max_batch_rows, self._settings.max_batch_pixels)
         self._denoising = DenoiseLoop(self._device, turn_bounds)

@@ -16,16 +16,17 @@ import asyncio
 import hashlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Final, Literal, Protocol
+from typing import Any, Final, Literal, Protocol
 
 import torch
 
 from cluster.encodings.eviction import CostAwareEviction
 from cluster.encodings.packed import ByteArray, Layout, join_tensors, split_tensors
 from cluster.encodings.records import SharedEncoding, entries_per_gib
+from deployments.shared_work import shared_task
 from deployments.tensor_records import pack, unpack
 
 Encoding = Mapping[str, torch.Tensor]
@@ -143,7 +144,7 @@ class EmbeddingCache:
             return self._count(Found(entry.encoding, "local"))
         joined = digest in self._in_flight
         if not joined:
-            task = asyncio.ensure_future(self._obtain(digest, compute, keep))
+            task = shared_task(self._obtain(digest, compute, keep))
             task.add_done_callback(lambda done: done.cancelled() or done.exception())  # perhaps nobody waits any more
             self._in_flight[digest] = task
         try:
@@ -233,9 +234,9 @@ class EmbeddingCache:
         self._counts[found.source] += 1
         return found
 
-    def _tell(self, telling: Awaitable[None]) -> None:
+    def _tell(self, telling: Coroutine[Any, Any, None]) -> None:
         """In the background: nobody has to wait until the other tier knows."""
-        task = asyncio.ensure_future(telling)
+        task = shared_task(telling)
         self._telling.add(task)
         task.add_done_callback(self._told)
 

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from deployments.encoding.embedding_cache import Encoding, Found
 from deployments.encoding.encode_jobs import EncodeJob
+from deployments.shared_work import shared_task
 
 RunMerged = Callable[[Sequence[EncodeJob], int, float | None], Awaitable[Sequence[Encoding]]]
 Compute = Callable[[], Awaitable[Encoding]]
@@ -77,7 +78,7 @@ class MergedMisses:
             self._timer = None
         held, self._held = self._held, []
         for encoder in {id(job.encoder): job.encoder for job, _ in held}.values():
-            call = asyncio.ensure_future(self._call([entry for entry in held if entry[0].encoder is encoder]))
+            call = shared_task(self._call([entry for entry in held if entry[0].encoder is encoder]))
             self._calls.add(call)
             call.add_done_callback(self._calls.discard)
 

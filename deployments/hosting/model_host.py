@@ -33,6 +33,7 @@ from deployments.hosting.slot_filling import (
     switch_report,
 )
 from deployments.records import SwitchReport
+from deployments.shared_work import shared_task
 from weights.errors import ExtentCorrupt
 from weights.manifest import Component, ExtentRef, Manifest
 
@@ -340,7 +341,7 @@ class ModelHost:
             self._end_leases([slot])
 
     def _run(self, work: Coroutine[Any, Any, None]) -> None:
-        self._tasks.add(task := asyncio.ensure_future(work))
+        self._tasks.add(task := shared_task(work))
         task.add_done_callback(self._tasks.discard)
 
 

@@ -9,6 +9,7 @@ from fastapi import FastAPI
 
 from configs.cluster import ClusterConfig
 from deployments.ingress import admin, admin_models, api_docs, errors, openai_embeddings, openai_images, openai_text
+from deployments.ingress.admission import Admission, AdmissionGate
 from deployments.ingress.limits import BodyLimit
 from deployments.ingress.open_inference import http as open_inference
 from deployments.ingress.open_inference import repository_http, rest_errors
@@ -23,9 +24,10 @@ Protocol of KServe and Triton (`/v2`). Every answer says how long each stage too
 under `/v1` in the field `timings_ms`."""
 
 
-def create_http_app(service: Service, config: ClusterConfig) -> FastAPI:
-    """Needs no Ray: a test gives it a Service over fakes."""
+def create_http_app(service: Service, config: ClusterConfig, admission: Admission | None = None) -> FastAPI:
+    """Needs no Ray: a test gives it a Service over fakes. `admission` counts what comes over handles as well."""
     limits = config.ingress.limits
+    admission = admission or Admission(config.ingress.max_ongoing_requests)
     statistics, repository = Statistics(), Repository(service)
     inference = Inference(service, limits, statistics)
 
@@ -41,7 +43,7 @@ def create_http_app(service: Service, config: ClusterConfig) -> FastAPI:
             host=config.grpc.host,
             port=config.grpc.port,
             max_message_bytes=limits.max_body_bytes,
-            max_concurrent_calls=config.ingress.max_ongoing_requests,
+            admission=admission,
         )
         try:
             yield
@@ -62,4 +64,5 @@ def create_http_app(service: Service, config: ClusterConfig) -> FastAPI:
     app.include_router(admin.create_router(service))
     app.include_router(admin_models.create_router(service.operations))
     app.add_middleware(BodyLimit, max_bytes=limits.max_body_bytes)
+    app.add_middleware(AdmissionGate, admission=admission)
     return app

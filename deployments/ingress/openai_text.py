@@ -7,12 +7,13 @@ from collections.abc import AsyncIterator
 from typing import Any, Final, Literal
 
 from fastapi import APIRouter
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import JSONResponse
 from pydantic import Field, field_validator
 from starlette.responses import Response
 
 from deployments.ingress.api_docs import INFERENCE_ERRORS, documented
 from deployments.ingress.errors import error_response
+from deployments.ingress.event_stream import EventStream
 from deployments.ingress.openai_answers import ChatAnswer, CompletionAnswer
 from deployments.ingress.openai_forms import AnswerForm, ChatForm, CompletionForm
 from deployments.ingress.service import Service
@@ -147,7 +148,7 @@ async def _respond(
     opening = await anext(chunks)
     include_usage = bool(body.stream_options and body.stream_options.include_usage)
     events = _events(form, opening, chunks, include_usage)
-    return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+    return EventStream(events, chunks, headers={"Cache-Control": "no-cache"})
 
 
 async def _events(

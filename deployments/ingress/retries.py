@@ -1,24 +1,35 @@
-"""A request whose replica dies is asked again elsewhere: its answer depends on nothing that died with the replica."""
+"""A request whose replica dies is asked again elsewhere: its answer depends on nothing that died with the replica.
+
+A request may also be why the replica died. So it is asked again once, and requests that were in flight on a replica
+that died are asked again one at a time: when another replica dies, only one of them was there for the second time.
+One request takes at most two replicas with it, and nobody else fails for it.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Awaitable, Callable
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, aclosing
 from typing import Any, Final
 
-from ray.exceptions import RayActorError
+from ray.exceptions import ActorDiedError, RayActorError
 from ray.serve.exceptions import ReplicaUnavailableError
 
+from deployments.deadlines import Deadline
 from deployments.errors import ReplicaLost
-from deployments.ingress.errors import unwrap
+from deployments.replica_calls import ReplicaCalls
 
-MAX_RETRIES: Final = 2
+MAX_RETRIES: Final = 1
 PAUSE_S: Final = 0.1  # the router hears of a death a moment after the caller
 
 
 def is_lost(error: BaseException | None) -> bool:
-    """Whether a replica on the request's way is gone: the one that was asked, or one that it asked itself."""
+    """Whether a replica on the request's way is gone or out of reach: the one that was asked, or one that it asked.
+
+    Out of reach (ActorUnavailableError) is not dead: it may still be working on the request. To ask again is safe all
+    the same, since a request changes nothing, and `ReplicaCalls` has cancelled the first call.
+    """
     if isinstance(error, RayActorError | ReplicaUnavailableError):
         return True
     # Serve's own wrapper around the death of a replica further on.
@@ -26,44 +37,99 @@ def is_lost(error: BaseException | None) -> bool:
 
 
 class Retries:
-    """How often one request may be asked again, never begun later than `timeout_s` after the first time."""
+    """How often one request may be asked again, never begun after its deadline."""
 
-    def __init__(
-        self,
-        timeout_s: float,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
-    ) -> None:
-        self._clock = clock
+    def __init__(self, deadline: Deadline, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep) -> None:
+        self._deadline = deadline
         self._sleep = sleep
-        self._deadline = clock() + timeout_s
         self._num_tries = 1
+        self.is_suspect = False
 
     async def after(self, error: Exception, num_pieces: int = 0) -> None:
         """Returns when the request may be asked again.
 
-        Raises the replica's own error when there is one, and ReplicaLost when it died too often, too late, or when
-        `num_pieces` of a stream have gone out already: another replica would begin anew.
+        Raises the replica's own error when there is one, DeadlineExceeded, and ReplicaLost when the request was on too
+        many replicas that died, or when `num_pieces` of a stream have gone out already: another replica would begin
+        anew.
         """
-        original = unwrap(error)
-        if not is_lost(original):
-            raise original from (error if original is not error else None)
+        if not is_lost(error):
+            raise error
         if num_pieces:
             raise ReplicaLost(
                 f"the replica that worked on this request died after {num_pieces} pieces; try again"
             ) from error
-        if self._num_tries > MAX_RETRIES or self._clock() + PAUSE_S >= self._deadline:
-            raise ReplicaLost(
-                f"the replica that worked on this request is gone (tries: {self._num_tries}); try again"
-            ) from error
+        if self._num_tries > MAX_RETRIES:
+            raise ReplicaLost(f"{self._num_tries} replicas were lost while they worked on this request") from error
         self._num_tries += 1
-        await self._sleep(PAUSE_S)
+        self.is_suspect = isinstance(error, ActorDiedError) or isinstance(error.__cause__, ActorDiedError)
+        async with self._deadline.bounding():
+            await self._sleep(PAUSE_S)
 
 
-async def answered(ask: Callable[[], Awaitable[Any]], retries: Retries) -> Any:
-    """What `ask` gives, of a second or third replica if need be."""
-    while True:
+class RetriedCalls:
+    """Calls of one deployment that end with an answer, of a second replica if need be. Lives on one event loop."""
+
+    def __init__(self, calls: ReplicaCalls, timeout_s: float) -> None:
+        """`timeout_s` is what a request has in all."""
+        self._calls = calls
+        self._timeout_s = timeout_s
+        self._suspects = asyncio.Lock()
+
+    async def call(self, method: str, *arguments: Any) -> Any:
+        """Raises what the replica raises, and DeadlineExceeded, NoReplica, ReplicaLost."""
+        deadline = self.deadline()
+        return await self.answered(lambda: self._calls.call(method, *arguments, deadline=deadline), deadline)
+
+    async def stream(self, method: str, *arguments: Any) -> AsyncGenerator[Any]:
+        """Raises as `call` does. To be closed by who stops early."""
+        deadline = self.deadline()
+        retries, num_pieces = Retries(deadline), 0
+        while True:
+            try:
+                async with (
+                    self._turn(retries, deadline),
+                    aclosing(self._calls.stream(method, *arguments, deadline=deadline)) as pieces,
+                ):
+                    async for piece in pieces:
+                        num_pieces += 1
+                        yield piece
+                return
+            except Exception as error:
+                failure = error
+            await retries.after(failure, num_pieces)
+
+    def begin(self, method: str, *arguments: Any) -> Any:
+        """Serve's response; nothing is asked again before it is awaited with `answer_begun`."""
+        return self._calls.begin(method, *arguments)
+
+    async def answer_begun(self, response: Any, deadline: Deadline) -> Any:
+        """Raises Ray's errors when the replica dies."""
+        return await self._calls.answer(response, deadline)
+
+    def deadline(self) -> Deadline:
+        """Of a request that comes now."""
+        return Deadline(self._timeout_s)
+
+    async def answered(self, ask: Callable[[], Awaitable[Any]], deadline: Deadline) -> Any:
+        """What `ask` gives, of a second replica if need be."""
+        retries = Retries(deadline)
+        while True:
+            try:
+                async with self._turn(retries, deadline):
+                    return await ask()
+            except Exception as error:
+                failure = error
+            await retries.after(failure)
+
+    def _turn(self, retries: Retries, deadline: Deadline) -> AbstractAsyncContextManager[None]:
+        """Suspects wait for each other, all others for nobody."""
+        return self._alone(deadline) if retries.is_suspect else contextlib.nullcontext()
+
+    @contextlib.asynccontextmanager
+    async def _alone(self, deadline: Deadline) -> AsyncIterator[None]:
+        async with deadline.bounding():
+            await self._suspects.acquire()
         try:
-            return await ask()
-        except Exception as error:
-            await retries.after(error)
+            yield
+        finally:
+            self._suspects.release()

@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
-from deployments.ingress.retries import Retries, answered
+from deployments.deadlines import Deadline
+from deployments.ingress.retries import RetriedCalls
 from deployments.pipelines.plans import SegmentResult
 
 
 class EncoderReply:
-    """`ask` calls the embedding service, with the responses of `upstream` as they are then, and returns Serve's
+    """`ask` begins a call of `encoder`, with the responses of `upstream` as they are then, and returns Serve's
     response, which may be handed on without coming here.
     """
 
-    def __init__(self, ask: Callable[[], Any], timeout_s: float, upstream: Sequence[EncoderReply] = ()) -> None:
+    def __init__(self, encoder: RetriedCalls, ask: Callable[[], Any], upstream: Sequence[EncoderReply] = ()) -> None:
+        self._encoder = encoder
         self._ask = ask
-        self._timeout_s = timeout_s
+        self._deadline = encoder.deadline()
         self._upstream = upstream
         self._has_failed = False
         self.response = ask()
@@ -36,14 +38,14 @@ class EncoderReply:
         self._has_failed = False
 
     async def _answered(self) -> SegmentResult:
-        result: SegmentResult = await answered(self._try, Retries(self._timeout_s))
+        result: SegmentResult = await self._encoder.answered(lambda: self._try(self._deadline), self._deadline)
         return result
 
-    async def _try(self) -> Any:
+    async def _try(self, deadline: Deadline) -> Any:
         if self._has_failed:
             self.ask_again()
         try:
-            return await self.response
+            return await self._encoder.answer_begun(self.response, deadline)
         except Exception:
             self._has_failed = True
             raise

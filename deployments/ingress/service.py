@@ -6,7 +6,8 @@ HTTP routes, handle calls and pipelines all call these methods. Nothing here kno
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +21,7 @@ from deployments.defaults import text_rules, with_image_defaults, with_text_defa
 from deployments.ingress.catalog import Catalog, card_of
 from deployments.ingress.operations import Operations
 from deployments.ingress.pipeline_models import KnownModels, PipelineModels
-from deployments.ingress.retries import Retries, answered
+from deployments.ingress.retries import RetriedCalls
 from deployments.ingress.segment_reply import EncoderReply
 from deployments.limits import check_embedding, check_image, check_text
 from deployments.pipelines.calls import SegmentReply
@@ -40,19 +41,31 @@ from deployments.records import (
     TimingsMs,
     as_record,
 )
+from deployments.replica_calls import ReplicaCalls, WhyNone, nobody_knows
 
 
 class Service:
-    """`encoder` and `worker` are deployment handles. `operations` is for operators, the rest for everybody."""
+    """`encoder` and `worker` are deployment handles. `operations` is for operators, the rest for everybody.
 
-    def __init__(self, config: ClusterConfig, watch: DirectoryWatch, encoder: Any, worker: Any) -> None:
+    `why_none(deployment)` makes what tells why no replica of it can answer.
+    """
+
+    def __init__(
+        self,
+        config: ClusterConfig,
+        watch: DirectoryWatch,
+        encoder: Any,
+        worker: Any,
+        why_none: Callable[[str], WhyNone] = lambda _: nobody_knows,
+    ) -> None:
         self.operations = Operations(config.name, watch, encoder, worker, config.text_encoder.merging)
         self._config = config
         self._configured = frozenset(config.entries)
         self._watch = watch
         self._catalog = Catalog(watch)
-        self._encoder = encoder
-        self._worker = worker
+        timeout_s = config.http.request_timeout_s
+        self._encoder = RetriedCalls(ReplicaCalls(encoder, why_none("text_encoder")), timeout_s)
+        self._worker = RetriedCalls(ReplicaCalls(worker, why_none("worker")), timeout_s)
         limits, known = config.ingress.limits, KnownModels(watch)
         self.pipelines = Pipelines(
             config.pipelines,
@@ -61,6 +74,7 @@ class Service:
             max_batch_size=config.text_encoder.merging.max_batch_size,
             max_items=limits.max_embedding_inputs,
             max_images=limits.max_images,
+            max_timeout_s=timeout_s,
         )
         self._pipeline_models = PipelineModels(self.pipelines)
 
@@ -78,7 +92,7 @@ class Service:
         update = {"model_version": record.fingerprint, "adapter_versions": versions, **text_rules(record)}
         request = request.model_copy(update=update)
         start = time.perf_counter()
-        result: ImageResult = await self._answer(lambda: self._worker.generate.remote(request))
+        result: ImageResult = await self._worker.call("generate", request)
         _account(result.timings_ms, start)
         return result
 
@@ -92,7 +106,7 @@ class Service:
         update = {"model_version": record.fingerprint, "long_text": text_rules(record)["long_text"]}
         request = request.model_copy(update=update)
         start = time.perf_counter()
-        result: EmbeddingResult = await self._answer(lambda: self._encoder.embed.remote(request))
+        result: EmbeddingResult = await self._encoder.call("embed", request)
         _account(result.timings_ms, start)
         return result
 
@@ -104,13 +118,14 @@ class Service:
         """A whole continuation of a text."""
         return await self._whole(as_record(CompletionRequest, request))
 
-    async def chat_stream(self, request: ChatRequest | Mapping[str, Any]) -> AsyncIterator[TextChunk]:
-        """The same answer, piece by piece. Over a handle: `handle.options(stream=True).chat_stream.remote(...)`."""
-        async for chunk in self.stream(as_record(ChatRequest, request)):
-            yield chunk
+    async def chat_stream(self, request: ChatRequest | Mapping[str, Any]) -> AsyncGenerator[TextChunk]:
+        """The same answer, piece by piece. To be closed by who stops early."""
+        async with aclosing(self.stream(as_record(ChatRequest, request))) as chunks:
+            async for chunk in chunks:
+                yield chunk
 
-    async def stream(self, request: ChatRequest | CompletionRequest) -> AsyncIterator[TextChunk]:
-        """Pieces of text; the last one has the finish reason and the timings.
+    async def stream(self, request: ChatRequest | CompletionRequest) -> AsyncGenerator[TextChunk]:
+        """Pieces of text; the last one has the finish reason and the timings. To be closed by who stops early.
 
         Raises ReplicaLost when the replica dies after the first piece.
         """
@@ -119,24 +134,17 @@ class Service:
             return
         request = await self._checked_text(request)
         start = time.perf_counter()
-        retries = Retries(self._config.http.request_timeout_s)
-        num_pieces = 0
-        while True:
-            try:
-                async for chunk in self._worker.options(stream=True).stream_text.remote(request):
-                    if chunk.timings_ms:
-                        _account(chunk.timings_ms, start)
-                    num_pieces += 1
-                    yield chunk
-                return
-            except Exception as error:
-                await retries.after(error, num_pieces)
+        async with aclosing(self._worker.stream("stream_text", request)) as chunks:
+            async for chunk in chunks:
+                if chunk.timings_ms:
+                    _account(chunk.timings_ms, start)
+                yield chunk
 
     async def apply_head(self, request: HeadRequest) -> npt.NDArray[np.float32]:
         """(n, in) features -> (n, out), by a linear layer that is served on its own."""
         record = await self._catalog.usable(request.model, "head")
         versioned = replace(request, model_version=record.fingerprint)
-        result: npt.NDArray[np.float32] = await self._answer(lambda: self._encoder.apply_head.remote(versioned))
+        result: npt.NDArray[np.float32] = await self._encoder.call("apply_head", versioned)
         return result
 
     def run_segment(self, call: SegmentCall, upstream: tuple[SegmentReply, ...], /) -> SegmentReply:
@@ -149,10 +157,10 @@ class Service:
         )
 
         def ask() -> Any:
-            return self._encoder.run_segment.remote(versioned, *(reply.response for reply in upstream))
+            return self._encoder.begin("run_segment", versioned, *(reply.response for reply in upstream))
 
         replies = [reply for reply in upstream if isinstance(reply, EncoderReply)]
-        return EncoderReply(ask, self._config.http.request_timeout_s, replies)
+        return EncoderReply(self._encoder, ask, replies)
 
     async def _whole(self, request: ChatRequest | CompletionRequest) -> TextResult:
         if await self._is_pipeline(request.model):
@@ -160,7 +168,7 @@ class Service:
             return await self._pipeline_models.write(request)
         request = await self._checked_text(request)
         start = time.perf_counter()
-        result: TextResult = await self._answer(lambda: self._worker.write_text.remote(request))
+        result: TextResult = await self._worker.call("write_text", request)
         _account(result.timings_ms, start)
         return result
 
@@ -207,9 +215,6 @@ class Service:
         if model in self.pipelines:
             await self._watch.ready()
         return model in self.pipelines
-
-    async def _answer(self, ask: Callable[[], Awaitable[Any]]) -> Any:
-        return await answered(ask, Retries(self._config.http.request_timeout_s))
 
 
 def _as_chunk(result: TextResult) -> TextChunk:

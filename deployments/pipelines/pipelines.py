@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from configs.pipeline import PipelineConfig, nearest_name
+from deployments.deadlines import Deadline
 from deployments.errors import InvalidRequest, ModelUnavailable, UnknownModel
 from deployments.pipelines.calls import ModelCalls
 from deployments.pipelines.edge_types import Batch, batch_of, tensor_of
@@ -22,7 +23,8 @@ KnownModels = Callable[[], Mapping[str, KnownModel]]
 class Pipelines:
     """Plans follow the models: `models` tells those that can be used now, and is asked at every call.
 
-    `max_items` bounds one request, `max_images` one of a pipeline that makes pictures.
+    `max_items` bounds one request, `max_images` one of a pipeline that makes pictures, `max_timeout_s` how long any
+    takes.
     """
 
     def __init__(
@@ -34,6 +36,7 @@ class Pipelines:
         max_batch_size: int = DEFAULT_MAX_BATCH_SIZE,
         max_items: int = 2048,
         max_images: int = 10,
+        max_timeout_s: float | None = None,
     ) -> None:
         self._configs = {config.id: config for config in configs}
         self._ask = ask
@@ -41,6 +44,7 @@ class Pipelines:
         self._max_batch_size = max_batch_size
         self._max_items = max_items
         self._max_images = max_images
+        self._max_timeout_s = max_timeout_s
         self._plans: dict[str, tuple[dict[str, KnownModel], PipelinePlan]] = {}
 
     def __contains__(self, name: object) -> bool:
@@ -87,7 +91,8 @@ class Pipelines:
         if request.timeout_s is not None and not 0 < request.timeout_s < float("inf"):
             raise InvalidRequest(f"timeout_s must be a positive number of seconds, got {request.timeout_s}", "timeout")
         run = PipelineRun(plan, inputs, num_items, self._ask, priority=request.priority, timeout_s=request.timeout_s)
-        await run.run()
+        async with Deadline(self._max_timeout_s).bounding():
+            await run.run()
         outputs = {
             spec.name: tensor_of(spec.name, run.values[plan.outputs[spec.name]], plan.output_types[spec.name])
             for spec in plan.signature.outputs

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -54,7 +54,7 @@ class Backend(Protocol):
 
     async def complete(self, request: CompletionRequest) -> TextResult: ...
 
-    def stream(self, request: ChatRequest | CompletionRequest) -> AsyncIterator[TextChunk]: ...
+    def stream(self, request: ChatRequest | CompletionRequest) -> AsyncGenerator[TextChunk]: ...
 
     async def models(self) -> list[ModelCard]: ...
 

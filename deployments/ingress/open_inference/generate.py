@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from deployments.errors import InvalidRequest
+from deployments.ingress.event_stream import EventStream
 from deployments.ingress.open_inference import tensors
 from deployments.ingress.open_inference.inference import Inference
 from deployments.ingress.open_inference.model_routes import add_model_route
@@ -65,7 +66,7 @@ def add_generate_routes(
         await inference.metadata(model, version)
         pieces = inference.infer_stream(_asked(model, version, await read_body(request)))
         opening = await anext(pieces)  # awaited here: a refused request is a 4xx and not an event in a 200
-        return StreamingResponse(_events(opening, pieces), media_type="text/event-stream")
+        return EventStream(_events(opening, pieces), pieces)
 
     docs: dict[str, Any] = {
         "responses": documented(400, 404, 413, 429, 500, 503, 504),

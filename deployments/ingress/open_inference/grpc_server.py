@@ -8,11 +8,13 @@ second cluster with the same port, unnoticed; give each its own.
 from __future__ import annotations
 
 import logging
+import sys
 from typing import Final
 
 import grpc
 from grpc_reflection.v1alpha import reflection
 
+from deployments.ingress.admission import Admission
 from deployments.ingress.open_inference import grpc_health
 from deployments.ingress.open_inference.grpc_calls import service_handler
 from deployments.ingress.open_inference.grpc_health import HealthServicer
@@ -25,6 +27,8 @@ from deployments.ingress.open_inference.statistics import Statistics
 logger = logging.getLogger("atelier.ingress")
 
 GRACE_S: Final = 5.0
+SPARE_CALLS: Final = 4096  # probes, open streams, and inference that is just being refused
+MAX_CALLS: Final = 2**31 - 1
 
 
 class GrpcServer:
@@ -47,25 +51,27 @@ async def start_grpc_server(
     host: str,
     port: int,
     max_message_bytes: int,
-    max_concurrent_calls: int | None = None,
+    admission: Admission | None = None,
 ) -> GrpcServer:
-    """Larger requests and more calls at once than that are refused by gRPC itself, before anything is decoded.
+    """Larger requests are refused by gRPC itself, before anything is decoded, and so are calls of any kind, probes too,
+    when there are `SPARE_CALLS` more of them than `admission` has places for. None: it has enough for all.
 
     Raises OSError when it cannot listen there.
     """
+    admission = admission or Admission(sys.maxsize)
     server = grpc.aio.server(
         options=[
             ("grpc.max_receive_message_length", max_message_bytes),
             ("grpc.max_send_message_length", -1),  # of answers: pictures are as large as their request said
             ("grpc.so_reuseport", 1),
         ],
-        maximum_concurrent_rpcs=max_concurrent_calls,
+        maximum_concurrent_rpcs=min(admission.max_requests + SPARE_CALLS, MAX_CALLS),
     )
     services = (SERVICE, grpc_health.SERVICE)
     health = HealthServicer(inference.server_ready, services)
     server.add_generic_rpc_handlers(
         (
-            service_handler(SERVICE, InferenceServicer(inference, repository, statistics).methods()),
+            service_handler(SERVICE, InferenceServicer(inference, repository, statistics, admission).methods()),
             service_handler(grpc_health.SERVICE, health.methods()),
             unsupported_handlers(),
         )

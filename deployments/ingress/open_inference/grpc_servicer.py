@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import grpc
 
+from deployments.ingress.admission import Admission
 from deployments.ingress.open_inference import grpc_codec
 from deployments.ingress.open_inference.grpc_calls import Method, read_infer, write_infer
 from deployments.ingress.open_inference.grpc_stream import InferStream
@@ -38,7 +39,10 @@ _ERRORS_END_STREAMS: Final = "triton_grpc_error"
 class InferenceServicer:
     """One per ingress replica."""
 
-    def __init__(self, inference: Inference, repository: Repository, statistics: Statistics) -> None:
+    def __init__(
+        self, inference: Inference, repository: Repository, statistics: Statistics, admission: Admission
+    ) -> None:
+        self._admission = admission
         self._inference = inference
         self._repository = repository
         self._statistics = statistics
@@ -84,15 +88,17 @@ class InferenceServicer:
         self, request: messages.ModelInferRequest, context: grpc.aio.ServicerContext
     ) -> messages.ModelInferResponse:
         """The stage times are in the trailing metadata, in the form of the HTTP header."""
-        response = await self._inference.infer(await read_infer(request))
-        timing = server_timing(response.timings_ms)
-        context.set_trailing_metadata([(name.lower(), text) for name, text in timing.items()])
-        return await write_infer(response)
+        with self._admission.place():
+            response = await self._inference.infer(await read_infer(request))
+            timing = server_timing(response.timings_ms)
+            context.set_trailing_metadata([(name.lower(), text) for name, text in timing.items()])
+            return await write_infer(response)
 
     async def model_stream_infer(self, requests: AsyncIterator[Any], context: grpc.aio.ServicerContext) -> None:
         asked = dict(context.invocation_metadata() or ())
         errors_end_it = asked.get(_ERRORS_END_STREAMS) == "true"
-        await InferStream(self._inference, context.write, errors_end_it=errors_end_it).run(requests)
+        stream = InferStream(self._inference, context.write, self._admission, errors_end_it=errors_end_it)
+        await stream.run(requests)
 
     async def model_statistics(
         self, request: messages.ModelStatisticsRequest, context: Any

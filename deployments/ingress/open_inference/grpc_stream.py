@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any, Final
 
+from deployments.ingress.admission import Admission
 from deployments.ingress.open_inference.grpc_calls import parsed, read_infer, write_infer
 from deployments.ingress.open_inference.grpc_errors import status_of
 from deployments.ingress.open_inference.inference import Inference
@@ -27,7 +28,8 @@ Write = Callable[[messages.ModelStreamInferResponse], Awaitable[None]]
 class InferStream:
     """`write` sends one response. With `errors_end_it`, `run` raises what a request raises."""
 
-    def __init__(self, inference: Inference, write: Write, *, errors_end_it: bool) -> None:
+    def __init__(self, inference: Inference, write: Write, admission: Admission, *, errors_end_it: bool) -> None:
+        self._admission = admission
         self._inference = inference
         self._write = write
         self._errors_end_it = errors_end_it
@@ -59,10 +61,11 @@ class InferStream:
 
     async def _respond(self, request: Any, before: Turn) -> None:
         try:
-            asked = await read_infer(request)
-            async with aclosing(self._inference.infer_stream(asked)) as responses:
-                async for response in responses:
-                    await self._send(before, infer_response=await write_infer(response))
+            with self._admission.place():
+                asked = await read_infer(request)
+                async with aclosing(self._inference.infer_stream(asked)) as responses:
+                    async for response in responses:
+                        await self._send(before, infer_response=await write_infer(response))
         except Exception as error:
             if self._errors_end_it:
                 raise

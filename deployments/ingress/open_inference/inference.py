@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
 from configs.cluster import LimitsConfig
+from deployments.deadlines import Deadline
 from deployments.errors import InvalidRequest
 from deployments.ingress.open_inference import answers
 from deployments.ingress.open_inference.answers import Answer, Backend
@@ -22,7 +24,7 @@ from deployments.ingress.open_inference.records import (
     OutputWish,
     Parameters,
 )
-from deployments.ingress.open_inference.schedule import Deadline, Schedule, schedule_of
+from deployments.ingress.open_inference.schedule import Schedule, schedule_of
 from deployments.ingress.open_inference.signatures import check_inputs, check_outputs
 from deployments.ingress.open_inference.statistics import Recorder
 from deployments.ingress.open_inference.targets import PIPELINE, Target, find_target, is_any_answering, is_ready
@@ -89,7 +91,8 @@ class Inference:
         return InferResponse(request.model, VERSION, outputs, request.id, parameters, timings_ms)
 
     async def infer_stream(self, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
-        """The answer of a text model to one prompt, piece by piece; of any other model the whole, as one piece.
+        """The answer of a text model to one prompt, piece by piece; of any other model the whole, as one piece. To be
+        closed by who stops early.
 
         The parameter `triton_final_response` is true on the last piece.
         """
@@ -100,31 +103,32 @@ class Inference:
         start = time.perf_counter()
         timings_ms: Mapping[str, float] = {}
         try:
-            async for response, is_last in self._text_pieces(target, request):
-                timings_ms = response.timings_ms
-                yield _piece(response, is_last=is_last)
+            async with aclosing(self._text_pieces(target, request)) as pieces:
+                async for response, is_last in pieces:
+                    timings_ms = response.timings_ms
+                    yield _piece(response, is_last=is_last)
         except Exception:
             if self._recorder:
                 self._recorder.failed(request.model, (time.perf_counter() - start) * 1e3)
             raise
         self._succeeded(request.model, Answer((), {}), timings_ms)
 
-    async def _text_pieces(self, target: Target, request: InferRequest) -> AsyncIterator[tuple[InferResponse, bool]]:
+    async def _text_pieces(self, target: Target, request: InferRequest) -> AsyncGenerator[tuple[InferResponse, bool]]:
         """The pieces, and whether each is the last one."""
         given, schedule = self._checked(target, request)
         records = text_requests(target.name, given, target.signature.inputs, request.parameters)
         if len(records) != 1:
             raise InvalidRequest(f"text_input: {len(records)} prompts, a stream answers one", "text_input")
         deadline = Deadline(schedule.timeout_s)
-        chunks = self._service.stream(records[0])
-        while True:
-            async with deadline.bounding():
-                chunk = await anext(chunks, None)
-            if chunk is None:
-                return
-            outputs, told = _wished(answers.text_outputs([chunk]), request.outputs), _told(chunk.warnings)
-            response = InferResponse(request.model, VERSION, outputs, request.id, told, chunk.timings_ms)
-            yield response, chunk.finish_reason is not None
+        async with aclosing(self._service.stream(records[0])) as chunks:
+            while True:
+                async with deadline.bounding():
+                    chunk = await anext(chunks, None)
+                if chunk is None:
+                    return
+                outputs, told = _wished(answers.text_outputs([chunk]), request.outputs), _told(chunk.warnings)
+                response = InferResponse(request.model, VERSION, outputs, request.id, told, chunk.timings_ms)
+                yield response, chunk.finish_reason is not None
 
     def _checked(self, target: Target, request: InferRequest) -> tuple[dict[str, TensorValue], Schedule]:
         """What can be refused before anything is asked."""

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Final
 
 from configs.merging import MAX_PRIORITY_LEVELS
-from deployments.errors import DeadlineExceeded, InvalidRequest
+from deployments.errors import InvalidRequest
 from deployments.ingress.open_inference.records import Parameters
 from deployments.ingress.open_inference.tensors import shown
 
@@ -23,25 +20,6 @@ class Schedule:
 
     priority: int = 0
     timeout_s: float | None = None
-
-
-class Deadline:
-    """A time from now on, for everything that is done within `bounding`. None: for ever."""
-
-    def __init__(self, timeout_s: float | None) -> None:
-        self._timeout_s = timeout_s
-        self._at = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
-
-    @asynccontextmanager
-    async def bounding(self) -> AsyncIterator[None]:
-        """Cancels what runs in it when the time is over, and raises DeadlineExceeded."""
-        try:
-            async with asyncio.timeout_at(self._at) as timeout:
-                yield
-        except TimeoutError:
-            if not timeout.expired():  # somebody else's
-                raise
-            raise DeadlineExceeded(f"the request's timeout of {self._timeout_s} s is over", "timeout") from None
 
 
 def schedule_of(parameters: Parameters) -> Schedule:

@@ -16,15 +16,15 @@ import openai
 import pytest
 from PIL import Image
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError, RayTaskError
+from unit.deployments.serve_fakes import FakeHandle
 
 from cluster.errors import ModelUnknown
 from cluster.models.directory import Directory, DirectoryChange, ModelRecord
 from cluster.models.watching import DirectoryWatch
-from configs.cluster import ClusterConfig
+from configs.cluster import ClusterConfig, HttpConfig
 from configs.model import ModelConfig
-from deployments.errors import GenerationFailed, InvalidRequest, Overloaded, ReplicaLost
+from deployments.errors import GenerationFailed, InvalidRequest, Overloaded
 from deployments.ingress.http import create_http_app
-from deployments.ingress.retries import Retries
 from deployments.ingress.service import Service
 from deployments.records import (
     CacheUse,
@@ -169,7 +169,8 @@ def replicas() -> Replicas:
 @pytest.fixture
 async def http(replicas: Replicas) -> AsyncIterator[httpx.AsyncClient]:
     watch = DirectoryWatch(lambda: replicas)
-    app = create_http_app(Service(CONFIG, watch, replicas, replicas), CONFIG)
+    handle = FakeHandle(replicas)
+    app = create_http_app(Service(CONFIG, watch, handle, handle), CONFIG)
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
         yield client
@@ -592,6 +593,75 @@ async def test_an_error_in_the_middle_of_a_stream_is_an_event(
     assert (whole.status_code, problem(whole)["code"]) == (500, "generation_failed")
 
 
+# More than the ingress takes
+
+
+class Held(Replicas):
+    """Holds all work."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = asyncio.Event()
+
+    async def on_generate(self, request: ImageRequest) -> ImageResult:
+        self.requests.append(request)
+        await self.gate.wait()
+        return await super().on_generate(request)
+
+
+async def test_what_is_too_much_is_refused_at_once_and_probes_answer() -> None:
+    replicas = Held()
+    watch, handle = DirectoryWatch(lambda: replicas), FakeHandle(replicas)
+    few = CONFIG.model_copy(update={"ingress": CONFIG.ingress.model_copy(update={"max_ongoing_requests": 3})})
+    transport = httpx.ASGITransport(create_http_app(Service(few, watch, handle, handle), few))
+    async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=10) as http:
+        running = [asyncio.create_task(http.post(f"/v1/{IMAGES}", json=IMAGE)) for _ in range(3)]
+        while len(replicas.requests) < 3:
+            await asyncio.sleep(0)
+        refused = await http.post(f"/v1/{CHATS}", json=CHAT)
+        assert (refused.status_code, problem(refused)["code"]) == (429, "queue_full")
+        assert refused.headers["retry-after"] == "1"
+        other = await http.post("/v2/models/chatty/generate", json={"text_input": "x"})
+        assert (other.status_code, set(other.json())) == (429, {"error"})
+        for path in ("/healthz", "/v2/health/live", "/v2/health/ready", "/v1/models", "/admin/cluster"):
+            assert (await http.get(path)).status_code == 200
+        replicas.gate.set()
+        assert [answer.status_code for answer in await asyncio.gather(*running)] == [200] * 3
+        assert (await http.post(f"/v1/{CHATS}", json=CHAT)).status_code == 200
+    watch.close()
+
+
+async def test_a_client_that_goes_ends_the_work() -> None:
+    replicas = Held()
+    watch, handle = DirectoryWatch(lambda: replicas), FakeHandle(replicas)
+    transport = httpx.ASGITransport(create_http_app(Service(CONFIG, watch, handle, handle), CONFIG))
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+        going = asyncio.create_task(http.post(f"/v1/{IMAGES}", json=IMAGE))
+        while not replicas.requests:
+            await asyncio.sleep(0)
+        going.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await handle.responses[0].task
+    watch.close()
+
+
+@pytest.mark.parametrize("path", ["/v2/models/flux/infer", f"/v1/{IMAGES}"])
+async def test_a_request_has_its_time_and_then_its_work_ends(path: str) -> None:
+    replicas = Held()
+    watch, handle = DirectoryWatch(lambda: replicas), FakeHandle(replicas)
+    short = CONFIG.model_copy(update={"http": HttpConfig(request_timeout_s=0.05)})
+    transport = httpx.ASGITransport(create_http_app(Service(short, watch, handle, handle), short))
+    tensor = {"name": "prompt", "datatype": "BYTES", "shape": [2], "data": ["a", "b"]}
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+        answer = await http.post(path, json={"inputs": [tensor]} if "infer" in path else IMAGE)
+    assert answer.status_code == 504
+    assert "timeout of 0.05 s is over" in answer.text
+    for response in handle.responses:
+        with pytest.raises(asyncio.CancelledError):
+            await response.task
+    watch.close()
+
+
 # Replicas that die
 
 WORK = [(IMAGES, IMAGE), (CHATS, CHAT), (COMPLETIONS, COMPLETION), (EMBEDDINGS, EMBEDDING)]
@@ -602,12 +672,12 @@ STREAMS = [(CHATS, {**CHAT, "stream": True}), (COMPLETIONS, {**COMPLETION, "stre
 async def test_a_request_whose_replica_dies_is_answered_by_another(
     http: httpx.AsyncClient, replicas: Replicas, path: str, body: dict[str, Any]
 ) -> None:
-    replicas.num_deaths = 2
+    replicas.num_deaths = 1
     response = await http.post(f"/v1/{path}", json=body)
     assert response.status_code == 200, response.text
     assert "error" not in response.text
-    assert len(replicas.requests) == 3
-    assert replicas.requests[0] == replicas.requests[2]
+    assert len(replicas.requests) == 2
+    assert replicas.requests[0] == replicas.requests[1]
 
 
 @pytest.mark.parametrize(("path", "body"), WORK + STREAMS)
@@ -617,8 +687,8 @@ async def test_when_all_of_them_die_it_is_a_503(
     replicas.num_deaths = 99
     response = await http.post(f"/v1/{path}", json=body)
     assert (response.status_code, problem(response)["code"]) == (503, "replica_unavailable")
-    assert "tries: 3" in problem(response)["message"]
-    assert len(replicas.requests) == 3
+    assert problem(response)["message"] == "2 replicas were lost while they worked on this request"
+    assert len(replicas.requests) == 2
 
 
 async def test_the_death_of_a_replica_further_on_counts_and_an_error_does_not(
@@ -626,7 +696,7 @@ async def test_the_death_of_a_replica_further_on_counts_and_an_error_does_not(
 ) -> None:
     replicas.error = RayTaskError("generate", "Traceback", ActorUnavailableError("the encoder", None))
     assert (await http.post(f"/v1/{IMAGES}", json=IMAGE)).status_code == 503
-    assert len(replicas.requests) == 3
+    assert len(replicas.requests) == 2
     replicas.requests.clear()
     replicas.error = RayTaskError("generate", "Traceback", Overloaded("no room"))
     assert (await http.post(f"/v1/{IMAGES}", json=IMAGE)).status_code == 503
@@ -640,21 +710,6 @@ async def test_a_stream_that_has_begun_ends_with_a_typed_error(http: httpx.Async
     assert (last["error"]["code"], last["error"]["type"]) == ("replica_unavailable", "server_error")
     assert "died after 2 pieces" in last["error"]["message"]
     assert len(replicas.requests) == 1
-
-
-async def test_retries_end_with_the_requests_time() -> None:
-    now = 0.0
-    pauses: list[float] = []
-
-    async def pause(seconds: float) -> None:
-        pauses.append(seconds)
-
-    retries = Retries(10.0, lambda: now, pause)
-    await retries.after(ActorDiedError())
-    now = 10.0
-    with pytest.raises(ReplicaLost, match="tries: 2"):
-        await retries.after(ActorDiedError())
-    assert pauses == [0.0]
 
 
 # The directory

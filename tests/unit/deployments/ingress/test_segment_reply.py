@@ -3,45 +3,46 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Generator
 from typing import Any
 
 import pytest
-from ray.exceptions import ActorDiedError, RayTaskError
+from ray.exceptions import ActorDiedError
+from unit.deployments.serve_fakes import FakeHandle
 
 from deployments.errors import InvalidRequest, ReplicaLost
-from deployments.ingress.retries import MAX_RETRIES
+from deployments.ingress.retries import MAX_RETRIES, RetriedCalls
 from deployments.ingress.segment_reply import EncoderReply
 from deployments.pipelines.plans import SegmentResult
+from deployments.replica_calls import ReplicaCalls
 
 RESULT = SegmentResult({}, {"s": 1.0})
 
 
-class Response:
-    """Serve's: awaited or handed on."""
-
-    def __init__(self, outcome: Any) -> None:
-        self.outcome = outcome
-        self.cancelled = False
-
-    def __await__(self) -> Generator[Any, None, Any]:
-        yield from asyncio.sleep(0).__await__()
-        if isinstance(self.outcome, Exception):
-            raise self.outcome
-        return self.outcome
-
-    def cancel(self) -> None:
-        self.cancelled = True
-
-
 class Encoder:
+    """`outcomes` are those of the calls, the last one again and again; None hangs."""
+
     def __init__(self, *outcomes: Any) -> None:
         self.outcomes = list(outcomes)
-        self.made: list[Response] = []
+        self.handle = FakeHandle(self)
+        self.calls = RetriedCalls(ReplicaCalls(self.handle), 5.0)
 
-    def ask(self) -> Response:
-        self.made.append(Response(self.outcomes[min(len(self.made), len(self.outcomes) - 1)]))
-        return self.made[-1]
+    async def on_run_segment(self) -> Any:
+        outcome = self.outcomes.pop(0) if len(self.outcomes) > 1 else self.outcomes[0]
+        if outcome is None:
+            await asyncio.Event().wait()
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    @property
+    def made(self) -> list[Any]:
+        return self.handle.responses
+
+    def ask(self) -> Any:
+        return self.calls.begin("run_segment")
+
+    def reply(self) -> EncoderReply:
+        return EncoderReply(self.calls, self.ask)
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +52,7 @@ def _without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def test_it_is_asked_at_once_and_once() -> None:
     encoder = Encoder(RESULT)
-    reply = EncoderReply(encoder.ask, 5.0)
+    reply = encoder.reply()
     (first,) = encoder.made
     assert reply.response is first
     assert await reply is RESULT
@@ -61,7 +62,7 @@ async def test_it_is_asked_at_once_and_once() -> None:
 
 async def test_another_replica_is_asked_when_one_dies() -> None:
     encoder = Encoder(ActorDiedError(), RESULT)
-    reply = EncoderReply(encoder.ask, 5.0)
+    reply = encoder.reply()
     assert await reply is RESULT
     assert len(encoder.made) == 2
     assert reply.response is encoder.made[1]  # whoever is handed it now gets the living one
@@ -72,37 +73,53 @@ async def test_another_replica_is_asked_when_one_dies() -> None:
 async def test_in_the_end_it_is_lost() -> None:
     encoder = Encoder(ActorDiedError())
     with pytest.raises(ReplicaLost):
-        await EncoderReply(encoder.ask, 5.0)
+        await encoder.reply()
     assert len(encoder.made) == 1 + MAX_RETRIES
 
 
 async def test_an_error_of_the_step_is_not_asked_again() -> None:
     error = InvalidRequest("pipeline 'p', step 's': too long", "steps.s")
-    encoder = Encoder(RayTaskError("run_segment", "Traceback", error))
+    encoder = Encoder(error)
     with pytest.raises(InvalidRequest) as raised:
-        await EncoderReply(encoder.ask, 5.0)
+        await encoder.reply()
     assert raised.value is error
     assert len(encoder.made) == 1
 
 
-async def test_cancelling_reaches_the_replica_that_works_on_it() -> None:
-    encoder = Encoder(ActorDiedError(), RESULT)
-    reply = EncoderReply(encoder.ask, 5.0)
-    await reply
-    reply.cancel()
-    assert [response.cancelled for response in encoder.made] == [False, True]
+@pytest.mark.parametrize("is_awaited", [True, False])
+async def test_cancelling_reaches_the_replica_that_works_on_it(is_awaited: bool) -> None:
+    encoder = Encoder(ActorDiedError(), None)
+    reply = encoder.reply()
+    if is_awaited:
+        waiting = asyncio.ensure_future(_wait(reply))
+        async with asyncio.timeout(5):
+            while len(encoder.made) < 2:
+                await asyncio.sleep(0)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+    else:
+        reply.ask_again()
+        await asyncio.sleep(0)
+        reply.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await encoder.made[1].task
 
 
 async def test_results_that_came_along_are_made_anew() -> None:
     """The earlier segment's replica died with its result, which shows where that was handed on."""
     first, second = Encoder(ActorDiedError(), RESULT), Encoder(ActorDiedError(), RESULT)
-    upstream = EncoderReply(first.ask, 5.0)
+    upstream = first.reply()
     handed_on: list[Any] = []
 
-    def ask() -> Response:
+    def ask() -> Any:
         handed_on.append(upstream.response)
         return second.ask()
 
-    assert await EncoderReply(ask, 5.0, [upstream]) is RESULT
+    assert await EncoderReply(second.calls, ask, [upstream]) is RESULT
     assert handed_on == first.made
     assert [await response for response in first.made[1:]] == [RESULT]
+
+
+async def _wait(reply: EncoderReply) -> SegmentResult:
+    return await reply

@@ -17,6 +17,7 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from configs.cluster import LimitsConfig
 from deployments import errors
+from deployments.ingress.admission import Admission
 from deployments.ingress.open_inference.grpc_errors import status_of
 from deployments.ingress.open_inference.grpc_health import HealthServicer
 from deployments.ingress.open_inference.grpc_server import GrpcServer, start_grpc_server
@@ -243,15 +244,23 @@ async def test_a_client_that_goes_ends_the_work(client: Client, service: Any) ->
     await _until(lambda: service.num_cancelled == 1)
 
 
-async def test_more_calls_at_once_than_allowed_are_refused(edge: SimpleNamespace, service: Any) -> None:
-    options: dict[str, Any] = {"host": "127.0.0.1", "port": 0, "max_message_bytes": 1000, "max_concurrent_calls": 1}
+async def test_more_requests_at_once_than_allowed_are_refused_and_probes_are_not(
+    edge: SimpleNamespace, service: Any
+) -> None:
+    options: dict[str, Any] = {"host": "127.0.0.1", "port": 0, "max_message_bytes": 1000, "admission": Admission(1)}
     server = await start_grpc_server(**vars(edge), **options)
     async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
         client = Client(channel)
         service.gate.clear()
         first = asyncio.ensure_future(client.call("ModelInfer", **embedding()))
         await _until(lambda: len(service.requests) == 1)
-        assert (await refusal(client.call("ServerLive")))[0] is grpc.StatusCode.RESOURCE_EXHAUSTED
+        code, text = await refusal(client.call("ModelInfer", **embedding()))
+        assert (code, text) == (
+            grpc.StatusCode.RESOURCE_EXHAUSTED,
+            "as many requests are in progress as may be (1); try again in a moment",
+        )
+        assert (await client.call("ServerLive")).live
+        assert (await client.call("ServerReady")).ready
         service.gate.set()
         assert (await first).model_name == "minilm"
     await server.stop(0)

@@ -11,6 +11,7 @@ import pytest
 from google.protobuf.message import DecodeError
 
 from deployments.errors import InvalidRequest, QueueFull, UnknownModel
+from deployments.ingress.admission import Admission
 from deployments.ingress.open_inference import grpc_stream
 from deployments.ingress.open_inference.grpc_stream import InferStream
 from deployments.ingress.open_inference.inference import Inference
@@ -39,7 +40,7 @@ class Stream:
         self._requests: asyncio.Queue[Any] = asyncio.Queue()
         self._changed = asyncio.Condition()
         self.num_reads = 0
-        stream = InferStream(inference, self._write, errors_end_it=errors_end_it)
+        stream = InferStream(inference, self._write, Admission(99), errors_end_it=errors_end_it)
         self.task = asyncio.create_task(stream.run(self._read()))
 
     def send(self, *requests: Any) -> None:

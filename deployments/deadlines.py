@@ -1,0 +1,32 @@
+"""The time that a request has, from its arrival on: one value for all that is done for it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from deployments.errors import DeadlineExceeded
+
+
+class Deadline:
+    """A time from now on, of the running event loop. None: for ever."""
+
+    def __init__(self, timeout_s: float | None) -> None:
+        self.timeout_s = timeout_s
+        self.at = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
+
+    def exceeded(self) -> DeadlineExceeded:
+        """What is raised when the time is over."""
+        return DeadlineExceeded(f"the request's timeout of {self.timeout_s:g} s is over", "timeout")
+
+    @asynccontextmanager
+    async def bounding(self) -> AsyncIterator[None]:
+        """Cancels what runs in it when the time is over, and raises DeadlineExceeded."""
+        try:
+            async with asyncio.timeout_at(self.at) as timeout:
+                yield
+        except TimeoutError:
+            if not timeout.expired():  # somebody else's
+                raise
+            raise self.exceeded() from None

@@ -1,0 +1,166 @@
+"""Requests whose replica dies: asked again once, one suspect at a time, so that each takes two replicas at most."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
+from typing import Any
+
+import numpy as np
+import pytest
+from ray.exceptions import ActorDiedError, ActorUnavailableError
+from unit.deployments.serve_fakes import FakeHandle
+
+from deployments.deadlines import Deadline
+from deployments.errors import DeadlineExceeded, ReplicaLost
+from deployments.ingress.retries import RetriedCalls, Retries
+from deployments.replica_calls import ReplicaCalls
+
+LONG_S = 30.0
+
+
+class Workers:
+    """`num_workers` processes that hold requests until `full` of them are there or `let_go` was called. A request for
+    "poison" kills its process as soon as that happens; all in flight there hear of it, and the next process is fresh.
+    """
+
+    def __init__(self, num_workers: int, full: int) -> None:
+        self.num_deaths = 0
+        self.answers: list[Any] = []
+        self._full = full
+        self._rng = np.random.default_rng()
+        self._inside: list[set[Any]] = [set() for _ in range(num_workers)]
+        self._died = [asyncio.Event() for _ in range(num_workers)]
+        self._changed = asyncio.Condition()
+        self.is_open = False
+
+    async def on_work(self, name: Any) -> Any:
+        place = int(self._rng.integers(len(self._inside)))
+        inside, died = self._inside[place], self._died[place]
+        inside.add(name)
+        try:
+            async with self._changed:
+                self._changed.notify_all()
+                await self._changed.wait_for(lambda: self.is_open or died.is_set() or len(inside) >= self._full)
+            await asyncio.sleep(0)
+            if name == "poison" and not died.is_set():
+                self.num_deaths += 1
+                died.set()
+                self._inside[place], self._died[place] = set(), asyncio.Event()
+                async with self._changed:
+                    self._changed.notify_all()
+            await asyncio.sleep(0)
+            if died.is_set():
+                raise ActorDiedError
+        finally:
+            inside.discard(name)
+        self.answers.append(name)
+        return name
+
+    async def on_pieces(self, name: Any) -> AsyncIterator[Any]:
+        yield await self.on_work(name)
+
+
+@pytest.fixture(autouse=True)
+def _without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deployments.ingress.retries.PAUSE_S", 0.0)
+
+
+def calls_of(workers: Workers, timeout_s: float = LONG_S) -> RetriedCalls:
+    return RetriedCalls(ReplicaCalls(FakeHandle(workers)), timeout_s)
+
+
+async def whole(calls: RetriedCalls, name: Any) -> Any:
+    return await calls.call("work", name)
+
+
+async def streamed(calls: RetriedCalls, name: Any) -> Any:
+    async with aclosing(calls.stream("pieces", name)) as pieces:
+        (piece,) = [piece async for piece in pieces]
+        return piece
+
+
+@pytest.mark.parametrize("ask", [whole, streamed])
+@pytest.mark.parametrize("num_workers", [1, 3])
+async def test_a_poison_request_takes_two_workers_and_innocents_are_all_answered(
+    ask: Callable[..., Any], num_workers: int
+) -> None:
+    workers = Workers(num_workers, full=8)
+    calls = calls_of(workers)
+    names = [*range(30), "poison"]
+    workers._rng.shuffle(names)  # type: ignore[arg-type]
+    asking = {name: asyncio.create_task(ask(calls, name)) for name in names}
+
+    async def open_when_it_has_struck() -> None:
+        while not workers.num_deaths:
+            await asyncio.sleep(0)
+        workers.is_open = True
+
+    opening = asyncio.create_task(open_when_it_has_struck())
+    if num_workers > 1:
+        workers.is_open = True  # it may be alone where it is
+    async with asyncio.timeout(10):
+        outcomes = await asyncio.gather(*asking.values(), return_exceptions=True)
+        await opening
+    by_name = dict(zip(asking, outcomes, strict=True))
+    assert workers.num_deaths == 2
+    lost = by_name.pop("poison")
+    assert isinstance(lost, ReplicaLost)
+    assert str(lost) == "2 replicas were lost while they worked on this request"
+    assert by_name == {name: name for name in by_name}
+
+
+async def test_innocents_do_not_wait_for_suspects() -> None:
+    workers = Workers(1, full=2)
+    calls = calls_of(workers)
+    first = [asyncio.create_task(calls.call("work", name)) for name in ("poison", "a")]
+    while not workers.num_deaths:
+        await asyncio.sleep(0)
+    for task in first:
+        task.cancel()
+    await asyncio.gather(*first, return_exceptions=True)
+    workers.is_open = True
+    async with asyncio.timeout(5):
+        assert await calls.call("work", "b") == "b"
+
+
+async def test_a_suspect_waits_for_its_turn_no_longer_than_its_time() -> None:
+    """The one before it hangs."""
+
+    class Hanging:
+        num_asked = 0
+
+        async def on_work(self, name: str) -> None:
+            self.num_asked += 1
+            if self.num_asked <= 2:
+                raise ActorDiedError
+            await asyncio.Event().wait()
+
+    replica = Hanging()
+    calls = calls_of(replica, 0.05)  # type: ignore[arg-type]
+    outcomes = await asyncio.gather(calls.call("work", "a"), calls.call("work", "b"), return_exceptions=True)
+    assert [type(outcome) for outcome in outcomes] == [DeadlineExceeded] * 2
+    assert replica.num_asked == 3
+
+
+@pytest.mark.parametrize(("error", "is_suspect"), [(ActorDiedError(), True), (ActorUnavailableError("x", None), False)])
+async def test_out_of_reach_is_no_proof_of_death(error: Exception, is_suspect: bool) -> None:
+    retries = Retries(Deadline(LONG_S))
+    await retries.after(error)
+    assert retries.is_suspect == is_suspect
+    with pytest.raises(ReplicaLost, match="2 replicas were lost"):
+        await retries.after(error)
+
+
+async def test_what_has_gone_out_is_not_begun_anew() -> None:
+    with pytest.raises(ReplicaLost, match="died after 3 pieces"):
+        await Retries(Deadline(LONG_S)).after(ActorDiedError(), 3)
+
+
+async def test_a_retry_does_not_begin_after_the_requests_time() -> None:
+    async def long_pause(_: float) -> None:
+        await asyncio.Event().wait()
+
+    with pytest.raises(DeadlineExceeded):
+        await Retries(Deadline(0.005), long_pause).after(ActorDiedError())
