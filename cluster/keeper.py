@@ -120,9 +120,7 @@ class NodeKeeper:
         self._pins: Mapping[str, Sequence[str]] = {}
         self._num_corrupt = 0
         was_restarted = in_actor and store is None and ray.get_runtime_context().was_current_actor_reconstructed
-        self._adoption = Adoption(
-            self._held, self._refuse, verify=verify, wait_s=adoption_s if was_restarted else 0.0
-        )
+        self._adoption = Adoption(self._held, self._refuse, verify=verify, wait_s=adoption_s if was_restarted else 0.0)
         directory = directory or (RayDirectory(*registry) if registry else None)
         if host is None:
             host = ray.util.get_node_ip_address() if in_actor else "127.0.0.1"
@@ -272,10 +270,7 @@ class NodeKeeper:
         clock = LoadClock(self._stages, self._pool, self._planner, self._packs, self._plan, verified=self._verify)
         offers: Offers = self._link.locate([extent.id for extent in extents]) if self._link and extents else {}
         for extent in extents:
-            try:
-                self._threads.submit(self._load, extent, offers, clock)
-            except RuntimeError as error:  # the interpreter is ending, or has no thread to give
-                self._held.failed(extent.id, error)
+            self._threads.submit(self._load, extent, offers, clock)
         return clock
 
     def _load(self, extent: ExtentRef, offers: Offers, clock: LoadClock) -> None:

@@ -2,6 +2,9 @@
 
 Nothing here is lost with the process: keepers are named after their node and say themselves what they hold. Pins and
 a budget set at run time end with a keeper's process, so the keeper that follows is told of them again.
+
+What is pinned is models. Which extents that means is looked up anew each round, so pins follow a model to its next
+version and end with it, and what two of them share stays as long as one is pinned.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -37,10 +40,11 @@ logger = logging.getLogger("atelier.registry")
 
 @dataclass(frozen=True, slots=True)
 class _Life:
-    """A keeper's process as last seen."""
+    """A keeper's process as last seen, and what it was told to pin."""
 
     generation: str
     budget_bytes: int
+    pins: Mapping[str, Sequence[str]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +59,8 @@ class _Failure:
 class NodeKeepers:
     """Lives on one event loop. `key` is the cluster's, `options` are the keepers' own beside packs, budget, registry.
 
-    Without `budget_bytes`, each keeper takes its share of its own node's object store.
+    Without `budget_bytes`, each keeper takes its share of its own node's object store. `extents_of` has the extent ids
+    of the served version of each model.
     """
 
     def __init__(
@@ -67,6 +72,7 @@ class NodeKeepers:
         clock: Callable[[], float] = time.monotonic,
         *,
         key: str = "",
+        extents_of: Callable[[], Mapping[str, Sequence[str]]] = dict,
     ) -> None:
         self._packs = packs
         self._budget_bytes = budget_bytes
@@ -79,7 +85,9 @@ class NodeKeepers:
         self._claims = LoadingClaims(clock)
         self._handles: dict[str, Any] = {}
         self._lives: dict[str, _Life] = {}
-        self._pinned: set[str] = set()
+        self._extents_of = extents_of
+        self._pinned: set[str] = set()  # models
+        self._refreshing: dict[str, asyncio.Lock] = {}
         self._residency = ExtentDirectory()
 
     def handles(self) -> Mapping[str, Any]:
@@ -114,23 +122,24 @@ class NodeKeepers:
             logger.info("no replica on node %s any more: its keeper ends", node_id)
             self._end(node_id)
 
-    async def pin(self, ids: Sequence[str], pinned: bool) -> dict[str, Any]:
-        """On every node, those that join or restart later included. Answers as of `ask`."""
+    async def pin(self, model: str, pinned: bool) -> dict[str, Any]:
+        """On every node, those that join or restart later included. What went wrong by node, None for nothing."""
         if pinned:
-            self._pinned.update(ids)
+            self._pinned.add(model)
         else:
-            self._pinned.difference_update(ids)
-        return await self.ask("pin" if pinned else "unpin", list(ids))
+            self._pinned.discard(model)
+        nodes = list(self._handles)
+        answers = await asyncio.gather(*map(self._refresh, nodes), return_exceptions=True)
+        return dict(zip(nodes, answers, strict=True))
 
     async def drop(self, ids: Sequence[str]) -> list[str]:
         """On every node. Who still holds some of them a moment later: a replica's release may be on its way."""
-        wanted = set(ids)
         left: list[ResidentExtent] = []
         for pause_s in RELEASE_PAUSES_S:
             await asyncio.sleep(pause_s)
             await self.ask("drop", list(ids))
-            nodes = [found for found in (await self.ask("residents")).values() if not isinstance(found, BaseException)]
-            left = [extent for residents in nodes for extent in residents if extent.id in wanted]
+            nodes = (await self.ask("residents", list(ids))).values()
+            left = [extent for found in nodes if not isinstance(found, BaseException) for extent in found]
             if not left:
                 break
         pinned = ["a pin"] if any(extent.pinned for extent in left) else []
@@ -138,15 +147,7 @@ class NodeKeepers:
 
     async def _look_at(self, node_id: str) -> None:
         try:
-            async with asyncio.timeout(ANSWER_TIMEOUT_S):
-                stats = await self._handles[node_id].stats.remote()
-                self._failures.pop(node_id, None)
-                if stats.num_holders:
-                    self._needed_s[node_id] = self._clock()
-                life, last = _Life(stats.generation, stats.budget_bytes), self._lives.get(node_id)
-                if last is None or last.generation != life.generation:
-                    life = await self._meet(node_id, life, last, stats.address)
-                self._lives[node_id] = life
+            await self._refresh(node_id)
         except ray.exceptions.ActorDiedError as error:
             self._failed(node_id, error)
         except Exception as error:  # it is starting, or Ray restarts it: the next round asks again
@@ -169,12 +170,30 @@ class NodeKeepers:
             ray.kill(keeper)
         self._failures.pop(node_id, None)
         self._needed_s.pop(node_id, None)
+        self._refreshing.pop(node_id, None)
         self._lives.pop(node_id, None)
         self._forget(node_id)
 
     def _forget(self, node_id: str) -> None:
         self._residency.forget(node_id)
         self._claims.forget(node_id)
+
+    async def _refresh(self, node_id: str) -> None:
+        """Know the keeper's life, and have it know what is pinned. One at a time: a keeper that was told two things at
+        once may do the older one last. Raises when it does not answer."""
+        async with self._refreshing.setdefault(node_id, asyncio.Lock()), asyncio.timeout(ANSWER_TIMEOUT_S):
+            keeper = self._handles[node_id]
+            stats, last = await keeper.stats.remote(), self._lives.get(node_id)
+            self._failures.pop(node_id, None)
+            if stats.num_holders:
+                self._needed_s[node_id] = self._clock()
+            life = _Life(stats.generation, stats.budget_bytes, last.pins if last else {})
+            if last is None or last.generation != life.generation:
+                life = await self._meet(node_id, life, last, stats.address)
+            self._lives[node_id] = life
+            if (pins := self._pins(life)) != life.pins:
+                await keeper.pin.remote(pins)
+                self._lives[node_id] = replace(life, pins=pins)
 
     async def _meet(self, node_id: str, life: _Life, last: _Life | None, address: str | None) -> _Life:
         """A keeper outlives this process: one that is new here has perhaps told another what it holds and pins."""
@@ -183,12 +202,18 @@ class NodeKeepers:
             self._claims.forget(node_id)  # what it was loading died with it
             if last.budget_bytes != life.budget_bytes:
                 await keeper.set_budget.remote(last.budget_bytes)
-        residents = await keeper.residents.remote()
-        self._pinned.update(extent.id for extent in residents if extent.pinned)
-        if self._pinned:
-            await keeper.pin.remote(sorted(self._pinned))
+        residents, pins = await asyncio.gather(keeper.residents.remote(), keeper.pins.remote())
+        if last is None:
+            self._pinned.update(pins)
         self.report(node_id, address, [extent.id for extent in residents], [], full=True)
-        return _Life(life.generation, last.budget_bytes if last else life.budget_bytes)
+        return _Life(life.generation, last.budget_bytes if last else life.budget_bytes, pins)
+
+    def _pins(self, life: _Life) -> dict[str, Sequence[str]]:
+        """Extents by pinned model. When this process is new it has not looked at all models yet: a keeper that knows
+        one knows its extents as well."""
+        extents_of = self._extents_of()
+        found = {model: extents_of.get(model, life.pins.get(model, ())) for model in self._pinned}
+        return {model: tuple(ids) for model, ids in found.items() if ids}
 
     def report(
         self, node_id: str, address: str | None, added: Sequence[str], removed: Sequence[str], full: bool

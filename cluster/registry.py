@@ -59,6 +59,7 @@ class WeightRegistry:
             registry_name(config),
             _keeper_options(config),
             key=cluster_key(config),
+            extents_of=self._models.extents,
         )
         self._peer_secret = peer_secret
         self._encoder_merging: MergeConfig | None = None
@@ -72,7 +73,9 @@ class WeightRegistry:
         return await self._models.register(entry, wait=wait)
 
     async def unregister(self, model: str, purge: bool = False) -> Unregistered:
-        return await self._models.unregister(model, purge=purge)
+        removed = await self._models.unregister(model, purge=purge)
+        await self._keepers.pin(model, False)
+        return removed
 
     async def statuses(self) -> list[ModelRecord]:
         return list(self._models.directory)
@@ -141,9 +144,12 @@ class WeightRegistry:
         return _errors(await self._keepers.ask("prefetch", list(manifest.extents.values()), timeout_s=MAX_WATCH_S))
 
     async def pin(self, model: str, pinned: bool = True) -> dict[str, str]:
-        """Keep it in the memory of every node that has it, or no longer. What went wrong by node, "" for nothing."""
-        manifest = await self._models.manifest(model)
-        return _errors(await self._keepers.pin(list(manifest.extents), pinned))
+        """Keep it in the memory of every node that has it, or no longer. What went wrong by node, "" for nothing.
+
+        A pin follows the model to its next version, and ends with it.
+        """
+        await (self._models.manifest(model) if pinned else self._models.status(model))
+        return _errors(await self._keepers.pin(model, pinned))
 
     async def evict(self, model: str) -> list[str]:
         """Out of the memory of every node, but for what other models have as well. Returns the names of those who

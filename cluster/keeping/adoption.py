@@ -78,7 +78,7 @@ class Adoption:
         except ray.exceptions.RayError as error:
             logger.warning("extent %s of %s cannot be adopted: %s", offer.extent.id, holder, error)
             return None
-        if self._verify and xxhash.xxh3_128_hexdigest(view) != offer.extent.checksum:
+        if self._verify and xxhash.xxh3_128_hexdigest(view.data) != offer.extent.checksum:
             self._damaged(offer, f"as {holder} has it")
             return None
         return view

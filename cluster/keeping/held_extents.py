@@ -170,6 +170,7 @@ class HeldExtents:
             if held is None or held.ref != ref:
                 return False
             self._all.lease(held, holder, num_leases)
+            self._changed.notify_all()  # who has leases need not wait for what is here
             return True
 
     def adopt(self, held: Held, holder: str, num_leases: int) -> bool:

@@ -34,7 +34,7 @@ from deployments.hosting.slot_filling import (
 )
 from deployments.records import SwitchReport
 from deployments.shared_work import shared_task
-from weights.errors import ExtentCorrupt
+from weights.errors import BudgetExceeded, ExtentCorrupt
 from weights.manifest import Component, ExtentRef, Manifest
 
 Wants = Callable[[Component], bool]
@@ -111,6 +111,7 @@ class ModelHost:
             self._take, self._give_back, self._modules.is_hopeless, self._modules.may_pass, self._fetch_ahead, clock
         )
         self._damaged: set[str] = set()
+        self._pinned: dict[str, tuple[str, Wants]] = {}  # by model the version, and what of it
         self._tasks: set[asyncio.Task[None]] = set()
         self._reports: OrderedDict[str, SwitchReport] = OrderedDict()
 
@@ -140,6 +141,7 @@ class ModelHost:
         """
         start = self._clock()
         manifest = await self.manifest(model, version)
+        self._follow_pin(manifest)
         parts = _parts(manifest, wanted)
         for adapter in adapters:
             adapter_manifest = await self.manifest(adapter, (adapter_versions or {}).get(adapter))
@@ -175,18 +177,15 @@ class ModelHost:
                 await asyncio.to_thread(self._tier.prefetch, part.component, part.extents)
 
     async def pin(self, model: str, wanted: Wants) -> None:
-        """Never evict the present version, nor when it comes only later. Raises BudgetExceeded when the pinned ones do
-        not fit."""
-        manifest = await self.manifests.newest(model)
-        components = [part.component for part in _parts(manifest, wanted).values()]
-        before = self._modules.pins.get(model, {})
-        self._modules.pin(model, components)
-        self._let_unpinned_go(before)
-        for component in components:
-            self._tier.pin(component)
+        """Never evict the version that is served, nor when it comes only later, nor the ones after it.
+
+        Raises BudgetExceeded when the pinned ones do not fit.
+        """
+        self._pin(await self.manifests.newest(model), wanted)
 
     def unpin(self, model: str) -> None:
         """Let it be evicted again. What another model pins stays pinned."""
+        self._pinned.pop(model, None)
         self._let_unpinned_go(self._modules.pins.pop(model, {}))
         self._queue.serve()
 
@@ -244,6 +243,35 @@ class ModelHost:
             "arena": asdict(arena) if arena else None,
             "last_switches": {model: asdict(report) for model, report in self._reports.items()},
         }
+
+    # pins
+
+    def _pin(self, manifest: Manifest, wanted: Wants) -> None:
+        model, components = manifest.model, [part.component for part in _parts(manifest, wanted).values()]
+        before = self._modules.pins.get(model, {})
+        self._modules.pin(model, components)
+        self._pinned[model] = (manifest.fingerprint, wanted)
+        self._let_unpinned_go(before)
+        for component in components:
+            self._tier.pin(component)
+        self._queue.serve()
+
+    def _follow_pin(self, manifest: Manifest) -> None:
+        """A request came for another version than the pinned one: perhaps that is the one that is served now."""
+        model = manifest.model
+        if model in self._pinned and self._pinned[model][0] != manifest.fingerprint:
+            self._run(self._renew_pin(model))
+
+    async def _renew_pin(self, model: str) -> None:
+        try:
+            manifest = await self.manifests.newest(model)
+            if model in self._pinned and self._pinned[model][0] != manifest.fingerprint:
+                self._pin(manifest, self._pinned[model][1])
+        except BudgetExceeded as error:
+            self.unpin(model)
+            logger.warning("%r is pinned no longer: %s", model, error)
+        except Exception as error:  # of the registry: the next request asks again
+            logger.info("which version of %r is to be pinned is not known: %s", model, error)
 
     # leases
 

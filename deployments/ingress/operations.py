@@ -73,6 +73,7 @@ class Operations:
     async def unregister(self, model: str, *, purge: bool) -> tuple[str, ...]:
         """The adapters that have no base left. Raises UnknownModel, or Conflict for a model of the cluster config."""
         removed = await self._ask("unregister", model, purge)
+        await self._in_replicas("unpin", model, DESCRIBE_TIMEOUT_S)
         return tuple(removed.orphans)
 
     async def prefetch(self, model: str, tier: Tier) -> dict[str, Any]:

@@ -73,7 +73,8 @@ class Replica:
     """Holds weights as a worker does, and looks at every byte of them."""
 
     def __init__(self, keeper: Any, holder: str) -> None:
-        self._extents = RayExtents(keeper, holder)
+        self._damaged: list[str] = []
+        self._extents = RayExtents(keeper, holder, on_damage=self._damaged.extend)
         self._views: Mapping[str, Any] = {}
 
     def fetch(self, extents: Sequence[ExtentRef]) -> bool:
@@ -103,6 +104,10 @@ class Replica:
     def write(self, id_: str) -> None:
         """What must never happen: an in-place operation on a shared weight."""
         ctypes.memset(self._views[id_].ctypes.data + EXTENT_BYTES // 2, 1, 1)
+
+    def damaged(self) -> list[str]:
+        """What it was told of."""
+        return self._damaged
 
     def sources(self) -> dict[str, int] | None:
         report = self._extents.last_report
@@ -241,14 +246,16 @@ class Scenarios:
     def shared_weight_is_written(self) -> dict[str, Any]:
         extents, keeper = self.model("written", 2), self.keeper(audit_bytes_per_s=2**30)
         replica, other = self.replica(keeper, "writes"), self.replica(keeper, "reads")
-        ray.get([replica.fetch.remote(extents), other.fetch.remote(extents)])
+        third = self.replica(keeper, "has nothing of it")
+        ray.get([replica.fetch.remote(extents), other.fetch.remote(extents), third.fetch.remote(extents[:1])])
         ray.get(replica.write.remote("written1"))
         seen = ray.get(other.check.remote(extents))
-        until(lambda: stats_of(keeper).num_corrupt == 1)
+        until(lambda: all(ray.get([replica.damaged.remote(), other.damaged.remote()])))
         again = ray.get(other.fetch.remote(extents))
         stats = stats_of(keeper)
-        end(keeper, replica, other)
-        return {"before": seen, "again": again, "corrupt": stats.corrupt, "read_bytes": stats.read_bytes}
+        told = ray.get([found.damaged.remote() for found in (replica, other, third)])
+        end(keeper, replica, other, third)
+        return {"before": seen, "again": again, "corrupt": stats.corrupt, "read_bytes": stats.read_bytes, "told": told}
 
     def store_is_full(self) -> dict[str, Any]:
         """Somebody else's objects are in the way: Ray would fall back to disk."""

@@ -71,10 +71,11 @@ def test_two_models_that_do_not_fit_together_take_turns(observed: dict[str, Any]
     assert found["seconds"] < 20
 
 
-def test_a_write_into_a_shared_weight_is_caught_and_replaced(observed: dict[str, Any]) -> None:
+def test_a_write_into_a_shared_weight_is_caught_told_and_replaced(observed: dict[str, Any]) -> None:
     found = observed["shared_weight_is_written"]
     assert not found["before"]  # it did reach the other replica
     assert found["corrupt"] == ["written1"]
+    assert found["told"] == [["written1"], ["written1"], []]
     assert found["again"]
     assert found["read_bytes"] == 3 * EXTENT_BYTES
 

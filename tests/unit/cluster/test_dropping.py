@@ -31,10 +31,11 @@ class Keeper:
             if id_ in self.holders and not self.holders[id_] and id_ not in self.pinned:
                 del self.holders[id_]
 
-    async def _residents(self) -> list[ResidentExtent]:
+    async def _residents(self, ids: list[str]) -> list[ResidentExtent]:
         if self.error:
             raise self.error
-        return [extent(id_, holders, id_ in self.pinned) for id_, holders in self.holders.items()]
+        found = {id_: self.holders[id_] for id_ in ids if id_ in self.holders}
+        return [extent(id_, holders, id_ in self.pinned) for id_, holders in found.items()]
 
 
 def extent(id_: str, holders: Sequence[str], pinned: bool) -> Any:

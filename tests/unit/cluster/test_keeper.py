@@ -649,15 +649,6 @@ def test_pins_are_what_was_told_last(keeper, extents) -> None:
     assert resident(node) == "bd"
 
 
-def test_a_load_that_cannot_begin_fails_for_who_asked(keeper, extents) -> None:
-    node = keeper()
-    node._threads.shutdown()
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match="cannot schedule"):
-            node.acquire([extents["a"], extents["b"]], "w")
-    assert (node.stats().holders, node._held.num_waiting) == ({}, 0)
-
-
 class SharedDirectory:
     """The registry, shared by keepers of one process."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,12 +40,12 @@ class Keeper:
         self.broken = ""
         self.restart()
         self.stats, self.residents = Call(self._stats), Call(lambda: self.extents)
-        self.pin, self.unpin, self.set_budget = Call(self._pin), Call(self._unpin), Call(self._set_budget)
+        self.pin, self.pins, self.set_budget = Call(self._pin), Call(lambda: self.pinned), Call(self._set_budget)
 
     def restart(self) -> None:
         self.life += 1
         self.budget_bytes = DEFAULT_BUDGET_BYTES
-        self.pinned: set[str] = set()
+        self.pinned: Mapping[str, Sequence[str]] = {}
         self.extents: list[Any] = []
         self.num_told = 0
 
@@ -64,12 +64,15 @@ class Keeper:
             num_holders=self.num_holders,
         )
 
-    def _pin(self, ids: Sequence[str]) -> None:
+    def _pin(self, extents_of: Mapping[str, Sequence[str]]) -> None:
+        if not self.reachable:
+            raise ConnectionError("it is starting")
         self.num_told += 1
-        self.pinned.update(ids)
+        self.pinned = dict(extents_of)
 
-    def _unpin(self, ids: Sequence[str]) -> None:
-        self.pinned.difference_update(ids)
+    @property
+    def pinned_ids(self) -> str:
+        return "".join(sorted({id_ for ids in self.pinned.values() for id_ in ids}))
 
     def _set_budget(self, budget_bytes: int) -> None:
         self.num_told += 1
@@ -96,40 +99,59 @@ def done() -> Ray:
 
 
 @pytest.fixture
-def keepers(nodes: dict[str, Keeper], done: Ray, monkeypatch: pytest.MonkeyPatch) -> NodeKeepers:
-    """Nodes n1 and n2 have a replica."""
+def models() -> dict[str, tuple[str, ...]]:
+    """The extents of what is served; `one` and `two` share some."""
+    return {"one": ("a", "b", "s"), "two": ("c", "s")}
 
-    def start(_: NodeKeepers, node_id: str) -> Keeper:
+
+@pytest.fixture
+def start(
+    nodes: dict[str, Keeper], done: Ray, models: dict[str, tuple[str, ...]], monkeypatch: pytest.MonkeyPatch
+) -> Callable[[], NodeKeepers]:
+    """Another life of the registry, with the keepers of the one before. Nodes n1 and n2 have a replica."""
+
+    def start_keeper(_: NodeKeepers, node_id: str) -> Keeper:
         done.started.append(node_id)
         return nodes[node_id]
 
-    monkeypatch.setattr(NodeKeepers, "_start", start)
+    def make() -> NodeKeepers:
+        made = NodeKeepers(
+            "/packs", DEFAULT_BUDGET_BYTES, "registry", clock=lambda: done.now_s, extents_of=lambda: models
+        )
+        for node_id in nodes:
+            made.get(node_id)
+        return made
+
+    monkeypatch.setattr(NodeKeepers, "_start", start_keeper)
     monkeypatch.setattr("cluster.node_keepers.ray.kill", done.killed.append)
-    made = NodeKeepers("/packs", DEFAULT_BUDGET_BYTES, "registry", clock=lambda: done.now_s)
-    for node_id in nodes:
-        made.get(node_id)
-    return made
+    return make
+
+
+@pytest.fixture
+def keepers(start: Callable[[], NodeKeepers]) -> NodeKeepers:
+    return start()
 
 
 async def test_a_restarted_keeper_gets_its_nodes_pins_and_budget_again(
     keepers: NodeKeepers, nodes: dict[str, Keeper]
 ) -> None:
     await keepers.follow(["n1", "n2"])
-    await keepers.pin(["a", "b", "c"], True)
-    await keepers.pin(["b"], False)
+    for model, pinned in (("one", True), ("two", True), ("one", False)):
+        assert await keepers.pin(model, pinned) == {"n1": None, "n2": None}
     nodes["n1"].budget_bytes = 70
     await keepers.follow(["n1", "n2"])
     nodes["n1"].restart()
     await keepers.follow(["n1", "n2"])
-    assert [(node.pinned, node.budget_bytes) for node in nodes.values()] == [({"a", "c"}, 70), ({"a", "c"}, 1000)]
+    assert [(node.pinned_ids, node.budget_bytes) for node in nodes.values()] == [("cs", 70), ("cs", 1000)]
     nodes["n1"].restart()  # what was given again is not forgotten with the second life
     await keepers.follow(["n1", "n2"])
-    assert (nodes["n1"].pinned, nodes["n1"].budget_bytes) == ({"a", "c"}, 70)
+    assert (nodes["n1"].pinned_ids, nodes["n1"].budget_bytes) == ("cs", 70)
 
 
 async def test_a_keeper_that_lives_on_is_told_nothing(keepers: NodeKeepers, nodes: dict[str, Keeper]) -> None:
     await keepers.follow(["n1", "n2"])
-    await keepers.pin(["a"], True)
+    for _ in range(2):
+        await keepers.pin("one", True)
     before = [node.num_told for node in nodes.values()]
     nodes["n1"].budget_bytes = 70
     for _ in range(3):
@@ -138,20 +160,82 @@ async def test_a_keeper_that_lives_on_is_told_nothing(keepers: NodeKeepers, node
     assert nodes["n1"].budget_bytes == 70
 
 
-async def test_what_was_pinned_while_a_keeper_was_away_or_in_another_life_of_the_registry_holds_on_every_node(
-    keepers: NodeKeepers, nodes: dict[str, Keeper]
-) -> None:
-    nodes["n1"].extents = [SimpleNamespace(id="old", pinned=True), SimpleNamespace(id="loose", pinned=False)]
+async def test_unpinning_one_model_leaves_what_another_one_pins(keepers: NodeKeepers, nodes: dict[str, Keeper]) -> None:
     await keepers.follow(["n1"])
+    seen = []
+    for model, pinned in (("one", True), ("two", True), ("one", False), ("two", False), ("two", False)):
+        await keepers.pin(model, pinned)
+        seen.append(nodes["n1"].pinned_ids)
+    assert seen == ["abs", "abcs", "cs", "", ""]
+
+
+async def test_a_pin_follows_its_model_to_the_next_version_and_lets_go_of_the_one_before(
+    keepers: NodeKeepers, nodes: dict[str, Keeper], models: dict[str, tuple[str, ...]]
+) -> None:
+    await keepers.follow(["n1"])
+    await keepers.pin("one", True)
+    models["one"] = ("b", "new")
+    await keepers.follow(["n1"])
+    assert nodes["n1"].pinned_ids == "".join(sorted(("b", "new")))
+    await keepers.pin("one", False)
+    assert nodes["n1"].pinned_ids == ""
+
+
+async def test_what_was_pinned_while_a_keeper_was_away_or_in_another_life_of_the_registry_holds_on_every_node(
+    start: Callable[[], NodeKeepers], nodes: dict[str, Keeper], models: dict[str, tuple[str, ...]]
+) -> None:
+    before = start()
+    await before.follow(["n1"])  # n2 joins later
+    await before.pin("one", True)
+    known = dict(models)
+    models.clear()  # the next life has not looked at its models yet
+    keepers = start()
+    await keepers.follow(["n1", "n2"])
+    assert [node.pinned_ids for node in nodes.values()] == ["abs", ""]
+    models |= known
     nodes["n1"].reachable = False
-    await keepers.pin(["new"], True)
+    failed = (await keepers.pin("two", True))["n1"]
+    assert isinstance(failed, ConnectionError)
     nodes["n1"].restart()
     keepers.get("n2")
     await keepers.follow(["n1", "n2"])
-    assert (nodes["n1"].pinned, nodes["n2"].pinned) == (set(), {"old", "new"})  # it is not back yet
+    assert [node.pinned_ids for node in nodes.values()] == ["", "abcs"]  # it is not back yet
     nodes["n1"].reachable = True
     await keepers.follow(["n1", "n2"])
-    assert nodes["n1"].pinned == {"old", "new"}
+    assert nodes["n1"].pinned_ids == "abcs"
+
+
+async def test_a_pin_that_comes_before_the_keepers_were_looked_at_costs_none_of_theirs(
+    start: Callable[[], NodeKeepers], nodes: dict[str, Keeper]
+) -> None:
+    before = start()
+    await before.follow(["n1"])
+    await before.pin("one", True)
+    keepers = start()
+    await keepers.pin("two", True)
+    assert nodes["n1"].pinned_ids == "abcs"
+
+
+async def test_of_two_changes_at_once_the_last_one_holds(keepers: NodeKeepers, nodes: dict[str, Keeper]) -> None:
+    await keepers.follow(["n1"])
+    tell, first, go_on = nodes["n1"]._pin, asyncio.Event(), asyncio.Event()
+
+    class Slow:
+        @staticmethod
+        async def remote(extents_of: Any) -> None:
+            first.set()
+            await go_on.wait()
+            tell(extents_of)
+
+    real, nodes["n1"].pin = nodes["n1"].pin, Slow()
+    pinning = asyncio.ensure_future(keepers.pin("one", True))
+    await first.wait()
+    nodes["n1"].pin = real
+    unpinning = asyncio.ensure_future(keepers.pin("one", False))
+    await asyncio.sleep(0)
+    go_on.set()
+    await asyncio.gather(pinning, unpinning)
+    assert nodes["n1"].pinned_ids == ""
 
 
 async def test_nobody_waits_for_what_a_restarted_keeper_was_loading(

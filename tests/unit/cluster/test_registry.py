@@ -7,6 +7,7 @@ import json
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import boto3
@@ -15,11 +16,12 @@ import pytest
 from moto.server import ThreadedMotoServer
 from safetensors.numpy import save_file
 
-from cluster.errors import ModelUnavailable
+from cluster.errors import ModelUnavailable, ModelUnknown
 from cluster.peers.extent_sources import ComingOffer, PeerOffer
 from cluster.registry import WeightRegistry
 from configs.cluster import ClusterConfig
 from configs.merging import MergeConfig
+from configs.model import ModelConfig
 
 
 @pytest.fixture
@@ -134,3 +136,30 @@ async def test_it_remembers_how_text_encoders_merge(tmp_path: Path, checkpoint: 
     assert await models.encoder_merging() is None
     await models.set_encoder_merging(merging := MergeConfig(max_batch_size=3))
     assert await models.encoder_merging() == merging
+
+
+async def test_a_pin_ends_with_its_model(tmp_path: Path, checkpoint: Path) -> None:
+    models = await registry(tmp_path, checkpoint, "http://127.0.0.1:1")
+    told: list[dict[str, tuple[str, ...]]] = []
+
+    async def answer(found: Any) -> Any:
+        return found
+
+    async def pin(extents_of: dict[str, tuple[str, ...]]) -> None:
+        told.append(extents_of)
+
+    methods = {
+        "stats": lambda: answer(SimpleNamespace(generation="1", budget_bytes=1, address=None, num_holders=1)),
+        "residents": lambda: answer([]),
+        "pins": lambda: answer({}),
+        "pin": pin,
+    }
+    handle = SimpleNamespace(**{name: SimpleNamespace(remote=method) for name, method in methods.items()})
+    models._keepers._handles["n1"] = handle  # type: ignore[index]
+    await models.register(ModelConfig(id="more", path=checkpoint))
+    assert await models.pin("near") == await models.pin("more") == {"n1": ""}
+    shared = tuple((await models.manifest("near")).extents)
+    await models.unregister("more")
+    assert told == [{"near": shared}, {"near": shared, "more": shared}, {"near": shared}]
+    with pytest.raises(ModelUnknown, match="more"):
+        await models.pin("more", False)

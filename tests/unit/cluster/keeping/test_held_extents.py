@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from unit.cluster.counting import operations
 
 from cluster.keeping.held_extents import OVERTAKE_S, Claim, HeldExtents
 from cluster.keeping.residents import Held
@@ -356,3 +357,112 @@ def test_shedding_frees_at_least_so_much_of_what_may_go(held: HeldExtents) -> No
     give(held, "ab", "v")
     assert held.shed(150)
     assert resident(held) == "c"
+
+
+def test_what_is_mapped_beside_what_is_here_counts_until_it_is_given_back(held: HeldExtents) -> None:
+    acquire(held, "a", "v")
+    assert not held.adopt(copy_of("a", "another"), "w", 2)
+    assert held.bytes_by_holder() == {"v": 100, "w": 100}
+    with pytest.raises(BudgetExceeded):
+        _impatient(held).claim(extents("bc"), "x")
+    acquire(held, "a", "w")
+    give(held, "a", "w")
+    give(held, "a", "w")  # both of the copy that it came with
+    assert held.bytes_by_holder() == {"v": 100, "w": 100}
+    assert acquire(held, "bc", "x")
+    assert resident(held) == "abc"
+
+
+def test_the_dead_get_leases_again_when_they_are_heard_of(held: HeldExtents) -> None:
+    life = held.greet("v")
+    assert held.claim([], "v").life == held.life("v") == life
+    held.end_holder("v")
+    assert held.claim([], "v").life == held.life("v") == 0
+    assert held.greet("v") == held.life("v") != life
+    acquire(held, "a", "v")
+    held.release(["a"], "v", life)  # of before
+    assert held.bytes_by_holder() == {"v": 100}
+    held.release(["a"], "v", held.life("v"))
+    assert held.bytes_by_holder() == {}
+    assert held.greet("v") == held.life("v")
+
+
+def test_half_of_a_claim_that_fails_leaves_the_other_half_to_others(held: HeldExtents) -> None:
+    first = held.claim(extents("abc"), "v")
+    second = held.claim(extents("a"), "w")
+    held.failed("b", ExtentCorrupt("other bytes"))
+    with pytest.raises(ExtentCorrupt):
+        held.settle(Claim(first.entries[1:], (), first.life), "v")
+    held.give_back(Claim(first.entries[:1], (), first.life), "v")
+    for id_ in "ac":
+        held.loaded(id_, f"ref-{id_}", np.zeros(100, np.uint8), "storage")
+    held.give_back(first, "v")  # once more than it has: nobody else's goes
+    assert held.settle(second, "w") == {"a": "ref-a"}
+    assert held.bytes_by_holder() == {"w": 100}
+
+
+def filled(num_extents: int, num_leased: int = 50) -> HeldExtents:
+    """Full, with some leased, some pinned, and the rest used a while ago."""
+    clock = Clock()
+    held = HeldExtents(100 * num_extents, clock=clock, max_wait_s=0.0)
+    ids = [str(number) for number in range(num_extents)]
+    for start in range(0, num_extents, 100):
+        claim = held.claim([extent(id_) for id_ in ids[start : start + 100]], f"holder {start}")
+        load(held, claim)
+        held.settle(claim, f"holder {start}")
+        held.release(ids[start : start + 100], f"holder {start}")
+        clock.now_s += 1.0
+    for id_ in ids[:num_leased]:
+        acquire_one(held, id_, "v")
+    held.pin(ids[num_leased : 2 * num_leased])
+    clock.now_s += 3600.0
+    return held
+
+
+def acquire_one(held: HeldExtents, id_: str, holder: str) -> None:
+    claim = held.claim([extent(id_)], holder)
+    load(held, claim)
+    held.settle(claim, holder)
+
+
+def make_room(held: HeldExtents) -> None:
+    claim = held.claim([extent(f"new-{number}") for number in range(20)], "w")
+    assert len(claim.to_load) == 20
+    load(held, claim)
+
+
+def refuse(held: HeldExtents) -> None:
+    held.pin([])
+    with pytest.raises(BudgetExceeded, match="bytes are missing"):
+        held.claim([extent("huge", 10**9)], "w")
+
+
+WORK: dict[str, Callable[[HeldExtents], object]] = {
+    "a release": lambda held: held.release(["3"], "v"),
+    "a release of many": lambda held: held.release([str(number) for number in range(20)], "v"),
+    "an unknown release": lambda held: held.release(["unknown"], "stranger"),
+    "what is here": lambda held: acquire_one(held, "200", "w"),
+    "what needs room": make_room,
+    "a refusal": refuse,
+    "a prefetch": lambda held: held.prefetch([extent(f"next-{number}") for number in range(20)]),
+    "a death": lambda held: held.end_holder("v"),
+    "a sign of life": lambda held: (held.greet("v"), held.wanted_bytes),
+    "figures": lambda held: (held.totals(), held.bytes_by_holder(), held.num_waiting),
+    "who has what": lambda held: held.holders_text(),
+    "a drop": lambda held: held.drop(["3", "60", "200"]),
+    "what is here of some": lambda held: held.residents(["3", "60", "200", "unknown"]),
+    "a smaller budget": lambda held: held.set_budget(held.budget_bytes - 1000),
+    "a larger budget": lambda held: held.set_budget(held.budget_bytes + 1000),
+    "shedding": lambda held: held.shed(1000),
+    "a condemned copy": lambda held: held.condemn("3", held.held("3").view),  # type: ignore[union-attr]
+    "a pin": lambda held: held.pin([str(number) for number in range(50, 99)]),
+}
+
+
+@pytest.mark.parametrize("what", WORK)
+def test_what_it_costs_does_not_grow_with_what_is_here(what: str) -> None:
+    counts = []
+    for size in (300, 3000):
+        held = filled(size)
+        counts.append(operations(lambda held=held: WORK[what](held)))
+    assert counts[1] < 1.5 * counts[0] + 50, f"{counts[0]} steps beside 300 extents, {counts[1]} beside 3000"

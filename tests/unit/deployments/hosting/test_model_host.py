@@ -621,6 +621,53 @@ async def test_what_is_pinned_stays_and_cannot_be_too_much() -> None:
     assert "c" not in host.provider.leased
 
 
+async def test_what_two_pinned_models_share_stays_until_neither_is() -> None:
+    host = Host(200)
+    for model in ("a", "b"):
+        await host.pin(model, lambda _: True)
+        await host.use(model)
+    host.unpin("a")
+    host.give_way(1000)
+    assert host.provider.leased == {"b", "shared"}
+    host.unpin("b")
+    host.give_way(1000)
+    assert host.provider.leased == set()
+
+
+async def test_a_pin_follows_its_model_to_the_next_version() -> None:
+    host = Host(200)
+    host.manifests_of = {("a", None): version("a", "v1", "a")}
+    host.manifests_of |= {("a", v): version("a", v, weights) for v, weights in (("v1", "a"), ("v2", "b"))}
+    await host.pin("a", lambda _: True)
+    async with host.lease("a", lambda _: True, version="v1"):
+        pass
+    host.manifests_of["a", None] = host.manifests_of["a", "v2"]
+    async with host.lease("a", lambda _: True, version="v2"):
+        await until(lambda: not host._tasks)
+    host.give_way(1000)
+    assert host.provider.leased == {"b", "shared"}
+    # A request of before the update comes late: the pin stays where it is.
+    async with host.lease("a", lambda _: True, version="v1"):
+        await until(lambda: not host._tasks)
+    host.give_way(1000)
+    assert host.provider.leased == {"b", "shared"}
+    host.unpin("a")
+    host.give_way(1000)
+    assert host.provider.leased == set()
+
+
+async def test_a_next_version_that_does_not_fit_is_not_pinned() -> None:
+    host = Host(100)
+    host.manifests_of = {("c", None): manifest("c"), ("c", "v2"): version("c", "v2", "huge")}
+    await host.pin("c", lambda _: True)
+    host.manifests_of["c", None] = host.manifests_of["c", "v2"]
+    with pytest.raises(BudgetExceeded):
+        async with host.lease("c", lambda _: True, version="v2"):
+            pass
+    await until(lambda: not host._tasks)
+    assert host.describe()["pinned_models"] == []
+
+
 async def test_prefetch_builds_into_free_room_only() -> None:
     host = Host(100)
     await host.prefetch("c", lambda _: True)
@@ -728,6 +775,7 @@ async def test_the_description_says_what_is_here_and_why() -> None:
         "leases": 1,
         "pinned": False,
         "ready": True,
+        "condemned": False,
     }
     switch = shown["last_switches"]["b"]
     assert (switch["host_bytes"], switch["device_bytes"], switch["reused_bytes"]) == (60, 0, 30)

@@ -150,7 +150,9 @@ def problem(response: httpx.Response) -> tuple[int, str, str | None]:
     return response.status_code, error["code"], error["param"]
 
 
-async def test_a_model_is_registered_listed_replaced_and_removed(http: httpx.AsyncClient, registry: Registry) -> None:
+async def test_a_model_is_registered_listed_replaced_and_removed(
+    http: httpx.AsyncClient, registry: Registry, worker: Replicas
+) -> None:
     made = await http.post("/admin/models", json={"id": "new", "path": "/one", "description": "adds"})
     assert (made.status_code, made.json()["state"], made.json()["description"]) == (201, "ready", "adds")
     assert (await http.get("/v1/models/new")).json() == made.json()
@@ -163,6 +165,7 @@ async def test_a_model_is_registered_listed_replaced_and_removed(http: httpx.Asy
     removed = await http.delete("/admin/models/new", params={"purge": "true"})
     assert (removed.status_code, removed.json()) == (200, {"id": "new", "deleted": True, "orphans": []})
     assert registry.calls == [("unregister", "new", True)]
+    assert worker.calls == [("unpin", "new")]  # pins end with the model
     assert problem(await http.delete("/admin/models/new")) == (404, "model_not_found", "model")
 
 
