@@ -95,6 +95,20 @@ def test_whose_process_cannot_be_seen_is_dead_after_a_time_of_silence(watched: W
     assert sorted(watched.found_dead(101.0)) == ["elsewhere", "gone", "unknown"]
 
 
+def test_time_in_which_the_watch_stood_still_is_nobodys_silence() -> None:
+    """Its process was stopped, and those who gave signs of life meanwhile were not heard."""
+    now_s, dead = [0.0], []
+    watch = HolderWatch(dead.append, interval_s=NEVER_S, silence_s=60, clock=lambda: now_s[0])
+    watch.heard("elsewhere")
+    watch._interval_s = 1.0
+    for seconds, expected in ((30.0, []), (1000.0, []), (1.0, []), *((1.0, []),) * 20, *((5.0, None),) * 12):
+        now_s[0] += seconds
+        watch.check()
+        assert expected is None or dead == expected
+    assert dead == ["elsewhere"]
+    watch.close()
+
+
 def test_a_clock_that_was_set_a_little_makes_nobody_invisible(watched: Watched) -> None:
     mine = HolderProcess.this()
     watched.watch.heard("a", mine._replace(started_s=mine.started_s + 1.0))
