@@ -13,7 +13,7 @@ from ray.exceptions import ActorDiedError, RayTaskError
 
 from cluster.errors import KeeperFailed
 from cluster.node_keepers import FIRST_PAUSE_S, IDLE_S, LONGEST_PAUSE_S, NodeKeepers
-from cluster.peers.extent_sources import ComingOffer
+from cluster.peers.fetch_queue import Question
 
 DEFAULT_BUDGET_BYTES = 1000
 
@@ -158,15 +158,14 @@ async def test_nobody_waits_for_what_a_restarted_keeper_was_loading(
     keepers: NodeKeepers, nodes: dict[str, Keeper]
 ) -> None:
     await keepers.follow(["n1", "n2"])
-    assert keepers.locate(["a", "b"], "n1") == {}
+    question = Question(("a", "b"), max_claims=4)
+    assert keepers.locate("n1", question, 0).claimed == ("a", "b")
     await keepers.follow(["n1", "n2"])
-    (waiting,) = keepers.locate(["a"], "n2")["a"]
-    assert (type(waiting), waiting.node) == (ComingOffer, "n1")  # the same life: still loading
+    assert keepers.locate("n2", question, 0).reading == {"a": "n1", "b": "n1"}  # the same life: still loading
     nodes["n1"].restart()
     await keepers.follow(["n1", "n2"])
-    assert keepers.locate(["a", "b"], "n2") == {}
-    (waiting,) = keepers.locate(["b"], "n1")["b"]
-    assert waiting.node == "n2"
+    assert keepers.locate("n2", question, 0).claimed == ("a", "b")
+    assert keepers.locate("n1", question, 0).reading == {"a": "n2", "b": "n2"}
 
 
 async def test_a_node_that_left_is_a_new_one_when_it_comes_back(keepers: NodeKeepers, nodes: dict[str, Keeper]) -> None:
