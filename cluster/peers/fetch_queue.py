@@ -99,6 +99,7 @@ class FetchQueue:
         self._lost: dict[str, None] = {}  # all who are said to have it have failed
         self._fetching: set[str] = set()
         self._reading: set[str] = set()
+        self._refused_s: dict[str, float] = {}  # by id: since when peers that have it do not give it
         self._num_at_start: dict[str, int] = {}  # of those: how many there were when it began
         self._is_asking = False
         self._has_gained = True
@@ -150,6 +151,7 @@ class FetchQueue:
     def refused(self, id_: str, fetched: Fetched, now_s: float) -> None:
         """Nobody gave it: it is wanted still."""
         self._learn(id_, fetched, now_s)
+        self._refused_s.setdefault(id_, now_s)
         (self._waiting if fetched.busy else self._unknown)[id_] = None
 
     def read(self, id_: str, seconds: float | None, now_s: float) -> None:
@@ -184,7 +186,7 @@ class FetchQueue:
     def _ask(self, now_s: float) -> Ask | None:
         is_due = now_s >= self._ask_at_s
         insist = next(iter(self._lost), None)
-        if insist is None and is_due and self._waiting:
+        if insist is None and is_due:
             insist = self._starved(now_s)
         ids = itertools.islice(itertools.chain(self._unknown, self._waiting if is_due else ()), WINDOW)
         wanted = tuple(dict.fromkeys([*([insist] if insist else ()), *ids]))
@@ -194,9 +196,12 @@ class FetchQueue:
         return Ask(Question(wanted, self._max_claims, insist))
 
     def _starved(self, now_s: float) -> str | None:
-        """One of those that were waited for too long."""
-        id_ = self._chance.choice(tuple(self._waiting))
-        return id_ if now_s - self._gained_s > patience_s(self._extents[id_].nbytes, self.storage) else None
+        """One that peers have and do not give, for so long that nothing else came either."""
+        for id_, refused_s in self._refused_s.items():
+            if id_ in self._waiting:
+                is_over = now_s - max(refused_s, self._gained_s) > patience_s(self._extents[id_].nbytes, self.storage)
+                return id_ if is_over else None
+        return None
 
     def _read(self, id_: str) -> Read:
         self._mine.pop(id_, None)
@@ -238,6 +243,7 @@ class FetchQueue:
 
     def _gain(self, id_: str, now_s: float) -> None:
         del self._extents[id_]
+        self._refused_s.pop(id_, None)
         self._has_gained = True
         self._gained_s = now_s
 

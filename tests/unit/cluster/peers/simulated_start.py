@@ -130,7 +130,7 @@ class SimulatedStart:
         heapq.heappush(self._events, (time_s, next(self._order), action))
 
     def run(self, max_s: float = 10_000.0) -> None:
-        while any(node.is_alive and node.wanted and node.done_s is None for node in self.nodes.values()):
+        while self._is_anybody_waiting():
             assert self._events, "nobody does anything any more"
             self.now_s, _, action = heapq.heappop(self._events)
             assert self.now_s < max_s
@@ -145,6 +145,9 @@ class SimulatedStart:
             self._end(flow)
             self._failed(flow)
         self.at(self.now_s + FORGET_DEAD_S, lambda: self.directory.forget(node.id))
+
+    def _is_anybody_waiting(self) -> bool:
+        return any(node.is_alive and node.wanted and node.done_s is None for node in self.nodes.values())
 
     def _pump(self, node: Node) -> None:
         while node.is_alive and node.num_idle and len(node.has) < node.wanted:
