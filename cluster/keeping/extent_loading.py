@@ -77,12 +77,12 @@ class ExtentLoader:
         self._pause = pause
         self._changed = threading.Condition()
         self._queue = FetchQueue(chance or random.Random(), MAX_CLAIMS)
-        self._stages: dict[str, LoadClock] = {}
+        self._wanted: dict[str, tuple[ExtentRef, LoadClock]] = {}
 
     def expect(self, extents: Sequence[ExtentRef], stages: LoadClock) -> None:
         with self._changed:
-            self._stages.update((extent.id, stages) for extent in extents)
-            self._queue.add(extents, self._clock())
+            self._wanted.update((extent.id, (extent, stages)) for extent in extents)
+            self._queue.add({extent.id: extent.nbytes for extent in extents}, self._clock())
             self._changed.notify_all()
 
     def load_next(self, sink: Sink) -> Loaded:
@@ -92,9 +92,9 @@ class ExtentLoader:
                 case Ask():
                     self._ask(step.question)
                 case Read():
-                    return self._read(step.extent, sink)
+                    return self._read(*self._wanted[step.id], sink)
                 case Fetch():
-                    if loaded := self._fetch(step.extent, step.plan, sink):
+                    if loaded := self._fetch(*self._wanted[step.id], step.plan, sink):
                         return loaded
 
     def reload_s(self, extent: ExtentRef, source: Source) -> float | None:
@@ -120,9 +120,9 @@ class ExtentLoader:
         with self._told():
             self._queue.located(question, answer, self._clock())
 
-    def _fetch(self, extent: ExtentRef, plan: FromPeers, sink: Sink) -> Loaded | None:
+    def _fetch(self, extent: ExtentRef, stages: LoadClock, plan: FromPeers, sink: Sink) -> Loaded | None:
         """None when no peer gave it."""
-        stages, fetched = self._stages[extent.id], Fetched()
+        fetched = Fetched()
         try:
             with self._staging(extent.nbytes) as out:
                 fetched, is_here = self._fetch_into(out, extent, plan, stages)
@@ -136,7 +136,7 @@ class ExtentLoader:
         except Exception as error:
             loaded = Loaded(extent, error=error)
         with self._told():
-            del self._stages[extent.id]
+            del self._wanted[extent.id]
             self._queue.fetched(extent.id, fetched, self._clock())
         return loaded
 
@@ -157,8 +157,8 @@ class ExtentLoader:
             log("peers do not give it: %s", error)
         return Fetched(failed=list(plan.addresses)), False
 
-    def _read(self, extent: ExtentRef, sink: Sink) -> Loaded:
-        stages, put_s, read_s = self._stages[extent.id], 0.0, None
+    def _read(self, extent: ExtentRef, stages: LoadClock, sink: Sink) -> Loaded:
+        put_s, read_s = 0.0, None
 
         def timed(extent: ExtentRef, array: ByteArray) -> Any:
             nonlocal put_s
@@ -175,7 +175,7 @@ class ExtentLoader:
         except Exception as error:
             loaded = Loaded(extent, error=error)
         with self._told():
-            del self._stages[extent.id]
+            del self._wanted[extent.id]
             self._queue.read(extent.id, read_s, self._clock())
         return loaded
 

@@ -31,7 +31,6 @@ from cluster.peers.extent_sources import (
 )
 from cluster.peers.peer_protocol import PeerAddress
 from cluster.peers.transfer_slots import MAX_TRANSFERS
-from weights.manifest import ExtentRef
 
 MAX_FETCHES: Final = MAX_TRANSFERS  # at once: nodes that ask for no more than they give find a slot
 MAX_PEERS: Final = 4096  # remembered, before those of which nothing new is known are forgotten
@@ -63,13 +62,15 @@ class Located:
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    extent: ExtentRef
+    id: str
     plan: FromPeers
 
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    extent: ExtentRef
+    """From storage."""
+
+    id: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +91,7 @@ class FetchQueue:
     def __init__(self, chance: random.Random, max_claims: int) -> None:
         self._chance = chance
         self._max_claims = max_claims
-        self._extents: dict[str, ExtentRef] = {}
+        self._sizes: dict[str, int] = {}  # in bytes, by id
         # Each of these that is not on its way is in one of the following.
         self._unknown: dict[str, None] = {}
         self._offered: dict[str, Sequence[PeerOffer]] = {}
@@ -109,13 +110,14 @@ class FetchQueue:
         self.storage = BandwidthEstimate()
         self.peers: dict[PeerAddress, PeerRecord] = {}
 
-    def add(self, extents: Sequence[ExtentRef], now_s: float) -> None:
-        if not self._extents:
+    def add(self, sizes: Mapping[str, int], now_s: float) -> None:
+        """Ids of extents and their bytes."""
+        if not self._sizes:
             self._gained_s = now_s
-        start = self._chance.randrange(len(extents)) if extents else 0
-        for extent in (*extents[start:], *extents[:start]):
-            self._extents[extent.id] = extent
-            self._unknown[extent.id] = None
+        self._sizes.update(sizes)
+        ids = tuple(sizes)
+        start = self._chance.randrange(len(ids)) if ids else 0
+        self._unknown.update(dict.fromkeys(ids[start:] + ids[:start]))
 
     def next(self, now_s: float) -> Fetch | Read | Ask | Wait:
         """What somebody who has nothing to do should do now."""
@@ -158,7 +160,7 @@ class FetchQueue:
         """It came from storage, or cannot be had at all: then `seconds` is None."""
         num_sharing = self._ended(id_)
         if seconds is not None:
-            self.storage = self.storage.observe(self._extents[id_].nbytes, seconds, num_sharing)
+            self.storage = self.storage.observe(self._sizes[id_], seconds, num_sharing)
         self._gain(id_, now_s)
 
     def _from_offers(self, now_s: float) -> Fetch | Read | Wait:
@@ -167,14 +169,14 @@ class FetchQueue:
         if len(self._fetching) >= MAX_FETCHES:
             return Wait(until_s)
         for id_ in sorted(self._offered, key=lambda id_: len(self._offered[id_])):
-            offers, nbytes = self._offered[id_], self._extents[id_].nbytes
+            offers, nbytes = self._offered[id_], self._sizes[id_]
             num_sharing = max(len(self._fetching) + 1, MAX_TRANSFERS)
             choice = choose_source(nbytes, self.storage, offers, self.peers, now_s, num_sharing)
             match choice:
                 case FromPeers():
                     del self._offered[id_]
                     self._started(id_, self._fetching)
-                    return Fetch(self._extents[id_], choice)
+                    return Fetch(id_, choice)
                 case FromStorage():
                     return self._read(id_)
                 case AllBusy():
@@ -199,7 +201,7 @@ class FetchQueue:
         """One that peers have and do not give, for so long that nothing else came either."""
         for id_, refused_s in self._refused_s.items():
             if id_ in self._waiting:
-                is_over = now_s - max(refused_s, self._gained_s) > patience_s(self._extents[id_].nbytes, self.storage)
+                is_over = now_s - max(refused_s, self._gained_s) > patience_s(self._sizes[id_], self.storage)
                 return id_ if is_over else None
         return None
 
@@ -207,7 +209,7 @@ class FetchQueue:
         self._mine.pop(id_, None)
         self._offered.pop(id_, None)
         self._started(id_, self._reading)
-        return Read(self._extents[id_])
+        return Read(id_)
 
     def _is_storage_best(self, now_s: float) -> bool:
         """Clearly, and measured on both sides: then there is no reason to wait for another's copy."""
@@ -242,7 +244,7 @@ class FetchQueue:
         return (self._num_at_start.pop(id_) + num_at_end) / 2
 
     def _gain(self, id_: str, now_s: float) -> None:
-        del self._extents[id_]
+        del self._sizes[id_]
         self._refused_s.pop(id_, None)
         self._has_gained = True
         self._gained_s = now_s

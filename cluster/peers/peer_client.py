@@ -18,7 +18,7 @@ from weights.manifest import ExtentRef
 from weights.memory.pages import ByteArray
 
 GRACE_S: Final = 1.0  # of each range: TCP starts slowly, and a peer may be busy for a moment
-MIN_GBPS: Final = 0.002  # a hundred megabit per second have a few transfers at once
+MIN_GBPS: Final = 0.002  # what each of a few transfers gets of a slow link
 
 
 class FetchFailed(PeerUnavailable):

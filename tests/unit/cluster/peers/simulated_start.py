@@ -19,7 +19,6 @@ from cluster.peers.peer_client import GRACE_S, MIN_GBPS
 from cluster.peers.peer_protocol import PeerAddress
 from cluster.peers.transfer_slots import LINGER_S, MAX_TRANSFERS, TransferSlots
 from cluster.residency_map import ExtentDirectory
-from weights.manifest import ExtentRef
 
 MIB = 2**20
 QUESTION_S = 0.002  # there and back to the registry
@@ -83,10 +82,8 @@ class SimulatedStart:
     ) -> None:
         self.now_s = 0.0
         self.chance = random.Random(seed)
-        self.extents = [
-            ExtentRef(id=f"e{index}", pack="p", offset=0, nbytes=extent_bytes, checksum="0" * 32)
-            for index in range(num_extents)
-        ]
+        self.ids = [f"e{index}" for index in range(num_extents)]
+        self.extent_bytes = extent_bytes
         self.storage = storage_gbps * 1e9
         self.reading: dict[Flow, None] = {}
         self.storage_bytes = self.num_questions = self.num_located = self.num_refused = 0
@@ -106,7 +103,7 @@ class SimulatedStart:
 
     @property
     def model_bytes(self) -> int:
-        return sum(extent.nbytes for extent in self.extents)
+        return len(self.ids) * self.extent_bytes
 
     @property
     def storage_ratio(self) -> float:
@@ -122,8 +119,8 @@ class SimulatedStart:
     def want(self, nodes: Sequence[Node]) -> None:
         """All extents, now."""
         for node in nodes:
-            node.wanted = len(self.extents)
-            node.queue.add(self.extents, self.now_s)
+            node.wanted = len(self.ids)
+            node.queue.add(dict.fromkeys(self.ids, self.extent_bytes), self.now_s)
             self._pump(node)
 
     def at(self, time_s: float, action: Callable[[], None]) -> None:
@@ -155,11 +152,11 @@ class SimulatedStart:
             match step:
                 case Fetch():
                     node.num_idle -= 1
-                    self._fetch(Flow(step.extent.id, None, node, self.now_s, 0.0, step, step.plan.addresses))
+                    self._fetch(Flow(step.id, None, node, self.now_s, 0.0, step, step.plan.addresses))
                 case Read():
                     node.num_idle -= 1
-                    self.storage_bytes += step.extent.nbytes
-                    flow = Flow(step.extent.id, None, node, self.now_s, step.extent.nbytes)
+                    self.storage_bytes += self.extent_bytes
+                    flow = Flow(step.id, None, node, self.now_s, self.extent_bytes)
                     self._begin(flow)
                     self.at(self.now_s + RENEW_S, lambda flow=flow: self._renew(flow))
                 case Ask():
@@ -196,12 +193,12 @@ class SimulatedStart:
             number = next(self._order)
             if not source.is_alive or flow.id not in source.has:
                 flow.tried.failed.append(address)
-            elif not source.slots.begin(number, flow.fetch.extent.nbytes):
+            elif not source.slots.begin(number, self.extent_bytes):
                 flow.tried.busy.append(address)
                 self.num_refused += 1
             else:
                 flow.source, flow.number, flow.others = source, number, flow.others[place + 1 :]
-                flow.start_s, flow.left_bytes = self.now_s, flow.fetch.extent.nbytes
+                flow.start_s, flow.left_bytes = self.now_s, self.extent_bytes
                 self._begin(flow)
                 self.at(self.now_s + GRACE_S, lambda number=number: self._check(flow, number))
                 return
@@ -219,7 +216,7 @@ class SimulatedStart:
         assert flow.fetch is not None
         self._advance(flow)
         min_bytes_per_s = max(flow.fetch.plan.min_gbps, MIN_GBPS) * 1e9
-        if flow.fetch.extent.nbytes - flow.left_bytes < min_bytes_per_s * (self.now_s - flow.start_s):
+        if self.extent_bytes - flow.left_bytes < min_bytes_per_s * (self.now_s - flow.start_s):
             self._end(flow)
             self._failed(flow)
         else:
@@ -240,7 +237,7 @@ class SimulatedStart:
         del flow.target.into[flow]
         del (flow.source.out if flow.source else self.reading)[flow]
         if flow.source:
-            flow.source.slots.end(flow.number, 0 if flow.left_bytes > 1 else flow.fetch.extent.nbytes)  # type: ignore[union-attr]
+            flow.source.slots.end(flow.number, 0 if flow.left_bytes > 1 else self.extent_bytes)
         self._change_rates(flow)
 
     def _change_rates(self, flow: Flow) -> None:
@@ -271,7 +268,7 @@ class SimulatedStart:
         node.num_idle += 1
         seconds = self.now_s - flow.start_s
         if flow.source and flow.fetch:
-            flow.tried.shares.append(PeerShare(flow.source.address, flow.fetch.extent.nbytes, seconds, load))
+            flow.tried.shares.append(PeerShare(flow.source.address, self.extent_bytes, seconds, load))
             node.queue.fetched(flow.id, flow.tried, self.now_s)
         else:
             node.queue.read(flow.id, seconds, self.now_s)

@@ -25,11 +25,11 @@ def started(num_nodes: int, num_extents: int, seed: int = 1, **options: float) -
 
 def rounds(cluster: SimulatedStart) -> float:
     """Until the last node has everything, in units of one extent over an idle link."""
-    return cluster.finish_s / (cluster.extents[0].nbytes / cluster.node(0).down)
+    return cluster.finish_s / (cluster.extent_bytes / cluster.node(0).down)
 
 
 def everybody_has_everything(cluster: SimulatedStart) -> bool:
-    return all(len(node.has) == len(cluster.extents) for node in cluster.nodes.values() if node.is_alive)
+    return all(len(node.has) == len(cluster.ids) for node in cluster.nodes.values() if node.is_alive)
 
 
 @functools.cache
@@ -124,7 +124,7 @@ def test_when_the_reader_of_an_extent_dies_another_takes_over_soon(seed: int) ->
     assert num_lost
     assert everybody_has_everything(cluster)
     # What the dead node had asked storage for counts as read.
-    assert cluster.storage_bytes - num_lost * cluster.extents[0].nbytes <= MAX_STORAGE_RATIO * cluster.model_bytes
+    assert cluster.storage_bytes - num_lost * cluster.extent_bytes <= MAX_STORAGE_RATIO * cluster.model_bytes
     assert cluster.finish_s < undisturbed_s(seed) + CLAIM_S + 4 * MAX_WAIT_S
 
 
@@ -135,7 +135,7 @@ def test_a_slow_disk_keeps_its_claim_and_a_very_slow_one_gets_company(slow_s: fl
 
     def slow_down() -> None:
         flow = cluster.chance.choice(list(cluster.reading))
-        flow.target.read_bytes_per_s = cluster.extents[0].nbytes / slow_s
+        flow.target.read_bytes_per_s = cluster.extent_bytes / slow_s
         slow.extend(found for found in cluster.reading if found.target is flow.target)
         cluster._change_rates(flow)
 
@@ -143,7 +143,7 @@ def test_a_slow_disk_keeps_its_claim_and_a_very_slow_one_gets_company(slow_s: fl
     cluster.run()
     others = [node.done_s or math.inf for node in cluster.nodes.values() if node is not slow[0].target]
     assert max(others) < min(slow_s, SLOW_S) + undisturbed_s(0)
-    assert cluster.storage_bytes == cluster.model_bytes + num_more * sum(cluster.extents[0].nbytes for _ in slow)
+    assert cluster.storage_bytes == cluster.model_bytes + num_more * len(slow) * cluster.extent_bytes
 
 
 def test_nodes_that_join_late_take_nothing_from_storage() -> None:
@@ -154,7 +154,7 @@ def test_nodes_that_join_late_take_nothing_from_storage() -> None:
     cluster.at(1.0, lambda: cluster.want(late))
     cluster.at(20.0, lambda: cluster.want(latest))
     for node in late + latest:
-        node.wanted = len(cluster.extents)  # so that the run goes on until they have it
+        node.wanted = len(cluster.ids)  # so that the run goes on until they have it
     cluster.run()
     assert everybody_has_everything(cluster)
     assert cluster.storage_ratio <= MAX_STORAGE_RATIO

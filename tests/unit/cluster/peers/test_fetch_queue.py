@@ -30,19 +30,14 @@ from cluster.peers.fetch_queue import (
     Wait,
 )
 from cluster.peers.peer_protocol import PeerAddress
-from weights.manifest import ExtentRef
 
 NBYTES = 10**8
 
 
 def queue(*ids: str, now_s: float = 0.0) -> FetchQueue:
     found = FetchQueue(random.Random(1), max_claims=8)
-    found.add([extent(id_) for id_ in ids], now_s)
+    found.add(dict.fromkeys(ids, NBYTES), now_s)
     return found
-
-
-def extent(id_: str) -> ExtentRef:
-    return ExtentRef(id=id_, pack="p", offset=0, nbytes=NBYTES, checksum="0" * 32)
 
 
 def at(node: str) -> PeerAddress:
@@ -63,7 +58,7 @@ def ask(found: FetchQueue, answer: Located | None, now_s: float = 0.0) -> Questi
 
 def step_id(step: object) -> str:
     assert isinstance(step, Fetch | Read)
-    return step.extent.id
+    return step.id
 
 
 def test_what_nobody_knows_of_is_asked_for_once_and_others_wait_for_the_answer() -> None:
@@ -81,7 +76,7 @@ def test_every_node_begins_elsewhere() -> None:
     begun = set()
     for seed in range(50):
         found = FetchQueue(random.Random(seed), 1)
-        found.add([extent(id_) for id_ in ids], 0.0)
+        found.add(dict.fromkeys(ids, NBYTES), 0.0)
         step = found.next(0.0)
         assert isinstance(step, Ask)
         begun.add(step.question.ids[0])
@@ -138,7 +133,7 @@ def test_a_busy_peer_is_left_alone_for_a_moment_and_asked_again_while_another_ex
     found.refused("a", Fetched(busy=[at("x")]), 0.0)
     step = found.next(0.0)
     assert isinstance(step, Fetch)
-    assert (step.extent.id, step.plan.addresses) == ("b", (at("y"),))
+    assert (step.id, step.plan.addresses) == ("b", (at("y"),))
     wait = found.next(0.0)
     assert isinstance(wait, Wait)
     assert ask(found, Located(offers={"a": offers("x")}), wait.until_s).insist is None
@@ -213,9 +208,9 @@ def test_what_is_known_of_peers_does_not_grow_for_ever() -> None:
     found = FetchQueue(random.Random(1), 8)
     for number in range(3 * MAX_PEERS):
         now_s = number * 0.1
-        found.add([extent("a")], now_s)
+        found.add({"a": NBYTES}, now_s)
         ask(found, Located(offers={"a": [PeerOffer(PeerAddress("10.0.0.1", number), "x")]}), now_s)
         assert step_id(found.next(now_s)) == "a"
         found.fetched("a", Fetched([PeerShare(PeerAddress("10.0.0.1", number), NBYTES, 0.1)]), now_s)
     assert len(found.peers) <= MAX_PEERS + 1
-    assert not found._extents
+    assert not found._sizes

@@ -476,7 +476,11 @@ class TestFailures:
                 connection.sendall(b"x")
                 assert select.select([connection], [], [], 0.01)[0] == [] or not connection.recv(1)
 
-        slow, client, out = scripted(trickle), connect(grace_s=0.1, timeout_s=WAIT_S), np.empty_like(data)
+        slow, client, out = (
+            scripted(trickle),
+            connect(grace_s=0.1, timeout_s=WAIT_S, min_gbps=0.02),
+            np.empty_like(data),
+        )
         start_s = time.monotonic()
         with pytest.raises(PeerUnavailable, match=f"peer {slow}: too slow: .*expected 5.000 MB/s per connection"):
             client.fetch([slow], extent_of(data), out)
