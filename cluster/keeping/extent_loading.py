@@ -25,7 +25,7 @@ from weights.reading.extents import ExtentReader
 Sink = Callable[[ExtentRef, ByteArray], Any]
 Pause = Callable[[threading.Condition, float], object]
 
-MAX_CLAIMS: Final = 8  # extents that one question may get this node to read
+MAX_CLAIMS: Final = 16  # extents that one question may get this node to read: a node that is alone asks seldom
 LOOK_AGAIN_S: Final = 1.0  # even when nothing has changed
 
 logger = logging.getLogger("atelier.keeper")

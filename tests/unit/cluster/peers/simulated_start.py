@@ -12,6 +12,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from cluster.keeping.extent_loading import MAX_CLAIMS
 from cluster.keeping.loading_claims import RENEW_S, LoadingClaims
 from cluster.peers.extent_sources import Fetched, PeerShare
 from cluster.peers.fetch_queue import Ask, Fetch, FetchQueue, Read
@@ -95,7 +96,7 @@ class SimulatedStart:
         self.nodes: dict[PeerAddress, Node] = {}
         for index in range(num_nodes):
             address = PeerAddress("10.0.0.1", index)
-            queue = FetchQueue(random.Random(self.chance.random()), num_threads)
+            queue = FetchQueue(random.Random(self.chance.random()), MAX_CLAIMS)
             slots = TransferSlots(max_transfers, LINGER_S, clock)
             link = link_gbps * 1e9
             self.nodes[address] = Node(f"n{index}", address, queue, slots, link, link, float("inf"), num_threads)
