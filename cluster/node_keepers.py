@@ -202,7 +202,7 @@ class NodeKeepers:
         """What a keeper has got and given up; `full`: it has exactly `added`. `address` is host:port of its server."""
         self._residency.report(node_id, _parsed(address), added, removed, full=full, load=load)
 
-    def locate(self, node_id: str, question: Question, load: int) -> Located:
+    def locate(self, node_id: str, question: Question, load: int = 0) -> Located:
         """See `ExtentDirectory.locate`."""
         return self._residency.locate(node_id, question, load)
 

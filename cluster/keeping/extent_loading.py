@@ -76,7 +76,7 @@ class ExtentLoader:
         self._clock = clock
         self._pause = pause
         self._changed = threading.Condition()
-        self._queue = FetchQueue(chance or random.Random(), MAX_CLAIMS)
+        self._queue = FetchQueue(chance or random.Random(), MAX_CLAIMS, is_alone=peers is None)
         self._wanted: dict[str, tuple[ExtentRef, LoadClock]] = {}
 
     def expect(self, extents: Sequence[ExtentRef], stages: LoadClock) -> None:
@@ -85,10 +85,13 @@ class ExtentLoader:
             self._queue.add({extent.id: extent.nbytes for extent in extents}, self._clock())
             self._changed.notify_all()
 
-    def load_next(self, sink: Sink) -> Loaded:
-        """The extent that can be had first. Errors of ExtentReader.load and of the sink are in the answer."""
-        while True:
-            match step := self._next():
+    def load_next(self, sink: Sink) -> Loaded | None:
+        """The extent that can be had first; None when others are at the last ones.
+
+        Errors of ExtentReader.load and of the sink are in the answer.
+        """
+        while step := self._next():
+            match step:
                 case Ask():
                     self._ask(step.question)
                 case Read():
@@ -96,19 +99,28 @@ class ExtentLoader:
                 case Fetch():
                     if loaded := self._fetch(*self._wanted[step.id], step.plan, sink):
                         return loaded
+        return None
 
-    def reload_s(self, extent: ExtentRef, source: Source) -> float | None:
-        """What it would take to get it again, alone; None when nothing is measured. A peer gives once more."""
-        with self._changed:
-            peers = [record.bandwidth.gbps or 0.0 for record in self._queue.peers.values()] if source == "peer" else []
-            gbps = max([self._queue.storage.gbps or 0.0, *peers])
-        return extent.nbytes / (gbps * 1e9) if gbps else None
+    def withdraw(self) -> ExtentRef | None:
+        """One that nobody has begun is wanted no longer: there is no thread for it."""
+        with self._told():
+            id_ = self._queue.withdraw()
+            return self._wanted.pop(id_)[0] if id_ else None
 
-    def _next(self) -> Ask | Read | Fetch:
+    def reload_rate(self, source: Source) -> float | None:
+        """Seconds that a byte would take to get again, alone; None when nothing is measured. A peer gives once more."""
         with self._changed:
-            while isinstance(step := self._queue.next(now_s := self._clock()), Wait):
+            gbps = max(self._queue.storage.gbps or 0.0, self._queue.best_peer_gbps if source == "peer" else 0.0)
+        return 1 / (gbps * 1e9) if gbps else None
+
+    def _next(self) -> Ask | Read | Fetch | None:
+        with self._changed:
+            while self._queue.num_waiting:
+                step = self._queue.next(now_s := self._clock())
+                if not isinstance(step, Wait):
+                    return step
                 self._pause(self._changed, min(step.until_s - now_s, LOOK_AGAIN_S))
-            return step
+            return None
 
     def _ask(self, question: Question) -> None:
         answer: Located | None = None

@@ -86,11 +86,15 @@ class Wait:
 
 
 class FetchQueue:
-    """Not thread-safe. Every extent that `next` gives out must be told of: `fetched`, `refused` or `read`."""
+    """Not thread-safe. Every extent that `next` gives out must be told of: `fetched`, `refused` or `read`.
 
-    def __init__(self, chance: random.Random, max_claims: int) -> None:
+    `is_alone`: there are no peers, and extents come in the order in which they were wanted.
+    """
+
+    def __init__(self, chance: random.Random, max_claims: int, *, is_alone: bool = False) -> None:
         self._chance = chance
         self._max_claims = max_claims
+        self._is_alone = is_alone
         self._sizes: dict[str, int] = {}  # in bytes, by id
         # Each of these that is not on its way is in one of the following.
         self._unknown: dict[str, None] = {}
@@ -109,6 +113,7 @@ class FetchQueue:
         self._gained_s = -math.inf
         self.storage = BandwidthEstimate()
         self.peers: dict[PeerAddress, PeerRecord] = {}
+        self.best_peer_gbps = 0.0  # of all that were measured
 
     def add(self, sizes: Mapping[str, int], now_s: float) -> None:
         """Ids of extents and their bytes."""
@@ -116,8 +121,24 @@ class FetchQueue:
             self._gained_s = now_s
         self._sizes.update(sizes)
         ids = tuple(sizes)
-        start = self._chance.randrange(len(ids)) if ids else 0
+        start = self._chance.randrange(len(ids)) if ids and not self._is_alone else 0
         self._unknown.update(dict.fromkeys(ids[start:] + ids[:start]))
+
+    @property
+    def num_waiting(self) -> int:
+        """Those that nobody is getting just now."""
+        return len(self._sizes) - len(self._fetching) - len(self._reading)
+
+    def withdraw(self) -> str | None:
+        """One that nobody is getting is not wanted any more; None when there is none."""
+        for state in (self._unknown, self._waiting, self._lost, self._offered, self._mine):
+            if state:
+                id_ = next(iter(state))
+                state.pop(id_)
+                self._refused_s.pop(id_, None)
+                del self._sizes[id_]
+                return id_
+        return None
 
     def next(self, now_s: float) -> Fetch | Read | Ask | Wait:
         """What somebody who has nothing to do should do now."""
@@ -228,9 +249,9 @@ class FetchQueue:
         for address in fetched.busy:
             until_s = now_s + ask_again_s(0, self._chance.random())
             self.peers[address] = self.peers.get(address, PeerRecord()).busy(until_s)
-
         if len(self.peers) > MAX_PEERS:
             self.peers = {address: record for address, record in self.peers.items() if record.is_recent(now_s)}
+        self.best_peer_gbps = max((record.bandwidth.gbps or 0.0 for record in self.peers.values()), default=0.0)
 
     def _started(self, id_: str, kind: set[str]) -> None:
         kind.add(id_)

@@ -197,7 +197,7 @@ async def test_a_keeper_ends_a_while_after_the_last_replica_of_its_node(
     done.now_s += 0.2 * IDLE_S
     await keepers.follow(["n1", "n2"], running=["n1", "n2"])
     assert (done.killed, set(keepers.handles())) == ([nodes["n1"]], {"n2"})
-    assert keepers.locate(["a"], "n2") == {}  # nobody is sent to it
+    assert keepers.locate("n2", Question(("a",), max_claims=0)).offers == {}  # nobody is sent to it
     assert keepers.get("n1") is nodes["n1"]
     await keepers.follow(["n1", "n2"])
     assert set(keepers.handles()) == {"n1", "n2"}

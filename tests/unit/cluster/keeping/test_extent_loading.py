@@ -183,16 +183,16 @@ def test_storage_that_was_measured_to_be_clearly_faster_is_read_and_nobody_waite
     assert load(loader, extent, peers, HAS_IT)[1] == "peer"  # not measured yet, so it is tried
     assert load(loader, extent, peers, HAS_IT)[1] == "storage"
     assert load(loader, extent, peers, READS_IT)[1] == "storage"
-    assert loader.reload_s(extent, "storage") == pytest.approx(NBYTES / 4e9)
-    assert loader.reload_s(extent, "peer") == pytest.approx(NBYTES / 4e9)
+    assert loader.reload_rate("storage") == pytest.approx(1 / 4e9)
+    assert loader.reload_rate("peer") == pytest.approx(1 / 4e9)
 
 
 def test_a_peer_that_was_measured_to_be_faster_is_asked(loader, extent, reader: SlowReader, peers: FakePeers) -> None:
     reader.gbps, peers.gbps = 1.0, 2.0
     sources = [load(loader, extent, peers, MINE)[1], *(load(loader, extent, peers, HAS_IT)[1] for _ in range(3))]
     assert sources == ["storage", "peer", "peer", "peer"]
-    assert loader.reload_s(extent, "peer") == pytest.approx(NBYTES / 2e9)
-    assert loader.reload_s(extent, "adopted") == pytest.approx(NBYTES / 1e9)
+    assert loader.reload_rate("peer") == pytest.approx(1 / 2e9)
+    assert loader.reload_rate("adopted") == pytest.approx(1 / 1e9)
 
 
 def test_a_put_does_not_count_against_storage(loader, extent, clock: Clock, peers: FakePeers) -> None:
@@ -202,7 +202,7 @@ def test_a_put_does_not_count_against_storage(loader, extent, clock: Clock, peer
     peers.located = [MINE]
     loader.expect([extent], Stages())
     loader.load_next(slow_put)
-    assert loader.reload_s(extent, "storage") == pytest.approx(NBYTES / 1e9)
+    assert loader.reload_rate("storage") == pytest.approx(1 / 1e9)
 
 
 @pytest.mark.parametrize(
@@ -298,6 +298,17 @@ def test_threads_that_wait_for_one_extent_load_the_others(
         assert sorted(done) == [f"f{index}" for index in range(10)]
         has_it.set()
     assert {future.result().source for future in loading if future.result().extent == extent} == {"peer"}
+
+
+def test_what_has_no_thread_is_withdrawn_and_a_thread_too_many_ends(loader, extent, peers: FakePeers) -> None:
+    other = extent.model_copy(update={"id": "other"})
+    loader.expect([extent, other], Stages())
+    peers.located = [Located(claimed=("e", "other"))]
+    withdrawn = loader.withdraw()
+    assert withdrawn in (extent, other)
+    loaded = loader.load_next(copy)
+    assert {withdrawn.id, loaded.extent.id} == {"e", "other"}
+    assert (loader.load_next(copy), loader.withdraw()) == (None, None)
 
 
 def test_an_extent_larger_than_the_staging_memory_comes_from_a_peer_too(
