@@ -33,7 +33,7 @@ from cluster.peers.peer_protocol import PeerAddress
 from cluster.peers.transfer_slots import MAX_TRANSFERS
 
 MAX_FETCHES: Final = MAX_TRANSFERS  # at once: nodes that ask for no more than they give find a slot
-MAX_PEERS: Final = 4096  # remembered, before those of which nothing new is known are forgotten
+MAX_PEERS: Final = 1024  # remembered, before those of which nothing new is known are forgotten
 WINDOW: Final = 32  # extents in one question: a long queue is asked about bit by bit
 
 

@@ -13,6 +13,7 @@ from cluster.peers.extent_ranges import ExtentRanges
 from cluster.peers.extent_sources import Fetched, PeerShare
 from cluster.peers.peer_connection import PeerBusy, PeerConnections
 from cluster.peers.peer_protocol import MAX_RANGE_BYTES, PeerAddress, Request, Status, check_secret
+from cluster.peers.transfer_slots import MAX_TRANSFERS
 from weights.errors import ExtentCorrupt
 from weights.manifest import ExtentRef
 from weights.memory.pages import ByteArray
@@ -164,7 +165,7 @@ class _Source:
             raise
         if reply.status != Status.OK:
             raise PeerUnavailable(f"peer {self._address}: refuses {request}: {reply.status.name}")
-        self._loads.append(max(reply.load, 1))
+        self._loads.append(min(max(reply.load, 1), MAX_TRANSFERS))  # whatever it says
 
 
 def _writable(out: ByteArray, extent: ExtentRef) -> memoryview:

@@ -206,7 +206,7 @@ def test_a_transfer_is_counted_as_if_it_had_been_alone_with_its_link() -> None:
 
 def test_what_is_known_of_peers_does_not_grow_for_ever() -> None:
     found = FetchQueue(random.Random(1), 8)
-    for number in range(3 * MAX_PEERS):
+    for number in range(2 * MAX_PEERS):
         now_s = number * 0.1
         found.add({"a": NBYTES}, now_s)
         ask(found, Located(offers={"a": [PeerOffer(PeerAddress("10.0.0.1", number), "x")]}), now_s)
