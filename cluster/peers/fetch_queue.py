@@ -104,6 +104,7 @@ class FetchQueue:
         self._lost: dict[str, None] = {}  # all who are said to have it have failed
         self._fetching: set[str] = set()
         self._reading: set[str] = set()
+        self._asked_twice: set[str] = set()  # because the first that were offered had all failed
         self._refused_s: dict[str, float] = {}  # by id: since when peers that have it do not give it
         self._num_at_start: dict[str, int] = {}  # of those: how many there were when it began
         self._is_asking = False
@@ -135,8 +136,7 @@ class FetchQueue:
             if state:
                 id_ = next(iter(state))
                 state.pop(id_)
-                self._refused_s.pop(id_, None)
-                del self._sizes[id_]
+                self._forget(id_)
                 return id_
         return None
 
@@ -202,8 +202,11 @@ class FetchQueue:
                     return self._read(id_)
                 case AllBusy():
                     until_s = min(until_s, choice.until_s)
-                case NobodyLeft():  # of many, others may be offered next time
-                    self._move([id_], self._waiting if len(offers) == MAX_OFFERS else self._lost)
+                case NobodyLeft() if len(offers) < MAX_OFFERS or id_ in self._asked_twice:
+                    self._move([id_], self._lost)
+                case NobodyLeft():  # of many: the next ones may be alive
+                    self._asked_twice.add(id_)
+                    self._move([id_], self._waiting)
         return Wait(until_s)
 
     def _ask(self, now_s: float) -> Ask | None:
@@ -265,10 +268,14 @@ class FetchQueue:
         return (self._num_at_start.pop(id_) + num_at_end) / 2
 
     def _gain(self, id_: str, now_s: float) -> None:
-        del self._sizes[id_]
-        self._refused_s.pop(id_, None)
+        self._forget(id_)
         self._has_gained = True
         self._gained_s = now_s
+
+    def _forget(self, id_: str) -> None:
+        del self._sizes[id_]
+        self._refused_s.pop(id_, None)
+        self._asked_twice.discard(id_)
 
     def _move(self, ids: Iterable[str], to: dict[str, Any], value: Any = None) -> None:
         for id_ in ids:

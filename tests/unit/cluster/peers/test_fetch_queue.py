@@ -15,6 +15,7 @@ from cluster.peers.extent_sources import (
     BandwidthEstimate,
     Fetched,
     PeerOffer,
+    PeerRecord,
     PeerShare,
 )
 from cluster.peers.fetch_queue import (
@@ -150,19 +151,23 @@ def test_when_all_who_have_it_failed_storage_is_asked_for_and_not_when_there_are
     assert ask(found, Located(reading={"a": "other"})).insist == "a"
     wait = found.next(0.0)
     assert isinstance(wait, Wait)
-    # Four of many: the next four may be alive.
-    many = "abcd"
-    assert len(many) == MAX_OFFERS
-    for node in many:
-        found.peers[at(node)] = found.peers[at("x")]
-    ask(found, Located(offers={"a": offers(many)}), wait.until_s)
-    step = found.next(wait.until_s)
-    assert isinstance(step, Wait)
-    assert ask(found, Located(offers={"a": offers("x")}), step.until_s).insist is None
     # And a failure is forgotten.
-    ask(found, Located(reading={"a": "other"}), step.until_s)
     ask(found, Located(offers={"a": offers("x")}), AVOID_S + 1)
     assert isinstance(found.next(AVOID_S + 1), Fetch)
+
+
+def test_of_many_who_have_it_others_are_asked_when_the_first_have_failed_but_not_for_ever() -> None:
+    many, now_s = "abcd", 0.0
+    assert len(many) == MAX_OFFERS
+    found = queue("a")
+    for node in many:
+        found.peers[at(node)] = PeerRecord().failed(0.0)
+    ask(found, Located(offers={"a": offers(many)}))
+    wait = found.next(now_s)
+    assert isinstance(wait, Wait)
+    assert ask(found, Located(offers={"a": offers(many)}), wait.until_s).insist is None
+    assert ask(found, Located(claimed=("a",)), wait.until_s).insist == "a"  # this node may be the one that is cut off
+    assert isinstance(found.next(wait.until_s), Read)
 
 
 def test_peers_that_have_it_and_never_give_it_are_waited_for_with_patience() -> None:
