@@ -21,7 +21,7 @@ import ray
 from cluster.keeper_records import Acquired, Greeting, HeldOffer, KeeperStats, ResidentExtent, Source, copy_name
 from cluster.keeping.adoption import ADOPTION_S, Adoption
 from cluster.keeping.audit import AUDIT_BYTES_PER_S, Audit
-from cluster.keeping.extent_loading import ExtentLoader, Offers
+from cluster.keeping.extent_loading import ExtentLoader
 from cluster.keeping.held_extents import MAX_WAIT_S, HeldExtents
 from cluster.keeping.holder_watch import HolderProcess, HolderWatch
 from cluster.keeping.load_clock import LoadClock
@@ -268,24 +268,29 @@ class NodeKeeper:
 
     def _load_all(self, extents: Sequence[ExtentRef]) -> LoadClock:
         clock = LoadClock(self._stages, self._pool, self._planner, self._packs, self._plan, verified=self._verify)
-        offers: Offers = self._link.locate([extent.id for extent in extents]) if self._link and extents else {}
-        for extent in extents:
-            self._threads.submit(self._load, extent, offers, clock)
+        self._loader.expect(extents, clock)
+        for _ in extents:
+            try:
+                self._threads.submit(self._load_next)
+            except RuntimeError as error:  # the interpreter is ending, or has no thread to give
+                if extent := self._loader.withdraw():
+                    self._held.failed(extent.id, error)
         return clock
 
-    def _load(self, extent: ExtentRef, offers: Offers, clock: LoadClock) -> None:
+    def _load_next(self) -> None:
         """In a reader thread. Whatever happens, those who wait hear of it."""
-        try:
-            loaded = self._loader.load(extent, offers.get(extent.id, ()), self._put, clock)
-            if self._metrics:
-                self._metrics.loaded(self._stages.figures())
-        except Exception as error:
-            self._held.failed(extent.id, error)
+        loaded = self._loader.load_next(self._put)
+        if loaded is None:
             return
-        self._count(loaded.source, extent.nbytes)
-        clock.came_from(loaded.source, extent.nbytes)
+        id_, nbytes = loaded.extent.id, loaded.extent.nbytes
+        if loaded.error:
+            self._held.failed(id_, loaded.error)
+            return
+        self._count(loaded.source, nbytes)
         ref, view = loaded.result
-        self._held.loaded(extent.id, ref, view, loaded.source)
+        self._held.loaded(id_, ref, view, loaded.source)
+        if self._metrics:
+            self._metrics.loaded(self._stages.figures())
 
     def _put(self, extent: ExtentRef, array: ByteArray) -> tuple[Any, ByteArray]:
         # A put copies, so the staging buffer is free for the next extent as soon as it returns.

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,7 +26,7 @@ from cluster.errors import KeeperFailed
 from cluster.keeper import keeper_class
 from cluster.keeper_records import ResidentExtent
 from cluster.keeping.loading_claims import LoadingClaims
-from cluster.peers.extent_sources import ComingOffer, PeerOffer
+from cluster.peers.fetch_queue import Located, Question
 from cluster.peers.peer_protocol import PeerAddress
 from cluster.residency_map import ExtentDirectory
 
@@ -88,7 +89,7 @@ class NodeKeepers:
         self._extents_of = extents_of
         self._pinned: set[str] = set()  # models
         self._refreshing: dict[str, asyncio.Lock] = {}
-        self._residency = ExtentDirectory()
+        self._residency = ExtentDirectory(self._claims, clock, random.Random())
 
     def handles(self) -> Mapping[str, Any]:
         return self._handles
@@ -176,7 +177,6 @@ class NodeKeepers:
 
     def _forget(self, node_id: str) -> None:
         self._residency.forget(node_id)
-        self._claims.forget(node_id)
 
     async def _refresh(self, node_id: str) -> None:
         """Know the keeper's life, and have it know what is pinned. One at a time: a keeper that was told two things at
@@ -216,20 +216,24 @@ class NodeKeepers:
         return {model: tuple(ids) for model, ids in found.items() if ids}
 
     def report(
-        self, node_id: str, address: str | None, added: Sequence[str], removed: Sequence[str], full: bool
+        self,
+        node_id: str,
+        address: str | None,
+        added: Sequence[str],
+        removed: Sequence[str],
+        full: bool,
+        load: int = 0,
     ) -> None:
         """What a keeper has got and given up; `full`: it has exactly `added`. `address` is host:port of its server."""
-        self._residency.report(node_id, _parsed(address), added, removed, full=full)
-        self._claims.settle(node_id, [*added, *removed])
+        self._residency.report(node_id, _parsed(address), added, removed, full=full, load=load)
 
-    def locate(self, ids: Sequence[str], node_id: str) -> Mapping[str, Sequence[PeerOffer | ComingOffer]]:
-        """Who else has each extent or is getting it. What nobody has is `node_id`'s to get from now on."""
-        offers: dict[str, Sequence[PeerOffer | ComingOffer]] = dict(self._residency.locate(ids, node_id))
-        getting = self._claims.claim([id_ for id_ in ids if id_ not in offers], node_id)
-        for id_, other in getting.items():
-            if (address := self._residency.address(other)) is not None:
-                offers[id_] = [ComingOffer(address, other, gbps=None, left_s=0.0)]
-        return offers
+    def locate(self, node_id: str, question: Question, load: int = 0) -> Located:
+        """See `ExtentDirectory.locate`."""
+        return self._residency.locate(node_id, question, load)
+
+    def renew_claims(self, node_id: str, ids: Sequence[str]) -> None:
+        """The node is still reading them from storage."""
+        self._claims.renew(ids, node_id)
 
     async def ask(self, method: str, *arguments: Any, timeout_s: float = ANSWER_TIMEOUT_S) -> dict[str, Any]:
         """What each keeper answers, by node; an exception for one that does not, or cannot start."""

@@ -23,7 +23,7 @@ from cluster.models.directory import DirectoryChange, Entry, ModelRecord
 from cluster.models.registrations import Registrations
 from cluster.models.served_models import ServedModels, Unregistered
 from cluster.node_keepers import NodeKeepers, alive_nodes, nodes_with_keeper
-from cluster.peers.extent_sources import ComingOffer, PeerOffer
+from cluster.peers.fetch_queue import Located, Question
 from cluster.residency_report import cluster_residency
 from configs.cluster import ClusterConfig
 from configs.merging import MergeConfig
@@ -125,18 +125,30 @@ class WeightRegistry:
         return [stats for stats in answers if not isinstance(stats, BaseException)]
 
     async def report_residency(
-        self, node_id: str, address: str | None, added: Sequence[str], removed: Sequence[str], full: bool
+        self,
+        node_id: str,
+        address: str | None,
+        added: Sequence[str],
+        removed: Sequence[str],
+        full: bool,
+        load: int = 0,
     ) -> None:
-        """What a keeper has got and given up; `full`: it has exactly `added`. `address` is host:port of its server."""
-        self._keepers.report(node_id, address, added, removed, full)
+        """What a keeper has got and given up, and how many extents it is sending to others; `full`: it has exactly
+        `added`. `address` is host:port of its server.
+        """
+        self._keepers.report(node_id, address, added, removed, full, load)
 
     async def peer_secret(self) -> bytes:
         """What keepers know each other by."""
         return self._peer_secret
 
-    async def locate(self, ids: Sequence[str], node_id: str) -> Mapping[str, Sequence[PeerOffer | ComingOffer]]:
-        """See `NodeKeepers.locate`."""
-        return self._keepers.locate(ids, node_id)
+    async def locate(self, node_id: str, question: Question, load: int = 0) -> Located:
+        """See `ExtentDirectory.locate`."""
+        return self._keepers.locate(node_id, question, load)
+
+    async def renew_claims(self, node_id: str, ids: Sequence[str]) -> None:
+        """The node is still reading them from storage, for all."""
+        self._keepers.renew_claims(node_id, ids)
 
     async def prefetch(self, model: str) -> dict[str, str]:
         """Into the memory of every node. What went wrong by node, "" for nothing."""

@@ -1,44 +1,32 @@
-"""An extent from wherever it comes from fastest: a node that has it, one that will have it soon, or storage."""
+"""Extents from wherever they come from fastest: a node that has them, one that will have them soon, or storage."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import random
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
-from cluster.errors import PeerUnavailable
 from cluster.keeper_records import Source
-from cluster.peers.extent_sources import (
-    ASSUMED_GBPS,
-    BandwidthEstimate,
-    ComingOffer,
-    FromPeers,
-    FromStorage,
-    PeerOffer,
-    WaitForPeer,
-    choose_source,
-    plan_fetch,
-)
-from cluster.peers.peer_client import PeerClient
-from cluster.peers.peer_protocol import PeerAddress
+from cluster.keeping.load_clock import LoadClock
+from cluster.peers.extent_sources import Fetched, FromPeers
+from cluster.peers.fetch_queue import Ask, Fetch, FetchQueue, Located, Question, Read, Wait
+from cluster.peers.peer_client import FetchFailed, PeerClient
 from weights.errors import ExtentCorrupt
 from weights.manifest import ExtentRef
 from weights.memory.host_pool import HostBufferPool
 from weights.memory.pages import ByteArray, allocate_pages
 from weights.reading.extents import ExtentReader
-from weights.reading.report import StageClock
 
-Offers = Mapping[str, Sequence[PeerOffer | ComingOffer]]
 Sink = Callable[[ExtentRef, ByteArray], Any]
+Pause = Callable[[threading.Condition, float], object]
 
-POLL_S: Final = 0.05
-# Longer than that nobody waits for another node to have an extent: storage has it too.
-MAX_PEER_WAIT_S: Final = 30.0
+MAX_CLAIMS: Final = 16  # extents that one question may get this node to read: a node that is alone asks seldom
+LOOK_AGAIN_S: Final = 1.0  # even when nothing has changed
 
 logger = logging.getLogger("atelier.keeper")
 
@@ -50,21 +38,27 @@ class Peers(Protocol):
         """None as long as the cluster's secret is not known."""
         ...
 
-    def locate(self, ids: Sequence[str]) -> Offers:
-        """Who else has each extent or is getting it; nothing when nobody can be asked."""
+    def locate(self, question: Question) -> Located | None:
+        """None when nobody can be asked."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What the sink made of an extent, and where its bytes came from."""
+    """What the sink made of an extent and where its bytes came from, or why it cannot be had."""
 
-    result: Any
-    source: Source
+    extent: ExtentRef
+    result: Any = None
+    source: Source = "storage"
+    error: Exception | None = None
 
 
 class ExtentLoader:
-    """Thread-safe. A peer that fails or gives other bytes is only a detour: storage has the last word."""
+    """Thread-safe. A peer that fails or gives other bytes is only a detour: storage has the last word.
+
+    `expect` says what is wanted; every extent of it takes one call of `load_next`, from any thread. No thread waits for
+    one extent while another one can be had.
+    """
 
     def __init__(
         self,
@@ -72,110 +66,111 @@ class ExtentLoader:
         pool: HostBufferPool,
         peers: Peers | None,
         *,
-        clock: Callable[[], float] = time.perf_counter,
-        pause: Callable[[float], None] = time.sleep,
+        clock: Callable[[], float] = time.monotonic,
+        pause: Pause = threading.Condition.wait,
+        chance: random.Random | None = None,
     ) -> None:
         self._reader = reader
         self._pool = pool
         self._peers = peers
         self._clock = clock
         self._pause = pause
-        self._lock = threading.Lock()
-        self._storage = BandwidthEstimate()
-        self._peer_estimates: dict[PeerAddress, BandwidthEstimate] = {}
-        self._num_reading = 0
-        self._num_fetching: Counter[PeerAddress] = Counter()
+        self._changed = threading.Condition()
+        self._queue = FetchQueue(chance or random.Random(), MAX_CLAIMS, is_alone=peers is None)
+        self._wanted: dict[str, tuple[ExtentRef, LoadClock]] = {}
 
-    def load(
-        self, extent: ExtentRef, offers: Sequence[PeerOffer | ComingOffer], sink: Sink, stages: StageClock
-    ) -> Loaded:
-        """Raises what ExtentReader.load raises, and what the sink does."""
-        plan = self._plan(extent, offers)
-        if isinstance(plan, FromPeers):
-            with self._staging(extent.nbytes) as out:
-                if self._fetched(plan, extent, out, stages):
-                    with stages.measure("put", extent.nbytes):
-                        return Loaded(sink(extent, out), "peer")
-        return Loaded(self._read(extent, sink, stages), "storage")
+    def expect(self, extents: Sequence[ExtentRef], stages: LoadClock) -> None:
+        with self._changed:
+            self._wanted.update((extent.id, (extent, stages)) for extent in extents)
+            self._queue.add({extent.id: extent.nbytes for extent in extents}, self._clock())
+            self._changed.notify_all()
+
+    def load_next(self, sink: Sink) -> Loaded | None:
+        """The extent that can be had first; None when others are at the last ones.
+
+        Errors of ExtentReader.load and of the sink are in the answer.
+        """
+        while step := self._next():
+            match step:
+                case Ask():
+                    self._ask(step.question)
+                case Read():
+                    return self._read(*self._wanted[step.id], sink)
+                case Fetch():
+                    if loaded := self._fetch(*self._wanted[step.id], step.plan, sink):
+                        return loaded
+        return None
+
+    def withdraw(self) -> ExtentRef | None:
+        """One that nobody has begun is wanted no longer: there is no thread for it."""
+        with self._told():
+            id_ = self._queue.withdraw()
+            return self._wanted.pop(id_)[0] if id_ else None
 
     def reload_rate(self, source: Source) -> float | None:
         """Seconds that a byte would take to get again, alone; None when nothing is measured. A peer gives once more."""
-        with self._lock:
-            peers = [estimate.gbps or 0.0 for estimate in self._peer_estimates.values()] if source == "peer" else []
-            gbps = max([self._storage.gbps or 0.0, *peers])
+        with self._changed:
+            gbps = max(self._queue.storage.gbps or 0.0, self._queue.best_peer_gbps if source == "peer" else 0.0)
         return 1 / (gbps * 1e9) if gbps else None
 
-    def _plan(self, extent: ExtentRef, offers: Sequence[PeerOffer | ComingOffer]) -> FromStorage | FromPeers:
-        if not self._peers or not self._peers.client():
-            return FromStorage(0.0)
-        give_up_s: float | None = None
-        while True:
-            plan = self._plan_once(extent, offers)
-            if not isinstance(plan, WaitForPeer):
-                return plan
-            now_s = self._clock()
-            give_up_s = give_up_s or now_s + MAX_PEER_WAIT_S
-            if now_s >= give_up_s:
-                return FromStorage(plan.expected_s)
-            self._pause(POLL_S)
-            offers = self._peers.locate([extent.id]).get(extent.id, ())
+    def _next(self) -> Ask | Read | Fetch | None:
+        with self._changed:
+            while self._queue.num_waiting:
+                step = self._queue.next(now_s := self._clock())
+                if not isinstance(step, Wait):
+                    return step
+                self._pause(self._changed, min(step.until_s - now_s, LOOK_AGAIN_S))
+            return None
 
-    def _plan_once(
-        self, extent: ExtentRef, offers: Sequence[PeerOffer | ComingOffer]
-    ) -> FromStorage | FromPeers | WaitForPeer:
-        """Judged by what this node measured of each; what the others do to a peer or to storage shows in that.
-
-        Not by how busy each is with this node's own transfers: to share a load between a peer and storage would
-        finish sooner, but storage is to be read once per cluster.
-        """
-        with self._lock:
-            storage_s = extent.nbytes / ((self._storage.gbps or ASSUMED_GBPS) * 1e9)
-            having = [replace(offer, gbps=self._gbps(offer)) for offer in offers if isinstance(offer, PeerOffer)]
-            coming = [
-                replace(offer, gbps=self._gbps(offer), left_s=max(offer.left_s, storage_s))
-                for offer in offers
-                if isinstance(offer, ComingOffer)
-            ]
-            storage = self._judged_storage([*having, *coming])
-            if having or not coming:
-                return choose_source(extent.nbytes, storage, having)
-            return plan_fetch(extent.nbytes, storage, (), coming, len(coming))
-
-    def _judged_storage(self, offers: Sequence[PeerOffer | ComingOffer]) -> BandwidthEstimate:
-        """Storage that this node never read is no better than the slowest offer: only what is measured is faster."""
-        known = [offer.gbps for offer in offers if offer.gbps is not None]
-        if self._storage.gbps or not known:
-            return self._storage
-        return BandwidthEstimate(min(known) * 1e9, 1.0)
-
-    def _gbps(self, offer: PeerOffer | ComingOffer) -> float | None:
-        return self._peer_estimates.get(offer.address, BandwidthEstimate()).gbps
-
-    def _fetched(self, plan: FromPeers, extent: ExtentRef, out: ByteArray, stages: StageClock) -> bool:
-        client = self._peers.client() if self._peers else None
-        if client is None:
-            return False
-        first = plan.addresses[0]
-        with self._lock:
-            self._num_fetching[first] += 1
+    def _ask(self, question: Question) -> None:
+        answer: Located | None = None
         try:
-            with stages.measure("read", extent.nbytes):
-                shares = client.fetch(plan.addresses, extent, out, min_gbps=plan.min_gbps).shares
-        except (PeerUnavailable, ExtentCorrupt) as error:
-            logger.warning("storage gives what peers do not: %s", error)
-            return False
-        finally:
-            with self._lock:
-                num_sharing = self._num_fetching[first]
-                self._num_fetching[first] -= 1
-        with self._lock:
-            for share in shares:
-                known = self._peer_estimates.get(share.address, BandwidthEstimate())
-                self._peer_estimates[share.address] = known.observe(share.nbytes, share.seconds, num_sharing)
-        return True
+            if self._peers and self._peers.client():
+                answer = self._peers.locate(question)
+        except Exception:
+            logger.exception("nobody says which node has an extent")
+        with self._told():
+            self._queue.located(question, answer, self._clock())
 
-    def _read(self, extent: ExtentRef, sink: Sink, stages: StageClock) -> Any:
-        put_s = 0.0
+    def _fetch(self, extent: ExtentRef, stages: LoadClock, plan: FromPeers, sink: Sink) -> Loaded | None:
+        """None when no peer gave it."""
+        fetched = Fetched()
+        try:
+            with self._staging(extent.nbytes) as out:
+                fetched, is_here = self._fetch_into(out, extent, plan, stages)
+                if not is_here:
+                    with self._told():
+                        self._queue.refused(extent.id, fetched, self._clock())
+                    return None
+                with stages.measure("put", extent.nbytes):
+                    loaded = Loaded(extent, sink(extent, out), "peer")
+            stages.came_from("peer", extent.nbytes)
+        except Exception as error:
+            loaded = Loaded(extent, error=error)
+        with self._told():
+            del self._wanted[extent.id]
+            self._queue.fetched(extent.id, fetched, self._clock())
+        return loaded
+
+    def _fetch_into(
+        self, out: ByteArray, extent: ExtentRef, plan: FromPeers, stages: LoadClock
+    ) -> tuple[Fetched, bool]:
+        client = self._peers.client() if self._peers else None
+        try:
+            if client:
+                with stages.measure("read", extent.nbytes):
+                    return client.fetch(plan.addresses, extent, out, min_gbps=plan.min_gbps), True
+        except FetchFailed as error:
+            if error.fetched.failed:
+                logger.warning("peers do not give it: %s", error)
+            return error.fetched, False
+        except Exception as error:
+            log = logger.warning if isinstance(error, ExtentCorrupt) else logger.exception
+            log("peers do not give it: %s", error)
+        return Fetched(failed=list(plan.addresses)), False
+
+    def _read(self, extent: ExtentRef, stages: LoadClock, sink: Sink) -> Loaded:
+        put_s, read_s = 0.0, None
 
         def timed(extent: ExtentRef, array: ByteArray) -> Any:
             nonlocal put_s
@@ -185,18 +180,23 @@ class ExtentLoader:
             return result
 
         start_s = self._clock()
-        with self._lock:
-            self._num_reading += 1
         try:
-            result = self._reader.load(extent, timed, stages)
-        finally:
-            with self._lock:
-                num_sharing = self._num_reading
-                self._num_reading -= 1
-        with self._lock:
-            # A put takes as long for a peer's bytes.
-            self._storage = self._storage.observe(extent.nbytes, self._clock() - start_s - put_s, num_sharing)
-        return result
+            loaded = Loaded(extent, self._reader.load(extent, timed, stages))
+            read_s = self._clock() - start_s - put_s  # a put takes as long for a peer's bytes
+            stages.came_from("storage", extent.nbytes)
+        except Exception as error:
+            loaded = Loaded(extent, error=error)
+        with self._told():
+            del self._wanted[extent.id]
+            self._queue.read(extent.id, read_s, self._clock())
+        return loaded
+
+    @contextlib.contextmanager
+    def _told(self) -> Iterator[None]:
+        """The queue hears of something, and then those who wait."""
+        with self._changed:
+            yield
+            self._changed.notify_all()
 
     def _staging(self, nbytes: int) -> contextlib.AbstractContextManager[ByteArray]:
         if nbytes <= self._pool.max_bytes:

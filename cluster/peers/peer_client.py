@@ -6,40 +6,20 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from typing import Final, Self
 
 from cluster.errors import PeerUnavailable
 from cluster.peers.extent_ranges import ExtentRanges
+from cluster.peers.extent_sources import Fetched, PeerShare
 from cluster.peers.peer_connection import PeerBusy, PeerConnections
 from cluster.peers.peer_protocol import MAX_RANGE_BYTES, PeerAddress, Request, Status, check_secret
+from cluster.peers.transfer_slots import MAX_TRANSFERS
 from weights.errors import ExtentCorrupt
 from weights.manifest import ExtentRef
 from weights.memory.pages import ByteArray
 
 GRACE_S: Final = 1.0  # of each range: TCP starts slowly, and a peer may be busy for a moment
-
-
-@dataclass(frozen=True, slots=True)
-class PeerShare:
-    """What one peer gave to a fetch: what a BandwidthEstimate is fed with.
-
-    `load` is how many transfers, this one included, the peer had under way, on average over its replies.
-    """
-
-    address: PeerAddress
-    nbytes: int
-    seconds: float
-    load: float = 1.0
-
-
-@dataclass(slots=True)
-class Fetched:
-    """How a fetch went: who gave what, who had no slot, and who failed or did not have the extent."""
-
-    shares: list[PeerShare] = field(default_factory=list)
-    busy: list[PeerAddress] = field(default_factory=list)
-    failed: list[PeerAddress] = field(default_factory=list)
+MIN_GBPS: Final = 0.002  # what each of a few transfers gets of a slow link
 
 
 class FetchFailed(PeerUnavailable):
@@ -64,7 +44,7 @@ class PeerClient:
         num_connections: int = 4,
         range_bytes: int = 8 * 2**20,
         timeout_s: float = 5.0,
-        min_gbps: float = 0.02,
+        min_gbps: float = MIN_GBPS,
         grace_s: float = GRACE_S,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -185,7 +165,7 @@ class _Source:
             raise
         if reply.status != Status.OK:
             raise PeerUnavailable(f"peer {self._address}: refuses {request}: {reply.status.name}")
-        self._loads.append(max(reply.load, 1))
+        self._loads.append(min(max(reply.load, 1), MAX_TRANSFERS))  # whatever it says
 
 
 def _writable(out: ByteArray, extent: ExtentRef) -> memoryview:

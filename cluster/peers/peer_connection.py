@@ -10,6 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from typing import Final
 
 from cluster.errors import PeerUnavailable
 from cluster.peers.peer_protocol import (
@@ -29,6 +30,8 @@ from cluster.peers.peer_protocol import (
     prove,
     receive_frame,
 )
+
+MAX_IDLE: Final = 64  # connections that are kept for later, of all peers: each is a file descriptor on either side
 
 
 class PeerBusy(PeerUnavailable):
@@ -181,10 +184,9 @@ class PeerConnections:
                 with self._lock:
                     self._lent.discard(connection)
                     is_kept = is_good and not self._closed
-                    if is_kept:
-                        self._idle.setdefault(address, []).append(connection)
-                if not is_kept:
-                    connection.close()
+                    surplus = self._keep(address, connection) if is_kept else connection
+                if surplus:
+                    surplus.close()
 
     def drop_idle(self, address: PeerAddress) -> None:
         """Of a peer that failed: it may never come back."""
@@ -202,6 +204,18 @@ class PeerConnections:
             addresses = list(self._idle)
         for address in addresses:
             self.drop_idle(address)
+
+    def _keep(self, address: PeerAddress, connection: PeerConnection) -> PeerConnection | None:
+        """Returns one that is too many: of the peer that was not spoken to for longest."""
+        idle = self._idle.pop(address, [])
+        self._idle[address] = [*idle, connection]
+        if sum(map(len, self._idle.values())) <= MAX_IDLE:
+            return None
+        oldest = next(iter(self._idle))
+        surplus = self._idle[oldest].pop(0)
+        if not self._idle[oldest]:
+            del self._idle[oldest]
+        return surplus
 
     def _open(self, address: PeerAddress, num_failed: int) -> PeerConnection:
         if self._num_failed[address] != num_failed:

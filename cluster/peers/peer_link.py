@@ -13,7 +13,8 @@ from typing import Any, Final, Protocol
 
 import ray
 
-from cluster.keeping.extent_loading import Offers
+from cluster.keeping.loading_claims import RENEW_S
+from cluster.peers.fetch_queue import Located, Question
 from cluster.peers.peer_client import PeerClient
 from cluster.peers.peer_server import Lookup, PeerServer
 from cluster.ray_calls import get
@@ -31,10 +32,12 @@ class Directory(Protocol):
 
     def peer_secret(self) -> bytes: ...
 
-    def locate(self, ids: Sequence[str], node_id: str) -> Offers: ...
+    def locate(self, node_id: str, question: Question, load: int) -> Located: ...
+
+    def renew_claims(self, node_id: str, ids: Sequence[str]) -> None: ...
 
     def report_residency(
-        self, node_id: str, address: str | None, added: Sequence[str], removed: Sequence[str], full: bool
+        self, node_id: str, address: str | None, added: Sequence[str], removed: Sequence[str], full: bool, load: int
     ) -> None: ...
 
 
@@ -47,13 +50,16 @@ class RayDirectory:
     def peer_secret(self) -> bytes:
         return self._ask("peer_secret")
 
-    def locate(self, ids: Sequence[str], node_id: str) -> Offers:
-        return self._ask("locate", list(ids), node_id)
+    def locate(self, node_id: str, question: Question, load: int) -> Located:
+        return self._ask("locate", node_id, question, load)
+
+    def renew_claims(self, node_id: str, ids: Sequence[str]) -> None:
+        self._ask("renew_claims", node_id, list(ids))
 
     def report_residency(
-        self, node_id: str, address: str | None, added: Sequence[str], removed: Sequence[str], full: bool
+        self, node_id: str, address: str | None, added: Sequence[str], removed: Sequence[str], full: bool, load: int
     ) -> None:
-        self._ask("report_residency", node_id, address, list(added), list(removed), full)
+        self._ask("report_residency", node_id, address, list(added), list(removed), full, load)
 
     def _ask(self, method: str, *arguments: Any) -> Any:
         registry = ray.get_actor(self._name, namespace=self._namespace)
@@ -86,10 +92,11 @@ class PeerLink:
         self._clock = clock
         self._lock = threading.Lock()
         self._news: dict[str, bool] = {}  # by id: is it here now
+        self._claimed: set[str] = set()  # to read from storage for all
         self._wake = threading.Event()
         self._closed = threading.Event()
         self._ends: tuple[PeerServer, PeerClient] | None = None
-        self._quiet_until_s = self._full_since_s = -float("inf")
+        self._quiet_until_s = self._full_since_s = self._renewed_s = -float("inf")
         self._thread = threading.Thread(target=self._run, name="peer-link", daemon=True)
         self._thread.start()
 
@@ -108,17 +115,24 @@ class PeerLink:
         """Tell the registry soon. Never waits."""
         with self._lock:
             self._news |= dict.fromkeys(removed, False) | dict.fromkeys(added, True)
+            self._claimed.difference_update(added, removed)
         self._wake.set()
 
-    def locate(self, ids: Sequence[str]) -> Offers:
-        if not self._ends or not ids or self._clock() < self._quiet_until_s:
-            return {}
+    def locate(self, question: Question) -> Located | None:
+        """What the registry answers; None when it cannot be asked. Claims are renewed until `changed` tells of them."""
+        if not self._ends or self._clock() < self._quiet_until_s:
+            return None
         try:
-            return self._directory.locate(ids, self._node_id)
+            found = self._directory.locate(self._node_id, question, self._ends[0].active_transfers)
         except Exception as error:
             logger.info("nobody says which node has an extent: %s", error)
             self._quiet_until_s = self._clock() + QUIET_S
-            return {}
+            return None
+        if found.claimed:
+            with self._lock:
+                self._claimed.update(found.claimed)
+            self._wake.set()
+        return found
 
     def close(self) -> None:
         self._closed.set()
@@ -138,8 +152,7 @@ class PeerLink:
                 return
             try:
                 self._ends = self._ends or self._open()
-                self._report()
-                wait_s = self._full_report_s
+                wait_s = RENEW_S if self._report() else self._full_report_s
             except Exception as error:
                 logger.debug("the registry does not answer: %s", error)
                 self._full_since_s = -float("inf")  # what it knows is unknown
@@ -150,15 +163,22 @@ class PeerLink:
         secret = self._directory.peer_secret()
         return PeerServer(self._lookup, secret, host=self._host), PeerClient(secret)
 
-    def _report(self) -> None:
+    def _report(self) -> bool:
+        """Whether there are claims, which must be renewed soon."""
         with self._lock:
             news, self._news = self._news, {}
+            claimed = list(self._claimed)
         now_s = self._clock()
         full = now_s - self._full_since_s >= self._full_report_s
         # After the news were taken: what changes from here on is news again.
         added = self._resident_ids() if full else [id_ for id_, here in news.items() if here]
         removed = [id_ for id_, here in news.items() if not here]
-        if full or added or removed:
-            self._directory.report_residency(self._node_id, self.address, added, removed, full)
+        if self._ends and (full or added or removed):
+            load = self._ends[0].active_transfers
+            self._directory.report_residency(self._node_id, self.address, added, removed, full, load)
         if full:
             self._full_since_s = now_s
+        if claimed and now_s - self._renewed_s >= RENEW_S:
+            self._directory.renew_claims(self._node_id, claimed)
+            self._renewed_s = now_s
+        return bool(claimed)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import random
 import signal
 import sys
 import time
@@ -24,7 +25,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.keeper import keeper_class
 from cluster.keeping.loading_claims import LoadingClaims
-from cluster.peers.extent_sources import ComingOffer, PeerOffer
+from cluster.peers.fetch_queue import Located, Question
 from cluster.peers.peer_protocol import PeerAddress
 from cluster.ray_extents import RayExtents
 from cluster.residency_map import ExtentDirectory
@@ -42,31 +43,27 @@ WAIT_S = 20.0
 
 
 class Registry:
-    """The registry's part of it: a secret, and who has or gets what."""
+    """The registry's part of it: a secret, and who has or reads what."""
 
     def __init__(self) -> None:
         self._secret = os.urandom(32)
-        self._directory = ExtentDirectory()
         self._claims = LoadingClaims(time.monotonic)
-        self._addresses: dict[str, PeerAddress] = {}
+        self._directory = ExtentDirectory(self._claims, time.monotonic, random.Random())
 
     def peer_secret(self) -> bytes:
         return self._secret
 
     def report_residency(
-        self, node_id: str, address: str | None, added: Sequence[str], removed: Sequence[str], full: bool
+        self, node_id: str, address: str | None, added: Sequence[str], removed: Sequence[str], full: bool, load: int
     ) -> None:
         parsed = PeerAddress(address.rpartition(":")[0], int(address.rpartition(":")[2])) if address else None
-        if parsed:
-            self._addresses[node_id] = parsed
-        self._directory.report(node_id, parsed, added, removed, full=full)
-        self._claims.settle(node_id, [*added, *removed])
+        self._directory.report(node_id, parsed, added, removed, full=full, load=load)
 
-    def locate(self, ids: Sequence[str], node_id: str) -> Mapping[str, list[PeerOffer | ComingOffer]]:
-        found: dict[str, list[PeerOffer | ComingOffer]] = {**self._directory.locate(ids, node_id)}
-        for id_, other in self._claims.claim([id_ for id_ in ids if id_ not in found], node_id).items():
-            found[id_] = [ComingOffer(self._addresses[other], other, None, 0.0)]
-        return found
+    def locate(self, node_id: str, question: Question, load: int = 0) -> Located:
+        return self._directory.locate(node_id, question, load)
+
+    def renew_claims(self, node_id: str, ids: Sequence[str]) -> None:
+        self._claims.renew(ids, node_id)
 
 
 class Replica:
@@ -287,7 +284,8 @@ class Scenarios:
         reads = [stats_of(keeper).read_bytes for keeper in keepers]
         reader, other = (0, 1) if reads[0] else (1, 0)
         sound.append(ray.get(replicas[reader].fetch.remote(warm)))
-        until(lambda: len(ray.get(registry.locate.remote([extent.id for extent in warm], nodes[other]))) == 3)
+        question = Question(tuple(extent.id for extent in warm), 0)
+        until(lambda: len(ray.get(registry.locate.remote(nodes[other], question)).offers) == 3)
         sound.append(ray.get(replicas[other].fetch.remote(warm)))
         sources = ray.get(replicas[other].sources.remote())
         stats = [stats_of(keepers[which]) for which in (reader, other)]

@@ -80,7 +80,7 @@ def serve() -> None:
     def lookup(id_: str) -> np.ndarray:
         nonlocal asked
         asked += id_ == "cut"
-        if asked == 5:
+        if asked == 8:
             ip("link set veth0 down")  # no FIN, no RST: silence
         return DATA
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import random
 import subprocess
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -23,6 +25,8 @@ from cluster.keeper import NodeKeeper
 from cluster.keeper_records import HeldOffer
 from cluster.keeping import holder_watch
 from cluster.keeping.holder_watch import HolderProcess
+from cluster.keeping.loading_claims import LoadingClaims
+from cluster.peers.fetch_queue import Located, Question
 from cluster.peers.peer_protocol import PeerAddress
 from cluster.ray_extents import RayExtents
 from cluster.residency_map import ExtentDirectory
@@ -653,18 +657,30 @@ class SharedDirectory:
     """The registry, shared by keepers of one process."""
 
     def __init__(self) -> None:
-        self.held = ExtentDirectory()
+        self._claims = LoadingClaims(time.monotonic)
+        self.held = ExtentDirectory(self._claims, time.monotonic, random.Random())
+        self._lock = threading.Lock()
         self._secret = os.urandom(32)
 
     def peer_secret(self) -> bytes:
         return self._secret
 
-    def locate(self, ids: Sequence[str], node_id: str) -> Any:
-        return self.held.locate(ids, node_id)
+    def locate(self, node_id: str, question: Question, load: int = 0) -> Located:
+        with self._lock:
+            return self.held.locate(node_id, question, load)
 
-    def report_residency(self, node_id: str, address: str, added: Any, removed: Any, full: bool) -> None:
+    def renew_claims(self, node_id: str, ids: Sequence[str]) -> None:
+        with self._lock:
+            self._claims.renew(ids, node_id)
+
+    def report_residency(self, node_id: str, address: str, added: Any, removed: Any, full: bool, load: int) -> None:
         host, _, port = address.rpartition(":")
-        self.held.report(node_id, PeerAddress(host, int(port)), added, removed, full=full)
+        with self._lock:
+            self.held.report(node_id, PeerAddress(host, int(port)), added, removed, full=full, load=load)
+
+    def holders(self, id_: str) -> list[str]:
+        found = self.locate("nobody", Question((id_,), 0), 0).offers.get(id_, ())
+        return sorted(offer.node for offer in found)
 
 
 def test_a_second_node_takes_extents_from_the_first(tmp_path: Path, extents, reads: Reads) -> None:
@@ -677,7 +693,7 @@ def test_a_second_node_takes_extents_from_the_first(tmp_path: Path, extents, rea
         until(lambda: all(node.stats().address for node in nodes))
         wanted = [extents[id_] for id_ in "abc"]
         nodes[0].acquire(wanted, "w")
-        until(lambda: len(directory.held.locate("abc", "second")) == 3)
+        until(lambda: all(directory.holders(id_) == ["first"] for id_ in "abc"))
         acquired = nodes[1].acquire(wanted, "w")
         assert {id_: ref.array.tobytes() for id_, ref in acquired.refs.items()} == {
             id_: (tmp_path / id_).read_bytes() for id_ in "abc"
@@ -689,7 +705,29 @@ def test_a_second_node_takes_extents_from_the_first(tmp_path: Path, extents, rea
         # What the first one gives up, the second one is not sent there for.
         nodes[0].release(list("abc"), "w")
         assert nodes[0].drop(["a"]) == ["a"]
-        until(lambda: [offer.node for offer in directory.held.locate("a", "third")["a"]] == ["second"])
+        until(lambda: directory.holders("a") == ["second"])
+    finally:
+        for node in nodes:
+            node.close()
+
+
+def test_nodes_that_load_together_read_storage_once(tmp_path: Path, extents, reads: Reads) -> None:
+    directory = SharedDirectory()
+    nodes = [
+        NodeKeeper(str(tmp_path), 1000, f"n{index}", store=FakeStore(), directory=directory, audit_bytes_per_s=0)
+        for index in range(6)
+    ]
+    try:
+        until(lambda: all(node.stats().address for node in nodes))
+        wanted = list(extents.values())[:5]
+        with ThreadPoolExecutor(len(nodes)) as threads:
+            acquired = list(threads.map(lambda node: node.acquire(wanted, "w"), nodes))
+        for found in acquired:
+            assert {id_: ref.array.tobytes() for id_, ref in found.refs.items()} == {
+                extent.id: (tmp_path / extent.pack).read_bytes() for extent in wanted
+            }
+        assert sum(node.stats().read_bytes for node in nodes) == sum(extent.nbytes for extent in wanted)
+        assert reads.counts == {extent.id: 1 for extent in wanted}
     finally:
         for node in nodes:
             node.close()

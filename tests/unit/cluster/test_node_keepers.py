@@ -13,7 +13,7 @@ from ray.exceptions import ActorDiedError, RayTaskError
 
 from cluster.errors import KeeperFailed
 from cluster.node_keepers import FIRST_PAUSE_S, IDLE_S, LONGEST_PAUSE_S, NodeKeepers
-from cluster.peers.extent_sources import ComingOffer
+from cluster.peers.fetch_queue import Question
 
 DEFAULT_BUDGET_BYTES = 1000
 
@@ -242,15 +242,14 @@ async def test_nobody_waits_for_what_a_restarted_keeper_was_loading(
     keepers: NodeKeepers, nodes: dict[str, Keeper]
 ) -> None:
     await keepers.follow(["n1", "n2"])
-    assert keepers.locate(["a", "b"], "n1") == {}
+    question = Question(("a", "b"), max_claims=4)
+    assert keepers.locate("n1", question, 0).claimed == ("a", "b")
     await keepers.follow(["n1", "n2"])
-    (waiting,) = keepers.locate(["a"], "n2")["a"]
-    assert (type(waiting), waiting.node) == (ComingOffer, "n1")  # the same life: still loading
+    assert keepers.locate("n2", question, 0).reading == {"a": "n1", "b": "n1"}  # the same life: still loading
     nodes["n1"].restart()
     await keepers.follow(["n1", "n2"])
-    assert keepers.locate(["a", "b"], "n2") == {}
-    (waiting,) = keepers.locate(["b"], "n1")["b"]
-    assert waiting.node == "n2"
+    assert keepers.locate("n2", question, 0).claimed == ("a", "b")
+    assert keepers.locate("n1", question, 0).reading == {"a": "n2", "b": "n2"}
 
 
 async def test_a_node_that_left_is_a_new_one_when_it_comes_back(keepers: NodeKeepers, nodes: dict[str, Keeper]) -> None:
@@ -282,7 +281,7 @@ async def test_a_keeper_ends_a_while_after_the_last_replica_of_its_node(
     done.now_s += 0.2 * IDLE_S
     await keepers.follow(["n1", "n2"], running=["n1", "n2"])
     assert (done.killed, set(keepers.handles())) == ([nodes["n1"]], {"n2"})
-    assert keepers.locate(["a"], "n2") == {}  # nobody is sent to it
+    assert keepers.locate("n2", Question(("a",), max_claims=0)).offers == {}  # nobody is sent to it
     assert keepers.get("n1") is nodes["n1"]
     await keepers.follow(["n1", "n2"])
     assert set(keepers.handles()) == {"n1", "n2"}

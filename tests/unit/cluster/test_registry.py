@@ -17,7 +17,7 @@ from moto.server import ThreadedMotoServer
 from safetensors.numpy import save_file
 
 from cluster.errors import ModelUnavailable, ModelUnknown
-from cluster.peers.extent_sources import ComingOffer, PeerOffer
+from cluster.peers.fetch_queue import Located, Question
 from cluster.registry import WeightRegistry
 from configs.cluster import ClusterConfig
 from configs.merging import MergeConfig
@@ -108,12 +108,14 @@ async def test_keepers_tell_what_they_hold_and_others_are_sent_there(
     models = await registry(tmp_path, checkpoint, endpoint)
     await models.report_residency("n1", "10.0.0.1:7000", ["a", "b"], [], True)
     await models.report_residency("n2", "[fd00::1]:7001", ["b"], [], False)
-    found = await models.locate(["a", "b", "c"], "n1")
-    assert {id_: [(offer.node, str(offer.address)) for offer in offers] for id_, offers in found.items()} == {
+    found = await models.locate("n1", Question(("a", "b"), 0), 2)
+    assert {id_: [(offer.node, str(offer.address)) for offer in offers] for id_, offers in found.offers.items()} == {
         "b": [("n2", "[fd00::1]:7001")]
     }
+    found = await models.locate("n2", Question(("a",), 0))
+    assert [(offer.node, offer.active_transfers) for offer in found.offers["a"]] == [("n1", 2)]
     await models.report_residency("n2", "[fd00::1]:7001", [], ["b"], False)
-    assert await models.locate(["b"], "n1") == {}
+    assert (await models.locate("n1", Question(("b",), 0))).offers == {}
 
 
 async def test_one_node_gets_what_nobody_has_and_the_others_hear_who(
@@ -122,13 +124,13 @@ async def test_one_node_gets_what_nobody_has_and_the_others_hear_who(
     models = await registry(tmp_path, checkpoint, endpoint)
     for number in (1, 2):
         await models.report_residency(f"n{number}", f"10.0.0.{number}:7000", [], [], True)
-    assert await models.locate(["a", "b"], "n1") == {}
-    (waiting,) = (await models.locate(["a"], "n2"))["a"]
-    assert (type(waiting), waiting.node, str(waiting.address)) == (ComingOffer, "n1", "10.0.0.1:7000")
+    assert await models.locate("n1", Question(("a", "b"), 8)) == Located(claimed=("a", "b"))
+    assert await models.locate("n2", Question(("a", "c"), 8)) == Located(reading={"a": "n1"}, claimed=("c",))
+    await models.renew_claims("n1", ["a", "b"])
     await models.report_residency("n1", "10.0.0.1:7000", ["a"], ["b"], False)
-    (having,) = (await models.locate(["a"], "n2"))["a"]
-    assert (type(having), having.node) == (PeerOffer, "n1")
-    assert await models.locate(["b"], "n2") == {}
+    found = await models.locate("n2", Question(("a", "b"), 8))
+    assert [offer.node for offer in found.offers["a"]] == ["n1"]
+    assert found.claimed == ("b",)
 
 
 async def test_it_remembers_how_text_encoders_merge(tmp_path: Path, checkpoint: Path) -> None:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+import random
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 import xxhash
 
-from cluster.errors import PeerUnavailable
-from cluster.keeping.extent_loading import MAX_PEER_WAIT_S, ExtentLoader
-from cluster.peers.extent_sources import ComingOffer, PeerOffer
-from cluster.peers.peer_client import Fetched, PeerShare
+from cluster.keeping.extent_loading import ExtentLoader
+from cluster.peers.extent_sources import PATIENCE_S, Fetched, PeerOffer, PeerShare
+from cluster.peers.fetch_queue import Located, Question
+from cluster.peers.peer_client import FetchFailed
 from cluster.peers.peer_protocol import PeerAddress
 from weights.errors import BudgetExceeded, ExtentCorrupt
 from weights.manifest import ExtentRef
@@ -24,8 +28,9 @@ from weights.reading.report import StageClock
 
 NBYTES = 10_000
 HERE = PeerAddress("127.0.0.1", 1)
-HAS_IT = PeerOffer(HERE, "other", None)
-GETS_IT = ComingOffer(HERE, "other", None, 0.0)
+HAS_IT = Located(offers={"e": [PeerOffer(HERE, "other")]})
+READS_IT = Located(reading={"e": "other"})
+MINE = Located(claimed=("e",))
 
 
 class Clock:
@@ -35,8 +40,19 @@ class Clock:
     def __call__(self) -> float:
         return self.now_s
 
-    def pause(self, seconds: float) -> None:
+    def pause(self, _: threading.Condition, seconds: float) -> None:
         self.now_s += seconds
+
+
+class Stages(StageClock):
+    """What came from where, beside the times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sources: list[str] = []
+
+    def came_from(self, source: str, _: int) -> None:
+        self.sources.append(source)
 
 
 class FakePeers:
@@ -46,22 +62,25 @@ class FakePeers:
         self.clock = clock
         self.data = data
         self.gbps = 1.0
-        self.error: Exception | None = None
+        self.errors: list[Exception] = []
         self.fetched: list[tuple[PeerAddress, ...]] = []
-        self.located: list[Sequence[Any]] = []
+        self.questions: list[Question] = []
+        self.located: list[Located | None] = []
         self.known = True
 
     def client(self) -> Any:
         return self if self.known else None
 
-    def locate(self, ids: Sequence[str]) -> dict[str, Sequence[Any]]:
-        found = self.located.pop(0) if len(self.located) > 1 else self.located[0]
-        return dict.fromkeys(ids, found)
+    def locate(self, question: Question) -> Located | None:
+        self.questions.append(question)
+        if question.insist:
+            return Located(claimed=(question.insist,))
+        return self.located.pop(0) if len(self.located) > 1 else self.located[0]
 
     def fetch(self, addresses: Sequence[PeerAddress], extent: ExtentRef, out: Any, *, min_gbps: float) -> Fetched:
         self.fetched.append(tuple(addresses))
-        if self.error:
-            raise self.error
+        if self.errors:
+            raise self.errors.pop(0)
         out[:] = memoryview(self.data)
         seconds = extent.nbytes / self.gbps / 1e9
         self.clock.now_s += seconds
@@ -117,26 +136,33 @@ def reader(tmp_path: Path, pool: HostBufferPool, clock: Clock) -> SlowReader:
 
 @pytest.fixture
 def loader(reader: SlowReader, pool: HostBufferPool, peers: FakePeers, clock: Clock) -> ExtentLoader:
-    return ExtentLoader(reader, pool, peers, clock=clock, pause=clock.pause)
+    return ExtentLoader(reader, pool, peers, clock=clock, pause=clock.pause, chance=random.Random(1))
 
 
 def copy(extent: ExtentRef, array: Any) -> bytes:
     return array.tobytes()
 
 
-def load(loader: ExtentLoader, extent: ExtentRef, *offers: PeerOffer | ComingOffer) -> tuple[bytes, str]:
-    loaded = loader.load(extent, offers, copy, StageClock())
+def load(loader: ExtentLoader, extent: ExtentRef, peers: FakePeers, *located: Located | None) -> tuple[bytes, str]:
+    peers.located = list(located)
+    stages = Stages()
+    loader.expect([extent], stages)
+    loaded = loader.load_next(copy)
+    assert loaded.error is None
+    assert stages.sources == [loaded.source]
     return loaded.result, loaded.source
 
 
-def test_what_nobody_offers_comes_from_storage(loader, extent, data: bytes, peers: FakePeers) -> None:
-    assert load(loader, extent) == (data, "storage")
+def test_what_nobody_has_is_read_by_who_gets_the_claim(loader, extent, data: bytes, peers: FakePeers) -> None:
+    assert load(loader, extent, peers, MINE) == (data, "storage")
     assert peers.fetched == []
 
 
-def test_a_node_that_has_it_is_asked_before_storage_is_touched(loader, extent, data: bytes, reader: SlowReader) -> None:
-    assert load(loader, extent, HAS_IT) == (data, "peer")
-    assert load(loader, extent, HAS_IT) == (data, "peer")  # storage was never measured, so it is no better
+def test_a_node_that_has_it_is_asked_before_storage_is_touched(
+    loader, extent, data: bytes, reader: SlowReader, peers: FakePeers
+) -> None:
+    assert load(loader, extent, peers, HAS_IT) == (data, "peer")
+    assert load(loader, extent, peers, HAS_IT) == (data, "peer")  # storage was never measured, so it is no better
     assert reader.num_reads == 0
 
 
@@ -145,86 +171,148 @@ def test_storage_that_nobody_measured_is_no_better_than_a_slow_peer(
     loader, extent, reader: SlowReader, peers: FakePeers, gbps: float
 ) -> None:
     peers.gbps = gbps
-    assert [load(loader, extent, HAS_IT)[1] for _ in range(4)] == ["peer"] * 4
+    assert [load(loader, extent, peers, HAS_IT)[1] for _ in range(4)] == ["peer"] * 4
     assert reader.num_reads == 0
 
 
-def test_storage_that_was_measured_to_be_faster_is_read(loader, extent, reader: SlowReader, peers: FakePeers) -> None:
+def test_storage_that_was_measured_to_be_clearly_faster_is_read_and_nobody_waited_for(
+    loader, extent, reader: SlowReader, peers: FakePeers
+) -> None:
     reader.gbps, peers.gbps = 4.0, 2.0
-    assert load(loader, extent)[1] == "storage"
-    assert load(loader, extent, HAS_IT)[1] == "peer"  # not measured yet, so it is tried
-    assert load(loader, extent, HAS_IT)[1] == "storage"
+    assert load(loader, extent, peers, MINE)[1] == "storage"
+    assert load(loader, extent, peers, HAS_IT)[1] == "peer"  # not measured yet, so it is tried
+    assert load(loader, extent, peers, HAS_IT)[1] == "storage"
+    assert load(loader, extent, peers, READS_IT)[1] == "storage"
     assert loader.reload_rate("storage") == pytest.approx(1 / 4e9)
     assert loader.reload_rate("peer") == pytest.approx(1 / 4e9)
 
 
 def test_a_peer_that_was_measured_to_be_faster_is_asked(loader, extent, reader: SlowReader, peers: FakePeers) -> None:
     reader.gbps, peers.gbps = 1.0, 2.0
-    sources = [load(loader, extent)[1], *(load(loader, extent, HAS_IT)[1] for _ in range(3))]
+    sources = [load(loader, extent, peers, MINE)[1], *(load(loader, extent, peers, HAS_IT)[1] for _ in range(3))]
     assert sources == ["storage", "peer", "peer", "peer"]
     assert loader.reload_rate("peer") == pytest.approx(1 / 2e9)
     assert loader.reload_rate("adopted") == pytest.approx(1 / 1e9)
 
 
-def test_a_put_does_not_count_against_storage(loader, extent, clock: Clock, reader: SlowReader) -> None:
+def test_a_put_does_not_count_against_storage(loader, extent, clock: Clock, peers: FakePeers) -> None:
     def slow_put(extent: ExtentRef, array: Any) -> None:
         clock.now_s += 10.0
 
-    loader.load(extent, (), slow_put, StageClock())
+    peers.located = [MINE]
+    loader.expect([extent], Stages())
+    loader.load_next(slow_put)
     assert loader.reload_rate("storage") == pytest.approx(1 / 1e9)
 
 
-@pytest.mark.parametrize("error", [PeerUnavailable("gone"), ExtentCorrupt("other bytes")])
+@pytest.mark.parametrize(
+    "error", [FetchFailed("gone", Fetched(failed=[HERE])), ExtentCorrupt("other bytes"), RuntimeError("a mistake")]
+)
 def test_a_peer_that_fails_is_a_detour(loader, extent, data: bytes, peers: FakePeers, error: Exception) -> None:
-    peers.error = error
-    assert load(loader, extent, HAS_IT) == (data, "storage")
+    peers.errors = [error]
+    assert load(loader, extent, peers, HAS_IT) == (data, "storage")
     assert peers.fetched == [(HERE,)]
+    assert [question.insist for question in peers.questions] == [None, None, "e"]
 
 
-def test_a_sink_that_fails_is_no_detour(loader, extent, reader: SlowReader) -> None:
+def test_a_peer_that_is_busy_is_asked_again_after_a_pause_and_storage_is_not_read(
+    loader, extent, data: bytes, reader: SlowReader, peers: FakePeers, clock: Clock
+) -> None:
+    peers.errors = [FetchFailed("no slot", Fetched(busy=[HERE])) for _ in range(5)]
+    assert load(loader, extent, peers, HAS_IT) == (data, "peer")
+    assert (reader.num_reads, len(peers.fetched)) == (0, 6)
+    assert 0.5 < clock.now_s < 5
+
+
+def test_a_peer_that_is_always_busy_is_waited_for_a_bounded_time(
+    loader, extent, data: bytes, peers: FakePeers, clock: Clock
+) -> None:
+    peers.errors = [FetchFailed("no slot", Fetched(busy=[HERE])) for _ in range(1000)]
+    assert load(loader, extent, peers, HAS_IT) == (data, "storage")
+    assert PATIENCE_S <= clock.now_s < PATIENCE_S + 2
+
+
+def test_a_sink_that_fails_is_no_detour(loader, extent, reader: SlowReader, peers: FakePeers) -> None:
     def full(extent: ExtentRef, array: Any) -> None:
         raise BudgetExceeded("no room")
 
-    with pytest.raises(BudgetExceeded, match="no room"):
-        loader.load(extent, [HAS_IT], full, StageClock())
-    assert reader.num_reads == 0
+    for located, num_reads in ((HAS_IT, 0), (MINE, 1)):
+        peers.located = [located]
+        loader.expect([extent], Stages())
+        loaded = loader.load_next(full)
+        assert (loaded.extent, str(loaded.error), reader.num_reads) == (extent, "no room", num_reads)
 
 
-def test_without_the_secret_nobody_is_asked(loader, extent, data: bytes, peers: FakePeers) -> None:
+def test_what_storage_does_not_have_is_said_and_may_be_wanted_again(
+    loader, extent, tmp_path: Path, data: bytes, peers: FakePeers
+) -> None:
+    (tmp_path / "pack").write_bytes(bytes(NBYTES))
+    peers.located = [MINE]
+    loader.expect([extent], Stages())
+    assert isinstance(loader.load_next(copy).error, ExtentCorrupt)
+    (tmp_path / "pack").write_bytes(data)
+    assert load(loader, extent, peers, MINE) == (data, "storage")
+
+
+def test_without_the_secret_or_an_answer_nobody_is_asked(loader, extent, data: bytes, peers: FakePeers) -> None:
+    assert load(loader, extent, peers, None) == (data, "storage")
     peers.known = False
-    assert load(loader, extent, HAS_IT) == (data, "storage")
+    assert load(loader, extent, peers, HAS_IT) == (data, "storage")
+    assert peers.fetched == []
 
 
-def test_who_is_getting_it_is_waited_for(
+def test_who_is_reading_it_is_waited_for(
     loader, extent, data: bytes, reader: SlowReader, peers: FakePeers, clock: Clock
 ) -> None:
-    peers.located = [[GETS_IT], [GETS_IT], [HAS_IT]]
-    assert load(loader, extent, GETS_IT) == (data, "peer")
+    assert load(loader, extent, peers, READS_IT, READS_IT, HAS_IT) == (data, "peer")
     assert reader.num_reads == 0
     assert 0 < clock.now_s < 1
 
 
-def test_when_nobody_is_getting_it_any_more_storage_is_read(
+def test_when_nobody_is_reading_it_any_more_this_node_does(
     loader, extent, data: bytes, peers: FakePeers, clock: Clock
 ) -> None:
-    peers.located = [[GETS_IT], []]
-    assert load(loader, extent, GETS_IT) == (data, "storage")
+    assert load(loader, extent, peers, READS_IT, MINE) == (data, "storage")
     assert clock.now_s < 1
 
 
-def test_the_wait_for_another_node_is_bounded(loader, extent, data: bytes, peers: FakePeers, clock: Clock) -> None:
-    peers.located = [[GETS_IT]]
-    assert load(loader, extent, GETS_IT) == (data, "storage")
-    assert MAX_PEER_WAIT_S <= clock.now_s < MAX_PEER_WAIT_S + 1
+def test_threads_that_wait_for_one_extent_load_the_others(
+    reader: SlowReader, pool: HostBufferPool, peers: FakePeers, extent, tmp_path: Path
+) -> None:
+    """With real threads and a real clock: fewer threads than extents that somebody else is reading."""
+    has_it = threading.Event()
+
+    def locate(question: Question) -> Located:
+        offers = {"e": [PeerOffer(HERE, "other")]} if has_it.is_set() else {}
+        waiting = {id_: "other" for id_ in question.ids if id_[0] == "e" and id_ not in offers}
+        return Located(offers, waiting, tuple(id_ for id_ in question.ids if id_[0] == "f"))
+
+    peers.locate = locate  # type: ignore[method-assign]
+    loader = ExtentLoader(reader, pool, peers, chance=random.Random(1))
+    free = [extent.model_copy(update={"id": f"f{index}"}) for index in range(10)]
+    loader.expect([extent], Stages())
+    loader.expect(free, Stages())
+    with ThreadPoolExecutor(2) as threads:
+        loading = [threads.submit(loader.load_next, copy) for _ in range(11)]
+        done = [future.result(10).extent.id for future in islice(as_completed(loading, 10), 10)]
+        assert sorted(done) == [f"f{index}" for index in range(10)]
+        has_it.set()
+    assert {future.result().source for future in loading if future.result().extent == extent} == {"peer"}
+
+
+def test_what_has_no_thread_is_withdrawn_and_a_thread_too_many_ends(loader, extent, peers: FakePeers) -> None:
+    other = extent.model_copy(update={"id": "other"})
+    loader.expect([extent, other], Stages())
+    peers.located = [Located(claimed=("e", "other"))]
+    withdrawn = loader.withdraw()
+    assert withdrawn in (extent, other)
+    loaded = loader.load_next(copy)
+    assert {withdrawn.id, loaded.extent.id} == {"e", "other"}
+    assert (loader.load_next(copy), loader.withdraw()) == (None, None)
 
 
 def test_an_extent_larger_than_the_staging_memory_comes_from_a_peer_too(
-    reader: SlowReader, peers: FakePeers, extent, data: bytes, make: Callable[[int], HostBufferPool]
+    reader: SlowReader, peers: FakePeers, extent, data: bytes
 ) -> None:
-    loader = ExtentLoader(reader, make(4096), peers)
-    assert load(loader, extent, HAS_IT) == (data, "peer")
-
-
-@pytest.fixture
-def make() -> Callable[[int], HostBufferPool]:
-    return HostBufferPool
+    loader = ExtentLoader(reader, HostBufferPool(4096), peers)
+    assert load(loader, extent, peers, HAS_IT) == (data, "peer")

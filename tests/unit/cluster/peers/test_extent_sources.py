@@ -1,9 +1,9 @@
-"""Which source is expected to be fastest, and that one read of storage is enough for a cluster."""
+"""Which source is expected to be fastest, and what a bad moment of a peer costs it."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+import random
 
 import pytest
 from hypothesis import given
@@ -11,44 +11,57 @@ from hypothesis import strategies as st
 
 from cluster.peers.extent_sources import (
     ASSUMED_GBPS,
+    AVOID_S,
+    FORGET_S,
     HALF_LIFE_BYTES,
+    MAX_WAIT_S,
+    MIN_SHARE,
+    PATIENCE_S,
+    STORAGE_MARGIN,
+    AllBusy,
     BandwidthEstimate,
-    ComingOffer,
+    Choice,
     FromPeers,
     FromStorage,
+    NobodyLeft,
     PeerOffer,
-    WaitForPeer,
+    PeerRecord,
+    ask_again_s,
     choose_source,
-    plan_fetch,
+    patience_s,
 )
 from cluster.peers.peer_protocol import PeerAddress
 
 GB = 10**9
+NOW_S = 1000.0
 UNKNOWN = BandwidthEstimate()
 
 rates = st.floats(0.01, 100)
-offers = st.builds(
-    lambda index, gbps, active: peer(f"n{index}", gbps, active),
-    st.integers(0, 99),
-    st.none() | rates,
-    st.integers(0, 8),
-)
 
 
 def measured(gbps: float) -> BandwidthEstimate:
     return UNKNOWN.observe(GB, 1 / gbps)
 
 
-def peer(node: str, gbps: float | None, active: int = 0) -> PeerOffer:
-    return PeerOffer(PeerAddress(node, 1), node, gbps, active)
+def at(node: str) -> PeerAddress:
+    return PeerAddress(node, 1)
 
 
-def coming(node: str, gbps: float | None, left_s: float, num_waiting: int = 0) -> ComingOffer:
-    return ComingOffer(PeerAddress(node, 1), node, gbps, left_s, num_waiting)
+def choose(
+    storage: BandwidthEstimate,
+    known: dict[str, float | None],
+    active: dict[str, int] | None = None,
+    now_s: float = NOW_S,
+) -> Choice:
+    """Of nodes whose bandwidths are known, or None, since `NOW_S`."""
+    offers = [PeerOffer(at(node), node, (active or {}).get(node, 0)) for node in known]
+    records = {at(node): PeerRecord(measured(gbps), NOW_S) for node, gbps in known.items() if gbps}
+    return choose_source(GB, storage, offers, records, now_s)
 
 
-def addresses(*nodes: str) -> tuple[PeerAddress, ...]:
-    return tuple(PeerAddress(node, 1) for node in nodes)
+def order(choice: Choice) -> str:
+    assert isinstance(choice, FromPeers)
+    return "".join(address.host for address in choice.addresses)
 
 
 class TestBandwidthEstimate:
@@ -93,172 +106,97 @@ class TestBandwidthEstimate:
 
 
 class TestChooseSource:
-    def test_storage_when_nobody_else_has_it(self) -> None:
-        assert choose_source(2 * GB, measured(1), []) == FromStorage(pytest.approx(2))
+    def test_storage_only_if_it_is_clearly_faster(self) -> None:
+        assert isinstance(choose(measured(2), {"a": 1.0}), FromStorage)
+        assert isinstance(choose(measured(2), {"a": 2.0}), FromPeers)
+        assert isinstance(choose(measured(2), {"a": 1.01 * 2 / STORAGE_MARGIN}), FromPeers)
+        assert isinstance(choose(measured(2), {"a": 0.99 * 2 / STORAGE_MARGIN}), FromStorage)
 
-    def test_the_faster_one(self) -> None:
-        assert choose_source(GB, measured(2), [peer("a", 1)]) == FromStorage(pytest.approx(0.5))
-        plan = choose_source(GB, measured(2), [peer("a", 4)])
-        assert plan == FromPeers(addresses("a"), pytest.approx(0.5), pytest.approx(0.25))
+    def test_storage_that_nobody_measured_is_no_better_than_a_slow_peer(self) -> None:
+        assert isinstance(choose(UNKNOWN, {"a": 1e-3}), FromPeers)
 
-    def test_storage_only_if_it_is_faster(self) -> None:
-        assert isinstance(choose_source(GB, measured(2), [peer("a", measured(2).gbps)]), FromPeers)
+    def test_that_peers_are_busy_is_no_reason_to_read_storage(self) -> None:
+        assert isinstance(choose(measured(2), {"a": 2.0}, {"a": 1000}), FromPeers)
 
-    def test_storage_is_shared_by_its_readers(self) -> None:
-        assert isinstance(choose_source(GB, measured(4), [peer("a", 2.1)], storage_readers=0), FromStorage)
-        assert isinstance(choose_source(GB, measured(4), [peer("a", 2.1)], storage_readers=1), FromPeers)
+    def test_the_least_loaded_of_equals_comes_first_and_the_fastest_of_idle_ones(self) -> None:
+        assert order(choose(UNKNOWN, {"a": 2.0, "b": 2.0, "c": 2.0}, {"a": 3, "b": 1, "c": 2})) == "bca"
+        assert order(choose(UNKNOWN, {"a": 2.0, "b": 3.0, "c": 4.0})) == "cba"
+        assert order(choose(UNKNOWN, {"a": 2.0, "b": 8.0}, {"a": 0, "b": 2})) == "ba"
 
-    def test_a_busy_peer_is_shared_by_its_transfers(self) -> None:
-        plan = choose_source(GB, measured(1), [peer("busy", 4, active=2), peer("idle", 2)])
-        assert plan == FromPeers(addresses("idle", "busy"), pytest.approx(0.25), pytest.approx(0.5))
-        assert isinstance(choose_source(GB, measured(1), [peer("busy", 4, active=4)]), FromStorage)
-
-    def test_who_is_slower_than_storage_is_no_fallback(self) -> None:
-        plan = choose_source(GB, measured(2), [peer("slow", 1), peer("fast", 4), peer("fair", 3)])
-        assert isinstance(plan, FromPeers)
-        assert plan.addresses == addresses("fast", "fair")
-
-    def test_an_unknown_peer_is_tried_by_one_at_a_time(self) -> None:
-        assert isinstance(choose_source(GB, measured(3), [peer("a", None)]), FromPeers)
-        assert isinstance(choose_source(GB, measured(3), [peer("a", None, active=1)]), FromStorage)
+    def test_equal_offers_keep_the_order_that_was_drawn(self) -> None:
+        for nodes in ("abc", "bca", "cab"):
+            assert order(choose(UNKNOWN, dict.fromkeys(nodes))) == nodes
 
     def test_an_unknown_peer_comes_after_an_equal_known_one_and_before_a_busy_one(self) -> None:
-        plan = choose_source(GB, measured(1), [peer("a", None), peer("b", 3), peer("c", 3, active=1)])
+        assert order(choose(measured(1), {"a": None, "b": 3.0, "c": 3.0}, {"c": 1})) == "bac"
+
+    def test_one_slow_transfer_excludes_a_peer_only_for_a_while(self) -> None:
+        known = {"slow": 0.01, "fast": 2.0}
+        assert order(choose(measured(1), known)) == "fast"
+        assert isinstance(choose(measured(1), {"slow": 0.01}), FromStorage)
+        assert order(choose(measured(1), {"slow": 0.01}, now_s=NOW_S + FORGET_S)) == "slow"
+        record = PeerRecord(measured(0.01), NOW_S).observe(GB, 0.5, 1, NOW_S + FORGET_S)
+        assert record.gbps(NOW_S + FORGET_S) == pytest.approx(2)  # and what was forgotten does not count any more
+
+    def test_who_has_failed_is_not_asked_for_a_while(self) -> None:
+        offers, failed = [PeerOffer(at("a"), "a")], {at("a"): PeerRecord().failed(NOW_S)}
+        assert choose_source(GB, UNKNOWN, offers, failed, NOW_S) == NobodyLeft()
+        assert isinstance(choose_source(GB, UNKNOWN, offers, failed, NOW_S + AVOID_S), FromPeers)
+        assert choose_source(GB, UNKNOWN, [], {}, NOW_S) == NobodyLeft()
+
+    def test_who_was_busy_is_not_asked_for_a_moment(self) -> None:
+        offers = [PeerOffer(at(node), node) for node in "ab"]
+        records = {at("a"): PeerRecord().busy(NOW_S + 2), at("b"): PeerRecord().busy(NOW_S + 1)}
+        assert choose_source(GB, measured(1), offers, records, NOW_S) == AllBusy(NOW_S + 1)
+        assert order(choose_source(GB, measured(1), offers, records, NOW_S + 1)) == "b"
+
+    def test_a_busy_peer_is_waited_for_when_the_free_one_is_very_slow(self) -> None:
+        offers = [PeerOffer(at(node), node) for node in ("busy", "slow")]
+        records = {
+            at("busy"): PeerRecord(measured(2), NOW_S).busy(NOW_S + 1),
+            at("slow"): PeerRecord(measured(0.9 * MIN_SHARE * 2), NOW_S),
+        }
+        assert choose_source(GB, UNKNOWN, offers, records, NOW_S) == AllBusy(NOW_S + 1)
+
+    def test_the_floor_below_which_a_peer_is_given_up_allows_for_who_shares_the_link(self) -> None:
+        offers, records = [PeerOffer(at("a"), "a")], {at("a"): PeerRecord(measured(2), NOW_S)}
+        for num_sharing in (1, 8):
+            plan = choose_source(GB, measured(1), offers, records, NOW_S, num_sharing)
+            assert isinstance(plan, FromPeers)
+            assert plan.min_gbps == pytest.approx(MIN_SHARE * 2 / num_sharing)
+        plan = choose_source(GB, UNKNOWN, offers, {}, NOW_S)
         assert isinstance(plan, FromPeers)
-        assert plan.addresses == addresses("b", "a", "c")
+        assert plan.min_gbps == 0  # nothing is known
 
-    def test_unknown_storage_is_tried_when_the_known_peers_are_slow(self) -> None:
-        assert isinstance(choose_source(GB, UNKNOWN, [peer("a", 0.18)]), FromStorage)
-        plan = choose_source(GB, UNKNOWN, [peer("a", 2 * ASSUMED_GBPS)])
-        assert plan == FromPeers(addresses("a"), 0.0, pytest.approx(0.5))
-
-    @given(rates, st.lists(offers, max_size=8), st.integers(0, 8), st.randoms())
-    def test_the_plan_is_the_minimum_whatever_the_order(
-        self, storage_gbps: float, peers: list[PeerOffer], storage_readers: int, random: object
+    @given(rates, st.dictionaries(st.sampled_from("abcdefgh"), st.none() | rates, min_size=1), st.randoms())
+    def test_a_plan_has_the_best_first_and_nobody_far_below_it(
+        self, storage_gbps: float, known: dict[str, float | None], chance: random.Random
     ) -> None:
-        peers = list({found.node: found for found in peers}.values())
-        storage = measured(storage_gbps)
-        plan = choose_source(GB, storage, peers, storage_readers)
-        best = max([ASSUMED_GBPS, storage.gbps or 0.0, *(found.gbps or 0.0 for found in peers)])
-        times_s = {found.address: (1 + found.active_transfers) / (found.gbps or best) for found in peers}
-        storage_s = (1 + storage_readers) / storage_gbps
-        assert plan.expected_s == pytest.approx(min([storage_s, *times_s.values()]))
+        active = {node: chance.randrange(5) for node in known}
+        plan = choose(measured(storage_gbps), known, active)
+        assumed = max(ASSUMED_GBPS, storage_gbps, *(gbps or 0.0 for gbps in known.values()))
+        alone = {node: gbps or assumed for node, gbps in known.items()}
+        assert isinstance(plan, FromStorage) == (measured(storage_gbps).gbps > STORAGE_MARGIN * max(alone.values()))
         if isinstance(plan, FromPeers):
-            assert [times_s[address] for address in plan.addresses] == pytest.approx(
-                sorted(time_s for time_s in times_s.values() if time_s <= storage_s * (1 + 1e-9))
-            )
-        random.shuffle(peers)  # type: ignore[attr-defined]
-        assert choose_source(GB, storage, peers, storage_readers) == plan
+            times = [(1 + active[address.host]) / alone[address.host] for address in plan.addresses]
+            assert times == pytest.approx(sorted(times))
+            assert {address.host for address in plan.addresses} == {
+                node
+                for node, gbps in alone.items()
+                if measured(gbps).gbps >= MIN_SHARE * max(alone.values()) * (1 - 1e-9)
+            }
 
-    def test_an_extent_without_bytes_and_a_peer_without_bandwidth(self) -> None:
-        assert isinstance(choose_source(0, measured(1), [peer("a", 1)]), FromPeers)
-        assert isinstance(choose_source(GB, measured(1), [peer("a", 1e-300)]), FromStorage)
-
-
-class TestPlanFetch:
-    def test_the_first_node_reads_storage_and_the_second_waits_for_it(self) -> None:
-        assert plan_fetch(GB, UNKNOWN, []) == FromStorage(pytest.approx(1))
-        plan = plan_fetch(GB, UNKNOWN, [], [coming("a", None, left_s=1)], storage_readers=1)
-        assert plan == WaitForPeer("a", max_wait_s=pytest.approx(3), expected_s=pytest.approx(2))
-
-    def test_a_slow_link_is_not_worth_waiting_for(self) -> None:
-        plan = plan_fetch(GB, measured(1), [], [coming("a", 0.2, left_s=1)], storage_readers=1)
-        assert plan == FromStorage(pytest.approx(2))
-
-    def test_who_is_done_sooner_is_waited_for(self) -> None:
-        plan = plan_fetch(GB, measured(1), [], [coming("a", 2, 1.0), coming("b", 2, 0.2)], storage_readers=2)
-        assert isinstance(plan, WaitForPeer)
-        assert plan.node == "b"
-
-    def test_a_peer_that_has_it_goes_before_one_that_will(self) -> None:
-        plan = plan_fetch(GB, measured(1), [peer("a", 4)], [coming("b", 4, left_s=0.5)])
-        assert isinstance(plan, FromPeers)
-
-    def test_a_busy_peer_goes_after_one_that_will_be_free(self) -> None:
-        plan = plan_fetch(GB, measured(1), [peer("a", 4, active=3)], [coming("b", 4, left_s=0.1)])
-        assert isinstance(plan, WaitForPeer)
-
-    @pytest.mark.parametrize("num_nodes", [2, 3, 17, 64])
-    @pytest.mark.parametrize("link_gbps", [2.0, 8.0])
-    def test_a_cluster_reads_storage_once_and_doubles_the_copies_in_every_round(
-        self, num_nodes: int, link_gbps: float
-    ) -> None:
-        cluster = SimulatedCluster(num_nodes, storage_gbps=1.0, link_gbps=link_gbps)
-        cluster.run()
-        assert cluster.num_storage_reads == 1
-        assert cluster.now_s == pytest.approx(1 + math.ceil(math.log2(num_nodes)) / link_gbps)
-
-    @pytest.mark.parametrize("num_nodes", [2, 3, 17, 64])
-    def test_storage_as_fast_as_a_link_is_one_more_source(self, num_nodes: int) -> None:
-        cluster = SimulatedCluster(num_nodes, storage_gbps=1.0, link_gbps=1.0)
-        cluster.run()
-        assert cluster.num_storage_reads <= 1 + math.log2(num_nodes)
-        assert cluster.now_s <= 1.001 + math.ceil(math.log2(num_nodes))
-
-    @pytest.mark.parametrize("num_nodes", [2, 5, 16])
-    def test_slow_links_never_make_it_slower_than_everybody_reading_storage(self, num_nodes: int) -> None:
-        cluster = SimulatedCluster(num_nodes, storage_gbps=1.0, link_gbps=0.1)
-        cluster.run()
-        assert cluster.now_s <= num_nodes * 1.001
+    def test_a_peer_without_bandwidth(self) -> None:
+        assert isinstance(choose(measured(1), {"a": 1e-300}), FromStorage)
 
 
-@dataclass
-class Flow:
-    source: str  # a node, or "" for storage
-    left_gb: float = 1.0
+class TestWaiting:
+    def test_the_pause_grows_to_a_bound_and_is_spread(self) -> None:
+        pauses = [ask_again_s(num_times, 0.5) for num_times in range(2000)]
+        assert pauses == sorted(pauses)
+        assert (pauses[0], pauses[-1]) == (0.1, MAX_WAIT_S)
+        assert ask_again_s(3, 0.0) * 3 == pytest.approx(ask_again_s(3, 1 - 1e-12))
 
-
-@dataclass
-class SimulatedCluster:
-    """Every node wants the same 1 GB at the same time; a source's bandwidth is shared by the flows out of it."""
-
-    num_nodes: int
-    storage_gbps: float
-    link_gbps: float
-    now_s: float = 0.0
-    num_storage_reads: int = 0
-    holders: set[str] = field(default_factory=set)
-    flows: dict[str, Flow] = field(default_factory=dict)
-    waiting: dict[str, str] = field(default_factory=dict)
-
-    def run(self) -> None:
-        for index in range(self.num_nodes):
-            self.plan(f"n{index}")
-        while self.flows:
-            step_s = min(self.left_s(node) for node in self.flows)
-            rates = {node: self.rate(flow) for node, flow in self.flows.items()}
-            self.now_s += step_s
-            for node, flow in self.flows.items():
-                flow.left_gb -= rates[node] * step_s
-            done = [node for node, flow in self.flows.items() if flow.left_gb < 1e-9]
-            for node in done:
-                del self.flows[node]
-                self.holders.add(node)
-            for node in [node for node, awaited in self.waiting.items() if awaited in done]:
-                del self.waiting[node]
-                self.plan(node)
-        assert not self.waiting
-        assert len(self.holders) == self.num_nodes
-
-    def plan(self, node: str) -> None:
-        sources = [flow.source for flow in self.flows.values()]
-        awaited = list(self.waiting.values())
-        plan = plan_fetch(
-            GB,
-            measured(self.storage_gbps),
-            [peer(found, self.link_gbps, sources.count(found)) for found in self.holders],
-            [coming(found, self.link_gbps, self.left_s(found), awaited.count(found)) for found in self.flows],
-            storage_readers=sources.count(""),
-        )
-        if isinstance(plan, WaitForPeer):
-            self.waiting[node] = plan.node
-            return
-        self.num_storage_reads += isinstance(plan, FromStorage)
-        self.flows[node] = Flow(plan.addresses[0].host if isinstance(plan, FromPeers) else "")
-
-    def rate(self, flow: Flow) -> float:
-        num_sharing = sum(other.source == flow.source for other in self.flows.values())
-        return (self.link_gbps if flow.source else self.storage_gbps) / num_sharing
-
-    def left_s(self, node: str) -> float:
-        return self.flows[node].left_gb / self.rate(self.flows[node])
+    def test_patience_is_longer_where_storage_is_slow(self) -> None:
+        assert patience_s(GB, UNKNOWN) == patience_s(GB, measured(10)) == PATIENCE_S
+        assert patience_s(GB, measured(0.05)) == pytest.approx(40)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import xxhash
 
+from cluster.peers.fetch_queue import Located, Question
 from cluster.peers.peer_client import PeerClient
 from cluster.peers.peer_link import QUIET_S, PeerLink
 from cluster.peers.peer_protocol import PeerAddress
@@ -19,6 +20,7 @@ from weights.manifest import ExtentRef
 
 WAIT_S = 10.0
 SECRET = os.urandom(32)
+QUESTION = Question(("a",), max_claims=8)
 
 
 class FakeDirectory:
@@ -27,6 +29,7 @@ class FakeDirectory:
     def __init__(self) -> None:
         self.error: Exception | None = None
         self.reports: list[tuple[str | None, list[str], list[str], bool]] = []
+        self.renewed: list[list[str]] = []
         self.num_located = 0
 
     def peer_secret(self) -> bytes:
@@ -34,16 +37,25 @@ class FakeDirectory:
             raise self.error
         return SECRET
 
-    def locate(self, ids: Sequence[str], node_id: str) -> Any:
+    def locate(self, node_id: str, question: Question, load: int) -> Located:
         self.num_located += 1
         if self.error:
             raise self.error
-        return {id_: [node_id] for id_ in ids}
+        assert (node_id, load) == ("node", 0)
+        return Located(claimed=question.ids)
 
-    def report_residency(self, node_id: str, address: str | None, added: Any, removed: Any, full: bool) -> None:
+    def renew_claims(self, node_id: str, ids: Sequence[str]) -> None:
         if self.error:
             raise self.error
         assert node_id == "node"
+        self.renewed.append(sorted(ids))
+
+    def report_residency(
+        self, node_id: str, address: str | None, added: Any, removed: Any, full: bool, load: int
+    ) -> None:
+        if self.error:
+            raise self.error
+        assert (node_id, load) == ("node", 0)
         self.reports.append((address, sorted(added), sorted(removed), full))
 
 
@@ -139,14 +151,36 @@ def test_what_is_here_is_served_to_who_knows_the_secret(node: Node, directory: F
 
 def test_a_registry_that_does_not_answer_is_left_alone_for_a_while(node: Node, directory: FakeDirectory) -> None:
     eventually(lambda: node.link.address is not None)
-    assert node.link.locate(["a"]) == {"a": ["node"]}
+    assert node.link.locate(QUESTION) == Located(claimed=("a",))
     directory.error = ConnectionError("the registry is gone")
-    assert [node.link.locate(["a"]) for _ in range(3)] == [{}, {}, {}]
+    assert [node.link.locate(QUESTION) for _ in range(3)] == [None, None, None]
     assert directory.num_located == 2
     directory.error = None
     node.now_s += QUIET_S
-    assert node.link.locate(["a"]) == {"a": ["node"]}
-    assert node.link.locate([]) == {}
+    assert node.link.locate(QUESTION) == Located(claimed=("a",))
+
+
+def test_what_is_being_read_is_claimed_until_it_is_here_or_has_failed(
+    node: Node, directory: FakeDirectory, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr("cluster.peers.peer_link.RENEW_S", 0.02)
+    eventually(lambda: node.link.address is not None)
+    node.link.locate(Question(("a", "b"), 8))
+
+    def renewed(ids: list[str]) -> bool:
+        node.now_s += 0.02
+        return directory.renewed[-1:] == [ids]
+
+    eventually(lambda: renewed(["a", "b"]))
+    node.put("a")
+    eventually(lambda: renewed(["b"]))
+    node.link.changed([], ["b"])
+    eventually(lambda: known(directory) == {"a"})
+    num_renewed = len(directory.renewed)
+    node.now_s += 1.0
+    node.put("c")
+    eventually(lambda: known(directory) == {"a", "c"})
+    assert len(directory.renewed) == num_renewed
 
 
 def test_before_the_registry_answers_there_is_no_link(directory: FakeDirectory, monkeypatch: Any) -> None:
@@ -154,7 +188,7 @@ def test_before_the_registry_answers_there_is_no_link(directory: FakeDirectory, 
     directory.error = ConnectionError("no registry yet")
     node = Node(directory)
     assert (node.link.client(), node.link.address, node.link.served_bytes) == (None, None, 0)
-    assert node.link.locate(["a"]) == {}
+    assert node.link.locate(QUESTION) is None
     directory.error = None
     eventually(lambda: node.link.client() is not None)
     node.link.close()

@@ -27,6 +27,7 @@ from cluster.peers import peer_protocol as protocol
 from cluster.peers.peer_client import FetchFailed, PeerClient
 from cluster.peers.peer_protocol import PeerAddress, Request, Status
 from cluster.peers.peer_server import MAX_STRANGERS, MIN_IDLE_S, PeerServer
+from cluster.peers.transfer_slots import MAX_TRANSFERS
 from weights.errors import ExtentCorrupt
 from weights.manifest import ExtentRef
 from weights.memory.pages import ByteArray
@@ -476,7 +477,11 @@ class TestFailures:
                 connection.sendall(b"x")
                 assert select.select([connection], [], [], 0.01)[0] == [] or not connection.recv(1)
 
-        slow, client, out = scripted(trickle), connect(grace_s=0.1, timeout_s=WAIT_S), np.empty_like(data)
+        slow, client, out = (
+            scripted(trickle),
+            connect(grace_s=0.1, timeout_s=WAIT_S, min_gbps=0.02),
+            np.empty_like(data),
+        )
         start_s = time.monotonic()
         with pytest.raises(PeerUnavailable, match=f"peer {slow}: too slow: .*expected 5.000 MB/s per connection"):
             client.fetch([slow], extent_of(data), out)
@@ -535,6 +540,21 @@ class TestFailures:
 
         with pytest.raises(PeerUnavailable, match=reason):
             connect().fetch([scripted(script)], extent_of(random_bytes(9)), np.empty(9, np.uint8))
+
+    def test_a_load_that_no_server_has_makes_a_peer_no_faster(
+        self, scripted: Callable[[Script], PeerAddress], connect: Connect
+    ) -> None:
+        data = random_bytes(1000)
+
+        def script(connection: socket.socket) -> None:
+            greet(connection)
+            while True:
+                frame = protocol.receive_frame(connection, protocol.REQUEST_BYTES, WAIT_S)
+                nbytes = protocol.decode_request(frame).nbytes
+                connection.sendall(protocol.encode_reply(Status.OK, nbytes, 65535) + data.tobytes()[:nbytes])
+
+        (share,) = connect().fetch([scripted(script)], extent_of(data), data.copy()).shares
+        assert share.load == MAX_TRANSFERS
 
     def test_a_host_that_does_not_exist(self, connect: Connect) -> None:
         with pytest.raises(PeerUnavailable, match=r"peer host\.\.invalid:1: "):

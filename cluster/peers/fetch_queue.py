@@ -1,0 +1,284 @@
+"""The extents that a node wants and does not have yet: which comes next, and from where. Pure: no clock, no I/O.
+
+What peers have is fetched in an order of the node's own, so that nodes that start together soon have different extents
+to give to each other. What nobody has is read from storage by the node that the registry gives the claim; the others
+wait for it. A node that waits for one extent gets the others meanwhile.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple
+
+from cluster.peers.extent_sources import (
+    MAX_OFFERS,
+    STORAGE_MARGIN,
+    AllBusy,
+    BandwidthEstimate,
+    Fetched,
+    FromPeers,
+    FromStorage,
+    NobodyLeft,
+    PeerOffer,
+    PeerRecord,
+    ask_again_s,
+    choose_source,
+    patience_s,
+)
+from cluster.peers.peer_protocol import PeerAddress
+from cluster.peers.transfer_slots import MAX_TRANSFERS
+
+MAX_FETCHES: Final = MAX_TRANSFERS  # at once: nodes that ask for no more than they give find a slot
+MAX_PEERS: Final = 1024  # remembered, before those of which nothing new is known are forgotten
+WINDOW: Final = 32  # extents in one question: a long queue is asked about bit by bit
+
+
+class Question(NamedTuple):
+    """To the registry: who has each extent? What nobody has, the node offers to read, up to `max_claims` of it.
+
+    `insist`: one of `ids` that the node wants to read whoever has it, because nobody could give it.
+    """
+
+    ids: tuple[str, ...]
+    max_claims: int
+    insist: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Located:
+    """The registry's answer: who has what, who is reading what, and what is the asker's to read.
+
+    What is in none of them nobody has, and may be asked for again.
+    """
+
+    offers: Mapping[str, Sequence[PeerOffer]] = field(default_factory=dict)
+    reading: Mapping[str, str] = field(default_factory=dict)
+    claimed: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    id: str
+    plan: FromPeers
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """From storage."""
+
+    id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    question: Question
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Until then, or until something has changed; `inf` when another thread is asking."""
+
+    until_s: float
+
+
+class FetchQueue:
+    """Not thread-safe. Every extent that `next` gives out must be told of: `fetched`, `refused` or `read`.
+
+    `is_alone`: there are no peers, and extents come in the order in which they were wanted.
+    """
+
+    def __init__(self, chance: random.Random, max_claims: int, *, is_alone: bool = False) -> None:
+        self._chance = chance
+        self._max_claims = max_claims
+        self._is_alone = is_alone
+        self._sizes: dict[str, int] = {}  # in bytes, by id
+        # Each of these that is not on its way is in one of the following.
+        self._unknown: dict[str, None] = {}
+        self._offered: dict[str, Sequence[PeerOffer]] = {}
+        self._mine: dict[str, None] = {}  # to read from storage
+        self._waiting: dict[str, None] = {}
+        self._lost: dict[str, None] = {}  # all who are said to have it have failed
+        self._fetching: set[str] = set()
+        self._reading: set[str] = set()
+        self._asked_twice: set[str] = set()  # because the first that were offered had all failed
+        self._refused_s: dict[str, float] = {}  # by id: since when peers that have it do not give it
+        self._num_at_start: dict[str, int] = {}  # of those: how many there were when it began
+        self._is_asking = False
+        self._has_gained = True
+        self._num_in_vain = 0
+        self._ask_at_s = -math.inf
+        self._gained_s = -math.inf
+        self.storage = BandwidthEstimate()
+        self.peers: dict[PeerAddress, PeerRecord] = {}
+        self.best_peer_gbps = 0.0  # of all that were measured
+
+    def add(self, sizes: Mapping[str, int], now_s: float) -> None:
+        """Ids of extents and their bytes."""
+        if not self._sizes:
+            self._gained_s = now_s
+        self._sizes.update(sizes)
+        ids = tuple(sizes)
+        start = self._chance.randrange(len(ids)) if ids and not self._is_alone else 0
+        self._unknown.update(dict.fromkeys(ids[start:] + ids[:start]))
+
+    @property
+    def num_waiting(self) -> int:
+        """Those that nobody is getting just now."""
+        return len(self._sizes) - len(self._fetching) - len(self._reading)
+
+    def withdraw(self) -> str | None:
+        """One that nobody is getting is not wanted any more; None when there is none."""
+        for state in (self._unknown, self._waiting, self._lost, self._offered, self._mine):
+            if state:
+                id_ = next(iter(state))
+                state.pop(id_)
+                self._forget(id_)
+                return id_
+        return None
+
+    def next(self, now_s: float) -> Fetch | Read | Ask | Wait:
+        """What somebody who has nothing to do should do now."""
+        if self._mine:
+            return self._read(next(iter(self._mine)))
+        step = self._from_offers(now_s)
+        if not isinstance(step, Wait) or self._is_asking:
+            return step
+        return self._ask(now_s) or (Wait(min(step.until_s, self._ask_at_s)) if self._waiting else step)
+
+    def located(self, question: Question, answer: Located | None, now_s: float) -> None:
+        """The answer to a question; None when nobody can be asked: then there is only storage."""
+        self._is_asking = False
+        self._num_in_vain = 0 if self._has_gained else self._num_in_vain + 1
+        self._has_gained = False
+        self._ask_at_s = now_s + ask_again_s(self._num_in_vain, self._chance.random())
+        asked = [
+            id_ for id_ in question.ids if any(id_ in state for state in (self._unknown, self._waiting, self._lost))
+        ]
+        if answer is None:
+            self._move(asked, self._mine)
+            return
+        self._move([id_ for id_ in asked if id_ in answer.claimed], self._mine)
+        for id_, offers in answer.offers.items():
+            self._move([id_], self._offered, offers)
+        self._move(answer.reading, self._mine if self._is_storage_best(now_s) else self._waiting)
+
+    def fetched(self, id_: str, fetched: Fetched, now_s: float) -> None:
+        """It is here."""
+        self._learn(id_, fetched, now_s)
+        self._gain(id_, now_s)
+
+    def refused(self, id_: str, fetched: Fetched, now_s: float) -> None:
+        """Nobody gave it: it is wanted still."""
+        self._learn(id_, fetched, now_s)
+        self._refused_s.setdefault(id_, now_s)
+        (self._waiting if fetched.busy else self._unknown)[id_] = None
+
+    def read(self, id_: str, seconds: float | None, now_s: float) -> None:
+        """It came from storage, or cannot be had at all: then `seconds` is None."""
+        num_sharing = self._ended(id_)
+        if seconds is not None:
+            self.storage = self.storage.observe(self._sizes[id_], seconds, num_sharing)
+        self._gain(id_, now_s)
+
+    def _from_offers(self, now_s: float) -> Fetch | Read | Wait:
+        """Of what fewest have first: that there are more of it serves all."""
+        until_s = math.inf
+        if len(self._fetching) >= MAX_FETCHES:
+            return Wait(until_s)
+        for id_ in sorted(self._offered, key=lambda id_: len(self._offered[id_])):
+            offers, nbytes = self._offered[id_], self._sizes[id_]
+            num_sharing = max(len(self._fetching) + 1, MAX_TRANSFERS)
+            choice = choose_source(nbytes, self.storage, offers, self.peers, now_s, num_sharing)
+            match choice:
+                case FromPeers():
+                    del self._offered[id_]
+                    self._started(id_, self._fetching)
+                    return Fetch(id_, choice)
+                case FromStorage():
+                    return self._read(id_)
+                case AllBusy():
+                    until_s = min(until_s, choice.until_s)
+                case NobodyLeft() if len(offers) < MAX_OFFERS or id_ in self._asked_twice:
+                    self._move([id_], self._lost)
+                case NobodyLeft():  # of many: the next ones may be alive
+                    self._asked_twice.add(id_)
+                    self._move([id_], self._waiting)
+        return Wait(until_s)
+
+    def _ask(self, now_s: float) -> Ask | None:
+        is_due = now_s >= self._ask_at_s
+        insist = next(iter(self._lost), None)
+        if insist is None and is_due:
+            insist = self._starved(now_s)
+        ids = itertools.islice(itertools.chain(self._unknown, self._waiting if is_due else ()), WINDOW)
+        wanted = tuple(dict.fromkeys([*([insist] if insist else ()), *ids]))
+        if not wanted:
+            return None
+        self._is_asking = True
+        return Ask(Question(wanted, self._max_claims, insist))
+
+    def _starved(self, now_s: float) -> str | None:
+        """One that peers have and do not give, for so long that nothing else came either."""
+        for id_, refused_s in self._refused_s.items():
+            if id_ in self._waiting:
+                is_over = now_s - max(refused_s, self._gained_s) > patience_s(self._sizes[id_], self.storage)
+                return id_ if is_over else None
+        return None
+
+    def _read(self, id_: str) -> Read:
+        self._mine.pop(id_, None)
+        self._offered.pop(id_, None)
+        self._started(id_, self._reading)
+        return Read(id_)
+
+    def _is_storage_best(self, now_s: float) -> bool:
+        """Clearly, and measured on both sides: then there is no reason to wait for another's copy."""
+        if not self.storage.gbps:
+            return False
+        measured = [gbps for record in self.peers.values() if (gbps := record.gbps(now_s)) is not None]
+        return bool(measured) and self.storage.gbps > STORAGE_MARGIN * max(measured)
+
+    def _learn(self, id_: str, fetched: Fetched, now_s: float) -> None:
+        num_sharing = self._ended(id_)
+        for share in fetched.shares:
+            record = self.peers.get(share.address, PeerRecord())
+            self.peers[share.address] = record.observe(share.nbytes, share.seconds, max(num_sharing, share.load), now_s)
+        for address in fetched.failed:
+            self.peers[address] = self.peers.get(address, PeerRecord()).failed(now_s)
+        for address in fetched.busy:
+            until_s = now_s + ask_again_s(0, self._chance.random())
+            self.peers[address] = self.peers.get(address, PeerRecord()).busy(until_s)
+        if len(self.peers) > MAX_PEERS:
+            self.peers = {address: record for address, record in self.peers.items() if record.is_recent(now_s)}
+        self.best_peer_gbps = max((record.bandwidth.gbps or 0.0 for record in self.peers.values()), default=0.0)
+
+    def _started(self, id_: str, kind: set[str]) -> None:
+        kind.add(id_)
+        self._num_at_start[id_] = len(self._fetching) + len(self._reading)
+
+    def _ended(self, id_: str) -> float:
+        """How many transfers to this node shared its link with this one, itself included, as far as can be told."""
+        num_at_end = len(self._fetching) + len(self._reading)
+        self._fetching.discard(id_)
+        self._reading.discard(id_)
+        return (self._num_at_start.pop(id_) + num_at_end) / 2
+
+    def _gain(self, id_: str, now_s: float) -> None:
+        self._forget(id_)
+        self._has_gained = True
+        self._gained_s = now_s
+
+    def _forget(self, id_: str) -> None:
+        del self._sizes[id_]
+        self._refused_s.pop(id_, None)
+        self._asked_twice.discard(id_)
+
+    def _move(self, ids: Iterable[str], to: dict[str, Any], value: Any = None) -> None:
+        for id_ in ids:
+            for state in (self._unknown, self._offered, self._mine, self._waiting, self._lost):
+                state.pop(id_, None)
+            to[id_] = value
