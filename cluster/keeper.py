@@ -120,9 +120,7 @@ class NodeKeeper:
         self._pins: Mapping[str, Sequence[str]] = {}
         self._num_corrupt = 0
         was_restarted = in_actor and store is None and ray.get_runtime_context().was_current_actor_reconstructed
-        self._adoption = Adoption(
-            self._held, self._refuse, verify=verify, wait_s=adoption_s if was_restarted else 0.0
-        )
+        self._adoption = Adoption(self._held, self._refuse, verify=verify, wait_s=adoption_s if was_restarted else 0.0)
         directory = directory or (RayDirectory(*registry) if registry else None)
         if host is None:
             host = ray.util.get_node_ip_address() if in_actor else "127.0.0.1"

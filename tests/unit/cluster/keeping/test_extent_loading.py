@@ -58,9 +58,7 @@ class FakePeers:
         found = self.located.pop(0) if len(self.located) > 1 else self.located[0]
         return dict.fromkeys(ids, found)
 
-    def fetch(
-        self, addresses: Sequence[PeerAddress], extent: ExtentRef, out: Any, *, min_gbps: float
-    ) -> Fetched:
+    def fetch(self, addresses: Sequence[PeerAddress], extent: ExtentRef, out: Any, *, min_gbps: float) -> Fetched:
         self.fetched.append(tuple(addresses))
         if self.error:
             raise self.error
