@@ -129,7 +129,7 @@ def _forget(index: StoreIndex, manifests: Sequence[Manifest], *, dry_run: bool) 
 
 
 def _unneeded(store: WeightStore, manifests: Sequence[Manifest]) -> Iterator[tuple[str, list[Range]]]:
-    """What no manifest names, by path in the store: packs, skeletons and mirrors as a whole, and ranges of packs in use."""
+    """What no manifest names, by path in the store: whole packs, skeletons and mirrors, and ranges of packs in use."""
     packs = {PurePosixPath(extent.pack).parts[0] for manifest in manifests for extent in manifest.extents.values()}
     skeletons = {store.skeleton(manifest) for manifest in manifests}
     dead = [path for path in sorted(store.packs.iterdir()) if path.name not in packs]
