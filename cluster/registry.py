@@ -8,11 +8,13 @@ it: the models come back from the config and the registration files, what is res
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import secrets
 import uuid
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final
 
 import ray
@@ -28,8 +30,11 @@ from cluster.residency_report import cluster_residency
 from configs.cluster import ClusterConfig
 from configs.merging import MergeConfig
 from configs.model import ModelConfig
+from weights.errors import FormatError
+from weights.formats.folder import check_inside
 from weights.intake import bring_in
 from weights.manifest import Manifest
+from weights.sources.mirrors import SOURCES_FOLDER, mirror_folder, remove_mirror
 from weights.store import WeightStore
 
 NODE_POLL_S: Final = 5.0
@@ -47,12 +52,38 @@ class WeightRegistry:
         store = WeightStore(config.store.path)
         options = config.store.object_storage.options()
 
+        allowed = [root.resolve() for root in config.allowed_roots]
+
+        def roots_of(entry: Entry) -> list[Path] | None:
+            return None if config.trusts(entry) else allowed
+
+        def check_source(entry: Entry) -> None:
+            with contextlib.suppress(FormatError):  # not there: said when it is brought in
+                if isinstance(entry.path, Path):
+                    check_inside(entry.path, roots_of(entry))
+
         def take_in(entry: Entry) -> Manifest:
             component = entry.component if isinstance(entry, ModelConfig) else None
-            return bring_in(store, entry.id, entry.path, component=component, dtype=entry.dtype, options=options)
+            return bring_in(
+                store,
+                entry.id,
+                entry.path,
+                component=component,
+                dtype=entry.dtype,
+                options=options,
+                roots=roots_of(entry),
+            )
 
         registrations = Registrations(store.path / "registrations" / config.name)
-        self._models = ServedModels(config.entries, store, registrations, take_in, epoch=uuid.uuid4().hex)
+        self._models = ServedModels(
+            config.entries,
+            store,
+            registrations,
+            take_in,
+            epoch=uuid.uuid4().hex,
+            check_source=check_source,
+            forget_source=lambda url: remove_mirror(mirror_folder(store.path / SOURCES_FOLDER, url)),
+        )
         self._keepers = NodeKeepers(
             str(store.packs),
             config.store.node_budget_bytes,

@@ -208,6 +208,14 @@ class WorkerConfig(ModelReplicaConfig):
     num_threads: int | None = Field(None, ge=1, description="torch threads; default: the replica's CPUs, rounded up")
 
 
+def _root_of(path: Path) -> Path:
+    """The folder that a configured checkpoint lies in; of one in a hub's cache, its repository with the blobs."""
+    parent = path.parent
+    if parent.name == "snapshots":
+        return parent.parent
+    return path if parent == parent.parent else parent  # never the whole file system
+
+
 class ClusterConfig(StrictModel):
     """One Atelier cluster, as one YAML file."""
 
@@ -219,6 +227,11 @@ class ClusterConfig(StrictModel):
     ingress: IngressConfig = IngressConfig()
     text_encoder: TextEncoderConfig = TextEncoderConfig()
     worker: WorkerConfig = WorkerConfig()
+    model_roots: tuple[Path, ...] | None = Field(
+        None,
+        description="folders that models and adapters may be registered from while the cluster runs, with all that "
+        "their symlinks lead to; default: those that the local ones of this config lie in",
+    )
     models: tuple[ModelConfig, ...] = Field(min_length=1)
     adapters: tuple[AdapterConfig, ...] = ()
     pipelines: tuple[PipelineConfig, ...] = ()
@@ -243,6 +256,19 @@ class ClusterConfig(StrictModel):
         """Models, then adapters, by id."""
         models: dict[str, ModelConfig | AdapterConfig] = {model.id: model for model in self.models}
         return models | {adapter.id: adapter for adapter in self.adapters}
+
+    @property
+    def allowed_roots(self) -> tuple[Path, ...]:
+        """`model_roots`, or its default: a model beside one that is configured may be registered, no other path."""
+        if self.model_roots is not None:
+            return self.model_roots
+        local = [entry.path for entry in self.entries.values() if isinstance(entry.path, Path)]
+        return tuple(dict.fromkeys(_root_of(path) for path in local))
+
+    def trusts(self, entry: ModelConfig | AdapterConfig) -> bool:
+        """Whether this config itself names the source: who wrote it may read what it names."""
+        configured = self.entries.get(entry.id)
+        return configured is not None and configured.path == entry.path
 
     def defaults_of(self, model: str) -> GenerationDefaults:
         """What requests for `model` get when they do not say; nothing for an adapter or an unknown id."""

@@ -66,6 +66,7 @@ def resolve_paths(config: ClusterConfig, folder: Path) -> ClusterConfig:
     return config.model_copy(
         update={
             "store": config.store.model_copy(update={"path": absolute(config.store.path)}),
+            "model_roots": config.model_roots and tuple(map(absolute, config.model_roots)),
             "models": tuple(m.model_copy(update={"path": located(m.path)}) for m in config.models),
             "adapters": tuple(a.model_copy(update={"path": located(a.path)}) for a in config.adapters),
         }

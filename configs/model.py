@@ -19,6 +19,8 @@ def parse_source(value: Any) -> Any:
         return value
     if not isinstance(value, str) or not value:
         raise ValueError("expected a path or an s3:// URL")
+    if not value.isprintable():  # a NUL or half a character is in no path, a line break makes two lines of a message
+        raise ValueError("expected a path of printable characters")
     scheme, is_url, rest = value.partition("://")
     if not is_url:
         return Path(value)

@@ -26,7 +26,7 @@ class Tier(StrEnum):
 
 @app.command()
 def register(
-    path: Annotated[str, typer.Argument(help="Checkpoint folder or file, or s3:// URL, that the cluster can read.")],
+    path: Annotated[str, typer.Argument(help="Checkpoint inside of the cluster's model_roots, or s3:// URL.")],
     model: Annotated[str, typer.Option("--id", help="Under this name.")],
     base: Annotated[list[str] | None, typer.Option(help="It is a LoRA for this model; may be repeated.")] = None,
     dtype: Annotated[str | None, typer.Option(help="Cast floating tensors: float32, bfloat16, float16.")] = None,

@@ -24,10 +24,9 @@ from deployments.hosting.model_host import ModelHost
 from deployments.image_requests import conditioning_request, denoise_request, ignored_inputs
 from deployments.limits import check_image
 from deployments.records import ImageRequest, ImageResult
-from weights.externalize import externalize
+from weights.intake import bring_in
 from weights.manifest import ExtentRef, Manifest
 from weights.provider import LocalExtents
-from weights.sources.localize import localize
 from weights.store import WeightStore
 
 OnStep = Callable[[int, int], None]  # steps done, steps in all
@@ -127,8 +126,7 @@ class LocalModels:
             raise UnknownModel(f"no model {model!r} (known: {', '.join(self._config.entries)})", "model")
         component = entry.component if isinstance(entry, ModelConfig) else None
         options = self._config.store.object_storage.options()
-        source = localize(entry.path, self._store.path / "sources", options=options)
-        return externalize(self._store, entry.id, source, component=component, dtype=entry.dtype)
+        return bring_in(self._store, entry.id, entry.path, component=component, dtype=entry.dtype, options=options)
 
 
 async def _encode_alone(jobs: Sequence[EncodeJob], priority: int, timeout_s: float | None) -> list[Encoding]:

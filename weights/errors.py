@@ -6,6 +6,7 @@
     │   ├── ModelNotStored       no manifest of that name
     │   ├── StoreVersionError    written by another version of this library
     │   └── ExtentCorrupt        bytes on disk do not match their checksum, or are missing
+    ├── SourceRefused        a path outside of the folders that checkpoints may come from
     ├── AdapterError         a LoRA file that cannot be used
     └── BudgetExceeded       the bytes asked for do not fit, even after evicting all that may go
 
@@ -37,6 +38,10 @@ class StoreVersionError(StoreError):
 
 class ExtentCorrupt(StoreError):
     """An extent's bytes are gone or not the ones that were written."""
+
+
+class SourceRefused(WeightsError):
+    """A path that leads, perhaps by a symlink, outside of the folders that checkpoints may come from."""
 
 
 class AdapterError(WeightsError):

@@ -9,17 +9,19 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import ValidationError
 
 from weights.dtypes import cast_target
 from weights.errors import FormatError, StoreVersionError, WeightsError
-from weights.formats.checkpoint import Checkpoint, SourceComponent, read_checkpoint
+from weights.formats.checkpoint import Checkpoint, SourceComponent, read_checkpoint, recognise
 from weights.formats.encoder_files import has_parts, parts_hash
-from weights.formats.gguf_model import gguf_set
+from weights.formats.folder import check_inside
 from weights.manifest import Component, Layout, Manifest
+from weights.source_mark import source_mark
 from weights.storage.hashing import HashedTensor, Progress, hash_tensors
 from weights.storage.publishing import Draft, DraftComponent, publish
 from weights.storage.stock import as_safetensors
@@ -36,20 +38,27 @@ def externalize(
     layout: Layout = "combined",
     weight_dir: Path | None = None,
     allow_torch: bool = False,
+    origin: Origin | None = None,
     progress: Progress | None = None,
 ) -> Manifest:
     """Bring the checkpoint at `source` into the store as `model`, or return what is there when it is unchanged.
 
     `layout` says where tensors go that the store does not have yet; what it has stays where it is. `inline` keeps
     the model's own files: nothing in them is shared on disk. Packs are written in `weight_dir` before they move into
-    the store. `progress` hears of the bytes that are read and hashed. Raises FormatError (names file and tensor) and
-    StoreError, and leaves the store as it was.
+    the store. `progress` hears of the bytes that are read and hashed. A source that looks changed is read again; if its
+    bytes are those of before, nothing but the manifest is written and the version stays. Raises FormatError (names file
+    and tensor), SourceRefused, AdapterError and StoreError, and leaves the store as it was.
     """
     check_model_name(model)
-    if not source.exists():
-        raise FormatError(f"{source}: no such folder or file")
+    origin = origin or Origin()
+    check_inside(source, origin.roots)
+    recognise(source)
     settings = {"component": component, "dtype": dtype}
-    mark = fingerprint(source, settings)
+
+    def look() -> str:
+        return source_mark(source, settings, roots=origin.roots, etags=origin.etags)
+
+    mark = look()
 
     def known() -> Manifest | None:
         try:
@@ -58,12 +67,12 @@ def externalize(
             raise
         except WeightsError:  # not there, or damaged: to be written
             return None
-        is_current = (manifest.fingerprint, manifest.layout) == (mark, layout)
+        is_current = (manifest.source_mark, manifest.layout) == (mark, layout)
         is_whole = store.has_packs(manifest) and store.skeleton(manifest).is_dir()
         return manifest if is_current and is_whole else None
 
     def recheck() -> Manifest | None:
-        if fingerprint(source, settings) != mark:
+        if look() != mark:
             raise FormatError(f"{source}: a file of it changed while it was read")
         return known()
 
@@ -75,13 +84,15 @@ def externalize(
     root = source if source.is_dir() else source.parent
     try:
         components = [_draft(checkpoint, root, part, hashed[part.name], dtype) for part in checkpoint.components]
+        version = _version(checkpoint, components)
         draft = Draft(
             model=model,
             kind=checkpoint.kind,
             class_name=checkpoint.class_name,
-            source=str(checkpoint.path),
-            fingerprint=mark,
-            skeleton=f"{model}/skeleton-{mark}",
+            source=origin.url or str(checkpoint.path),
+            fingerprint=version,
+            source_mark=mark,
+            skeleton=f"{model}/skeleton-{version}",
             components=components,
             write_skeleton=lambda target: _copy_skeleton(checkpoint, target),
             recheck=recheck,
@@ -92,18 +103,31 @@ def externalize(
         raise FormatError(f"{source}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
 
 
-def fingerprint(source: Path, settings: Mapping[str, str | None]) -> str:
-    """Changes when a file of the checkpoint does (names, sizes, modification times) or the settings do."""
-    root = source if source.is_dir() else source.parent
-    try:
-        files = {
-            str(file.relative_to(root)): (file.stat().st_size, file.stat().st_mtime_ns)
-            for file in (sorted(source.rglob("*")) if source.is_dir() else gguf_set(source))
-            if file.is_file()
-        }
-    except OSError as error:
-        raise FormatError(f"{error.filename or source}: {error.strerror or error}") from error
-    return hashlib.sha256(json.dumps([files, settings]).encode()).hexdigest()[:16]
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a source is from. `roots`: the folders that its files must lie in, after symlinks; None trusts them all.
+
+    `url` and `etags` (by file name): of object storage, where it is a mirror of that.
+    """
+
+    roots: tuple[Path, ...] | None = None
+    url: str = ""
+    etags: Mapping[str, str] | None = None
+
+
+def _version(checkpoint: Checkpoint, components: Sequence[DraftComponent]) -> str:
+    """Identity of all that a manifest and its skeleton say: equal contents are one version, whatever their dates."""
+    skeleton = {str(file): _hash_file(checkpoint.path / file) for file in checkpoint.skeleton_files()}
+    skeleton |= {name: hashlib.sha256(data).hexdigest() for name, data in checkpoint.headers.items()}
+    parts = [
+        (
+            component.record.model_dump(mode="json", exclude={"tensors"}),
+            [(name, tensor.dtype, tensor.shape, tensor.sha256) for name, tensor in component.tensors.items()],
+        )
+        for component in components
+    ]
+    facts = (checkpoint.kind, checkpoint.class_name, skeleton, parts)
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _draft(

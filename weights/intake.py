@@ -5,19 +5,19 @@ Programs need torch or onnx, so those rooms are opened only when a program comes
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
 from weights.errors import StoreError, WeightsError
-from weights.externalize import externalize
+from weights.externalize import Origin, externalize
+from weights.formats.folder import check_inside
 from weights.layouts import write_inline
 from weights.manifest import Layout, Manifest
-from weights.sources.localize import localize
+from weights.sources.localize import localized
+from weights.sources.mirrors import SOURCES_FOLDER
 from weights.sources.object_storage import OnProgress
 from weights.store import WeightStore
-
-SOURCES_FOLDER = "sources"  # in the store: mirrors of object storage
 
 
 def bring_in(
@@ -31,29 +31,39 @@ def bring_in(
     weight_dir: Path | None = None,
     allow_torch: bool = False,
     options: Mapping[str, str] = MappingProxyType({}),
+    roots: Sequence[Path] | None = None,
     progress: OnProgress | None = None,
 ) -> Manifest:
     """A checkpoint, a program (.pt2, .onnx) or a URL of either -> a model of the store.
 
-    Parameters are those of `externalize`; `options` are for downloads (see `localize`). `progress` hears of the
-    download, then, from zero again, of reading and hashing. Raises FormatError and StoreError, and WeightsError for
-    options that a program does not have.
+    Parameters are those of `externalize`; `options` are for downloads (see `localized`). `roots`: the folders that a
+    local source must lie in, with all that it leads to; None trusts it. `progress` hears of the download, then, from
+    zero again, of reading and hashing. Raises FormatError and StoreError, SourceRefused, and WeightsError for options
+    that a program does not have.
     """
-    path = localize(source, store.path / SOURCES_FOLDER, options=options, progress=progress)
-    if path.suffix not in (".pt2", ".onnx"):
+    with localized(source, store.path / SOURCES_FOLDER, options=options, progress=progress) as local:
+        # What is in a mirror came by name, as plain files.
+        origin = Origin(None if local.url or roots is None else tuple(roots), local.url, local.etags)
+        if local.path.suffix in (".pt2", ".onnx"):
+            if component is not None or dtype != "auto":
+                raise WeightsError(f"{local.path}: a program has no components to choose and no dtype to cast to")
+            check_inside(local.path, origin.roots)
+            return _bring_in_program(store, model, local.path, layout, allow_torch)
         return externalize(
             store,
             model,
-            path,
+            local.path,
             component=component,
             dtype=dtype,
             layout=layout,
             weight_dir=weight_dir,
             allow_torch=allow_torch,
+            origin=origin,
             progress=progress,
         )
-    if component is not None or dtype != "auto":
-        raise WeightsError(f"{path}: a program has no components to choose and no dtype to cast to")
+
+
+def _bring_in_program(store: WeightStore, model: str, path: Path, layout: Layout, allow_torch: bool) -> Manifest:
     if path.suffix == ".onnx":
         from weights.programs.onnx_models import externalize_onnx
 

@@ -45,6 +45,7 @@ def convert(store: WeightStore, model: str, layout: Layout, weight_dir: Path | N
             write_skeleton=lambda target: _copy_skeleton(store, manifest, target),
             recheck=recheck,
             relocates=True,
+            source_mark=manifest.source_mark,
         ),
         layout,
         weight_dir,

@@ -16,6 +16,7 @@ from typing import Final
 
 from weights.errors import StoreError, WeightsError
 from weights.manifest import Manifest, TensorRef
+from weights.sources.mirrors import SOURCES_FOLDER, remove_mirror, unused_mirrors
 from weights.storage.aging import Range, aged
 from weights.storage.durable import disk_errors, remove, sync
 from weights.storage.index import WHOLE_END, StoreIndex, Unneeded
@@ -42,12 +43,13 @@ class GcReport:
 def gc(
     store: WeightStore, *, grace_s: float = 0.0, now: Callable[[], float] = time.time, dry_run: bool = False
 ) -> GcReport:
-    """Remove what no manifest names: packs, ranges of packs, skeletons, entries of the index, leftovers of the dead.
+    """Remove what no manifest names: packs, ranges of packs, skeletons, entries of the index, mirrors of URLs that no
+    model came from, leftovers of the dead.
 
-    Packs and skeletons stay until a run finds that an earlier one saw them unneeded `grace_s` seconds ago, and they
-    were not needed in between: replicas may still run an earlier version of a model. Makes a damaged index again, and
-    meta.json. Raises, and deletes nothing, when a manifest cannot be read or the store is of a newer version: what
-    those need is unknown.
+    Packs, skeletons and mirrors stay until a run finds that an earlier one saw them unneeded `grace_s` seconds ago, and
+    they were not needed in between: replicas may still run an earlier version of a model. A mirror that is being filled
+    or read stays. Makes a damaged index again, and meta.json. Raises, and deletes nothing, when a manifest cannot be
+    read or the store is of a newer version: what those need is unknown.
     """
     if not store.path.is_dir():
         raise StoreError(f"{store.path}: no such store")
@@ -65,14 +67,19 @@ def gc(
             store.indexed(lambda index: index.note_unneeded(young))
         dead = [store.path / path for path in whole]
         staged = [path for path in sorted(store.path.glob(STAGED)) if is_dead(path)]
-        freed = sum(allocated_bytes(path) for path in (*dead, *staged))
+        mirrors = [path for path in dead if path.is_relative_to(store.path / SOURCES_FOLDER)]
+        freed_by = {path: allocated_bytes(path) for path in (*dead, *staged)}
+        if not dry_run:
+            busy = [path for path in mirrors if not remove_mirror(path)]
+            dead = [path for path in dead if path not in busy]
+        freed = sum(freed_by[path] for path in (*dead, *staged))
         unfreed = 0
         for pack, ranges in partly.items():
             more_freed, more_unfreed = _punch(store.path / pack, ranges, dry_run=dry_run)
             freed, unfreed = freed + more_freed, unfreed + more_unfreed
         removed = [path.relative_to(store.path) for path in (*dead, *staged)]
         if not dry_run:
-            _remove(store, dead)
+            _remove(store, [path for path in dead if path not in mirrors])
     return GcReport(tuple(map(PurePosixPath, removed)), forgotten, freed, unfreed)
 
 
@@ -122,11 +129,12 @@ def _forget(index: StoreIndex, manifests: Sequence[Manifest], *, dry_run: bool) 
 
 
 def _unneeded(store: WeightStore, manifests: Sequence[Manifest]) -> Iterator[tuple[str, list[Range]]]:
-    """What no manifest names, by path in the store: packs and skeletons as a whole, and ranges of packs in use."""
+    """What no manifest names, by path in the store: whole packs, skeletons and mirrors, and ranges of packs in use."""
     packs = {PurePosixPath(extent.pack).parts[0] for manifest in manifests for extent in manifest.extents.values()}
     skeletons = {store.skeleton(manifest) for manifest in manifests}
     dead = [path for path in sorted(store.packs.iterdir()) if path.name not in packs]
     dead += [path for path in sorted(store.models.glob(f"*/{SKELETONS}")) if path not in skeletons]
+    dead += unused_mirrors(store.path / SOURCES_FOLDER, [manifest.source for manifest in manifests])
     for path in dead:
         yield str(path.relative_to(store.path)), [(0, WHOLE_END)]
     # The files of `inline` are whole files of another format: untouched.

@@ -173,7 +173,11 @@ class Component(_Record):
 
 
 class Manifest(_Record):
-    """A model in the store. `skeleton` is the folder with everything of it but the weights (configs, tokenizers)."""
+    """A model in the store. `skeleton` is the folder with everything of it but the weights (configs, tokenizers).
+
+    `fingerprint` is the identity of its contents, wherever they came from: equal ones are one version. `source_mark`
+    says how the source looked when it was read ("" where nobody looks).
+    """
 
     version: Literal[1] = 1
     model: str
@@ -182,6 +186,7 @@ class Manifest(_Record):
     skeleton: InsidePath
     source: str
     fingerprint: str
+    source_mark: str = ""
     layout: Layout = "combined"
     components: dict[str, Component]
     extents: dict[str, ExtentRef]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import sys
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, replace
@@ -19,13 +20,14 @@ from cluster.models.directory import Directory, Entry, ModelRecord
 from cluster.models.entry_rules import check_entry, listed
 from cluster.models.manifest_cache import ManifestCache
 from cluster.models.registrations import DamagedRegistration, Registration, Registrations
-from weights.errors import ModelNotStored
+from weights.errors import ModelNotStored, WeightsError
 from weights.feature_sizes import feature_sizes
 from weights.maintenance import remove_model
 from weights.manifest import Manifest
 from weights.store import WeightStore
 
 BringIn = Callable[[Entry], Manifest]
+logger = logging.getLogger("atelier.registry")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +48,20 @@ class ServedModels:
         registrations: Registrations,
         bring_in: BringIn,
         epoch: str,
+        *,
+        check_source: Callable[[Entry], None] = lambda entry: None,
+        forget_source: Callable[[str], object] = lambda url: None,
     ) -> None:
+        """`check_source` raises WeightsError for a path that may not be registered; `forget_source` hears of a URL
+        that no model comes from any more. Both may block.
+        """
         self.directory = Directory(epoch)
         self._configured = configured
         self._store = store
         self._registrations = registrations
         self._bring_in = bring_in
+        self._check_source = check_source
+        self._forget_source = forget_source
         self._wanted: dict[str, Entry] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._manifests = ManifestCache(store.manifest)
@@ -86,6 +96,10 @@ class ServedModels:
         """
         async with self._writing:
             check_entry(self.directory, entry)
+            try:
+                await asyncio.to_thread(self._check_source, entry)
+            except WeightsError as error:
+                raise RegistrationRefused(f"path: {error}") from None
             await self._save(entry)
             task = self._begin(entry)
         if wait:
@@ -106,10 +120,12 @@ class ServedModels:
             if id_ in self._configured:
                 raise RegistrationConflict(f"model {id_!r} is in the cluster config: take it out there")
             await asyncio.to_thread(self._registrations.remove, id_)
-            self._wanted.pop(id_, None)
+            gone = self._wanted.pop(id_, None)
             self._extents.pop(id_, None)
             self.directory.remove(id_)
             self._tell()
+        if gone:
+            await self._leave_source(gone)
         if purge:
             await asyncio.shield(self._queue(id_, self._purge(id_, self._tasks.get(id_))))
         return Unregistered(id_, tuple(record.id for record in self.directory if id_ in record.base))
@@ -203,9 +219,13 @@ class ServedModels:
         except Exception as error:  # of this model; whatever it is, the others go on and nobody waits for it for ever
             manifest, reason = None, str(error) or repr(error)
         if self._wanted.get(entry.id) is not entry:
+            await self._leave_source(entry)
             return
         if manifest is not None:
+            before = self.directory.get(entry.id)
             self._serve(entry, manifest)
+            if before and before.entry:
+                await self._leave_source(before.entry)
         else:
             await self._failed(entry, reason)
 
@@ -225,6 +245,14 @@ class ServedModels:
                 manifest.class_name or "",
             )
         )
+
+    async def _leave_source(self, entry: Entry) -> None:
+        """A copy of what is in object storage goes with the last model that comes from there."""
+        if isinstance(entry.path, str) and not any(entry.path == other.path for other in self._wanted.values()):
+            try:
+                await asyncio.to_thread(self._forget_source, entry.path)
+            except (OSError, WeightsError) as error:  # what is left goes with the next gc
+                logger.warning("the copy of %s could not be removed: %s", entry.path, error)
 
     async def _failed(self, entry: Entry, reason: str) -> None:
         record = self.directory.get(entry.id)

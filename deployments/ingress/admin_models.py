@@ -60,8 +60,8 @@ def create_router(operations: Operations) -> APIRouter:
     async def register(entry: Annotated[EntryBody, Body()], wait: Wait = True) -> JSONResponse:
         """Serve one more model or adapter, or another version of one. Fields as in a cluster config.
 
-        `path` is absolute, on a disk that the cluster's head sees, or an s3:// URL. Requests go on with the version
-        before until the new one is in the store.
+        `path` is absolute, on a disk that the cluster's head sees and inside of the config's `model_roots`, or an
+        s3:// URL. Requests go on with the version before until the new one is in the store.
         """
         registered = await operations.register(entry, wait=wait)
         status = (201 if registered.is_new else 200) if wait else 202

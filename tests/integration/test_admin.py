@@ -155,7 +155,7 @@ def test_a_version_is_replaced_under_running_requests_without_a_failed_one(admin
 @pytest.mark.parametrize(
     ("method", "path", "body", "status", "text"),
     [
-        ("POST", "", {"id": "x", "path": "/nowhere/at/all"}, 422, "/nowhere/at/all: no such folder"),
+        ("POST", "", {"id": "x", "path": "/nowhere/at/all"}, 400, "outside of the folders that models may come from"),
         ("POST", "", {"id": "x", "path": "relative"}, 400, "is relative"),
         ("POST", "", {"id": "x", "path": "/x", "colour": 1}, 400, "colour: unknown field"),
         ("POST", "", {"id": "x", "path": "/x", "base": ["nope"]}, 400, "unknown nope (models: digits-flux"),

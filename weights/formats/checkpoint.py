@@ -11,9 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from weights.errors import FormatError
 from weights.formats import dense_head
+from weights.formats.folder import files_below
 from weights.formats.gguf_model import folder_files, gguf_set, read_gguf_model
 from weights.formats.kuiper import read_kuiper
 from weights.formats.lora import read_lora_configs
@@ -24,7 +26,7 @@ from weights.formats.untrusted import shown
 from weights.formats.weight_files import LORA_FILE, is_plain_name, read_json, safetensors_files, torch_files
 from weights.manifest import ModelKind, WeightFormat
 
-_SKELETON_SUFFIXES = {".json", ".txt", ".model", ".jinja", ".md", ".tiktoken"}
+SKELETON_SUFFIXES = frozenset({".json", ".txt", ".model", ".jinja", ".md", ".tiktoken"})
 _MAX_SKELETON_FILE_BYTES = 64 * 2**20
 
 
@@ -62,13 +64,12 @@ class Checkpoint:
 
 
 def skeleton_files(folder: Path) -> Iterator[Path]:
-    """Those of a folder, a skeleton itself for example, relative to it; none of a file."""
+    """Those of a folder, a skeleton itself for example, relative to it; none of a file. Raises FormatError."""
     if not folder.is_dir():
         return
-    for file in sorted(folder.rglob("*")):
-        fits = file.is_file() and file.suffix in _SKELETON_SUFFIXES
-        if fits and file.stat().st_size <= _MAX_SKELETON_FILE_BYTES:
-            yield file.relative_to(folder)
+    for file in files_below(folder):
+        if file.suffix in SKELETON_SUFFIXES and (folder / file).stat().st_size <= _MAX_SKELETON_FILE_BYTES:
+            yield file
 
 
 def read_checkpoint(path: Path, *, component: str | None = None, allow_torch: bool = False) -> Checkpoint:
@@ -78,20 +79,42 @@ def read_checkpoint(path: Path, *, component: str | None = None, allow_torch: bo
     Raises FormatError: nothing there, unknown layout, a file that its header does not fit; AdapterError for a LoRA
     whose metadata cannot be used.
     """
-    if path.is_dir() and (path / "model_index.json").is_file():
+    layout = recognise(path)
+    if layout == "diffusers":
         return _diffusers(path, component, allow_torch)
     if component is not None:
         raise FormatError(f"{path}: component {component!r} asked for, but this is no pipeline (no model_index.json)")
-    if path.is_file():
-        return _single_file(path, allow_torch)
-    if not path.is_dir():
-        raise FormatError(f"{path}: no such folder or file")
-    if (path / LORA_FILE).is_file():
-        return _adapter(path)
-    if (path / "config.json").is_file() and (safetensors_files(path) or not folder_files(path)):
-        return _transformers(path, allow_torch)
-    if files := folder_files(path):
-        return _gguf(path, files)
+    match layout:
+        case "file":
+            return _single_file(path, allow_torch)
+        case "adapter":
+            return _adapter(path)
+        case "transformers":
+            return _transformers(path, allow_torch)
+        case "gguf":
+            return _gguf(path, folder_files(path))
+
+
+def recognise(path: Path) -> Literal["file", "diffusers", "adapter", "transformers", "gguf"]:
+    """Tell the layout by the names of a few files, without a walk: a folder that is none may be a whole disk.
+
+    Raises FormatError for what has none that is known.
+    """
+    try:
+        if path.is_file():
+            return "file"
+        if not path.is_dir():
+            raise FormatError(f"{path}: no such folder or file")
+        if (path / "model_index.json").is_file():
+            return "diffusers"
+        if (path / LORA_FILE).is_file():
+            return "adapter"
+        if (path / "config.json").is_file() and (safetensors_files(path) or not folder_files(path)):
+            return "transformers"
+        if folder_files(path):
+            return "gguf"
+    except OSError as error:
+        raise FormatError(f"{path}: {error.strerror or error}") from error
     raise FormatError(
         f"{path}: unknown layout; expected model_index.json (diffusers), config.json (transformers), {LORA_FILE}, "
         f"one GGUF model, or the name of a single file"

@@ -65,7 +65,7 @@ def gguf_set(path: Path) -> list[Path]:
 
 def folder_files(folder: Path) -> list[Path]:
     """The GGUF files of a folder, if they are one model; none if it has none. Raises FormatError for several models."""
-    files = sorted(folder.glob("*.gguf"))
+    files = sorted(file for file in folder.glob("*.gguf") if not file.name.startswith("."))
     if not files:
         return []
     first = gguf_set(files[0])

@@ -166,7 +166,7 @@ def _entry(path: Path, name: str, value: Any, start: int) -> FileTensor:
         )
     count = num_elements(shape)
     if count is None or end - begin != count * ITEM_BYTES[dtype]:
-        expected = "2^63 or more" if count is None else count * ITEM_BYTES[dtype]
+        expected = "2^64 or more" if count is None else count * ITEM_BYTES[dtype]
         raise FormatError(
             f"{path}: tensor {shown(name)}: {dtype} {shown(shape)} takes {expected} bytes, its offsets give "
             f"{end - begin}"

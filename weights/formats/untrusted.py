@@ -34,14 +34,14 @@ def is_size(value: Any) -> bool:
 
 
 def num_elements(shape: Sequence[int]) -> int | None:
-    """Multiply the sizes from the first to the last; None as soon as that is 2^63 or more, whatever comes after.
+    """Multiply the sizes from the first to the last; None as soon as that is 2^64 or more, whatever comes after.
 
     So does the safetensors library: an early product that overflows is refused though a zero may follow.
     """
     product = 1
     for size in shape:
         product *= size
-        if product > MAX_SIZE:
+        if product >= 2**64:
             return None
     return product
 

@@ -69,9 +69,10 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def is_plain_name(name: str) -> bool:
-    """Whether it can name something in a folder and nothing outside of it."""
+    """Whether it can name something in a folder, not hidden, and nothing outside of it."""
     try:
-        return name not in ("", "..") and Path(name).name == name and "\0" not in name and len(name.encode()) <= 255
+        is_visible = name != "" and not name.startswith(".")
+        return is_visible and Path(name).name == name and "\0" not in name and len(name.encode()) <= 255
     except UnicodeEncodeError:
         return False
 

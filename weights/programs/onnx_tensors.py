@@ -158,7 +158,7 @@ def _nbytes(path: Path, name: str, tensor: TensorProto) -> int:
     if count is None:
         raise FormatError(
             f"{path}: tensor {shown(name)}: shape {shown(shape)}, expected at most {MAX_RANK} sizes from 0 with a "
-            "product below 2^63"
+            "product below 2^64"
         )
     if dtype is not None:
         return count * ITEM_BYTES[dtype]

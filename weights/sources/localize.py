@@ -2,30 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from urllib.parse import quote
 
-from weights.sources.bucket import split_url
-from weights.sources.object_storage import OnProgress, mirror
+from weights.sources.mirrors import mirror_folder
+from weights.sources.object_storage import OnProgress, mirrored
 
 
-def localize(
+@dataclass(frozen=True, slots=True)
+class LocalSource:
+    """A folder or file on local disk. Of a mirror: the URL, and by name which objects its files are."""
+
+    path: Path
+    url: str = ""
+    etags: Mapping[str, str] | None = None
+
+
+def is_url(source: str | Path) -> bool:
+    return isinstance(source, str) and "://" in source
+
+
+@contextlib.contextmanager
+def localized(
     source: str | Path,
-    cache: Path,
+    sources: Path,
     *,
     options: Mapping[str, str] = MappingProxyType({}),
     progress: OnProgress | None = None,
-) -> Path:
-    """The folder or file that holds `source`. URLs are mirrored into `cache`/<bucket>/<prefix>, see `mirror`.
+) -> Iterator[LocalSource]:
+    """Have `source` on local disk within the block. URLs are mirrored into `sources`/<bucket>/<prefix>, see `mirrored`.
 
     Any number of processes may ask for one URL at once: one downloads, the others find everything done.
     Raises StoreError or FormatError.
     """
-    if isinstance(source, Path) or "://" not in source:
-        return Path(source)
-    bucket, prefix = split_url(source)
-    # One folder per prefix, never one in another: s3://b/a and s3://b/a/x are two mirrors with two locks.
-    target = cache / bucket / (quote(prefix, safe="") or "@")
-    return mirror(source, target, options=options, progress=progress).path
+    if not is_url(source):
+        yield LocalSource(Path(source))
+        return
+    url = str(source)
+    with mirrored(url, mirror_folder(sources, url), options=options, progress=progress) as report:
+        yield LocalSource(report.path, url, report.etags)

@@ -3,7 +3,7 @@
     target/model.safetensors        complete: renamed when its length and, where there is one, its MD5 are right
     target/model.safetensors.part   on its way, at its full length
     target/.mirror                  the journal: which object each file is of, which parts are there
-    target/.mirror.lock             flock: one mirror at a time
+    target/.mirror.lock             flock: one mirror, or reader, at a time (weights/sources/mirrors.py)
 
 Integrity: every part comes from the object that was listed (If-Match on its ETag) and has its full length. The ETag of
 an object that was put in one piece is its MD5 (not under SSE-KMS or SSE-C: `verify_md5` "false"), and the file is
@@ -14,7 +14,6 @@ headers. From externalizing on, the store's own sha256 and checksums hold.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import shutil
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -23,12 +22,13 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
 from types import MappingProxyType
-from typing import Final
+from typing import Any, Final
 
 from weights.errors import StoreError
 from weights.sources.bucket import Bucket, ObjectChanged, RemoteObject
 from weights.sources.download import Download
 from weights.sources.journal import Journal
+from weights.sources.mirrors import locked
 
 # Pickles (.bin, .pt, .ckpt) are not taken along: most folders that have them have the same weights as safetensors.
 # A URL that names one such object gets it.
@@ -44,7 +44,8 @@ OnProgress = Callable[[int, int], None]  # bytes that are on disk, bytes in all
 class MirrorReport:
     """What a mirror holds. `path` is the folder, or the one file that the URL names.
 
-    `fetched_bytes` came from object storage this time, `skipped` are names of objects that were left out.
+    `etags` say by name which objects the files are. `fetched_bytes` came from object storage this time, `skipped` are
+    names of objects that were left out.
     """
 
     url: str
@@ -53,9 +54,11 @@ class MirrorReport:
     nbytes: int
     fetched_bytes: int
     skipped: tuple[str, ...]
+    etags: Mapping[str, str]
 
 
-def mirror(
+@contextlib.contextmanager
+def mirrored(
     url: str,
     target: Path,
     *,
@@ -63,38 +66,44 @@ def mirror(
     num_connections: int = 8,
     part_bytes: int = 8 * 2**20,
     progress: OnProgress | None = None,
-) -> MirrorReport:
+) -> Iterator[MirrorReport]:
     """Make `target` the copy of the checkpoint below `url` (s3://bucket/prefix, or one object); wait for other mirrors.
 
-    `options` as in `Bucket`. Memory stays below num_connections x part_bytes. Files that an earlier mirror brought and
-    that are gone from the URL are removed; files of others are left alone.
+    Within the block nobody changes or removes the copy. `options` as in `Bucket`. Memory stays below num_connections x
+    part_bytes. Files that an earlier mirror brought and that are gone from the URL are removed; files of others are
+    left alone.
 
     Raises StoreError (unreachable, refused, not there, damaged on the way, no room on disk), FormatError for a
     safetensors header that is wrong, before the tensors are downloaded. What has arrived is used by the next attempt.
     """
     bucket = Bucket(url, options)
-    try:
-        with _locked(target):
-            changed = ""
-            for _ in range(_MAX_LISTINGS):
-                try:
-                    return _Mirror(bucket, target, part_bytes, progress).run(num_connections)
-                except ObjectChanged as change:
-                    changed = str(change)
-    except OSError as error:
-        raise StoreError(f"{bucket.url}: {error.filename or target}: {error.strerror or error}") from error
+    with contextlib.ExitStack() as held:
+        try:
+            held.enter_context(locked(target))
+            report = _bring(bucket, target, part_bytes, num_connections, progress)
+        except OSError as error:
+            raise StoreError(f"{bucket.url}: {error.filename or target}: {error.strerror or error}") from error
+        yield report
+
+
+def mirror(url: str, target: Path, **settings: Any) -> MirrorReport:
+    """Bring the copy as `mirrored` does, and let go of it."""
+    with mirrored(url, target, **settings) as report:
+        return report
+
+
+def _bring(
+    bucket: Bucket, target: Path, part_bytes: int, num_connections: int, progress: OnProgress | None
+) -> MirrorReport:
+    changed = ""
+    for _ in range(_MAX_LISTINGS):
+        try:
+            return _Mirror(bucket, target, part_bytes, progress).run(num_connections)
+        except ObjectChanged as change:
+            changed = str(change)
     raise StoreError(
         f"{bucket.url}: {changed!r} changed or vanished during each of {_MAX_LISTINGS} attempts to copy it"
     )
-
-
-@contextlib.contextmanager
-def _locked(target: Path) -> Iterator[None]:
-    target.mkdir(parents=True, exist_ok=True)
-    # Appending, because truncating would touch the modification time, which is in the checkpoint's fingerprint.
-    with (target / ".mirror.lock").open("ab") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 class _Mirror:
@@ -132,8 +141,9 @@ class _Mirror:
                         download.reserve()
                     _run_all(pool, (partial(d.bring, part) for d in downloads for part in range(d.num_parts)))
         path = self._target / self._objects[0].name if self._is_single else self._target
+        etags = {remote.name: remote.etag for remote in self._objects}
         return MirrorReport(
-            self._bucket.url, path, len(self._objects), self._nbytes, self._fetched_bytes, self._skipped
+            self._bucket.url, path, len(self._objects), self._nbytes, self._fetched_bytes, self._skipped, etags
         )
 
     def _is_done(self, remote: RemoteObject) -> bool:

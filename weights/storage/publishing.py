@@ -64,6 +64,7 @@ class Draft:
     write_skeleton: Callable[[Path], None]
     recheck: Callable[[], Manifest | None]
     relocates: bool = False
+    source_mark: str = ""
 
     @property
     def nbytes(self) -> int:
@@ -236,6 +237,7 @@ def _manifest(draft: Draft, layout: Layout, placed: _Placed) -> Manifest:
         skeleton=draft.skeleton,
         source=draft.source,
         fingerprint=draft.fingerprint,
+        source_mark=draft.source_mark,
         layout=layout,
         components={component.name: component for component in placed.components},
         extents=dict(sorted(placed.extents.items())),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +17,7 @@ import pytest
 from moto.server import ThreadedMotoServer
 from safetensors.numpy import save_file
 
-from cluster.errors import ModelUnavailable, ModelUnknown
+from cluster.errors import ModelUnavailable, ModelUnknown, RegistrationRefused
 from cluster.peers.fetch_queue import Located, Question
 from cluster.registry import WeightRegistry
 from configs.cluster import ClusterConfig
@@ -64,7 +65,8 @@ async def test_a_model_in_a_bucket_is_the_same_as_on_disk(tmp_path: Path, checkp
     assert (await models.status("far")).state == "ready"
     far, near = await models.manifest("far"), await models.manifest("near")
     assert far.components == near.components
-    assert Path(far.source) == tmp_path / "store/sources/models/team%2Ffar"
+    assert far.source == "s3://models/team/far"
+    assert (tmp_path / "store/sources/models/team%2Ffar/model.safetensors").is_file()
 
 
 async def test_a_bucket_out_of_reach_makes_its_own_model_unavailable(
@@ -165,3 +167,68 @@ async def test_a_pin_ends_with_its_model(tmp_path: Path, checkpoint: Path) -> No
     assert told == [{"near": shared}, {"near": shared, "more": shared}, {"near": shared}]
     with pytest.raises(ModelUnknown, match="more"):
         await models.pin("more", False)
+
+
+async def test_a_model_may_be_registered_from_beside_a_configured_one_and_from_nowhere_else(
+    tmp_path: Path, checkpoint: Path
+) -> None:
+    models = await registry(
+        tmp_path / "c", Path(shutil.copytree(checkpoint, tmp_path / "c/near")), "http://127.0.0.1:1"
+    )
+    await models.status("near")
+    for path in ("/", "/etc", checkpoint, tmp_path / "nowhere", tmp_path / "c/near/../../near"):
+        with pytest.raises(RegistrationRefused) as caught:
+            await models.register(ModelConfig(id="x", path=Path(path)))
+        why = f"outside of the folders that models may come from (model_roots: {tmp_path / 'c'})"
+        assert str(caught.value) == f"path: {path}: {why}"
+    assert {record.id for record in await models.statuses()} == {"far", "near"}
+    sibling = Path(shutil.copytree(checkpoint, tmp_path / "c/sibling"))
+    assert (await models.register(ModelConfig(id="x", path=sibling))).state == "ready"
+    (sibling / "tokenizer.json").symlink_to(tmp_path / "secret.json")
+    (tmp_path / "secret.json").write_text("{}")
+    updated = await models.register(ModelConfig(id="x", path=sibling))
+    assert "tokenizer.json: outside of the folders that models may come from" in updated.error
+    assert updated.state == "ready"
+    (tmp_path / "c/near/tokenizer.json").symlink_to(tmp_path / "secret.json")  # the config's own path is trusted
+    assert (await models.register(ModelConfig(id="near", path=tmp_path / "c/near"))).error == ""
+
+
+async def test_a_copy_of_object_storage_goes_with_the_last_model_from_there(
+    tmp_path: Path, checkpoint: Path, endpoint: str
+) -> None:
+    client = boto3.client("s3", endpoint_url=endpoint, region_name="us-east-1")
+    client.create_bucket(Bucket="models")
+    for file in checkpoint.iterdir():
+        for prefix in ("team/far", "team/other"):
+            client.upload_file(str(file), "models", f"{prefix}/{file.name}")
+    models = await registry(tmp_path, checkpoint, endpoint)
+    await models.status("far")
+
+    def copies() -> set[str]:
+        return {file.parent.name for file in (tmp_path / "store/sources").glob("*/*/model.safetensors")}
+
+    other = "s3://models/team/other"
+    for id_ in ("x", "y"):
+        assert (await models.register(ModelConfig(id=id_, path=other))).state == "ready"
+    assert copies() == {"team%2Ffar", "team%2Fother"}
+    await models.unregister("x")
+    assert copies() == {"team%2Ffar", "team%2Fother"}
+    await models.register(ModelConfig(id="y", path=checkpoint))  # another version, from elsewhere
+    assert copies() == {"team%2Ffar"}
+    await models.register(ModelConfig(id="y", path="s3://models/team/far"))
+    await models.unregister("y")
+    assert copies() == {"team%2Ffar"}  # the configured one is still from there
+
+
+async def test_a_model_from_object_storage_is_served_while_that_is_out_of_reach(
+    tmp_path: Path, checkpoint: Path, endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = boto3.client("s3", endpoint_url=endpoint, region_name="us-east-1")
+    client.create_bucket(Bucket="models")
+    for file in checkpoint.iterdir():
+        client.upload_file(str(file), "models", f"team/far/{file.name}")
+    first = await (await registry(tmp_path, checkpoint, endpoint)).status("far")
+    monkeypatch.setattr("weights.sources.bucket.MAX_RETRIES", 0)
+    again = await (await registry(tmp_path, checkpoint, "http://127.0.0.1:1")).status("far")
+    assert (again.state, again.fingerprint) == ("ready", first.fingerprint)
+    assert "the version in the store is served" in again.error

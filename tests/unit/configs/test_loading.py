@@ -10,6 +10,7 @@ import pytest
 from configs.cluster import parse_bytes
 from configs.errors import ConfigFileError, Problem
 from configs.loading import load_cluster_config
+from configs.model import ModelConfig
 
 PRESETS = sorted((Path(__file__).parents[3] / "configs/clusters").glob("*.yaml"))
 MODELS = "models:\n  - id: m\n    path: ./m\n"
@@ -198,3 +199,28 @@ def test_sizes(value: Any, expected: int) -> None:
 def test_what_is_no_size_is_refused(value: str) -> None:
     with pytest.raises(ValueError, match="not a size in bytes"):
         parse_bytes(value)
+
+
+def test_models_may_be_registered_from_where_the_configured_ones_lie(tmp_path: Path) -> None:
+    hub = "hub/models--a--b/snapshots/0123"
+    models = f"models: [{{id: m, path: ./x/m}}, {{id: n, path: {hub}}}, {{id: o, path: /o}}, {{id: p, path: s3://bucket/p}}]\n"
+    config = load_cluster_config(write(tmp_path, models + "adapters: [{id: a, path: ./x/a, base: [m]}]\n"))
+    assert config.allowed_roots == (tmp_path / "x", tmp_path / "hub/models--a--b", Path("/o"))
+    given = load_cluster_config(write(tmp_path, "model_roots: [./shared, /data]\n" + models))
+    assert given.allowed_roots == (tmp_path / "shared", Path("/data"))
+    assert load_cluster_config(write(tmp_path, "model_roots: []\n" + models)).allowed_roots == ()
+
+
+def test_what_the_config_names_is_trusted_under_its_own_name(tmp_path: Path) -> None:
+    config = load_cluster_config(write(tmp_path, MODELS))
+    (model,) = config.models
+    assert config.trusts(model)
+    assert config.trusts(model.model_copy(update={"dtype": "float32"}))
+    assert not config.trusts(model.model_copy(update={"path": Path("/etc")}))
+    assert not config.trusts(model.model_copy(update={"id": "other"}))
+
+
+@pytest.mark.parametrize("path", ["a\0b", "a\nb", "\ud800", ""])
+def test_what_no_path_can_be_is_refused(path: str) -> None:
+    with pytest.raises(ValueError, match="expected a path"):
+        ModelConfig.model_validate({"id": "m", "path": path})

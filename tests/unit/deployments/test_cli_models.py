@@ -103,6 +103,12 @@ def test_register_sends_an_absolute_path_and_what_was_given(run: Run, server: An
     ]
 
 
+def test_a_path_outside_of_the_roots_is_one_line_that_names_them(run: Run, server: Any) -> None:
+    why = "path: /etc: outside of the folders that models may come from (model_roots: /data/models, /data/loras)"
+    server.answers["POST", "/admin/models"] = (400, {"error": {"message": why, "code": "invalid_request"}})
+    assert run("register", "/etc", "--id", "m") == (1, "", f"error: {why}\n")
+
+
 def test_register_needs_an_id(run: Run, server: Any) -> None:
     code, out, err = run("register", "models/m")
     assert (code, out, server.asked) == (2, "", [])

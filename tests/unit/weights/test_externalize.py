@@ -143,7 +143,7 @@ def test_a_shared_component_is_the_same_module(store: WeightStore, write_pipelin
 
 
 def test_what_a_lora_says_beside_its_tensors_is_part_of_its_identity(store: WeightStore, tmp_path: Path) -> None:
-    tensors = {"unet.q.lora_A.weight": torch.rand(2, 3), "unet.q.lora_B.weight": torch.rand(3, 2)}
+    tensors = {"unet.q.lora_A.weight": torch.rand(2, 300), "unet.q.lora_B.weight": torch.rand(300, 2)}
     keys = []
     for number, config in enumerate([{"unet.lora_alpha": 4}, {"unet.lora_alpha": 64}, {"unet.lora_alpha": 4}]):
         source = tmp_path / f"lora{number}"

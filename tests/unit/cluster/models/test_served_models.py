@@ -36,7 +36,7 @@ def checkpoint(folder: Path, seed: int = 0) -> Path:
     return folder
 
 
-def model(path: Path, id_: str = "m", **more: Any) -> ModelConfig:
+def model(path: Path | str, id_: str = "m", **more: Any) -> ModelConfig:
     return ModelConfig.model_validate({"id": id_, "path": path, **more})
 
 
@@ -47,9 +47,18 @@ class Life:
         self.store = WeightStore(folder / "store")
         self.folder = self.store.path / "registrations" / "one"
 
+        self.forgotten: list[str] = []
+
     async def begin(self, *configured: Entry, take_in: BringIn | None = None) -> ServedModels:
         entries: Mapping[str, Entry] = {entry.id: entry for entry in configured}
-        models = ServedModels(entries, self.store, Registrations(self.folder), take_in or self.take_in, epoch="e")
+        models = ServedModels(
+            entries,
+            self.store,
+            Registrations(self.folder),
+            take_in or self.take_in,
+            epoch="e",
+            forget_source=self.forgotten.append,
+        )
         await models.start()
         return models
 
@@ -317,3 +326,29 @@ async def test_ten_thousand_models_start_linearly_and_are_looked_up_at_once(life
     assert (time.perf_counter() - start) / 100 < 5e-3
     with pytest.raises(ModelUnknown, match="and 9970 more"):
         await models.status("nope")
+
+
+async def test_a_url_is_forgotten_with_the_last_model_from_there(life: Life, tmp_path: Path) -> None:
+    local = checkpoint(tmp_path / "c")
+
+    def take_in(entry: Entry) -> Manifest:
+        return bring_in(life.store, entry.id, local)
+
+    gate = Gate(take_in)
+    models = await life.begin(model("s3://bucket/kept", "configured"), take_in=take_in)
+    for id_ in ("x", "y"):
+        await models.register(model("s3://bucket/a", id_))
+    await models.register(model("s3://bucket/kept", "x"))
+    assert life.forgotten == []
+    await models.register(model("s3://bucket/b", "y"))
+    assert life.forgotten == ["s3://bucket/a"]
+    await models.unregister("x")
+    assert life.forgotten == ["s3://bucket/a"]  # a configured model is from where that one was
+    models._bring_in = gate
+    await models.register(model("s3://bucket/c", "late"), wait=False)
+    await asyncio.to_thread(gate.began.wait, 20)
+    downloading = models._tasks["late"]
+    await models.unregister("late")
+    gate.open.set()
+    await downloading
+    assert life.forgotten[1:] == ["s3://bucket/c"] * 2  # asked for while it was coming, and when it had come

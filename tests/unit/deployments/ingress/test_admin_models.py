@@ -21,7 +21,7 @@ from configs.model import AdapterConfig
 from deployments.errors import Overloaded
 from deployments.ingress.http import create_http_app
 from deployments.ingress.service import Service
-from weights.errors import FormatError
+from weights.errors import FormatError, SourceRefused
 from weights.manifest import Manifest
 from weights.store import WeightStore
 
@@ -36,6 +36,11 @@ def take_in(entry: Entry) -> Manifest:
     fingerprint = str(entry.path).replace("/", "-")
     fields = {"model": entry.id, "kind": kind, "class_name": None, "skeleton": "s", "source": str(entry.path)}
     return Manifest.model_validate({**fields, "fingerprint": fingerprint, "components": {}, "extents": {}})
+
+
+def check_source(entry: Entry) -> None:
+    if "secret" in str(entry.path):
+        raise SourceRefused(f"{entry.path}: outside of the folders that models may come from (model_roots: /base)")
 
 
 class Registry:
@@ -117,7 +122,9 @@ class Replicas:
 @pytest.fixture
 async def registry(tmp_path: Path) -> Registry:
     registrations = Registrations(tmp_path / "registrations")
-    models = ServedModels(CONFIG.entries, WeightStore(tmp_path / "store"), registrations, take_in, "first")
+    models = ServedModels(
+        CONFIG.entries, WeightStore(tmp_path / "store"), registrations, take_in, "first", check_source=check_source
+    )
     await models.start()
     await models.status("base")
     return Registry(models)
@@ -167,6 +174,20 @@ async def test_a_model_is_registered_listed_replaced_and_removed(
     assert registry.calls == [("unregister", "new", True)]
     assert worker.calls == [("unpin", "new")]  # pins end with the model
     assert problem(await http.delete("/admin/models/new")) == (404, "model_not_found", "model")
+
+
+async def test_a_path_outside_of_the_roots_is_refused_before_anything_changes(
+    http: httpx.AsyncClient, registry: Registry
+) -> None:
+    for id_, is_there in (("new", False), ("base", True)):
+        refused = await http.post("/admin/models", json={"id": id_, "path": "/secret"})
+        assert problem(refused) == (400, "invalid_value", "path")
+        assert "outside of the folders that models may come from (model_roots: /base)" in refused.text
+        assert (id_ in registry.models.directory) == is_there
+    assert (await http.get("/v1/models/base")).json()["state"] == "ready"
+    found = registry.models.directory.get("base")
+    assert found
+    assert found.entry == CONFIG.entries["base"]
 
 
 async def test_an_unloaded_model_is_not_ready_until_it_is_wanted_again(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,13 @@ import torch
 
 from weights.errors import FormatError, StoreError
 from weights.externalize import externalize
-from weights.sources.localize import localize
+from weights.formats.tensors import FileTensor
+from weights.intake import bring_in
+from weights.maintenance import gc, remove_model
+from weights.sources.localize import localized
+from weights.sources.mirrors import SOURCES_FOLDER, locked, mirror_folder, remove_mirror
 from weights.sources.object_storage import MirrorReport, mirror
+from weights.storage.punching import allocated_bytes
 from weights.store import WeightStore
 
 pytestmark = pytest.mark.slow
@@ -67,8 +74,10 @@ def test_a_folder_arrives_byte_for_byte(pipeline: Path, bucket, options: dict[st
     assert files(tmp_path / "copy") == expected
     nbytes = sum(map(len, expected.values()))
     assert report == MirrorReport(
-        bucket.url("models/p"), tmp_path / "copy", len(expected), nbytes, nbytes, report.skipped
+        bucket.url("models/p"), tmp_path / "copy", len(expected), nbytes, nbytes, report.skipped, report.etags
     )
+    md5s = {name: f'"{hashlib.md5(data).hexdigest()}"' for name, data in expected.items()}
+    assert report.etags == md5s
     assert sorted(report.skipped) == ["pytorch_model.bin", "sample.png", "vae"]
 
 
@@ -252,11 +261,17 @@ def test_progress_goes_up_to_all(pipeline: Path, bucket, options, tmp_path: Path
     assert seen == [(report.nbytes, report.nbytes)]
 
 
+def localize(source: str | Path, sources: Path, **settings: Any) -> Path:
+    with localized(source, sources, **settings) as local:
+        return local.path
+
+
 def test_a_mirror_externalizes_as_the_folder_does(pipeline: Path, bucket, options, tmp_path: Path) -> None:
     store = WeightStore(tmp_path / "store")
     copy = localize(bucket.url("models/p"), tmp_path / "sources", options=options)
     assert copy == tmp_path / "sources" / bucket.name / "models%2Fp"
     ours, theirs = externalize(store, "ours", copy), externalize(store, "theirs", pipeline)
+    assert ours.fingerprint == theirs.fingerprint
     assert ours.components == theirs.components
     assert ours.extents == theirs.extents
     assert files(store.skeleton(ours)) == files(store.skeleton(theirs))
@@ -287,3 +302,83 @@ def test_a_whole_bucket_may_be_one_checkpoint(bucket, options, tmp_path: Path) -
     bucket.put("dir with ü/a+b%20.json", b"[]")
     path = localize(bucket.url(), tmp_path, options=options)
     assert files(path) == {"config.json": b"{}", "dir with ü/a+b%20.json": b"[]"}
+
+
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Bytes of each tensor that is read from now on."""
+    found: list[int] = []
+    read = FileTensor.read
+
+    def counted(tensor: FileTensor) -> bytes:
+        found.append(tensor.nbytes)
+        return read(tensor)
+
+    monkeypatch.setattr(FileTensor, "read", counted)
+    return found
+
+
+def test_a_mirror_that_was_fetched_again_is_the_same_source(
+    pipeline: Path, bucket, options, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, url = WeightStore(tmp_path / "store"), bucket.url("models/p")
+    first = bring_in(store, "m", url, options=options)
+    assert first.source == url
+    shutil.rmtree(store.path / SOURCES_FOLDER)
+    read = reads(monkeypatch)
+    assert bring_in(store, "m", url, options=options) == first
+    assert read == []
+    bucket.put("models/p/model_index.json", (pipeline / "model_index.json").read_bytes() + b" ")
+    assert bring_in(store, "m", url, options=options).fingerprint != first.fingerprint
+
+
+def test_gc_removes_the_mirrors_that_no_model_came_from(pipeline: Path, bucket, options, tmp_path: Path) -> None:
+    store = WeightStore(tmp_path / "store")
+    bucket.put_folder(pipeline, "models/q")
+    for model, prefix in (("p", "models/p"), ("twin", "models/p"), ("q", "models/q")):
+        bring_in(store, model, bucket.url(prefix), options=options)
+    mirrors = {
+        prefix: mirror_folder(store.path / SOURCES_FOLDER, bucket.url(prefix)) for prefix in ("models/p", "models/q")
+    }
+    nbytes = allocated_bytes(mirrors["models/q"])
+    remove_model(store, "p")
+    remove_model(store, "q")
+    assert gc(store, grace_s=3600).removed == ()
+    with locked(mirrors["models/q"]):  # it is being downloaded, or read, for another model
+        gc(store)
+        assert mirrors["models/q"].exists()
+    assert (planned := gc(store, dry_run=True)).freed_bytes >= nbytes > 0
+    assert mirrors["models/q"].exists()
+    assert gc(store) == planned
+    assert not mirrors["models/q"].exists()
+    assert files(mirrors["models/p"]) == files(pipeline)
+    remove_model(store, "twin")
+    gc(store)
+    assert list((store.path / SOURCES_FOLDER).iterdir()) == []
+    bring_in(store, "p", bucket.url("models/p"), options=options)
+
+
+def test_who_waits_for_a_mirror_that_is_removed_begins_anew(tmp_path: Path) -> None:
+    folder = tmp_path / "sources" / "b" / "p"
+    waits, got, removed = threading.Event(), threading.Event(), threading.Event()
+
+    def wait() -> None:
+        waits.set()
+        with locked(folder):
+            assert (folder / ".mirror.lock").exists()
+            got.set()
+            assert removed.wait(WAIT_S)
+            (folder / "file").write_text("mine")
+
+    with ThreadPoolExecutor() as pool:
+        with locked(folder):
+            waiting = pool.submit(wait)
+            assert waits.wait(WAIT_S)
+            shutil.rmtree(folder)  # as somebody does who holds the lock
+        assert got.wait(WAIT_S)
+        assert not remove_mirror(folder)
+        removed.set()
+        waiting.result()
+    assert (folder / "file").read_text() == "mine"
+    assert remove_mirror(folder)
+    assert not folder.exists()
+    assert not remove_mirror(folder)

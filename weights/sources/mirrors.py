@@ -1,0 +1,82 @@
+"""The mirrors of object storage in a store: where each is, who may touch it, and which ones nobody needs."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Final
+from urllib.parse import quote
+
+from weights.sources.bucket import split_url
+
+SOURCES_FOLDER: Final = "sources"  # in the store
+_LOCK = ".mirror.lock"
+
+
+def mirror_folder(sources: Path, url: str) -> Path:
+    """Where the copy of `url` is: one folder per prefix, never one in another. Raises StoreError for a bad URL.
+
+    s3://b/a and s3://b/a/x are two mirrors with two locks.
+    """
+    bucket, prefix = split_url(url)
+    return sources / bucket / (quote(prefix, safe="") or "@")
+
+
+@contextlib.contextmanager
+def locked(mirror: Path) -> Iterator[None]:
+    """Hold a mirror for yourself, among all processes: to fill it, to read it, to remove it. Waits for others."""
+    with contextlib.ExitStack() as held:
+        while not _lock(mirror, held, wait=True):
+            pass
+        yield
+
+
+def remove_mirror(mirror: Path) -> bool:
+    """Remove a mirror, unless somebody fills or reads it now: then nothing happens. Raises OSError."""
+    with contextlib.ExitStack() as held:
+        if not (mirror / _LOCK).exists() or not _lock(mirror, held, wait=False):
+            return False
+        for entry in mirror.iterdir():
+            if entry.name != _LOCK:  # last: until it goes, nobody else begins
+                shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
+        (mirror / _LOCK).unlink()
+        with contextlib.suppress(OSError):  # somebody waits, and has begun to use it
+            mirror.rmdir()
+            mirror.parent.rmdir()
+    return True
+
+
+def unused_mirrors(sources: Path, needed: Collection[str]) -> list[Path]:
+    """List the mirrors that no model of the store came from.
+
+    `needed`: the sources of those models, URLs or, in manifests of before, paths inside of a mirror.
+    """
+    kept = {mirror_folder(sources, source) for source in needed if "://" in source}
+    paths = [Path(source) for source in needed if "://" not in source]
+    return [
+        lock.parent
+        for lock in sorted(sources.glob(f"*/*/{_LOCK}"))
+        if lock.parent not in kept and not any(path.is_relative_to(lock.parent) for path in paths)
+    ]
+
+
+def _lock(mirror: Path, held: contextlib.ExitStack, *, wait: bool) -> bool:
+    """False when somebody has it (without `wait`), or when it was removed while we waited."""
+    mirror.mkdir(parents=True, exist_ok=True)
+    try:
+        lock = held.enter_context((mirror / _LOCK).open("ab"))
+        fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        return _is_at(lock.fileno(), mirror / _LOCK)
+    except (BlockingIOError, FileNotFoundError):
+        return False
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    """HAZARD: who waited may hold the lock of a file that is no longer there, and so may somebody else."""
+    with contextlib.suppress(FileNotFoundError):
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    return False
