@@ -13,28 +13,32 @@ import os
 import secrets
 import uuid
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final
 
+import psutil
 import ray
 
 from cluster.actor_names import NAMESPACE, cluster_key, registry_name
 from cluster.keeper_records import KeeperStats
 from cluster.models.directory import DirectoryChange, Entry, ModelRecord
+from cluster.models.import_process import ImportProcess
+from cluster.models.importing import ImportSettings
 from cluster.models.registrations import Registrations
 from cluster.models.served_models import ServedModels, Unregistered
+from cluster.models.summaries import ModelSummary
 from cluster.node_keepers import NodeKeepers, alive_nodes, nodes_with_keeper
 from cluster.peers.extent_sources import ComingOffer, PeerOffer
 from cluster.residency_report import cluster_residency
 from configs.cluster import ClusterConfig
 from configs.merging import MergeConfig
-from configs.model import ModelConfig
-from weights.intake import bring_in
 from weights.manifest import Manifest
 from weights.store import WeightStore
 
 NODE_POLL_S: Final = 5.0
 MAX_WATCH_S: Final = 60.0
 SECRET_BYTES: Final = 32
+IMPORT_MEMORY_SHARE: Final = 0.5  # of the machine's
 MAX_CALLS: Final = 10_000  # at once: a watcher waits in one, and costs a coroutine
 
 logger = logging.getLogger("atelier.registry")
@@ -45,11 +49,14 @@ class WeightRegistry:
 
     async def __init__(self, config: ClusterConfig, peer_secret: bytes) -> None:  # type: ignore[misc]  # Ray awaits it
         store = WeightStore(config.store.path)
+        memory_bytes = int(psutil.virtual_memory().total * IMPORT_MEMORY_SHARE)
         options = config.store.object_storage.options()
+        settings = ImportSettings(store=store.path, options=options, memory_bytes=memory_bytes)
+        # As ServedModels has them: what is downloaded never holds up what is here.
+        here, away = ImportProcess(settings), ImportProcess(settings)
 
-        def take_in(entry: Entry) -> Manifest:
-            component = entry.component if isinstance(entry, ModelConfig) else None
-            return bring_in(store, entry.id, entry.path, component=component, dtype=entry.dtype, options=options)
+        def take_in(entry: Entry) -> ModelSummary:
+            return (here if isinstance(entry.path, Path) else away).bring_in(entry)
 
         registrations = Registrations(store.path / "registrations" / config.name)
         self._models = ServedModels(config.entries, store, registrations, take_in, epoch=uuid.uuid4().hex)

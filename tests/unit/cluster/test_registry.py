@@ -16,10 +16,14 @@ from moto.server import ThreadedMotoServer
 from safetensors.numpy import save_file
 
 from cluster.errors import ModelUnavailable
+from cluster.models.directory import Entry
+from cluster.models.importing import ImportSettings, import_model
+from cluster.models.summaries import ModelSummary
 from cluster.peers.extent_sources import ComingOffer, PeerOffer
 from cluster.registry import WeightRegistry
 from configs.cluster import ClusterConfig
 from configs.merging import MergeConfig
+from weights.store import WeightStore
 
 
 @pytest.fixture
@@ -40,6 +44,20 @@ def checkpoint(tmp_path: Path) -> Path:
     (folder / "config.json").write_text(json.dumps({"architectures": ["TinyForCausalLM"]}))
     save_file({"w": np.random.default_rng().random((3, 5), np.float32)}, folder / "model.safetensors")
     return folder
+
+
+@pytest.fixture
+def imports_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not in a process of their own, which takes a second to start."""
+
+    class Here:
+        def __init__(self, settings: ImportSettings) -> None:
+            self._settings = settings
+
+        def bring_in(self, entry: Entry) -> ModelSummary:
+            return import_model(WeightStore(self._settings.store), entry, self._settings.options)
+
+    monkeypatch.setattr("cluster.registry.ImportProcess", Here)
 
 
 async def registry(tmp_path: Path, checkpoint: Path, endpoint: str) -> WeightRegistry:
@@ -65,10 +83,7 @@ async def test_a_model_in_a_bucket_is_the_same_as_on_disk(tmp_path: Path, checkp
     assert Path(far.source) == tmp_path / "store/sources/models/team%2Ffar"
 
 
-async def test_a_bucket_out_of_reach_makes_its_own_model_unavailable(
-    tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("weights.sources.bucket.MAX_RETRIES", 0)
+async def test_a_bucket_out_of_reach_makes_its_own_model_unavailable(tmp_path: Path, checkpoint: Path) -> None:
     with socket.socket() as probe:  # bound, but nobody listens
         probe.bind(("127.0.0.1", 0))
         models = await registry(tmp_path, checkpoint, f"http://127.0.0.1:{probe.getsockname()[1]}")
@@ -80,6 +95,7 @@ async def test_a_bucket_out_of_reach_makes_its_own_model_unavailable(
         await models.manifest("far")
 
 
+@pytest.mark.usefixtures("imports_here")
 async def test_watchers_hear_of_a_change_when_it_happens(tmp_path: Path, checkpoint: Path, endpoint: str) -> None:
     models = await registry(tmp_path, checkpoint, endpoint)
     await asyncio.gather(models.status("near"), models.status("far"))
@@ -92,6 +108,7 @@ async def test_watchers_hear_of_a_change_when_it_happens(tmp_path: Path, checkpo
         assert [(record.id, record.error) for record in change.changed] == [("near", "torn")]
 
 
+@pytest.mark.usefixtures("imports_here")
 async def test_a_watcher_that_waits_for_nothing_gets_nothing(tmp_path: Path, checkpoint: Path, endpoint: str) -> None:
     models = await registry(tmp_path, checkpoint, endpoint)
     await asyncio.gather(models.status("near"), models.status("far"))
@@ -100,6 +117,7 @@ async def test_a_watcher_that_waits_for_nothing_gets_nothing(tmp_path: Path, che
     assert (bool(again), again.revision, again.epoch) == (False, first.revision, first.epoch)
 
 
+@pytest.mark.usefixtures("imports_here")
 async def test_keepers_tell_what_they_hold_and_others_are_sent_there(
     tmp_path: Path, checkpoint: Path, endpoint: str
 ) -> None:
@@ -114,6 +132,7 @@ async def test_keepers_tell_what_they_hold_and_others_are_sent_there(
     assert await models.locate(["b"], "n1") == {}
 
 
+@pytest.mark.usefixtures("imports_here")
 async def test_one_node_gets_what_nobody_has_and_the_others_hear_who(
     tmp_path: Path, checkpoint: Path, endpoint: str
 ) -> None:
@@ -129,6 +148,7 @@ async def test_one_node_gets_what_nobody_has_and_the_others_hear_who(
     assert await models.locate(["b"], "n2") == {}
 
 
+@pytest.mark.usefixtures("imports_here")
 async def test_it_remembers_how_text_encoders_merge(tmp_path: Path, checkpoint: Path) -> None:
     models = await registry(tmp_path, checkpoint, "http://127.0.0.1:1")
     assert await models.encoder_merging() is None
