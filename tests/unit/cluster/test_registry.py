@@ -16,11 +16,11 @@ from moto.server import ThreadedMotoServer
 from safetensors.numpy import save_file
 
 from cluster.errors import ModelUnavailable
-from cluster.models.directory import Entry
+from cluster.models.directory import DirectoryChange, Entry
 from cluster.models.importing import ImportSettings, import_model
 from cluster.models.summaries import ModelSummary
 from cluster.peers.extent_sources import ComingOffer, PeerOffer
-from cluster.registry import WeightRegistry
+from cluster.registry import WAITING, WATCHING, WeightRegistry, registry_class
 from configs.cluster import ClusterConfig
 from configs.merging import MergeConfig
 from weights.store import WeightStore
@@ -154,3 +154,24 @@ async def test_it_remembers_how_text_encoders_merge(tmp_path: Path, checkpoint: 
     assert await models.encoder_merging() is None
     await models.set_encoder_merging(merging := MergeConfig(max_batch_size=3))
     assert await models.encoder_merging() == merging
+
+
+def test_those_who_watch_or_wait_count_among_their_own_calls() -> None:
+    """As Ray understands it: whatever is not named here has a limit of its own."""
+    groups = registry_class().__ray_metadata__.method_meta.concurrency_group_for_methods
+    assert groups == {"watch": WATCHING} | dict.fromkeys(["register", "unregister", "status", "prefetch"], WAITING)
+
+
+@pytest.mark.usefixtures("imports_here")
+async def test_calls_of_another_group_come_from_another_loop(tmp_path: Path, checkpoint: Path, endpoint: str) -> None:
+    models = await registry(tmp_path, checkpoint, endpoint)
+    await asyncio.gather(models.status("near"), models.status("far"))
+    first = await models.watch(0, "", 20)
+
+    def watch_elsewhere() -> DirectoryChange:
+        change: DirectoryChange = asyncio.run(models.watch(first.revision, first.epoch, 20))
+        return change
+
+    watching = asyncio.ensure_future(asyncio.to_thread(watch_elsewhere))
+    await models.report_attach("near", "torn")
+    assert [record.error for record in (await watching).changed] == ["torn"]
