@@ -3,6 +3,7 @@
 ClusterError
 ├── ModelUnknown        no model of that name is registered
 ├── ModelUnavailable    registered, but its weights cannot be used; says which file and tensor
+├── ImportFailed        the process that was to bring a checkpoint into the store crashed, or took too much
 ├── RegistrationRefused a model that cannot be registered or removed as asked; nothing has changed
 │   └── RegistrationConflict    because of what is registered already
 ├── KeeperFailed        a node's keeper cannot start; says why
@@ -23,6 +24,10 @@ class ModelUnknown(ClusterError):
 
 class ModelUnavailable(ClusterError):
     """The model is registered, but its weights cannot be used."""
+
+
+class ImportFailed(ClusterError):
+    """The process that was to bring a checkpoint into the store crashed, or took more time or memory than it may."""
 
 
 class RegistrationRefused(ClusterError):

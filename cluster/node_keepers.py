@@ -235,10 +235,28 @@ class NodeKeepers:
         """The node is still reading them from storage."""
         self._claims.renew(ids, node_id)
 
-    async def ask(self, method: str, *arguments: Any, timeout_s: float = ANSWER_TIMEOUT_S) -> dict[str, Any]:
-        """What each keeper answers, by node; an exception for one that does not, or cannot start."""
-        handles = dict(self._handles)
-        failures = {node: KeeperFailed(found.reason) for node, found in self._failures.items() if node not in handles}
+    def nodes(self) -> list[str]:
+        """Those that have keepers or should have, sorted."""
+        return sorted(self._handles.keys() | self._failures.keys())
+
+    async def ask(
+        self,
+        method: str,
+        *arguments: Any,
+        timeout_s: float = ANSWER_TIMEOUT_S,
+        nodes: Collection[str] | None = None,
+    ) -> dict[str, Any]:
+        """What each keeper answers, by node; an exception for one that does not, or cannot start.
+
+        Only those of `nodes` are asked, when that is given.
+        """
+        asked = self.nodes() if nodes is None else nodes
+        handles = {node: self._handles[node] for node in asked if node in self._handles}
+        failures = {
+            node: KeeperFailed(self._failures[node].reason)
+            for node in asked
+            if node in self._failures and node not in handles
+        }
 
         async def call(keeper: Any) -> Any:
             async with asyncio.timeout(timeout_s):

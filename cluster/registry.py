@@ -9,30 +9,33 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import os
 import secrets
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+import psutil
 import ray
 
 from cluster.actor_names import NAMESPACE, cluster_key, registry_name
 from cluster.keeper_records import KeeperStats
 from cluster.models.directory import DirectoryChange, Entry, ModelRecord
+from cluster.models.import_process import ImportProcess
+from cluster.models.importing import ImportSettings
 from cluster.models.registrations import Registrations
 from cluster.models.served_models import ServedModels, Unregistered
+from cluster.models.summaries import ModelSummary
 from cluster.node_keepers import NodeKeepers, alive_nodes, nodes_with_keeper
 from cluster.peers.fetch_queue import Located, Question
 from cluster.residency_report import cluster_residency
 from configs.cluster import ClusterConfig
 from configs.merging import MergeConfig
-from configs.model import ModelConfig
 from weights.errors import FormatError
 from weights.formats.folder import check_inside
-from weights.intake import bring_in
 from weights.manifest import Manifest
 from weights.sources.mirrors import SOURCES_FOLDER, mirror_folder, remove_mirror
 from weights.store import WeightStore
@@ -40,21 +43,47 @@ from weights.store import WeightStore
 NODE_POLL_S: Final = 5.0
 MAX_WATCH_S: Final = 60.0
 SECRET_BYTES: Final = 32
-MAX_CALLS: Final = 10_000  # at once: a watcher waits in one, and costs a coroutine
+IMPORT_MEMORY_SHARE: Final = 0.5  # of the machine's
+# At once, of each group: who watches or waits for a model costs a coroutine, and takes no turn from the other calls.
+MAX_CALLS: Final = 10_000
+WATCHING: Final = "watching"
+WAITING: Final = "waiting"
 
 logger = logging.getLogger("atelier.registry")
+
+Method = Callable[..., Coroutine[Any, Any, Any]]
+
+
+def in_group(group: str) -> Callable[[Method], Method]:
+    """A method whose calls count among their own. Ray runs each group on a loop of its own; the registry has one."""
+
+    def grouped(method: Method) -> Method:
+        # HAZARD: Ray looks for the group at the innermost function; `wraps` copies it to the one that is called.
+        @functools.wraps(ray.method(concurrency_group=group)(method))
+        async def on_registrys_loop(self: WeightRegistry, *arguments: Any, **options: Any) -> Any:
+            call = method(self, *arguments, **options)
+            return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call, self._loop))
+
+        return on_registrys_loop
+
+    return grouped
 
 
 class WeightRegistry:
     """An async actor: whoever waits holds no thread."""
 
     async def __init__(self, config: ClusterConfig, peer_secret: bytes) -> None:  # type: ignore[misc]  # Ray awaits it
+        self._loop = asyncio.get_running_loop()
         store = WeightStore(config.store.path)
+        memory_bytes = int(psutil.virtual_memory().total * IMPORT_MEMORY_SHARE)
         options = config.store.object_storage.options()
+        settings = ImportSettings(store=store.path, options=options, memory_bytes=memory_bytes)
+        # As ServedModels has them: what is downloaded never holds up what is here.
+        here, away = ImportProcess(settings), ImportProcess(settings)
 
-        allowed = [root.resolve() for root in config.allowed_roots]
+        allowed = tuple(root.resolve() for root in config.allowed_roots)
 
-        def roots_of(entry: Entry) -> list[Path] | None:
+        def roots_of(entry: Entry) -> tuple[Path, ...] | None:
             return None if config.trusts(entry) else allowed
 
         def check_source(entry: Entry) -> None:
@@ -62,17 +91,8 @@ class WeightRegistry:
                 if isinstance(entry.path, Path):
                     check_inside(entry.path, roots_of(entry))
 
-        def take_in(entry: Entry) -> Manifest:
-            component = entry.component if isinstance(entry, ModelConfig) else None
-            return bring_in(
-                store,
-                entry.id,
-                entry.path,
-                component=component,
-                dtype=entry.dtype,
-                options=options,
-                roots=roots_of(entry),
-            )
+        def take_in(entry: Entry) -> ModelSummary:
+            return (here if isinstance(entry.path, Path) else away).bring_in(entry, roots_of(entry))
 
         registrations = Registrations(store.path / "registrations" / config.name)
         self._models = ServedModels(
@@ -99,10 +119,12 @@ class WeightRegistry:
 
     # models
 
+    @in_group(WAITING)
     async def register(self, entry: Entry, wait: bool = True) -> ModelRecord:
         """See `ServedModels.register`; so for the methods after it."""
         return await self._models.register(entry, wait=wait)
 
+    @in_group(WAITING)
     async def unregister(self, model: str, purge: bool = False) -> Unregistered:
         removed = await self._models.unregister(model, purge=purge)
         await self._keepers.pin(model, False)
@@ -111,6 +133,7 @@ class WeightRegistry:
     async def statuses(self) -> list[ModelRecord]:
         return list(self._models.directory)
 
+    @in_group(WAITING)
     async def status(self, model: str) -> ModelRecord:
         return await self._models.status(model)
 
@@ -120,6 +143,7 @@ class WeightRegistry:
     async def report_attach(self, model: str, error: str | None) -> None:
         self._models.report_attach(model, error)
 
+    @in_group(WATCHING)
     async def watch(self, revision: int, epoch: str, timeout_s: float) -> DirectoryChange:
         """What came after `revision` of `epoch`, at once or as soon as there is something; empty after `timeout_s`."""
         try:
@@ -181,6 +205,7 @@ class WeightRegistry:
         """The node is still reading them from storage, for all."""
         self._keepers.renew_claims(node_id, ids)
 
+    @in_group(WAITING)
     async def prefetch(self, model: str) -> dict[str, str]:
         """Into the memory of every node. What went wrong by node, "" for nothing."""
         manifest = await self._models.manifest(model)
@@ -208,10 +233,19 @@ class WeightRegistry:
         """It is asked for again after it was evicted."""
         self._models.set_loaded(model, True)
 
-    async def residency(self) -> dict[str, Any]:
-        """Nodes with their figures and models with what of them is where, as JSON-able values."""
-        stats, residents = await asyncio.gather(self._keepers.ask("stats"), self._keepers.ask("residents"))
-        return cluster_residency(stats, residents, self._models.extents())
+    async def residency(self, models: Sequence[str], node_offset: int, max_nodes: int) -> dict[str, Any]:
+        """Some nodes with their figures, and of these models what is resident there, as JSON-able values.
+
+        `num_nodes` are there in all, in the order of their ids.
+        """
+        all_nodes = self._keepers.nodes()
+        nodes = all_nodes[node_offset : node_offset + max_nodes]
+        ask = self._keepers.ask
+        stats, residents = await asyncio.gather(ask("stats", nodes=nodes), ask("residents", nodes=nodes))
+        extents = self._models.extents()
+        wanted = {model: extents[model] for model in models if model in extents}
+        found = await asyncio.to_thread(cluster_residency, stats, residents, wanted)
+        return {"num_nodes": len(all_nodes), **found}
 
     async def process_id(self) -> int:
         return os.getpid()
@@ -243,15 +277,20 @@ def _errors(answers: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
+def registry_class(max_calls: int = MAX_CALLS) -> Any:
+    """WeightRegistry as an actor class: those who watch or wait, however many, leave the other calls their turn."""
+    groups = {WATCHING: max_calls, WAITING: max_calls}
+    return ray.remote(concurrency_groups=groups, max_concurrency=max_calls)(WeightRegistry)
+
+
 def connect_registry(config: ClusterConfig) -> Any:
     """The cluster's registry; the first caller starts it."""
-    actor = ray.remote(WeightRegistry).options(
+    actor = registry_class().options(
         name=registry_name(config),
         namespace=NAMESPACE,
         lifetime="detached",
         get_if_exists=True,
         max_restarts=-1,
-        max_concurrency=MAX_CALLS,
         num_cpus=0,
     )
     # A restarted actor gets the arguments of the first one: the secret stays.

@@ -14,24 +14,34 @@ def cluster_residency(
     and extents that are resident, whether all of those are pinned, who leases them, and how often they were used.
 
     `stats` and `residents` are answers by node, exceptions among them; `extents_of` has the extent ids of each model.
-    Extents that models share count for each of them. Models without anything resident are left out.
+    Extents that models share count for each of them. Models without anything resident are left out. Looks once at
+    each extent of a model, and once at each that is resident.
     """
     nodes = [_node(node_id, stats[node_id]) for node_id in sorted(stats)]
-    models: dict[str, dict[str, Any]] = {}
+    users: dict[str, list[str]] = {}
+    for model, ids in extents_of.items():
+        for id_ in ids:
+            users.setdefault(id_, []).append(model)
+    found: dict[str, dict[str, list[Any]]] = {}  # extents by model and node
     for node_id, answer in sorted(residents.items()):
-        if isinstance(answer, BaseException) or not answer:
-            continue
-        held = {extent.id: extent for extent in answer}
-        for model, ids in extents_of.items():
-            if found := [held[id_] for id_ in ids if id_ in held]:
-                models.setdefault(model, {})[node_id] = {
-                    "host_bytes": sum(extent.nbytes for extent in found),
-                    "num_extents": len(found),
-                    "pinned": all(extent.pinned for extent in found),
-                    "holders": sorted({holder for extent in found for holder in extent.holders}),
-                    "hits": sum(extent.hits for extent in found),
-                }
+        for extent in () if isinstance(answer, BaseException) else answer:
+            for model in users.get(extent.id, ()):
+                found.setdefault(model, {}).setdefault(node_id, []).append(extent)
+    models = {
+        model: {node_id: _share(extents) for node_id, extents in by_node.items()} for model, by_node in found.items()
+    }
     return {"nodes": nodes, "models": models}
+
+
+def _share(extents: list[Any]) -> dict[str, Any]:
+    """What a node has of a model."""
+    return {
+        "host_bytes": sum(extent.nbytes for extent in extents),
+        "num_extents": len(extents),
+        "pinned": all(extent.pinned for extent in extents),
+        "holders": sorted({holder for extent in extents for holder in extent.holders}),
+        "hits": sum(extent.hits for extent in extents),
+    }
 
 
 def _node(node_id: str, stats: Any) -> dict[str, Any]:

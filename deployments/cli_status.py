@@ -24,6 +24,10 @@ def show_status(client: Client, as_json: bool) -> None:
     if "registry" in cluster:
         out.print(f"[red]the directory is unreachable:[/red] {escape(cluster['registry']['unreachable'])}")
     print_models(cluster["models"])
+    for sort in ("models", "nodes"):
+        shown, total = len(cluster[sort]), cluster.get(f"num_{sort}", 0)
+        if shown < total:
+            out.print(f"the first {shown} of {total} {sort}; /admin/cluster tells of the others, page by page")
     _print_nodes(cluster["nodes"])
     _print_residency(cluster["models"])
     for encoder in cluster["text_encoders"]:

@@ -8,22 +8,25 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
+from typing import Final
 
 from weights.errors import StoreError, WeightsError
 from weights.externalize import Origin, externalize
 from weights.formats.folder import check_inside
 from weights.layouts import write_inline
 from weights.manifest import Layout, Manifest
-from weights.sources.localize import localized
+from weights.sources.localize import LocalSource, localized
 from weights.sources.mirrors import SOURCES_FOLDER
 from weights.sources.object_storage import OnProgress
 from weights.store import WeightStore
+
+PROGRAM_SUFFIXES: Final = (".pt2", ".onnx")
 
 
 def bring_in(
     store: WeightStore,
     model: str,
-    source: str | Path,
+    source: str | Path | LocalSource,
     *,
     component: str | None = None,
     dtype: str = "auto",
@@ -36,15 +39,14 @@ def bring_in(
 ) -> Manifest:
     """A checkpoint, a program (.pt2, .onnx) or a URL of either -> a model of the store.
 
-    Parameters are those of `externalize`; `options` are for downloads (see `localized`). `roots`: the folders that a
-    local source must lie in, with all that it leads to; None trusts it. `progress` hears of the download, then, from
-    zero again, of reading and hashing. Raises FormatError and StoreError, SourceRefused, and WeightsError for options
-    that a program does not have.
+    Parameters are those of `externalize`; `options` are for downloads (see `localized`, which may have been called
+    before). `roots`: the folders that a local source must lie in, with all that it leads to; None trusts it. `progress`
+    hears of the download, then, from zero again, of reading and hashing. Raises FormatError and StoreError,
+    SourceRefused, and WeightsError for options that a program does not have.
     """
     with localized(source, store.path / SOURCES_FOLDER, options=options, progress=progress) as local:
-        # What is in a mirror came by name, as plain files.
-        origin = Origin(None if local.url or roots is None else tuple(roots), local.url, local.etags)
-        if local.path.suffix in (".pt2", ".onnx"):
+        origin = origin_of(local, roots)
+        if local.path.suffix in PROGRAM_SUFFIXES:
             if component is not None or dtype != "auto":
                 raise WeightsError(f"{local.path}: a program has no components to choose and no dtype to cast to")
             check_inside(local.path, origin.roots)
@@ -61,6 +63,11 @@ def bring_in(
             origin=origin,
             progress=progress,
         )
+
+
+def origin_of(local: LocalSource, roots: Sequence[Path] | None) -> Origin:
+    """Origin of what is on local disk by now. A mirror is in no root: what is in it came by name, as plain files."""
+    return Origin(None if local.url or roots is None else tuple(roots), local.url, local.etags)
 
 
 def _bring_in_program(store: WeightStore, model: str, path: Path, layout: Layout, allow_torch: bool) -> Manifest:

@@ -22,11 +22,6 @@ class ManifestCache:
         self._max_manifests = max_manifests
         self._known: OrderedDict[tuple[str, str], asyncio.Future[Manifest]] = OrderedDict()
 
-    def put(self, manifest: Manifest) -> None:
-        future: asyncio.Future[Manifest] = asyncio.get_running_loop().create_future()
-        future.set_result(manifest)
-        self._remember((manifest.model, manifest.fingerprint), future)
-
     def has(self, model: str, fingerprint: str) -> bool:
         return (model, fingerprint) in self._known
 

@@ -20,13 +20,14 @@ from cluster.models.directory import Directory, Entry, ModelRecord
 from cluster.models.entry_rules import check_entry, listed
 from cluster.models.manifest_cache import ManifestCache
 from cluster.models.registrations import DamagedRegistration, Registration, Registrations
+from cluster.models.summaries import ModelSummary, SummaryFiles, summarize
 from weights.errors import ModelNotStored, WeightsError
-from weights.feature_sizes import feature_sizes
 from weights.maintenance import remove_model
 from weights.manifest import Manifest
 from weights.store import WeightStore
 
-BringIn = Callable[[Entry], Manifest]
+BringIn = Callable[[Entry], ModelSummary]
+
 logger = logging.getLogger("atelier.registry")
 
 
@@ -39,7 +40,7 @@ class Unregistered:
 
 
 class ServedModels:
-    """Lives on one event loop; reading and writing checkpoints happens in threads. Call `start` once."""
+    """Lives on one event loop; `bring_in` and reading manifests happen in threads. Call `start` once."""
 
     def __init__(
         self,
@@ -215,34 +216,41 @@ class ServedModels:
             return
         try:
             async with self._importing if isinstance(entry.path, Path) else self._downloading:
-                manifest = await asyncio.to_thread(self._bring_in, entry)
+                await self._keep_served_version(entry.id)
+                summary = await asyncio.to_thread(self._bring_in, entry)
         except Exception as error:  # of this model; whatever it is, the others go on and nobody waits for it for ever
-            manifest, reason = None, str(error) or repr(error)
+            summary, reason = None, str(error) or repr(error)
         if self._wanted.get(entry.id) is not entry:
             await self._leave_source(entry)
             return
-        if manifest is not None:
+        if summary is not None:
             before = self.directory.get(entry.id)
-            self._serve(entry, manifest)
+            self._serve(entry, summary)
             if before and before.entry:
                 await self._leave_source(before.entry)
         else:
             await self._failed(entry, reason)
 
-    def _serve(self, entry: Entry, manifest: Manifest, error: str = "") -> None:
-        self._extents[entry.id] = tuple(map(sys.intern, manifest.extents))
-        self._manifests.put(manifest)
+    async def _keep_served_version(self, id_: str) -> None:
+        """Requests that were checked against it may ask for its manifest when the store has the next one already."""
+        record = self.directory.get(id_)
+        if record and record.serves:
+            with contextlib.suppress(Exception):  # a damaged one is what the import mends
+                await self._manifests.get(id_, record.fingerprint)
+
+    def _serve(self, entry: Entry, summary: ModelSummary, error: str = "") -> None:
+        self._extents[entry.id] = tuple(map(sys.intern, summary.extents))
         self._apply(
             ModelRecord(
                 entry.id,
                 "ready",
-                manifest.kind,
-                manifest.nbytes,
-                manifest.fingerprint,
+                summary.kind,
+                summary.nbytes,
+                summary.fingerprint,
                 error,
                 entry,
-                feature_sizes(manifest, self._store.skeleton(manifest)),
-                manifest.class_name or "",
+                summary.features,
+                summary.class_name,
             )
         )
 
@@ -270,12 +278,12 @@ class ServedModels:
         else:
             self._apply(ModelRecord(entry.id, "unavailable", error=reason, entry=entry))
 
-    def _stored(self, entry: Entry) -> Manifest | None:
+    def _stored(self, entry: Entry) -> ModelSummary | None:
         """What the store has of the very same checkpoint: it needs no source to be served."""
         with contextlib.suppress(Exception):
             manifest = self._store.manifest(entry.id)
             if manifest.source == str(entry.path) and self._store.has_packs(manifest):
-                return manifest
+                return summarize(manifest, self._store.skeleton(manifest))
         return None
 
     async def _purge(self, id_: str, previous: asyncio.Task[None] | None) -> None:
@@ -284,6 +292,7 @@ class ServedModels:
         if id_ not in self._wanted:
             with contextlib.suppress(ModelNotStored):
                 await asyncio.to_thread(remove_model, self._store, id_)
+            await asyncio.to_thread(SummaryFiles(self._store).remove, id_)
 
     def _apply(self, record: ModelRecord) -> None:
         self.directory.apply(record)

@@ -12,7 +12,7 @@ from configs.merging import MergeConfig
 from configs.model import AdapterConfig, ModelConfig
 from deployments.ingress.admin import model_object
 from deployments.ingress.api_docs import documented
-from deployments.ingress.operations import Operations
+from deployments.ingress.operations import MAX_MODELS, MAX_NODES, Operations, Page
 from deployments.records import RequestModel
 
 
@@ -32,16 +32,25 @@ EntryBody = Annotated[
 ]
 Wait = Annotated[bool, Query(description="answer when the model is ready, or is known to be unusable")]
 Purge = Annotated[bool, Query(description="take it out of the store, too; its bytes go with the next gc")]
+Offset = Annotated[int, Query(ge=0, le=2**31)]
 _RESTARTING = "the directory of models is restarting; try again"
 
 
 def create_router(operations: Operations) -> APIRouter:
     router = APIRouter(tags=["operations"])
 
-    @router.get("/admin/cluster")
-    async def cluster() -> dict[str, Any]:
-        """What is resident where, and who holds it; what does not answer is shown as `unreachable`."""
-        return await operations.describe()
+    @router.get("/admin/cluster", responses=documented(400))
+    async def cluster(
+        model_offset: Offset = 0,
+        max_models: Annotated[int, Query(ge=0, le=MAX_MODELS)] = MAX_MODELS,
+        node_offset: Offset = 0,
+        max_nodes: Annotated[int, Query(ge=0, le=MAX_NODES)] = MAX_NODES,
+    ) -> dict[str, Any]:
+        """What is resident where, and who holds it; what does not answer is shown as `unreachable`.
+
+        A page of `num_models` models, in the order in which they came, and of `num_nodes` nodes, by id.
+        """
+        return await operations.describe(Page(model_offset, max_models, node_offset, max_nodes))
 
     @router.post(
         "/admin/models",

@@ -29,6 +29,8 @@ from deployments.records import ModelCard
 from weights.errors import WeightsError
 
 Tier = Literal["host", "device"]
+MAX_MODELS: Final = 1000
+MAX_NODES: Final = 100
 DESCRIBE_TIMEOUT_S: Final = 10.0
 PREFETCH_TIMEOUT_S: Final = 120.0
 HEAR_S: Final = 2.0
@@ -42,6 +44,16 @@ class Registered:
 
     card: ModelCard
     is_new: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """The models, in the order in which they came, and the nodes, by id, that are asked about."""
+
+    model_offset: int = 0
+    max_models: int = MAX_MODELS
+    node_offset: int = 0
+    max_nodes: int = MAX_NODES
 
 
 class Operations:
@@ -141,10 +153,14 @@ class Operations:
                         return
                     await asyncio.sleep(HEAR_PAUSE_S)
 
-    async def describe(self) -> dict[str, Any]:
+    async def describe(self, page: Page) -> dict[str, Any]:
         """The cluster at a glance as JSON-able values; what does not answer is shown as unreachable."""
+        records = await self._catalog.records()
+        shown = records[page.model_offset : page.model_offset + page.max_models]
         residency, workers, encoders = await asyncio.gather(
-            self._residency(), _of_all(self._worker, "describe"), _of_all(self._encoder, "describe")
+            self._residency([record.id for record in shown], page),
+            _of_all(self._worker, "describe"),
+            _of_all(self._encoder, "describe"),
         )
         replicas = {"workers": _shown(workers), "text_encoders": _shown(encoders)}
         named = [
@@ -160,10 +176,11 @@ class Operations:
                 "built": built.get(record.id, []),
                 "last_switch": switches.get(record.id),
             }
-            for record in await self._catalog.records()
+            for record in shown
         ]
         problem = {"registry": residency["registry"]} if "registry" in residency else {}
-        return {"cluster": self._name, **problem, "models": models, "nodes": residency["nodes"], **replicas}
+        totals = {"num_models": len(records), "num_nodes": residency["num_nodes"]}
+        return {"cluster": self._name, **problem, **totals, "models": models, "nodes": residency["nodes"], **replicas}
 
     async def _in_replicas(self, method: str, model: str, timeout_s: float) -> dict[str, list[str]]:
         """What went wrong, by kind of replica: one text per replica, "" for nothing."""
@@ -173,13 +190,13 @@ class Operations:
         )
         return {"workers": _problems(workers), "text_encoders": _problems(encoders)}
 
-    async def _residency(self) -> dict[str, Any]:
+    async def _residency(self, models: list[str], page: Page) -> dict[str, Any]:
         try:
             async with asyncio.timeout(DESCRIBE_TIMEOUT_S):
-                residency: dict[str, Any] = await self._watch.ask("residency")
+                residency: dict[str, Any] = await self._watch.ask("residency", models, page.node_offset, page.max_nodes)
                 return residency
         except (RayActorError, TimeoutError) as error:
-            return {"registry": {"unreachable": _text(error)}, "nodes": [], "models": {}}
+            return {"registry": {"unreachable": _text(error)}, "num_nodes": 0, "nodes": [], "models": {}}
 
     async def _ask(self, method: str, *arguments: Any) -> Any:
         """A call of the registry, with its errors in the service's own terms."""

@@ -16,10 +16,11 @@ import ray
 from ray.cluster_utils import Cluster
 
 from cluster.actor_names import cluster_key
-from cluster.registry import connect_registry
+from cluster.registry import connect_registry, registry_class
 from cluster.session import ray_session
 from cluster.shared_encodings import connect_shared_encodings
 from configs.cluster import ClusterConfig
+from configs.model import ModelConfig
 from deployments.running import left_clean
 
 STORE_BYTES = 192 * 2**20
@@ -33,6 +34,7 @@ def main(folder: Path) -> None:
             observed["killed"] = roles(leave_behind(config(folder / "old", shared.address)))
         new = config(folder / "new", shared.address)
         with ray_session(new):
+            observed["beside watchers"] = watched(new)
             with left_clean(new):
                 observed["at start"] = actors()
                 observed |= serve(new, folder / "new")
@@ -57,6 +59,22 @@ def leave_behind(old: ClusterConfig) -> list[str]:
     return actors()
 
 
+def watched(new: ClusterConfig) -> dict[str, Any]:
+    """A registry that may have two calls of a sort at once, and twelve who watch it."""
+    registry = registry_class(max_calls=2).remote(new, b"x" * 32)
+    (first,) = ray.get([registry.watch.remote(0, "", 30.0)], timeout=60)
+    until(lambda: ray.get(registry.statuses.remote(), timeout=30)[0].state == "unavailable")
+    now = ray.get(registry.watch.remote(0, "", 30.0), timeout=30)
+    watchers = [registry.watch.remote(now.revision, now.epoch, 60.0) for _ in range(12)]
+    found = [record.id for _ in range(5) for record in ray.get(registry.statuses.remote(), timeout=30)]
+    waiting = len(ray.wait(watchers, num_returns=len(watchers), timeout=0)[1])
+    model = ModelConfig(id="later", path=Path("/nowhere"))
+    ray.get(registry.register.remote(model), timeout=30)
+    heard = [change.changed[0].id for change in ray.get(watchers, timeout=60)]
+    ray.kill(registry)
+    return {"first": len(first.changed), "found": found, "waiting": waiting, "heard": heard}
+
+
 def serve(new: ClusterConfig, store: Path) -> dict[str, Any]:
     """The keeper's constructor fails as long as the store's folder of packs leads nowhere."""
     packs = store / "packs"
@@ -67,7 +85,7 @@ def serve(new: ClusterConfig, store: Path) -> dict[str, Any]:
     ray.get(registry.keeper.remote(node_id))
 
     def why() -> str:
-        nodes = ray.get(registry.residency.remote())["nodes"]
+        nodes = ray.get(registry.residency.remote([], 0, 10))["nodes"]
         return next((node["unreachable"] for node in nodes if "cannot start" in node.get("unreachable", "")), "")
 
     reason = until(why)

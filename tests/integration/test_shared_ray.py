@@ -45,3 +45,7 @@ def test_a_keeper_starts_for_a_replica_and_takes_its_share_of_its_own_node(obser
 
 def test_a_keeper_that_cannot_start_says_why_and_is_replaced_when_it_can(observed: dict[str, Any]) -> None:
     assert "cannot start: RuntimeError: Symlink loop" in observed["reason"]
+
+
+def test_who_watches_the_directory_takes_no_turn_from_other_calls(observed: dict[str, Any]) -> None:
+    assert observed["beside watchers"] == {"first": 1, "found": ["m"] * 5, "waiting": 12, "heard": ["later"] * 12}

@@ -27,7 +27,7 @@ def is_url(source: str | Path) -> bool:
 
 @contextlib.contextmanager
 def localized(
-    source: str | Path,
+    source: str | Path | LocalSource,
     sources: Path,
     *,
     options: Mapping[str, str] = MappingProxyType({}),
@@ -35,9 +35,12 @@ def localized(
 ) -> Iterator[LocalSource]:
     """Have `source` on local disk within the block. URLs are mirrored into `sources`/<bucket>/<prefix>, see `mirrored`.
 
-    Any number of processes may ask for one URL at once: one downloads, the others find everything done.
-    Raises StoreError or FormatError.
+    Any number of processes may ask for one URL at once: one downloads, the others find everything done. What is local
+    already stays as it is. Raises StoreError or FormatError.
     """
+    if isinstance(source, LocalSource):
+        yield source
+        return
     if not is_url(source):
         yield LocalSource(Path(source))
         return

@@ -18,11 +18,15 @@ from moto.server import ThreadedMotoServer
 from safetensors.numpy import save_file
 
 from cluster.errors import ModelUnavailable, ModelUnknown, RegistrationRefused
+from cluster.models.directory import DirectoryChange, Entry
+from cluster.models.importing import ImportSettings, import_model
+from cluster.models.summaries import ModelSummary
 from cluster.peers.fetch_queue import Located, Question
-from cluster.registry import WeightRegistry
+from cluster.registry import WAITING, WATCHING, WeightRegistry, registry_class
 from configs.cluster import ClusterConfig
 from configs.merging import MergeConfig
 from configs.model import ModelConfig
+from weights.store import WeightStore
 
 
 @pytest.fixture
@@ -43,6 +47,20 @@ def checkpoint(tmp_path: Path) -> Path:
     (folder / "config.json").write_text(json.dumps({"architectures": ["TinyForCausalLM"]}))
     save_file({"w": np.random.default_rng().random((3, 5), np.float32)}, folder / "model.safetensors")
     return folder
+
+
+@pytest.fixture
+def imports_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not in a process of their own, which takes a second to start."""
+
+    class Here:
+        def __init__(self, settings: ImportSettings) -> None:
+            self._settings = settings
+
+        def bring_in(self, entry: Entry, roots: tuple[Path, ...] | None) -> ModelSummary:
+            return import_model(WeightStore(self._settings.store), entry, self._settings.options, roots)
+
+    monkeypatch.setattr("cluster.registry.ImportProcess", Here)
 
 
 async def registry(tmp_path: Path, checkpoint: Path, endpoint: str) -> WeightRegistry:
@@ -69,10 +87,7 @@ async def test_a_model_in_a_bucket_is_the_same_as_on_disk(tmp_path: Path, checkp
     assert (tmp_path / "store/sources/models/team%2Ffar/model.safetensors").is_file()
 
 
-async def test_a_bucket_out_of_reach_makes_its_own_model_unavailable(
-    tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("weights.sources.bucket.MAX_RETRIES", 0)
+async def test_a_bucket_out_of_reach_makes_its_own_model_unavailable(tmp_path: Path, checkpoint: Path) -> None:
     with socket.socket() as probe:  # bound, but nobody listens
         probe.bind(("127.0.0.1", 0))
         models = await registry(tmp_path, checkpoint, f"http://127.0.0.1:{probe.getsockname()[1]}")
@@ -84,6 +99,7 @@ async def test_a_bucket_out_of_reach_makes_its_own_model_unavailable(
         await models.manifest("far")
 
 
+@pytest.mark.usefixtures("imports_here")
 async def test_watchers_hear_of_a_change_when_it_happens(tmp_path: Path, checkpoint: Path, endpoint: str) -> None:
     models = await registry(tmp_path, checkpoint, endpoint)
     await asyncio.gather(models.status("near"), models.status("far"))
@@ -96,6 +112,7 @@ async def test_watchers_hear_of_a_change_when_it_happens(tmp_path: Path, checkpo
         assert [(record.id, record.error) for record in change.changed] == [("near", "torn")]
 
 
+@pytest.mark.usefixtures("imports_here")
 async def test_a_watcher_that_waits_for_nothing_gets_nothing(tmp_path: Path, checkpoint: Path, endpoint: str) -> None:
     models = await registry(tmp_path, checkpoint, endpoint)
     await asyncio.gather(models.status("near"), models.status("far"))
@@ -104,6 +121,7 @@ async def test_a_watcher_that_waits_for_nothing_gets_nothing(tmp_path: Path, che
     assert (bool(again), again.revision, again.epoch) == (False, first.revision, first.epoch)
 
 
+@pytest.mark.usefixtures("imports_here")
 async def test_keepers_tell_what_they_hold_and_others_are_sent_there(
     tmp_path: Path, checkpoint: Path, endpoint: str
 ) -> None:
@@ -120,6 +138,7 @@ async def test_keepers_tell_what_they_hold_and_others_are_sent_there(
     assert (await models.locate("n1", Question(("b",), 0))).offers == {}
 
 
+@pytest.mark.usefixtures("imports_here")
 async def test_one_node_gets_what_nobody_has_and_the_others_hear_who(
     tmp_path: Path, checkpoint: Path, endpoint: str
 ) -> None:
@@ -135,6 +154,7 @@ async def test_one_node_gets_what_nobody_has_and_the_others_hear_who(
     assert found.claimed == ("b",)
 
 
+@pytest.mark.usefixtures("imports_here")
 async def test_it_remembers_how_text_encoders_merge(tmp_path: Path, checkpoint: Path) -> None:
     models = await registry(tmp_path, checkpoint, "http://127.0.0.1:1")
     assert await models.encoder_merging() is None
@@ -142,6 +162,7 @@ async def test_it_remembers_how_text_encoders_merge(tmp_path: Path, checkpoint: 
     assert await models.encoder_merging() == merging
 
 
+@pytest.mark.usefixtures("imports_here")
 async def test_a_pin_ends_with_its_model(tmp_path: Path, checkpoint: Path) -> None:
     models = await registry(tmp_path, checkpoint, "http://127.0.0.1:1")
     told: list[dict[str, tuple[str, ...]]] = []
@@ -169,6 +190,7 @@ async def test_a_pin_ends_with_its_model(tmp_path: Path, checkpoint: Path) -> No
         await models.pin("more", False)
 
 
+@pytest.mark.usefixtures("imports_here")
 async def test_a_model_may_be_registered_from_beside_a_configured_one_and_from_nowhere_else(
     tmp_path: Path, checkpoint: Path
 ) -> None:
@@ -193,6 +215,7 @@ async def test_a_model_may_be_registered_from_beside_a_configured_one_and_from_n
     assert (await models.register(ModelConfig(id="near", path=tmp_path / "c/near"))).error == ""
 
 
+@pytest.mark.usefixtures("imports_here")
 async def test_a_copy_of_object_storage_goes_with_the_last_model_from_there(
     tmp_path: Path, checkpoint: Path, endpoint: str
 ) -> None:
@@ -220,6 +243,7 @@ async def test_a_copy_of_object_storage_goes_with_the_last_model_from_there(
     assert copies() == {"team%2Ffar"}  # the configured one is still from there
 
 
+@pytest.mark.usefixtures("imports_here")
 async def test_a_model_from_object_storage_is_served_while_that_is_out_of_reach(
     tmp_path: Path, checkpoint: Path, endpoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -232,3 +256,24 @@ async def test_a_model_from_object_storage_is_served_while_that_is_out_of_reach(
     again = await (await registry(tmp_path, checkpoint, "http://127.0.0.1:1")).status("far")
     assert (again.state, again.fingerprint) == ("ready", first.fingerprint)
     assert "the version in the store is served" in again.error
+
+
+def test_those_who_watch_or_wait_count_among_their_own_calls() -> None:
+    """As Ray understands it: whatever is not named here has a limit of its own."""
+    groups = registry_class().__ray_metadata__.method_meta.concurrency_group_for_methods
+    assert groups == {"watch": WATCHING} | dict.fromkeys(["register", "unregister", "status", "prefetch"], WAITING)
+
+
+@pytest.mark.usefixtures("imports_here")
+async def test_calls_of_another_group_come_from_another_loop(tmp_path: Path, checkpoint: Path, endpoint: str) -> None:
+    models = await registry(tmp_path, checkpoint, endpoint)
+    await asyncio.gather(models.status("near"), models.status("far"))
+    first = await models.watch(0, "", 20)
+
+    def watch_elsewhere() -> DirectoryChange:
+        change: DirectoryChange = asyncio.run(models.watch(first.revision, first.epoch, 20))
+        return change
+
+    watching = asyncio.ensure_future(asyncio.to_thread(watch_elsewhere))
+    await models.report_attach("near", "torn")
+    assert [record.error for record in (await watching).changed] == ["torn"]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -46,3 +48,30 @@ def test_a_node_that_does_not_answer_is_shown_as_unreachable() -> None:
     assert found["nodes"][0]["resident_bytes"] == 30
     assert [node.get("unreachable") for node in found["nodes"]] == [None, "TimeoutError", "gone"]
     assert found["models"] == {}
+
+
+def test_it_looks_once_at_each_extent_of_the_models_and_of_the_nodes() -> None:
+    looks = Counter[str]()
+
+    class Counted(list[Any]):
+        def __init__(self, sort: str, items: Iterable[Any]) -> None:
+            super().__init__(items)
+            self._sort = sort
+
+        def __iter__(self) -> Iterator[Any]:
+            for item in super().__iter__():
+                looks[self._sort] += 1
+                yield item
+
+    def cost(num_models: int, num_nodes: int) -> int:
+        looks.clear()
+        models = {f"m{n}": Counted("model", [f"{n}-{number}" for number in range(20)]) for n in range(num_models)}
+        nodes = [f"n{n}" for n in range(num_nodes)]
+        here = {node: Counted("node", [extent(f"{n}-0", "w") for n in range(5)]) for node in nodes}
+        found = cluster_residency({node: Stats(node) for node in nodes}, here, models)
+        assert len(found["models"]) == 5
+        assert {len(by_node) for by_node in found["models"].values()} == {num_nodes}
+        return looks.total()
+
+    assert cost(100, 50) == 100 * 20 + 50 * 5
+    assert cost(1000, 500) == 10 * cost(100, 50)

@@ -24,6 +24,8 @@ RESIDENT = {"host_bytes": 1536, "num_extents": 2, "pinned": True, "holders": ["w
 CARD = {"nbytes": 2048, "error": "", "description": "", "base": []}
 CLUSTER = {
     "cluster": "one",
+    "num_models": 2,
+    "num_nodes": 2,
     "models": [
         {"id": "m", "kind": "llm", "state": "updating", **CARD, "resident": {"0123456789abcdef": RESIDENT}}
         | {"last_switch": {"replica": "worker 0", "switch_ms": 12.34}}
@@ -164,6 +166,14 @@ def test_status_shows_what_is_where_and_why(run: Run) -> None:
     assert "unreachable: [/red] gone" in out
     assert "text encoder: unreachable: the actor died" in out
     assert "worker: 4 modules, 100 B; 2 requests denoising" in out
+
+
+def test_status_says_what_it_leaves_out(run: Run, server: Any) -> None:
+    assert "the first" not in run("status")[1]
+    server.answers["GET", "/admin/cluster"] = (200, CLUSTER | {"num_models": 10_000, "num_nodes": 2})
+    _, out, _ = run("status")
+    assert "the first 2 of 10000 models; /admin/cluster tells of the others, page by page" in out
+    assert "nodes; /admin" not in out
 
 
 def test_status_without_a_directory(run: Run, server: Any) -> None:

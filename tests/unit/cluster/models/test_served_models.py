@@ -16,15 +16,15 @@ from safetensors.numpy import save_file
 
 from cluster.errors import ModelUnavailable, ModelUnknown, RegistrationConflict, RegistrationRefused
 from cluster.models.directory import Entry, ModelRecord
+from cluster.models.importing import import_model
 from cluster.models.registrations import Registrations
 from cluster.models.served_models import ServedModels
+from cluster.models.summaries import ModelSummary
 from configs.model import AdapterConfig, ModelConfig
 from weights.errors import FormatError
-from weights.intake import bring_in
-from weights.manifest import Manifest
 from weights.store import WeightStore
 
-BringIn = Callable[[Entry], Manifest]
+BringIn = Callable[[Entry], ModelSummary]
 
 
 def checkpoint(folder: Path, seed: int = 0) -> Path:
@@ -62,8 +62,8 @@ class Life:
         await models.start()
         return models
 
-    def take_in(self, entry: Entry) -> Manifest:
-        return bring_in(self.store, entry.id, entry.path, dtype=entry.dtype)
+    def take_in(self, entry: Entry) -> ModelSummary:
+        return import_model(self.store, entry)
 
 
 class Gate:
@@ -73,7 +73,7 @@ class Gate:
         self._take_in = take_in
         self.began, self.open = threading.Event(), threading.Event()
 
-    def __call__(self, entry: Entry) -> Manifest:
+    def __call__(self, entry: Entry) -> ModelSummary:
         self.began.set()
         assert self.open.wait(20)
         return self._take_in(entry)
@@ -290,7 +290,7 @@ async def test_what_a_replica_reports_shows_and_never_hides_an_update(life: Life
 
 
 async def test_any_error_of_a_source_is_told_and_the_others_come_in(life: Life, tmp_path: Path) -> None:
-    def take_in(entry: Entry) -> Manifest:
+    def take_in(entry: Entry) -> ModelSummary:
         if entry.id == "n":
             raise FormatError("model.safetensors: tensor 'w' is torn")
         if entry.id == "o":
@@ -307,8 +307,8 @@ async def test_any_error_of_a_source_is_told_and_the_others_come_in(life: Life, 
 async def test_ten_thousand_models_start_linearly_and_are_looked_up_at_once(life: Life, tmp_path: Path) -> None:
     stored = life.take_in(model(checkpoint(tmp_path / "c")))
 
-    def take_in(entry: Entry) -> Manifest:
-        return stored.model_copy(update={"model": entry.id})
+    def take_in(entry: Entry) -> ModelSummary:
+        return stored
 
     async def started(num_models: int) -> tuple[float, ServedModels]:
         entries = [model(tmp_path / "c", f"m{number}") for number in range(num_models)]
@@ -331,8 +331,8 @@ async def test_ten_thousand_models_start_linearly_and_are_looked_up_at_once(life
 async def test_a_url_is_forgotten_with_the_last_model_from_there(life: Life, tmp_path: Path) -> None:
     local = checkpoint(tmp_path / "c")
 
-    def take_in(entry: Entry) -> Manifest:
-        return bring_in(life.store, entry.id, local)
+    def take_in(entry: Entry) -> ModelSummary:
+        return import_model(life.store, entry.model_copy(update={"path": local}))
 
     gate = Gate(take_in)
     models = await life.begin(model("s3://bucket/kept", "configured"), take_in=take_in)

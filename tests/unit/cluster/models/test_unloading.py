@@ -9,12 +9,12 @@ import pytest
 from safetensors.numpy import save_file
 
 from cluster.models.directory import Entry
+from cluster.models.importing import import_model
 from cluster.models.registrations import Registrations
 from cluster.models.served_models import ServedModels
+from cluster.models.summaries import ModelSummary
 from configs.model import ModelConfig
 from weights.errors import FormatError
-from weights.intake import bring_in
-from weights.manifest import Manifest
 from weights.store import WeightStore
 
 
@@ -33,10 +33,10 @@ async def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ServedModel
     entries = [write(tmp_path / "a", w=shared), write(tmp_path / "b", w=shared), write(tmp_path / "own", w=own)]
     entries.append(ModelConfig(id="broken", path=tmp_path / "broken"))
 
-    def take_in(entry: Entry) -> Manifest:
+    def take_in(entry: Entry) -> ModelSummary:
         if entry.id == "broken":
             raise FormatError("it is torn")
-        return bring_in(store, entry.id, entry.path)
+        return import_model(store, entry)
 
     served = ServedModels({entry.id: entry for entry in entries}, store, Registrations(tmp_path / "r"), take_in, "e")
     await served.start()

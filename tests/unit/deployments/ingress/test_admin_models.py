@@ -15,27 +15,28 @@ from ray.exceptions import ActorDiedError, RayTaskError
 from cluster.models.directory import DirectoryChange, Entry
 from cluster.models.registrations import Registrations
 from cluster.models.served_models import ServedModels
+from cluster.models.summaries import ModelSummary
 from cluster.models.watching import DirectoryWatch
 from configs.cluster import ClusterConfig
-from configs.model import AdapterConfig
+from configs.model import AdapterConfig, ModelConfig
 from deployments.errors import Overloaded
 from deployments.ingress.http import create_http_app
+from deployments.ingress.operations import MAX_MODELS, MAX_NODES
 from deployments.ingress.service import Service
 from weights.errors import FormatError, SourceRefused
-from weights.manifest import Manifest
+from weights.feature_sizes import FeatureSizes
 from weights.store import WeightStore
 
 CONFIG = ClusterConfig.model_validate({"models": [{"id": "base", "path": "/base"}]})
 
 
-def take_in(entry: Entry) -> Manifest:
+def take_in(entry: Entry) -> ModelSummary:
     """A path's text decides: its version, and whether it can be used."""
     if "torn" in str(entry.path):
         raise FormatError(f"{entry.path}/model.safetensors: tensor 'w' is torn")
     kind = "adapter" if isinstance(entry, AdapterConfig) else "llm"
     fingerprint = str(entry.path).replace("/", "-")
-    fields = {"model": entry.id, "kind": kind, "class_name": None, "skeleton": "s", "source": str(entry.path)}
-    return Manifest.model_validate({**fields, "fingerprint": fingerprint, "components": {}, "extents": {}})
+    return ModelSummary(kind, 0, fingerprint, (), FeatureSizes(), "")
 
 
 def check_source(entry: Entry) -> None:
@@ -51,7 +52,7 @@ class Registry:
         self.dead = False
         self.holders: list[str] = []
         self.calls: list[Any] = []
-        self.residency_now: Any = {"nodes": [], "models": {}}
+        self.residency_now: Any = {"num_nodes": 0, "nodes": [], "models": {}}
 
     def __getattr__(self, method: str) -> Any:
         async def call(*arguments: Any) -> Any:
@@ -80,7 +81,7 @@ class Registry:
         return await self.models.unregister(model, purge=purge)
 
     async def on_prefetch(self, model: str) -> dict[str, str]:
-        await self.models.manifest(model)
+        await self.models.status(model)
         self.calls.append(("prefetch", model))
         return {"n1": "", "n2": "the keeper is gone"}
 
@@ -94,11 +95,12 @@ class Registry:
         return self.holders
 
     async def on_pin(self, model: str, pinned: bool) -> dict[str, str]:
-        await self.models.manifest(model)
+        await self.models.status(model)
         self.calls.append(("pin", model, pinned))
         return {"n1": ""}
 
-    async def on_residency(self) -> Any:
+    async def on_residency(self, models: list[str], node_offset: int, max_nodes: int) -> Any:
+        self.calls.append(("residency", models, node_offset, max_nodes))
         return self.residency_now
 
 
@@ -318,7 +320,8 @@ async def test_prefetch_and_pin_reach_nodes_and_workers(
 
 async def test_the_cluster_is_shown_with_what_does_not_answer(http: httpx.AsyncClient, registry: Registry) -> None:
     resident = {"n1": {"host_bytes": 10, "num_extents": 1, "pinned": False, "holders": ["worker-1"], "hits": 2}}
-    registry.residency_now = {"nodes": [{"node_id": "n1", "unreachable": "gone"}], "models": {"base": resident}}
+    nodes = [{"node_id": "n1", "unreachable": "gone"}]
+    registry.residency_now = {"num_nodes": 7, "nodes": nodes, "models": {"base": resident}}
     shown = (await http.get("/admin/cluster")).json()
     assert (shown["cluster"], shown["nodes"]) == ("atelier", registry.residency_now["nodes"])
     (base,) = shown["models"]
@@ -330,6 +333,28 @@ async def test_the_cluster_is_shown_with_what_does_not_answer(http: httpx.AsyncC
     ]
     assert shown["text_encoders"][0]["modules"] == []
     assert shown["workers"][1]["unreachable"].startswith("The actor died")
+    assert (shown["num_models"], shown["num_nodes"]) == (1, 7)
+
+
+async def test_of_many_models_and_nodes_a_page_is_asked_for_and_shown(
+    http: httpx.AsyncClient, registry: Registry
+) -> None:
+    for number in range(30):
+        await registry.models.register(ModelConfig(id=f"m{number}", path=Path("/c")))
+    await http.post("/admin/models", json={"id": "last", "path": "/c"})  # so that the ingress has heard of all
+    registry.calls.clear()
+    first = (await http.get("/admin/cluster")).json()
+    assert len(first["models"]) == first["num_models"] == 32
+    pages = []
+    for offset in range(0, 40, 10):
+        query = {"model_offset": offset, "max_models": 10, "node_offset": 2 * offset, "max_nodes": 20}
+        pages.append((await http.get("/admin/cluster", params=query)).json())
+        ids = [model["id"] for model in pages[-1]["models"]]
+        assert registry.calls[-1] == ("residency", ids, 2 * offset, 20)
+    assert [model for page in pages for model in page["models"]] == first["models"]
+    assert registry.calls[0][2:] == (0, MAX_NODES)
+    for query in ({"max_models": MAX_MODELS + 1}, {"model_offset": -1}, {"max_nodes": "x"}):
+        assert (await http.get("/admin/cluster", params=query)).status_code == 400
 
 
 async def test_a_dead_registry_leaves_the_rest_to_be_seen_and_served(

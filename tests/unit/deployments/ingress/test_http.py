@@ -112,8 +112,8 @@ class Replicas:
             raise RayTaskError("status", "Traceback of the actor", cause)
         return self.states[model]
 
-    async def on_residency(self) -> dict[str, Any]:
-        return {"nodes": [], "models": {}}
+    async def on_residency(self, *_: Any) -> dict[str, Any]:
+        return {"num_nodes": 0, "nodes": [], "models": {}}
 
     def broadcast(self, method: str) -> Any:
         async def results_async(**_: Any) -> list[dict[str, Any]]:

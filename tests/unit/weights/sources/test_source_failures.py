@@ -14,7 +14,7 @@ import pytest
 
 from weights.errors import StoreError, WeightsError
 from weights.sources.bucket import Bucket, split_url
-from weights.sources.localize import localize
+from weights.sources.localize import localized
 from weights.sources.object_storage import mirror
 
 pytestmark = pytest.mark.slow
@@ -174,7 +174,7 @@ def test_a_target_that_cannot_be_written_is_told(bucket, data: bytes, options: d
 def test_a_missing_package_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "obstore", None)
     with pytest.raises(WeightsError, match=r"pip install 'atelier\[s3\]'"):
-        localize("s3://bucket/m", tmp_path)
+        localized("s3://bucket/m", tmp_path).__enter__()
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,7 @@ def test_a_missing_package_says_what_to_install(tmp_path: Path, monkeypatch: pyt
 )
 def test_what_is_no_url_of_object_storage_is_refused(url: str, tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="expected s3://bucket/prefix") as caught:
-        localize(url, tmp_path)
+        localized(url, tmp_path).__enter__()
     assert "sEcReT" not in str(caught.value)
     assert not list(tmp_path.iterdir())
 
