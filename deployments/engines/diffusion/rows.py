@@ -90,6 +90,11 @@ def merge_key(part: Part) -> Hashable:
     return image_size(part.state), part.branch.prompt.shape[1], adapters
 
 
+def memory_kind(part: Part) -> Hashable:
+    """Parts of one kind take about as much memory per row of a forward."""
+    return "denoise", image_size(part.state), part.branch.prompt.shape[1], len(part.state.adapters)
+
+
 def grouped(things: Sequence[T], key: Callable[[T], Hashable]) -> list[list[T]]:
     """By key, in order of appearance."""
     groups: dict[Hashable, list[T]] = {}
