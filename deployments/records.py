@@ -73,9 +73,10 @@ class ImageRequest(ImageOptions):
     """Pictures from a diffusion model.
 
     The same prompt, seed, steps and guidance give the picture that the stock diffusers pipeline gives with
-    `torch.Generator("cpu").manual_seed(seed)`. `model_version` and `adapter_versions` (by name) are fingerprints:
-    the ingress sets them, so that every replica on the request's way uses the version that was current then. So it
-    does `text_padding` and `long_text`, which are the model's. `priority` and `timeout_s` are as in EmbeddingRequest.
+    `torch.Generator("cpu").manual_seed(seed)`, up to rounding where requests share a step. `model_version` and
+    `adapter_versions` (by name) are fingerprints: the ingress sets them, so that every replica on the way uses
+    the version that was current then. So it does `text_padding` and `long_text`, which are the model's. `priority` and
+    `timeout_s` are as in EmbeddingRequest.
     """
 
     priority: int = Field(0, ge=0)

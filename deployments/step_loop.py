@@ -17,10 +17,11 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from deployments.engines.memory_limits import is_out_of_memory
 from deployments.engines.protocol import TextDelta, TextRequest
 from deployments.errors import GenerationFailed, forget_frames
 from deployments.threads import outcome_of
-from deployments.turns import DEFAULT_BOUNDS, Runner, TurnBounds, choose
+from deployments.turns import Runner, choose
 
 T = TypeVar("T")
 
@@ -59,11 +60,10 @@ class _Job:
 
 
 class DenoiseLoop:
-    """Steps and decodes diffusion requests; those of one pipeline together, as many in one turn as `bounds` allow."""
+    """Steps and decodes diffusion requests; those of one pipeline together, as many in one turn as it has room for."""
 
-    def __init__(self, device: DeviceThread, bounds: TurnBounds = DEFAULT_BOUNDS) -> None:
+    def __init__(self, device: DeviceThread) -> None:
         self._device = device
-        self._bounds = bounds
         self._turn_number = 0
         self._jobs: dict[Any, list[_Job]] = {}
         self._task: asyncio.Task[None] | None = None
@@ -97,7 +97,7 @@ class DenoiseLoop:
                 for pipeline in list(self._jobs):
                     jobs = [job for job in self._jobs[pipeline] if not job.done.done()]
                     try:
-                        await self._turn(pipeline, self._choose(jobs))
+                        await self._turn(pipeline, self._choose(pipeline, jobs))
                     except Exception as error:  # whatever happens here, nobody may be left waiting
                         _fail(jobs, error)
                     self._dismiss(pipeline)
@@ -113,12 +113,10 @@ class DenoiseLoop:
         if not self._jobs[pipeline]:
             del self._jobs[pipeline]
 
-    def _choose(self, jobs: list[_Job]) -> list[_Job]:
+    def _choose(self, pipeline: Any, jobs: list[_Job]) -> list[_Job]:
         self._turn_number += 1
-        runners = [
-            Runner(job.state.num_rows, job.state.num_pixels, job.state.num_steps_left, job.last_turn) for job in jobs
-        ]
-        chosen = [jobs[place] for place in choose(runners, self._bounds, self._turn_number)]
+        runners = [Runner(pipeline.share_of_turn(job.state), job.state.num_steps_left, job.last_turn) for job in jobs]
+        chosen = [jobs[place] for place in choose(runners, self._turn_number)]
         for job in chosen:
             job.last_turn = self._turn_number
         return chosen
@@ -151,11 +149,12 @@ class DenoiseLoop:
         try:
             return await self._device.run(work, [job.state for job in jobs]) or []
         except Exception as error:
+            if len(jobs) > 1 or is_out_of_memory(error):
+                forget_frames(error)  # they know the tensors of the call that failed, whose memory the next ones need
             if len(jobs) == 1:
                 _fail(jobs, error)
                 jobs.clear()
                 return []
-            forget_frames(error)  # they know the tensors of the call that failed, whose memory the next ones need
         results = []
         for job in list(jobs):
             alone = [job]

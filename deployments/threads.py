@@ -27,5 +27,6 @@ async def outcome_of(work: asyncio.Future[ResultT]) -> ResultT:
         while not work.done():
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.wait([work])
-        work.cancelled() or work.exception()  # nobody will ask for it
+        if not work.cancelled():
+            work.exception()  # nobody will ask for it
         raise

@@ -12,36 +12,27 @@ from dataclasses import dataclass
 from typing import Final
 
 ROTATION: Final = 4  # every so many turns the first place goes to who has waited the longest
-
-
-@dataclass(frozen=True, slots=True)
-class TurnBounds:
-    """What all requests of one turn may have together; one request takes its turn whatever it has."""
-
-    max_rows: int = 64
-    max_pixels: int = 16 * 2**20
-
-
-DEFAULT_BOUNDS: Final = TurnBounds()
+WHOLE: Final = 1 + 1e-9  # ten tenths are a little more or less than one
 
 
 @dataclass(frozen=True, slots=True)
 class Runner:
-    """A request as turns see it: rows and pixels of a step, steps to do, and the turn of its last step, or arrival."""
+    """A request as turns see it. `share`: of what one turn has room for, that a step of it takes; more than 1 is a turn
+    by itself. `last_turn`: number of the turn of its last step, or of its arrival.
+    """
 
-    num_rows: int
-    num_pixels: int
+    share: float
     num_steps_left: int
     last_turn: int
 
     @property
-    def work_left(self) -> int:
-        return self.num_steps_left * self.num_pixels
+    def work_left(self) -> float:
+        return self.num_steps_left * self.share
 
 
-def choose(runners: Sequence[Runner], bounds: TurnBounds, turn: int) -> list[int]:
+def choose(runners: Sequence[Runner], turn: int) -> list[int]:
     """Places in `runners`, which are in the order of arrival, of those that step in turn number `turn`; ascending."""
-    if sum(r.num_rows for r in runners) <= bounds.max_rows and sum(r.num_pixels for r in runners) <= bounds.max_pixels:
+    if sum(runner.share for runner in runners) <= WHOLE:
         return list(range(len(runners)))
     order = sorted(range(len(runners)), key=lambda place: runners[place].work_left)
     if turn % ROTATION == 0:
@@ -49,13 +40,9 @@ def choose(runners: Sequence[Runner], bounds: TurnBounds, turn: int) -> list[int
         order.remove(longest)
         order.insert(0, longest)
     chosen: list[int] = []
-    rows = pixels = 0
+    taken = 0.0
     for place in order:
-        runner = runners[place]
-        fits = rows + runner.num_rows <= bounds.max_rows and pixels + runner.num_pixels <= bounds.max_pixels
-        if fits or not chosen:
+        if not chosen or taken + runners[place].share <= WHOLE:
             chosen.append(place)
-            rows, pixels = rows + runner.num_rows, pixels + runner.num_pixels
-        if rows >= bounds.max_rows:
-            break
+            taken += runners[place].share
     return sorted(chosen)

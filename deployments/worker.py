@@ -41,7 +41,6 @@ from deployments.replica_calls import ReplicaCalls
 from deployments.replica_states import ReplicaStates
 from deployments.step_loop import DenoiseLoop, DenoiseTimes, DeviceThread, TextLoop
 from deployments.tensor_records import unpack
-from deployments.turns import TurnBounds
 from weights.manifest import Manifest, ModelKind
 
 KINDS: Final[tuple[ModelKind, ...]] = ("diffusion", "llm")
@@ -56,8 +55,7 @@ class Worker:
         calls = ReplicaCalls(encoder, ReplicaStates("text_encoder").why_none_runs)
         self._encoder = EncoderService(calls, config.http.request_timeout_s)
         self._device = DeviceThread()
-        turn_bounds = TurnBounds(self._settings.max_batch_rows, self._settings.max_batch_pixels)
-        self._denoising = DenoiseLoop(self._device, turn_bounds)
+        self._denoising = DenoiseLoop(self._device)
         self._metrics = RequestMetrics()
         self._builder = ComponentBuilder(self._settings)
         self._host = await open_host(config, "worker", self._settings, self._builder)

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import numpy as np
 
 from cluster.models.watching import DirectoryWatch
-from deployments.errors import InvalidRequest
+from deployments.errors import GenerationFailed, InvalidRequest
 from deployments.pipelines.openai_roles import OpenAiRole, openai_role
 from deployments.pipelines.pipelines import Pipelines
 from deployments.pipelines.ports import KnownModel, known_model
@@ -76,9 +76,12 @@ class PipelineModels:
         if len(texts) != len(request.input):
             raise InvalidRequest(f"input: pipeline {request.model!r} takes text, not token ids", "input")
         result = await self._run(request.model, role, texts, {}, request)
+        vectors = result.outputs[role.output].data
+        if not np.isfinite(vectors).all():  # a function's: JSON cannot write them, and nobody can search with them
+            raise GenerationFailed(f"pipeline {request.model!r}: {role.output} has numbers that are not finite")
         return EmbeddingResult(
             model=request.model,
-            embeddings=list(result.outputs[role.output].data),
+            embeddings=list(vectors),
             num_tokens=0,
             timings_ms=result.timings_ms,
             cache=CacheUse(0, 0),

@@ -27,6 +27,7 @@ from deployments.engines.diffusion.rows import (
     grouped,
     guided,
     image_size,
+    memory_kind,
     merge_key,
     parts_of,
     split_rows,
@@ -139,6 +140,11 @@ class DenoisePipeline(ABC):
         latents = latents.to(self.device, self.denoiser.dtype)
         return DenoiseState(request, solver, latents, branches, cfg_scale, generator, begin_index, adapters)
 
+    def share_of_turn(self, state: DenoiseState) -> float:
+        """The part of a forward, as large as bounds and memory allow, that a step of the state takes; may exceed 1."""
+        most = min(self._memory.allowed(memory_kind(part)) for part in parts_of([state]))
+        return state.num_rows / min(most, self._bounds.denoise_rows(state.request.height * state.request.width))
+
     def step(self, states: Sequence[DenoiseState]) -> None:
         """One denoise step for each state. When a forward raises, no state has moved.
 
@@ -234,7 +240,7 @@ class DenoisePipeline(ABC):
             len(rows),
             self._bounds.denoise_rows(height * width),
             self._memory,
-            ("denoise", height, width, rows.prompts.shape[1], len(group[0].state.adapters)),
+            memory_kind(group[0]),
         )
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 

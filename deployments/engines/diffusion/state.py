@@ -66,11 +66,6 @@ class DenoiseState:
         return self.request.num_images * len(self.branches)
 
     @property
-    def num_pixels(self) -> int:
-        """Of all its rows."""
-        return self.num_rows * self.request.width * self.request.height
-
-    @property
     def timestep(self) -> torch.Tensor:
         """The solver's current timestep, a scalar tensor."""
         return self.solver.timesteps[self.step_index]

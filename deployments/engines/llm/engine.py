@@ -195,14 +195,23 @@ class LLMEngine:
         for chunk in chunks:
             request_id = chunk.sequence.request_id
             state = self._requests[request_id]
-            if request_id in self.failures:
-                deltas.append(state.delta("", (), "abort"))
-            else:
-                token_id = token_ids.get(request_id)
+            token_id = token_ids.get(request_id)
+            if request_id not in self.failures:
                 self._scheduler.complete(chunk, token_id)
                 if token_id is None:
                     continue
-                deltas.append(state.advance(token_id))
+            deltas.append(self._delta(state, token_id))
             if deltas[-1].finish_reason is not None:
                 self.abort(request_id)
         return deltas
+
+    def _delta(self, state: RequestState, token_id: int | None) -> TextDelta:
+        """What a request says of its step. One whose text cannot be made of its tokens fails by itself, too."""
+        request_id = state.sequence.request_id
+        if request_id not in self.failures and token_id is not None:
+            try:
+                return state.advance(token_id)
+            except Exception as error:
+                logger.exception("request %r ends: its text failed", request_id)
+                self.failures[request_id] = error.with_traceback(None)
+        return state.delta("", (), "abort")

@@ -14,7 +14,6 @@ import pytest
 from deployments.engines.protocol import ComputationFailed, SamplingParams, TextDelta, TextRequest
 from deployments.errors import GenerationFailed
 from deployments.step_loop import DenoiseLoop, DeviceThread, TextLoop
-from deployments.turns import TurnBounds
 
 WAIT_S = 10
 
@@ -51,8 +50,6 @@ class State:
     fails_in_decode: bool = False
     solver_fails_at: int | None = None
     outcome: Exception | None = None
-    num_rows: int = 1
-    num_pixels: int = 4
     failure: Exception | None = None
 
     @property
@@ -69,9 +66,13 @@ class Pipeline:
     """As the engine's: when a step raises, no state has moved; whose own solver fails moves no more."""
 
     turns: Turns = field(default_factory=Turns)
+    max_rows: int = 64
     steps: list[list[str]] = field(default_factory=list)
     decoded: list[list[str]] = field(default_factory=list)
     threads: set[int] = field(default_factory=set)
+
+    def share_of_turn(self, state: State) -> float:
+        return 1 / self.max_rows
 
     def step(self, states: list[State]) -> None:
         self.threads.add(threading.get_ident())
@@ -95,8 +96,8 @@ class Pipeline:
         return [state.outcome or np.full((1, 2, 2, 3), len(state.name), np.uint8) for state in states]
 
 
-def loop(max_rows: int = 64) -> DenoiseLoop:
-    return DenoiseLoop(DeviceThread(), TurnBounds(max_rows))
+def loop() -> DenoiseLoop:
+    return DenoiseLoop(DeviceThread())
 
 
 async def test_one_request_is_stepped_to_its_end_and_decoded() -> None:
@@ -216,7 +217,7 @@ async def test_what_the_engine_says_of_one_request_is_its_own(changes: dict[str,
 
 
 async def test_requests_beyond_the_bounds_take_turns() -> None:
-    device, pipeline = loop(max_rows=2), Pipeline()
+    device, pipeline = loop(), Pipeline(max_rows=2)
     ended: list[str] = []
 
     async def run(name: str) -> None:
@@ -230,7 +231,7 @@ async def test_requests_beyond_the_bounds_take_turns() -> None:
 
 
 async def test_who_is_cancelled_while_others_have_their_turn_leaves() -> None:
-    device, pipeline = loop(max_rows=1), Pipeline(Turns(0))
+    device, pipeline = loop(), Pipeline(Turns(0), max_rows=1)
     first = asyncio.ensure_future(device.run(pipeline, State("a", 2)))
     waiting = asyncio.ensure_future(device.run(pipeline, State("b", 2)))
     await until(lambda: pipeline.turns.waiting)

@@ -16,7 +16,7 @@ from cluster.models.watching import DirectoryWatch
 from configs.cluster import ClusterConfig, LimitsConfig
 from configs.model import ModelConfig
 from configs.pipeline import PipelineConfig
-from deployments.errors import InvalidRequest, ModelUnavailable
+from deployments.errors import GenerationFailed, InvalidRequest, ModelUnavailable
 from deployments.ingress.open_inference.inference import Inference
 from deployments.ingress.pipeline_models import KnownModels, PipelineModels
 from deployments.ingress.service import Service
@@ -77,6 +77,7 @@ class Models:
 
     def __init__(self) -> None:
         self.calls: list[SegmentCall] = []
+        self.vector_value = 1.0
 
     async def generate(self, request: ImageRequest) -> ImageResult:
         image = np.full((2, 2, 3), request.seed or 0, np.uint8)
@@ -91,7 +92,7 @@ class Models:
     def run_segment(self, call: SegmentCall, upstream: tuple[Any, ...]) -> Reply:
         self.calls.append(call)
         (texts,) = call.inputs.values()
-        vectors = np.array([[len(text), 1] for text in texts], np.float32)
+        vectors = np.array([[len(text), self.vector_value] for text in texts], np.float32)
         return Reply(SegmentResult({call.plan.results[0]: vectors}, {}, ("step 'vector': cut",)))
 
 
@@ -131,6 +132,13 @@ async def test_texts_are_embedded_with_the_requests_terms(models: PipelineModels
     assert call.priority == 2
     assert call.timeout_s is not None
     assert 8 < call.timeout_s <= 9
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+async def test_vectors_that_are_not_finite_are_no_embeddings(models: PipelineModels, ask: Models, value: float) -> None:
+    ask.vector_value = value
+    with pytest.raises(GenerationFailed, match="pipeline 'vectors': vector has numbers that are not finite"):
+        await models.embed(EmbeddingRequest(model="vectors", input=("a", "b")))
 
 
 @pytest.mark.parametrize(

@@ -281,6 +281,26 @@ def test_logits_that_are_not_finite_end_the_request(model, request_of, prompt_of
     assert not engine.has_work
 
 
+def test_text_that_cannot_be_made_ends_its_request_alone(model, request_of, prompt_of, monkeypatch):
+    engine = model.engine()
+    for request_id, length in (("good", 9), ("bad", 20), ("also good", 5)):
+        engine.add(request_of(request_id, prompt_of(length), max_tokens=3))
+    monkeypatch.setattr(engine._requests["bad"].decoder, "feed", lambda token_id: 1 / 0)
+    first = {delta.request_id: delta for delta in engine.step()}
+    assert {name: delta.finish_reason for name, delta in first.items()} == {
+        "good": None,
+        "bad": "abort",
+        "also good": None,
+    }
+    assert isinstance(engine.failures["bad"], ZeroDivisionError)
+    tokens = {name: list(first[name].token_ids) for name in ("good", "also good")}
+    while engine.has_work:
+        for delta in engine.step():
+            tokens[delta.request_id] += delta.token_ids
+    assert tokens == {"good": model.greedy(prompt_of(9), 3), "also good": model.greedy(prompt_of(5), 3)}
+    assert engine.num_free_blocks == engine.num_blocks
+
+
 class SpoilingRunner:
     """The logits of a certain request are not finite; counts forwards, and has room for so many chunks."""
 

@@ -178,12 +178,11 @@ def test_an_error_stays_with_its_text(modules, monkeypatch):
         encoder.encode(texts[:2])
 
 
-@pytest.mark.parametrize("name", sorted(MODULES))
-@pytest.mark.parametrize("as_embedding", [False, True])
+@pytest.mark.parametrize(
+    ("name", "as_embedding"), [(name, is_one) for name in sorted(MODULES) for is_one in sorted({False, name != "t5"})]
+)
 def test_numbers_that_are_not_finite_are_an_error_of_their_text(modules, name, as_embedding):
     """Token 13 has an embedding of NaN; what stands beside it in the forward is sound."""
-    if name == "t5" and as_embedding:
-        pytest.skip("gives none")
     module = copy.deepcopy(modules[name])
     with torch.no_grad():
         module.get_input_embeddings().weight[13, 3] = float("nan")
