@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Final, NamedTuple, Self
 
 from weights.errors import StoreError, StoreVersionError
-from weights.manifest import Manifest
+from weights.manifest import ExtentRef, Manifest
 from weights.storage.durable import remove
 from weights.storage.meta import StoredExtent, StoreMeta, meta_of
 
@@ -122,6 +122,14 @@ class StoreIndex:
             self._add_users(model, used)
             unneeded = ((path, WHOLE_END) for path in needed_paths)
             self._connection.executemany("DELETE FROM unneeded WHERE path = ? AND end = ?", unneeded)
+
+    def forget(self, extents: Iterable[ExtentRef]) -> None:
+        """Take out these extents, unless the index has them in other places."""
+        query = "SELECT pack, offset FROM extents WHERE id = ?"
+        with self._transaction():
+            for extent in extents:
+                if self._connection.execute(query, (extent.id,)).fetchone() == (extent.pack, extent.offset):
+                    self._forget([extent.id])
 
     def follow(self, manifests: Iterable[Manifest]) -> int:
         """Make the index say what all manifests say; returns how many tensors it has no more."""

@@ -67,6 +67,14 @@ def test_what_is_forgotten_can_be_entered_again(path: Path) -> None:
         assert index.used_by_others(["x", "y"], "n") == {"y"}
 
 
+def test_a_place_is_forgotten_but_not_another_of_the_same_extent(path: Path) -> None:
+    with StoreIndex.opened(path, list) as index:
+        index.enter("m", {"x": stored("a"), "y": stored("b")}, [])
+        x, y = (index.everything().extent(id_) for id_ in "xy")
+        index.forget([x, y.model_copy(update={"pack": "q"}), y.model_copy(update={"id": "z"})])
+        assert index.everything() == StoreMeta(extents={"y": stored("b")})
+
+
 def test_of_a_tensor_that_is_everywhere_only_some_places_are_looked_at(path: Path) -> None:
     with StoreIndex.opened(path, list) as index:
         index.enter("m", {f"x{i}": stored("zeros", i) for i in range(50)}, [])
