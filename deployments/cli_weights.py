@@ -202,7 +202,7 @@ def load(model: Model, store: StorePath = DEFAULT_STORE, as_json: Json = False) 
 @app.command()
 def gc(
     grace_s: Annotated[
-        float, typer.Option(min=0, help="Keep what runs have not seen unneeded for so many seconds.")
+        float, typer.Option(min=0, help="Keep what runs before have not seen unneeded for so many seconds.")
     ] = 0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
     store: StorePath = DEFAULT_STORE,

@@ -64,6 +64,8 @@ def repair(
     run = _Repair(store, manifests, {place_of(extent) for extent in broken}, allow_torch, weight_dir, progress)
     concerned = [manifest for manifest in manifests.values() if run.broken_tensors(manifest) is not None]
     problems = run.rewrite_all(concerned)
+    with store.locked():
+        store.write_meta()
     rewritten = tuple(manifest.model for manifest in concerned if manifest.model not in problems)
     left = tuple(_left(store, found, [manifest.model for manifest in concerned], problems))
     keys = {_key(damage) for damage in left}

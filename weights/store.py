@@ -11,8 +11,8 @@
 
 Files appear by rename only, synced, and in this order: packs, index, skeleton, manifest. Whatever a crash leaves
 behind, everything that a manifest names is there. The manifests are the truth; the rest follows from them: the index
-is made again when it is lost, and meta.json is written by `gc` and `atelier weights index`, never by a publish, whose
-cost must not grow with the store. Between them it lacks what is new, and names nothing that is gone.
+is made again when it is lost, and meta.json is written by `gc`, `repair` and `atelier weights index`, never by a
+publish, whose cost must not grow with the store. Between them it lacks what is new, and names nothing that is gone.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from weights.errors import ExtentCorrupt, StoreError, WeightsError
 from weights.manifest import ExtentRef, Manifest
 from weights.reading.extents import read_extent
+from weights.storage.index import IndexDamaged
 from weights.storage.stored import StoredTensor, stored_tensors
 from weights.store import WeightStore
 
@@ -82,8 +83,10 @@ def place_of(extent: ExtentRef) -> Place:
 def _readable(store: WeightStore, damages: list[Damage]) -> list[Manifest]:
     try:
         store.check_index()
+    except IndexDamaged as error:
+        damages.append(Damage("", store.index_file.name, (), f"{error}; it is made again when it is needed"))
     except StoreError as error:
-        damages.append(Damage("", store.index_file.name, (), f"{error}; `gc` makes it again"))
+        damages.append(Damage("", store.index_file.name, (), str(error)))
     manifests = []
     for name in store.model_names():
         try:

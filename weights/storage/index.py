@@ -101,7 +101,7 @@ class StoreIndex:
         return int(number)
 
     def used_by_others(self, ids: Iterable[str], model: str) -> set[str]:
-        """The extents among `ids` that models other than `model` name."""
+        """The extents among `ids` that other models than `model` name; models that were removed do so until `gc`."""
         query = "SELECT 1 FROM users JOIN extents ON extent = number WHERE id = ? AND model != ? LIMIT 1"
         return {id_ for id_ in ids if self._connection.execute(query, (id_, model)).fetchone()}
 

@@ -18,6 +18,7 @@ from weights.loader import load_from_store
 from weights.maintenance import gc, remove_model
 from weights.manifest import Layout, Manifest
 from weights.repair import repair
+from weights.storage.meta import StoreMeta
 from weights.store import WeightStore
 from weights.verification import verify
 
@@ -27,6 +28,12 @@ LAYOUTS: tuple[Layout, ...] = ("combined", "separate", "inline")
 @pytest.fixture
 def store(tmp_path: Path) -> WeightStore:
     return WeightStore(tmp_path / "store")
+
+
+@pytest.fixture(autouse=True)
+def _without_flushing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a flush is good for, no test of this file could see."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
 
 
 def pack_of(store: WeightStore, manifest: Manifest, component: str, name: str) -> tuple[Path, int, int]:
@@ -77,6 +84,7 @@ def test_a_damaged_model_is_written_anew_from_its_source(
     report = repair(store)
     assert (report.num_models, report.rewritten, report.damages) == (1, ("p",), ())
     assert {damage.extent for damage in report.repaired} == {damage.extent for damage in found}
+    assert StoreMeta.model_validate_json(store.meta_file.read_bytes()) == store.read_meta()
     assert_whole(store, {"p": source})
     new = store.manifest("p")
     assert new.extents.keys() == old.extents.keys()  # in memory they go on as they are
@@ -235,3 +243,50 @@ def test_a_converted_model_is_repaired_too(store: WeightStore, write_model) -> N
         flip(store, convert(store, "m", layout), "model", random.choice("xy"))
         assert [damage.model for damage in repair(store).repaired] == ["m"]
         assert_whole(store, {"m": source})
+
+
+def test_whatever_happens_to_a_store_it_is_whole_after_a_repair(
+    store: WeightStore, write_pipeline, write_model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Models that share this and that come, move and go, bits flip and indices are lost; sources stay."""
+    monkeypatch.setattr("weights.storage.packs.MAX_EXTENT_BYTES", random.choice([3000, 10_000]))
+    pool = {f"t{i}": torch.rand(random.choice([1, 40, 300, 900])) for i in range(12)}
+    sources = {}
+    for name in "abcd":
+        sources[name] = write_model(name, {key: pool[key] for key in random.sample([*pool], 6)})
+    for name in "pq":
+        parts = {part: {key: pool[key] for key in random.sample([*pool], 4)} for part in ("vae", "unet")}
+        sources[name] = write_pipeline(name, parts)
+    clock_s = 0.0
+    for _ in range(25):
+        name, layout = random.choice([*sources]), random.choice(LAYOUTS)
+        stored = store.model_names()
+        match random.choice(["in", "in", "in", "convert", "remove", "gc", "grace", "flip", "lose"]):
+            case "in":
+                externalize(store, name, sources[name], layout=layout)
+                assert verify(store, name, deep=True).damages == ()
+            case "convert" if name in stored:
+                convert(store, name, layout)
+            case "remove" if name in stored:
+                remove_model(store, name)
+            case "gc" if stored:
+                gc(store)
+            case "grace" if stored:
+                clock_s += 10
+                now_s = clock_s
+                gc(store, grace_s=15, now=lambda now_s=now_s: now_s)
+            case "lose":
+                store.index_file.unlink(missing_ok=True)
+            case "flip" if name in stored:
+                manifest = store.manifest(name)
+                part = random.choice([*manifest.components.values()])
+                flip(store, manifest, part.name, random.choice([*part.tensors]))
+                if random.random() < 0.5:  # another comes first, and shares nothing of it
+                    other = random.choice([*sources.keys() - stored] or [name])
+                    if other != name:
+                        externalize(store, other, sources[other], layout=layout)
+                        assert verify(store, other, deep=True).damages == ()
+                report = repair(store, random.choice([(), (name,)]))
+                assert report.damages == ()
+                assert name in report.rewritten
+        assert_whole(store, {model: sources[model] for model in store.model_names()})
