@@ -62,7 +62,7 @@ def externalize(
         manifest = bring_in(
             weight_store,
             name,
-            source if "://" in source else Path(source).expanduser(),
+            source if "://" in source else Path(source).expanduser().resolve(),  # `repair` looks there again
             component=component,
             dtype=dtype,
             layout=layout,

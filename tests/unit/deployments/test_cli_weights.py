@@ -99,11 +99,15 @@ def test_damage_is_reported_with_exit_code_1(run: Run, source: Path, tmp_path: P
     assert damage["tensors"]
 
 
-def test_damage_is_repaired_from_the_source_while_there_is_one(run: Run, source: Path, tmp_path: Path) -> None:
-    run("externalize", source)
+def test_damage_is_repaired_from_the_source_while_there_is_one(
+    run: Run, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run("externalize", source.relative_to(tmp_path))
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
     for is_source_there in (True, False):
         if not is_source_there:
-            source.rename(tmp_path / "elsewhere")
+            source.rename(tmp_path / "renamed")
         for pack in (tmp_path / "store/packs").iterdir():
             data = bytearray(pack.read_bytes())
             data[5] ^= 1
