@@ -62,7 +62,7 @@ def externalize(
         manifest = bring_in(
             weight_store,
             name,
-            source if "://" in source else Path(source).expanduser(),
+            source if "://" in source else Path(source).expanduser().resolve(),  # `repair` looks there again
             component=component,
             dtype=dtype,
             layout=layout,
@@ -144,6 +144,39 @@ def verify(
 
 
 @app.command()
+def repair(
+    models: Annotated[list[str] | None, typer.Argument(help="Default: all models.")] = None,
+    allow_torch: Annotated[
+        bool, typer.Option("--allow-torch", help="Open .pt, .pth and .bin sources as well.")
+    ] = False,
+    weight_dir: WeightDir = None,
+    store: StorePath = DEFAULT_STORE,
+    as_json: Json = False,
+) -> None:
+    """Write what is damaged anew, from other models or the source; exit code 1 when some damage is left."""
+    from weights.repair import repair as repair_store
+
+    with _working_folder(weight_dir) as folder, _progress("repair", as_json) as progress:
+        report = repair_store(_open(store), models or (), allow_torch=allow_torch, weight_dir=folder, progress=progress)
+    left = [asdict(damage) for damage in report.damages]
+    summary = f"{report.num_models} models: {len(report.repaired)} damages repaired, {len(left)} left"
+    _print(asdict(report), left, ("model", "file", "tensors", "problem"), as_json, summary)
+    if left:
+        raise typer.Exit(1)
+
+
+@app.command()
+def index(store: StorePath = DEFAULT_STORE, as_json: Json = False) -> None:
+    """Make the store's index again from its manifests, and write it as meta.json for other programs."""
+    from weights.maintenance import rebuild_index
+
+    weight_store = _open(store)
+    num_tensors = rebuild_index(weight_store)
+    record = {"num_tensors": num_tensors, "meta": str(weight_store.meta_file)}
+    _print(record, [], (), as_json, f"{num_tensors} tensors, listed in {weight_store.meta_file}")
+
+
+@app.command()
 def load(model: Model, store: StorePath = DEFAULT_STORE, as_json: Json = False) -> None:
     """Read a model into this process's memory and say where the time went."""
     from weights.loader import load_model
@@ -168,7 +201,9 @@ def load(model: Model, store: StorePath = DEFAULT_STORE, as_json: Json = False) 
 
 @app.command()
 def gc(
-    grace_s: Annotated[float, typer.Option(min=0, help="Keep what was written less than this many seconds ago.")] = 0,
+    grace_s: Annotated[
+        float, typer.Option(min=0, help="Keep what runs before have not seen unneeded for so many seconds.")
+    ] = 0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
     store: StorePath = DEFAULT_STORE,
     as_json: Json = False,

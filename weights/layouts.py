@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Mapping
 from pathlib import Path
 
 from weights.errors import StoreError
 from weights.manifest import Layout, Manifest
 from weights.storage.durable import copy_tree, disk_errors, move, sync_tree
-from weights.storage.hashing import hash_tensors
+from weights.storage.hashing import HashedTensor, hash_tensors
 from weights.storage.publishing import Draft, DraftComponent, publish
 from weights.storage.staging import claimed_folder, sweep
 from weights.storage.stock import rewrite_index, writable, write_files
@@ -27,29 +28,42 @@ def convert(store: WeightStore, model: str, layout: Layout, weight_dir: Path | N
         return manifest
     parts = manifest.components.values()
     hashed = hash_tensors({part.name: stored_tensors(store, manifest, part) for part in parts})
+    return publish_again(store, manifest, hashed, layout, weight_dir, relocates=True)
+
+
+def publish_again(
+    store: WeightStore,
+    manifest: Manifest,
+    hashed: Mapping[str, dict[str, HashedTensor]],
+    layout: Layout,
+    weight_dir: Path | None = None,
+    *,
+    relocates: bool = False,
+) -> Manifest:
+    """Publish a model of the store anew from its tensors, by component. `relocates`: see `Draft`.
+
+    Raises StoreError when it was published by somebody else meanwhile, or has lost its configs.
+    """
 
     def recheck() -> None:
-        if store.manifest(model) != manifest:
-            raise StoreError(f"model {model!r} was published anew while it was converted; nothing was changed")
+        if store.manifest(manifest.model) != manifest:
+            raise StoreError(f"model {manifest.model!r} was published anew meanwhile; nothing was changed")
 
-    return publish(
-        store,
-        Draft(
-            model=model,
-            kind=manifest.kind,
-            class_name=manifest.class_name,
-            source=manifest.source,
-            fingerprint=manifest.fingerprint,
-            skeleton=manifest.skeleton,
-            components=[DraftComponent(part.model_copy(update={"tensors": {}}), hashed[part.name]) for part in parts],
-            write_skeleton=lambda target: _copy_skeleton(store, manifest, target),
-            recheck=recheck,
-            relocates=True,
-            source_mark=manifest.source_mark,
-        ),
-        layout,
-        weight_dir,
+    parts = manifest.components.values()
+    draft = Draft(
+        model=manifest.model,
+        kind=manifest.kind,
+        class_name=manifest.class_name,
+        source=manifest.source,
+        fingerprint=manifest.fingerprint,
+        skeleton=manifest.skeleton,
+        components=[DraftComponent(part.model_copy(update={"tensors": {}}), hashed[part.name]) for part in parts],
+        write_skeleton=lambda target: _copy_skeleton(store, manifest, target),
+        recheck=recheck,
+        relocates=relocates,
+        source_mark=manifest.source_mark,
     )
+    return publish(store, draft, layout, weight_dir)
 
 
 def write_inline(store: WeightStore, model: str, target: Path) -> None:

@@ -11,8 +11,8 @@
 
 Files appear by rename only, synced, and in this order: packs, index, skeleton, manifest. Whatever a crash leaves
 behind, everything that a manifest names is there. The manifests are the truth; the rest follows from them: the index
-is made again when it is lost, and meta.json is written by `gc` and `atelier weights index`, never by a publish, whose
-cost must not grow with the store. Between them it lacks what is new, and names nothing that is gone.
+is made again when it is lost, and meta.json is written by `gc`, `repair` and `atelier weights index`, never by a
+publish, whose cost must not grow with the store. Between them it lacks what is new, and names nothing that is gone.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class WeightStore:
             with StoreIndex.opened(self.index_file) as index:
                 return index.everything()
         except IndexDamaged:
-            return meta_of(self._readable_manifests())
+            return meta_of(self.readable_manifests())
 
     def check_index(self) -> None:
         """Raises IndexDamaged or StoreVersionError when the index is there and cannot be used."""
@@ -140,7 +140,8 @@ class WeightStore:
         """All of them, by model. Raises naming the file when one cannot be read."""
         return {model: self.manifest(model) for model in self.model_names()}
 
-    def _readable_manifests(self) -> Iterator[Manifest]:
+    def readable_manifests(self) -> Iterator[Manifest]:
+        """Those of the models whose manifest is sound and of a version that is known."""
         for model in self.model_names():
             with contextlib.suppress(WeightsError):
                 yield self.manifest(model)
@@ -222,7 +223,7 @@ class WeightStore:
     def _index_action(self, action: Callable[[StoreIndex], Result]) -> Result:
         if not self.index_file.exists():
             self._refuse_newer_meta()
-        with StoreIndex.opened(self.index_file, self._readable_manifests) as index:
+        with StoreIndex.opened(self.index_file, self.readable_manifests) as index:
             return action(index)
 
     def _refuse_newer_meta(self) -> None:

@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from weights.errors import ExtentCorrupt, StoreError, WeightsError
 from weights.manifest import ExtentRef, Manifest
 from weights.reading.extents import read_extent
+from weights.storage.index import IndexDamaged
 from weights.storage.stored import StoredTensor, stored_tensors
 from weights.store import WeightStore
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
+Place = tuple[str, int, int, str]  # pack, offset, bytes, checksum
 
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """One thing that is wrong. `tensors` (component.name) cannot be used; empty when no tensor is affected."""
+    """One thing that is wrong. `tensors` (component.name) cannot be used; empty when no tensor is affected.
+
+    `extent` is the id of the extent that is damaged, "" for what is no extent.
+    """
 
     model: str
     file: str
     tensors: tuple[str, ...]
     problem: str
+    extent: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +48,17 @@ def verify(
     One extent is in memory at a time. Damage is reported, not raised; raises ModelNotStored for an unknown model.
     """
     damages: list[Damage] = []
-    manifests = _readable(store, model, damages)
-    places = {_place(extent): extent for manifest in manifests for extent in manifest.extents.values()}
-    problems: dict[tuple[str, int, int, str], str] = {}
+    manifests = _readable(store, damages) if model is None else [store.manifest(model)]
+    report = verify_models(store, manifests, deep=deep, progress=progress)
+    return replace(report, damages=(*damages, *report.damages))
+
+
+def verify_models(
+    store: WeightStore, manifests: Sequence[Manifest], *, deep: bool = False, progress: Progress | None = None
+) -> VerifyReport:
+    """The same for some models, given by their manifests."""
+    places = {place_of(extent): extent for manifest in manifests for extent in manifest.extents.values()}
+    problems: dict[Place, str] = {}
     total_bytes, done_bytes = sum(extent.nbytes for extent in places.values()), 0
     for place, extent in sorted(places.items()):
         try:
@@ -57,18 +71,22 @@ def verify(
         done_bytes += extent.nbytes
         if progress:
             progress(done_bytes, total_bytes)
-    for manifest in manifests:
-        damages += _damages(store, manifest, problems, deep)
-    return VerifyReport(len(manifests), len(places), total_bytes, tuple(damages))
+    damages = tuple(damage for manifest in manifests for damage in _damages(store, manifest, problems, deep))
+    return VerifyReport(len(manifests), len(places), total_bytes, damages)
 
 
-def _readable(store: WeightStore, model: str | None, damages: list[Damage]) -> list[Manifest]:
-    if model is not None:
-        return [store.manifest(model)]
+def place_of(extent: ExtentRef) -> Place:
+    """What two models have in common that share an extent."""
+    return extent.pack, extent.offset, extent.nbytes, extent.checksum
+
+
+def _readable(store: WeightStore, damages: list[Damage]) -> list[Manifest]:
     try:
         store.check_index()
+    except IndexDamaged as error:
+        damages.append(Damage("", store.index_file.name, (), f"{error}; it is made again when it is needed"))
     except StoreError as error:
-        damages.append(Damage("", store.index_file.name, (), f"{error}; `gc` makes it again"))
+        damages.append(Damage("", store.index_file.name, (), str(error)))
     manifests = []
     for name in store.model_names():
         try:
@@ -78,12 +96,10 @@ def _readable(store: WeightStore, model: str | None, damages: list[Damage]) -> l
     return manifests
 
 
-def _damages(
-    store: WeightStore, manifest: Manifest, problems: Mapping[tuple[str, int, int, str], str], deep: bool
-) -> Iterator[Damage]:
+def _damages(store: WeightStore, manifest: Manifest, problems: Mapping[Place, str], deep: bool) -> Iterator[Damage]:
     if not store.skeleton(manifest).is_dir():
         yield Damage(manifest.model, f"models/{manifest.skeleton}", (), "the skeleton is missing")
-    broken = {id_: problems[_place(ref)] for id_, ref in manifest.extents.items() if _place(ref) in problems}
+    broken = {id_: problems[place_of(ref)] for id_, ref in manifest.extents.items() if place_of(ref) in problems}
     wrong: dict[str, list[str]] = {id_: [] for id_ in broken}
     for component in manifest.components.values():
         concerned = {name: ref for name, ref in component.tensors.items() if deep or ref.extent in broken}
@@ -97,7 +113,7 @@ def _damages(
                 wrong.setdefault(ref.extent, []).append(f"{component.name}.{name}")
     for id_, names in wrong.items():
         problem = broken.get(id_, "the checksum is right, but the sha256 of tensors is not")
-        yield Damage(manifest.model, f"packs/{manifest.extents[id_].pack}", tuple(names), problem)
+        yield Damage(manifest.model, f"packs/{manifest.extents[id_].pack}", tuple(names), problem, id_)
 
 
 def _is_right(tensor: StoredTensor) -> bool:
@@ -106,7 +122,3 @@ def _is_right(tensor: StoredTensor) -> bool:
     except ExtentCorrupt:
         return False
     return True
-
-
-def _place(extent: ExtentRef) -> tuple[str, int, int, str]:
-    return extent.pack, extent.offset, extent.nbytes, extent.checksum

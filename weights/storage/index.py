@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Final, NamedTuple, Self
 
 from weights.errors import StoreError, StoreVersionError
-from weights.manifest import Manifest
+from weights.manifest import ExtentRef, Manifest
 from weights.storage.durable import remove
 from weights.storage.meta import StoredExtent, StoreMeta, meta_of
 
@@ -101,7 +101,7 @@ class StoreIndex:
         return int(number)
 
     def used_by_others(self, ids: Iterable[str], model: str) -> set[str]:
-        """The extents among `ids` that models other than `model` name."""
+        """The extents among `ids` that other models than `model` name; models that were removed do so until `gc`."""
         query = "SELECT 1 FROM users JOIN extents ON extent = number WHERE id = ? AND model != ? LIMIT 1"
         return {id_ for id_ in ids if self._connection.execute(query, (id_, model)).fetchone()}
 
@@ -122,6 +122,14 @@ class StoreIndex:
             self._add_users(model, used)
             unneeded = ((path, WHOLE_END) for path in needed_paths)
             self._connection.executemany("DELETE FROM unneeded WHERE path = ? AND end = ?", unneeded)
+
+    def forget(self, extents: Iterable[ExtentRef]) -> None:
+        """Take out these extents, unless the index has them in other places."""
+        query = "SELECT pack, offset FROM extents WHERE id = ?"
+        with self._transaction():
+            for extent in extents:
+                if self._connection.execute(query, (extent.id,)).fetchone() == (extent.pack, extent.offset):
+                    self._forget([extent.id])
 
     def follow(self, manifests: Iterable[Manifest]) -> int:
         """Make the index say what all manifests say; returns how many tensors it has no more."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -246,10 +247,12 @@ def _manifest(draft: Draft, layout: Layout, placed: _Placed) -> Manifest:
 
 @contextlib.contextmanager
 def _undone_on_failure(store: WeightStore, packs: Iterable[str]) -> Iterator[None]:
-    """So that a full disk does not stay full. Nothing refers to the packs yet but, at worst, the index, whose places
-    are read before they are shared. HAZARD: must end before the manifest is published."""
+    """So that a full disk does not stay full. Nothing refers to new packs yet but, at worst, the index, whose places
+    are read before they are shared; a pack that took the place of a damaged one stays. HAZARD: must end before the
+    manifest is published."""
+    new = [name for name in packs if not os.path.lexists(store.packs / name)]
     try:
         yield
     except BaseException:
-        store.remove_packs(packs)
+        store.remove_packs(new)
         raise

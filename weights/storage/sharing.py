@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import Final
 
+from weights.manifest import TENSOR_ALIGNMENT
 from weights.storage.meta import StoreMeta
 
 # An extent is read, leased and evicted as a whole: who wants less than this part of it has a copy of its own.
@@ -22,7 +23,8 @@ def shared_extents(wanted: Mapping[str, int], meta: StoreMeta) -> dict[str, str]
     inside: dict[str, dict[str, int]] = defaultdict(dict)
     for sha256, nbytes in wanted.items():
         for id_ in meta.tensors.get(sha256, ()):
-            inside[id_][sha256] = nbytes
+            # With its padding: a bias of 24 bytes takes 512, and an extent of such is wanted whole.
+            inside[id_][sha256] = nbytes + -nbytes % TENSOR_ALIGNMENT
     shared: dict[str, str] = {}
     best_first = [(-sum(tensors.values()), id_) for id_, tensors in inside.items()]
     heapq.heapify(best_first)

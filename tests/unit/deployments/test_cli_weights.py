@@ -99,6 +99,49 @@ def test_damage_is_reported_with_exit_code_1(run: Run, source: Path, tmp_path: P
     assert damage["tensors"]
 
 
+def test_damage_is_repaired_from_the_source_while_there_is_one(
+    run: Run, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run("externalize", source.relative_to(tmp_path))
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    for is_source_there in (True, False):
+        if not is_source_there:
+            source.rename(tmp_path / "renamed")
+        for pack in (tmp_path / "store/packs").iterdir():
+            data = bytearray(pack.read_bytes())
+            data[5] ^= 1
+            pack.write_bytes(data)
+        report = run("repair", "tiny", code=int(not is_source_there))
+        assert len(report["repaired"]) == int(is_source_there)
+        assert len(report["damages"]) == int(not is_source_there)
+        run("verify", "--deep", code=int(not is_source_there))
+        if is_source_there:
+            run("gc")
+    assert str(source) in report["damages"][0]["problem"]
+    text = run("repair", code=1, as_json=False)
+    assert "0 damages repaired, 1 left" in text
+    assert "no model 'nope'" in run("repair", "tiny", "nope", code=1)
+    assert not list(tmp_path.glob("tmp_weight_*"))
+
+
+def test_the_index_is_written_for_other_programs(run: Run, source: Path, tmp_path: Path) -> None:
+    run("externalize", source)
+    meta = tmp_path / "store/meta.json"
+    assert not meta.exists()
+    (tmp_path / "store/index.sqlite").unlink()
+    record = run("index")
+    assert (record["num_tensors"], record["meta"]) == (2, str(meta))
+    places = {
+        sha256: (extent["pack"], extent["offset"] + offset)
+        for extent in json.loads(meta.read_text())["extents"].values()
+        for sha256, offset in extent["tensors"].items()
+    }
+    for weight in run("inspect", "tiny")["weights"]:
+        pack, offset = places[weight["id"]]
+        assert (f"packs/{pack}", offset) == (weight["path"], weight["offset"])
+
+
 def test_a_removed_model_frees_its_bytes_with_gc(run: Run, source: Path, tmp_path: Path) -> None:
     run("externalize", source)
     run("remove", "tiny", as_json=False)

@@ -286,6 +286,6 @@ def test_a_model_that_is_published_anew_meanwhile_is_not_converted(
         return staged(self, kind, folder)
 
     monkeypatch.setattr(WeightStore, "staged", publish_first)
-    with pytest.raises(StoreError, match="published anew while it was converted"):
+    with pytest.raises(StoreError, match="published anew meanwhile"):
         convert(store, "m", "separate")
     assert store.manifest("m") == published[0]

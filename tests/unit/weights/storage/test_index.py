@@ -6,6 +6,7 @@ import functools
 import hashlib
 import os
 import random
+import signal
 import sqlite3
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 from weights.errors import StoreError
 from weights.externalize import externalize
 from weights.layouts import convert
-from weights.storage.index import MAX_PLACES, IndexDamaged, StoreIndex, Unneeded
+from weights.storage.index import MAX_PLACES, IndexDamaged, StoreIndex, Unneeded, remove_index
 from weights.storage.meta import StoredExtent, StoreMeta
 from weights.store import WeightStore
 from weights.verification import verify
@@ -67,6 +68,14 @@ def test_what_is_forgotten_can_be_entered_again(path: Path) -> None:
         assert index.used_by_others(["x", "y"], "n") == {"y"}
 
 
+def test_a_place_is_forgotten_but_not_another_of_the_same_extent(path: Path) -> None:
+    with StoreIndex.opened(path, list) as index:
+        index.enter("m", {"x": stored("a"), "y": stored("b")}, [])
+        x, y = (index.everything().extent(id_) for id_ in "xy")
+        index.forget([x, y.model_copy(update={"pack": "q"}), y.model_copy(update={"id": "z"})])
+        assert index.everything() == StoreMeta(extents={"y": stored("b")})
+
+
 def test_of_a_tensor_that_is_everywhere_only_some_places_are_looked_at(path: Path) -> None:
     with StoreIndex.opened(path, list) as index:
         index.enter("m", {f"x{i}": stored("zeros", i) for i in range(50)}, [])
@@ -108,6 +117,60 @@ def test_a_full_disk_is_said(path: Path) -> None:
 
     with pytest.raises(StoreError, match=r"index\.sqlite: database or disk is full"):
         fill()
+
+
+def test_where_nothing_can_be_written_it_is_read(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with StoreIndex.opened(path, list) as index:
+        index.enter("m", {"x": stored("a")}, ["x"])
+        expected = index.everything()
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with StoreIndex.opened(path) as first, StoreIndex.opened(path) as second:  # no lock is taken
+        assert first.everything() == second.everything() == expected
+        first.check()
+    with pytest.raises(StoreError, match=r"index\.sqlite: attempt to write a readonly database"):
+        enter(path, "n")
+    assert sorted(file.name for file in path.parent.iterdir()) == [path.name]
+
+
+def enter(path: Path, model: str, *extents: str) -> None:
+    with StoreIndex.opened(path, list) as index:
+        index.enter(model, {id_: stored(id_) for id_ in extents}, extents)
+
+
+def test_killed_at_any_instruction_it_has_all_of_a_change_or_nothing(path: Path, tmp_path: Path) -> None:
+    """A kill also while it is made, and while a kill before is recovered from."""
+    chance = random.Random()
+    entered: set[str] = set()
+    for number in range(40):
+        if chance.random() < 0.2:
+            remove_index(path)
+            entered = set()
+        extents = {f"{number}-{i}" for i in range(chance.randint(1, 30))}
+        left = chance.randint(0, 600)
+
+        def count() -> int:
+            nonlocal left
+            left -= 1
+            if left < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return 0
+
+        class Deadly(sqlite3.Connection):
+            def __init__(self, *args: Any, **options: Any) -> None:
+                super().__init__(*args, **options)
+                self.set_progress_handler(count, 1)
+
+        child = os.fork()
+        if child == 0:
+            sqlite3.connect = functools.partial(sqlite3.connect, factory=Deadly)  # type: ignore[assignment]
+            enter(path, "m", *extents)
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        with StoreIndex.opened(path, list) as index:
+            index.check()
+            found = set(index.everything().extents)
+        assert found == entered | extents or (os.WIFSIGNALED(status) and found == entered)
+        entered = found
 
 
 class Counts:
@@ -154,7 +217,7 @@ def test_what_a_publish_costs_does_not_grow_with_the_store(tmp_path: Path, write
     shared = {f"s{i}": torch.rand(64) for i in range(30)}
     zeros = hashlib.sha256(bytes(256)).hexdigest()
     found = []
-    for num_models in (100, 1000):
+    for num_models in (60, 600):
         store = WeightStore(tmp_path / f"store{num_models}")
         externalize(store, "base", write_model("base", shared | {"more": torch.rand(200)}))
 

@@ -17,23 +17,34 @@ def sha(text: str) -> str:
 
 
 def meta_with(**extents: dict[str, int]) -> StoreMeta:
-    """Extents of tensors (bytes by name), one after another."""
+    """Extents of tensors (blocks of 512 bytes by name), one after another."""
     meta = StoreMeta()
     for id_, tensors in extents.items():
-        ref = ExtentRef(id=id_, pack=id_, offset=0, nbytes=sum(tensors.values()), checksum="0" * 32)
+        ref = ExtentRef(id=id_, pack=id_, offset=0, nbytes=512 * sum(tensors.values()), checksum="0" * 32)
         meta.add(ref, {sha(name): 0 for name in tensors})
     return meta
 
 
 def shared(meta: StoreMeta, **wanted: int) -> dict[str, str]:
-    found = shared_extents({sha(name): nbytes for name, nbytes in wanted.items()}, meta)
+    found = shared_extents({sha(name): 512 * blocks for name, blocks in wanted.items()}, meta)
     return {name: found[sha(name)] for name in wanted if sha(name) in found}
 
 
-@pytest.mark.parametrize(("nbytes", "is_shared"), [(24, False), (25, True), (100, True)])
-def test_a_quarter_is_enough(nbytes: int, is_shared: bool) -> None:
-    meta = meta_with(x={"a": nbytes, "rest": 100 - nbytes})
-    assert shared(meta, a=nbytes) == ({"a": "x"} if is_shared else {})
+@pytest.mark.parametrize(("blocks", "is_shared"), [(24, False), (25, True), (100, True)])
+def test_a_quarter_is_enough(blocks: int, is_shared: bool) -> None:
+    meta = meta_with(x={"a": blocks, "rest": 100 - blocks})
+    assert shared(meta, a=blocks) == ({"a": "x"} if is_shared else {})
+
+
+@pytest.mark.parametrize("nbytes", [1, 24, 511])
+def test_what_takes_more_room_than_it_has_bytes_is_shared_all_the_same(nbytes: int) -> None:
+    """An extent of nothing but tiny tensors is padding for the most part."""
+    names = [sha(f"t{i}") for i in range(10)]
+    ref = ExtentRef(id="x", pack="x", offset=0, nbytes=9 * 512 + nbytes, checksum="0" * 32)
+    meta = StoreMeta()
+    meta.add(ref, {name: 512 * i for i, name in enumerate(names)})
+    assert shared_extents(dict.fromkeys(names, nbytes), meta) == dict.fromkeys(names, "x")
+    assert shared_extents(dict.fromkeys(names[:2], nbytes), meta) == {}
 
 
 def test_an_extent_is_shared_for_all_that_is_wanted_of_it() -> None:
