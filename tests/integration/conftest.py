@@ -63,6 +63,7 @@ def _config(folder: Path) -> ClusterConfig:
     truncated = _truncated_model(folder / "truncated")
     ports = {"http": {"port": _free_port()}, "grpc": {"port": _free_port()}}
     demo |= {"name": "integration", **ports, "store": {"path": str(folder / "store")}}
+    demo["ingress"] |= {"max_ongoing_requests": 300}
     demo["worker"] |= {"num_replicas": 2, "num_cpus": 0.5}
     demo["models"] += [
         {"id": "minilm", "path": str(MINILM)},

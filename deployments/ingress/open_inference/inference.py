@@ -140,7 +140,13 @@ class Inference:
         return given, schedule_of(request.parameters)
 
     def _most(self, kind: str) -> int:
-        return self._limits.max_images if kind == "diffusion" else self._limits.max_embedding_inputs
+        limits = self._limits
+        return {
+            "diffusion": limits.max_images,
+            "llm": limits.max_prompts,
+            "embedding": limits.max_embedding_inputs,
+            "head": limits.max_head_rows,
+        }.get(kind, limits.max_pipeline_items)
 
     async def _answer(
         self, target: Target, given: Mapping[str, TensorValue], parameters: Parameters, schedule: Schedule
