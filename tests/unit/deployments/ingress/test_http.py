@@ -729,6 +729,27 @@ async def test_a_request_has_its_time_and_then_its_work_ends(path: str) -> None:
     watch.close()
 
 
+async def test_a_prompt_that_is_refused_ends_the_work_on_the_others() -> None:
+    class OneIsBad(Held):
+        async def on_generate(self, request: ImageRequest) -> ImageResult:
+            if request.prompt == "bad":
+                raise InvalidRequest("prompt: bad", "prompt")
+            return await super().on_generate(request)
+
+    replicas = OneIsBad()
+    watch, handle = DirectoryWatch(lambda: replicas), FakeHandle(replicas)
+    transport = httpx.ASGITransport(create_http_app(Service(CONFIG, watch, handle, handle), CONFIG))
+    tensor = {"name": "prompt", "datatype": "BYTES", "shape": [3], "data": ["a", "bad", "b"]}
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+        answer = await http.post("/v2/models/flux/infer", json={"inputs": [tensor]})
+    assert answer.status_code == 400
+    outcomes = await asyncio.gather(*(response.task for response in handle.responses), return_exceptions=True)
+    assert sorted(type(outcome).__name__ for outcome in outcomes if isinstance(outcome, asyncio.CancelledError)) == [
+        "CancelledError"
+    ] * (len(outcomes) - 1)
+    watch.close()
+
+
 # Replicas that die
 
 WORK = [(IMAGES, IMAGE), (CHATS, CHAT), (COMPLETIONS, COMPLETION), (EMBEDDINGS, EMBEDDING)]
@@ -842,6 +863,26 @@ async def test_health(http: httpx.AsyncClient, replicas: Replicas, states: list[
         2,
         sum(is_ in ("ready", "updating") for is_ in states),
     )
+
+
+async def test_health_does_not_wait_for_a_directory_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deployments.ingress.admin.PROBE_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("deployments.ingress.open_inference.targets.PROBE_TIMEOUT_S", 0.01)
+
+    class Silent(Replicas):
+        async def on_watch(self, revision: int, epoch: str, timeout_s: float) -> DirectoryChange:
+            await asyncio.Event().wait()
+            raise AssertionError
+
+    replicas = Silent()
+    watch, handle = DirectoryWatch(lambda: replicas), FakeHandle(replicas)
+    transport = httpx.ASGITransport(create_http_app(Service(CONFIG, watch, handle, handle), CONFIG))
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+        answer = await http.get("/healthz")
+        assert (answer.status_code, answer.json()["status"]) == (503, "starting")
+        assert (await http.get("/v2/health/ready")).status_code == 503
+        assert (await http.get("/v2/health/live")).status_code == 200
+    watch.close()
 
 
 @pytest.mark.parametrize(

@@ -206,6 +206,8 @@ WRONG: list[tuple[InferRequest, str]] = [
     (image_request(prompts=[""]), "prompt: String should have at least 1 character"),
     (InferRequest("flux", (text_tensor("prompt", []),)), "prompt: 0 items"),
     (InferRequest("flux", (TensorValue("prompt", "BYTES", np.array([b"\xff"], object)),)), "prompt: not UTF-8"),
+    (InferRequest("flux", (text_tensor("prompt", ["a"]),), id="x" * 1025), "id: 1025 characters, at most 1024"),
+    (image_request(parameters={str(key): 0 for key in range(257)}), "parameters: 257 of them, at most 256"),
     (image_request(parameters={"priority": -1}), "priority: expected a whole number from 0 to 100, got -1"),
     (image_request(parameters={"priority": 101}), "priority"),
     (image_request(parameters={"priority": 1.0}), "priority"),
