@@ -99,8 +99,7 @@ class RetriedCalls:
                         yield piece
                 return
             except Exception as error:
-                failure = error
-            await retries.after(failure, num_pieces)
+                await retries.after(error, num_pieces)
 
     def begin(self, method: str, *arguments: Any) -> Any:
         """Serve's response; nothing is asked again before it is awaited with `answer_begun`."""
@@ -122,8 +121,7 @@ class RetriedCalls:
                 async with self._turn(retries, deadline):
                     return await ask()
             except Exception as error:
-                failure = error
-            await retries.after(failure)
+                await retries.after(error)
 
     def _turn(self, retries: Retries, deadline: Deadline) -> AbstractAsyncContextManager[None]:
         """Suspects wait for each other, all others for nobody."""
