@@ -42,6 +42,7 @@ from deployments.replica_calls import ReplicaCalls
 from deployments.replica_states import ReplicaStates
 from deployments.step_loop import DenoiseLoop, DenoiseTimes, DeviceThread, TextLoop
 from deployments.tensor_records import unpack
+from deployments.threads import outcome_of
 from deployments.turns import TurnBounds
 from weights.manifest import Manifest, ModelKind
 
@@ -143,9 +144,8 @@ class Worker:
             async with self._host.lease(request.model, is_denoise_component, version=request.model_version) as lease:
                 engine: LLMEngine = lease.modules["model"]
                 loop: TextLoop = lease.bound(lambda: TextLoop(self._device, engine))
-                tokens = await asyncio.get_running_loop().run_in_executor(
-                    self._tokenizing, _prompt_tokens, engine, request
-                )
+                reading = asyncio.get_running_loop().run_in_executor(self._tokenizing, _prompt_tokens, engine, request)
+                tokens = await outcome_of(reading)
                 added = time.perf_counter()
                 first: float | None = None
                 text_request = TextRequest(uuid.uuid4().hex, tokens, _sampling(request, engine, len(tokens)))
