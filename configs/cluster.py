@@ -128,7 +128,15 @@ class LimitsConfig(StrictModel):
     max_images: int = Field(10, ge=1)
     max_pixels: int = Field(2048 * 2048, ge=64, description="width x height of one image")
     max_inference_steps: int = Field(200, ge=1)
+    max_loras: int = Field(16, ge=1, description="adapters of one image request")
+    max_prompts: int = Field(64, ge=1, description="prompts that a language model continues in one request")
+    max_messages: int = Field(1024, ge=1, description="turns of a chat")
     max_embedding_inputs: int = Field(2048, ge=1)
+    max_embedding_chars: int = Field(2**21, ge=1, description="characters, or token ids, of all inputs together")
+    max_head_rows: int = Field(2048, ge=1, description="rows of features for a head")
+    max_pipeline_items: int = Field(
+        2048, ge=1, description="items of one pipeline request; with images or prompts in it, no more than of those"
+    )
 
 
 class ReplicaConfig(StrictModel):

@@ -44,7 +44,9 @@ class EncoderService:
         if self.is_believed_down:
             raise EncoderDown("the text encoder service did not answer a moment ago")
         deadline = Deadline(self._timeout_s)
-        for _ in range(MAX_TRIES):
+        num_tries = 0
+        while True:
+            num_tries += 1
             try:
                 answer: Conditioning = await self._calls.call("condition", request, deadline=deadline)
                 return answer
@@ -52,5 +54,6 @@ class EncoderService:
                 self._down_until_s = self._clock() + BELIEVED_DOWN_S
                 raise EncoderDown(str(error)) from None
             except (RayActorError, ReplicaUnavailableError) as error:
-                lost = error
-        raise ReplicaLost(f"{MAX_TRIES} text encoders died while they worked on this prompt; try again") from lost
+                if num_tries == MAX_TRIES:
+                    text = f"{MAX_TRIES} text encoders died while they worked on this prompt; try again"
+                    raise ReplicaLost(text) from error

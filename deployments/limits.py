@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from configs.cluster import LimitsConfig
 from deployments.errors import InvalidRequest
-from deployments.records import ChatRequest, CompletionRequest, EmbeddingRequest, ImageRequest
+from deployments.records import ChatRequest, CompletionRequest, EmbeddingRequest, HeadRequest, ImageRequest
 
 
 def check_image(request: ImageRequest, limits: LimitsConfig, asked: ImageRequest | None = None) -> None:
@@ -16,6 +16,7 @@ def check_image(request: ImageRequest, limits: LimitsConfig, asked: ImageRequest
     _check_text("prompt", request.prompt, limits)
     _check_text("negative_prompt", request.negative_prompt or "", limits)
     _check_most("n", request.n, limits.max_images)
+    _check_most("lora", len(request.lora), limits.max_loras, unit=" adapters")
     asked = asked or request
     if request.num_inference_steps is not None:
         unit = _default_of(asked.num_inference_steps)
@@ -25,6 +26,7 @@ def check_image(request: ImageRequest, limits: LimitsConfig, asked: ImageRequest
 
 
 def check_embedding(request: EmbeddingRequest, limits: LimitsConfig) -> None:
+    """Raises InvalidRequest naming the field."""
     _check_most("input", len(request.input), limits.max_embedding_inputs, unit=" inputs")
     for text in request.input:
         if not text:
@@ -33,18 +35,29 @@ def check_embedding(request: EmbeddingRequest, limits: LimitsConfig) -> None:
             _check_text("input", text, limits)
         else:
             _check_most("input", len(text), limits.max_prompt_chars, unit=" tokens")
+    num_chars = sum(map(len, request.input))
+    _check_most("input", num_chars, limits.max_embedding_chars, unit=" characters or tokens in all")
 
 
 def check_text(request: ChatRequest | CompletionRequest, limits: LimitsConfig) -> None:
+    """Raises InvalidRequest naming the field."""
     if isinstance(request, CompletionRequest):
         _check_text("prompt", request.prompt, limits)
     else:
-        _check_text("messages", "".join(message.content for message in request.messages), limits)
+        _check_most("messages", len(request.messages), limits.max_messages, unit=" messages")
+        num_chars = sum(len(message.content) for message in request.messages)
+        _check_most("messages", num_chars, limits.max_prompt_chars, unit=" characters")
+
+
+def check_head(request: HeadRequest, limits: LimitsConfig) -> None:
+    """Raises InvalidRequest naming the field."""
+    if request.features.ndim != 2:
+        raise InvalidRequest(f"features: {request.features.ndim} dimensions, expected rows of features", "features")
+    _check_most("features", len(request.features), limits.max_head_rows, unit=" rows")
 
 
 def _check_text(name: str, text: str, limits: LimitsConfig) -> None:
-    if len(text) > limits.max_prompt_chars:
-        raise InvalidRequest(f"{name}: {len(text)} characters, at most {limits.max_prompt_chars} are allowed", name)
+    _check_most(name, len(text), limits.max_prompt_chars, unit=" characters")
 
 
 def _check_most(name: str, value: int, most: int, unit: str = "") -> None:

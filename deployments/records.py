@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from configs.merging import MAX_PRIORITY_LEVELS
 from configs.model import LongText, TextPadding
 from deployments.errors import InvalidRequest
 
@@ -24,6 +25,13 @@ SEED_RULE = (
 TimingsMs = dict[str, float]  # milliseconds by stage: queue, encode, switch, denoise, prefill, generate, decode, total
 RequestT = TypeVar("RequestT", bound="RequestModel")
 Finite = Field(allow_inf_nan=False)
+# What no request can mean. What one may ask of a cluster is in its config (`LimitsConfig`), and checked at the ingress.
+MAX_INT32 = 2**31 - 1
+Name = Annotated[str, Field(max_length=256)]  # of a model, an adapter or a version
+UserName = Annotated[str, Field(max_length=1024)]  # OpenAI's `user`, which nobody here looks at
+Count = Annotated[int, Field(ge=1, le=MAX_INT32)]
+Priority = Annotated[int, Field(ge=0, le=MAX_PRIORITY_LEVELS)]
+Stop = Annotated[str, Field(min_length=1, max_length=256)]
 
 
 class RequestModel(BaseModel):
@@ -48,23 +56,23 @@ def as_record(class_: type[RequestT], request: RequestT | Mapping[str, Any]) -> 
 class LoraUse(RequestModel):
     """One adapter of a request and its strength."""
 
-    name: str
+    name: Name
     scale: float = Field(1.0, ge=-10, le=10, allow_inf_nan=False)
 
 
 class ImageOptions(RequestModel):
     """What may be asked of a picture. What is None comes from the model's defaults; seed None draws one."""
 
-    model: str
+    model: Name
     prompt: str = Field(min_length=1)
     negative_prompt: str | None = None
-    n: int = Field(1, ge=1)
-    width: int | None = Field(None, ge=1, description="pixels")
-    height: int | None = Field(None, ge=1, description="pixels")
-    num_inference_steps: int | None = Field(None, ge=1)
+    n: Count = 1
+    width: Count | None = Field(None, description="pixels")
+    height: Count | None = Field(None, description="pixels")
+    num_inference_steps: Count | None = None
     guidance_scale: float | None = Field(None, ge=0, le=100, allow_inf_nan=False)
     true_cfg_scale: float = Field(1.0, ge=0, le=100, allow_inf_nan=False, description="Flux with a negative prompt")
-    max_sequence_length: int | None = Field(None, ge=1, description="tokens of the T5 prompt (Flux)")
+    max_sequence_length: Count | None = Field(None, description="tokens of the T5 prompt (Flux)")
     seed: int | None = Field(None, ge=0, le=MAX_SEED, description=SEED_RULE)
     lora: tuple[LoraUse, ...] = ()
 
@@ -79,7 +87,7 @@ class ImageRequest(ImageOptions):
     `timeout_s` are as in EmbeddingRequest.
     """
 
-    priority: int = Field(0, ge=0)
+    priority: Priority = 0
     timeout_s: float | None = Field(None, gt=0, allow_inf_nan=False)
     model_version: str | None = None
     adapter_versions: dict[str, str] = {}
@@ -93,9 +101,9 @@ class EmbeddingRequest(RequestModel):
     `priority` 1 is the most urgent, 0 the encoder's default; `timeout_s` bounds the wait for a turn.
     """
 
-    model: str
+    model: Name
     input: tuple[str, ...] | tuple[tuple[int, ...], ...] = Field(min_length=1)
-    priority: int = Field(0, ge=0)
+    priority: Priority = 0
     timeout_s: float | None = Field(None, gt=0, allow_inf_nan=False)
     model_version: str | None = None
     long_text: LongText = "truncate"
@@ -105,7 +113,7 @@ class EmbeddingRequest(RequestModel):
 class HeadRequest:
     """`features`: float array (n, in_features). `model_version` is the ingress's."""
 
-    model: str
+    model: Name
     features: npt.NDArray[np.floating[Any]]
     model_version: str | None = None
 
@@ -120,18 +128,18 @@ class Message(RequestModel):
 class TextOptions(RequestModel):
     """How text is generated. None comes from the model's defaults; `temperature` is 1 then, and 0 is greedy."""
 
-    max_tokens: int | None = Field(None, ge=1)
+    max_tokens: Count | None = None
     temperature: Annotated[float | None, Finite] = Field(None, ge=0, le=2)
     top_p: Annotated[float, Finite] = Field(1.0, gt=0, le=1)
-    top_k: int = Field(0, ge=0)
+    top_k: int = Field(0, ge=0, le=MAX_INT32)
     seed: int | None = Field(None, ge=0, le=MAX_SEED, description=SEED_RULE)
-    stop: tuple[str, ...] = Field((), max_length=4)
+    stop: tuple[Stop, ...] = Field((), max_length=4)
 
 
 class ChatRequest(TextOptions):
     """The next turn of a chat. `model_version` is the ingress's."""
 
-    model: str
+    model: Name
     messages: tuple[Message, ...] = Field(min_length=1)
     model_version: str | None = None
 
@@ -139,7 +147,7 @@ class ChatRequest(TextOptions):
 class CompletionRequest(TextOptions):
     """The continuation of a text. `model_version` is the ingress's."""
 
-    model: str
+    model: Name
     prompt: str = Field(min_length=1)
     model_version: str | None = None
 

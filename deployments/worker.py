@@ -11,6 +11,7 @@ import contextlib
 import time
 import uuid
 from collections.abc import AsyncGenerator, Awaitable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from typing import Any, Final
 
@@ -41,6 +42,7 @@ from deployments.replica_calls import ReplicaCalls
 from deployments.replica_states import ReplicaStates
 from deployments.step_loop import DenoiseLoop, DenoiseTimes, DeviceThread, TextLoop
 from deployments.tensor_records import unpack
+from deployments.threads import outcome_of
 from weights.manifest import Manifest, ModelKind
 
 KINDS: Final[tuple[ModelKind, ...]] = ("diffusion", "llm")
@@ -55,6 +57,9 @@ class Worker:
         calls = ReplicaCalls(encoder, ReplicaStates("text_encoder").why_none_runs)
         self._encoder = EncoderService(calls, config.http.request_timeout_s)
         self._device = DeviceThread()
+        # HAZARD: the first text that a tokenizer encodes may change it (its file can have truncation switched on), and
+        # two at once would meet. One thread for all: prompts take milliseconds, and no step waits for them.
+        self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
         self._denoising = DenoiseLoop(self._device)
         self._metrics = RequestMetrics()
         self._builder = ComponentBuilder(self._settings)
@@ -137,7 +142,8 @@ class Worker:
             async with self._host.lease(request.model, is_denoise_component, version=request.model_version) as lease:
                 engine: LLMEngine = lease.modules["model"]
                 loop: TextLoop = lease.bound(lambda: TextLoop(self._device, engine))
-                tokens = await self._device.run(_prompt_tokens, engine, request)
+                reading = asyncio.get_running_loop().run_in_executor(self._tokenizing, _prompt_tokens, engine, request)
+                tokens = await outcome_of(reading)
                 added = time.perf_counter()
                 first: float | None = None
                 text_request = TextRequest(uuid.uuid4().hex, tokens, _sampling(request, engine, len(tokens)))

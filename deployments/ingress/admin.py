@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import httpx
@@ -12,6 +13,7 @@ from starlette.responses import Response
 from cluster.telemetry import metrics_urls
 from deployments.ingress.api_docs import documented
 from deployments.ingress.errors import envelope
+from deployments.ingress.open_inference.targets import PROBE_TIMEOUT_S
 from deployments.ingress.openai_answers import HealthBody, ModelBody, ModelsAnswer
 from deployments.ingress.service import Service
 from deployments.records import ModelCard
@@ -34,9 +36,14 @@ def create_router(service: Service) -> APIRouter:
 
     @router.get("/healthz", tags=["operations"], response_model=HealthBody, responses={503: {"model": HealthBody}})
     async def healthz() -> JSONResponse:
-        """200 when requests can be answered; 503 while configured models are still entering the store."""
-        cards = await service.models()
-        entering = await service.entering()
+        """200 when requests can be answered; 503 while configured models are still entering the store, or nothing is
+        known of them yet.
+        """
+        try:
+            async with asyncio.timeout(PROBE_TIMEOUT_S):
+                cards, entering = await service.models(), await service.entering()
+        except TimeoutError:
+            return JSONResponse({"status": "starting", "models_ready": 0, "models": 0}, 503)
         ready = [card.id for card in cards if card.state in ("ready", "updating", "unloaded")]
         state = "starting" if entering else "ok" if len(ready) == len(cards) else "degraded"
         body = {"status": state, "models_ready": len(ready), "models": len(cards)}

@@ -6,21 +6,24 @@ import asyncio
 import base64
 import io
 import time
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 from fastapi import APIRouter
-from fastapi.responses import JSONResponse
 from PIL import Image
 from pydantic import field_validator
+from pydantic_core import to_json
+from starlette.responses import Response
 
 from deployments.errors import InvalidRequest
 from deployments.ingress.api_docs import INFERENCE_ERRORS, documented
+from deployments.ingress.json_answers import json_answer, with_list
 from deployments.ingress.openai_answers import ImagesAnswer
 from deployments.ingress.service import Service
 from deployments.ingress.timing import rounded, server_timing
-from deployments.records import ImageOptions, ImageRequest, ImageResult, as_record
+from deployments.records import ImageOptions, ImageRequest, ImageResult, UserName, as_record
 
 ImageFormat = Literal["png", "jpeg", "webp"]
 
@@ -32,7 +35,7 @@ class ImagesBody(ImageOptions):
     response_format: Literal["b64_json"] = "b64_json"
     output_format: ImageFormat = "png"
     quality: Literal["auto", "standard"] = "auto"
-    user: str | None = None
+    user: UserName | None = None
 
     @field_validator("size")
     @classmethod
@@ -58,14 +61,14 @@ def create_router(service: Service) -> APIRouter:
     router = APIRouter(tags=["images"])
 
     @router.post("/v1/images/generations", response_model=ImagesAnswer, responses=documented(*INFERENCE_ERRORS))
-    async def generate(body: ImagesBody) -> JSONResponse:
+    async def generate(body: ImagesBody) -> Response:
         """Make pictures from a prompt."""
         result = await service.generate(body.record())
-        data = await asyncio.gather(
-            *(asyncio.to_thread(encode_image, image, body.output_format) for image in result.images)
+        images = await asyncio.gather(
+            *(asyncio.to_thread(_image_json, image, body.output_format) for image in result.images)
         )
-        answer = _answer(result, [base64.b64encode(image).decode() for image in data], body.output_format)
-        return JSONResponse(answer, headers=server_timing(result.timings_ms))
+        write = partial(with_list, _form(result, body.output_format), "data", images)
+        return await json_answer(sum(map(len, images)), write, server_timing(result.timings_ms))
 
     return router
 
@@ -77,10 +80,14 @@ def encode_image(image: npt.NDArray[np.uint8], format_: ImageFormat) -> bytes:
     return buffer.getvalue()
 
 
-def _answer(result: ImageResult, images: list[str], format_: str) -> dict[str, Any]:
+def _image_json(image: npt.NDArray[np.uint8], format_: ImageFormat) -> bytes:
+    return to_json({"b64_json": base64.b64encode(encode_image(image, format_)).decode()})
+
+
+def _form(result: ImageResult, format_: str) -> dict[str, Any]:
+    """The answer without its images."""
     return {
         "created": int(time.time()),
-        "data": [{"b64_json": image} for image in images],
         "output_format": format_,
         "model": result.model,
         "seed": result.seed,

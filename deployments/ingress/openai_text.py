@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse
@@ -21,10 +21,13 @@ from deployments.ingress.timing import rounded, server_timing
 from deployments.records import (
     ChatRequest,
     CompletionRequest,
+    Count,
     Message,
+    Name,
     RequestModel,
     TextChunk,
     TextOptions,
+    UserName,
     as_record,
 )
 
@@ -43,7 +46,7 @@ class ChatMessage(RequestModel):
 
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[TextPart]
-    name: str | None = None
+    name: Name | None = None
 
     def record(self) -> Message:
         parts = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
@@ -53,7 +56,7 @@ class ChatMessage(RequestModel):
 class TextBody(TextOptions):
     """What both endpoints share. Options that would change the answer and are not supported may only be neutral."""
 
-    model: str
+    model: Name
     stop: str | tuple[str, ...] | None = None  # type: ignore[assignment]  # OpenAI's wider type, narrowed in `options`
     top_p: float | None = Field(None, gt=0, le=1)  # type: ignore[assignment]
     n: Literal[1] | None = None
@@ -62,7 +65,7 @@ class TextBody(TextOptions):
     presence_penalty: Literal[0] | None = None
     frequency_penalty: Literal[0] | None = None
     logprobs: Literal[False] | None = None
-    user: str | None = None
+    user: UserName | None = None
 
     @field_validator("presence_penalty", "frequency_penalty", mode="before")
     @classmethod
@@ -94,9 +97,9 @@ class ChatBody(TextBody):
     """OpenAI's chat request."""
 
     messages: list[ChatMessage] = Field(min_length=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: Count | None = None
     response_format: dict[Literal["type"], Literal["text"]] | None = None
-    metadata: dict[str, str] | None = None
+    metadata: dict[Name, Annotated[str, Field(max_length=512)]] | None = Field(None, max_length=16)
     store: Literal[False] | None = None
 
     def record(self) -> ChatRequest:

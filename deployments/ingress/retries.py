@@ -3,6 +3,9 @@
 A request may also be why the replica died. So it is asked again once, and requests that were in flight on a replica
 that died are asked again one at a time: when another replica dies, only one of them was there for the second time.
 One request takes at most two replicas with it, and nobody else fails for it.
+
+Most replicas die of something else, and then all of their requests wait for each other. Who has waited for
+`MAX_TURN_WAIT_S` goes on beside the others; when the guilty one is still among those, they may fail with it.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from deployments.errors import ReplicaLost
 from deployments.replica_calls import ReplicaCalls
 
 MAX_RETRIES: Final = 1
+MAX_TURN_WAIT_S: Final = 30.0
 PAUSE_S: Final = 0.1  # the router hears of a death a moment after the caller
 
 
@@ -95,8 +99,7 @@ class RetriedCalls:
                         yield piece
                 return
             except Exception as error:
-                failure = error
-            await retries.after(failure, num_pieces)
+                await retries.after(error, num_pieces)
 
     def begin(self, method: str, *arguments: Any) -> Any:
         """Serve's response; nothing is asked again before it is awaited with `answer_begun`."""
@@ -118,8 +121,7 @@ class RetriedCalls:
                 async with self._turn(retries, deadline):
                     return await ask()
             except Exception as error:
-                failure = error
-            await retries.after(failure)
+                await retries.after(error)
 
     def _turn(self, retries: Retries, deadline: Deadline) -> AbstractAsyncContextManager[None]:
         """Suspects wait for each other, all others for nobody."""
@@ -127,8 +129,12 @@ class RetriedCalls:
 
     @contextlib.asynccontextmanager
     async def _alone(self, deadline: Deadline) -> AsyncIterator[None]:
-        async with deadline.bounding():
-            await self._suspects.acquire()
+        try:
+            async with deadline.bounding(), asyncio.timeout(MAX_TURN_WAIT_S):
+                await self._suspects.acquire()
+        except TimeoutError:
+            yield
+            return
         try:
             yield
         finally:

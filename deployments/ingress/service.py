@@ -23,7 +23,7 @@ from deployments.ingress.operations import Operations
 from deployments.ingress.pipeline_models import KnownModels, PipelineModels
 from deployments.ingress.retries import RetriedCalls
 from deployments.ingress.segment_reply import EncoderReply
-from deployments.limits import check_embedding, check_image, check_text
+from deployments.limits import check_embedding, check_head, check_image, check_text
 from deployments.pipelines.calls import SegmentReply
 from deployments.pipelines.pipelines import Pipelines
 from deployments.pipelines.plans import SegmentCall
@@ -66,14 +66,13 @@ class Service:
         timeout_s = config.http.request_timeout_s
         self._encoder = RetriedCalls(ReplicaCalls(encoder, why_none("text_encoder")), timeout_s)
         self._worker = RetriedCalls(ReplicaCalls(worker, why_none("worker")), timeout_s)
-        limits, known = config.ingress.limits, KnownModels(watch)
+        known = KnownModels(watch)
         self.pipelines = Pipelines(
             config.pipelines,
             self,
             lambda: known,
             max_batch_size=config.text_encoder.merging.max_batch_size,
-            max_items=limits.max_embedding_inputs,
-            max_images=limits.max_images,
+            limits=config.ingress.limits,
             max_timeout_s=timeout_s,
         )
         self._pipeline_models = PipelineModels(self.pipelines)
@@ -142,6 +141,7 @@ class Service:
 
     async def apply_head(self, request: HeadRequest) -> npt.NDArray[np.float32]:
         """(n, in) features -> (n, out), by a linear layer that is served on its own."""
+        check_head(request, self._config.ingress.limits)
         record = await self._catalog.usable(request.model, "head")
         versioned = replace(request, model_version=record.fingerprint)
         result: npt.NDArray[np.float32] = await self._encoder.call("apply_head", versioned)

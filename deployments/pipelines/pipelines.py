@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
+from configs.cluster import LimitsConfig
 from configs.pipeline import PipelineConfig, nearest_name
 from deployments.deadlines import Deadline
 from deployments.errors import InvalidRequest, ModelUnavailable, UnknownModel
@@ -23,8 +24,7 @@ KnownModels = Callable[[], Mapping[str, KnownModel]]
 class Pipelines:
     """Plans follow the models: `models` tells those that can be used now, and is asked at every call.
 
-    `max_items` bounds one request, `max_images` one of a pipeline that makes pictures, `max_timeout_s` how long any
-    takes.
+    `limits` bound the items of one request, `max_timeout_s` how long any takes.
     """
 
     def __init__(
@@ -34,16 +34,14 @@ class Pipelines:
         models: KnownModels,
         *,
         max_batch_size: int = DEFAULT_MAX_BATCH_SIZE,
-        max_items: int = 2048,
-        max_images: int = 10,
+        limits: LimitsConfig | None = None,
         max_timeout_s: float | None = None,
     ) -> None:
         self._configs = {config.id: config for config in configs}
         self._ask = ask
         self._models = models
         self._max_batch_size = max_batch_size
-        self._max_items = max_items
-        self._max_images = max_images
+        self._limits = limits or LimitsConfig()
         self._max_timeout_s = max_timeout_s
         self._plans: dict[str, tuple[dict[str, KnownModel], PipelinePlan]] = {}
 
@@ -99,6 +97,12 @@ class Pipelines:
         }
         return PipelineResult(outputs, run.timings_ms, run.warnings)
 
+    def _most_items(self, plan: PipelinePlan) -> int:
+        """Every item is a request of its own for each model that makes images or text."""
+        limits = self._limits
+        per_action = {"generate": limits.max_images, "write": limits.max_prompts}
+        return min(per_action.get(step.action, limits.max_pipeline_items) for step in plan.steps())
+
     def _config(self, name: str) -> PipelineConfig:
         if name not in self._configs:
             raise UnknownModel(f"unknown pipeline {name!r}{nearest_name(name, self._configs)}", "model")
@@ -122,7 +126,7 @@ class Pipelines:
         if min(counts.values()) == 0 or wrong:
             told = ", ".join(f"{name} {count}" for name, count in counts.items())
             raise InvalidRequest(f"inputs must have as many items as each other, or one, and not none; got {told}")
-        limit = self._max_images if any(step.action == "generate" for step in plan.steps()) else self._max_items
+        limit = self._most_items(plan)
         if num_items > limit:
             raise InvalidRequest(f"pipeline {plan.id!r} takes at most {limit} items in one request, got {num_items}")
         return {name: _repeated(batch, num_items) for name, batch in batches.items()}, num_items

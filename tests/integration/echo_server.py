@@ -87,7 +87,7 @@ def echo_server() -> Iterator[tuple[str, str]]:
 
 def _app(grpc_ports: list[int]) -> FastAPI:
     backend: Any = EchoBackend()
-    limits = LimitsConfig(max_body_bytes=MAX_BODY_BYTES, max_embedding_inputs=2**21)
+    limits = LimitsConfig(max_body_bytes=MAX_BODY_BYTES, max_pipeline_items=2**21)
     statistics = Statistics()
     inference = Inference(backend, limits, statistics)
 

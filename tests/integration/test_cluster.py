@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
+import time
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -16,6 +19,8 @@ from integration.harness import Cluster
 from cluster.actor_names import NAMESPACE, registry_name
 from deployments.errors import InvalidRequest, UnknownModel
 from weights.store import WeightStore
+
+PROBE_S = 5.0  # on a machine whose cores all make pictures; behind the pictures it would be a minute
 
 
 def post(cluster: Cluster, path: str, **options: Any) -> httpx.Response:
@@ -226,3 +231,40 @@ def wait_for(condition: Any, what: str, timeout_s: float = 40.0) -> None:
     while not condition():
         assert time.monotonic() < deadline, f"{what} did not appear within {timeout_s} s"
         pause.wait(0.5)
+
+
+async def test_probes_answer_beside_more_requests_than_are_taken(cluster: Cluster) -> None:
+    """Serve lets a replica work on so many at once; what it held back there, probes would wait behind."""
+    most, num_more = cluster.config.ingress.max_ongoing_requests, 100
+    body = {"model": "digits-flux", "prompt": "a handwritten two", "num_inference_steps": 200}
+    unlimited = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(base_url=cluster.url, timeout=120, limits=unlimited) as http:
+
+        async def until(condition: Callable[[], Awaitable[bool]]) -> None:
+            async with asyncio.timeout(60):
+                while not await condition():
+                    await asyncio.sleep(0.05)
+
+        async def num_denoising() -> int:
+            return sum(worker["denoising"] for worker in (await http.get("/admin/cluster")).json()["workers"])
+
+        async def all_decided() -> bool:
+            return sum(task.done() for task in asking) >= num_more
+
+        asking = [asyncio.create_task(http.post("/v1/images/generations", json=body)) for _ in range(most + num_more)]
+        try:
+            await until(all_decided)
+            assert {(await task).status_code for task in asking if task.done()} == {429}
+            for path in ("/healthz", "/v2/health/live", "/v2/health/ready"):
+                start = time.monotonic()
+                assert (await http.get(path)).status_code == 200
+                assert time.monotonic() - start < PROBE_S
+        finally:
+            for task in asking:
+                task.cancel()
+            await asyncio.gather(*asking, return_exceptions=True)
+
+        async def is_idle() -> bool:
+            return await num_denoising() == 0
+
+        await until(is_idle)

@@ -119,7 +119,8 @@ def test_what_is_too_large_is_refused_by_its_size(observed: Observed) -> None:
 
 
 def test_every_refusal_comes_quickly(observed: Observed) -> None:
-    slow = {name: observed.seconds(name) for name in observed.seen if "cancelled" not in name}
+    works = ("cancelled", "waited_for")
+    slow = {name: observed.seconds(name) for name in observed.seen if not any(work in name for work in works)}
     assert max(slow.values()) < QUICK_S, sorted(slow.items(), key=lambda item: -item[1])[:3]
 
 
@@ -127,6 +128,13 @@ def test_every_refusal_comes_quickly(observed: Observed) -> None:
 def test_a_client_that_goes_away_leaves_the_server_as_it_was(observed: Observed, name: str) -> None:
     assert observed[name]["shape"] == [1, 32, 32, 3]
     assert observed[name]["sum"] == ["19."]
+
+
+@pytest.mark.parametrize("name", ["http.cancelled", "grpc.cancelled", "grpc.stream_cancelled"])
+def test_a_client_that_goes_away_ends_the_work(observed: Observed, name: str) -> None:
+    """Whatever is left of eight pictures is not made."""
+    assert observed["waited_for"] == [8, 32, 32, 3]
+    assert observed[name]["ended_s"] < observed.seconds("waited_for") / 3
 
 
 def test_the_cluster_is_healthy_after_all_of_it(observed: Observed, cluster: Cluster) -> None:

@@ -132,7 +132,10 @@ def refused_over_grpc(client: Grpc) -> Iterator[Observation]:
 
 
 def gone_away(http_client: Http, grpc_client: Grpc) -> Iterator[Observation]:
-    """Clients that do not wait for the answer; then a request that must be answered as ever."""
+    """How long pictures take that are waited for. Then clients that go: how long the server still works on theirs, and
+    a request that must be answered as ever.
+    """
+    yield "waited_for", lambda: list(http_client.infer("digits-flux", _long_pictures()).as_numpy("images").shape)
     yield "http.cancelled", lambda: (_hang_up(), _is_fine(http_client))[1]
     yield "grpc.cancelled", lambda: (_cancel(grpc_client), _is_fine(grpc_client))[1]
     yield "grpc.stream_cancelled", lambda: (_cancel_stream(grpc_client), _is_fine(grpc_client))[1]
@@ -167,13 +170,13 @@ def _hang_up() -> None:
     host, port = WHERE.host.split(":")
     with socket.create_connection((host, int(port)), timeout=SLOW_S) as connection:
         connection.sendall(head.encode() + body)
-        time.sleep(0.2)  # let it begin: what is to be seen is a request that runs
+        _until_denoising(lambda number: number > 0)
 
 
 def _cancel(client: Grpc) -> None:
     tensors = [client.tensor(name, array) for name, array in _long_pictures().items()]
     call = client.client.async_infer("digits-flux", tensors, lambda result, error: None)
-    time.sleep(0.2)
+    _until_denoising(lambda number: number > 0)
     call.cancel()
 
 
@@ -181,18 +184,30 @@ def _cancel_stream(client: Grpc) -> None:
     client.client.start_stream(lambda result, error: None)
     tensors = [client.tensor(name, array) for name, array in _long_pictures().items()]
     client.client.async_stream_infer("digits-flux", tensors)
-    time.sleep(0.2)
+    _until_denoising(lambda number: number > 0)
     client.client.stop_stream(cancel_requests=True)
 
 
-def _is_fine(client: Client) -> dict[str, Any]:
-    """How long a small picture of the same model takes now: not as long as eight of 200 steps."""
+def _until_denoising(condition: Callable[[int], bool]) -> float:
+    """Seconds until the number of pictures in work is as wanted."""
     start = time.perf_counter()
+    while time.perf_counter() < start + SLOW_S:
+        connection = http.client.HTTPConnection(WHERE.host, timeout=SLOW_S)
+        connection.request("GET", "/admin/cluster")
+        workers = json.loads(connection.getresponse().read())["workers"]
+        connection.close()
+        if condition(sum(worker["denoising"] for worker in workers)):
+            return time.perf_counter() - start
+    raise TimeoutError(f"workers are at {workers!r:.300}")
+
+
+def _is_fine(client: Client) -> dict[str, Any]:
+    """What the client left is not worked on any more, and a small request is answered."""
+    ended_s = _until_denoising(lambda number: number == 0)
     few = {"prompt": texts("a handwritten two"), "num_inference_steps": np.array([2], np.int32)}
     shape = client.infer("digits-flux", few).as_numpy("images").shape
     answer = client.infer("adder", {"text_input": texts("What is 12 + 7?"), "chat": np.array([True])})
-    seconds = time.perf_counter() - start
-    return {"shape": list(shape), "sum": decoded(answer.as_numpy("text_output")), "answered_s": seconds}
+    return {"shape": list(shape), "sum": decoded(answer.as_numpy("text_output")), "ended_s": ended_s}
 
 
 def main() -> None:

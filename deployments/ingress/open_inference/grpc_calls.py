@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, Final, TypeVar
+from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError
 from google.protobuf.message_factory import GetMessageClass
 
 from deployments.errors import InvalidRequest
+from deployments.ingress.json_answers import aside
 from deployments.ingress.open_inference import grpc_codec
 from deployments.ingress.open_inference.grpc_errors import status_of
 from deployments.ingress.open_inference.protos import POOL
 from deployments.ingress.open_inference.protos import open_inference as messages
 from deployments.ingress.open_inference.records import InferRequest, InferResponse
 
-# The tensors of larger messages are read and written in a thread: the event loop has other requests to pass on.
-MAX_INLINE_BYTES: Final = 2**16
-ResultT = TypeVar("ResultT")
 Method = Callable[[Any, grpc.aio.ServicerContext], Awaitable[Any]]
 
 
@@ -52,16 +49,12 @@ def parsed(request: Any) -> Any:
 async def read_infer(request: Any) -> InferRequest:
     """Raises InvalidRequest."""
     message = parsed(request)
-    return await _aside(message.ByteSize(), grpc_codec.read_request, message)
+    return await aside(message.ByteSize(), grpc_codec.read_request, message)
 
 
 async def write_infer(response: InferResponse) -> messages.ModelInferResponse:
     num_bytes = sum(output.data.nbytes for output in response.outputs)
-    return await _aside(num_bytes, grpc_codec.write_response, response)
-
-
-async def _aside(num_bytes: int, function: Callable[..., ResultT], *arguments: Any) -> ResultT:
-    return function(*arguments) if num_bytes <= MAX_INLINE_BYTES else await asyncio.to_thread(function, *arguments)
+    return await aside(num_bytes, grpc_codec.write_response, response)
 
 
 def _reader(message: Any) -> Callable[[bytes], Any]:

@@ -6,9 +6,8 @@ Sources: KServe v2 REST; Triton's binary, classification, schedule policy and mo
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from importlib import metadata as packages
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 from fastapi import APIRouter
 from pydantic import BaseModel
@@ -17,6 +16,7 @@ from starlette.responses import JSONResponse, Response
 
 from configs.cluster import LimitsConfig
 from deployments.errors import ModelUnavailable
+from deployments.ingress.json_answers import aside
 from deployments.ingress.open_inference import rest_bodies
 from deployments.ingress.open_inference.compression import (
     MIN_COMPRESSED_BYTES,
@@ -34,15 +34,12 @@ from deployments.ingress.timing import server_timing
 from deployments.tensor_values import TensorSpec
 
 JSON_LENGTH_HEADER: Final = "Inference-Header-Content-Length"
-# What is larger is read and written in a thread: the event loop has other requests to pass on.
-_INLINE_BYTES: Final = 2**16
 _UNSUPPORTED: Final = {
     "/systemsharedmemory": "shared memory",
     "/cudasharedmemory": "shared memory",
     "/trace": "tracing",
     "/logging": "changing the log",
 }
-ResultT = TypeVar("ResultT")
 
 
 def create_router(inference: Inference, limits: LimitsConfig) -> APIRouter:
@@ -57,7 +54,7 @@ def create_router(inference: Inference, limits: LimitsConfig) -> APIRouter:
         await inference.metadata(model, version)  # for an unknown model no tensors are read
         body = await read_body(request, limits.max_body_bytes)
         json_length = request.headers.get(JSON_LENGTH_HEADER)
-        asked = await _aside(len(body), read_request, model, version, body, json_length)
+        asked = await aside(len(body), read_request, model, version, body, json_length)
         return await _written(request, asked, await inference.infer(asked))
 
     add_model_route(
@@ -152,7 +149,7 @@ def _add_unsupported(router: APIRouter) -> None:
 
 async def _written(request: Request, asked: InferRequest, response: InferResponse) -> Response:
     num_bytes = sum(value.data.nbytes for value in response.outputs)
-    body, json_length = await _aside(num_bytes, write_response, asked, response)
+    body, json_length = await aside(num_bytes, write_response, asked, response)
     headers = server_timing(response.timings_ms)
     if json_length is not None:
         headers[JSON_LENGTH_HEADER] = str(json_length)
@@ -163,10 +160,6 @@ async def _written(request: Request, asked: InferRequest, response: InferRespons
         headers["Content-Encoding"] = coding
     media_type = "application/json" if json_length is None else "application/octet-stream"
     return Response(body, headers=headers, media_type=media_type)
-
-
-async def _aside(num_bytes: int, function: Callable[..., ResultT], *args: Any) -> ResultT:
-    return await asyncio.to_thread(function, *args) if num_bytes > _INLINE_BYTES else function(*args)
 
 
 def _spec(spec: TensorSpec) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 from configs.cluster import LimitsConfig
 from deployments.deadlines import Deadline
@@ -32,6 +32,9 @@ from deployments.ingress.open_inference.tensors import texts
 from deployments.pipelines.records import PipelineRequest
 from deployments.records import EmbeddingRequest, HeadRequest, as_record
 from deployments.tensor_values import TensorValue
+
+MAX_ID_CHARS: Final = 1024
+MAX_PARAMETERS: Final = 256
 
 
 class Inference:
@@ -132,6 +135,10 @@ class Inference:
 
     def _checked(self, target: Target, request: InferRequest) -> tuple[dict[str, TensorValue], Schedule]:
         """What can be refused before anything is asked."""
+        if len(request.id) > MAX_ID_CHARS:
+            raise InvalidRequest(f"id: {len(request.id)} characters, at most {MAX_ID_CHARS} are allowed", "id")
+        if (number := len(request.parameters)) > MAX_PARAMETERS:
+            raise InvalidRequest(f"parameters: {number} of them, at most {MAX_PARAMETERS} are allowed", "parameters")
         check_outputs(target.name, target.signature, [wish.name for wish in request.outputs])
         given = check_inputs(target.name, target.signature, request.inputs)
         name, num_items = _items(target, given)
@@ -140,7 +147,13 @@ class Inference:
         return given, schedule_of(request.parameters)
 
     def _most(self, kind: str) -> int:
-        return self._limits.max_images if kind == "diffusion" else self._limits.max_embedding_inputs
+        limits = self._limits
+        return {
+            "diffusion": limits.max_images,
+            "llm": limits.max_prompts,
+            "embedding": limits.max_embedding_inputs,
+            "head": limits.max_head_rows,
+        }.get(kind, limits.max_pipeline_items)
 
     async def _answer(
         self, target: Target, given: Mapping[str, TensorValue], parameters: Parameters, schedule: Schedule

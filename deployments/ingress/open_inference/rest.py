@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
 from typing import Any, Final, NoReturn, TypeVar
 
 from pydantic import BaseModel, ValidationError
+from pydantic_core import to_json
 
 from deployments.errors import InvalidRequest
+from deployments.ingress.json_answers import with_list
 from deployments.ingress.open_inference import tensors
 from deployments.ingress.open_inference.records import (
     VERSION,
@@ -55,25 +58,25 @@ def write_response(request: InferRequest, response: InferResponse) -> tuple[byte
         output: dict[str, Any] = {"name": value.name, "datatype": value.datatype, "shape": list(value.shape)}
         if binary.get(value.name, default):
             raw.append(tensors.to_bytes(value))
-            outputs.append(json.dumps(output | {"parameters": {"binary_data_size": len(raw[-1])}}))
+            outputs.append(to_json(output | {"parameters": {"binary_data_size": len(raw[-1])}}))
         else:
-            outputs.append(f'{json.dumps(output)[:-1]}, "data": [{_data_text(value)}]}}')
+            outputs.append(with_list(output, "data", _data_parts(value)))
     form: dict[str, Any] = {"model_name": response.model, "model_version": response.version}
     if response.id:
         form["id"] = response.id
     if response.parameters:
         form["parameters"] = dict(response.parameters)
-    head = f'{json.dumps(form)[:-1]}, "outputs": [{", ".join(outputs)}]}}'.encode()
+    head = with_list(form, "outputs", outputs)
     return b"".join((head, *raw)), len(head) if raw else None
 
 
-def _data_text(value: TensorValue) -> str:
-    """The elements as JSON, without brackets, written in pieces: json holds Python's lock for as long as it writes."""
+def _data_parts(value: TensorValue) -> Iterator[bytes]:
+    """The elements as JSON, some at a time: their writer holds Python's lock for as long as it writes."""
     tensors.check_json(value)
     flat = value.data.reshape(-1)
-    pieces = (flat[start : start + _PIECE_ELEMENTS] for start in range(0, flat.size, _PIECE_ELEMENTS))
-    lists = (tensors.to_json(TensorValue(value.name, value.datatype, piece)) for piece in pieces)
-    return ", ".join(json.dumps(elements)[1:-1] for elements in lists)
+    for start in range(0, flat.size, _PIECE_ELEMENTS):
+        piece = flat[start : start + _PIECE_ELEMENTS]
+        yield to_json(tensors.to_json(TensorValue(value.name, value.datatype, piece)))[1:-1]
 
 
 def read_json(class_: type[BodyT], body: bytes) -> BodyT:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 from typing import Final
 
@@ -13,6 +14,7 @@ from deployments.pipelines.records import Signature
 
 PIPELINE: Final = "pipeline"
 _KINDS: Final = (*SIGNATURES, PIPELINE)
+PROBE_TIMEOUT_S: Final = 2.0
 _READY_STATES: Final = ("ready", "updating")
 
 
@@ -52,9 +54,16 @@ async def is_ready(service: Backend, model: str, version: str) -> bool:
 
 
 async def is_any_answering(service: Backend) -> bool:
-    """Nothing that is configured is still on its way, and something can be asked: what was unloaded comes back."""
-    states = [card.state for card in await service.models() if card.kind in _KINDS]
-    return not await service.entering() and any(state in (*_READY_STATES, "unloaded") for state in states)
+    """Nothing that is configured is still on its way, and something can be asked: what was unloaded comes back.
+
+    False when the models are not known within `PROBE_TIMEOUT_S`: probes do not wait until they are.
+    """
+    try:
+        async with asyncio.timeout(PROBE_TIMEOUT_S):
+            states = [card.state for card in await service.models() if card.kind in _KINDS]
+            return not await service.entering() and any(state in (*_READY_STATES, "unloaded") for state in states)
+    except TimeoutError:
+        return False
 
 
 def _check_version(model: str, version: str) -> None:

@@ -23,6 +23,7 @@ class FakeResponse:
     def __init__(self, work: Coroutine[Any, Any, Any]) -> None:
         self.num_cancels = 0
         self.task = asyncio.ensure_future(_as_ray_raises(work))
+        self.task.add_done_callback(_nobody_has_to_ask)
 
     def __await__(self) -> Generator[Any, None, Any]:
         try:
@@ -45,6 +46,7 @@ class FakeGenerator:
         self._made: asyncio.Queue[Any] = asyncio.Queue()
         self.task = asyncio.ensure_future(_as_ray_raises(self._make(pieces)))
         self.task.add_done_callback(lambda task: self._made.put_nowait(END))
+        self.task.add_done_callback(_nobody_has_to_ask)
 
     def __aiter__(self) -> FakeGenerator:
         return self
@@ -101,3 +103,9 @@ async def _as_ray_raises(work: Coroutine[Any, Any, Any]) -> Any:
         raise
     except Exception as error:
         raise RayTaskError("method", "Traceback of the replica", error).as_instanceof_cause() from None
+
+
+def _nobody_has_to_ask(task: asyncio.Task[Any]) -> None:
+    """An error of a replica that nobody waits for is lost, in Ray, too; asyncio would tell the log."""
+    if not task.cancelled():
+        task.exception()

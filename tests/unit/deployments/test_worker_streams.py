@@ -6,6 +6,7 @@ import asyncio
 import gc
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,7 @@ def worker(open_host: Callable[..., Any]) -> Worker:
     worker = object.__new__(Worker)  # what its constructor does needs a cluster
     worker._host = open_host(ComponentBuilder(WorkerConfig()), {"adder": MODELS / "adder"})
     worker._device = DeviceThread()
+    worker._tokenizing = ThreadPoolExecutor(1)
     worker._metrics = NoMetrics()  # type: ignore[assignment]
     return worker
 
@@ -149,7 +151,7 @@ async def test_a_caller_who_is_cancelled_while_its_prompt_is_read(worker: Worker
         begun.set()
         assert go.wait(WAIT_S)
 
-    holding = asyncio.create_task(worker._device.run(hold))
+    holding = asyncio.wrap_future(worker._tokenizing.submit(hold))
     assert await asyncio.to_thread(begun.wait, WAIT_S)
     writing = asyncio.create_task(worker.write_text(REQUEST))
     while not num_leases(worker):

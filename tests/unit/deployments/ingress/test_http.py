@@ -6,6 +6,7 @@ import asyncio
 import base64
 import io
 import json
+import threading
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +25,7 @@ from cluster.models.watching import DirectoryWatch
 from configs.cluster import ClusterConfig, HttpConfig
 from configs.model import ModelConfig
 from deployments.errors import GenerationFailed, InvalidRequest, Overloaded
+from deployments.ingress import openai_embeddings
 from deployments.ingress.http import create_http_app
 from deployments.ingress.service import Service
 from deployments.records import (
@@ -41,7 +43,13 @@ SWITCH = SwitchReport("m", 1.0, 0.5, 0.5, 10, ("vae",), ())
 CONFIG = ClusterConfig.model_validate(
     {
         "ingress": {
-            "limits": {"max_images": 4, "max_pixels": 64 * 64, "max_inference_steps": 50, "max_prompt_chars": 100}
+            "limits": {
+                "max_images": 4,
+                "max_pixels": 64 * 64,
+                "max_inference_steps": 50,
+                "max_prompt_chars": 100,
+                "max_embedding_chars": 4096,
+            }
         },
         "models": [
             {"id": "flux", "path": "/f", "defaults": {"width": 16, "height": 8, "num_inference_steps": 3}},
@@ -85,6 +93,7 @@ class Replicas:
         self.error: Exception | None = None
         self.error_after: int | None = None
         self.num_deaths = 0
+        self.vectors: np.ndarray | None = None
         self.questions: list[str] = []
         self.error_then: Exception = RayTaskError("f", "Traceback", GenerationFailed("the model failed at token 2"))
         self.pieces = ["Hel", "lo", ""]
@@ -129,7 +138,8 @@ class Replicas:
 
     async def on_embed(self, request: EmbeddingRequest) -> EmbeddingResult:
         self._arrived(request)
-        vectors = [np.array([i, 0.1, -2.5], np.float32) for i in range(len(request.input))]
+        small = [np.array([i, 0.1, -2.5], np.float32) for i in range(len(request.input))]
+        vectors = small if self.vectors is None else list(self.vectors[: len(request.input)])
         return EmbeddingResult(request.model, vectors, 7, {"encode": 1.0, "total": 1.0}, CacheUse(0, 1))
 
     async def on_stream_text(self, request: Any) -> AsyncIterator[TextChunk]:
@@ -386,7 +396,13 @@ BAD: list[tuple[str, dict[str, Any], int, str | None]] = [
     (IMAGES, {**IMAGE, "lora": "bold"}, 400, "lora"),
     (IMAGES, {**IMAGE, "\ud800": 1}, 400, None),
     (IMAGES, {**IMAGE, "prompt": "\ud800"}, 400, "prompt"),
-    (IMAGES, {**IMAGE, "model": "\ud800"}, 404, "model"),
+    (IMAGES, {**IMAGE, "model": "\ud800"}, 400, "model"),
+    (IMAGES, {**IMAGE, "model": "x" * 257}, 400, "model"),
+    (IMAGES, {**IMAGE, "user": "x" * 1025}, 400, "user"),
+    (IMAGES, {**IMAGE, "width": 2**31}, 400, "width"),
+    (IMAGES, {**IMAGE, "max_sequence_length": 10**30}, 400, "max_sequence_length"),
+    (IMAGES, {**IMAGE, "lora": [{"name": "bold"}] * 17}, 400, "lora"),
+    (IMAGES, {**IMAGE, "lora": [{"name": "x" * 257}]}, 400, "lora.0.name"),
     (CHATS, {**CHAT, "model": "nothing"}, 404, "model"),
     (CHATS, {**CHAT, "model": "flux"}, 400, "model"),
     (CHATS, {**CHAT, "n": 2}, 400, "n"),
@@ -415,6 +431,14 @@ BAD: list[tuple[str, dict[str, Any], int, str | None]] = [
     (CHATS, {**CHAT, "messages": [{"role": "user", "content": None}]}, 400, "messages.0.content"),
     (CHATS, {**CHAT, "messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, None),
     (CHATS, {**CHAT, "messages": [{"role": "user", "content": "x" * 60}] * 2}, 400, "messages"),
+    (CHATS, {**CHAT, "messages": [{"role": "user", "content": ""}] * 1025}, 400, "messages"),
+    (CHATS, {**CHAT, "messages": [{"role": "user", "content": "x", "name": "x" * 257}]}, 400, "messages.0.name"),
+    (CHATS, {**CHAT, "max_tokens": 10**30}, 400, "max_tokens"),
+    (CHATS, {**CHAT, "max_completion_tokens": 10**30}, 400, "max_completion_tokens"),
+    (CHATS, {**CHAT, "top_k": 10**30}, 400, "top_k"),
+    (CHATS, {**CHAT, "stop": "x" * 257}, 400, "stop"),
+    (CHATS, {**CHAT, "metadata": {str(key): "" for key in range(17)}}, 400, "metadata"),
+    (CHATS, {**CHAT, "metadata": {"x": "x" * 513}}, 400, "metadata.x"),
     (CHATS, {**CHAT, "prompt": "x"}, 400, "prompt"),
     (COMPLETIONS, {**COMPLETION, "model": "clip"}, 400, "model"),
     (COMPLETIONS, {**COMPLETION, "prompt": ""}, 400, "prompt"),
@@ -436,6 +460,8 @@ BAD: list[tuple[str, dict[str, Any], int, str | None]] = [
     (EMBEDDINGS, {**EMBEDDING, "input": ["x"] * 2049}, 400, "input"),
     (EMBEDDINGS, {**EMBEDDING, "input": "x" * 101}, 400, "input"),
     (EMBEDDINGS, {**EMBEDDING, "input": [[1] * 101]}, 400, "input"),
+    (EMBEDDINGS, {**EMBEDDING, "input": ["x" * 100] * 41}, 400, "input"),
+    (EMBEDDINGS, {**EMBEDDING, "input": [[1] * 100] * 41}, 400, "input"),
     (EMBEDDINGS, {**EMBEDDING, "encoding_format": "hex"}, 400, "encoding_format"),
     (EMBEDDINGS, {**EMBEDDING, "dimensions": 2}, 400, "dimensions"),
     (EMBEDDINGS, {**EMBEDDING, "dimensions": 0}, 400, "dimensions"),
@@ -593,6 +619,47 @@ async def test_an_error_in_the_middle_of_a_stream_is_an_event(
     assert (whole.status_code, problem(whole)["code"]) == (500, "generation_failed")
 
 
+# Large answers
+
+
+async def test_large_embeddings_are_written_beside_the_event_loop(
+    client: openai.AsyncOpenAI, http: httpx.AsyncClient, replicas: Replicas, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writers: dict[int, list[int]] = {}
+    write = openai_embeddings.to_json
+
+    def noted(value: Any) -> bytes:
+        writers.setdefault(threading.get_ident(), []).append(len(value["embedding"]))
+        return write(value)
+
+    monkeypatch.setattr(openai_embeddings, "to_json", noted)
+    vectors = np.random.default_rng().standard_normal((20, 1024)).astype(np.float32)
+    replicas.vectors = vectors
+    for format_ in ("float", "base64"):
+        writers.clear()
+        answer = await http.post(
+            f"/v1/{EMBEDDINGS}", json={**EMBEDDING, "input": ["x"] * 20, "encoding_format": format_}
+        )
+        assert threading.get_ident() not in writers
+        assert sum(map(len, writers.values())) == 20
+        found = [item["embedding"] for item in answer.json()["data"]]
+        if format_ == "base64":
+            found = [np.frombuffer(base64.b64decode(item), "<f4") for item in found]
+        np.testing.assert_array_equal(np.float32(found), vectors)
+    writers.clear()
+    assert (await http.post(f"/v1/{EMBEDDINGS}", json=EMBEDDING)).status_code == 200
+    assert list(writers) == [threading.get_ident()]  # a thread would cost more than the writing
+
+
+@pytest.mark.parametrize("format_", ["float", "base64"])
+async def test_an_embedding_that_is_no_number_is_an_error_and_not_an_answer(
+    http: httpx.AsyncClient, replicas: Replicas, format_: str
+) -> None:
+    replicas.vectors = np.array([[0.5, np.nan]], np.float32)
+    answer = await http.post(f"/v1/{EMBEDDINGS}", json={**EMBEDDING, "encoding_format": format_})
+    assert (answer.status_code, problem(answer)["code"]) == (500, "generation_failed")
+
+
 # More than the ingress takes
 
 
@@ -659,6 +726,27 @@ async def test_a_request_has_its_time_and_then_its_work_ends(path: str) -> None:
     for response in handle.responses:
         with pytest.raises(asyncio.CancelledError):
             await response.task
+    watch.close()
+
+
+async def test_a_prompt_that_is_refused_ends_the_work_on_the_others() -> None:
+    class OneIsBad(Held):
+        async def on_generate(self, request: ImageRequest) -> ImageResult:
+            if request.prompt == "bad":
+                raise InvalidRequest("prompt: bad", "prompt")
+            return await super().on_generate(request)
+
+    replicas = OneIsBad()
+    watch, handle = DirectoryWatch(lambda: replicas), FakeHandle(replicas)
+    transport = httpx.ASGITransport(create_http_app(Service(CONFIG, watch, handle, handle), CONFIG))
+    tensor = {"name": "prompt", "datatype": "BYTES", "shape": [3], "data": ["a", "bad", "b"]}
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+        answer = await http.post("/v2/models/flux/infer", json={"inputs": [tensor]})
+    assert answer.status_code == 400
+    outcomes = await asyncio.gather(*(response.task for response in handle.responses), return_exceptions=True)
+    assert sorted(type(outcome).__name__ for outcome in outcomes if isinstance(outcome, asyncio.CancelledError)) == [
+        "CancelledError"
+    ] * (len(outcomes) - 1)
     watch.close()
 
 
@@ -775,6 +863,26 @@ async def test_health(http: httpx.AsyncClient, replicas: Replicas, states: list[
         2,
         sum(is_ in ("ready", "updating") for is_ in states),
     )
+
+
+async def test_health_does_not_wait_for_a_directory_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deployments.ingress.admin.PROBE_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("deployments.ingress.open_inference.targets.PROBE_TIMEOUT_S", 0.01)
+
+    class Silent(Replicas):
+        async def on_watch(self, revision: int, epoch: str, timeout_s: float) -> DirectoryChange:
+            await asyncio.Event().wait()
+            raise AssertionError
+
+    replicas = Silent()
+    watch, handle = DirectoryWatch(lambda: replicas), FakeHandle(replicas)
+    transport = httpx.ASGITransport(create_http_app(Service(CONFIG, watch, handle, handle), CONFIG))
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+        answer = await http.get("/healthz")
+        assert (answer.status_code, answer.json()["status"]) == (503, "starting")
+        assert (await http.get("/v2/health/ready")).status_code == 503
+        assert (await http.get("/v2/health/live")).status_code == 200
+    watch.close()
 
 
 @pytest.mark.parametrize(

@@ -144,6 +144,36 @@ async def test_a_suspect_waits_for_its_turn_no_longer_than_its_time() -> None:
     assert replica.num_asked == 3
 
 
+async def test_a_suspect_that_takes_long_holds_the_others_up_for_a_while_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deployments.ingress.retries.MAX_TURN_WAIT_S", 0.02)
+
+    class Long:
+        def __init__(self) -> None:
+            self.died: set[str] = set()
+            self.gate = asyncio.Event()
+
+        async def on_work(self, name: str) -> str:
+            if name not in self.died:
+                self.died.add(name)
+                raise ActorDiedError
+            if name == "long":
+                await self.gate.wait()
+            return name
+
+    replica = Long()
+    calls = RetriedCalls(ReplicaCalls(FakeHandle(replica)), LONG_S)
+    long = asyncio.create_task(calls.call("work", "long"))
+    others = [asyncio.create_task(calls.call("work", name)) for name in "abc"]
+    async with asyncio.timeout(5):
+        assert await asyncio.gather(*others) == ["a", "b", "c"]
+    assert not long.done()
+    replica.gate.set()
+    assert await long == "long"
+    async with asyncio.timeout(5):
+        replica.died.clear()
+        assert await calls.call("work", "d") == "d"  # whose turn it was has given it back
+
+
 @pytest.mark.parametrize(("error", "is_suspect"), [(ActorDiedError(), True), (ActorUnavailableError("x", None), False)])
 async def test_out_of_reach_is_no_proof_of_death(error: Exception, is_suspect: bool) -> None:
     retries = Retries(Deadline(LONG_S))

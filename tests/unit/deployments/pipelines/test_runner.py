@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from configs.cluster import LimitsConfig
 from configs.pipeline import PipelineConfig
 from deployments.errors import (
     DeadlineExceeded,
@@ -129,7 +130,9 @@ def served(ask: Models, *steps: dict[str, Any], inputs: dict[str, str] | None = 
     config = PipelineConfig.model_validate(
         {"id": "p", "inputs": inputs or {"text": "text"}, "steps": steps, "outputs": outputs}
     )
-    return Pipelines([config], ask, lambda: MODELS, max_items=8, max_images=3)
+    return Pipelines(
+        [config], ask, lambda: MODELS, limits=LimitsConfig(max_pipeline_items=8, max_images=3, max_prompts=5)
+    )
 
 
 def texts(name: str, *values: str) -> dict[str, TensorValue]:
@@ -341,7 +344,7 @@ async def test_an_error_that_has_its_steps_name_keeps_it() -> None:
         ({}, {}, "needs input text"),
         (texts("text", "a") | texts("txt", "a"), {}, "no input 'txt'; did you mean 'text'"),
         (texts("text"), {}, "as many items"),
-        (texts("text", *"abcdefghi"), {}, "at most 8 items"),
+        (texts("text", *"abcdef"), {}, "at most 5 items"),
         ({"text": TensorValue("text", "FP32", np.zeros(1, np.float32))}, {}, r"expected BYTES\[-1\], got FP32\[1\]"),
         (texts("text", "a"), {"timeout_s": 0.0}, "positive"),
         (texts("text", "a"), {"timeout_s": float("nan")}, "positive"),

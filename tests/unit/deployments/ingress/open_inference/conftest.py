@@ -31,7 +31,9 @@ from deployments.records import (
 )
 from deployments.tensor_values import TensorSpec, TensorValue
 
-LIMITS = LimitsConfig(max_images=4, max_embedding_inputs=6, max_body_bytes=2**20)
+LIMITS = LimitsConfig(
+    max_images=4, max_prompts=5, max_embedding_inputs=6, max_head_rows=7, max_pipeline_items=8, max_body_bytes=2**20
+)
 SWITCH = SwitchReport("m", 1.0, 0.5, 0.5, 10, (), ())
 
 

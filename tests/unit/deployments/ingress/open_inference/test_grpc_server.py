@@ -142,7 +142,7 @@ async def test_inference_and_its_statistics(client: Client) -> None:
 async def test_large_tensors_are_read_and_written_aside(edge: SimpleNamespace) -> None:
     x = np.random.default_rng().standard_normal((20_000, 3)).astype(np.float32)
     inputs = [{"name": "x", "datatype": "FP32", "shape": x.shape}]
-    edge.inference._limits = LimitsConfig(max_embedding_inputs=len(x))
+    edge.inference._limits = LimitsConfig(max_pipeline_items=len(x))
     server = await start_grpc_server(**vars(edge), host="127.0.0.1", port=0, max_message_bytes=2**20)
     async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
         call = Client(channel).call("ModelInfer", model_name="scale", inputs=inputs, raw_input_contents=[x.tobytes()])

@@ -74,8 +74,8 @@ def test_labels_that_do_not_fit_are_left_out() -> None:
     ("features", "message"),
     [
         (np.zeros((1, 3), np.float32), r"expected floating vectors \(B, 2\)"),
-        (np.zeros((0, 2), np.float32), "features: 0 items, from 1 to 6"),
-        (np.zeros((7, 2), np.float32), "features: 7 items, from 1 to 6"),
+        (np.zeros((0, 2), np.float32), "features: 0 items, from 1 to 7"),
+        (np.zeros((8, 2), np.float32), "features: 8 items, from 1 to 7"),
         (np.zeros(2, np.float32), r"FP32 \[2\], expected FP32 \[-1, -1\]"),
     ],
 )

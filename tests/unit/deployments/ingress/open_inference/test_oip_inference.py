@@ -141,8 +141,8 @@ async def test_pipelines_get_their_tensors(inference: Inference, service: Any) -
     np.testing.assert_allclose(response.outputs[0].data, x * 3, rtol=1e-6)
     (asked,) = service.pipelines.requests
     assert (asked.pipeline, asked.priority, asked.timeout_s, list(asked.inputs)) == ("scale", 1, 0.5, ["x", "factor"])
-    with pytest.raises(InvalidRequest, match=r"x: 7 items, from 1 to 6"):
-        await inference.infer(InferRequest("scale", (tensor("x", "FP32", np.zeros((7, 3))),)))
+    with pytest.raises(InvalidRequest, match=r"x: 9 items, from 1 to 8"):
+        await inference.infer(InferRequest("scale", (tensor("x", "FP32", np.zeros((9, 3))),)))
 
 
 async def test_outputs_are_those_asked_for_in_that_order(inference: Inference) -> None:
@@ -201,9 +201,13 @@ WRONG: list[tuple[InferRequest, str]] = [
     (image_request(parameters={"lora": "bold:x"}), "lora: expected name:scale"),
     (image_request(parameters={"lora": "bold:99"}), "lora: expected name:scale"),
     (image_request(prompts=["a"] * 5), "prompt: 5 items, from 1 to 4 are allowed"),
+    (InferRequest("adder", (text_tensor("text_input", ["a"] * 6),)), "text_input: 6 items, from 1 to 5 are allowed"),
+    (InferRequest("minilm", (text_tensor("text", ["a"] * 7),)), "text: 7 items, from 1 to 6 are allowed"),
     (image_request(prompts=[""]), "prompt: String should have at least 1 character"),
     (InferRequest("flux", (text_tensor("prompt", []),)), "prompt: 0 items"),
     (InferRequest("flux", (TensorValue("prompt", "BYTES", np.array([b"\xff"], object)),)), "prompt: not UTF-8"),
+    (InferRequest("flux", (text_tensor("prompt", ["a"]),), id="x" * 1025), "id: 1025 characters, at most 1024"),
+    (image_request(parameters={str(key): 0 for key in range(257)}), "parameters: 257 of them, at most 256"),
     (image_request(parameters={"priority": -1}), "priority: expected a whole number from 0 to 100, got -1"),
     (image_request(parameters={"priority": 101}), "priority"),
     (image_request(parameters={"priority": 1.0}), "priority"),
