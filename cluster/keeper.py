@@ -8,13 +8,14 @@ when the byte budget needs room. A keeper that dies loses only what no replica h
 from __future__ import annotations
 
 import concurrent.futures
+import functools
 import logging
 import threading
 import uuid
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, TypeVar
 
 import ray
 
@@ -25,7 +26,7 @@ from cluster.keeping.extent_loading import ExtentLoader, Offers
 from cluster.keeping.held_extents import MAX_WAIT_S, HeldExtents
 from cluster.keeping.holder_watch import HolderProcess, HolderWatch
 from cluster.keeping.load_clock import LoadClock
-from cluster.keeping.object_store import DEFAULT_SHARE, MAX_SHARE, ObjectStore, StoreFull
+from cluster.keeping.object_store import DEFAULT_SHARE, MAX_SHARE, NewObject, ObjectStore, StoreFull, let_go
 from cluster.keeping.residents import Held
 from cluster.peers.peer_link import Directory, PeerLink, RayDirectory
 from cluster.telemetry import LoadMetrics
@@ -33,13 +34,13 @@ from weights.errors import BudgetExceeded
 from weights.manifest import ExtentRef
 from weights.memory.host_pool import HostBufferPool
 from weights.memory.pages import ByteArray
-from weights.reading.extents import ExtentReader
+from weights.reading.extents import ExtentReader, reading_order
 from weights.reading.planning import ReadPlanner
 from weights.reading.report import StageClock, StageFigures
 
 __all__ = ["KeeperStats", "NodeKeeper", "keeper_class"]
 
-STAGING_BYTES: Final = 384 * 2**20  # six extents of 64 MiB: some are being read while others are put
+STAGING_BYTES: Final = 384 * 2**20  # twelve reads of 32 MiB: some arrive while others are copied
 CALL_THREADS: Final = 128  # callers that wait for an extent, or for room, each hold one
 CONTROL_THREADS: Final = 4  # and those that give back never wait behind them
 MAX_NAMED_CORRUPT: Final = 20
@@ -47,13 +48,15 @@ MAX_CONDEMNED: Final = 1000  # copies that are told to replicas, which ask every
 
 logger = logging.getLogger("atelier.keeper")
 
+Result = TypeVar("Result")
+
 
 class Store(Protocol):
     """Where extents are shared from."""
 
     capacity_bytes: int
 
-    def put(self, array: ByteArray, used_bytes: int) -> tuple[Any, ByteArray]: ...
+    def create(self, nbytes: int, used_bytes: int) -> NewObject: ...
 
     def populate(self) -> None: ...
 
@@ -69,7 +72,7 @@ class NodeKeeper:
     """The bytes of one node. Thread-safe: Ray calls it from a pool of threads. Made by `keeper_class`.
 
     Without `budget_bytes` it keeps its share of the node's object store. `staging_bytes` bounds the memory that
-    extents pass through; a larger extent gets its own for that one time.
+    extents pass through, however large they are.
     `registry` is the name and namespace of the actor that knows the other nodes. `audit_bytes_per_s` 0: no audit.
     `populate` makes the object store's pages at start, in the background; otherwise the first puts pay for them.
     `host` is where other nodes may ask for extents; default: the node's own address.
@@ -114,21 +117,20 @@ class NodeKeeper:
         self._stages = StageClock()
         self._metrics = LoadMetrics(node_id) if in_actor else None
         self._counting = threading.Lock()
+        self._writing_bytes = 0
         self._bytes: dict[Source, int] = {"storage": 0, "peer": 0, "adopted": 0}
         self._corrupt: deque[str] = deque(maxlen=MAX_NAMED_CORRUPT)
         self._condemned: deque[str] = deque(maxlen=MAX_CONDEMNED)
         self._pins: Mapping[str, Sequence[str]] = {}
         self._num_corrupt = 0
         was_restarted = in_actor and store is None and ray.get_runtime_context().was_current_actor_reconstructed
-        self._adoption = Adoption(
-            self._held, self._refuse, verify=verify, wait_s=adoption_s if was_restarted else 0.0
-        )
+        self._adoption = Adoption(self._held, self._refuse, verify=verify, wait_s=adoption_s if was_restarted else 0.0)
         directory = directory or (RayDirectory(*registry) if registry else None)
         if host is None:
             host = ray.util.get_node_ip_address() if in_actor else "127.0.0.1"
         self._link = PeerLink(directory, node_id, host, self._view, self._held.ids) if directory else None
         reader = ExtentReader(self._packs, self._pool, self._planner, verify=verify)
-        self._loader = ExtentLoader(reader, self._pool, self._link)
+        self._loader = ExtentLoader(reader, self._link)
         self._watch = HolderWatch(self._held.end_holder)
         self._audit = Audit(self._held.ids, self._held.held, self._condemn, audit_bytes_per_s or float("inf"))
         if audit_bytes_per_s:
@@ -271,7 +273,7 @@ class NodeKeeper:
     def _load_all(self, extents: Sequence[ExtentRef]) -> LoadClock:
         clock = LoadClock(self._stages, self._pool, self._planner, self._packs, self._plan, verified=self._verify)
         offers: Offers = self._link.locate([extent.id for extent in extents]) if self._link and extents else {}
-        for extent in extents:
+        for extent in reading_order(extents, self._plan.strategy):
             try:
                 self._threads.submit(self._load, extent, offers, clock)
             except RuntimeError as error:  # the interpreter is ending, or has no thread to give
@@ -281,26 +283,49 @@ class NodeKeeper:
     def _load(self, extent: ExtentRef, offers: Offers, clock: LoadClock) -> None:
         """In a reader thread. Whatever happens, those who wait hear of it."""
         try:
-            loaded = self._loader.load(extent, offers.get(extent.id, ()), self._put, clock)
-            if self._metrics:
-                self._metrics.loaded(self._stages.figures())
+            ref, view, source = self._bring(extent, offers, clock)
         except Exception as error:
+            let_go(error)
             self._held.failed(extent.id, error)
             return
-        self._count(loaded.source, extent.nbytes)
-        clock.came_from(loaded.source, extent.nbytes)
-        ref, view = loaded.result
-        self._held.loaded(extent.id, ref, view, loaded.source)
+        self._count(source, extent.nbytes)
+        clock.came_from(source, extent.nbytes)
+        self._held.loaded(extent.id, ref, view, source)
 
-    def _put(self, extent: ExtentRef, array: ByteArray) -> tuple[Any, ByteArray]:
-        # A put copies, so the staging buffer is free for the next extent as soon as it returns.
+    def _bring(self, extent: ExtentRef, offers: Offers, clock: LoadClock) -> tuple[Any, ByteArray, Source]:
+        @functools.cache
+        def created() -> NewObject:
+            with clock.measure("put", extent.nbytes):
+                found = self._with_room(extent, lambda: self._store.create(extent.nbytes, self._used_bytes))
+            self._count_writing(extent.nbytes)
+            return found
+
+        try:
+            source = self._loader.load(extent, offers.get(extent.id, ()), lambda: created().out, clock)
+            ref, view = self._with_room(extent, created().seal)
+        finally:
+            self._count_writing(-extent.nbytes * created.cache_info().currsize)
+        if self._metrics:
+            self._metrics.loaded(self._stages.figures())
+        return ref, view, source
+
+    def _with_room(self, extent: ExtentRef, put: Callable[[], Result]) -> Result:
         while True:
             try:
-                return self._store.put(array, self._held.totals().resident_bytes)
+                return put()
             except StoreFull as error:
                 # Within the budget, but not in one piece, or something that is not weights is in the way.
                 if not self._held.shed(extent.nbytes):
                     raise BudgetExceeded(f"{error} ({self._held.holders_text()})") from None
+
+    @property
+    def _used_bytes(self) -> int:
+        """Of the object store, with what is being written."""
+        return self._held.totals().resident_bytes + self._writing_bytes
+
+    def _count_writing(self, nbytes: int) -> None:
+        with self._counting:
+            self._writing_bytes += nbytes
 
     def _view(self, id_: str) -> ByteArray | None:
         held = self._held.held(id_)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Final, Protocol
+from dataclasses import replace
+from typing import Final, Protocol
 
 from cluster.errors import PeerUnavailable
 from cluster.keeper_records import Source
@@ -28,13 +27,11 @@ from cluster.peers.peer_client import PeerClient
 from cluster.peers.peer_protocol import PeerAddress
 from weights.errors import ExtentCorrupt
 from weights.manifest import ExtentRef
-from weights.memory.host_pool import HostBufferPool
-from weights.memory.pages import ByteArray, allocate_pages
-from weights.reading.extents import ExtentReader
+from weights.memory.pages import ByteArray
+from weights.reading.extents import ExtentReader, Place
 from weights.reading.report import StageClock
 
 Offers = Mapping[str, Sequence[PeerOffer | ComingOffer]]
-Sink = Callable[[ExtentRef, ByteArray], Any]
 
 POLL_S: Final = 0.05
 # Longer than that nobody waits for another node to have an extent: storage has it too.
@@ -55,28 +52,18 @@ class Peers(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """What the sink made of an extent, and where its bytes came from."""
-
-    result: Any
-    source: Source
-
-
 class ExtentLoader:
     """Thread-safe. A peer that fails or gives other bytes is only a detour: storage has the last word."""
 
     def __init__(
         self,
         reader: ExtentReader,
-        pool: HostBufferPool,
         peers: Peers | None,
         *,
         clock: Callable[[], float] = time.perf_counter,
         pause: Callable[[float], None] = time.sleep,
     ) -> None:
         self._reader = reader
-        self._pool = pool
         self._peers = peers
         self._clock = clock
         self._pause = pause
@@ -87,16 +74,17 @@ class ExtentLoader:
         self._num_fetching: Counter[PeerAddress] = Counter()
 
     def load(
-        self, extent: ExtentRef, offers: Sequence[PeerOffer | ComingOffer], sink: Sink, stages: StageClock
-    ) -> Loaded:
-        """Raises what ExtentReader.load raises, and what the sink does."""
+        self, extent: ExtentRef, offers: Sequence[PeerOffer | ComingOffer], place: Place, stages: StageClock
+    ) -> Source:
+        """Fill the memory that `place` gives, the same each time; returns where the bytes came from.
+
+        Raises what ExtentReader.read_into raises.
+        """
         plan = self._plan(extent, offers)
-        if isinstance(plan, FromPeers):
-            with self._staging(extent.nbytes) as out:
-                if self._fetched(plan, extent, out, stages):
-                    with stages.measure("put", extent.nbytes):
-                        return Loaded(sink(extent, out), "peer")
-        return Loaded(self._read(extent, sink, stages), "storage")
+        if isinstance(plan, FromPeers) and self._fetched(plan, extent, place(), stages):
+            return "peer"
+        self._read(extent, place, stages)
+        return "storage"
 
     def reload_rate(self, source: Source) -> float | None:
         """Seconds that a byte would take to get again, alone; None when nothing is measured. A peer gives once more."""
@@ -174,31 +162,25 @@ class ExtentLoader:
                 self._peer_estimates[share.address] = known.observe(share.nbytes, share.seconds, num_sharing)
         return True
 
-    def _read(self, extent: ExtentRef, sink: Sink, stages: StageClock) -> Any:
-        put_s = 0.0
+    def _read(self, extent: ExtentRef, place: Place, stages: StageClock) -> None:
+        place_s = 0.0
 
-        def timed(extent: ExtentRef, array: ByteArray) -> Any:
-            nonlocal put_s
-            start_s = self._clock()
-            result = sink(extent, array)
-            put_s = self._clock() - start_s
-            return result
+        def timed() -> ByteArray:
+            nonlocal place_s
+            begin_s = self._clock()
+            out = place()
+            place_s = self._clock() - begin_s
+            return out
 
         start_s = self._clock()
         with self._lock:
             self._num_reading += 1
         try:
-            result = self._reader.load(extent, timed, stages)
+            self._reader.read_into(extent, timed, stages)
         finally:
             with self._lock:
                 num_sharing = self._num_reading
                 self._num_reading -= 1
         with self._lock:
-            # A put takes as long for a peer's bytes.
-            self._storage = self._storage.observe(extent.nbytes, self._clock() - start_s - put_s, num_sharing)
-        return result
-
-    def _staging(self, nbytes: int) -> contextlib.AbstractContextManager[ByteArray]:
-        if nbytes <= self._pool.max_bytes:
-            return self._pool.acquire(nbytes)
-        return contextlib.nullcontext(allocate_pages(nbytes))
+            # A peer's bytes need a place as well.
+            self._storage = self._storage.observe(extent.nbytes, self._clock() - start_s - place_s, num_sharing)

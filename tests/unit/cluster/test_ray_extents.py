@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import ray
-
 from unit.cluster.local_keeper import Ref, fail_with, ray_get
 
 from cluster.errors import KeeperFailed

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import xxhash
 
@@ -58,9 +59,7 @@ class FakePeers:
         found = self.located.pop(0) if len(self.located) > 1 else self.located[0]
         return dict.fromkeys(ids, found)
 
-    def fetch(
-        self, addresses: Sequence[PeerAddress], extent: ExtentRef, out: Any, *, min_gbps: float
-    ) -> Fetched:
+    def fetch(self, addresses: Sequence[PeerAddress], extent: ExtentRef, out: Any, *, min_gbps: float) -> Fetched:
         self.fetched.append(tuple(addresses))
         if self.error:
             raise self.error
@@ -79,10 +78,10 @@ class SlowReader(ExtentReader):
         self.gbps = 1.0
         self.num_reads = 0
 
-    def load(self, extent: ExtentRef, sink: Any, stages: StageClock) -> Any:
+    def read_into(self, extent: ExtentRef, place: Any, stages: StageClock) -> None:
         self.num_reads += 1
         self.ticks.now_s += extent.nbytes / self.gbps / 1e9
-        return super().load(extent, sink, stages)
+        super().read_into(extent, place, stages)
 
 
 @pytest.fixture
@@ -118,17 +117,14 @@ def reader(tmp_path: Path, pool: HostBufferPool, clock: Clock) -> SlowReader:
 
 
 @pytest.fixture
-def loader(reader: SlowReader, pool: HostBufferPool, peers: FakePeers, clock: Clock) -> ExtentLoader:
-    return ExtentLoader(reader, pool, peers, clock=clock, pause=clock.pause)
-
-
-def copy(extent: ExtentRef, array: Any) -> bytes:
-    return array.tobytes()
+def loader(reader: SlowReader, peers: FakePeers, clock: Clock) -> ExtentLoader:
+    return ExtentLoader(reader, peers, clock=clock, pause=clock.pause)
 
 
 def load(loader: ExtentLoader, extent: ExtentRef, *offers: PeerOffer | ComingOffer) -> tuple[bytes, str]:
-    loaded = loader.load(extent, offers, copy, StageClock())
-    return loaded.result, loaded.source
+    out = np.zeros(extent.nbytes, np.uint8)
+    source = loader.load(extent, offers, lambda: out, StageClock())
+    return out.tobytes(), source
 
 
 def test_what_nobody_offers_comes_from_storage(loader, extent, data: bytes, peers: FakePeers) -> None:
@@ -168,11 +164,12 @@ def test_a_peer_that_was_measured_to_be_faster_is_asked(loader, extent, reader: 
     assert loader.reload_rate("adopted") == pytest.approx(1 / 1e9)
 
 
-def test_a_put_does_not_count_against_storage(loader, extent, clock: Clock, reader: SlowReader) -> None:
-    def slow_put(extent: ExtentRef, array: Any) -> None:
+def test_making_the_place_does_not_count_against_storage(loader, extent, clock: Clock) -> None:
+    def slow_place() -> Any:
         clock.now_s += 10.0
+        return np.zeros(extent.nbytes, np.uint8)
 
-    loader.load(extent, (), slow_put, StageClock())
+    loader.load(extent, (), slow_place, StageClock())
     assert loader.reload_rate("storage") == pytest.approx(1 / 1e9)
 
 
@@ -183,8 +180,8 @@ def test_a_peer_that_fails_is_a_detour(loader, extent, data: bytes, peers: FakeP
     assert peers.fetched == [(HERE,)]
 
 
-def test_a_sink_that_fails_is_no_detour(loader, extent, reader: SlowReader) -> None:
-    def full(extent: ExtentRef, array: Any) -> None:
+def test_a_place_that_cannot_be_made_is_no_detour(loader, extent, reader: SlowReader) -> None:
+    def full() -> Any:
         raise BudgetExceeded("no room")
 
     with pytest.raises(BudgetExceeded, match="no room"):
@@ -218,15 +215,3 @@ def test_the_wait_for_another_node_is_bounded(loader, extent, data: bytes, peers
     peers.located = [[GETS_IT]]
     assert load(loader, extent, GETS_IT) == (data, "storage")
     assert MAX_PEER_WAIT_S <= clock.now_s < MAX_PEER_WAIT_S + 1
-
-
-def test_an_extent_larger_than_the_staging_memory_comes_from_a_peer_too(
-    reader: SlowReader, peers: FakePeers, extent, data: bytes, make: Callable[[int], HostBufferPool]
-) -> None:
-    loader = ExtentLoader(reader, make(4096), peers)
-    assert load(loader, extent, HAS_IT) == (data, "peer")
-
-
-@pytest.fixture
-def make() -> Callable[[int], HostBufferPool]:
-    return HostBufferPool
