@@ -33,14 +33,15 @@ def bench_load(
     rounds: Annotated[int, typer.Option(min=1, help="Every loader loads this often, in turn.")] = 5,
     peers: Annotated[bool, typer.Option("--peers/--no-peers", help="Beside other loaders.")] = True,
     work_dir: Annotated[Path | None, typer.Option(help="On the disk to be measured; default: temporary.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the order in which loaders take turns.")] = 0,
     as_json: Json = False,
 ) -> None:
     """Cold and warm loads into shared memory, beside other loaders and the raw disk."""
     from deployments.bench.load import run
     from deployments.bench.report import print_load_figures
 
-    with err.status("measuring: writes some 10 GB and takes some minutes"):
-        figures = run(model, shape, rounds, peers, work_dir)
+    with err.status("measuring: writes some 35 GB and takes some minutes"):
+        figures = run(model, shape, rounds, peers, work_dir, seed)
     print_load_figures(figures, as_json)
 
 

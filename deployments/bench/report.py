@@ -49,7 +49,9 @@ def print_load_figures(figures: dict[str, Any], as_json: bool) -> None:
     best = figures["ratio_best_peer"]
     console.print(
         f"{figures['bytes'] / 1e9:.2f} GB in {figures['num_tensors']} tensors, medians of {figures['rounds']} rounds; "
-        f"ours / raw {figures['ratio_raw']:.2f}" + (f", ours / best peer {best:.2f}" if best else "") + "; "
+        f"raw reads {figures['raw_reads']}; ours / raw {figures['ratio_raw']:.2f}"
+        + (f", ours / best peer {best:.2f}" if best else "")
+        + "; "
         f"verification costs {figures['verification_cost']:.1%}; "
         + ("all loaders gave the same bytes" if figures["verified"] else "[red]loaders gave DIFFERENT bytes[/red]")
     )

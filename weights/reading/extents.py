@@ -179,7 +179,7 @@ class ExtentReader:
         for start in range(0, array.nbytes, PIECE_BYTES):
             piece = array[start : start + PIECE_BYTES]
             if self._verify:
-                digest.update(piece)
+                digest.update(piece.data)
             out[start : start + PIECE_BYTES] = piece
 
 
