@@ -15,14 +15,19 @@ err = Console(stderr=True)
 
 
 @app.command("serve")
-def bench_serve(config: ConfigPath = DEFAULT_CONFIG, rounds: int = 15, as_json: Json = False) -> None:
+def bench_serve(
+    config: ConfigPath = DEFAULT_CONFIG,
+    rounds: Annotated[int, typer.Option(min=1, max=80, help="Every request is made this often, in turn.")] = 15,
+    seed: Annotated[int, typer.Option(help="Of the texts.")] = 0,
+    as_json: Json = False,
+) -> None:
     """The demo cluster beside stock diffusers and transformers in one process."""
     from configs.loading import load_cluster_config
     from deployments.bench.report import print_figures
     from deployments.bench.serve import run
 
     with err.status("measuring: starts a cluster and a stock process, takes some minutes"):
-        figures = run(load_cluster_config(config), str(config), rounds)
+        figures = run(load_cluster_config(config), str(config), rounds, seed)
     print_figures(figures, as_json)
 
 

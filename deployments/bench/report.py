@@ -14,12 +14,11 @@ def print_figures(figures: dict[str, Any], as_json: bool) -> None:
     if as_json:
         sys.stdout.write(json.dumps(figures) + "\n")
         return
-    table = Table("what", "Atelier ms", "stock ms", "stock / Atelier")
+    table = Table("what", "Atelier ms", "stock ms", "stock / Atelier", "of ours from the cache")
     for line in figures["figures"]:
-        stock, ratio = line["stock_ms"], line["ratio"]
-        table.add_row(
-            line["what"], f"{line['ours_ms']:.1f}", f"{stock:.1f}" if stock else "", f"{ratio:.2f}" if ratio else ""
-        )
+        cached = "" if line["cached"] is None else f"{line['cached']} of {line['answers']}"
+        row = (f"{line['ours_ms']:.1f}", f"{line['stock_ms']:.1f}", f"{line['ratio']:.2f}", cached)
+        table.add_row(line["what"], *row)
     console = Console()
     console.print(table)
     overhead = "  ".join(f"{kind} {ms:.1f} ms" for kind, ms in figures["http_overhead_ms"].items())
