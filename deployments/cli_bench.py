@@ -104,3 +104,12 @@ def bench_dedup(models: Path = Path("infra/demo/models"), as_json: Json = False)
     from deployments.bench.report import print_dedup_figures
 
     print_dedup_figures(measure(models), as_json)
+
+
+@app.command("evict")
+def bench_evict(as_json: Json = False) -> None:
+    """Bytes that eviction moves on a heavy-tailed trace, beside least recent use; simulated."""
+    from deployments.bench.eviction import measure
+    from deployments.bench.report import print_eviction_figures
+
+    print_eviction_figures(measure(), as_json)

@@ -71,3 +71,13 @@ def print_dedup_figures(figures: dict[str, Any], as_json: bool) -> None:
         sizes = [f"{found[name] / 1e6:.2f} MB" for name in ("given_bytes", "stored_bytes", "disk_bytes")]
         table.add_row(layout, *sizes, f"{found['stored_per_given']:.3f}")
     Console().print(table)
+
+
+def print_eviction_figures(figures: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        sys.stdout.write(json.dumps(figures) + "\n")
+        return
+    table = Table("budget / popular bytes", "LRU that counts models / ours", "LRU over bytes / ours")
+    for share, found in figures["shares"].items():
+        table.add_row(share, f"{found['by_count']:.2f}", f"{found['by_bytes']:.2f}")
+    Console().print(table)
