@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import ray
+
 from unit.cluster.local_keeper import Ref, fail_with, ray_get
 
 from cluster.errors import KeeperFailed

@@ -10,8 +10,8 @@ import diffusers
 import pytest
 from pydantic import ValidationError
 
-from cluster.errors import KeeperFailed
 from configs.model import GenerationDefaults
+from cluster.errors import KeeperFailed
 from deployments.defaults import with_image_defaults, with_text_defaults
 from deployments.engines.protocol import ComputationFailed, EngineError
 from deployments.errors import (
