@@ -297,14 +297,15 @@ class NodeKeeper:
         def created() -> NewObject:
             with clock.measure("put", extent.nbytes):
                 found = self._with_room(extent, lambda: self._store.create(extent.nbytes, self._used_bytes))
-            self._count_writing(extent.nbytes)
+            self._count_writing(found.reserved_bytes)
             return found
 
         try:
             source = self._loader.load(extent, offers.get(extent.id, ()), lambda: created().out, clock)
-            ref, view = self._with_room(extent, created().seal)
+            ref, view = self._with_room(extent, lambda: created().seal(self._used_bytes))
         finally:
-            self._count_writing(-extent.nbytes * created.cache_info().currsize)
+            if created.cache_info().currsize:
+                self._count_writing(-created().reserved_bytes)
         if self._metrics:
             self._metrics.loaded(self._stages.figures())
         return ref, view, source

@@ -41,10 +41,14 @@ class StoreFull(BudgetExceeded):
 
 @dataclass(frozen=True)
 class NewObject:
-    """An object that is being written. `out` is its memory, uint8; `seal` ends that and gives reference and view."""
+    """An object that is being written. `out` is its memory, uint8, of which `reserved_bytes` are in the store already.
+
+    `seal` ends the writing and gives reference and view. It takes what is in the store beside, and may raise StoreFull.
+    """
 
     out: ByteArray
-    seal: Callable[[], tuple[Any, ByteArray]]
+    reserved_bytes: int
+    seal: Callable[[int], tuple[Any, ByteArray]]
 
 
 def let_go(error: BaseException) -> None:
@@ -79,15 +83,15 @@ class ObjectStore:
         self._touched_bytes = max(self._touched_bytes, populate_store())
 
     def create(self, nbytes: int, used_bytes: int) -> NewObject:
-        """Room for an object, to be written by who asked and by nobody else. Raises StoreFull, `seal` may do so too."""
+        """Room for an object, to be written by who asked and by nobody else. Raises StoreFull."""
         # Ray keeps what is small out of shared memory.
         if nbytes < PROBE_BYTES or not self.writes_in_place:
             private = allocate_pages(nbytes)
-            return NewObject(private, lambda: self.put(private, used_bytes))
+            return NewObject(private, 0, lambda used_bytes: self.put(private, used_bytes))
         # Pages that nobody has written to are all the same one.
         ref, view = self.put(allocate_pages(nbytes), used_bytes)
         # HAZARD: nobody else may have the reference yet. The view keeps Ray from moving the object to disk meanwhile.
-        return NewObject(_writable(view), lambda: (ref, view))
+        return NewObject(_writable(view), nbytes, lambda _: (ref, view))
 
     def put(self, array: ByteArray, used_bytes: int) -> tuple[Any, ByteArray]:
         """Reference and view of a copy; `used_bytes` are in the store already. Raises StoreFull."""

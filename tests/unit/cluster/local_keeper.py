@@ -47,7 +47,7 @@ class FakeStore:
         self.used_bytes.append(used_bytes)
         ref = Ref(np.zeros(nbytes, np.uint8))
         self.written = weakref.ref(ref.array)
-        return NewObject(ref.array, lambda: (ref, ref.array))
+        return NewObject(ref.array, nbytes, lambda _: (ref, ref.array))
 
 
 class ActorHandle:

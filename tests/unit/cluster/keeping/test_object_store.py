@@ -142,13 +142,14 @@ def test_what_is_written_to_a_new_object_is_what_others_see(fake: FakeRay, nbyte
     data = np.random.default_rng().integers(0, 256, nbytes, np.uint8)
     created = store.create(nbytes, 0)
     created.out[:] = data
-    ref, view = created.seal()
+    ref, view = created.seal(0)
     assert np.array_equal(ref, data)
     assert np.array_equal(view, data)
     assert not view.flags.writeable
     assert store.writes_in_place == is_writable
     # Once: a large one only as zeros, which are written over where they lie.
     in_place = is_writable and nbytes >= PROBE_BYTES
+    assert created.reserved_bytes == (nbytes if in_place else 0)
     assert np.shares_memory(created.out, view) == (in_place and nbytes > 0)
 
 
@@ -159,7 +160,17 @@ def test_there_is_no_new_object_without_room(fake: FakeRay) -> None:
         store.create(PROBE_BYTES, 0)
     small = store.create(10, 0)
     with pytest.raises(StoreFull, match="no room for 10 bytes"):
-        small.seal()
+        small.seal(0)
+
+
+def test_what_is_put_at_the_end_looks_for_room_as_it_is_then(fake: FakeRay) -> None:
+    store = ObjectStore("n", environ={})
+    small = store.create(10, 0)
+    store.put(DATA, 500)
+    fake.free_bytes = 9
+    with pytest.raises(StoreFull, match="10 bytes are needed, 9 are free"):
+        small.seal(495)
+    assert small.seal(490)
 
 
 def test_the_memory_of_an_object_lives_as_long_as_somebody_may_write_to_it(fake: FakeRay) -> None:
