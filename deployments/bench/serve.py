@@ -46,6 +46,7 @@ LOOKS = [
 ]
 WAYS = ["handwritten", "drawn", "painted", "printed", "scribbled", "written"]
 DIGITS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
+NOT_STOCK = ("texts-bert", "texts-head")  # an encoder and a head: no pipeline, and no language model
 SDXL_GUIDANCE = 4.0
 STEPS = 16
 SEED = 0  # of the noise
@@ -137,10 +138,15 @@ def run(config: ClusterConfig, config_path: str, rounds: int = 15, seed: int = 0
 
 def _start_peer(config: ClusterConfig, paths: dict[str, str]) -> Peer:
     peer = Peer(config.worker.num_threads or max(1, round(config.worker.num_cpus)))
-    for model in config.models:
-        if isinstance(model, ModelConfig) and model.component is None:
-            peer.ask("load", model=model.id, path=paths[model.id], drop=[])
+    for id_ in stock_models(config):
+        peer.ask("load", model=id_, path=paths[id_], drop=[])
     return peer
+
+
+def stock_models(config: ClusterConfig) -> list[str]:
+    """What the peer loads: whole models of the config that are a pipeline or a language model."""
+    whole = [model.id for model in config.models if isinstance(model, ModelConfig) and model.component is None]
+    return [id_ for id_ in whole if id_ not in NOT_STOCK]
 
 
 def _first_and_warm(

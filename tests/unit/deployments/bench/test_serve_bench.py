@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from deployments.bench.serve import Answer, _line, fresh_prompts, fresh_questions
+from configs.loading import load_cluster_config
+from deployments.bench.serve import Answer, _line, fresh_prompts, fresh_questions, stock_models
 
+DEMO = Path(__file__).parents[4] / "configs/clusters/demo.yaml"
 MAX_ROUNDS = 80  # of the command line
 
 
@@ -16,6 +20,17 @@ def test_no_text_comes_twice_and_there_are_enough_for_all_rounds() -> None:
     prompts, questions = list(fresh_prompts(1)), list(fresh_questions(1))
     assert len(set(prompts)) == len(prompts) >= 3 * (MAX_ROUNDS + 1) + 3 * MAX_ROUNDS + 4 * MAX_ROUNDS
     assert len(set(questions)) == len(questions) >= MAX_ROUNDS + 1 + 4 * MAX_ROUNDS
+
+
+def test_the_peer_is_given_what_it_can_load() -> None:
+    config = load_cluster_config(DEMO)
+    paths = {model.id: Path(model.path) for model in config.models}
+    found = stock_models(config)
+    assert {"digits-flux", "digits-sdxl", "adder"} <= set(found)
+    for id_ in found:
+        if not (paths[id_] / "model_index.json").exists():
+            architectures = json.loads((paths[id_] / "config.json").read_text())["architectures"]
+            assert [name for name in architectures if name.endswith("ForCausalLM")]
 
 
 def test_a_seed_says_which_texts() -> None:
