@@ -8,24 +8,26 @@ when the byte budget needs room. A keeper that dies loses only what no replica h
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
+import functools
 import logging
 import threading
 import uuid
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, TypeVar
 
 import ray
 
 from cluster.keeper_records import Acquired, Greeting, HeldOffer, KeeperStats, ResidentExtent, Source, copy_name
 from cluster.keeping.adoption import ADOPTION_S, Adoption
 from cluster.keeping.audit import AUDIT_BYTES_PER_S, Audit
-from cluster.keeping.extent_loading import ExtentLoader
+from cluster.keeping.extent_loading import ExtentLoader, Writing
 from cluster.keeping.held_extents import MAX_WAIT_S, HeldExtents
 from cluster.keeping.holder_watch import HolderProcess, HolderWatch
 from cluster.keeping.load_clock import LoadClock
-from cluster.keeping.object_store import DEFAULT_SHARE, MAX_SHARE, ObjectStore, StoreFull
+from cluster.keeping.object_store import DEFAULT_SHARE, MAX_SHARE, NewObject, ObjectStore, StoreFull, let_go
 from cluster.keeping.residents import Held
 from cluster.peers.peer_link import Directory, PeerLink, RayDirectory
 from cluster.telemetry import LoadMetrics
@@ -33,13 +35,13 @@ from weights.errors import BudgetExceeded
 from weights.manifest import ExtentRef
 from weights.memory.host_pool import HostBufferPool
 from weights.memory.pages import ByteArray
-from weights.reading.extents import ExtentReader
+from weights.reading.extents import ExtentReader, reading_order
 from weights.reading.planning import ReadPlanner
 from weights.reading.report import StageClock, StageFigures
 
 __all__ = ["KeeperStats", "NodeKeeper", "keeper_class"]
 
-STAGING_BYTES: Final = 384 * 2**20  # six extents of 64 MiB: some are being read while others are put
+STAGING_BYTES: Final = 384 * 2**20  # twelve reads of 32 MiB: some arrive while others are copied
 CALL_THREADS: Final = 128  # callers that wait for an extent, or for room, each hold one
 CONTROL_THREADS: Final = 4  # and those that give back never wait behind them
 MAX_NAMED_CORRUPT: Final = 20
@@ -47,13 +49,15 @@ MAX_CONDEMNED: Final = 1000  # copies that are told to replicas, which ask every
 
 logger = logging.getLogger("atelier.keeper")
 
+Result = TypeVar("Result")
+
 
 class Store(Protocol):
     """Where extents are shared from."""
 
     capacity_bytes: int
 
-    def put(self, array: ByteArray, used_bytes: int) -> tuple[Any, ByteArray]: ...
+    def create(self, nbytes: int, used_bytes: int) -> NewObject: ...
 
     def populate(self) -> None: ...
 
@@ -69,7 +73,7 @@ class NodeKeeper:
     """The bytes of one node. Thread-safe: Ray calls it from a pool of threads. Made by `keeper_class`.
 
     Without `budget_bytes` it keeps its share of the node's object store. `staging_bytes` bounds the memory that
-    extents pass through; a larger extent gets its own for that one time.
+    extents pass through, however large they are.
     `registry` is the name and namespace of the actor that knows the other nodes. `audit_bytes_per_s` 0: no audit.
     `populate` makes the object store's pages at start, in the background; otherwise the first puts pay for them.
     `host` is where other nodes may ask for extents; default: the node's own address.
@@ -114,6 +118,7 @@ class NodeKeeper:
         self._stages = StageClock()
         self._metrics = LoadMetrics(node_id) if in_actor else None
         self._counting = threading.Lock()
+        self._writing_bytes = 0
         self._bytes: dict[Source, int] = {"storage": 0, "peer": 0, "adopted": 0}
         self._corrupt: deque[str] = deque(maxlen=MAX_NAMED_CORRUPT)
         self._condemned: deque[str] = deque(maxlen=MAX_CONDEMNED)
@@ -126,7 +131,7 @@ class NodeKeeper:
             host = ray.util.get_node_ip_address() if in_actor else "127.0.0.1"
         self._link = PeerLink(directory, node_id, host, self._view, self._held.ids) if directory else None
         reader = ExtentReader(self._packs, self._pool, self._planner, verify=verify)
-        self._loader = ExtentLoader(reader, self._pool, self._link)
+        self._loader = ExtentLoader(reader, self._link)
         self._watch = HolderWatch(self._held.end_holder)
         self._audit = Audit(self._held.ids, self._held.held, self._condemn, audit_bytes_per_s or float("inf"))
         if audit_bytes_per_s:
@@ -268,7 +273,7 @@ class NodeKeeper:
 
     def _load_all(self, extents: Sequence[ExtentRef]) -> LoadClock:
         clock = LoadClock(self._stages, self._pool, self._planner, self._packs, self._plan, verified=self._verify)
-        self._loader.expect(extents, clock)
+        self._loader.expect(reading_order(extents, self._plan.strategy), clock)
         for _ in extents:
             try:
                 self._threads.submit(self._load_next)
@@ -279,11 +284,12 @@ class NodeKeeper:
 
     def _load_next(self) -> None:
         """In a reader thread. Whatever happens, those who wait hear of it."""
-        loaded = self._loader.load_next(self._put)
+        loaded = self._loader.load_next(self._writing)
         if loaded is None:
             return
         id_, nbytes = loaded.extent.id, loaded.extent.nbytes
         if loaded.error:
+            let_go(loaded.error)
             self._held.failed(id_, loaded.error)
             return
         self._count(loaded.source, nbytes)
@@ -292,15 +298,42 @@ class NodeKeeper:
         if self._metrics:
             self._metrics.loaded(self._stages.figures())
 
-    def _put(self, extent: ExtentRef, array: ByteArray) -> tuple[Any, ByteArray]:
-        # A put copies, so the staging buffer is free for the next extent as soon as it returns.
+    @contextlib.contextmanager
+    def _writing(self, extent: ExtentRef) -> Iterator[Writing]:
+        """Room in the store, made when there are bytes for it."""
+
+        @functools.cache
+        def created() -> NewObject:
+            found = self._with_room(extent, lambda: self._store.create(extent.nbytes, self._used_bytes))
+            self._count_writing(found.reserved_bytes)
+            return found
+
+        def seal() -> tuple[Any, ByteArray]:
+            return self._with_room(extent, lambda: created().seal(self._used_bytes))
+
+        try:
+            yield Writing(lambda: created().out, seal)
+        finally:
+            if created.cache_info().currsize:
+                self._count_writing(-created().reserved_bytes)
+
+    def _with_room(self, extent: ExtentRef, put: Callable[[], Result]) -> Result:
         while True:
             try:
-                return self._store.put(array, self._held.totals().resident_bytes)
+                return put()
             except StoreFull as error:
                 # Within the budget, but not in one piece, or something that is not weights is in the way.
                 if not self._held.shed(extent.nbytes):
                     raise BudgetExceeded(f"{error} ({self._held.holders_text()})") from None
+
+    @property
+    def _used_bytes(self) -> int:
+        """Of the object store, with what is being written."""
+        return self._held.totals().resident_bytes + self._writing_bytes
+
+    def _count_writing(self, nbytes: int) -> None:
+        with self._counting:
+            self._writing_bytes += nbytes
 
     def _view(self, id_: str) -> ByteArray | None:
         held = self._held.held(id_)

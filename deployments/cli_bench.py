@@ -15,14 +15,19 @@ err = Console(stderr=True)
 
 
 @app.command("serve")
-def bench_serve(config: ConfigPath = DEFAULT_CONFIG, rounds: int = 15, as_json: Json = False) -> None:
+def bench_serve(
+    config: ConfigPath = DEFAULT_CONFIG,
+    rounds: Annotated[int, typer.Option(min=1, max=80, help="Every request is made this often, in turn.")] = 15,
+    seed: Annotated[int, typer.Option(help="Of the texts.")] = 0,
+    as_json: Json = False,
+) -> None:
     """The demo cluster beside stock diffusers and transformers in one process."""
     from configs.loading import load_cluster_config
     from deployments.bench.report import print_figures
     from deployments.bench.serve import run
 
     with err.status("measuring: starts a cluster and a stock process, takes some minutes"):
-        figures = run(load_cluster_config(config), str(config), rounds)
+        figures = run(load_cluster_config(config), str(config), rounds, seed)
     print_figures(figures, as_json)
 
 
@@ -33,14 +38,15 @@ def bench_load(
     rounds: Annotated[int, typer.Option(min=1, help="Every loader loads this often, in turn.")] = 5,
     peers: Annotated[bool, typer.Option("--peers/--no-peers", help="Beside other loaders.")] = True,
     work_dir: Annotated[Path | None, typer.Option(help="On the disk to be measured; default: temporary.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the order in which loaders take turns.")] = 0,
     as_json: Json = False,
 ) -> None:
     """Cold and warm loads into shared memory, beside other loaders and the raw disk."""
     from deployments.bench.load import run
     from deployments.bench.report import print_load_figures
 
-    with err.status("measuring: writes some 10 GB and takes some minutes"):
-        figures = run(model, shape, rounds, peers, work_dir)
+    with err.status("measuring: writes some 35 GB and takes some minutes"):
+        figures = run(model, shape, rounds, peers, work_dir, seed)
     print_load_figures(figures, as_json)
 
 
@@ -98,3 +104,12 @@ def bench_dedup(models: Path = Path("infra/demo/models"), as_json: Json = False)
     from deployments.bench.report import print_dedup_figures
 
     print_dedup_figures(measure(models), as_json)
+
+
+@app.command("evict")
+def bench_evict(as_json: Json = False) -> None:
+    """Bytes that eviction moves on a heavy-tailed trace, beside least recent use; simulated."""
+    from deployments.bench.eviction import measure
+    from deployments.bench.report import print_eviction_figures
+
+    print_eviction_figures(measure(), as_json)

@@ -39,11 +39,7 @@ class LocalExtents:
         return self._last_report
 
     def fetch(self, extents: Sequence[ExtentRef]) -> Mapping[str, ByteArray]:
-        arrays: dict[str, ByteArray] = {}
-
-        def keep(extent: ExtentRef, array: ByteArray) -> None:
+        arrays, self._last_report = self._reader.read_all(extents, self._progress)
+        for array in arrays.values():
             array.flags.writeable = False
-            arrays[extent.id] = array
-
-        self._last_report = self._reader.stream(extents, keep, self._progress)
-        return {extent.id: arrays[extent.id] for extent in extents}
+        return arrays

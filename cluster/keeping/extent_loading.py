@@ -18,11 +18,9 @@ from cluster.peers.fetch_queue import Ask, Fetch, FetchQueue, Located, Question,
 from cluster.peers.peer_client import FetchFailed, PeerClient
 from weights.errors import ExtentCorrupt
 from weights.manifest import ExtentRef
-from weights.memory.host_pool import HostBufferPool
-from weights.memory.pages import ByteArray, allocate_pages
-from weights.reading.extents import ExtentReader
+from weights.memory.pages import ByteArray
+from weights.reading.extents import ExtentReader, Place
 
-Sink = Callable[[ExtentRef, ByteArray], Any]
 Pause = Callable[[threading.Condition, float], object]
 
 MAX_CLAIMS: Final = 16  # extents that one question may get this node to read: a node that is alone asks seldom
@@ -44,8 +42,23 @@ class Peers(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Writing:
+    """An extent on its way to where it is kept: `place` makes the memory, `seal` ends the writing and says what it is.
+
+    Both may raise.
+    """
+
+    place: Place
+    seal: Callable[[], Any]
+
+
+# Everything of a `Writing` that was not sealed goes with the block.
+Begin = Callable[[ExtentRef], contextlib.AbstractContextManager[Writing]]
+
+
+@dataclass(frozen=True, slots=True)
 class Loaded:
-    """What the sink made of an extent and where its bytes came from, or why it cannot be had."""
+    """An extent as it was sealed and where its bytes came from, or why it cannot be had."""
 
     extent: ExtentRef
     result: Any = None
@@ -63,7 +76,6 @@ class ExtentLoader:
     def __init__(
         self,
         reader: ExtentReader,
-        pool: HostBufferPool,
         peers: Peers | None,
         *,
         clock: Callable[[], float] = time.monotonic,
@@ -71,7 +83,6 @@ class ExtentLoader:
         chance: random.Random | None = None,
     ) -> None:
         self._reader = reader
-        self._pool = pool
         self._peers = peers
         self._clock = clock
         self._pause = pause
@@ -85,19 +96,19 @@ class ExtentLoader:
             self._queue.add({extent.id: extent.nbytes for extent in extents}, self._clock())
             self._changed.notify_all()
 
-    def load_next(self, sink: Sink) -> Loaded | None:
+    def load_next(self, begin: Begin) -> Loaded | None:
         """The extent that can be had first; None when others are at the last ones.
 
-        Errors of ExtentReader.load and of the sink are in the answer.
+        Errors of ExtentReader.read_into and of `begin` are in the answer.
         """
         while step := self._next():
             match step:
                 case Ask():
                     self._ask(step.question)
                 case Read():
-                    return self._read(*self._wanted[step.id], sink)
+                    return self._read(*self._wanted[step.id], begin)
                 case Fetch():
-                    if loaded := self._fetch(*self._wanted[step.id], step.plan, sink):
+                    if loaded := self._fetch(*self._wanted[step.id], step.plan, begin):
                         return loaded
         return None
 
@@ -132,18 +143,19 @@ class ExtentLoader:
         with self._told():
             self._queue.located(question, answer, self._clock())
 
-    def _fetch(self, extent: ExtentRef, stages: LoadClock, plan: FromPeers, sink: Sink) -> Loaded | None:
+    def _fetch(self, extent: ExtentRef, stages: LoadClock, plan: FromPeers, begin: Begin) -> Loaded | None:
         """None when no peer gave it."""
         fetched = Fetched()
         try:
-            with self._staging(extent.nbytes) as out:
+            with begin(extent) as writing:
+                with stages.measure("put", extent.nbytes):
+                    out = writing.place()
                 fetched, is_here = self._fetch_into(out, extent, plan, stages)
                 if not is_here:
                     with self._told():
                         self._queue.refused(extent.id, fetched, self._clock())
                     return None
-                with stages.measure("put", extent.nbytes):
-                    loaded = Loaded(extent, sink(extent, out), "peer")
+                loaded = Loaded(extent, writing.seal(), "peer")
             stages.came_from("peer", extent.nbytes)
         except Exception as error:
             loaded = Loaded(extent, error=error)
@@ -169,20 +181,24 @@ class ExtentLoader:
             log("peers do not give it: %s", error)
         return Fetched(failed=list(plan.addresses)), False
 
-    def _read(self, extent: ExtentRef, stages: LoadClock, sink: Sink) -> Loaded:
-        put_s, read_s = 0.0, None
-
-        def timed(extent: ExtentRef, array: ByteArray) -> Any:
-            nonlocal put_s
-            start_s = self._clock()
-            result = sink(extent, array)
-            put_s = self._clock() - start_s
-            return result
-
+    def _read(self, extent: ExtentRef, stages: LoadClock, begin: Begin) -> Loaded:
+        place_s, read_s = 0.0, None
         start_s = self._clock()
         try:
-            loaded = Loaded(extent, self._reader.load(extent, timed, stages))
-            read_s = self._clock() - start_s - put_s  # a put takes as long for a peer's bytes
+            with begin(extent) as writing:
+
+                def timed() -> ByteArray:
+                    nonlocal place_s
+                    begin_s = self._clock()
+                    with stages.measure("put", extent.nbytes):
+                        out = writing.place()
+                    place_s = self._clock() - begin_s
+                    return out
+
+                self._reader.read_into(extent, timed, stages)
+                elapsed_s = self._clock() - start_s - place_s  # a peer's bytes need a place as well
+                loaded = Loaded(extent, writing.seal())
+            read_s = elapsed_s
             stages.came_from("storage", extent.nbytes)
         except Exception as error:
             loaded = Loaded(extent, error=error)
@@ -197,8 +213,3 @@ class ExtentLoader:
         with self._changed:
             yield
             self._changed.notify_all()
-
-    def _staging(self, nbytes: int) -> contextlib.AbstractContextManager[ByteArray]:
-        if nbytes <= self._pool.max_bytes:
-            return self._pool.acquire(nbytes)
-        return contextlib.nullcontext(allocate_pages(nbytes))

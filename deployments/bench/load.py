@@ -1,14 +1,17 @@
 """`atelier bench load`: bytes from storage to ready shared tensors, beside other loaders and the raw disk, in one run.
 
-Ours is the whole way: a node's keeper reads, verifies and puts, this process attaches. A peer loads into private
-memory, in a process of its own, with every byte touched. Loaders take turns; figures are medians of the rounds.
+Ours is the whole way: a node's keeper reads and verifies into Ray's store, this process attaches. A peer loads into
+private memory, in a process of its own, with every byte touched. Loaders take turns in an order that is drawn for each
+round, and each has a copy of the files of its own: what lies below a virtual disk caches too, in favour of whoever
+comes after a reader of the same bytes. Figures are medians of the rounds.
 """
 
 from __future__ import annotations
 
 import json
-import mmap
 import os
+import random
+import shutil
 import statistics
 import subprocess
 import sys
@@ -17,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +37,17 @@ from weights.errors import WeightsError
 from weights.externalize import externalize
 from weights.loader import attach
 from weights.manifest import ExtentRef, Manifest
+from weights.memory.pages import ByteArray, allocate_pages
 from weights.reading.report import LoadReport
 from weights.store import WeightStore
 
 MODEL = "bench"
 MODES = ("cold", "warm")
-RAW_READS = ((1, 64 * 2**20), (4, 32 * 2**20), (8, 64 * 2**20))  # threads, bytes per O_DIRECT read: the best counts
-OURS, UNVERIFIED = "ours", "ours-unverified"
+RAW_READS = ((1, 64), (8, 32), (8, 64), (16, 16))  # threads, MiB per O_DIRECT read: the best of a trial is the raw disk
+RAW, OURS, UNVERIFIED = "raw O_DIRECT", "ours", "ours-unverified"
+KEEPERS = {OURS: True, UNVERIFIED: False}  # whether it verifies
 PEER_TIMEOUT_S = 300.0
+DROP_TIMEOUT_S = 10.0
 
 
 @dataclass
@@ -63,39 +70,59 @@ class _Loaded:
 
 
 class _Bench:
-    """One model in a fresh store, and everything that loads it."""
+    """One model, a copy of it for each loader, and everything that loads it."""
 
     def __init__(self, source: Path, work: Path, peers: Sequence[str]) -> None:
-        self.source = source
-        self.files = sorted(source.glob("*.safetensors"))
-        if not self.files:
+        files = sorted(source.glob("*.safetensors"))
+        if not files:
             raise WeightsError(
                 f"{source}: no safetensors files; expected a model folder as diffusers or transformers saves it"
             )
-        self.store = WeightStore(work / "store")
-        self.manifest: Manifest = externalize(self.store, MODEL, source)
+        store = WeightStore(work / OURS)
+        self.manifest: Manifest = externalize(store, MODEL, source)
         self.extents: tuple[ExtentRef, ...] = self.manifest.extents_of(self.manifest.components)
-        self.packs = sorted({self.store.packs / extent.pack for extent in self.extents})
+        shutil.copytree(store.packs, work / UNVERIFIED)
+        self._packs = {OURS: store.packs, UNVERIFIED: work / UNVERIFIED}
+        self._keepers: dict[str, Any] = {}
         self.peers = peers
-        _write_own_formats(self.files, peers)
+        self._sources = {name: _copy_for(name, source, work) for name in peers}
+        self._raw_files = _copied(files, work / "raw")
+        self._raw_reads = RAW_READS[0]
+        self.last_report: LoadReport | None = None
+
+    def try_raw(self) -> None:
+        """Find out how this disk is read fastest."""
+        trials = {reads: statistics.median(self._raw(reads).seconds for _ in range(3)) for reads in RAW_READS}
+        self._raw_reads = min(trials, key=lambda reads: trials[reads])
+
+    @property
+    def raw_reads(self) -> str:
+        return "{} x {} MiB".format(*self._raw_reads)
 
     def loaders(self) -> dict[str, Callable[[str], _Loaded]]:
         """By name; each takes the mode."""
-        raw = {
-            f"raw-{threads}x{block >> 20}MiB": _raw_reader(self.packs, threads, block) for threads, block in RAW_READS
-        }
-        ours = {
-            OURS: lambda mode: self.load_ours(mode, verify=True),
-            UNVERIFIED: lambda mode: self.load_ours(mode, verify=False),
-        }
-        return raw | ours | {name: self._peer(name) for name in self.peers}
+        ours = {name: partial(self.load_ours, name) for name in KEEPERS}
+        return {RAW: lambda mode: self._raw(self._raw_reads), **ours, **{name: self._peer(name) for name in self.peers}}
 
-    def load_ours(self, mode: str, *, verify: bool) -> _Loaded:
-        """Through a keeper that has loaded before, as a node's has: its staging buffers exist, its pages are mapped."""
-        actor = self.used_keeper(verify=verify)
+    def start_keepers(self) -> None:
+        """As a node's is that has been up: it has loaded before, so its staging exists, and its pages are mapped."""
+        for name, verify in KEEPERS.items():
+            self._keepers[name] = keeper_class().remote(
+                str(self._packs[name]),
+                2 * self.manifest.nbytes,
+                "bench",
+                verify=verify,
+                audit_bytes_per_s=0,
+                populate=True,
+            )
+            self.load_ours(name, "cold")
+
+    def load_ours(self, name: str, mode: str) -> _Loaded:
+        """Through a keeper. It holds nothing before and after."""
+        actor = self._keepers[name]
         pid = ray.get(actor.__ray_call__.remote(lambda _: os.getpid()))
         extents = RayExtents(actor, "bench")
-        _set_cache(mode, self.packs)
+        _set_cache(mode, self.packs_of(name))
         start = time.perf_counter()
         buffers = extents.fetch(self.extents)
         tensors = {
@@ -107,48 +134,66 @@ class _Bench:
         digest = load_peers.digest(tensors)
         peak = _peak_private_bytes(pid)
         del tensors, buffers
-        ray.kill(actor)
+        self.last_report = extents.last_report
+        extents.release(self.extents)
+        extents.close()
+        self._empty(actor)
         return _Loaded(seconds, self.manifest.nbytes, peak, digest)
 
-    def used_keeper(self, *, verify: bool = True) -> Any:
-        """A keeper that has loaded the model once and holds nothing now."""
-        actor = keeper_class().remote(
-            str(self.store.packs), 2 * self.manifest.nbytes, "bench", verify=verify, audit_bytes_per_s=0
-        )
+    def packs_of(self, name: str) -> list[Path]:
+        return sorted({self._packs[name] / extent.pack for extent in self.extents})
+
+    def _empty(self, actor: Any) -> None:
         ids = [extent.id for extent in self.extents]
-        ray.get(actor.acquire.remote(list(self.extents), "earlier"))
-        ray.get(actor.release.remote(ids, "earlier"))
-        assert len(ray.get(actor.drop.remote(ids))) == len(ids)
-        return actor
+        deadline_s = time.monotonic() + DROP_TIMEOUT_S
+        dropped = 0
+        while dropped < len(ids):  # a lease is given back by a call that nobody waits for
+            dropped += len(ray.get(actor.drop.remote(ids)))
+            if time.monotonic() > deadline_s:
+                raise WeightsError(f"the keeper still holds {len(ids) - dropped} of {len(ids)} extents")
+            time.sleep(0.05)
+
+    def _raw(self, reads: tuple[int, int]) -> _Loaded:
+        load_peers.drop_cache(self._raw_files)
+        return _read_raw(self._raw_files, reads[0], reads[1] * 2**20)
 
     def _peer(self, name: str) -> Callable[[str], _Loaded]:
         def load(mode: str) -> _Loaded:
-            command = [sys.executable, "-m", "deployments.bench.load_peers", name, str(self.source), mode]
+            command = [sys.executable, "-m", "deployments.bench.load_peers", name, str(self._sources[name]), mode]
             done = subprocess.run(command, capture_output=True, text=True, timeout=PEER_TIMEOUT_S, check=False)
             if done.returncode:
-                raise WeightsError(f"{name} could not load {self.source}: {done.stderr.strip().splitlines()[-1:]}")
+                raise WeightsError(
+                    f"{name} could not load {self._sources[name]}: {done.stderr.strip().splitlines()[-1:]}"
+                )
             answer = json.loads(done.stdout.splitlines()[-1])
             return _Loaded(answer["seconds"], answer["bytes"], answer["peak_rss_bytes"], answer["digest"])
 
         return load
 
 
-def run(source: Path | None, shape: str, rounds: int, with_peers: bool, work: Path | None = None) -> dict[str, Any]:
+def run(
+    source: Path | None, shape: str, rounds: int, with_peers: bool, work: Path | None = None, seed: int = 0
+) -> dict[str, Any]:
     """Figures of one model as one JSON-able object; GB/s are 10^9 bytes per second of the tensors' bytes.
 
-    `source` None makes a Flux transformer of `shape` with random weights. `work` is where the store goes: the disk
-    that is measured.
+    `source` None makes a Flux transformer of `shape` with random weights. `work` is where the copies go: the disk
+    that is measured. `seed` is that of the orders.
     """
     peers = tuple(load_peers.LOADERS) if with_peers else ()
     with tempfile.TemporaryDirectory(dir=work, prefix="bench-load-") as folder:
+        given = source.expanduser() if source else Path(folder) / shape
         if source is None:
-            source = Path(folder) / shape
-            write_flux_transformer(source, shape)
-        bench = _Bench(source.expanduser(), Path(folder), peers)
+            write_flux_transformer(given, shape)
+        bench = _Bench(given, Path(folder), peers)
+        if source is None:
+            shutil.rmtree(given)  # every loader has its own by now
+        orders = draw_orders([RAW, *KEEPERS, *peers], rounds, seed)
         touch_memory(4 * bench.manifest.nbytes)
+        bench.try_raw()
         # A model and a half: while one keeper's copy is freed, the next one's is made.
         with private_ray(int(bench.manifest.nbytes * 2.6)):
-            samples = _take_turns(bench, rounds)
+            bench.start_keepers()
+            samples = _take_turns(bench, orders)
             report = _stage_report(bench)
     tensors = [ref for component in bench.manifest.components.values() for ref in component.tensors.values()]
     return {
@@ -157,18 +202,25 @@ def run(source: Path | None, shape: str, rounds: int, with_peers: bool, work: Pa
         "bytes": bench.manifest.nbytes,
         "num_tensors": len(tensors),
         "rounds": rounds,
+        "seed": seed,
+        "orders": orders,
+        "raw_reads": bench.raw_reads,
         "report": report,
     }
 
 
-def _take_turns(bench: _Bench, rounds: int) -> dict[str, dict[str, _Samples]]:
-    """Each round in another order, so that nobody always follows the same neighbour."""
+def draw_orders(names: Sequence[str], rounds: int, seed: int) -> dict[str, list[list[str]]]:
+    """By mode, who comes after whom in each round."""
+    rng = random.Random(seed)
+    return {mode: [rng.sample(names, len(names)) for _ in range(rounds)] for mode in MODES}
+
+
+def _take_turns(bench: _Bench, orders: dict[str, list[list[str]]]) -> dict[str, dict[str, _Samples]]:
     loaders = bench.loaders()
     samples = {mode: {name: _Samples() for name in loaders} for mode in MODES}
-    names = list(loaders)
-    for number in range(rounds):
+    for number in range(len(orders[MODES[0]])):
         for mode in MODES:
-            for name in names[number % len(names) :] + names[: number % len(names)]:
+            for name in orders[mode][number]:
                 loaded = loaders[name](mode)
                 found = samples[mode][name]
                 found.gbps.append(loaded.nbytes / loaded.seconds / 1e9)
@@ -179,9 +231,9 @@ def _take_turns(bench: _Bench, rounds: int) -> dict[str, dict[str, _Samples]]:
 
 def _figures(samples: dict[str, _Samples], peers: Sequence[str]) -> dict[str, Any]:
     ours = samples[OURS]
-    raw_gbps = max(found.median for name, found in samples.items() if name.startswith("raw-"))
+    raw_gbps = samples[RAW].median
     medians = {name: samples[name].median for name in peers}
-    digests = {digest for name, found in samples.items() if not name.startswith("raw-") for digest in found.digests}
+    digests = {digest for name, found in samples.items() if name != RAW for digest in found.digests}
     return {
         "ours_gbps": ours.median,
         "raw_gbps": raw_gbps,
@@ -197,47 +249,41 @@ def _figures(samples: dict[str, _Samples], peers: Sequence[str]) -> dict[str, An
 
 
 def _stage_report(bench: _Bench) -> dict[str, Any]:
-    """Where the time goes, once more, cold, with a clock in every stage."""
-    actor = bench.used_keeper()
-    _set_cache("cold", bench.packs)
-    report: LoadReport = ray.get(actor.acquire.remote(list(bench.extents), "bench")).report
-    ray.kill(actor)
-    return report.as_record() | {"what": MODEL}
+    """Where the time goes, once more, cold."""
+    bench.load_ours(OURS, "cold")
+    assert bench.last_report
+    return bench.last_report.as_record() | {"what": MODEL}
 
 
-def _raw_reader(packs: Sequence[Path], num_threads: int, block_bytes: int) -> Callable[[str], _Loaded]:
-    """The disk itself: O_DIRECT reads of the same files, thrown away."""
+def _read_raw(files: Sequence[Path], num_threads: int, block_bytes: int) -> _Loaded:
+    """The disk itself: O_DIRECT reads, thrown away, into huge pages as ours, which a disk fills in fewer requests."""
+    blocks = iter([(file, at) for file in files for at in range(0, file.stat().st_size, block_bytes)])
+    lock, total = threading.Lock(), [0]
+    buffers = [allocate_pages(block_bytes) for _ in range(num_threads)]
+    for buffer in buffers:
+        buffer.fill(1)
 
-    def load(_: str) -> _Loaded:
-        blocks = iter([(pack, at) for pack in packs for at in range(0, pack.stat().st_size, block_bytes)])
-        lock, total = threading.Lock(), [0]
-        buffers = [mmap.mmap(-1, block_bytes) for _ in range(num_threads)]
-        for buffer in buffers:
-            buffer.write(bytes(block_bytes))
+    def read(buffer: ByteArray) -> None:
+        while True:
+            with lock:
+                block = next(blocks, None)
+            if block is None:
+                return
+            descriptor = os.open(block[0], os.O_RDONLY | os.O_DIRECT)
+            try:
+                count = os.preadv(descriptor, [buffer.data], block[1])
+            finally:
+                os.close(descriptor)
+            with lock:
+                total[0] += count
 
-        def read(buffer: mmap.mmap) -> None:
-            while True:
-                with lock:
-                    block = next(blocks, None)
-                if block is None:
-                    return
-                descriptor = os.open(block[0], os.O_RDONLY | os.O_DIRECT)
-                try:
-                    count = os.preadv(descriptor, [buffer], block[1])
-                finally:
-                    os.close(descriptor)
-                with lock:
-                    total[0] += count
-
-        threads = [threading.Thread(target=read, args=(buffer,)) for buffer in buffers]
-        start = time.perf_counter()
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return _Loaded(time.perf_counter() - start, total[0], 0, "")
-
-    return load
+    threads = [threading.Thread(target=read, args=(buffer,)) for buffer in buffers]
+    start = time.perf_counter()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return _Loaded(time.perf_counter() - start, total[0], 0, "")
 
 
 def _set_cache(mode: str, files: Sequence[Path]) -> None:
@@ -249,18 +295,30 @@ def _peak_private_bytes(pid: int) -> int:
     return load_peers.peak_rss_bytes(pid) - psutil.Process(pid).memory_info().shared
 
 
-def _write_own_formats(files: list[Path], peers: Sequence[str]) -> None:
-    """What tensorizer and torch.load read, from the same tensors."""
+def _copied(files: Sequence[Path], folder: Path) -> list[Path]:
+    folder.mkdir(parents=True)
+    return [Path(shutil.copy(file, folder)) for file in files]
+
+
+def _copy_for(name: str, source: Path, work: Path) -> Path:
+    """A folder with what this peer reads: the stock files, or the same tensors in its own format."""
+    folder = work / name
+    folder.mkdir()
+    own_format = load_peers.OWN_FORMATS.get(name)
+    if own_format is None:
+        _copied([file for file in source.iterdir() if file.suffix in (".safetensors", ".json")], folder / "model")
+        return folder / "model"
     from safetensors.torch import load_file
 
-    if not {"tensorizer", "torch-mmap"} & set(peers):
-        return
-    tensors = {name: tensor for file in files for name, tensor in load_file(file).items()}
-    if "torch-mmap" in peers:
-        torch.save(tensors, load_peers.torch_file(files))
-    if "tensorizer" in peers:
+    tensors = {
+        name: tensor for file in sorted(source.glob("*.safetensors")) for name, tensor in load_file(file).items()
+    }
+    if name == "torch-mmap":
+        torch.save(tensors, folder / own_format)
+    else:
         from tensorizer import TensorSerializer
 
-        serializer = TensorSerializer(str(load_peers.tensorizer_file(files)))
+        serializer = TensorSerializer(str(folder / own_format))
         serializer.write_state_dict(tensors)
         serializer.close()
+    return folder

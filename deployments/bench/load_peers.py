@@ -27,13 +27,6 @@ def load_mmap(files: list[Path]) -> Tensors:
     return _touched({name: tensor for file in files for name, tensor in load_file(file).items()})
 
 
-def load_pread(files: list[Path]) -> Tensors:
-    """safetensors with its pread backend."""
-    from safetensors.torch import load_file
-
-    return {name: tensor for file in files for name, tensor in load_file(file, backend="pread").items()}
-
-
 def load_runai(files: list[Path]) -> Tensors:
     """runai-model-streamer, default concurrency and memory limit; it lends tensors, so `owned` ones are asked for."""
     from runai_model_streamer import SafetensorsStreamer
@@ -58,14 +51,14 @@ def load_tensorizer(files: list[Path]) -> Tensors:
     """tensorizer's own format (written before, beside the weights), without hash verification, its default."""
     from tensorizer import TensorDeserializer
 
-    deserializer = TensorDeserializer(str(tensorizer_file(files)), device="cpu")
+    deserializer = TensorDeserializer(str(files[0]), device="cpu")
     _KEEP.append(deserializer)
     return dict(deserializer.items())
 
 
 def load_torch_mmap(files: list[Path]) -> Tensors:
     """torch.load(mmap=True) of a .pt file with the same tensors."""
-    return _touched(torch.load(torch_file(files), mmap=True, weights_only=True))  # noqa: TID251  our own file
+    return _touched(torch.load(files[0], mmap=True, weights_only=True))  # noqa: TID251  our own file
 
 
 def load_diffusers(files: list[Path]) -> Tensors:
@@ -79,30 +72,21 @@ def load_diffusers(files: list[Path]) -> Tensors:
 
 LOADERS: dict[str, Callable[[list[Path]], Tensors]] = {
     "safetensors-mmap": load_mmap,
-    "safetensors-pread": load_pread,
     "runai-model-streamer": load_runai,
     "fastsafetensors": load_fastsafetensors,
     "tensorizer": load_tensorizer,
     "torch-mmap": load_torch_mmap,
     "diffusers": load_diffusers,
 }
+OWN_FORMATS = {"tensorizer": "peer.tensors", "torch-mmap": "peer.pt"}  # files that are written for them before
 _MODULES = {"runai-model-streamer": "runai_model_streamer", "fastsafetensors": "fastsafetensors"}
 _MODULES |= {"tensorizer": "tensorizer", "diffusers": "diffusers", "safetensors-mmap": "safetensors.torch"}
 _KEEP: list[object] = []  # loaders that own what they lend: they must outlive the digest
 
 
-def tensorizer_file(files: list[Path]) -> Path:
-    return files[0].parent / "peer.tensors"
-
-
-def torch_file(files: list[Path]) -> Path:
-    return files[0].parent / "peer.pt"
-
-
-def read_files(name: str, files: list[Path]) -> list[Path]:
+def read_files(name: str, folder: Path) -> list[Path]:
     """The files that a loader reads: the stock ones, or its own."""
-    own = {"tensorizer": tensorizer_file, "torch-mmap": torch_file}
-    return [own[name](files)] if name in own else files
+    return [folder / OWN_FORMATS[name]] if name in OWN_FORMATS else sorted(folder.glob("*.safetensors"))
 
 
 def drop_cache(files: list[Path]) -> None:
@@ -150,12 +134,11 @@ def _touched(tensors: Tensors) -> Tensors:
 def main(name: str, folder: str, mode: str) -> None:
     """Import first, load on the clock."""
     torch.set_num_threads(1)
-    files = sorted(Path(folder).glob("*.safetensors"))
+    files = read_files(name, Path(folder))
     __import__(_MODULES.get(name, "torch"))
     if name == "diffusers":
         from diffusers import FluxTransformer2DModel  # noqa: F401  its import takes seconds and is lazy
-    read = read_files(name, files)
-    (drop_cache if mode == "cold" else fill_cache)(read)
+    (drop_cache if mode == "cold" else fill_cache)(files)
     start = time.perf_counter()
     tensors = LOADERS[name](files)
     seconds = time.perf_counter() - start

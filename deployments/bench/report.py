@@ -14,12 +14,11 @@ def print_figures(figures: dict[str, Any], as_json: bool) -> None:
     if as_json:
         sys.stdout.write(json.dumps(figures) + "\n")
         return
-    table = Table("what", "Atelier ms", "stock ms", "stock / Atelier")
+    table = Table("what", "Atelier ms", "stock ms", "stock / Atelier", "of ours from the cache")
     for line in figures["figures"]:
-        stock, ratio = line["stock_ms"], line["ratio"]
-        table.add_row(
-            line["what"], f"{line['ours_ms']:.1f}", f"{stock:.1f}" if stock else "", f"{ratio:.2f}" if ratio else ""
-        )
+        cached = "" if line["cached"] is None else f"{line['cached']} of {line['answers']}"
+        row = (f"{line['ours_ms']:.1f}", f"{line['stock_ms']:.1f}", f"{line['ratio']:.2f}", cached)
+        table.add_row(line["what"], *row)
     console = Console()
     console.print(table)
     overhead = "  ".join(f"{kind} {ms:.1f} ms" for kind, ms in figures["http_overhead_ms"].items())
@@ -49,7 +48,9 @@ def print_load_figures(figures: dict[str, Any], as_json: bool) -> None:
     best = figures["ratio_best_peer"]
     console.print(
         f"{figures['bytes'] / 1e9:.2f} GB in {figures['num_tensors']} tensors, medians of {figures['rounds']} rounds; "
-        f"ours / raw {figures['ratio_raw']:.2f}" + (f", ours / best peer {best:.2f}" if best else "") + "; "
+        f"raw reads {figures['raw_reads']}; ours / raw {figures['ratio_raw']:.2f}"
+        + (f", ours / best peer {best:.2f}" if best else "")
+        + "; "
         f"verification costs {figures['verification_cost']:.1%}; "
         + ("all loaders gave the same bytes" if figures["verified"] else "[red]loaders gave DIFFERENT bytes[/red]")
     )
@@ -69,4 +70,14 @@ def print_dedup_figures(figures: dict[str, Any], as_json: bool) -> None:
     for layout, found in figures.items():
         sizes = [f"{found[name] / 1e6:.2f} MB" for name in ("given_bytes", "stored_bytes", "disk_bytes")]
         table.add_row(layout, *sizes, f"{found['stored_per_given']:.3f}")
+    Console().print(table)
+
+
+def print_eviction_figures(figures: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        sys.stdout.write(json.dumps(figures) + "\n")
+        return
+    table = Table("budget / popular bytes", "LRU that counts models / ours", "LRU over bytes / ours")
+    for share, found in figures["shares"].items():
+        table.add_row(share, f"{found['by_count']:.2f}", f"{found['by_bytes']:.2f}")
     Console().print(table)

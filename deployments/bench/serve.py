@@ -1,14 +1,17 @@
 """`atelier bench serve`: the demo cluster beside stock diffusers and transformers in one process, in one run.
 
-Requests go to ours and to the peer in turn, so that both see the same machine; medians are reported.
+Requests go to ours and to the peer in turn, so that both see the same machine; medians are reported. Each request has
+a text that was not there before, the same for both: ours would answer a known one from its cache of encodings.
 """
 
 from __future__ import annotations
 
+import itertools
+import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,30 +26,95 @@ from deployments.client import Client
 from deployments.records import ChatRequest, ImageRequest, Message
 from deployments.running import APP_NAME, cluster_up
 
-PROMPT = "a handwritten seven"
-QUESTION = "What is 12 + 7?"
+LOOKS = [
+    "bold",
+    "thin",
+    "tall",
+    "small",
+    "round",
+    "slanted",
+    "neat",
+    "rough",
+    "dark",
+    "light",
+    "wide",
+    "narrow",
+    "old",
+    "plain",
+    "curly",
+    "sharp",
+]
+WAYS = ["handwritten", "drawn", "painted", "printed", "scribbled", "written"]
+DIGITS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
+NOT_STOCK = ("texts-bert", "texts-head")  # an encoder and a head: no pipeline, and no language model
 SDXL_GUIDANCE = 4.0
 STEPS = 16
+SEED = 0  # of the noise
 
 
 @dataclass(frozen=True)
 class Line:
-    """One figure: ours and the peer's in milliseconds; `ratio` is peer / ours, above 1 means that ours is faster."""
+    """One figure: ours and the peer's in milliseconds; `ratio` is peer / ours, above 1 means that ours is faster.
+
+    `num_cached` of the `num_answers` needed no encoder, as all their texts were in our cache; None: no encoder at all.
+    """
 
     what: str
     ours_ms: float
     stock_ms: float
+    num_answers: int = 0
+    num_cached: int | None = None
 
     @property
     def ratio(self) -> float:
         return self.stock_ms / self.ours_ms
 
     def as_dict(self) -> dict[str, Any]:
-        return {"what": self.what, "ours_ms": self.ours_ms, "stock_ms": self.stock_ms, "ratio": self.ratio}
+        return {
+            "what": self.what,
+            "ours_ms": self.ours_ms,
+            "stock_ms": self.stock_ms,
+            "ratio": self.ratio,
+            "answers": self.num_answers,
+            "cached": self.num_cached,
+        }
 
 
-def run(config: ClusterConfig, config_path: str, rounds: int = 15) -> dict[str, Any]:
-    """All figures as one JSON-able object. Starts and stops its own cluster with a fresh store."""
+@dataclass(frozen=True)
+class Answer:
+    """One answer of ours, and what the peer took for the same."""
+
+    details: dict[str, Any]
+    ours_ms: float
+    stock_ms: float
+
+    @property
+    def is_cached(self) -> bool | None:
+        """None: no text encoder was asked."""
+        use = self.details.get("encoder_cache")
+        return use["hits"] > 0 and use["misses"] == 0 if use else None
+
+
+def fresh_prompts(seed: int) -> Iterator[str]:
+    """Short texts in a drawn order, each once."""
+    texts = [" ".join(["a", *words]) for words in itertools.product(LOOKS, WAYS, DIGITS)]
+    random.Random(seed).shuffle(texts)
+    return iter(texts)
+
+
+def fresh_questions(seed: int) -> Iterator[str]:
+    """Sums of numbers of two digits in a drawn order, each once."""
+    sums = list(itertools.product(range(10, 50), repeat=2))
+    random.Random(seed).shuffle(sums)
+    return (f"What is {first} + {second}?" for first, second in sums)
+
+
+def run(config: ClusterConfig, config_path: str, rounds: int = 15, seed: int = 0) -> dict[str, Any]:
+    """All figures as one JSON-able object. Starts and stops its own cluster with a fresh store.
+
+    `seed` is that of the texts, of which there are enough for 80 rounds.
+    """
+    prompts, questions = fresh_prompts(seed), fresh_questions(seed)
     paths = {model.id: str(model.path) for model in config.models}
     with tempfile.TemporaryDirectory() as folder:
         fresh = config.model_copy(update={"store": config.store.model_copy(update={"path": Path(folder) / "store"})})
@@ -55,97 +123,127 @@ def run(config: ClusterConfig, config_path: str, rounds: int = 15) -> dict[str, 
         with cluster_up(fresh, config_path) as url:
             lines = [Line("cold start until every model answers", (time.perf_counter() - start) * 1e3, stock_start_ms)]
             client = Client(url)
-            lines += _first_and_warm(client, peer, rounds)
-            lines += _switches(client, peer, paths, rounds)
-            overhead = _http_overhead(client, rounds)
+            lines += _first_and_warm(client, peer, rounds, prompts, questions)
+            lines += _switches(client, peer, paths, rounds, prompts)
+            overhead = _http_overhead(client, rounds, prompts, questions)
         peer.close()
     return {
         "figures": [line.as_dict() for line in lines],
         "http_overhead_ms": overhead,
         "rounds": rounds,
+        "seed": seed,
         "threads": fresh.worker.num_threads or max(1, round(fresh.worker.num_cpus)),
     }
 
 
 def _start_peer(config: ClusterConfig, paths: dict[str, str]) -> Peer:
     peer = Peer(config.worker.num_threads or max(1, round(config.worker.num_cpus)))
-    for model in config.models:
-        if isinstance(model, ModelConfig) and model.component is None:
-            peer.ask("load", model=model.id, path=paths[model.id], drop=[])
+    for id_ in stock_models(config):
+        peer.ask("load", model=id_, path=paths[id_], drop=[])
     return peer
 
 
-def _first_and_warm(client: Client, peer: Peer, rounds: int) -> list[Line]:
-    kinds: dict[str, tuple[Callable[[int], Any], Callable[[int], float]]] = {
-        "image, Flux": (lambda n: _image(client, "digits-flux", n), lambda n: _stock_image(peer, "digits-flux", n)),
-        "image, SDXL": (lambda n: _image(client, "digits-sdxl", n), lambda n: _stock_image(peer, "digits-sdxl", n)),
-        "chat": (lambda _: _chat(client), lambda _: peer.ask("chat", model="adder", question=QUESTION)),
+def stock_models(config: ClusterConfig) -> list[str]:
+    """What the peer loads: whole models of the config that are a pipeline or a language model."""
+    whole = [model.id for model in config.models if isinstance(model, ModelConfig) and model.component is None]
+    return [id_ for id_ in whole if id_ not in NOT_STOCK]
+
+
+def _first_and_warm(
+    client: Client, peer: Peer, rounds: int, prompts: Iterator[str], questions: Iterator[str]
+) -> list[Line]:
+    kinds: dict[str, tuple[Iterator[str], Callable[[str], Any], Callable[[str], float]]] = {
+        "image, Flux": (prompts, partial(_image, client, "digits-flux"), partial(_stock_image, peer, "digits-flux")),
+        "image, SDXL": (prompts, partial(_image, client, "digits-sdxl"), partial(_stock_image, peer, "digits-sdxl")),
+        "chat": (questions, partial(_chat, client), lambda text: peer.ask("chat", model="adder", question=text)),
         "embedding": (
-            lambda n: client.embed(model="digits-clip", input=f"the digit {n}"),
-            lambda n: peer.ask("embed", model="digits-flux", text=f"the digit {n}"),
+            prompts,
+            lambda text: client.embed(model="digits-clip", input=text),
+            lambda text: peer.ask("embed", model="digits-flux", text=text),
         ),
     }
     lines = []
-    for kind, (ours, stock) in kinds.items():
-        stock_first = stock(0)
-        lines.append(Line(f"first request: {kind}", _timed(partial(ours, 0))[1], stock_first))
-        pairs = [(_timed(partial(ours, n))[1], stock(n)) for n in range(1, rounds + 1)]
-        lines.append(Line(f"warm request: {kind}", *_medians(pairs)))
+    for kind, (texts, ours, stock) in kinds.items():
+        answers = [_both(text, ours, stock) for text in itertools.islice(texts, rounds + 1)]
+        lines.append(_line(f"first request: {kind}", answers[:1]))
+        lines.append(_line(f"warm request: {kind}", answers[1:]))
     return lines
 
 
-def _switches(client: Client, peer: Peer, paths: dict[str, str], rounds: int) -> list[Line]:
+def _both(text: str, ours: Callable[[str], Any], stock: Callable[[str], float]) -> Answer:
+    stock_ms = stock(text)
+    details, ours_ms = _timed(partial(ours, text))
+    return Answer(details, ours_ms, stock_ms)
+
+
+def _line(what: str, answers: list[Answer]) -> Line:
+    cached = [answer.is_cached for answer in answers if answer.is_cached is not None]
+    ours_ms, stock_ms = _medians([(answer.ours_ms, answer.stock_ms) for answer in answers])
+    return Line(what, ours_ms, stock_ms, len(answers), sum(cached) if cached else None)
+
+
+def _switches(client: Client, peer: Peer, paths: dict[str, str], rounds: int, prompts: Iterator[str]) -> list[Line]:
     """flux -> sdxl -> flux, and the third leg counts: the switch alone, and the whole request.
 
-    A process with room for one pipeline also has to free the other, which for stock is a garbage collection.
+    A process with room for one pipeline also has to free the other, which for stock is a garbage collection: its
+    time stands apart.
     """
-    switch, freeing, request = [], [], []
-    for number in range(rounds):
-        _image(client, "digits-flux", number)
-        _image(client, "digits-sdxl", number)
-        answer, ours_ms = _timed(partial(_image, client, "digits-flux", number))
+    switch, request = "flux -> sdxl -> flux: third leg, switch alone", "flux -> sdxl -> flux: third leg, whole request"
+    found: dict[str, list[Answer]] = {}
+    for _ in range(rounds):
+        _image(client, "digits-flux", next(prompts))
+        _image(client, "digits-sdxl", next(prompts))
+        prompt = next(prompts)
+        details, ours_ms = _timed(partial(_image, client, "digits-flux", prompt))
         peer.ask("load", model="digits-sdxl", path=paths["digits-sdxl"], drop=["digits-flux"])
         free_ms = peer.ask("drop", models=["digits-sdxl"])
         load_ms = peer.ask("load", model="digits-flux", path=paths["digits-flux"], drop=[])
-        switch_ms = float(answer.details["timings_ms"]["switch"])
-        switch.append((switch_ms, load_ms))
-        freeing.append((switch_ms, free_ms + load_ms))
-        request.append((ours_ms, free_ms + load_ms + _stock_image(peer, "digits-flux", number)))
-    return [
-        Line("switch flux -> sdxl -> flux: third leg, switch alone; stock loads", *_medians(switch)),
-        Line("switch flux -> sdxl -> flux: third leg, switch alone; stock frees and loads", *_medians(freeing)),
-        Line("switch flux -> sdxl -> flux: third leg, whole request", *_medians(request)),
-    ]
+        image_ms = _stock_image(peer, "digits-flux", prompt)
+        switch_ms = float(details["timings_ms"]["switch"])
+        for what, ours, stock in (
+            (f"{switch}; stock loads", switch_ms, load_ms),
+            (f"{switch}; stock frees and loads", switch_ms, free_ms + load_ms),
+            (f"{request}; stock loads", ours_ms, load_ms + image_ms),
+            (f"{request}; stock frees and loads", ours_ms, free_ms + load_ms + image_ms),
+        ):
+            found.setdefault(what, []).append(Answer(details, ours, stock))
+    return [_line(what, answers) for what, answers in found.items()]
 
 
-def _http_overhead(client: Client, rounds: int) -> dict[str, float]:
-    """HTTP call minus handle call, medians of the same request in turn."""
+def _http_overhead(client: Client, rounds: int, prompts: Iterator[str], questions: Iterator[str]) -> dict[str, float]:
+    """HTTP call minus handle call, medians of requests in turn that differ in their texts only."""
     handle = serve.get_app_handle(APP_NAME)
-    chat = ChatRequest(model="adder", messages=(Message(role="user", content=QUESTION),), temperature=0)
-    image = ImageRequest(model="digits-flux", prompt=PROMPT, seed=1, num_inference_steps=1)
-    body = {"model": "digits-flux", "prompt": PROMPT, "seed": 1, "num_inference_steps": 1}
     pairs: dict[str, list[tuple[float, float]]] = {"chat": [], "image": []}
     for _ in range(rounds * 2):
-        pairs["chat"].append((_timed(lambda: _chat(client))[1], _timed(lambda: handle.chat.remote(chat).result())[1]))
-        pairs["image"].append(
-            (_timed(lambda: client.generate(**body))[1], _timed(lambda: handle.generate.remote(image).result())[1])
-        )
+        by_http = _timed(partial(_chat, client, next(questions)))[1]
+        message = Message(role="user", content=next(questions))
+        chat = ChatRequest(model="adder", messages=(message,), temperature=0)
+        pairs["chat"].append((by_http, _timed(partial(_by_handle, handle.chat, chat))[1]))
+        options: dict[str, Any] = {"model": "digits-flux", "seed": SEED, "num_inference_steps": 1}
+        by_http = _timed(partial(client.generate, prompt=next(prompts), **options))[1]
+        image = ImageRequest(prompt=next(prompts), **options)
+        pairs["image"].append((by_http, _timed(partial(_by_handle, handle.generate, image))[1]))
     return {kind: statistics.median(http - call for http, call in samples) for kind, samples in pairs.items()}
 
 
-def _image(client: Client, model: str, seed: int) -> Any:
+def _by_handle(method: Any, record: Any) -> Any:
+    return method.remote(record).result()
+
+
+def _image(client: Client, model: str, prompt: str) -> dict[str, Any]:
     guidance = {"guidance_scale": SDXL_GUIDANCE} if "sdxl" in model else {}
-    return client.generate(model=model, prompt=PROMPT, seed=seed, size="32x32", num_inference_steps=STEPS, **guidance)
+    asked = {"model": model, "prompt": prompt, "seed": SEED, "size": "32x32", "num_inference_steps": STEPS}
+    return client.generate(**asked, **guidance).details
 
 
-def _stock_image(peer: Peer, model: str, seed: int) -> float:
+def _stock_image(peer: Peer, model: str, prompt: str) -> float:
     options: dict[str, Any] = {"height": 32, "width": 32, "num_inference_steps": STEPS}
     options |= {"guidance_scale": SDXL_GUIDANCE} if "sdxl" in model else {"max_sequence_length": 16}
-    return peer.ask("image", model=model, prompt=PROMPT, seed=seed, options=options)
+    return peer.ask("image", model=model, prompt=prompt, seed=SEED, options=options)
 
 
-def _chat(client: Client) -> Any:
-    return client.chat(model="adder", messages=[{"role": "user", "content": QUESTION}], temperature=0)
+def _chat(client: Client, question: str) -> dict[str, Any]:
+    return client.chat(model="adder", messages=[{"role": "user", "content": question}], temperature=0)
 
 
 def _timed(work: Callable[[], Any]) -> tuple[Any, float]:

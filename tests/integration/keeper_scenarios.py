@@ -271,6 +271,24 @@ class Scenarios:
         end(keeper, replica)
         return {"refusal": refusal, "leased": leased, "sound": sound}
 
+    def extent_larger_than_staging(self) -> dict[str, Any]:
+        """Cold, so that it is read past the page cache, through a sixteenth of its size."""
+        extents, keeper = self.model("giant", 1, 32 * MIB), self.keeper(staging_bytes=2 * MIB)
+        with (self.folder / extents[0].pack).open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        replica = self.replica(keeper, "r")
+        sound = ray.get(replica.fetch.remote(extents))
+        stats = stats_of(keeper)
+        in_place = ray.get(keeper.__ray_call__.remote(lambda actor: actor._store.writes_in_place))
+        end(keeper, replica)
+        return {
+            "sound": sound,
+            "staging_bytes": stats.staging_bytes,
+            "copied_bytes": stats.stages["copy"].nbytes,
+            "in_place": in_place,
+        }
+
     def two_nodes(self) -> dict[str, Any]:
         """The second gets it from the first; and what both want at the same moment is read by one."""
         registry = ray.remote(Registry).options(name="registry", namespace=NAMESPACE, num_cpus=0).remote()

@@ -29,10 +29,7 @@ WORD_BYTES: Final = 8  # of the widest element type: memory that begins elsewher
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """`nbytes` bytes of a file from `start`, both multiples of 4096; the range wanted begins `lead` bytes in.
-
-    Only where the range begins at an odd place, `start` is that place: see `around`.
-    """
+    """`nbytes` bytes of a file from `start`; the range wanted begins `lead` bytes in."""
 
     start: int
     nbytes: int
@@ -40,10 +37,18 @@ class Span:
 
     @classmethod
     def around(cls, extent: ExtentRef) -> Span:
-        """The span to read an extent by. An odd offset gets no lead: it would misalign the tensors in memory."""
+        """What direct reading wants: `start` and `nbytes` are multiples of 4096.
+
+        Only an extent at an odd place begins there: a lead would misalign its tensors in memory.
+        """
         lead = 0 if extent.offset % WORD_BYTES else extent.offset % BLOCK_ALIGNMENT
         nbytes = lead + extent.nbytes
         return cls(extent.offset - lead, nbytes + -nbytes % BLOCK_ALIGNMENT, lead)
+
+    @classmethod
+    def exact(cls, extent: ExtentRef) -> Span:
+        """The extent alone, for reading through the page cache."""
+        return cls(extent.offset, extent.nbytes, 0)
 
     @property
     def is_aligned(self) -> bool:
@@ -61,6 +66,7 @@ def resolve_pack(packs: Path, pack: str) -> Path:
 class PackReader:
     """A pack, open for reading one extent. Context manager; not for several threads at once.
 
+    `span` is what a buffer for all of it must hold.
     Raises ExtentCorrupt naming pack and extent when there is no such pack or the extent lies beyond its end.
     """
 
@@ -68,12 +74,12 @@ class PackReader:
         self,
         path: Path,
         extent: ExtentRef,
-        span: Span,
         *,
         direct: bool,
         cached_pages: Callable[[int, int, int], int] = cached_pages,
     ) -> None:
-        self._path, self._extent, self._span = path, extent, span
+        self._path, self._extent = path, extent
+        span = Span.around(extent)
         self._direct = direct and span.is_aligned
         # O_NONBLOCK: opening a FIFO would wait for its writer; regular files do not care. O_NOFOLLOW: the path is
         # resolved, so a symlink there has been put in its place since.
@@ -97,6 +103,12 @@ class PackReader:
         )
         if self._is_cached:
             self._leave_direct()
+        self.span = span if self._direct else Span.exact(extent)
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether a buffer must begin at a page and hold whole blocks."""
+        return self._direct
 
     def __enter__(self) -> Self:
         return self
@@ -107,20 +119,24 @@ class PackReader:
         os.close(self._fd)
 
     def blocks(self, buffer: ByteArray, block_bytes: int) -> Iterator[memoryview]:
-        """Fill `buffer` (the span's size, page-aligned) and give the extent's own bytes, block by block in order.
+        """Fill `buffer` and give the extent's own bytes, block by block in order.
 
+        One that holds the span gets all of it in one piece. A shorter one is filled anew for every block, which is
+        gone when the next is asked for. A direct reader's begins at a page and has whole pages.
         Raises ExtentCorrupt naming pack and extent when the pack ends too early or reading fails.
         """
-        begin, end = self._span.lead, self._span.lead + self._extent.nbytes
+        begin, end = self.span.lead, self.span.lead + self._extent.nbytes
         position = 0 if self._direct else begin
         view = buffer.data
+        is_whole = len(view) >= self.span.nbytes
         if self._is_cached:
             block_bytes = min(block_bytes, CACHED_BLOCK_BYTES)
         while position < end:
+            place = (view[position:] if is_whole else view)[:block_bytes]
             with self._named_errors():
-                num_read = self._read(view[position : min(position + block_bytes, len(view))], position, end)
+                num_read = self._read(place, position, end)
             if num_read:
-                yield view[max(position, begin) : min(position + num_read, end)]
+                yield place[max(begin - position, 0) : min(num_read, end - position)]
             position += num_read
 
     def _refuse_what_cannot_hold_it(self) -> None:
@@ -143,7 +159,7 @@ class PackReader:
         if not self._direct:
             block = block[: end - position]
         try:
-            num_read = os.preadv(self._fd, [block], self._span.start + position)
+            num_read = os.preadv(self._fd, [block], self.span.start + position)
         except OSError as error:
             if not self._direct or error.errno != errno.EINVAL:
                 raise
@@ -152,7 +168,7 @@ class PackReader:
         if self._direct and num_read % BLOCK_ALIGNMENT and position + num_read < end:
             self._leave_direct()  # a short read: what follows is no longer at a block's start, or there is nothing
         elif num_read == 0:
-            raise self._too_short(self._span.start + position)
+            raise self._too_short(self.span.start + position)
         return num_read
 
     def _leave_direct(self) -> None:

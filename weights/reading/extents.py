@@ -6,36 +6,39 @@ import concurrent.futures
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Final
 
+import numpy as np
 from xxhash import xxh3_128
 
 from weights.errors import ExtentCorrupt
 from weights.manifest import ExtentRef
 from weights.memory.host_pool import HostBufferPool
 from weights.memory.pages import ByteArray, allocate_pages
-from weights.reading.blocks import PackReader, Span, resolve_pack
+from weights.reading.blocks import PackReader, resolve_pack
 from weights.reading.planning import ReadPlanner
 from weights.reading.report import LoadReport, StageClock
 from weights.reading.strategy import ReadStrategy
 
-__all__ = ["ByteArray", "ExtentReader", "Progress", "read_extent"]
+__all__ = ["ByteArray", "ExtentReader", "Place", "Progress", "read_extent", "reading_order"]
 
-Result = TypeVar("Result")
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
+Place = Callable[[], ByteArray]
 
 # Measured: below it, the kernel's readahead, which joins neighbours, is faster than direct reads one by one.
 MIN_DIRECT_BYTES: Final = 4 * 2**20
+# Hashed and copied at once: it fits into a core's cache, and is long enough for copies that pass the cache by.
+PIECE_BYTES: Final = 2**20
 # One extent in one thread: blocks small enough to be in cache still when the checksum comes to them.
 SINGLE: Final = ReadStrategy(direct=False, num_threads=1, block_bytes=8 * 2**20)
 
 
 class ExtentReader:
-    """Reads extents through the staging buffers of `pool`, or each into memory of its own when there is no pool.
+    """Reads extents into memory of their own, or into a place that is given. Thread-safe.
 
-    An extent too large for the pool's bound gets memory of its own for that one time. Thread-safe.
+    What is read directly on its way to such a place goes through a buffer of `pool`, block by block.
     """
 
     def __init__(
@@ -54,40 +57,34 @@ class ExtentReader:
         self._clock = clock
         self._places: dict[str, tuple[Path, ReadStrategy]] = {}
 
-    def load(self, extent: ExtentRef, sink: Callable[[ExtentRef, ByteArray], Result], stages: StageClock) -> Result:
-        """What `sink` makes of the extent's bytes. With a pool, they are valid only until `sink` returns.
+    def read(self, extent: ExtentRef, stages: StageClock) -> ByteArray:
+        """The extent in memory that is the caller's. Raises what `read_into` does."""
+        with self._open(extent, stages) as (pack, strategy):
+            buffer = allocate_pages(pack.span.nbytes)
+            self._verified(extent, pack.blocks(buffer, strategy.block_bytes), None, stages)
+            return buffer[pack.span.lead : pack.span.lead + extent.nbytes]
+
+    def read_into(self, extent: ExtentRef, place: Place, stages: StageClock) -> None:
+        """Fill what `place` gives: memory, writable, contiguous and as long as the extent. It is asked once.
 
         Raises ExtentCorrupt naming the pack: missing, shorter than the manifest says, unreadable, or other bytes
-        than were written; StoreError when its name leads out of the store.
+        than were written; StoreError when its name leads out of the store; and what `place` does. After an error
+        the place holds nothing of worth.
         """
-        with stages.measure("open"):
-            path, strategy = self._places.get(extent.pack) or self._find(extent.pack)
-            span = Span.around(extent)
-            pack = PackReader(path, extent, span, direct=strategy.direct and extent.nbytes >= MIN_DIRECT_BYTES)
-            # Found once: a published pack never changes, and looking takes longer than opening a small one.
-            self._places[extent.pack] = path, strategy
-        with pack, self._buffer(span.nbytes) as buffer:
-            checksum = self._fill(pack, buffer, strategy.block_bytes, stages)
-            if checksum is not None and checksum != extent.checksum:
-                raise ExtentCorrupt(
-                    f"{path}: bytes {extent.offset}..{extent.offset + extent.nbytes} (extent {extent.id}) have "
-                    f"checksum {checksum}, expected {extent.checksum}"
-                )
-            with stages.measure("put", extent.nbytes):
-                return sink(extent, buffer[span.lead : span.lead + extent.nbytes])
+        with self._open(extent, stages) as (pack, strategy):
+            if not pack.is_direct:
+                self._verified(extent, pack.blocks(place(), strategy.block_bytes), None, stages)
+                return
+            with self._staging(min(strategy.block_bytes, pack.span.nbytes)) as staging:
+                self._verified(extent, pack.blocks(staging, staging.nbytes), place, stages)
 
-    def stream(
-        self,
-        extents: Sequence[ExtentRef],
-        sink: Callable[[ExtentRef, ByteArray], object],
-        progress: Progress | None = None,
-        *,
-        what: str = "",
-    ) -> LoadReport:
-        """Give every extent to `sink`, which is called from several threads and in any order.
+    def read_all(
+        self, extents: Sequence[ExtentRef], progress: Progress | None = None, *, what: str = ""
+    ) -> tuple[dict[str, ByteArray], LoadReport]:
+        """The extents by id, each in memory that is the caller's.
 
-        While one extent is verified and put away, others are read. The first error ends the load and is raised,
-        after the reads in flight.
+        While one extent is verified, others are read. The first error ends the load and is raised, after the reads
+        in flight.
         """
         stages, start_s = StageClock(self._clock), self._clock()
         total_bytes = sum(extent.nbytes for extent in extents)
@@ -96,28 +93,27 @@ class ExtentReader:
             resolve_pack(self._packs, extent.pack) for extent in sorted(extents, key=lambda found: -found.nbytes)[:1]
         ]
         plan = self._planner.plan(packs[0] if packs else self._packs)
+        arrays: dict[str, ByteArray] = {}
         done_bytes, lock = 0, threading.Lock()
 
-        def load(extent: ExtentRef) -> None:
+        def read(extent: ExtentRef) -> None:
             nonlocal done_bytes
-            self.load(extent, sink, stages)
+            array = self.read(extent, stages)
             with lock:  # held while it is told, so that it never hears of less than before
+                arrays[extent.id] = array
                 done_bytes += extent.nbytes
                 if progress:
                     progress(done_bytes, total_bytes)
 
-        # In the order of the files, but the giants first: one of them last would be read with nothing beside it.
-        giant_bytes = 2 * plan.strategy.block_bytes
-        ordered = sorted(extents, key=lambda extent: (extent.nbytes <= giant_bytes, extent.pack, extent.offset))
         with concurrent.futures.ThreadPoolExecutor(plan.strategy.num_threads, thread_name_prefix="read") as threads:
-            futures = [threads.submit(load, extent) for extent in ordered]
+            futures = [threads.submit(read, extent) for extent in reading_order(extents, plan.strategy)]
             try:
                 for future in concurrent.futures.as_completed(futures):
                     future.result()
             except BaseException:
                 threads.shutdown(wait=False, cancel_futures=True)
                 raise
-        return LoadReport(
+        return {extent.id: arrays[extent.id] for extent in extents}, LoadReport(
             what=what,
             nbytes=total_bytes,
             wall_s=self._clock() - start_s,
@@ -126,35 +122,77 @@ class ExtentReader:
             strategy=plan.strategy,
             verified=self._verify,
             peak_gbps=plan.probe.peak_gbps if plan.probe else None,
-            pool=self._pool.stats() if self._pool else None,
             advice=plan.advice,
         )
+
+    @contextlib.contextmanager
+    def _open(self, extent: ExtentRef, stages: StageClock) -> Iterator[tuple[PackReader, ReadStrategy]]:
+        with stages.measure("open"):
+            path, strategy = self._places.get(extent.pack) or self._find(extent.pack)
+            pack = PackReader(path, extent, direct=strategy.direct and extent.nbytes >= MIN_DIRECT_BYTES)
+            # Found once: a published pack never changes, and looking takes longer than opening a small one.
+            self._places[extent.pack] = path, strategy
+        with pack:
+            yield pack, strategy
 
     def _find(self, pack: str) -> tuple[Path, ReadStrategy]:
         path = resolve_pack(self._packs, pack)
         return path, self._planner.plan(path).strategy
 
-    def _buffer(self, nbytes: int) -> contextlib.AbstractContextManager[ByteArray]:
-        if self._pool and nbytes <= self._pool.max_bytes:
-            return self._pool.acquire(nbytes)
+    def _staging(self, nbytes: int) -> contextlib.AbstractContextManager[ByteArray]:
+        if self._pool:
+            # HAZARD: one buffer for each reader and no more, or readers wait for each other.
+            return self._pool.acquire(min(nbytes, self._pool.max_bytes))
         return contextlib.nullcontext(allocate_pages(nbytes))
 
-    def _fill(self, pack: PackReader, buffer: ByteArray, block_bytes: int, stages: StageClock) -> str | None:
-        """The checksum of what was read, None when nothing is verified."""
+    def _verified(
+        self, extent: ExtentRef, blocks: Iterator[memoryview], place: Place | None, stages: StageClock
+    ) -> None:
+        """Take the blocks in, and copy them to `place` if there is one. Raises ExtentCorrupt."""
         digest = xxh3_128()
-        blocks = pack.blocks(buffer, block_bytes)
+        out: ByteArray | None = None
+        position = 0
         while True:
             with stages.measure("read"):
                 block = next(blocks, None)
             if block is None:
-                return digest.hexdigest() if self._verify else None
+                break
             stages.add_bytes("read", block.nbytes)
-            if self._verify:
+            if place is not None:
+                # Not before: to make the place takes time in which something can be read already.
+                out = place() if out is None else out
+                with stages.measure("copy", block.nbytes):
+                    self._pass(block, out[position : position + block.nbytes], digest)
+            elif self._verify:
                 with stages.measure("verify", block.nbytes):
                     digest.update(block)
+            position += block.nbytes
+        if self._verify and digest.hexdigest() != extent.checksum:
+            raise ExtentCorrupt(
+                f"{self._places[extent.pack][0]}: bytes {extent.offset}..{extent.offset + extent.nbytes} "
+                f"(extent {extent.id}) have checksum {digest.hexdigest()}, expected {extent.checksum}"
+            )
+
+    def _pass(self, block: memoryview, out: ByteArray, digest: xxh3_128) -> None:
+        """Once through memory: what the checksum has brought into the cache is copied from there."""
+        array = np.frombuffer(block, np.uint8)
+        for start in range(0, array.nbytes, PIECE_BYTES):
+            piece = array[start : start + PIECE_BYTES]
+            if self._verify:
+                digest.update(piece.data)
+            out[start : start + PIECE_BYTES] = piece
+
+
+def reading_order(extents: Sequence[ExtentRef], strategy: ReadStrategy) -> list[ExtentRef]:
+    """In the order of the files, but the giants first: one of them last would be read with nothing beside it."""
+    giant_bytes = 2 * strategy.block_bytes
+    giants = sorted((extent for extent in extents if extent.nbytes > giant_bytes), key=lambda giant: -giant.nbytes)
+    others = sorted(
+        (extent for extent in extents if extent.nbytes <= giant_bytes), key=lambda found: (found.pack, found.offset)
+    )
+    return [*giants, *others]
 
 
 def read_extent(packs: Path, extent: ExtentRef) -> ByteArray:
-    """The bytes of one extent in memory of their own, verified while they arrive. Raises what `load` does."""
-    reader = ExtentReader(packs, None, ReadPlanner(override=SINGLE))
-    return reader.load(extent, lambda _, array: array, StageClock())
+    """The bytes of one extent in memory of their own, verified while they arrive. Raises what `read_into` does."""
+    return ExtentReader(packs, None, ReadPlanner(override=SINGLE)).read(extent, StageClock())

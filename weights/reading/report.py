@@ -13,9 +13,11 @@ from weights.memory.host_pool import PoolStats
 from weights.reading.medium import Medium
 from weights.reading.strategy import ReadStrategy
 
-Stage = Literal["open", "read", "verify", "put", "attach", "upload"]
+# `copy`: from staging to its place, verified on the way. `verify`: where it was read into its place at once.
+# `put`: room made for it in a node's store.
+Stage = Literal["open", "read", "verify", "copy", "put", "attach", "upload"]
 
-STREAMED: Final[frozenset[Stage]] = frozenset({"open", "read", "verify", "put"})  # done by all threads at once
+STREAMED: Final[frozenset[Stage]] = frozenset({"open", "read", "verify", "copy", "put"})  # done by all threads at once
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,7 +50,7 @@ class Probe(BaseModel):
 # together. More threads than reads are wanted in flight, as some of them verify and put.
 # Over a network, more requests hide the way there and back.
 DIRECT: Final[dict[MediumKind, ReadStrategy]] = {
-    "local": ReadStrategy(direct=True, num_threads=6, block_bytes=64 * _MIB),
+    "local": ReadStrategy(direct=True, num_threads=12, block_bytes=32 * _MIB),
     "nfs": ReadStrategy(direct=True, num_threads=16, block_bytes=8 * _MIB),
     "network": ReadStrategy(direct=True, num_threads=16, block_bytes=8 * _MIB),
     "unknown": ReadStrategy(direct=True, num_threads=8, block_bytes=16 * _MIB),

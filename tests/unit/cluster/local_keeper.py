@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from cluster.keeping.object_store import StoreFull
+import numpy as np
+
+from cluster.keeping.object_store import NewObject, StoreFull
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,26 +24,30 @@ class Ref:
 
 
 class FakeStore:
-    """Copies, as Ray does: the buffer that is given belongs to the keeper's pool."""
+    """Objects that are written in place, as in Ray's store. `written` is the latest one's memory while it lives."""
 
     capacity_bytes = 10**9
 
     def __init__(self) -> None:
         self.error: Exception | None = None
         self.num_full = 0
+        self.used_bytes: list[int] = []
+        self.written: Callable[[], Any] = lambda: None
         self.populated = threading.Event()
 
     def populate(self) -> None:
         self.populated.set()
 
-    def put(self, array: Any, used_bytes: int) -> tuple[Any, Any]:
+    def create(self, nbytes: int, used_bytes: int) -> NewObject:
         if self.num_full:
             self.num_full -= 1
             raise StoreFull("no room in memory")
         if self.error:
             raise self.error
-        ref = Ref(array.copy())
-        return ref, ref.array
+        self.used_bytes.append(used_bytes)
+        ref = Ref(np.zeros(nbytes, np.uint8))
+        self.written = weakref.ref(ref.array)
+        return NewObject(ref.array, nbytes, lambda _: (ref, ref.array))
 
 
 class ActorHandle:

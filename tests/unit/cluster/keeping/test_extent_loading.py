@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import xxhash
 
-from cluster.keeping.extent_loading import ExtentLoader
+from cluster.keeping.extent_loading import ExtentLoader, Writing
 from cluster.peers.extent_sources import PATIENCE_S, Fetched, PeerOffer, PeerShare
 from cluster.peers.fetch_queue import Located, Question
 from cluster.peers.peer_client import FetchFailed
@@ -96,10 +98,10 @@ class SlowReader(ExtentReader):
         self.gbps = 1.0
         self.num_reads = 0
 
-    def load(self, extent: ExtentRef, sink: Any, stages: StageClock) -> Any:
+    def read_into(self, extent: ExtentRef, place: Any, stages: StageClock) -> None:
         self.num_reads += 1
         self.ticks.now_s += extent.nbytes / self.gbps / 1e9
-        return super().load(extent, sink, stages)
+        super().read_into(extent, place, stages)
 
 
 @pytest.fixture
@@ -135,12 +137,14 @@ def reader(tmp_path: Path, pool: HostBufferPool, clock: Clock) -> SlowReader:
 
 
 @pytest.fixture
-def loader(reader: SlowReader, pool: HostBufferPool, peers: FakePeers, clock: Clock) -> ExtentLoader:
-    return ExtentLoader(reader, pool, peers, clock=clock, pause=clock.pause, chance=random.Random(1))
+def loader(reader: SlowReader, peers: FakePeers, clock: Clock) -> ExtentLoader:
+    return ExtentLoader(reader, peers, clock=clock, pause=clock.pause, chance=random.Random(1))
 
 
-def copy(extent: ExtentRef, array: Any) -> bytes:
-    return array.tobytes()
+@contextlib.contextmanager
+def copy(extent: ExtentRef) -> Iterator[Writing]:
+    out = np.zeros(extent.nbytes, np.uint8)
+    yield Writing(lambda: out, lambda: out.tobytes())
 
 
 def load(loader: ExtentLoader, extent: ExtentRef, peers: FakePeers, *located: Located | None) -> tuple[bytes, str]:
@@ -195,13 +199,14 @@ def test_a_peer_that_was_measured_to_be_faster_is_asked(loader, extent, reader: 
     assert loader.reload_rate("adopted") == pytest.approx(1 / 1e9)
 
 
-def test_a_put_does_not_count_against_storage(loader, extent, clock: Clock, peers: FakePeers) -> None:
-    def slow_put(extent: ExtentRef, array: Any) -> None:
+def test_making_the_place_does_not_count_against_storage(loader, extent, clock: Clock, peers: FakePeers) -> None:
+    def slow_place() -> Any:
         clock.now_s += 10.0
+        return np.zeros(extent.nbytes, np.uint8)
 
     peers.located = [MINE]
     loader.expect([extent], Stages())
-    loader.load_next(slow_put)
+    assert loader.load_next(lambda _: contextlib.nullcontext(Writing(slow_place, bytes))).error is None
     assert loader.reload_rate("storage") == pytest.approx(1 / 1e9)
 
 
@@ -232,15 +237,38 @@ def test_a_peer_that_is_always_busy_is_waited_for_a_bounded_time(
     assert PATIENCE_S <= clock.now_s < PATIENCE_S + 2
 
 
-def test_a_sink_that_fails_is_no_detour(loader, extent, reader: SlowReader, peers: FakePeers) -> None:
-    def full(extent: ExtentRef, array: Any) -> None:
+@pytest.mark.parametrize("fails", ["place", "seal"])
+def test_a_place_that_cannot_be_made_is_no_detour(
+    loader, extent, reader: SlowReader, peers: FakePeers, fails: str
+) -> None:
+    def full() -> Any:
         raise BudgetExceeded("no room")
 
+    out = np.zeros(extent.nbytes, np.uint8)
+    writing = Writing(full, bytes) if fails == "place" else Writing(lambda: out, full)
     for located, num_reads in ((HAS_IT, 0), (MINE, 1)):
         peers.located = [located]
         loader.expect([extent], Stages())
-        loaded = loader.load_next(full)
+        loaded = loader.load_next(lambda _: contextlib.nullcontext(writing))
         assert (loaded.extent, str(loaded.error), reader.num_reads) == (extent, "no room", num_reads)
+    assert loader.reload_rate("storage") is None
+
+
+def test_a_place_that_no_peer_has_filled_is_given_back(loader, extent, data: bytes, peers: FakePeers) -> None:
+    held: list[int] = []
+
+    @contextlib.contextmanager
+    def counted(extent: ExtentRef) -> Iterator[Writing]:
+        held.append(len(held))
+        with copy(extent) as writing:
+            yield writing
+        held.pop()
+
+    peers.errors = [FetchFailed("no slot", Fetched(busy=[HERE])) for _ in range(3)]
+    peers.located = [HAS_IT]
+    loader.expect([extent], Stages())
+    loaded = loader.load_next(counted)
+    assert (loaded.result, loaded.source, len(peers.fetched), held) == (data, "peer", 4, [])
 
 
 def test_what_storage_does_not_have_is_said_and_may_be_wanted_again(
@@ -276,9 +304,7 @@ def test_when_nobody_is_reading_it_any_more_this_node_does(
     assert clock.now_s < 1
 
 
-def test_threads_that_wait_for_one_extent_load_the_others(
-    reader: SlowReader, pool: HostBufferPool, peers: FakePeers, extent, tmp_path: Path
-) -> None:
+def test_threads_that_wait_for_one_extent_load_the_others(reader: SlowReader, peers: FakePeers, extent) -> None:
     """With real threads and a real clock: fewer threads than extents that somebody else is reading."""
     has_it = threading.Event()
 
@@ -288,7 +314,7 @@ def test_threads_that_wait_for_one_extent_load_the_others(
         return Located(offers, waiting, tuple(id_ for id_ in question.ids if id_[0] == "f"))
 
     peers.locate = locate  # type: ignore[method-assign]
-    loader = ExtentLoader(reader, pool, peers, chance=random.Random(1))
+    loader = ExtentLoader(reader, peers, chance=random.Random(1))
     free = [extent.model_copy(update={"id": f"f{index}"}) for index in range(10)]
     loader.expect([extent], Stages())
     loader.expect(free, Stages())
@@ -309,10 +335,3 @@ def test_what_has_no_thread_is_withdrawn_and_a_thread_too_many_ends(loader, exte
     loaded = loader.load_next(copy)
     assert {withdrawn.id, loaded.extent.id} == {"e", "other"}
     assert (loader.load_next(copy), loader.withdraw()) == (None, None)
-
-
-def test_an_extent_larger_than_the_staging_memory_comes_from_a_peer_too(
-    reader: SlowReader, peers: FakePeers, extent, data: bytes
-) -> None:
-    loader = ExtentLoader(reader, HostBufferPool(4096), peers)
-    assert load(loader, extent, peers, HAS_IT) == (data, "peer")

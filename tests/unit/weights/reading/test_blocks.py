@@ -47,12 +47,18 @@ def read(
     cached: Callable[[int, int, int], int] = nothing_cached,
 ) -> list[bytes]:
     """The blocks; what they leave in the buffer must be the same bytes in one piece."""
-    span = Span.around(part)
-    buffer = allocate_pages(span.nbytes)
-    with PackReader(path, part, span, direct=direct, cached_pages=cached) as reader:
+    with PackReader(path, part, direct=direct, cached_pages=cached) as reader:
+        span = reader.span
+        buffer = allocate_pages(span.nbytes)
         blocks = [bytes(block) for block in reader.blocks(buffer, block_bytes)]
     assert b"".join(blocks) == buffer[span.lead : span.lead + part.nbytes].tobytes()
     return blocks
+
+
+def read_through(path: Path, part: ExtentRef, buffer_bytes: int) -> list[bytes]:
+    """The blocks of a direct reader whose buffer does not hold the extent."""
+    with PackReader(path, part, direct=True, cached_pages=nothing_cached) as reader:
+        return [bytes(block) for block in reader.blocks(allocate_pages(buffer_bytes), 2**20)]
 
 
 def watch_flags(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
@@ -78,6 +84,24 @@ def test_any_range_is_read_whole_and_in_order(
     begin, end = sorted((one, other))
     blocks = read(path, extent(begin, end - begin), direct=direct, block_bytes=block_bytes)
     assert b"".join(blocks) == DATA[begin:end]
+
+
+@given(st.integers(0, len(DATA)), st.integers(0, len(DATA)), st.integers(1, 3), st.integers(1, 9000))
+@settings(max_examples=150, deadline=None)
+def test_a_buffer_shorter_than_the_extent_is_filled_again_and_again(
+    tmp_path_factory: pytest.TempPathFactory, one: int, other: int, pages: int, most: int
+) -> None:
+    """Whatever is read at a time: `most` bytes, which need not end at a block's border."""
+    path = tmp_path_factory.getbasetemp() / "again-and-again"
+    if not path.exists():
+        path.write_bytes(DATA)
+    begin, end = sorted((one, other))
+    real = os.preadv
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "preadv", lambda fd, buffers, offset: min(real(fd, buffers, offset), most))
+        blocks = read_through(path, extent(begin, end - begin), pages * 4096)
+    assert b"".join(blocks) == DATA[begin:end]
+    assert all(len(block) <= pages * 4096 for block in blocks)
 
 
 @given(st.integers(0, 2**40), st.integers(0, 2**40))
@@ -240,7 +264,7 @@ def test_a_pack_that_is_cut_off_while_it_is_read_says_where(
 def test_a_length_that_no_file_has_is_refused_before_memory_is_sought(pack: Path) -> None:
     absurd = extent(8, 2**62)
     with pytest.raises(ExtentCorrupt, match=f"ends at byte {len(DATA)}"):
-        PackReader(pack, absurd, Span.around(absurd), direct=True)
+        PackReader(pack, absurd, direct=True)
 
 
 @pytest.mark.parametrize("direct", [True, False])

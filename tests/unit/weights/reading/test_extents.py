@@ -6,6 +6,8 @@ import errno
 import os
 import tempfile
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,8 @@ from weights.errors import ExtentCorrupt, StoreError
 from weights.manifest import ExtentRef
 from weights.memory.host_pool import HostBufferPool
 from weights.provider import LocalExtents
-from weights.reading.extents import ByteArray, ExtentReader, read_extent
+from weights.reading.blocks import PackReader
+from weights.reading.extents import ByteArray, ExtentReader, read_extent, reading_order
 from weights.reading.planning import ReadPlanner
 from weights.reading.report import StageClock
 from weights.reading.strategy import ReadStrategy
@@ -95,6 +98,11 @@ def everything_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("weights.reading.extents.MIN_DIRECT_BYTES", 1)
 
 
+def on_disk_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the files that the test has just written were not in the page cache: they are read directly."""
+    monkeypatch.setitem(PackReader.__init__.__kwdefaults__, "cached_pages", lambda *_: 0)
+
+
 STRATEGIES = [ReadStrategy(True, 4, 8192), ReadStrategy(False, 3, 4096), ReadStrategy(True, 1, 2**20)]
 
 
@@ -106,27 +114,94 @@ def reader(packs: Path, pool: HostBufferPool | None = None, strategy: ReadStrate
     return ExtentReader(packs, pool, ReadPlanner(override=strategy), **options)
 
 
+def bytes_of(part: ExtentRef) -> bytes:
+    return DATA[part.offset - 4096 : part.offset - 4096 + part.nbytes]
+
+
+def through(reader: ExtentReader, part: ExtentRef, stages: StageClock | None = None, lead: int = 0) -> bytes:
+    """What `read_into` leaves in a place whose address is `lead` bytes after a page's; bytes around it stay."""
+    memory = np.full(part.nbytes + lead + 64, 7, np.uint8)
+    reader.read_into(part, lambda: memory[lead : lead + part.nbytes], stages or StageClock())
+    assert (memory[:lead] == 7).all()
+    assert (memory[lead + part.nbytes :] == 7).all()
+    return memory[lead : lead + part.nbytes].tobytes()
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
-@pytest.mark.parametrize("pool_bytes", [None, 2 * 4096, 2**20])
-def test_every_extent_reaches_the_sink_once(packs: Path, strategy: ReadStrategy, pool_bytes: int | None) -> None:
+def test_every_extent_is_read_once(packs: Path, strategy: ReadStrategy) -> None:
     parts = [*parts_of(90, 104), extent(9360, 640, "odd"), extent(3, 9000, "overlapping"), extent(0, 0, "empty")]
-    pool = HostBufferPool(pool_bytes) if pool_bytes else None
-    found: list[tuple[str, bytes]] = []
     told: list[tuple[int, int]] = []
-    report = reader(packs, pool, strategy).stream(
-        parts, lambda part, array: found.append((part.id, array.tobytes())), lambda *done: told.append(done), what="m"
-    )
-    assert dict(found) == {part.id: DATA[part.offset - 4096 : part.offset - 4096 + part.nbytes] for part in parts}
-    assert len(found) == len(parts)
+    arrays, report = reader(packs, strategy=strategy).read_all(parts, lambda *done: told.append(done), what="m")
+    assert {id_: array.tobytes() for id_, array in arrays.items()} == {part.id: bytes_of(part) for part in parts}
     total = sum(part.nbytes for part in parts)
     assert told == sorted(told)
     assert (len(told), told[-1]) == (len(parts), (total, total))
     assert (report.what, report.nbytes, report.verified, report.strategy) == ("m", total, True, strategy)
-    assert {report.stages[stage].nbytes for stage in ("read", "verify", "put")} == {total}
+    assert {report.stages[stage].nbytes for stage in ("read", "verify")} == {total}
+
+
+SIZES = [0, 1, 511, 4095, 4096, 4097, 8191, 8192, 8193, 9999]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
+@pytest.mark.parametrize("pool_bytes", [None, 4096, 2 * 4096, 2**20])
+@pytest.mark.parametrize("piece_bytes", [1000, 4096, 2**20])
+def test_an_extent_gets_to_its_place_whatever_it_goes_through(
+    packs: Path, monkeypatch: pytest.MonkeyPatch, strategy: ReadStrategy, pool_bytes: int | None, piece_bytes: int
+) -> None:
+    monkeypatch.setattr("weights.reading.extents.PIECE_BYTES", piece_bytes)
+    on_disk_only(monkeypatch)
+    pool = HostBufferPool(pool_bytes) if pool_bytes else None
+    same, stages = reader(packs, pool, strategy), StageClock()
+    parts = [extent(offset, min(size, 10_000 - offset)) for size in SIZES for offset in (0, 1, 8, 512, 4095, 4096)]
+    for number, part in enumerate(parts):
+        assert through(same, part, stages, lead=64 * (number % 3)) == bytes_of(part)
+    assert stages.figures()["read"].nbytes == sum(part.nbytes for part in parts)
     if pool:
-        assert report.pool is not None
-        assert report.pool.used_bytes == 0
-        assert report.pool.held_bytes <= pool.max_bytes
+        assert pool.stats().used_bytes == 0
+        assert pool.stats().held_bytes <= pool.max_bytes
+
+
+def test_a_place_is_asked_for_when_the_first_bytes_are_there(packs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_disk_only(monkeypatch)
+    pool, told = HostBufferPool(4096), []
+    real = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda *asked: (told.append("read"), real(*asked))[1])
+    out = np.zeros(10_000, np.uint8)
+
+    def place() -> ByteArray:
+        told.append("place")
+        return out
+
+    reader(packs, pool).read_into(extent(), place, StageClock())
+    assert told == ["read", "place", "read", "read"]
+    assert out.tobytes() == DATA
+
+
+def test_each_piece_is_hashed_and_copied_before_the_next(packs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One pass: what the checksum has seen is in its place when the checksum goes on."""
+    on_disk_only(monkeypatch)
+    monkeypatch.setattr("weights.reading.extents.PIECE_BYTES", 1024)
+    out = np.zeros(10_000, np.uint8)
+    lengths: list[int] = []
+
+    class Digest:
+        def __init__(self) -> None:
+            self.real = xxhash.xxh3_128()
+
+        def update(self, piece: Any) -> None:
+            done = sum(lengths)
+            assert out[:done].tobytes() == DATA[:done]
+            lengths.append(len(piece))
+            self.real.update(piece)
+
+        def hexdigest(self) -> str:
+            return self.real.hexdigest()
+
+    monkeypatch.setattr("weights.reading.extents.xxh3_128", Digest)
+    reader(packs, HostBufferPool(2**20)).read_into(extent(), lambda: out, StageClock())
+    assert max(lengths) == 1024
+    assert sum(lengths) == len(DATA)
 
 
 def test_small_extents_are_left_to_the_kernels_readahead(packs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,45 +214,52 @@ def test_small_extents_are_left_to_the_kernels_readahead(packs: Path, monkeypatc
 
     monkeypatch.setattr(os, "open", watched)
     for nbytes in (3999, 4000):
-        reader(packs).load(extent(0, nbytes), lambda *_: None, StageClock())
+        reader(packs).read(extent(0, nbytes), StageClock())
     assert modes == [False, True]
 
 
 def test_a_pack_that_becomes_a_symlink_later_is_not_followed(packs: Path, tmp_path_factory: Any) -> None:
     same = reader(packs)
-    same.load(extent(), lambda *_: None, StageClock())
+    same.read(extent(), StageClock())
     outside = tmp_path_factory.mktemp("outside") / "secret"
     (packs / PACK).rename(outside)
     (packs / PACK).symlink_to(outside)
     with pytest.raises(ExtentCorrupt, match=f"{PACK}: reading extent e1 failed"):
-        same.load(extent(), lambda *_: None, StageClock())
+        same.read(extent(), StageClock())
 
 
 def test_a_pack_that_comes_back_is_read_again(packs: Path) -> None:
     same = reader(packs)
     (packs / PACK).rename(packs / "away")
     with pytest.raises(ExtentCorrupt, match="missing"):
-        same.load(extent(), lambda *_: None, StageClock())
+        same.read(extent(), StageClock())
     (packs / "away").rename(packs / PACK)
-    assert same.load(extent(), lambda _, array: array.tobytes(), StageClock()) == DATA
+    assert same.read(extent(), StageClock()).tobytes() == DATA
 
 
 def test_nothing_to_load_is_no_error(packs: Path) -> None:
-    report = reader(packs).stream([], lambda *_: None)
+    arrays, report = reader(packs).read_all([])
+    assert arrays == {}
     assert (report.nbytes, report.stages, report.limiting_stage) == (0, {}, None)
 
 
-def test_others_are_read_while_one_is_put(packs: Path) -> None:
-    """The first extent's sink does not return before the last one's: only other threads can bring that."""
+def test_others_are_read_while_one_gets_its_place(packs: Path) -> None:
+    """The first extent's place is not there before the last one's: only other threads can bring that."""
     last_came = threading.Event()
+    same = reader(packs, HostBufferPool(3 * 4096))
 
-    def sink(part: ExtentRef, _: ByteArray) -> None:
+    def place(part: ExtentRef) -> ByteArray:
         if part.id == "e0":
             assert last_came.wait(10)
         if part.id == "e9":
             last_came.set()
+        return np.zeros(part.nbytes, np.uint8)
 
-    reader(packs, HostBufferPool(3 * 4096)).stream(parts_of(10, 1000), sink)
+    with ThreadPoolExecutor(2) as threads:
+        for done in [
+            threads.submit(same.read_into, part, partial(place, part), StageClock()) for part in parts_of(10, 1000)
+        ]:
+            done.result(10)
 
 
 def test_the_checksum_sees_every_block_in_order(packs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,46 +277,68 @@ def test_the_checksum_sees_every_block_in_order(packs: Path, monkeypatch: pytest
             return self.real.hexdigest()
 
     monkeypatch.setattr("weights.reading.extents.xxh3_128", Digest)
-    reader(packs, strategy=ReadStrategy(True, 4, 4096)).stream([extent()], lambda *_: None)
+    reader(packs, strategy=ReadStrategy(True, 4, 4096)).read_all([extent()])
     assert [len(block) for block in seen] == [4096, 4096, 10_000 - 8192]
     assert b"".join(seen) == DATA
 
 
 def test_verification_can_be_left_out_and_the_report_says_so(packs: Path) -> None:
     damaged = extent().model_copy(update={"checksum": "0" * 32})
-    report = reader(packs, verify=False).stream([damaged], lambda *_: None)
+    _, report = reader(packs, verify=False).read_all([damaged])
     assert not report.verified
     assert "verify" not in report.stages
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
 def test_the_first_error_ends_the_load(packs: Path, strategy: ReadStrategy) -> None:
-    pool = HostBufferPool(2**20)
     parts = parts_of(80, 120)
     parts[2] = parts[2].model_copy(update={"checksum": "0" * 32})
-    put: list[str] = []
     with pytest.raises(ExtentCorrupt, match=f"{PACK}: bytes 4336..4456 .extent e2. have checksum .* expected 0000"):
-        reader(packs, pool, strategy).stream(parts, lambda part, _: put.append(part.id))
-    assert "e2" not in put
-    assert pool.stats().used_bytes == 0
+        reader(packs, strategy=strategy).read_all(parts)
 
 
-def test_an_error_of_the_sink_is_the_callers_and_gives_the_buffer_back(packs: Path) -> None:
-    pool = HostBufferPool(2**20)
+def test_an_error_gives_the_buffer_back(packs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_disk_only(monkeypatch)
+    pool = HostBufferPool(4096)
+    same = reader(packs, pool)
 
-    def full(*_: object) -> None:
+    def full() -> ByteArray:
         raise MemoryError("object store is full")
 
     with pytest.raises(MemoryError, match="object store is full"):
-        reader(packs, pool).stream(parts_of(20, 100), full)
+        same.read_into(extent(), full, StageClock())
+    with pytest.raises(ExtentCorrupt, match="checksum"):
+        through(same, extent().model_copy(update={"checksum": "0" * 32}))
+    os.truncate(packs / PACK, 4096 + 9000)
+    with pytest.raises(ExtentCorrupt, match="ends at byte 13096"):
+        through(same, extent())
+    assert pool.stats().used_bytes == 0
+    assert through(same, extent(0, 9000)) == DATA[:9000]
+
+
+def test_a_read_error_in_the_middle_of_an_extent_gives_the_buffer_back(
+    packs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_disk_only(monkeypatch)
+    real, pool = os.preadv, HostBufferPool(4096)
+
+    def broken(fd: int, buffers: Any, offset: int) -> int:
+        if offset >= 8192:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", broken)
+    with pytest.raises(ExtentCorrupt, match=r"reading extent e1 failed: .*Input/output error"):
+        through(reader(packs, pool), extent())
     assert pool.stats().used_bytes == 0
 
 
-def test_an_extent_larger_than_the_pool_gets_memory_of_its_own(packs: Path) -> None:
-    pool = HostBufferPool(2 * 4096)
-    data = reader(packs, pool).load(extent(), lambda _, array: array, StageClock())
-    assert data.tobytes() == DATA
-    assert pool.stats().held_bytes == 0
+def test_giants_come_first_and_others_in_the_order_of_the_files() -> None:
+    sizes = [10, 5000, 20, 9000, 30]
+    parts = [extent(0, size, f"e{number}") for number, size in enumerate(sizes)]
+    parts = [part.model_copy(update={"offset": 4096 + 10 - number}) for number, part in enumerate(parts)]
+    ordered = reading_order(parts, ReadStrategy(True, 4, 2048))
+    assert [part.id for part in ordered] == ["e3", "e1", "e4", "e2", "e0"]
 
 
 def test_a_read_error_in_the_middle_of_a_load_names_the_extent(packs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,16 +351,15 @@ def test_a_read_error_in_the_middle_of_a_load_names_the_extent(packs: Path, monk
 
     monkeypatch.setattr(os, "preadv", broken)
     with pytest.raises(ExtentCorrupt, match=rf"{PACK}: reading extent e\d+ failed: .*Input/output error"):
-        reader(packs).stream(parts_of(10, 1000), lambda *_: None)
+        reader(packs).read_all(parts_of(10, 1000))
 
 
 def test_memory_backed_files_are_read_as_well() -> None:
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         (Path(folder) / PACK).write_bytes(bytes(4096) + DATA)
-        found: list[bytes] = []
-        reader(Path(folder)).stream([extent()], lambda _, array: found.append(array.tobytes()))
-        report = ExtentReader(Path(folder), None, ReadPlanner()).stream([extent()], lambda *_: None)
-    assert found == [DATA]
+        arrays, _ = reader(Path(folder)).read_all([extent()])
+        _, report = ExtentReader(Path(folder), None, ReadPlanner()).read_all([extent()])
+    assert arrays["e1"].tobytes() == DATA
     assert (report.medium.kind, report.strategy.direct) == ("tmpfs", False)
 
 
