@@ -37,6 +37,7 @@ def cluster_up(config: ClusterConfig, config_path: str, stop: threading.Event | 
     with SessionFile(config, url, config_path, folder) as session, ray_session(config):
         if stop:
             stop_on_signals(stop)  # again: Ray has put a handler of its own in place
+        logging.getLogger("ray.serve").setLevel(logging.WARNING)
         with left_clean(config):
             start_serve(config)
             wait_ready(url, START_TIMEOUT_S, stop)
@@ -69,7 +70,6 @@ def start_serve(config: ClusterConfig) -> None:
     """Serve with the config's HTTP options, and the application on it. Needs a connected Ray."""
     from deployments.app import AppArgs, build_app
 
-    logging.getLogger("ray.serve").setLevel(logging.WARNING)
     serve.start(
         http_options={
             "host": config.http.host,

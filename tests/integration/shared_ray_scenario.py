@@ -34,7 +34,7 @@ def main(folder: Path) -> None:
             observed["killed"] = roles(leave_behind(config(folder / "old", shared.address)))
         new = config(folder / "new", shared.address)
         with ray_session(new):
-            observed["beside watchers"] = watched(new)
+            observed["beside watchers"] = watched(config(folder / "watched", shared.address))
             with left_clean(new):
                 observed["at start"] = actors()
                 observed |= serve(new, folder / "new")
@@ -59,9 +59,9 @@ def leave_behind(old: ClusterConfig) -> list[str]:
     return actors()
 
 
-def watched(new: ClusterConfig) -> dict[str, Any]:
+def watched(config: ClusterConfig) -> dict[str, Any]:
     """A registry that may have two calls of a sort at once, and twelve who watch it."""
-    registry = registry_class(max_calls=2).remote(new, b"x" * 32)
+    registry = registry_class(max_calls=2).remote(config, b"x" * 32)
     (first,) = ray.get([registry.watch.remote(0, "", 30.0)], timeout=60)
     until(lambda: ray.get(registry.statuses.remote(), timeout=30)[0].state == "unavailable")
     now = ray.get(registry.watch.remote(0, "", 30.0), timeout=30)
