@@ -68,7 +68,7 @@ def watched(config: ClusterConfig) -> dict[str, Any]:
     watchers = [registry.watch.remote(now.revision, now.epoch, 60.0) for _ in range(12)]
     found = [record.id for _ in range(5) for record in ray.get(registry.statuses.remote(), timeout=30)]
     waiting = len(ray.wait(watchers, num_returns=len(watchers), timeout=0)[1])
-    model = ModelConfig(id="later", path=Path("/nowhere"))
+    model = ModelConfig(id="later", path=config.allowed_roots[0] / "nowhere")
     ray.get(registry.register.remote(model), timeout=30)
     heard = [change.changed[0].id for change in ray.get(watchers, timeout=60)]
     ray.kill(registry)
