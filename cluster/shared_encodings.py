@@ -125,6 +125,9 @@ class SharedEncodings:
     async def renew(self, digests: Sequence[str], holder: str) -> None:
         self._ledger.renew(digests, holder)
 
+    async def forget_all(self) -> None:
+        self._ledger.forget_all()
+
     async def stats(self) -> SharedStats:
         return self._ledger.stats()
 

@@ -42,8 +42,16 @@ class ReplicaBuilder(Protocol):
     def retire(self, thing: Any) -> None: ...
 
 
-async def open_host(config: ClusterConfig, role: str, settings: ModelReplicaConfig, build: ReplicaBuilder) -> ModelHost:
-    """Connect this replica. `role` names it as a holder of leases."""
+async def open_host(
+    config: ClusterConfig,
+    role: str,
+    settings: ModelReplicaConfig,
+    build: ReplicaBuilder,
+    forget_results: Callable[[], None] = lambda: None,
+) -> ModelHost:
+    """Connect this replica. `role` names it as a holder of leases; `forget_results` is called on the event loop when
+    weights that it had were found damaged: what was kept of their results may be wrong.
+    """
     registry = connect_registry(config)
     node_id = ray.get_runtime_context().get_node_id()
     keeper: Any = await registry.keeper.remote(node_id)
@@ -54,6 +62,7 @@ async def open_host(config: ClusterConfig, role: str, settings: ModelReplicaConf
 
     def on_damage(extents: Sequence[str]) -> None:
         loop.call_soon_threadsafe(host.condemn, extents)
+        loop.call_soon_threadsafe(forget_results)
 
     def connect() -> Any:
         return get(registry.keeper.remote(node_id), KEEPER_TIMEOUT_S)

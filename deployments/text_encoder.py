@@ -50,12 +50,12 @@ class TextEncoderService:
         settings = config.text_encoder
         limit_threads(None, settings.num_cpus)
         self._builder = TextEncoderBuilder()
-        self._host = await open_host(config, "text-encoder", settings, self._builder)
-        await prepare_models(self._host, config.models, KINDS, is_text_encoder, self._builder)
         shared = None
         if settings.shared_cache_bytes:
             shared = RaySharedTier(partial(connect_shared_encodings, cluster_key(config), settings.shared_cache_bytes))
         self._cache = EmbeddingCache(settings.cache_bytes, shared)
+        self._host = await open_host(config, "text-encoder", settings, self._builder, self._cache.forget_all)
+        await prepare_models(self._host, config.models, KINDS, is_text_encoder, self._builder)
         self._padding = EncodeCounter()
         registry = connect_registry(config)
         self._merging: MergeConfig = await registry.encoder_merging.remote() or settings.merging

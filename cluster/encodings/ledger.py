@@ -120,6 +120,12 @@ class EncodingLedger(Generic[Payload]):
             self._abandoned += 1
             self._pass_on(digest, claim)
 
+    def forget_all(self) -> None:
+        """What is here may be wrong. Claims stay: who computes now says himself what of that is sound."""
+        for digest in self._payloads:
+            self._eviction.remove(digest)
+        self._payloads.clear()
+
     def expire(self) -> None:
         """Pass on the claims of those who are silent."""
         for digest in list(self._claims):

@@ -89,6 +89,9 @@ class RaySharedTier:
         self._computing.discard(digest)
         await self._call("abandon", digest, self._holder)
 
+    async def forget_all(self) -> None:
+        await self._call("forget_all")
+
     def note_use(self, digest: str) -> None:
         """This replica has used its own copy; told with the next question."""
         if len(self._used) < MAX_NOTED:

@@ -75,6 +75,8 @@ class SharedTier(Protocol):
 
     async def abandon(self, digest: str) -> None: ...
 
+    async def forget_all(self) -> None: ...
+
     def note_use(self, digest: str) -> None: ...
 
 
@@ -127,6 +129,7 @@ class EmbeddingCache:
         self._entries: dict[str, _Entry] = {}
         self._in_flight: dict[str, asyncio.Task[Found]] = {}
         self._telling: set[asyncio.Future[None]] = set()
+        self._generation = 0  # of what may be kept: rises when all is forgotten
         self._counts = dict.fromkeys(("local", "joined", "shared", "computed", "failed"), 0)
         self._refused = self._mutated = self._shared_errors = 0
 
@@ -157,6 +160,18 @@ class EmbeddingCache:
             found = Found(found.encoding, "joined")
         return self._count(found)
 
+    def forget_all(self) -> None:
+        """Forget what is here and in the other tier, and keep nothing of what is being computed.
+
+        For weights that were found damaged: nobody knows since when they were, and which encodings they made.
+        """
+        self._generation += 1
+        for digest in self._entries:
+            self._eviction.remove(digest)
+        self._entries.clear()
+        if self._shared:
+            self._tell(self._shared.forget_all())
+
     def stats(self) -> CacheStats:
         return CacheStats(
             **self._counts,
@@ -173,22 +188,23 @@ class EmbeddingCache:
         )
 
     async def _obtain(self, digest: str, compute: Callable[[], Awaitable[Encoding]], keep: bool) -> Found:
+        generation = self._generation
         try:
             claimed = False
             if self._shared:
                 try:
                     if shared := await self._shared.find_or_claim(digest):
                         encoding = unpack(split_tensors(shared.layout, shared.data))
-                        return Found(self._insert(digest, encoding, shared.cost_s, keep), "shared")
+                        return Found(self._insert(digest, encoding, shared.cost_s, keep, generation), "shared")
                     claimed = True
                 except Exception as error:  # whatever it is, the text can be encoded here
                     self._note_shared_error(error)
-            return Found(await self._compute(digest, compute, keep, claimed), "computed")
+            return Found(await self._compute(digest, compute, keep, claimed, generation), "computed")
         finally:
             del self._in_flight[digest]
 
     async def _compute(
-        self, digest: str, compute: Callable[[], Awaitable[Encoding]], keep: bool, claimed: bool
+        self, digest: str, compute: Callable[[], Awaitable[Encoding]], keep: bool, claimed: bool, generation: int
     ) -> Encoding:
         """The cost is how long it took from here: queue and batch are what the next one would wait for, too."""
         start_s = self._clock()
@@ -199,14 +215,18 @@ class EmbeddingCache:
                 self._tell(self._shared.abandon(digest))
             raise
         cost_s = self._clock() - start_s
-        encoding = self._insert(digest, computed, cost_s, keep)
-        if self._shared and claimed:
+        encoding = self._insert(digest, computed, cost_s, keep, generation)
+        if self._shared and claimed and generation != self._generation:
+            self._tell(self._shared.abandon(digest))
+        elif self._shared and claimed:
             layout, data = join_tensors(pack(encoding))  # copied before anybody else has it
             self._tell(self._shared.publish(digest, layout, data, cost_s, keep))
         return encoding
 
-    def _insert(self, digest: str, encoding: Encoding, cost_s: float, keep: bool) -> Encoding:
+    def _insert(self, digest: str, encoding: Encoding, cost_s: float, keep: bool, generation: int) -> Encoding:
         own = MappingProxyType({name: _compact(tensor) for name, tensor in encoding.items()})
+        if generation != self._generation:
+            return own
         self._entries[digest] = _Entry(own, _versions(own))
         nbytes = ENTRY_BYTES + sum(TENSOR_BYTES + tensor.nbytes for tensor in own.values())
         for victim in self._eviction.add(digest, nbytes, cost_s, self._clock(), keep=keep):

@@ -150,6 +150,19 @@ def test_what_cannot_be_kept_reaches_those_who_wait() -> None:
         assert (book.stats().refused, book.stats().entries) == (number, 0)
 
 
+def test_what_is_forgotten_is_computed_anew_and_claims_stay() -> None:
+    book, _ = ledger()
+    for digest in ("d", "e"):
+        book.find_or_claim(digest, "a")
+    book.publish("d", "wrong", 10, 1.0)
+    told = waiting(book, "e", "b")
+    book.forget_all()
+    assert (book.stats().entries, book.stats().nbytes, book.stats().in_flight) == (0, 0, 1)
+    assert book.find_or_claim("d", "b") == Answer("yours")
+    book.publish("e", "sound", 10, 1.0)
+    assert told == [Answer("found", "sound")]
+
+
 def test_use_of_copies_elsewhere_makes_an_entry_popular() -> None:
     book, clock = ledger(max_bytes=2)
     for digest in "ab":

@@ -76,6 +76,10 @@ class Shared:
         await self._answer()
         self.claims.discard(digest)
 
+    async def forget_all(self) -> None:
+        await self._answer()
+        self.entries.clear()
+
     def note_use(self, digest: str) -> None:
         self.used.append(digest)
 
@@ -291,6 +295,24 @@ async def test_what_another_replica_has_computed_is_not_computed_again() -> None
     assert await source(second, 1, encoder) == "local"
     assert shared.used == [key(1).digest()]
     assert (second.stats().shared, second.stats().local, second.stats().computed) == (1, 1, 0)
+
+
+async def test_what_damaged_weights_may_have_made_is_in_no_tier_afterwards() -> None:
+    shared = Shared()
+    cache, encoder = EmbeddingCache(10**6, shared), Encoder()
+    assert await source(cache, 1, encoder) == "computed"
+    await settle()
+    encoder.open.clear()
+    computing = asyncio.ensure_future(cache.get(key(2), encoder))
+    await settle()
+    cache.forget_all()
+    encoder.open.set()
+    assert (await computing).source == "computed"
+    await settle()
+    assert (shared.entries, shared.claims, cache.stats().entries, cache.stats().nbytes) == ({}, set(), 0, 0)
+    assert [await source(cache, number, encoder) for number in (1, 2, 2)] == ["computed", "computed", "local"]
+    await settle()
+    assert len(shared.entries) == 2
 
 
 async def test_with_the_other_tier_gone_everything_is_computed_and_nothing_fails() -> None:
