@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -52,7 +53,10 @@ class TextEncoderService:
         self._builder = TextEncoderBuilder()
         shared = None
         if settings.shared_cache_bytes:
-            shared = RaySharedTier(partial(connect_shared_encodings, cluster_key(config), settings.shared_cache_bytes))
+            connect = partial(connect_shared_encodings, cluster_key(config), settings.shared_cache_bytes)
+            with contextlib.suppress(Exception):  # it may be missing
+                await asyncio.to_thread(connect)  # its process starts now, so that the first text need not wait for it
+            shared = RaySharedTier(connect)
         self._cache = EmbeddingCache(settings.cache_bytes, shared)
         self._host = await open_host(config, "text-encoder", settings, self._builder, self._cache.forget_all)
         await prepare_models(self._host, config.models, KINDS, is_text_encoder, self._builder)
