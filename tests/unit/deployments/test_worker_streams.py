@@ -33,25 +33,29 @@ class NoMetrics:
 
 
 class Gate:
-    """Holds the engine's steps from `close` on. `leases`: how many leases its weights had when each held step ended."""
+    """Holds the engine's steps once it is closed. `leases`: how many leases its weights had when each held step ended."""
 
     def __init__(self, engine: Any, num_leases: Callable[[], int]) -> None:
         self._step = engine.step
         self._num_leases = num_leases
         self._open = threading.Event()
         self._open.set()
+        self._free_steps = 0
         self.held = threading.Event()
         self.leases: list[int] = []
         engine.step = self.step
 
-    def close(self) -> None:
+    def close(self, after_steps: int = 0) -> None:
+        self._free_steps = after_steps
         self._open.clear()
 
     def open(self) -> None:
         self._open.set()
 
     def step(self) -> Any:
-        if not self._open.is_set():
+        if self._free_steps:
+            self._free_steps -= 1
+        elif not self._open.is_set():
             self.held.set()
             assert self._open.wait(WAIT_S)
             self.leases.append(self._num_leases())
@@ -79,10 +83,10 @@ def num_leases(worker: Worker) -> int:
 
 
 async def first_piece(worker: Worker, gate: Gate) -> Any:
-    """A stream whose next step is held."""
+    """A stream that gave all there was, and whose next step is held."""
+    gate.close(after_steps=1)
     stream = worker.stream_text(REQUEST)
     await anext(stream)
-    gate.close()
     assert await asyncio.to_thread(gate.held.wait, WAIT_S)
     return stream
 
