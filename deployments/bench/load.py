@@ -27,6 +27,7 @@ from typing import Any
 import psutil
 import ray
 import torch
+from xxhash import xxh3_128
 
 from cluster.keeper import keeper_class
 from cluster.ray_extents import RayExtents
@@ -45,9 +46,12 @@ MODEL = "bench"
 MODES = ("cold", "warm")
 RAW_READS = ((1, 64), (8, 32), (8, 64), (16, 16))  # threads, MiB per O_DIRECT read: the best of a trial is the raw disk
 RAW, OURS, UNVERIFIED = "raw O_DIRECT", "ours", "ours-unverified"
+# A virtual disk is slower when its machine does anything else: what a loader that verifies could reach.
+RAW_BUSY = "raw O_DIRECT beside a core that hashes"
 KEEPERS = {OURS: True, UNVERIFIED: False}  # whether it verifies
 PEER_TIMEOUT_S = 300.0
 DROP_TIMEOUT_S = 10.0
+HASHED_BYTES = 256 * 2**20  # more than any cache holds
 
 
 @dataclass
@@ -102,7 +106,8 @@ class _Bench:
     def loaders(self) -> dict[str, Callable[[str], _Loaded]]:
         """By name; each takes the mode."""
         ours = {name: partial(self.load_ours, name) for name in KEEPERS}
-        return {RAW: lambda mode: self._raw(self._raw_reads), **ours, **{name: self._peer(name) for name in self.peers}}
+        raw = {RAW: lambda mode: self._raw(self._raw_reads), RAW_BUSY: lambda mode: self._raw_busy()}
+        return {**raw, **ours, **{name: self._peer(name) for name in self.peers}}
 
     def start_keepers(self) -> None:
         """As a node's is that has been up: it has loaded before, so its staging exists, and its pages are mapped."""
@@ -157,6 +162,22 @@ class _Bench:
         load_peers.drop_cache(self._raw_files)
         return _read_raw(self._raw_files, reads[0], reads[1] * 2**20)
 
+    def _raw_busy(self) -> _Loaded:
+        buffer, is_done = allocate_pages(HASHED_BYTES), threading.Event()
+        buffer.fill(1)
+
+        def hash_on() -> None:
+            while not is_done.is_set():
+                xxh3_128(buffer)
+
+        hashing = threading.Thread(target=hash_on)
+        hashing.start()
+        try:
+            return self._raw(self._raw_reads)
+        finally:
+            is_done.set()
+            hashing.join()
+
     def _peer(self, name: str) -> Callable[[str], _Loaded]:
         def load(mode: str) -> _Loaded:
             command = [sys.executable, "-m", "deployments.bench.load_peers", name, str(self._sources[name]), mode]
@@ -187,7 +208,7 @@ def run(
         bench = _Bench(given, Path(folder), peers)
         if source is None:
             shutil.rmtree(given)  # every loader has its own by now
-        orders = draw_orders([RAW, *KEEPERS, *peers], rounds, seed)
+        orders = draw_orders([RAW, RAW_BUSY, *KEEPERS, *peers], rounds, seed)
         touch_memory(4 * bench.manifest.nbytes)
         bench.try_raw()
         # A model and a half: while one keeper's copy is freed, the next one's is made.
@@ -233,10 +254,11 @@ def _figures(samples: dict[str, _Samples], peers: Sequence[str]) -> dict[str, An
     ours = samples[OURS]
     raw_gbps = samples[RAW].median
     medians = {name: samples[name].median for name in peers}
-    digests = {digest for name, found in samples.items() if name != RAW for digest in found.digests}
+    digests = {digest for name, found in samples.items() if name not in (RAW, RAW_BUSY) for digest in found.digests}
     return {
         "ours_gbps": ours.median,
         "raw_gbps": raw_gbps,
+        "raw_busy_gbps": samples[RAW_BUSY].median,
         "ratio_raw": ours.median / raw_gbps,
         "peers": medians,
         "ratio_best_peer": ours.median / max(medians.values()) if medians else None,
