@@ -25,7 +25,7 @@ class QueuePolicyConfig(StrictModel):
 class MergeConfig(StrictModel):
     """Priorities are 1 (most urgent) to `priority_levels`; a request without one has `default_priority`.
 
-    How the strategies decide is told in `deployments/merging/forming.py`.
+    How the strategies decide is told in `deployments/batching/policy.py`.
     """
 
     max_batch_size: int = Field(32, ge=1, description="items in one call")

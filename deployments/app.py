@@ -13,8 +13,8 @@ from ray.serve import Application
 from configs.cluster import ClusterConfig, ReplicaConfig
 from deployments.checked_config import load_checked_config
 from deployments.ingress.deployment import Ingress
-from deployments.text_encoder import TextEncoderService
-from deployments.worker import Worker
+from deployments.services.text_encoder import TextEncoderService
+from deployments.services.worker import Worker
 
 ENCODER_CHECK_S: Final = 2.0  # workers that wait for it learn from Serve's own checks that it is gone
 

@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
-from cluster.models.directory import ModelRecord
+from cluster.registry.directory import ModelRecord
 from configs.model import AdapterConfig, GenerationDefaults, ModelConfig
 from deployments.errors import InvalidRequest
 from deployments.records import ImageRequest, RequestModel, TextOptions

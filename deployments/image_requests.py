@@ -5,11 +5,11 @@ from __future__ import annotations
 import uuid
 from typing import TypeVar
 
-from deployments.encoding.records import ConditioningRequest
 from deployments.engines.protocol import AdapterUse, DiffusionRequest
 from deployments.engines.text.conditioning import uses_negative
 from deployments.errors import InvalidRequest
 from deployments.records import ImageRequest
+from deployments.text.records import ConditioningRequest
 
 NumberT = TypeVar("NumberT", int, float)
 

@@ -12,18 +12,18 @@ from collections.abc import Callable, Sequence
 
 from configs.cluster import ClusterConfig, ModelReplicaConfig
 from configs.model import ModelConfig
-from deployments.component_builder import ComponentBuilder, batch_bounds, is_denoise_component
 from deployments.defaults import text_rules, with_image_defaults
-from deployments.encoding.cached_encoders import CachedEncoders
-from deployments.encoding.embedding_cache import EmbeddingCache, Encoding
-from deployments.encoding.encode_jobs import EncodeJob, encoded_or_raised
-from deployments.encoding.keyed_encoders import TextEncoderBuilder, is_text_encoder
 from deployments.engines.diffusion.factory import create_pipeline
 from deployments.errors import UnknownModel, as_service_errors
-from deployments.hosting.model_host import ModelHost
 from deployments.image_requests import conditioning_request, denoise_request, ignored_inputs
 from deployments.limits import check_image
+from deployments.modules.component_builder import ComponentBuilder, batch_bounds, is_denoise_component
+from deployments.modules.model_host import ModelHost
 from deployments.records import ImageRequest, ImageResult
+from deployments.text.cache import EmbeddingCache, Encoding
+from deployments.text.cached_encoders import CachedEncoders
+from deployments.text.encode_jobs import EncodeJob, encoded_or_raised
+from deployments.text.keyed_encoders import TextEncoderBuilder, is_text_encoder
 from weights.intake import bring_in
 from weights.manifest import ExtentRef, Manifest
 from weights.provider import LocalExtents

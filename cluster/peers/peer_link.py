@@ -13,7 +13,7 @@ from typing import Any, Final, Protocol
 
 import ray
 
-from cluster.keeping.loading_claims import RENEW_S
+from cluster.keeper.loading_claims import RENEW_S
 from cluster.peers.fetch_queue import Located, Question
 from cluster.peers.peer_client import PeerClient
 from cluster.peers.peer_server import Lookup, PeerServer

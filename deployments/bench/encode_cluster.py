@@ -11,7 +11,7 @@ from ray import serve
 
 from configs.cluster import ClusterConfig
 from deployments.bench.encode_peers import free_port
-from deployments.client import Client
+from deployments.cli.client import Client
 
 STORE_BYTES: Final = 512 * 2**20
 NUM_CPUS: Final = 4  # shares, not cores

@@ -9,9 +9,9 @@ from typing import Any, Final
 
 import torch
 
-from deployments.encoding.embedding_cache import ENTRY_BYTES, TENSOR_BYTES, CacheStats, EmbeddingCache, EncodingKey
 from deployments.engines.text.encoder import TextEncoder
 from deployments.engines.text.loading import load_text_encoder
+from deployments.text.cache import ENTRY_BYTES, TENSOR_BYTES, CacheStats, EmbeddingCache, EncodingKey
 
 GIB: Final = 2**30
 XXL_WIDTH: Final = 4096  # of T5-XXL, which FLUX.1 and SD3 read; bf16

@@ -12,13 +12,13 @@ import ray
 import torch
 from safetensors.torch import load_file
 
+from cluster.encodings.actor import connect_shared_encodings
 from cluster.encodings.ray_tier import RaySharedTier
-from cluster.shared_encodings import connect_shared_encodings
-from deployments.encoding.cached_encoders import CachedEncoders
-from deployments.encoding.embedding_cache import EmbeddingCache, Encoding, EncodingKey
-from deployments.encoding.encode_jobs import EncodeJob, encoded_or_raised
-from deployments.encoding.keyed_encoders import KeyedEncoder, Running
 from deployments.engines.text.loading import load_text_encoder
+from deployments.text.cache import EmbeddingCache, Encoding, EncodingKey
+from deployments.text.cached_encoders import CachedEncoders
+from deployments.text.encode_jobs import EncodeJob, encoded_or_raised
+from deployments.text.keyed_encoders import KeyedEncoder, Running
 
 CACHE_BYTES: Final = 128 * 2**20
 Lookup = tuple[str, float]  # source, milliseconds

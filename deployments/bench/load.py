@@ -29,8 +29,8 @@ import ray
 import torch
 from xxhash import xxh3_128
 
-from cluster.keeper import keeper_class
-from cluster.ray_extents import RayExtents
+from cluster.keeper.actor import keeper_class
+from cluster.keeper.ray_extents import RayExtents
 from deployments.bench import load_peers
 from deployments.bench.machine import private_ray, touch_memory
 from deployments.bench.synthetic import write_flux_transformer
@@ -168,7 +168,7 @@ class _Bench:
 
         def hash_on() -> None:
             while not is_done.is_set():
-                xxh3_128(buffer)
+                xxh3_128(buffer.data)
 
         hashing = threading.Thread(target=hash_on)
         hashing.start()

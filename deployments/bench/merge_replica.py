@@ -12,9 +12,9 @@ from typing import Any
 from ray import serve
 
 from configs.merging import MergeConfig
+from deployments.batching.batcher import RequestMerger
+from deployments.batching.serve_adapter import ServeDoor
 from deployments.bench.merge_traffic import Pattern, Service
-from deployments.merging.merger import RequestMerger
-from deployments.merging.serve_door import ServeDoor
 
 MAX_ONGOING = 256
 Submit = Callable[[int], Awaitable[Any]]

@@ -22,7 +22,7 @@ from ray import serve
 from configs.cluster import ClusterConfig
 from configs.model import ModelConfig
 from deployments.bench.peer import Peer
-from deployments.client import Client
+from deployments.cli.client import Client
 from deployments.records import ChatRequest, ImageRequest, Message
 from deployments.running import APP_NAME, cluster_up
 

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from cluster.ray_extents import RayExtents
+from cluster.keeper.ray_extents import RayExtents
 from configs.cluster import WorkerConfig
 from configs.model import ModelConfig
-from deployments.component_builder import ComponentBuilder
-from deployments.encoding.keyed_encoders import KeyedEncoder, TextEncoderBuilder, is_text_encoder
-from deployments.hosting.model_host import ModelHost
-from deployments.replica import limit_threads, prepare_models
+from deployments.modules.component_builder import ComponentBuilder
+from deployments.modules.model_host import ModelHost
+from deployments.services.model_replica import limit_threads, prepare_models
+from deployments.text.keyed_encoders import KeyedEncoder, TextEncoderBuilder, is_text_encoder
 from weights.manifest import Component, Manifest
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import ray
 
-from cluster.keeper import KeeperStats, keeper_class
+from cluster.keeper.actor import KeeperStats, keeper_class
 from deployments.bench.switch_replica import replica_class
 from weights.externalize import externalize
 from weights.manifest import ExtentRef, Manifest

@@ -12,7 +12,7 @@ from typing import Any
 
 import ray
 
-from cluster.ray_extents import RayExtents
+from cluster.keeper.ray_extents import RayExtents
 from deployments.bench import switch_host
 from weights.manifest import Manifest
 

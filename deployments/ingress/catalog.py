@@ -7,9 +7,9 @@ from typing import Any
 from ray.exceptions import RayActorError
 
 from cluster.errors import ModelUnknown
-from cluster.models.directory import ModelRecord
-from cluster.models.entry_rules import listed
-from cluster.models.watching import DirectoryWatch
+from cluster.registry.directory import ModelRecord
+from cluster.registry.entry_rules import listed
+from cluster.registry.watching import DirectoryWatch
 from deployments.errors import InvalidRequest, ModelUnavailable, UnknownModel
 from deployments.records import ModelCard
 

@@ -9,8 +9,8 @@ from typing import Any
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from cluster.models.watching import DirectoryWatch
-from cluster.registry import connect_registry
+from cluster.registry.actor import connect_registry
+from cluster.registry.watching import DirectoryWatch
 from configs.cluster import ClusterConfig
 from deployments.ingress.admission import Admission
 from deployments.ingress.http import create_http_app
@@ -25,7 +25,7 @@ from deployments.records import (
     TextChunk,
     TextResult,
 )
-from deployments.replica_states import ReplicaStates
+from deployments.services.replica_states import ReplicaStates
 
 
 @serve.ingress()

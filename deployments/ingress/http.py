@@ -8,15 +8,21 @@ from collections.abc import AsyncIterator
 from fastapi import FastAPI
 
 from configs.cluster import ClusterConfig
-from deployments.ingress import admin, admin_models, api_docs, errors, openai_embeddings, openai_images, openai_text
+from deployments.ingress import api_docs, errors
+from deployments.ingress.admin import cluster as admin
+from deployments.ingress.admin import models as admin_models
 from deployments.ingress.admission import Admission, AdmissionGate
+from deployments.ingress.kserve.grpc.server import start_grpc_server
+from deployments.ingress.kserve.inference import Inference
+from deployments.ingress.kserve.repository import Repository
+from deployments.ingress.kserve.rest import errors as rest_errors
+from deployments.ingress.kserve.rest import repository_routes as repository_http
+from deployments.ingress.kserve.rest import routes as open_inference
+from deployments.ingress.kserve.statistics import Statistics
 from deployments.ingress.limits import BodyLimit
-from deployments.ingress.open_inference import http as open_inference
-from deployments.ingress.open_inference import repository_http, rest_errors
-from deployments.ingress.open_inference.grpc_server import start_grpc_server
-from deployments.ingress.open_inference.inference import Inference
-from deployments.ingress.open_inference.repository import Repository
-from deployments.ingress.open_inference.statistics import Statistics
+from deployments.ingress.openai import embeddings as openai_embeddings
+from deployments.ingress.openai import images as openai_images
+from deployments.ingress.openai import text as openai_text
 from deployments.ingress.service import Service
 
 DESCRIPTION = """Images, text and embeddings from one cluster, in the OpenAI protocol (`/v1`) and in the Open Inference

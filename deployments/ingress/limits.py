@@ -8,7 +8,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deployments.errors import RequestTooLarge
 from deployments.ingress.errors import error_response
-from deployments.ingress.open_inference.rest_errors import is_protocol_path, protocol_error
+from deployments.ingress.kserve.rest.errors import is_protocol_path, protocol_error
 
 
 class BodyLimit:

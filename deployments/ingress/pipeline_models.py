@@ -7,12 +7,13 @@ from typing import Any, Literal
 
 import numpy as np
 
-from cluster.models.watching import DirectoryWatch
+from cluster.registry.watching import DirectoryWatch
 from deployments.errors import GenerationFailed, InvalidRequest
 from deployments.pipelines.openai_roles import OpenAiRole, openai_role
 from deployments.pipelines.pipelines import Pipelines
 from deployments.pipelines.ports import KnownModel, known_model
 from deployments.pipelines.records import PipelineRequest, PipelineResult
+from deployments.pipelines.tensor_values import NUMPY_DTYPES, TensorSpec, TensorValue, text_tensor
 from deployments.records import (
     CacheUse,
     ChatRequest,
@@ -23,7 +24,6 @@ from deployments.records import (
     ImageResult,
     TextResult,
 )
-from deployments.tensor_values import NUMPY_DTYPES, TensorSpec, TensorValue, text_tensor
 
 Endpoint = Literal["images", "text", "embeddings"]
 

@@ -19,9 +19,9 @@ from typing import Any, Final
 from ray.exceptions import ActorDiedError, RayActorError
 from ray.serve.exceptions import ReplicaUnavailableError
 
-from deployments.deadlines import Deadline
 from deployments.errors import ReplicaLost
-from deployments.replica_calls import ReplicaCalls
+from deployments.services.deadlines import Deadline
+from deployments.services.replica_calls import ReplicaCalls
 
 MAX_RETRIES: Final = 1
 MAX_TURN_WAIT_S: Final = 30.0

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
-from deployments.deadlines import Deadline
 from deployments.ingress.retries import RetriedCalls
 from deployments.pipelines.plans import SegmentResult
+from deployments.services.deadlines import Deadline
 
 
 class EncoderReply:

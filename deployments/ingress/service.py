@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cluster.models.watching import DirectoryWatch
+from cluster.registry.watching import DirectoryWatch
 from configs.cluster import ClusterConfig
 from configs.merging import MergeConfig
 from deployments.defaults import text_rules, with_image_defaults, with_text_defaults
+from deployments.ingress.admin.operations import Operations
 from deployments.ingress.catalog import Catalog, card_of
-from deployments.ingress.operations import Operations
 from deployments.ingress.pipeline_models import KnownModels, PipelineModels
 from deployments.ingress.retries import RetriedCalls
 from deployments.ingress.segment_reply import EncoderReply
@@ -41,7 +41,7 @@ from deployments.records import (
     TimingsMs,
     as_record,
 )
-from deployments.replica_calls import ReplicaCalls, WhyNone, nobody_knows
+from deployments.services.replica_calls import ReplicaCalls, WhyNone, nobody_knows
 
 
 class Service:

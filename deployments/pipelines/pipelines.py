@@ -8,7 +8,6 @@ import numpy as np
 
 from configs.cluster import LimitsConfig
 from configs.pipeline import PipelineConfig, nearest_name
-from deployments.deadlines import Deadline
 from deployments.errors import InvalidRequest, ModelUnavailable, UnknownModel
 from deployments.pipelines.calls import ModelCalls
 from deployments.pipelines.edge_types import Batch, batch_of, tensor_of
@@ -17,6 +16,7 @@ from deployments.pipelines.plans import PipelinePlan
 from deployments.pipelines.ports import KnownModel
 from deployments.pipelines.records import PipelineRequest, PipelineResult, Signature
 from deployments.pipelines.runner import PipelineRun
+from deployments.services.deadlines import Deadline
 
 KnownModels = Callable[[], Mapping[str, KnownModel]]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from deployments.tensor_values import TensorSpec, TensorValue
+from deployments.pipelines.tensor_values import TensorSpec, TensorValue
 
 
 @dataclass(frozen=True, slots=True)

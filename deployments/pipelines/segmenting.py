@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from deployments.pipelines.edge_types import TEXT, TOKENS
 from deployments.pipelines.memory_plan import BufferNeed, plan_memory
 from deployments.pipelines.plans import IN_ENCODER, Edge, SegmentPlan, StepPlan, Unit
-from deployments.tensor_values import NUMPY_DTYPES
+from deployments.pipelines.tensor_values import NUMPY_DTYPES
 
 
 def form_units(pipeline: str, steps: Sequence[StepPlan], outputs: Sequence[Edge], max_batch_size: int) -> list[Unit]:

@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from configs.loading import load_cluster_config
-from deployments.client import Client
+from deployments.cli.client import Client
 from deployments.running import cluster_up
 from digits import WORDS, Judge, ink_of_images, load_split
 from ink_statistics import ink_areas

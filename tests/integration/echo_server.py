@@ -18,14 +18,15 @@ from fastapi import FastAPI
 
 from configs.cluster import LimitsConfig
 from deployments.ingress import errors
-from deployments.ingress.open_inference import http, rest_errors
-from deployments.ingress.open_inference.grpc_server import start_grpc_server
-from deployments.ingress.open_inference.inference import Inference
-from deployments.ingress.open_inference.repository import Repository
-from deployments.ingress.open_inference.statistics import Statistics
+from deployments.ingress.kserve.grpc.server import start_grpc_server
+from deployments.ingress.kserve.inference import Inference
+from deployments.ingress.kserve.repository import Repository
+from deployments.ingress.kserve.rest import errors as rest_errors
+from deployments.ingress.kserve.rest import routes as http
+from deployments.ingress.kserve.statistics import Statistics
 from deployments.pipelines.records import PipelineRequest, PipelineResult, Signature
+from deployments.pipelines.tensor_values import Datatype, TensorSpec
 from deployments.records import ModelCard
-from deployments.tensor_values import Datatype, TensorSpec
 
 RANKS = range(6)
 MAX_BODY_BYTES = 2**26

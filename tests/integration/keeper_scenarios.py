@@ -23,12 +23,12 @@ import xxhash
 from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from cluster.keeper import keeper_class
-from cluster.keeping.loading_claims import LoadingClaims
+from cluster.keeper.actor import keeper_class
+from cluster.keeper.loading_claims import LoadingClaims
+from cluster.keeper.ray_extents import RayExtents
 from cluster.peers.fetch_queue import Located, Question
 from cluster.peers.peer_protocol import PeerAddress
-from cluster.ray_extents import RayExtents
-from cluster.residency_map import ExtentDirectory
+from cluster.registry.residency_map import ExtentDirectory
 from weights.errors import BudgetExceeded
 from weights.manifest import ExtentRef
 

@@ -16,9 +16,9 @@ import ray
 from ray.cluster_utils import Cluster
 
 from cluster.actor_names import cluster_key
-from cluster.registry import connect_registry, registry_class
+from cluster.encodings.actor import connect_shared_encodings
+from cluster.registry.actor import connect_registry, registry_class
 from cluster.session import ray_session
-from cluster.shared_encodings import connect_shared_encodings
 from configs.cluster import ClusterConfig
 from configs.model import ModelConfig
 from deployments.running import left_clean

@@ -13,8 +13,8 @@ from integration.harness import Cluster
 from ray import serve
 
 from configs.merging import MergeConfig
-from deployments.merging.merger import RequestMerger
-from deployments.merging.serve_door import ServeDoor
+from deployments.batching.batcher import RequestMerger
+from deployments.batching.serve_adapter import ServeDoor
 
 pytestmark = pytest.mark.ray
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # Ray's workers cannot import tests

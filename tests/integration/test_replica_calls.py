@@ -15,10 +15,10 @@ import ray
 from integration.harness import Cluster
 from ray import serve
 
-from deployments.deadlines import Deadline
 from deployments.errors import DeadlineExceeded, InvalidRequest, NoReplica
-from deployments.replica_calls import ReplicaCalls
-from deployments.replica_states import ReplicaStates
+from deployments.services.deadlines import Deadline
+from deployments.services.replica_calls import ReplicaCalls
+from deployments.services.replica_states import ReplicaStates
 from deployments.shared_work import shared_task
 
 pytestmark = pytest.mark.ray

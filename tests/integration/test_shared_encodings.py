@@ -15,11 +15,11 @@ import torch
 from integration.harness import Cluster
 
 from cluster.actor_names import NAMESPACE, encodings_name
+from cluster.encodings.actor import connect_shared_encodings
 from cluster.encodings.ledger import CLAIM_S
 from cluster.encodings.ray_tier import ANSWER_TIMEOUT_S, RaySharedTier
 from cluster.encodings.records import SharedStats
-from cluster.shared_encodings import connect_shared_encodings
-from deployments.encoding.embedding_cache import EmbeddingCache, EncodingKey
+from deployments.text.cache import EmbeddingCache, EncodingKey
 
 pytestmark = pytest.mark.ray
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # Ray's workers cannot import tests

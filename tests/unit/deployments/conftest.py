@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from deployments.hosting.model_host import ModelHost
+from deployments.modules.model_host import ModelHost
 from weights.externalize import externalize
 from weights.manifest import ExtentRef, Manifest
 from weights.provider import LocalExtents

@@ -25,8 +25,8 @@ def modules(package: str) -> list[str]:
         (modules("configs"), ["ray", "torch", "numpy", "fastapi"]),
         (modules("weights") + modules("deployments.engines"), ["ray", "fastapi", "starlette", "uvicorn", "cluster"]),
         (modules("cluster"), ["torch", "transformers", "diffusers", "deployments"]),
-        (["deployments.cli"], ["torch", "ray", "transformers", "diffusers", "fastapi"]),
-        (["deployments.client", "deployments.records"], ["torch", "ray"]),
+        (["deployments.cli.main"], ["torch", "ray", "transformers", "diffusers", "fastapi"]),
+        (["deployments.cli.client", "deployments.records"], ["torch", "ray"]),
     ],
     ids=["configs", "weights and engines", "cluster", "cli", "client"],
 )

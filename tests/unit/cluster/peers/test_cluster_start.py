@@ -11,7 +11,7 @@ import math
 import pytest
 from unit.cluster.peers.simulated_start import Flow, SimulatedStart
 
-from cluster.keeping.loading_claims import CLAIM_S, SLOW_S
+from cluster.keeper.loading_claims import CLAIM_S, SLOW_S
 from cluster.peers.extent_sources import MAX_WAIT_S
 
 MAX_STORAGE_RATIO = 1.05

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cluster.models.watching import DirectoryWatch
+from cluster.registry.watching import DirectoryWatch
 from configs.cluster import ClusterConfig
 from deployments.ingress.api_docs import documented
 from deployments.ingress.http import create_http_app

@@ -20,13 +20,13 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError,
 from unit.deployments.serve_fakes import FakeHandle
 
 from cluster.errors import ModelUnknown
-from cluster.models.directory import Directory, DirectoryChange, ModelRecord
-from cluster.models.watching import DirectoryWatch
+from cluster.registry.directory import Directory, DirectoryChange, ModelRecord
+from cluster.registry.watching import DirectoryWatch
 from configs.cluster import ClusterConfig, HttpConfig
 from configs.model import ModelConfig
 from deployments.errors import GenerationFailed, InvalidRequest, Overloaded
-from deployments.ingress import openai_embeddings
 from deployments.ingress.http import create_http_app
+from deployments.ingress.openai import embeddings as openai_embeddings
 from deployments.ingress.service import Service
 from deployments.records import (
     CacheUse,
@@ -866,8 +866,8 @@ async def test_health(http: httpx.AsyncClient, replicas: Replicas, states: list[
 
 
 async def test_health_does_not_wait_for_a_directory_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deployments.ingress.admin.PROBE_TIMEOUT_S", 0.01)
-    monkeypatch.setattr("deployments.ingress.open_inference.targets.PROBE_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("deployments.ingress.admin.cluster.PROBE_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("deployments.ingress.kserve.targets.PROBE_TIMEOUT_S", 0.01)
 
     class Silent(Replicas):
         async def on_watch(self, revision: int, epoch: str, timeout_s: float) -> DirectoryChange:

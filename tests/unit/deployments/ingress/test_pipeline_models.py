@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cluster.models.directory import DirectoryChange, ModelRecord
-from cluster.models.watching import DirectoryWatch
+from cluster.registry.directory import DirectoryChange, ModelRecord
+from cluster.registry.watching import DirectoryWatch
 from configs.cluster import ClusterConfig, LimitsConfig
 from configs.model import ModelConfig
 from configs.pipeline import PipelineConfig
 from deployments.errors import GenerationFailed, InvalidRequest, ModelUnavailable
-from deployments.ingress.open_inference.inference import Inference
+from deployments.ingress.kserve.inference import Inference
 from deployments.ingress.pipeline_models import KnownModels, PipelineModels
 from deployments.ingress.service import Service
 from deployments.pipelines.pipelines import Pipelines

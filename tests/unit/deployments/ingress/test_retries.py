@@ -12,10 +12,10 @@ import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 from unit.deployments.serve_fakes import FakeHandle
 
-from deployments.deadlines import Deadline
 from deployments.errors import DeadlineExceeded, ReplicaLost
 from deployments.ingress.retries import RetriedCalls, Retries
-from deployments.replica_calls import ReplicaCalls
+from deployments.services.deadlines import Deadline
+from deployments.services.replica_calls import ReplicaCalls
 
 LONG_S = 30.0
 

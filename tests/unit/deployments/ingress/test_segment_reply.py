@@ -13,7 +13,7 @@ from deployments.errors import InvalidRequest, ReplicaLost
 from deployments.ingress.retries import MAX_RETRIES, RetriedCalls
 from deployments.ingress.segment_reply import EncoderReply
 from deployments.pipelines.plans import SegmentResult
-from deployments.replica_calls import ReplicaCalls
+from deployments.services.replica_calls import ReplicaCalls
 
 RESULT = SegmentResult({}, {"s": 1.0})
 

@@ -17,7 +17,7 @@ from deployments.pipelines.plans import Edge, SegmentPlan, StepPlan
 from deployments.pipelines.ports import KnownModel
 from deployments.pipelines.records import Signature
 from deployments.pipelines.segmenting import form_units
-from deployments.tensor_values import TensorSpec
+from deployments.pipelines.tensor_values import TensorSpec
 
 MODELS = {
     "flux": KnownModel("diffusion"),

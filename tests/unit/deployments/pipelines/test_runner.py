@@ -23,6 +23,7 @@ from deployments.pipelines.pipelines import Pipelines
 from deployments.pipelines.plans import Edge, SegmentCall, SegmentResult
 from deployments.pipelines.ports import KnownModel
 from deployments.pipelines.records import PipelineRequest, PipelineResult
+from deployments.pipelines.tensor_values import TensorValue
 from deployments.records import (
     CacheUse,
     ChatRequest,
@@ -32,7 +33,6 @@ from deployments.records import (
     SwitchReport,
     TextResult,
 )
-from deployments.tensor_values import TensorValue
 
 MODELS = {
     "flux": KnownModel("diffusion"),

@@ -20,7 +20,7 @@ from deployments.pipelines.plans import SegmentCall, SegmentResult
 from deployments.pipelines.ports import KnownModel
 from deployments.pipelines.records import PipelineRequest
 from deployments.pipelines.segments import SegmentRunner
-from deployments.tensor_values import TensorValue
+from deployments.pipelines.tensor_values import TensorValue
 
 pytestmark = pytest.mark.slow
 

@@ -10,7 +10,7 @@ import torch
 
 from deployments.engines.diffusion.rows import BatchBounds, memory_kind, parts_of
 from deployments.engines.protocol import ComputationFailed, EngineError
-from deployments.step_loop import DenoiseLoop, DeviceThread
+from deployments.services.step_loop import DenoiseLoop, DeviceThread
 
 
 @pytest.fixture

@@ -1,0 +1,155 @@
+"""SharedEncodings: one cache of text encodings for the whole cluster. A named, detached actor.
+
+Small encodings travel in the answer. Larger ones are objects that the actor owns, so that they outlive the replica
+that computed them: mapped without a copy on the actor's node, pulled by Ray on others. It holds a view of each, as
+keepers do: an object with a view is never spilled. All of it is cache: the actor restarts empty, and a replica that
+gets no answer computes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+import ray
+
+from cluster.actor_names import NAMESPACE, encodings_name
+from cluster.encodings.ledger import CLAIM_S, EncodingLedger, Waiter
+from cluster.encodings.packed import ByteArray, Layout
+from cluster.encodings.records import INLINE_BYTES, Answer, SharedEncoding, SharedStats
+from cluster.keeper.object_store import ObjectStore, StoreFull, capacity_bytes
+
+MAX_STORE_SHARE: Final = 0.1  # of the node's object store, most of which is for weights
+ENTRY_BYTES: Final = 1024  # digest, dictionaries and layout of one entry
+REFERENCE_BYTES: Final = 3072  # what Ray keeps of an object in its owner
+EXPIRE_EVERY_S: Final = 0.2
+MAX_CALLS: Final = 10_000  # at once: who waits does it in a call, and costs a coroutine
+
+logger = logging.getLogger("atelier.encodings")
+
+
+class Store(Protocol):
+    """Ray's object store, for what is too large for an answer. `put` raises StoreFull; it blocks."""
+
+    capacity_bytes: int
+
+    def put(self, array: ByteArray) -> tuple[Any, ByteArray]: ...
+
+
+class _NodeStore:
+    """Ray's own. Looks at it only when there is something to put: that blocks, which an actor's start must not."""
+
+    def __init__(self) -> None:
+        self._node_id: str = ray.get_runtime_context().get_node_id()
+        self.capacity_bytes = capacity_bytes(self._node_id)
+        self._opening = threading.Lock()
+        self._store: ObjectStore | None = None
+
+    def put(self, array: ByteArray) -> tuple[Any, ByteArray]:
+        with self._opening:
+            self._store = self._store or ObjectStore(self._node_id)
+        # 0: which of the store's pages have been touched is not known here, so each put looks for room.
+        return self._store.put(array, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    encoding: SharedEncoding
+    view: ByteArray
+
+
+class SharedEncodings:
+    """An async actor: whoever waits holds no thread. `store` replaces Ray's."""
+
+    def __init__(
+        self,
+        max_bytes: int,
+        *,
+        claim_s: float = CLAIM_S,
+        store: Store | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._store = store or _NodeStore()
+        limit_bytes = int(self._store.capacity_bytes * MAX_STORE_SHARE)
+        if max_bytes > limit_bytes:
+            logger.warning("%d bytes of shared encodings instead of %d: Ray's store is small", limit_bytes, max_bytes)
+        self._ledger: EncodingLedger[_Held] = EncodingLedger(min(max_bytes, limit_bytes), claim_s=claim_s, clock=clock)
+        self._expiring: asyncio.Task[None] | None = None
+
+    async def find_or_claim(
+        self, digests: Sequence[str], holder: str, used: Iterable[str] = ()
+    ) -> list[Answer[SharedEncoding]]:
+        """See `EncodingLedger`; so for the methods after it. `used`: of which the holder has used its own copy."""
+        self._expiring = self._expiring or asyncio.ensure_future(self._expire())
+        self._ledger.note_uses(used)
+        return [_told(self._ledger.find_or_claim(digest, holder)) for digest in digests]
+
+    async def wait(self, digest: str, holder: str, timeout_s: float) -> Answer[SharedEncoding]:
+        """`wait` again when there is nothing new after `timeout_s`."""
+        future: asyncio.Future[Answer[_Held]] = asyncio.get_running_loop().create_future()
+
+        def tell(answer: Answer[_Held]) -> None:
+            if not future.done():
+                future.set_result(answer)
+
+        waiter = Waiter(holder, tell)
+        if answer := self._ledger.wait(digest, waiter):
+            return _told(answer)
+        await asyncio.wait([future], timeout=timeout_s)
+        self._ledger.leave(digest, waiter)
+        return _told(future.result()) if future.done() else Answer("wait")
+
+    async def publish(self, digest: str, layout: Layout, data: ByteArray, cost_s: float, keep: bool) -> None:
+        if data.nbytes <= INLINE_BYTES:
+            own = data.copy()  # not a view of the message that it came in
+            held = _Held(SharedEncoding(layout, own, cost_s), own)
+            self._ledger.publish(digest, held, ENTRY_BYTES + own.nbytes, cost_s, keep=keep)
+            return
+        try:
+            ref, view = await asyncio.to_thread(self._store.put, data)
+        except StoreFull as error:
+            logger.warning("an encoding cannot be kept: %s", error)
+            self._ledger.hand_out(digest, _Held(SharedEncoding(layout, data, cost_s), data))
+            return
+        held = _Held(SharedEncoding(layout, ref, cost_s), view)
+        self._ledger.publish(digest, held, ENTRY_BYTES + REFERENCE_BYTES + view.nbytes, cost_s, keep=keep)
+
+    async def abandon(self, digest: str, holder: str) -> None:
+        self._ledger.abandon(digest, holder)
+
+    async def renew(self, digests: Sequence[str], holder: str) -> None:
+        self._ledger.renew(digests, holder)
+
+    async def forget_all(self) -> None:
+        self._ledger.forget_all()
+
+    async def stats(self) -> SharedStats:
+        return self._ledger.stats()
+
+    async def _expire(self) -> None:
+        while True:
+            await asyncio.sleep(EXPIRE_EVERY_S)
+            self._ledger.expire()
+
+
+def _told(answer: Answer[_Held]) -> Answer[SharedEncoding]:
+    return Answer(answer.state, answer.payload.encoding if answer.payload else None)
+
+
+def connect_shared_encodings(key: str, max_bytes: int) -> Any:
+    """The shared encodings of the cluster of that key; the first caller starts them. Blocks."""
+    actor = ray.remote(SharedEncodings).options(
+        name=encodings_name(key),
+        namespace=NAMESPACE,
+        lifetime="detached",
+        get_if_exists=True,
+        max_restarts=-1,
+        max_concurrency=MAX_CALLS,
+        num_cpus=0,
+    )
+    return actor.remote(max_bytes)

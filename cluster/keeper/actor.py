@@ -1,0 +1,384 @@
+"""NodeKeeper: one per node. Gets extents once, from storage or another node, and holds them in Ray's object store.
+
+It owns the objects and keeps a live view of each: an object with a view is never spilled by Ray. Replicas get the
+references and map the same memory. What is leased or pinned stays; of the rest, what is cheapest to do without goes
+when the byte budget needs room. A keeper that dies loses only what no replica holds.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import functools
+import logging
+import threading
+import uuid
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, Protocol, TypeVar
+
+import ray
+
+from cluster.keeper.adoption import ADOPTION_S, Adoption
+from cluster.keeper.audit import AUDIT_BYTES_PER_S, Audit
+from cluster.keeper.extent_loading import ExtentLoader, Writing
+from cluster.keeper.held_extents import MAX_WAIT_S, HeldExtents
+from cluster.keeper.holder_watch import HolderProcess, HolderWatch
+from cluster.keeper.load_clock import LoadClock
+from cluster.keeper.object_store import DEFAULT_SHARE, MAX_SHARE, NewObject, ObjectStore, StoreFull, let_go
+from cluster.keeper.records import Acquired, Greeting, HeldOffer, KeeperStats, ResidentExtent, Source, copy_name
+from cluster.keeper.residents import Held
+from cluster.peers.peer_link import Directory, PeerLink, RayDirectory
+from cluster.telemetry import LoadMetrics
+from weights.errors import BudgetExceeded
+from weights.manifest import ExtentRef
+from weights.memory.host_pool import HostBufferPool
+from weights.memory.pages import ByteArray
+from weights.reading.extents import ExtentReader, reading_order
+from weights.reading.planning import ReadPlanner
+from weights.reading.report import StageClock, StageFigures
+
+__all__ = ["KeeperStats", "NodeKeeper", "keeper_class"]
+
+STAGING_BYTES: Final = 384 * 2**20  # twelve reads of 32 MiB: some arrive while others are copied
+CALL_THREADS: Final = 128  # callers that wait for an extent, or for room, each hold one
+CONTROL_THREADS: Final = 4  # and those that give back never wait behind them
+MAX_NAMED_CORRUPT: Final = 20
+MAX_CONDEMNED: Final = 1000  # copies that are told to replicas, which ask every second
+
+logger = logging.getLogger("atelier.keeper")
+
+Result = TypeVar("Result")
+
+
+class Store(Protocol):
+    """Where extents are shared from."""
+
+    capacity_bytes: int
+
+    def create(self, nbytes: int, used_bytes: int) -> NewObject: ...
+
+    def populate(self) -> None: ...
+
+
+def keeper_class() -> Any:
+    """NodeKeeper as an actor class: threads of their own for calls that never wait; restarted whenever it dies."""
+    return ray.remote(
+        concurrency_groups={"control": CONTROL_THREADS}, num_cpus=0, max_restarts=-1, max_concurrency=CALL_THREADS
+    )(NodeKeeper)
+
+
+class NodeKeeper:
+    """The bytes of one node. Thread-safe: Ray calls it from a pool of threads. Made by `keeper_class`.
+
+    Without `budget_bytes` it keeps its share of the node's object store. `staging_bytes` bounds the memory that
+    extents pass through, however large they are.
+    `registry` is the name and namespace of the actor that knows the other nodes. `audit_bytes_per_s` 0: no audit.
+    `populate` makes the object store's pages at start, in the background; otherwise the first puts pay for them.
+    `host` is where other nodes may ask for extents; default: the node's own address.
+    `store` and `directory` replace Ray's store and the registry. Raises WeightsError when `ATELIER_READ` is malformed.
+    """
+
+    def __init__(
+        self,
+        packs: str,
+        budget_bytes: int | None,
+        node_id: str,
+        staging_bytes: int = STAGING_BYTES,
+        *,
+        verify: bool = True,
+        registry: tuple[str, str] | None = None,
+        max_wait_s: float = MAX_WAIT_S,
+        adoption_s: float = ADOPTION_S,
+        audit_bytes_per_s: float = AUDIT_BYTES_PER_S,
+        populate: bool = False,
+        host: str | None = None,
+        store: Store | None = None,
+        directory: Directory | None = None,
+    ) -> None:
+        in_actor = ray.is_initialized()
+        self.generation = uuid.uuid4().hex
+        self._node_id = node_id
+        self._verify = verify
+        self._store: Store = store or ObjectStore(node_id)
+        self._held = HeldExtents(
+            self._within_store(budget_bytes, node_id),
+            max_wait_s=max_wait_s,
+            on_change=self._on_change,
+            reload_rate=lambda source: self._loader.reload_rate(source),
+        )
+        self._pool = HostBufferPool(staging_bytes)
+        self._planner = ReadPlanner()
+        self._packs = Path(packs)
+        self._plan = self._planner.plan(self._packs.resolve())
+        self._threads = concurrent.futures.ThreadPoolExecutor(
+            self._plan.strategy.num_threads, thread_name_prefix="read"
+        )
+        self._stages = StageClock()
+        self._metrics = LoadMetrics(node_id) if in_actor else None
+        self._counting = threading.Lock()
+        self._writing_bytes = 0
+        self._bytes: dict[Source, int] = {"storage": 0, "peer": 0, "adopted": 0}
+        self._corrupt: deque[str] = deque(maxlen=MAX_NAMED_CORRUPT)
+        self._condemned: deque[str] = deque(maxlen=MAX_CONDEMNED)
+        self._pins: Mapping[str, Sequence[str]] = {}
+        self._num_corrupt = 0
+        was_restarted = in_actor and store is None and ray.get_runtime_context().was_current_actor_reconstructed
+        self._adoption = Adoption(self._held, self._refuse, verify=verify, wait_s=adoption_s if was_restarted else 0.0)
+        directory = directory or (RayDirectory(*registry) if registry else None)
+        if host is None:
+            host = ray.util.get_node_ip_address() if in_actor else "127.0.0.1"
+        self._link = PeerLink(directory, node_id, host, self._view, self._held.ids) if directory else None
+        reader = ExtentReader(self._packs, self._pool, self._planner, verify=verify)
+        self._loader = ExtentLoader(reader, self._link)
+        self._watch = HolderWatch(self._held.end_holder)
+        self._audit = Audit(self._held.ids, self._held.held, self._condemn, audit_bytes_per_s or float("inf"))
+        if audit_bytes_per_s:
+            self._audit.start()
+        if populate:
+            threading.Thread(target=self._store.populate, name="populate", daemon=True).start()
+
+    def acquire(self, extents: Sequence[ExtentRef], holder: str) -> Acquired:
+        """References to the extents by id, each leased to `holder` once more until `release`.
+
+        However many ask at once, an extent is loaded once. Waits a bounded time for room that others have leased.
+        Raises ExtentCorrupt when the store does not have the bytes and BudgetExceeded when they do not fit, saying
+        how much is missing and who holds it; then nothing stays leased.
+        """
+        self._adoption.wait_for([extent.id for extent in extents])
+        claim = self._held.claim(extents, holder)
+        clock = self._load_all(claim.to_load)
+        refs = self._held.settle(claim, holder)
+        self._watch.heard(holder)  # it may have died while it waited, and its leases have ended before these
+        report = clock.report(claim.to_load) if claim.to_load else None
+        return Acquired(refs, report, self._generation(claim.life))
+
+    @ray.method(concurrency_group="control")
+    def release(self, ids: Sequence[str], holder: str, generation: str | None = None) -> None:
+        """Give back one lease per id. Unknown ids and holders, and leases of another life, are ignored."""
+        if generation is None:
+            self._held.release(ids, holder)
+        elif (life := generation.removeprefix(f"{self.generation}-")).isdecimal():
+            self._held.release(ids, holder, int(life))
+
+    def prefetch(self, extents: Sequence[ExtentRef]) -> None:
+        """Bring in what has room beside everything leased, pinned or more valuable. Does not wait for it."""
+        self._load_all(self._held.prefetch(extents))
+
+    @ray.method(concurrency_group="control")
+    def pin(self, extents_of: Mapping[str, Sequence[str]]) -> None:
+        """Keep the extents of these models, and no others, once they are here, leased or not.
+
+        All that is wanted, each time: what was pinned before and is not named is pinned no longer. Pins end with the
+        keeper's process.
+        """
+        with self._counting:
+            self._pins = dict(extents_of)
+            self._held.pin({id_ for ids in extents_of.values() for id_ in ids})
+
+    @ray.method(concurrency_group="control")
+    def pins(self) -> Mapping[str, Sequence[str]]:
+        """As `pin` was told last."""
+        return self._pins
+
+    @ray.method(concurrency_group="control")
+    def drop(self, ids: Sequence[str]) -> list[str]:
+        """Free those that are neither leased nor pinned; returns them."""
+        return self._held.drop(ids)
+
+    @ray.method(concurrency_group="control")
+    def set_budget(self, budget_bytes: int) -> None:
+        """At once for what may go, later for the rest. Raises BudgetExceeded when Ray's store is too small for it."""
+        if budget_bytes < 0 or budget_bytes > self._max_budget_bytes():
+            raise BudgetExceeded(
+                f"a budget of {budget_bytes} bytes: node {self._node_id} allows 0 to {self._max_budget_bytes()}, "
+                f"{MAX_SHARE:.0%} of its object store of {self._store.capacity_bytes}"
+            )
+        self._held.set_budget(budget_bytes)
+
+    @ray.method(concurrency_group="control")
+    def hello(self, holder: str, process: HolderProcess | None = None) -> Greeting:
+        """A replica's sign of life; by the answer it knows a keeper that has forgotten it, and copies that are damaged.
+
+        Its leases end with `process`, or when it is not heard of for a minute.
+        """
+        self._watch.heard(holder, process)
+        with self._counting:
+            condemned = tuple(self._condemned)
+        return Greeting(self._generation(self._held.greet(holder)), self._held.wanted_bytes, condemned)
+
+    @ray.method(concurrency_group="control")
+    def adopt(self, holder: str, offers: Sequence[HeldOffer]) -> str:
+        """Take over what a replica has mapped, and its leases. Returns the generation that did.
+
+        What is damaged, or cannot be mapped here, nobody else gets: it will be read when somebody asks.
+        HAZARD: a handle of the replica must not come with this. Opening one imports its class, for seconds, while
+        others wait for what is adopted here.
+        """
+        generation = self._generation(self._held.life(holder))
+        self._count("adopted", self._adoption.take(holder, offers))
+        return generation
+
+    @ray.method(concurrency_group="control")
+    def residents(self, ids: Sequence[str] | None = None) -> list[ResidentExtent]:
+        """Those of `ids` that are here; without them, all."""
+        return self._held.residents(ids)
+
+    @ray.method(concurrency_group="control")
+    def holders(self) -> Mapping[str, tuple[str, ...]]:
+        """Who leases which extent."""
+        return {found.id: tuple(found.holders) for found in self._held.residents()}
+
+    @ray.method(concurrency_group="control")
+    def stats(self) -> KeeperStats:
+        stages, pool, totals = self._stages.figures(), self._pool.stats(), self._held.totals()
+        read = stages.get("read", StageFigures())
+        return KeeperStats(
+            node_id=self._node_id,
+            num_extents=totals.num_extents,
+            resident_bytes=totals.resident_bytes,
+            leased_bytes=totals.leased_bytes,
+            budget_bytes=self._held.budget_bytes,
+            read_bytes=self._bytes["storage"],
+            read_s=read.elapsed_s,
+            num_evicted=self._held.num_evicted,
+            read_gbps=read.gbps,
+            staging_bytes=pool.held_bytes,
+            pool_hit_rate=pool.hit_rate,
+            stages=stages,
+            generation=self.generation,
+            pinned_bytes=totals.pinned_bytes,
+            peer_bytes=self._bytes["peer"],
+            adopted_bytes=self._bytes["adopted"],
+            served_bytes=self._link.served_bytes if self._link else 0,
+            address=self._link.address if self._link else None,
+            holders=self._held.bytes_by_holder(),
+            num_waiting=self._held.num_waiting,
+            wanted_bytes=self._held.wanted_bytes,
+            audited_bytes=self._audit.audited_bytes,
+            num_corrupt=self._num_corrupt,
+            corrupt=tuple(self._corrupt),
+            object_store_bytes=self._store.capacity_bytes,
+            num_holders=self._watch.num_holders,
+        )
+
+    def close(self) -> None:
+        """Ends its threads; for one that is no actor."""
+        self._watch.close()
+        self._audit.close()
+        self._threads.shutdown()
+        if self._link:
+            self._link.close()
+
+    def _load_all(self, extents: Sequence[ExtentRef]) -> LoadClock:
+        clock = LoadClock(self._stages, self._pool, self._planner, self._packs, self._plan, verified=self._verify)
+        self._loader.expect(reading_order(extents, self._plan.strategy), clock)
+        for _ in extents:
+            try:
+                self._threads.submit(self._load_next)
+            except RuntimeError as error:  # the interpreter is ending, or has no thread to give
+                if extent := self._loader.withdraw():
+                    self._held.failed(extent.id, error)
+        return clock
+
+    def _load_next(self) -> None:
+        """In a reader thread. Whatever happens, those who wait hear of it."""
+        loaded = self._loader.load_next(self._writing)
+        if loaded is None:
+            return
+        id_, nbytes = loaded.extent.id, loaded.extent.nbytes
+        if loaded.error:
+            let_go(loaded.error)
+            self._held.failed(id_, loaded.error)
+            return
+        self._count(loaded.source, nbytes)
+        ref, view = loaded.result
+        self._held.loaded(id_, ref, view, loaded.source)
+        if self._metrics:
+            self._metrics.loaded(self._stages.figures())
+
+    @contextlib.contextmanager
+    def _writing(self, extent: ExtentRef) -> Iterator[Writing]:
+        """Room in the store, made when there are bytes for it."""
+
+        @functools.cache
+        def created() -> NewObject:
+            found = self._with_room(extent, lambda: self._store.create(extent.nbytes, self._used_bytes))
+            self._count_writing(found.reserved_bytes)
+            return found
+
+        def seal() -> tuple[Any, ByteArray]:
+            return self._with_room(extent, lambda: created().seal(self._used_bytes))
+
+        try:
+            yield Writing(lambda: created().out, seal)
+        finally:
+            if created.cache_info().currsize:
+                self._count_writing(-created().reserved_bytes)
+
+    def _with_room(self, extent: ExtentRef, put: Callable[[], Result]) -> Result:
+        while True:
+            try:
+                return put()
+            except StoreFull as error:
+                # Within the budget, but not in one piece, or something that is not weights is in the way.
+                if not self._held.shed(extent.nbytes):
+                    raise BudgetExceeded(f"{error} ({self._held.holders_text()})") from None
+
+    @property
+    def _used_bytes(self) -> int:
+        """Of the object store, with what is being written."""
+        return self._held.totals().resident_bytes + self._writing_bytes
+
+    def _count_writing(self, nbytes: int) -> None:
+        with self._counting:
+            self._writing_bytes += nbytes
+
+    def _view(self, id_: str) -> ByteArray | None:
+        held = self._held.held(id_)
+        return held.view if held else None
+
+    def _on_change(self, added: Sequence[str], removed: Sequence[str]) -> None:
+        if self._link:
+            self._link.changed(added, removed)
+
+    def _condemn(self, held: Held, checksum: str) -> None:
+        if self._held.condemn(held.extent.id, held.view):
+            where = f"in shared memory, leased by {', '.join(held.holders) or 'nobody'}"
+            self._note_corrupt(held.extent.id, held.ref, where)
+
+    def _refuse(self, offer: HeldOffer, where: str) -> None:
+        self._note_corrupt(offer.extent.id, offer.ref, where)
+
+    def _note_corrupt(self, id_: str, ref: Any, where: str) -> None:
+        logger.error("extent %s was written to (%s): whoever asks next gets a fresh copy", id_, where)
+        with self._counting:
+            self._num_corrupt += 1
+            self._corrupt.append(id_)
+            self._condemned.append(copy_name(ref))
+
+    def _generation(self, life: int) -> str:
+        """What leases of a holder's life are known by."""
+        return f"{self.generation}-{life}"
+
+    def _count(self, source: Source, nbytes: int) -> None:
+        with self._counting:
+            self._bytes[source] += nbytes
+
+    def _max_budget_bytes(self) -> int:
+        return int(self._store.capacity_bytes * MAX_SHARE)
+
+    def _within_store(self, budget_bytes: int | None, node_id: str) -> int:
+        if budget_bytes is None:
+            return int(self._store.capacity_bytes * DEFAULT_SHARE)
+        if budget_bytes > self._max_budget_bytes() > 0:
+            logger.warning(
+                "node %s keeps at most %d bytes, %.0f %% of its object store; %d were asked for",
+                node_id,
+                self._max_budget_bytes(),
+                MAX_SHARE * 100,
+                budget_bytes,
+            )
+            return self._max_budget_bytes()
+        return budget_bytes

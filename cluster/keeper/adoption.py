@@ -1,0 +1,84 @@
+"""How a restarted keeper gets back what replicas still have mapped, before it reads anything again."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import numpy as np
+import ray
+import xxhash
+
+from cluster.keeper.held_extents import HeldExtents
+from cluster.keeper.records import HeldOffer
+from cluster.keeper.residents import Held
+from cluster.ray_calls import get
+from weights.memory.pages import ByteArray
+
+# Replicas tell a restarted keeper what they hold within a second; until then storage is not asked. On a busy machine
+# they take longer, but hardly all of them: each offer gives the next one so much more time.
+ADOPTION_S: Final = 3.0
+
+logger = logging.getLogger("atelier.keeper")
+
+
+class Adoption:
+    """Thread-safe. `damaged` hears of offers whose bytes are not the extent's any more: nobody else gets those."""
+
+    def __init__(
+        self,
+        held: HeldExtents,
+        damaged: Callable[[HeldOffer, str], None],
+        *,
+        verify: bool,
+        wait_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._held = held
+        self._damaged = damaged
+        self._verify = verify
+        self._clock = clock
+        self._wait_s = wait_s
+        self._until_s = clock() + wait_s
+
+    def wait_for(self, ids: Sequence[str]) -> None:
+        """Until all of them are here, or no offer is to be expected any more."""
+        while (left_s := self._until_s - self._clock()) > 0:
+            if self._held.wait_until_known(ids, left_s):
+                return
+
+    def take(self, holder: str, offers: Sequence[HeldOffer]) -> int:
+        """The bytes that were not here. Leases are taken over in any case, on the very copy that the holder has."""
+        self._expect_more()
+        taken_bytes = 0
+        for offer in offers:
+            self._expect_more()
+            if self._held.lease_same(offer.extent.id, offer.ref, holder, offer.num_leases):
+                continue
+            view = self._sound_view(offer, holder)
+            if view is None:
+                unknown = Held(offer.extent, offer.ref, np.empty(0, np.uint8), "adopted")
+                self._held.set_apart(unknown, holder, offer.num_leases)
+            elif self._held.adopt(Held(offer.extent, offer.ref, view, "adopted"), holder, offer.num_leases):
+                taken_bytes += offer.extent.nbytes
+        return taken_bytes
+
+    def _expect_more(self) -> None:
+        """Only as long as somebody may still wait: an offer that comes late has lost."""
+        now_s = self._clock()
+        if now_s < self._until_s:
+            self._until_s = max(self._until_s, now_s + self._wait_s)
+
+    def _sound_view(self, offer: HeldOffer, holder: str) -> ByteArray | None:
+        """None for what cannot be mapped here, or is damaged."""
+        try:
+            view: ByteArray = get(offer.ref, ADOPTION_S)
+        except ray.exceptions.RayError as error:
+            logger.warning("extent %s of %s cannot be adopted: %s", offer.extent.id, holder, error)
+            return None
+        if self._verify and xxhash.xxh3_128_hexdigest(view.data) != offer.extent.checksum:
+            self._damaged(offer, f"as {holder} has it")
+            return None
+        return view

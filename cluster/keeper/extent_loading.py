@@ -1,0 +1,215 @@
+"""Extents from wherever they come from fastest: a node that has them, one that will have them soon, or storage."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+from cluster.keeper.load_clock import LoadClock
+from cluster.keeper.records import Source
+from cluster.peers.extent_sources import Fetched, FromPeers
+from cluster.peers.fetch_queue import Ask, Fetch, FetchQueue, Located, Question, Read, Wait
+from cluster.peers.peer_client import FetchFailed, PeerClient
+from weights.errors import ExtentCorrupt
+from weights.manifest import ExtentRef
+from weights.memory.pages import ByteArray
+from weights.reading.extents import ExtentReader, Place
+
+Pause = Callable[[threading.Condition, float], object]
+
+MAX_CLAIMS: Final = 16  # extents that one question may get this node to read: a node that is alone asks seldom
+LOOK_AGAIN_S: Final = 1.0  # even when nothing has changed
+
+logger = logging.getLogger("atelier.keeper")
+
+
+class Peers(Protocol):
+    """The other nodes, as far as this one can reach them."""
+
+    def client(self) -> PeerClient | None:
+        """None as long as the cluster's secret is not known."""
+        ...
+
+    def locate(self, question: Question) -> Located | None:
+        """None when nobody can be asked."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Writing:
+    """An extent on its way to where it is kept: `place` makes the memory, `seal` ends the writing and says what it is.
+
+    Both may raise.
+    """
+
+    place: Place
+    seal: Callable[[], Any]
+
+
+# Everything of a `Writing` that was not sealed goes with the block.
+Begin = Callable[[ExtentRef], contextlib.AbstractContextManager[Writing]]
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """An extent as it was sealed and where its bytes came from, or why it cannot be had."""
+
+    extent: ExtentRef
+    result: Any = None
+    source: Source = "storage"
+    error: Exception | None = None
+
+
+class ExtentLoader:
+    """Thread-safe. A peer that fails or gives other bytes is only a detour: storage has the last word.
+
+    `expect` says what is wanted; every extent of it takes one call of `load_next`, from any thread. No thread waits for
+    one extent while another one can be had.
+    """
+
+    def __init__(
+        self,
+        reader: ExtentReader,
+        peers: Peers | None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        pause: Pause = threading.Condition.wait,
+        chance: random.Random | None = None,
+    ) -> None:
+        self._reader = reader
+        self._peers = peers
+        self._clock = clock
+        self._pause = pause
+        self._changed = threading.Condition()
+        self._queue = FetchQueue(chance or random.Random(), MAX_CLAIMS, is_alone=peers is None)
+        self._wanted: dict[str, tuple[ExtentRef, LoadClock]] = {}
+
+    def expect(self, extents: Sequence[ExtentRef], stages: LoadClock) -> None:
+        with self._changed:
+            self._wanted.update((extent.id, (extent, stages)) for extent in extents)
+            self._queue.add({extent.id: extent.nbytes for extent in extents}, self._clock())
+            self._changed.notify_all()
+
+    def load_next(self, begin: Begin) -> Loaded | None:
+        """The extent that can be had first; None when others are at the last ones.
+
+        Errors of ExtentReader.read_into and of `begin` are in the answer.
+        """
+        while step := self._next():
+            match step:
+                case Ask():
+                    self._ask(step.question)
+                case Read():
+                    return self._read(*self._wanted[step.id], begin)
+                case Fetch():
+                    if loaded := self._fetch(*self._wanted[step.id], step.plan, begin):
+                        return loaded
+        return None
+
+    def withdraw(self) -> ExtentRef | None:
+        """One that nobody has begun is wanted no longer: there is no thread for it."""
+        with self._told():
+            id_ = self._queue.withdraw()
+            return self._wanted.pop(id_)[0] if id_ else None
+
+    def reload_rate(self, source: Source) -> float | None:
+        """Seconds that a byte would take to get again, alone; None when nothing is measured. A peer gives once more."""
+        with self._changed:
+            gbps = max(self._queue.storage.gbps or 0.0, self._queue.best_peer_gbps if source == "peer" else 0.0)
+        return 1 / (gbps * 1e9) if gbps else None
+
+    def _next(self) -> Ask | Read | Fetch | None:
+        with self._changed:
+            while self._queue.num_waiting:
+                step = self._queue.next(now_s := self._clock())
+                if not isinstance(step, Wait):
+                    return step
+                self._pause(self._changed, min(step.until_s - now_s, LOOK_AGAIN_S))
+            return None
+
+    def _ask(self, question: Question) -> None:
+        answer: Located | None = None
+        try:
+            if self._peers and self._peers.client():
+                answer = self._peers.locate(question)
+        except Exception:
+            logger.exception("nobody says which node has an extent")
+        with self._told():
+            self._queue.located(question, answer, self._clock())
+
+    def _fetch(self, extent: ExtentRef, stages: LoadClock, plan: FromPeers, begin: Begin) -> Loaded | None:
+        """None when no peer gave it."""
+        fetched = Fetched()
+        try:
+            with begin(extent) as writing:
+                with stages.measure("put", extent.nbytes):
+                    out = writing.place()
+                fetched, is_here = self._fetch_into(out, extent, plan, stages)
+                if not is_here:
+                    with self._told():
+                        self._queue.refused(extent.id, fetched, self._clock())
+                    return None
+                loaded = Loaded(extent, writing.seal(), "peer")
+            stages.came_from("peer", extent.nbytes)
+        except Exception as error:
+            loaded = Loaded(extent, error=error)
+        with self._told():
+            del self._wanted[extent.id]
+            self._queue.fetched(extent.id, fetched, self._clock())
+        return loaded
+
+    def _fetch_into(
+        self, out: ByteArray, extent: ExtentRef, plan: FromPeers, stages: LoadClock
+    ) -> tuple[Fetched, bool]:
+        client = self._peers.client() if self._peers else None
+        try:
+            if client:
+                with stages.measure("read", extent.nbytes):
+                    return client.fetch(plan.addresses, extent, out, min_gbps=plan.min_gbps), True
+        except FetchFailed as error:
+            if error.fetched.failed:
+                logger.warning("peers do not give it: %s", error)
+            return error.fetched, False
+        except Exception as error:
+            log = logger.warning if isinstance(error, ExtentCorrupt) else logger.exception
+            log("peers do not give it: %s", error)
+        return Fetched(failed=list(plan.addresses)), False
+
+    def _read(self, extent: ExtentRef, stages: LoadClock, begin: Begin) -> Loaded:
+        place_s, read_s = 0.0, None
+        start_s = self._clock()
+        try:
+            with begin(extent) as writing:
+
+                def timed() -> ByteArray:
+                    nonlocal place_s
+                    begin_s = self._clock()
+                    with stages.measure("put", extent.nbytes):
+                        out = writing.place()
+                    place_s = self._clock() - begin_s
+                    return out
+
+                self._reader.read_into(extent, timed, stages)
+                elapsed_s = self._clock() - start_s - place_s  # a peer's bytes need a place as well
+                loaded = Loaded(extent, writing.seal())
+            read_s = elapsed_s
+            stages.came_from("storage", extent.nbytes)
+        except Exception as error:
+            loaded = Loaded(extent, error=error)
+        with self._told():
+            del self._wanted[extent.id]
+            self._queue.read(extent.id, read_s, self._clock())
+        return loaded
+
+    @contextlib.contextmanager
+    def _told(self) -> Iterator[None]:
+        """The queue hears of something, and then those who wait."""
+        with self._changed:
+            yield
+            self._changed.notify_all()

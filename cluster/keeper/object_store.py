@@ -1,0 +1,169 @@
+"""Ray's object store of this node: puts that stay in memory, or fail and say so, and objects written piece by piece.
+
+When its store is full, Ray waits two seconds and then puts the object into a file on disk, without a word (fallback
+allocation). Where an object lies shows in /proc/self/maps: it is mapped here, and the mapping names its device.
+
+Ray only copies what is whole already. An object that is larger than the memory it is read through is therefore put as
+zeros that take no memory, and then written where it lies: Ray maps its store for writing in every process.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import ray
+
+from cluster.keeper.shared_pages import populate_store
+from weights.errors import BudgetExceeded
+from weights.memory.pages import ByteArray, allocate_pages
+
+# Ray spills from 80 % of its store on; what is not weights, and holes between objects, want room as well.
+MAX_SHARE: Final = 0.75
+DEFAULT_SHARE: Final = 0.7
+SHARED_MEMORY: Final = "/dev/shm"  # noqa: S108  where Ray's store is
+MAPS: Final = Path("/proc/self/maps")
+PREALLOCATE: Final = "RAY_preallocate_plasma_memory"
+PROBE_BYTES: Final = 2**20
+
+logger = logging.getLogger("atelier.keeper")
+
+
+class StoreFull(BudgetExceeded):
+    """The object store has no room in memory, whatever the budget says; evicting more may help."""
+
+
+@dataclass(frozen=True)
+class NewObject:
+    """An object that is being written. `out` is its memory, uint8, of which `reserved_bytes` are in the store already.
+
+    `seal` ends the writing and gives reference and view. It takes what is in the store beside, and may raise StoreFull.
+    """
+
+    out: ByteArray
+    reserved_bytes: int
+    seal: Callable[[int], tuple[Any, ByteArray]]
+
+
+def let_go(error: BaseException) -> None:
+    """Of what the frames that `error` came through refer to: an object that was being written would stay with them."""
+    pending: list[BaseException | None] = [error]
+    seen: set[int] = set()
+    while pending:
+        found = pending.pop()
+        if found is not None and id(found) not in seen:
+            seen.add(id(found))
+            traceback.clear_frames(found.__traceback__)
+            pending += [found.__cause__, found.__context__]
+
+
+class ObjectStore:
+    """Thread-safe. Made inside an actor; `environ` says whether Ray touched every page of its store at start."""
+
+    def __init__(self, node_id: str, environ: Mapping[str, str] = os.environ) -> None:
+        self.capacity_bytes = capacity_bytes(node_id)
+        self._touched_bytes = self.capacity_bytes if environ.get(PREALLOCATE) in ("1", "true") else 0
+        # A store that is not in shared memory by its own configuration is slow, but it is what there is.
+        probe = ray.get(ray.put(np.zeros(PROBE_BYTES, np.uint8)))
+        self._is_shared = in_shared_memory(probe)
+        if not self._is_shared:
+            logger.warning("Ray's object store is not in %s", SHARED_MEMORY)
+        self.writes_in_place = is_mapped_for_writing(probe)
+        if not self.writes_in_place:
+            logger.warning("Ray's object store is mapped read-only: an extent takes twice its size while it loads")
+
+    def populate(self) -> None:
+        """Make and map every page of the store now, so that no put has to. Takes seconds; puts may go on meanwhile."""
+        self._touched_bytes = max(self._touched_bytes, populate_store())
+
+    def create(self, nbytes: int, used_bytes: int) -> NewObject:
+        """Room for an object, to be written by who asked and by nobody else. Raises StoreFull."""
+        # Ray keeps what is small out of shared memory.
+        if nbytes < PROBE_BYTES or not self.writes_in_place:
+            private = allocate_pages(nbytes)
+            return NewObject(private, 0, lambda used_bytes: self.put(private, used_bytes))
+        # Pages that nobody has written to are all the same one.
+        ref, view = self.put(allocate_pages(nbytes), used_bytes)
+        # HAZARD: nobody else may have the reference yet. The view keeps Ray from moving the object to disk meanwhile.
+        return NewObject(_writable(view), nbytes, lambda _: (ref, view))
+
+    def put(self, array: ByteArray, used_bytes: int) -> tuple[Any, ByteArray]:
+        """Reference and view of a copy; `used_bytes` are in the store already. Raises StoreFull."""
+        self._touched_bytes = max(self._touched_bytes, used_bytes)
+        # HAZARD: to touch a page of a full /dev/shm is a SIGBUS, not an error. Pages that were used before exist.
+        if self._is_shared and used_bytes + array.nbytes > self._touched_bytes:
+            free_bytes = _free_bytes()
+            if free_bytes < array.nbytes:
+                raise StoreFull(f"{SHARED_MEMORY} is full: {array.nbytes} bytes are needed, {free_bytes} are free")
+        try:
+            ref = ray.put(array)
+            view = ray.get(ref)
+        except ray.exceptions.ObjectStoreFullError as error:
+            raise StoreFull(f"Ray's object store has no room for {array.nbytes} bytes: {error}") from None
+        if self._is_shared and not in_shared_memory(view):
+            raise StoreFull(
+                f"Ray's object store of {self.capacity_bytes} bytes has no room in memory for {array.nbytes} bytes "
+                f"beside {used_bytes} bytes of weights and what else is in it"
+            )
+        return ref, view
+
+
+def capacity_bytes(node_id: str) -> int:
+    """Of the object store of a node; 0 when Ray does not know the node."""
+    sizes = [node["Resources"].get("object_store_memory", 0) for node in ray.nodes() if node["NodeID"] == node_id]
+    return int(sizes[0]) if sizes else 0
+
+
+@dataclass(frozen=True, slots=True)
+class _MappedFile:
+    permissions: str
+    device: int
+    inode: int
+
+
+def in_shared_memory(view: ByteArray, maps: Callable[[], str] = lambda: MAPS.read_text(errors="replace")) -> bool:
+    """Whether the bytes are in no file, or in one of shared memory."""
+    found = _mapped_file(view, maps())
+    # None: it went between the two looks.
+    return found is None or found.inode == 0 or found.device == os.stat(SHARED_MEMORY).st_dev
+
+
+def is_mapped_for_writing(view: ByteArray, maps: Callable[[], str] = lambda: MAPS.read_text(errors="replace")) -> bool:
+    """Whether what is written to the bytes' address arrives in the file that other processes map."""
+    found = _mapped_file(view, maps())
+    return found is not None and found.permissions.startswith("rw") and found.permissions.endswith("s")
+
+
+def _mapped_file(view: ByteArray, maps: str) -> _MappedFile | None:
+    """What lies behind the bytes. Format of `maps`: proc_pid_maps(5)."""
+    address = view.ctypes.data
+    for line in maps.splitlines():
+        span, permissions, _, device, inode, *_ = line.split(maxsplit=5)
+        start, end = (int(bound, 16) for bound in span.split("-"))
+        if start <= address < end:
+            major, minor = (int(number, 16) for number in device.split(":"))
+            return _MappedFile(permissions, os.makedev(major, minor), int(inode))
+    return None
+
+
+class _Writable:
+    """numpy's array interface over the memory of a read-only array, which it keeps alive."""
+
+    def __init__(self, view: ByteArray) -> None:
+        self._view = view
+        self.__array_interface__ = view.__array_interface__ | {"data": (view.ctypes.data, False)}
+
+
+def _writable(view: ByteArray) -> ByteArray:
+    return np.asarray(_Writable(view))
+
+
+def _free_bytes() -> int:
+    found = os.statvfs(SHARED_MEMORY)
+    return found.f_bavail * found.f_frsize

@@ -1,0 +1,101 @@
+"""Models that were registered while the cluster ran: one small JSON file each, so that they survive the registry.
+
+<store>/registrations/<cluster>/<id>.json
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import TypeAdapter, ValidationError
+
+from cluster.errors import RegistrationRefused
+from cluster.registry.directory import Entry
+from configs.model import ModelId, StrictModel
+from weights.storage.durable import make_folder, move, remove, sync
+
+logger = logging.getLogger("atelier.registry")
+_IS_ID = TypeAdapter(ModelId)
+
+
+class Registration(StrictModel):
+    """`replaces`: the entry of the cluster config that this one overrules, for as long as the config says that."""
+
+    entry: Entry
+    replaces: Entry | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DamagedRegistration:
+    """A file that cannot be used, and why."""
+
+    id: str
+    error: str
+
+
+class Registrations:
+    """The files of one cluster. Files appear by rename only."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def load(self) -> Iterator[Registration | DamagedRegistration]:
+        """All of them, by id. A damaged one takes nothing else down."""
+        for file in sorted(self._folder.glob("*.json")):
+            if not _is_id(file.stem):
+                logger.warning("%s: not the file of a model; left alone", file)
+                continue
+            try:
+                registration = Registration.model_validate_json(file.read_bytes())
+            except (OSError, ValidationError) as error:
+                yield DamagedRegistration(file.stem, f"{file}: damaged registration: {_reason(error)}")
+                continue
+            if registration.entry.id == file.stem:
+                yield registration
+            else:
+                text = f"{file}: damaged registration: it is of {registration.entry.id!r}"
+                yield DamagedRegistration(file.stem, text)
+
+    def save(self, registration: Registration) -> None:
+        """Raises RegistrationRefused when the disk does not take it."""
+        target = self._file(registration.entry.id)
+        staged = target.with_name(f".{target.name}.{os.getpid()}")
+        try:
+            make_folder(self._folder)
+            staged.write_text(registration.model_dump_json(exclude_defaults=True), encoding="utf-8")
+            sync(staged)
+            move(staged, target)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                staged.unlink(missing_ok=True)
+            raise RegistrationRefused(f"{target}: cannot be written: {error.strerror or error}") from error
+
+    def remove(self, id_: str) -> None:
+        """Without one, nothing happens."""
+        if self._file(id_).exists():
+            remove(self._file(id_))
+            sync(self._folder)
+
+    def _file(self, id_: str) -> Path:
+        return self._folder / f"{id_}.json"
+
+
+def _is_id(text: str) -> bool:
+    try:
+        _IS_ID.validate_python(text)
+    except ValidationError:
+        return False
+    return True
+
+
+def _reason(error: OSError | ValidationError) -> str:
+    if isinstance(error, OSError):
+        return error.strerror or str(error)
+    first = error.errors()[0]
+    where = ".".join(str(part) for part in first["loc"])
+    return f"{where}: {first['msg']}" if where else first["msg"]

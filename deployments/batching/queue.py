@@ -1,0 +1,224 @@
+"""Who waits: order, limits and deadlines. Pure; `now_s` is the caller's clock.
+
+Requests of one priority and group are served in the order of coming. The more urgent priority goes first, and within
+one priority the group whose first request is the oldest. A request whose time in the queue is over is refused or, if
+its priority defers, goes behind all whose time is not over. Whatever the order, at most `max_overtakes` requests that
+came later start before one that waits; then it is next.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Collection, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Generic, TypeVar
+
+from configs.merging import MergeConfig, QueuePolicyConfig
+from deployments.batching.overtaking import Overtaking
+from deployments.errors import InvalidRequest, QueueFull
+
+MAX_STALE: Final = 64  # deadlines of requests that left, beside as many as wait
+
+
+@dataclass(eq=False, slots=True)
+class QueuedRequest:
+    """One or more items that are answered together. `costs` of None: 1 each.
+
+    `timeout_s` counts from `arrived_s`. Items before `next_item` have been started; the last four are the queue's.
+    """
+
+    items: Sequence[Any]
+    costs: Sequence[int] | None
+    group: Hashable
+    priority: int
+    arrived_s: float
+    timeout_s: float | None = None
+    next_item: int = 0
+    number: int = -1
+    deadline_s: float = math.inf
+    is_deferred: bool = False
+    is_queued: bool = False
+
+    @property
+    def num_left(self) -> int:
+        return len(self.items) - self.next_item
+
+    def cost(self, start: int, stop: int) -> int:
+        return stop - start if self.costs is None else sum(self.costs[start:stop])
+
+
+RequestT = TypeVar("RequestT", bound=QueuedRequest)
+Rank = tuple[bool, int]  # deferred, priority
+
+
+@dataclass(slots=True)
+class _GroupCount:
+    num_requests: int = 0
+    num_items: int = 0
+
+
+@dataclass(eq=False, slots=True)
+class RequestQueue(Generic[RequestT]):
+    """Of one merger. `add` refuses with the errors of the service."""
+
+    config: MergeConfig
+    num_by_priority: Counter[int] = field(default_factory=Counter)
+    _all: OrderedDict[int, RequestT] = field(default_factory=OrderedDict)
+    _lines: dict[Rank, dict[Hashable, OrderedDict[int, RequestT]]] = field(default_factory=dict)
+    _groups: dict[Hashable, _GroupCount] = field(default_factory=dict)
+    _deadlines: list[tuple[float, int, RequestT]] = field(default_factory=list)
+    _overtaking: Overtaking = field(default_factory=Overtaking)
+    _num_added: int = 0
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def has_room(self, priority: int) -> bool:
+        limit = self._policy(priority).max_queue_size
+        return limit is None or self.num_by_priority[priority] < limit
+
+    def add(self, request: RequestT) -> None:
+        """Raises InvalidRequest for a priority that there is not, QueueFull when too many wait at it already."""
+        if not 1 <= request.priority <= self.config.priority_levels:
+            raise InvalidRequest(
+                f"priority {request.priority} is not served (known: 1, most urgent, to {self.config.priority_levels})",
+                "priority",
+            )
+        if not self.has_room(request.priority):
+            limit = self._policy(request.priority).max_queue_size
+            raise QueueFull(f"{limit} requests wait at priority {request.priority}, as many as may; try again later")
+        request.number = self._num_added
+        self._num_added += 1
+        self._insert(request)
+
+    def remove(self, request: RequestT) -> None:
+        """It was cancelled, or it is of no use any more. Nothing happens when it does not wait."""
+        if not request.is_queued:
+            return
+        request.is_queued = False
+        del self._all[request.number]
+        self._leave_line(request)
+        self.num_by_priority[request.priority] -= 1
+        count = self._groups[request.group]
+        count.num_requests -= 1
+        count.num_items -= request.num_left
+        if not count.num_requests:
+            del self._groups[request.group]
+        self._overtaking.forget_before(next(iter(self._all), self._num_added))
+
+    def take(self, request: RequestT, num_items: int) -> None:
+        """Its next items are started. It leaves with its last one."""
+        if not request.next_item:
+            self._overtaking.start(request.number)
+        if num_items == request.num_left:
+            self.remove(request)
+            request.next_item += num_items
+        else:
+            request.next_item += num_items
+            self._groups[request.group].num_items -= num_items
+
+    def expire(self, now_s: float) -> list[RequestT]:
+        """Those to be refused because their time is over; they have left the queue. Defers the others."""
+        refused = []
+        while self._deadlines and self._deadlines[0][0] <= now_s:
+            request = heapq.heappop(self._deadlines)[2]
+            if not request.is_queued:
+                continue
+            if self._policy(request.priority).timeout_action == "reject":
+                self.remove(request)
+                refused.append(request)
+            else:
+                self._leave_line(request)
+                request.is_deferred = True
+                self._line(request)[request.number] = request
+        return refused
+
+    def next_deadline_s(self) -> float:
+        """When `expire` has something to do; infinity when nobody's time ends."""
+        while self._deadlines and not self._deadlines[0][2].is_queued:
+            heapq.heappop(self._deadlines)
+        return self._deadlines[0][0] if self._deadlines else math.inf
+
+    def leads(self) -> Iterator[RequestT]:
+        """The first of every line, the one to be served first in front."""
+        for rank in sorted(self._lines):
+            yield from sorted((next(iter(line.values())) for line in self._lines[rank].values()), key=_number)
+
+    def of_group(self, group: Hashable) -> Iterator[RequestT]:
+        """All that wait in it, in the order of service."""
+        for rank in sorted(self._lines):
+            yield from self._lines[rank].get(group, {}).values()
+
+    def num_items(self, group: Hashable) -> int:
+        return self._groups[group].num_items
+
+    def oldest(self, but: Collection[RequestT] = ()) -> RequestT | None:
+        return next((request for request in self._all.values() if request not in but), None)
+
+    def may_start(self, request: RequestT, with_: Collection[RequestT] = ()) -> bool:
+        """Whether nobody who goes on waiting is passed too often by it and by those who start together with it."""
+        oldest = self.oldest({*with_, request})
+        if oldest is None or request.number < oldest.number or request.next_item:
+            return True  # who has started in part has been counted
+        passing = sum(other.number > oldest.number and not other.next_item for other in with_)
+        return self._overtaking.passed(oldest.number) + passing < self.config.max_overtakes
+
+    def drain(self) -> list[RequestT]:
+        """Everybody leaves."""
+        everybody = list(self._all.values())
+        for request in everybody:
+            self.remove(request)
+        return everybody
+
+    def retune(self, config: MergeConfig) -> None:
+        """Limits and deadlines are those of the new config; who waits at a priority that is gone, at the last one."""
+        waiting = list(self._all.values())
+        self.config = config
+        self._lines, self._groups, self._deadlines = {}, {}, []
+        self._all.clear()
+        self.num_by_priority.clear()
+        for request in waiting:
+            request.priority = min(request.priority, config.priority_levels)
+            request.is_deferred = False
+            self._insert(request)
+
+    def _insert(self, request: RequestT) -> None:
+        policy = self._policy(request.priority)
+        timeout_s = math.inf if policy.timeout_us is None else policy.timeout_us / 1e6
+        if request.timeout_s is not None and policy.allow_timeout_override:
+            timeout_s = min(timeout_s, request.timeout_s)
+        request.deadline_s = request.arrived_s + timeout_s
+        request.is_queued = True
+        self._all[request.number] = request
+        self._line(request)[request.number] = request
+        self.num_by_priority[request.priority] += 1
+        count = self._groups.setdefault(request.group, _GroupCount())
+        count.num_requests += 1
+        count.num_items += request.num_left
+        if timeout_s != math.inf:
+            if len(self._deadlines) > 2 * len(self._all) + MAX_STALE:
+                self._deadlines = [entry for entry in self._deadlines if entry[2].is_queued]
+                heapq.heapify(self._deadlines)
+            heapq.heappush(self._deadlines, (request.deadline_s, request.number, request))
+
+    def _policy(self, priority: int) -> QueuePolicyConfig:
+        return self.config.queue_policies.get(priority, self.config.default_queue_policy)
+
+    def _line(self, request: RequestT) -> OrderedDict[int, RequestT]:
+        rank = (request.is_deferred, request.priority)
+        return self._lines.setdefault(rank, {}).setdefault(request.group, OrderedDict())
+
+    def _leave_line(self, request: RequestT) -> None:
+        rank = (request.is_deferred, request.priority)
+        lines = self._lines[rank]
+        del lines[request.group][request.number]
+        if not lines[request.group]:
+            del lines[request.group]
+        if not lines:
+            del self._lines[rank]
+
+
+def _number(request: QueuedRequest) -> int:
+    return request.number

@@ -1,0 +1,1 @@
+"""The command `atelier`, one file per group of commands."""

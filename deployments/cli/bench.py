@@ -1,0 +1,115 @@
+"""`atelier bench …`: figures of this machine, beside the peers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from deployments.cli.options import DEFAULT_CONFIG, ConfigPath, Json
+
+app = typer.Typer(no_args_is_help=True, help="Measure on this machine, beside the peers.")
+err = Console(stderr=True)
+
+
+@app.command("serve")
+def bench_serve(
+    config: ConfigPath = DEFAULT_CONFIG,
+    rounds: Annotated[int, typer.Option(min=1, max=80, help="Every request is made this often, in turn.")] = 15,
+    seed: Annotated[int, typer.Option(help="Of the texts.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """The demo cluster beside stock diffusers and transformers in one process."""
+    from configs.loading import load_cluster_config
+    from deployments.bench.report import print_figures
+    from deployments.bench.serve import run
+
+    with err.status("measuring: starts a cluster and a stock process, takes some minutes"):
+        figures = run(load_cluster_config(config), str(config), rounds, seed)
+    print_figures(figures, as_json)
+
+
+@app.command("load")
+def bench_load(
+    model: Annotated[Path | None, typer.Option(help="A model folder with safetensors; default: one is made.")] = None,
+    shape: Annotated[str, typer.Option(help="Of the one that is made: wide (108 tensors) or deep (1,880).")] = "wide",
+    rounds: Annotated[int, typer.Option(min=1, help="Every loader loads this often, in turn.")] = 5,
+    peers: Annotated[bool, typer.Option("--peers/--no-peers", help="Beside other loaders.")] = True,
+    work_dir: Annotated[Path | None, typer.Option(help="On the disk to be measured; default: temporary.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the order in which loaders take turns.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Cold and warm loads into shared memory, beside other loaders and the raw disk."""
+    from deployments.bench.load import run
+    from deployments.bench.report import print_load_figures
+
+    with err.status("measuring: writes some 35 GB and takes some minutes"):
+        figures = run(model, shape, rounds, peers, work_dir, seed)
+    print_load_figures(figures, as_json)
+
+
+@app.command("switch")
+def bench_switch(
+    demo: Annotated[Path, typer.Option(help="The folder of the demo models.")] = Path("infra/demo/models"),
+    switches: Annotated[int, typer.Option(min=1, help="Random ones, under a budget.")] = 500,
+    rounds: Annotated[int, typer.Option(min=1, help="Ours and the peer switch this often, in turn.")] = 9,
+    attaches: Annotated[int, typer.Option(min=1, help="In as many new processes.")] = 20,
+    work_dir: Annotated[Path | None, typer.Option(help="Where the models are made; default: temporary.")] = None,
+    as_json: Json = False,
+) -> None:
+    """From one model to another on one node: time, bytes moved, memory, recovery; beside diffusers."""
+    from deployments.bench.switch import Effort, run
+    from deployments.bench.switch_report import print_switch_figures
+
+    with err.status("measuring: writes some 6 GB and takes some minutes"):
+        figures = run(demo, Effort(num_attaches=attaches, rounds=rounds, num_switches=switches), work_dir)
+    print_switch_figures(figures, as_json)
+
+
+@app.command("merge")
+def bench_merge(
+    seed: Annotated[int, typer.Option(help="Of the arrivals.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Merging at dispatch beside Serve's own batching: a scenario, 50 patterns, overhead."""
+    from deployments.bench.merge import Effort, run
+    from deployments.bench.merge_report import print_merge_figures
+
+    with err.status("measuring: takes about five minutes"):
+        figures = run(Effort(), seed)
+    print_merge_figures(figures, as_json)
+
+
+@app.command("encode")
+def bench_encode(
+    seed: Annotated[int, typer.Option(help="Of the texts.")] = 0,
+    cache: Annotated[Path, typer.Option(help="Keeps the peer's environment.")] = Path("~/.cache/atelier/bench"),
+    as_json: Json = False,
+) -> None:
+    """The embedding service beside infinity-emb, and beside a load of the encoder for each request."""
+    from deployments.bench.encode import Effort, run
+    from deployments.bench.encode_report import print_encode_figures
+
+    with err.status("measuring: takes about eight minutes, and some more the first time"):
+        figures = run(Effort(), seed, cache.expanduser())
+    print_encode_figures(figures, as_json)
+
+
+@app.command("dedup")
+def bench_dedup(models: Path = Path("infra/demo/models"), as_json: Json = False) -> None:
+    """Bytes that a store keeps of the demo pipelines and one more fine-tune, by layout."""
+    from deployments.bench.dedup import measure
+    from deployments.bench.report import print_dedup_figures
+
+    print_dedup_figures(measure(models), as_json)
+
+
+@app.command("evict")
+def bench_evict(as_json: Json = False) -> None:
+    """Bytes that eviction moves on a heavy-tailed trace, beside least recent use; simulated."""
+    from deployments.bench.eviction import measure
+    from deployments.bench.report import print_eviction_figures
+
+    print_eviction_figures(measure(), as_json)

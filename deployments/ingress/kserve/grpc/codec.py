@@ -1,0 +1,172 @@
+"""gRPC messages of the Open Inference Protocol to the values of `records.py`, and back. Pure.
+
+Whatever arrives, the only error is InvalidRequest. Answers carry their tensors raw, as Triton's do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from typing import Any, Final
+
+import numpy as np
+from google.protobuf.json_format import ParseDict
+
+from deployments.errors import InvalidRequest
+from deployments.ingress.kserve.grpc.protos import open_inference as messages
+from deployments.ingress.kserve.records import InferRequest, InferResponse, ModelMetadata, OutputWish
+from deployments.ingress.kserve.statistics import ModelStatistics
+from deployments.ingress.kserve.tensors import (
+    check_count,
+    checked_datatype,
+    checked_shape,
+    from_bytes,
+    to_bytes,
+)
+from deployments.pipelines.tensor_values import NUMPY_DTYPES, Datatype, TensorSpec, TensorValue
+
+# By datatype, the one field of InferTensorContents that may hold its values.
+CONTENTS: Final[dict[Datatype, str]] = {
+    "BOOL": "bool_contents",
+    "INT8": "int_contents",
+    "INT16": "int_contents",
+    "INT32": "int_contents",
+    "INT64": "int64_contents",
+    "UINT8": "uint_contents",
+    "UINT16": "uint_contents",
+    "UINT32": "uint_contents",
+    "UINT64": "uint64_contents",
+    "FP32": "fp32_contents",
+    "FP64": "fp64_contents",
+    "BYTES": "bytes_contents",
+}
+_SHARED_MEMORY: Final = "shared_memory_region"
+_MAX_INT64: Final = 2**63 - 1
+Scalar = bool | int | float | str
+
+
+def read_request(message: messages.ModelInferRequest) -> InferRequest:
+    """Raises InvalidRequest naming the tensor or parameter."""
+    return InferRequest(
+        model=message.model_name,
+        inputs=tuple(_inputs(message)),
+        version=message.model_version,
+        id=message.id,
+        parameters=read_parameters(message.parameters),
+        outputs=tuple(_wish(output) for output in message.outputs),
+    )
+
+
+def read_parameters(parameters: Mapping[str, Any]) -> dict[str, Scalar]:
+    """Raises InvalidRequest for one without a value. `bytes_param`, which only repositories know, is no scalar."""
+    values: dict[str, Scalar] = {}
+    for name, parameter in parameters.items():
+        choice = parameter.WhichOneof("parameter_choice")
+        if choice is None or choice == "bytes_param":
+            expected = "a bool, an integer, a double or a string"
+            raise InvalidRequest(f"parameter {name!r} has {choice or 'no value'}, expected {expected}", name)
+        values[name] = getattr(parameter, choice)
+    return values
+
+
+def write_response(response: InferResponse) -> messages.ModelInferResponse:
+    message = messages.ModelInferResponse(
+        model_name=response.model,
+        model_version=response.version,
+        id=response.id,
+        outputs=[{"name": out.name, "datatype": out.datatype, "shape": out.shape} for out in response.outputs],
+        raw_output_contents=[to_bytes(out) for out in response.outputs],
+    )
+    for name, value in response.parameters.items():
+        _set_parameter(message.parameters[name], value)
+    return message
+
+
+def write_metadata(metadata: ModelMetadata) -> messages.ModelMetadataResponse:
+    return messages.ModelMetadataResponse(
+        name=metadata.name,
+        versions=metadata.versions,
+        platform=metadata.platform,
+        inputs=[_tensor_metadata(spec) for spec in metadata.inputs],
+        outputs=[_tensor_metadata(spec) for spec in metadata.outputs],
+    )
+
+
+def write_config(configuration: Mapping[str, Any]) -> messages.ModelConfig:
+    """Triton's model configuration, as REST has it."""
+    return ParseDict(configuration, messages.ModelConfig())
+
+
+def write_statistics(found: Iterable[ModelStatistics]) -> messages.ModelStatisticsResponse:
+    """The records have the message's own field names."""
+    return messages.ModelStatisticsResponse(model_stats=[asdict(model) for model in found])
+
+
+def _inputs(message: messages.ModelInferRequest) -> Iterable[TensorValue]:
+    raw = message.raw_input_contents
+    if raw and len(raw) != len(message.inputs):
+        raise InvalidRequest(
+            f"{len(raw)} raw_input_contents for {len(message.inputs)} inputs: expected one for each, or none"
+        )
+    for position, tensor in enumerate(message.inputs):
+        name = tensor.name
+        if _SHARED_MEMORY in tensor.parameters:
+            raise InvalidRequest(f"{name}: shared memory is not supported; send the data", name)
+        datatype, shape = checked_datatype(name, tensor.datatype), checked_shape(name, list(tensor.shape))
+        if not raw:
+            yield _from_contents(name, datatype, shape, tensor.contents)
+        elif tensor.HasField("contents"):
+            raise InvalidRequest(f"{name}: has contents although the request has raw_input_contents", name)
+        else:
+            yield from_bytes(name, datatype, shape, raw[position])
+
+
+def _from_contents(name: str, datatype: Datatype, shape: tuple[int, ...], contents: Any) -> TensorValue:
+    if datatype not in CONTENTS:
+        raise InvalidRequest(f"{name}: {datatype} travels in raw_input_contents only", name)
+    field = CONTENTS[datatype]
+    wrong = [given.name for given, _ in contents.ListFields() if given.name != field]
+    if wrong:
+        raise InvalidRequest(f"{name}: {datatype} goes into {field}, got {', '.join(wrong)}", name)
+    values = getattr(contents, field)
+    check_count(name, shape, len(values))
+    dtype = NUMPY_DTYPES[datatype]
+    # Small integers arrive in fields of 32 bits: in 64 of the same sign there is room to see whether they fit.
+    array = np.empty(len(values), f"{dtype.kind}8" if dtype.kind in "iu" else dtype)
+    array[:] = list(values)
+    if dtype.kind in "iu" and array.size:
+        bounds = np.iinfo(dtype)
+        for value in (array.min(), array.max()):
+            if not bounds.min <= value <= bounds.max:
+                raise InvalidRequest(
+                    f"{name}: {value} is out of range of {datatype} ({bounds.min} to {bounds.max})", name
+                )
+    return TensorValue(name, datatype, array.astype(dtype, copy=False).reshape(shape))
+
+
+def _wish(output: Any) -> OutputWish:
+    parameters = read_parameters(output.parameters)
+    if _SHARED_MEMORY in parameters:
+        raise InvalidRequest(f"{output.name}: shared memory is not supported", output.name)
+    num_classes = parameters.get("classification", 0)
+    if type(num_classes) is not int or num_classes < 0:
+        raise InvalidRequest(f"{output.name}: classification is a number of classes, got {num_classes!r}", output.name)
+    return OutputWish(output.name, binary=True, num_classes=num_classes, parameters=parameters)
+
+
+def _set_parameter(parameter: Any, value: Scalar) -> None:
+    if isinstance(value, bool):  # before int, which it is one of
+        parameter.bool_param = value
+    elif isinstance(value, int):
+        if value > _MAX_INT64:
+            parameter.uint64_param = value
+        else:
+            parameter.int64_param = value
+    elif isinstance(value, float):
+        parameter.double_param = value
+    else:
+        parameter.string_param = value
+
+
+def _tensor_metadata(spec: TensorSpec) -> dict[str, Any]:
+    return {"name": spec.name, "datatype": spec.datatype, "shape": spec.shape}

@@ -1,0 +1,126 @@
+"""Named tensors of a request as the options of its prompts, in the words of `deployments/records.py`.
+
+An option that a model has may come as an optional input (one element for all prompts, or one for each) or, for all,
+as a request parameter of the same name; the generate extension knows no other way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from deployments.errors import InvalidRequest
+from deployments.ingress.kserve.records import Parameters
+from deployments.ingress.kserve.schedule import Schedule
+from deployments.ingress.kserve.tensors import shown, texts
+from deployments.pipelines.tensor_values import TensorSpec, TensorValue
+from deployments.records import ChatRequest, CompletionRequest, ImageRequest, LoraUse, as_record
+
+_PARAMETER_TYPES: Final[dict[str, tuple[tuple[type, ...], str]]] = {
+    "BYTES": ((str,), "text"),
+    "BOOL": ((bool,), "true or false"),
+    "INT32": ((int,), "a whole number"),
+    "INT64": ((int,), "a whole number"),
+    "FP32": ((int, float), "a number"),
+}
+
+
+def image_requests(
+    model: str,
+    given: Mapping[str, TensorValue],
+    specs: Sequence[TensorSpec],
+    parameters: Parameters,
+    schedule: Schedule,
+) -> list[ImageRequest]:
+    """One for each prompt. Raises InvalidRequest, also when the pictures would not fit into one tensor."""
+    prompts = texts(given["prompt"])
+    options = _options(len(prompts), given, specs[1:], parameters)
+    for name in ("width", "height"):
+        if len({option.get(name) for option in options}) > 1:
+            raise InvalidRequest(f"{name}: the pictures of one request are one tensor, so all have one size", name)
+    for option in options:
+        option["lora"] = _lora(option.get("lora", ""))
+    fields = {"model": model, "priority": schedule.priority, "timeout_s": schedule.timeout_s}
+    return [
+        as_record(ImageRequest, {**fields, "prompt": prompt, **option})
+        for prompt, option in zip(prompts, options, strict=True)
+    ]
+
+
+def text_requests(
+    model: str, given: Mapping[str, TensorValue], specs: Sequence[TensorSpec], parameters: Parameters
+) -> list[ChatRequest | CompletionRequest]:
+    """One for each prompt: the continuation of the text, or with `chat` the answer to it."""
+    prompts = texts(given["text_input"])
+    per_prompt = [spec for spec in specs[1:] if spec.name != "stop"]
+    stop = _stop(given, parameters)
+    records: list[ChatRequest | CompletionRequest] = []
+    for prompt, option in zip(prompts, _options(len(prompts), given, per_prompt, parameters), strict=True):
+        fields = {"model": model, "stop": stop, **option}
+        if fields.pop("chat", False):
+            records.append(as_record(ChatRequest, fields | {"messages": [{"role": "user", "content": prompt}]}))
+        else:
+            records.append(as_record(CompletionRequest, fields | {"prompt": prompt}))
+    return records
+
+
+def _options(
+    num_prompts: int, given: Mapping[str, TensorValue], specs: Sequence[TensorSpec], parameters: Parameters
+) -> list[dict[str, Any]]:
+    options: list[dict[str, Any]] = [{} for _ in range(num_prompts)]
+    for spec in specs:
+        value = given.get(spec.name)
+        if value is not None:
+            elements = _elements(value)
+            if len(elements) not in (1, num_prompts):
+                raise InvalidRequest(
+                    f"{spec.name}: {len(elements)} elements for {num_prompts} prompts, expected 1 or {num_prompts}",
+                    spec.name,
+                )
+        if spec.name in parameters:
+            elements = [_parameter(spec, value, parameters[spec.name])]
+        elif value is None:
+            continue
+        for index, option in enumerate(options):
+            option[spec.name] = elements[index % len(elements)]
+    return options
+
+
+def _elements(value: TensorValue) -> list[Any]:
+    if value.datatype == "BYTES":
+        return list(texts(value))
+    if value.datatype == "FP32":
+        # The shortest decimal that is this number, as a client of JSON would have written it: 0.7, not 0.69999998.
+        return [float(str(number)) for number in value.data]
+    elements: list[Any] = value.data.tolist()
+    return elements
+
+
+def _parameter(spec: TensorSpec, given: TensorValue | None, parameter: Any) -> Any:
+    types, wanted = _PARAMETER_TYPES[spec.datatype]
+    if given is not None:
+        raise InvalidRequest(f"{spec.name}: given as an input and as a parameter", spec.name)
+    if not isinstance(parameter, types) or (isinstance(parameter, bool) and bool not in types):
+        raise InvalidRequest(f"{spec.name}: expected {wanted}, got {shown(parameter)}", spec.name)
+    return parameter
+
+
+def _stop(given: Mapping[str, TensorValue], parameters: Parameters) -> list[str]:
+    """Every element is for every prompt."""
+    if "stop" in parameters:
+        return [_parameter(TensorSpec("stop", "BYTES", (-1,)), given.get("stop"), parameters["stop"])]
+    return texts(given["stop"]) if "stop" in given else []
+
+
+def _lora(text: str) -> tuple[LoraUse, ...]:
+    """`bold:0.8,thin` -> bold at 0.8, thin at 1."""
+    uses = []
+    for part in text.split(",") if text.strip() else ():
+        name, _, scale = part.strip().partition(":")
+        try:
+            uses.append(as_record(LoraUse, {"name": name, "scale": float(scale or 1)}))
+        except (ValueError, InvalidRequest):
+            raise InvalidRequest(
+                f"lora: expected name:scale with scales from -10 to 10, got {shown(part)}", "lora"
+            ) from None
+    return tuple(uses)

@@ -1,0 +1,169 @@
+"""Bodies of inference over REST to records and back: JSON alone, or JSON followed by raw tensors. Pure.
+
+Sources: KServe v2, "Inference Request JSON Object"; Triton, "Binary Tensor Data Extension".
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from typing import Any, Final, NoReturn, TypeVar
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import to_json
+
+from deployments.errors import InvalidRequest
+from deployments.ingress.json_answers import with_list
+from deployments.ingress.kserve import tensors
+from deployments.ingress.kserve.records import (
+    VERSION,
+    InferRequest,
+    InferResponse,
+    OutputWish,
+    Parameters,
+)
+from deployments.ingress.kserve.rest.bodies import InferBody, InputBody, OutputBody
+from deployments.pipelines.tensor_values import TensorValue
+
+MAX_CLASSES: Final = 2**31 - 1
+_PIECE_ELEMENTS: Final = 2**14
+BodyT = TypeVar("BodyT", bound=BaseModel)
+
+
+def read_request(model: str, version: str, body: bytes, json_length: str | None = None) -> InferRequest:
+    """`json_length` is the header Inference-Header-Content-Length. Raises InvalidRequest, whatever comes."""
+    num_json_bytes = _json_length(json_length, len(body))
+    form = read_json(InferBody, body[:num_json_bytes])
+    if form.model_name not in (None, model) or form.model_version not in (None, "", version or VERSION):
+        raise InvalidRequest("model_name, model_version: the body names another model than the path", "model_name")
+    parameters = read_parameters("parameters", form.parameters)
+    default = _flag("binary_data_output", parameters)
+    return InferRequest(
+        model=model,
+        version=version,
+        id=form.id or "",
+        parameters=parameters,
+        inputs=_inputs(form.inputs, memoryview(body)[num_json_bytes:]),
+        outputs=tuple(_wish(output, default) for output in form.outputs or ()),
+    )
+
+
+def write_response(request: InferRequest, response: InferResponse) -> tuple[bytes, int | None]:
+    """The body, and the length of its JSON part when raw tensors follow."""
+    default = _flag("binary_data_output", request.parameters)
+    binary = {wish.name: wish.binary for wish in request.outputs}
+    outputs, raw = [], []
+    for value in response.outputs:
+        output: dict[str, Any] = {"name": value.name, "datatype": value.datatype, "shape": list(value.shape)}
+        if binary.get(value.name, default):
+            raw.append(tensors.to_bytes(value))
+            outputs.append(to_json(output | {"parameters": {"binary_data_size": len(raw[-1])}}))
+        else:
+            outputs.append(with_list(output, "data", _data_parts(value)))
+    form: dict[str, Any] = {"model_name": response.model, "model_version": response.version}
+    if response.id:
+        form["id"] = response.id
+    if response.parameters:
+        form["parameters"] = dict(response.parameters)
+    head = with_list(form, "outputs", outputs)
+    return b"".join((head, *raw)), len(head) if raw else None
+
+
+def _data_parts(value: TensorValue) -> Iterator[bytes]:
+    """The elements as JSON, some at a time: their writer holds Python's lock for as long as it writes."""
+    tensors.check_json(value)
+    flat = value.data.reshape(-1)
+    for start in range(0, flat.size, _PIECE_ELEMENTS):
+        piece = flat[start : start + _PIECE_ELEMENTS]
+        yield to_json(tensors.to_json(TensorValue(value.name, value.datatype, piece)))[1:-1]
+
+
+def read_json(class_: type[BodyT], body: bytes) -> BodyT:
+    """Strict JSON of that form. Raises InvalidRequest naming the member."""
+    try:
+        return class_.model_validate(json.loads(body, parse_constant=_not_json))
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(str(part) for part in first["loc"]) or "the body"
+        text = "unknown member" if first["type"] == "extra_forbidden" else first["msg"]
+        raise InvalidRequest(f"{where}: {text}", where) from None
+    except RecursionError:
+        raise InvalidRequest("the body is not valid JSON: nested too deeply") from None
+    except ValueError as error:  # JSONDecodeError, UnicodeDecodeError, numbers of thousands of digits
+        raise InvalidRequest(f"the body is not valid JSON: {error}") from None
+
+
+def read_parameters(where: str, parameters: dict[str, Any] | None) -> Parameters:
+    """Raises InvalidRequest for values that are no plain ones."""
+    for name, value in (parameters or {}).items():
+        if not isinstance(value, bool | int | float | str) or (isinstance(value, float) and not math.isfinite(value)):
+            raise InvalidRequest(
+                f"{where}: {name!r} takes text, a finite number, true or false; got {tensors.shown(value)}", name
+            )
+    return parameters or {}
+
+
+def _inputs(forms: list[InputBody], raw: memoryview) -> tuple[TensorValue, ...]:
+    values, position = [], 0
+    for form in forms:
+        name = form.name
+        parameters = read_parameters(f"input {name!r}", form.parameters)
+        if "shared_memory_region" in parameters:
+            raise InvalidRequest(f"input {name!r}: shared memory is not supported; send the data in the body", name)
+        datatype, shape = tensors.checked_datatype(name, form.datatype), tensors.checked_shape(name, form.shape)
+        if "binary_data_size" in parameters:
+            size = parameters["binary_data_size"]
+            if form.data is not None:
+                raise InvalidRequest(f"input {name!r} has data and binary_data_size; only one can be", name)
+            if type(size) is not int or not 0 <= size <= len(raw) - position:
+                raise InvalidRequest(
+                    f"input {name!r}: binary_data_size is {tensors.shown(size)}, "
+                    f"{len(raw) - position} bytes are left after the JSON (is Inference-Header-Content-Length set?)",
+                    name,
+                )
+            values.append(tensors.from_bytes(name, datatype, shape, raw[position : position + size]))
+            position += size
+        elif form.data is None:
+            raise InvalidRequest(f"input {name!r} has neither data nor the parameter binary_data_size", name)
+        else:
+            values.append(tensors.from_json(name, datatype, shape, form.data))
+    if position != len(raw):
+        raise InvalidRequest(f"{len(raw) - position} bytes of the body belong to no input")
+    return tuple(values)
+
+
+def _wish(form: OutputBody, default: bool) -> OutputWish:
+    parameters = read_parameters(f"output {form.name!r}", form.parameters)
+    if "shared_memory_region" in parameters:
+        raise InvalidRequest(f"output {form.name!r}: shared memory is not supported", form.name)
+    num_classes = parameters.get("classification", 0)
+    if type(num_classes) is not int or not 0 <= num_classes <= MAX_CLASSES:
+        raise InvalidRequest(
+            f"output {form.name!r}: classification takes a number of classes, got {tensors.shown(num_classes)}",
+            form.name,
+        )
+    return OutputWish(form.name, _flag("binary_data", parameters, default), num_classes, parameters)
+
+
+def _flag(name: str, parameters: Parameters, default: bool = False) -> bool:
+    value = parameters.get(name, default)
+    if not isinstance(value, bool):
+        raise InvalidRequest(f"{name}: expected true or false, got {tensors.shown(value)}", name)
+    return value
+
+
+def _json_length(header: str | None, num_bytes: int) -> int:
+    if header is None:
+        return num_bytes
+    text = header.strip()
+    if not (text.isascii() and text.isdigit() and len(text) < 20 and int(text) <= num_bytes):
+        raise InvalidRequest(
+            f"Inference-Header-Content-Length is {tensors.shown(header)}, expected the bytes of JSON "
+            f"at the beginning of the {num_bytes} bytes of the body"
+        )
+    return int(text)
+
+
+def _not_json(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is not a JSON number")

@@ -1,0 +1,130 @@
+"""Triton's model repository and statistics extensions over REST.
+
+Sources: Triton, "Model Repository Extension" and "Statistics Extension". This router goes before `http.py`'s, in whose
+paths `stats` would be a model's name.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Any
+
+from fastapi import APIRouter
+from pydantic import BaseModel, Field
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from deployments.errors import InvalidRequest
+from deployments.ingress.kserve.records import Parameters
+from deployments.ingress.kserve.repository import Repository
+from deployments.ingress.kserve.rest.errors import PREFIX, documented
+from deployments.ingress.kserve.rest.model_routes import ModelName, add_model_route, create_protocol_router
+from deployments.ingress.kserve.statistics import ModelStatistics, Statistics, statistics_of
+
+
+class IndexBody(BaseModel):
+    """What the index may be asked."""
+
+    ready: bool = Field(False, description="only models that are")
+
+
+class IndexEntryBody(BaseModel):
+    name: str
+    version: str
+    state: str = Field(description="READY, LOADING or UNAVAILABLE")
+    reason: str
+
+
+class LoadBody(BaseModel):
+    """Of load and unload."""
+
+    parameters: dict[str, Any] = {}
+
+
+class StatisticsBody(BaseModel):
+    """Of this ingress replica since it started; durations are cumulative, in nanoseconds."""
+
+    model_stats: list[ModelStatistics]
+
+
+def create_router(repository: Repository, statistics: Statistics) -> APIRouter:
+    router = create_protocol_router()
+    _add_repository_routes(router, repository)
+    _add_statistics_routes(router, repository, statistics)
+    return router
+
+
+def _add_repository_routes(router: APIRouter, repository: Repository) -> None:
+    @router.post(
+        f"{PREFIX}/repository/index",
+        response_model=list[IndexEntryBody],
+        responses=documented(400, 503),
+        openapi_extra=_optional_body(IndexBody),
+    )
+    async def index(request: Request) -> Response:
+        """Every model and pipeline with its state."""
+        body = await _object(request)
+        ready = body.get("ready", False)
+        if not isinstance(ready, bool):
+            raise InvalidRequest(f"ready: expected true or false, got {ready!r}", "ready")
+        return JSONResponse([asdict(entry) for entry in await repository.index(ready=ready)])
+
+    @router.post(
+        f"{PREFIX}/repository/models/{{model}}/load",
+        response_class=Response,  # empty, as Triton's
+        responses=documented(400, 404, 503),
+        openapi_extra=_optional_body(LoadBody),
+    )
+    async def load(request: Request, model: ModelName) -> Response:
+        """Bring the model to the replicas that run it; answers when it is usable."""
+        await repository.load(model, _parameters(await _object(request)))
+        return Response()
+
+    @router.post(
+        f"{PREFIX}/repository/models/{{model}}/unload",
+        response_class=Response,
+        responses=documented(400, 404, 503) | {409: {"description": "running requests or pins hold the model"}},
+        openapi_extra=_optional_body(LoadBody),
+    )
+    async def unload(request: Request, model: ModelName) -> Response:
+        """Take the model out of memory; the next request for it, or `load`, brings it back."""
+        await repository.unload(model, _parameters(await _object(request)))
+        return Response()
+
+
+def _add_statistics_routes(router: APIRouter, repository: Repository, statistics: Statistics) -> None:
+    async def stats(_: Request, model: str, version: str) -> Response:
+        """What the model has done: counts and cumulative durations of this ingress replica."""
+        found = await statistics_of(repository, statistics, model, version)
+        return JSONResponse({"model_stats": [asdict(entry) for entry in found]})
+
+    @router.get(f"{PREFIX}/models/stats", response_model=StatisticsBody, responses=documented(503))
+    async def all_stats(request: Request) -> Response:
+        """What every model and pipeline has done."""
+        return await stats(request, "", "")
+
+    add_model_route(router, "GET", "/stats", stats, response_model=StatisticsBody, responses=documented(400, 404, 503))
+
+
+async def _object(request: Request) -> dict[str, Any]:
+    """The body as a JSON object; clients send none at all where nothing is to be said."""
+    text = await request.body()
+    try:
+        body = json.loads(text) if text else {}
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"the body is not valid JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise InvalidRequest(f"the body is a JSON {type(body).__name__}, expected an object")
+    return body
+
+
+def _parameters(body: dict[str, Any]) -> Parameters:
+    parameters = body.get("parameters", {})
+    if not isinstance(parameters, dict):
+        raise InvalidRequest("parameters: expected an object", "parameters")
+    return parameters
+
+
+def _optional_body(class_: type[BaseModel]) -> dict[str, Any]:
+    return {"requestBody": {"required": False, "content": {"application/json": {"schema": class_.model_json_schema()}}}}

@@ -1,0 +1,171 @@
+"""What each model has done, in the terms of Triton's statistics extension.
+
+Counted where requests pass, so the figures are those of one ingress replica since it started: with several, add them
+up, or read Prometheus instead. What Triton's durations mean here, from the stage times that results bring along:
+
+    queue           waiting for a turn and for a place in a replica (`queue`)
+    compute_input   bringing the model's weights to where they are used (`switch`)
+    compute_infer   every other stage: encode, denoise, prefill, generate, decode, steps of a pipeline
+    compute_output  what is left of the whole: making protocol tensors of results, and transport
+
+Stages that run side by side count in full each, so the parts may add up to more than the whole. One request is one
+execution: which requests shared a forward is known to the replicas only. `cache_hit` and `cache_miss` count text
+encodings; how long a look-up took is not measured, so their nanoseconds are 0.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Final, Protocol
+
+from deployments.ingress.kserve.records import VERSION
+
+MAX_MODELS: Final = 1024
+MAX_EXACT_BATCH_SIZE: Final = 32
+_SWITCH, _QUEUE, _TOTAL = "switch", "queue", "total"
+
+
+class Recorder(Protocol):
+    """What `Inference` tells of every request."""
+
+    def succeeded(
+        self,
+        model: str,
+        *,
+        timings_ms: Mapping[str, float],
+        batch_size: int = 1,
+        cache_hits: int = 0,
+        cache_misses: int = 0,
+    ) -> None:
+        """`timings_ms` by stage, with the whole under "total"; `batch_size` is the items that the request carried."""
+
+    def failed(self, model: str, total_ms: float) -> None: ...
+
+
+class KnownModels(Protocol):
+    async def names(self, model: str = "", version: str = "") -> list[str]:
+        """Raises UnknownModel, also for a version that is not served."""
+
+
+@dataclass(slots=True)
+class Duration:
+    count: int = 0
+    ns: int = 0
+
+    def add(self, ms: float, count: int = 1) -> None:
+        """Less than nothing, as differences of stages side by side may be, adds no time."""
+        self.count += count
+        self.ns += max(0, round(ms * 1e6))
+
+
+@dataclass(slots=True)
+class InferStatistics:
+    success: Duration = field(default_factory=Duration)
+    fail: Duration = field(default_factory=Duration)
+    queue: Duration = field(default_factory=Duration)
+    compute_input: Duration = field(default_factory=Duration)
+    compute_infer: Duration = field(default_factory=Duration)
+    compute_output: Duration = field(default_factory=Duration)
+    cache_hit: Duration = field(default_factory=Duration)
+    cache_miss: Duration = field(default_factory=Duration)
+
+
+@dataclass(slots=True)
+class BatchStatistics:
+    """Of requests that carried `batch_size` items; from MAX_EXACT_BATCH_SIZE on, up to that many (powers of two)."""
+
+    batch_size: int
+    compute_input: Duration = field(default_factory=Duration)
+    compute_infer: Duration = field(default_factory=Duration)
+    compute_output: Duration = field(default_factory=Duration)
+
+
+@dataclass(slots=True)
+class ModelStatistics:
+    """`last_inference` is in milliseconds since the epoch, 0 for never. Fields are those of the protocol."""
+
+    name: str
+    version: str = VERSION
+    last_inference: int = 0
+    inference_count: int = 0
+    execution_count: int = 0
+    inference_stats: InferStatistics = field(default_factory=InferStatistics)
+    batch_stats: list[BatchStatistics] = field(default_factory=list)
+
+
+class Statistics:
+    """Constant memory per model, for at most `max_models`: those used longest ago are forgotten. One event loop."""
+
+    def __init__(self, clock_s: Callable[[], float] = time.time, max_models: int = MAX_MODELS) -> None:
+        self._clock_s = clock_s
+        self._max_models = max_models
+        self._models: OrderedDict[str, ModelStatistics] = OrderedDict()
+
+    def succeeded(
+        self,
+        model: str,
+        *,
+        timings_ms: Mapping[str, float],
+        batch_size: int = 1,
+        cache_hits: int = 0,
+        cache_misses: int = 0,
+    ) -> None:
+        found = self._touched(model)
+        found.inference_count += batch_size
+        found.execution_count += 1
+        queue_ms, input_ms = timings_ms.get(_QUEUE, 0.0), timings_ms.get(_SWITCH, 0.0)
+        infer_ms = sum(ms for stage, ms in timings_ms.items() if stage not in (_QUEUE, _SWITCH, _TOTAL))
+        known_ms = queue_ms + input_ms + infer_ms
+        total_ms = timings_ms.get(_TOTAL, known_ms)
+        stats, batch = found.inference_stats, _of_size(found.batch_stats, _rounded(batch_size))
+        stats.success.add(total_ms)
+        stats.queue.add(queue_ms)
+        stats.cache_hit.add(0.0, cache_hits)
+        stats.cache_miss.add(0.0, cache_misses)
+        for durations in (stats, batch):
+            durations.compute_input.add(input_ms)
+            durations.compute_infer.add(infer_ms)
+            durations.compute_output.add(total_ms - known_ms)
+
+    def failed(self, model: str, total_ms: float) -> None:
+        self._touched(model).inference_stats.fail.add(total_ms)
+
+    def of(self, model: str) -> ModelStatistics:
+        """All zero for a model that nobody has used here."""
+        return self._models.get(model) or ModelStatistics(model)
+
+    def _touched(self, model: str) -> ModelStatistics:
+        found = self._models.setdefault(model, ModelStatistics(model))
+        self._models.move_to_end(model)
+        if len(self._models) > self._max_models:
+            self._models.popitem(last=False)
+        found.last_inference = int(self._clock_s() * 1e3)
+        return found
+
+
+async def statistics_of(
+    names: KnownModels, statistics: Statistics, model: str = "", version: str = ""
+) -> list[ModelStatistics]:
+    """Of `model`, or of all that there are, used or not. Raises UnknownModel."""
+    return [statistics.of(name) for name in await names.names(model, version)]
+
+
+def _of_size(batches: list[BatchStatistics], batch_size: int) -> BatchStatistics:
+    """The entry for that size, put in order of size when it is new."""
+    for batch in batches:
+        if batch.batch_size == batch_size:
+            return batch
+    batches.append(batch := BatchStatistics(batch_size))
+    batches.sort(key=_size)
+    return batch
+
+
+def _size(batch: BatchStatistics) -> int:
+    return batch.batch_size
+
+
+def _rounded(batch_size: int) -> int:
+    return batch_size if batch_size <= MAX_EXACT_BATCH_SIZE else 1 << (batch_size - 1).bit_length()

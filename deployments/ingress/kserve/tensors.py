@@ -1,0 +1,210 @@
+"""Tensor data as the Open Inference Protocol writes it, JSON or raw bytes, to arrays and back. Pure.
+
+Sources: KServe v2, "Tensor Data"; Triton, "Binary Tensor Data Extension". Everything is checked before memory of the
+claimed size is taken, and whatever comes, the only error is InvalidRequest. Raw data is little-endian, as is every
+machine that this runs on, so arrays are views of what arrived: read-only.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Sequence
+from typing import Any, Final, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from deployments.errors import InvalidRequest
+from deployments.pipelines.tensor_values import NUMPY_DTYPES, Datatype, TensorValue, bytes_data
+
+MAX_RANK: Final = 32
+MAX_ELEMENTS: Final = 2**31 - 1
+# Writing JSON takes about 50 bytes of memory for an element: for ten large pictures that would be gigabytes.
+MAX_JSON_ELEMENTS: Final = 2**22
+# JSON has no notation for them: both specifications send them as raw bytes only.
+BINARY_ONLY: Final = ("FP16", "BF16")
+_LENGTH: Final = struct.Struct("<I")  # before each element of BYTES
+_JSON_TYPES: Final[dict[str, tuple[frozenset[type], str]]] = {
+    "BOOL": (frozenset({bool}), "true or false"),
+    "BYTES": (frozenset({str}), "text"),
+    "FP32": (frozenset({int, float}), "numbers"),
+    "FP64": (frozenset({int, float}), "numbers"),
+}
+_INTEGERS: Final = (frozenset({int}), "whole numbers")
+
+
+def checked_datatype(name: str, datatype: object) -> Datatype:
+    for known in get_args(Datatype):
+        if datatype == known:
+            return known
+    raise InvalidRequest(f"{name}: unknown datatype {shown(datatype)} (known: {', '.join(get_args(Datatype))})", name)
+
+
+def checked_shape(name: str, shape: Sequence[object]) -> tuple[int, ...]:
+    """Raises InvalidRequest for dimensions that are no sizes, and for more elements than anything here takes.
+
+    A size of 0 does not excuse the others: numpy makes no array of shape (0, 2**62).
+    """
+    if len(shape) > MAX_RANK:
+        raise InvalidRequest(f"{name}: {len(shape)} dimensions, at most {MAX_RANK} are allowed", name)
+    sizes = []
+    for size in shape:
+        if type(size) is not int or size < 0:
+            raise InvalidRequest(f"{name}: {shown(size)} in the shape is not a size (0 or more)", name)
+        sizes.append(size)
+    if math.prod(max(size, 1) for size in sizes) > MAX_ELEMENTS:
+        raise InvalidRequest(f"{name}: the shape has more than {MAX_ELEMENTS} elements", name)
+    return tuple(sizes)
+
+
+def check_count(name: str, shape: Sequence[int], num_elements: int) -> None:
+    if num_elements != math.prod(shape):
+        raise InvalidRequest(f"{name}: {num_elements} elements, but shape {list(shape)} has {math.prod(shape)}", name)
+
+
+def from_json(name: str, datatype: Datatype, shape: tuple[int, ...], data: Sequence[Any]) -> TensorValue:
+    """`data` is flat in row-major order, or nested as the shape says. `shape` is a checked one."""
+    if datatype in BINARY_ONLY:
+        raise InvalidRequest(f"{name}: {datatype} cannot be written as JSON; send it as binary data", name)
+    flat = _flattened(name, shape, data)
+    check_count(name, shape, len(flat))
+    types, wanted = _JSON_TYPES.get(datatype, _INTEGERS)
+    if not types.issuperset(map(type, flat)):
+        wrong = next(value for value in flat if type(value) not in types)
+        raise InvalidRequest(f"{name}: {datatype} takes {wanted}, got {shown(wrong)}", name)
+    return TensorValue(name, datatype, _array(name, datatype, flat).reshape(shape))
+
+
+def to_json(value: TensorValue) -> list[Any]:
+    """Flat, row-major. Raises InvalidRequest for what JSON cannot say: the message names binary data as the way."""
+    check_json(value)
+    flat = value.data.reshape(-1)
+    if value.datatype == "BYTES":
+        try:
+            return [bytes(element).decode() for element in flat]
+        except UnicodeDecodeError:
+            raise InvalidRequest(f"{_way(value)}; it is not UTF-8 text", value.name) from None
+    if value.datatype in ("FP32", "FP64") and not np.isfinite(flat).all():
+        raise InvalidRequest(f"{_way(value)}; it has numbers that are not finite, which JSON cannot write", value.name)
+    numbers: list[Any] = flat.tolist()
+    return numbers
+
+
+def check_json(value: TensorValue) -> None:
+    """Raises InvalidRequest for a datatype or a size that is never written as JSON."""
+    if value.datatype in BINARY_ONLY:
+        raise InvalidRequest(f"{_way(value)}; {value.datatype} cannot be written as JSON", value.name)
+    if value.data.size > MAX_JSON_ELEMENTS:
+        raise InvalidRequest(f"{_way(value)}; as JSON at most {MAX_JSON_ELEMENTS} elements are written", value.name)
+
+
+def from_bytes(name: str, datatype: Datatype, shape: tuple[int, ...], data: bytes | memoryview) -> TensorValue:
+    """The array is a view of `data`, save for BYTES. `shape` is a checked one."""
+    if datatype == "BYTES":
+        return TensorValue(name, datatype, bytes_data(_elements(name, shape, data)).reshape(shape))
+    dtype = NUMPY_DTYPES[datatype]
+    expected = math.prod(shape) * dtype.itemsize
+    if len(data) != expected:
+        raise InvalidRequest(f"{name}: {len(data)} bytes, but {datatype} of shape {list(shape)} has {expected}", name)
+    if datatype == "BOOL" and expected and np.frombuffer(data, np.uint8).max() > 1:
+        raise InvalidRequest(f"{name}: a BOOL is a byte of 0 or 1", name)
+    return TensorValue(name, datatype, np.frombuffer(data, dtype).reshape(shape))
+
+
+def to_bytes(value: TensorValue) -> bytes:
+    if value.datatype != "BYTES":
+        return value.data.tobytes()
+    elements = [bytes(element) for element in value.data.reshape(-1)]
+    return b"".join(part for element in elements for part in (_LENGTH.pack(len(element)), element))
+
+
+def texts(value: TensorValue) -> list[str]:
+    """The elements of a BYTES tensor as text. Raises InvalidRequest when one is not UTF-8."""
+    try:
+        return [bytes(element).decode() for element in value.data.reshape(-1)]
+    except UnicodeDecodeError:
+        raise InvalidRequest(f"{value.name}: not UTF-8 text", value.name) from None
+
+
+def _flattened(name: str, shape: tuple[int, ...], data: Sequence[Any]) -> list[Any]:
+    if not any(type(item) is list for item in data):
+        return list(data)
+    level: list[Any] = [data]
+    for depth, size in enumerate(shape):
+        for item in level:
+            if not isinstance(item, list) or len(item) != size:
+                found = f"a list of {len(item)}" if isinstance(item, list) else shown(item)
+                raise InvalidRequest(
+                    f"{name}: data is nested unlike shape {list(shape)}: {found} where dimension {depth} "
+                    f"has a list of {size}",
+                    name,
+                )
+        level = [inner for item in level for inner in item]
+    return level
+
+
+def _array(name: str, datatype: Datatype, flat: list[Any]) -> npt.NDArray[Any]:
+    if datatype == "BYTES":
+        try:
+            return bytes_data([text.encode() for text in flat])
+        except UnicodeEncodeError:
+            raise InvalidRequest(f"{name}: a text has half of a surrogate pair", name) from None
+    dtype = NUMPY_DTYPES[datatype]
+    if dtype.kind in "iu" and flat:
+        bounds = np.iinfo(dtype)
+        for value in (min(flat), max(flat)):
+            if not bounds.min <= value <= bounds.max:
+                raise InvalidRequest(
+                    f"{name}: {shown(value)} is out of range of {datatype} ({bounds.min} to {bounds.max})", name
+                )
+    if dtype.kind == "f":
+        return _floats(name, datatype, flat)
+    return np.array(flat, dtype)
+
+
+def _floats(name: str, datatype: Datatype, flat: list[Any]) -> npt.NDArray[Any]:
+    try:
+        with np.errstate(over="ignore"):
+            array = np.array(flat, np.float64).astype(NUMPY_DTYPES[datatype])
+    except OverflowError:  # an int of more than 1,024 bits
+        array = np.array([math.inf])
+    if not np.isfinite(array).all():
+        raise InvalidRequest(f"{name}: a number is out of range of {datatype}", name)
+    return array
+
+
+def _elements(name: str, shape: tuple[int, ...], data: bytes | memoryview) -> list[bytes]:
+    num_elements = math.prod(shape)
+    if num_elements * _LENGTH.size > len(data):
+        raise InvalidRequest(
+            f"{name}: {len(data)} bytes are too few for {num_elements} elements with 4 bytes of length each", name
+        )
+    elements, position = [], 0
+    for index in range(num_elements):
+        start = position + _LENGTH.size
+        length = _LENGTH.unpack_from(data, position)[0] if start <= len(data) else 0
+        position = start + length
+        if position > len(data):
+            raise InvalidRequest(f"{name}: element {index} reaches beyond the {len(data)} bytes of data", name)
+        elements.append(bytes(data[start:position]))
+    if position != len(data):
+        raise InvalidRequest(
+            f"{name}: {len(data) - position} bytes are left after the {num_elements} elements of shape {list(shape)}",
+            name,
+        )
+    return elements
+
+
+def _way(value: TensorValue) -> str:
+    return f"{value.name}: ask for it as binary data (parameter binary_data of the output)"
+
+
+def shown(value: object) -> str:
+    """A wrong value for a message: short, whatever came."""
+    if isinstance(value, list | dict):
+        return f"a {type(value).__name__} of {len(value)}"
+    if isinstance(value, int) and value.bit_length() > 128:  # Python refuses to write down very long ones
+        return f"a number of {value.bit_length()} bits"
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

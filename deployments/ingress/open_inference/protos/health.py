@@ -1,5 +1,0 @@
-"""Messages of `health.proto`. Their types are in the stub beside this file."""
-
-from deployments.ingress.open_inference import protos
-
-globals().update(protos.names_of("health.proto"))

@@ -1,5 +1,0 @@
-"""Messages of `open_inference.proto`. Their types are in the stub beside this file."""
-
-from deployments.ingress.open_inference import protos
-
-globals().update(protos.names_of("open_inference.proto"))

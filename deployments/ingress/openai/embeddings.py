@@ -1,0 +1,99 @@
+"""POST /v1/embeddings: texts or token ids in, vectors out as floats or base64."""
+
+from __future__ import annotations
+
+import base64
+from functools import partial
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+from fastapi import APIRouter
+from pydantic import ConfigDict, Field
+from pydantic_core import to_json
+from starlette.responses import Response
+
+from deployments.errors import GenerationFailed, InvalidRequest
+from deployments.ingress.api_docs import INFERENCE_ERRORS, documented
+from deployments.ingress.json_answers import aside, json_answer, with_list
+from deployments.ingress.openai.answers import EmbeddingsAnswer
+from deployments.ingress.service import Service
+from deployments.ingress.timing import rounded, server_timing
+from deployments.records import (
+    Count,
+    EmbeddingRequest,
+    EmbeddingResult,
+    Name,
+    RequestModel,
+    UserName,
+    as_record,
+)
+
+EncodingFormat = Literal["float", "base64"]
+
+
+class EmbeddingsBody(RequestModel):
+    """OpenAI's embeddings request."""
+
+    model_config = ConfigDict(strict=True)  # 1.0 is not a token id, and a number is not a text
+
+    model: Name
+    input: str | list[str] | list[int] | list[list[int]] = Field(min_length=1)
+    encoding_format: EncodingFormat = "float"
+    dimensions: Count | None = None
+    user: UserName | None = None
+
+    def record(self) -> EmbeddingRequest:
+        value: Any = self.input
+        if isinstance(value, str) or isinstance(value[0], int):
+            value = [value]
+        texts = tuple(item if isinstance(item, str) else tuple(item) for item in value)
+        return as_record(EmbeddingRequest, {"model": self.model, "input": texts})
+
+
+def create_router(service: Service) -> APIRouter:
+    router = APIRouter(tags=["embeddings"])
+
+    @router.post("/v1/embeddings", response_model=EmbeddingsAnswer, responses=documented(*INFERENCE_ERRORS))
+    async def embed(body: EmbeddingsBody) -> Response:
+        """Embed texts."""
+        result = await service.embed(await aside(8 * _num_ids(body.input), body.record))
+        size = len(result.embeddings[0])
+        if body.dimensions not in (None, size):
+            raise InvalidRequest(f"dimensions: {body.dimensions}, but {body.model!r} has {size}", "dimensions")
+        num_bytes = sum(vector.nbytes for vector in result.embeddings)
+        write = partial(_answer, result, body.encoding_format)
+        return await json_answer(num_bytes, write, server_timing(result.timings_ms))
+
+    return router
+
+
+def _num_ids(input_: Any) -> int:
+    """Token ids of a request, which are checked one by one; of texts, their number."""
+    return sum(len(item) if isinstance(item, list) else 1 for item in input_)
+
+
+def _answer(result: EmbeddingResult, format_: EncodingFormat) -> bytes:
+    form = {
+        "object": "list",
+        "model": result.model,
+        "usage": {"prompt_tokens": result.num_tokens, "total_tokens": result.num_tokens},
+        "timings_ms": rounded(result.timings_ms),
+        "encoder_cache": {"hits": result.cache.hits, "misses": result.cache.misses},
+        "warnings": result.warnings,
+    }
+    parts = (
+        to_json({"object": "embedding", "index": index, "embedding": _encoded(index, vector, format_)})
+        for index, vector in enumerate(result.embeddings)
+    )
+    return with_list(form, "data", parts)
+
+
+def _encoded(index: int, vector: npt.NDArray[np.float32], format_: EncodingFormat) -> list[float] | str:
+    """base64 is of little-endian float32, as OpenAI's client decodes it."""
+    if not np.isfinite(vector).all():
+        raise GenerationFailed(f"the embedding of input {index} has numbers that are not finite")
+    if format_ == "base64":
+        return base64.b64encode(vector.astype("<f4").tobytes()).decode()
+    numbers: list[float] = vector.tolist()
+    return numbers

@@ -1,0 +1,169 @@
+"""What a replica has built: the modules, who uses them, and what it took to have them."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple
+
+from deployments.errors import forget_frames
+from deployments.modules.module_room import merged
+from weights.manifest import Component, ExtentRef, Manifest
+from weights.residency import Popularity
+
+HALF_LIFE_S: Final = 600.0
+MAX_REMEMBERED: Final = 4096  # modules that are gone and whose past is still known
+
+
+class PartName(NamedTuple):
+    """An adapter may have the name of a component without being one."""
+
+    name: str
+    is_adapter: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    manifest: Manifest
+    component: Component
+
+    @property
+    def extents(self) -> tuple[ExtentRef, ...]:
+        """Those that hold it."""
+        return self.manifest.extents_of([self.component.name])
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a request needs, all at once: two that each hold half of what they need would wait for ever."""
+
+    model: str
+    parts: Mapping[PartName, Part]
+
+    @property
+    def keys(self) -> set[str]:
+        return {part.component.module_key for part in self.parts.values()}
+
+    @property
+    def tensors(self) -> dict[str, int]:
+        """Bytes by hash."""
+        return merged(part.component.bytes_by_hash for part in self.parts.values())
+
+    def __str__(self) -> str:
+        return f"{', '.join(name.name for name in self.parts)} of {self.model!r}"
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """The thing that runs; milliseconds, and bytes by tier as in `SwitchReport`."""
+
+    thing: Any
+    attach_ms: float
+    build_ms: float
+    storage_bytes: int
+    host_bytes: int
+    device_bytes: int
+    reused_bytes: int
+
+    @property
+    def reload_s(self) -> float:
+        return (self.attach_ms + self.build_ms) / 1e3
+
+
+@dataclass(eq=False)
+class Slot:
+    """One module that is there or on its way."""
+
+    component: Component
+    extents: tuple[ExtentRef, ...]
+    serial: int
+    last_used: int = 0
+    leases: int = 0
+    models: set[str] = field(default_factory=set)
+    built: asyncio.Future[Built | Exception] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    is_placed: bool = False
+    is_adapter: bool = False
+    is_condemned: bool = False  # over weights that were written to: nobody new may have it
+
+    @property
+    def tensors(self) -> Mapping[str, int]:
+        """Bytes by hash; those of a condemned one are its own, beside the fresh ones."""
+        if self.is_condemned:
+            return {f"{hash_}#{self.serial}": nbytes for hash_, nbytes in self.component.bytes_by_hash.items()}
+        return self.component.bytes_by_hash
+
+    @property
+    def key(self) -> str:
+        return self.component.module_key
+
+    @property
+    def nbytes(self) -> int:
+        return self.component.nbytes
+
+    @property
+    def holder(self) -> str:
+        """Its name in the books of the device."""
+        return f"{self.component.name}#{self.serial}"
+
+    @property
+    def result(self) -> Built | None:
+        """None while it is on its way, or when that failed."""
+        found = self.built.result() if self.built.done() and not self.built.cancelled() else None
+        return found if isinstance(found, Built) else None
+
+    @property
+    def thing(self) -> Any:
+        """What was built: of a slot that is ready."""
+        assert self.result
+        return self.result.thing
+
+    async def ready(self) -> Built:
+        """Raises what `fail` was told: a copy, because whoever waits adds its own frames, and they know this slot."""
+        found = await asyncio.shield(self.built)
+        if isinstance(found, Exception):
+            raise copy.copy(found)
+        return found
+
+    def fail(self, error: Exception) -> None:
+        """Whoever asked is told this, without the frames that it came through."""
+        forget_frames(error)
+        self.built.set_result(error)
+
+    def describe(self) -> dict[str, Any]:
+        """As JSON-able values."""
+        return {
+            "component": self.component.name,
+            "models": sorted(self.models),
+            "bytes": self.nbytes,
+            "leases": self.leases,
+            "ready": self.result is not None,
+            "condemned": self.is_condemned,
+        }
+
+
+class ModulePast:
+    """How popular modules are and what they took the last time, by key: a module that comes back keeps its past."""
+
+    def __init__(self) -> None:
+        self._popularity: OrderedDict[str, Popularity] = OrderedDict()
+        self._reload_s: dict[str, float] = {}
+
+    def touch(self, key: str, now_s: float) -> None:
+        self._popularity[key] = self._popularity.get(key, Popularity(HALF_LIFE_S)).touch(now_s)
+        self._popularity.move_to_end(key)
+        while len(self._popularity) > MAX_REMEMBERED:
+            gone, _ = self._popularity.popitem(last=False)
+            self._reload_s.pop(gone, None)
+
+    def took(self, key: str, reload_s: float) -> None:
+        self._reload_s[key] = reload_s
+
+    def popularity(self, key: str, now_s: float) -> float:
+        found = self._popularity.get(key)
+        return found.value(now_s) if found else 0.0
+
+    def reload_s(self, key: str) -> float | None:
+        return self._reload_s.get(key)

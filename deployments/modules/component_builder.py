@@ -1,0 +1,71 @@
+"""Makes the components that denoise and write text, and text encoders where the embedding service is down."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from configs.cluster import WorkerConfig
+from deployments.engines.build import IMPORT_LOCK
+from deployments.engines.diffusion.rows import BatchBounds
+from deployments.engines.llm.engine import LLMEngine
+from deployments.engines.skeletons import SkeletonPool
+from deployments.text.keyed_encoders import KeyedEncoder, TextEncoderBuilder, is_text_encoder
+from weights.adapters import parse_adapter
+from weights.manifest import Component
+
+
+class ComponentBuilder:
+    """Makes a component of any kind: a module of a pipeline, an LLM engine, an adapter.
+
+    Modules come from `skeletons` where one of their structure is kept. An LLM engine is made anew each time: its KV
+    cache and its sequences belong to the weights that computed them, and it takes less than 10 ms.
+    """
+
+    def __init__(self, settings: WorkerConfig) -> None:
+        self._settings = settings
+        self.skeletons = SkeletonPool()
+        self._encoders = TextEncoderBuilder()
+
+    def __call__(self, component: Component, skeleton: Path, tensors: dict[str, torch.Tensor]) -> Any:
+        if not is_denoise_component(component):
+            return self._encoders(component, skeleton, tensors)
+        folder = skeleton / component.folder
+        if component.library == "peft":
+            return parse_adapter(folder, tensors, component.metadata)
+        if component.library == "diffusers":
+            key = component.structure_key
+            return self.skeletons.build_module(key, component.library, component.class_name, folder, tensors)
+        with IMPORT_LOCK:
+            return LLMEngine(
+                folder,
+                tensors,
+                device=self._settings.torch_device,
+                max_num_seqs=self._settings.max_num_seqs,
+                kv_cache_bytes=self._settings.kv_cache_bytes,
+            )
+
+    def prepare(self, component: Component, skeleton: Path) -> None:
+        """Make its structure before it is needed. Raises EngineError."""
+        if component.library == "diffusers":
+            self.skeletons.prepare(component, skeleton / component.folder)
+
+    def retire(self, thing: Any) -> None:
+        """What was built here and is not used any more."""
+        if isinstance(thing, nn.Module):
+            self.skeletons.retire(thing)
+        elif isinstance(thing, KeyedEncoder):
+            self._encoders.retire(thing)
+
+
+def batch_bounds(settings: WorkerConfig) -> BatchBounds:
+    """As the pipelines of this service take them."""
+    return BatchBounds(settings.max_batch_rows, settings.max_batch_pixels, settings.max_decode_pixels)
+
+
+def is_denoise_component(component: Component) -> bool:
+    """What this service builds: of a pipeline all but its text encoders, of a single model everything."""
+    return component.name == "model" or not is_text_encoder(component)

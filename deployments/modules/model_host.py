@@ -1,0 +1,377 @@
+"""The models that one replica has built, under a byte budget: lease what a request needs, build what is missing.
+
+Modules are keyed by what they are (class, config, weights), not by the model that asked first: two pipelines that
+share a VAE share the built module. A leased module is never evicted, nor is a pinned one; of the others those go
+whose bytes save the least time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Final
+
+from deployments.errors import ModelUnavailable
+from deployments.modules.built_modules import Built, Part, PartName, Slot, Wanted
+from deployments.modules.device_tier import DeviceTier, LeasedExtents, open_tier
+from deployments.modules.manifest_versions import FetchManifest, ManifestVersions
+from deployments.modules.module_room import merged
+from deployments.modules.resident_modules import ResidentModules, Taken
+from deployments.modules.room_queue import RoomQueue
+from deployments.modules.slot_filling import (
+    Builder,
+    FetchedTogether,
+    Filling,
+    fetch_together,
+    fill_slot,
+    switch_report,
+)
+from deployments.records import SwitchReport
+from deployments.shared_work import shared_task
+from weights.errors import BudgetExceeded, ExtentCorrupt
+from weights.manifest import Component, ExtentRef, Manifest
+
+Wants = Callable[[Component], bool]
+MAX_WAIT_FOR_ROOM_S = 60.0
+MAX_REPORTS: Final = 5
+
+logger = logging.getLogger("atelier.replica")
+
+
+class Lease:
+    """The built components of a model and the adapters asked for, held until the `async with` ends."""
+
+    def __init__(
+        self, host: ModelHost, manifest: Manifest, skeleton: Path, slots: Mapping[PartName, Slot], report: SwitchReport
+    ) -> None:
+        self.manifest = manifest
+        self.skeleton = skeleton
+        self.report = report
+        self._host = host
+        self._slots = {part.name: slot for part, slot in slots.items() if not part.is_adapter}
+        self._adapters = {part.name: slot for part, slot in slots.items() if part.is_adapter}
+
+    @property
+    def modules(self) -> dict[str, Any]:
+        return {name: slot.thing for name, slot in self._slots.items()}
+
+    @property
+    def adapters(self) -> dict[str, Any]:
+        return {name: slot.thing for name, slot in self._adapters.items()}
+
+    @property
+    def adapter_serials(self) -> dict[str, int]:
+        """Another version of an adapter, or one that was evicted in between, has another number."""
+        return {name: slot.serial for name, slot in self._adapters.items()}
+
+    def bound(self, make: Callable[[], Any], settings: str = "") -> Any:
+        """A pipeline over exactly these modules (not the adapters): made once, kept as long as all of them stay.
+
+        `settings` is the identity of what `make` depends on beside them: models may share all modules and no solver.
+        """
+        return self._host.bound(settings, tuple(slot.serial for slot in self._slots.values()), make)
+
+
+class ModelHost:
+    """Lives on one event loop. Attaching and building run in threads, so running work goes on meanwhile."""
+
+    def __init__(
+        self,
+        fetch_manifest: FetchManifest,
+        provider: LeasedExtents,
+        models: Path,
+        budget_bytes: int,
+        build: Builder,
+        report: Callable[[str, str | None], None] = lambda model, error: None,
+        *,
+        device: str = "cpu",
+        retire: Callable[[Any], None] = lambda thing: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`report` hears (model, error) when weights cannot be attached, and (model, None) when they can again;
+        `retire`, what was built and is needed no more. Raises WeightsError for a device that is not there.
+        """
+        self.manifests = ManifestVersions(fetch_manifest)
+        self._provider = provider
+        self._models = models
+        self._build = build
+        self._report = report
+        self._retire = retire
+        self._clock = clock
+        self._device = device
+        self._tier: DeviceTier = open_tier(device, provider, budget_bytes)
+        self._modules = ResidentModules(budget_bytes, self._let_go, clock)
+        self._queue = RoomQueue(
+            self._take, self._give_back, self._modules.is_hopeless, self._modules.may_pass, self._fetch_ahead, clock
+        )
+        self._damaged: set[str] = set()
+        self._pinned: dict[str, tuple[str, Wants]] = {}  # by model the version, and what of it
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._reports: OrderedDict[str, SwitchReport] = OrderedDict()
+
+    async def manifest(self, model: str, version: str | None = None) -> Manifest:
+        """Of `version`, or of any that is known. Raises what the registry raises."""
+        return await self.manifests.get(model, version)
+
+    def skeleton(self, manifest: Manifest) -> Path:
+        """The folder with everything of it but the weights."""
+        return self._models / manifest.skeleton
+
+    @contextlib.asynccontextmanager
+    async def lease(
+        self,
+        model: str,
+        wanted: Wants,
+        adapters: Sequence[str] = (),
+        *,
+        version: str | None = None,
+        adapter_versions: Mapping[str, str] | None = None,
+    ) -> AsyncIterator[Lease]:
+        """The components of `model` that are `wanted`, and the adapters, built and held.
+
+        Raises what the registry, the provider and the builder raise, and BudgetExceeded when the room does not
+        become free within MAX_WAIT_FOR_ROOM_S. Raises ModelUnavailable at its end when the weights turned out to be
+        damaged meanwhile: nobody knows since when, so what was computed is not to be trusted.
+        """
+        start = self._clock()
+        manifest = await self.manifest(model, version)
+        self._follow_pin(manifest)
+        parts = _parts(manifest, wanted)
+        for adapter in adapters:
+            adapter_manifest = await self.manifest(adapter, (adapter_versions or {}).get(adapter))
+            (component,) = adapter_manifest.components.values()
+            parts[PartName(adapter, is_adapter=True)] = Part(adapter_manifest, component)
+        taken, built = await self._take_built(Wanted(model, parts))
+        slots, fresh = taken
+        try:
+            report = switch_report(model, (self._clock() - start) * 1e3, slots, fresh, built)
+            if fresh:
+                self._reports[model] = report
+                self._reports.move_to_end(model)
+                while len(self._reports) > MAX_REPORTS:
+                    self._reports.popitem(last=False)
+            yield Lease(self, manifest, self.skeleton(manifest), slots, report)
+            if damaged := [name.name for name, slot in slots.items() if slot.is_condemned]:
+                raise ModelUnavailable(
+                    f"the weights of {model!r} ({', '.join(damaged)}) were damaged in memory while this request ran: "
+                    "its answer is withheld; try again",
+                    "model",
+                )
+        finally:
+            self._give_back(taken)
+
+    async def prefetch(self, model: str, wanted: Wants) -> None:
+        """Build it where that evicts nothing and nobody waits for the room; else bring it as near as there is room."""
+        manifest = await self.manifests.newest(model)
+        if self.has_room_for(manifest, wanted) and not len(self._queue):
+            async with self.lease(model, wanted, version=manifest.fingerprint):
+                return
+        for part in _parts(manifest, wanted).values():
+            if part.component.module_key not in self._modules.slots:
+                await asyncio.to_thread(self._tier.prefetch, part.component, part.extents)
+
+    async def pin(self, model: str, wanted: Wants) -> None:
+        """Never evict the version that is served, nor when it comes only later, nor the ones after it.
+
+        Raises BudgetExceeded when the pinned ones do not fit.
+        """
+        self._pin(await self.manifests.newest(model), wanted)
+
+    def unpin(self, model: str) -> None:
+        """Let it be evicted again. What another model pins stays pinned."""
+        self._pinned.pop(model, None)
+        self._let_unpinned_go(self._modules.pins.pop(model, {}))
+        self._queue.serve()
+
+    def evict(self, model: str) -> list[str]:
+        """Let go of what is here for this model alone. Returns the components that stay: leased, or pinned."""
+        stays = self._modules.evict(model)
+        self._queue.serve()
+        return stays
+
+    def set_budget(self, budget_bytes: int) -> None:
+        """Raises BudgetExceeded when more than that is leased or pinned; then the budget stays."""
+        self._modules.shrink(budget_bytes)
+        self._tier.resize(budget_bytes)
+        self._modules.budget_bytes = budget_bytes
+        self._queue.serve()
+
+    def give_way(self, nbytes: int) -> None:
+        """The node needs `nbytes` of leased host memory: let go of what is only kept for later, on "cpu"."""
+        if self._device == "cpu":
+            self._modules.shed(nbytes)
+
+    def condemn(self, extents: Collection[str]) -> None:
+        """Copies of these extents were written to: what was made of them serves no new request, and is built anew."""
+        hashes = self._tier.condemn(extents)
+        for slot in self._modules.condemn(extents, hashes):
+            logger.error("%s of %s is built anew: its weights were damaged", slot.component.name, sorted(slot.models))
+        self._queue.serve()
+
+    def bound(self, settings: str, serials: tuple[int, ...], make: Callable[[], Any]) -> Any:
+        """What was made with these settings over the modules of these numbers; it goes when one of them does."""
+        return self._modules.bound(settings, serials, make)
+
+    def serials(self) -> set[int]:
+        """Of all that is here; a rebuilt module has a new one."""
+        return self._modules.serials()
+
+    def has_room_for(self, manifest: Manifest, wanted: Wants) -> bool:
+        """Whether the wanted components fit beside all that is resident."""
+        return self._modules.fits_beside(Wanted(manifest.model, _parts(manifest, wanted)))
+
+    def holds(self, model: str) -> bool:
+        """Whether anything of `model` is resident."""
+        return any(model in slot.models for slot in self._modules.slots.values())
+
+    def resident(self) -> dict[str, int]:
+        """Bytes by module key of what is built."""
+        return {key: slot.nbytes for key, slot in self._modules.slots.items()}
+
+    def describe(self) -> dict[str, Any]:
+        """A snapshot as JSON-able values: what is here, for whom, who uses it, and the last switches by model."""
+        arena = self._tier.stats()
+        return self._modules.describe() | {
+            "device": self._device,
+            "num_waiting": len(self._queue),
+            "arena": asdict(arena) if arena else None,
+            "last_switches": {model: asdict(report) for model, report in self._reports.items()},
+        }
+
+    # pins
+
+    def _pin(self, manifest: Manifest, wanted: Wants) -> None:
+        model, components = manifest.model, [part.component for part in _parts(manifest, wanted).values()]
+        before = self._modules.pins.get(model, {})
+        self._modules.pin(model, components)
+        self._pinned[model] = (manifest.fingerprint, wanted)
+        self._let_unpinned_go(before)
+        for component in components:
+            self._tier.pin(component)
+        self._queue.serve()
+
+    def _follow_pin(self, manifest: Manifest) -> None:
+        """A request came for another version than the pinned one: perhaps that is the one that is served now."""
+        model = manifest.model
+        if model in self._pinned and self._pinned[model][0] != manifest.fingerprint:
+            self._run(self._renew_pin(model))
+
+    async def _renew_pin(self, model: str) -> None:
+        try:
+            manifest = await self.manifests.newest(model)
+            if model in self._pinned and self._pinned[model][0] != manifest.fingerprint:
+                self._pin(manifest, self._pinned[model][1])
+        except BudgetExceeded as error:
+            self.unpin(model)
+            logger.warning("%r is pinned no longer: %s", model, error)
+        except Exception as error:  # of the registry: the next request asks again
+            logger.info("which version of %r is to be pinned is not known: %s", model, error)
+
+    # leases
+
+    async def _take_built(self, wanted: Wanted) -> tuple[Taken, dict[PartName, Built]]:
+        """Leased and ready. What is found damaged while it is being built is taken once more, from a fresh copy."""
+        while True:
+            taken = await self._queue.take(wanted, MAX_WAIT_FOR_ROOM_S)
+            try:
+                built = {name: await slot.ready() for name, slot in taken[0].items()}
+            except BaseException:
+                self._give_back(taken)
+                raise
+            if not any(slot.is_condemned for slot in taken[0].values()):
+                return taken, built
+            self._give_back(taken)
+
+    def _take(self, wanted: Wanted) -> Taken:
+        """What is new begins to be built at once: whoever asked may be cancelled before it hears of it."""
+        slots, fresh = self._modules.take(wanted)
+        if fresh:
+            self._run(self._fill([(slots[name], part) for name, part in wanted.parts.items() if name in fresh]))
+        return slots, fresh
+
+    def _fetch_ahead(self, wanted: Wanted) -> None:
+        """While it waits for room on the device, what it lacks can come into the node's memory."""
+        here = merged(slot.tensors for slot in self._modules.slots.values())
+        lacking: dict[str, ExtentRef] = {}
+        for part in wanted.parts.values():
+            ids = {ref.extent for ref in part.component.tensors.values() if ref.sha256 not in here}
+            lacking |= {id_: part.manifest.extents[id_] for id_ in ids}
+        if lacking:
+            self._run(asyncio.to_thread(self._provider.prefetch, list(lacking.values())))
+
+    def _give_back(self, taken: Taken) -> None:
+        self._end_leases(taken[0].values())
+
+    def _end_leases(self, slots: Iterable[Slot]) -> None:
+        for slot in slots:
+            slot.leases -= 1
+        self._modules.bury()
+        self._queue.serve()
+
+    def _let_go(self, slots: Sequence[Slot]) -> None:
+        for slot in slots:
+            if slot.result:
+                self._retire(slot.result.thing)
+        # A fetch that failed leased nothing, and another slot may lease the same extents.
+        self._tier.release([slot for slot in slots if slot.is_placed])
+
+    def _let_unpinned_go(self, components: Mapping[str, Component]) -> None:
+        """The device's pins are of tensors, which others may pin too."""
+        for component in components.values():
+            self._tier.unpin(component)
+        for pins in self._modules.pins.values():
+            for component in pins.values():
+                self._tier.pin(component)
+
+    # building
+
+    async def _fill(self, filling: Sequence[Filling]) -> None:
+        """One after the other: in threads side by side they would mostly wait for the interpreter lock."""
+        together: FetchedTogether | None = None
+        failure: Exception | None = None
+        try:
+            together = await asyncio.to_thread(fetch_together, filling, self._tier, self._clock)
+        except Exception as error:
+            failure = error
+        for slot, part in filling:
+            await self._fill_slot(slot, part, together, failure)
+
+    async def _fill_slot(
+        self, slot: Slot, part: Part, together: FetchedTogether | None, failure: Exception | None
+    ) -> None:
+        try:
+            if failure:
+                raise failure
+            skeleton = self.skeleton(part.manifest)
+            built = await asyncio.to_thread(
+                fill_slot, slot, part, self._tier, together, self._build, skeleton, self._clock
+            )
+            self._modules.past.took(slot.key, built.reload_s)
+            slot.built.set_result(built)
+            if part.manifest.model in self._damaged:
+                self._damaged.remove(part.manifest.model)
+                self._report(part.manifest.model, None)
+        except Exception as error:
+            if isinstance(error, ExtentCorrupt | ModelUnavailable):
+                self._damaged.add(part.manifest.model)
+                self._report(part.manifest.model, str(error))
+            if not slot.is_condemned:  # then its key is another's
+                self._modules.drop([slot.key])
+            logger.info("%s of %r is not built", part.component.name, part.manifest.model, exc_info=True)
+            slot.fail(error)
+        finally:
+            self._end_leases([slot])
+
+    def _run(self, work: Coroutine[Any, Any, None]) -> None:
+        self._tasks.add(task := shared_task(work))
+        task.add_done_callback(self._tasks.discard)
+
+
+def _parts(manifest: Manifest, wanted: Wants) -> dict[PartName, Part]:
+    return {PartName(c.name): Part(manifest, c) for c in manifest.components.values() if wanted(c)}

@@ -1,0 +1,1 @@
+"""The Serve deployments that run models."""

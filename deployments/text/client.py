@@ -1,0 +1,59 @@
+"""A worker's way to the embedding service, which may be slow without being down, and down without saying so."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Final
+
+from ray.exceptions import RayActorError
+from ray.serve.exceptions import ReplicaUnavailableError
+
+from deployments.errors import NoReplica, ReplicaLost
+from deployments.services.deadlines import Deadline
+from deployments.services.replica_calls import ReplicaCalls
+from deployments.text.records import Conditioning, ConditioningRequest
+
+MAX_TRIES: Final = 2  # another replica may have outlived the one that was asked
+BELIEVED_DOWN_S: Final = 5.0  # nobody waits for it again sooner
+
+
+class EncoderDown(Exception):
+    """No replica of the embedding service answers. Says why that is believed."""
+
+
+class EncoderService:
+    """Lives on one event loop. `calls` are the embedding service's; nothing is waited for longer than `timeout_s`."""
+
+    def __init__(
+        self, calls: ReplicaCalls, timeout_s: float | None = None, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._calls = calls
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self._down_until_s = 0.0
+
+    @property
+    def is_believed_down(self) -> bool:
+        return self._clock() < self._down_until_s
+
+    async def condition(self, request: ConditioningRequest) -> Conditioning:
+        """Raises EncoderDown; what a replica raises, as itself; ReplicaLost when two died of the prompt, perhaps: the
+        worker should not be the third.
+        """
+        if self.is_believed_down:
+            raise EncoderDown("the text encoder service did not answer a moment ago")
+        deadline = Deadline(self._timeout_s)
+        num_tries = 0
+        while True:
+            num_tries += 1
+            try:
+                answer: Conditioning = await self._calls.call("condition", request, deadline=deadline)
+                return answer
+            except NoReplica as error:
+                self._down_until_s = self._clock() + BELIEVED_DOWN_S
+                raise EncoderDown(str(error)) from None
+            except (RayActorError, ReplicaUnavailableError) as error:
+                if num_tries == MAX_TRIES:
+                    text = f"{MAX_TRIES} text encoders died while they worked on this prompt; try again"
+                    raise ReplicaLost(text) from error

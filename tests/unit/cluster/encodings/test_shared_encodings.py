@@ -1,0 +1,218 @@
+"""The actor of shared encodings and its client, wired together in this process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cluster.encodings.actor import SharedEncodings
+from cluster.encodings.packed import ByteArray, Layout, TensorPlace
+from cluster.encodings.ray_tier import RaySharedTier
+from cluster.encodings.records import INLINE_BYTES, SharedEncoding
+from cluster.errors import ClusterError
+from cluster.keeper.object_store import StoreFull
+
+SMALL, LARGE = 100, INLINE_BYTES + 1
+CLAIM_S = 3.0
+
+
+class Store:
+    """Keeps what is put; what is not kept any more is gone."""
+
+    def __init__(self, capacity_bytes: int = 100 * 2**20) -> None:
+        self.capacity_bytes = capacity_bytes
+        self.num_puts = 0
+        self.full = False
+
+    def put(self, array: ByteArray) -> tuple[Any, ByteArray]:
+        if self.full:
+            raise StoreFull("full")
+        self.num_puts += 1
+        return array.copy(), array
+
+
+class Handle:
+    """An actor's: `handle.method.remote(...)`. Counts calls; `hang` and `dead` are what Ray may do."""
+
+    def __init__(self, actor: SharedEncodings) -> None:
+        self.actor = actor
+        self.calls: Counter[str] = Counter()
+        self.arguments: list[tuple[Any, ...]] = []
+        self.hang = self.dead = False
+
+    def __getattr__(self, method: str) -> Any:
+        class Method:
+            @staticmethod
+            def remote(*arguments: Any) -> Awaitable[Any]:
+                return self.call(method, arguments)
+
+        return Method
+
+    async def call(self, method: str, arguments: tuple[Any, ...]) -> Any:
+        self.calls[method] += 1
+        self.arguments.append(arguments)
+        if self.dead:
+            raise RuntimeError("the actor died")
+        if self.hang:
+            await asyncio.Event().wait()
+        return await getattr(self.actor, method)(*arguments)
+
+
+class Clock:
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def store() -> Store:
+    return Store()
+
+
+@pytest.fixture
+def clock() -> Clock:
+    """The actor's."""
+    return Clock()
+
+
+@pytest.fixture
+def handle(store: Store, clock: Clock) -> Handle:
+    return Handle(SharedEncodings(2**20, claim_s=CLAIM_S, store=store, clock=clock))
+
+
+def tier(handle: Handle, **options: Any) -> RaySharedTier:
+    return RaySharedTier(lambda: handle, put=lambda array: array, **({"renew_s": 0.05, "wait_s": 0.1} | options))
+
+
+def encoding(nbytes: int) -> tuple[Layout, ByteArray]:
+    data = np.random.default_rng().integers(0, 256, nbytes, np.uint8)
+    return (TensorPlace("t", "uint8", (nbytes,), 0, nbytes),), data
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(5):
+        while not condition():
+            await asyncio.sleep(0.002)
+
+
+@pytest.mark.parametrize(("nbytes", "num_puts"), [(SMALL, 0), (LARGE, 1)])
+async def test_what_one_publishes_all_find(handle: Handle, store: Store, nbytes: int, num_puts: int) -> None:
+    first, second = tier(handle), tier(handle)
+    assert await first.find_or_claim("d") is None
+    waiting = asyncio.ensure_future(second.find_or_claim("d"))
+    await until(lambda: handle.calls["wait"])
+    layout, data = encoding(nbytes)
+    await first.publish("d", layout, data, 0.5, False)
+    for found in (await waiting, await first.find_or_claim("d")):
+        assert isinstance(found, SharedEncoding)
+        assert (found.layout, found.data.tobytes(), found.cost_s) == (layout, data.tobytes(), 0.5)
+    assert store.num_puts == num_puts
+    stats = await first.stats()
+    assert (stats.entries, stats.claimed, stats.in_flight) == (1, 1, 0)
+    assert nbytes < stats.nbytes < nbytes + 5000
+
+
+async def test_all_keys_of_a_request_go_in_one_call(handle: Handle) -> None:
+    client = tier(handle)
+    assert await asyncio.gather(*(client.find_or_claim(digest) for digest in "abc")) == [None] * 3
+    assert handle.calls["find_or_claim"] == 1
+
+
+async def test_use_of_own_copies_is_told_with_the_next_question(handle: Handle) -> None:
+    client = tier(handle)
+    for digest in "aab":
+        client.note_use(digest)
+    for digest in "cd":
+        await client.find_or_claim(digest)
+    asked = [arguments for arguments in handle.arguments if arguments[0] in (["c"], ["d"])]
+    assert [sorted(used) for _, _, used in asked] == [["a", "b"], []]
+
+
+async def test_a_long_computation_keeps_its_claim_and_a_silent_one_loses_it(handle: Handle, clock: Clock) -> None:
+    alive, silent, other = tier(handle), tier(handle, renew_s=60.0), tier(handle)
+    assert await alive.find_or_claim("long") is None
+    assert await silent.find_or_claim("lost") is None
+    long, lost = (asyncio.ensure_future(other.find_or_claim(digest)) for digest in ("long", "lost"))
+    clock.now_s = 2.0
+    renewed = handle.calls["renew"]
+    await until(lambda: handle.calls["renew"] >= renewed + 2)
+    clock.now_s = 4.0
+    assert await lost is None  # its turn
+    assert not long.done()
+    await alive.publish("long", *encoding(SMALL), 1.0, False)
+    assert await long
+    assert (await other.stats()).lost_claims == 1
+
+
+async def test_an_abandoned_computation_is_the_next_ones(handle: Handle) -> None:
+    first, second = tier(handle), tier(handle)
+    assert await first.find_or_claim("d") is None
+    waiting = asyncio.ensure_future(second.find_or_claim("d"))
+    await until(lambda: handle.calls["wait"])
+    await first.abandon("d")
+    assert await waiting is None
+    (_, abandoned_by) = next(arguments for arguments in handle.arguments if arguments[0] == "d" and len(arguments) == 2)
+    handle.arguments.clear()
+    await until(lambda: handle.arguments)
+    assert [renewed for renewed, holder in handle.arguments if holder != abandoned_by] == [["d"]]
+
+
+async def test_what_the_store_has_no_room_for_reaches_who_waits(handle: Handle, store: Store) -> None:
+    first, second = tier(handle), tier(handle)
+    await first.find_or_claim("d")
+    waiting = asyncio.ensure_future(second.find_or_claim("d"))
+    await until(lambda: handle.calls["wait"])
+    store.full = True
+    layout, data = encoding(LARGE)
+    await first.publish("d", layout, data, 0.5, False)
+    found = await waiting
+    assert found is not None
+    assert found.data.tobytes() == data.tobytes()
+    stats = await first.stats()
+    assert (stats.entries, stats.refused, stats.nbytes) == (0, 1, 0)
+
+
+async def test_the_budget_is_at_most_a_tenth_of_the_store() -> None:
+    small = SharedEncodings(2**20, store=Store(capacity_bytes=10_000))
+    assert (await small.stats()).max_bytes == 1000
+
+
+@pytest.mark.parametrize("how", ["hang", "dead"])
+async def test_an_actor_that_does_not_answer_is_left_alone_for_a_while(handle: Handle, how: str) -> None:
+    clock = Clock()
+    client = tier(handle, timeout_s=0.05, quiet_s=5.0, clock=clock)
+    setattr(handle, how, True)
+    found = await asyncio.gather(*(client.find_or_claim(digest) for digest in "ab"), return_exceptions=True)
+    assert {type(error) for error in found} == {TimeoutError if how == "hang" else RuntimeError}
+    setattr(handle, how, False)
+    clock.now_s = 4.9
+    for call in (client.find_or_claim("a"), client.publish("a", *encoding(SMALL), 1.0, False), client.abandon("a")):
+        with pytest.raises(ClusterError, match="asked again"):
+            await call
+    assert handle.calls["find_or_claim"] == 1
+    clock.now_s = 5.1
+    assert await client.find_or_claim("c") is None
+
+
+async def test_who_waits_notices_that_the_actor_is_gone(handle: Handle) -> None:
+    first, second = tier(handle), tier(handle, timeout_s=0.05)
+    await first.find_or_claim("d")
+    waiting = asyncio.ensure_future(second.find_or_claim("d"))
+    await until(lambda: handle.calls["wait"])
+    handle.hang = True
+    with pytest.raises(TimeoutError):
+        await waiting
+
+
+async def test_when_there_is_no_actor_to_be_had_asking_fails() -> None:
+    def connect() -> Any:
+        raise ValueError("no such actor")
+
+    with pytest.raises(ValueError, match="no such actor"):
+        await RaySharedTier(connect).find_or_claim("d")

@@ -1,0 +1,141 @@
+"""Who has died is told once; who is only silent, or busy, lives."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import psutil
+import pytest
+
+from cluster.keeper.holder_watch import HolderProcess, HolderWatch
+
+NEVER_S = 3600.0
+
+
+@dataclass
+class Watched:
+    """A watch that checks when it is told to, at a time that is set."""
+
+    now_s: float = 0.0
+    dead: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.watch = HolderWatch(self.dead.append, NEVER_S, silence_s=60, clock=lambda: self.now_s)
+
+    def found_dead(self, now_s: float) -> list[str]:
+        self.now_s = now_s
+        self.watch.check()
+        return self.dead
+
+
+@pytest.fixture
+def watched() -> Iterator[Watched]:
+    made = Watched()
+    yield made
+    made.watch.close()
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[[], subprocess.Popen[bytes]]]:
+    started: list[subprocess.Popen[bytes]] = []
+
+    def spawn() -> subprocess.Popen[bytes]:
+        started.append(subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE))
+        return started[-1]
+
+    yield spawn
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def told(process: subprocess.Popen[bytes]) -> HolderProcess:
+    return HolderProcess(process.pid, psutil.Process(process.pid).create_time())
+
+
+def test_who_was_killed_is_told_once_and_who_is_only_silent_is_not(
+    watched: Watched, start: Callable[[], subprocess.Popen[bytes]]
+) -> None:
+    processes = {holder: start() for holder in ("a", "b", "stopped")}
+    for holder, process in processes.items():
+        watched.watch.heard(holder, told(process))
+    psutil.Process(processes["stopped"].pid).suspend()
+    assert watched.found_dead(1000.0) == []
+    processes["b"].kill()
+    psutil.wait_procs([psutil.Process(processes["b"].pid)], timeout=10)  # reaps it
+    assert watched.found_dead(1001.0) == ["b"]
+    assert watched.found_dead(1002.0) == ["b"]
+
+
+def test_the_dead_are_dead_before_their_parent_looks(
+    watched: Watched, start: Callable[[], subprocess.Popen[bytes]]
+) -> None:
+    process = start()
+    watched.watch.heard("a", told(process))
+    process.kill()
+    seen = psutil.Process(process.pid)
+    while seen.status() != psutil.STATUS_ZOMBIE:
+        pass
+    assert watched.found_dead(0.0) == ["a"]
+
+
+def test_whose_process_cannot_be_seen_is_dead_after_a_time_of_silence(watched: Watched) -> None:
+    mine = HolderProcess.this()
+    elsewhere = mine._replace(started_s=mine.started_s - 100)  # the id means another process here
+    watched.watch.heard("gone", elsewhere)
+    watched.watch.heard("elsewhere", elsewhere)
+    watched.watch.heard("unknown")
+    assert watched.found_dead(40.0) == []
+    watched.watch.heard("elsewhere", elsewhere)
+    assert sorted(watched.found_dead(61.0)) == ["gone", "unknown"]
+    assert sorted(watched.found_dead(101.0)) == ["elsewhere", "gone", "unknown"]
+
+
+def test_time_in_which_the_watch_stood_still_is_nobodys_silence() -> None:
+    """Its process was stopped, and those who gave signs of life meanwhile were not heard."""
+    now_s, dead = [0.0], []
+    watch = HolderWatch(dead.append, interval_s=NEVER_S, silence_s=60, clock=lambda: now_s[0])
+    watch.heard("elsewhere")
+    watch._interval_s = 1.0
+    for seconds, expected in ((30.0, []), (1000.0, []), (1.0, []), *((1.0, []),) * 20, *((5.0, None),) * 12):
+        now_s[0] += seconds
+        watch.check()
+        assert expected is None or dead == expected
+    assert dead == ["elsewhere"]
+    watch.close()
+
+
+def test_a_clock_that_was_set_a_little_makes_nobody_invisible(watched: Watched) -> None:
+    mine = HolderProcess.this()
+    watched.watch.heard("a", mine._replace(started_s=mine.started_s + 1.0))
+    assert watched.found_dead(1000.0) == []
+
+
+def test_a_process_that_is_told_later_counts_from_then(watched: Watched) -> None:
+    watched.watch.heard("a")
+    watched.watch.heard("a", HolderProcess.this())
+    watched.watch.heard("a")
+    assert watched.found_dead(1000.0) == []
+
+
+def test_the_watch_runs_by_itself_and_survives_what_goes_wrong(start: Callable[[], subprocess.Popen[bytes]]) -> None:
+    told_dead, heard = [], threading.Event()
+
+    def on_death(holder: str) -> None:
+        told_dead.append(holder)
+        if len(told_dead) == 1:
+            raise RuntimeError("cannot end its leases")
+        heard.set()
+
+    watch = HolderWatch(on_death, interval_s=0.001)
+    for holder in ("a", "b"):
+        process = start()
+        watch.heard(holder, told(process))
+        process.kill()
+        process.wait()
+    assert heard.wait(10)
+    watch.close()

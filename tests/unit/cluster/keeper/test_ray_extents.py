@@ -1,0 +1,238 @@
+"""The replica's side of a keeper that dies: offers what it holds, asks again, never counts a lease twice."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import ray
+from unit.cluster.keeper.local_keeper import Ref, fail_with, ray_get
+
+from cluster.errors import KeeperFailed
+from cluster.keeper.holder_watch import HolderProcess
+from cluster.keeper.ray_extents import RayExtents
+from cluster.keeper.records import Acquired, Greeting, HeldOffer
+from weights.errors import BudgetExceeded
+from weights.manifest import ExtentRef
+
+WAIT_S = 10.0
+
+
+def extents(ids: str) -> list[ExtentRef]:
+    return [ExtentRef(id=id_, pack=id_, offset=0, nbytes=1, checksum="0" * 32) for id_ in ids]
+
+
+class FakeKeeper:
+    """An actor that runs calls at once. `die` is a new life that knows nothing; what it cannot map it does not have."""
+
+    def __init__(self) -> None:
+        self.life = 0
+        self.leases: Counter[str] = Counter()
+        self.adopted: list[dict[str, int]] = []
+        self.wanted_bytes = 0
+        self.before: list[Callable[[], None]] = []
+        self.num_copies = 0
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self, f"on_{name}")
+
+        class Call:
+            @staticmethod
+            def remote(*arguments: Any) -> Any:
+                try:
+                    found = method(*arguments)
+                except Exception as error:
+                    return fail_with(error)
+                return lambda: found
+
+        return Call
+
+    def die(self) -> None:
+        self.life += 1
+        self.leases.clear()
+
+    def on_acquire(self, extents: Sequence[ExtentRef], holder: str) -> Acquired:
+        if self.before:
+            self.before.pop(0)()
+        self.leases.update(extent.id for extent in extents)
+        self.num_copies += 1
+        refs = {extent.id: Ref(f"{extent.id}{self.num_copies}") for extent in extents}
+        return Acquired(refs, None, str(self.life))
+
+    def on_release(self, ids: Sequence[str], holder: str, generation: str) -> None:
+        if generation == str(self.life):
+            self.leases -= Counter(ids)
+
+    def on_adopt(self, holder: str, offers: Sequence[HeldOffer]) -> str:
+        self.adopted.append({offer.extent.id: offer.num_leases for offer in offers})
+        self.leases.update(self.adopted[-1])
+        return str(self.life)
+
+    def on_hello(self, holder: str, process: HolderProcess) -> Greeting:
+        assert process == HolderProcess.this()
+        return Greeting(str(self.life), self.wanted_bytes)
+
+
+@pytest.fixture
+def keeper(monkeypatch: pytest.MonkeyPatch) -> FakeKeeper:
+    def get(found: Any, timeout: float | None = None) -> Any:
+        return ray_get(found)
+
+    monkeypatch.setattr("cluster.keeper.ray_extents.ray.get", get)
+    monkeypatch.setattr("cluster.keeper.ray_extents.RETRY_PAUSE_S", 0.001)
+    monkeypatch.setattr("cluster.keeper.ray_extents.HEARTBEAT_S", 3600.0)
+    return FakeKeeper()
+
+
+def test_leases_are_counted_as_the_keeper_counts_them(keeper: FakeKeeper) -> None:
+    replica = RayExtents(keeper, "r")
+    assert list(replica.fetch(extents("ab"))) == ["a", "b"]
+    replica.fetch(extents("a"))
+    assert keeper.leases == {"a": 2, "b": 1}
+    assert keeper.adopted == [{}]  # the first meeting
+    replica.release(extents("ab"))
+    replica.release(extents("a"))
+    assert +keeper.leases == Counter()
+
+
+def test_a_restarted_keeper_is_told_what_is_leased(keeper: FakeKeeper) -> None:
+    replica = RayExtents(keeper, "r")
+    replica.fetch(extents("ab"))
+    replica.fetch(extents("a"))
+    replica.beat()
+    keeper.die()
+    replica.beat()
+    replica.beat()
+    assert keeper.adopted == [{}, {"a": 2, "b": 1}]
+    keeper.die()
+    replica.fetch(extents("c"))  # whatever comes first finds out
+    assert keeper.adopted[-1] == {"a": 2, "b": 1}
+    assert keeper.leases == {"a": 2, "b": 1, "c": 1}
+    for ids in ("abc", "a"):
+        replica.release(extents(ids))
+    assert +keeper.leases == Counter()
+
+
+def test_a_call_that_died_with_the_keeper_is_made_again(keeper: FakeKeeper) -> None:
+    replica = RayExtents(keeper, "r")
+    replica.fetch(extents("a"))
+
+    def die() -> None:
+        keeper.die()
+        raise ray.exceptions.ActorDiedError()
+
+    keeper.before = [die, fail_with(ray.exceptions.ActorUnavailableError("not back yet", None))]
+    replica.fetch(extents("b"))
+    assert keeper.adopted == [{}, {"a": 1}]
+    assert keeper.leases == {"a": 1, "b": 1}
+
+
+def test_a_keeper_in_place_of_one_that_is_gone_for_good_is_found_and_told(keeper: FakeKeeper) -> None:
+    second = FakeKeeper()
+    second.life = 7
+    found: list[Any] = [KeeperFailed("the keeper of node n cannot start: no disk"), second, second]
+
+    def connect() -> Any:
+        taken = found.pop(0)
+        if isinstance(taken, Exception):
+            raise taken
+        return taken
+
+    replica = RayExtents(keeper, "r", connect=connect)
+    replica.fetch(extents("a"))
+    for method in ("hello", "acquire"):
+        setattr(keeper, f"on_{method}", lambda *_: fail_with(ray.exceptions.ActorDiedError())())
+    with pytest.raises(KeeperFailed, match="no disk"):
+        replica.fetch(extents("b"))  # said at once: a minute of trying would not bring it back
+    replica.beat()
+    replica.beat()
+    assert second.adopted == [{"a": 1}]
+    replica.fetch(extents("b"))
+    assert second.leases == {"a": 1, "b": 1}
+
+
+def test_bytes_that_went_with_the_keeper_are_asked_for_again(keeper: FakeKeeper, monkeypatch: Any) -> None:
+    replica = RayExtents(keeper, "r")
+    get, lost = ray.get, [ray.exceptions.OwnerDiedError("0" * 28, None, "")]
+
+    def get_or_lose(found: Any, timeout: float | None = None) -> Any:
+        if isinstance(found, list) and lost:
+            raise lost.pop()
+        return get(found, timeout=timeout)
+
+    monkeypatch.setattr("cluster.keeper.ray_extents.ray.get", get_or_lose)
+    assert replica.fetch(extents("a")) == {"a": "a2"}
+    assert keeper.leases == {"a": 1}
+
+
+def test_what_is_given_back_while_it_is_offered_is_not_leased_for_ever(keeper: FakeKeeper) -> None:
+    replica = RayExtents(keeper, "r")
+    replica.fetch(extents("ab"))
+    keeper.die()
+    adopt = keeper.on_adopt
+
+    def release_meanwhile(holder: str, offers: Sequence[HeldOffer]) -> str:
+        with ThreadPoolExecutor(1) as other:
+            other.submit(replica.release, extents("a")).result(WAIT_S)
+        return adopt(holder, offers)
+
+    keeper.on_adopt = release_meanwhile  # type: ignore[method-assign]
+    replica.beat()
+    assert +keeper.leases == {"b": 1}
+
+
+def test_an_answer_of_the_life_before_is_not_recorded_in_the_new_one(keeper: FakeKeeper) -> None:
+    replica = RayExtents(keeper, "r")
+    replica.fetch(extents("a"))
+    acquire = keeper.on_acquire
+
+    def late(found: Sequence[ExtentRef], holder: str) -> Acquired:
+        keeper.on_acquire = acquire  # type: ignore[method-assign]
+        acquired = acquire(found, holder)
+        keeper.die()
+        replica.beat()  # the heartbeat finds out before the answer is here
+        return acquired
+
+    keeper.on_acquire = late  # type: ignore[method-assign]
+    replica.fetch(extents("b"))
+    assert keeper.leases == {"a": 1, "b": 1}
+
+
+def test_the_keepers_own_errors_come_through(keeper: FakeKeeper) -> None:
+    keeper.before = [fail_with(BudgetExceeded("does not fit"))]
+    with pytest.raises(BudgetExceeded, match="does not fit"):
+        RayExtents(keeper, "r").fetch(extents("a"))
+
+
+def test_who_waits_for_room_is_heard_of(keeper: FakeKeeper) -> None:
+    wanted: list[int] = []
+    replica = RayExtents(keeper, "r", on_pressure=wanted.append)
+    replica.beat()
+    keeper.wanted_bytes = 100
+    replica.beat()
+    assert wanted == [100]
+
+
+def test_the_heart_stops_with_its_replica(keeper: FakeKeeper, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cluster.keeper.ray_extents.HEARTBEAT_S", 0.001)
+    monkeypatch.setattr("cluster.keeper.ray_extents.ray.is_initialized", lambda: True)
+    beating = threading.Event()
+    hello = keeper.on_hello
+
+    def heard(holder: str, process: HolderProcess) -> Greeting:
+        beating.set()
+        return hello(holder, process)
+
+    keeper.on_hello = heard  # type: ignore[method-assign]
+    replica = RayExtents(keeper, "r")
+    replica.fetch(extents("a"))
+    assert beating.wait(WAIT_S)
+    heart = replica._heart
+    assert heart is not None
+    del replica
+    heart.join(WAIT_S)
+    assert not heart.is_alive()

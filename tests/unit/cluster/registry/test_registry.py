@@ -1,0 +1,279 @@
+"""The directory brings checkpoints into the store from wherever they are, each for itself."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import boto3
+import numpy as np
+import pytest
+from moto.server import ThreadedMotoServer
+from safetensors.numpy import save_file
+
+from cluster.errors import ModelUnavailable, ModelUnknown, RegistrationRefused
+from cluster.peers.fetch_queue import Located, Question
+from cluster.registry.actor import WAITING, WATCHING, WeightRegistry, registry_class
+from cluster.registry.directory import DirectoryChange, Entry
+from cluster.registry.importing import ImportSettings, import_model
+from cluster.registry.summaries import ModelSummary
+from configs.cluster import ClusterConfig
+from configs.merging import MergeConfig
+from configs.model import ModelConfig
+from weights.store import WeightStore
+
+
+@pytest.fixture
+def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIAEXAMPLE")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "sEcReT")
+    server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    yield f"http://{host}:{port}"
+    server.stop()
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    folder = tmp_path / "near"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"architectures": ["TinyForCausalLM"]}))
+    save_file({"w": np.random.default_rng().random((3, 5), np.float32)}, folder / "model.safetensors")
+    return folder
+
+
+@pytest.fixture
+def imports_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not in a process of their own, which takes a second to start."""
+
+    class Here:
+        def __init__(self, settings: ImportSettings) -> None:
+            self._settings = settings
+
+        def bring_in(self, entry: Entry, roots: tuple[Path, ...] | None) -> ModelSummary:
+            return import_model(WeightStore(self._settings.store), entry, self._settings.options, roots)
+
+    monkeypatch.setattr("cluster.registry.actor.ImportProcess", Here)
+
+
+async def registry(tmp_path: Path, checkpoint: Path, endpoint: str) -> WeightRegistry:
+    storage: dict[str, Any] = {"endpoint": endpoint, "region": "us-east-1"}
+    config = {
+        "store": {"path": tmp_path / "store", "object_storage": storage},
+        "models": [{"id": "far", "path": "s3://models/team/far"}, {"id": "near", "path": checkpoint}],
+    }
+    made = object.__new__(WeightRegistry)  # as Ray makes it
+    await made.__init__(ClusterConfig.model_validate(config), b"x" * 32)  # type: ignore[misc]
+    return made
+
+
+async def test_a_model_in_a_bucket_is_the_same_as_on_disk(tmp_path: Path, checkpoint: Path, endpoint: str) -> None:
+    client = boto3.client("s3", endpoint_url=endpoint, region_name="us-east-1")
+    client.create_bucket(Bucket="models")
+    for file in checkpoint.iterdir():
+        client.upload_file(str(file), "models", f"team/far/{file.name}")
+    models = await registry(tmp_path, checkpoint, endpoint)
+    assert (await models.status("far")).state == "ready"
+    far, near = await models.manifest("far"), await models.manifest("near")
+    assert far.components == near.components
+    assert far.source == "s3://models/team/far"
+    assert (tmp_path / "store/sources/models/team%2Ffar/model.safetensors").is_file()
+
+
+async def test_a_bucket_out_of_reach_makes_its_own_model_unavailable(tmp_path: Path, checkpoint: Path) -> None:
+    with socket.socket() as probe:  # bound, but nobody listens
+        probe.bind(("127.0.0.1", 0))
+        models = await registry(tmp_path, checkpoint, f"http://127.0.0.1:{probe.getsockname()[1]}")
+        assert (await models.status("near")).state == "ready"
+        status = await models.status("far")
+    assert status.state == "unavailable"
+    assert "s3://models/team/far: " in status.error
+    with pytest.raises(ModelUnavailable, match=r"s3://models/team/far"):
+        await models.manifest("far")
+
+
+@pytest.mark.usefixtures("imports_here")
+async def test_watchers_hear_of_a_change_when_it_happens(tmp_path: Path, checkpoint: Path, endpoint: str) -> None:
+    models = await registry(tmp_path, checkpoint, endpoint)
+    await asyncio.gather(models.status("near"), models.status("far"))
+    first = await models.watch(0, "", 20)
+    assert [record.id for record in first.changed] == ["far", "near"]
+    watchers = [asyncio.ensure_future(models.watch(first.revision, first.epoch, 20)) for _ in range(200)]
+    await asyncio.sleep(0)
+    await models.report_attach("near", "torn")
+    for change in await asyncio.gather(*watchers):
+        assert [(record.id, record.error) for record in change.changed] == [("near", "torn")]
+
+
+@pytest.mark.usefixtures("imports_here")
+async def test_a_watcher_that_waits_for_nothing_gets_nothing(tmp_path: Path, checkpoint: Path, endpoint: str) -> None:
+    models = await registry(tmp_path, checkpoint, endpoint)
+    await asyncio.gather(models.status("near"), models.status("far"))
+    first = await models.watch(0, "", 20)
+    again = await models.watch(first.revision, first.epoch, 0.01)
+    assert (bool(again), again.revision, again.epoch) == (False, first.revision, first.epoch)
+
+
+@pytest.mark.usefixtures("imports_here")
+async def test_keepers_tell_what_they_hold_and_others_are_sent_there(
+    tmp_path: Path, checkpoint: Path, endpoint: str
+) -> None:
+    models = await registry(tmp_path, checkpoint, endpoint)
+    await models.report_residency("n1", "10.0.0.1:7000", ["a", "b"], [], True)
+    await models.report_residency("n2", "[fd00::1]:7001", ["b"], [], False)
+    found = await models.locate("n1", Question(("a", "b"), 0), 2)
+    assert {id_: [(offer.node, str(offer.address)) for offer in offers] for id_, offers in found.offers.items()} == {
+        "b": [("n2", "[fd00::1]:7001")]
+    }
+    found = await models.locate("n2", Question(("a",), 0))
+    assert [(offer.node, offer.active_transfers) for offer in found.offers["a"]] == [("n1", 2)]
+    await models.report_residency("n2", "[fd00::1]:7001", [], ["b"], False)
+    assert (await models.locate("n1", Question(("b",), 0))).offers == {}
+
+
+@pytest.mark.usefixtures("imports_here")
+async def test_one_node_gets_what_nobody_has_and_the_others_hear_who(
+    tmp_path: Path, checkpoint: Path, endpoint: str
+) -> None:
+    models = await registry(tmp_path, checkpoint, endpoint)
+    for number in (1, 2):
+        await models.report_residency(f"n{number}", f"10.0.0.{number}:7000", [], [], True)
+    assert await models.locate("n1", Question(("a", "b"), 8)) == Located(claimed=("a", "b"))
+    assert await models.locate("n2", Question(("a", "c"), 8)) == Located(reading={"a": "n1"}, claimed=("c",))
+    await models.renew_claims("n1", ["a", "b"])
+    await models.report_residency("n1", "10.0.0.1:7000", ["a"], ["b"], False)
+    found = await models.locate("n2", Question(("a", "b"), 8))
+    assert [offer.node for offer in found.offers["a"]] == ["n1"]
+    assert found.claimed == ("b",)
+
+
+@pytest.mark.usefixtures("imports_here")
+async def test_it_remembers_how_text_encoders_merge(tmp_path: Path, checkpoint: Path) -> None:
+    models = await registry(tmp_path, checkpoint, "http://127.0.0.1:1")
+    assert await models.encoder_merging() is None
+    await models.set_encoder_merging(merging := MergeConfig(max_batch_size=3))
+    assert await models.encoder_merging() == merging
+
+
+@pytest.mark.usefixtures("imports_here")
+async def test_a_pin_ends_with_its_model(tmp_path: Path, checkpoint: Path) -> None:
+    models = await registry(tmp_path, checkpoint, "http://127.0.0.1:1")
+    told: list[dict[str, tuple[str, ...]]] = []
+
+    async def answer(found: Any) -> Any:
+        return found
+
+    async def pin(extents_of: dict[str, tuple[str, ...]]) -> None:
+        told.append(extents_of)
+
+    methods = {
+        "stats": lambda: answer(SimpleNamespace(generation="1", budget_bytes=1, address=None, num_holders=1)),
+        "residents": lambda: answer([]),
+        "pins": lambda: answer({}),
+        "pin": pin,
+    }
+    handle = SimpleNamespace(**{name: SimpleNamespace(remote=method) for name, method in methods.items()})
+    models._keepers._handles["n1"] = handle  # type: ignore[index]
+    await models.register(ModelConfig(id="more", path=checkpoint))
+    assert await models.pin("near") == await models.pin("more") == {"n1": ""}
+    shared = tuple((await models.manifest("near")).extents)
+    await models.unregister("more")
+    assert told == [{"near": shared}, {"near": shared, "more": shared}, {"near": shared}]
+    with pytest.raises(ModelUnknown, match="more"):
+        await models.pin("more", False)
+
+
+@pytest.mark.usefixtures("imports_here")
+async def test_a_model_may_be_registered_from_beside_a_configured_one_and_from_nowhere_else(
+    tmp_path: Path, checkpoint: Path
+) -> None:
+    models = await registry(
+        tmp_path / "c", Path(shutil.copytree(checkpoint, tmp_path / "c/near")), "http://127.0.0.1:1"
+    )
+    await models.status("near")
+    for path in ("/", "/etc", checkpoint, tmp_path / "nowhere", tmp_path / "c/near/../../near"):
+        with pytest.raises(RegistrationRefused) as caught:
+            await models.register(ModelConfig(id="x", path=Path(path)))
+        why = f"outside of the folders that models may come from (model_roots: {tmp_path / 'c'})"
+        assert str(caught.value) == f"path: {path}: {why}"
+    assert {record.id for record in await models.statuses()} == {"far", "near"}
+    sibling = Path(shutil.copytree(checkpoint, tmp_path / "c/sibling"))
+    assert (await models.register(ModelConfig(id="x", path=sibling))).state == "ready"
+    (sibling / "tokenizer.json").symlink_to(tmp_path / "secret.json")
+    (tmp_path / "secret.json").write_text("{}")
+    updated = await models.register(ModelConfig(id="x", path=sibling))
+    assert "tokenizer.json: outside of the folders that models may come from" in updated.error
+    assert updated.state == "ready"
+    (tmp_path / "c/near/tokenizer.json").symlink_to(tmp_path / "secret.json")  # the config's own path is trusted
+    assert (await models.register(ModelConfig(id="near", path=tmp_path / "c/near"))).error == ""
+
+
+@pytest.mark.usefixtures("imports_here")
+async def test_a_copy_of_object_storage_goes_with_the_last_model_from_there(
+    tmp_path: Path, checkpoint: Path, endpoint: str
+) -> None:
+    client = boto3.client("s3", endpoint_url=endpoint, region_name="us-east-1")
+    client.create_bucket(Bucket="models")
+    for file in checkpoint.iterdir():
+        for prefix in ("team/far", "team/other"):
+            client.upload_file(str(file), "models", f"{prefix}/{file.name}")
+    models = await registry(tmp_path, checkpoint, endpoint)
+    await models.status("far")
+
+    def copies() -> set[str]:
+        return {file.parent.name for file in (tmp_path / "store/sources").glob("*/*/model.safetensors")}
+
+    other = "s3://models/team/other"
+    for id_ in ("x", "y"):
+        assert (await models.register(ModelConfig(id=id_, path=other))).state == "ready"
+    assert copies() == {"team%2Ffar", "team%2Fother"}
+    await models.unregister("x")
+    assert copies() == {"team%2Ffar", "team%2Fother"}
+    await models.register(ModelConfig(id="y", path=checkpoint))  # another version, from elsewhere
+    assert copies() == {"team%2Ffar"}
+    await models.register(ModelConfig(id="y", path="s3://models/team/far"))
+    await models.unregister("y")
+    assert copies() == {"team%2Ffar"}  # the configured one is still from there
+
+
+@pytest.mark.usefixtures("imports_here")
+async def test_a_model_from_object_storage_is_served_while_that_is_out_of_reach(
+    tmp_path: Path, checkpoint: Path, endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = boto3.client("s3", endpoint_url=endpoint, region_name="us-east-1")
+    client.create_bucket(Bucket="models")
+    for file in checkpoint.iterdir():
+        client.upload_file(str(file), "models", f"team/far/{file.name}")
+    first = await (await registry(tmp_path, checkpoint, endpoint)).status("far")
+    monkeypatch.setattr("weights.sources.bucket.MAX_RETRIES", 0)
+    again = await (await registry(tmp_path, checkpoint, "http://127.0.0.1:1")).status("far")
+    assert (again.state, again.fingerprint) == ("ready", first.fingerprint)
+    assert "the version in the store is served" in again.error
+
+
+def test_those_who_watch_or_wait_count_among_their_own_calls() -> None:
+    """As Ray understands it: whatever is not named here has a limit of its own."""
+    groups = registry_class().__ray_metadata__.method_meta.concurrency_group_for_methods
+    assert groups == {"watch": WATCHING} | dict.fromkeys(["register", "unregister", "status", "prefetch"], WAITING)
+
+
+@pytest.mark.usefixtures("imports_here")
+async def test_calls_of_another_group_come_from_another_loop(tmp_path: Path, checkpoint: Path, endpoint: str) -> None:
+    models = await registry(tmp_path, checkpoint, endpoint)
+    await asyncio.gather(models.status("near"), models.status("far"))
+    first = await models.watch(0, "", 20)
+
+    def watch_elsewhere() -> DirectoryChange:
+        change: DirectoryChange = asyncio.run(models.watch(first.revision, first.epoch, 20))
+        return change
+
+    watching = asyncio.ensure_future(asyncio.to_thread(watch_elsewhere))
+    await models.report_attach("near", "torn")
+    assert [record.error for record in (await watching).changed] == ["torn"]

@@ -1,0 +1,354 @@
+"""Models come, change and go while others are served, and are there again after the registry was killed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from cluster.errors import ModelUnavailable, ModelUnknown, RegistrationConflict, RegistrationRefused
+from cluster.registry.directory import Entry, ModelRecord
+from cluster.registry.importing import import_model
+from cluster.registry.registrations import Registrations
+from cluster.registry.served_models import ServedModels
+from cluster.registry.summaries import ModelSummary
+from configs.model import AdapterConfig, ModelConfig
+from weights.errors import FormatError
+from weights.store import WeightStore
+
+BringIn = Callable[[Entry], ModelSummary]
+
+
+def checkpoint(folder: Path, seed: int = 0) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({"architectures": ["TinyForCausalLM"]}))
+    staged = folder.with_suffix(".staged")
+    save_file({"w": np.random.default_rng(seed).random((3, 5 + seed), np.float32)}, staged)
+    staged.replace(folder / "model.safetensors")
+    return folder
+
+
+def model(path: Path | str, id_: str = "m", **more: Any) -> ModelConfig:
+    return ModelConfig.model_validate({"id": id_, "path": path, **more})
+
+
+class Life:
+    """One life of a registry after another, over the same disk."""
+
+    def __init__(self, folder: Path) -> None:
+        self.store = WeightStore(folder / "store")
+        self.folder = self.store.path / "registrations" / "one"
+
+        self.forgotten: list[str] = []
+
+    async def begin(self, *configured: Entry, take_in: BringIn | None = None) -> ServedModels:
+        entries: Mapping[str, Entry] = {entry.id: entry for entry in configured}
+        models = ServedModels(
+            entries,
+            self.store,
+            Registrations(self.folder),
+            take_in or self.take_in,
+            epoch="e",
+            forget_source=self.forgotten.append,
+        )
+        await models.start()
+        return models
+
+    def take_in(self, entry: Entry) -> ModelSummary:
+        return import_model(self.store, entry)
+
+
+class Gate:
+    """A source that gives its models when it is told to."""
+
+    def __init__(self, take_in: BringIn) -> None:
+        self._take_in = take_in
+        self.began, self.open = threading.Event(), threading.Event()
+
+    def __call__(self, entry: Entry) -> ModelSummary:
+        self.began.set()
+        assert self.open.wait(20)
+        return self._take_in(entry)
+
+
+@pytest.fixture
+def life(tmp_path: Path) -> Life:
+    return Life(tmp_path)
+
+
+def record(models: ServedModels, id_: str = "m") -> ModelRecord:
+    found = models.directory.get(id_)
+    assert found
+    return found
+
+
+async def test_a_registered_model_is_there_and_known_after_a_kill(life: Life, tmp_path: Path) -> None:
+    entry = model(checkpoint(tmp_path / "c"), defaults={"max_tokens": 3})
+    models = await life.begin()
+    made = await models.register(entry)
+    assert (made.state, made.kind, made.nbytes, made.entry) == ("ready", "llm", 60, entry)
+    assert (await models.manifest("m")).fingerprint == made.fingerprint
+    again = await (await life.begin()).status("m")
+    assert (again.state, again.fingerprint, again.defaults.max_tokens) == ("ready", made.fingerprint, 3)
+
+
+async def test_the_same_again_changes_nothing_that_is_served(life: Life, tmp_path: Path) -> None:
+    models = await life.begin()
+    first = await models.register(model(checkpoint(tmp_path / "c")))
+    second = await models.register(model(tmp_path / "c"))
+    assert (second.state, second.fingerprint, second.nbytes) == ("ready", first.fingerprint, first.nbytes)
+
+
+async def test_a_changed_checkpoint_is_another_version_and_the_one_before_serves_until_then(
+    life: Life, tmp_path: Path
+) -> None:
+    models = await life.begin(model(checkpoint(tmp_path / "c")))
+    before = await models.status("m")
+    models._bring_in = gate = Gate(life.take_in)
+    checkpoint(tmp_path / "c", seed=1)
+    updating = await models.register(model(tmp_path / "c"), wait=False)
+    assert (updating.state, updating.fingerprint, updating.kind) == ("updating", before.fingerprint, "llm")
+    assert (await models.status("m")).state == "updating"
+    assert (await models.manifest("m")).fingerprint == before.fingerprint
+    gate.open.set()
+    await models.register(model(tmp_path / "c"))
+    after = await models.status("m")
+    assert (after.state, after.nbytes) == ("ready", 72)
+    assert after.fingerprint != before.fingerprint
+    assert (await models.manifest("m")).fingerprint == after.fingerprint
+    assert (await models.manifest("m", before.fingerprint)).nbytes == 60
+
+
+async def test_an_update_that_fails_leaves_the_version_before_and_says_why(life: Life, tmp_path: Path) -> None:
+    good = model(checkpoint(tmp_path / "c"), defaults={"max_tokens": 3})
+    models = await life.begin()
+    before = await models.register(good)
+    failed = await models.register(model(tmp_path / "nowhere"))
+    assert (failed.state, failed.fingerprint, failed.defaults) == ("ready", before.fingerprint, before.defaults)
+    assert "nowhere: no such folder" in failed.error
+    again = await (await life.begin()).status("m")
+    assert (again.state, again.fingerprint, again.error) == ("ready", before.fingerprint, "")
+
+
+async def test_a_first_version_that_fails_is_unavailable_and_may_be_mended(life: Life, tmp_path: Path) -> None:
+    models = await life.begin()
+    assert (await models.register(model(tmp_path / "c"))).state == "unavailable"
+    with pytest.raises(ModelUnavailable, match="no such folder"):
+        await models.manifest("m")
+    checkpoint(tmp_path / "c")
+    assert (await models.register(model(tmp_path / "c"))).state == "ready"
+
+
+async def test_of_many_versions_at_once_the_last_one_wins(life: Life, tmp_path: Path) -> None:
+    models = await life.begin(take_in=(gate := Gate(life.take_in)))
+    waiting = [
+        asyncio.ensure_future(models.register(model(checkpoint(tmp_path / f"c{seed}", seed)))) for seed in range(5)
+    ]
+    await asyncio.to_thread(gate.began.wait)
+    gate.open.set()
+    await asyncio.gather(*waiting)
+    last = await models.status("m")
+    assert (last.state, last.nbytes, (await models.manifest("m")).nbytes) == ("ready", 108, 108)
+    assert life.store.manifest("m").fingerprint == last.fingerprint
+
+
+async def test_a_removed_model_is_unknown_and_stays_in_the_store_unless_it_is_purged(
+    life: Life, tmp_path: Path
+) -> None:
+    models = await life.begin()
+    await models.register(model(checkpoint(tmp_path / "c")))
+    await models.unregister("m")
+    with pytest.raises(ModelUnknown, match="known: none"):
+        await models.manifest("m")
+    assert life.store.model_names() == ["m"]
+    assert len((await life.begin()).directory) == 0
+    await models.register(model(tmp_path / "c"))
+    await models.unregister("m", purge=True)
+    assert life.store.model_names() == []
+    with pytest.raises(ModelUnknown):
+        await models.unregister("m")
+
+
+async def test_a_model_removed_while_it_comes_in_does_not_appear(life: Life, tmp_path: Path) -> None:
+    models = await life.begin(take_in=(gate := Gate(life.take_in)))
+    coming = asyncio.ensure_future(models.register(model(checkpoint(tmp_path / "c"))))
+    await asyncio.to_thread(gate.began.wait)
+    leaving = asyncio.ensure_future(models.unregister("m", purge=True))
+    while "m" in models.directory:
+        await asyncio.sleep(0)
+    gate.open.set()
+    await leaving
+    with pytest.raises(RegistrationConflict, match="removed while"):
+        await coming
+    assert ("m" in models.directory, life.store.model_names()) == (False, [])
+
+
+async def test_adapters_without_their_base_are_named_and_go_on(life: Life, tmp_path: Path) -> None:
+    models = await life.begin()
+    for id_ in ("m", "n"):
+        await models.register(model(checkpoint(tmp_path / "c"), id_))
+    for id_, base in (("a", ("m",)), ("b", ("n", "m")), ("c", ("n",))):
+        await models.register(AdapterConfig(id=id_, path=tmp_path / "lora", base=base))
+    assert (await models.unregister("m")).orphans == ("a", "b")
+    again = await life.begin()
+    assert {found.id: found.base for found in again.directory} == {"a": ("m",), "b": ("n", "m"), "c": ("n",), "n": ()}
+
+
+@pytest.mark.parametrize(
+    ("entry", "error", "text"),
+    [
+        (AdapterConfig(id="m", path=Path("/l"), base=("m",)), RegistrationConflict, "'m' is a model already"),
+        (ModelConfig(id="lora", path=Path("/l")), RegistrationConflict, "'lora' is an adapter already"),
+        (AdapterConfig(id="x", path=Path("/l"), base=("no", "m")), RegistrationRefused, r"unknown no \(models: m\)"),
+        (AdapterConfig(id="x", path=Path("/l"), base=("lora",)), RegistrationRefused, "base: unknown lora"),
+        (ModelConfig(id="x", path=Path("some/where")), RegistrationRefused, "'some/where' is relative"),
+    ],
+)
+async def test_what_does_not_fit_is_refused_before_anything_changes(
+    life: Life, tmp_path: Path, entry: Entry, error: type[Exception], text: str
+) -> None:
+    configured = [model(checkpoint(tmp_path / "c")), AdapterConfig(id="lora", path=tmp_path / "l", base=("m",))]
+    models = await life.begin(*configured)
+    await asyncio.gather(*(models.status(item.id) for item in configured))
+    revision = models.directory.revision
+    with pytest.raises(error, match=text):
+        await models.register(entry)
+    assert (models.directory.revision, life.folder.exists()) == (revision, False)
+
+
+async def test_a_configured_model_can_be_replaced_but_not_removed(life: Life, tmp_path: Path) -> None:
+    configured = model(checkpoint(tmp_path / "c"))
+    replacement = model(checkpoint(tmp_path / "d", seed=2))
+    models = await life.begin(configured)
+    await models.register(replacement)
+    with pytest.raises(RegistrationConflict, match="cluster config"):
+        await models.unregister("m")
+    assert (await (await life.begin(configured)).status("m")).entry == replacement
+    changed = model(tmp_path / "c", description="edited since")
+    assert (await (await life.begin(changed)).status("m")).entry == changed
+    assert (await (await life.begin(configured)).status("m")).entry == configured
+
+
+@pytest.mark.parametrize(
+    "damage", ["", "{", '{"entry": {"id": "m"}}', '{"entry": {"id": "m", "path": "/c", "colour": 1}}', "\xff"]
+)
+async def test_a_damaged_registration_takes_down_its_own_model_only(life: Life, tmp_path: Path, damage: str) -> None:
+    models = await life.begin()
+    for id_ in ("m", "n"):
+        await models.register(model(checkpoint(tmp_path / "c"), id_))
+    (life.folder / "m.json").write_text(damage, encoding="latin-1")
+    (life.folder / "no id.json").write_text("{}")
+    again = await life.begin()
+    assert (await again.status("n")).state == "ready"
+    broken = await again.status("m")
+    assert broken.state == "unavailable"
+    assert f"{life.folder / 'm.json'}: damaged registration" in broken.error
+    assert (await again.register(model(tmp_path / "c"))).state == "ready"
+
+
+async def test_a_registration_under_another_name_is_damaged(life: Life, tmp_path: Path) -> None:
+    await (await life.begin()).register(model(checkpoint(tmp_path / "c")))
+    (life.folder / "m.json").rename(life.folder / "x.json")
+    assert "it is of 'm'" in record(await life.begin(), "x").error
+
+
+async def test_a_folder_that_cannot_be_written_refuses_registration(life: Life, tmp_path: Path) -> None:
+    life.store.path.mkdir()
+    (life.store.path / "registrations").write_text("in the way")
+    with pytest.raises(RegistrationRefused, match="cannot be written"):
+        await (await life.begin()).register(model(checkpoint(tmp_path / "c")))
+
+
+async def test_what_the_store_has_is_served_without_its_checkpoint(life: Life, tmp_path: Path) -> None:
+    configured = model(checkpoint(tmp_path / "c"))
+    before = await (await life.begin(configured)).status("m")
+    (tmp_path / "c").rename(tmp_path / "gone")
+    found = await (await life.begin(configured)).status("m")
+    assert (found.state, found.fingerprint) == ("ready", before.fingerprint)
+    assert "the checkpoint cannot be read" in found.error
+    other = await (await life.begin(model(tmp_path / "elsewhere"))).status("m")
+    assert other.state == "unavailable"
+
+
+async def test_what_a_replica_reports_shows_and_never_hides_an_update(life: Life, tmp_path: Path) -> None:
+    models = await life.begin(model(checkpoint(tmp_path / "c")))
+    await models.status("m")
+    models.report_attach("m", "tensor w is torn")
+    assert (record(models).state, record(models).error) == ("unavailable", "tensor w is torn")
+    assert await models.manifest("m")
+    models.report_attach("m", None)
+    assert (record(models).state, record(models).error) == ("ready", "")
+    models.report_attach("nobody", "x")
+
+
+async def test_any_error_of_a_source_is_told_and_the_others_come_in(life: Life, tmp_path: Path) -> None:
+    def take_in(entry: Entry) -> ModelSummary:
+        if entry.id == "n":
+            raise FormatError("model.safetensors: tensor 'w' is torn")
+        if entry.id == "o":
+            raise MemoryError
+        return life.take_in(entry)
+
+    path = checkpoint(tmp_path / "c")
+    models = await life.begin(*(model(path, id_) for id_ in "mno"), take_in=take_in)
+    found = {id_: (await models.status(id_)) for id_ in "mno"}
+    assert [found[id_].state for id_ in "mno"] == ["ready", "unavailable", "unavailable"]
+    assert [found[id_].error for id_ in "no"] == ["model.safetensors: tensor 'w' is torn", "MemoryError()"]
+
+
+async def test_ten_thousand_models_start_linearly_and_are_looked_up_at_once(life: Life, tmp_path: Path) -> None:
+    stored = life.take_in(model(checkpoint(tmp_path / "c")))
+
+    def take_in(entry: Entry) -> ModelSummary:
+        return stored
+
+    async def started(num_models: int) -> tuple[float, ServedModels]:
+        entries = [model(tmp_path / "c", f"m{number}") for number in range(num_models)]
+        start = time.perf_counter()
+        models = await life.begin(*entries, take_in=take_in)
+        await models.status(f"m{num_models - 1}")
+        return time.perf_counter() - start, models
+
+    few_s, _ = await started(1000)
+    many_s, models = await started(10_000)
+    assert many_s < 10 * few_s * 3
+    start = time.perf_counter()
+    for number in range(0, 10_000, 100):
+        assert (await models.status(f"m{number}")).state == "ready"
+    assert (time.perf_counter() - start) / 100 < 5e-3
+    with pytest.raises(ModelUnknown, match="and 9970 more"):
+        await models.status("nope")
+
+
+async def test_a_url_is_forgotten_with_the_last_model_from_there(life: Life, tmp_path: Path) -> None:
+    local = checkpoint(tmp_path / "c")
+
+    def take_in(entry: Entry) -> ModelSummary:
+        return import_model(life.store, entry.model_copy(update={"path": local}))
+
+    gate = Gate(take_in)
+    models = await life.begin(model("s3://bucket/kept", "configured"), take_in=take_in)
+    for id_ in ("x", "y"):
+        await models.register(model("s3://bucket/a", id_))
+    await models.register(model("s3://bucket/kept", "x"))
+    assert life.forgotten == []
+    await models.register(model("s3://bucket/b", "y"))
+    assert life.forgotten == ["s3://bucket/a"]
+    await models.unregister("x")
+    assert life.forgotten == ["s3://bucket/a"]  # a configured model is from where that one was
+    models._bring_in = gate
+    await models.register(model("s3://bucket/c", "late"), wait=False)
+    await asyncio.to_thread(gate.began.wait, 20)
+    downloading = models._tasks["late"]
+    await models.unregister("late")
+    gate.open.set()
+    await downloading
+    assert life.forgotten[1:] == ["s3://bucket/c"] * 2  # asked for while it was coming, and when it had come

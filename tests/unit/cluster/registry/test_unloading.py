@@ -1,0 +1,85 @@
+"""Models that were told to go: what is said of them, and which of their extents are nobody else's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from cluster.registry.directory import Entry
+from cluster.registry.importing import import_model
+from cluster.registry.registrations import Registrations
+from cluster.registry.served_models import ServedModels
+from cluster.registry.summaries import ModelSummary
+from configs.model import ModelConfig
+from weights.errors import FormatError
+from weights.store import WeightStore
+
+
+def write(folder: Path, **tensors: np.ndarray) -> ModelConfig:
+    folder.mkdir()
+    (folder / "config.json").write_text('{"architectures": ["TinyForCausalLM"]}')
+    save_file(tensors, folder / "model.safetensors")
+    return ModelConfig(id=folder.name, path=folder)
+
+
+@pytest.fixture
+async def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ServedModels:
+    """`a` and `b` have the same tensor; `own` has another, `broken` none."""
+    store = WeightStore(tmp_path / "store")
+    shared, own = np.random.default_rng().random((2, 50)).astype(np.float32)
+    entries = [write(tmp_path / "a", w=shared), write(tmp_path / "b", w=shared), write(tmp_path / "own", w=own)]
+    entries.append(ModelConfig(id="broken", path=tmp_path / "broken"))
+
+    def take_in(entry: Entry) -> ModelSummary:
+        if entry.id == "broken":
+            raise FormatError("it is torn")
+        return import_model(store, entry)
+
+    served = ServedModels({entry.id: entry for entry in entries}, store, Registrations(tmp_path / "r"), take_in, "e")
+    await served.start()
+    for entry in entries:
+        await served.status(entry.id)
+    return served
+
+
+def state(models: ServedModels, id_: str) -> str:
+    found = models.directory.get(id_)
+    assert found
+    return found.state
+
+
+async def test_only_what_is_ready_can_be_unloaded_and_back(models: ServedModels) -> None:
+    revision = models.directory.revision
+    models.set_loaded("a", True)  # it is
+    models.set_loaded("broken", False)
+    models.set_loaded("broken", True)
+    models.set_loaded("unheard-of", False)
+    assert models.directory.revision == revision
+    models.set_loaded("a", False)
+    assert state(models, "a") == "unloaded"
+    assert models.directory.revision == revision + 1
+    models.set_loaded("a", False)
+    assert models.directory.revision == revision + 1  # watchers are told of changes only
+    models.set_loaded("a", True)
+    assert (state(models, "a"), state(models, "broken")) == ("ready", "unavailable")
+
+
+async def test_an_unloaded_model_still_serves(models: ServedModels) -> None:
+    models.set_loaded("a", False)
+    assert (await models.manifest("a")).model == "a"
+
+
+async def test_shared_extents_go_with_the_last_model_that_has_them(models: ServedModels) -> None:
+    extents = models.extents()
+    assert extents["a"] == extents["b"]
+    assert models.extents_of_no_other("own") == list(extents["own"])
+    assert models.extents_of_no_other("a") == models.extents_of_no_other("b") == []
+    models.set_loaded("a", False)
+    assert models.extents_of_no_other("b") == list(extents["b"])
+    assert models.extents_of_no_other("a") == []  # the other one is loaded
+    models.set_loaded("a", True)
+    assert models.extents_of_no_other("b") == []
+    assert models.extents_of_no_other("unheard-of") == models.extents_of_no_other("broken") == []

@@ -1,0 +1,183 @@
+"""The commands that change what a cluster serves, and the one that shows it."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from deployments.cli import status as cli_status
+from deployments.cli.main import main
+
+LISTED = {"id": "m", "kind": "llm", "state": "ready", "error": ""}
+CONFLICT = {"error": {"message": "m is in the [/red] cluster config", "code": "conflict"}}
+NODE = {"node_id": "0123456789abcdef", "num_extents": 3, "resident_bytes": 2048, "leased_bytes": 1024}
+NODE |= {"pinned_bytes": 512, "budget_bytes": 2**30, "read_bytes": 4096, "read_s": 0.0}
+RESIDENT = {"host_bytes": 1536, "num_extents": 2, "pinned": True, "holders": ["worker-[1]"], "hits": 7}
+CARD = {"nbytes": 2048, "error": "", "description": "", "base": []}
+CLUSTER = {
+    "cluster": "one",
+    "num_models": 2,
+    "num_nodes": 2,
+    "models": [
+        {"id": "m", "kind": "llm", "state": "updating", **CARD, "resident": {"0123456789abcdef": RESIDENT}}
+        | {"last_switch": {"replica": "worker 0", "switch_ms": 12.34}}
+        | {"built": [{"replica": "worker 0", "bytes": 1024, "leases": 2, "pinned": True}]},
+        {"id": "idle", "kind": "llm", "state": "ready", **CARD, "resident": {"0123456789abcdef": {}}}
+        | {"last_switch": None},
+    ],
+    "nodes": [NODE, {"node_id": "fedcba9876543210", "unreachable": "[/red] gone"}],
+    "text_encoders": [{"unreachable": "the actor died"}],
+    "workers": [{"modules": [{}] * 4, "resident_bytes": 100, "denoising": 2}],
+}
+CLUSTER["models"][1]["resident"]["0123456789abcdef"] = RESIDENT | {"pinned": False, "holders": []}  # type: ignore[index]
+Run = Callable[..., tuple[int, str, str]]
+
+
+class Answers(BaseHTTPRequestHandler):
+    """Keeps what was asked in `server.asked`, and answers from `server.answers`."""
+
+    def do_GET(self) -> None:
+        length = int(self.headers.get("content-length", 0))
+        body = json.loads(self.rfile.read(length)) if length else None
+        server: Any = self.server
+        server.asked.append((self.command, self.path, body))
+        status, answer = server.answers[self.command, self.path.partition("?")[0]]
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(json.dumps(answer).encode())
+
+    do_POST = do_DELETE = do_GET
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def server() -> Iterator[Any]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answers) as server:
+        server.asked = []  # type: ignore[attr-defined]
+        server.answers = {  # type: ignore[attr-defined]
+            ("POST", "/admin/models"): (201, LISTED),
+            ("DELETE", "/admin/models/m"): (200, {"id": "m", "deleted": True, "orphans": ["a", "b"]}),
+            ("POST", "/admin/models/m/prefetch"): (200, {"nodes": {"n1": ""}, "workers": ["", "no room"]}),
+            ("POST", "/admin/models/m/pin"): (200, {"nodes": {"n1": ""}, "workers": [""]}),
+            ("DELETE", "/admin/models/m/pin"): (200, {"nodes": {"n1": ""}, "workers": [""]}),
+            ("DELETE", "/admin/models/taken"): (409, CONFLICT),
+            ("DELETE", "/admin/models/..%2Fx"): (409, CONFLICT),
+            ("GET", "/admin/cluster"): (200, CLUSTER),
+        }
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        yield server
+        server.shutdown()
+
+
+@pytest.fixture
+def run(server: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
+    """Exit code, stdout and stderr of one command."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(cli_status, "out", Console(width=200))  # made at import, maybe long before this test
+
+    def command(*arguments: str) -> tuple[int, str, str]:
+        url = f"http://127.0.0.1:{server.server_port}"
+        monkeypatch.setattr(sys, "argv", ["atelier", *arguments, "--url", url])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        captured = capsys.readouterr()
+        return int(ended.value.code or 0), captured.out, captured.err
+
+    return command
+
+
+def test_register_sends_an_absolute_path_and_what_was_given(run: Run, server: Any, tmp_path: Path) -> None:
+    assert run("register", "models/m", "--id", "m", "--dtype", "bfloat16") == (0, "m is ready (llm)\n", "")
+    run("register", "s3://bucket/m", "--id", "m", "--base", "x", "--base", "y", "--no-wait")
+    assert server.asked == [
+        ("POST", "/admin/models?wait=true", {"id": "m", "path": f"{tmp_path}/models/m", "dtype": "bfloat16"}),
+        ("POST", "/admin/models?wait=false", {"id": "m", "path": "s3://bucket/m", "base": ["x", "y"]}),
+    ]
+
+
+def test_a_path_outside_of_the_roots_is_one_line_that_names_them(run: Run, server: Any) -> None:
+    why = "path: /etc: outside of the folders that models may come from (model_roots: /data/models, /data/loras)"
+    server.answers["POST", "/admin/models"] = (400, {"error": {"message": why, "code": "invalid_request"}})
+    assert run("register", "/etc", "--id", "m") == (1, "", f"error: {why}\n")
+
+
+def test_register_needs_an_id(run: Run, server: Any) -> None:
+    code, out, err = run("register", "models/m")
+    assert (code, out, server.asked) == (2, "", [])
+    assert "--id" in err
+
+
+def test_unregister_names_the_adapters_that_lost_their_base(run: Run, server: Any) -> None:
+    code, out, _ = run("unregister", "m", "--purge")
+    assert (code, out) == (0, "m is served no more; adapters without it: a, b\n")
+    assert server.asked == [("DELETE", "/admin/models/m?purge=true", None)]
+
+
+@pytest.mark.parametrize("model", ["taken", "../x"])
+def test_a_refusal_is_one_line(run: Run, model: str) -> None:
+    code, out, err = run("unregister", model)
+    assert (code, out, err) == (1, "", "error: m is in the [/red] cluster config\n")
+
+
+def test_prefetch_says_who_could_not(run: Run, server: Any) -> None:
+    code, out, _ = run("prefetch", "m", "--tier", "device")
+    assert (code, out) == (1, "m is prefetched (2 of 3)\nworker 1: no room\n")
+    assert server.asked == [("POST", "/admin/models/m/prefetch", {"tier": "device"})]
+    assert run("prefetch", "m", "--tier", "disk")[0] == 2
+
+
+def test_pin_and_unpin(run: Run, server: Any) -> None:
+    assert run("pin", "m")[:2] == (0, "m is pinned (2 of 2)\n")
+    assert run("unpin", "m")[:2] == (0, "m may be evicted (2 of 2)\n")
+    assert [asked[:2] for asked in server.asked] == [
+        ("POST", "/admin/models/m/pin"),
+        ("DELETE", "/admin/models/m/pin"),
+    ]
+
+
+@pytest.mark.parametrize(
+    "command", [["unregister", "m"], ["prefetch", "m"], ["pin", "m"], ["register", "/m", "--id", "m"]]
+)
+def test_json_is_one_object_and_nothing_else(run: Run, command: list[str]) -> None:
+    _, out, err = run(*command, "--json")
+    assert (isinstance(json.loads(out), dict), out.count("\n"), err) == (True, 1, "")
+
+
+def test_status_shows_what_is_where_and_why(run: Run) -> None:
+    code, out, _ = run("status")
+    assert code == 0
+    rows = [line for line in out.splitlines() if "of 2.0 KiB" in line]
+    for word in ("m", "node 0123456789ab", "1.5 KiB of 2.0 KiB", "7 times", "pinned, worker-[1]"):
+        assert word in rows[0]
+    (built,) = [line for line in out.splitlines() if "worker 0" in line]
+    for word in ("m", "1.0 KiB", "pinned, 2 leases", "12.3 ms"):
+        assert word in built
+    assert "may go" in rows[1]
+    assert "unreachable: [/red] gone" in out
+    assert "text encoder: unreachable: the actor died" in out
+    assert "worker: 4 modules, 100 B; 2 requests denoising" in out
+
+
+def test_status_says_what_it_leaves_out(run: Run, server: Any) -> None:
+    assert "the first" not in run("status")[1]
+    server.answers["GET", "/admin/cluster"] = (200, CLUSTER | {"num_models": 10_000, "num_nodes": 2})
+    _, out, _ = run("status")
+    assert "the first 2 of 10000 models; /admin/cluster tells of the others, page by page" in out
+    assert "nodes; /admin" not in out
+
+
+def test_status_without_a_directory(run: Run, server: Any) -> None:
+    server.answers["GET", "/admin/cluster"] = (200, CLUSTER | {"nodes": [], "registry": {"unreachable": "it died"}})
+    code, out, _ = run("status")
+    assert code == 0
+    assert "the directory is unreachable: it died" in out

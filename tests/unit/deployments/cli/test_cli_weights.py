@@ -1,0 +1,166 @@
+"""The external weight store from the command line: what it prints, what it leaves on disk, how it refuses."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from deployments.cli.main import main
+
+Run = Callable[..., Any]
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    folder = tmp_path / "tiny"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"architectures": ["TinyForCausalLM"]}')
+    shared = torch.randn(32, 8)
+    tensors = {"embed": shared, "head": shared.clone(), "norm": torch.randn(8)}
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """`run("verify")` -> the JSON on stdout, or the text with `as_json=False`; the exit code must be `code`."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(*words: str | Path, code: int = 0, as_json: bool = True) -> Any:
+        options = ["--json"] if as_json else []
+        argv = ["atelier", "weights", *map(str, words), *options, "--store", str(tmp_path / "store")]
+        monkeypatch.setattr("sys.argv", argv)
+        with pytest.raises(SystemExit) as exit_:
+            main()
+        captured = capsys.readouterr()
+        assert (exit_.value.code or 0) == code, captured.err
+        if code and as_json and not captured.out:
+            return " ".join(captured.err.split())
+        return json.loads(captured.out) if as_json else captured.out + captured.err
+
+    return call
+
+
+def test_a_model_comes_in_is_looked_at_and_goes_back(run: Run, source: Path, tmp_path: Path) -> None:
+    record = run("externalize", source)
+    assert (record["model"], record["kind"], record["layout"]) == ("tiny", "llm", "combined")
+    assert record["given_bytes"] == 2 * 32 * 8 * 4 + 32
+    weights = {weight["name"]: weight for weight in run("inspect", "tiny")["weights"]}
+    expected = load_file(source / "model.safetensors")
+    for name, weight in weights.items():
+        data = expected[name].numpy().tobytes()
+        stored = (tmp_path / "store" / weight["path"]).read_bytes()[weight["offset"] :][: weight["nbytes"]]
+        assert stored == data
+        assert weight["id"] == hashlib.sha256(data).hexdigest()
+    assert weights["embed"]["offset"] == weights["head"]["offset"]
+    run("inline", "tiny", tmp_path / "back", as_json=False)
+    assert (tmp_path / "back/model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
+    assert not list(tmp_path.glob("tmp_weight_*"))
+
+
+@pytest.mark.parametrize("layout", ["inline", "separate", "combined"])
+def test_every_layout_by_name(run: Run, source: Path, tmp_path: Path, layout: str) -> None:
+    assert run("externalize", source, "--layout", layout)["layout"] == layout
+    assert run("verify", "--deep")["damages"] == []
+    other = "combined" if layout != "combined" else "separate"
+    assert run("convert", "tiny", "--layout", other)["layout"] == other
+    report = run("gc", "--dry-run")
+    assert report["removed"]
+    assert run("gc")["removed"] == report["removed"]
+    assert run("load", "tiny")["verified"]
+    assert {"open", "read", "verify", "attach"} <= run("load", "tiny")["stages"].keys()
+
+
+def test_the_store_at_a_glance(run: Run, source: Path, tmp_path: Path) -> None:
+    run("externalize", source, "-m", "one")
+    run("externalize", source, "-m", "two")
+    whole = run("inspect")
+    assert [model["model"] for model in whole["models"]] == ["one", "two"]
+    assert whole["stored_bytes"] < 0.6 * whole["given_bytes"]
+    assert "given" in run("inspect", as_json=False)
+
+
+def test_damage_is_reported_with_exit_code_1(run: Run, source: Path, tmp_path: Path) -> None:
+    run("externalize", source)
+    pack = tmp_path / "store/packs/tiny_weight_combined"
+    data = bytearray(pack.read_bytes())
+    data[5] ^= 1
+    pack.write_bytes(data)
+    (damage,) = run("verify", code=1)["damages"]
+    assert damage["model"] == "tiny"
+    assert "tiny_weight_combined" in damage["file"]
+    assert damage["tensors"]
+
+
+def test_damage_is_repaired_from_the_source_while_there_is_one(
+    run: Run, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run("externalize", source.relative_to(tmp_path))
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    for is_source_there in (True, False):
+        if not is_source_there:
+            source.rename(tmp_path / "renamed")
+        for pack in (tmp_path / "store/packs").iterdir():
+            data = bytearray(pack.read_bytes())
+            data[5] ^= 1
+            pack.write_bytes(data)
+        report = run("repair", "tiny", code=int(not is_source_there))
+        assert len(report["repaired"]) == int(is_source_there)
+        assert len(report["damages"]) == int(not is_source_there)
+        run("verify", "--deep", code=int(not is_source_there))
+        if is_source_there:
+            run("gc")
+    assert str(source) in report["damages"][0]["problem"]
+    text = run("repair", code=1, as_json=False)
+    assert "0 damages repaired, 1 left" in text
+    assert "no model 'nope'" in run("repair", "tiny", "nope", code=1)
+    assert not list(tmp_path.glob("tmp_weight_*"))
+
+
+def test_the_index_is_written_for_other_programs(run: Run, source: Path, tmp_path: Path) -> None:
+    run("externalize", source)
+    meta = tmp_path / "store/meta.json"
+    assert not meta.exists()
+    (tmp_path / "store/index.sqlite").unlink()
+    record = run("index")
+    assert (record["num_tensors"], record["meta"]) == (2, str(meta))
+    places = {
+        sha256: (extent["pack"], extent["offset"] + offset)
+        for extent in json.loads(meta.read_text())["extents"].values()
+        for sha256, offset in extent["tensors"].items()
+    }
+    for weight in run("inspect", "tiny")["weights"]:
+        pack, offset = places[weight["id"]]
+        assert (f"packs/{pack}", offset) == (weight["path"], weight["offset"])
+
+
+def test_a_removed_model_frees_its_bytes_with_gc(run: Run, source: Path, tmp_path: Path) -> None:
+    run("externalize", source)
+    run("remove", "tiny", as_json=False)
+    assert run("gc")["freed_bytes"] > 0
+    assert not list((tmp_path / "store/packs").iterdir())
+    assert "stored: none" in run("inspect", "tiny", code=1)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["inspect", "nope"], "no model 'nope'"),
+        (["externalize", "nowhere"], "no such folder or file"),
+        (["externalize", "weights.pt"], "allow"),
+        (["externalize", "s3:/bucket"], "no such folder or file"),
+        (["convert", "nope", "--layout", "inline"], "no model 'nope'"),
+        (["load", "../nope"], "nope"),
+    ],
+)
+def test_mistakes_are_one_line(run: Run, tmp_path: Path, words: list[str], expected: str) -> None:
+    torch.save({"w": torch.zeros(2)}, tmp_path / "weights.pt")
+    assert expected in run(*words, code=1)

@@ -1,0 +1,50 @@
+"""`atelier render`: plain Serve YAML that carries the whole config."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from ray.serve.schema import ServeDeploySchema
+
+from configs.cluster import ClusterConfig
+from configs.loading import load_cluster_config
+from deployments.cli.rendering import render_serve_yaml
+
+PRESETS = sorted((Path(__file__).parents[4] / "configs/clusters").glob("*.yaml"))
+FULL: dict[str, Any] = {
+    "name": "x",
+    "http": {"host": "0.0.0.0", "port": 9001, "request_timeout_s": 7},
+    "ray": {"object_store_bytes": "1 GiB", "address": "auto"},
+    "store": {"path": "/s", "node_budget_bytes": 77},
+    "ingress": {"num_replicas": 2, "limits": {"max_images": 3}},
+    "worker": {"num_replicas": 3, "num_gpus": 0.5, "num_cpus": 2, "max_ongoing_requests": 9, "device": "cuda"},
+    "models": [{"id": "m", "path": "/m", "dtype": "bfloat16", "defaults": {"width": 64}, "description": "a: [b] 'c'"}],
+    "adapters": [{"id": "a", "path": "/a", "base": ["m"]}],
+}
+
+
+def configs() -> list[ClusterConfig]:
+    return [*map(load_cluster_config, PRESETS), ClusterConfig.model_validate(FULL)]
+
+
+@pytest.mark.parametrize("config", configs(), ids=lambda config: config.name)
+def test_the_rendered_yaml_is_valid_and_gives_the_config_back(config: ClusterConfig) -> None:
+    document = yaml.safe_load(render_serve_yaml(config))
+    schema = ServeDeploySchema.model_validate(document)
+    (application,) = schema.applications
+    assert application.import_path == "deployments.app:build_app"
+    assert ClusterConfig(**application.args["config"]) == config
+
+
+def test_resources_and_replicas_are_serves_own() -> None:
+    schema = ServeDeploySchema.model_validate(yaml.safe_load(render_serve_yaml(ClusterConfig.model_validate(FULL))))
+    deployments = {deployment.name: deployment for deployment in schema.applications[0].deployments}
+    assert set(deployments) == {"ingress", "text_encoder", "worker"}
+    worker = deployments["worker"]
+    assert (worker.num_replicas, worker.max_ongoing_requests) == (3, 9)
+    assert worker.ray_actor_options.num_cpus == 2
+    assert worker.ray_actor_options.num_gpus == 0.5
+    assert (schema.http_options.host, schema.http_options.port) == ("0.0.0.0", 9001)

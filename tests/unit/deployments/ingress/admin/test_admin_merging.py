@@ -1,0 +1,168 @@
+"""Merging of a running cluster's text encoders, changed and looked at, over fakes of registry and replicas."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+from ray.exceptions import ActorDiedError, RayTaskError
+
+from cluster.registry.directory import DirectoryChange
+from cluster.registry.watching import DirectoryWatch
+from configs.cluster import ClusterConfig
+from configs.merging import MergeConfig
+from deployments.errors import Overloaded
+from deployments.ingress.http import create_http_app
+from deployments.ingress.service import Service
+
+PATH = "/admin/text-encoders/merging"
+CONFIG = ClusterConfig.model_validate(
+    {"models": [{"id": "base", "path": "/base"}], "text_encoder": {"merging": {"max_batch_size": 5}}}
+)
+
+
+class Registry:
+    """Its handle; `merging` is what it remembers."""
+
+    def __init__(self) -> None:
+        self.merging: MergeConfig | None = None
+        self.dead = False
+        self.set_encoder_merging = SimpleNamespace(remote=self._set)
+        self.encoder_merging = SimpleNamespace(remote=self._get)
+        self.watch = SimpleNamespace(remote=self._watch)
+
+    async def _set(self, merging: MergeConfig) -> None:
+        self._check()
+        self.merging = merging
+
+    async def _get(self) -> MergeConfig | None:
+        self._check()
+        return self.merging
+
+    async def _watch(self, revision: int, epoch: str, timeout_s: float) -> DirectoryChange:
+        self._check()
+        return DirectoryChange(1, "e", full=True)
+
+    def _check(self) -> None:
+        if self.dead:
+            raise ActorDiedError
+
+
+class Encoders:
+    """Two replicas that are tuned, and whatever is in `others`."""
+
+    def __init__(self) -> None:
+        self.tuned: list[Any] = [CONFIG.text_encoder.merging] * 2
+        self.others: list[Any] = []
+        self.calls: list[Any] = []
+
+    def broadcast(self, method: str, *arguments: Any) -> Any:
+        self.calls.append((method, *arguments))
+        if method == "retune":
+            self.tuned = list(arguments) * 2
+            answers: list[Any] = [None, None]
+        else:
+            assert method == "describe"
+            answers = [
+                {"merging": {"calls": number}, "merge_config": merging.model_dump(mode="json"), "modules": []}
+                for number, merging in enumerate(self.tuned)
+            ]
+
+        async def results_async(*, timeout_s: float, return_exceptions: bool) -> list[Any]:
+            assert return_exceptions
+            return answers + self.others
+
+        return SimpleNamespace(results_async=results_async)
+
+
+@pytest.fixture
+def registry() -> Registry:
+    return Registry()
+
+
+@pytest.fixture
+def encoders() -> Encoders:
+    return Encoders()
+
+
+@pytest.fixture
+async def http(registry: Registry, encoders: Encoders) -> AsyncIterator[httpx.AsyncClient]:
+    watch = DirectoryWatch(lambda: registry)
+    app = create_http_app(Service(CONFIG, watch, encoders, None), CONFIG)
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        yield client
+    watch.close()
+
+
+async def test_a_change_reaches_all_replicas_and_is_remembered(
+    http: httpx.AsyncClient, registry: Registry, encoders: Encoders
+) -> None:
+    body = {"max_batch_size": 16, "priority_levels": 3, "queue_policies": {"2": {"timeout_us": 50}}}
+    wanted = MergeConfig.model_validate(body)
+    encoders.others = [RayTaskError("retune", "Traceback", Overloaded("busy")), ActorDiedError()]
+    answer = await http.put(PATH, json=body)
+    assert answer.status_code == 200
+    assert MergeConfig.model_validate(answer.json()["merging"]) == wanted == registry.merging
+    assert encoders.calls == [("retune", wanted)]
+    first, second, third, fourth = answer.json()["text_encoders"]
+    assert (first, second, third) == ("", "", "busy")
+    assert fourth.startswith("The actor died")
+
+
+async def test_what_is_merged_is_shown_by_replica(
+    http: httpx.AsyncClient, registry: Registry, encoders: Encoders
+) -> None:
+    shown = (await http.get(PATH)).json()
+    assert shown["merging"]["max_batch_size"] == 5  # the config's
+    assert [replica["stats"] for replica in shown["text_encoders"]] == [{"calls": 0}, {"calls": 1}]
+    await http.put(PATH, json={"max_batch_size": 9})
+    encoders.others = [ActorDiedError()]
+    shown = (await http.get(PATH)).json()
+    *replicas, lost = shown["text_encoders"]
+    assert [replica["config"] for replica in replicas] == [shown["merging"]] * 2
+    assert shown["merging"]["max_batch_size"] == 9
+    assert lost["unreachable"].startswith("The actor died")
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "text"),
+    [
+        ({"max_batch_size": 0}, "max_batch_size", "greater than or equal to 1"),
+        ({"max_batch_sise": 3}, "max_batch_sise", "unknown field"),
+        ({"strategy": "fastest"}, "strategy", "prefer_latency"),
+        ({"queue_policies": {"1": {"timeout_us": 0}}}, "queue_policies.1.timeout_us", "greater than or equal to 1"),
+        ({"default_priority": 2}, None, "default_priority 2 is beyond priority_levels 1"),
+        ({"strategy": "prefer_batch"}, None, "max_queue_delay_us"),
+        ([], None, ""),
+        (None, None, ""),
+    ],
+)
+async def test_what_cannot_be_is_refused_before_anything_changes(
+    http: httpx.AsyncClient, registry: Registry, encoders: Encoders, body: Any, param: str | None, text: str
+) -> None:
+    refused = await http.put(PATH, json=body)
+    error = refused.json()["error"]
+    assert (refused.status_code, error["code"], error["param"]) == (400, "invalid_value", param)
+    assert text in error["message"]
+    assert (registry.merging, encoders.calls) == (None, [])
+
+
+async def test_without_a_registry_nothing_changes(
+    http: httpx.AsyncClient, registry: Registry, encoders: Encoders
+) -> None:
+    await http.get(PATH)
+    registry.dead = True
+    refused = await http.put(PATH, json={"max_batch_size": 9})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "model_unavailable")
+    assert ("retune", MergeConfig(max_batch_size=9)) not in encoders.calls
+    assert (await http.get(PATH)).json()["merging"]["max_batch_size"] == 5
+
+
+async def test_it_is_documented(http: httpx.AsyncClient) -> None:
+    put = (await http.get("/openapi.json")).json()["paths"][PATH]["put"]
+    assert {"200", "400", "503"} <= put["responses"].keys()
+    assert put["description"]

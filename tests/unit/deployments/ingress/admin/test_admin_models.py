@@ -1,0 +1,398 @@
+"""The admin API over a real directory whose checkpoints, keepers and replicas are fakes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+from ray.exceptions import ActorDiedError, RayTaskError
+
+from cluster.registry.directory import DirectoryChange, Entry
+from cluster.registry.registrations import Registrations
+from cluster.registry.served_models import ServedModels
+from cluster.registry.summaries import ModelSummary
+from cluster.registry.watching import DirectoryWatch
+from configs.cluster import ClusterConfig
+from configs.model import AdapterConfig, ModelConfig
+from deployments.errors import Overloaded
+from deployments.ingress.admin.operations import MAX_MODELS, MAX_NODES
+from deployments.ingress.http import create_http_app
+from deployments.ingress.service import Service
+from weights.errors import FormatError, SourceRefused
+from weights.feature_sizes import FeatureSizes
+from weights.store import WeightStore
+
+CONFIG = ClusterConfig.model_validate({"models": [{"id": "base", "path": "/base"}]})
+
+
+def take_in(entry: Entry) -> ModelSummary:
+    """A path's text decides: its version, and whether it can be used."""
+    if "torn" in str(entry.path):
+        raise FormatError(f"{entry.path}/model.safetensors: tensor 'w' is torn")
+    kind = "adapter" if isinstance(entry, AdapterConfig) else "llm"
+    fingerprint = str(entry.path).replace("/", "-")
+    return ModelSummary(kind, 0, fingerprint, (), FeatureSizes(), "")
+
+
+def check_source(entry: Entry) -> None:
+    if "secret" in str(entry.path):
+        raise SourceRefused(f"{entry.path}: outside of the folders that models may come from (model_roots: /base)")
+
+
+class Registry:
+    """The registry's actor handle. Errors arrive as Ray wraps them; while it is `dead` none of its own do."""
+
+    def __init__(self, models: ServedModels) -> None:
+        self.models = models
+        self.dead = False
+        self.holders: list[str] = []
+        self.calls: list[Any] = []
+        self.residency_now: Any = {"num_nodes": 0, "nodes": [], "models": {}}
+
+    def __getattr__(self, method: str) -> Any:
+        async def call(*arguments: Any) -> Any:
+            if self.dead:
+                raise ActorDiedError()
+            try:
+                return await getattr(type(self), f"on_{method}")(self, *arguments)
+            except Exception as error:
+                raise RayTaskError(method, "Traceback of the actor", error) from None
+
+        return SimpleNamespace(remote=call)
+
+    async def on_watch(self, revision: int, epoch: str, timeout_s: float) -> DirectoryChange:
+        while not (change := self.models.directory.changes_since(revision, epoch)):
+            await self.models.changed()
+        return change
+
+    async def on_status(self, model: str) -> Any:
+        return await self.models.status(model)
+
+    async def on_register(self, entry: Entry, wait: bool) -> Any:
+        return await self.models.register(entry, wait=wait)
+
+    async def on_unregister(self, model: str, purge: bool = False) -> Any:
+        self.calls.append(("unregister", model, purge))
+        return await self.models.unregister(model, purge=purge)
+
+    async def on_prefetch(self, model: str) -> dict[str, str]:
+        await self.models.status(model)
+        self.calls.append(("prefetch", model))
+        return {"n1": "", "n2": "the keeper is gone"}
+
+    async def on_want(self, model: str) -> None:
+        self.models.set_loaded(model, True)
+
+    async def on_evict(self, model: str) -> list[str]:
+        self.calls.append(("evict", model))
+        if not self.holders:
+            self.models.set_loaded(model, False)
+        return self.holders
+
+    async def on_pin(self, model: str, pinned: bool) -> dict[str, str]:
+        await self.models.status(model)
+        self.calls.append(("pin", model, pinned))
+        return {"n1": ""}
+
+    async def on_residency(self, models: list[str], node_offset: int, max_nodes: int) -> Any:
+        self.calls.append(("residency", models, node_offset, max_nodes))
+        return self.residency_now
+
+
+class Replicas:
+    """A deployment handle; `answers` is what its replicas say to a broadcast."""
+
+    def __init__(self, *answers: Any) -> None:
+        self.answers = list(answers)
+        self.calls: list[Any] = []
+
+    def broadcast(self, method: str, *arguments: Any) -> Any:
+        async def results_async(*, timeout_s: float, return_exceptions: bool) -> list[Any]:
+            assert return_exceptions
+            assert timeout_s > 0
+            return self.answers
+
+        self.calls.append((method, *arguments))
+        return SimpleNamespace(results_async=results_async)
+
+
+@pytest.fixture
+async def registry(tmp_path: Path) -> Registry:
+    registrations = Registrations(tmp_path / "registrations")
+    models = ServedModels(
+        CONFIG.entries, WeightStore(tmp_path / "store"), registrations, take_in, "first", check_source=check_source
+    )
+    await models.start()
+    await models.status("base")
+    return Registry(models)
+
+
+@pytest.fixture
+def worker() -> Replicas:
+    vae = {"component": "vae", "models": ["base", "other"], "bytes": 5, "leases": 1, "pinned": False}
+    unet = {"component": "unet", "models": ["base"], "bytes": 7, "leases": 0, "pinned": True}
+    return Replicas(
+        {"modules": [vae, unet], "last_switches": {"base": {"switch_ms": 3.0}}}, ActorDiedError(), {"modules": [vae]}
+    )
+
+
+@pytest.fixture
+async def http(registry: Registry, worker: Replicas) -> AsyncIterator[httpx.AsyncClient]:
+    watch = DirectoryWatch(lambda: registry)
+    encoder = Replicas({"modules": [], "last_switches": {"base": {"switch_ms": 9.0}, "other": {"switch_ms": 1.0}}})
+    app = create_http_app(Service(CONFIG, watch, encoder, worker), CONFIG)
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        yield client
+    watch.close()
+
+
+def problem(response: httpx.Response) -> tuple[int, str, str | None]:
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert "Traceback" not in response.text
+    return response.status_code, error["code"], error["param"]
+
+
+async def test_a_model_is_registered_listed_replaced_and_removed(
+    http: httpx.AsyncClient, registry: Registry, worker: Replicas
+) -> None:
+    made = await http.post("/admin/models", json={"id": "new", "path": "/one", "description": "adds"})
+    assert (made.status_code, made.json()["state"], made.json()["description"]) == (201, "ready", "adds")
+    assert (await http.get("/v1/models/new")).json() == made.json()
+    assert (await http.post("/admin/models", json={"id": "new", "path": "/one"})).status_code == 200
+    replaced = await http.post("/admin/models", json={"id": "new", "path": "/two"})
+    assert replaced.status_code == 200
+    found = registry.models.directory.get("new")
+    assert found
+    assert found.fingerprint == "-two"
+    removed = await http.delete("/admin/models/new", params={"purge": "true"})
+    assert (removed.status_code, removed.json()) == (200, {"id": "new", "deleted": True, "orphans": []})
+    assert registry.calls == [("unregister", "new", True)]
+    assert worker.calls == [("unpin", "new")]  # pins end with the model
+    assert problem(await http.delete("/admin/models/new")) == (404, "model_not_found", "model")
+
+
+async def test_a_path_outside_of_the_roots_is_refused_before_anything_changes(
+    http: httpx.AsyncClient, registry: Registry
+) -> None:
+    for id_, is_there in (("new", False), ("base", True)):
+        refused = await http.post("/admin/models", json={"id": id_, "path": "/secret"})
+        assert problem(refused) == (400, "invalid_value", "path")
+        assert "outside of the folders that models may come from (model_roots: /base)" in refused.text
+        assert (id_ in registry.models.directory) == is_there
+    assert (await http.get("/v1/models/base")).json()["state"] == "ready"
+    found = registry.models.directory.get("base")
+    assert found
+    assert found.entry == CONFIG.entries["base"]
+
+
+async def test_an_unloaded_model_is_not_ready_until_it_is_wanted_again(
+    http: httpx.AsyncClient, registry: Registry, worker: Replicas
+) -> None:
+    worker.answers = [[], []]
+    assert (await http.post("/v2/repository/models/base/unload", json={})).status_code == 200
+    assert worker.calls[-1] == ("evict", "base")
+    assert (await http.get("/v2/models/base/ready")).status_code == 503
+    assert (await http.get("/healthz")).json()["status"] == "ok"
+    index = {model["name"]: model for model in (await http.post("/v2/repository/index", json={})).json()}
+    assert (index["base"]["state"], index["base"]["reason"]) == ("UNAVAILABLE", "unloaded")
+    worker.answers = [None]
+    assert (await http.post("/v2/repository/models/base/load", json={})).status_code == 200
+    assert (await http.get("/v2/models/base/ready")).status_code == 200
+
+
+async def test_what_is_in_use_is_not_unloaded(http: httpx.AsyncClient, registry: Registry, worker: Replicas) -> None:
+    worker.answers = [["transformer"], []]
+    refused = await http.post("/v2/repository/models/base/unload", json={})
+    assert refused.status_code == 409
+    assert "running requests or pins hold transformer" in refused.json()["error"]
+    worker.answers, registry.holders = [[], []], ["worker-1"]
+    refused = await http.post("/v2/repository/models/base/unload", json={})
+    assert (refused.status_code, "held by worker-1" in refused.json()["error"]) == (409, True)
+    assert (await http.get("/v2/models/base/ready")).status_code == 200
+
+
+async def test_who_does_not_wait_gets_a_202(http: httpx.AsyncClient) -> None:
+    made = await http.post("/admin/models", params={"wait": "false"}, json={"id": "new", "path": "/one"})
+    assert (made.status_code, made.json()["state"]) == (202, "registering")
+    assert (await http.get("/healthz")).status_code == 200
+    assert (await http.get("/v1/models/new")).json()["state"] == "ready"
+
+
+async def test_an_adapter_is_known_to_its_base_and_named_when_the_base_goes(http: httpx.AsyncClient) -> None:
+    await http.post("/admin/models", json={"id": "new", "path": "/one"})
+    made = await http.post("/admin/models", json={"id": "lora", "path": "/l", "base": ["new", "base"]})
+    assert (made.status_code, made.json()["kind"], made.json()["base"]) == (201, "adapter", ["new", "base"])
+    assert (await http.delete("/admin/models/new")).json()["orphans"] == ["lora"]
+
+
+async def test_a_new_model_that_cannot_be_used_leaves_nothing_behind(
+    http: httpx.AsyncClient, registry: Registry
+) -> None:
+    response = await http.post("/admin/models", json={"id": "new", "path": "/torn"})
+    assert problem(response) == (422, "unusable_checkpoint", "path")
+    assert "/torn/model.safetensors: tensor 'w' is torn" in response.json()["error"]["message"]
+    assert "new" not in registry.models.directory
+
+
+async def test_an_update_that_cannot_be_used_leaves_the_version_before(http: httpx.AsyncClient) -> None:
+    await http.post("/admin/models", json={"id": "new", "path": "/one"})
+    response = await http.post("/admin/models", json={"id": "new", "path": "/torn"})
+    assert problem(response) == (422, "unusable_checkpoint", "path")
+    listed = (await http.get("/v1/models/new")).json()
+    assert listed["state"] == "ready"
+    assert "the version before goes on serving" in listed["error"]
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ({"path": "/one"}, (400, "invalid_value", "id")),
+        ({"id": "x"}, (400, "invalid_value", "path")),
+        ({"id": "../x", "path": "/one"}, (400, "invalid_value", "id")),
+        ({"id": "x" * 129, "path": "/one"}, (400, "invalid_value", "id")),
+        ({"id": "x", "path": "one"}, (400, "invalid_value", "path")),
+        ({"id": "x", "path": "ftp://host/x"}, (400, "invalid_value", "path")),
+        ({"id": "x", "path": "s3://user:secret@host/x"}, (400, "invalid_value", "path")),
+        ({"id": "x", "path": 3}, (400, "invalid_value", "path")),
+        ({"id": "x", "path": "/one", "dtype": "int4"}, (400, "invalid_value", "dtype")),
+        ({"id": "x", "path": "/one", "colour": "red"}, (400, "invalid_value", "colour")),
+        ({"id": "x", "path": "/one", "defaults": {"width": 1}}, (400, "invalid_value", "defaults.width")),
+        ({"id": "x", "path": "/one", "base": []}, (400, "invalid_value", "base")),
+        ({"id": "x", "path": "/one", "base": ["nope"]}, (400, "invalid_value", "base")),
+        ({"id": "x", "path": "/one", "base": ["base"], "preload": True}, (400, "invalid_value", "preload")),
+        ({"id": "base", "path": "/one", "base": ["base"]}, (409, "conflict", None)),
+        ([], (400, "invalid_value", None)),
+        (3, (400, "invalid_value", None)),
+        (None, (400, "invalid_value", None)),
+    ],
+)
+async def test_what_cannot_be_registered_is_refused_with_its_field(
+    http: httpx.AsyncClient, registry: Registry, body: Any, expected: tuple[int, str, str | None]
+) -> None:
+    revision = registry.models.directory.revision
+    assert problem(await http.post("/admin/models", json=body)) == expected
+    assert registry.models.directory.revision == revision
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "options", "expected"),
+    [
+        ("POST", "/admin/models?wait=perhaps", {"json": {"id": "x", "path": "/one"}}, (400, "invalid_value", "wait")),
+        ("DELETE", "/admin/models/base", {}, (409, "conflict", None)),
+        ("DELETE", "/admin/models/nope", {}, (404, "model_not_found", "model")),
+        ("DELETE", "/admin/models/%2e%2e%2fx", {}, (404, "unknown_url", None)),
+        ("POST", "/admin/models/nope/prefetch", {}, (404, "model_not_found", "model")),
+        ("POST", "/admin/models/base/prefetch", {"json": {"tier": "disk"}}, (400, "invalid_value", "tier")),
+        ("POST", "/admin/models/base/prefetch", {"json": {"level": 1}}, (400, "invalid_value", "level")),
+        ("POST", "/admin/models/nope/pin", {}, (404, "model_not_found", "model")),
+        ("DELETE", "/admin/models/nope/pin", {}, (404, "model_not_found", "model")),
+        ("GET", "/admin/models/base/pin", {}, (405, "method_not_allowed", None)),
+    ],
+)
+async def test_bad_admin_requests(
+    http: httpx.AsyncClient, method: str, path: str, options: Any, expected: tuple[int, str, str | None]
+) -> None:
+    assert problem(await http.request(method, path, **options)) == expected
+
+
+async def test_prefetch_and_pin_reach_nodes_and_workers(
+    http: httpx.AsyncClient, registry: Registry, worker: Replicas
+) -> None:
+    host = await http.post("/admin/models/base/prefetch")
+    assert host.json() == {"model": "base", "tier": "host", "nodes": {"n1": "", "n2": "the keeper is gone"}}
+    assert worker.calls == []
+    worker.answers = [None, RayTaskError("prefetch", "Traceback", Overloaded("no room for it"))]
+    device = await http.post("/admin/models/base/prefetch", json={"tier": "device"})
+    assert device.json()["workers"] == ["", "no room for it"]
+    assert len(device.json()["text_encoders"]) == 1
+    await http.post("/admin/models/base/pin")
+    await http.delete("/admin/models/base/pin")
+    assert worker.calls == [("prefetch", "base"), ("pin", "base"), ("unpin", "base")]
+    assert registry.calls == [("prefetch", "base")] * 2 + [("pin", "base", True), ("pin", "base", False)]
+
+
+async def test_the_cluster_is_shown_with_what_does_not_answer(http: httpx.AsyncClient, registry: Registry) -> None:
+    resident = {"n1": {"host_bytes": 10, "num_extents": 1, "pinned": False, "holders": ["worker-1"], "hits": 2}}
+    nodes = [{"node_id": "n1", "unreachable": "gone"}]
+    registry.residency_now = {"num_nodes": 7, "nodes": nodes, "models": {"base": resident}}
+    shown = (await http.get("/admin/cluster")).json()
+    assert (shown["cluster"], shown["nodes"]) == ("atelier", registry.residency_now["nodes"])
+    (base,) = shown["models"]
+    assert (base["id"], base["state"], base["resident"]) == ("base", "ready", resident)
+    assert base["last_switch"] == {"replica": "worker 0", "switch_ms": 3.0}
+    assert base["built"] == [
+        {"replica": "worker 0", "bytes": 12, "leases": 1, "pinned": True},
+        {"replica": "worker 2", "bytes": 5, "leases": 1, "pinned": False},
+    ]
+    assert shown["text_encoders"][0]["modules"] == []
+    assert shown["workers"][1]["unreachable"].startswith("The actor died")
+    assert (shown["num_models"], shown["num_nodes"]) == (1, 7)
+
+
+async def test_of_many_models_and_nodes_a_page_is_asked_for_and_shown(
+    http: httpx.AsyncClient, registry: Registry
+) -> None:
+    for number in range(30):
+        await registry.models.register(ModelConfig(id=f"m{number}", path=Path("/c")))
+    await http.post("/admin/models", json={"id": "last", "path": "/c"})  # so that the ingress has heard of all
+    registry.calls.clear()
+    first = (await http.get("/admin/cluster")).json()
+    assert len(first["models"]) == first["num_models"] == 32
+    pages = []
+    for offset in range(0, 40, 10):
+        query = {"model_offset": offset, "max_models": 10, "node_offset": 2 * offset, "max_nodes": 20}
+        pages.append((await http.get("/admin/cluster", params=query)).json())
+        ids = [model["id"] for model in pages[-1]["models"]]
+        assert registry.calls[-1] == ("residency", ids, 2 * offset, 20)
+    assert [model for page in pages for model in page["models"]] == first["models"]
+    assert registry.calls[0][2:] == (0, MAX_NODES)
+    for query in ({"max_models": MAX_MODELS + 1}, {"model_offset": -1}, {"max_nodes": "x"}):
+        assert (await http.get("/admin/cluster", params=query)).status_code == 400
+
+
+async def test_a_dead_registry_leaves_the_rest_to_be_seen_and_served(
+    http: httpx.AsyncClient, registry: Registry
+) -> None:
+    assert (await http.get("/healthz")).status_code == 200
+    registry.dead = True
+    shown = (await http.get("/admin/cluster")).json()
+    assert shown["registry"]["unreachable"].startswith("The actor died")
+    assert [model["id"] for model in shown["models"]] == ["base"]
+    assert (await http.get("/v1/models/base")).status_code == 200
+    for response in (
+        await http.post("/admin/models", json={"id": "x", "path": "/one"}),
+        await http.post("/admin/models/base/pin"),
+        await http.get("/v1/models/unheard-of"),
+    ):
+        assert problem(response)[:2] == (503, "model_unavailable")
+
+
+async def test_operations_are_documented(http: httpx.AsyncClient) -> None:
+    paths = (await http.get("/openapi.json")).json()["paths"]
+    register = paths["/admin/models"]["post"]
+    assert (register["tags"], set(register["responses"])) == (
+        ["operations"],
+        {"200", "201", "202", "400", "409", "422", "503"},
+    )
+    for path, methods in paths.items():
+        for operation in methods.values():
+            assert path.startswith("/admin") <= (operation["tags"] == ["operations"] and bool(operation["description"]))
+
+
+async def test_many_watchers_and_registrations_at_once(http: httpx.AsyncClient, registry: Registry) -> None:
+    bodies = [{"id": f"m{number % 10}", "path": f"/v{number}"} for number in range(60)]
+    responses = await asyncio.gather(*(http.post("/admin/models", json=body) for body in bodies))
+    assert {response.status_code for response in responses} <= {200, 201}
+    listed = [model["id"] for model in (await http.get("/v1/models")).json()["data"]]
+    assert sorted(listed) == ["base", *(f"m{number}" for number in range(10))]
+    for number in range(10):
+        found = registry.models.directory.get(f"m{number}")
+        assert found
+        assert (found.state, found.fingerprint) == ("ready", f"-v{number + 50}")

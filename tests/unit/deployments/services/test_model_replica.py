@@ -1,0 +1,44 @@
+"""What a replica does before its first request."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from configs.model import ModelConfig
+from deployments.services.model_replica import prepare_models
+from weights.manifest import Component
+
+
+class Host:
+    """Remembers what is leased."""
+
+    def __init__(self, kinds: dict[str, str]) -> None:
+        self._kinds = kinds
+        self.leased: list[str] = []
+
+    async def manifest(self, model: str) -> Any:
+        part = Component(name="model", library="transformers", class_name=None, folder=".", tensors={})
+        return SimpleNamespace(kind=self._kinds[model], components={"model": part})
+
+    def skeleton(self, manifest: Any) -> Path:
+        return Path()
+
+    def has_room_for(self, manifest: Any, wanted: Any) -> bool:
+        return True
+
+    @contextlib.asynccontextmanager
+    async def lease(self, model: str, wanted: Any) -> AsyncIterator[None]:
+        self.leased.append(model)
+        yield
+
+
+async def test_a_replica_preloads_only_what_its_service_runs() -> None:
+    host: Any = Host({"llm": "llm", "minilm": "embedding", "flux": "diffusion"})
+    models = [ModelConfig(id=id_, path=Path("/m"), preload=True) for id_ in ("llm", "minilm", "flux")]
+    build: Any = SimpleNamespace(prepare=lambda component, skeleton: None)
+    await prepare_models(host, models, ("diffusion", "embedding"), lambda component: True, build)
+    assert host.leased == ["minilm", "flux"]

@@ -1,0 +1,133 @@
+"""Steps in a replica of the embedding service, over the demo's classifier."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from configs.model import LongText
+from deployments.engines.protocol import EngineError
+from deployments.engines.text.dense import DenseHead
+from deployments.modules.model_host import ModelHost
+from deployments.pipelines.memory_plan import plan_memory
+from deployments.pipelines.plans import SegmentCall, SegmentPlan, StepPlan
+from deployments.services.segment_ops import EncoderOps
+from deployments.text.cache import EmbeddingCache, Encoding
+from deployments.text.cached_encoders import CachedEncoders
+from deployments.text.encode_jobs import EncodeJob, encoded_or_raised
+from deployments.text.keyed_encoders import TextEncoderBuilder
+
+MODELS = Path(__file__).parents[4] / "infra" / "demo" / "models"
+BERT, HEAD = MODELS / "texts-bert", MODELS / "texts-head"
+LONG = "many words and more of them " * 100
+
+
+class Bench:
+    """`terms` are what the calls of the encoder were made with."""
+
+    def __init__(self, host: ModelHost) -> None:
+        self.host = host
+        self.terms: list[tuple[int, float | None]] = []
+        self.encoders = CachedEncoders(EmbeddingCache(10**7), self._run)
+
+    async def _run(self, jobs: Sequence[EncodeJob], priority: int, timeout_s: float | None) -> list[Encoding]:
+        self.terms.append((priority, timeout_s))
+        return encoded_or_raised(jobs)
+
+    def ops(self, long_text: LongText = "truncate") -> EncoderOps:
+        step = StepPlan("s", "embed", "bert", {}, {}, {})
+        plan = SegmentPlan("p", (step,), (), 4, {}, plan_memory([]))
+        return EncoderOps(self.host, self.encoders, SegmentCall(plan, {}, 1, 2, 3.5, {}, {"bert": long_text}))
+
+    def is_idle(self) -> bool:
+        return not any(slot.leases for slot in self.host._modules.slots.values())
+
+
+@pytest.fixture
+def bench(open_host: Callable[..., ModelHost]) -> Bench:
+    return Bench(open_host(TextEncoderBuilder(), {"bert": BERT, "head": HEAD}))
+
+
+async def test_ids_give_the_embedding_of_their_text(bench: Bench) -> None:
+    ops, texts = bench.ops(), ["one text", "another one"]
+    ids = await ops.tokenize("bert", texts, 0)
+    by_ids = await ops.encode("bert", ids, 0)
+    by_text = await ops.encode("bert", texts, 0)
+    for first, second in zip(by_ids, by_text, strict=True):
+        assert torch.equal(first, second)
+    assert bench.terms == [(2, 3.5)]  # the second time they were in the cache
+    assert ops.take_warnings() == []
+    assert bench.is_idle()
+
+
+@pytest.mark.parametrize("step", ["tokenize", "encode"])
+async def test_what_is_too_long_follows_the_models_rule(bench: Bench, step: str) -> None:
+    ops = bench.ops()
+    await getattr(ops, step)("bert", ["short", LONG], 8)
+    (warning,) = ops.take_warnings()
+    assert warning.startswith("input 9 was cut to ")
+    assert ops.take_warnings() == []
+    with pytest.raises(EngineError, match=r"input 9 has .* tokens, and at most"):
+        await getattr(bench.ops("error"), step)("bert", ["short", LONG], 8)
+    with pytest.raises(EngineError, match="long_text 'chunk'"):
+        await getattr(bench.ops("chunk"), step)("bert", ["short"], 0)
+    assert bench.is_idle()
+
+
+async def test_a_cut_text_is_its_beginning(bench: Bench) -> None:
+    ops = bench.ops()
+    (ids,) = await ops.tokenize("bert", [LONG], 0)
+    (whole,) = await ops.tokenize("bert", ["many words and more of them " * 3], 0)
+    assert ids[: len(whole) - 1] == whole[:-1]
+    by_ids, by_text = await ops.encode("bert", [ids], 0), await ops.encode("bert", [LONG], 0)
+    assert torch.equal(by_ids[0], by_text[0])
+
+
+async def test_a_head_is_applied_where_it_is_asked_to(bench: Bench) -> None:
+    tensors = {name: tensor.float() for name, tensor in load_file(HEAD / "model.safetensors").items()}
+    weight, bias = tensors["linear.weight"], tensors.get("linear.bias", torch.zeros(1))
+    features = torch.randn(3, weight.shape[1])
+    expected = features @ weight.T + bias
+    torch.testing.assert_close(await bench.ops().head("head", features, None), expected)
+    out = torch.empty(3, weight.shape[0])
+    assert await bench.ops().head("head", features, out) is out
+    torch.testing.assert_close(out, expected)
+    with pytest.raises(EngineError, match="expected floating vectors"):
+        await bench.ops().head("head", features[:, 1:], out)
+    assert bench.is_idle()
+
+
+async def test_who_leaves_gives_back_nothing_that_a_thread_still_writes(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The arena is another call's afterwards."""
+    begun, go = threading.Event(), threading.Event()
+    apply = DenseHead.apply
+
+    def slow(self: DenseHead, features: torch.Tensor, out: torch.Tensor | None = None) -> Any:
+        begun.set()
+        assert go.wait(10)
+        return apply(self, features, out)
+
+    monkeypatch.setattr(DenseHead, "apply", slow)
+    size = load_file(HEAD / "model.safetensors")["linear.weight"].shape
+    out = torch.full((1, size[0]), float("nan"))
+    running = asyncio.create_task(bench.ops().head("head", torch.zeros(1, size[1]), out))
+    await asyncio.to_thread(begun.wait, 10)
+    for _ in range(3):  # however often
+        running.cancel()
+        await asyncio.sleep(0)
+    assert not running.done()
+    assert not bench.is_idle()
+    go.set()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert not out.isnan().any()
+    assert bench.is_idle()

@@ -1,0 +1,435 @@
+"""The device loop: requests join and leave a running batch, and fail by themselves."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+
+from deployments.engines.protocol import ComputationFailed, SamplingParams, TextDelta, TextRequest
+from deployments.errors import GenerationFailed
+from deployments.services.step_loop import DenoiseLoop, DeviceThread, TextLoop
+
+WAIT_S = 10
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(WAIT_S):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+class Turns:
+    """Lets the device thread make as many turns as were granted."""
+
+    def __init__(self, granted: int = 10**6) -> None:
+        self._semaphore = threading.Semaphore(granted)
+        self.waiting = False
+
+    def grant(self, count: int = 1) -> None:
+        self.waiting = False
+        self._semaphore.release(count)
+
+    def take(self) -> None:
+        self.waiting = True
+        assert self._semaphore.acquire(timeout=WAIT_S)
+        self.waiting = False
+
+
+@dataclass(eq=False)
+class State:
+    name: str
+    num_steps: int
+    step_index: int = 0
+    fails_at: int | None = None
+    fails_in_decode: bool = False
+    solver_fails_at: int | None = None
+    outcome: Exception | None = None
+    failure: Exception | None = None
+
+    @property
+    def done(self) -> bool:
+        return self.step_index >= self.num_steps
+
+    @property
+    def num_steps_left(self) -> int:
+        return self.num_steps - self.step_index
+
+
+@dataclass(eq=False)
+class Pipeline:
+    """As the engine's: when a step raises, no state has moved; whose own solver fails moves no more."""
+
+    turns: Turns = field(default_factory=Turns)
+    max_rows: int = 64
+    steps: list[list[str]] = field(default_factory=list)
+    decoded: list[list[str]] = field(default_factory=list)
+    threads: set[int] = field(default_factory=set)
+
+    def share_of_turn(self, state: State) -> float:
+        return 1 / self.max_rows
+
+    def step(self, states: list[State]) -> None:
+        self.threads.add(threading.get_ident())
+        self.turns.take()
+        for state in states:
+            if state.fails_at == state.step_index:
+                raise ValueError(f"{state.name} broke")
+        self.steps.append([state.name for state in states])
+        for state in states:
+            if state.solver_fails_at == state.step_index:
+                state.failure = ComputationFailed(f"the solver of {state.name} failed")
+            else:
+                state.step_index += 1
+
+    def decode(self, states: list[State]) -> list[Any]:
+        self.threads.add(threading.get_ident())
+        for state in states:
+            if state.fails_in_decode:
+                raise ValueError(f"{state.name} cannot be decoded")
+        self.decoded.append([state.name for state in states])
+        return [state.outcome or np.full((1, 2, 2, 3), len(state.name), np.uint8) for state in states]
+
+
+def loop() -> DenoiseLoop:
+    return DenoiseLoop(DeviceThread())
+
+
+async def test_one_request_is_stepped_to_its_end_and_decoded() -> None:
+    pipeline = Pipeline()
+    images, times = await loop().run(pipeline, State("one", 3))
+    assert images.shape == (1, 2, 2, 3)
+    assert (pipeline.steps, pipeline.decoded) == ([["one"]] * 3, [["one"]])
+    assert min(times.queue_s, times.denoise_s, times.decode_s) >= 0
+
+
+async def test_requests_join_a_running_batch_and_leave_it() -> None:
+    device, pipeline = loop(), Pipeline(Turns(0))
+    first = asyncio.ensure_future(device.run(pipeline, State("a", 3)))
+    await until(lambda: pipeline.turns.waiting)
+    second = asyncio.ensure_future(device.run(pipeline, State("b", 3)))
+    await asyncio.sleep(0)
+    pipeline.turns.grant(100)
+    await asyncio.gather(first, second)
+    assert pipeline.steps == [["a"], ["a", "b"], ["a", "b"], ["b"]]
+    assert pipeline.decoded == [["a"], ["b"]]
+
+
+async def test_those_who_end_together_are_decoded_together() -> None:
+    device, pipeline = loop(), Pipeline()
+    found = await asyncio.gather(*(device.run(pipeline, State("x" * n, 2)) for n in (1, 2, 3)))
+    assert pipeline.decoded == [["x", "xx", "xxx"]]
+    assert [images[0, 0, 0, 0] for images, _ in found] == [1, 2, 3]
+
+
+async def test_pipelines_take_turns_on_one_thread() -> None:
+    device, one, two = loop(), Pipeline(), Pipeline()
+    await asyncio.gather(device.run(one, State("a", 2)), device.run(two, State("b", 2)))
+    assert (one.steps, two.steps) == ([["a"]] * 2, [["b"]] * 2)
+    assert one.threads == two.threads
+    assert threading.get_ident() not in one.threads
+
+
+async def test_a_cancelled_request_is_stepped_no_more() -> None:
+    device, pipeline = loop(), Pipeline(Turns(0))
+    kept = asyncio.ensure_future(device.run(pipeline, State("kept", 3)))
+    left = asyncio.ensure_future(device.run(pipeline, State("left", 100)))
+    await until(lambda: pipeline.turns.waiting)
+    left.cancel()
+    await asyncio.sleep(0)
+    pipeline.turns.grant(100)
+    await kept
+    assert pipeline.steps == [["kept", "left"], ["kept"], ["kept"]]
+    assert pipeline.decoded == [["kept"]]
+    with pytest.raises(asyncio.CancelledError):
+        await left
+
+
+async def test_who_is_cancelled_returns_when_its_step_is_over() -> None:
+    """Its weights may go then, and not before."""
+    device, pipeline = loop(), Pipeline(Turns(0))
+    left = asyncio.ensure_future(device.run(pipeline, State("left", 100)))
+    await until(lambda: pipeline.turns.waiting)
+    for _ in range(3):
+        left.cancel()
+        await asyncio.wait([left], timeout=0.01)
+        assert not left.done()
+    pipeline.turns.grant()
+    with pytest.raises(asyncio.CancelledError):
+        await left
+    assert pipeline.steps == [["left"]]
+    assert device.num_running == 0
+
+
+async def test_the_loop_ends_when_all_have_left_and_begins_again() -> None:
+    device, pipeline = loop(), Pipeline(Turns(0))
+    left = asyncio.ensure_future(device.run(pipeline, State("left", 100)))
+    await until(lambda: pipeline.turns.waiting)
+    left.cancel()
+    await asyncio.sleep(0)
+    pipeline.turns.grant(100)
+    await asyncio.wait([left])
+    await device.run(pipeline, State("next", 1))
+    assert pipeline.steps == [["left"], ["next"]]
+
+
+@pytest.mark.parametrize("fails_at", [0, 1])
+async def test_who_fails_fails_alone(fails_at: int) -> None:
+    device, pipeline = loop(), Pipeline()
+    good = [State(name, 3) for name in "ab"]
+    bad = State("bad", 3, fails_at=fails_at)
+    runs = [device.run(pipeline, state) for state in (good[0], bad, good[1])]
+    first, error, second = await asyncio.gather(*runs, return_exceptions=True)
+    assert str(error) == "bad broke"
+    assert not isinstance(first, BaseException)
+    assert not isinstance(second, BaseException)
+    assert [state.step_index for state in good] == [3, 3]
+    assert pipeline.decoded == [["a", "b"]]
+
+
+async def test_who_cannot_be_decoded_fails_alone() -> None:
+    device, pipeline = loop(), Pipeline()
+    runs = [
+        device.run(pipeline, state) for state in (State("a", 1), State("bad", 1, fails_in_decode=True), State("cc", 1))
+    ]
+    first, error, last = await asyncio.gather(*runs, return_exceptions=True)
+    assert str(error) == "bad cannot be decoded"
+    assert isinstance(first, tuple)
+    assert isinstance(last, tuple)
+    assert (first[0].max(), last[0].max()) == (1, 2)
+
+
+@pytest.mark.parametrize("changes", [{"solver_fails_at": 1}, {"outcome": ComputationFailed("not finite")}])
+async def test_what_the_engine_says_of_one_request_is_its_own(changes: dict[str, Any]) -> None:
+    device, pipeline = loop(), Pipeline()
+    runs = [device.run(pipeline, state) for state in (State("a", 2), State("bad", 2, **changes), State("cc", 2))]
+    first, error, last = await asyncio.gather(*runs, return_exceptions=True)
+    assert isinstance(error, ComputationFailed)
+    assert isinstance(first, tuple)
+    assert isinstance(last, tuple)
+    assert pipeline.steps == [["a", "bad", "cc"]] * 2, "nobody ran again"
+    assert device.num_running == 0
+
+
+async def test_requests_beyond_the_bounds_take_turns() -> None:
+    device, pipeline = loop(), Pipeline(max_rows=2)
+    ended: list[str] = []
+
+    async def run(name: str) -> None:
+        await device.run(pipeline, State(name, 3))
+        ended.append(name)
+
+    await asyncio.gather(*map(run, "abcdef"))
+    assert max(map(len, pipeline.steps)) == 2
+    assert sorted(ended) == list("abcdef")
+    assert len(pipeline.steps) == 9, "every turn is full"
+
+
+async def test_who_is_cancelled_while_others_have_their_turn_leaves() -> None:
+    device, pipeline = loop(), Pipeline(Turns(0), max_rows=1)
+    first = asyncio.ensure_future(device.run(pipeline, State("a", 2)))
+    waiting = asyncio.ensure_future(device.run(pipeline, State("b", 2)))
+    await until(lambda: pipeline.turns.waiting)
+    waiting.cancel()
+    pipeline.turns.grant(100)
+    await first
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert pipeline.steps == [["a"], ["a"]]
+
+
+async def test_a_broken_pipeline_leaves_nobody_waiting() -> None:
+    class Lossy(Pipeline):
+        """Loses a picture."""
+
+        def decode(self, states: list[State]) -> list[Any]:
+            return super().decode(states)[1:]
+
+    device, pipeline = loop(), Lossy()
+    runs = (device.run(pipeline, State(name, 1)) for name in "ab")
+    errors = await asyncio.gather(*runs, return_exceptions=True)
+    assert [type(error) for error in errors] == [ValueError, ValueError]
+    await device.run(Pipeline(), State("next", 1))
+
+
+def text_request(name: str, num_tokens: int) -> TextRequest:
+    return TextRequest(name, (1, 2), SamplingParams(max_tokens=num_tokens))
+
+
+class Engine:
+    """One token per step and request; `breaks` names a request that the engine gives up after its first token."""
+
+    def __init__(self, turns: Turns | None = None) -> None:
+        self.turns = turns or Turns()
+        self.running: dict[str, list[int]] = {}
+        self.steps: list[list[str]] = []
+        self.aborted: list[str] = []
+        self.breaks: str | None = None
+        self.failures: dict[str, Exception] = {}
+        self.error: Exception | None = None
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.running)
+
+    def add(self, request: TextRequest) -> None:
+        if not request.prompt_token_ids:
+            raise ValueError("no tokens")
+        self.running[request.request_id] = [0, request.sampling.max_tokens]
+
+    def abort(self, request_id: str) -> None:
+        self.aborted.append(request_id)
+        self.running.pop(request_id, None)
+
+    def step(self) -> list[TextDelta]:
+        self.turns.take()
+        if self.error:
+            raise self.error
+        self.steps.append(list(self.running))
+        deltas = []
+        for name, progress in list(self.running.items()):
+            progress[0] += 1
+            count, most = progress
+            reason = "length" if count == most else "abort" if name == self.breaks else None
+            deltas.append(TextDelta(name, f"{name}{count} ", (count,), 2, count, reason))
+            if reason == "abort":
+                self.failures[name] = ValueError("not finite")
+            if reason:
+                del self.running[name]
+        return deltas
+
+
+async def texts(loop: TextLoop, request: TextRequest) -> str:
+    return "".join([delta.text async for delta in loop.run(request)])
+
+
+async def test_each_request_gets_its_own_text() -> None:
+    engine = Engine()
+    text = TextLoop(DeviceThread(), engine)
+    found = await asyncio.gather(*(texts(text, text_request(name, n)) for name, n in (("a", 3), ("b", 1), ("c", 2))))
+    assert found == ["a1 a2 a3 ", "b1 ", "c1 c2 "]
+    assert not engine.has_work
+
+
+async def test_text_requests_join_a_running_batch() -> None:
+    engine = Engine(Turns(0))
+    text = TextLoop(DeviceThread(), engine)
+    first = asyncio.ensure_future(texts(text, text_request("a", 3)))
+    await until(lambda: engine.turns.waiting)
+    second = asyncio.ensure_future(texts(text, text_request("b", 1)))
+    await asyncio.sleep(0)
+    engine.turns.grant(100)
+    assert await asyncio.gather(first, second) == ["a1 a2 a3 ", "b1 "]
+    assert engine.steps == [["a"], ["a", "b"], ["a"]]
+
+
+async def test_leaving_early_aborts_the_request() -> None:
+    engine = Engine()
+    text = TextLoop(DeviceThread(), engine)
+    stream = text.run(text_request("a", 10**6))
+    assert (await anext(stream)).text == "a1 "
+    await stream.aclose()  # type: ignore[attr-defined]
+    assert engine.aborted == ["a"]
+    assert not engine.has_work
+    assert await texts(text, text_request("b", 2)) == "b1 b2 "
+
+
+async def test_a_cancelled_listener_aborts_only_itself() -> None:
+    engine = Engine(Turns(0))
+    text = TextLoop(DeviceThread(), engine)
+    left = asyncio.ensure_future(texts(text, text_request("left", 10**6)))
+    kept = asyncio.ensure_future(texts(text, text_request("kept", 3)))
+    await until(lambda: engine.turns.waiting)
+    engine.turns.grant()
+    await until(lambda: engine.turns.waiting)
+    left.cancel()
+    engine.turns.grant(1000)
+    assert await kept == "kept1 kept2 kept3 "
+    with pytest.raises(asyncio.CancelledError):
+        await left
+    await until(lambda: not engine.has_work)
+
+
+async def test_a_cancelled_listener_stays_until_its_step_is_over() -> None:
+    """Its weights may go then, and not before: whether it waits for a token or for its abort."""
+    engine = Engine(Turns(0))
+    text = TextLoop(DeviceThread(), engine)
+    left = asyncio.ensure_future(texts(text, text_request("left", 10**6)))
+    await until(lambda: engine.turns.waiting)
+    for _ in range(3):
+        left.cancel()
+        await asyncio.wait([left], timeout=0.01)
+        assert not left.done()
+    engine.turns.grant(100)
+    with pytest.raises(asyncio.CancelledError):
+        await left
+    assert (engine.aborted, engine.has_work) == (["left"], False)
+
+
+async def test_a_caller_of_the_device_who_is_cancelled_stays_until_it_is_done() -> None:
+    device, turns, done = DeviceThread(), Turns(0), []
+
+    def work() -> None:
+        turns.take()
+        done.append(True)
+
+    caller = asyncio.ensure_future(device.run(work))
+    await until(lambda: turns.waiting)
+    for _ in range(3):
+        caller.cancel()
+        await asyncio.wait([caller], timeout=0.01)
+        assert not caller.done()
+    turns.grant()
+    with pytest.raises(asyncio.CancelledError):
+        await caller
+    assert done == [True]
+
+
+async def test_what_the_engine_gives_up_is_an_error_for_its_own_request() -> None:
+    engine = Engine()
+    engine.breaks = "bad"
+    text = TextLoop(DeviceThread(), engine)
+    good, bad = await asyncio.gather(
+        texts(text, text_request("good", 3)), texts(text, text_request("bad", 3)), return_exceptions=True
+    )
+    assert good == "good1 good2 good3 "
+    assert isinstance(bad, GenerationFailed)
+    assert "after 1 tokens: not finite" in str(bad)
+
+
+async def test_an_engine_failure_reaches_everyone_and_the_next_request_works() -> None:
+    engine = Engine()
+    engine.error = MemoryError("no blocks")
+    text = TextLoop(DeviceThread(), engine)
+    runs = [texts(text, text_request(name, 3)) for name in "abc"]
+    errors = await asyncio.gather(*runs, return_exceptions=True)
+    assert [type(error) for error in errors] == [GenerationFailed] * 3
+    assert "the engine failed: no blocks" in str(errors[0])
+    assert not engine.has_work
+    engine.error = None
+    assert await texts(text, text_request("d", 1)) == "d1 "
+
+
+async def test_an_answer_that_makes_no_sense_reaches_everyone() -> None:
+    class Confused(Engine):
+        """Gives something else than deltas."""
+
+        def step(self) -> list[TextDelta]:
+            super().step()
+            return [None]  # type: ignore[list-item]
+
+    with pytest.raises(GenerationFailed):
+        await texts(TextLoop(DeviceThread(), Confused()), text_request("a", 1))
+
+
+async def test_a_request_that_is_refused_leaves_nothing_behind() -> None:
+    engine = Engine()
+    text = TextLoop(DeviceThread(), engine)
+    with pytest.raises(ValueError, match="no tokens"):
+        await texts(text, TextRequest("x", ()))
+    assert await texts(text, text_request("x", 1)) == "x1 "

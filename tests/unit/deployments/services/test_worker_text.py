@@ -1,0 +1,88 @@
+"""Text of a worker: prompts are tokenized beside the device thread, so that no step waits for a template."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import Any
+
+from deployments.engines.protocol import TextDelta, TextRequest
+from deployments.records import CompletionRequest, SwitchReport
+from deployments.services.step_loop import DeviceThread
+from deployments.services.worker import Worker
+
+
+class Engine:
+    """Ends each request at its first step. Tokenizing the prompt "long" takes until `gate` is set."""
+
+    max_model_len = 100
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+        self.is_tokenizing = threading.Event()
+        self.threads: dict[str, str] = {}
+        self.failures: dict[str, Exception] = {}
+        self._waiting: list[TextRequest] = []
+
+    def encode_text(self, text: str) -> tuple[int, ...]:
+        self.threads["encode"] = threading.current_thread().name
+        if text == "long":
+            self.is_tokenizing.set()
+            assert self.gate.wait(30)
+        return (1, 2, 3)
+
+    def add(self, request: TextRequest) -> None:
+        self._waiting.append(request)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._waiting)
+
+    def step(self) -> list[TextDelta]:
+        self.threads["step"] = threading.current_thread().name
+        done, self._waiting = self._waiting, []
+        return [TextDelta(request.request_id, "done", (4,), 3, 1, "stop") for request in done]
+
+
+def worker_with(engine: Engine) -> Worker:
+    """What `stream_text` uses of a worker, without Ray."""
+    loops: list[Any] = []
+
+    def bound(make: Callable[[], Any]) -> Any:
+        loops[:] = loops or [make()]
+        return loops[0]
+
+    lease = SimpleNamespace(modules={"model": engine}, bound=bound, report=SwitchReport("m", 1.0, 0.5, 0.5, 10, (), ()))
+
+    @asynccontextmanager
+    async def leased(*_: Any, **__: Any) -> AsyncIterator[Any]:
+        yield lease
+
+    worker = Worker.__new__(Worker)
+    worker._host = SimpleNamespace(lease=leased)  # type: ignore[assignment]
+    worker._metrics = SimpleNamespace(attached=lambda *_: None, answered=lambda *_: None)  # type: ignore[assignment]
+    worker._device = DeviceThread()
+    worker._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
+    return worker
+
+
+async def test_a_prompt_that_takes_long_to_tokenize_holds_no_step_up() -> None:
+    engine = Engine()
+    worker = worker_with(engine)
+    loop = asyncio.get_running_loop()
+    short = await worker.write_text(CompletionRequest(model="m", prompt="short"))
+    assert short.text == "done"
+    assert {role: name.rpartition("_")[0] for role, name in engine.threads.items()} == {
+        "encode": "tokenize",
+        "step": "device",
+    }
+    long = asyncio.create_task(worker.write_text(CompletionRequest(model="m", prompt="long")))
+    assert await loop.run_in_executor(None, engine.is_tokenizing.wait, 30)
+    async with asyncio.timeout(5):
+        assert await worker._device.run(lambda: "a step") == "a step"
+    engine.gate.set()
+    assert (await long).text == "done"

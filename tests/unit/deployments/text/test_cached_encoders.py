@@ -1,0 +1,429 @@
+"""Requests -> conditioning and embeddings: by stock formulas, through the real cache, the demo models' encoders."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from deployments.engines.build import build_module
+from deployments.engines.diffusion.factory import create_pipeline
+from deployments.engines.protocol import ComputationFailed, DiffusionRequest, EngineError
+from deployments.engines.text.loading import load_text_encoder
+from deployments.engines.text.padding_counts import EncodeCounter
+from deployments.errors import DeadlineExceeded
+from deployments.text.cache import EmbeddingCache, Encoding
+from deployments.text.cached_encoders import CachedEncoders, embedding_of
+from deployments.text.encode_jobs import EncodeJob, encode_jobs
+from deployments.text.keyed_encoders import KeyedEncoder, Running, TextEncoderBuilder
+from deployments.text.records import ConditioningRequest
+from deployments.text.text_items import TextItem
+
+MODELS = Path(__file__).parents[4] / "infra" / "demo" / "models"
+LONG = "a handwritten seven and a handwritten eight " * 4  # 36 tokens; CLIP of the demo has places for 14
+
+
+class Demo:
+    """A demo model's text encoders, ours and stock, in float32."""
+
+    def __init__(self, name: str) -> None:
+        self.folder = MODELS / name
+        index = json.loads((self.folder / "model_index.json").read_text())
+        self.class_name = index["_class_name"]
+        self.stock = getattr(diffusers, self.class_name).from_pretrained(self.folder, dtype=torch.float32)
+        self.stock.set_progress_bar_config(disable=True)
+        self.encoders = {}
+        for part in ("text_encoder", "text_encoder_2"):
+            encoder = load_text_encoder(
+                self.folder / part,
+                "transformers",
+                index[part][1],
+                self.folder / part.replace("text_encoder", "tokenizer"),
+                self._tensors(part),
+            )
+            self.encoders[part] = KeyedEncoder(f"{name}/{part}", encoder, Running())
+
+    def _tensors(self, part: str) -> dict[str, torch.Tensor]:
+        [file] = (self.folder / part).glob("*.safetensors")
+        return {name: tensor.float() for name, tensor in load_file(file).items()}
+
+    def pipeline(self, denoiser: str) -> Any:
+        modules = {
+            part: build_module("diffusers", None, self.folder / part, self._tensors(part)) for part in (denoiser, "vae")
+        }
+        return create_pipeline(self.class_name, self.folder, modules)
+
+    def request(self, prompt: str, negative: str | None = None, **changes: Any) -> ConditioningRequest:
+        options = {"use_negative": negative is not None, "max_sequence_length": None} | changes
+        return ConditioningRequest("demo", prompt, negative, **options)
+
+    async def condition(self, service: CachedEncoders, *arguments: Any, **changes: Any) -> Any:
+        return await service.condition(self.request(*arguments, **changes), self.class_name, self.folder, self.encoders)
+
+
+class Calls:
+    def __init__(self) -> None:
+        self.made: list[list[EncodeJob]] = []
+        self.terms: list[tuple[int, float | None]] = []
+        self.counter = EncodeCounter()
+
+    async def __call__(self, jobs: Sequence[EncodeJob], priority: int, timeout_s: float | None) -> list[Encoding]:
+        self.made.append(list(jobs))
+        self.terms.append((priority, timeout_s))
+        await asyncio.sleep(0)
+        outcomes = encode_jobs(jobs, counter=self.counter)
+        for outcome in outcomes:
+            if isinstance(outcome, Exception):
+                raise outcome
+        return outcomes  # type: ignore[return-value]
+
+
+def service() -> tuple[CachedEncoders, Calls]:
+    calls = Calls()
+    return CachedEncoders(EmbeddingCache(10**7), calls), calls
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Models this small are slower on more threads."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def flux() -> Demo:
+    return Demo("digits-flux")
+
+
+@pytest.fixture(scope="module")
+def sdxl() -> Demo:
+    return Demo("digits-sdxl")
+
+
+def draw(guidance: float) -> DiffusionRequest:
+    return DiffusionRequest("r", 32, 32, num_inference_steps=3, guidance_scale=guidance, seed=5)
+
+
+def stock_picture(demo: Demo, tensors: dict[str, torch.Tensor], request: DiffusionRequest) -> np.ndarray:
+    images = demo.stock(
+        **tensors,
+        width=32,
+        height=32,
+        num_inference_steps=request.num_inference_steps,
+        guidance_scale=request.guidance_scale,
+        generator=torch.Generator("cpu").manual_seed(request.seed),
+    ).images
+    return np.stack([np.asarray(image) for image in images])
+
+
+# Trimmed padding
+
+
+@torch.no_grad()
+def masked_and_cut(demo: Demo, prompt: str) -> dict[str, torch.Tensor]:
+    """Flux conditioning by transformers alone: T5 under the tokenizer's own mask, then without the padding."""
+    batch = demo.stock.tokenizer_2([prompt], padding="max_length", max_length=48, return_tensors="pt")
+    hidden = demo.stock.text_encoder_2(batch.input_ids, attention_mask=batch.attention_mask)[0]
+    clip = demo.stock.tokenizer([prompt], padding="max_length", max_length=16, truncation=True, return_tensors="pt")
+    return {
+        "prompt_embeds": hidden[:, : int(batch.attention_mask.sum())],
+        "pooled_prompt_embeds": demo.stock.text_encoder(clip.input_ids).pooler_output,
+    }
+
+
+async def test_trimmed_flux_equals_stock_with_a_mask(flux):
+    encoders, calls = service()
+    prompts = ["a handwritten seven", "eight", ""]
+    for prompt in prompts:
+        tensors, encoded = await flux.condition(encoders, prompt, text_padding="trimmed")
+        expected = masked_and_cut(flux, prompt)
+        assert tensors.keys() == expected.keys()
+        for name, tensor in expected.items():
+            assert tensors[name].shape == tensor.shape
+            assert torch.allclose(tensors[name], tensor, atol=1e-5)
+        assert encoded.num_tokens == sum(job.num_tokens for jobs in calls.made[-2:] for job in jobs)
+    stats = calls.counter.stats()
+    assert stats.stock_padding_tokens == stats.merge_padding_tokens == 0
+    small = max(job.num_tokens for jobs in calls.made for job in jobs)
+    assert small < 30
+
+
+async def test_a_picture_of_a_trimmed_prompt_equals_stock(flux):
+    encoders, _ = service()
+    tensors, _ = await flux.condition(encoders, "a handwritten seven", text_padding="trimmed")
+    request = draw(guidance=1.0)
+    ours = flux.pipeline("transformer").generate(request, tensors)
+    stock = stock_picture(flux, masked_and_cut(flux, "a handwritten seven"), request)
+    assert ours.std() > 10
+    assert np.abs(ours.astype(int) - stock.astype(int)).max() <= 1
+
+
+async def test_padding_variants_do_not_meet_in_the_cache(flux):
+    encoders, calls = service()
+    lengths = set()
+    for options in ({}, {"text_padding": "trimmed"}, {"max_sequence_length": 32}, {}, {"text_padding": "trimmed"}):
+        tensors, _ = await flux.condition(encoders, "seven", **options)
+        lengths.add(tensors["prompt_embeds"].shape[1])
+    assert lengths == {512, 32, calls.made[3][0].num_tokens}
+    # CLIP's stock padding is the same for both T5 lengths, and the last two requests computed nothing.
+    assert [len(jobs) for jobs in calls.made] == [1, 1, 1, 1, 1]
+
+
+# Long texts
+
+
+@torch.no_grad()
+def chunked_by_hand(demo: Demo, text: str, num_chunks: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """SDXL conditioning by transformers' CLIP modules, chunk by chunk."""
+    rows, pooled = [], None
+    for chunk in range(num_chunks):
+        halves = []
+        for tokenizer, module in (
+            (demo.stock.tokenizer, demo.stock.text_encoder),
+            (demo.stock.tokenizer_2, demo.stock.text_encoder_2),
+        ):
+            content = tokenizer(text, add_special_tokens=False).input_ids[chunk * 14 : chunk * 14 + 14]
+            ids = [tokenizer.bos_token_id, *content, tokenizer.eos_token_id]
+            ids += [tokenizer.pad_token_id] * (16 - len(ids))
+            out = module(torch.tensor([ids]), output_hidden_states=True)
+            halves.append(out.hidden_states[-2])
+            last = out[0]
+        rows.append(torch.cat(halves, dim=-1))
+        pooled = last if pooled is None else pooled
+    return torch.cat(rows, dim=1), pooled
+
+
+async def test_chunks_equal_transformers_and_draw_what_stock_draws(sdxl):
+    encoders, calls = service()
+    tensors, encoded = await sdxl.condition(encoders, LONG, "eight", long_text="chunk")
+    assert encoded.warnings == ()
+    expected = {}
+    for prefix, text in (("", LONG), ("negative_", "eight")):
+        expected[f"{prefix}prompt_embeds"], expected[f"{prefix}pooled_prompt_embeds"] = chunked_by_hand(sdxl, text, 3)
+    assert tensors["prompt_embeds"].shape[1] == 48
+    assert tensors.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.allclose(tensors[name], tensor, atol=1e-5), name
+    request = draw(guidance=4.0)
+    ours = sdxl.pipeline("unet").generate(request, tensors)
+    stock = stock_picture(sdxl, expected, request)
+    assert np.abs(ours.astype(int) - stock.astype(int)).max() <= 1
+    # A changed end changes the last chunk only; the first, and the empty ones, are in the cache.
+    before = len(calls.made)
+    _, again = await sdxl.condition(encoders, LONG + " nine", "eight", long_text="chunk")
+    assert again.sources == {"local": 8, "computed": 2, "repeated": 2}
+    assert [len(jobs) for jobs in calls.made[before:]] == [1, 1]
+
+
+async def test_a_text_that_fits_is_the_same_with_every_rule(sdxl):
+    encoders, calls = service()
+    results = [
+        await sdxl.condition(encoders, "seven", "eight", long_text=rule) for rule in ("truncate", "chunk", "error")
+    ]
+    assert len(calls.made) == 2
+    assert len(calls.made[0]) == 2  # prompt and negative prompt of one encoder in one call
+    for tensors, _ in results[1:]:
+        assert all(torch.equal(tensors[name], tensor) for name, tensor in results[0][0].items())
+
+
+async def test_long_texts_are_cut_with_a_word_or_refused(sdxl, flux):
+    encoders, calls = service()
+    _, encoded = await sdxl.condition(encoders, LONG, "eight")
+    assert encoded.warnings == tuple(
+        f"the prompt for {part} was cut to 16 tokens; 22 more were ignored"
+        for part in ("text_encoder", "text_encoder_2")
+    )
+    computed = len(calls.made)
+    cases = [
+        (sdxl, {"long_text": "error"}, r"the prompt for text_encoder has 38 tokens, and at most 16 can be encoded"),
+        (flux, {"long_text": "error", "max_sequence_length": 8}, "the prompt for text_encoder_2 has .* at most 8"),
+        (flux, {"long_text": "chunk"}, "is for CLIP, and FluxPipeline reads prompts with T5, which takes up to 512"),
+        (flux, {"long_text": "cut"}, "long_text 'cut': expected one of truncate, error, chunk"),
+        (sdxl, {"text_padding": "trimmed"}, "is for T5: the UNet of StableDiffusionXLPipeline"),
+        (sdxl, {"text_padding": "none"}, "text_padding 'none': expected one of stock, trimmed"),
+    ]
+    for demo, options, message in cases:
+        with pytest.raises(EngineError, match=message):
+            await demo.condition(encoders, LONG, **options)
+    with pytest.raises(EngineError, match=r"a text of 360 tokens: at most 224 can be encoded in chunks of 16"):
+        await sdxl.condition(encoders, LONG * 10, long_text="chunk")
+    with pytest.raises(EngineError, match="the negative prompt for text_encoder has 38 tokens"):
+        await sdxl.condition(encoders, "seven", LONG, long_text="error")
+    assert len(calls.made) == computed  # refused before anything was computed
+    _, encoded = await flux.condition(
+        encoders, LONG, long_text="error"
+    )  # T5 has room; CLIP's summary is cut as in stock
+    assert encoded.warnings == ("the prompt for text_encoder was cut to 16 tokens; 22 more were ignored",)
+
+
+# Embeddings
+
+
+async def test_embeddings_of_texts_and_of_ids(sdxl):
+    encoders, calls = service()
+    keyed = sdxl.encoders["text_encoder"]
+    [text] = keyed.encoder.tokenize(["seven"], as_embedding=True)
+    encoded = await encoders.embed(keyed, ["seven", LONG, "seven", ""], priority=2, timeout_s=3.0)
+    assert encoded.warnings == ("input 1 was cut to 16 tokens; 22 more were ignored",)
+    assert (encoded.cache.hits, encoded.cache.misses) == (1, 3)
+    assert encoded.sources == {"computed": 3, "repeated": 1}
+    assert encoded.num_tokens == 2 * len(text.token_ids) + 16 + 2
+    assert ([len(jobs) for jobs in calls.made], calls.terms) == ([3], [(2, 3.0)])
+    by_ids = await encoders.embed(keyed, [text.token_ids])
+    assert by_ids.sources == {"local": 1}
+    stock = sdxl.stock.tokenizer(["seven"], padding="max_length", max_length=16, return_tensors="pt")
+    with torch.no_grad():
+        pooled = sdxl.stock.text_encoder(stock.input_ids).pooler_output[0]
+    for encoding in (encoded.outputs[0], encoded.outputs[2], by_ids.outputs[0]):
+        assert torch.allclose(embedding_of(encoding), pooled, atol=1e-5)
+
+
+async def test_embeddings_that_cannot_be(sdxl, flux):
+    encoders, calls = service()
+    keyed = sdxl.encoders["text_encoder"]
+    cases = [
+        ((flux.encoders["text_encoder_2"], ["seven"]), {}, "this encoder gives hidden per token, but no embedding"),
+        ((keyed, ["seven"]), {"long_text": "chunk"}, "an embedding is one vector"),
+        ((keyed, ["seven", LONG]), {"long_text": "error"}, "input 1 has 38 tokens, and at most 16"),
+        ((keyed, [(1, 10**6)]), {}, "token ids 1 to 1000000: expected 0 to"),
+        ((keyed, [(-1,)]), {}, "token ids -1 to -1"),
+        ((keyed, [()]), {}, "a text of 0 tokens"),
+        ((keyed, [(1,) * 17]), {}, "a text of 17 tokens: expected 1 to 16"),
+        ((keyed, ["a \udc00"]), {}, "half of a surrogate pair"),
+    ]
+    for arguments, options, message in cases:
+        with pytest.raises(EngineError, match=message):
+            await encoders.embed(*arguments, **options)
+    with pytest.raises(EngineError, match=r"a T5EncoderModel takes a text in one piece"):
+        await encoders.encode([TextItem(flux.encoders["text_encoder_2"], "seven", "it", long_text="chunk")])
+    assert not calls.made
+
+
+async def test_large_requests_are_tokenized_beside_the_event_loop(sdxl):
+    encoders, _ = service()
+    texts = [f"{number} {LONG}" for number in range(200)]
+    encoded = await encoders.embed(sdxl.encoders["text_encoder"], texts)
+    assert len(encoded.outputs) == len(encoded.warnings) == 200
+
+
+# What the cache is told, and what others' terms may do
+
+
+async def test_negative_and_empty_prompts_are_kept(sdxl):
+    kept: dict[tuple[int, ...], bool] = {}
+
+    class Keeping(EmbeddingCache):
+        async def get(self, key: Any, compute: Any, *, keep: bool = False) -> Any:
+            kept[key.token_ids] = keep
+            return await super().get(key, compute, keep=keep)
+
+    encoders = CachedEncoders(Keeping(10**7), Calls())
+    await sdxl.condition(encoders, "seven", "eight")
+    ids = {text: sdxl.encoders["text_encoder"].encoder.tokenize([text])[0].token_ids for text in ("seven", "eight", "")}
+    assert kept == {ids["seven"]: False, ids["eight"]: True}
+    await sdxl.condition(encoders, "", "seven")
+    assert kept == {ids[""]: True, ids["seven"]: True, ids["eight"]: True}
+
+
+async def test_what_is_not_finite_reaches_no_tier_of_the_cache(flux, monkeypatch):
+    class Tier:
+        """The cluster's; nobody has anything yet."""
+
+        def __init__(self):
+            self.published, self.abandoned = [], []
+
+        async def find_or_claim(self, digest):
+            return None
+
+        async def publish(self, digest, *what):
+            self.published.append(digest)
+
+        async def abandon(self, digest):
+            self.abandoned.append(digest)
+
+        def note_use(self, digest): ...
+
+    encoder, tier = flux.encoders["text_encoder_2"].encoder, Tier()
+    family = encoder._family
+
+    def spoilt(**arguments):
+        return {name: output * float("nan") for name, output in family.run(**arguments).items()}
+
+    monkeypatch.setattr(encoder, "_family", replace(family, run=spoilt))
+    cache = EmbeddingCache(10**7, tier)
+    encoders = CachedEncoders(cache, Calls())
+    with pytest.raises(ComputationFailed, match="T5EncoderModel made numbers of the text that are not finite"):
+        await flux.condition(encoders, "a handwritten five")
+    await asyncio.sleep(0.01)
+    assert (cache.stats().entries, len(tier.published), len(tier.abandoned)) == (1, 1, 1), "CLIP's alone"
+    monkeypatch.setattr(encoder, "_family", family)
+    await flux.condition(encoders, "a handwritten five")
+    assert cache.stats().entries == 2
+
+
+async def test_the_timeout_of_one_request_is_not_that_of_those_who_joined(sdxl):
+    keyed = sdxl.encoders["text_encoder"]
+    gate, terms = asyncio.Event(), []
+
+    async def run(jobs: Sequence[EncodeJob], priority: int, timeout_s: float | None) -> list[Encoding]:
+        terms.append(timeout_s)
+        await gate.wait()
+        if timeout_s is not None:
+            raise DeadlineExceeded("its time was over")
+        return [{"embedding": torch.ones(3)} for _ in jobs]
+
+    encoders = CachedEncoders(EmbeddingCache(10**6), run)
+    hasty = asyncio.ensure_future(encoders.embed(keyed, ["seven"], timeout_s=0.1))
+    others = [asyncio.ensure_future(encoders.embed(keyed, ["seven"])) for _ in range(5)]
+    async with asyncio.timeout(5):
+        while not terms:
+            await asyncio.sleep(0)
+        gate.set()
+        found = await asyncio.gather(*others)
+        with pytest.raises(DeadlineExceeded):
+            await hasty
+    assert terms == [0.1, None]
+    assert sum(encoded.cache.misses for encoded in found) == 1
+    assert keyed.running.count == 0
+
+
+async def test_a_lookup_that_outlives_its_request_does_not_run_a_retired_module(sdxl):
+    """By then the module may have another model's weights; who joined computes with the encoder that he holds."""
+    gate = asyncio.Event()
+
+    class SlowTier:
+        async def find_or_claim(self, digest: str) -> None:
+            await gate.wait()
+
+        async def publish(self, *arguments: Any) -> None: ...
+
+        async def abandon(self, digest: str) -> None: ...
+
+        def note_use(self, digest: str) -> None: ...
+
+    calls = Calls()
+    encoders = CachedEncoders(EmbeddingCache(10**6, SlowTier()), calls)
+    old, new = (KeyedEncoder("key", sdxl.encoders["text_encoder"].encoder, Running()) for _ in range(2))
+    first = asyncio.ensure_future(encoders.embed(old, ["seven"]))
+    await asyncio.sleep(0)
+    second = asyncio.ensure_future(encoders.embed(new, ["seven"]))
+    await asyncio.sleep(0)
+    first.cancel()
+    await asyncio.gather(first, return_exceptions=True)
+    TextEncoderBuilder().retire(old)
+    gate.set()
+    encoded = await asyncio.wait_for(second, 5)
+    assert encoded.sources == {"computed": 1}
+    assert len(calls.made) == 1
+    assert (old.running.retired, new.running.retired, new.running.count) == (True, False, 0)
