@@ -1,0 +1,115 @@
+"""The report counts what it says, on a small tree."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+FILES = {
+    "pyproject.toml": 'atelier = "deployments.main:main"',
+    "configs/__init__.py": "from configs.model import Model as Model\n",
+    "configs/model.py": '''"""What a model is."""
+from dataclasses import dataclass
+
+LIMIT = 3
+
+@dataclass
+class Model:
+    """A model."""
+
+    name: str
+
+    def describe(self) -> "Description":
+        """Return it."""
+        return Description(self.unused())
+
+    def unused(self) -> str:
+        return self.name
+
+@dataclass
+class Description:
+    text: str
+
+def nobody() -> None: ...
+
+def for_tests() -> None: ...
+
+def _private() -> None: ...
+''',
+    "deployments/main.py": '''import typer
+from configs import Model
+
+app = typer.Typer()
+
+@app.command()
+def serve() -> None: ...
+
+def main() -> None:
+    """Of the program."""
+    Model("a").describe()
+    Model("b")
+    app()
+''',
+    "deployments/other.py": "from configs.model import Model\n__all__ = ['exported']\ndef exported(): ...\n",
+    "tests/test_model.py": "from configs.model import for_tests\n",
+}
+
+
+@pytest.fixture(scope="module")
+def report() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("structure_report", ROOT / "infra/structure_report.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["structure_report"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    for name, text in FILES.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+def test_importers_are_found_through_a_package_that_reexports(report: ModuleType, tree: Path) -> None:
+    importers = report.Structure(tree).importers()
+    assert importers["configs.model"] == {"deployments.main", "deployments.other"}
+    (tree / "deployments/other.py").unlink()
+    assert report.Structure(tree).one_importer_modules() == [("configs.model", "deployments.main")]
+
+
+def test_unused_symbols_are_neither_commands_nor_exported_nor_in_a_signature(report: ModuleType, tree: Path) -> None:
+    unused = {(each.name, users) for each, users in report.Structure(tree).unused_symbols()}
+    assert unused == {("unused", "nobody"), ("nobody", "nobody"), ("for_tests", "tests"), ("app", "nobody")}
+    assert [each.name for each, _ in report.Structure(tree).private_constants()] == ["LIMIT"]
+
+
+def test_records_fragments_and_repeated_verbs_are_listed(report: ModuleType, tree: Path) -> None:
+    classes = "".join(f"class C{number}:\n    def run(self): ...\n" for number in range(5))
+    (tree / "deployments/verbs.py").write_text(classes)
+    structure = report.Structure(tree)
+    assert {each.name: calls for each, calls in structure.records_by_constructions()} == {"Model": 2, "Description": 1}
+    assert [(name, text) for name, _, text in structure.fragments()] == [
+        ("configs.model", "What a model is."),
+        ("deployments.main", "Of the program."),
+    ]
+    assert {name: len(found) for name, found in structure.repeated_verbs().items()} == {"run": 5}
+
+
+def test_the_table_and_the_lists_are_printed(
+    report: ModuleType, tree: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["structure_report.py", "--root", str(tree), "--list", "configs"])
+    report.main()
+    printed = capsys.readouterr().out
+    assert "one-importer modules" in printed
+    assert "configs/model.py:23 nobody  (nobody)" in printed
+    assert "deployments/main.py" not in printed
