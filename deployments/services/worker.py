@@ -12,8 +12,8 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Awaitable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, replace
-from typing import Any, Final
+from dataclasses import replace
+from typing import Any, ClassVar
 
 from cluster.telemetry import RequestMetrics
 from configs.cluster import ClusterConfig
@@ -34,7 +34,7 @@ from deployments.records import (
     TextRequestRecord,
     TextResult,
 )
-from deployments.services.model_replica import limit_threads, open_host, prepare_models
+from deployments.services.model_replica import ModelReplica
 from deployments.services.replica_calls import ReplicaCalls
 from deployments.services.replica_states import ReplicaStates
 from deployments.services.step_loop import DenoiseLoop, DenoiseTimes, DeviceThread, TextLoop
@@ -45,15 +45,15 @@ from deployments.text.tensor_records import unpack
 from deployments.threads import outcome_of
 from weights.manifest import Manifest, ModelKind
 
-KINDS: Final[tuple[ModelKind, ...]] = ("diffusion", "llm")
 
-
-class Worker:
+class Worker(ModelReplica):
     """One replica. `encoder` is the handle of the embedding service."""
+
+    _kinds: ClassVar[tuple[ModelKind, ...]] = ("diffusion", "llm")
+    _wants = staticmethod(is_denoise_component)
 
     async def __init__(self, config: ClusterConfig, encoder: Any) -> None:  # type: ignore[misc]  # Serve awaits it
         self._settings = config.worker
-        limit_threads(self._settings.num_threads, self._settings.num_cpus)
         calls = ReplicaCalls(encoder, ReplicaStates("text_encoder").why_none_runs)
         self._encoder = EncoderService(calls, config.http.request_timeout_s)
         self._device = DeviceThread()
@@ -62,10 +62,9 @@ class Worker:
         self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
         self._denoising = DenoiseLoop(self._device)
         self._metrics = RequestMetrics()
-        self._builder = ComponentBuilder(self._settings)
-        self._host = await open_host(config, "worker", self._settings, self._builder)
+        builder = ComponentBuilder(self._settings)
+        await self._open(config, "worker", self._settings, builder, self._settings.num_threads)
         self._own_encoder = OwnEncoder(self._host, self._device)
-        await prepare_models(self._host, config.models, KINDS, is_denoise_component, self._builder)
 
     async def generate(self, request: ImageRequest) -> ImageResult:
         """Pictures. Encodes the text elsewhere while this replica switches; merges with others step by step."""
@@ -172,34 +171,9 @@ class Worker:
                             lease.report,
                         )
 
-    async def prefetch(self, model: str) -> None:
-        """Bring the model as near as there is room that nothing needs."""
-        with as_service_errors():
-            if (await self._host.manifests.newest(model)).kind in KINDS:  # the others are the text encoder's
-                await self._host.prefetch(model, is_denoise_component)
-
-    async def pin(self, model: str) -> None:
-        """Keep the model here once it is here, until `unpin`. Raises Overloaded when the pinned ones do not fit."""
-        with as_service_errors():
-            if (await self._host.manifests.newest(model)).kind in KINDS:
-                await self._host.pin(model, is_denoise_component)
-
-    async def unpin(self, model: str) -> None:
-        self._host.unpin(model)
-
-    async def evict(self, model: str) -> list[str]:
-        """Let go of what is here for this model alone. Returns the components that running requests or pins hold."""
-        return self._host.evict(model)
-
-    async def set_budget(self, budget_bytes: int) -> None:
-        """Of weights. Raises Overloaded when more is leased or pinned."""
-        with as_service_errors():
-            self._host.set_budget(budget_bytes)
-
     async def describe(self) -> dict[str, Any]:
-        """A snapshot of this replica, as JSON-able values."""
-        return self._host.describe() | {
-            "skeletons": asdict(self._builder.skeletons.stats()),
+        """Add the running work and the state of the text encoder to what every replica tells of itself."""
+        return await super().describe() | {
             "denoising": self._denoising.num_running,
             "text_encoder_down": self._encoder.is_believed_down,
             "texts_encoded_alone": self._own_encoder.num_requests,
