@@ -35,8 +35,7 @@ from deployments.records import (
     TextResult,
 )
 from deployments.services.model_replica import ModelReplica
-from deployments.services.replica_calls import ReplicaCalls
-from deployments.services.replica_states import ReplicaStates
+from deployments.services.replica_calls import ReplicaCalls, ReplicaStates
 from deployments.services.step_loop import DenoiseLoop, DenoiseTimes, DeviceThread, TextLoop
 from deployments.text.client import EncoderDown, EncoderService
 from deployments.text.fallback import OwnEncoder
