@@ -1,18 +1,32 @@
-"""The composition root: a cluster config -> a Serve application.
+"""The composition root: a cluster config -> a Serve application, and every actor kind that the cluster has.
 
-`serve run deployments.app:build_app config=configs/clusters/demo.yaml` and `atelier up` both come through here.
+    actor kind          how many                   who starts it
+    registry            one per cluster            `connect_registry`, called first below
+    keeper              one per node with replicas the registry: `NodeKeepers.get`, when a replica of the node asks
+    shared encodings    one per cluster            `connect_shared_encodings`, called below
+    text encoder        config.text_encoder        Serve; bound below
+    worker              config.worker              Serve; bound below
+    ingress             config.ingress             Serve; bound below
+
+The first three are named, detached actors. Whoever needs one gets it by name and starts it when it is not there, so
+all of them are back after a crash. `serve run deployments.app:build_app config=configs/clusters/demo.yaml` and
+`atelier up` both come through here.
 """
 
 # No `from __future__ import annotations` here: Serve reads the builder's annotation to validate its arguments.
 from typing import Any, Final
 
+import ray
 from pydantic import BaseModel, ConfigDict
 from ray import serve
 from ray.serve import Application
 
+from cluster.actor_names import cluster_key
+from cluster.encodings.actor import connect_shared_encodings
+from cluster.registry.actor import connect_registry
 from configs.cluster import ClusterConfig, ReplicaConfig
-from deployments.checked_config import load_checked_config
 from deployments.ingress.deployment import Ingress
+from deployments.pipelines.checked_config import load_checked_config
 from deployments.services.text_encoder import TextEncoderService
 from deployments.services.worker import Worker
 
@@ -27,13 +41,18 @@ class AppArgs(BaseModel):
 
 
 def build_app(args: AppArgs) -> Application:
-    """The text-encoder service, the worker that calls it, and the ingress in front of both.
+    """Start the control plane, and bind the text encoder, the worker that calls it and the ingress in front of both.
 
     Raises ConfigFileError or pydantic's ValidationError for a config that cannot be used.
     """
     config = (
         load_checked_config(args.config) if isinstance(args.config, str) else ClusterConfig.model_validate(args.config)
     )
+    if ray.is_initialized():  # `serve run` and `serve build` come here before Ray: then the replicas start them
+        connect_registry(config)
+        if config.text_encoder.shared_cache_bytes:
+            connect_shared_encodings(cluster_key(config), config.text_encoder.shared_cache_bytes)
+
     encoder = _deployment(TextEncoderService, "text_encoder", config.text_encoder)
     encoder = encoder.options(health_check_period_s=ENCODER_CHECK_S).bind(config)
     worker = _deployment(Worker, "worker", config.worker).bind(config, encoder)

@@ -34,7 +34,7 @@ from deployments.bench.encode_models import Texts, minilm_folder, vocabulary, wr
 from deployments.bench.encode_nodes import measure_nodes
 from deployments.bench.encode_peers import infinity_environment, infinity_server, reload_ms
 from deployments.bench.figures import percentile, summary
-from deployments.running import cluster_up
+from deployments.cli.running import cluster_up
 
 OURS: Final = "atelier"
 INFINITY: Final = "infinity-emb"

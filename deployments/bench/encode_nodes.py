@@ -24,8 +24,8 @@ from deployments.bench.encode_load import post_all
 from deployments.bench.encode_models import Texts
 from deployments.bench.encode_replica import Lookup, replica_class, tier_node
 from deployments.bench.figures import summary
+from deployments.cli.running import APP_NAME, cluster_up
 from deployments.records import EmbeddingRequest
-from deployments.running import APP_NAME, cluster_up
 
 NUM_REPLICAS: Final = 2
 NUM_TEXTS: Final = 40

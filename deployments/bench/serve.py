@@ -23,8 +23,8 @@ from configs.cluster import ClusterConfig
 from configs.model import ModelConfig
 from deployments.bench.peer import Peer
 from deployments.cli.client import Client
+from deployments.cli.running import APP_NAME, cluster_up
 from deployments.records import ChatRequest, ImageRequest, Message
-from deployments.running import APP_NAME, cluster_up
 
 LOOKS = [
     "bold",

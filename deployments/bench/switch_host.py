@@ -14,7 +14,7 @@ from configs.cluster import WorkerConfig
 from configs.model import ModelConfig
 from deployments.modules.component_builder import ComponentBuilder
 from deployments.modules.model_host import ModelHost
-from deployments.services.model_replica import limit_threads, prepare_models
+from deployments.services.model_replica import limit_torch_threads, prepare_models
 from deployments.text.keyed_encoders import KeyedEncoder, TextEncoderBuilder, is_text_encoder
 from weights.manifest import Component, Manifest
 
@@ -28,7 +28,7 @@ async def open_bench_host(
     prepare: bool,
 ) -> ModelHost:
     """As `BenchReplica` describes it; what the models' classes are in has been imported."""
-    limit_threads(1, 1)
+    limit_torch_threads(1, 1)
     builder = _PipelineBuilder(prepare)
 
     async def fetch_manifest(model: str, version: str | None) -> Manifest:
@@ -36,7 +36,7 @@ async def open_bench_host(
 
     host = ModelHost(fetch_manifest, extents, skeletons, budget_bytes, builder, device=device, retire=builder.retire)
     models = [ModelConfig(id=name, path=Path(name)) for name in manifests]
-    await prepare_models(host, models, {"diffusion"}, everything, builder)
+    await prepare_models(host, models, {"diffusion"}, everything, builder.prepare)
     return host
 
 

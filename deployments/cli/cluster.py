@@ -13,9 +13,9 @@ from rich.console import Console
 from cluster.errors import SessionError
 from cluster.session import SessionRecord, record_folder, running_sessions, stop_session
 from configs.cluster import ClusterConfig
-from deployments.checked_config import load_checked_config
 from deployments.cli.client import Client
 from deployments.cli.status import print_models
+from deployments.pipelines.checked_config import load_checked_config
 
 out = Console()
 _POLL_S = 0.2
@@ -37,7 +37,7 @@ def run_attached(path: Path, port: int | None) -> None:
     stop = threading.Event()
     status = out.status(f"starting cluster {config.name!r}")
     status.start()
-    from deployments.running import cluster_up, stop_on_signals
+    from deployments.cli.running import cluster_up, stop_on_signals
 
     stop_on_signals(stop)
     try:

@@ -25,7 +25,7 @@ from deployments.records import (
     TextChunk,
     TextResult,
 )
-from deployments.services.replica_states import ReplicaStates
+from deployments.services.replica_calls import ReplicaStates
 
 
 @serve.ingress()

@@ -1,4 +1,4 @@
-"""The time that a request has, from its arrival on: one value for all that is done for it."""
+"""Deadline: the time that a request has from its arrival on, one value for all that is done for it. Free of Ray."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from deployments.errors import DeadlineExceeded
 
 
 class Deadline:
-    """A time from now on, of the running event loop. None: for ever."""
+    """A point in the time of the running event loop, `timeout_s` from now; None is for ever."""
 
     def __init__(self, timeout_s: float | None) -> None:
         self.timeout_s = timeout_s
         self.at = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
 
     def exceeded(self) -> DeadlineExceeded:
-        """What is raised when the time is over."""
+        """Return the error that is raised when the time is over."""
         return DeadlineExceeded(f"the request's timeout of {self.timeout_s:g} s is over", "timeout")
 
     @asynccontextmanager
     async def bounding(self) -> AsyncIterator[None]:
-        """Cancels what runs in it when the time is over, and raises DeadlineExceeded."""
+        """Cancel the block when the time is over, and raise DeadlineExceeded."""
         try:
             async with asyncio.timeout_at(self.at) as timeout:
                 yield

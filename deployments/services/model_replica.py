@@ -1,4 +1,4 @@
-"""What every replica that runs models begins with: its registry, its node's keeper, its host of built models."""
+"""ModelReplica, the base of Worker and TextEncoderService: a Serve replica with models from its node's keeper."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import logging
 import math
 import uuid
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, ClassVar, Final, Protocol
 
 import ray
 import torch
@@ -22,10 +23,11 @@ from configs.cluster import ClusterConfig, ModelReplicaConfig
 from configs.model import ModelConfig
 from deployments.engines.build import import_class
 from deployments.engines.protocol import EngineError
-from deployments.errors import ServiceError
+from deployments.engines.skeletons import SkeletonPool
+from deployments.errors import ServiceError, as_service_errors
 from deployments.modules.model_host import ModelHost
 from weights.errors import WeightsError
-from weights.manifest import Component, ModelKind
+from weights.manifest import Component, Manifest, ModelKind
 from weights.store import WeightStore
 
 MAX_PREPARED: Final = 64
@@ -35,58 +37,114 @@ logger = logging.getLogger("atelier.replica")
 
 
 class ReplicaBuilder(Protocol):
-    """What makes the components of a replica; see ComponentBuilder."""
+    """A builder of the components of a replica: ComponentBuilder or TextEncoderBuilder."""
+
+    skeletons: SkeletonPool
 
     def __call__(self, component: Component, skeleton: Path, tensors: dict[str, torch.Tensor]) -> Any: ...
     def prepare(self, component: Component, skeleton: Path) -> None: ...
     def retire(self, thing: Any) -> None: ...
 
 
-async def open_host(
-    config: ClusterConfig,
-    role: str,
-    settings: ModelReplicaConfig,
-    build: ReplicaBuilder,
-    forget_results: Callable[[], None] = lambda: None,
-) -> ModelHost:
-    """Connect this replica. `role` names it as a holder of leases; `forget_results` is called on the event loop when
-    weights that it had were found damaged: what was kept of their results may be wrong.
+class ModelReplica:
+    """The base of the Serve deployments that run models: connection, residency of models, description.
+
+    A subclass says which kinds of models it runs and which of their components it builds, and its constructor awaits
+    `_open`.
     """
-    registry = connect_registry(config)
-    node_id = ray.get_runtime_context().get_node_id()
-    keeper: Any = await registry.keeper.remote(node_id)
-    loop = asyncio.get_running_loop()
 
-    def on_pressure(nbytes: int) -> None:
-        loop.call_soon_threadsafe(host.give_way, nbytes)
+    _kinds: ClassVar[Collection[ModelKind]]
 
-    def on_damage(extents: Sequence[str]) -> None:
-        loop.call_soon_threadsafe(host.condemn, extents)
-        loop.call_soon_threadsafe(forget_results)
+    @staticmethod
+    def _wants(component: Component) -> bool:
+        """Return whether this service builds the component."""
+        raise NotImplementedError
 
-    def connect() -> Any:
-        return get(registry.keeper.remote(node_id), KEEPER_TIMEOUT_S)
+    async def _open(
+        self,
+        config: ClusterConfig,
+        role: str,
+        settings: ModelReplicaConfig,
+        builder: ReplicaBuilder,
+        num_threads: int | None = None,
+    ) -> None:
+        """Connect to the registry and to this node's keeper, open the model host and prepare the configured models.
 
-    provider = RayExtents(keeper, f"{role}-{uuid.uuid4().hex[:8]}", on_pressure, on_damage, connect)
-    provider.start_beating()
+        `role` names this replica as a holder of leases.
+        """
+        limit_torch_threads(num_threads, settings.num_cpus)
+        self._builder = builder
+        self._registry: Any = connect_registry(config)
+        node_id = ray.get_runtime_context().get_node_id()
+        # HAZARD: asking for the keeper is what starts it, on a node whose first replica this is.
+        keeper: Any = await self._registry.keeper.remote(node_id)
+        loop = asyncio.get_running_loop()
 
-    async def fetch_manifest(model: str, version: str | None) -> Any:
+        def on_pressure(nbytes: int) -> None:
+            loop.call_soon_threadsafe(self._host.give_way, nbytes)
+
+        def on_damage(extents: Sequence[str]) -> None:
+            loop.call_soon_threadsafe(self._condemn, extents)
+
+        def reconnect() -> Any:
+            return get(self._registry.keeper.remote(node_id), KEEPER_TIMEOUT_S)
+
+        provider = RayExtents(keeper, f"{role}-{uuid.uuid4().hex[:8]}", on_pressure, on_damage, reconnect)
+        provider.start_beating()
+        self._host = ModelHost(
+            self._fetch_manifest,
+            provider,
+            WeightStore(config.store.path).models,
+            settings.weights_budget_bytes,
+            builder,
+            report=lambda model, error: self._registry.report_attach.remote(model, error),
+            device=settings.device,
+            retire=builder.retire,
+        )
+        await prepare_models(self._host, config.models, self._kinds, self._wants, builder.prepare)
+
+    async def _fetch_manifest(self, model: str, version: str | None) -> Manifest:
         try:
-            return await registry.manifest.remote(model, version)
+            manifest: Manifest = await self._registry.manifest.remote(model, version)
         except ray.exceptions.RayTaskError as error:
             raise error.cause if isinstance(error.cause, Exception) else error from None
+        return manifest
 
-    host = ModelHost(
-        fetch_manifest,
-        provider,
-        WeightStore(config.store.path).models,
-        settings.weights_budget_bytes,
-        build,
-        report=lambda model, error: registry.report_attach.remote(model, error),
-        device=settings.device,
-        retire=build.retire,
-    )
-    return host
+    def _condemn(self, extents: Sequence[str]) -> None:
+        """Serve nothing that was made of these extents: they were found damaged. On the event loop."""
+        self._host.condemn(extents)
+
+    async def prefetch(self, model: str) -> None:
+        """Bring the model as near as there is room that nothing needs."""
+        with as_service_errors():
+            if await self._runs(model):
+                await self._host.prefetch(model, self._wants)
+
+    async def pin(self, model: str) -> None:
+        """Keep the model here once it is here, until `unpin`. Raises Overloaded when the pinned ones do not fit."""
+        with as_service_errors():
+            if await self._runs(model):
+                await self._host.pin(model, self._wants)
+
+    async def unpin(self, model: str) -> None:
+        """Let the model be evicted again."""
+        self._host.unpin(model)
+
+    async def evict(self, model: str) -> list[str]:
+        """Let go of what is here for this model alone. Returns the components that running requests or pins hold."""
+        return self._host.evict(model)
+
+    async def set_budget(self, budget_bytes: int) -> None:
+        """Set the bytes that weights may take here. Raises Overloaded when more is leased or pinned."""
+        with as_service_errors():
+            self._host.set_budget(budget_bytes)
+
+    async def describe(self) -> dict[str, Any]:
+        """Return a snapshot of this replica, as JSON-able values."""
+        return self._host.describe() | {"skeletons": asdict(self._builder.skeletons.stats())}
+
+    async def _runs(self, model: str) -> bool:
+        return (await self._host.manifests.newest(model)).kind in self._kinds
 
 
 async def prepare_models(
@@ -94,10 +152,12 @@ async def prepare_models(
     models: Iterable[ModelConfig],
     kinds: Collection[ModelKind],
     wanted: Callable[[Component], bool],
-    build: ReplicaBuilder,
+    prepare: Callable[[Component, Path], None],
 ) -> None:
-    """Before the first request: import what the configured models are made of, make their structures, and build those
-    to be preloaded. `kinds` are what this service runs. Of a long list, only the beginning and what is preloaded."""
+    """Import the classes and make the structures of models of these kinds, and build those that are to be preloaded.
+
+    The first requests then need not wait for it. Of a long list, only the beginning and what is preloaded.
+    """
     for number, model in enumerate(models):
         if number >= MAX_PREPARED and not model.preload:
             continue
@@ -107,12 +167,12 @@ async def prepare_models(
                 continue
             for component in filter(wanted, manifest.components.values()):
                 await asyncio.to_thread(import_class, component.library, component.class_name)
-                await asyncio.to_thread(build.prepare, component, host.skeleton(manifest))
+                await asyncio.to_thread(prepare, component, host.skeleton(manifest))
             if model.preload and host.has_room_for(manifest, wanted):
                 async with host.lease(model.id, wanted):
                     pass
         except (ClusterError, WeightsError, ServiceError, EngineError) as error:
-            # Not this replica's business yet: the directory shows it, and a request for the model will be told.
+            # Not this replica's business yet: the registry shows it, and a request for the model will be told.
             logger.warning("model %s is not prepared: %s", model.id, error)
     # What the libraries made at import is millions of objects that stay; looking through them all again and again
     # makes a switch pause for 300 ms now and then.
@@ -120,6 +180,6 @@ async def prepare_models(
     gc.freeze()
 
 
-def limit_threads(num_threads: int | None, num_cpus: float) -> None:
-    """Torch takes every core by default, in every replica; each gets its own share instead."""
+def limit_torch_threads(num_threads: int | None, num_cpus: float) -> None:
+    """Give this process its own share of the cores: torch takes all of them by default, in every replica."""
     torch.set_num_threads(num_threads or max(1, math.ceil(num_cpus)))

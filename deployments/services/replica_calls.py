@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from typing import Any, Final
 
+from ray import serve
 from ray.exceptions import RayTaskError
 from ray.serve.exceptions import DeploymentUnavailableError
+from ray.serve.schema import DeploymentStatusOverview, ReplicaState
 
 from deployments.errors import NoReplica, ReplicaLost
 from deployments.services.deadlines import Deadline
@@ -22,16 +25,18 @@ from deployments.shared_work import shared_task
 
 PATIENCE_S: Final = 2.0  # without any answer of the deployment before it is asked whether there is a replica
 
+logger = logging.getLogger("atelier.replica")
+
 WhyNone = Callable[[], Awaitable[str | None]]
 
 
 async def nobody_knows() -> str | None:
-    """For deployments whose replicas are nobody's business: calls wait for their deadline."""
+    """Know no reason: calls of a deployment that nobody watches wait for their deadline."""
     return None
 
 
 class ReplicaCalls:
-    """Calls of one deployment; lives on one event loop.
+    """The calls of one deployment; lives on one event loop.
 
     `why_none` says why no replica can answer, None while one can. It is asked out of band, by one task for all calls,
     and only when nothing was answered for `patience_s`: a replica that is busy answers somebody.
@@ -54,21 +59,28 @@ class ReplicaCalls:
         self._watching: asyncio.Task[None] | None = None
 
     def begin(self, method: str, *arguments: Any) -> Any:
-        """Serve's response, which may be handed on to other calls; the caller gives it to `answer` or cancels it."""
+        """Return Serve's response, which other calls may take as an argument.
+
+        The caller gives it to `answer` or cancels it.
+        """
         return getattr(self._handle, method).remote(*arguments)
 
     async def call(self, method: str, *arguments: Any, deadline: Deadline) -> Any:
-        """Raises what the replica raises, as itself; DeadlineExceeded, NoReplica; Ray's errors when a replica dies."""
+        """Return what the replica answers.
+
+        Raises: What the replica raises, as itself; DeadlineExceeded; NoReplica; Ray's errors when the replica dies.
+        """
         return await self.answer(self.begin(method, *arguments), deadline)
 
     async def answer(self, response: Any, deadline: Deadline) -> Any:
-        """Of a call that was begun. Raises as `call` does."""
+        """Return the answer to a call that was begun. Raises as `call` does."""
         with _ended_with_its_caller(response):
             return await self._within(deadline, response)
 
     async def stream(self, method: str, *arguments: Any, deadline: Deadline) -> AsyncGenerator[Any]:
-        """The pieces of a generator method. Whoever stops early closes this one (`contextlib.aclosing`), and with it
-        the replica's. Raises as `call` does.
+        """Yield the pieces of a generator method. Raises as `call` does.
+
+        Whoever stops early closes this generator (`contextlib.aclosing`), and with it the replica's.
         """
         response = getattr(self._handle.options(stream=True), method).remote(*arguments)
         with _ended_with_its_caller(response):
@@ -98,7 +110,7 @@ class ReplicaCalls:
         return found
 
     async def _watch(self) -> None:
-        """As long as calls wait. A call that began just now fails with the others: there is nobody for it either."""
+        """Give up all calls that wait, once no replica can answer; those that began just now as well."""
         while self._open:
             await asyncio.sleep(self._patience_s)
             if self._clock() - self._answered_s < self._patience_s:
@@ -113,7 +125,7 @@ class ReplicaCalls:
 
 @contextlib.contextmanager
 def _ended_with_its_caller(response: Any) -> Iterator[None]:
-    """Cancels the call whenever its caller does not get to its end, and takes Ray's wrapper from errors."""
+    """Cancel the call when its caller does not get to its end, and raise a replica's errors without Ray's wrapper."""
     try:
         yield
     except asyncio.CancelledError:
@@ -129,3 +141,55 @@ def _ended_with_its_caller(response: Any) -> Iterator[None]:
     except BaseException:  # a deadline, a replica that is out of reach, a stream that is closed early
         response.cancel()
         raise
+
+
+class ReplicaStates:
+    """What Serve's controller knows of the replicas of a deployment: asked beside the requests, not behind them.
+
+    Without `app`, the deployment is one of the application that this replica belongs to.
+    """
+
+    def __init__(self, deployment: str, app: str | None = None) -> None:
+        self._deployment = deployment
+        self._app = app or serve.get_replica_context().app_name
+
+    async def why_none_runs(self) -> str | None:
+        """Return None when at least one replica runs, or when the controller does not answer."""
+        overview = await self._overview()
+        return overview and why_none_runs(self._deployment, overview)
+
+    async def why_none_can(self) -> str | None:
+        """Return None also while a replica is starting, for the first time or in the place of one that died."""
+        overview = await self._overview()
+        return overview and why_none_can(self._deployment, overview)
+
+    async def _overview(self) -> DeploymentStatusOverview | None:
+        try:
+            status = await asyncio.to_thread(serve.status)
+        except Exception as error:  # of Ray or Serve; the calls that wait have their deadlines
+            logger.warning("Serve's controller does not answer: %s", str(error).partition("\n")[0])
+            return None
+        app = status.applications.get(self._app)
+        return app.deployments.get(self._deployment) if app else None
+
+
+def why_none_runs(deployment: str, overview: DeploymentStatusOverview) -> str | None:
+    """Return Serve's message about a deployment without a running replica, else None."""
+    if overview.replica_states.get(ReplicaState.RUNNING, 0):
+        return None
+    return f"no replica of {deployment!r} is running ({overview.status.value}): {_last_line(overview.message)}"
+
+
+def why_none_can(deployment: str, overview: DeploymentStatusOverview) -> str | None:
+    """Return what `why_none_runs` does, but None for replicas that are starting until their start has failed.
+
+    Serve tries again for ever where a replica ran before, and then tells the failure in its message only (Ray 2.60).
+    """
+    has_failed = overview.status.value == "DEPLOY_FAILED" or "failed to start" in overview.message
+    return why_none_runs(deployment, overview) if has_failed else None
+
+
+def _last_line(message: str) -> str:
+    """Return the error itself when the message is a traceback."""
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    return lines[-1][:300] if lines else "it says nothing about why"

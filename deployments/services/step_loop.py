@@ -24,6 +24,7 @@ from deployments.services.turns import Runner, choose
 from deployments.threads import outcome_of
 
 T = TypeVar("T")
+OnStep = Callable[[int, int], None]  # steps done, steps in all
 
 
 class DeviceThread:
@@ -53,6 +54,7 @@ class _Job:
     state: Any
     submitted: float
     done: asyncio.Future[npt.NDArray[np.uint8]]
+    on_step: OnStep | None = None
     times: DenoiseTimes = field(default_factory=DenoiseTimes)
     left: asyncio.Event = field(default_factory=asyncio.Event)
     started: float | None = None
@@ -68,12 +70,14 @@ class DenoiseLoop:
         self._jobs: dict[Any, list[_Job]] = {}
         self._task: asyncio.Task[None] | None = None
 
-    async def run(self, pipeline: Any, state: Any) -> tuple[npt.NDArray[np.uint8], DenoiseTimes]:
+    async def run(
+        self, pipeline: Any, state: Any, on_step: OnStep | None = None
+    ) -> tuple[npt.NDArray[np.uint8], DenoiseTimes]:
         """Images (n, height, width, 3) of one started request. Cancelling frees its place at the next step.
 
         Returns, or raises, only when no step of it runs any more: then its weights may go.
         """
-        job = _Job(state, time.perf_counter(), asyncio.get_running_loop().create_future())
+        job = _Job(state, time.perf_counter(), asyncio.get_running_loop().create_future(), on_step)
         job.last_turn = self._turn_number
         self._jobs.setdefault(pipeline, []).append(job)
         if self._task is None or self._task.done():
@@ -131,6 +135,8 @@ class DenoiseLoop:
         for job in jobs:
             if job.state.failure is not None:
                 _fail([job], job.state.failure)
+            elif job.on_step:
+                job.on_step(job.state.step_index, job.state.num_steps)
         finished = [job for job in jobs if job.state.done and not job.done.done()]
         denoised = time.perf_counter()
         outcomes = await self._merged(pipeline.decode, finished)

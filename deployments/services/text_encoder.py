@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
-from typing import Any, Final
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +17,6 @@ import torch
 from cluster.actor_names import cluster_key
 from cluster.encodings.actor import connect_shared_encodings
 from cluster.encodings.ray_tier import RaySharedTier
-from cluster.registry.actor import connect_registry
 from cluster.telemetry import RequestMetrics
 from configs.cluster import ClusterConfig
 from configs.merging import MergeConfig
@@ -30,7 +29,7 @@ from deployments.pipelines.plans import SegmentCall, SegmentResult
 from deployments.pipelines.ports import known_model
 from deployments.pipelines.segments import SegmentRunner
 from deployments.records import EmbeddingRequest, EmbeddingResult, HeadRequest
-from deployments.services.model_replica import limit_threads, open_host, prepare_models
+from deployments.services.model_replica import ModelReplica
 from deployments.services.segment_ops import EncoderOps
 from deployments.text.cache import EmbeddingCache, Encoding
 from deployments.text.cached_encoders import CachedEncoders, embedding_of
@@ -41,16 +40,15 @@ from deployments.text.tensor_records import pack
 from deployments.threads import in_thread
 from weights.manifest import ModelKind
 
-KINDS: Final[tuple[ModelKind, ...]] = ("diffusion", "embedding", "head")
 
-
-class TextEncoderService:
+class TextEncoderService(ModelReplica):
     """One replica. `ServeDoor` is where requests come through `@serve.batch` into the merger."""
+
+    _kinds: ClassVar[tuple[ModelKind, ...]] = ("diffusion", "embedding", "head")
+    _wants = staticmethod(is_text_encoder)
 
     async def __init__(self, config: ClusterConfig) -> None:  # type: ignore[misc]  # Serve awaits it
         settings = config.text_encoder
-        limit_threads(None, settings.num_cpus)
-        self._builder = TextEncoderBuilder()
         shared = None
         if settings.shared_cache_bytes:
             connect = partial(connect_shared_encodings, cluster_key(config), settings.shared_cache_bytes)
@@ -58,17 +56,15 @@ class TextEncoderService:
                 await asyncio.to_thread(connect)  # its process starts now, so that the first text need not wait for it
             shared = RaySharedTier(connect)
         self._cache = EmbeddingCache(settings.cache_bytes, shared)
-        self._host = await open_host(config, "text-encoder", settings, self._builder, self._cache.forget_all)
-        await prepare_models(self._host, config.models, KINDS, is_text_encoder, self._builder)
+        await self._open(config, "text-encoder", settings, TextEncoderBuilder())
         self._padding = EncodeCounter()
-        registry = connect_registry(config)
-        self._merging: MergeConfig = await registry.encoder_merging.remote() or settings.merging
+        self._merging: MergeConfig = await self._registry.encoder_merging.remote() or settings.merging
         self._merger: RequestMerger[EncodeJob, Encoding] = RequestMerger(self._encode, self._merging)
         self._door = ServeDoor(self._merger, settings.max_ongoing_requests)
         self._encoders = CachedEncoders(self._cache, self._run_merged)
         self._segments = SegmentRunner(settings.torch_device)
         if config.pipelines:
-            models = {record.id: known_model(record) for record in await registry.statuses.remote()}
+            models = {record.id: known_model(record) for record in await self._registry.statuses.remote()}
             for segment in plan_segments(config.pipelines, models, settings.merging.max_batch_size):
                 self._segments.prepare(segment)
         self._metrics = RequestMetrics()
@@ -129,35 +125,20 @@ class TextEncoderService:
         self._merging = merging
         self._merger.retune(merging)
 
-    async def prefetch(self, model: str) -> None:
-        """Bring the model's encoders as near as there is room that nothing needs."""
-        with as_service_errors():
-            if (await self._host.manifests.newest(model)).kind in KINDS:  # an LLM is the worker's
-                await self._host.prefetch(model, is_text_encoder)
-
-    async def pin(self, model: str) -> None:
-        """Keep the encoders once they are here, until `unpin`. Raises Overloaded when the pinned ones do not fit."""
-        with as_service_errors():
-            if (await self._host.manifests.newest(model)).kind in KINDS:
-                await self._host.pin(model, is_text_encoder)
-
-    async def unpin(self, model: str) -> None:
-        self._host.unpin(model)
-
-    async def evict(self, model: str) -> list[str]:
-        """Let go of what is here for this model alone. Returns the components that running requests or pins hold."""
-        return self._host.evict(model)
-
     async def describe(self) -> dict[str, Any]:
-        """A snapshot of this replica, as JSON-able values."""
-        return self._host.describe() | {
-            "skeletons": asdict(self._builder.skeletons.stats()),
+        """Add the cache, the batches and the pipelines' segments to what every replica tells of itself."""
+        return await super().describe() | {
             "cache": asdict(self._cache.stats()),
             "merging": asdict(self._merger.stats()),
             "merge_config": self._merging.model_dump(mode="json"),
             "padding": asdict(self._padding.stats()),
             "segments": asdict(self._segments.stats()),
         }
+
+    def _condemn(self, extents: Sequence[str]) -> None:
+        """Forget all encodings as well: nobody knows since when the weights that computed them were damaged."""
+        super()._condemn(extents)
+        self._cache.forget_all()
 
     async def _run_merged(self, jobs: Sequence[EncodeJob], priority: int, timeout_s: float | None) -> list[Encoding]:
         # By number: the merger remembers groups, and must not keep an encoder's weights with them.

@@ -1,4 +1,4 @@
-"""The denoise/LLM service: one replica runs any model, and switches to what a request needs.
+"""Worker: the Serve deployment that denoises and writes text. One replica runs any model, switching to what is asked.
 
 A switch leases the model's components from the host: what another model shares with it stays, what is missing is
 attached from the node's shared memory. Text encoding runs in its own service meanwhile.
@@ -10,118 +10,73 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable
+from collections.abc import AsyncGenerator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, replace
-from typing import Any, Final
+from typing import Any, ClassVar
 
 from cluster.telemetry import RequestMetrics
 from configs.cluster import ClusterConfig
-from deployments.engines.diffusion.factory import create_pipeline, settings_hash
 from deployments.engines.llm.engine import LLMEngine
-from deployments.engines.protocol import AdapterUse, DiffusionRequest, SamplingParams, TextRequest
+from deployments.engines.protocol import SamplingParams, TextRequest
 from deployments.errors import ModelUnavailable, as_service_errors
-from deployments.image_requests import conditioning_request, denoise_request, ignored_inputs
-from deployments.modules.component_builder import ComponentBuilder, batch_bounds, is_denoise_component
-from deployments.modules.model_host import Lease
+from deployments.modules.component_builder import ComponentBuilder, is_denoise_component
 from deployments.records import (
     ChatRequest,
     CompletionRequest,
     ImageRequest,
     ImageResult,
-    SwitchReport,
     TextChunk,
     TextRequestRecord,
     TextResult,
 )
-from deployments.services.model_replica import limit_threads, open_host, prepare_models
-from deployments.services.replica_calls import ReplicaCalls
-from deployments.services.replica_states import ReplicaStates
-from deployments.services.step_loop import DenoiseLoop, DenoiseTimes, DeviceThread, TextLoop
+from deployments.services.image_service import ImageService
+from deployments.services.model_replica import ModelReplica
+from deployments.services.replica_calls import ReplicaCalls, ReplicaStates
+from deployments.services.step_loop import DeviceThread, TextLoop
 from deployments.text.client import EncoderDown, EncoderService
 from deployments.text.fallback import OwnEncoder
-from deployments.text.records import Conditioning
-from deployments.text.tensor_records import unpack
 from deployments.threads import outcome_of
-from weights.manifest import Manifest, ModelKind
-
-KINDS: Final[tuple[ModelKind, ...]] = ("diffusion", "llm")
+from weights.manifest import ModelKind
 
 
-class Worker:
-    """One replica. `encoder` is the handle of the embedding service."""
+class Worker(ModelReplica):
+    """One replica. `encoder` is the handle of the text-encoder service."""
+
+    _kinds: ClassVar[tuple[ModelKind, ...]] = ("diffusion", "llm")
+    _wants = staticmethod(is_denoise_component)
 
     async def __init__(self, config: ClusterConfig, encoder: Any) -> None:  # type: ignore[misc]  # Serve awaits it
         self._settings = config.worker
-        limit_threads(self._settings.num_threads, self._settings.num_cpus)
         calls = ReplicaCalls(encoder, ReplicaStates("text_encoder").why_none_runs)
         self._encoder = EncoderService(calls, config.http.request_timeout_s)
         self._device = DeviceThread()
         # HAZARD: the first text that a tokenizer encodes may change it (its file can have truncation switched on), and
         # two at once would meet. One thread for all: prompts take milliseconds, and no step waits for them.
         self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
-        self._denoising = DenoiseLoop(self._device)
         self._metrics = RequestMetrics()
-        self._builder = ComponentBuilder(self._settings)
-        self._host = await open_host(config, "worker", self._settings, self._builder)
+        builder = ComponentBuilder(self._settings)
+        await self._open(config, "worker", self._settings, builder, self._settings.num_threads)
+        self._images = ImageService(self._host, self._settings, self._device)
         self._own_encoder = OwnEncoder(self._host, self._device)
-        await prepare_models(self._host, config.models, KINDS, is_denoise_component, self._builder)
 
     async def generate(self, request: ImageRequest) -> ImageResult:
-        """Pictures. Encodes the text elsewhere while this replica switches; merges with others step by step."""
-        start = time.perf_counter()
-        with as_service_errors():
-            manifest = await self._host.manifest(request.model, request.model_version)
-            denoise = denoise_request(request)
-            text = conditioning_request(request, denoise, manifest.class_name or "")
-            encoding = asyncio.ensure_future(self._encoder.condition(text))
-            try:
-                switch, conditioning, (images, times) = await self._paint(request, manifest, denoise, encoding)
-            except EncoderDown as error:
-                if not self._settings.encodes_alone:
-                    raise ModelUnavailable(str(error), "model") from None
-                own = _done(await self._own_encoder.condition(text))
-                switch, conditioning, (images, times) = await self._paint(request, manifest, denoise, own)
-            finally:
-                encoding.cancel()
-        result = ImageResult(
-            model=request.model,
-            images=list(images),
-            seed=denoise.seed,
-            num_inference_steps=denoise.num_inference_steps,
-            timings_ms={
-                "queue": times.queue_s * 1e3,
-                "encode": conditioning.encode_ms,
-                "switch": switch.switch_ms,
-                "denoise": times.denoise_s * 1e3,
-                "decode": times.decode_s * 1e3,
-                "total": (time.perf_counter() - start) * 1e3,
-            },
-            switch=switch,
-            cache=conditioning.cache,
-            warnings=conditioning.warnings + ignored_inputs(request, text.use_negative),
-        )
-        self._metrics.attached(request.model, switch.attached_bytes)
+        """Return images. The text is encoded elsewhere while this replica switches to the model.
+
+        Without the text-encoder service this replica encodes the text itself, if its settings let it.
+        """
+        try:
+            result = await self._images.generate(request, self._encoder.condition)
+        except EncoderDown as error:
+            if not self._settings.encodes_alone:
+                raise ModelUnavailable(str(error), "model") from None
+            result = await self._images.generate(request, self._own_encoder.condition, encode_first=True)
+        if result.switch:
+            self._metrics.attached(request.model, result.switch.attached_bytes)
         self._metrics.answered("image", request.model, result.timings_ms)
         return result
 
-    async def _paint(
-        self, request: ImageRequest, manifest: Manifest, denoise: DiffusionRequest, encoding: Awaitable[Conditioning]
-    ) -> tuple[SwitchReport, Conditioning, tuple[Any, DenoiseTimes]]:
-        """Switch to the model while the text is being encoded, then denoise. Raises EncoderDown with nothing held."""
-        async with self._host.lease(
-            request.model,
-            is_denoise_component,
-            [use.name for use in request.lora],
-            version=manifest.fingerprint,
-            adapter_versions=request.adapter_versions,
-        ) as lease:
-            conditioning = await encoding
-            pictures = await self._denoise(lease, denoise, unpack(conditioning.tensors))
-            return lease.report, conditioning, pictures
-
     async def write_text(self, request: TextRequestRecord) -> TextResult:
-        """The whole text in one answer: cheaper than a stream, whose every piece is a message of its own."""
+        """Return the whole text in one answer: cheaper than a stream, whose every piece is a message of its own."""
         async with contextlib.aclosing(self.stream_text(request)) as stream:
             chunks = [chunk async for chunk in stream]
         last = chunks[-1]
@@ -136,7 +91,7 @@ class Worker:
         )
 
     async def stream_text(self, request: TextRequestRecord) -> AsyncGenerator[TextChunk, None]:
-        """Text as it comes. The last chunk has the finish reason, the timings and the switch report."""
+        """Yield text as it comes. The last chunk has the finish reason, the timings and the switch report."""
         start = time.perf_counter()
         with as_service_errors():
             async with self._host.lease(request.model, is_denoise_component, version=request.model_version) as lease:
@@ -172,78 +127,13 @@ class Worker:
                             lease.report,
                         )
 
-    async def prefetch(self, model: str) -> None:
-        """Bring the model as near as there is room that nothing needs."""
-        with as_service_errors():
-            if (await self._host.manifests.newest(model)).kind in KINDS:  # the others are the text encoder's
-                await self._host.prefetch(model, is_denoise_component)
-
-    async def pin(self, model: str) -> None:
-        """Keep the model here once it is here, until `unpin`. Raises Overloaded when the pinned ones do not fit."""
-        with as_service_errors():
-            if (await self._host.manifests.newest(model)).kind in KINDS:
-                await self._host.pin(model, is_denoise_component)
-
-    async def unpin(self, model: str) -> None:
-        self._host.unpin(model)
-
-    async def evict(self, model: str) -> list[str]:
-        """Let go of what is here for this model alone. Returns the components that running requests or pins hold."""
-        return self._host.evict(model)
-
-    async def set_budget(self, budget_bytes: int) -> None:
-        """Of weights. Raises Overloaded when more is leased or pinned."""
-        with as_service_errors():
-            self._host.set_budget(budget_bytes)
-
     async def describe(self) -> dict[str, Any]:
-        """A snapshot of this replica, as JSON-able values."""
-        return self._host.describe() | {
-            "skeletons": asdict(self._builder.skeletons.stats()),
-            "denoising": self._denoising.num_running,
+        """Add the running work and the state of the text encoder to what every replica tells of itself."""
+        return await super().describe() | {
+            "denoising": self._images.num_running,
             "text_encoder_down": self._encoder.is_believed_down,
             "texts_encoded_alone": self._own_encoder.num_requests,
         }
-
-    async def _denoise(self, lease: Lease, request: DiffusionRequest, conditioning: dict[str, Any]) -> Any:
-        pipeline = lease.bound(
-            lambda: create_pipeline(
-                lease.manifest.class_name or "",
-                lease.skeleton,
-                lease.modules,
-                device=self._settings.torch_device,
-                bounds=batch_bounds(self._settings),
-            ),
-            settings_hash(lease.skeleton),
-        )
-        names = {name: f"{name}@{serial}" for name, serial in lease.adapter_serials.items()}
-        request = replace(request, adapters=tuple(AdapterUse(names[use.name], use.scale) for use in request.adapters))
-        adapters = {names[name]: adapter for name, adapter in lease.adapters.items()}
-        alive = self._host.serials()
-        gone = [name for name in pipeline.adapters if int(name.rpartition("@")[2]) not in alive]
-        state = await self._device.run(_start, pipeline, adapters, gone, request, conditioning)
-        return await self._denoising.run(pipeline, state)
-
-
-def _done(conditioning: Conditioning) -> asyncio.Future[Conditioning]:
-    future = asyncio.get_running_loop().create_future()
-    future.set_result(conditioning)
-    return future
-
-
-def _start(
-    pipeline: Any, adapters: dict[str, Any], gone: list[str], request: DiffusionRequest, conditioning: Any
-) -> Any:
-    """On the device thread: nothing else looks at the pipeline's adapters meanwhile.
-
-    Adapters stay known to the pipeline while they are resident, since requests with the same adapter only merge when
-    they use the same object; each version of one has a name of its own. `gone` names those that were evicted.
-    """
-    for name in set(gone) & set(pipeline.adapters):
-        pipeline.drop_adapter(name)
-    for name in adapters.keys() - set(pipeline.adapters):
-        pipeline.add_adapter(name, adapters[name])
-    return pipeline.start(request, conditioning)
 
 
 def _prompt_tokens(engine: LLMEngine, request: ChatRequest | CompletionRequest) -> tuple[int, ...]:

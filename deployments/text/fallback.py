@@ -24,9 +24,10 @@ WARNING: Final = "the worker encoded the text itself: the text encoder service d
 class OwnEncoder:
     """Lives on one event loop. Encoders come into the worker's own budget, and leave it as any module does."""
 
-    def __init__(self, host: ModelHost, device: DeviceThread) -> None:
+    def __init__(self, host: ModelHost, device: DeviceThread, warnings: tuple[str, ...] = (WARNING,)) -> None:
         self._host = host
         self._device = device
+        self._warnings = warnings
         self._encoders = CachedEncoders(EmbeddingCache(CACHE_BYTES), self._run)
         self.num_requests = 0
 
@@ -39,7 +40,7 @@ class OwnEncoder:
             tensors, encoded = await self._encoders.condition(request, class_name, lease.skeleton, lease.modules)
         packed: dict[str, PackedTensor] = pack(tensors)
         encode_ms = (time.perf_counter() - start) * 1e3
-        return Conditioning(packed, encode_ms, encoded.cache, (*encoded.warnings, WARNING))
+        return Conditioning(packed, encode_ms, encoded.cache, encoded.warnings + self._warnings)
 
     async def _run(self, jobs: Sequence[EncodeJob], priority: int, timeout_s: float | None) -> list[Encoding]:
         return await self._device.run(encoded_or_raised, jobs)

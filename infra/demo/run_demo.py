@@ -23,7 +23,7 @@ from rich.table import Table
 
 from configs.loading import load_cluster_config
 from deployments.cli.client import Client
-from deployments.running import cluster_up
+from deployments.cli.running import cluster_up
 from digits import WORDS, Judge, ink_of_images, load_split
 from ink_statistics import ink_areas
 

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from configs.cluster import ClusterConfig
 from configs.loading import load_cluster_config
-from deployments.running import cluster_up
+from deployments.cli.running import cluster_up
 
 SENTENCE = "the old river runs slowly past every quiet house on its long way down to a wide and silver sea"
 

@@ -21,7 +21,7 @@ from cluster.registry.actor import connect_registry, registry_class
 from cluster.session import ray_session
 from configs.cluster import ClusterConfig
 from configs.model import ModelConfig
-from deployments.running import left_clean
+from deployments.cli.running import left_clean
 
 STORE_BYTES = 192 * 2**20
 

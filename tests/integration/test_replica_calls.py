@@ -17,8 +17,7 @@ from ray import serve
 
 from deployments.errors import DeadlineExceeded, InvalidRequest, NoReplica
 from deployments.services.deadlines import Deadline
-from deployments.services.replica_calls import ReplicaCalls
-from deployments.services.replica_states import ReplicaStates
+from deployments.services.replica_calls import ReplicaCalls, ReplicaStates
 from deployments.shared_work import shared_task
 
 pytestmark = pytest.mark.ray

@@ -27,8 +27,9 @@ def modules(package: str) -> list[str]:
         (modules("cluster"), ["torch", "transformers", "diffusers", "deployments"]),
         (["deployments.cli.main"], ["torch", "ray", "transformers", "diffusers", "fastapi"]),
         (["deployments.cli.client", "deployments.records"], ["torch", "ray"]),
+        (["deployments.local"], ["ray", "fastapi"]),
     ],
-    ids=["configs", "weights and engines", "cluster", "cli", "client"],
+    ids=["configs", "weights and engines", "cluster", "cli", "client", "local"],
 )
 def test_an_import_stays_light(imported: list[str], unwanted: list[str]) -> None:
     assert imported

@@ -39,6 +39,6 @@ class Host:
 async def test_a_replica_preloads_only_what_its_service_runs() -> None:
     host: Any = Host({"llm": "llm", "minilm": "embedding", "flux": "diffusion"})
     models = [ModelConfig(id=id_, path=Path("/m"), preload=True) for id_ in ("llm", "minilm", "flux")]
-    build: Any = SimpleNamespace(prepare=lambda component, skeleton: None)
-    await prepare_models(host, models, ("diffusion", "embedding"), lambda component: True, build)
+    kinds = ("diffusion", "embedding")
+    await prepare_models(host, models, kinds, lambda component: True, lambda component, skeleton: None)
     assert host.leased == ["minilm", "flux"]

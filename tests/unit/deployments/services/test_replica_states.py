@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from ray.serve.schema import DeploymentStatus, DeploymentStatusOverview, DeploymentStatusTrigger, ReplicaState
 
-from deployments.services.replica_states import why_none_can, why_none_runs
+from deployments.services.replica_calls import why_none_can, why_none_runs
 
 FAILED = "A replica failed to start with exception. Retrying. Error:\nTraceback:\n  File x\nOSError: no such file: w\n"
 

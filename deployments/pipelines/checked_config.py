@@ -1,4 +1,4 @@
-"""A cluster config with what only the serving floor can check: that the functions of pipelines exist and fit."""
+"""A cluster config, with what only the serving floor can check: that the functions of pipelines exist and fit."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from deployments.pipelines.planning import check_functions
 
 
 def load_checked_config(path: str | Path) -> ClusterConfig:
-    """As `load_cluster_config`. Imports the functions that pipelines name.
+    """Load a cluster config, and import the functions that its pipelines name.
 
     Raises ConfigFileError with every problem that was found.
     """

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from configs.errors import ConfigFileError
-from deployments.checked_config import load_checked_config
+from deployments.pipelines.checked_config import load_checked_config
 
-DEMO = Path(__file__).parents[3] / "configs" / "clusters" / "demo.yaml"
+DEMO = Path(__file__).parents[4] / "configs" / "clusters" / "demo.yaml"
 TEXT = """
 models: [{id: adder, path: /adder}]
 pipelines:

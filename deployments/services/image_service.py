@@ -1,0 +1,183 @@
+"""ImageService: images from the models that a host has built. Ray-free: the worker and `local.py` share it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from configs.cluster import WorkerConfig
+from deployments.engines.diffusion.factory import create_pipeline, settings_hash
+from deployments.engines.protocol import AdapterUse, DiffusionRequest
+from deployments.engines.text.conditioning import uses_negative
+from deployments.errors import InvalidRequest, as_service_errors
+from deployments.modules.component_builder import batch_bounds, is_denoise_component
+from deployments.modules.model_host import Lease, ModelHost
+from deployments.records import ImageRequest, ImageResult
+from deployments.services.step_loop import DenoiseLoop, DenoiseTimes, DeviceThread, OnStep
+from deployments.text.records import Conditioning, ConditioningRequest
+from deployments.text.tensor_records import unpack
+
+EncodeText = Callable[[ConditioningRequest], Awaitable[Conditioning]]
+NumberT = TypeVar("NumberT", int, float)
+
+
+class ImageService:
+    """Denoises and decodes on one device thread, in batches of all requests of a pipeline. Lives on one event loop."""
+
+    def __init__(self, host: ModelHost, settings: WorkerConfig, device: DeviceThread) -> None:
+        self._host = host
+        self._settings = settings
+        self._device = device
+        self._loop = DenoiseLoop(device)
+
+    @property
+    def num_running(self) -> int:
+        """The number of requests between their first step and their images."""
+        return self._loop.num_running
+
+    async def generate(
+        self,
+        request: ImageRequest,
+        encode_text: EncodeText,
+        *,
+        encode_first: bool = False,
+        on_step: OnStep | None = None,
+    ) -> ImageResult:
+        """Return the images of a request that `with_image_defaults` has filled in.
+
+        The model is switched to while the text is being encoded; with `encode_first` after it, for an encoder that
+        takes room from the same host. Raises the ServiceErrors of `deployments.errors`, and what `encode_text` raises;
+        nothing is leased then.
+        """
+        start = time.perf_counter()
+        with as_service_errors():
+            manifest = await self._host.manifest(request.model, request.model_version)
+            denoise = _denoise_request(request)
+            text = _conditioning_request(request, denoise, manifest.class_name or "")
+            encoding = asyncio.ensure_future(encode_text(text))
+            try:
+                if encode_first:
+                    await encoding
+                async with self._host.lease(
+                    request.model,
+                    is_denoise_component,
+                    [use.name for use in request.lora],
+                    version=manifest.fingerprint,
+                    adapter_versions=request.adapter_versions,
+                ) as lease:
+                    conditioning = await encoding
+                    images, times = await self._denoise(lease, denoise, unpack(conditioning.tensors), on_step)
+            finally:
+                encoding.cancel()
+        return ImageResult(
+            model=request.model,
+            images=list(images),
+            seed=denoise.seed,
+            num_inference_steps=denoise.num_inference_steps,
+            timings_ms={
+                "queue": times.queue_s * 1e3,
+                "encode": conditioning.encode_ms,
+                "switch": lease.report.switch_ms,
+                "denoise": times.denoise_s * 1e3,
+                "decode": times.decode_s * 1e3,
+                "total": (time.perf_counter() - start) * 1e3,
+            },
+            switch=lease.report,
+            cache=conditioning.cache,
+            warnings=conditioning.warnings + _ignored_inputs(request, text.use_negative),
+        )
+
+    async def _denoise(
+        self,
+        lease: Lease,
+        request: DiffusionRequest,
+        conditioning: Mapping[str, torch.Tensor],
+        on_step: OnStep | None,
+    ) -> tuple[npt.NDArray[np.uint8], DenoiseTimes]:
+        pipeline = lease.bound(
+            lambda: create_pipeline(
+                lease.manifest.class_name or "",
+                lease.skeleton,
+                lease.modules,
+                device=self._settings.torch_device,
+                bounds=batch_bounds(self._settings),
+            ),
+            settings_hash(lease.skeleton),
+        )
+        names = {name: f"{name}@{serial}" for name, serial in lease.adapter_serials.items()}
+        request = replace(request, adapters=tuple(AdapterUse(names[use.name], use.scale) for use in request.adapters))
+        adapters = {names[name]: adapter for name, adapter in lease.adapters.items()}
+        alive = self._host.serials()
+        gone = [name for name in pipeline.adapters if int(name.rpartition("@")[2]) not in alive]
+        state = await self._device.run(_start, pipeline, adapters, gone, request, conditioning)
+        return await self._loop.run(pipeline, state, on_step)
+
+
+def _start(
+    pipeline: Any, adapters: dict[str, Any], gone: list[str], request: DiffusionRequest, conditioning: Any
+) -> Any:
+    """Return the state of a request that begins. On the device thread: nothing else looks at adapters meanwhile.
+
+    Adapters stay known to the pipeline while they are resident, since requests with the same adapter only share a batch
+    when they use the same object; each version of one has a name of its own. `gone` names those that were evicted.
+    """
+    for name in set(gone) & set(pipeline.adapters):
+        pipeline.drop_adapter(name)
+    for name in adapters.keys() - set(pipeline.adapters):
+        pipeline.add_adapter(name, adapters[name])
+    return pipeline.start(request, conditioning)
+
+
+def _denoise_request(request: ImageRequest) -> DiffusionRequest:
+    """Return the request in the engine's terms. Raises InvalidRequest for an adapter that is used twice."""
+    names = [use.name for use in request.lora]
+    if len(set(names)) != len(names):
+        raise InvalidRequest("lora: an adapter may be used once per request", "lora")
+    return DiffusionRequest(
+        request_id=uuid.uuid4().hex,
+        width=_filled(request.width),
+        height=_filled(request.height),
+        num_inference_steps=_filled(request.num_inference_steps),
+        guidance_scale=_filled(request.guidance_scale),
+        seed=_filled(request.seed),
+        num_images=request.n,
+        true_cfg_scale=request.true_cfg_scale,
+        adapters=tuple(AdapterUse(use.name, use.scale) for use in request.lora),
+    )
+
+
+def _filled(value: NumberT | None) -> NumberT:
+    if value is None:
+        raise ValueError("the request's defaults must be filled in before: see with_image_defaults")
+    return value
+
+
+def _conditioning_request(request: ImageRequest, denoise: DiffusionRequest, class_name: str) -> ConditioningRequest:
+    """Return the text half of the request, for a text encoder."""
+    return ConditioningRequest(
+        model=request.model,
+        prompt=request.prompt,
+        negative_prompt=request.negative_prompt,
+        use_negative=uses_negative(class_name, denoise, request.negative_prompt),
+        max_sequence_length=request.max_sequence_length,
+        model_version=request.model_version,
+        text_padding=request.text_padding,
+        long_text=request.long_text,
+        priority=request.priority,
+        timeout_s=request.timeout_s,
+    )
+
+
+def _ignored_inputs(request: ImageRequest, use_negative: bool) -> tuple[str, ...]:
+    """Return warnings about what was asked for and had no effect."""
+    if request.negative_prompt and not use_negative:
+        return ("negative_prompt had no effect: guidance is off (Flux needs true_cfg_scale > 1)",)
+    return ()
