@@ -6,7 +6,7 @@
         inputs:                       # name: type
           prompt: text
           seed: optional int          # may be left out of a request; so is what it feeds then
-        steps:                        # in any order: who needs what decides, and what can run side by side does
+        stages:                        # in any order: who needs what decides, and what can run side by side does
           - {name: question, function: sum_question, inputs: {text: $prompt}}
           - {name: adder, model: adder, inputs: {message: $question, temperature: 0}}
           - {name: digit, function: single_digit, inputs: {text: $adder}}
@@ -16,8 +16,8 @@
         outputs:
           image: $picture
 
-A step is one of `model` (an id), `tokenizer` (of a model) and `function` (a shipped one, or `module:function`). Its
-`inputs` map parameters to references or literals. `$name` is an input of the pipeline or the only output of a step,
+A stage is one of `model` (an id), `tokenizer` (of a model) and `function` (a shipped one, or `module:function`). Its
+`inputs` map parameters to references or literals. `$name` is an input of the pipeline or the only output of a stage,
 `$name.output` one of several; a text that begins with a dollar sign is written `$$…`.
 
 Types are those of *one* item; a request has one or many, and every tensor counts them in its first dimension.
@@ -58,7 +58,7 @@ _REFERENCE = re.compile(r"\$([A-Za-z_][A-Za-z0-9_-]*)(?:\.([A-Za-z_][A-Za-z0-9_-
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """An input of the pipeline, or what a step gives; `output` None is its only one."""
+    """An input of the pipeline, or what a stage gives; `output` None is its only one."""
 
     source: str
     output: str | None = None
@@ -104,7 +104,7 @@ def _type_name(value: Any) -> str:
 
 
 def parse_reference(text: Any) -> Reference | None:
-    """`"$step.output"` -> Reference; None for anything else, `$$…` included."""
+    """`"$stage.output"` -> Reference; None for anything else, `$$…` included."""
     match = _REFERENCE.fullmatch(text) if isinstance(text, str) else None
     return Reference(match[1], match[2]) if match else None
 
@@ -125,7 +125,7 @@ def _argument(value: Any) -> Argument:
     raise ValueError("expected a reference ($name), a text, a number, a boolean or a list of these")
 
 
-class StepConfig(StrictModel):
+class StageConfig(StrictModel):
     """One model or function, and where its parameters come from."""
 
     name: Name
@@ -162,8 +162,17 @@ class PipelineConfig(StrictModel):
     id: ModelId
     description: str = ""
     inputs: dict[Name, Annotated[Any, AfterValidator(_type_name)]] = Field(min_length=1)
-    steps: tuple[StepConfig, ...] = Field(min_length=1)
+    stages: tuple[StageConfig, ...] = Field(min_length=1)
     outputs: dict[Name, Annotated[Any, AfterValidator(_reference_text)]] = Field(min_length=1)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_no_steps(cls, data: Any) -> Any:
+        if isinstance(data, dict) and "steps" in data:
+            text = "unknown key; the stages of a pipeline are listed under 'stages'"
+            details = [InitErrorDetails(type=_error(text), loc=("steps",), input=None)]
+            raise ValidationError.from_exception_data(cls.__name__, details)
+        return data
 
     @model_validator(mode="after")
     def _hangs_together(self) -> Self:
@@ -182,9 +191,9 @@ class PipelineConfig(StrictModel):
 
     @property
     def dependencies(self) -> dict[str, set[str]]:
-        """The steps that each step takes something from."""
-        steps = {step.name for step in self.steps}
-        return {step.name: {ref.source for ref in step.references.values()} & steps for step in self.steps}
+        """The stages that each stage takes something from."""
+        stages = {stage.name for stage in self.stages}
+        return {stage.name: {ref.source for ref in stage.references.values()} & stages for stage in self.stages}
 
 
 def nearest_name(name: str, known: Iterable[str]) -> str:
@@ -206,12 +215,12 @@ def _error(text: str) -> PydanticCustomError:
 
 def _naming_problems(config: PipelineConfig) -> Iterator[PipelineProblem]:
     seen: set[str] = set()
-    for index, step in enumerate(config.steps):
-        if step.name in config.inputs:
-            yield PipelineProblem(("steps", index, "name"), f"{step.name!r} is an input of the pipeline already")
-        if step.name in seen:
-            yield PipelineProblem(("steps", index, "name"), f"{step.name!r} is the name of an earlier step already")
-        seen.add(step.name)
+    for index, stage in enumerate(config.stages):
+        if stage.name in config.inputs:
+            yield PipelineProblem(("stages", index, "name"), f"{stage.name!r} is an input of the pipeline already")
+        if stage.name in seen:
+            yield PipelineProblem(("stages", index, "name"), f"{stage.name!r} is the name of an earlier stage already")
+        seen.add(stage.name)
     if all(is_optional(type_) for type_ in config.inputs.values()):
         yield PipelineProblem(
             ("inputs",), "all of them may be left out; at least one must say how many items a request has"
@@ -219,19 +228,19 @@ def _naming_problems(config: PipelineConfig) -> Iterator[PipelineProblem]:
 
 
 def _reference_problems(config: PipelineConfig) -> Iterator[PipelineProblem]:
-    steps = [step.name for step in config.steps]
-    for index, step in enumerate(config.steps):
-        for parameter, reference in step.references.items():
-            where = ("steps", index, "inputs", parameter)
+    stages = [stage.name for stage in config.stages]
+    for index, stage in enumerate(config.stages):
+        for parameter, reference in stage.references.items():
+            where = ("stages", index, "inputs", parameter)
             if reference.source in config.inputs and reference.output:
                 yield PipelineProblem(where, f"{reference}: an input has no outputs; write ${reference.source}")
-            elif reference.source not in {*steps, *config.inputs}:
-                yield PipelineProblem(where, _unknown(reference, [*config.inputs, *steps]))
+            elif reference.source not in {*stages, *config.inputs}:
+                yield PipelineProblem(where, _unknown(reference, [*config.inputs, *stages]))
     for name, reference in config.output_references.items():
         if reference.source in config.inputs:
-            yield PipelineProblem(("outputs", name), f"{reference} is an input; an output comes from a step")
-        elif reference.source not in steps:
-            yield PipelineProblem(("outputs", name), _unknown(reference, steps))
+            yield PipelineProblem(("outputs", name), f"{reference} is an input; an output comes from a stage")
+        elif reference.source not in stages:
+            yield PipelineProblem(("outputs", name), _unknown(reference, stages))
 
 
 def _unknown(reference: Reference, known: Iterable[str]) -> str:
@@ -243,20 +252,20 @@ def _cycles(config: PipelineConfig) -> Iterator[PipelineProblem]:
         TopologicalSorter(config.dependencies).prepare()
     except CycleError as error:
         circle: list[str] = error.args[1]
-        place = next(index for index, step in enumerate(config.steps) if step.name in circle)
-        yield PipelineProblem(("steps", place), f"the steps wait for each other: {' -> '.join(circle)}")
+        place = next(index for index, stage in enumerate(config.stages) if stage.name in circle)
+        yield PipelineProblem(("stages", place), f"the stages wait for each other: {' -> '.join(circle)}")
 
 
 def _unused(config: PipelineConfig) -> Iterator[PipelineProblem]:
     needed = _ancestors({ref.source for ref in config.output_references.values()}, config.dependencies)
-    for index, step in enumerate(config.steps):
-        if step.name not in needed:
+    for index, stage in enumerate(config.stages):
+        if stage.name not in needed:
             yield PipelineProblem(
-                ("steps", index), f"no output needs step {step.name!r}; remove it, or name it in outputs"
+                ("stages", index), f"no output needs stage {stage.name!r}; remove it, or name it in outputs"
             )
-    used = {ref.source for step in config.steps for ref in step.references.values()}
+    used = {ref.source for stage in config.stages for ref in stage.references.values()}
     for name in config.inputs.keys() - used:
-        yield PipelineProblem(("inputs", name), "no step takes this input")
+        yield PipelineProblem(("inputs", name), "no stage takes this input")
 
 
 def _ancestors(names: set[str], dependencies: Mapping[str, set[str]]) -> set[str]:

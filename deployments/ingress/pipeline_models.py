@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 
 from cluster.registry.watching import DirectoryWatch
 from deployments.errors import GenerationFailed, InvalidRequest
-from deployments.pipelines.openai_roles import OpenAiRole, openai_role
+from deployments.pipelines.edge_types import IMAGE, TEXT, EdgeType
 from deployments.pipelines.pipelines import Pipelines
 from deployments.pipelines.ports import KnownModel, known_model
-from deployments.pipelines.records import PipelineRequest, PipelineResult
-from deployments.pipelines.tensor_values import NUMPY_DTYPES, TensorSpec, TensorValue, text_tensor
+from deployments.pipelines.records import (
+    NUMPY_DTYPES,
+    PipelineRequest,
+    PipelineResult,
+    Signature,
+    TensorSpec,
+    TensorValue,
+    text_tensor,
+)
 from deployments.records import (
     CacheUse,
     ChatRequest,
@@ -146,3 +154,32 @@ def _tensor(spec: TensorSpec, value: Any, count: int) -> TensorValue:
         return TensorValue(spec.name, spec.datatype, np.array(values, dtype=NUMPY_DTYPES[spec.datatype]))
     except (AttributeError, TypeError, ValueError, OverflowError) as error:
         raise InvalidRequest(f"{spec.name}: not a {spec.datatype}: {error}", spec.name) from None
+
+
+@dataclass(frozen=True, slots=True)
+class OpenAiRole:
+    """`input` takes the prompt, `output` is what is answered. `options` are inputs that may be left out: those of
+    the name of a field of the protocol (`seed`, say) take its value.
+    """
+
+    endpoint: Literal["images", "text", "embeddings"]
+    input: str
+    output: str
+    options: tuple[str, ...]
+
+
+def openai_role(signature: Signature) -> OpenAiRole | None:
+    """None unless the only input that must be given is one text. The first output decides."""
+    required = [spec for spec in signature.inputs if not spec.optional]
+    if len(required) != 1 or EdgeType(required[0].datatype, required[0].shape) != TEXT:
+        return None
+    output = signature.outputs[0]
+    given = EdgeType(output.datatype, output.shape)
+    options = tuple(spec.name for spec in signature.inputs if spec.optional)
+    if given == IMAGE:
+        return OpenAiRole("images", required[0].name, output.name, options)
+    if given == TEXT:
+        return OpenAiRole("text", required[0].name, output.name, options)
+    if given.datatype == "FP32" and len(given.shape) == 2:
+        return OpenAiRole("embeddings", required[0].name, output.name, options)
+    return None

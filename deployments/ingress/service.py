@@ -24,9 +24,9 @@ from deployments.ingress.pipeline_models import KnownModels, PipelineModels
 from deployments.ingress.retries import RetriedCalls
 from deployments.ingress.segment_reply import EncoderReply
 from deployments.limits import check_embedding, check_head, check_image, check_text
-from deployments.pipelines.calls import SegmentReply
 from deployments.pipelines.pipelines import Pipelines
 from deployments.pipelines.plans import SegmentCall
+from deployments.pipelines.runner import SegmentReply
 from deployments.records import (
     ChatRequest,
     CompletionRequest,

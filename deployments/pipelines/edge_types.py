@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from configs.pipeline import parse_tensor_type
 from deployments.errors import InvalidRequest
-from deployments.pipelines.tensor_values import NUMPY_DTYPES, Datatype, TensorSpec, TensorValue, text_tensor
+from deployments.pipelines.records import NUMPY_DTYPES, Datatype, TensorSpec, TensorValue, text_tensor
 
 Batch: TypeAlias = list[str] | list[tuple[int, ...]] | npt.NDArray[Any]
 PADDING: Final = -1  # of token rows in a tensor; no token has this id

@@ -1,4 +1,4 @@
-"""Errors and warnings of a step, with its name on them."""
+"""Errors and warnings of a stage, with its name on them."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Iterable, Iterator
 
 from deployments.errors import GenerationFailed, ServiceError, as_service_errors
 
-_PREFIX = "steps."
+_PREFIX = "stages."
 
 
 @contextlib.contextmanager
-def named_failures(pipeline: str, step: str) -> Iterator[None]:
-    """What `step` raises becomes a ServiceError of the same class whose message begins with pipeline and step.
+def named_failures(pipeline: str, stage: str) -> Iterator[None]:
+    """What `stage` raises becomes a ServiceError of the same class whose message begins with pipeline and stage.
 
-    One that has a step's name already keeps it: `param` shows that, also on the way out of another process.
+    One that has a stage's name already keeps it: `param` shows that, also on the way out of another process.
     """
     try:
         with as_service_errors():
@@ -23,15 +23,15 @@ def named_failures(pipeline: str, step: str) -> Iterator[None]:
         class_ = _service_class(error)
         if (error.param or "").startswith(_PREFIX):
             raise class_(error.message, error.param) from error
-        where = f"{_PREFIX}{step}.{error.param}" if error.param else f"{_PREFIX}{step}"
-        raise class_(f"pipeline {pipeline!r}, step {step!r}: {error.message}", where) from error
+        where = f"{_PREFIX}{stage}.{error.param}" if error.param else f"{_PREFIX}{stage}"
+        raise class_(f"pipeline {pipeline!r}, stage {stage!r}: {error.message}", where) from error
     except Exception as error:
-        text = f"pipeline {pipeline!r}, step {step!r} failed: {type(error).__name__}: {error}"
-        raise GenerationFailed(text, f"{_PREFIX}{step}") from error
+        text = f"pipeline {pipeline!r}, stage {stage!r} failed: {type(error).__name__}: {error}"
+        raise GenerationFailed(text, f"{_PREFIX}{stage}") from error
 
 
-def step_warnings(step: str, warnings: Iterable[str]) -> list[str]:
-    return [f"step {step!r}: {warning}" for warning in warnings]
+def stage_warnings(stage: str, warnings: Iterable[str]) -> list[str]:
+    return [f"stage {stage!r}: {warning}" for warning in warnings]
 
 
 def _service_class(error: ServiceError) -> type[ServiceError]:

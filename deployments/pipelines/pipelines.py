@@ -9,13 +9,12 @@ import numpy as np
 from configs.cluster import LimitsConfig
 from configs.pipeline import PipelineConfig, nearest_name
 from deployments.errors import InvalidRequest, ModelUnavailable, UnknownModel
-from deployments.pipelines.calls import ModelCalls
 from deployments.pipelines.edge_types import Batch, batch_of, tensor_of
 from deployments.pipelines.planning import DEFAULT_MAX_BATCH_SIZE, PipelineUnusable, plan_pipeline
 from deployments.pipelines.plans import PipelinePlan
 from deployments.pipelines.ports import KnownModel
 from deployments.pipelines.records import PipelineRequest, PipelineResult, Signature
-from deployments.pipelines.runner import PipelineRun
+from deployments.pipelines.runner import ModelCalls, PipelineRun
 from deployments.services.deadlines import Deadline
 
 KnownModels = Callable[[], Mapping[str, KnownModel]]
@@ -71,7 +70,7 @@ class Pipelines:
         """Raises UnknownModel or ModelUnavailable."""
         config = self._config(name)
         models = self._models()
-        used = {step.model or step.tokenizer or "" for step in config.steps} & models.keys()
+        used = {stage.model or stage.tokenizer or "" for stage in config.stages} & models.keys()
         facts = {id_: models[id_] for id_ in used}
         known = self._plans.get(name)
         if known is None or known[0] != facts:
@@ -83,7 +82,7 @@ class Pipelines:
         return known[1]
 
     async def run(self, request: PipelineRequest) -> PipelineResult:
-        """Raises the ServiceErrors of `deployments.errors`; those of a step begin with its name."""
+        """Raises the ServiceErrors of `deployments.errors`; those of a stage begin with its name."""
         plan = self.plan(request.pipeline)
         inputs, num_items = self._inputs(plan, request)
         if request.timeout_s is not None and not 0 < request.timeout_s < float("inf"):
@@ -101,7 +100,7 @@ class Pipelines:
         """Every item is a request of its own for each model that makes images or text."""
         limits = self._limits
         per_action = {"generate": limits.max_images, "write": limits.max_prompts}
-        return min(per_action.get(step.action, limits.max_pipeline_items) for step in plan.steps())
+        return min(per_action.get(stage.action, limits.max_pipeline_items) for stage in plan.stages())
 
     def _config(self, name: str) -> PipelineConfig:
         if name not in self._configs:

@@ -7,15 +7,25 @@ is loaded, `plan_pipeline` when the models are known. Both report what `configs.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from graphlib import TopologicalSorter
 
-from configs.pipeline import PipelineConfig, PipelineProblem, StepConfig, is_optional
-from deployments.pipelines.checking import CheckedPipeline, check_pipeline
-from deployments.pipelines.plans import PipelinePlan, SegmentPlan, StepPlan
-from deployments.pipelines.ports import KnownModel
+from configs.pipeline import (
+    PipelineConfig,
+    PipelineProblem,
+    Reference,
+    StageConfig,
+    is_optional,
+    nearest_name,
+    plain_type,
+)
+from deployments.pipelines.edge_types import EdgeType, edge_type
+from deployments.pipelines.plans import PIPELINE_INPUT, Action, Edge, PipelinePlan, SegmentPlan, StagePlan
+from deployments.pipelines.ports import MODEL_KINDS, TOKENIZER, KnownModel, Parameter, Ports, ports_of
 from deployments.pipelines.records import Signature
 from deployments.pipelines.segmenting import form_units
+from deployments.pipelines.stage_functions import FunctionUnusable, find_function
 
 DEFAULT_MAX_BATCH_SIZE = 32
 
@@ -44,9 +54,9 @@ def plan_pipeline(
     checked = check_pipeline(config, models)
     if checked.problems:
         raise PipelineUnusable(config.id, checked.problems)
-    by_name = {step.name: _step_plan(checked, step) for step in config.steps}
-    order = TopologicalSorter({step.name: step.needs for step in by_name.values()}).static_order()
-    steps = [by_name[name] for name in order]
+    by_name = {stage.name: _stage_plan(checked, stage) for stage in config.stages}
+    order = TopologicalSorter({stage.name: stage.needs for stage in by_name.values()}).static_order()
+    stages = [by_name[name] for name in order]
     outputs = {name: checked.edge(reference) for name, reference in config.output_references.items()}
     output_types = {name: checked.type_of(edge) for name, edge in outputs.items()}
     signature = Signature(
@@ -56,7 +66,7 @@ def plan_pipeline(
         outputs=tuple(type_.spec(name) for name, type_ in output_types.items()),
         description=config.description,
     )
-    units = form_units(config.id, steps, list(outputs.values()), max_batch_size)
+    units = form_units(config.id, stages, list(outputs.values()), max_batch_size)
     return PipelinePlan(config.id, signature, checked.inputs, tuple(units), outputs, output_types)
 
 
@@ -71,9 +81,165 @@ def plan_segments(
     return segments
 
 
-def _step_plan(checked: CheckedPipeline, step: StepConfig) -> StepPlan:
-    ports = checked.ports[step.name]
+def _stage_plan(checked: CheckedPipeline, stage: StageConfig) -> StagePlan:
+    ports = checked.ports[stage.name]
     assert ports is not None
-    edges = {name: checked.edge(reference) for name, reference in step.references.items()}
-    target = step.function or step.tokenizer or step.model or ""
-    return StepPlan(step.name, checked.actions[step.name], target, edges, step.literals, dict(ports.outputs))
+    edges = {name: checked.edge(reference) for name, reference in stage.references.items()}
+    target = stage.function or stage.tokenizer or stage.model or ""
+    return StagePlan(stage.name, checked.actions[stage.name], target, edges, stage.literals, dict(ports.outputs))
+
+
+_ACTIONS: Mapping[str, Action] = {"diffusion": "generate", "llm": "write", "embedding": "embed", "head": "head"}
+
+
+@dataclass(slots=True)
+class CheckedPipeline:
+    """What is known of a pipeline. `ports` has None for a stage that nothing is known of."""
+
+    inputs: dict[str, EdgeType]
+    optional: frozenset[str]
+    ports: dict[str, Ports | None] = field(default_factory=dict)
+    actions: dict[str, Action] = field(default_factory=dict)
+    problems: list[PipelineProblem] = field(default_factory=list)
+
+    def edge(self, reference: Reference) -> Edge:
+        if reference.source in self.inputs:
+            return Edge(PIPELINE_INPUT, reference.source)
+        ports = self.ports[reference.source]
+        assert ports is not None
+        return Edge(reference.source, reference.output or next(iter(ports.outputs)))
+
+    def type_of(self, edge: Edge) -> EdgeType:
+        if edge.stage == PIPELINE_INPUT:
+            return self.inputs[edge.name]
+        ports = self.ports[edge.stage]
+        assert ports is not None
+        return ports.outputs[edge.name]
+
+
+def check_pipeline(config: PipelineConfig, models: Mapping[str, KnownModel] | None) -> CheckedPipeline:
+    """`models` None: not known yet, and nothing said about them. Collects every problem."""
+    inputs = {name: edge_type(plain_type(text)) for name, text in config.inputs.items()}
+    optional = frozenset(name for name, text in config.inputs.items() if is_optional(text))
+    checked = CheckedPipeline(inputs, optional)
+    for index, stage in enumerate(config.stages):
+        try:
+            checked.ports[stage.name], checked.actions[stage.name] = _ports_of_stage(stage, models)
+        except _Unknown as error:
+            checked.ports[stage.name] = None
+            checked.problems.append(PipelineProblem(("stages", index, error.key), f"stage {stage.name!r}: {error}"))
+    for index, stage in enumerate(config.stages):
+        ports = checked.ports[stage.name]
+        found = [] if ports is None else [*_parameter_problems(checked, stage, ports)]
+        found += _output_problems(checked, {("inputs", name): ref for name, ref in stage.references.items()})
+        checked.problems += [
+            PipelineProblem(("stages", index, *problem.location), f"stage {stage.name!r}: {problem.text}")
+            for problem in found
+        ]
+    checked.problems += _output_problems(
+        checked, {("outputs", name): ref for name, ref in config.output_references.items()}
+    )
+    return checked
+
+
+class _Unknown(Exception):
+    def __init__(self, key: str, text: str) -> None:
+        super().__init__(text)
+        self.key = key
+
+
+def _ports_of_stage(stage: StageConfig, models: Mapping[str, KnownModel] | None) -> tuple[Ports | None, Action]:
+    if stage.function is not None:
+        try:
+            return find_function(stage.function).ports, "function"
+        except FunctionUnusable as error:
+            raise _Unknown("function", str(error)) from None
+    key = "tokenizer" if stage.tokenizer is not None else "model"
+    id_ = stage.tokenizer or stage.model or ""
+    if models is None:
+        return (TOKENIZER, "tokenize") if stage.tokenizer else (None, "generate")
+    if id_ not in models:
+        raise _Unknown(key, f"unknown model {id_!r}{nearest_name(id_, models)}")
+    if models[id_].problem:
+        raise _Unknown(key, f"model {id_!r} {models[id_].problem}")
+    kind = models[id_].kind
+    if stage.tokenizer is not None:
+        if kind != "embedding":
+            raise _Unknown(key, f"model {id_!r} ({kind}) is no embedding model; only those lend their tokenizer")
+        return TOKENIZER, "tokenize"
+    ports = ports_of(models[id_])
+    if ports is None:
+        raise _Unknown(key, f"model {id_!r} ({kind}) cannot be a stage; kinds that can: {', '.join(MODEL_KINDS)}")
+    return ports, _ACTIONS[kind]
+
+
+def _parameter_problems(checked: CheckedPipeline, stage: StageConfig, ports: Ports) -> Iterator[PipelineProblem]:
+    target = stage.function or stage.tokenizer or stage.model
+    for name in stage.inputs:
+        parameter = ports.parameters.get(name) or ports.extra
+        if parameter is None:
+            yield PipelineProblem(
+                ("inputs", name), f"{target} has no parameter {name!r}{nearest_name(name, ports.parameters)}"
+            )
+        elif name in stage.literals:
+            if not parameter.takes_literal(stage.literals[name]):
+                yield PipelineProblem(("inputs", name), f"expected {parameter}, got {stage.literals[name]!r:.80}")
+        else:
+            yield from _edge_problems(checked, name, parameter, stage.references[name])
+    for name, parameter in ports.parameters.items():
+        if parameter.required and name not in stage.inputs:
+            yield PipelineProblem(("inputs",), f"{target} needs {name!r} ({parameter})")
+    for name, partner in ports.goes_with.items():
+        if name in stage.inputs and partner not in stage.inputs:
+            yield PipelineProblem(("inputs", name), f"{target} takes it with {partner!r} only")
+    for group in ports.one_of:
+        given = sorted(group & stage.inputs.keys())
+        if len(given) != 1:
+            names = " and ".join(sorted(group))
+            yield PipelineProblem(
+                ("inputs",), f"{target} needs exactly one of {names}, got {' and '.join(given) or 'none'}"
+            )
+        elif (source := stage.references.get(given[0])) and source.source in checked.optional:
+            yield PipelineProblem(("inputs", given[0]), f"it must be there, but {source} may be left out of a request")
+
+
+def _edge_problems(
+    checked: CheckedPipeline, name: str, parameter: Parameter, reference: Reference
+) -> Iterator[PipelineProblem]:
+    where = ("inputs", name)
+    if parameter.element is not None:
+        yield PipelineProblem(where, f"expected a {parameter} in the config, got the reference {reference}")
+        return
+    if parameter.required and reference.source in checked.optional:
+        yield PipelineProblem(where, f"it must be there, but {reference} may be left out of a request")
+    if not _is_known(checked, reference):
+        return
+    given = checked.type_of(checked.edge(reference))
+    if not any(type_.accepts(given) for type_ in parameter.types):
+        yield PipelineProblem(where, f"expected {parameter}, but {reference} is {given}")
+
+
+def _is_known(checked: CheckedPipeline, reference: Reference) -> bool:
+    if reference.source in checked.inputs:
+        return True
+    ports = checked.ports.get(reference.source)
+    if ports is None:
+        return False
+    return reference.output in ports.outputs or (reference.output is None and len(ports.outputs) == 1)
+
+
+def _output_problems(
+    checked: CheckedPipeline, references: Mapping[tuple[str, str], Reference]
+) -> Iterator[PipelineProblem]:
+    """References to stages that have no such output, or several to choose from."""
+    for where, reference in references.items():
+        ports = checked.ports.get(reference.source)
+        if reference.source in checked.inputs or ports is None or _is_known(checked, reference):
+            continue
+        names = ", ".join(f"${reference.source}.{name}" for name in ports.outputs)
+        if reference.output is None:
+            yield PipelineProblem(where, f"stage {reference.source!r} has several outputs; choose one of {names}")
+        else:
+            yield PipelineProblem(
+                where, f"stage {reference.source!r} has no output {reference.output!r} (known: {names})"
+            )

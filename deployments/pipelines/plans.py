@@ -9,7 +9,6 @@ from typing import Final, Literal, NamedTuple, TypeAlias
 from configs.model import LongText
 from configs.pipeline import Argument
 from deployments.pipelines.edge_types import Batch, EdgeType
-from deployments.pipelines.memory_plan import MemoryPlan
 from deployments.pipelines.records import Signature
 
 Action: TypeAlias = Literal["generate", "write", "tokenize", "embed", "head", "function"]
@@ -18,14 +17,14 @@ PIPELINE_INPUT: Final = ""
 
 
 class Edge(NamedTuple):
-    """One named value: an output of a step, or an input of the pipeline (step PIPELINE_INPUT)."""
+    """One named value: an output of a stage, or an input of the pipeline (stage PIPELINE_INPUT)."""
 
-    step: str
+    stage: str
     name: str
 
 
 @dataclass(frozen=True, slots=True)
-class StepPlan:
+class StagePlan:
     """`target` is the model, or the function's name. `edges` and `literals` are by parameter."""
 
     name: str
@@ -37,41 +36,53 @@ class StepPlan:
 
     @property
     def needs(self) -> frozenset[str]:
-        """The steps that it takes something from."""
-        return frozenset(edge.step for edge in self.edges.values()) - {PIPELINE_INPUT}
+        """The stages that it takes something from."""
+        return frozenset(edge.stage for edge in self.edges.values()) - {PIPELINE_INPUT}
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """Places of intermediate tensors: offsets into an arena of `nbytes`.
+
+    `live_bytes` is the most that is alive at once, a lower bound of every plan.
+    """
+
+    offsets: Mapping[Edge, int]
+    nbytes: int
+    live_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentPlan:
-    """Steps that one replica of the text-encoder service runs in one call, in this order.
+    """Stages that one replica of the text-encoder service runs in one call, in this order.
 
     `results` leave the segment. `buffers` has the largest shape, items first, of every intermediate tensor whose
     size is known, `memory` their places; requests of more than `max_batch_size` items run in chunks.
     """
 
     pipeline: str
-    steps: tuple[StepPlan, ...]
+    stages: tuple[StagePlan, ...]
     results: tuple[Edge, ...]
     max_batch_size: int
     buffers: Mapping[Edge, tuple[int, ...]]
-    memory: MemoryPlan[Edge]
+    memory: MemoryPlan
 
     @property
     def name(self) -> str:
-        return self.steps[0].name
+        return self.stages[0].name
 
     @property
     def needs(self) -> frozenset[str]:
-        """Steps outside that it takes something from."""
-        inside = {step.name for step in self.steps}
-        return frozenset(name for step in self.steps for name in step.needs) - inside
+        """Stages outside that it takes something from."""
+        inside = {stage.name for stage in self.stages}
+        return frozenset(name for stage in self.stages for name in stage.needs) - inside
 
     @property
     def models(self) -> frozenset[str]:
-        return frozenset(step.target for step in self.steps if step.action != "function")
+        return frozenset(stage.target for stage in self.stages if stage.action != "function")
 
 
-Unit: TypeAlias = StepPlan | SegmentPlan
+Unit: TypeAlias = StagePlan | SegmentPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +96,9 @@ class PipelinePlan:
     outputs: Mapping[str, Edge]
     output_types: Mapping[str, EdgeType]
 
-    def steps(self) -> Iterator[StepPlan]:
+    def stages(self) -> Iterator[StagePlan]:
         for unit in self.units:
-            yield from unit.steps if isinstance(unit, SegmentPlan) else (unit,)
+            yield from unit.stages if isinstance(unit, SegmentPlan) else (unit,)
 
     def segments(self) -> list[SegmentPlan]:
         return [unit for unit in self.units if isinstance(unit, SegmentPlan)]
@@ -111,7 +122,7 @@ class SegmentCall:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SegmentResult:
-    """`timings_ms` by step, and `warnings`, those of earlier segments whose results came along included."""
+    """`timings_ms` by stage, and `warnings`, those of earlier segments whose results came along included."""
 
     outputs: Mapping[Edge, Batch]
     timings_ms: Mapping[str, float]

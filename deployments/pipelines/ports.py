@@ -1,4 +1,4 @@
-"""What a step takes and gives: parameters and outputs of models by kind, with their types."""
+"""What a stage takes and gives: parameters and outputs of models by kind, with their types."""
 
 from __future__ import annotations
 

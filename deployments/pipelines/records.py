@@ -1,15 +1,91 @@
-"""What a pipeline is asked and what it answers. Free of Ray, of HTTP and of torch.
+"""Records of a pipeline's callers: named tensors, signatures, requests and results. Free of Ray, HTTP and torch.
 
-Inputs and outputs are named tensors; a text is a BYTES element, a picture UINT8 (height, width, 3). The first
-dimension of every tensor of a pipeline counts the items of the request.
+Datatypes and shapes are those of the Open Inference Protocol (KServe v2, "Tensor Data"). A text is a BYTES element, an
+image UINT8 (height, width, 3). The first dimension of every tensor of a pipeline counts the items of the request.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Final, Literal, TypeAlias
 
-from deployments.pipelines.tensor_values import TensorSpec, TensorValue
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+Datatype: TypeAlias = Literal[
+    "BOOL",
+    "UINT8",
+    "UINT16",
+    "UINT32",
+    "UINT64",
+    "INT8",
+    "INT16",
+    "INT32",
+    "INT64",
+    "FP16",
+    "FP32",
+    "FP64",
+    "BF16",
+    "BYTES",
+]
+# BYTES elements are Python bytes in an object array; numpy has no bfloat16 of its own.
+NUMPY_DTYPES: Final[dict[Datatype, np.dtype[Any]]] = {
+    "BOOL": np.dtype(np.bool_),
+    "UINT8": np.dtype(np.uint8),
+    "UINT16": np.dtype(np.uint16),
+    "UINT32": np.dtype(np.uint32),
+    "UINT64": np.dtype(np.uint64),
+    "INT8": np.dtype(np.int8),
+    "INT16": np.dtype(np.int16),
+    "INT32": np.dtype(np.int32),
+    "INT64": np.dtype(np.int64),
+    "FP16": np.dtype(np.float16),
+    "FP32": np.dtype(np.float32),
+    "FP64": np.dtype(np.float64),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "BYTES": np.dtype(np.object_),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """What a model takes or gives under one name. `shape` has -1 where any size goes, batch dimension included.
+
+    `optional` inputs may be left out of a request.
+    """
+
+    name: str
+    datatype: Datatype
+    shape: tuple[int, ...]
+    optional: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TensorValue:
+    """One named tensor. `data` has the dtype of NUMPY_DTYPES[datatype] and its shape is the tensor's."""
+
+    name: str
+    datatype: Datatype
+    data: npt.NDArray[Any]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.data.shape
+
+
+def bytes_data(elements: Sequence[bytes]) -> npt.NDArray[np.object_]:
+    """Data of a BYTES tensor of shape (len(elements),)."""
+    # np.array(list of bytes) would make a fixed-width dtype that drops trailing zero bytes.
+    array = np.empty(len(elements), np.object_)
+    array[:] = elements
+    return array
+
+
+def text_tensor(name: str, texts: Sequence[str]) -> TensorValue:
+    """BYTES of shape (len(texts),): UTF-8, a question mark for half of a surrogate pair."""
+    return TensorValue(name, "BYTES", bytes_data([text.encode(errors="replace") for text in texts]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +102,7 @@ class Signature:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PipelineRequest:
-    """`priority` 1 is the most urgent, 0 every step's default; `timeout_s` bounds the whole run."""
+    """`priority` 1 is the most urgent, 0 every stage's default; `timeout_s` bounds the whole run."""
 
     pipeline: str
     inputs: Mapping[str, TensorValue]
@@ -36,7 +112,7 @@ class PipelineRequest:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PipelineResult:
-    """`timings_ms` has one entry per step, by its name, and "total". `warnings` begin with their step's name."""
+    """`timings_ms` has one entry per stage, by its name, and "total". `warnings` begin with their stage's name."""
 
     outputs: dict[str, TensorValue]
     timings_ms: dict[str, float] = field(default_factory=dict)

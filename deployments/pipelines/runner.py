@@ -1,18 +1,28 @@
-"""One run of a pipeline: every step starts as soon as what it needs is there; the first failure ends the rest."""
+"""One run of a pipeline: a stage starts when its inputs are there, and the first failure ends the run.
+
+`ModelCalls` is the interface through which a run asks models; the ingress `Service` implements it.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
 
 from deployments.errors import DeadlineExceeded, InvalidRequest
-from deployments.pipelines.calls import ModelCalls, SegmentReply
 from deployments.pipelines.edge_types import IMAGE, Batch, items_of, stacked
-from deployments.pipelines.failures import named_failures, step_warnings
-from deployments.pipelines.plans import PIPELINE_INPUT, Edge, PipelinePlan, SegmentCall, SegmentPlan, StepPlan
-from deployments.pipelines.step_functions import find_function
+from deployments.pipelines.failures import named_failures, stage_warnings
+from deployments.pipelines.plans import (
+    PIPELINE_INPUT,
+    Edge,
+    PipelinePlan,
+    SegmentCall,
+    SegmentPlan,
+    SegmentResult,
+    StagePlan,
+)
+from deployments.pipelines.stage_functions import find_function
 from deployments.records import (
     ChatRequest,
     CompletionRequest,
@@ -22,6 +32,38 @@ from deployments.records import (
     as_record,
     warnings_by_item,
 )
+
+
+class SegmentReply(Protocol):
+    """The result of a segment, wherever it is. Awaiting brings it here; handing it on to another segment does not.
+
+    A response of Ray Serve that is passed to a handle call as an argument of its own (not inside a list) goes from
+    replica to replica: the router waits for presence only (Ray 2.60, `resolve_deployment_response`), and the error of
+    the first call comes out of the second.
+    """
+
+    @property
+    def response(self) -> Any:
+        """What stands for the result among the arguments of the next call."""
+
+    def __await__(self) -> Generator[Any, None, SegmentResult]: ...
+
+    def cancel(self) -> object:
+        """Nobody waits for it any more; nothing happens if it is there already."""
+
+
+class ModelCalls(Protocol):
+    """The methods of the ingress `Service`, and one more. All raise ServiceErrors."""
+
+    async def generate(self, request: ImageRequest, /) -> ImageResult: ...
+
+    async def chat(self, request: ChatRequest, /) -> TextResult: ...
+
+    async def complete(self, request: CompletionRequest, /) -> TextResult: ...
+
+    def run_segment(self, call: SegmentCall, upstream: tuple[SegmentReply, ...], /) -> SegmentReply:
+        """Returns at once. `upstream` are results that hold inputs of the segment, and may not be there yet."""
+
 
 ResultT = TypeVar("ResultT")
 
@@ -54,19 +96,19 @@ class PipelineRun:
         self._timeout_s = timeout_s
         self._clock = clock
         self._start = clock()
-        self._segment_of = {step.name: segment for segment in plan.segments() for step in segment.steps}
-        self._ready = {unit.name: asyncio.Event() for unit in plan.units}  # values of its steps are here
+        self._segment_of = {stage.name: segment for segment in plan.segments() for stage in segment.stages}
+        self._ready = {unit.name: asyncio.Event() for unit in plan.units}  # values of its stages are here
         self._asked = {segment.name: asyncio.Event() for segment in plan.segments()}
         self._replies: dict[str, SegmentReply] = {}
         self._open: dict[str, SegmentReply] = {}
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Each begins with its step's name."""
+        """Each begins with its stage's name."""
         return tuple(dict.fromkeys(self._warnings))  # results of one segment may come along several ways
 
     async def run(self) -> None:
-        """Raises the ServiceError of the step that failed first, its name in front, or DeadlineExceeded."""
+        """Raises the ServiceError of the stage that failed first, its name in front, or DeadlineExceeded."""
         deadline = asyncio.timeout(self._timeout_s)
         try:
             async with deadline:
@@ -75,21 +117,21 @@ class PipelineRun:
         except TimeoutError:
             if not deadline.expired():
                 raise
-            waiting = ", ".join(step.name for step in self._plan.steps() if step.name not in self.timings_ms)
+            waiting = ", ".join(stage.name for stage in self._plan.stages() if stage.name not in self.timings_ms)
             raise DeadlineExceeded(
-                f"pipeline {self._plan.id!r}: not done within {self._timeout_s:g} s; unfinished steps: {waiting}"
+                f"pipeline {self._plan.id!r}: not done within {self._timeout_s:g} s; unfinished stages: {waiting}"
             ) from None
         finally:
             for reply in self._open.values():
                 reply.cancel()
         self.timings_ms["total"] = (self._clock() - self._start) * 1e3
 
-    async def _run_unit(self, unit: StepPlan | SegmentPlan) -> None:
+    async def _run_unit(self, unit: StagePlan | SegmentPlan) -> None:
         with named_failures(self._plan.id, unit.name):
             if isinstance(unit, SegmentPlan):
                 await self._run_segment(unit)
             else:
-                await self._run_step(unit)
+                await self._run_stage(unit)
 
     async def _run_segment(self, segment: SegmentPlan) -> None:
         upstream = {self._segment_of[name].name for name in segment.needs if name in self._segment_of}
@@ -97,11 +139,11 @@ class PipelineRun:
             await self._asked[name].wait()
         for name in segment.needs - self._segment_of.keys():
             await self._ready[name].wait()
-        edges = {edge for step in segment.steps for edge in step.edges.values()}
+        edges = {edge for stage in segment.stages for edge in stage.edges.values()}
         call = SegmentCall(
             plan=segment,
             inputs={
-                edge: self.values[edge] for edge in edges if edge in self.values and edge.step not in self._segment_of
+                edge: self.values[edge] for edge in edges if edge in self.values and edge.stage not in self._segment_of
             },
             num_items=self._num_items,
             priority=self._priority,
@@ -119,40 +161,42 @@ class PipelineRun:
             self._ready[segment.name].set()
 
     def _is_wanted_here(self, segment: SegmentPlan) -> bool:
-        inside = {step.name for step in segment.steps}
-        others = (unit for unit in self._plan.units if isinstance(unit, StepPlan))
-        return any(edge.step in inside for edge in self._plan.outputs.values()) or any(o.needs & inside for o in others)
+        inside = {stage.name for stage in segment.stages}
+        others = (unit for unit in self._plan.units if isinstance(unit, StagePlan))
+        return any(edge.stage in inside for edge in self._plan.outputs.values()) or any(
+            o.needs & inside for o in others
+        )
 
-    async def _run_step(self, step: StepPlan) -> None:
-        for name in step.needs:
+    async def _run_stage(self, stage: StagePlan) -> None:
+        for name in stage.needs:
             unit = self._segment_of.get(name)
             await self._ready[unit.name if unit else name].wait()
         start = self._clock()
-        batches = {name: self.values[edge] for name, edge in step.edges.items() if edge in self.values}
-        if step.action == "function":
-            outputs = await asyncio.to_thread(find_function(step.target), batches, step.literals, self._num_items)
+        batches = {name: self.values[edge] for name, edge in stage.edges.items() if edge in self.values}
+        if stage.action == "function":
+            outputs = await asyncio.to_thread(find_function(stage.target), batches, stage.literals, self._num_items)
         else:
-            outputs = await self._ask_model(step, batches)
-        self.values.update({Edge(step.name, name): batch for name, batch in outputs.items()})
-        self.timings_ms[step.name] = (self._clock() - start) * 1e3
-        self._ready[step.name].set()
+            outputs = await self._ask_model(stage, batches)
+        self.values.update({Edge(stage.name, name): batch for name, batch in outputs.items()})
+        self.timings_ms[stage.name] = (self._clock() - start) * 1e3
+        self._ready[stage.name].set()
 
-    async def _ask_model(self, step: StepPlan, batches: Mapping[str, Batch]) -> dict[str, Batch]:
+    async def _ask_model(self, stage: StagePlan, batches: Mapping[str, Batch]) -> dict[str, Batch]:
         """One request per item, all at once: the engines merge them."""
         columns = {name: items_of(batch) for name, batch in batches.items()}
         items = [
-            {**step.literals, **{name: column[index] for name, column in columns.items()}, "model": step.target}
+            {**stage.literals, **{name: column[index] for name, column in columns.items()}, "model": stage.target}
             for index in range(self._num_items)
         ]
-        if step.action == "generate":
+        if stage.action == "generate":
             pictures = await together([self._ask.generate(as_record(ImageRequest, item)) for item in items])
-            self._note(step, pictures)
+            self._note(stage, pictures)
             try:
                 return {"image": stacked([picture.images[0] for picture in pictures], IMAGE)}
             except ValueError as error:
                 raise InvalidRequest(f"images of one request have one size; {error}", "width") from None
         texts = await together([self._text(item) for item in items])
-        self._note(step, texts)
+        self._note(stage, texts)
         return {"text": [text.text for text in texts]}
 
     async def _text(self, fields: dict[str, Any]) -> TextResult:
@@ -162,8 +206,8 @@ class PipelineRun:
         messages = tuple({"role": role, "content": text} for role, text in turns if text is not None)
         return await self._ask.chat(as_record(ChatRequest, fields | {"messages": messages}))
 
-    def _note(self, step: StepPlan, results: Sequence[ImageResult] | Sequence[TextResult]) -> None:
-        self._warnings += step_warnings(step.name, warnings_by_item([result.warnings for result in results]))
+    def _note(self, stage: StagePlan, results: Sequence[ImageResult] | Sequence[TextResult]) -> None:
+        self._warnings += stage_warnings(stage.name, warnings_by_item([result.warnings for result in results]))
 
     def _remaining_s(self) -> float | None:
         """At least a little: zero would be refused as no time at all, while the deadline here says it better."""

@@ -1,99 +1,140 @@
-"""Which steps of a pipeline run together in one call of the text-encoder service, and in which memory. Pure."""
+"""Which stages of a pipeline run together in one call of the text-encoder service, and in which memory. Pure."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from deployments.pipelines.edge_types import TEXT, TOKENS
-from deployments.pipelines.memory_plan import BufferNeed, plan_memory
-from deployments.pipelines.plans import IN_ENCODER, Edge, SegmentPlan, StepPlan, Unit
-from deployments.pipelines.tensor_values import NUMPY_DTYPES
+from deployments.pipelines.plans import IN_ENCODER, Edge, MemoryPlan, SegmentPlan, StagePlan, Unit
+from deployments.pipelines.records import NUMPY_DTYPES
 
 
-def form_units(pipeline: str, steps: Sequence[StepPlan], outputs: Sequence[Edge], max_batch_size: int) -> list[Unit]:
-    """`steps` in an order in which they can run. The units come in such an order too.
+def form_units(pipeline: str, stages: Sequence[StagePlan], outputs: Sequence[Edge], max_batch_size: int) -> list[Unit]:
+    """`stages` in an order in which they can run. The units come in such an order too.
 
-    A step joins the segment that it takes something from when that makes the segment wait for nothing more: what
+    A stage joins the segment that it takes something from when that makes the segment wait for nothing more: what
     can run side by side still does, and no cycle of segments can come to be.
     """
-    groups: list[list[StepPlan]] = []
-    group_of: dict[str, list[StepPlan]] = {}
-    waits_for = _ancestors(steps)
+    groups: list[list[StagePlan]] = []
+    group_of: dict[str, list[StagePlan]] = {}
+    waits_for = _ancestors(stages)
     encoded: set[str] = set()
-    for step in steps:
+    for stage in stages:
         # A function that takes what an encoder made runs there too: labels are smaller than vectors.
-        if step.action in IN_ENCODER or (step.action == "function" and step.needs & encoded):
-            encoded.add(step.name)
-        group = _joined(step, group_of, waits_for, encoded)
+        if stage.action in IN_ENCODER or (stage.action == "function" and stage.needs & encoded):
+            encoded.add(stage.name)
+        group = _joined(stage, group_of, waits_for, encoded)
         if group is None:
             group = []
             groups.append(group)
-        group.append(step)
-        group_of[step.name] = group
-    return [_unit(pipeline, group, steps, outputs, max_batch_size, encoded) for group in groups]
+        group.append(stage)
+        group_of[stage.name] = group
+    return [_unit(pipeline, group, stages, outputs, max_batch_size, encoded) for group in groups]
 
 
 def _joined(
-    step: StepPlan,
-    group_of: Mapping[str, list[StepPlan]],
+    stage: StagePlan,
+    group_of: Mapping[str, list[StagePlan]],
     waits_for: Mapping[str, frozenset[str]],
     encoded: set[str],
-) -> list[StepPlan] | None:
-    if step.name not in encoded:
+) -> list[StagePlan] | None:
+    if stage.name not in encoded:
         return None
-    for source in sorted(step.needs & encoded):
+    for source in sorted(stage.needs & encoded):
         group = group_of[source]
         inside = {member.name for member in group}
         awaited = frozenset[str]().union(*(waits_for[name] for name in inside)) - inside
-        if step.needs - inside <= awaited:
+        if stage.needs - inside <= awaited:
             return group
     return None
 
 
-def _ancestors(steps: Sequence[StepPlan]) -> dict[str, frozenset[str]]:
+def _ancestors(stages: Sequence[StagePlan]) -> dict[str, frozenset[str]]:
     found: dict[str, frozenset[str]] = {}
-    for step in steps:
-        found[step.name] = step.needs.union(*(found[name] for name in step.needs))
+    for stage in stages:
+        found[stage.name] = stage.needs.union(*(found[name] for name in stage.needs))
     return found
 
 
 def _unit(
     pipeline: str,
-    group: Sequence[StepPlan],
-    steps: Sequence[StepPlan],
+    group: Sequence[StagePlan],
+    stages: Sequence[StagePlan],
     outputs: Sequence[Edge],
     max_batch_size: int,
     encoded: set[str],
 ) -> Unit:
     if group[0].name not in encoded:
         return group[0]
-    inside = {step.name for step in group}
-    wanted = {edge for step in steps if step.name not in inside for edge in step.edges.values()} | set(outputs)
-    results = tuple(sorted(edge for edge in wanted if edge.step in inside))
+    inside = {stage.name for stage in group}
+    wanted = {edge for stage in stages if stage.name not in inside for edge in stage.edges.values()} | set(outputs)
+    results = tuple(sorted(edge for edge in wanted if edge.stage in inside))
     buffers = _buffers(group, max_batch_size)
     memory = plan_memory(_needs(group, buffers))
     return SegmentPlan(pipeline, tuple(group), results, max_batch_size, buffers, memory)
 
 
-def _buffers(group: Sequence[StepPlan], max_batch_size: int) -> dict[Edge, tuple[int, ...]]:
+def _buffers(group: Sequence[StagePlan], max_batch_size: int) -> dict[Edge, tuple[int, ...]]:
     """Of what models give: texts and token ids are Python's, what functions give is numpy's."""
     shapes = {}
-    for step in group:
-        if step.action not in ("embed", "head"):
+    for stage in group:
+        if stage.action not in ("embed", "head"):
             continue
-        for name, type_ in step.outputs.items():
+        for name, type_ in stage.outputs.items():
             if type_ not in (TEXT, TOKENS) and -1 not in type_.shape[1:]:
-                shapes[Edge(step.name, name)] = (max_batch_size, *type_.shape[1:])
+                shapes[Edge(stage.name, name)] = (max_batch_size, *type_.shape[1:])
     return shapes
 
 
-def _needs(group: Sequence[StepPlan], buffers: Mapping[Edge, tuple[int, ...]]) -> list[BufferNeed[Edge]]:
-    types = {Edge(step.name, name): type_ for step in group for name, type_ in step.outputs.items()}
+def _needs(group: Sequence[StagePlan], buffers: Mapping[Edge, tuple[int, ...]]) -> list[BufferNeed]:
+    types = {Edge(stage.name, name): type_ for stage in group for name, type_ in stage.outputs.items()}
     needs = []
     for edge, shape in buffers.items():
-        first = next(at for at, step in enumerate(group) if step.name == edge.step)
-        last = max((at for at, step in enumerate(group) if edge in step.edges.values()), default=first)
+        first = next(at for at, stage in enumerate(group) if stage.name == edge.stage)
+        last = max((at for at, stage in enumerate(group) if edge in stage.edges.values()), default=first)
         nbytes = math.prod(shape) * NUMPY_DTYPES[types[edge].datatype].itemsize
         needs.append(BufferNeed(edge, nbytes, first, last))
     return needs
+
+
+ALIGNMENT_BYTES = 256  # what CUDA's allocator gives too, so kernels may load vectors
+
+
+@dataclass(frozen=True, slots=True)
+class BufferNeed:
+    """A tensor of at most `nbytes`, written by stage `first` and read last by stage `last` (positions, inclusive)."""
+
+    key: Edge
+    nbytes: int
+    first: int
+    last: int
+
+    def meets(self, other: BufferNeed) -> bool:
+        """Whether both are alive during some stage. What a stage reads lives while it writes."""
+        return self.first <= other.last and other.first <= self.last
+
+
+def plan_memory(needs: Sequence[BufferNeed]) -> MemoryPlan:
+    offsets: dict[Edge, int] = {}
+    placed: list[BufferNeed] = []
+    for need in sorted(needs, key=lambda need: (-need.nbytes, need.first)):
+        neighbours = sorted((offsets[other.key], other.nbytes) for other in placed if other.meets(need))
+        offset = 0
+        for start, nbytes in neighbours:
+            if offset + need.nbytes <= start:
+                break
+            offset = max(offset, _aligned(start + nbytes))
+        offsets[need.key] = offset
+        placed.append(need)
+    end = max((offsets[need.key] + need.nbytes for need in needs), default=0)
+    return MemoryPlan(offsets, end, _most_alive(needs))
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def _most_alive(needs: Sequence[BufferNeed]) -> int:
+    return max((sum(n.nbytes for n in needs if n.first <= at <= n.last) for at in {n.first for n in needs}), default=0)

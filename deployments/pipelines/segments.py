@@ -1,16 +1,13 @@
-"""Runs a segment of a pipeline inside one replica: its intermediate tensors stay on the device. Free of Ray.
-
-Where tensors lie was decided when the pipeline was planned (`memory_plan.py`); a run allocates none of those whose
-sizes are known. Requests larger than the plan run in chunks.
-"""
+"""Device memory for the intermediate tensors of segments, allocated before requests come."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -18,11 +15,52 @@ import numpy as np
 import torch
 
 from deployments.errors import GenerationFailed
-from deployments.pipelines.arenas import ArenaPool
 from deployments.pipelines.edge_types import Batch, EdgeType
-from deployments.pipelines.failures import named_failures, step_warnings
-from deployments.pipelines.plans import Edge, SegmentCall, SegmentPlan, SegmentResult, StepPlan
-from deployments.pipelines.step_functions import find_function
+from deployments.pipelines.failures import named_failures, stage_warnings
+from deployments.pipelines.plans import Edge, SegmentCall, SegmentPlan, SegmentResult, StagePlan
+from deployments.pipelines.stage_functions import find_function
+
+
+class ArenaPool:
+    """`num_arenas` runs at once have an arena each; all segments share them, so each is as large as the largest needs.
+
+    Further runs, and those of a segment nobody has prepared, get temporary memory, which is counted.
+    """
+
+    def __init__(self, num_arenas: int, device: torch.device) -> None:
+        self.num_temporary = 0
+        self.nbytes = 0
+        self._num_arenas = num_arenas
+        self._device = device
+        self._free: list[torch.Tensor] = []
+
+    def prepare(self, nbytes: int) -> None:
+        """Have arenas for runs that need so much. Smaller ones that are in use are not taken back."""
+        if nbytes > self.nbytes:
+            self.nbytes = nbytes
+            self._free = [self._allocated(nbytes) for _ in range(self._num_arenas)]
+
+    @contextlib.contextmanager
+    def arena(self, nbytes: int) -> Iterator[torch.Tensor]:
+        """At least `nbytes` of uint8."""
+        if self._free and 0 < nbytes <= self.nbytes:
+            taken = self._free.pop()
+        else:
+            self.num_temporary += nbytes > 0
+            taken = self._allocated(nbytes)
+        try:
+            yield taken
+        except BaseException:
+            # A thread or kernel of the run that failed may still write here: this memory is nobody's any more.
+            if len(taken) == self.nbytes > 0 and len(self._free) < self._num_arenas:
+                self._free.append(self._allocated(self.nbytes))
+            raise
+        if len(taken) == self.nbytes > 0 and len(self._free) < self._num_arenas:
+            self._free.append(taken)
+
+    def _allocated(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+
 
 _Value = Batch | torch.Tensor
 
@@ -71,7 +109,7 @@ class SegmentRunner:
         return SegmentStats(self._num_calls, self._num_chunks, num_temporary, self._pool.nbytes)
 
     async def run(self, call: SegmentCall, upstream: Sequence[SegmentResult], ops: SegmentOps) -> SegmentResult:
-        """Raises ServiceErrors that begin with the step's name."""
+        """Raises ServiceErrors that begin with the stage's name."""
         self.prepare(call.plan)
         self._num_calls += 1
         given = dict(call.inputs)
@@ -98,7 +136,7 @@ class SegmentRunner:
 
 
 class _Chunk:
-    """One pass through the steps, for as many items as the arena is planned for."""
+    """One pass through the stages, for as many items as the arena is planned for."""
 
     def __init__(
         self,
@@ -121,39 +159,39 @@ class _Chunk:
 
     async def run(self) -> dict[Edge, Batch]:
         results: dict[Edge, Batch] = {}
-        for step in self._plan.steps:
+        for stage in self._plan.stages:
             start = time.perf_counter()
-            with named_failures(self._plan.pipeline, step.name):
-                for name, value in (await self._outputs(step)).items():
-                    edge = Edge(step.name, name)
+            with named_failures(self._plan.pipeline, stage.name):
+                for name, value in (await self._outputs(stage)).items():
+                    edge = Edge(stage.name, name)
                     self._values[edge] = value
                     if edge in self._plan.results:  # a copy: its place in the arena is somebody else's soon
                         results[edge] = _on_host(value, copy=True)
-            self._warnings += step_warnings(step.name, self._ops.take_warnings())
-            self._spent_ms[step.name] += (time.perf_counter() - start) * 1e3
+            self._warnings += stage_warnings(stage.name, self._ops.take_warnings())
+            self._spent_ms[stage.name] += (time.perf_counter() - start) * 1e3
         return results
 
-    async def _outputs(self, step: StepPlan) -> dict[str, _Value]:
-        sources = {name: self._values[edge] for name, edge in step.edges.items() if edge in self._values}
-        if step.action == "function":
+    async def _outputs(self, stage: StagePlan) -> dict[str, _Value]:
+        sources = {name: self._values[edge] for name, edge in stage.edges.items() if edge in self._values}
+        if stage.action == "function":
             batches = {name: _on_host(value) for name, value in sources.items()}
-            return dict(await asyncio.to_thread(find_function(step.target), batches, step.literals, self._num_items))
-        ((name, type_),) = step.outputs.items()
-        return {name: await self._model_output(step, Edge(step.name, name), type_, sources)}
+            return dict(await asyncio.to_thread(find_function(stage.target), batches, stage.literals, self._num_items))
+        ((name, type_),) = stage.outputs.items()
+        return {name: await self._model_output(stage, Edge(stage.name, name), type_, sources)}
 
-    async def _model_output(self, step: StepPlan, edge: Edge, type_: EdgeType, sources: Mapping[str, Any]) -> _Value:
+    async def _model_output(self, stage: StagePlan, edge: Edge, type_: EdgeType, sources: Mapping[str, Any]) -> _Value:
         place = self._place(edge)
-        if step.action == "head":
+        if stage.action == "head":
             features = sources["features"]
             if not isinstance(features, torch.Tensor):
                 features = torch.from_numpy(np.array(features)).to(self._arena.device)
-            return _checked(type_, await self._ops.head(step.target, features, place))
+            return _checked(type_, await self._ops.head(stage.target, features, place))
         texts = sources.get("tokens", sources.get("text"))
         if texts is None:
-            texts = [str(step.literals["text"])] * self._num_items
-        if step.action == "tokenize":
-            return await self._ops.tokenize(step.target, texts, self._first)
-        return self._stacked(type_, await self._ops.encode(step.target, texts, self._first), place)
+            texts = [str(stage.literals["text"])] * self._num_items
+        if stage.action == "tokenize":
+            return await self._ops.tokenize(stage.target, texts, self._first)
+        return self._stacked(type_, await self._ops.encode(stage.target, texts, self._first), place)
 
     def _place(self, edge: Edge) -> torch.Tensor | None:
         """Where the plan puts the tensor; None when its size is not known before it is there."""
@@ -185,7 +223,9 @@ def _checked(type_: EdgeType, tensor: torch.Tensor) -> torch.Tensor:
 
 def _model_edges(plan: SegmentPlan) -> list[Edge]:
     """Tensors that models of the segment give."""
-    return [Edge(step.name, name) for step in plan.steps if step.action in ("embed", "head") for name in step.outputs]
+    return [
+        Edge(stage.name, name) for stage in plan.stages if stage.action in ("embed", "head") for name in stage.outputs
+    ]
 
 
 def _on_host(value: _Value, *, copy: bool = False) -> Batch:

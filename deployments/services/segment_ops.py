@@ -1,4 +1,4 @@
-"""What steps of a pipeline may do in a replica of the embedding service: tokenize, encode, apply a head."""
+"""What stages of a pipeline may do in a replica of the embedding service: tokenize, encode, apply a head."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from deployments.threads import in_thread
 
 
 class EncoderOps:
-    """`SegmentOps` for one call. A model is leased for its own step only: two calls that each hold what the other
+    """`SegmentOps` for one call. A model is leased for its own stage only: two calls that each hold what the other
     waits for would wait for ever.
     """
 

@@ -52,7 +52,7 @@ def echo_pipelines() -> list[dict[str, object]]:
         {
             "id": name.replace("_", "-"),
             "inputs": {"value": type_},
-            "steps": [{"name": "same", "function": f"{__name__}:{name}", "inputs": {"value": "$value"}}],
+            "stages": [{"name": "same", "function": f"{__name__}:{name}", "inputs": {"value": "$value"}}],
             "outputs": {"value": "$same"},
         }
         for name, type_ in TYPES.items()

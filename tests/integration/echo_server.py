@@ -1,6 +1,6 @@
 """The protocol's own HTTP and gRPC edge over a backend that gives back what it got: no Ray, no models.
 
-A pipeline of the cluster has the types that its steps know. Here `FP16-3` is a model of FP16 with three dimensions,
+A pipeline of the cluster has the types that its stages know. Here `FP16-3` is a model of FP16 with three dimensions,
 and so for every datatype and rank, so that what clients can send is all seen to arrive and leave unchanged.
 """
 
@@ -24,8 +24,7 @@ from deployments.ingress.kserve.repository import Repository
 from deployments.ingress.kserve.rest import errors as rest_errors
 from deployments.ingress.kserve.rest import routes as http
 from deployments.ingress.kserve.statistics import Statistics
-from deployments.pipelines.records import PipelineRequest, PipelineResult, Signature
-from deployments.pipelines.tensor_values import Datatype, TensorSpec
+from deployments.pipelines.records import Datatype, PipelineRequest, PipelineResult, Signature, TensorSpec
 from deployments.records import ModelCard
 
 RANKS = range(6)

@@ -13,7 +13,7 @@ from integration.echo_server import echo_server
 from integration.harness import Cluster
 from integration.judging import Observed, judge
 
-from deployments.pipelines.tensor_values import Datatype
+from deployments.pipelines.records import Datatype
 
 RAW_ONLY = ("FP16", "BF16")  # JSON and gRPC's typed contents have no notation for them
 SPOKEN = [

@@ -11,9 +11,8 @@ import numpy.typing as npt
 
 from configs.merging import MergeConfig
 from deployments.errors import InvalidRequest
-from deployments.pipelines.records import PipelineRequest, PipelineResult, Signature
+from deployments.pipelines.records import PipelineRequest, PipelineResult, Signature, TensorValue, text_tensor
 from deployments.pipelines.runner import together
-from deployments.pipelines.tensor_values import TensorValue, text_tensor
 from deployments.records import (
     ChatRequest,
     CompletionRequest,

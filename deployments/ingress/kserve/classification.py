@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from deployments.errors import InvalidRequest
-from deployments.pipelines.tensor_values import TensorValue, text_tensor
+from deployments.pipelines.records import TensorValue, text_tensor
 
 
 def classified(value: TensorValue, num_classes: int, labels: Sequence[str] = ()) -> TensorValue:

@@ -28,8 +28,7 @@ from deployments.ingress.kserve.signatures import check_inputs, check_outputs
 from deployments.ingress.kserve.statistics import Recorder
 from deployments.ingress.kserve.targets import PIPELINE, Target, find_target, is_any_answering, is_ready
 from deployments.ingress.kserve.tensors import texts
-from deployments.pipelines.records import PipelineRequest
-from deployments.pipelines.tensor_values import TensorValue
+from deployments.pipelines.records import PipelineRequest, TensorValue
 from deployments.records import EmbeddingRequest, HeadRequest, as_record
 from deployments.services.deadlines import Deadline
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from configs.merging import MergeConfig
 from deployments.ingress.kserve.records import ModelMetadata
-from deployments.pipelines.tensor_values import TensorSpec
+from deployments.pipelines.records import TensorSpec
 
 
 def is_decoupled(metadata: ModelMetadata) -> bool:

@@ -13,7 +13,7 @@ from deployments.errors import InvalidRequest
 from deployments.ingress.kserve.records import Parameters
 from deployments.ingress.kserve.schedule import Schedule
 from deployments.ingress.kserve.tensors import shown, texts
-from deployments.pipelines.tensor_values import TensorSpec, TensorValue
+from deployments.pipelines.records import TensorSpec, TensorValue
 from deployments.records import ChatRequest, CompletionRequest, ImageRequest, LoraUse, as_record
 
 _PARAMETER_TYPES: Final[dict[str, tuple[tuple[type, ...], str]]] = {

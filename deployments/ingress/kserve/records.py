@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
-from deployments.pipelines.tensor_values import TensorSpec, TensorValue
+from deployments.pipelines.records import TensorSpec, TensorValue
 
 Parameters: TypeAlias = Mapping[str, bool | int | float | str]
 SERVER_NAME: Final = "atelier"

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from deployments.errors import InvalidRequest
-from deployments.pipelines.records import Signature
-from deployments.pipelines.tensor_values import TensorSpec, TensorValue
+from deployments.pipelines.records import Signature, TensorSpec, TensorValue
 
 
 def _option(name: str, datatype: str) -> TensorSpec:

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from deployments.errors import InvalidRequest
-from deployments.pipelines.tensor_values import NUMPY_DTYPES, Datatype, TensorValue, bytes_data
+from deployments.pipelines.records import NUMPY_DTYPES, Datatype, TensorValue, bytes_data
 
 MAX_RANK: Final = 32
 MAX_ELEMENTS: Final = 2**31 - 1

@@ -18,7 +18,7 @@ from configs.pipeline import PipelineConfig, Reference, parse_tensor_type
 EXAMPLE = """\
 id: p
 inputs: {prompt: text, seed: optional int}
-steps:
+stages:
   - {name: a, model: adder, inputs: {message: $prompt, temperature: 0, stop: [x, y], note: $$5}}
   - name: b
     function: f
@@ -40,7 +40,7 @@ def problems(data: dict[str, Any]) -> dict[tuple[str | int, ...], str]:
 
 def test_references_and_literals_are_told_apart() -> None:
     config = PipelineConfig.model_validate(yaml.safe_load(EXAMPLE))
-    first, second = config.steps
+    first, second = config.stages
     assert first.references == {"message": Reference("prompt")}
     assert first.literals == {"temperature": 0, "stop": ("x", "y"), "note": "$5"}
     assert second.references == {"text": Reference("a"), "seed": Reference("seed")}
@@ -82,27 +82,27 @@ def test_tensor_types(text: str, expected: Any) -> None:
         ({"inputs": {"prompt": "txt", "seed": "optional int"}}, ("inputs", "prompt"), ["unknown type", "'text'"]),
         ({"inputs": {"prompt": 3}}, ("inputs", "prompt"), ["unknown type"]),
         ({"inputs": {"prompt": "optional text", "seed": "optional int"}}, ("inputs",), ["left out"]),
-        ({"inputs": {"prompt": "text", "seed": "optional int", "extra": "int"}}, ("inputs", "extra"), ["no step"]),
+        ({"inputs": {"prompt": "text", "seed": "optional int", "extra": "int"}}, ("inputs", "extra"), ["no stage"]),
         ({"outputs": {"image": "$c"}}, ("outputs", "image"), ["unknown name 'c'", "known: a, b"]),
         ({"outputs": {"image": "b"}}, ("outputs", "image"), ["expected a reference"]),
-        ({"outputs": {"image": "$prompt"}}, ("outputs", "image"), ["comes from a step"]),
-        ({"outputs": {"text": "$a"}}, ("steps", 1), ["no output needs step 'b'"]),
+        ({"outputs": {"image": "$prompt"}}, ("outputs", "image"), ["comes from a stage"]),
+        ({"outputs": {"text": "$a"}}, ("stages", 1), ["no output needs stage 'b'"]),
     ],
 )
-def test_mistakes_around_the_steps(changes: dict[str, Any], location: tuple[Any, ...], parts: list[str]) -> None:
+def test_mistakes_around_the_stages(changes: dict[str, Any], location: tuple[Any, ...], parts: list[str]) -> None:
     found = problems(edited(**changes))
     assert all(part in found[location] for part in parts), found
 
 
 @pytest.mark.parametrize(
-    ("step", "location", "parts"),
+    ("stage", "location", "parts"),
     [
         ({"inputs": {"text": "$promt", "seed": "$seed"}}, ("inputs", "text"), ["did you mean 'prompt'"]),
         ({"inputs": {"text": "$prompt.x", "a": "$a", "seed": "$seed"}}, ("inputs", "text"), ["write $prompt"]),
         ({"inputs": {"text": "$", "seed": "$seed"}}, ("inputs", "text"), ["expected a reference"]),
         ({"inputs": {"text": None}}, ("inputs", "text"), ["expected a reference"]),
         ({"inputs": {"text": {"deep": 1}}}, ("inputs", "text"), ["expected a reference"]),
-        ({"name": "a"}, ("name",), ["earlier step"]),
+        ({"name": "a"}, ("name",), ["earlier stage"]),
         ({"name": "prompt"}, ("name",), ["an input of the pipeline"]),
         ({"name": "b c"}, ("name",), ["pattern"]),
         ({"model": "m"}, (), ["model and function"]),
@@ -110,28 +110,28 @@ def test_mistakes_around_the_steps(changes: dict[str, Any], location: tuple[Any,
         ({"extra": 1}, ("extra",), ["Extra inputs"]),
     ],
 )
-def test_mistakes_of_a_step(step: dict[str, Any], location: tuple[Any, ...], parts: list[str]) -> None:
+def test_mistakes_of_a_stage(stage: dict[str, Any], location: tuple[Any, ...], parts: list[str]) -> None:
     data = edited()
-    data["steps"][1] |= step
+    data["stages"][1] |= stage
     found = problems(data)
-    assert all(part in found["steps", 1, *location] for part in parts), found
+    assert all(part in found["stages", 1, *location] for part in parts), found
 
 
 def test_a_cycle_is_named() -> None:
     data = edited()
-    data["steps"][0]["inputs"]["message"] = "$b"
-    data["steps"][0]["inputs"]["again"] = "$prompt"
+    data["stages"][0]["inputs"]["message"] = "$b"
+    data["stages"][0]["inputs"]["again"] = "$prompt"
     (text,) = problems(data).values()
     assert "a -> b -> a" in text or "b -> a -> b" in text
 
 
 def test_all_mistakes_are_told_at_once() -> None:
     data = edited(outputs={"image": "$c"})
-    data["steps"][0]["inputs"] = {"message": "$nobody"}
-    data["steps"][1]["inputs"] = {"text": "$nothing"}
+    data["stages"][0]["inputs"] = {"message": "$nobody"}
+    data["stages"][1]["inputs"] = {"text": "$nothing"}
     assert problems(data).keys() == {
-        ("steps", 0, "inputs", "message"),
-        ("steps", 1, "inputs", "text"),
+        ("stages", 0, "inputs", "message"),
+        ("stages", 1, "inputs", "text"),
         ("outputs", "image"),
     }
 
@@ -154,3 +154,9 @@ def test_the_loader_tells_file_and_line(tmp_path: Path) -> None:
     (problem,) = caught.value.problems
     assert "$aa" in lines[(problem.line or 0) - 1]
     assert problem.text.startswith("$aa: unknown name 'aa'")
+
+
+def test_the_old_name_of_the_stages_is_refused_with_the_new_one() -> None:
+    data = edited()
+    data["steps"] = data.pop("stages")
+    assert problems(data) == {("steps",): "unknown key; the stages of a pipeline are listed under 'stages'"}

@@ -23,7 +23,7 @@ from deployments.ingress.kserve.tensors import (
     from_bytes,
     to_bytes,
 )
-from deployments.pipelines.tensor_values import NUMPY_DTYPES, Datatype, TensorSpec, TensorValue
+from deployments.pipelines.records import NUMPY_DTYPES, Datatype, TensorSpec, TensorValue
 
 # By datatype, the one field of InferTensorContents that may hold its values.
 CONTENTS: Final[dict[Datatype, str]] = {

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
-from deployments.pipelines.tensor_values import Datatype
+from deployments.pipelines.records import Datatype
 
 # The members are checked one by one where they are read, so that a wrong one gets a sentence of its own.
 ParametersBody = Annotated[

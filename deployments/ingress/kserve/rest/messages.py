@@ -24,7 +24,7 @@ from deployments.ingress.kserve.records import (
     Parameters,
 )
 from deployments.ingress.kserve.rest.bodies import InferBody, InputBody, OutputBody
-from deployments.pipelines.tensor_values import TensorValue
+from deployments.pipelines.records import TensorValue
 
 MAX_CLASSES: Final = 2**31 - 1
 _PIECE_ELEMENTS: Final = 2**14

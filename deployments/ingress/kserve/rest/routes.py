@@ -31,7 +31,7 @@ from deployments.ingress.kserve.rest.generate import add_generate_routes
 from deployments.ingress.kserve.rest.messages import read_request, write_response
 from deployments.ingress.kserve.rest.model_routes import add_model_route, create_protocol_router
 from deployments.ingress.timing import server_timing
-from deployments.pipelines.tensor_values import TensorSpec
+from deployments.pipelines.records import TensorSpec
 
 JSON_LENGTH_HEADER: Final = "Inference-Header-Content-Length"
 _UNSUPPORTED: Final = {

@@ -38,19 +38,19 @@ from weights.feature_sizes import FeatureSizes
 PICTURES = {
     "id": "pictures",
     "inputs": {"caption": "text", "seed": "optional int"},
-    "steps": [{"name": "picture", "model": "flux", "inputs": {"prompt": "$caption", "seed": "$seed"}}],
+    "stages": [{"name": "picture", "model": "flux", "inputs": {"prompt": "$caption", "seed": "$seed"}}],
     "outputs": {"image": "$picture"},
 }
 WORDS = {
     "id": "words",
     "inputs": {"text": "text"},
-    "steps": [{"name": "answer", "model": "adder", "inputs": {"message": "$text"}}],
+    "stages": [{"name": "answer", "model": "adder", "inputs": {"message": "$text"}}],
     "outputs": {"answer": "$answer"},
 }
 VECTORS = {
     "id": "vectors",
     "inputs": {"text": "text"},
-    "steps": [{"name": "vector", "model": "bert", "inputs": {"text": "$text"}}],
+    "stages": [{"name": "vector", "model": "bert", "inputs": {"text": "$text"}}],
     "outputs": {"vector": "$vector"},
 }
 KNOWN = {
@@ -93,7 +93,7 @@ class Models:
         self.calls.append(call)
         (texts,) = call.inputs.values()
         vectors = np.array([[len(text), self.vector_value] for text in texts], np.float32)
-        return Reply(SegmentResult({call.plan.results[0]: vectors}, {}, ("step 'vector': cut",)))
+        return Reply(SegmentResult({call.plan.results[0]: vectors}, {}, ("stage 'vector': cut",)))
 
 
 @pytest.fixture
@@ -111,15 +111,15 @@ async def test_pictures_have_seeds_in_a_row(models: PipelineModels) -> None:
     result = await models.generate(ImageRequest(model="pictures", prompt="x", n=3, seed=7))
     assert [int(image[0, 0, 0]) for image in result.images] == [7, 8, 9]
     assert (result.seed, result.model, result.switch) == (7, "pictures", None)
-    assert result.warnings == tuple(f"step 'picture': item {number}: cut" for number in range(3))
+    assert result.warnings == tuple(f"stage 'picture': item {number}: cut" for number in range(3))
     unseeded = await models.generate(ImageRequest(model="pictures", prompt="x"))
-    assert (unseeded.seed, len(unseeded.images), unseeded.warnings) == (None, 1, ("step 'picture': cut",))
+    assert (unseeded.seed, len(unseeded.images), unseeded.warnings) == (None, 1, ("stage 'picture': cut",))
 
 
 async def test_the_last_turn_of_a_chat_is_asked(models: PipelineModels) -> None:
     turns = (Message(role="user", content="first"), Message(role="user", content="naïve"))
     result = await models.write(ChatRequest(model="words", messages=turns))
-    assert (result.text, result.finish_reason, result.warnings) == ("<naïve>", "stop", ("step 'answer': cut",))
+    assert (result.text, result.finish_reason, result.warnings) == ("<naïve>", "stop", ("stage 'answer': cut",))
     assert (await models.write(CompletionRequest(model="words", prompt="x"))).text == "<x>"
 
 
@@ -127,7 +127,7 @@ async def test_texts_are_embedded_with_the_requests_terms(models: PipelineModels
     request = EmbeddingRequest(model="vectors", input=("a", "bcd"), priority=2, timeout_s=9.0)
     result = await models.embed(request)
     assert [vector.tolist() for vector in result.embeddings] == [[1, 1], [3, 1]]
-    assert result.warnings == ("step 'vector': cut",)
+    assert result.warnings == ("stage 'vector': cut",)
     (call,) = ask.calls
     assert call.priority == 2
     assert call.timeout_s is not None

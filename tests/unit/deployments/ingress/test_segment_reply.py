@@ -78,7 +78,7 @@ async def test_in_the_end_it_is_lost() -> None:
 
 
 async def test_an_error_of_the_step_is_not_asked_again() -> None:
-    error = InvalidRequest("pipeline 'p', step 's': too long", "steps.s")
+    error = InvalidRequest("pipeline 'p', stage 's': too long", "stages.s")
     encoder = Encoder(error)
     with pytest.raises(InvalidRequest) as raised:
         await encoder.reply()

@@ -15,12 +15,12 @@ models: [{id: adder, path: /adder}]
 pipelines:
   - id: fine
     inputs: {text: text}
-    steps:
+    stages:
       - {name: question, function: sum_question, inputs: {text: $text}}
     outputs: {text: $question}
   - id: wrong
     inputs: {text: text}
-    steps:
+    stages:
       - {name: question, function: sum_questoin, inputs: {text: $text}}
       - {name: other, function: sum_question, inputs: {words: $text}}
     outputs: {text: $question, other: $other}

@@ -23,7 +23,7 @@ from deployments.pipelines.edge_types import (
     stacked,
     tensor_of,
 )
-from deployments.pipelines.tensor_values import TensorValue
+from deployments.pipelines.records import TensorValue
 
 
 def test_every_type_of_the_config_is_known_here() -> None:

@@ -1,4 +1,4 @@
-"""Config and known models -> plan, or every mistake with its place; and which steps run together."""
+"""Config and known models -> plan, or every mistake with its place; and which stages run together."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from configs.pipeline import PipelineConfig
+from deployments.ingress.pipeline_models import OpenAiRole, openai_role
 from deployments.pipelines.edge_types import TEXT, EdgeType
-from deployments.pipelines.openai_roles import OpenAiRole, openai_role
 from deployments.pipelines.planning import PipelineUnusable, check_functions, plan_pipeline, plan_segments
-from deployments.pipelines.plans import Edge, SegmentPlan, StepPlan
+from deployments.pipelines.plans import Edge, SegmentPlan, StagePlan
 from deployments.pipelines.ports import KnownModel
-from deployments.pipelines.records import Signature
+from deployments.pipelines.records import Signature, TensorSpec
 from deployments.pipelines.segmenting import form_units
-from deployments.pipelines.tensor_values import TensorSpec
 
 MODELS = {
     "flux": KnownModel("diffusion"),
@@ -31,21 +30,21 @@ MODELS = {
 LABELS = ["a", "b", "c"]
 
 
-def pipeline(*steps: dict[str, Any], inputs: dict[str, str] | None = None, **outputs: str) -> PipelineConfig:
+def pipeline(*stages: dict[str, Any], inputs: dict[str, str] | None = None, **outputs: str) -> PipelineConfig:
     return PipelineConfig.model_validate(
-        {"id": "p", "inputs": inputs or {"text": "text"}, "steps": steps, "outputs": outputs}
+        {"id": "p", "inputs": inputs or {"text": "text"}, "stages": stages, "outputs": outputs}
     )
 
 
-def step(name: str, inputs: dict[str, Any], **target: str) -> dict[str, Any]:
+def stage(name: str, inputs: dict[str, Any], **target: str) -> dict[str, Any]:
     return {"name": name, "inputs": inputs, **target}
 
 
 CLASSIFIER = pipeline(
-    step("classes", {"logits": "$logits", "labels": LABELS}, function="classify"),
-    step("ids", {"text": "$text"}, tokenizer="bert"),
-    step("logits", {"features": "$vector"}, model="head"),
-    step("vector", {"tokens": "$ids"}, model="bert"),
+    stage("classes", {"logits": "$logits", "labels": LABELS}, function="classify"),
+    stage("ids", {"text": "$text"}, tokenizer="bert"),
+    stage("logits", {"features": "$vector"}, model="head"),
+    stage("vector", {"tokens": "$ids"}, model="bert"),
     label="$classes.label",
     scores="$classes.scores",
 )
@@ -55,7 +54,7 @@ def test_a_text_classifier_is_one_segment() -> None:
     plan = plan_pipeline(CLASSIFIER, MODELS, max_batch_size=4)
     (segment,) = plan.units
     assert isinstance(segment, SegmentPlan)
-    assert [step.name for step in segment.steps] == ["ids", "vector", "logits", "classes"]
+    assert [stage.name for stage in segment.stages] == ["ids", "vector", "logits", "classes"]
     assert segment.results == (Edge("classes", "label"), Edge("classes", "scores"))
     assert segment.models == {"bert", "head"}
     assert segment.buffers == {Edge("vector", "embedding"): (4, 8), Edge("logits", "output"): (4, 3)}
@@ -65,7 +64,7 @@ def test_a_text_classifier_is_one_segment() -> None:
 
 
 def test_a_replica_knows_at_its_start_what_memory_pipelines_need() -> None:
-    late = pipeline(step("vector", {"text": "$text"}, model="late"), out="$vector")
+    late = pipeline(stage("vector", {"text": "$text"}, model="late"), out="$vector")
     (segment,) = plan_segments([late, CLASSIFIER], MODELS, 4)
     assert (segment.pipeline, segment.memory.live_bytes) == ("p", 4 * 8 * 4 + 4 * 3 * 4)
     assert plan_segments([CLASSIFIER], {}, 4) == []
@@ -73,7 +72,7 @@ def test_a_replica_knows_at_its_start_what_memory_pipelines_need() -> None:
 
 def test_optional_inputs_are_optional_outside() -> None:
     config = pipeline(
-        step("picture", {"prompt": "$text", "seed": "$seed"}, model="flux"),
+        stage("picture", {"prompt": "$text", "seed": "$seed"}, model="flux"),
         inputs={"text": "text", "seed": "optional int"},
         image="$picture",
     )
@@ -93,92 +92,92 @@ def problems(config: PipelineConfig) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("wrong", "location", "parts"),
     [
-        (step("s", {"prompt": "$text"}, model="fluks"), "model", ["unknown model 'fluks'", "did you mean 'flux'"]),
-        (step("s", {"prompt": "$text"}, model="lora"), "model", ["'lora' (adapter) cannot be a step", "diffusion"]),
-        (step("s", {"text": "$text"}, tokenizer="adder"), "tokenizer", ["adder", "llm", "no embedding model"]),
-        (step("s", {"text": "$text"}, function="softmx"), "function", ["did you mean 'softmax'"]),
-        (step("s", {"promt": "$text", "prompt": "$text"}, model="flux"), "inputs.promt", ["did you mean 'prompt'"]),
-        (step("s", {"negative_prompt": "$text"}, model="flux"), "inputs", ["flux needs 'prompt' (text)"]),
-        (step("s", {"prompt": "$vector"}, model="flux"), "inputs.prompt", ["expected text, but $vector is FP32[-1,8]"]),
-        (step("s", {"prompt": "$text", "seed": "$text"}, model="flux"), "inputs.seed", ["expected int", "is text"]),
-        (step("s", {"prompt": "$text", "seed": 1.5}, model="flux"), "inputs.seed", ["expected int, got 1.5"]),
-        (step("s", {"prompt": "$text", "seed": True}, model="flux"), "inputs.seed", ["expected int, got True"]),
-        (step("s", {"features": "$vector"}, model="wide-head"), "inputs.features", ["FP32[-1,9]", "is FP32[-1,8]"]),
-        (step("s", {"message": "$text", "prompt": "$text"}, model="adder"), "inputs", ["one of message and prompt"]),
-        (step("s", {"stop": ["$text"], "seed": 1}, model="adder"), "inputs", ["got none"]),
-        (step("s", {"prompt": "$text", "system": "x"}, model="adder"), "inputs.system", ["with 'message' only"]),
-        (step("s", {"prompt": "$text"}, model="late"), "model", ["model 'late' is still being registered"]),
-        (step("s", {"message": "$maybe", "system": "$text"}, model="adder"), "inputs.message", ["may be left out"]),
-        (step("s", {"prompt": "$maybe", "seed": 1}, model="flux"), "inputs.prompt", ["may be left out"]),
-        (step("s", {"logits": "$vector", "labels": "$text"}, function="classify"), "inputs.labels", ["list of str in"]),
-        (step("s", {"logits": "$vector", "labels": [1]}, function="classify"), "inputs.labels", ["str, got (1,)"]),
-        (step("s", {"template": "{x}", "x": "$vector"}, function="fill_template"), "inputs.x", ["text or int or"]),
-        (step("s", {"text": "$classes"}, function="sum_question"), "inputs.text", ["choose one of $classes.label"]),
-        (step("s", {"text": "$classes.lable"}, function="sum_question"), "inputs.text", ["no output 'lable'"]),
+        (stage("s", {"prompt": "$text"}, model="fluks"), "model", ["unknown model 'fluks'", "did you mean 'flux'"]),
+        (stage("s", {"prompt": "$text"}, model="lora"), "model", ["'lora' (adapter) cannot be a stage", "diffusion"]),
+        (stage("s", {"text": "$text"}, tokenizer="adder"), "tokenizer", ["adder", "llm", "no embedding model"]),
+        (stage("s", {"text": "$text"}, function="softmx"), "function", ["did you mean 'softmax'"]),
+        (stage("s", {"promt": "$text", "prompt": "$text"}, model="flux"), "inputs.promt", ["did you mean 'prompt'"]),
+        (stage("s", {"negative_prompt": "$text"}, model="flux"), "inputs", ["flux needs 'prompt' (text)"]),
+        (stage("s", {"prompt": "$vector"}, model="flux"), "inputs.prompt", ["text, but $vector is FP32[-1,8]"]),
+        (stage("s", {"prompt": "$text", "seed": "$text"}, model="flux"), "inputs.seed", ["expected int", "is text"]),
+        (stage("s", {"prompt": "$text", "seed": 1.5}, model="flux"), "inputs.seed", ["expected int, got 1.5"]),
+        (stage("s", {"prompt": "$text", "seed": True}, model="flux"), "inputs.seed", ["expected int, got True"]),
+        (stage("s", {"features": "$vector"}, model="wide-head"), "inputs.features", ["FP32[-1,9]", "is FP32[-1,8]"]),
+        (stage("s", {"message": "$text", "prompt": "$text"}, model="adder"), "inputs", ["one of message and prompt"]),
+        (stage("s", {"stop": ["$text"], "seed": 1}, model="adder"), "inputs", ["got none"]),
+        (stage("s", {"prompt": "$text", "system": "x"}, model="adder"), "inputs.system", ["with 'message' only"]),
+        (stage("s", {"prompt": "$text"}, model="late"), "model", ["model 'late' is still being registered"]),
+        (stage("s", {"message": "$maybe", "system": "$text"}, model="adder"), "inputs.message", ["may be left out"]),
+        (stage("s", {"prompt": "$maybe", "seed": 1}, model="flux"), "inputs.prompt", ["may be left out"]),
+        (stage("s", {"logits": "$vector", "labels": "$text"}, function="classify"), "inputs.labels", ["list of str"]),
+        (stage("s", {"logits": "$vector", "labels": [1]}, function="classify"), "inputs.labels", ["str, got (1,)"]),
+        (stage("s", {"template": "{x}", "x": "$vector"}, function="fill_template"), "inputs.x", ["text or int or"]),
+        (stage("s", {"text": "$classes"}, function="sum_question"), "inputs.text", ["choose one of $classes.label"]),
+        (stage("s", {"text": "$classes.lable"}, function="sum_question"), "inputs.text", ["no output 'lable'"]),
     ],
 )  # fmt: skip
-def test_mistakes_name_step_edge_and_both_types(wrong: dict[str, Any], location: str, parts: list[str]) -> None:
+def test_mistakes_name_stage_edge_and_both_types(wrong: dict[str, Any], location: str, parts: list[str]) -> None:
     config = pipeline(
-        step("vector", {"text": "$text"}, model="bert"),
-        step("classes", {"logits": "$vector", "labels": LABELS}, function="classify"),
+        stage("vector", {"text": "$text"}, model="bert"),
+        stage("classes", {"logits": "$vector", "labels": LABELS}, function="classify"),
         wrong,
-        step("picture", {"prompt": "$text", "negative_prompt": "$maybe"}, model="flux"),
+        stage("picture", {"prompt": "$text", "negative_prompt": "$maybe"}, model="flux"),
         inputs={"text": "text", "maybe": "optional text"},
         label="$classes.label",
         image="$picture",
         s="$s.label" if wrong.get("function") == "classify" else "$s",
     )
     found = problems(config)
-    assert found.keys() == {f"steps.2.{location}"}
-    text = found[f"steps.2.{location}"]
-    assert text.startswith("step 's': ")
+    assert found.keys() == {f"stages.2.{location}"}
+    text = found[f"stages.2.{location}"]
+    assert text.startswith("stage 's': ")
     assert all(part in text for part in parts), text
 
 
 def test_all_mistakes_are_told_at_once() -> None:
     config = pipeline(
-        step("a", {"message": "$text", "temperature": "hot"}, model="adder"),
-        step("b", {"text": "$a"}, function="nothing"),
-        step("c", {"prompt": "$b", "width": "$a"}, model="flux"),
+        stage("a", {"message": "$text", "temperature": "hot"}, model="adder"),
+        stage("b", {"text": "$a"}, function="nothing"),
+        stage("c", {"prompt": "$b", "width": "$a"}, model="flux"),
         image="$c.picture",
     )
     assert problems(config).keys() == {
-        "steps.0.inputs.temperature",
-        "steps.1.function",
-        "steps.2.inputs.width",
+        "stages.0.inputs.temperature",
+        "stages.1.function",
+        "stages.2.inputs.width",
         "outputs.image",
     }
 
 
 def test_before_the_models_are_known_functions_are_checked_already() -> None:
     config = pipeline(
-        step("number", {"text": "$text"}, function="whole_number"),
-        step("word", {"text": "$number"}, function="whole_number"),
-        step("picture", {"prompt": "$word", "anything": "$number"}, model="not-there-yet"),
-        step("end", {"text": "$picture.image"}, function="single_digit"),
+        stage("number", {"text": "$text"}, function="whole_number"),
+        stage("word", {"text": "$number"}, function="whole_number"),
+        stage("picture", {"prompt": "$word", "anything": "$number"}, model="not-there-yet"),
+        stage("end", {"text": "$picture.image"}, function="single_digit"),
         out="$end",
     )
     (problem,) = check_functions(config)
-    assert problem.location == ("steps", 1, "inputs", "text")
+    assert problem.location == ("stages", 1, "inputs", "text")
     assert "expected text, but $number is int" in problem.text
     assert check_functions(CLASSIFIER) == []
 
 
-def embed(name: str, *sources: str) -> StepPlan:
-    return StepPlan(name, "embed", "bert", {s: Edge(s, "x") for s in sources}, {}, {"x": EdgeType("FP32", (-1, 8))})
+def embed(name: str, *sources: str) -> StagePlan:
+    return StagePlan(name, "embed", "bert", {s: Edge(s, "x") for s in sources}, {}, {"x": EdgeType("FP32", (-1, 8))})
 
 
-def other(name: str, *sources: str, action: Any = "write") -> StepPlan:
-    return StepPlan(name, action, "adder", {s: Edge(s, "x") for s in sources}, {}, {"x": TEXT})
+def other(name: str, *sources: str, action: Any = "write") -> StagePlan:
+    return StagePlan(name, action, "adder", {s: Edge(s, "x") for s in sources}, {}, {"x": TEXT})
 
 
 def names(units: list[Any]) -> list[list[str]]:
-    return [[step.name for step in unit.steps] if isinstance(unit, SegmentPlan) else [unit.name] for unit in units]
+    return [[stage.name for stage in unit.stages] if isinstance(unit, SegmentPlan) else [unit.name] for unit in units]
 
 
-def test_a_segment_does_not_wait_for_what_its_first_step_need_not() -> None:
-    steps = [embed("a"), other("llm"), other("both", "a", "llm", action="function"), embed("b", "a")]
-    units = form_units("p", steps, [Edge("both", "x"), Edge("b", "x")], 2)
+def test_a_segment_does_not_wait_for_what_its_first_stage_need_not() -> None:
+    stages = [embed("a"), other("llm"), other("both", "a", "llm", action="function"), embed("b", "a")]
+    units = form_units("p", stages, [Edge("both", "x"), Edge("b", "x")], 2)
     assert names(units) == [["a", "b"], ["llm"], ["both"]]
     assert isinstance(units[2], SegmentPlan)  # takes a's vector by reference, in the encoder
     assert units[0].results == (Edge("a", "x"), Edge("b", "x"))  # type: ignore[union-attr]
@@ -188,21 +187,21 @@ def test_a_segment_does_not_wait_for_what_its_first_step_need_not() -> None:
 @given(st.integers(0, 2**32))
 def test_units_can_run_one_after_the_other_and_wait_for_nothing_new(seed: int) -> None:
     draw = random.Random(seed)
-    steps: list[StepPlan] = []
+    stages: list[StagePlan] = []
     for index in range(draw.randint(1, 12)):
-        sources = draw.sample([step.name for step in steps], min(len(steps), draw.randint(0, 3)))
+        sources = draw.sample([stage.name for stage in stages], min(len(stages), draw.randint(0, 3)))
         make = draw.choice([embed, other, lambda *names: other(*names, action="function")])
-        steps.append(make(f"s{index}", *sources))
-    outputs = [Edge(step.name, "x") for step in draw.sample(steps, draw.randint(1, len(steps)))]
-    units = form_units("p", steps, outputs, 2)
-    assert sorted(name for unit in names(units) for name in unit) == sorted(step.name for step in steps)
+        stages.append(make(f"s{index}", *sources))
+    outputs = [Edge(stage.name, "x") for stage in draw.sample(stages, draw.randint(1, len(stages)))]
+    units = form_units("p", stages, outputs, 2)
+    assert sorted(name for unit in names(units) for name in unit) == sorted(stage.name for stage in stages)
     ancestors: dict[str, set[str]] = {}
-    for one in steps:
+    for one in stages:
         ancestors[one.name] = set(one.needs).union(*(ancestors[name] for name in one.needs))
     done: set[str] = set()
     for unit in units:
         assert unit.needs <= done
-        members = unit.steps if isinstance(unit, SegmentPlan) else (unit,)
+        members = unit.stages if isinstance(unit, SegmentPlan) else (unit,)
         assert unit.needs <= ancestors[members[0].name]
         for member in members:
             assert member.needs <= done
@@ -211,8 +210,8 @@ def test_units_can_run_one_after_the_other_and_wait_for_nothing_new(seed: int) -
                 assert isinstance(unit, SegmentPlan)
         if isinstance(unit, SegmentPlan):
             inside = {member.name for member in members}
-            wanted = {edge for s in steps if s.name not in inside for edge in s.edges.values()} | set(outputs)
-            assert set(unit.results) == {edge for edge in wanted if edge.step in inside}
+            wanted = {edge for s in stages if s.name not in inside for edge in s.edges.values()} | set(outputs)
+            assert set(unit.results) == {edge for edge in wanted if edge.stage in inside}
 
 
 TEXT_IN = TensorSpec("prompt", "BYTES", (-1,))

@@ -22,8 +22,7 @@ from deployments.errors import (
 from deployments.pipelines.pipelines import Pipelines
 from deployments.pipelines.plans import Edge, SegmentCall, SegmentResult
 from deployments.pipelines.ports import KnownModel
-from deployments.pipelines.records import PipelineRequest, PipelineResult
-from deployments.pipelines.tensor_values import TensorValue
+from deployments.pipelines.records import PipelineRequest, PipelineResult, TensorValue
 from deployments.records import (
     CacheUse,
     ChatRequest,
@@ -111,24 +110,24 @@ class Models:
         if self.segment_error:
             result = self.segment_error
         else:
-            timings = {step.name: 1.0 for step in call.plan.steps}
+            timings = {stage.name: 1.0 for stage in call.plan.stages}
             for reply in upstream:
                 timings |= reply.result.timings_ms
             values = {edge: np.full((call.num_items, 2), len(self.replies), np.float32) for edge in call.plan.results}
-            warnings = tuple(f"step {step.name!r}: cut" for step in call.plan.steps if step.name in self.long)
+            warnings = tuple(f"stage {stage.name!r}: cut" for stage in call.plan.stages if stage.name in self.long)
             warnings += tuple(told for reply in upstream for told in reply.result.warnings)
             result = SegmentResult(values, timings, warnings)
         self.replies.append(Reply(result))
         return self.replies[-1]
 
 
-def step(name: str, inputs: dict[str, Any], **target: str) -> dict[str, Any]:
+def stage(name: str, inputs: dict[str, Any], **target: str) -> dict[str, Any]:
     return {"name": name, "inputs": inputs, **target}
 
 
-def served(ask: Models, *steps: dict[str, Any], inputs: dict[str, str] | None = None, **outputs: str) -> Pipelines:
+def served(ask: Models, *stages: dict[str, Any], inputs: dict[str, str] | None = None, **outputs: str) -> Pipelines:
     config = PipelineConfig.model_validate(
-        {"id": "p", "inputs": inputs or {"text": "text"}, "steps": steps, "outputs": outputs}
+        {"id": "p", "inputs": inputs or {"text": "text"}, "stages": stages, "outputs": outputs}
     )
     return Pipelines(
         [config], ask, lambda: MODELS, limits=LimitsConfig(max_pipeline_items=8, max_images=3, max_prompts=5)
@@ -144,13 +143,13 @@ async def run(pipelines: Pipelines, inputs: dict[str, TensorValue], **options: A
 
 
 TWO_BRANCHES = [
-    step("left", {"message": "$text", "system": "be brief", "temperature": 0}, model="adder"),
-    step("right", {"prompt": "$text", "stop": ["x"]}, model="adder"),
-    step("both", {"first": "$left", "second": "$right"}, function="join_texts"),
+    stage("left", {"message": "$text", "system": "be brief", "temperature": 0}, model="adder"),
+    stage("right", {"prompt": "$text", "stop": ["x"]}, model="adder"),
+    stage("both", {"first": "$left", "second": "$right"}, function="join_texts"),
 ]
 
 
-async def test_every_item_goes_through_every_step() -> None:
+async def test_every_item_goes_through_every_stage() -> None:
     ask = Models()
     result = await run(served(ask, *TWO_BRANCHES, out="$both"), texts("text", "a", "b", "ü"))
     assert [value.decode() for value in result.outputs["out"].data] == ["<a> <a>", "<b> <b>", "<ü> <ü>"]
@@ -173,12 +172,12 @@ async def test_a_branch_does_not_wait_for_another_ones_level() -> None:
     """left -> left2 goes on while right never ends; a level-by-level runner would not start left2."""
     ask = Models()
     ask.never = {"slow"}
-    steps = [
-        step("left", {"message": "$text"}, model="adder"),
-        step("left2", {"message": "$left"}, model="adder"),
-        step("right", {"message": "$other"}, model="adder"),
+    stages = [
+        stage("left", {"message": "$text"}, model="adder"),
+        stage("left2", {"message": "$left"}, model="adder"),
+        stage("right", {"message": "$other"}, model="adder"),
     ]
-    pipelines = served(ask, *steps, inputs={"text": "text", "other": "text"}, a="$left2", b="$right")
+    pipelines = served(ask, *stages, inputs={"text": "text", "other": "text"}, a="$left2", b="$right")
     running = asyncio.create_task(run(pipelines, texts("text", "x") | texts("other", "slow")))
     while len(ask.asked) < 3:
         await asyncio.sleep(0)
@@ -193,15 +192,15 @@ async def test_a_branch_does_not_wait_for_another_ones_level() -> None:
 async def test_the_first_failure_ends_the_rest(error: Any) -> None:
     ask = Models()
     ask.failing, ask.never = {"bad": error}, {"slow"}
-    steps = [
-        step("left", {"message": "$text"}, model="adder"),
-        step("right", {"message": "$other"}, model="adder"),
+    stages = [
+        stage("left", {"message": "$text"}, model="adder"),
+        stage("right", {"message": "$other"}, model="adder"),
     ]
-    pipelines = served(ask, *steps, inputs={"text": "text", "other": "text"}, a="$left", b="$right")
-    with pytest.raises(type(error), match=f"pipeline 'p', step 'left': {error.message}") as caught:
+    pipelines = served(ask, *stages, inputs={"text": "text", "other": "text"}, a="$left", b="$right")
+    with pytest.raises(type(error), match=f"pipeline 'p', stage 'left': {error.message}") as caught:
         await run(pipelines, texts("text", "bad") | texts("other", "slow"))
     assert type(caught.value) is type(error)
-    assert caught.value.param == ("steps.left.model" if error.param else "steps.left")
+    assert caught.value.param == ("stages.left.model" if error.param else "stages.left")
     assert (ask.running, ask.cancelled) == (0, 1)
 
 
@@ -222,14 +221,14 @@ async def test_a_class_that_a_transport_made_is_seen_through() -> None:
 async def test_an_unexpected_error_is_a_failed_generation() -> None:
     ask = Models()
     ask.failing = {"bad": KeyError("oops")}
-    with pytest.raises(GenerationFailed, match=r"step '(left|right)' failed: KeyError"):
+    with pytest.raises(GenerationFailed, match=r"stage '(left|right)' failed: KeyError"):
         await run(served(ask, *TWO_BRANCHES, out="$both"), texts("text", "bad"))
 
 
 async def test_a_deadline_names_what_was_not_done() -> None:
     ask = Models()
     ask.never = {"slow"}
-    with pytest.raises(DeadlineExceeded, match=r"within 0\.05 s; unfinished steps: .*left"):
+    with pytest.raises(DeadlineExceeded, match=r"within 0\.05 s; unfinished stages: .*left"):
         await run(served(ask, *TWO_BRANCHES, out="$both"), texts("text", "slow"), timeout_s=0.05)
     assert (ask.running, ask.cancelled) == (0, 2)
 
@@ -238,7 +237,7 @@ async def test_pictures_take_seeds_by_item_and_only_where_given() -> None:
     ask = Models()
     pipelines = served(
         ask,
-        step("picture", {"prompt": "$text", "seed": "$seed", "num_inference_steps": 2}, model="flux"),
+        stage("picture", {"prompt": "$text", "seed": "$seed", "num_inference_steps": 2}, model="flux"),
         inputs={"text": "text", "seed": "optional int"},
         image="$picture",
     )
@@ -258,16 +257,16 @@ async def test_pictures_take_seeds_by_item_and_only_where_given() -> None:
     ask.sizes = [4, 8]
     with pytest.raises(InvalidRequest, match="one size"):
         await run(pipelines, texts("text", "a", "b"))
-    with pytest.raises(InvalidRequest, match=r"step 'picture': prompt"):
+    with pytest.raises(InvalidRequest, match=r"stage 'picture': prompt"):
         await run(pipelines, texts("text", ""))
 
 
 MIXED = [
-    step("vector", {"text": "$text"}, model="bert"),
-    step("word", {"message": "$text"}, model="adder"),
-    step("note", {"template": "{w}", "w": "$word"}, function="fill_template"),
-    step("soft", {"scores": "$vector"}, function="softmax"),
-    step("again", {"scores": "$soft"}, function="softmax"),
+    stage("vector", {"text": "$text"}, model="bert"),
+    stage("word", {"message": "$text"}, model="adder"),
+    stage("note", {"template": "{w}", "w": "$word"}, function="fill_template"),
+    stage("soft", {"scores": "$vector"}, function="softmax"),
+    stage("again", {"scores": "$soft"}, function="softmax"),
 ]
 
 
@@ -275,7 +274,7 @@ async def test_segments_get_priority_and_the_time_that_is_left() -> None:
     ask = Models()
     result = await run(served(ask, *MIXED, a="$again", b="$note"), texts("text", "x", "y"), priority=2, timeout_s=5)
     ((call, upstream),) = [asked for asked in ask.asked if isinstance(asked, tuple)]
-    assert [member.name for member in call.plan.steps] == ["vector", "soft", "again"]
+    assert [member.name for member in call.plan.stages] == ["vector", "soft", "again"]
     assert (call.priority, call.num_items, upstream) == (2, 2, ())
     assert 0 < call.timeout_s <= 5
     assert result.timings_ms.keys() == {"vector", "word", "note", "soft", "again", "total"}
@@ -286,9 +285,9 @@ def vectors_and_word() -> list[dict[str, Any]]:
     """`mix` needs a vector and the LLM's word, so it is a segment of its own, behind that of the vector."""
     name = "tests_pipeline_functions:mix"
     return [
-        step("vector", {"text": "$text"}, model="bert"),
-        step("word", {"message": "$text"}, model="adder"),
-        step("mixed", {"vector": "$vector", "word": "$word"}, function=name),
+        stage("vector", {"text": "$text"}, model="bert"),
+        stage("word", {"message": "$text"}, model="adder"),
+        stage("mixed", {"vector": "$vector", "word": "$word"}, function=name),
     ]
 
 
@@ -325,14 +324,14 @@ async def test_a_tensor_between_segments_does_not_come_here() -> None:
 async def test_segments_of_a_failed_run_are_cancelled() -> None:
     ask = Models()
     ask.failing = {"bad": InvalidRequest("no")}
-    with pytest.raises(InvalidRequest, match="step 'word': no"):
+    with pytest.raises(InvalidRequest, match="stage 'word': no"):
         await run(served(ask, *vectors_and_word(), out="$mixed"), texts("text", "bad"))
     assert [(reply.fetched, reply.cancelled) for reply in ask.replies] == [(False, True)]
 
 
-async def test_an_error_that_has_its_steps_name_keeps_it() -> None:
+async def test_an_error_that_has_its_stages_name_keeps_it() -> None:
     ask = Models()
-    ask.segment_error = QueueFull("pipeline 'p', step 'soft': full", "steps.soft")
+    ask.segment_error = QueueFull("pipeline 'p', stage 'soft': full", "stages.soft")
     with pytest.raises(QueueFull) as caught:
         await run(served(ask, *MIXED, a="$again", b="$note"), texts("text", "x"))
     assert caught.value.args == ask.segment_error.args
@@ -358,21 +357,21 @@ async def test_requests_that_cannot_run(inputs: dict[str, TensorValue], options:
 
 
 async def test_inputs_of_different_lengths_are_refused() -> None:
-    steps = [step("both", {"first": "$a", "second": "$b"}, function="join_texts")]
-    pipelines = served(Models(), *steps, inputs={"a": "text", "b": "text"}, out="$both")
+    stages = [stage("both", {"first": "$a", "second": "$b"}, function="join_texts")]
+    pipelines = served(Models(), *stages, inputs={"a": "text", "b": "text"}, out="$both")
     with pytest.raises(InvalidRequest, match="got a 2, b 3"):
         await run(pipelines, texts("a", *"xy") | texts("b", *"xyz"))
 
 
 async def test_a_pipeline_comes_and_goes_with_its_models() -> None:
     config = PipelineConfig.model_validate(
-        {"id": "p", "inputs": {"text": "text"}, "steps": TWO_BRANCHES, "outputs": {"out": "$both"}, "description": "d"}
+        {"id": "p", "inputs": {"text": "text"}, "stages": TWO_BRANCHES, "outputs": {"out": "$both"}, "description": "d"}
     )
     known: dict[str, KnownModel] = {}
     pipelines = Pipelines([config], Models(), lambda: known)
     assert pipelines.names() == ["p"]
     assert "unknown model 'adder'" in (pipelines.problem("p") or "")
-    with pytest.raises(ModelUnavailable, match=r"steps\.0\.model.*unknown model 'adder'"):
+    with pytest.raises(ModelUnavailable, match=r"stages\.0\.model.*unknown model 'adder'"):
         await run(pipelines, texts("text", "a"))
     known["adder"] = KnownModel("llm")
     assert pipelines.problem("p") is None
@@ -384,25 +383,25 @@ async def test_a_pipeline_comes_and_goes_with_its_models() -> None:
         pipelines.signature("q")
 
 
-async def test_warnings_of_all_steps_arrive_once_with_their_names() -> None:
+async def test_warnings_of_all_stages_arrive_once_with_their_names() -> None:
     ask = Models()
     ask.long = {"b", "<b>", "vector"}
     pipelines = served(
         ask,
-        step("answer", {"message": "$text"}, model="adder"),
-        step("picture", {"prompt": "$answer"}, model="flux"),
-        step("vector", {"text": "$text"}, model="bert"),
+        stage("answer", {"message": "$text"}, model="adder"),
+        stage("picture", {"prompt": "$answer"}, model="flux"),
+        stage("vector", {"text": "$text"}, model="bert"),
         image="$picture",
         vector="$vector",
     )
     result = await run(pipelines, texts("text", "a", "b"))
     assert set(result.warnings) == {
-        "step 'answer': item 1: the message was long",
-        "step 'picture': item 1: the prompt was cut",
-        "step 'vector': cut",
+        "stage 'answer': item 1: the message was long",
+        "stage 'picture': item 1: the prompt was cut",
+        "stage 'vector': cut",
     }
     assert len(result.warnings) == 3
     one = await run(pipelines, texts("text", "b"))
-    assert "step 'picture': the prompt was cut" in one.warnings
+    assert "stage 'picture': the prompt was cut" in one.warnings
     ask.long.clear()
     assert (await run(pipelines, texts("text", "b"))).warnings == ()

@@ -12,11 +12,10 @@ import pytest
 import torch
 
 from deployments.errors import GenerationFailed, InvalidRequest
-from deployments.pipelines.arenas import ArenaPool
 from deployments.pipelines.edge_types import TEXT, TOKENS, VECTOR, EdgeType
-from deployments.pipelines.plans import PIPELINE_INPUT, Edge, SegmentCall, SegmentPlan, SegmentResult, StepPlan
+from deployments.pipelines.plans import PIPELINE_INPUT, Edge, SegmentCall, SegmentPlan, SegmentResult, StagePlan
 from deployments.pipelines.segmenting import form_units
-from deployments.pipelines.segments import SegmentRunner
+from deployments.pipelines.segments import ArenaPool, SegmentRunner
 
 WIDTH, HIDDEN, CLASSES = 6, 5, 3
 LONGEST = 40  # characters
@@ -65,23 +64,23 @@ class Ops:
         return logits.softmax(-1).numpy()
 
 
-def steps(width: int = HIDDEN) -> list[StepPlan]:
+def stages(width: int = HIDDEN) -> list[StagePlan]:
     def fp32(size: int) -> EdgeType:
         return EdgeType("FP32", (-1, size))
 
     tokens, vector, hidden = Edge("ids", "tokens"), Edge("vector", "embedding"), Edge("hidden", "output")
     classes: dict[str, EdgeType] = {"label": TEXT, "scores": VECTOR}
     return [
-        StepPlan("ids", "tokenize", "m", {"text": GIVEN}, {}, {"tokens": TOKENS}),
-        StepPlan("vector", "embed", "m", {"tokens": tokens}, {}, {"embedding": fp32(WIDTH)}),
-        StepPlan("hidden", "head", "h1", {"features": vector}, {}, {"output": fp32(width)}),
-        StepPlan("logits", "head", "h2", {"features": hidden}, {}, {"output": fp32(CLASSES)}),
-        StepPlan("classes", "function", "classify", {"logits": Edge("logits", "output")}, {"labels": LABELS}, classes),
+        StagePlan("ids", "tokenize", "m", {"text": GIVEN}, {}, {"tokens": TOKENS}),
+        StagePlan("vector", "embed", "m", {"tokens": tokens}, {}, {"embedding": fp32(WIDTH)}),
+        StagePlan("hidden", "head", "h1", {"features": vector}, {}, {"output": fp32(width)}),
+        StagePlan("logits", "head", "h2", {"features": hidden}, {}, {"output": fp32(CLASSES)}),
+        StagePlan("classes", "function", "classify", {"logits": Edge("logits", "output")}, {"labels": LABELS}, classes),
     ]
 
 
 def segment(outputs: Sequence[Edge], max_batch_size: int = 4, width: int = HIDDEN) -> SegmentPlan:
-    (unit,) = form_units("p", steps(width), outputs, max_batch_size)
+    (unit,) = form_units("p", stages(width), outputs, max_batch_size)
     assert isinstance(unit, SegmentPlan)
     return unit
 
@@ -95,7 +94,7 @@ def call(texts: list[str], plan: SegmentPlan = PLAN) -> SegmentCall:
 
 
 @pytest.mark.parametrize("num_items", [1, 4, 11])
-async def test_results_are_those_of_the_steps(num_items: int) -> None:
+async def test_results_are_those_of_the_stages(num_items: int) -> None:
     ops, runner = Ops(), SegmentRunner()
     texts = [f"text {index * 7}" for index in range(num_items)]
     result = await runner.run(call(texts), (), ops)
@@ -109,12 +108,12 @@ async def test_results_are_those_of_the_steps(num_items: int) -> None:
     assert sum(ops.batch_sizes) == num_items
 
 
-async def test_warnings_name_step_and_item_and_come_once() -> None:
+async def test_warnings_name_stage_and_item_and_come_once() -> None:
     ops, runner = Ops(), SegmentRunner()
     texts = ["x" * (LONGEST + (number in (2, 9))) for number in range(11)]
     first = await runner.run(call(texts), (), ops)
-    assert first.warnings == ("step 'ids': input 2 was cut", "step 'ids': input 9 was cut")
-    earlier = SegmentResult({}, {}, ("step 'before': input 0 was cut",))
+    assert first.warnings == ("stage 'ids': input 2 was cut", "stage 'ids': input 9 was cut")
+    earlier = SegmentResult({}, {}, ("stage 'before': input 0 was cut",))
     second = await runner.run(call(["short"]), (earlier, earlier), ops)
     assert second.warnings == earlier.warnings
     assert (await runner.run(call(["short"]), (), ops)).warnings == ()
@@ -184,7 +183,7 @@ async def test_tensors_of_unknown_size_are_counted() -> None:
 async def test_inputs_come_from_earlier_segments_too() -> None:
     ops, runner = Ops(), SegmentRunner()
     vectors = np.random.default_rng().normal(size=(2, WIDTH)).astype(np.float32)
-    unit = replace(PLAN, steps=(steps()[2],), results=(Edge("hidden", "output"),))
+    unit = replace(PLAN, stages=(stages()[2],), results=(Edge("hidden", "output"),))
     earlier = SegmentResult({Edge("vector", "embedding"): vectors}, {"vector": 3.0})
     result = await runner.run(SegmentCall(unit, {}, 2), (earlier,), ops)
     expected = vectors @ ops.heads["h1"].numpy()
@@ -192,19 +191,19 @@ async def test_inputs_come_from_earlier_segments_too() -> None:
     assert result.timings_ms["vector"] == 3.0
 
 
-async def test_failures_name_pipeline_and_step() -> None:
+async def test_failures_name_pipeline_and_stage() -> None:
     ops, runner = Ops(), SegmentRunner()
     ops.table = torch.randn(256, WIDTH + 1)
     with pytest.raises(
-        GenerationFailed, match=r"pipeline 'p', step 'vector': the model gives \(7,\) per item"
+        GenerationFailed, match=r"pipeline 'p', stage 'vector': the model gives \(7,\) per item"
     ) as caught:
         await runner.run(call(["x"]), (), ops)
-    assert caught.value.param == "steps.vector"
+    assert caught.value.param == "stages.vector"
 
     async def refused(model: str, texts: Sequence[str], first: int) -> list[tuple[int, ...]]:
         raise InvalidRequest("too long", "text")
 
     ops.tokenize = refused  # type: ignore[method-assign]
-    with pytest.raises(InvalidRequest, match="step 'ids': too long") as refusal:
+    with pytest.raises(InvalidRequest, match="stage 'ids': too long") as refusal:
         await runner.run(call(["x"]), (), ops)
-    assert refusal.value.param == "steps.ids.text"
+    assert refusal.value.param == "stages.ids.text"

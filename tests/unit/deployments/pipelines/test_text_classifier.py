@@ -18,9 +18,8 @@ from deployments.engines.text.loading import load_text_encoder
 from deployments.pipelines.pipelines import Pipelines
 from deployments.pipelines.plans import SegmentCall, SegmentResult
 from deployments.pipelines.ports import KnownModel
-from deployments.pipelines.records import PipelineRequest
+from deployments.pipelines.records import PipelineRequest, TensorValue
 from deployments.pipelines.segments import SegmentRunner
-from deployments.pipelines.tensor_values import TensorValue
 
 pytestmark = pytest.mark.slow
 
@@ -29,7 +28,7 @@ LABELS = list(json.loads((MODELS / "texts-head/config.json").read_text())["id2la
 CONFIG = {
     "id": "text-classifier",
     "inputs": {"text": "text"},
-    "steps": [
+    "stages": [
         {"name": "tokens", "tokenizer": "texts-bert", "inputs": {"text": "$text"}},
         {"name": "embedding", "model": "texts-bert", "inputs": {"tokens": "$tokens"}},
         {"name": "logits", "model": "texts-head", "inputs": {"features": "$embedding"}},

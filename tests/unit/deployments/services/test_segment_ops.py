@@ -16,8 +16,8 @@ from configs.model import LongText
 from deployments.engines.protocol import EngineError
 from deployments.engines.text.dense import DenseHead
 from deployments.modules.model_host import ModelHost
-from deployments.pipelines.memory_plan import plan_memory
-from deployments.pipelines.plans import SegmentCall, SegmentPlan, StepPlan
+from deployments.pipelines.plans import SegmentCall, SegmentPlan, StagePlan
+from deployments.pipelines.segmenting import plan_memory
 from deployments.services.segment_ops import EncoderOps
 from deployments.text.cache import EmbeddingCache, Encoding
 from deployments.text.cached_encoders import CachedEncoders
@@ -42,8 +42,8 @@ class Bench:
         return encoded_or_raised(jobs)
 
     def ops(self, long_text: LongText = "truncate") -> EncoderOps:
-        step = StepPlan("s", "embed", "bert", {}, {}, {})
-        plan = SegmentPlan("p", (step,), (), 4, {}, plan_memory([]))
+        stage = StagePlan("s", "embed", "bert", {}, {}, {})
+        plan = SegmentPlan("p", (stage,), (), 4, {}, plan_memory([]))
         return EncoderOps(self.host, self.encoders, SegmentCall(plan, {}, 1, 2, 3.5, {}, {"bert": long_text}))
 
     def is_idle(self) -> bool:
@@ -67,17 +67,17 @@ async def test_ids_give_the_embedding_of_their_text(bench: Bench) -> None:
     assert bench.is_idle()
 
 
-@pytest.mark.parametrize("step", ["tokenize", "encode"])
-async def test_what_is_too_long_follows_the_models_rule(bench: Bench, step: str) -> None:
+@pytest.mark.parametrize("stage", ["tokenize", "encode"])
+async def test_what_is_too_long_follows_the_models_rule(bench: Bench, stage: str) -> None:
     ops = bench.ops()
-    await getattr(ops, step)("bert", ["short", LONG], 8)
+    await getattr(ops, stage)("bert", ["short", LONG], 8)
     (warning,) = ops.take_warnings()
     assert warning.startswith("input 9 was cut to ")
     assert ops.take_warnings() == []
     with pytest.raises(EngineError, match=r"input 9 has .* tokens, and at most"):
-        await getattr(bench.ops("error"), step)("bert", ["short", LONG], 8)
+        await getattr(bench.ops("error"), stage)("bert", ["short", LONG], 8)
     with pytest.raises(EngineError, match="long_text 'chunk'"):
-        await getattr(bench.ops("chunk"), step)("bert", ["short"], 0)
+        await getattr(bench.ops("chunk"), stage)("bert", ["short"], 0)
     assert bench.is_idle()
 
 

@@ -14,8 +14,7 @@ from configs.cluster import LimitsConfig
 from configs.merging import MergeConfig
 from deployments.errors import InvalidRequest, UnknownModel
 from deployments.ingress.kserve.inference import Inference
-from deployments.pipelines.records import PipelineRequest, PipelineResult, Signature
-from deployments.pipelines.tensor_values import TensorSpec, TensorValue
+from deployments.pipelines.records import PipelineRequest, PipelineResult, Signature, TensorSpec, TensorValue
 from deployments.records import (
     CacheUse,
     ChatRequest,

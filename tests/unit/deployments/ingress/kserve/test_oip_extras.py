@@ -23,7 +23,7 @@ from deployments.ingress.kserve.repository import Repository
 from deployments.ingress.kserve.rest import errors as rest_errors
 from deployments.ingress.kserve.rest import routes as http
 from deployments.ingress.kserve.statistics import Statistics
-from deployments.pipelines.tensor_values import TensorValue, text_tensor
+from deployments.pipelines.records import TensorValue, text_tensor
 from deployments.records import ModelCard, TextChunk
 
 FEATURES = np.random.default_rng().normal(size=(3, 2)).astype(np.float32)

@@ -17,7 +17,7 @@ from deployments.errors import DeadlineExceeded, InvalidRequest, ModelUnavailabl
 from deployments.ingress.kserve.classification import classified
 from deployments.ingress.kserve.inference import Inference
 from deployments.ingress.kserve.records import InferRequest, InferResponse, OutputWish
-from deployments.pipelines.tensor_values import NUMPY_DTYPES, Datatype, TensorValue, text_tensor
+from deployments.pipelines.records import NUMPY_DTYPES, Datatype, TensorValue, text_tensor
 from deployments.records import ChatRequest, CompletionRequest, LoraUse, ModelCard
 
 

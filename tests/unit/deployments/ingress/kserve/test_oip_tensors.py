@@ -15,7 +15,7 @@ from hypothesis.extra import numpy as np_st
 
 from deployments.errors import InvalidRequest
 from deployments.ingress.kserve import tensors
-from deployments.pipelines.tensor_values import NUMPY_DTYPES, Datatype
+from deployments.pipelines.records import NUMPY_DTYPES, Datatype
 
 SHAPES = st.lists(st.integers(0, 4), max_size=4).map(tuple)
 NUMBERS = [datatype for datatype in get_args(Datatype) if datatype != "BYTES"]

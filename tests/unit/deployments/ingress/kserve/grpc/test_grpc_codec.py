@@ -19,7 +19,7 @@ from deployments.ingress.kserve.grpc.protos import POOL, health
 from deployments.ingress.kserve.grpc.protos import open_inference as messages
 from deployments.ingress.kserve.model_configuration import model_configuration
 from deployments.ingress.kserve.records import InferResponse, ModelMetadata
-from deployments.pipelines.tensor_values import NUMPY_DTYPES, TensorSpec, TensorValue
+from deployments.pipelines.records import NUMPY_DTYPES, TensorSpec, TensorValue
 
 # Of the published protocols: "<number> <name> <type>", with * for repeated and {} for a map of messages.
 WIRE = {

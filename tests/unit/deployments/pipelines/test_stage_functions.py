@@ -1,4 +1,4 @@
-"""Functions as steps: their signatures, the errors of using them, and the shipped ones."""
+"""Functions as stages: their signatures, the errors of using them, and the shipped ones."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from deployments.errors import GenerationFailed, InvalidRequest
 from deployments.pipelines import functions
 from deployments.pipelines.edge_types import FLOAT, IMAGE, INT, TEXT, TOKENS, VECTOR
-from deployments.pipelines.step_functions import FunctionUnusable, StepFunction, find_function
+from deployments.pipelines.stage_functions import FunctionUnusable, StageFunction, find_function
 
 HERE = __name__
 
@@ -22,8 +22,8 @@ class Pair(NamedTuple):
     tokens: list[int]
 
 
-def count(text: str, tokens: list[int], step: int | float = 1) -> Pair:
-    return Pair(len(text) * int(step), [*tokens, 7])
+def count(text: str, tokens: list[int], stage: int | float = 1) -> Pair:
+    return Pair(len(text) * int(stage), [*tokens, 7])
 
 
 def invert(image: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
@@ -75,7 +75,7 @@ def unknown_return(text: str) -> "Missing":  # type: ignore[name-defined]  # noq
     return text
 
 
-def function(name: str) -> StepFunction:
+def function(name: str) -> StageFunction:
     return find_function(f"{HERE}:{name}")
 
 
@@ -84,7 +84,7 @@ def test_annotations_are_the_signature() -> None:
     assert {name: parameter.types for name, parameter in ports.parameters.items()} == {
         "text": (TEXT,),
         "tokens": (TOKENS,),
-        "step": (INT, FLOAT),
+        "stage": (INT, FLOAT),
     }
     assert [name for name, parameter in ports.parameters.items() if parameter.required] == ["text", "tokens"]
     assert ports.outputs == {"count": INT, "tokens": TOKENS}
@@ -93,7 +93,7 @@ def test_annotations_are_the_signature() -> None:
 
 
 def test_items_are_called_one_by_one() -> None:
-    outputs = function("count")({"text": ["a", "bcd"], "tokens": [(1,), (2, 3)]}, {"step": 2}, 2)
+    outputs = function("count")({"text": ["a", "bcd"], "tokens": [(1,), (2, 3)]}, {"stage": 2}, 2)
     assert list(outputs["count"]) == [2, 6]
     assert outputs["tokens"] == [(1, 7), (2, 3, 7)]
 
@@ -138,7 +138,7 @@ def test_failures_say_which_function(name: str, arguments: Any, error: type[Exce
         (f"{HERE}:unknown_return", "annotations cannot be read"),
     ],
 )
-def test_what_cannot_be_a_step_says_why(name: str, part: str) -> None:
+def test_what_cannot_be_a_stage_says_why(name: str, part: str) -> None:
     with pytest.raises(FunctionUnusable) as caught:
         find_function(name)
     assert part in str(caught.value)

@@ -1,4 +1,4 @@
-"""Functions as steps: found by name, typed by their annotations, called item by item, their answers checked.
+"""Functions as stages: found by name, typed by their annotations, called item by item, their answers checked.
 
 An annotation is what one item is: str, int, float, bool, `list[int]` (tokens), `NDArray[np.float32]` (a vector),
 `NDArray[np.uint8]` (an image). Parameters may be a union of these; `tuple[str, ...]` (int, float) is a list in the
@@ -61,11 +61,11 @@ _ITEM_TYPES: Final[dict[EdgeType, type | tuple[type, ...]]] = {
 
 
 class FunctionUnusable(ValueError):
-    """No function of that name can be a step; says why."""
+    """No function of that name can be a stage; says why."""
 
 
 @dataclass(frozen=True, slots=True)
-class StepFunction:
+class StageFunction:
     """A function and its signature. `several`: it returns a tuple, one value per output."""
 
     name: str
@@ -86,7 +86,7 @@ class StepFunction:
         return {name: self._stacked(name, [row[name] for row in rows]) for name in self.ports.outputs}
 
     def _items(self, name: str, batch: Batch) -> Sequence[Any]:
-        # A copy: what a function writes into its arguments is not what other steps read.
+        # A copy: what a function writes into its arguments is not what other stages read.
         items = items_of(batch.copy() if isinstance(batch, np.ndarray) else batch)
         return [list(ids) for ids in items] if self._is_tokens(name) else items
 
@@ -130,7 +130,7 @@ class StepFunction:
 
 
 @lru_cache(maxsize=256)
-def find_function(name: str) -> StepFunction:
+def find_function(name: str) -> StageFunction:
     """A shipped function, or that of `module:function`. Raises FunctionUnusable."""
     function = _imported(name) if ":" in name else SHIPPED.get(name)
     if function is None:
@@ -154,7 +154,7 @@ def find_function(name: str) -> StepFunction:
             extra = port
         else:
             parameters[parameter.name] = port
-    return StepFunction(name, function, Ports(parameters, outputs, extra), several)
+    return StageFunction(name, function, Ports(parameters, outputs, extra), several)
 
 
 def _imported(path: str) -> Any:
