@@ -23,13 +23,13 @@ import ray
 
 from cluster.actor_names import NAMESPACE, cluster_key, registry_name
 from cluster.keeper.records import KeeperStats
-from cluster.peers.fetch_queue import Located, Question
+from cluster.peers.messages import Located, Question, ResidencyReport
 from cluster.registry.directory import DirectoryChange, Entry, ModelRecord
 from cluster.registry.import_process import ImportProcess
 from cluster.registry.importing import ImportSettings
 from cluster.registry.node_keepers import NodeKeepers, alive_nodes, nodes_with_keeper
 from cluster.registry.registrations import Registrations
-from cluster.registry.residency_report import cluster_residency
+from cluster.registry.residency import cluster_residency
 from cluster.registry.served_models import ServedModels, Unregistered
 from cluster.registry.summaries import ModelSummary
 from configs.cluster import ClusterConfig
@@ -179,19 +179,9 @@ class WeightRegistry:
         answers = (await self._keepers.ask("stats")).values()
         return [stats for stats in answers if not isinstance(stats, BaseException)]
 
-    async def report_residency(
-        self,
-        node_id: str,
-        address: str | None,
-        added: Sequence[str],
-        removed: Sequence[str],
-        full: bool,
-        load: int = 0,
-    ) -> None:
-        """What a keeper has got and given up, and how many extents it is sending to others; `full`: it has exactly
-        `added`. `address` is host:port of its server.
-        """
-        self._keepers.report(node_id, address, added, removed, full, load)
+    async def report_residency(self, node_id: str, report: ResidencyReport) -> None:
+        """See `ResidencyMap.apply_report`."""
+        self._keepers.apply_report(node_id, report)
 
     async def peer_secret(self) -> bytes:
         """What keepers know each other by."""
@@ -200,10 +190,6 @@ class WeightRegistry:
     async def locate(self, node_id: str, question: Question, load: int = 0) -> Located:
         """See `ExtentDirectory.locate`."""
         return self._keepers.locate(node_id, question, load)
-
-    async def renew_claims(self, node_id: str, ids: Sequence[str]) -> None:
-        """The node is still reading them from storage, for all."""
-        self._keepers.renew_claims(node_id, ids)
 
     @in_group(WAITING)
     async def prefetch(self, model: str) -> dict[str, str]:

@@ -24,11 +24,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from cluster.actor_names import NAMESPACE, keeper_name, keeper_node
 from cluster.errors import KeeperFailed
 from cluster.keeper.actor import keeper_class
-from cluster.keeper.loading_claims import LoadingClaims
 from cluster.keeper.records import ResidentExtent
-from cluster.peers.fetch_queue import Located, Question
-from cluster.peers.peer_protocol import PeerAddress
-from cluster.registry.residency_map import ExtentDirectory
+from cluster.peers.messages import Located, Question, ResidencyReport
+from cluster.peers.protocol import PeerAddress
+from cluster.registry.residency import ResidencyMap
 
 ANSWER_TIMEOUT_S: Final = 10.0
 IDLE_S: Final = 600.0  # a keeper whose node has had no replica for so long ends
@@ -83,13 +82,12 @@ class NodeKeepers:
         self._key = key
         self._failures: dict[str, _Failure] = {}
         self._needed_s: dict[str, float] = {}  # by node: when there was last a replica
-        self._claims = LoadingClaims(clock)
         self._handles: dict[str, Any] = {}
         self._lives: dict[str, _Life] = {}
         self._extents_of = extents_of
         self._pinned: set[str] = set()  # models
         self._refreshing: dict[str, asyncio.Lock] = {}
-        self._residency = ExtentDirectory(self._claims, clock, random.Random())
+        self._residency = ResidencyMap(clock, random.Random())
 
     def handles(self) -> Mapping[str, Any]:
         return self._handles
@@ -199,13 +197,15 @@ class NodeKeepers:
         """A keeper outlives this process: one that is new here has perhaps told another what it holds and pins."""
         keeper = self._handles[node_id]
         if last:
-            self._claims.forget(node_id)  # what it was loading died with it
+            self._residency.end_claims(node_id)  # its loads died with it
             if last.budget_bytes != life.budget_bytes:
                 await keeper.set_budget.remote(last.budget_bytes)
         residents, pins = await asyncio.gather(keeper.residents.remote(), keeper.pins.remote())
         if last is None:
             self._pinned.update(pins)
-        self.report(node_id, address, [extent.id for extent in residents], [], full=True)
+        here = PeerAddress.parse(address) if address else None
+        report = ResidencyReport(here, [extent.id for extent in residents], is_full=True)
+        self._residency.apply_report(node_id, report)
         return _Life(life.generation, last.budget_bytes if last else life.budget_bytes, pins)
 
     def _pins(self, life: _Life) -> dict[str, Sequence[str]]:
@@ -215,25 +215,13 @@ class NodeKeepers:
         found = {model: extents_of.get(model, life.pins.get(model, ())) for model in self._pinned}
         return {model: tuple(ids) for model, ids in found.items() if ids}
 
-    def report(
-        self,
-        node_id: str,
-        address: str | None,
-        added: Sequence[str],
-        removed: Sequence[str],
-        full: bool,
-        load: int = 0,
-    ) -> None:
-        """What a keeper has got and given up; `full`: it has exactly `added`. `address` is host:port of its server."""
-        self._residency.report(node_id, _parsed(address), added, removed, full=full, load=load)
+    def apply_report(self, node_id: str, report: ResidencyReport) -> None:
+        """See `ResidencyMap.apply_report`."""
+        self._residency.apply_report(node_id, report)
 
     def locate(self, node_id: str, question: Question, load: int = 0) -> Located:
-        """See `ExtentDirectory.locate`."""
+        """See `ResidencyMap.locate`."""
         return self._residency.locate(node_id, question, load)
-
-    def renew_claims(self, node_id: str, ids: Sequence[str]) -> None:
-        """The node is still reading them from storage."""
-        self._claims.renew(ids, node_id)
 
     def nodes(self) -> list[str]:
         """Those that have keepers or should have, sorted."""
@@ -290,10 +278,3 @@ def nodes_with_keeper(key: str) -> list[str]:
 def _last_line(error: ray.exceptions.ActorDiedError) -> str:
     """Of a traceback, what was raised."""
     return [line.strip() for line in str(error).splitlines() if line.strip()][-1]
-
-
-def _parsed(address: str | None) -> PeerAddress | None:
-    if address is None:
-        return None
-    host, _, port = address.rpartition(":")
-    return PeerAddress(host.strip("[]"), int(port))

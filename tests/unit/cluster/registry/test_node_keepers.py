@@ -12,7 +12,8 @@ import pytest
 from ray.exceptions import ActorDiedError, RayTaskError
 
 from cluster.errors import KeeperFailed
-from cluster.peers.fetch_queue import Question
+from cluster.peers.messages import Question, ResidencyReport
+from cluster.peers.protocol import PeerAddress
 from cluster.registry.node_keepers import FIRST_PAUSE_S, IDLE_S, LONGEST_PAUSE_S, NodeKeepers
 
 DEFAULT_BUDGET_BYTES = 1000
@@ -276,7 +277,7 @@ async def test_a_keeper_ends_a_while_after_the_last_replica_of_its_node(
     nodes["n1"].num_holders = 0
     done.now_s += 0.9 * IDLE_S
     await keepers.follow(["n1", "n2"])
-    keepers.report("n1", "10.0.0.1:7001", ["a"], [], full=True)
+    keepers.apply_report("n1", ResidencyReport(PeerAddress("10.0.0.1", 7001), ["a"], is_full=True))
     assert done.killed == []
     done.now_s += 0.2 * IDLE_S
     await keepers.follow(["n1", "n2"], running=["n1", "n2"])
