@@ -23,7 +23,7 @@ from cluster.peers.protocol import PeerAddress
 from cluster.registry.actor import WAITING, WATCHING, WeightRegistry, registry_class
 from cluster.registry.directory import DirectoryChange, Entry
 from cluster.registry.importing import ImportSettings, import_model
-from cluster.registry.summaries import ModelSummary
+from cluster.registry.manifests import ModelSummary
 from configs.cluster import ClusterConfig
 from configs.merging import MergeConfig
 from configs.model import ModelConfig
@@ -60,7 +60,7 @@ def imports_here(monkeypatch: pytest.MonkeyPatch) -> None:
         def __init__(self, settings: ImportSettings) -> None:
             self._settings = settings
 
-        def bring_in(self, entry: Entry, roots: tuple[Path, ...] | None) -> ModelSummary:
+        def import_model(self, entry: Entry, roots: tuple[Path, ...] | None) -> ModelSummary:
             return import_model(WeightStore(self._settings.store), entry, self._settings.options, roots)
 
     monkeypatch.setattr("cluster.registry.actor.ImportProcess", Here)
