@@ -29,7 +29,7 @@ from cluster.keeper.load_clock import LoadClock
 from cluster.keeper.object_store import DEFAULT_SHARE, MAX_SHARE, NewObject, ObjectStore, StoreFull, let_go
 from cluster.keeper.records import Acquired, Greeting, HeldOffer, KeeperStats, ResidentExtent, Source, copy_name
 from cluster.keeper.residents import Held
-from cluster.peers.peer_link import Directory, PeerLink, RayDirectory
+from cluster.peers.link import PeerLink, RegistryClient
 from cluster.telemetry import LoadMetrics
 from weights.errors import BudgetExceeded
 from weights.manifest import ExtentRef
@@ -95,7 +95,7 @@ class NodeKeeper:
         populate: bool = False,
         host: str | None = None,
         store: Store | None = None,
-        directory: Directory | None = None,
+        directory: RegistryClient | None = None,
     ) -> None:
         in_actor = ray.is_initialized()
         self.generation = uuid.uuid4().hex
@@ -126,7 +126,7 @@ class NodeKeeper:
         self._num_corrupt = 0
         was_restarted = in_actor and store is None and ray.get_runtime_context().was_current_actor_reconstructed
         self._adoption = Adoption(self._held, self._refuse, verify=verify, wait_s=adoption_s if was_restarted else 0.0)
-        directory = directory or (RayDirectory(*registry) if registry else None)
+        directory = directory or (RegistryClient(*registry) if registry else None)
         if host is None:
             host = ray.util.get_node_ip_address() if in_actor else "127.0.0.1"
         self._link = PeerLink(directory, node_id, host, self._view, self._held.ids) if directory else None

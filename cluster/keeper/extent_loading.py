@@ -13,9 +13,10 @@ from typing import Any, Final, Protocol
 
 from cluster.keeper.load_clock import LoadClock
 from cluster.keeper.records import Source
-from cluster.peers.extent_sources import Fetched, FromPeers
-from cluster.peers.fetch_queue import Ask, Fetch, FetchQueue, Located, Question, Read, Wait
-from cluster.peers.peer_client import FetchFailed, PeerClient
+from cluster.peers.client import FetchFailed, PeerClient
+from cluster.peers.fetch_queue import Ask, Fetch, FetchQueue, Read, Wait
+from cluster.peers.messages import Located, Question
+from cluster.peers.sources import Fetched, FromPeers
 from weights.errors import ExtentCorrupt
 from weights.manifest import ExtentRef
 from weights.memory.pages import ByteArray
@@ -127,7 +128,7 @@ class ExtentLoader:
     def _next(self) -> Ask | Read | Fetch | None:
         with self._changed:
             while self._queue.num_waiting:
-                step = self._queue.next(now_s := self._clock())
+                step = self._queue.next_step(now_s := self._clock())
                 if not isinstance(step, Wait):
                     return step
                 self._pause(self._changed, min(step.until_s - now_s, LOOK_AGAIN_S))
@@ -171,7 +172,7 @@ class ExtentLoader:
         try:
             if client:
                 with stages.measure("read", extent.nbytes):
-                    return client.fetch(plan.addresses, extent, out, min_gbps=plan.min_gbps), True
+                    return client.fetch_extent(plan.addresses, extent, out, min_gbps=plan.min_gbps), True
         except FetchFailed as error:
             if error.fetched.failed:
                 logger.warning("peers do not give it: %s", error)

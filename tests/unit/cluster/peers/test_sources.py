@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.peers.extent_sources import (
+from cluster.peers.protocol import PeerAddress
+from cluster.peers.sources import (
     ASSUMED_GBPS,
     AVOID_S,
     FORGET_S,
@@ -30,7 +31,6 @@ from cluster.peers.extent_sources import (
     choose_source,
     patience_s,
 )
-from cluster.peers.peer_protocol import PeerAddress
 
 GB = 10**9
 NOW_S = 1000.0

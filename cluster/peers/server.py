@@ -1,4 +1,4 @@
-"""The serving side of a node: its resident extents, range by range, to the keepers of other nodes."""
+"""The serving side of a node: sends its resident extents, range by range, to the keepers of other nodes."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final, Self
 
-from cluster.peers.peer_protocol import (
+from cluster.peers.protocol import (
     HELLO_BYTES,
     MAX_RANGE_BYTES,
+    MAX_TRANSFERS,
     NONCE_BYTES,
     REQUEST_BYTES,
     PeerAddress,
@@ -30,25 +31,26 @@ from cluster.peers.peer_protocol import (
     prove,
     receive_frame,
 )
-from cluster.peers.transfer_slots import LINGER_S, MAX_TRANSFERS, TransferSlots
 from weights.memory.pages import ByteArray
 
-# All bytes of an extent, in one dimension, or None when it is not here. The array is kept until the range is sent,
-# whatever the budget does meanwhile. Called from many threads.
+# Returns all bytes of an extent as a 1-D array, or None when it is not resident. The array is referenced until the
+# range is sent, so that an eviction meanwhile does no harm. Called from many threads.
 Lookup = Callable[[str], ByteArray | None]
 
 ACCEPT_RETRY_S: Final = 0.1
-MAX_STRANGERS: Final = 32  # connections that have not proved yet that they know the secret
+MAX_STRANGERS: Final = 32  # connections that have not proved the secret yet
 HELLO_TIMEOUT_S: Final = 2.0
-# A connection that has just answered is likely to be asked again: only after this may another take its place.
+# A connection that has just answered is likely to be used again: only after this may another take its place.
 MIN_IDLE_S: Final = 0.1
+# Between two ranges of a transfer. A transfer that is silent for longer has ended without saying so.
+LINGER_S: Final = 0.5
 
 logger = logging.getLogger("atelier.peers")
 
 
 @dataclass(frozen=True, slots=True)
 class PeerServerStats:
-    """A snapshot. `num_connections` are those of peers that proved the secret, `num_strangers` those that have not yet.
+    """A snapshot of a peer server. `num_connections` have proved the secret, `num_strangers` have not yet.
 
     `active_ranges` are being sent now, as parts of `active_transfers` extents; `served_bytes` counts ranges sent to
     their end.
@@ -64,7 +66,7 @@ class PeerServerStats:
 
 @dataclass(slots=True, eq=False)
 class _Connection:
-    """`idle_since_s`: None until the secret is proved, and while a request is answered."""
+    """An accepted connection. `idle_since_s` is None until the secret is proved, and while a request is answered."""
 
     socket: socket.socket
     host: str
@@ -72,22 +74,21 @@ class _Connection:
     idle_since_s: float | None = None
 
     def end(self) -> None:
-        """From any thread: its own thread finds it closed, and closes it."""
+        """Shut the connection down, from any thread; the thread that serves it then closes it."""
         with contextlib.suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)
 
 
 class PeerServer:
-    """Listens from the moment it is made until `close`; one thread per connection.
+    """A TCP server of extents that listens from its construction until `close`, with one thread per connection.
 
-    Strangers cannot keep peers out: there are at most `max_strangers` connections that have not proved the secret, for
-    `hello_timeout_s`, and one more ends the oldest of the host that has most of them. Among peers, a new connection
-    takes the place of the one that has been idle longest when there are `max_connections`.
+    Strangers cannot keep peers out: at most `max_strangers` connections have not proved the secret, each for at most
+    `hello_timeout_s`; one more ends the oldest of the host that has most of them. Among `max_connections` peers, a new
+    connection takes the place of the one that has been idle longest.
 
-    At most `max_transfers` extents are sent at once; further ones are refused as BUSY. One that asks for nothing for
-    `linger_s` is over. A connection ends after
-    `idle_timeout_s` without a whole request, or when one range is not taken in within `timeout_s`. Raises OSError when
-    it cannot bind to `host`.
+    At most `max_transfers` extents are sent at once; further ones are refused as BUSY. A transfer that asks for no
+    range for `linger_s` is over. A connection ends after `idle_timeout_s` without a whole request, or when the peer
+    takes longer than `timeout_s` to receive a range. Raises OSError when it cannot bind to `host`.
     """
 
     def __init__(
@@ -125,6 +126,7 @@ class PeerServer:
         self._acceptor.start()
 
     def stats(self) -> PeerServerStats:
+        """Return a snapshot of connections and transfers."""
         with self._lock:
             num_strangers = len(self._strangers())
             return PeerServerStats(
@@ -138,11 +140,11 @@ class PeerServer:
 
     @property
     def active_transfers(self) -> int:
-        """Extents that are on their way to other nodes."""
+        """The number of extents that are on their way to other nodes."""
         return self._slots.num_active
 
     def close(self) -> None:
-        """Ends every transfer where it is. When it returns, no thread and no socket is left."""
+        """Abort every transfer. No thread and no socket is left on return."""
         self._closing.set()
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes `accept`, which closing alone does not
@@ -177,7 +179,7 @@ class PeerServer:
     def _admit(self, connection: _Connection) -> bool:
         thread = threading.Thread(target=self._serve, args=(connection,), name="peer-serve", daemon=True)
         with self._lock:
-            # Only here, and not by themselves when they end: `close` waits for the last step of each.
+            # Ended threads are removed only here, so that `close` joins each one that still runs.
             self._threads = {found for found in self._threads if found.is_alive()}
             if not self._closing.is_set():
                 with contextlib.suppress(RuntimeError):  # the system has no more threads
@@ -191,7 +193,7 @@ class PeerServer:
             return False
 
     def _accept_peer(self, connection: _Connection) -> bool:
-        """A place among the peers, perhaps that of one that is idle; False when all are busy."""
+        """Count the connection among the peers, if need be in place of an idle one. Return False when all are busy."""
         with self._lock:
             peers = [found for found in self._open if not found.is_stranger]
             if len(peers) >= self._max_connections:
@@ -224,7 +226,7 @@ class PeerServer:
                     while not self._closing.is_set():
                         self._answer(connection)
             except (OSError, ValueError):
-                return  # who stalls, leaves in the middle or sends what is no frame gets no answer but the end
+                return  # a peer that stalls, leaves or sends an invalid frame gets no answer: its connection ends
             except Exception:
                 logger.exception("a request of a peer failed")
             finally:
@@ -257,7 +259,7 @@ class PeerServer:
             self._refuse(stream, Status.UNKNOWN_EXTENT)
         elif request.nbytes > MAX_RANGE_BYTES or request.offset + request.nbytes > array.nbytes:
             self._refuse(stream, Status.OUT_OF_RANGE)
-        elif not self._slots.begin(request.transfer, array.nbytes):
+        elif not self._slots.begin_range(request.transfer, array.nbytes):
             self._refuse(stream, Status.BUSY)
         else:
             with self._sending(request.transfer, request.nbytes):
@@ -279,10 +281,69 @@ class PeerServer:
             with self._lock:
                 self._active_ranges -= 1
                 self._served_bytes += sent_bytes
-            self._slots.end(transfer, sent_bytes)
+            self._slots.end_range(transfer, sent_bytes)
+
+
+@dataclass(slots=True)
+class _Transfer:
+    left_bytes: int
+    num_ranges: int
+    last_s: float
+
+
+class TransferSlots:
+    """The bound on how many extents a node sends at once. Thread-safe.
+
+    A transfer is one extent to one peer: ranges over several connections, under one number. It keeps its slot until all
+    bytes are sent, or until it has not asked for a range for `linger_s`.
+    """
+
+    def __init__(
+        self, max_transfers: int, linger_s: float = LINGER_S, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._max_transfers = max_transfers
+        self._linger_s = linger_s
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._transfers: dict[int, _Transfer] = {}
+
+    @property
+    def num_active(self) -> int:
+        with self._lock:
+            self._forget_silent()
+            return len(self._transfers)
+
+    def begin_range(self, transfer: int, nbytes: int) -> bool:
+        """Count one more range of a transfer of `nbytes` as being sent. Return False when others have every slot."""
+        with self._lock:
+            self._forget_silent()
+            if transfer not in self._transfers and len(self._transfers) >= self._max_transfers:
+                return False
+            found = self._transfers.setdefault(transfer, _Transfer(nbytes, 0, 0.0))
+            found.num_ranges += 1
+            return True
+
+    def end_range(self, transfer: int, sent_bytes: int) -> None:
+        """Count the range as ended. `sent_bytes` is 0 when the peer went away."""
+        with self._lock:
+            found = self._transfers[transfer]
+            found.num_ranges -= 1
+            found.left_bytes -= sent_bytes
+            found.last_s = self._clock()
+            if found.left_bytes <= 0 and not found.num_ranges:
+                del self._transfers[transfer]
+
+    def _forget_silent(self) -> None:
+        since_s = self._clock() - self._linger_s
+        self._transfers = {
+            number: found for number, found in self._transfers.items() if found.num_ranges or found.last_s >= since_s
+        }
 
 
 def _most_intrusive(strangers: list[_Connection]) -> _Connection:
-    """The oldest of the host that has most of them: who floods a node loses its own connections first."""
+    """Return the oldest stranger of the host that has most.
+
+    A host that floods a node loses its own connections first.
+    """
     num_of_host = Counter(found.host for found in strangers)
     return max(strangers, key=lambda found: num_of_host[found.host])  # of equals the first

@@ -1,4 +1,4 @@
-"""Connections to other nodes' peer servers: opened when needed, kept, a bounded number to each."""
+"""Connections to other nodes' peer servers: opened when needed, kept for reuse, a bounded number to each."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from cluster.errors import PeerUnavailable
-from cluster.peers.peer_protocol import (
+from cluster.peers.protocol import (
     GREETING_BYTES,
     NONCE_BYTES,
     REPLY_BYTES,
@@ -31,21 +31,22 @@ from cluster.peers.peer_protocol import (
     receive_frame,
 )
 
-MAX_IDLE: Final = 64  # connections that are kept for later, of all peers: each is a file descriptor on either side
+MAX_IDLE: Final = 64  # connections kept for reuse, over all peers: each is a file descriptor on either side
 
 
 class PeerBusy(PeerUnavailable):
-    """The peer has no connection, or no slot for another transfer, just now."""
+    """The peer has no free connection or no slot for another transfer now."""
 
 
 class _Yielded(PeerUnavailable):
-    """The peer has ended a connection that was kept, to have room for others. Another one may do."""
+    """The peer closed a kept connection to make room for others. A new one may work."""
 
 
 class PeerConnection:
-    """One connection, one range at a time. Whatever goes wrong is PeerUnavailable and says with whom and what.
+    """One authenticated connection to a peer, for one range at a time.
 
-    `timeout_s` is how long the peer may be silent. After an error the connection can only be closed.
+    Every failure is PeerUnavailable and names the peer and the reason. The peer may be silent for `timeout_s`. After an
+    error the connection can only be closed.
     """
 
     def __init__(self, address: PeerAddress, secret: bytes, timeout_s: float) -> None:
@@ -62,10 +63,10 @@ class PeerConnection:
             self._socket.close()
             raise
 
-    def fetch(self, request: Request, out: memoryview, min_bytes_per_s: float, grace_s: float) -> Reply:
-        """Fill `out`, of the request's size. Not OK: the peer refused, nothing was written, the connection is good.
+    def fetch_range(self, request: Request, out: memoryview, min_bytes_per_s: float, grace_s: float) -> Reply:
+        """Fill `out`, of the request's size. A reply that is not OK leaves `out` and the connection as they were.
 
-        Slower than `min_bytes_per_s`, `grace_s` after the request or later, is an error.
+        Raises PeerUnavailable, also when the rate is below `min_bytes_per_s` after `grace_s`.
         """
         with _speaking_to(self._address):
             start_s = time.monotonic()
@@ -92,10 +93,10 @@ class PeerConnection:
 
     @property
     def is_open(self) -> bool:
-        """Whether the peer still holds its end, as far as is known here without asking it."""
+        """True unless the peer is known to have closed its end. Sends nothing."""
         try:
             self._socket.setblocking(False)
-            # Readable between two requests: the end, or bytes that nobody asked for.
+            # Readable between two requests: end of file, or bytes that were not requested.
             self._socket.recv(1, socket.MSG_PEEK)
         except BlockingIOError:
             return True
@@ -104,12 +105,15 @@ class PeerConnection:
         return False
 
     def abort(self) -> None:
-        """From any thread: a fetch that is under way ends with an error."""
+        """Shut the connection down, from any thread: a fetch under way raises PeerUnavailable."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """HAZARD: never while another thread fetches, which would read on from whoever gets the descriptor next."""
+        """Close the socket.
+
+        HAZARD: never during a fetch of another thread, which would go on with a reused descriptor.
+        """
         self._socket.close()
 
     def _authenticate(self, secret: bytes) -> None:
@@ -145,7 +149,7 @@ class PeerConnection:
 
 
 class PeerConnections:
-    """At most `max_per_peer` to each peer, shared by all who fetch; who finds none free waits. Thread-safe."""
+    """A pool of at most `max_per_peer` connections to each peer; a caller waits while all are in use. Thread-safe."""
 
     def __init__(self, secret: bytes, max_per_peer: int, timeout_s: float) -> None:
         self._secret = secret
@@ -158,18 +162,21 @@ class PeerConnections:
         self._num_failed: Counter[PeerAddress] = Counter()
         self._closed = False
 
-    def fetch(
+    def fetch_range(
         self, address: PeerAddress, request: Request, out: memoryview, min_bytes_per_s: float, grace_s: float
     ) -> Reply:
-        """As PeerConnection.fetch does, over a connection of its own while it lasts."""
+        """Fetch as `PeerConnection.fetch_range` does, over a connection that nobody else uses meanwhile."""
         while True:
-            # Ends: a new connection does not yield before it has answered.
+            # Terminates: _Yielded is raised only by connections that have answered before.
             with contextlib.suppress(_Yielded), self._borrow(address) as connection:
-                return connection.fetch(request, out, min_bytes_per_s, grace_s)
+                return connection.fetch_range(request, out, min_bytes_per_s, grace_s)
 
     @contextlib.contextmanager
     def _borrow(self, address: PeerAddress) -> Iterator[PeerConnection]:
-        """A connection for one range; kept for the next, unless an error ends the block. Raises PeerUnavailable."""
+        """Yield a connection for one range and keep it for the next, unless the block raises.
+
+        Raises PeerUnavailable.
+        """
         with self._lock:
             slots = self._slots.setdefault(address, threading.Semaphore(self._max_per_peer))
             num_failed = self._num_failed[address]
@@ -189,14 +196,14 @@ class PeerConnections:
                     surplus.close()
 
     def drop_idle(self, address: PeerAddress) -> None:
-        """Of a peer that failed: it may never come back."""
+        """Close the idle connections to a peer that failed."""
         with self._lock:
             dropped = self._idle.pop(address, [])
         for connection in dropped:
             connection.close()
 
     def close(self) -> None:
-        """Fetches under way end with PeerUnavailable."""
+        """Close all connections; fetches under way raise PeerUnavailable."""
         with self._lock:
             self._closed = True
             for connection in self._lent:  # its borrower closes it
@@ -206,7 +213,10 @@ class PeerConnections:
             self.drop_idle(address)
 
     def _keep(self, address: PeerAddress, connection: PeerConnection) -> PeerConnection | None:
-        """Returns one that is too many: of the peer that was not spoken to for longest."""
+        """Keep the connection as idle.
+
+        Return one to close, of the least recently used peer, when there are too many.
+        """
         idle = self._idle.pop(address, [])
         self._idle[address] = [*idle, connection]
         if sum(map(len, self._idle.values())) <= MAX_IDLE:
@@ -219,7 +229,7 @@ class PeerConnections:
 
     def _open(self, address: PeerAddress, num_failed: int) -> PeerConnection:
         if self._num_failed[address] != num_failed:
-            # Else all who wait for a dead node would find out one after the other.
+            # Otherwise all threads that wait for a dead node would time out one after the other.
             raise PeerUnavailable(f"peer {address}: could not be reached a moment ago")
         try:
             return PeerConnection(address, self._secret, self._timeout_s)

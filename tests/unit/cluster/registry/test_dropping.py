@@ -60,7 +60,7 @@ def keepers_of(monkeypatch: pytest.MonkeyPatch, *nodes: Keeper) -> NodeKeepers:
     monkeypatch.setattr(NodeKeepers, "_start", lambda _, node_id: by_name[node_id])
     keepers = NodeKeepers("/packs", 1000, "registry")
     for name in by_name:
-        keepers.get(name)
+        keepers.keeper(name)
     return keepers
 
 

@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from cluster.keeper.loading_claims import CLAIM_S, RENEW_S, SLOW_S, LoadingClaims
+from cluster.peers.messages import RENEW_S
+from cluster.registry.residency import CLAIM_S, SLOW_S, LoadingClaims
 
 
 class Clock:

@@ -18,8 +18,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from cluster.errors import ImportFailed, ModelUnavailable
-from cluster.registry.import_process import ImportLimits, ImportProcess
-from cluster.registry.importing import ImportSettings, import_model
+from cluster.registry.importing import ImportLimits, ImportProcess, ImportSettings, import_model
 from cluster.registry.registrations import Registrations
 from cluster.registry.served_models import ServedModels
 from configs.model import ModelConfig
@@ -52,14 +51,14 @@ def hostile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, entry: ModelConfig)
     """A model whose files get their reader into trouble. The process that reads them is the real one but for that."""
     (tmp_path / "hostile_importing.py").write_text(HOSTILE)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr("cluster.registry.import_process.MODULE", "hostile_importing")
+    monkeypatch.setattr("cluster.registry.importing.MODULE", "hostile_importing")
     return lambda trouble: entry.model_copy(update={"id": "hostile", "description": trouble})
 
 
 @pytest.fixture
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     """Starts import processes of one store."""
-    monkeypatch.setattr("cluster.registry.import_process.POLL_S", 0.02)
+    monkeypatch.setattr("cluster.registry.importing.POLL_S", 0.02)
     started: list[ImportProcess] = []
 
     def start(memory_bytes: int = 2**33, **limits: float) -> ImportProcess:
@@ -82,7 +81,7 @@ def entry(tmp_path: Path) -> ModelConfig:
 
 
 def test_what_comes_in_is_what_an_import_in_this_process_says(start: Start, entry: ModelConfig, tmp_path: Path) -> None:
-    found = start().bring_in(entry)
+    found = start().import_model(entry)
     assert found == import_model(WeightStore(tmp_path / "other"), entry)
     assert (found.kind, found.nbytes) == ("llm", 60)
 
@@ -92,16 +91,16 @@ def test_errors_come_back_as_themselves_and_the_process_goes_on(
 ) -> None:
     process = start()
     with pytest.raises(FormatError, match="nowhere: no such folder"):
-        process.bring_in(ModelConfig(id="n", path=tmp_path / "nowhere"))
+        process.import_model(ModelConfig(id="n", path=tmp_path / "nowhere"))
     before = process._process
     with pytest.raises(StoreError, match="no room"):
-        process.bring_in(hostile("raise StoreError('no room')"))
+        process.import_model(hostile("raise StoreError('no room')"))
     for error in ("RecursionError", "OverflowError", "KeyError"):
         with pytest.raises(getattr(builtins, error), match="why"):
-            process.bring_in(hostile(f"raise {error}('why')"))
+            process.import_model(hostile(f"raise {error}('why')"))
     with pytest.raises(ImportFailed, match=r"^Strange: its class is not known elsewhere$"):
-        process.bring_in(hostile("raise Strange('its class is not known elsewhere')"))
-    assert process.bring_in(entry).kind == "llm"
+        process.import_model(hostile("raise Strange('its class is not known elsewhere')"))
+    assert process.import_model(entry).kind == "llm"
     assert process._process is before
 
 
@@ -119,29 +118,29 @@ def test_a_file_that_breaks_its_reader_breaks_one_import(start: Start, entry: Mo
     process = start(computing_s=1.0)
     for trouble, text in TROUBLES:
         with pytest.raises(ImportFailed, match=text):
-            process.bring_in(hostile(trouble))
-    assert process.bring_in(entry).kind == "llm"
+            process.import_model(hostile(trouble))
+    assert process.import_model(entry).kind == "llm"
 
 
 def test_one_that_waits_for_ever_is_stopped(start: Start, hostile: Any) -> None:
     with pytest.raises(ImportFailed, match="its import was stopped: nothing was read or written for 2 s"):
-        start(silent_s=2.0).bring_in(hostile("time.sleep(600)"))
+        start(silent_s=2.0).import_model(hostile("time.sleep(600)"))
 
 
 def test_one_that_ended_while_it_had_nothing_to_do_is_started_again(start: Start, entry: ModelConfig) -> None:
     process = start()
-    first = process.bring_in(entry)
+    first = process.import_model(entry)
     for number in (signal.SIGTERM, signal.SIGKILL):
         assert process._process
         process._process.send_signal(number)
         process._process.wait()
-        assert process.bring_in(entry) == first
+        assert process.import_model(entry) == first
 
 
 def test_one_that_cannot_start_is_said(start: Start, entry: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(ImportFailed, match="the import process does not start: it ended with exit code 1"):
-        start().bring_in(entry)
+        start().import_model(entry)
 
 
 @pytest.mark.slow
@@ -152,7 +151,7 @@ async def test_the_others_are_served_while_one_model_takes_for_ever_and_then_it_
     bad = entry.model_copy(update={"id": "bad"})
 
     def take_in(wanted: Any) -> Any:
-        return process.bring_in(hostile(GIL_HELD) if wanted.id == "bad" else wanted)
+        return process.import_model(hostile(GIL_HELD) if wanted.id == "bad" else wanted)
 
     store = WeightStore(tmp_path / "store")
     models = ServedModels({"m": entry, "bad": bad}, store, Registrations(tmp_path / "r"), take_in, "e")
@@ -174,13 +173,12 @@ async def test_the_others_are_served_while_one_model_takes_for_ever_and_then_it_
 PARENT = """
 import pathlib, sys, threading
 sys.path.insert(0, sys.argv[1])
-from cluster.registry import import_process
-from cluster.registry.importing import ImportSettings
+from cluster.registry import importing
 from configs.model import ModelConfig
-import_process.MODULE = "hostile_importing"
-settings = ImportSettings(store=pathlib.Path(sys.argv[1]) / "store", options={}, memory_bytes=2**33)
-process = import_process.ImportProcess(settings)
-threading.Thread(target=process.bring_in, args=[ModelConfig.model_validate_json(sys.argv[2])]).start()
+importing.MODULE = "hostile_importing"
+settings = importing.ImportSettings(store=pathlib.Path(sys.argv[1]) / "store", options={}, memory_bytes=2**33)
+process = importing.ImportProcess(settings)
+threading.Thread(target=process.import_model, args=[ModelConfig.model_validate_json(sys.argv[2])]).start()
 """
 
 

@@ -1,10 +1,10 @@
-"""Where a node gets an extent from: storage, or a peer that has it. Pure.
+"""The choice of the source of an extent: storage, or a peer that has it. Pure.
 
-Sources are compared by measured bandwidth, each as if this transfer were alone with it. What nobody has measured yet
-is taken to be as fast as the fastest that is known, and at least `ASSUMED_GBPS`, so it gets tried. Load only ranks
-peers: that a peer is busy for a moment is no reason to read storage, for what one node does then, all nodes do, and
-storage is to be read once per cluster. A node goes to storage when that is clearly faster, or when no peer can give
-the extent; otherwise it waits, with jitter, and asks again.
+Sources are compared by measured bandwidth, each as if this transfer were alone with it. A source that was never
+measured counts as fast as the fastest known one, and at least `ASSUMED_GBPS`, so that it is tried. Load only ranks
+peers: a busy peer is no reason to read storage, because all nodes would do the same, and storage should be read once
+per cluster. A node reads storage when that is clearly faster, or when no peer can give the extent; otherwise it waits,
+with jitter, and asks again.
 """
 
 from __future__ import annotations
@@ -14,21 +14,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from cluster.peers.peer_protocol import PeerAddress
+from cluster.peers.messages import PeerOffer
+from cluster.peers.protocol import PeerAddress
 
-MAX_OFFERS: Final = 4  # of those that have an extent: enough to choose from, however many there are
+MAX_OFFERS: Final = 4  # peers per extent in one answer of the registry: enough to choose from
 HALF_LIFE_BYTES: Final = 2**30
 ASSUMED_GBPS: Final = 1.0
-# Storage is everybody's: to spare it, a node accepts peers that are slower by no more than this.
+# Storage is shared by all nodes: to spare it, a node accepts peers that are up to this factor slower.
 STORAGE_MARGIN: Final = 1.5
-# Of the best source known: a peer below it is not asked, or given up in the middle. Low: the bytes so far are lost.
+# Of the best known source's rate: a slower peer is not asked, or given up midway. Low, since its bytes are then lost.
 MIN_SHARE: Final = 0.25
-FORGET_S: Final = 60.0  # a bandwidth that was measured so long ago says nothing about now
-AVOID_S: Final = 30.0  # a peer that failed is not asked for so long
+FORGET_S: Final = 60.0  # a bandwidth that is older says nothing about now
+AVOID_S: Final = 30.0  # after a failure, a peer is not asked for this long
 FIRST_WAIT_S: Final = 0.1
 MAX_WAIT_S: Final = 0.5
 PATIENCE_S: Final = 10.0
-PATIENCE: Final = 2.0  # times what storage would take
+PATIENCE: Final = 2.0  # times the seconds that storage would take
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +48,9 @@ class BandwidthEstimate:
         return self.nbytes / self.seconds / 1e9 if self.seconds else None
 
     def observe(self, nbytes: int, seconds: float, num_sharing: float = 1.0) -> BandwidthEstimate:
-        """With one more transfer; `num_sharing` of them went on at the same time, this one included.
+        """Return the estimate with one more transfer; `num_sharing`, this one included, ran at the same time.
 
-        What moved nothing or took no time says nothing.
+        A transfer without bytes or seconds changes nothing.
         """
         if nbytes <= 0 or not 0 < seconds < math.inf:
             return self
@@ -58,19 +59,10 @@ class BandwidthEstimate:
 
 
 @dataclass(frozen=True, slots=True)
-class PeerOffer:
-    """A node that has the extent, and how many transfers it said it has under way."""
-
-    address: PeerAddress
-    node: str
-    active_transfers: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class PeerShare:
-    """What one peer gave to a fetch: what a BandwidthEstimate is fed with.
+    """One peer's part of a fetch: an observation for a BandwidthEstimate.
 
-    `load` is how many transfers, this one included, the peer had under way, on average over its replies.
+    `load` is the mean number of transfers, this one included, that the peer had under way.
     """
 
     address: PeerAddress
@@ -81,7 +73,7 @@ class PeerShare:
 
 @dataclass(slots=True)
 class Fetched:
-    """How a fetch went: who gave what, who had no slot, and who failed or did not have the extent."""
+    """The outcome of a fetch, by peer: who gave bytes, who had no slot, and who failed or did not have the extent."""
 
     shares: list[PeerShare] = field(default_factory=list)
     busy: list[PeerAddress] = field(default_factory=list)
@@ -90,7 +82,7 @@ class Fetched:
 
 @dataclass(frozen=True, slots=True)
 class PeerRecord:
-    """What this node has seen of a peer. All of it ends with time: a peer is tried again after a bad moment."""
+    """A node's experience with one peer. It expires, so that a peer is tried again after a bad moment."""
 
     bandwidth: BandwidthEstimate = BandwidthEstimate()
     measured_s: float = -math.inf
@@ -98,31 +90,35 @@ class PeerRecord:
     busy_until_s: float = -math.inf
 
     def gbps(self, now_s: float) -> float | None:
-        """Between it and us, alone. None when never measured, or too long ago."""
+        """Return the bandwidth of the path to the peer, or None when there is no recent measurement."""
         return self.bandwidth.gbps if now_s - self.measured_s < FORGET_S else None
 
     def is_recent(self, now_s: float) -> bool:
+        """True while anything in the record still counts."""
         return self.gbps(now_s) is not None or now_s < max(self.avoided_until_s, self.busy_until_s)
 
     def observe(self, nbytes: int, seconds: float, num_sharing: float, now_s: float) -> PeerRecord:
+        """Return the record with one more transfer."""
         known = self.bandwidth if self.gbps(now_s) is not None else BandwidthEstimate()
         return PeerRecord(known.observe(nbytes, seconds, num_sharing), now_s)
 
     def failed(self, now_s: float) -> PeerRecord:
+        """Return the record of a peer that failed now and is avoided for `AVOID_S`."""
         return replace(self, avoided_until_s=now_s + AVOID_S)
 
     def busy(self, until_s: float) -> PeerRecord:
+        """Return the record of a peer that had no slot and is not asked before `until_s`."""
         return replace(self, busy_until_s=until_s)
 
 
 @dataclass(frozen=True, slots=True)
 class FromStorage:
-    """Storage is clearly faster than any peer that has it."""
+    """A choice: storage, which is clearly faster than any peer that has the extent."""
 
 
 @dataclass(frozen=True, slots=True)
 class FromPeers:
-    """The best first; the others are for when it is busy or fails.
+    """A choice: these peers, the best first, the others for when it is busy or fails.
 
     The client should give up a peer that is slower than `min_gbps`.
     """
@@ -133,14 +129,14 @@ class FromPeers:
 
 @dataclass(frozen=True, slots=True)
 class AllBusy:
-    """Who has it has just refused for want of a slot."""
+    """A choice: wait, because every good peer has just refused for want of a slot."""
 
     until_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class NobodyLeft:
-    """Everybody who is said to have it has failed a moment ago."""
+    """A choice: none, because every offered peer failed a moment ago."""
 
 
 Choice = FromStorage | FromPeers | AllBusy | NobodyLeft
@@ -154,9 +150,10 @@ def choose_source(
     now_s: float,
     num_sharing: int = 1,
 ) -> Choice:
-    """For an extent that is wanted now. `num_sharing` transfers will share a path, here or at the peer.
+    """Choose the source of an extent that is wanted now.
 
-    Equal offers keep their order, which the caller draws at random.
+    `num_sharing` transfers will share a path, here or at the peer. Equal offers keep their order, which the caller
+    draws at random.
     """
     known = {offer.address: records.get(offer.address, PeerRecord()) for offer in offers}
     usable = [offer for offer in offers if known[offer.address].avoided_until_s <= now_s]
@@ -183,22 +180,23 @@ def choose_source(
 
 
 def ask_again_s(num_times: int, chance: float) -> float:
-    """How long to wait after so many questions in vain; `chance` is drawn from [0, 1).
+    """Return how long to wait after `num_times` questions in vain; `chance` is drawn from [0, 1).
 
-    Grows, so that a thousand who wait ask no more than a registry answers, and is spread, so that they do not come
-    together.
+    The wait grows, so that a thousand nodes do not ask more than a registry can answer, and has jitter, so that they do
+    not ask all at once.
     """
     return min(FIRST_WAIT_S * 2 ** min(num_times, 16), MAX_WAIT_S) * (0.5 + chance)
 
 
 def patience_s(nbytes: int, storage: BandwidthEstimate) -> float:
-    """How long a node may wait for peers without getting anything before it asks to read storage itself.
+    """Return how long a node may wait for peers without progress before it asks to read storage itself.
 
-    The best forecast of what is left of a wait is what has passed of it: peers are waited for as long as that is less
-    than what storage would take, with some more for storage, which is everybody's.
+    The best forecast of the rest of a wait is its length so far: peers are waited for as long as that is less than
+    `PATIENCE` times what storage would take, since storage is shared by all nodes.
     """
     return max(PATIENCE_S, PATIENCE * seconds(nbytes, storage.gbps or ASSUMED_GBPS))
 
 
 def seconds(nbytes: int, gbps: float) -> float:
+    """Return how long `nbytes` take at `gbps` (10^9 bytes per second)."""
     return nbytes / (gbps * 1e9) if gbps > 0 else math.inf

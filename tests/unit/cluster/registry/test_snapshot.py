@@ -11,8 +11,9 @@ import pytest
 from ray.exceptions import ActorDiedError, RayTaskError
 
 from cluster.errors import ModelUnknown
+from cluster.registry.actor import WeightRegistry
 from cluster.registry.directory import Directory, DirectoryChange, ModelRecord
-from cluster.registry.watching import DirectoryWatch
+from cluster.registry.snapshot import RegistrySnapshot
 from configs.model import ModelConfig
 
 
@@ -55,7 +56,7 @@ class Registry:
 
 
 class Place:
-    """Where registries are found; `pauses_s` is how long the watch waited between its tries."""
+    """Where registries are found; `pauses_s` is how long the snapshot waited between its tries."""
 
     def __init__(self, registry: Registry) -> None:
         self.registry = registry
@@ -72,8 +73,8 @@ def place() -> Place:
 
 
 @pytest.fixture
-async def watch(place: Place) -> AsyncIterator[DirectoryWatch]:
-    made = DirectoryWatch(lambda: place.registry, place.pause)
+async def snapshot(place: Place) -> AsyncIterator[RegistrySnapshot]:
+    made = RegistrySnapshot(lambda: place.registry, place.pause)
     await made.ready()
     yield made
     made.close()
@@ -85,45 +86,45 @@ async def until(condition: Any) -> None:
             await asyncio.sleep(0.001)
 
 
-def version(watch: DirectoryWatch, model: str) -> str | None:
-    found = watch.record(model)
+def version(snapshot: RegistrySnapshot, model: str) -> str | None:
+    found = snapshot.find_model(model)
     return found.fingerprint if found else None
 
 
-async def test_the_copy_is_there_when_it_is_ready_and_follows(place: Place, watch: DirectoryWatch) -> None:
-    assert [record.id for record in watch] == ["a", "b"]
+async def test_the_copy_is_there_when_it_is_ready_and_follows(place: Place, snapshot: RegistrySnapshot) -> None:
+    assert [record.id for record in snapshot] == ["a", "b"]
     place.registry.put("c")
     place.registry.put("a", "two")
-    await until(lambda: version(watch, "c"))
-    assert version(watch, "a") == "two"
-    assert watch.record("nope") is None
+    await until(lambda: version(snapshot, "c"))
+    assert version(snapshot, "a") == "two"
+    assert snapshot.find_model("nope") is None
     assert place.registry.num_polls <= 4
 
 
 async def test_the_copy_serves_while_the_registry_is_dead_and_finds_the_next_one(
-    place: Place, watch: DirectoryWatch
+    place: Place, snapshot: RegistrySnapshot
 ) -> None:
     place.registry.dead = True
     place.registry.stir()
     await until(lambda: len(place.pauses_s) > 8)
-    assert version(watch, "a") == "one"
+    assert version(snapshot, "a") == "one"
     with pytest.raises(ActorDiedError):
-        await watch.ask("status", "a")
+        await snapshot.call_registry(WeightRegistry.status, "a")
     assert place.pauses_s[:3] == [0.05, 0.1, 0.2]
     assert max(place.pauses_s) == 2.0
     place.registry = Registry("second", "a", "z")
-    await until(lambda: version(watch, "z"))
-    assert [record.id for record in watch] == ["a", "z"]
+    await until(lambda: version(snapshot, "z"))
+    assert [record.id for record in snapshot] == ["a", "z"]
 
 
-async def test_asking_raises_the_registrys_own_error(watch: DirectoryWatch) -> None:
-    assert (await watch.ask("status", "a")).id == "a"
+async def test_asking_raises_the_registrys_own_error(snapshot: RegistrySnapshot) -> None:
+    assert (await snapshot.call_registry(WeightRegistry.status, "a")).id == "a"
     with pytest.raises(ModelUnknown, match="no model 'x'"):
-        await watch.ask("status", "x")
+        await snapshot.call_registry(WeightRegistry.status, "x")
 
 
 async def test_a_watch_that_was_not_begun_can_ask(place: Place) -> None:
-    assert (await DirectoryWatch(lambda: place.registry).ask("status", "b")).id == "b"
+    assert (await RegistrySnapshot(lambda: place.registry).call_registry(WeightRegistry.status, "b")).id == "b"
 
 
 async def test_who_cannot_connect_tries_again(place: Place) -> None:
@@ -135,7 +136,7 @@ async def test_who_cannot_connect_tries_again(place: Place) -> None:
             raise ConnectionError("no cluster yet")
         return place.registry
 
-    watch = DirectoryWatch(connect, place.pause)
-    await asyncio.wait_for(watch.ready(), 10)
-    assert (len(tries), version(watch, "a")) == (3, "one")
-    watch.close()
+    snapshot = RegistrySnapshot(connect, place.pause)
+    await asyncio.wait_for(snapshot.ready(), 10)
+    assert (len(tries), version(snapshot, "a")) == (3, "one")
+    snapshot.close()

@@ -10,10 +10,10 @@
 
 Requests and replies alternate until one side closes. Both sides prove that they know the cluster's secret without
 sending it (HMAC-SHA256 over both nonces). A transfer is one extent to one node, over several connections under one
-number of the client's; the load is how many of them a server has under way.
+number that the client draws; the load is how many transfers a server has under way.
 
-HAZARD: nothing is encrypted and the bytes carry no signature of their own. This keeps strangers out, not somebody who
-can rewrite the network's traffic.
+HAZARD: nothing is encrypted and the bytes carry no signature of their own. This keeps strangers out, not an attacker
+who can rewrite the network's traffic.
 """
 
 from __future__ import annotations
@@ -25,13 +25,15 @@ import socket
 import struct
 import time
 from dataclasses import dataclass
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple, Self
 
 MAGIC: Final = b"ATPX"
 VERSION: Final = 2
 NONCE_BYTES: Final = 32
 MIN_SECRET_BYTES: Final = 16
 MAX_RANGE_BYTES: Final = 64 * 2**20  # a reply is sent under one timeout
+# Extents that a node sends at once. A few are finished sooner and can be passed on; one alone may not fill a fast link.
+MAX_TRANSFERS: Final = 4
 
 _ID: Final = re.compile(rb"[A-Za-z0-9_-]{1,64}")
 _SIGNED: Final = struct.Struct("!4sHH32s")
@@ -47,16 +49,24 @@ REPLY_BYTES: Final = _REPLY.size
 
 
 class PeerAddress(NamedTuple):
-    """Where a node's peer server listens."""
+    """The TCP address of a node's peer server. `str` gives "host:port", with brackets around an IPv6 host."""
 
     host: str
     port: int
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Return the address that `str` made `text` of."""
+        host, _, port = text.rpartition(":")
+        return cls(host.strip("[]"), int(port))
 
     def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
 class Status(enum.IntEnum):
+    """The outcome of a handshake or a request, as it is on the wire."""
+
     OK = 0
     BUSY = 1  # as many connections, or transfers, as the server takes
     NOT_ALLOWED = 2  # another secret
@@ -66,7 +76,7 @@ class Status(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Bytes `offset` to `offset + nbytes` of an extent, as part of a transfer of it."""
+    """A request for bytes `offset` to `offset + nbytes` of an extent, as part of a transfer."""
 
     extent_id: str
     offset: int
@@ -75,7 +85,7 @@ class Request:
 
 
 class Reply(NamedTuple):
-    """`nbytes` follow; `load` transfers are under way at the server."""
+    """The header of an answer: `nbytes` raw bytes follow; `load` transfers are under way at the server."""
 
     status: Status
     nbytes: int
@@ -83,52 +93,57 @@ class Reply(NamedTuple):
 
 
 def check_secret(secret: bytes) -> bytes:
-    """Raises ValueError when it is too short to be a secret."""
+    """Return the secret. Raises ValueError when it is too short to be one."""
     if len(secret) < MIN_SECRET_BYTES:
         raise ValueError(f"a secret of {len(secret)} bytes, expected at least {MIN_SECRET_BYTES}")
     return secret
 
 
 def prove(secret: bytes, role: Literal["client", "server"], server_nonce: bytes, client_nonce: bytes) -> bytes:
-    """32 bytes that only who knows the secret can make, and only for these nonces and this side of the connection."""
+    """Return the 32-byte HMAC-SHA256 of both nonces and the role, which proves that the caller knows the secret."""
     return hmac.digest(secret, role.encode() + server_nonce + client_nonce, "sha256")
 
 
 def encode_greeting(status: Status, nonce: bytes) -> bytes:
+    """Encode the server's first frame. `nonce` has 32 bytes."""
     return _SIGNED.pack(MAGIC, VERSION, status, nonce)
 
 
 def decode_greeting(frame: bytes) -> tuple[Status, bytes]:
-    """Status and nonce. Raises ValueError, as all that decode do, when the frame is none of this version."""
+    """Return status and nonce. Raises ValueError, as all decoders do, when the frame is not one of this version."""
     return _decode_signed(frame)
 
 
 def encode_welcome(status: Status, proof: bytes) -> bytes:
+    """Encode the server's answer to a hello. `proof` has 32 bytes."""
     return _SIGNED.pack(MAGIC, VERSION, status, proof)
 
 
 def decode_welcome(frame: bytes) -> tuple[Status, bytes]:
-    """Status and the server's proof."""
+    """Return status and the server's proof."""
     return _decode_signed(frame)
 
 
 def encode_hello(nonce: bytes, proof: bytes) -> bytes:
+    """Encode the client's first frame. Both have 32 bytes."""
     return _HELLO.pack(MAGIC, VERSION, nonce, proof)
 
 
 def decode_hello(frame: bytes) -> tuple[bytes, bytes]:
-    """The client's nonce and proof."""
+    """Return the client's nonce and proof."""
     magic, version, nonce, proof = _unpack(_HELLO, frame)
     _check(magic, version)
     return nonce, proof
 
 
 def encode_request(request: Request) -> bytes:
+    """Encode a request for one range."""
     id_ = request.extent_id.encode("ascii")
     return _REQUEST.pack(MAGIC, VERSION, len(id_), request.transfer, request.offset, request.nbytes, id_)
 
 
 def decode_request(frame: bytes) -> Request:
+    """Return the request. Raises ValueError also for an id that is not an extent's."""
     magic, version, id_length, transfer, offset, nbytes, padded = _unpack(_REQUEST, frame)
     _check(magic, version)
     id_, padding = padded[:id_length], padded[id_length:]
@@ -138,22 +153,27 @@ def decode_request(frame: bytes) -> Request:
 
 
 def encode_reply(status: Status, nbytes: int, load: int) -> bytes:
+    """Encode the header of a reply; the caller sends the `nbytes` raw bytes after it."""
     return _REPLY.pack(MAGIC, VERSION, status, load, nbytes)
 
 
 def decode_reply(frame: bytes) -> Reply:
+    """Return the header of a reply."""
     magic, version, status, load, nbytes = _unpack(_REPLY, frame)
     _check(magic, version)
     return Reply(Status(status), nbytes, load)
 
 
 def receive_frame(connection: socket.socket, nbytes: int, timeout_s: float) -> bytes:
-    """Exactly `nbytes`. Raises ConnectionError when the other side ends first, TimeoutError when it takes longer."""
+    """Return exactly `nbytes`.
+
+    Raises ConnectionError when the other side closes first, TimeoutError after `timeout_s`.
+    """
     frame = bytearray()
     deadline_s = time.monotonic() + timeout_s
     while len(frame) < nbytes:
         left_s = deadline_s - time.monotonic()
-        if left_s <= 0:  # a timeout of 0 would mean: do not wait, and raise another error
+        if left_s <= 0:  # a socket timeout of 0 would mean non-blocking
             raise TimeoutError(f"{len(frame)} of {nbytes} bytes came in {timeout_s} s")
         connection.settimeout(left_s)
         chunk = connection.recv(nbytes - len(frame))
