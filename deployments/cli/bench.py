@@ -8,7 +8,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from deployments.cli.options import DEFAULT_CONFIG, ConfigPath, Json
+from deployments.cli.cluster import DEFAULT_CONFIG, ConfigPath
+from deployments.cli.output import Json
 
 app = typer.Typer(no_args_is_help=True, help="Measure on this machine, beside the peers.")
 err = Console(stderr=True)
