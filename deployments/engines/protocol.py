@@ -6,6 +6,7 @@ An engine sees these and tensors; it never sees a handle, a socket or a config f
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any, get_args
 
 
 class EngineError(Exception):
@@ -14,6 +15,12 @@ class EngineError(Exception):
 
 class ComputationFailed(Exception):
     """The model broke down on one request, which was in order: numbers that are not finite, say. Says where."""
+
+
+def check_choice(name: str, value: str, choices: Any) -> None:
+    """Raise EngineError for a value that the Literal type `choices` does not have."""
+    if value not in get_args(choices):
+        raise EngineError(f"{name} {value!r}: expected one of {', '.join(get_args(choices))}")
 
 
 @dataclass(frozen=True, slots=True)

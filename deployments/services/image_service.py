@@ -14,9 +14,9 @@ import numpy.typing as npt
 import torch
 
 from configs.cluster import WorkerConfig
-from deployments.engines.diffusion.factory import create_pipeline, settings_hash
+from deployments.engines.diffusion.families import family_of
+from deployments.engines.diffusion.pipeline import create_pipeline, settings_hash
 from deployments.engines.protocol import AdapterUse, DiffusionRequest
-from deployments.engines.text.conditioning import uses_negative
 from deployments.errors import InvalidRequest, as_service_errors
 from deployments.modules.component_builder import batch_bounds, is_denoise_component
 from deployments.modules.model_host import Lease, ModelHost
@@ -162,11 +162,12 @@ def _filled(value: NumberT | None) -> NumberT:
 
 def _conditioning_request(request: ImageRequest, denoise: DiffusionRequest, class_name: str) -> ConditioningRequest:
     """Return the text half of the request, for a text encoder."""
+    family = family_of(class_name)
     return ConditioningRequest(
         model=request.model,
         prompt=request.prompt,
         negative_prompt=request.negative_prompt,
-        use_negative=uses_negative(class_name, denoise, request.negative_prompt),
+        use_negative=family.uses_negative(denoise, request.negative_prompt is not None),
         max_sequence_length=request.max_sequence_length,
         model_version=request.model_version,
         text_padding=request.text_padding,

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from deployments.engines.diffusion.families.base import Branch
 from deployments.engines.nn.lora import Pairs
 from deployments.engines.protocol import AdapterUse, ComputationFailed, DiffusionRequest, EngineError
 
@@ -16,14 +17,6 @@ MAX_SIDE_PX = 4096
 MAX_STEPS = 1000
 MAX_IMAGES = 32
 SEEDS = range(-(2**63), 2**64)  # what torch.Generator.manual_seed takes
-
-
-@dataclass(frozen=True, slots=True)
-class Branch:
-    """One text condition of a request, (1, L, D) and (1, P), on the denoiser's device and in its dtype."""
-
-    prompt: torch.Tensor
-    pooled: torch.Tensor
 
 
 @dataclass(slots=True)
@@ -116,21 +109,24 @@ def unknown_adapter(name: str, known: Mapping[str, object]) -> str:
 
 def take_branches(
     conditioning: Mapping[str, torch.Tensor],
-    widths: tuple[int, int],
+    widths: tuple[int, int | None],
     guided: bool,
     device: torch.device,
     dtype: torch.dtype,
 ) -> tuple[Branch, ...]:
-    """(prompt,) or, when `guided`, (negative, prompt). `widths` is the model's (D, P).
+    """Return (prompt,) or, when `guided`, (negative, prompt). The two may differ in length.
 
-    Raises EngineError for tensors that are missing or of another shape. The two may differ in length.
+    `widths` is the model's (D, P); P is None for a model without pooled text. Raises EngineError for tensors that are
+    missing or of another shape.
     """
     prefixes = ("negative_", "") if guided else ("",)
     branches = []
     for prefix in prefixes:
         prompt = _conditioning(conditioning, prefix + "prompt_embeds", (1, None, widths[0]))
-        pooled = _conditioning(conditioning, prefix + "pooled_prompt_embeds", (1, widths[1]))
-        branches.append(Branch(prompt.to(device, dtype), pooled.to(device, dtype)))
+        pooled = None
+        if widths[1] is not None:
+            pooled = _conditioning(conditioning, prefix + "pooled_prompt_embeds", (1, widths[1])).to(device, dtype)
+        branches.append(Branch(prompt.to(device, dtype), pooled))
     return tuple(branches)
 
 

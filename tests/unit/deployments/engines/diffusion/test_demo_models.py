@@ -14,10 +14,8 @@ import torch
 from safetensors.torch import load_file
 
 from deployments.engines.build import build_module
-from deployments.engines.diffusion.factory import create_pipeline
-from deployments.engines.diffusion.pipeline import DenoisePipeline
+from deployments.engines.diffusion.pipeline import DenoisePipeline, create_pipeline
 from deployments.engines.protocol import AdapterUse, DiffusionRequest
-from deployments.engines.text.conditioning import assemble_conditioning, plan_conditioning, uses_negative
 from deployments.engines.text.encoder import TextEncoder
 from deployments.engines.text.loading import load_text_encoder
 from weights.adapters import load_adapter
@@ -54,17 +52,14 @@ class Demo:
         return np.stack([np.asarray(image) for image in images])
 
     def our_images(self, request: DiffusionRequest, prompt: str, negative: str | None) -> np.ndarray:
-        index = self.ours.model_index
-        class_name = index["_class_name"]
-        use_negative = uses_negative(class_name, request, negative)
-        plan = plan_conditioning(
-            class_name, index, prompt, negative, max_sequence_length=TEXT_LENGTH, use_negative=use_negative
-        )
+        family, index = self.ours.family, self.ours.model_index
+        use_negative = family.uses_negative(request, negative is not None)
+        plan = family.plan_texts(index, prompt, negative, max_sequence_length=TEXT_LENGTH, use_negative=use_negative)
         outputs = {}
         for item in plan:
             encoder = self.encoders[item.component]
             [outputs[item]] = encoder.encode(encoder.tokenize([item.text], item.max_length))
-        conditioning = assemble_conditioning(class_name, index, outputs, use_negative=use_negative)
+        conditioning = family.assemble_conditioning(index, outputs, use_negative=use_negative)
         return self.ours.generate(request, conditioning)
 
 
