@@ -15,9 +15,8 @@ from weights.externalize import Origin, externalize
 from weights.formats.folder import check_inside
 from weights.layouts import write_inline
 from weights.manifest import Layout, Manifest
-from weights.sources.localize import LocalSource, localized
 from weights.sources.mirrors import SOURCES_FOLDER
-from weights.sources.object_storage import OnProgress
+from weights.sources.object_storage import LocalSource, OnProgress, localized
 from weights.store import WeightStore
 
 PROGRAM_SUFFIXES: Final = (".pt2", ".onnx")

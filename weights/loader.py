@@ -11,8 +11,7 @@ import torch
 from weights.dtypes import BLOCK_SIZES
 from weights.errors import WeightsError
 from weights.loading.external_memory import bytes_tensor, given_extents
-from weights.loading.loaded_files import LoadedFiles
-from weights.loading.placement import ExtentSource, windows
+from weights.loading.placement import ExtentSource, LoadedFiles, windows
 from weights.loading.stage_transforms import StageTransform, apply_stage
 from weights.manifest import Component, Manifest, TensorRef
 from weights.provider import ExtentProvider, LocalExtents

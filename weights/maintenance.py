@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Final
@@ -17,14 +17,13 @@ from typing import Final
 from weights.errors import StoreError, WeightsError
 from weights.manifest import Manifest, TensorRef
 from weights.sources.mirrors import SOURCES_FOLDER, remove_mirror, unused_mirrors
-from weights.storage.aging import Range, aged
-from weights.storage.durable import disk_errors, remove, sync
+from weights.storage.durable import allocated_bytes, dead_ranges, disk_errors, punch, remove, sync
 from weights.storage.index import WHOLE_END, StoreIndex, Unneeded
-from weights.storage.punching import allocated_bytes, dead_ranges, punch
-from weights.storage.staging import is_dead, sweep
-from weights.store import STAGED, WeightStore
+from weights.storage.staging import STAGED, is_dead, sweep
+from weights.store import WeightStore
 
 SKELETONS: Final = "skeleton*"
+Range = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,3 +188,32 @@ def _remove(store: WeightStore, dead: Iterable[Path]) -> None:
     for folder in store.models.iterdir():
         with contextlib.suppress(OSError):  # not empty, or not a folder: something of somebody
             folder.rmdir()
+
+
+def aged(unneeded: Mapping[str, Iterable[Range]], before: Iterable[Unneeded], now_s: float) -> list[Unneeded]:
+    """The ranges (begin, end) of each path with their clocks: what `before` has goes on, the rest begins at `now_s`.
+
+    A clock that is ahead of `now_s` was set by a wrong one and begins anew. Ranges of a path do not overlap.
+    """
+    clocks: dict[str, list[Unneeded]] = defaultdict(list)
+    for known in before:
+        clocks[known.path].append(known)
+    return [
+        piece
+        for path, ranges in unneeded.items()
+        for begin, end in ranges
+        for piece in _pieces(path, begin, end, sorted(clocks[path], key=lambda known: known.begin), now_s)
+    ]
+
+
+def _pieces(path: str, begin: int, end: int, clocks: Iterable[Unneeded], now_s: float) -> Iterator[Unneeded]:
+    for known in clocks:
+        first, last = max(begin, known.begin), min(end, known.end)
+        if first >= last:
+            continue
+        if begin < first:
+            yield Unneeded(path, begin, first, now_s)
+        yield Unneeded(path, first, last, min(known.since_s, now_s))
+        begin = last
+    if begin < end:
+        yield Unneeded(path, begin, end, now_s)

@@ -20,29 +20,30 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import hashlib
 import json
 import os
 import re
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, TypeVar
 
 from pydantic_core import PydanticSerializationError
 
-from weights.errors import ModelNotStored, StoreError, StoreVersionError, WeightsError
+from weights.errors import ExtentCorrupt, FormatError, ModelNotStored, StoreError, StoreVersionError, WeightsError
 from weights.formats.checkpoint import skeleton_files
 from weights.formats.encoder_files import has_parts, parts_hash
-from weights.manifest import MAX_MANIFEST_BYTES, ExtentRef, Manifest, read_manifest
+from weights.formats.tensors import FileTensor
+from weights.manifest import MAX_MANIFEST_BYTES, Component, ExtentRef, Manifest, read_manifest
 from weights.reading.blocks import resolve_pack
 from weights.storage.durable import copy_tree, make_folder, move, remove, sync, sync_tree
 from weights.storage.index import IndexDamaged, StoreIndex, remove_index
 from weights.storage.meta import STORE_VERSION, StoreMeta, meta_of
-from weights.storage.staging import claimed_folder
+from weights.storage.staging import STAGED, claimed_folder
 
 Result = TypeVar("Result")
-
-STAGED: Final = ".staged-*"
 _MODEL_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
@@ -258,3 +259,45 @@ def check_model_name(model: str) -> None:
     """Raises StoreError for what would not be a plain file name."""
     if not _MODEL_NAME.fullmatch(model):
         raise StoreError(f"model name {model!r}: expected letters, digits, '.', '_' and '-', 128 at most")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor of a pack; a SourceTensor like those of checkpoints."""
+
+    name: str
+    file: Path
+    offset: int
+    nbytes: int
+    dtype: str
+    shape: tuple[int, ...]
+    sha256: str
+
+    def read(self) -> bytes:
+        """The bytes. Raises ExtentCorrupt when they are not there, or not the ones that were stored."""
+        try:
+            data = FileTensor(self.file, self.offset, self.nbytes, self.dtype, self.shape).read()
+        except FormatError as error:
+            raise ExtentCorrupt(f"tensor {self.name}: {error}") from error
+        if hashlib.sha256(data).hexdigest() != self.sha256:
+            raise ExtentCorrupt(
+                f"{self.file}: bytes {self.offset}..{self.offset + self.nbytes} are not those of tensor {self.name}"
+            )
+        return data
+
+
+def stored_tensors(store: WeightStore, manifest: Manifest, component: Component) -> Mapping[str, StoredTensor]:
+    """The component's tensors by name. Raises StoreError for a pack that leads out of the store."""
+    packs = {id_: store.pack_file(manifest.extents[id_].pack) for id_ in {r.extent for r in component.tensors.values()}}
+    return {
+        name: StoredTensor(
+            name=f"{component.name}.{name}",
+            file=packs[ref.extent],
+            offset=manifest.extents[ref.extent].offset + ref.offset,
+            nbytes=ref.nbytes,
+            dtype=ref.dtype,
+            shape=ref.shape,
+            sha256=ref.sha256,
+        )
+        for name, ref in component.tensors.items()
+    }

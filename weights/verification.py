@@ -9,8 +9,7 @@ from weights.errors import ExtentCorrupt, StoreError, WeightsError
 from weights.manifest import ExtentRef, Manifest
 from weights.reading.extents import read_extent
 from weights.storage.index import IndexDamaged
-from weights.storage.stored import StoredTensor, stored_tensors
-from weights.store import WeightStore
+from weights.store import StoredTensor, WeightStore, stored_tensors
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
 Place = tuple[str, int, int, str]  # pack, offset, bytes, checksum

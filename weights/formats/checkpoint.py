@@ -8,6 +8,7 @@ asks. Symlinks are followed, as model hubs' caches consist of them.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,15 +20,41 @@ from weights.formats.folder import files_below
 from weights.formats.gguf_model import folder_files, gguf_set, read_gguf_model
 from weights.formats.kuiper import read_kuiper
 from weights.formats.lora import read_lora_configs
-from weights.formats.pickles import is_pickle, read_pickle
 from weights.formats.safetensors import read_header
 from weights.formats.tensors import SourceTensor
 from weights.formats.untrusted import shown
 from weights.formats.weight_files import LORA_FILE, is_plain_name, read_json, safetensors_files, torch_files
 from weights.manifest import ModelKind, WeightFormat
 
+_ZIP_MAGIC = b"PK\3\4"
+_PROTOCOLS = (b"\x80\2", b"\x80\3", b"\x80\4", b"\x80\5")  # how a pickle of protocol 2 to 5 begins
 SKELETON_SUFFIXES = frozenset({".json", ".txt", ".model", ".jinja", ".md", ".tiktoken"})
 _MAX_SKELETON_FILE_BYTES = 64 * 2**20
+
+
+def is_pickle(path: Path) -> bool:
+    """Whether the file begins as torch's do: a zip archive, or a bare pickle."""
+    try:
+        with path.open("rb") as file:
+            magic = file.read(4)
+    except OSError as error:
+        raise FormatError(f"{path}: {error.strerror or error}") from None
+    return magic == _ZIP_MAGIC or magic[:2] in _PROTOCOLS
+
+
+def read_pickle(path: Path, *, allow_torch: bool) -> Mapping[str, SourceTensor]:
+    """The tensors of a torch file. Raises FormatError unless it is allowed, and for all that is not plain tensors.
+
+    It takes a permission because even torch's restricted reader is a program that interprets its input.
+    """
+    if not allow_torch:
+        raise FormatError(
+            f"{path}: a pickle, which is only read where that is allowed (allow_torch); better: save it as safetensors"
+        )
+    # By name, so that only who reads a pickle imports torch: the control plane imports these modules.
+    module = importlib.import_module("weights.formats.torch_file")
+    tensors: Mapping[str, SourceTensor] = module.read_torch_file(path)
+    return tensors
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from weights.errors import FormatError
-from weights.formats.gguf import GgufHeader, read_gguf
-from weights.formats.gguf_values import GgufValue
+from weights.formats.gguf import GgufHeader, GgufValue, read_gguf
 from weights.formats.tensors import FileTensor
 from weights.formats.untrusted import shown
 

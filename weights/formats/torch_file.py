@@ -1,6 +1,6 @@
 """Torch's own checkpoint files (`.pt`, `.pth`, `.bin`): a pickle, read without running any code that it has.
 
-Imported by `weights.formats.pickles` alone, when it is allowed.
+Imported by `weights.formats.checkpoint` alone, when it is allowed.
 """
 
 from __future__ import annotations

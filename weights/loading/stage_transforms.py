@@ -5,14 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from weights.errors import WeightsError
-from weights.quantization.fp8 import quantize_fp8
-from weights.quantization.int8_group import DEFAULT_GROUP_SIZE, quantize
 
+DEFAULT_GROUP_SIZE = 64
+MAX_E4M3 = 448.0
 _TARGETS = {
     "BF16": torch.bfloat16,
     "F16": torch.float16,
@@ -98,3 +99,53 @@ def _is_matrix(tensor: torch.Tensor) -> bool:
 def _as_f32(tensor: torch.Tensor) -> npt.NDArray[np.float32]:
     array: npt.NDArray[np.float32] = tensor.to("cpu", torch.float32).numpy()
     return array
+
+
+def quantize_fp8(array: npt.NDArray[np.float32]) -> tuple[bytes, float]:
+    """The elements as F8_E4M3 in C order, rounded to nearest even, and the scale amax / 448 (1 for zeros).
+
+    Raises WeightsError for infinities and NaNs.
+    """
+    values = np.ascontiguousarray(array, np.float32)
+    amax = np.abs(values).max(initial=0)
+    if not np.isfinite(amax):
+        raise WeightsError(f"fp8 cannot express the infinities or NaNs of a tensor of shape {list(array.shape)}")
+    # A tensor too small for a float32 scale keeps scale 1 and becomes zeros, as it is to 8 bits.
+    scale = amax / np.float32(MAX_E4M3) or np.float32(1)
+    # Beyond 448 the cast gives NaN, and a rounded scale may lead there.
+    return (values / scale).clip(-MAX_E4M3, MAX_E4M3).astype(ml_dtypes.float8_e4m3fn).tobytes(), float(scale)
+
+
+def quantize(
+    array: npt.NDArray[np.float32], group_size: int = DEFAULT_GROUP_SIZE
+) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.float32]]:
+    """`array` as int8 of the same shape and scales [size / group_size]: absmax / 127, rounded half to even.
+
+    Raises WeightsError for a tensor that is no whole number of groups, or has infinities or NaNs.
+    """
+    _check_groups(array.size, group_size)
+    groups = np.ascontiguousarray(array, np.float32).reshape(-1, group_size)
+    absmax = np.abs(groups).max(axis=1, initial=0)
+    if not np.isfinite(absmax).all():
+        raise WeightsError(f"int8 cannot express the infinities or NaNs of a tensor of shape {list(array.shape)}")
+    scales = absmax / np.float32(127)
+    # Where the scale is 0 so is the group, or too small for a scale; near there a rounded scale may give 128.
+    quotients = np.divide(groups, scales[:, None], out=np.zeros_like(groups), where=scales[:, None] > 0)
+    return np.rint(quotients).clip(-127, 127).astype(np.int8).reshape(array.shape), scales
+
+
+def dequantize(
+    values: npt.NDArray[np.int8], scales: npt.NDArray[np.float32], group_size: int = DEFAULT_GROUP_SIZE
+) -> npt.NDArray[np.float32]:
+    """float32 of the shape of `values`. Raises WeightsError when the scales are not one per group."""
+    _check_groups(values.size, group_size)
+    num_groups = values.size // group_size
+    if scales.size != num_groups:
+        raise WeightsError(f"{num_groups} groups of {group_size} elements take as many scales, {scales.size} came")
+    groups = values.reshape(-1, group_size).astype(np.float32)
+    return (groups * scales.reshape(-1, 1)).reshape(values.shape)
+
+
+def _check_groups(size: int, group_size: int) -> None:
+    if group_size <= 0 or size % group_size:
+        raise WeightsError(f"{size} elements are no whole number of groups of {group_size}")

@@ -12,22 +12,22 @@ program.
 
 from __future__ import annotations
 
+import copy
 import io
 import json
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
 
 from weights.errors import FormatError, WeightsError
 from weights.formats.tensors import SourceTensor
 from weights.loading.external_memory import WARNINGS_LOCK
 from weights.manifest import Layout, Manifest
-from weights.programs.memory_order import in_traced_order, memory_order, traced_strides
-from weights.programs.placeholders import placeholder_of, with_tensors, wrapped_like
 from weights.programs.storing import (
     MemoryTensor,
     noted_names,
@@ -43,6 +43,7 @@ from weights.torch_dtypes import DTYPE_NAMES
 GRAPH_FILE: Final = "graph.pt2"
 _MUTATED: Final = "mutated"  # metadata: names of buffers that the program writes, as JSON
 _INLINE: Final = "inline"  # metadata: names of tensors that stayed in the graph, as JSON
+_TENSOR_KINDS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 
 
 def externalize_program(
@@ -183,3 +184,61 @@ def _source_tensor(source: str, value: torch.Tensor, strides: Sequence[int] | No
     dense = value.detach().resolve_conj().resolve_neg().permute(memory_order(value.shape, strides)).contiguous().cpu()
     data = dense.reshape(-1).view(torch.uint8).numpy().data
     return MemoryTensor(Path(source), DTYPE_NAMES[value.dtype], tuple(dense.shape), data)
+
+
+def traced_strides(program: ExportedProgram) -> dict[str, tuple[int, ...]]:
+    """Of every tensor that the graph takes, as the graph was traced with them (a convolution's channels_last, ...)."""
+    nodes = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
+    return {
+        spec.target: nodes[spec.arg.name].meta["val"].stride()
+        for spec in program.graph_signature.input_specs
+        if spec.target is not None and spec.kind in _TENSOR_KINDS
+    }
+
+
+def memory_order(shape: Sequence[int], strides: Sequence[int] | None) -> list[int]:
+    """The dimensions in the order in which dense memory has them; C order for what is not dense."""
+    identity = list(range(len(shape)))
+    for order in (identity, sorted(identity, key=lambda dim: -strides[dim]) if strides else identity):
+        expected = 1
+        for dim in reversed(order):
+            if strides and shape[dim] != 1 and strides[dim] != expected:
+                break
+            expected *= shape[dim]
+        else:
+            return order
+    return identity
+
+
+def in_traced_order(stored: torch.Tensor, shape: Sequence[int], strides: Sequence[int] | None) -> torch.Tensor:
+    """A tensor stored in memory order, as the view of `shape` and `strides` that the graph takes."""
+    order = memory_order(shape, strides)
+    if stored.dim() != len(order):
+        return stored
+    return stored.permute([order.index(dim) for dim in range(len(order))])
+
+
+def with_tensors(program: ExportedProgram, tensors: Mapping[str, torch.Tensor]) -> ExportedProgram:
+    """The same graph with other tensors and without example inputs.
+
+    A shallow copy, because the constructor would change the graph it is given and forget its guards.
+    """
+    changed = copy.copy(program)
+    changed._state_dict = {name: tensors.get(name, value) for name, value in program.state_dict.items()}
+    changed._constants = {name: tensors.get(name, value) for name, value in program.constants.items()}
+    changed._example_inputs = None
+    return changed
+
+
+def placeholder_of(value: torch.Tensor) -> torch.Tensor:
+    """Of the same type and shape, with the memory of one element."""
+    if value.numel() == 0:  # torch.export.save cannot write an empty view of memory that is not empty
+        return wrapped_like(value, torch.empty(value.shape, dtype=value.dtype))
+    return wrapped_like(value, torch.zeros((), dtype=value.dtype).expand(value.shape))
+
+
+def wrapped_like(value: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor`, as a parameter if `value` is one."""
+    if isinstance(value, torch.nn.Parameter):
+        return torch.nn.Parameter(tensor, requires_grad=value.requires_grad)
+    return tensor

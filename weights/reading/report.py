@@ -10,8 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal
 
 from weights.memory.host_pool import PoolStats
-from weights.reading.medium import Medium
-from weights.reading.strategy import ReadStrategy
+from weights.reading.strategy import Medium, ReadStrategy
 
 # `copy`: from staging to its place, verified on the way. `verify`: where it was read into its place at once.
 # `put`: room made for it in a node's store.

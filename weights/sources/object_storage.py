@@ -26,9 +26,8 @@ from typing import Any, Final
 
 from weights.errors import StoreError
 from weights.sources.bucket import Bucket, ObjectChanged, RemoteObject
-from weights.sources.download import Download
-from weights.sources.journal import Journal
-from weights.sources.mirrors import locked
+from weights.sources.download import Download, Journal
+from weights.sources.mirrors import locked, mirror_folder
 
 # Pickles (.bin, .pt, .ckpt) are not taken along: most folders that have them have the same weights as safetensors.
 # A URL that names one such object gets it.
@@ -36,7 +35,6 @@ CHECKPOINT_SUFFIXES: Final = frozenset(
     {".safetensors", ".gguf", ".onnx", ".onnx_data", ".json", ".txt", ".model", ".jinja", ".tiktoken", ".md"}
 )
 _MAX_LISTINGS: Final = 4
-
 OnProgress = Callable[[int, int], None]  # bytes that are on disk, bytes in all
 
 
@@ -196,3 +194,40 @@ def _run_all(pool: ThreadPoolExecutor, jobs: Iterable[Callable[[], None]]) -> No
             future.result()
     finally:
         over.set()
+
+
+@dataclass(frozen=True, slots=True)
+class LocalSource:
+    """A folder or file on local disk. Of a mirror: the URL, and by name which objects its files are."""
+
+    path: Path
+    url: str = ""
+    etags: Mapping[str, str] | None = None
+
+
+def is_url(source: str | Path) -> bool:
+    return isinstance(source, str) and "://" in source
+
+
+@contextlib.contextmanager
+def localized(
+    source: str | Path | LocalSource,
+    sources: Path,
+    *,
+    options: Mapping[str, str] = MappingProxyType({}),
+    progress: OnProgress | None = None,
+) -> Iterator[LocalSource]:
+    """Have `source` on local disk within the block. URLs are mirrored into `sources`/<bucket>/<prefix>, see `mirrored`.
+
+    Any number of processes may ask for one URL at once: one downloads, the others find everything done. What is local
+    already stays as it is. Raises StoreError or FormatError.
+    """
+    if isinstance(source, LocalSource):
+        yield source
+        return
+    if not is_url(source):
+        yield LocalSource(Path(source))
+        return
+    url = str(source)
+    with mirrored(url, mirror_folder(sources, url), options=options, progress=progress) as report:
+        yield LocalSource(report.path, url, report.etags)

@@ -14,8 +14,8 @@ import torch
 from weights.errors import StoreError
 from weights.externalize import externalize
 from weights.loader import load_from_store
+from weights.storage.staging import opened_weight_dir, resolve_weight_dir
 from weights.store import WeightStore
-from weights.workdir import opened_weight_dir, resolve_weight_dir
 
 CWD = Path("/somewhere")
 
@@ -78,7 +78,7 @@ KILLED = """
 import os, sys
 from pathlib import Path
 from weights.store import WeightStore
-from weights.workdir import opened_weight_dir
+from weights.storage.staging import opened_weight_dir
 given = Path(sys.argv[1]) if sys.argv[1] else None
 with opened_weight_dir(given, os.environ, Path.cwd(), os.getpid(), "s") as folder:
     with WeightStore(folder / "unused").staged("pack", folder) as pack:

@@ -11,10 +11,8 @@ import pytest
 
 from weights.errors import WeightsError
 from weights.private_folder import temporary_folder
-from weights.reading.medium import Medium
-from weights.reading.planning import ProbeCache, ReadPlanner, cache_folder
-from weights.reading.probe import MIN_PROBED_BYTES
-from weights.reading.strategy import DIRECT, Probe, ReadStrategy
+from weights.reading.planning import MIN_PROBED_BYTES, ProbeCache, ReadPlanner, cache_folder
+from weights.reading.strategy import DIRECT, Medium, Probe, ReadStrategy
 
 EXT4 = "27 1 254:0 / / rw - ext4 /dev/vda rw\n"
 NFS = "27 1 0:40 / / rw - nfs4 filer:/export rw,vers=4.2\n"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from weights.reading.probe import PROBE_BYTES, probe_file
+from weights.reading.planning import PROBE_BYTES, probe_file
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def test_both_ways_are_measured_in_bytes_per_second(pack: Path) -> None:
 
 
 def test_a_part_that_stays_in_the_page_cache_is_not_measured(pack: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weights.reading.probe.cached_pages", lambda fd, start, nbytes: 1)
+    monkeypatch.setattr("weights.reading.planning.cached_pages", lambda fd, start, nbytes: 1)
     assert probe_file(pack) is None
 
 

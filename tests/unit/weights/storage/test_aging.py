@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from weights.storage.aging import aged
+from weights.maintenance import aged
 from weights.storage.index import Unneeded
 
 
