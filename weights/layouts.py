@@ -1,4 +1,4 @@
-"""From one layout to another, and from the store back to a stock checkpoint."""
+"""Convert models between layouts, and write them back as stock checkpoints."""
 
 from __future__ import annotations
 

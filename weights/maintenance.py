@@ -1,4 +1,4 @@
-"""Cleaning a store: what no manifest names goes. The manifests are the truth, so nothing published can be lost.
+"""Garbage collection: remove what no manifest names. The manifests are the truth, so nothing published can be lost.
 
 At every moment of a run, killed or not, each byte range that a manifest names is there, and neither the index nor
 meta.json names a range that is not: they are published without the dead tensors before their bytes go.
@@ -22,13 +22,13 @@ from weights.storage.index import WHOLE_END, StoreIndex, Unneeded
 from weights.storage.staging import STAGED, is_dead, sweep
 from weights.store import WeightStore
 
-SKELETONS: Final = "skeleton*"
+_SKELETONS: Final = "skeleton*"
 Range = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
 class GcReport:
-    """What went, or would go: paths relative to the store, and bytes on disk.
+    """A list of what was removed, or would be: paths relative to the store, and bytes on disk.
 
     `unfreed_bytes` lie between tensors that are alive, on a file system that cannot make holes in files.
     """
@@ -58,7 +58,7 @@ def gc(
         if not dry_run:
             store.write_meta()
         now_s = now()
-        clocks = aged(dict(_unneeded(store, manifests)), store.indexed(StoreIndex.unneeded), now_s)
+        clocks = _aged(dict(_unneeded(store, manifests)), store.indexed(StoreIndex.unneeded), now_s)
         whole, partly = _ripe(clocks, now_s - grace_s)
         if not dry_run:
             young = [clock for clock in clocks if clock.path not in whole]
@@ -107,7 +107,7 @@ def remove_model(store: WeightStore, model: str) -> None:
 
 
 def _read_all(store: WeightStore) -> Sequence[Manifest]:
-    """Raises naming every manifest that cannot be read: the packs it needs would look unneeded."""
+    """Read all manifests. Raises naming every unreadable one: the packs it needs would look unneeded."""
     manifests, problems = [], []
     for model in store.model_names():
         try:
@@ -128,11 +128,11 @@ def _forget(index: StoreIndex, manifests: Sequence[Manifest], *, dry_run: bool) 
 
 
 def _unneeded(store: WeightStore, manifests: Sequence[Manifest]) -> Iterator[tuple[str, list[Range]]]:
-    """What no manifest names, by path in the store: whole packs, skeletons and mirrors, and ranges of packs in use."""
+    """Yield what no manifest names, by path: whole packs, skeletons and mirrors, and ranges of packs in use."""
     packs = {PurePosixPath(extent.pack).parts[0] for manifest in manifests for extent in manifest.extents.values()}
     skeletons = {store.skeleton(manifest) for manifest in manifests}
     dead = [path for path in sorted(store.packs.iterdir()) if path.name not in packs]
-    dead += [path for path in sorted(store.models.glob(f"*/{SKELETONS}")) if path not in skeletons]
+    dead += [path for path in sorted(store.models.glob(f"*/{_SKELETONS}")) if path not in skeletons]
     dead += unused_mirrors(store.path / SOURCES_FOLDER, [manifest.source for manifest in manifests])
     for path in dead:
         yield str(path.relative_to(store.path)), [(0, WHOLE_END)]
@@ -150,7 +150,7 @@ def _unneeded(store: WeightStore, manifests: Sequence[Manifest]) -> Iterator[tup
 
 
 def _ripe(clocks: Iterable[Unneeded], horizon_s: float) -> tuple[list[str], dict[str, list[Range]]]:
-    """What has been unneeded since `horizon_s` or longer: whole paths, and ranges of others."""
+    """Select what has been unneeded for `horizon_s` or longer: whole paths, and ranges of others."""
     by_path: dict[str, list[Unneeded]] = defaultdict(list)
     for clock in clocks:
         by_path[clock.path].append(clock)
@@ -166,7 +166,7 @@ def _ripe(clocks: Iterable[Unneeded], horizon_s: float) -> tuple[list[str], dict
 
 
 def _punch(pack: Path, ranges: Sequence[Range], *, dry_run: bool) -> tuple[int, int]:
-    """Bytes that were freed, or would be, and those that the file system cannot free."""
+    """Punch holes; returns the bytes that were freed, or would be, and those that the file system cannot free."""
     nbytes = sum(end - begin for begin, end in ranges)
     before = allocated_bytes(pack)
     if dry_run:  # some of them may be holes already
@@ -190,8 +190,8 @@ def _remove(store: WeightStore, dead: Iterable[Path]) -> None:
             folder.rmdir()
 
 
-def aged(unneeded: Mapping[str, Iterable[Range]], before: Iterable[Unneeded], now_s: float) -> list[Unneeded]:
-    """The ranges (begin, end) of each path with their clocks: what `before` has goes on, the rest begins at `now_s`.
+def _aged(unneeded: Mapping[str, Iterable[Range]], before: Iterable[Unneeded], now_s: float) -> list[Unneeded]:
+    """Give the unneeded ranges (begin, end) of each path their clocks: known ones continue, the rest begin at `now_s`.
 
     A clock that is ahead of `now_s` was set by a wrong one and begins anew. Ranges of a path do not overlap.
     """

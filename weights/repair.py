@@ -1,4 +1,4 @@
-"""Making damaged models whole: what is damaged on disk is written anew from wherever it is still right.
+"""Repair of damaged models: what is damaged on disk is written again from wherever it is still sound.
 
 A repaired model is published like a new one: its sound extents stay where they are, the others are written from sound
 copies of their tensors. An extent's id says what its bytes are, so whoever has it in memory goes on with it.
@@ -82,7 +82,7 @@ def repair(
 
 @dataclass(frozen=True, slots=True)
 class _Repair:
-    """One run: `known` are all manifests of the store, `places` those of the damaged extents."""
+    """State of one run: `known` are all manifests of the store, `places` those of the damaged extents."""
 
     store: WeightStore
     known: dict[str, Manifest]
@@ -92,7 +92,7 @@ class _Repair:
     progress: Progress | None
 
     def broken_tensors(self, manifest: Manifest) -> list[tuple[str, str, str]] | None:
-        """Component, name and sha256 of the tensors in damaged extents; None when no extent is damaged."""
+        """Return component, name and sha256 of tensors in damaged extents; None when no extent is damaged."""
         broken = {id_ for id_, extent in manifest.extents.items() if place_of(extent) in self.places}
         refs = [(part.name, name, ref) for part in manifest.components.values() for name, ref in part.tensors.items()]
         return [(part, name, ref.sha256) for part, name, ref in refs if ref.extent in broken] if broken else None
@@ -106,7 +106,7 @@ class _Repair:
         pending, problems = concerned, dict[str, str]()
         while True:
             problems = {}
-            copies = Copies(self.store, self.known.values(), wanted, allow_torch=self.allow_torch)
+            copies = _Copies(self.store, self.known.values(), wanted, allow_torch=self.allow_torch)
             for manifest in pending:
                 try:
                     self.known[manifest.model] = self._rewrite(manifest, copies)
@@ -116,8 +116,8 @@ class _Repair:
                 return problems
             pending = [manifest for manifest in pending if manifest.model in problems]
 
-    def _rewrite(self, manifest: Manifest, copies: Copies) -> Manifest:
-        """Raises WeightsError naming every tensor that is nowhere; then nothing is changed."""
+    def _rewrite(self, manifest: Manifest, copies: _Copies) -> Manifest:
+        """Publish a model anew. Raises WeightsError naming every tensor that is nowhere, with nothing changed."""
         tensors = {name: copies.tensors(manifest, part) for name, part in manifest.components.items()}
         lost = []
         for part, name, _ in self.broken_tensors(manifest) or ():
@@ -134,7 +134,7 @@ class _Repair:
 def _left(
     store: WeightStore, found: VerifyReport, concerned: Sequence[str], problems: dict[str, str]
 ) -> Iterator[Damage]:
-    """What was found and is still there, and all that is wrong with the models that were to be repaired."""
+    """Yield damage that is still there, and everything wrong with the models that were to be repaired."""
     for damage in found.damages:
         if damage.model and damage.model not in concerned:  # a manifest or a skeleton
             yield replace(damage, problem=f"{damage.problem}; `remove {damage.model}` and bring it in again")
@@ -160,7 +160,7 @@ class CopiedTensor:
     copies: list[_Read]
 
     def read(self) -> bytes | memoryview:
-        """The bytes. Raises ExtentCorrupt saying of every copy why it will not do."""
+        """Return the bytes. Raises ExtentCorrupt saying why each copy is unusable."""
         problems = []
         for copy in self.copies:
             try:
@@ -175,7 +175,7 @@ class CopiedTensor:
         raise ExtentCorrupt(f"tensor {self.name}: no sound copy: {'; '.join(problems)}")
 
 
-class Copies:
+class _Copies:
     """The copies of the `wanted` tensors, by sha256, in all models of the store. Sources are opened when needed."""
 
     def __init__(
@@ -193,7 +193,7 @@ class Copies:
                         self._stored[ref.sha256][extent.pack, extent.offset + ref.offset] = manifest, ref
 
     def tensors(self, manifest: Manifest, component: Component) -> Mapping[str, CopiedTensor]:
-        """The component's tensors by name: each from its own place, else from others, else from the source."""
+        """Return the component's tensors by name: each from its own place, else others, else the source."""
         return {name: self._tensor(manifest, component, name, ref) for name, ref in component.tensors.items()}
 
     def _tensor(self, manifest: Manifest, component: Component, name: str, ref: TensorRef) -> CopiedTensor:

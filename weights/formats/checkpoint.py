@@ -1,4 +1,4 @@
-"""A checkpoint in a stock layout -> its components: diffusers pipeline, transformers model, LoRA, GGUF, bare files.
+"""Checkpoints in a stock layout: diffusers pipeline, transformers model, LoRA, GGUF, bare files; as components.
 
 Folders: diffusers `model_index.json` with one folder per component; transformers `config.json` beside
 `model.safetensors` or its shards with `model.safetensors.index.json`; sentence-transformers `modules.json`, or one
@@ -32,8 +32,8 @@ SKELETON_SUFFIXES = frozenset({".json", ".txt", ".model", ".jinja", ".md", ".tik
 _MAX_SKELETON_FILE_BYTES = 64 * 2**20
 
 
-def is_pickle(path: Path) -> bool:
-    """Whether the file begins as torch's do: a zip archive, or a bare pickle."""
+def _is_pickle(path: Path) -> bool:
+    """Return True when the file begins as torch's do: a zip archive, or a bare pickle."""
     try:
         with path.open("rb") as file:
             magic = file.read(4)
@@ -42,8 +42,8 @@ def is_pickle(path: Path) -> bool:
     return magic == _ZIP_MAGIC or magic[:2] in _PROTOCOLS
 
 
-def read_pickle(path: Path, *, allow_torch: bool) -> Mapping[str, SourceTensor]:
-    """The tensors of a torch file. Raises FormatError unless it is allowed, and for all that is not plain tensors.
+def _read_pickle(path: Path, *, allow_torch: bool) -> Mapping[str, SourceTensor]:
+    """Read the tensors of a torch file. Raises FormatError unless allowed, and for all but plain tensors.
 
     It takes a permission because even torch's restricted reader is a program that interprets its input.
     """
@@ -59,7 +59,7 @@ def read_pickle(path: Path, *, allow_torch: bool) -> Mapping[str, SourceTensor]:
 
 @dataclass(frozen=True, slots=True)
 class SourceComponent:
-    """One module of a checkpoint, with its tensors; `folder` is relative to the checkpoint, `files` to `folder`."""
+    """A module of a checkpoint, with its tensors; `folder` is relative to the checkpoint, `files` to `folder`."""
 
     name: str
     library: str
@@ -86,12 +86,12 @@ class Checkpoint:
     headers: Mapping[str, bytes] = field(default_factory=dict)
 
     def skeleton_files(self) -> Iterator[Path]:
-        """Everything that is needed beside the weights: configs, tokenizers, templates. Relative paths."""
+        """Yield all files needed beside the weights: configs, tokenizers, templates. Relative paths."""
         return skeleton_files(self.path)
 
 
 def skeleton_files(folder: Path) -> Iterator[Path]:
-    """Those of a folder, a skeleton itself for example, relative to it; none of a file. Raises FormatError."""
+    """Yield the skeleton files of a folder, relative to it; none of a file. Raises FormatError."""
     if not folder.is_dir():
         return
     for file in files_below(folder):
@@ -207,7 +207,7 @@ def _adapter(path: Path) -> Checkpoint:
 def _component(
     folder: Path, name: str, library: str, class_name: str | None, relative: str, allow_torch: bool
 ) -> SourceComponent | None:
-    """The weights of a folder, or None if it has none."""
+    """Return the weights of a folder, or None if it has none."""
     format_: WeightFormat = "safetensors"
     files = safetensors_files(folder)
     if not files and (files := torch_files(folder)):
@@ -218,7 +218,7 @@ def _component(
     metadata: dict[str, str] = {}
     for file in files:
         if format_ == "torch":
-            found: Mapping[str, SourceTensor] = read_pickle(file, allow_torch=allow_torch)
+            found: Mapping[str, SourceTensor] = _read_pickle(file, allow_torch=allow_torch)
         else:
             header = read_header(file)
             found = header.tensors
@@ -238,11 +238,11 @@ def _single_file(path: Path, allow_torch: bool) -> Checkpoint:
             return _bare(path, "tensors", header.tensors, "safetensors", metadata=dict(header.metadata))
         case ".gguf":
             return _gguf(path, gguf_set(path))
-        case ".bin" if not is_pickle(path):
+        case ".bin" if not _is_pickle(path):
             kuiper = read_kuiper(path)
             return _bare(path, "llm", kuiper.tensors, "kuiper", headers={f"{path.name}.header": kuiper.raw})
         case ".bin" | ".pt" | ".pth":
-            return _bare(path, "tensors", read_pickle(path, allow_torch=allow_torch), "torch")
+            return _bare(path, "tensors", _read_pickle(path, allow_torch=allow_torch), "torch")
     raise FormatError(f"{path}: unknown kind of file {path.suffix!r} (known: .safetensors, .gguf, .bin, .pt, .pth)")
 
 

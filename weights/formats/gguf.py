@@ -44,9 +44,9 @@ _NUMBERS: dict[int, np.dtype[Any]] = {
 }
 _U32 = struct.Struct("<I")
 _U64 = struct.Struct("<Q")
-DEFAULT_ALIGNMENT = 32
-MAX_NAME_BYTES = 63  # GGML_MAX_NAME without its NUL
-MAX_KEY_BYTES = 2**16 - 1
+_DEFAULT_ALIGNMENT = 32
+_MAX_NAME_BYTES = 63  # GGML_MAX_NAME without its NUL
+_MAX_KEY_BYTES = 2**16 - 1
 MAX_DIMS = 4
 MAX_TENSORS = 2**17  # ten times the largest known file; a tensor takes ten times its entry in memory
 MAX_KEYS = 2**16
@@ -117,7 +117,7 @@ class HeaderCursor:
         return int(value)
 
     def count(self, what: str, item_bytes: int) -> int:
-        """A u64 that announces so many items of `item_bytes` at least."""
+        """Read a u64 that announces so many items of at least `item_bytes`."""
         count = self.u64(what)
         self._refuse_beyond_end(count * item_bytes, f"{what} of {count}")
         return count
@@ -162,7 +162,7 @@ class HeaderCursor:
         return tuple(found)
 
     def skip_to(self, position: int) -> None:
-        """Go forward over padding; where the file ends first, to its end."""
+        """Go forward over padding, at most to the file's end."""
         self._load(max(0, min(position, self._file_bytes) - self.position), "padding")
         self.position = min(position, self._file_bytes)
 
@@ -185,8 +185,8 @@ class HeaderCursor:
             )
 
 
-def read_value(cursor: HeaderCursor, key: str) -> GgufValue:
-    """A typed value. Raises FormatError for an unknown type, a bool that is not 0 or 1, an array of arrays."""
+def _read_value(cursor: HeaderCursor, key: str) -> GgufValue:
+    """Read a typed value. Raises FormatError for an unknown type, a bool not 0 or 1, an array of arrays."""
     what = f"value of {shown(key)}"
     kind = cursor.u32(f"type of {shown(key)}")
     if kind == _STRING:
@@ -222,7 +222,7 @@ def _read_array(cursor: HeaderCursor, key: str) -> GgufValue:
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
-    """What the header says. Shapes are in torch order (out, in); `raw` is every byte before the first tensor."""
+    """A checked header. Shapes are in torch order (out, in); `raw` is every byte before the first tensor."""
 
     version: int
     alignment: int
@@ -284,10 +284,10 @@ def _parse(path: Path, file: BinaryIO, file_bytes: int) -> GgufHeader:
         )
     metadata: dict[str, GgufValue] = {}
     for _ in range(num_keys):
-        key = cursor.text("key", MAX_KEY_BYTES)
+        key = cursor.text("key", _MAX_KEY_BYTES)
         if not key or key in metadata:
             raise cursor.error(f"key {shown(key)} " + ("appears twice" if key else "is empty"))
-        metadata[key] = read_value(cursor, key)
+        metadata[key] = _read_value(cursor, key)
     alignment = _alignment(cursor, metadata)
     infos = _read_infos(cursor, num_tensors)
     start = _aligned(cursor.position, alignment)
@@ -316,7 +316,7 @@ def _read_version(cursor: HeaderCursor) -> int:
 
 
 def _alignment(cursor: HeaderCursor, metadata: Mapping[str, GgufValue]) -> int:
-    alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
+    alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
     if type(alignment) is not int or alignment <= 0 or alignment & (alignment - 1) or alignment >= 2**32:
         raise cursor.error(f"general.alignment is {shown(alignment)}, expected a power of two")
     return alignment
@@ -326,7 +326,7 @@ def _read_infos(cursor: HeaderCursor, num_tensors: int) -> dict[str, tuple[str, 
     """Name -> dtype, shape, bytes, offset in the data section; in declared order."""
     infos: dict[str, tuple[str, tuple[int, ...], int, int]] = {}
     for _ in range(num_tensors):
-        name = cursor.text("tensor name", MAX_NAME_BYTES)
+        name = cursor.text("tensor name", _MAX_NAME_BYTES)
         if name in infos:
             raise cursor.error(f"tensor {name!r} appears twice")
         what = f"tensor {name!r}"

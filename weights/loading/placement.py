@@ -1,4 +1,4 @@
-"""Where extents go: seen where the provider has them, copied, or uploaded to a device."""
+"""Placement of extents: seen where the provider has them, copied, or uploaded to a device; files once per device."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from weights.loading.external_memory import bytes_tensor
 from weights.manifest import ExtentRef
 from weights.provider import ExtentProvider
 
-Key = tuple[str, str]
+_Key = tuple[str, str]
 # What is in memory twice, as bytes and as what becomes of them; wide enough for the parallel reads of a provider.
-WINDOW_BYTES: Final = 512 * 2**20
+_WINDOW_BYTES: Final = 512 * 2**20
 
 
 class _WeakBytes:
@@ -46,12 +46,12 @@ class LoadedFiles:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._known: dict[Key, _WeakBytes] = {}
-        self._loading: dict[Key, Future[None]] = {}
-        self.num_loads: Counter[Key] = Counter()
+        self._known: dict[_Key, _WeakBytes] = {}
+        self._loading: dict[_Key, Future[None]] = {}
+        self.num_loads: Counter[_Key] = Counter()
 
     def get(self, device: str, location: str, load: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """The bytes of `location` on `device` (1-D uint8), by `load` when nobody holds them."""
+        """Return the bytes of `location` on `device` (1-D uint8), by `load` when nobody holds them."""
         return self.get_all(device, [location], lambda _: {location: load()})[location]
 
     def get_all(
@@ -79,7 +79,7 @@ class LoadedFiles:
         with self._lock:
             self._known.pop((device, location), None)
 
-    def __contains__(self, key: Key) -> bool:
+    def __contains__(self, key: _Key) -> bool:
         with self._lock:
             return key in self._known and not self._known[key].expired()
 
@@ -131,7 +131,7 @@ class ExtentSource:
             self._place = torch.clone
 
     def load(self, extents: Sequence[ExtentRef]) -> dict[str, torch.Tensor]:
-        """By extent id. Raises what the provider raises."""
+        """Load extents; returned by id. Raises what the provider raises."""
         if not extents:
             return {}
         by_location = {f"{extent.pack}@{extent.offset}:{extent.id}": extent for extent in extents}
@@ -156,8 +156,8 @@ class ExtentSource:
         return bases
 
 
-def windows(extents: Sequence[ExtentRef], max_bytes: int = WINDOW_BYTES) -> Iterator[list[ExtentRef]]:
-    """Runs of extents of at most `max_bytes`, or of one extent."""
+def windows(extents: Sequence[ExtentRef], max_bytes: int = _WINDOW_BYTES) -> Iterator[list[ExtentRef]]:
+    """Yield runs of extents of at most `max_bytes`, or of one extent."""
     window: list[ExtentRef] = []
     for extent in extents:
         if window and sum(held.nbytes for held in window) + extent.nbytes > max_bytes:

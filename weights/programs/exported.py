@@ -40,7 +40,7 @@ from weights.provider import ExtentProvider
 from weights.store import WeightStore
 from weights.torch_dtypes import DTYPE_NAMES
 
-GRAPH_FILE: Final = "graph.pt2"
+_GRAPH_FILE: Final = "graph.pt2"
 _MUTATED: Final = "mutated"  # metadata: names of buffers that the program writes, as JSON
 _INLINE: Final = "inline"  # metadata: names of tensors that stayed in the graph, as JSON
 _TENSOR_KINDS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
@@ -67,28 +67,28 @@ def externalize_program(
         program = _open(program, allow_torch)
     _refuse_what_needs_pickles(program)
     values: dict[str, torch.Tensor] = {**program.state_dict, **program.constants}
-    strides = traced_strides(program)
+    strides = _traced_strides(program)
     kept = [name for name, value in values.items() if value.dtype not in DTYPE_NAMES]
     tensors: dict[str, SourceTensor] = {
         name: _source_tensor(source, value, strides.get(name)) for name, value in values.items() if name not in kept
     }
-    placeholders = {name: placeholder_of(values[name]) for name in tensors}
+    placeholders = {name: _placeholder_of(values[name]) for name in tensors}
     graph = io.BytesIO()
-    _save(with_tensors(program, placeholders), graph)
+    _save(_with_tensors(program, placeholders), graph)
     metadata = {_MUTATED: json.dumps(_mutated(program)), _INLINE: json.dumps(kept)}
-    contents = (GRAPH_FILE, graph.getvalue())
+    contents = (_GRAPH_FILE, graph.getvalue())
     return store_program(store, model, source, contents, tensors, "exported", metadata=metadata, layout=layout)
 
 
 def load_program(store: WeightStore, model: str, provider: ExtentProvider | None = None) -> ExportedProgram:
-    """The program with its tensors as views of what `provider` gives; buffers that it writes are private copies.
+    """Load a program with tensors as views of what `provider` gives; buffers it writes are private copies.
 
     Raises WeightsError when the model is no such program, StoreError and FormatError when its graph is damaged.
     HAZARD: the views are shared and read-only; train or fine-tune a copy.
     """
-    component, path, contents = stored_program(store, model, GRAPH_FILE, "a torch.export program")
+    component, path, contents = stored_program(store, model, _GRAPH_FILE, "a torch.export program")
     program = _load(path, io.BytesIO(contents))
-    mutated, strides = noted_names(component, _MUTATED), traced_strides(program)
+    mutated, strides = noted_names(component, _MUTATED), _traced_strides(program)
     stored = program_tensors(store, model, provider)
     expected = {**program.state_dict, **program.constants}
     if wrong := set(stored) ^ (set(expected) - noted_names(component, _INLINE)):
@@ -96,7 +96,7 @@ def load_program(store: WeightStore, model: str, provider: ExtentProvider | None
     for name, placeholder in expected.items():
         if name not in stored:
             continue
-        tensor = in_traced_order(stored[name], tuple(placeholder.shape), strides.get(name))
+        tensor = _in_traced_order(stored[name], tuple(placeholder.shape), strides.get(name))
         if tensor.dtype != placeholder.dtype or tensor.shape != placeholder.shape:
             raise FormatError(
                 f"{path}: tensor {name!r} is {tensor.dtype} {list(tensor.shape)}, the graph takes {placeholder.dtype} "
@@ -105,7 +105,7 @@ def load_program(store: WeightStore, model: str, provider: ExtentProvider | None
         if name in mutated:  # each a copy of its own: equal counters of two layers are one tensor in the store
             tensor = tensor.clone()
         held = program.state_dict if name in program.state_dict else program.constants
-        held[name] = wrapped_like(placeholder, tensor)
+        held[name] = _wrapped_like(placeholder, tensor)
     return program
 
 
@@ -125,10 +125,10 @@ def self_contained(program: ExportedProgram, target: Path) -> None:
             continue
         place = (value.data_ptr(), value.dtype, value.shape, value.stride(), isinstance(value, torch.nn.Parameter))
         if place not in copies:
-            copies[place] = wrapped_like(value, value.detach().clone())
+            copies[place] = _wrapped_like(value, value.detach().clone())
         owned[name] = copies[place]
     buffer = io.BytesIO()
-    _save(with_tensors(program, owned), buffer)
+    _save(_with_tensors(program, owned), buffer)
     with published(target, buffer.getbuffer().nbytes) as partial:
         partial.write_bytes(buffer.getbuffer())
 
@@ -167,7 +167,7 @@ def _refuse_what_needs_pickles(program: ExportedProgram) -> None:
 
 
 def _mutated(program: ExportedProgram) -> list[str]:
-    """Names of the tensors that the program writes in place.
+    """Return the names of the tensors that the program writes in place.
 
     The graph of an export still has its in-place operations, and batch_norm does not even say that it is one: only
     the functional form of the graph knows. Where torch cannot make that, every buffer is taken for written.
@@ -180,14 +180,14 @@ def _mutated(program: ExportedProgram) -> list[str]:
 
 
 def _source_tensor(source: str, value: torch.Tensor, strides: Sequence[int] | None) -> MemoryTensor:
-    """The bytes in memory order: a shared view can then have the strides that the graph was traced with."""
-    dense = value.detach().resolve_conj().resolve_neg().permute(memory_order(value.shape, strides)).contiguous().cpu()
+    """Return the bytes in memory order: a shared view can then have the strides that were traced."""
+    dense = value.detach().resolve_conj().resolve_neg().permute(_memory_order(value.shape, strides)).contiguous().cpu()
     data = dense.reshape(-1).view(torch.uint8).numpy().data
     return MemoryTensor(Path(source), DTYPE_NAMES[value.dtype], tuple(dense.shape), data)
 
 
-def traced_strides(program: ExportedProgram) -> dict[str, tuple[int, ...]]:
-    """Of every tensor that the graph takes, as the graph was traced with them (a convolution's channels_last, ...)."""
+def _traced_strides(program: ExportedProgram) -> dict[str, tuple[int, ...]]:
+    """Return the strides of every input tensor as the graph was traced (channels_last for a convolution)."""
     nodes = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
     return {
         spec.target: nodes[spec.arg.name].meta["val"].stride()
@@ -196,8 +196,8 @@ def traced_strides(program: ExportedProgram) -> dict[str, tuple[int, ...]]:
     }
 
 
-def memory_order(shape: Sequence[int], strides: Sequence[int] | None) -> list[int]:
-    """The dimensions in the order in which dense memory has them; C order for what is not dense."""
+def _memory_order(shape: Sequence[int], strides: Sequence[int] | None) -> list[int]:
+    """Return the dimensions in the order in which dense memory has them; C order for what is not dense."""
     identity = list(range(len(shape)))
     for order in (identity, sorted(identity, key=lambda dim: -strides[dim]) if strides else identity):
         expected = 1
@@ -210,16 +210,16 @@ def memory_order(shape: Sequence[int], strides: Sequence[int] | None) -> list[in
     return identity
 
 
-def in_traced_order(stored: torch.Tensor, shape: Sequence[int], strides: Sequence[int] | None) -> torch.Tensor:
-    """A tensor stored in memory order, as the view of `shape` and `strides` that the graph takes."""
-    order = memory_order(shape, strides)
+def _in_traced_order(stored: torch.Tensor, shape: Sequence[int], strides: Sequence[int] | None) -> torch.Tensor:
+    """View a tensor stored in memory order with the `shape` and `strides` that the graph takes."""
+    order = _memory_order(shape, strides)
     if stored.dim() != len(order):
         return stored
     return stored.permute([order.index(dim) for dim in range(len(order))])
 
 
-def with_tensors(program: ExportedProgram, tensors: Mapping[str, torch.Tensor]) -> ExportedProgram:
-    """The same graph with other tensors and without example inputs.
+def _with_tensors(program: ExportedProgram, tensors: Mapping[str, torch.Tensor]) -> ExportedProgram:
+    """Return the same graph with other tensors and without example inputs.
 
     A shallow copy, because the constructor would change the graph it is given and forget its guards.
     """
@@ -230,15 +230,15 @@ def with_tensors(program: ExportedProgram, tensors: Mapping[str, torch.Tensor]) 
     return changed
 
 
-def placeholder_of(value: torch.Tensor) -> torch.Tensor:
-    """Of the same type and shape, with the memory of one element."""
+def _placeholder_of(value: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of the same type and shape with the memory of one element."""
     if value.numel() == 0:  # torch.export.save cannot write an empty view of memory that is not empty
-        return wrapped_like(value, torch.empty(value.shape, dtype=value.dtype))
-    return wrapped_like(value, torch.zeros((), dtype=value.dtype).expand(value.shape))
+        return _wrapped_like(value, torch.empty(value.shape, dtype=value.dtype))
+    return _wrapped_like(value, torch.zeros((), dtype=value.dtype).expand(value.shape))
 
 
-def wrapped_like(value: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor`, as a parameter if `value` is one."""
+def _wrapped_like(value: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """Return `tensor`, as a parameter if `value` is one."""
     if isinstance(value, torch.nn.Parameter):
         return torch.nn.Parameter(tensor, requires_grad=value.requires_grad)
     return tensor

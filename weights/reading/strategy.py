@@ -1,4 +1,4 @@
-"""How to read from a medium. Pure: what is known of the medium in, a decision out."""
+"""The choice of how to read from a medium. Pure: what is known of the medium in, a decision out."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _KINDS: Final[dict[str, MediumKind]] = {
 _ESCAPE: Final = re.compile(r"\\([0-7]{3})")
 BLOCK_ALIGNMENT: Final = 4096
 MAX_THREADS: Final = 256
-MAX_BLOCK_BYTES: Final = 2**30
+_MAX_BLOCK_BYTES: Final = 2**30
 _MIB: Final = 2**20
 _FORM: Final = re.compile(r"(direct|buffered):([0-9]{1,9}):([0-9]{1,9})(KiB|MiB|GiB)")
 _UNITS: Final = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
@@ -46,7 +46,7 @@ UNKNOWN: Final = Medium("unknown", "", "", "")
 
 
 def medium_of(path: Path, mountinfo: str) -> Medium:
-    """The medium of `path`, which is absolute and without symlinks. UNKNOWN when no line covers it.
+    """Return the medium of `path` (absolute, without symlinks). UNKNOWN when no line covers it.
 
     Lines that do not follow the format are passed over: the text is the kernel's, and reading works without it.
     """
@@ -59,7 +59,7 @@ def medium_of(path: Path, mountinfo: str) -> Medium:
 
 
 def nfs_advice(medium: Medium) -> str | None:
-    """What to change about an NFS mount for more bandwidth, or None."""
+    """Suggest a change to an NFS mount for more bandwidth, or return None."""
     if medium.kind != "nfs" or any(option.startswith("nconnect=") for option in medium.options):
         return None
     return (
@@ -88,7 +88,7 @@ def _kind(fs_type: str) -> MediumKind:
 
 
 def _unescaped(field: str) -> str:
-    """The kernel writes blank, tab, newline, backslash and `#` as a backslash and three octal digits."""
+    """Undo the kernel's octal escapes of blank, tab, newline, backslash and `#`."""
     return _ESCAPE.sub(lambda match: chr(int(match[1], 8)), field)
 
 
@@ -126,7 +126,7 @@ DIRECT: Final[dict[MediumKind, ReadStrategy]] = {
     "unknown": ReadStrategy(direct=True, num_threads=8, block_bytes=16 * _MIB),
 }
 # Buffered readers pay a copy each, so more of them; a FUSE server handles few requests at once.
-BUFFERED: Final[dict[MediumKind, ReadStrategy]] = {
+_BUFFERED: Final[dict[MediumKind, ReadStrategy]] = {
     "local": ReadStrategy(direct=False, num_threads=8, block_bytes=8 * _MIB),
     "nfs": ReadStrategy(direct=False, num_threads=16, block_bytes=4 * _MIB),
     "network": ReadStrategy(direct=False, num_threads=16, block_bytes=4 * _MIB),
@@ -137,10 +137,10 @@ BUFFERED: Final[dict[MediumKind, ReadStrategy]] = {
 
 
 def choose_strategy(medium: Medium, probe: Probe | None, override: ReadStrategy | None = None) -> ReadStrategy:
-    """The override, else the faster way as probed, else the default of the medium's kind."""
+    """Return the override, else the faster way as probed, else the default of the medium's kind."""
     if override is not None:
         return override
-    direct, buffered = DIRECT.get(medium.kind), BUFFERED[medium.kind]
+    direct, buffered = DIRECT.get(medium.kind), _BUFFERED[medium.kind]
     if direct is None:
         return buffered
     if probe is None:
@@ -151,13 +151,13 @@ def choose_strategy(medium: Medium, probe: Probe | None, override: ReadStrategy 
 
 
 def parse_strategy(text: str) -> ReadStrategy:
-    """`direct:4:16MiB` or `buffered:8:4MiB`: mode, threads, bytes per read. Raises WeightsError that says the form."""
+    """Parse `direct:4:16MiB` or `buffered:8:4MiB`: mode, threads, bytes per read. Raises WeightsError."""
     match = _FORM.fullmatch(text)
     if match:
         num_threads, block_bytes = int(match[2]), int(match[3]) * _UNITS[match[4]]
         if (
             1 <= num_threads <= MAX_THREADS
-            and 0 < block_bytes <= MAX_BLOCK_BYTES
+            and 0 < block_bytes <= _MAX_BLOCK_BYTES
             and block_bytes % BLOCK_ALIGNMENT == 0
         ):
             return ReadStrategy(match[1] == "direct", num_threads, block_bytes)

@@ -1,4 +1,4 @@
-"""One object on its way to a file: parts by range, in any order, from any thread."""
+"""Downloads of objects to files, in parts by range, and the journal that lets them resume."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ OnArrival = Callable[[int, int], None]  # bytes that are on disk now, those of t
 
 
 class FileRecord(BaseModel):
-    """One file: which object it is of, and its finished parts (index -> checksum) until it is `done` as a whole."""
+    """A file's record: its object, and its finished parts (index -> checksum) until it is `done` as a whole."""
 
     model_config = ConfigDict(extra="forbid")
     name: InsidePath  # stale files are deleted by this name, so a damaged journal must not point elsewhere
@@ -60,7 +60,7 @@ class Journal:
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[Self]:
-        """For writing. Rewritten before (a crash may tear the last line) and after (done files need no parts)."""
+        """Open for writing. Rewritten before (a crash may tear the last line) and after (done files need no parts)."""
         self._rewrite()
         self._descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND)
         try:
@@ -148,7 +148,7 @@ class Download:
             raise FormatError(str(error).replace(str(self._part_file), url)) from None
 
     def missing_bytes(self) -> int:
-        """What the disk must still give."""
+        """Return how much the disk must still give."""
         return max(0, self._remote.nbytes - self._part_file.stat().st_blocks * 512)
 
     def reserve(self) -> None:
@@ -167,7 +167,7 @@ class Download:
             self._finish()
 
     def _begin(self, part_bytes: int) -> FileRecord:
-        """The record of an earlier attempt at the same object, or a fresh one and a file of its length."""
+        """Return the record of an earlier attempt at the same object, or a fresh one and a file of its length."""
         old = self._journal.records.get(self._remote.name)
         is_same = old is not None and (old.etag, old.nbytes) == (self._remote.etag, self._remote.nbytes)
         if old and is_same and self._part_file.is_file() and self._part_file.stat().st_size == old.nbytes:

@@ -1,4 +1,4 @@
-"""A checkpoint in object storage -> a folder on local disk, by range reads in parallel, resumed where it stopped.
+"""Mirrors of checkpoints in object storage: a folder on local disk, by parallel range reads, resumed where it stopped.
 
     target/model.safetensors        complete: renamed when its length and, where there is one, its MD5 are right
     target/model.safetensors.part   on its way, at its full length
@@ -31,7 +31,7 @@ from weights.sources.mirrors import locked, mirror_folder
 
 # Pickles (.bin, .pt, .ckpt) are not taken along: most folders that have them have the same weights as safetensors.
 # A URL that names one such object gets it.
-CHECKPOINT_SUFFIXES: Final = frozenset(
+_CHECKPOINT_SUFFIXES: Final = frozenset(
     {".safetensors", ".gguf", ".onnx", ".onnx_data", ".json", ".txt", ".model", ".jinja", ".tiktoken", ".md"}
 )
 _MAX_LISTINGS: Final = 4
@@ -40,7 +40,7 @@ OnProgress = Callable[[int, int], None]  # bytes that are on disk, bytes in all
 
 @dataclass(frozen=True, slots=True)
 class MirrorReport:
-    """What a mirror holds. `path` is the folder, or the one file that the URL names.
+    """A mirror's contents. `path` is the folder, or the one file that the URL names.
 
     `etags` say by name which objects the files are. `fetched_bytes` came from object storage this time, `skipped` are
     names of objects that were left out.
@@ -56,7 +56,7 @@ class MirrorReport:
 
 
 @contextlib.contextmanager
-def mirrored(
+def _mirrored(
     url: str,
     target: Path,
     *,
@@ -85,8 +85,8 @@ def mirrored(
 
 
 def mirror(url: str, target: Path, **settings: Any) -> MirrorReport:
-    """Bring the copy as `mirrored` does, and let go of it."""
-    with mirrored(url, target, **settings) as report:
+    """Bring the copy as `_mirrored` does, and let go of it."""
+    with _mirrored(url, target, **settings) as report:
         return report
 
 
@@ -105,7 +105,7 @@ def _bring(
 
 
 class _Mirror:
-    """One attempt: what is listed now."""
+    """State of one attempt: what is listed now."""
 
     def __init__(self, bucket: Bucket, target: Path, part_bytes: int, progress: OnProgress | None) -> None:
         listed = bucket.objects()
@@ -151,7 +151,7 @@ class _Mirror:
         return file.is_file() and file.stat().st_size == remote.nbytes
 
     def _remove(self, names: Iterable[str]) -> None:
-        """What is no longer in the bucket: a stale file beside the new ones could be taken for the checkpoint."""
+        """Remove what is no longer in the bucket: a stale file could be taken for part of the checkpoint."""
         for name in names:
             (self._target / name).unlink(missing_ok=True)
             (self._target / f"{name}.part").unlink(missing_ok=True)
@@ -172,7 +172,7 @@ class _Mirror:
 
 
 def _belongs(name: str) -> bool:
-    return PurePosixPath(name).suffix in CHECKPOINT_SUFFIXES
+    return PurePosixPath(name).suffix in _CHECKPOINT_SUFFIXES
 
 
 def _run_all(pool: ThreadPoolExecutor, jobs: Iterable[Callable[[], None]]) -> None:
@@ -205,7 +205,7 @@ class LocalSource:
     etags: Mapping[str, str] | None = None
 
 
-def is_url(source: str | Path) -> bool:
+def _is_url(source: str | Path) -> bool:
     return isinstance(source, str) and "://" in source
 
 
@@ -217,7 +217,7 @@ def localized(
     options: Mapping[str, str] = MappingProxyType({}),
     progress: OnProgress | None = None,
 ) -> Iterator[LocalSource]:
-    """Have `source` on local disk within the block. URLs are mirrored into `sources`/<bucket>/<prefix>, see `mirrored`.
+    """Have `source` on local disk within the block. URLs are mirrored into `sources`/<bucket>/<prefix>.
 
     Any number of processes may ask for one URL at once: one downloads, the others find everything done. What is local
     already stays as it is. Raises StoreError or FormatError.
@@ -225,9 +225,9 @@ def localized(
     if isinstance(source, LocalSource):
         yield source
         return
-    if not is_url(source):
+    if not _is_url(source):
         yield LocalSource(Path(source))
         return
     url = str(source)
-    with mirrored(url, mirror_folder(sources, url), options=options, progress=progress) as report:
+    with _mirrored(url, mirror_folder(sources, url), options=options, progress=progress) as report:
         yield LocalSource(report.path, url, report.etags)

@@ -1,4 +1,4 @@
-"""Making writes survive a crash, and saying in bytes why they failed.
+"""File-system operations that survive a crash, free space in place, and say in bytes why they failed.
 
 A rename is only as durable as the folder it happened in, and a file only as its data: both are synced, files first.
 """
@@ -41,7 +41,7 @@ def sync_tree(path: Path) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """`mkdir -p` whose new entries survive a crash."""
+    """Create a folder and its parents (`mkdir -p`) so that the new entries survive a crash."""
     if not path.is_dir():
         make_folder(path.parent)
         path.mkdir(exist_ok=True)
@@ -74,7 +74,7 @@ def remove(path: Path) -> None:
 
 @contextlib.contextmanager
 def disk_errors(folder: Path, needed_bytes: int) -> Iterator[None]:
-    """What the file system refuses becomes a StoreError; a full disk says how much was needed and free."""
+    """Turn errors of the file system into StoreError; a full disk says how much was needed and free."""
     free_bytes = _free_bytes(folder)
     try:
         yield
@@ -94,7 +94,7 @@ def _free_bytes(folder: Path) -> int:
 
 
 def dead_ranges(live: Iterable[tuple[int, int]], size_bytes: int) -> Iterator[tuple[int, int]]:
-    """Whole blocks of a file of `size_bytes` that none of the `live` ranges touches; ranges as (begin, end)."""
+    """Yield whole blocks of a file of `size_bytes` that no `live` range touches; ranges as (begin, end)."""
     position = 0
     file_end = size_bytes + -size_bytes % _BLOCK_BYTES
     occupied = sorted((begin, end) for begin, end in live if end > begin)
@@ -127,6 +127,6 @@ def punch(path: Path, ranges: Iterable[tuple[int, int]]) -> bool:
 
 
 def allocated_bytes(path: Path) -> int:
-    """What a file or folder takes on disk, holes left out. Symlinks are not followed."""
+    """Return what a file or folder takes on disk, without holes. Symlinks are not followed."""
     files = [path, *path.rglob("*")] if path.is_dir() and not path.is_symlink() else [path]
     return sum(file.lstat().st_blocks * 512 for file in files)

@@ -1,4 +1,4 @@
-"""Writing what the store does not have yet: into one `combined` pack, or one file per tensor (`separate`).
+"""Writers of what the store lacks: one `combined` pack, a file per tensor (`separate`), or `inline` files.
 
 Tensors are 512-byte aligned (the external-weight file format of Ascend GE), extents 4 KiB aligned for direct I/O.
 """
@@ -32,7 +32,7 @@ from weights.storage.sharing import shared_extents
 MAX_EXTENT_BYTES: Final = 64 * 2**20
 WRITE_THREADS: Final = 8
 Placement = dict[str, str]  # the extent of each tensor of a component, both by id
-MAX_GAP_BYTES: Final = 4096  # between tensors of one extent; formats pad far less, and the id has to cover it
+_MAX_GAP_BYTES: Final = 4096  # between tensors of one extent; formats pad far less, and the id has to cover it
 _CHUNK_BYTES: Final = 8 * 2**20
 
 
@@ -231,7 +231,7 @@ def _groups(places: list[_Place]) -> Iterable[list[_Place]]:
         if group:
             start, end = group[0].offset, group[-1].end
             is_misaligned = (place.offset - start) % ITEM_BYTES.get(place.tensor.dtype, 1)
-            is_far = place.offset - end > MAX_GAP_BYTES or place.end - start > MAX_EXTENT_BYTES
+            is_far = place.offset - end > _MAX_GAP_BYTES or place.end - start > MAX_EXTENT_BYTES
             if is_misaligned or is_far:
                 yield group
                 group = []
@@ -241,7 +241,7 @@ def _groups(places: list[_Place]) -> Iterable[list[_Place]]:
 
 
 def _identify(file: BinaryIO, group: list[_Place]) -> tuple[str, str]:
-    """Id and xxh3-128 of the extent that `group` makes.
+    """Return id and xxh3-128 of the extent that `group` makes.
 
     The id of a `combined` extent leaves the zeros between tensors unsaid: they follow from the sizes. Whatever else is
     between tensors here is a piece of the id, so that equal ids mean equal bytes in every layout.

@@ -1,4 +1,4 @@
-"""Which extents of the store a component takes its tensors from, and which tensors are written again."""
+"""The choice of extents that a component shares with the store, and a check of these before it relies on them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MIN_WANTED_PART: Final = 0.25
 
 
 def shared_extents(wanted: Mapping[str, int], meta: StoreMeta) -> dict[str, str]:
-    """The extent of `meta` that each tensor is taken from; tensors that are missing here are to be written.
+    """Choose the extent of `meta` that each tensor is taken from; tensors missing here are to be written.
 
     `wanted` has the bytes of the component's tensors by sha256. The extent that has most of what is still wanted
     comes first; one of which less than MIN_WANTED_PART is still wanted is not shared.
@@ -62,7 +62,7 @@ class SharedExtents:
 
     @property
     def hashes(self) -> Collection[str]:
-        """The tensors whose places are to be looked up."""
+        """Hashes of the tensors whose places are to be looked up."""
         return self._tensors.keys()
 
     def choose(self, known: StoreMeta) -> set[str]:
@@ -93,7 +93,7 @@ class SharedExtents:
         return {extent.id for extent in unread if not is_sound[extent]}
 
     def _is_sound(self, extent: ExtentRef, known: StoreMeta) -> bool:
-        """Whether its bytes are what was written, and the tensors in them where the index says."""
+        """Check that the extent's bytes are those written, with the tensors where the index says."""
         try:
             data = read_extent(self._packs, extent)
         except StoreError:
