@@ -37,8 +37,8 @@ from weights.formats.checkpoint import recognise
 from weights.formats.folder import check_inside
 from weights.intake import PROGRAM_SUFFIXES, bring_in, origin_of
 from weights.source_mark import source_mark
-from weights.sources.localize import localized
 from weights.sources.mirrors import SOURCES_FOLDER
+from weights.sources.object_storage import localized
 from weights.store import WeightStore
 
 IDLE_S: Final = 60.0  # an import process without work ends after this

@@ -274,7 +274,7 @@ def _open(path: Path) -> WeightStore:
 
 @contextlib.contextmanager
 def _working_folder(weight_dir: Path | None) -> Iterator[Path]:
-    from weights.workdir import opened_weight_dir
+    from weights.storage.staging import opened_weight_dir
 
     with opened_weight_dir(weight_dir, os.environ, Path.cwd(), os.getpid(), uuid.uuid4().hex[:12]) as folder:
         yield folder
