@@ -23,6 +23,7 @@ from configs.model import ModelConfig
 from deployments.engines.build import import_class
 from deployments.engines.protocol import EngineError
 from deployments.errors import ServiceError
+from deployments.modules.built_modules import Footprint, object_footprint
 from deployments.modules.model_host import ModelHost
 from weights.errors import WeightsError
 from weights.manifest import Component, ModelKind
@@ -48,17 +49,19 @@ async def open_host(
     settings: ModelReplicaConfig,
     build: ReplicaBuilder,
     forget_results: Callable[[], None] = lambda: None,
+    private_footprint: Footprint = object_footprint,
 ) -> ModelHost:
     """Connect this replica. `role` names it as a holder of leases; `forget_results` is called on the event loop when
-    weights that it had were found damaged: what was kept of their results may be wrong.
+    weights that it had were found damaged: what was kept of their results may be wrong. `private_footprint` says what
+    a component costs this replica beside the node's shared memory.
     """
     registry = connect_registry(config)
     node_id = ray.get_runtime_context().get_node_id()
     keeper: Any = await registry.keeper.remote(node_id)
     loop = asyncio.get_running_loop()
 
-    def on_pressure(nbytes: int) -> None:
-        loop.call_soon_threadsafe(host.give_way, nbytes)
+    def on_recall(extents: Sequence[str], is_overdue: bool) -> None:
+        host.give_up(extents, is_overdue)  # in the thread that asks: the event loop may be busy
 
     def on_damage(extents: Sequence[str]) -> None:
         loop.call_soon_threadsafe(host.condemn, extents)
@@ -67,8 +70,8 @@ async def open_host(
     def connect() -> Any:
         return get(registry.keeper.remote(node_id), KEEPER_TIMEOUT_S)
 
-    provider = RayExtents(keeper, f"{role}-{uuid.uuid4().hex[:8]}", on_pressure, on_damage, connect)
-    provider.start_beating()
+    keeps = settings.device == "cpu"  # other devices need the node's memory only while they upload
+    provider = RayExtents(keeper, f"{role}-{uuid.uuid4().hex[:8]}", on_damage, connect, on_recall if keeps else None)
 
     async def fetch_manifest(model: str, version: str | None) -> Any:
         try:
@@ -84,8 +87,11 @@ async def open_host(
         build,
         report=lambda model, error: registry.report_attach.remote(model, error),
         device=settings.device,
+        kept=provider if keeps else None,
+        private_footprint=private_footprint,
         retire=build.retire,
     )
+    provider.start_beating()
     return host
 
 
@@ -108,7 +114,7 @@ async def prepare_models(
             for component in filter(wanted, manifest.components.values()):
                 await asyncio.to_thread(import_class, component.library, component.class_name)
                 await asyncio.to_thread(build.prepare, component, host.skeleton(manifest))
-            if model.preload and host.has_room_for(manifest, wanted):
+            if model.preload and await host.has_room_for(manifest, wanted):
                 async with host.lease(model.id, wanted):
                     pass
         except (ClusterError, WeightsError, ServiceError, EngineError) as error:
