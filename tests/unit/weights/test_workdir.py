@@ -14,7 +14,7 @@ import torch
 from weights.errors import StoreError
 from weights.externalize import externalize
 from weights.loader import load_from_store
-from weights.storage.staging import opened_weight_dir, _resolve_weight_dir
+from weights.storage.staging import _resolve_weight_dir, opened_weight_dir
 from weights.store import WeightStore
 
 CWD = Path("/somewhere")

@@ -11,7 +11,7 @@ import pytest
 
 from weights.errors import WeightsError
 from weights.private_folder import temporary_folder
-from weights.reading.planning import MIN_PROBED_BYTES, _ProbeCache, ReadPlanner, _cache_folder
+from weights.reading.planning import MIN_PROBED_BYTES, ReadPlanner, _cache_folder, _ProbeCache
 from weights.reading.strategy import DIRECT, Medium, Probe, ReadStrategy
 
 EXT4 = "27 1 254:0 / / rw - ext4 /dev/vda rw\n"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from weights.errors import StoreError
-from weights.storage.staging import SIGN_OF_LIFE, claimed_folder, is_dead, _remove_if_dead, sweep
+from weights.storage.staging import SIGN_OF_LIFE, _remove_if_dead, claimed_folder, is_dead, sweep
 
 pytestmark = pytest.mark.slow
 
