@@ -333,7 +333,7 @@ class NodeKeeper:
         ref, view = loaded.result
         self._held.loaded(id_, ref, view, loaded.source)
         if self._metrics:
-            self._metrics.loaded(self._stages.figures())
+            self._metrics.count_loads(self._stages.figures())
 
     @contextlib.contextmanager
     def _writing(self, extent: ExtentRef) -> Iterator[Writing]:

@@ -171,6 +171,7 @@ class ExtentRanges:
 
     @property
     def num_missing(self) -> int:
+        """The number of ranges that have not arrived."""
         return self._has_arrived.count(False)
 
     def take_range(self) -> ExtentRange | None:
@@ -234,6 +235,7 @@ class _Source:
 
     @property
     def load(self) -> float:
+        """The mean load that the peer's replies have named."""
         return sum(self._loads) / len(self._loads)
 
     def fetch_range(self, offset: int, view: memoryview) -> None:

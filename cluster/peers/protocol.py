@@ -1,4 +1,4 @@
-"""How keepers talk to each other: binary frames of fixed size over TCP, in network byte order.
+"""The protocol between keepers: binary frames of fixed size over TCP, in network byte order.
 
     server                                            client
     Greeting  magic version status nonce         ->

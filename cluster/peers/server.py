@@ -309,6 +309,7 @@ class TransferSlots:
 
     @property
     def num_active(self) -> int:
+        """The number of transfers that have a slot now."""
         with self._lock:
             self._forget_silent()
             return len(self._transfers)

@@ -31,7 +31,7 @@ from cluster.registry.importing import ImportProcess, ImportSettings
 from cluster.registry.manifests import ModelSummary
 from cluster.registry.node_keepers import NodeKeepers, alive_nodes, nodes_with_keeper
 from cluster.registry.registrations import Registrations
-from cluster.registry.residency import cluster_residency
+from cluster.registry.residency import ResidencyMap, cluster_residency
 from cluster.registry.served_models import MAX_WATCH_S, ServedModels
 from configs.cluster import ClusterConfig
 from configs.merging import MergeConfig
@@ -142,6 +142,7 @@ class WeightRegistry:
             key=cluster_key(config),
             extents_of=self._models.extents,
         )
+        self._residency = self._keepers.residency
         self._peer_secret = peer_secret
         self._encoder_merging: MergeConfig | None = None
         await self._models.start()
@@ -167,8 +168,8 @@ class WeightRegistry:
     # nodes
 
     keeper = expose("_keepers", NodeKeepers.keeper)
-    report_residency = expose("_keepers", NodeKeepers.report_residency)
-    locate = expose("_keepers", NodeKeepers.locate)
+    report_residency = expose("_residency", ResidencyMap.report_residency)
+    locate = expose("_residency", ResidencyMap.locate)
 
     async def peer_secret(self) -> bytes:
         """Return the secret by which the cluster's keepers know each other."""

@@ -71,6 +71,7 @@ class _Failure(StrictModel):
 
     @classmethod
     def of(cls, error: Exception) -> Self:
+        """Return the error as text."""
         return cls(error=type(error).__name__, text=str(error))
 
     def error_itself(self) -> Exception:
@@ -138,7 +139,7 @@ DEFAULT_LIMITS: Final = ImportLimits()
 
 
 @dataclass(slots=True)
-class _Watched:
+class _Progress:
     """The last progress: its counters, when it was, and the processor time by then."""
 
     sign: tuple[int, ...]
@@ -205,12 +206,14 @@ class ImportProcess:
         """Return the last report. Raises ImportFailed when the process ended, or was killed for passing a limit."""
         assert self._process is not None
         process = psutil.Process(self._process.pid)
-        done_bytes, watched = 0, _Watched((), self._clock(), 0.0)
+        done_bytes, progress = 0, _Progress((), self._clock(), 0.0)
         try:
             while True:
                 if not connection.poll(POLL_S):
                     sign = (done_bytes, *_transferred(process))
-                    if problem := watched.limit_passed(sign, self._clock(), sum(process.cpu_times()[:2]), self._limits):
+                    if problem := progress.limit_passed(
+                        sign, self._clock(), sum(process.cpu_times()[:2]), self._limits
+                    ):
                         self._process.kill()
                         self._ended()
                         raise ImportFailed(f"its import was stopped: {problem}")
@@ -268,7 +271,7 @@ def _serve_imports(connection: Connection, settings: ImportSettings) -> None:
     store = WeightStore(settings.store)
     sending = threading.Lock()  # progress comes from the threads that hash
 
-    def tell(report: _Report) -> None:
+    def send_report(report: _Report) -> None:
         with sending:
             connection.send_bytes(report.model_dump_json(exclude_defaults=True).encode())
 
@@ -277,14 +280,14 @@ def _serve_imports(connection: Connection, settings: ImportSettings) -> None:
             job = _Job.model_validate_json(connection.recv_bytes())
         except EOFError:
             return
-        tell(_Report(begun=True))
+        send_report(_Report(begun=True))
         try:
             summary = import_model(
                 store,
                 job.entry,
                 settings.options,
                 job.roots,
-                lambda done_bytes, _: tell(_Report(done_bytes=done_bytes)),
+                lambda done_bytes, _: send_report(_Report(done_bytes=done_bytes)),
             )
             answer = _Report(summary=summary)
         except MemoryError:
@@ -292,7 +295,7 @@ def _serve_imports(connection: Connection, settings: ImportSettings) -> None:
             answer = _Report(failure=_Failure.of(ImportFailed(text)))
         except Exception as error:
             answer = _Report(failure=_Failure.of(error))
-        tell(answer)
+        send_report(answer)
 
 
 def _limit_process(memory_bytes: int, parent: int) -> None:
@@ -312,6 +315,7 @@ def _limit_process(memory_bytes: int, parent: int) -> None:
 
 
 def main(descriptor: int, parent: int) -> None:
+    """Run an import process that talks over the socket `descriptor` and ends with the process `parent`."""
     connection = Connection(descriptor)
     settings = ImportSettings.model_validate_json(connection.recv_bytes())
     _limit_process(settings.memory_bytes, parent)

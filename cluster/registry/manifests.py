@@ -1,4 +1,4 @@
-"""What the registry keeps of manifests: a summary of each on disk, and the last used ones in memory.
+"""Manifests as the registry keeps them: a summary of each on disk, and the last used ones in memory.
 
 A manifest of 1,000 tensors takes 50 ms to read and 30 MB to hold, and a store may have ten thousand models. A summary
 is kept beside the store, <store>/summaries/<id>.json, and counts only for the very manifest file that it was made of.

@@ -25,7 +25,7 @@ from cluster.actor_names import NAMESPACE, keeper_name, keeper_node
 from cluster.errors import KeeperFailed
 from cluster.keeper.actor import NodeKeeper, keeper_class
 from cluster.keeper.records import ResidentExtent
-from cluster.peers.messages import Located, Question, ResidencyReport
+from cluster.peers.messages import ResidencyReport
 from cluster.peers.protocol import PeerAddress
 from cluster.registry.residency import ResidencyMap
 
@@ -63,6 +63,7 @@ class NodeKeepers:
 
     `key` is the cluster's, `options` are further arguments of a keeper. Without `budget_bytes`, each keeper takes its
     share of its own node's object store. `extents_of` returns the extent ids of the served version of each model.
+    `residency` is the map of what the keepers hold.
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class NodeKeepers:
         self._extents_of = extents_of
         self._pinned: set[str] = set()  # models
         self._refreshing: dict[str, asyncio.Lock] = {}
-        self._residency = ResidencyMap(clock, random.Random())
+        self.residency = ResidencyMap(clock, random.Random())
 
     def keeper(self, node_id: str) -> Any:
         """Return the keeper's handle, started if need be; the keeper stays as long as its node has replicas.
@@ -159,7 +160,7 @@ class NodeKeepers:
         reason = f"the keeper of node {node_id} cannot start: {_last_line(error)}"
         logger.warning("%s; tried again in %.0f s", reason, pause_s)
         self._handles.pop(node_id, None)
-        self._forget(node_id)
+        self.residency.forget(node_id)
         self._failures[node_id] = _Failure(reason, num_times, self._clock() + pause_s)
 
     def _end(self, node_id: str) -> None:
@@ -170,10 +171,7 @@ class NodeKeepers:
         self._needed_s.pop(node_id, None)
         self._refreshing.pop(node_id, None)
         self._lives.pop(node_id, None)
-        self._forget(node_id)
-
-    def _forget(self, node_id: str) -> None:
-        self._residency.forget(node_id)
+        self.residency.forget(node_id)
 
     async def _refresh(self, node_id: str) -> None:
         """Look at the keeper's process, and tell it of new pins. Raises when it does not answer.
@@ -198,7 +196,7 @@ class NodeKeepers:
         """Take in a keeper's process that is new here. It may have outlived a registry, or follow one that died."""
         keeper = self._handles[node_id]
         if last:
-            self._residency.end_claims(node_id)  # its loads died with it
+            self.residency.end_claims(node_id)  # its loads died with it
             if last.budget_bytes != life.budget_bytes:
                 await keeper.set_budget.remote(last.budget_bytes)
         residents, pins = await asyncio.gather(keeper.residents.remote(), keeper.pins.remote())
@@ -206,7 +204,7 @@ class NodeKeepers:
             self._pinned.update(pins)
         here = PeerAddress.parse(address) if address else None
         report = ResidencyReport(here, [extent.id for extent in residents], is_full=True)
-        self._residency.apply_report(node_id, report)
+        self.residency.report_residency(node_id, report)
         return _Life(life.generation, last.budget_bytes if last else life.budget_bytes, pins)
 
     def _pins(self, life: _Life) -> dict[str, Sequence[str]]:
@@ -217,14 +215,6 @@ class NodeKeepers:
         extents_of = self._extents_of()
         found = {model: extents_of.get(model, life.pins.get(model, ())) for model in self._pinned}
         return {model: tuple(ids) for model, ids in found.items() if ids}
-
-    def report_residency(self, node_id: str, report: ResidencyReport) -> None:
-        """See `ResidencyMap.apply_report`."""
-        self._residency.apply_report(node_id, report)
-
-    def locate(self, node_id: str, question: Question, load: int = 0) -> Located:
-        """See `ResidencyMap.locate`."""
-        return self._residency.locate(node_id, question, load)
 
     def nodes(self) -> list[str]:
         """Return the nodes that have keepers or should have, sorted."""

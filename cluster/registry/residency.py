@@ -113,7 +113,7 @@ class ResidencyMap:
         self._nodes: dict[str, _Node] = {}
         self._holders: dict[str, list[str]] = {}
 
-    def apply_report(self, node_id: str, report: ResidencyReport) -> None:
+    def report_residency(self, node_id: str, report: ResidencyReport) -> None:
         """Take in what a node has got and given up."""
         node = self._nodes.setdefault(node_id, _Node())
         node.address = report.address

@@ -71,8 +71,8 @@ class Worker(ModelReplica):
                 raise ModelUnavailable(str(error), "model") from None
             result = await self._images.generate(request, self._own_encoder.condition, encode_first=True)
         if result.switch:
-            self._metrics.attached(request.model, result.switch.attached_bytes)
-        self._metrics.answered("image", request.model, result.timings_ms)
+            self._metrics.count_attached(request.model, result.switch.attached_bytes)
+        self._metrics.count_request("image", request.model, result.timings_ms)
         return result
 
     async def write_text(self, request: TextRequestRecord) -> TextResult:
@@ -116,8 +116,8 @@ class Worker(ModelReplica):
                             "generate": (now - first) * 1e3,
                             "total": (now - start) * 1e3,
                         }
-                        self._metrics.attached(request.model, lease.report.attached_bytes)
-                        self._metrics.answered("text", request.model, timings)
+                        self._metrics.count_attached(request.model, lease.report.attached_bytes)
+                        self._metrics.count_request("text", request.model, timings)
                         yield TextChunk(
                             delta.text,
                             delta.num_prompt_tokens,

@@ -51,7 +51,7 @@ class Registry:
         return self._secret
 
     def report_residency(self, node_id: str, report: ResidencyReport) -> None:
-        self._residency.apply_report(node_id, report)
+        self._residency.report_residency(node_id, report)
 
     def locate(self, node_id: str, question: Question, load: int = 0) -> Located:
         return self._residency.locate(node_id, question, load)

@@ -702,7 +702,7 @@ class SharedRegistry(RegistryClient):
 
     def report_residency(self, node_id: str, report: ResidencyReport) -> None:
         with self._lock:
-            self.held.apply_report(node_id, report)
+            self.held.report_residency(node_id, report)
 
     def holders(self, id_: str) -> list[str]:
         found = self.locate("nobody", Question((id_,), 0), 0).offers.get(id_, ())

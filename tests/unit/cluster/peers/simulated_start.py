@@ -99,7 +99,7 @@ class SimulatedStart:
             slots = TransferSlots(max_transfers, LINGER_S, clock)
             link = link_gbps * 1e9
             self.nodes[address] = Node(f"n{index}", address, queue, slots, link, link, float("inf"), num_threads)
-            self.directory.apply_report(f"n{index}", ResidencyReport(address, [], [], is_full=True))
+            self.directory.report_residency(f"n{index}", ResidencyReport(address, [], [], is_full=True))
 
     @property
     def model_bytes(self) -> int:
@@ -184,7 +184,7 @@ class SimulatedStart:
         if flow in self.reading:
             node = flow.target
             report = ResidencyReport(node.address, load=node.slots.num_active, reading=[flow.id])
-            self.directory.apply_report(node.id, report)
+            self.directory.report_residency(node.id, report)
             self.at(self.now_s + RENEW_S, lambda: self._renew(flow))
 
     def _fetch(self, flow: Flow) -> None:
@@ -281,4 +281,4 @@ class SimulatedStart:
 
     def _report(self, node: Node, id_: str) -> None:
         if node.is_alive:
-            self.directory.apply_report(node.id, ResidencyReport(node.address, [id_], load=node.slots.num_active))
+            self.directory.report_residency(node.id, ResidencyReport(node.address, [id_], load=node.slots.num_active))

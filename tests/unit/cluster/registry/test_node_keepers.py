@@ -245,13 +245,13 @@ async def test_nobody_waits_for_what_a_restarted_keeper_was_loading(
 ) -> None:
     await keepers.follow(["n1", "n2"])
     question = Question(("a", "b"), max_claims=4)
-    assert keepers.locate("n1", question, 0).claimed == ("a", "b")
+    assert keepers.residency.locate("n1", question, 0).claimed == ("a", "b")
     await keepers.follow(["n1", "n2"])
-    assert keepers.locate("n2", question, 0).reading == {"a": "n1", "b": "n1"}  # the same life: still loading
+    assert keepers.residency.locate("n2", question, 0).reading == {"a": "n1", "b": "n1"}  # the same life: still loading
     nodes["n1"].restart()
     await keepers.follow(["n1", "n2"])
-    assert keepers.locate("n2", question, 0).claimed == ("a", "b")
-    assert keepers.locate("n1", question, 0).reading == {"a": "n2", "b": "n2"}
+    assert keepers.residency.locate("n2", question, 0).claimed == ("a", "b")
+    assert keepers.residency.locate("n1", question, 0).reading == {"a": "n2", "b": "n2"}
 
 
 async def test_a_node_that_left_is_a_new_one_when_it_comes_back(keepers: NodeKeepers, nodes: dict[str, Keeper]) -> None:
@@ -278,12 +278,12 @@ async def test_a_keeper_ends_a_while_after_the_last_replica_of_its_node(
     nodes["n1"].num_holders = 0
     done.now_s += 0.9 * IDLE_S
     await keepers.follow(["n1", "n2"])
-    keepers.report_residency("n1", ResidencyReport(PeerAddress("10.0.0.1", 7001), ["a"], is_full=True))
+    keepers.residency.report_residency("n1", ResidencyReport(PeerAddress("10.0.0.1", 7001), ["a"], is_full=True))
     assert done.killed == []
     done.now_s += 0.2 * IDLE_S
     await keepers.follow(["n1", "n2"], running=["n1", "n2"])
     assert (done.killed, set(keepers._handles)) == ([nodes["n1"]], {"n2"})
-    assert keepers.locate("n2", Question(("a",), max_claims=0)).offers == {}  # nobody is sent to it
+    assert keepers.residency.locate("n2", Question(("a",), max_claims=0)).offers == {}  # nobody is sent to it
     assert keepers.keeper("n1") is nodes["n1"]
     await keepers.follow(["n1", "n2"])
     assert set(keepers._handles) == {"n1", "n2"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 import shutil
 import socket
@@ -24,6 +25,8 @@ from cluster.registry.actor import WAITING, WATCHING, WeightRegistry, registry_c
 from cluster.registry.directory import DirectoryChange, Entry
 from cluster.registry.importing import ImportSettings, import_model
 from cluster.registry.manifests import ModelSummary
+from cluster.registry.residency import ResidencyMap
+from cluster.registry.served_models import ServedModels
 from configs.cluster import ClusterConfig
 from configs.merging import MergeConfig
 from configs.model import ModelConfig
@@ -259,6 +262,14 @@ async def test_a_model_from_object_storage_is_served_while_that_is_out_of_reach(
     again = await (await registry(tmp_path, checkpoint, "http://127.0.0.1:1")).status("far")
     assert (again.state, again.fingerprint) == ("ready", first.fingerprint)
     assert "the version in the store is served" in again.error
+
+
+def test_a_method_of_a_part_is_exposed_under_its_own_name() -> None:
+    """`call_actor` calls a method of an actor by the name of the function."""
+    methods = {name: method for name, method in vars(WeightRegistry).items() if inspect.isfunction(method)}
+    assert {name: method.__name__ for name, method in methods.items()} == {name: name for name in methods}
+    assert str(inspect.signature(WeightRegistry.locate)) == str(inspect.signature(ResidencyMap.locate))
+    assert WeightRegistry.status.__doc__ == ServedModels.status.__doc__
 
 
 def test_those_who_watch_or_wait_count_among_their_own_calls() -> None:
