@@ -12,7 +12,7 @@ from deployments.cli.cluster import DEFAULT_CONFIG, ConfigPath
 from deployments.cli.output import Json
 
 app = typer.Typer(no_args_is_help=True, help="Measure on this machine, beside the peers.")
-err = Console(stderr=True)
+_err = Console(stderr=True)
 
 
 @app.command("serve")
@@ -27,7 +27,7 @@ def bench_serve(
     from deployments.bench.report import print_figures
     from deployments.bench.serve import run
 
-    with err.status("measuring: starts a cluster and a stock process, takes some minutes"):
+    with _err.status("measuring: starts a cluster and a stock process, takes some minutes"):
         figures = run(load_cluster_config(config), str(config), rounds, seed)
     print_figures(figures, as_json)
 
@@ -46,7 +46,7 @@ def bench_load(
     from deployments.bench.load import run
     from deployments.bench.report import print_load_figures
 
-    with err.status("measuring: writes some 35 GB and takes some minutes"):
+    with _err.status("measuring: writes some 35 GB and takes some minutes"):
         figures = run(model, shape, rounds, peers, work_dir, seed)
     print_load_figures(figures, as_json)
 
@@ -64,7 +64,7 @@ def bench_switch(
     from deployments.bench.switch import Effort, run
     from deployments.bench.switch_report import print_switch_figures
 
-    with err.status("measuring: writes some 6 GB and takes some minutes"):
+    with _err.status("measuring: writes some 6 GB and takes some minutes"):
         figures = run(demo, Effort(num_attaches=attaches, rounds=rounds, num_switches=switches), work_dir)
     print_switch_figures(figures, as_json)
 
@@ -78,7 +78,7 @@ def bench_merge(
     from deployments.bench.merge import Effort, run
     from deployments.bench.merge_report import print_merge_figures
 
-    with err.status("measuring: takes about five minutes"):
+    with _err.status("measuring: takes about five minutes"):
         figures = run(Effort(), seed)
     print_merge_figures(figures, as_json)
 
@@ -93,7 +93,7 @@ def bench_encode(
     from deployments.bench.encode import Effort, run
     from deployments.bench.encode_report import print_encode_figures
 
-    with err.status("measuring: takes about eight minutes, and some more the first time"):
+    with _err.status("measuring: takes about eight minutes, and some more the first time"):
         figures = run(Effort(), seed, cache.expanduser())
     print_encode_figures(figures, as_json)
 

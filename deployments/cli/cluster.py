@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from configs.cluster import ClusterConfig
 
 app = typer.Typer()
-out = Console()
+_out = Console()
 
 DEFAULT_CONFIG: Final = Path("configs/clusters/demo.yaml")
 ConfigPath = Annotated[Path, typer.Argument(help="Cluster YAML.")]
@@ -52,11 +52,11 @@ def down(
 
     sessions = [record for record in running_sessions(record_folder()) if name in (None, record.name)]
     if not sessions:  # said, but no error: it is down
-        out.print(f"no cluster {name!r} is up" if name else "no cluster is up")
+        _out.print(f"no cluster {name!r} is up" if name else "no cluster is up")
     for record in sessions:
-        with out.status(f"stopping cluster {record.name!r}"):
+        with _out.status(f"stopping cluster {record.name!r}"):
             stop_session(record)
-        out.print(f"cluster {record.name!r} is down")
+        _out.print(f"cluster {record.name!r} is down")
 
 
 @app.command()
@@ -115,7 +115,7 @@ def _start_attached(path: Path, port: int | None) -> None:
     config = _load_with_port(path, port)
     start = time.monotonic()
     stop = threading.Event()
-    status = out.status(f"starting cluster {config.name!r}")
+    status = _out.status(f"starting cluster {config.name!r}")
     status.start()
     from deployments.cli.running import cluster_up, stop_on_signals
 
@@ -123,11 +123,11 @@ def _start_attached(path: Path, port: int | None) -> None:
     try:
         with cluster_up(config, str(path.resolve()), stop) as url:
             status.stop()
-            out.print(f"cluster {config.name!r} is up at {url} after {time.monotonic() - start:.1f} s")
+            _out.print(f"cluster {config.name!r} is up at {url} after {time.monotonic() - start:.1f} s")
             print_models(Client(url).models())
-            out.print(f"docs: {url}/docs   stop: Ctrl-C or `atelier down`")
+            _out.print(f"docs: {url}/docs   stop: Ctrl-C or `atelier down`")
             stop.wait()
-            out.print(f"stopping cluster {config.name!r}")
+            _out.print(f"stopping cluster {config.name!r}")
     finally:
         status.stop()
 
@@ -143,9 +143,9 @@ def _start_detached(path: Path, port: int | None) -> None:
         command += ["--port", str(port)]
     with log.open("w") as file:
         process = subprocess.Popen(command, stdout=file, stderr=file, stdin=subprocess.DEVNULL, start_new_session=True)
-    with out.status(f"starting cluster {config.name!r} (log: {log})"):
+    with _out.status(f"starting cluster {config.name!r} (log: {log})"):
         record = _wait_for_record(config.name, process, log)
-    out.print(f"cluster {config.name!r} is up at {record.url} (process {record.pid}); stop: `atelier down`")
+    _out.print(f"cluster {config.name!r} is up at {record.url} (process {record.pid}); stop: `atelier down`")
 
 
 def _wait_for_record(name: str, process: subprocess.Popen[bytes], log: Path) -> SessionRecord:

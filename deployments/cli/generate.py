@@ -16,7 +16,7 @@ from deployments.cli.cluster import DEFAULT_CONFIG
 from deployments.cli.output import Json, print_json
 
 app = typer.Typer()
-out = Console()
+_out = Console()
 
 
 class OptionError(Exception):
@@ -62,11 +62,11 @@ def generate(
         print_json(details)
         return
     for path in paths:
-        out.print(f"wrote {path}", markup=False, soft_wrap=True)
+        _out.print(f"wrote {path}", markup=False, soft_wrap=True)
     stages = "  ".join(f"{stage} {ms:.0f}" for stage, ms in details["timings_ms"].items())
-    out.print(f"seed {details['seed']}   ms: {stages}")
+    _out.print(f"seed {details['seed']}   ms: {stages}")
     for warning in details["warnings"]:
-        out.print(f"[yellow]note:[/yellow] {escape(warning)}")
+        _out.print(f"[yellow]note:[/yellow] {escape(warning)}")
 
 
 @app.command()
@@ -83,15 +83,15 @@ def chat(
         answer = ""
         for piece in client.chat_stream(model=model, messages=history):
             answer += piece
-            out.print(piece, end="", markup=False, highlight=False)
-        out.print()
+            _out.print(piece, end="", markup=False, highlight=False)
+        _out.print()
         if message is not None:
             return
         history.append({"role": "assistant", "content": answer})
 
 
 def _generate_in_cluster(body: dict[str, Any], client: Client) -> Images:
-    with out.status(f"generating with {body['model']}"):
+    with _out.status(f"generating with {body['model']}"):
         return client.generate(**body)
 
 

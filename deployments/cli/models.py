@@ -25,7 +25,7 @@ MODEL_COLUMNS: Final = (
 
 
 class Tier(StrEnum):
-    """Where a model is prefetched to."""
+    """The memory that a model is prefetched into."""
 
     host = "host"
     device = "device"

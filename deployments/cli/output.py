@@ -1,4 +1,4 @@
-"""What commands print: one JSON object, or tables that read well at 80 columns.
+"""The output of commands: one JSON object, or tables that read well at 80 columns.
 
 On a narrow screen a table wraps its text columns between words, and then shortens its names in the middle. Figures and
 short hashes always stay whole.
@@ -91,7 +91,7 @@ def layout(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int 
     return lines
 
 
-def shortened(name: str, width: int) -> str:
+def _shortened(name: str, width: int) -> str:
     """Return the name with its middle left out, at most `width` cells wide."""
     if cell_len(name) <= width:
         return name
@@ -133,8 +133,8 @@ def _fitted(columns: Sequence[Column], widths: Sequence[int], least: Sequence[in
 
 def _lines_of(column: Column, cell: str, width: int) -> list[str]:
     if column.fit != "text":
-        return [shortened(cell, width)]
-    return [shortened(line, width) for line in _wrapped(cell, width)]
+        return [_shortened(cell, width)]
+    return [_shortened(line, width) for line in _wrapped(cell, width)]
 
 
 def _wrapped(text: str, width: int) -> list[str]:

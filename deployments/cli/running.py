@@ -39,8 +39,8 @@ def cluster_up(config: ClusterConfig, config_path: str, stop: threading.Event | 
             stop_on_signals(stop)  # again: Ray has put a handler of its own in place
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         with left_clean(config):
-            start_serve(config)
-            wait_ready(url, START_TIMEOUT_S, stop)
+            _start_serve(config)
+            _wait_ready(url, START_TIMEOUT_S, stop)
             session.mark_ready()
             yield url
 
@@ -55,18 +55,18 @@ def left_clean(config: ClusterConfig) -> Iterator[None]:
     if config.ray.address is None:  # a private one ends with everything on it
         yield
         return
-    stop_serving()
+    _stop_serving()
     end_actors(config.name)
     try:
         yield
     finally:
         try:
-            stop_serving()
+            _stop_serving()
         finally:
             end_actors(config.name)
 
 
-def start_serve(config: ClusterConfig) -> None:
+def _start_serve(config: ClusterConfig) -> None:
     """Start Serve with the config's HTTP options, and the application on it. Needs a connected Ray.
 
     Raises SessionError when a deployment does not start.
@@ -87,7 +87,7 @@ def start_serve(config: ClusterConfig) -> None:
         raise SessionError(f"the application did not start: {error}") from error
 
 
-def stop_serving() -> None:
+def _stop_serving() -> None:
     """Take the application off a Ray that goes on, and Serve itself when nobody else serves there."""
     if APP_NAME in serve.status().applications:
         serve.delete(APP_NAME)
@@ -95,7 +95,7 @@ def stop_serving() -> None:
         serve.shutdown()
 
 
-def wait_ready(url: str, timeout_s: float, stop: threading.Event | None = None) -> dict[str, Any]:
+def _wait_ready(url: str, timeout_s: float, stop: threading.Event | None = None) -> dict[str, Any]:
     """Return what /healthz answers once every model is in the store, or known to be unusable.
 
     Raises SessionError after `timeout_s`, or when `stop` is set before.

@@ -26,13 +26,13 @@ if TYPE_CHECKING:
     from weights.verification import Damage
 
 app = typer.Typer(no_args_is_help=True, help="External weights: bring models in, look at them, write them back.")
-err = Console(stderr=True)
+_err = Console(stderr=True)
 
-LayoutName = Literal["inline", "separate", "combined"]
-DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
+_LayoutName = Literal["inline", "separate", "combined"]
+_DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
 Model = Annotated[str, typer.Argument(help="A model of the store.")]
 StorePath = Annotated[Path, typer.Option("--store", "-s", envvar="ATELIER_STORE", help="The store's folder.")]
-Layout = Annotated[LayoutName, typer.Option(help="In the model's own files, a file per tensor, or one file per model.")]
+Layout = Annotated[_LayoutName, typer.Option(help="In the model's own files, one file per tensor, or one for all.")]
 WeightDir = Annotated[
     Path | None,
     typer.Option(help="Where packs are written before they are published; default: $ATELIER_WORK_PATH, or here."),
@@ -69,7 +69,7 @@ def externalize(
     source: Annotated[str, typer.Argument(help="A checkpoint folder or file, a .pt2 or .onnx program, or s3://…")],
     model: Annotated[str | None, typer.Option("--model", "-m", help="Its name; default: the source's.")] = None,
     layout: Layout = "combined",
-    dtype: Annotated[DTypeName, typer.Option(help="Cast floating tensors on the way in.")] = "auto",
+    dtype: Annotated[_DTypeName, typer.Option(help="Cast floating tensors on the way in.")] = "auto",
     component: Annotated[str | None, typer.Option(help="One component of a pipeline only.")] = None,
     weight_dir: WeightDir = None,
     allow_torch: Annotated[bool, typer.Option("--allow-torch", help="Open .pt, .pth, .bin and .pt2 as well.")] = False,
@@ -109,7 +109,7 @@ def inline(
     from weights.intake import write_back
 
     write_back(_open(store), model, target.expanduser(), external=external_data)
-    err.print(f"{escape(model)} is in {escape(str(target))}")
+    _err.print(f"{escape(model)} is in {escape(str(target))}")
 
 
 @app.command()
@@ -283,7 +283,7 @@ def _working_folder(weight_dir: Path | None) -> Iterator[Path]:
 @contextlib.contextmanager
 def _progress(what: str, as_json: bool) -> Iterator[Callable[[int, int], None]]:
     columns = ("{task.description}", BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=err, transient=True, disable=as_json) as bar:
+    with Progress(*columns, console=_err, transient=True, disable=as_json) as bar:
         task = bar.add_task(what, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
 

@@ -26,7 +26,7 @@ from deployments.text.records import Conditioning, ConditioningRequest
 from deployments.text.tensor_records import unpack
 
 EncodeText = Callable[[ConditioningRequest], Awaitable[Conditioning]]
-NumberT = TypeVar("NumberT", int, float)
+_NumberT = TypeVar("_NumberT", int, float)
 
 
 class ImageService:
@@ -154,7 +154,7 @@ def _denoise_request(request: ImageRequest) -> DiffusionRequest:
     )
 
 
-def _filled(value: NumberT | None) -> NumberT:
+def _filled(value: _NumberT | None) -> _NumberT:
     if value is None:
         raise ValueError("the request's defaults must be filled in before: see with_image_defaults")
     return value

@@ -36,7 +36,7 @@ KEEPER_TIMEOUT_S: Final = 30.0
 logger = logging.getLogger("atelier.replica")
 
 
-class ReplicaBuilder(Protocol):
+class _Builder(Protocol):
     """A builder of the components of a replica: ComponentBuilder or TextEncoderBuilder."""
 
     skeletons: SkeletonPool
@@ -65,7 +65,7 @@ class ModelReplica:
         config: ClusterConfig,
         role: str,
         settings: ModelReplicaConfig,
-        builder: ReplicaBuilder,
+        builder: _Builder,
         num_threads: int | None = None,
     ) -> None:
         """Connect to the registry and to this node's keeper, open the model host and prepare the configured models.

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
-from deployments.cli.output import Column, layout, print_line, shortened, size
+from deployments.cli.output import Column, layout, print_line, size
 
 COLUMNS = (Column("name", "name"), Column("size", align="right"), Column("text", "text"))
 WORDS = st.lists(st.text("abcdefgh", min_size=1, max_size=12), max_size=20).map(" ".join)
@@ -42,9 +42,11 @@ def test_text_gives_way_before_names_and_names_keep_both_ends() -> None:
     assert ".weight" in first
 
 
-@pytest.mark.parametrize(("width", "expected"), [(6, "abcdef"), (5, "ab…ef"), (4, "ab…f"), (1, "a…")])
-def test_a_name_is_shortened_in_its_middle(width: int, expected: str) -> None:
-    assert shortened("abcdef", width) == expected
+@pytest.mark.parametrize(
+    ("width", "expected"), [(12, "abcdefghijkl"), (11, "abcde…hijkl"), (10, "abcde…ijkl"), (5, "abcd…jkl")]
+)
+def test_a_name_is_shortened_in_its_middle_and_keeps_eight_characters(width: int, expected: str) -> None:
+    assert layout([Column("name", "name")], [("abcdefghijkl",)], width)[1] == expected
 
 
 def test_lines_of_text_wrap_between_words(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
