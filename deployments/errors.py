@@ -90,22 +90,6 @@ class GenerationFailed(ServiceError):
     """The model broke down on this request: numbers that are not finite, a kernel that failed."""
 
 
-def forget_frames(error: BaseException) -> None:
-    """Of an error that is kept, and of those that led to it.
-
-    HAZARD: frames know what they worked on, tensors in shared memory for example. With an error that one of the frames
-    knows as well, in a local name or a future, they make a circle, and stay until Python looks for circles.
-    """
-    known: set[int] = set()
-    errors: list[BaseException | None] = [error]
-    while errors:
-        one = errors.pop()
-        if one is not None and id(one) not in known:
-            known.add(id(one))
-            one.__traceback__ = None
-            errors += (one.__cause__, one.__context__)
-
-
 @contextlib.contextmanager
 def as_service_errors() -> Iterator[None]:
     """What the lower floors raise, said in the service's own terms: around the methods of a replica."""
