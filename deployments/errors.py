@@ -90,22 +90,6 @@ class GenerationFailed(ServiceError):
     """The model failed on this request: numbers that are not finite, a kernel that failed."""
 
 
-def forget_frames(error: BaseException) -> None:
-    """Drop the tracebacks of an error that is kept, and of the errors that led to it.
-
-    HAZARD: frames reference what they worked on, tensors in shared memory for example. With an error that one of the
-    frames references as well, in a local name or a future, they form a cycle, and stay until Python collects cycles.
-    """
-    known: set[int] = set()
-    errors: list[BaseException | None] = [error]
-    while errors:
-        one = errors.pop()
-        if one is not None and id(one) not in known:
-            known.add(id(one))
-            one.__traceback__ = None
-            errors += (one.__cause__, one.__context__)
-
-
 @contextlib.contextmanager
 def as_service_errors() -> Iterator[None]:
     """Raise what the lower floors raise as ServiceErrors: around the methods of a replica."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -37,18 +38,17 @@ from deployments.engines.diffusion.rows import (
 from deployments.engines.diffusion.solver import SolverFactory
 from deployments.engines.diffusion.state import (
     DenoiseState,
+    check_adapters,
     check_request,
     numeric_failure,
-    resolve_adapters,
     take_branches,
-    unknown_adapter,
 )
 from deployments.engines.memory_limits import MemoryLimits, run_in_parts
 from deployments.engines.nn.lora import Pairs, applied_adapters, check_targets
 from deployments.engines.protocol import ComputationFailed, DiffusionRequest, EngineError
 from weights.adapters import LoraAdapter
 
-VAE_FAILED: Final = "the latents are finite, but the picture that the VAE made of them is not"
+VAE_FAILED: Final = "the latents are finite, but the image that the VAE made of them is not"
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ class DenoisePipeline:
         self.device = torch.device(device)
         self._decoder = ImageDecoder(modules["vae"])
         self._solvers = SolverFactory(folder, self.model_index)
-        self._adapters: dict[str, Pairs] = {}
+        self._pairs: weakref.WeakKeyDictionary[LoraAdapter, Pairs] = weakref.WeakKeyDictionary()
         self._bounds = bounds
         self._memory = MemoryLimits()
         if reason := family.refusal(self.denoiser):
@@ -81,23 +81,29 @@ class DenoisePipeline:
 
     @property
     def resumable(self) -> bool:
-        """Whether latents and a step index are all that a request needs to go on in another process."""
+        """Return whether latents and a step index are all that a request needs to go on in another process."""
         return self._solvers.stateless
 
     def start(
         self,
         request: DiffusionRequest,
         conditioning: Mapping[str, torch.Tensor],
+        adapters: Mapping[str, LoraAdapter] | None = None,
         *,
         resume_from: tuple[torch.Tensor, int] | None = None,
     ) -> DenoiseState:
-        """A request before its first step, or before step `resume_from[1]` with the latents `resume_from[0]`.
+        """Return a request before its first step, or before step `resume_from[1]` with the latents `resume_from[0]`.
 
-        `conditioning` is what `assemble_conditioning` gives. Raises EngineError for what cannot run.
+        `conditioning` is what the family's `assemble_conditioning` gives; `adapters` has those that the request names.
+        Raises EngineError for what cannot run.
         """
         family, size = self.family, self._size(request.height, request.width)
         check_request(request, family.size_multiple(self._decoder.scale_factor))
-        adapters = resolve_adapters(request.adapters, self._adapters)
+        known = adapters or {}
+        check_adapters(request.adapters, known)
+        # In one order, so that requests with the same set share a forward.
+        uses = sorted(request.adapters, key=lambda use: use.name)
+        pairs = tuple((self._fitted(known[use.name]), use.scale) for use in uses)
         is_guided = family.uses_negative(request, "negative_prompt_embeds" in conditioning)
         widths = family.text_widths(self.denoiser)
         branches = take_branches(conditioning, widths, is_guided, self.device, self.denoiser.dtype)
@@ -122,15 +128,15 @@ class DenoisePipeline:
             raise EngineError(f"latents have shape {tuple(latents.shape)}, expected {tuple(first.shape)}")
         latents = latents.to(self.device, self.denoiser.dtype)
         cfg_scale = family.cfg_scale(request)
-        return DenoiseState(request, solver, latents, branches, cfg_scale, generator, begin_index, adapters)
+        return DenoiseState(request, solver, latents, branches, cfg_scale, generator, begin_index, pairs)
 
-    def share_of_turn(self, state: DenoiseState) -> float:
-        """The part of a forward, as large as bounds and memory allow, that a step of the state takes; may exceed 1."""
+    def share_of_batch(self, state: DenoiseState) -> float:
+        """Return the part of a forward, as large as bounds and memory allow, that a step takes; may exceed 1."""
         most = min(self._memory.allowed(memory_kind(part)) for part in parts_of([state]))
         return state.num_rows / min(most, self._bounds.denoise_rows(state.request.height * state.request.width))
 
     def step(self, states: Sequence[DenoiseState]) -> None:
-        """One denoise step for each state. When a forward raises, no state has moved.
+        """Move each state on by one denoise step. When a forward raises, no state has moved.
 
         A state whose own solver raises keeps the reason as its `failure`, and the others move. Raises a state's
         failure when it is to step again, and EngineError when it has no steps left.
@@ -153,19 +159,19 @@ class DenoisePipeline:
                 self._advance(state, prediction)
 
     def decode(self, states: Sequence[DenoiseState]) -> list[np.ndarray | ComputationFailed]:
-        """Pictures per state, uint8 (num_images, H, W, 3), or why there are none. Finished or not.
+        """Return the images of each state, finished or not: uint8 (num_images, H, W, 3), or why there are none.
 
-        By one VAE call per size, as far as the bounds and memory allow.
+        One VAE call per size, as far as the bounds and memory allow.
         """
         outcomes: dict[int, np.ndarray | ComputationFailed] = {
             id(state): failure for state in states if (failure := numeric_failure(state)) is not None
         }
         for group in grouped([state for state in states if id(state) not in outcomes], image_size):
-            pictures, is_finite = self._decode_latents(torch.cat([state.latents for state in group]), group[0])
+            images, is_finite = self._decode_latents(torch.cat([state.latents for state in group]), group[0])
             first = 0
             for state in group:
                 rows = slice(first, first := first + len(state.latents))
-                outcomes[id(state)] = pictures[rows] if is_finite[rows].all() else ComputationFailed(VAE_FAILED)
+                outcomes[id(state)] = images[rows] if is_finite[rows].all() else ComputationFailed(VAE_FAILED)
         return [outcomes[id(state)] for state in states]
 
     def generate(
@@ -173,9 +179,10 @@ class DenoisePipeline:
         request: DiffusionRequest,
         conditioning: Mapping[str, torch.Tensor],
         on_step: Callable[[DenoiseState], None] | None = None,
+        adapters: Mapping[str, LoraAdapter] | None = None,
     ) -> np.ndarray:
-        """The whole loop for one request: uint8 (num_images, H, W, 3). `on_step` sees every new state."""
-        state = self.start(request, conditioning)
+        """Run the whole loop for one request: uint8 (num_images, H, W, 3). `on_step` sees every new state."""
+        state = self.start(request, conditioning, adapters)
         while not state.done:
             self.step([state])
             if on_step is not None:
@@ -183,38 +190,29 @@ class DenoisePipeline:
         return self.decode_alone(state)
 
     def decode_alone(self, state: DenoiseState) -> np.ndarray:
-        """As `decode`, for one state. Raises ComputationFailed."""
+        """Decode one state, as `decode` does. Raises ComputationFailed."""
         (outcome,) = self.decode([state])
         if isinstance(outcome, ComputationFailed):
             raise outcome
         return outcome
 
-    # Adapters
+    def _fitted(self, adapter: LoraAdapter) -> Pairs:
+        """Return the adapter's pairs in the denoiser's dtype and place; the same object for the same adapter.
 
-    @property
-    def adapters(self) -> tuple[str, ...]:
-        """Names that a request may use."""
-        return tuple(self._adapters)
-
-    def add_adapter(self, name: str, adapter: LoraAdapter) -> None:
-        """Makes `adapter` known as `name`. Raises EngineError when it does not fit the denoiser, or wants
-        to change another component: applying half of it would be another picture than stock's.
+        Raises EngineError when it does not fit the denoiser, or wants to change another component: half of it would be
+        another image than stock's.
         """
-        if name in self._adapters:
-            raise EngineError(f"adapter {name!r} is known already; drop it first")
-        foreign = sorted(set(adapter.components) - {self.family.denoiser_name})
-        if foreign:
-            raise EngineError(
-                f"{adapter.path}: changes {', '.join(foreign)}, only {self.family.denoiser_name!r} can be adapted"
-            )
-        check_targets(self.denoiser, adapter.components[self.family.denoiser_name])
-        self._adapters[name] = adapter.to(self.device, self.denoiser.dtype).components[self.family.denoiser_name]
-
-    def drop_adapter(self, name: str) -> None:
-        """Forgets `name`; running states that use it keep it."""
-        if name not in self._adapters:
-            raise EngineError(unknown_adapter(name, self._adapters))
-        del self._adapters[name]
+        pairs = self._pairs.get(adapter)
+        if pairs is None:
+            denoiser_name = self.family.denoiser_name
+            if foreign := sorted(set(adapter.components) - {denoiser_name}):
+                raise EngineError(
+                    f"{adapter.path}: changes {', '.join(foreign)}, only {denoiser_name!r} can be adapted"
+                )
+            check_targets(self.denoiser, adapter.components[denoiser_name])
+            pairs = adapter.to(self.device, self.denoiser.dtype).components[denoiser_name]
+            self._pairs[adapter] = pairs
+        return pairs
 
     def _size(self, height: int, width: int) -> ImageSize:
         scale = self._decoder.scale_factor
@@ -248,8 +246,8 @@ class DenoisePipeline:
             self._memory,
             ("decode", height, width),
         )
-        pictures, is_finite = zip(*parts, strict=True)
-        return np.concatenate(pictures), np.concatenate(is_finite)
+        images, is_finite = zip(*parts, strict=True)
+        return np.concatenate(images), np.concatenate(is_finite)
 
     def _advance(self, state: DenoiseState, prediction: torch.Tensor) -> None:
         options = self._solvers.step_options(state.generator)

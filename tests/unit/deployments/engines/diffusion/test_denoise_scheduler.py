@@ -8,48 +8,48 @@ from dataclasses import dataclass
 
 import pytest
 
-from deployments.services import turns
-from deployments.services.turns import Runner, choose
+from deployments.engines.diffusion import scheduler
+from deployments.engines.diffusion.scheduler import Candidate, choose_batch
 
-Chooses = Callable[[Sequence[Runner], int], list[int]]
+Chooses = Callable[[Sequence[Candidate], int], list[int]]
 
 
 @dataclass
 class Job:
-    """A request in a simulation that counts turns."""
+    """A request in a simulation that counts batches."""
 
     arrival: int
     num_steps: int
     share: float
-    last_turn: int = 0
+    last_batch: int = 0
     ended: int | None = None
     longest_wait: int = 0
 
-    def runner(self) -> Runner:
-        return Runner(self.share, self.num_steps, self.last_turn)
+    def candidate(self) -> Candidate:
+        return Candidate(self.share, self.num_steps, self.last_batch)
 
 
-def simulate(jobs: list[Job], choose: Chooses = choose, most: int = 100_000) -> None:
-    turn, waiting, coming = 0, list[Job](), sorted(jobs, key=lambda job: job.arrival)
-    while (waiting or coming) and turn < most:
-        while coming and coming[0].arrival <= turn:
+def simulate(jobs: list[Job], choose: Chooses = choose_batch, most: int = 100_000) -> None:
+    batch, waiting, coming = 0, list[Job](), sorted(jobs, key=lambda job: job.arrival)
+    while (waiting or coming) and batch < most:
+        while coming and coming[0].arrival <= batch:
             waiting.append(coming.pop(0))
-            waiting[-1].last_turn = turn
-        turn += 1
-        chosen = [waiting[place] for place in choose([job.runner() for job in waiting], turn)]
+            waiting[-1].last_batch = batch
+        batch += 1
+        chosen = [waiting[place] for place in choose([job.candidate() for job in waiting], batch)]
         assert len(chosen) == 1 or sum(job.share for job in chosen) <= 1.0001
         assert chosen or not waiting
         for job in chosen:
-            job.longest_wait = max(job.longest_wait, turn - job.last_turn)
-            job.num_steps, job.last_turn = job.num_steps - 1, turn
+            job.longest_wait = max(job.longest_wait, batch - job.last_batch)
+            job.num_steps, job.last_batch = job.num_steps - 1, batch
             if not job.num_steps:
-                job.ended = turn
+                job.ended = batch
         waiting = [job for job in waiting if job.ended is None]
 
 
-def round_robin(runners: Sequence[Runner], turn: int) -> list[int]:
-    """Of eighths."""
-    return sorted(range(len(runners)), key=lambda place: runners[place].last_turn)[:8]
+def round_robin(candidates: Sequence[Candidate], batch: int) -> list[int]:
+    """Choose eight requests of an eighth each."""
+    return sorted(range(len(candidates)), key=lambda place: candidates[place].last_batch)[:8]
 
 
 def mean_latency(jobs: list[Job]) -> float:
@@ -58,22 +58,22 @@ def mean_latency(jobs: list[Job]) -> float:
 
 @pytest.mark.parametrize("parts", [1, 3, 7, 10, 49])
 def test_all_step_while_they_fit(parts: int) -> None:
-    runners = [Runner(1 / parts, steps, 0) for steps in range(1, parts + 1)]
-    for turn in range(8):
-        assert choose(runners, turn) == list(range(parts))
-        assert len(choose([*runners, Runner(1 / parts, 1, 0)], turn)) == parts
-    assert choose([], 1) == []
+    candidates = [Candidate(1 / parts, steps, 0) for steps in range(1, parts + 1)]
+    for batch in range(8):
+        assert choose_batch(candidates, batch) == list(range(parts))
+        assert len(choose_batch([*candidates, Candidate(1 / parts, 1, 0)], batch)) == parts
+    assert choose_batch([], 1) == []
 
 
 def test_the_least_work_goes_first() -> None:
-    runners = [Runner(0.25, 9, 0), Runner(0.5, 1, 0), Runner(0.25, 4, 0), Runner(0.25, 5, 0)]
-    assert choose(runners, 1) == [1, 2, 3]
+    candidates = [Candidate(0.25, 9, 0), Candidate(0.5, 1, 0), Candidate(0.25, 4, 0), Candidate(0.25, 5, 0)]
+    assert choose_batch(candidates, 1) == [1, 2, 3]
 
 
-def test_what_is_larger_than_a_turn_runs_by_itself() -> None:
-    assert choose([Runner(25.0, 1, 0), Runner(25.0, 2, 0)], 1) == [0]
-    assert choose([Runner(25.0, 1, 0), Runner(0.1, 2, 0)], 1) == [1]
-    assert choose([Runner(25.0, 1, 0), Runner(0.1, 2, 3)], 4) == [0], "its turn comes"
+def test_what_is_larger_than_a_batch_runs_by_itself() -> None:
+    assert choose_batch([Candidate(25.0, 1, 0), Candidate(25.0, 2, 0)], 1) == [0]
+    assert choose_batch([Candidate(25.0, 1, 0), Candidate(0.1, 2, 0)], 1) == [1]
+    assert choose_batch([Candidate(25.0, 1, 0), Candidate(0.1, 2, 3)], 4) == [0], "its batch comes"
 
 
 def test_equal_requests_end_sooner_than_side_by_side() -> None:
@@ -92,7 +92,7 @@ def test_a_long_request_moves_on_under_a_stream_of_short_ones(monkeypatch: pytes
         return long.ended is not None
 
     assert ends()
-    monkeypatch.setattr(turns, "ROTATION", 10**9)
+    monkeypatch.setattr(scheduler, "ROTATION", 10**9)
     assert not ends(), "the rotation is what moves it on"
 
 
