@@ -16,6 +16,7 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final, Protocol, TypeVar
 
 import ray
@@ -27,7 +28,17 @@ from cluster.keeper.held_extents import MAX_WAIT_S, HeldExtents
 from cluster.keeper.holder_watch import HolderProcess, HolderWatch
 from cluster.keeper.load_clock import LoadClock
 from cluster.keeper.object_store import DEFAULT_SHARE, MAX_SHARE, NewObject, ObjectStore, StoreFull, let_go
-from cluster.keeper.records import Acquired, Greeting, HeldOffer, KeeperStats, ResidentExtent, Source, copy_name
+from cluster.keeper.records import (
+    Acquired,
+    Greeting,
+    HeldOffer,
+    KeeperStats,
+    Recall,
+    RecallAnswer,
+    ResidentExtent,
+    Source,
+    copy_name,
+)
 from cluster.keeper.residents import Held
 from cluster.peers.peer_link import Directory, PeerLink, RayDirectory
 from cluster.telemetry import LoadMetrics
@@ -44,6 +55,8 @@ __all__ = ["KeeperStats", "NodeKeeper", "keeper_class"]
 STAGING_BYTES: Final = 384 * 2**20  # twelve reads of 32 MiB: some arrive while others are copied
 CALL_THREADS: Final = 128  # callers that wait for an extent, or for room, each hold one
 CONTROL_THREADS: Final = 4  # and those that give back never wait behind them
+RECALL_THREADS: Final = 128  # replicas that listen each hold one; leases of those beyond that are never called back
+RECALL_POLL_S: Final = 30.0
 MAX_NAMED_CORRUPT: Final = 20
 MAX_CONDEMNED: Final = 1000  # copies that are told to replicas, which ask every second
 
@@ -65,7 +78,10 @@ class Store(Protocol):
 def keeper_class() -> Any:
     """NodeKeeper as an actor class: threads of their own for calls that never wait; restarted whenever it dies."""
     return ray.remote(
-        concurrency_groups={"control": CONTROL_THREADS}, num_cpus=0, max_restarts=-1, max_concurrency=CALL_THREADS
+        concurrency_groups={"control": CONTROL_THREADS, "recalls": RECALL_THREADS},
+        num_cpus=0,
+        max_restarts=-1,
+        max_concurrency=CALL_THREADS,
     )(NodeKeeper)
 
 
@@ -159,8 +175,17 @@ class NodeKeeper:
         """Give back one lease per id. Unknown ids and holders, and leases of another life, are ignored."""
         if generation is None:
             self._held.release(ids, holder)
-        elif (life := generation.removeprefix(f"{self.generation}-")).isdecimal():
-            self._held.release(ids, holder, int(life))
+        elif (life := self._life(generation)) is not None:
+            self._held.release(ids, holder, life)
+
+    @ray.method(concurrency_group="recalls")
+    def next_recall(self, holder: str, answer: RecallAnswer | None = None) -> Recall:
+        """Wait until room is needed that `holder` has leased; empty when nothing was needed for a while.
+
+        `answer` is to the recall before. Who calls this promises to answer within `ANSWER_WITHIN_S`, or counts as dead.
+        """
+        life = self._life(answer.generation) if answer else None
+        return self._held.next_recall(holder, answer, life, RECALL_POLL_S)
 
     def prefetch(self, extents: Sequence[ExtentRef]) -> None:
         """Bring in what has room beside everything leased, pinned or more valuable. Does not wait for it."""
@@ -198,12 +223,17 @@ class NodeKeeper:
         self._held.set_budget(budget_bytes)
 
     @ray.method(concurrency_group="control")
-    def hello(self, holder: str, process: HolderProcess | None = None) -> Greeting:
+    def hello(
+        self, holder: str, process: HolderProcess | None = None, uses: Mapping[str, int] = MappingProxyType({})
+    ) -> Greeting:
         """A replica's sign of life; by the answer it knows a keeper that has forgotten it, and copies that are damaged.
 
-        Its leases end with `process`, or when it is not heard of for a minute.
+        Its leases end with `process`, or when it is not heard of for a minute. `uses` counts, by extent id, how often
+        it has used since the last time what it kept.
         """
         self._watch.heard(holder, process)
+        if uses:
+            self._held.note_uses(uses)
         with self._counting:
             condemned = tuple(self._condemned)
         return Greeting(self._generation(self._held.greet(holder)), self._held.wanted_bytes, condemned)
@@ -239,10 +269,12 @@ class NodeKeeper:
             num_extents=totals.num_extents,
             resident_bytes=totals.resident_bytes,
             leased_bytes=totals.leased_bytes,
+            callable_bytes=totals.callable_bytes,
             budget_bytes=self._held.budget_bytes,
             read_bytes=self._bytes["storage"],
             read_s=read.elapsed_s,
             num_evicted=self._held.num_evicted,
+            num_recalled=self._held.num_recalled,
             read_gbps=read.gbps,
             staging_bytes=pool.held_bytes,
             pool_hit_rate=pool.hit_rate,
@@ -361,6 +393,11 @@ class NodeKeeper:
     def _generation(self, life: int) -> str:
         """What leases of a holder's life are known by."""
         return f"{self.generation}-{life}"
+
+    def _life(self, generation: str) -> int | None:
+        """Return the life that a generation names; None for one of another keeper process."""
+        life = generation.removeprefix(f"{self.generation}-")
+        return int(life) if life.isdecimal() else None
 
     def _count(self, source: Source, nbytes: int) -> None:
         with self._counting:

@@ -4,11 +4,13 @@ The lock is held for as long as it takes to look at what is asked for, not at al
 
 Room is given in the order in which it was asked for. Who only wants what is here already passes those who wait, for
 `OVERTAKE_S`; then it queues as well, or two models that do not fit together would never change places. Who has leases
-always passes: the one in front may be waiting for just those.
+always passes: the one in front may be waiting for just those. Not so who gives back what it keeps when it is asked
+to: that has no firm lease while it waits. What is called back for the one in front, nobody takes before it.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
@@ -16,7 +18,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from cluster.keeper.records import ResidentExtent, Source
+from cluster.keeper.recalls import CHECK_S, Recalls
+from cluster.keeper.records import Recall, RecallAnswer, ResidentExtent, Source
 from cluster.keeper.refusals import describe_holders, describe_need
 from cluster.keeper.residents import Coming, Held, ReloadRate, Residents
 from weights.errors import BudgetExceeded
@@ -25,6 +28,10 @@ from weights.memory.pages import ByteArray
 
 MAX_WAIT_S: Final = 60.0
 OVERTAKE_S: Final = 2.0
+# So long a request for what is being used may join, once somebody waits for its room.
+PATIENCE_S: Final = 0.3
+
+logger = logging.getLogger("atelier.keeper")
 
 # Extents that came and that went. Called with the lock held: it must be quick and must not call back.
 OnChange = Callable[[Sequence[str], Sequence[str]], None]
@@ -50,6 +57,7 @@ class Totals:
     resident_bytes: int
     leased_bytes: int
     pinned_bytes: int
+    callable_bytes: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,9 +82,14 @@ class HeldExtents:
         self._max_wait_s = max_wait_s
         self._clock = clock
         self._on_change = on_change
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._waiting: deque[_Ticket] = deque()
         self._all = Residents(clock, reload_rate)
+        self._recalls = Recalls(clock)
+        self._called: set[str] = set()  # for the first who waits
+        self._urged_s = clock()
+        self.num_recalled = 0
 
     @property
     def budget_bytes(self) -> int:
@@ -104,7 +117,8 @@ class HeldExtents:
                     left_s = ticket.since_s + self._max_wait_s - self._clock()
                     if left_s <= 0 or self._never_fits(ticket):
                         raise BudgetExceeded(self._refusal(ticket))
-                    self._changed.wait(left_s)
+                    is_waiting_for_answers = self._waiting[0] is ticket and self._call_back(ticket)
+                    self._changed.wait(min(left_s, CHECK_S) if is_waiting_for_answers else left_s)
                 to_load = self._all.missing(ticket.wanted)
                 self._evict(self._all.plan_room(to_load, self._budget_bytes, ticket.wanted).evict if to_load else ())
                 for extent in to_load:
@@ -114,6 +128,9 @@ class HeldExtents:
                     self._all.lease(entry, holder)
                 return Claim(entries, tuple(to_load), self._all.life(holder))
             finally:
+                if self._waiting[0] is ticket:
+                    self._called.clear()
+                    self._all.forget_declined()
                 self._waiting.remove(ticket)
                 self._changed.notify_all()
 
@@ -208,6 +225,31 @@ class HeldExtents:
                     self._all.release(id_, holder)
             self._freed()
 
+    def next_recall(self, holder: str, answer: RecallAnswer | None, life: int | None, timeout_s: float) -> Recall:
+        """Wait until something is wanted back from the holder. Empty after the time, or when it counts as dead.
+
+        `answer` is to the recall before, `life` the one of its leases; None for leases of another keeper. From the
+        first call on, the holder's leases may be called back.
+        """
+        with self._changed:
+            heard = threading.Condition(self._lock)
+            number, asked = self._recalls.open_poll(holder, heard.notify_all)
+            self._all.make_callable(holder)
+            if answer and life is not None and self._all.is_of(life, holder):
+                for id_ in answer.given_back:
+                    self._all.release(id_, holder)
+                for id_ in asked.intersection(answer.kept):
+                    self._all.decline(id_, holder)
+                self.num_recalled += len(asked.difference(answer.kept))
+            self._freed()
+            heard.wait_for(lambda: not self._recalls.is_open(holder, number), timeout_s)
+            return self._recalls.take_recall(holder, number)
+
+    def note_uses(self, uses: Mapping[str, int]) -> None:
+        """Count uses, by extent id, of what holders keep and have used without a new lease."""
+        with self._changed:
+            self._all.note_uses(uses)
+
     def greet(self, holder: str) -> int:
         """The holder lives, whatever was thought of it. Returns the life of its leases."""
         with self._changed:
@@ -221,7 +263,7 @@ class HeldExtents:
     def end_holder(self, holder: str) -> None:
         """The holder is dead: its leases end, those that are just being given too."""
         with self._changed:
-            self._all.end_holder(holder)
+            self._end_holder(holder)
             self._freed()
 
     def pin(self, ids: Iterable[str]) -> None:
@@ -237,8 +279,11 @@ class HeldExtents:
             self._freed()
 
     def drop(self, ids: Sequence[str]) -> list[str]:
-        """Those that went: what is leased or pinned stays."""
+        """Those that went: what is leased or pinned stays. What is only kept for later is called back."""
         with self._changed:
+            if not self._waiting:
+                self._all.forget_declined()
+            self._call(id_ for id_ in ids if self._all.may_be_called(id_))
             held, pinned = self._all.held, self._all.pinned
             gone = [id_ for id_ in dict.fromkeys(ids) if id_ in held and not held[id_].holders and id_ not in pinned]
             self._evict(gone)
@@ -248,9 +293,16 @@ class HeldExtents:
     def shed(self, nbytes: int) -> bool:
         """Give up so many bytes of what may go, whatever the budget says. False when there is nothing."""
         with self._changed:
-            evict = self._all.plan_shrink(self._all.used_bytes - nbytes)
-            self._evict(evict)
-            return bool(evict)
+            while True:
+                evict = self._all.plan_shrink(self._all.used_bytes - nbytes)
+                if evict:
+                    self._evict(evict)
+                    return True
+                self._call(self._all.plan_recall((), self._all.used_bytes - nbytes, as_far_as_possible=True))
+                self._end_silent()
+                if not self._recalls.is_waiting:
+                    return bool(self._all.plan_shrink(self._all.used_bytes - nbytes))
+                self._changed.wait(CHECK_S)
 
     def condemn(self, id_: str, view: ByteArray) -> bool:
         """The bytes of `view` are not the extent's any more: who asks next gets a fresh copy. False if it is gone."""
@@ -291,7 +343,7 @@ class HeldExtents:
     def totals(self) -> Totals:
         with self._changed:
             found = self._all
-            return Totals(len(found.held), found.resident_bytes, found.leased_bytes, found.pinned_bytes)
+            return Totals(len(found.held), found.resident_bytes, found.leased_bytes, found.pinned_bytes, found.callable_bytes)
 
     def bytes_by_holder(self) -> dict[str, int]:
         with self._changed:
@@ -299,9 +351,10 @@ class HeldExtents:
 
     @property
     def wanted_bytes(self) -> int:
-        """What the first of those who wait lacks."""
+        """What the first of those who wait lacks, or what is over the budget."""
         with self._changed:
-            return self._missing_bytes(self._waiting[0]) if self._waiting else 0
+            over_bytes = max(0, self._all.used_bytes - self._budget_bytes)
+            return self._missing_bytes(self._waiting[0]) if self._waiting else over_bytes
 
     def holders_text(self) -> str:
         with self._changed:
@@ -310,9 +363,40 @@ class HeldExtents:
     def _may_go(self, ticket: _Ticket, holder: str) -> bool:
         first = self._waiting[0]
         if not self._all.missing(ticket.wanted):
-            overtakes = self._clock() - first.since_s < OVERTAKE_S
-            return first is ticket or overtakes or self._all.has_leases(holder)
+            overtakes = self._clock() - first.since_s < OVERTAKE_S and self._called.isdisjoint(ticket.wanted)
+            is_never_called = self._all.has_leases(holder) and holder not in self._recalls
+            return first is ticket or overtakes or is_never_called
         return first is ticket and not self._missing_bytes(ticket)
+
+    def _call_back(self, ticket: _Ticket) -> bool:
+        """Ask for the room that the first ticket lacks. Returns whether somebody may have to be asked again soon."""
+        self._end_silent()
+        if missing := self._all.missing(ticket.wanted):
+            called = self._all.plan_recall(missing, self._budget_bytes, ticket.wanted)
+            self._call(called)
+            self._called.update(called)
+            now_s = self._clock()
+            if min(now_s - ticket.since_s, now_s - self._urged_s) >= PATIENCE_S:
+                self._urged_s = now_s
+                for id_, holder in self._all.declined():
+                    if id_ not in ticket.wanted:
+                        self._called.add(id_)
+                        self._recalls.call(id_, [holder], is_overdue=True)
+        return bool(self._all.callable)
+
+    def _call(self, ids: Iterable[str]) -> None:
+        for id_ in ids:
+            self._recalls.call(id_, self._all.held[id_].holders)
+
+    def _end_silent(self) -> None:
+        for holder in self._recalls.silent():
+            logger.warning("%s does not answer: it counts as dead until it is heard of", holder)
+            self._end_holder(holder)
+            self._freed()
+
+    def _end_holder(self, holder: str) -> None:
+        self._recalls.end(holder)
+        self._all.end_holder(holder)
 
     def _missing_bytes(self, ticket: _Ticket) -> int:
         return self._all.missing_bytes(ticket.wanted, self._budget_bytes) if self._all.missing(ticket.wanted) else 0
@@ -333,6 +417,8 @@ class HeldExtents:
 
     def _freed(self) -> None:
         self._evict(self._all.plan_shrink(self._budget_bytes))
+        if self._all.used_bytes > self._budget_bytes:
+            self._call(self._all.plan_recall((), self._budget_bytes, as_far_as_possible=True))
         self._changed.notify_all()
 
     def _evict(self, ids: Sequence[str]) -> None:

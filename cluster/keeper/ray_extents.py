@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 import weakref
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -14,7 +14,7 @@ from typing import Any, Final
 import ray
 
 from cluster.keeper.holder_watch import HolderProcess
-from cluster.keeper.records import Acquired, Greeting, HeldOffer, copy_name
+from cluster.keeper.records import Acquired, Greeting, HeldOffer, Recall, RecallAnswer, copy_name
 from cluster.ray_calls import get
 from weights.manifest import ExtentRef
 from weights.memory.pages import ByteArray
@@ -29,48 +29,64 @@ GET_TIMEOUT_S: Final = 10.0
 MAX_REMEMBERED: Final = 65_536  # copies that this replica was given, and perhaps made something of
 
 
+# Hears from another thread that the node needs these extents, and whether new requests must do without them. When it
+# returns, what was made of them and is not in use has been released.
+OnRecall = Callable[[Sequence[str], bool], None]
+
+
 @dataclass
-class _Leased:
-    """Reference and view keep the object alive when its owner, the keeper, dies."""
+class _Mapped:
+    """An extent that is mapped here. Reference and view keep it alive when its owner, the keeper, dies.
+
+    `num_leases` is as the keeper counts them, `num_uses` what was fetched and not released.
+    """
 
     extent: ExtentRef
     ref: Any
     view: ByteArray
-    count: int = 0
+    num_leases: int
+    num_uses: int
+    is_damaged: bool = False
 
 
 class RayExtents:
-    """ExtentProvider of a replica: the node's keeper leases it the extents, Ray maps them without a copy.
+    """ExtentProvider of a replica: the node's keeper leases it the extents, Ray maps them without a copy. Thread-safe.
 
-    A keeper that dies is restarted by Ray, empty. It gets back what this replica has leased, which is why the
-    replica keeps that, and calls that were under way are made again. So does one that lives and took this replica for
-    dead: its leases have ended, and have another generation from then on. `on_pressure` hears, from another thread, how
-    many leased bytes somebody waits for: leases that are only kept for later should be released then. `on_damage`
-    hears, from there as well, the ids of extents of which this replica was given a copy that was written to since: what
-    was made of it computes with wrong weights. The next `fetch` gets a fresh copy. `connect` gives the handle of the
-    keeper that took the place of one that is gone for good; it blocks, and may raise. Thread-safe.
+    A keeper that dies is restarted by Ray, empty. It gets back what this replica has mapped, which is why the replica
+    keeps that, and calls that were under way are made again. So does one that lives and took this replica for dead: its
+    leases have ended, and have another generation from then on. `on_damage` hears, from another thread, the ids of
+    extents of which this replica was given a copy that was written to since: what was made of it computes with wrong
+    weights. The next `fetch` gets a fresh copy. `connect` gives the handle of the keeper that took the place of one
+    that is gone for good; it blocks, and may raise.
+
+    With `on_recall`, what is released stays mapped under its lease, and is there again without asking, until the keeper
+    calls it back.
     """
 
     def __init__(
         self,
         keeper: Any,
         holder: str,
-        on_pressure: Callable[[int], None] | None = None,
         on_damage: Callable[[Sequence[str]], None] | None = None,
         connect: Callable[[], Any] | None = None,
+        on_recall: OnRecall | None = None,
     ) -> None:
         self._keeper = keeper
         self._connect = connect
         self._holder = holder
-        self._on_pressure = on_pressure
+        self._on_recall = on_recall
         self._on_damage = on_damage
         self._lock = threading.Lock()
         self._meeting = threading.Lock()  # held while a restarted keeper is told what is here
-        self._leased: dict[str, _Leased] = {}
+        self._mapped: dict[str, _Mapped] = {}
+        self._called: set[str] = set()  # wanted back as soon as they are not used
+        self._uses: Counter[str] = Counter()  # since the last sign of life, of what was kept
+        self._answering = threading.local()
         self._given: OrderedDict[str, str] = OrderedDict()  # extent ids by copy
         self._generation = ""
         self._process = HolderProcess.this()
         self._heart: threading.Thread | None = None
+        self._ear: threading.Thread | None = None
         self._closed = threading.Event()
         self._last_report: LoadReport | None = None
 
@@ -81,8 +97,12 @@ class RayExtents:
 
     def fetch(self, extents: Sequence[ExtentRef]) -> Mapping[str, ByteArray]:
         """Blocks until the bytes are there; call it off the event loop. The lease lasts until `release`."""
+        if kept := self._use_kept(extents):
+            self._last_report = None
+            return kept
         deadline_s = time.monotonic() + RETRY_FOR_S
         while True:
+            # All of them, mapped or not: whoever waits for some of what it needs must not hold the rest.
             acquired: Acquired = self._ask(lambda: self._keeper.acquire.remote(list(extents), self._holder))
             self._note_given(acquired.refs)
             try:
@@ -101,18 +121,24 @@ class RayExtents:
 
     def release(self, extents: Sequence[ExtentRef]) -> None:
         """Fire and forget: the views stay valid as long as they are referenced, only the claim on memory ends."""
-        given_back = []
+        given_back: list[str] = []
         with self._lock:
             for extent in extents:
-                leased = self._leased.get(extent.id)
-                if leased is None:
-                    continue
-                given_back.append(extent.id)
-                leased.count -= 1
-                if leased.count == 0:
-                    del self._leased[extent.id]
+                mapped = self._mapped.get(extent.id)
+                if mapped and mapped.num_uses:
+                    mapped.num_uses -= 1
+                    given_back += self._surplus(mapped)
             generation = self._generation
-        self._send_release(given_back, generation)
+        self._give_back(given_back, generation)
+
+    def note_uses(self, extents: Sequence[ExtentRef]) -> None:
+        """Count a use of what is fetched already, which the keeper would not see: what is popular is called back last."""
+        with self._lock:
+            self._uses.update(extent.id for extent in extents)
+
+    def is_called_back(self, extents: Sequence[ExtentRef]) -> bool:
+        """Return whether the keeper waits for one of them."""
+        return bool(self._called) and not self._called.isdisjoint(extent.id for extent in extents)
 
     def prefetch(self, extents: Sequence[ExtentRef]) -> None:
         """Ask for them to be brought in where there is room. Fire and forget."""
@@ -126,6 +152,11 @@ class RayExtents:
                 beating = (weakref.ref(self), self._closed)
                 self._heart = threading.Thread(target=_beat_on, args=beating, name="keeper-heartbeat", daemon=True)
                 self._heart.start()
+            if self._ear is None and self._on_recall:
+                self._ear = threading.Thread(
+                    target=_hear_recalls, args=(weakref.ref(self), self._closed), name="keeper-recalls", daemon=True
+                )
+                self._ear.start()
 
     def close(self) -> None:
         """No more signs of life. Leases stay until they are released."""
@@ -142,12 +173,76 @@ class RayExtents:
             return
         except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
             return  # not back yet
-        if greeting.wanted_bytes and self._on_pressure:
-            self._on_pressure(greeting.wanted_bytes)
-        damaged = self._take_given(greeting.condemned)
-        if damaged and self._on_damage:
+        if not greeting.wanted_bytes:
+            self._called.clear()  # what was called back is not needed any more
+        if damaged := self._take_given(greeting.condemned):
             logger.error("%s was given extents that were written to since: %s", self._holder, ", ".join(damaged))
-            self._on_damage(damaged)
+            self._let_damaged_go(damaged)
+            if self._on_damage:
+                self._on_damage(damaged)
+
+    def hear_recall(self, recall: Recall) -> RecallAnswer:
+        """Give back what the keeper wants and nobody uses. Returns the answer."""
+        with self._lock:
+            self._called.update(id_ for id_ in recall.ids if id_ in self._mapped)
+            generation = self._generation
+        self._answering.generation = generation
+        self._answering.given_back = given_back = list[str]()  # what this thread gives back goes with the answer
+        try:
+            if self._on_recall:
+                self._on_recall(recall.ids, recall.is_overdue)
+        except Exception:
+            logger.exception("what was made of extents that were called back stays")
+        finally:
+            del self._answering.given_back
+        with self._lock:
+            surplus = [id_ for mapped in map(self._mapped.get, recall.ids) if mapped for id_ in self._surplus(mapped)]
+            kept = tuple(id_ for id_ in recall.ids if id_ in self._mapped)
+            now = self._generation
+        if now == generation:
+            given_back += surplus
+        else:  # the keeper was restarted meanwhile
+            self._send_release(surplus, now)
+        return RecallAnswer(kept, tuple(given_back), generation)
+
+    def wait_for_recall(self, answer: RecallAnswer | None) -> Any:
+        """Return the object reference of the next recall; `answer` is to the one before."""
+        return self._keeper.next_recall.remote(self._holder, answer)
+
+    def _use_kept(self, extents: Sequence[ExtentRef]) -> Mapping[str, ByteArray] | None:
+        """Return the views, used once more; None when not all of them are here, sound and not called back."""
+        if self._on_recall is None:
+            return None
+        with self._lock:
+            mapped = [self._mapped.get(extent.id) for extent in extents]
+            if not all(found and not found.is_damaged and found.extent.id not in self._called for found in mapped):
+                return None
+            for found in filter(None, mapped):
+                found.num_uses += 1
+                self._uses[found.extent.id] += 1
+            return {found.extent.id: found.view for found in mapped if found}
+
+    def _surplus(self, mapped: _Mapped) -> list[str]:
+        """The ids, one per lease, of leases that are not needed. With the lock held."""
+        id_ = mapped.extent.id
+        is_kept = self._on_recall is not None and not mapped.is_damaged and id_ not in self._called
+        needed = max(mapped.num_uses, 1 if is_kept else 0)
+        num_surplus = max(0, mapped.num_leases - needed)
+        mapped.num_leases -= num_surplus
+        if not mapped.num_leases:
+            del self._mapped[id_]
+            self._called.discard(id_)
+        return [id_] * num_surplus
+
+    def _let_damaged_go(self, ids: Sequence[str]) -> None:
+        given_back: list[str] = []
+        with self._lock:
+            for id_ in ids:
+                if mapped := self._mapped.get(id_):
+                    mapped.is_damaged = True
+                    given_back += self._surplus(mapped)
+            generation = self._generation
+        self._send_release(given_back, generation)
 
     def _note_given(self, refs: Mapping[str, Any]) -> None:
         with self._lock:
@@ -167,12 +262,18 @@ class RayExtents:
         with self._lock:
             if self._generation != acquired.generation:
                 return False
+            surplus: list[str] = []
             for extent in extents:
-                id_ = extent.id
-                count = self._leased[id_].count if id_ in self._leased else 0
+                id_, before = extent.id, self._mapped.get(extent.id)
                 # The newest copy: an older one may be a damaged one that the keeper has given up.
-                self._leased[id_] = _Leased(extent, acquired.refs[id_], found[id_], count + 1)
-            return True
+                self._mapped[id_] = mapped = _Mapped(extent, acquired.refs[id_], found[id_], 1, 1)
+                if before:
+                    mapped.num_leases += before.num_leases
+                    mapped.num_uses += before.num_uses
+                self._called.discard(id_)
+                surplus += self._surplus(mapped)
+        self._send_release(surplus, acquired.generation)
+        return True
 
     def _ask(self, call: Callable[[], Any]) -> Any:
         """The answer, of a restarted keeper if need be. A call that a dying keeper was at is made again."""
@@ -200,8 +301,8 @@ class RayExtents:
                 return
             with self._lock:
                 self._generation = ""  # an answer of the life before that comes now is not recorded any more
-                offered = {id_: leased.count for id_, leased in self._leased.items()}
-                offers = [HeldOffer(leased.extent, leased.ref, leased.count) for leased in self._leased.values()]
+                offered = {id_: mapped.num_leases for id_, mapped in self._mapped.items()}
+                offers = [HeldOffer(mapped.extent, mapped.ref, mapped.num_leases) for mapped in self._mapped.values()]
             # It may be yet another life that answers.
             generation = get(self._keeper.adopt.remote(self._holder, offers))
             with self._lock:
@@ -210,13 +311,22 @@ class RayExtents:
                 surplus = [
                     id_
                     for id_, count in offered.items()
-                    for _ in range(count - (self._leased[id_].count if id_ in self._leased else 0))
+                    for _ in range(count - (self._mapped[id_].num_leases if id_ in self._mapped else 0))
                 ]
             self._send_release(surplus, generation)
 
     def _greet(self, timeout_s: float | None = GET_TIMEOUT_S) -> Greeting:
-        greeting: Greeting = get(self._keeper.hello.remote(self._holder, self._process), timeout_s)
+        with self._lock:
+            uses, self._uses = self._uses, Counter()
+        greeting: Greeting = get(self._keeper.hello.remote(self._holder, self._process, dict(uses)), timeout_s)
         return greeting
+
+    def _give_back(self, ids: list[str], generation: str) -> None:
+        given_back = getattr(self._answering, "given_back", None)
+        if given_back is not None and generation == self._answering.generation:
+            given_back += ids
+        else:
+            self._send_release(ids, generation)
 
     def _send_release(self, ids: Sequence[str], generation: str) -> None:
         if ids:
@@ -233,3 +343,27 @@ def _beat_on(found: weakref.ref[RayExtents], closed: threading.Event) -> None:
         except Exception as error:  # the process is ending, or Ray is
             logger.debug("no sign of life for the keeper: %s", error)
         del extents
+
+
+def _hear_recalls(found: weakref.ref[RayExtents], closed: threading.Event) -> None:
+    """Answer what the keeper wants back, in a thread that no request stands before."""
+    answer: RecallAnswer | None = None
+    while not closed.is_set():
+        extents = found()
+        if extents is None or not ray.is_initialized():
+            return
+        asked = extents.wait_for_recall(answer)
+        del extents
+        answer = None
+        try:
+            answer = _answer(found, get(asked))
+        except ray.exceptions.RayActorError:  # it is being restarted; the next sign of life finds the one after it
+            closed.wait(RETRY_PAUSE_S)
+        except Exception as error:  # the process is ending, or Ray is
+            logger.debug("not heard what the keeper calls back: %s", error)
+            closed.wait(RETRY_PAUSE_S)
+
+
+def _answer(found: weakref.ref[RayExtents], recall: Recall) -> RecallAnswer | None:
+    extents = found()
+    return extents.hear_recall(recall) if extents and recall.ids else None

@@ -44,6 +44,26 @@ class Greeting:
     condemned: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Recall:
+    """Extents that the node needs back. `is_overdue`: new requests must not use them before they are given back."""
+
+    ids: tuple[str, ...] = ()
+    is_overdue: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RecallAnswer:
+    """A replica's answer to a `Recall`: what it keeps because it is in use, and one id per lease that it gives back.
+
+    The leases are those of `generation`, as in `Acquired`.
+    """
+
+    kept: tuple[str, ...]
+    given_back: tuple[str, ...]
+    generation: str
+
+
 def copy_name(ref: Any) -> str:
     """Of one copy of an extent in shared memory, the same in every process: that of its reference (ray.ObjectRef)."""
     name: str = ref.hex()
@@ -68,7 +88,8 @@ class KeeperStats:
 
     `read_s` is the time with at least one read in flight, from storage or a peer, `read_gbps` the rate during it
     (10^9 bytes per second); `read_bytes` are from storage. `staging_bytes` come on top of the budget; `pool_hit_rate`
-    of the reads found a staging buffer ready. `corrupt` names extents whose shared bytes somebody changed (the last
+    of the reads found a staging buffer ready. Of `leased_bytes`, `callable_bytes` come back when the node needs them,
+    unless they are in use just then; `num_recalled` extents did. `corrupt` names extents whose shared bytes somebody changed (the last
     ones, `num_corrupt` in all). `object_store_bytes` is 0 when unknown. `num_holders` replicas live that have asked
     for something, with leases or without.
     """
@@ -77,10 +98,12 @@ class KeeperStats:
     num_extents: int
     resident_bytes: int
     leased_bytes: int
+    callable_bytes: int
     budget_bytes: int
     read_bytes: int
     read_s: float
     num_evicted: int
+    num_recalled: int
     read_gbps: float
     staging_bytes: int
     pool_hit_rate: float

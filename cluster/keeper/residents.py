@@ -8,7 +8,7 @@ from __future__ import annotations
 import concurrent.futures
 import itertools
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -20,6 +20,7 @@ from weights.residency import EvictionPlan, Popularity
 
 POPULARITY_HALF_LIFE_S: Final = 600.0
 MAX_REMEMBERED: Final = 20_000  # extents that are not here and whose popularity is still known
+MAX_USES: Final = 32  # of one extent that one report counts: more are one burst
 MAX_ENDED: Final = 10_000  # holders that are known to be dead
 NEVER_USED: Final = Popularity(POPULARITY_HALF_LIFE_S)
 
@@ -39,6 +40,7 @@ class Held:
     hits: int = 0
     holders: Counter[str] = field(default_factory=Counter)
     popularity: Popularity = NEVER_USED
+    declined: set[str] = field(default_factory=set)  # holders that were asked for it and use it
 
 
 @dataclass(eq=False)
@@ -60,11 +62,14 @@ class Residents:
         self.coming: dict[str, Coming] = {}
         self.pinned: frozenset[str] = frozenset()
         self.num_evicted = 0
+        self.callable: set[str] = set()  # holders that give back, when asked, what they do not use
         self.resident_bytes = self.leased_bytes = self.pinned_bytes = 0
         self._unmovable_bytes = 0
         # Out of the directory, but in memory as long as somebody has a lease.
         self._apart: dict[str, list[Held]] = {}
         self._idle = EvictionOrder()
+        self._kept = EvictionOrder()  # leased, but only by holders that have not declined to give it back
+        self._declined: set[Held] = set()
         self._leases: dict[str, dict[Held | Coming, None]] = {}
         self._leased_by: Counter[str] = Counter()
         self._bytes_from: Counter[Source] = Counter()
@@ -82,6 +87,11 @@ class Residents:
 
     def entry(self, id_: str) -> Held | Coming | None:
         return self.held.get(id_) or self.coming.get(id_)
+
+    @property
+    def callable_bytes(self) -> int:
+        """Bytes of extents that every holder may give back when asked."""
+        return self._kept.nbytes
 
     def missing(self, wanted: Mapping[str, ExtentRef]) -> list[ExtentRef]:
         return [extent for id_, extent in wanted.items() if self.entry(id_) is None]
@@ -165,9 +175,20 @@ class Residents:
             if isinstance(entry, Held) and not entry.holders and self._is_placed(entry):
                 self.leased_bytes += entry.extent.nbytes
             entry.holders[holder] += count
-        entry.popularity = entry.popularity.touch(self._clock())
+        self._use(entry)
+
+    def note_uses(self, uses: Mapping[str, int]) -> None:
+        """Count uses, by extent id, that took no new lease. Unknown ids are ignored."""
+        for id_, count in uses.items():
+            if held := self.held.get(id_):
+                self._use(held, min(count, MAX_USES))
+
+    def _use(self, entry: Held | Coming, count: int = 1) -> None:
+        now_s = self._clock()
+        for _ in range(count):
+            entry.popularity = entry.popularity.touch(now_s)
         if isinstance(entry, Held):
-            entry.hits += 1
+            entry.hits += count
             entry.last_used = next(self._ticks)
             self._sort(entry)
 
@@ -183,12 +204,16 @@ class Residents:
         del self._leases[holder][entry]
         if not self._leases[holder]:
             del self._leases[holder], self._leased_by[holder]
-        if isinstance(entry, Held) and not entry.holders:
-            if self._is_placed(entry):
-                self.leased_bytes -= entry.extent.nbytes
-                self._sort(entry)
-            elif entry in self._apart.get(entry.extent.id, ()):
-                self._free_apart(entry)
+        if not isinstance(entry, Held):
+            return
+        entry.declined.discard(holder)
+        if not entry.declined:
+            self._declined.discard(entry)
+        if self._is_placed(entry):
+            self.leased_bytes -= 0 if entry.holders else entry.extent.nbytes
+            self._sort(entry)
+        elif not entry.holders and entry in self._apart.get(entry.extent.id, ()):
+            self._free_apart(entry)
 
     def release(self, id_: str, holder: str) -> None:
         """One lease; of a copy that is set apart before the one that is here. Unknown ones are ignored."""
@@ -199,12 +224,68 @@ class Residents:
 
     def end_holder(self, holder: str) -> None:
         """It is dead: all its leases go, and none comes until it is heard of again."""
+        self.callable.discard(holder)
         self._lives.pop(holder, None)
         self._ended[holder] = None
         if len(self._ended) > MAX_ENDED:
             self._ended.popitem(last=False)
         for entry in list(self._leases.get(holder, ())):
             self.unlease(entry, holder, entry.holders[holder])
+
+    # what may be called back
+
+    def make_callable(self, holder: str) -> None:
+        """From now on the holder answers recalls: its leases may be called back."""
+        if holder not in self.callable:
+            self.callable.add(holder)
+            for entry in self._leases.get(holder, ()):
+                if isinstance(entry, Held):
+                    self._sort(entry)
+
+    def decline(self, id_: str, holder: str) -> None:
+        """The holder uses it just now: its lease counts as firm until it ends."""
+        held = self.held.get(id_)
+        if held and held.holders[holder]:
+            held.declined.add(holder)
+            self._declined.add(held)
+            self._sort(held)
+
+    def declined(self) -> Iterator[tuple[str, str]]:
+        """Extent id and holder, of what was asked for and was in use."""
+        for held in self._declined:
+            if self._is_placed(held):
+                yield from ((held.extent.id, holder) for holder in held.declined)
+
+    def forget_declined(self) -> None:
+        """Somebody else asks: perhaps it is not used any more."""
+        declined, self._declined = self._declined, set()
+        for held in declined:
+            held.declined.clear()
+            self._sort(held)
+
+    def plan_recall(
+        self,
+        extents: Sequence[ExtentRef],
+        budget_bytes: int,
+        spare: Collection[str] = (),
+        *,
+        as_far_as_possible: bool = False,
+    ) -> tuple[str, ...]:
+        """Return what has to be called back for room for the extents, beside what may go anyway; `spare` stays.
+
+        Empty when that is not enough, unless `as_far_as_possible`.
+        """
+        idle_bytes = self._idle.nbytes - sum(self.held[id_].extent.nbytes for id_ in spare if id_ in self._idle)
+        lacking_bytes = self.used_bytes + sum(extent.nbytes for extent in extents) - idle_bytes - budget_bytes
+        if as_far_as_possible:
+            lacking_bytes = min(lacking_bytes, self._kept.nbytes)
+        if lacking_bytes <= 0:
+            return ()
+        return self._kept.plan_eviction(lacking_bytes, self._rates(), self._clock(), spare).evict
+
+    def may_be_called(self, id_: str) -> bool:
+        """Return whether every holder of it gives it back when asked, as far as is known."""
+        return id_ in self._kept
 
     def has_leases(self, holder: str) -> bool:
         return holder in self._leases
@@ -280,18 +361,22 @@ class Residents:
         self.pinned_bytes -= nbytes if id_ in self.pinned else 0
         self._bytes_from[held.source] -= nbytes
         self._idle.discard(id_)
+        self._kept.discard(id_)
+        self._declined.discard(held)
         self._remember(id_, held.popularity)
         return held
 
     def _sort(self, held: Held) -> None:
-        """Into what may go, or out of it."""
+        """Into what may go, or may be called back, or out of both."""
         id_ = held.extent.id
         if not self._is_placed(held):
             return
-        if held.holders or id_ in self.pinned:
-            self._idle.discard(id_)
-        else:
-            self._idle.put(Idle(id_, held.extent.nbytes, held.source, held.popularity, held.last_used))
+        self._idle.discard(id_)
+        self._kept.discard(id_)
+        if id_ in self.pinned or held.declined or not self.callable.issuperset(held.holders):
+            return
+        order = self._kept if held.holders else self._idle
+        order.put(Idle(id_, held.extent.nbytes, held.source, held.popularity, held.last_used))
 
     def _no_longer_coming(self, id_: str) -> Coming:
         coming = self.coming.pop(id_)

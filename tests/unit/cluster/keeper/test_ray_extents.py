@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -72,7 +72,7 @@ class FakeKeeper:
         self.leases.update(self.adopted[-1])
         return str(self.life)
 
-    def on_hello(self, holder: str, process: HolderProcess) -> Greeting:
+    def on_hello(self, holder: str, process: HolderProcess, uses: Mapping[str, int]) -> Greeting:
         assert process == HolderProcess.this()
         return Greeting(str(self.life), self.wanted_bytes)
 
@@ -208,24 +208,15 @@ def test_the_keepers_own_errors_come_through(keeper: FakeKeeper) -> None:
         RayExtents(keeper, "r").fetch(extents("a"))
 
 
-def test_who_waits_for_room_is_heard_of(keeper: FakeKeeper) -> None:
-    wanted: list[int] = []
-    replica = RayExtents(keeper, "r", on_pressure=wanted.append)
-    replica.beat()
-    keeper.wanted_bytes = 100
-    replica.beat()
-    assert wanted == [100]
-
-
 def test_the_heart_stops_with_its_replica(keeper: FakeKeeper, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cluster.keeper.ray_extents.HEARTBEAT_S", 0.001)
     monkeypatch.setattr("cluster.keeper.ray_extents.ray.is_initialized", lambda: True)
     beating = threading.Event()
     hello = keeper.on_hello
 
-    def heard(holder: str, process: HolderProcess) -> Greeting:
+    def heard(holder: str, process: HolderProcess, uses: Mapping[str, int]) -> Greeting:
         beating.set()
-        return hello(holder, process)
+        return hello(holder, process, uses)
 
     keeper.on_hello = heard  # type: ignore[method-assign]
     replica = RayExtents(keeper, "r")
