@@ -192,6 +192,11 @@ class NodeKeeper:
         self._load_all(self._held.prefetch(extents))
 
     @ray.method(concurrency_group="control")
+    def has_room_for(self, extents: Sequence[ExtentRef]) -> bool:
+        """Return whether they fit, now, beside all that is leased, pinned or waited for."""
+        return self._held.has_room_for(extents)
+
+    @ray.method(concurrency_group="control")
     def pin(self, extents_of: Mapping[str, Sequence[str]]) -> None:
         """Keep the extents of these models, and no others, once they are here, leased or not.
 

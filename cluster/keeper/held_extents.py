@@ -165,6 +165,12 @@ class HeldExtents:
                 self._all.expect(extent)
             return take
 
+    def has_room_for(self, extents: Sequence[ExtentRef]) -> bool:
+        """Return whether they fit, now, without calling anything back."""
+        with self._changed:
+            wanted = {extent.id: extent for extent in extents}
+            return not self._waiting and not self._all.missing_bytes(wanted, self._budget_bytes)
+
     def loaded(self, id_: str, ref: Any, view: ByteArray, source: Source) -> None:
         with self._changed:
             coming = self._all.arrive(id_, ref, view, source)
@@ -343,7 +349,9 @@ class HeldExtents:
     def totals(self) -> Totals:
         with self._changed:
             found = self._all
-            return Totals(len(found.held), found.resident_bytes, found.leased_bytes, found.pinned_bytes, found.callable_bytes)
+            return Totals(
+                len(found.held), found.resident_bytes, found.leased_bytes, found.pinned_bytes, found.callable_bytes
+            )
 
     def bytes_by_holder(self) -> dict[str, int]:
         with self._changed:

@@ -132,9 +132,14 @@ class RayExtents:
         self._give_back(given_back, generation)
 
     def note_uses(self, extents: Sequence[ExtentRef]) -> None:
-        """Count a use of what is fetched already, which the keeper would not see: what is popular is called back last."""
+        """Count a use of what is fetched already, unseen by the keeper: what is popular is called back last."""
         with self._lock:
             self._uses.update(extent.id for extent in extents)
+
+    def has_room_for(self, extents: Sequence[ExtentRef]) -> bool:
+        """Return whether the node can bring them in without taking them from somebody. Blocks."""
+        found: bool = self._ask(lambda: self._keeper.has_room_for.remote(list(extents)))
+        return found
 
     def is_called_back(self, extents: Sequence[ExtentRef]) -> bool:
         """Return whether the keeper waits for one of them."""

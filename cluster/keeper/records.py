@@ -89,9 +89,9 @@ class KeeperStats:
     `read_s` is the time with at least one read in flight, from storage or a peer, `read_gbps` the rate during it
     (10^9 bytes per second); `read_bytes` are from storage. `staging_bytes` come on top of the budget; `pool_hit_rate`
     of the reads found a staging buffer ready. Of `leased_bytes`, `callable_bytes` come back when the node needs them,
-    unless they are in use just then; `num_recalled` extents did. `corrupt` names extents whose shared bytes somebody changed (the last
-    ones, `num_corrupt` in all). `object_store_bytes` is 0 when unknown. `num_holders` replicas live that have asked
-    for something, with leases or without.
+    unless they are in use just then; `num_recalled` extents did. `corrupt` names extents whose shared bytes somebody
+    changed (the last ones, `num_corrupt` in all). `object_store_bytes` is 0 when unknown. `num_holders` replicas live
+    that have asked for something, with leases or without.
     """
 
     node_id: str

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
@@ -25,10 +25,30 @@ class PartName(NamedTuple):
     is_adapter: bool = False
 
 
+# What a component counts against a replica's budget: bytes by name, those of one name once.
+Footprint = Callable[[Component], Mapping[str, int]]
+
+# What a tensor costs a replica that maps its bytes: Python's objects for it and its share of the module's.
+OBJECT_BYTES: Final = 8 * 2**10
+
+
+def tensor_footprint(component: Component) -> Mapping[str, int]:
+    """Return the bytes of every distinct tensor, by hash."""
+    return component.bytes_by_hash
+
+
+def object_footprint(component: Component) -> Mapping[str, int]:
+    """Return what a module costs whose tensors are views of the node's shared memory: its Python objects."""
+    return {component.module_key: OBJECT_BYTES * len(component.tensors)}
+
+
 @dataclass(frozen=True, slots=True)
 class Part:
+    """A component of a manifest. `footprint` is what it counts against the replica's budget."""
+
     manifest: Manifest
     component: Component
+    footprint: Mapping[str, int]
 
     @property
     def extents(self) -> tuple[ExtentRef, ...]:
@@ -48,9 +68,9 @@ class Wanted:
         return {part.component.module_key for part in self.parts.values()}
 
     @property
-    def tensors(self) -> dict[str, int]:
-        """Bytes by hash."""
-        return merged(part.component.bytes_by_hash for part in self.parts.values())
+    def footprint(self) -> dict[str, int]:
+        """Return what counts against the budget, bytes by name."""
+        return merged(part.footprint for part in self.parts.values())
 
     def __str__(self) -> str:
         return f"{', '.join(name.name for name in self.parts)} of {self.model!r}"
@@ -80,20 +100,33 @@ class Slot:
     component: Component
     extents: tuple[ExtentRef, ...]
     serial: int
+    footprint: Mapping[str, int]
     last_used: int = 0
     leases: int = 0
+    num_running: int = 0  # of the leases: requests that have all they need, and compute
     models: set[str] = field(default_factory=set)
     built: asyncio.Future[Built | Exception] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     is_placed: bool = False
     is_adapter: bool = False
     is_condemned: bool = False  # over weights that were written to: nobody new may have it
+    is_closed: bool = False  # called back while it was used: nobody new may have it
+    is_gone: bool = False  # given back: those who wait for it must take it anew
 
     @property
     def tensors(self) -> Mapping[str, int]:
-        """Bytes by hash; those of a condemned one are its own, beside the fresh ones."""
-        if self.is_condemned:
-            return {f"{hash_}#{self.serial}": nbytes for hash_, nbytes in self.component.bytes_by_hash.items()}
-        return self.component.bytes_by_hash
+        """Return the bytes of its tensors, by hash."""
+        return self._apart(self.component.bytes_by_hash)
+
+    @property
+    def charges(self) -> Mapping[str, int]:
+        """Return what counts against the budget, bytes by name."""
+        return self._apart(self.footprint)
+
+    def _apart(self, nbytes: Mapping[str, int]) -> Mapping[str, int]:
+        """What nobody new may have is there beside the next one of its kind."""
+        if self.is_condemned or self.is_closed:
+            return {f"{name}#{self.serial}": count for name, count in nbytes.items()}
+        return nbytes
 
     @property
     def key(self) -> str:

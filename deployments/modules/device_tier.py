@@ -39,6 +39,22 @@ class LeasedExtents(ExtentProvider, Protocol):
         ...
 
 
+class KeptExtents(LeasedExtents, Protocol):
+    """A provider that keeps what is released until its node calls it back. Thread-safe."""
+
+    def note_uses(self, extents: Sequence[ExtentRef]) -> None:
+        """Count a use of what has been fetched before: what is popular is called back last."""
+        ...
+
+    def has_room_for(self, extents: Sequence[ExtentRef]) -> bool:
+        """Return whether the node can bring them in without taking them from somebody. Blocks."""
+        ...
+
+    def is_called_back(self, extents: Sequence[ExtentRef]) -> bool:
+        """Return whether the node waits for one of them."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Placed:
     """The tensors of a component on their device, and the bytes that it took: read from storage or a peer for this
@@ -75,8 +91,11 @@ class Placement(Protocol):
 class DeviceTier(Protocol):
     """Thread-safe. `extents` are those that hold `component`; `holder` names the lease."""
 
-    def fetch(self, wants: Sequence[Sequence[ExtentRef]]) -> Fetched | None:
-        """Ask once for all that several components need; each must be placed with it. None: `place` asks itself."""
+    def fetch(self, wants: Sequence[Sequence[ExtentRef]], beside: Sequence[Sequence[ExtentRef]] = ()) -> Fetched | None:
+        """Ask once for all that several components need; each must be placed with it. None: `place` asks itself.
+
+        What is `beside` is asked for in the same call, and not leased when it returns.
+        """
         ...
 
     def place(
@@ -129,8 +148,11 @@ class SharedTier:
         self._lock = threading.Lock()
         self._leases: Counter[str] = Counter()
 
-    def fetch(self, wants: Sequence[Sequence[ExtentRef]]) -> Fetched:
-        buffers = self._provider.fetch([extent for extents in wants for extent in extents])
+    def fetch(self, wants: Sequence[Sequence[ExtentRef]], beside: Sequence[Sequence[ExtentRef]] = ()) -> Fetched:
+        others = [extent for extents in beside for extent in extents]
+        buffers = self._provider.fetch([*(extent for extents in wants for extent in extents), *others])
+        if others:
+            self._provider.release(others)
         return Fetched(buffers, loaded_bytes(self._provider))
 
     def place(
@@ -185,7 +207,7 @@ class ArenaTier:
         self._provider = provider
         self._arena = arena
 
-    def fetch(self, wants: Sequence[Sequence[ExtentRef]]) -> None:
+    def fetch(self, wants: Sequence[Sequence[ExtentRef]], beside: Sequence[Sequence[ExtentRef]] = ()) -> None:
         """What is on the device already needs no host memory; `place` finds out."""
 
     def place(

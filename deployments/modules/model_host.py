@@ -18,8 +18,17 @@ from pathlib import Path
 from typing import Any, Final
 
 from deployments.errors import ModelUnavailable
-from deployments.modules.built_modules import Built, Part, PartName, Slot, Wanted
-from deployments.modules.device_tier import DeviceTier, LeasedExtents, open_tier
+from deployments.modules.built_modules import (
+    Built,
+    Footprint,
+    Part,
+    PartName,
+    Slot,
+    Wanted,
+    object_footprint,
+    tensor_footprint,
+)
+from deployments.modules.device_tier import DeviceTier, KeptExtents, LeasedExtents, open_tier
 from deployments.modules.manifest_versions import FetchManifest, ManifestVersions
 from deployments.modules.module_room import merged
 from deployments.modules.resident_modules import ResidentModules, Taken
@@ -91,11 +100,15 @@ class ModelHost:
         report: Callable[[str, str | None], None] = lambda model, error: None,
         *,
         device: str = "cpu",
+        kept: KeptExtents | None = None,
+        private_footprint: Footprint = object_footprint,
         retire: Callable[[Any], None] = lambda thing: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`report` hears (model, error) when weights cannot be attached, and (model, None) when they can again;
-        `retire`, what was built and is needed no more. Raises WeightsError for a device that is not there.
+        `retire`, what was built and is needed no more; it may come from another thread. With `kept`, which is
+        `provider`, weights stay in the node's shared memory until the node calls them back by `give_up`, and the
+        budget only bounds `private_footprint`. Raises WeightsError for a device that is not there.
         """
         self.manifests = ManifestVersions(fetch_manifest)
         self._provider = provider
@@ -106,7 +119,11 @@ class ModelHost:
         self._clock = clock
         self._device = device
         self._tier: DeviceTier = open_tier(device, provider, budget_bytes)
-        self._modules = ResidentModules(budget_bytes, self._let_go, clock)
+        self._kept = kept
+        self._footprint = private_footprint if kept else tensor_footprint
+        self._loop: asyncio.AbstractEventLoop | None = None
+        is_called_back = kept.is_called_back if kept else lambda extents: False
+        self._modules = ResidentModules(budget_bytes, self._let_go, clock, is_called_back)
         self._queue = RoomQueue(
             self._take, self._give_back, self._modules.is_hopeless, self._modules.may_pass, self._fetch_ahead, clock
         )
@@ -142,11 +159,11 @@ class ModelHost:
         start = self._clock()
         manifest = await self.manifest(model, version)
         self._follow_pin(manifest)
-        parts = _parts(manifest, wanted)
+        parts = self._parts(manifest, wanted)
         for adapter in adapters:
             adapter_manifest = await self.manifest(adapter, (adapter_versions or {}).get(adapter))
             (component,) = adapter_manifest.components.values()
-            parts[PartName(adapter, is_adapter=True)] = Part(adapter_manifest, component)
+            parts[PartName(adapter, is_adapter=True)] = Part(adapter_manifest, component, self._footprint(component))
         taken, built = await self._take_built(Wanted(model, parts))
         slots, fresh = taken
         try:
@@ -164,15 +181,16 @@ class ModelHost:
                     "model",
                 )
         finally:
+            self._modules.stop(slots.values())
             self._give_back(taken)
 
     async def prefetch(self, model: str, wanted: Wants) -> None:
         """Build it where that evicts nothing and nobody waits for the room; else bring it as near as there is room."""
         manifest = await self.manifests.newest(model)
-        if self.has_room_for(manifest, wanted) and not len(self._queue):
+        if await self.has_room_for(manifest, wanted) and not len(self._queue):
             async with self.lease(model, wanted, version=manifest.fingerprint):
                 return
-        for part in _parts(manifest, wanted).values():
+        for part in self._parts(manifest, wanted).values():
             if part.component.module_key not in self._modules.slots:
                 await asyncio.to_thread(self._tier.prefetch, part.component, part.extents)
 
@@ -202,10 +220,14 @@ class ModelHost:
         self._modules.budget_bytes = budget_bytes
         self._queue.serve()
 
-    def give_way(self, nbytes: int) -> None:
-        """The node needs `nbytes` of leased host memory: let go of what is only kept for later, on "cpu"."""
-        if self._device == "cpu":
-            self._modules.shed(nbytes)
+    def give_up(self, extents: Collection[str], is_overdue: bool) -> None:
+        """The node needs these extents: let go of what is over them and only kept for later. Thread-safe.
+
+        What is in use goes when its requests have ended; `is_overdue`: no new request joins them.
+        """
+        self._modules.give_up(extents, is_overdue)
+        if self._loop and len(self._queue):
+            self._loop.call_soon_threadsafe(self._queue.serve)
 
     def condemn(self, extents: Collection[str]) -> None:
         """Copies of these extents were written to: what was made of them serves no new request, and is built anew."""
@@ -222,17 +244,21 @@ class ModelHost:
         """Of all that is here; a rebuilt module has a new one."""
         return self._modules.serials()
 
-    def has_room_for(self, manifest: Manifest, wanted: Wants) -> bool:
-        """Whether the wanted components fit beside all that is resident."""
-        return self._modules.fits_beside(Wanted(manifest.model, _parts(manifest, wanted)))
+    async def has_room_for(self, manifest: Manifest, wanted: Wants) -> bool:
+        """Return whether the wanted components fit beside all that is resident, here and on the node."""
+        parts = self._parts(manifest, wanted)
+        if not self._modules.fits_beside(Wanted(manifest.model, parts)):
+            return False
+        extents = {extent.id: extent for part in parts.values() for extent in part.extents}
+        return self._kept is None or await asyncio.to_thread(self._kept.has_room_for, list(extents.values()))
 
     def holds(self, model: str) -> bool:
         """Whether anything of `model` is resident."""
-        return any(model in slot.models for slot in self._modules.slots.values())
+        return any(model in slot.models for slot in list(self._modules.slots.values()))
 
     def resident(self) -> dict[str, int]:
         """Bytes by module key of what is built."""
-        return {key: slot.nbytes for key, slot in self._modules.slots.items()}
+        return {key: slot.nbytes for key, slot in list(self._modules.slots.items())}
 
     def describe(self) -> dict[str, Any]:
         """A snapshot as JSON-able values: what is here, for whom, who uses it, and the last switches by model."""
@@ -247,13 +273,13 @@ class ModelHost:
     # pins
 
     def _pin(self, manifest: Manifest, wanted: Wants) -> None:
-        model, components = manifest.model, [part.component for part in _parts(manifest, wanted).values()]
+        model, parts = manifest.model, list(self._parts(manifest, wanted).values())
         before = self._modules.pins.get(model, {})
-        self._modules.pin(model, components)
+        self._modules.pin(model, parts)
         self._pinned[model] = (manifest.fingerprint, wanted)
         self._let_unpinned_go(before)
-        for component in components:
-            self._tier.pin(component)
+        for part in parts:
+            self._tier.pin(part.component)
         self._queue.serve()
 
     def _follow_pin(self, manifest: Manifest) -> None:
@@ -276,7 +302,9 @@ class ModelHost:
     # leases
 
     async def _take_built(self, wanted: Wanted) -> tuple[Taken, dict[PartName, Built]]:
-        """Leased and ready. What is found damaged while it is being built is taken once more, from a fresh copy."""
+        """Leased, ready and started. What is found damaged while it is being built, or has been given up while another
+        part was waited for, is taken once more."""
+        self._loop = asyncio.get_running_loop()
         while True:
             taken = await self._queue.take(wanted, MAX_WAIT_FOR_ROOM_S)
             try:
@@ -284,7 +312,8 @@ class ModelHost:
             except BaseException:
                 self._give_back(taken)
                 raise
-            if not any(slot.is_condemned for slot in taken[0].values()):
+            if self._modules.start(taken[0].values()):
+                self._note_uses(taken)
                 return taken, built
             self._give_back(taken)
 
@@ -292,12 +321,16 @@ class ModelHost:
         """What is new begins to be built at once: whoever asked may be cancelled before it hears of it."""
         slots, fresh = self._modules.take(wanted)
         if fresh:
-            self._run(self._fill([(slots[name], part) for name, part in wanted.parts.items() if name in fresh]))
+            filling = [(slots[name], part) for name, part in wanted.parts.items() if name in fresh]
+            # With leases that may be called back, whoever waits for a part must not hold the others firmly: all that
+            # a request needs is asked for at once.
+            beside = [slot.extents for name, slot in slots.items() if name not in fresh] if self._kept else []
+            self._run(self._fill(filling, beside))
         return slots, fresh
 
     def _fetch_ahead(self, wanted: Wanted) -> None:
         """While it waits for room on the device, what it lacks can come into the node's memory."""
-        here = merged(slot.tensors for slot in self._modules.slots.values())
+        here = merged(slot.tensors for slot in list(self._modules.slots.values()))
         lacking: dict[str, ExtentRef] = {}
         for part in wanted.parts.values():
             ids = {ref.extent for ref in part.component.tensors.values() if ref.sha256 not in here}
@@ -305,13 +338,18 @@ class ModelHost:
         if lacking:
             self._run(asyncio.to_thread(self._provider.prefetch, list(lacking.values())))
 
+    def _note_uses(self, taken: Taken) -> None:
+        """Of what the node did not see to be used: it was here."""
+        slots, fresh = taken
+        if self._kept and len(fresh) < len(slots):
+            here = [slot for name, slot in slots.items() if name not in fresh]
+            self._kept.note_uses([extent for slot in here for extent in slot.extents])
+
     def _give_back(self, taken: Taken) -> None:
         self._end_leases(taken[0].values())
 
     def _end_leases(self, slots: Iterable[Slot]) -> None:
-        for slot in slots:
-            slot.leases -= 1
-        self._modules.bury()
+        self._modules.end_leases(slots)
         self._queue.serve()
 
     def _let_go(self, slots: Sequence[Slot]) -> None:
@@ -321,22 +359,22 @@ class ModelHost:
         # A fetch that failed leased nothing, and another slot may lease the same extents.
         self._tier.release([slot for slot in slots if slot.is_placed])
 
-    def _let_unpinned_go(self, components: Mapping[str, Component]) -> None:
+    def _let_unpinned_go(self, parts: Mapping[str, Part]) -> None:
         """The device's pins are of tensors, which others may pin too."""
-        for component in components.values():
-            self._tier.unpin(component)
+        for part in parts.values():
+            self._tier.unpin(part.component)
         for pins in self._modules.pins.values():
-            for component in pins.values():
-                self._tier.pin(component)
+            for part in pins.values():
+                self._tier.pin(part.component)
 
     # building
 
-    async def _fill(self, filling: Sequence[Filling]) -> None:
+    async def _fill(self, filling: Sequence[Filling], beside: Sequence[Sequence[ExtentRef]]) -> None:
         """One after the other: in threads side by side they would mostly wait for the interpreter lock."""
         together: FetchedTogether | None = None
         failure: Exception | None = None
         try:
-            together = await asyncio.to_thread(fetch_together, filling, self._tier, self._clock)
+            together = await asyncio.to_thread(fetch_together, filling, beside, self._tier, self._clock)
         except Exception as error:
             failure = error
         for slot, part in filling:
@@ -368,10 +406,10 @@ class ModelHost:
         finally:
             self._end_leases([slot])
 
+    def _parts(self, manifest: Manifest, wanted: Wants) -> dict[PartName, Part]:
+        components = filter(wanted, manifest.components.values())
+        return {PartName(one.name): Part(manifest, one, self._footprint(one)) for one in components}
+
     def _run(self, work: Coroutine[Any, Any, None]) -> None:
         self._tasks.add(task := shared_task(work))
         task.add_done_callback(self._tasks.discard)
-
-
-def _parts(manifest: Manifest, wanted: Wants) -> dict[PartName, Part]:
-    return {PartName(c.name): Part(manifest, c) for c in manifest.components.values() if wanted(c)}

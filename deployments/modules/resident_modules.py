@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 
-from deployments.modules.built_modules import ModulePast, PartName, Slot, Wanted
+from deployments.modules.built_modules import ModulePast, Part, PartName, Slot, Wanted
 from deployments.modules.module_room import Holding, TensorBytes, distinct_bytes, merged, plan_room
 from deployments.modules.room_queue import Waiter
 from weights.errors import BudgetExceeded
-from weights.manifest import Component
-from weights.residency import Resident, keep_values
+from weights.manifest import ExtentRef
+from weights.residency import Resident
 
 # All slots, and the names of those that are new and must be filled for this request.
 Taken = tuple[dict[PartName, Slot], set[PartName]]
@@ -19,16 +20,42 @@ Taken = tuple[dict[PartName, Slot], set[PartName]]
 PATIENCE_S: Final = 1.0
 
 
-class ResidentModules:
-    """Under a byte budget, counted in distinct tensors. Lives on one event loop.
+P = ParamSpec("P")
+ResultT = TypeVar("ResultT")
 
-    `let_go` hears of the slots that are dropped, once nothing knows them any more.
+
+def _locked(
+    method: Callable[Concatenate[ResidentModules, P], ResultT],
+) -> Callable[Concatenate[ResidentModules, P], ResultT]:
+    """Hold the books' lock during the call."""
+
+    def locked(self: ResidentModules, /, *args: P.args, **kwargs: P.kwargs) -> ResultT:
+        with self._lock:
+            return method(self, *args, **kwargs)
+
+    locked.__doc__ = method.__doc__
+    return locked
+
+
+class ResidentModules:
+    """Under a byte budget, counted in distinct tensors. Lives on one event loop; `give_up` comes from another thread.
+
+    `let_go` hears of the slots that are dropped, once nothing knows them any more. `is_called_back` says whether the
+    node waits for some of these extents.
     """
 
-    def __init__(self, budget_bytes: int, let_go: Callable[[Sequence[Slot]], None], clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        budget_bytes: int,
+        let_go: Callable[[Sequence[Slot]], None],
+        clock: Callable[[], float],
+        is_called_back: Callable[[Sequence[ExtentRef]], bool] = lambda extents: False,
+    ) -> None:
+        self._lock = threading.RLock()
         self.slots: dict[str, Slot] = {}
-        self._condemned: list[Slot] = []  # those that are leased still
-        self.pins: dict[str, dict[str, Component]] = {}
+        self._leaving: list[Slot] = []  # condemned or closed, and leased still
+        self._is_called_back = is_called_back
+        self.pins: dict[str, dict[str, Part]] = {}
         self.past = ModulePast()
         self.budget_bytes = budget_bytes
         self._let_go = let_go
@@ -36,6 +63,7 @@ class ResidentModules:
         self._serials = itertools.count(1)
         self._bound: dict[tuple[str, tuple[int, ...]], Any] = {}
 
+    @_locked
     def take(self, wanted: Wanted) -> Taken:
         """Lease every slot or none; a new one is leased once more, for the one who fills it. Raises BudgetExceeded."""
         if not wanted.keys <= self.slots.keys():
@@ -45,7 +73,9 @@ class ResidentModules:
         for name, part in wanted.parts.items():
             key = part.component.module_key
             if key not in self.slots:
-                self.slots[key] = Slot(part.component, part.extents, next(self._serials), is_adapter=name.is_adapter)
+                self.slots[key] = Slot(
+                    part.component, part.extents, next(self._serials), part.footprint, is_adapter=name.is_adapter
+                )
                 self.slots[key].leases += 1  # what is being built stays, even when nobody waits any more
                 fresh.add(name)
             slots[name] = slot = self.slots[key]
@@ -55,11 +85,59 @@ class ResidentModules:
             self.past.touch(key, self._clock())
         return slots, fresh
 
+    @_locked
+    def start(self, slots: Collection[Slot]) -> bool:
+        """Count one more request that computes with them: they are not given up meanwhile.
+
+        False when one of them was condemned or given up since it was taken.
+        """
+        if any(slot.is_condemned or slot.is_gone for slot in slots):
+            return False
+        for slot in slots:
+            slot.num_running += 1
+        return True
+
+    @_locked
+    def stop(self, slots: Iterable[Slot]) -> None:
+        """End what `start` began."""
+        for slot in slots:
+            slot.num_running -= 1
+
+    @_locked
+    def end_leases(self, slots: Iterable[Slot]) -> None:
+        """What nobody leases any more and the node waits for goes at once."""
+        for slot in slots:
+            slot.leases -= 1
+            if not slot.leases and self._is_called_back(slot.extents):
+                self._give_up_slot(slot)
+        self.bury()
+
+    @_locked
+    def give_up(self, extents: Collection[str], is_overdue: bool) -> None:
+        """Drop what is over these extents, unless it is leased or pinned. Thread-safe.
+
+        `is_overdue`: then what is leased goes too where nobody computes with it yet, and nobody new gets the rest.
+        """
+        for slot in [slot for slot in self.slots.values() if slot.result and _is_over(slot, extents, ())]:
+            if not slot.leases or (is_overdue and not slot.num_running):
+                self._give_up_slot(slot)
+            elif is_overdue and slot.key not in self._pinned_keys():
+                slot.is_closed = True
+                del self.slots[slot.key]
+                self._leaving.append(slot)
+
+    def _give_up_slot(self, slot: Slot) -> None:
+        if self.slots.get(slot.key) is slot and slot.key not in self._pinned_keys():
+            slot.is_gone = True
+            self.drop([slot.key])
+
+    @_locked
     def is_hopeless(self, wanted: Wanted) -> bool:
         """No lease ends that could make room."""
-        too_large = distinct_bytes(wanted.tensors, *self._pinned_tensors()) > self.budget_bytes
-        return too_large or not (self._condemned or any(slot.leases for slot in self.slots.values()))
+        too_large = distinct_bytes(wanted.footprint, *self._pinned_charges()) > self.budget_bytes
+        return too_large or not (self._leaving or any(slot.leases for slot in self.slots.values()))
 
+    @_locked
     def may_pass(self, wanted: Wanted, first: Waiter[Wanted, Taken]) -> bool:
         """What is resident need not wait for its turn, until that would keep the first in line waiting for ever.
 
@@ -69,16 +147,18 @@ class ResidentModules:
             return False
         if self._clock() - first.since_s < PATIENCE_S:
             return True
-        passed = merged((first.passed, wanted.tensors))
-        if distinct_bytes(first.wanted.tensors, passed, *self._pinned_tensors()) > self.budget_bytes:
+        passed = merged((first.passed, wanted.footprint))
+        if distinct_bytes(first.wanted.footprint, passed, *self._pinned_charges()) > self.budget_bytes:
             return False
         first.passed = passed
         return True
 
+    @_locked
     def fits_beside(self, wanted: Wanted) -> bool:
         """Whether there is room without evicting anything."""
-        return distinct_bytes(wanted.tensors, *self._tensors()) <= self.budget_bytes
+        return distinct_bytes(wanted.footprint, *self._charges()) <= self.budget_bytes
 
+    @_locked
     def shrink(self, budget_bytes: int) -> None:
         """Evict what is too much for that budget. Raises BudgetExceeded when too much is leased or pinned."""
         plan = plan_room(self._holdings(), {}, budget_bytes)
@@ -88,18 +168,7 @@ class ResidentModules:
             )
         self.drop(plan.evict)
 
-    def shed(self, nbytes: int) -> None:
-        """Drop what is only kept for later, the least valuable first, until `nbytes` are gone or nothing is left."""
-        holdings = [holding for holding in self._holdings() if not holding.stays]
-        values = keep_values([holding.resident for holding in holdings])
-        gone: list[str] = []
-        for holding in sorted(holdings, key=lambda holding: values[holding.resident.key]):
-            if nbytes <= 0:
-                break
-            nbytes -= holding.resident.nbytes
-            gone.append(holding.resident.key)
-        self.drop(gone)
-
+    @_locked
     def evict(self, model: str) -> list[str]:
         """Drop what only `model` has used. Returns the components that stay: leased, or pinned."""
         pinned = self._pinned_keys()
@@ -116,6 +185,7 @@ class ResidentModules:
         self.drop(gone)
         return stays
 
+    @_locked
     def condemn(self, extents: Collection[str], hashes: Collection[str]) -> list[Slot]:
         """No new lease gets what was built over these extents or tensors; returns it. What is leased goes when its
         leases have ended."""
@@ -123,22 +193,25 @@ class ResidentModules:
         for slot in found:
             slot.is_condemned = True
             del self.slots[slot.key]
-        self._condemned += found
+        self._leaving += found
         self.bury()
         return found
 
+    @_locked
     def bury(self) -> None:
         """Let go of those condemned that nobody leases any more."""
-        if gone := [slot for slot in self._condemned if not slot.leases]:
-            self._condemned = [slot for slot in self._condemned if slot.leases]
+        if gone := [slot for slot in self._leaving if not slot.leases]:
+            self._leaving = [slot for slot in self._leaving if slot.leases]
             for slot in gone:
                 self._unbind(slot)
             self._let_go(gone)
 
+    @_locked
     def serials(self) -> set[int]:
         """Of all that is here, for somebody at least; a rebuilt module has a new one."""
         return {slot.serial for slot in self._all()}
 
+    @_locked
     def drop(self, keys: Iterable[str]) -> None:
         """Unknown ones are ignored."""
         gone = [self.slots.pop(key) for key in keys if key in self.slots]
@@ -147,11 +220,12 @@ class ResidentModules:
         if gone:
             self._let_go(gone)
 
-    def pin(self, model: str, components: Iterable[Component]) -> None:
+    @_locked
+    def pin(self, model: str, parts: Iterable[Part]) -> None:
         """Raises BudgetExceeded when the pinned ones do not fit; then nothing changes."""
-        pins = {component.module_key: component for component in components}
-        others = [component for name, known in self.pins.items() if name != model for component in known.values()]
-        needed_bytes = distinct_bytes(*(component.bytes_by_hash for component in (*pins.values(), *others)))
+        pins = {part.component.module_key: part for part in parts}
+        others = [part for name, known in self.pins.items() if name != model for part in known.values()]
+        needed_bytes = distinct_bytes(*(part.footprint for part in (*pins.values(), *others)))
         if needed_bytes > self.budget_bytes:
             raise BudgetExceeded(
                 f"{model!r} cannot be pinned: {needed_bytes} bytes would be, under this replica's budget of "
@@ -166,22 +240,24 @@ class ResidentModules:
             self._bound[key] = make()
         return self._bound[key]
 
+    @_locked
     def describe(self) -> dict[str, Any]:
         """As JSON-able values."""
         pinned = self._pinned_keys()
         return {
             "budget_bytes": self.budget_bytes,
-            "resident_bytes": distinct_bytes(*self._tensors()),
+            "charged_bytes": distinct_bytes(*self._charges()),
+            "resident_bytes": distinct_bytes(*(slot.tensors for slot in self._all())),
             "leased_bytes": distinct_bytes(*(slot.tensors for slot in self._all() if slot.leases)),
             "modules": [slot.describe() | {"pinned": slot.key in pinned} for slot in self._all()],
             "pinned_models": sorted(self.pins),
         }
 
     def _make_room(self, wanted: Wanted) -> None:
-        plan = plan_room(self._holdings(staying=wanted.keys), wanted.tensors, self.budget_bytes)
+        plan = plan_room(self._holdings(staying=wanted.keys), wanted.footprint, self.budget_bytes)
         if plan.missing_bytes:
             raise BudgetExceeded(
-                f"{wanted} need {distinct_bytes(wanted.tensors)} bytes; {plan.missing_bytes} bytes are missing under "
+                f"{wanted} need {distinct_bytes(wanted.footprint)} bytes; {plan.missing_bytes} bytes are missing under "
                 f"this replica's budget of {self.budget_bytes}"
             )
         self.drop(plan.evict)
@@ -192,14 +268,14 @@ class ResidentModules:
             Holding(
                 Resident(
                     slot.key,
-                    slot.nbytes,
+                    sum(slot.footprint.values()),
                     slot.last_used,
                     slot.leases,
                     self.past.reload_s(slot.key),
                     self.past.popularity(slot.key, now_s),
                     slot.key in pinned,
                 ),
-                slot.tensors,
+                slot.charges,
             )
             for slot in self._all()
         ]
@@ -214,17 +290,17 @@ class ResidentModules:
         }
 
     def _all(self) -> Iterable[Slot]:
-        return (*self.slots.values(), *self._condemned)
+        return (*self.slots.values(), *self._leaving)
 
-    def _tensors(self) -> Iterable[TensorBytes]:
-        return (slot.tensors for slot in self._all())
+    def _charges(self) -> Iterable[TensorBytes]:
+        return (slot.charges for slot in self._all())
 
     def _pinned_keys(self) -> set[str]:
         return {key for pins in self.pins.values() for key in pins}
 
-    def _pinned_tensors(self) -> Iterable[Mapping[str, int]]:
+    def _pinned_charges(self) -> Iterable[Mapping[str, int]]:
         pinned = self._pinned_keys()
-        return (slot.tensors for key, slot in self.slots.items() if key in pinned)
+        return (slot.charges for key, slot in self.slots.items() if key in pinned)
 
 
 def _is_over(slot: Slot, extents: Collection[str], hashes: Collection[str]) -> bool:

@@ -31,14 +31,17 @@ class FetchedTogether:
     fetch_s: float
 
 
-def fetch_together(filling: Sequence[Filling], tier: DeviceTier, clock: Callable[[], float]) -> FetchedTogether | None:
+def fetch_together(
+    filling: Sequence[Filling], beside: Sequence[Sequence[ExtentRef]], tier: DeviceTier, clock: Callable[[], float]
+) -> FetchedTogether | None:
     """One round trip to the keeper instead of one per component. Blocking. Raises what `tier` raises.
 
-    None when each slot has to ask for itself: the tier wants it so, or damage must be found and named.
+    Extents `beside` are asked for together with the others and released: their modules are here. None when each slot
+    has to ask for itself: the tier wants it so, or damage must be found and named.
     """
     start = clock()
     try:
-        fetched = tier.fetch([slot.extents for slot, _ in filling])
+        fetched = tier.fetch([slot.extents for slot, _ in filling], beside)
     except ExtentCorrupt:
         return None
     return FetchedTogether(fetched, filling[0][0], clock() - start) if fetched else None

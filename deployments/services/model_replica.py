@@ -25,6 +25,7 @@ from deployments.engines.build import import_class
 from deployments.engines.protocol import EngineError
 from deployments.engines.skeletons import SkeletonPool
 from deployments.errors import ServiceError, as_service_errors
+from deployments.modules.built_modules import Footprint, object_footprint
 from deployments.modules.model_host import ModelHost
 from weights.errors import WeightsError
 from weights.manifest import Component, Manifest, ModelKind
@@ -67,10 +68,12 @@ class ModelReplica:
         settings: ModelReplicaConfig,
         builder: ReplicaBuilder,
         num_threads: int | None = None,
+        private_footprint: Footprint = object_footprint,
     ) -> None:
         """Connect to the registry and to this node's keeper, open the model host and prepare the configured models.
 
-        `role` names this replica as a holder of leases.
+        `role` names this replica as a holder of leases. `private_footprint` says what a component costs beside the
+        node's shared memory.
         """
         limit_torch_threads(num_threads, settings.num_cpus)
         self._builder = builder
@@ -80,8 +83,8 @@ class ModelReplica:
         keeper: Any = await self._registry.keeper.remote(node_id)
         loop = asyncio.get_running_loop()
 
-        def on_pressure(nbytes: int) -> None:
-            loop.call_soon_threadsafe(self._host.give_way, nbytes)
+        def on_recall(extents: Sequence[str], is_overdue: bool) -> None:
+            self._host.give_up(extents, is_overdue)  # in the thread that asks: the event loop may be busy
 
         def on_damage(extents: Sequence[str]) -> None:
             loop.call_soon_threadsafe(self._condemn, extents)
@@ -89,8 +92,10 @@ class ModelReplica:
         def reconnect() -> Any:
             return get(self._registry.keeper.remote(node_id), KEEPER_TIMEOUT_S)
 
-        provider = RayExtents(keeper, f"{role}-{uuid.uuid4().hex[:8]}", on_pressure, on_damage, reconnect)
-        provider.start_beating()
+        keeps = settings.device == "cpu"  # other devices need the node's memory only while they upload
+        provider = RayExtents(
+            keeper, f"{role}-{uuid.uuid4().hex[:8]}", on_damage, reconnect, on_recall if keeps else None
+        )
         self._host = ModelHost(
             self._fetch_manifest,
             provider,
@@ -99,8 +104,11 @@ class ModelReplica:
             builder,
             report=lambda model, error: self._registry.report_attach.remote(model, error),
             device=settings.device,
+            kept=provider if keeps else None,
+            private_footprint=private_footprint,
             retire=builder.retire,
         )
+        provider.start_beating()
         await prepare_models(self._host, config.models, self._kinds, self._wants, builder.prepare)
 
     async def _fetch_manifest(self, model: str, version: str | None) -> Manifest:
@@ -168,7 +176,7 @@ async def prepare_models(
             for component in filter(wanted, manifest.components.values()):
                 await asyncio.to_thread(import_class, component.library, component.class_name)
                 await asyncio.to_thread(prepare, component, host.skeleton(manifest))
-            if model.preload and host.has_room_for(manifest, wanted):
+            if model.preload and await host.has_room_for(manifest, wanted):
                 async with host.lease(model.id, wanted):
                     pass
         except (ClusterError, WeightsError, ServiceError, EngineError) as error:

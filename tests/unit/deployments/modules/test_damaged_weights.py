@@ -162,7 +162,7 @@ async def test_a_request_that_runs_on_damaged_weights_is_told_and_the_next_is_no
 
     with pytest.raises(ModelUnavailable, match=r"'digits-flux' \(transformer\) were damaged .* withheld; try again"):
         await run()
-    assert replica._modules._condemned == []
+    assert replica._modules._leaving == []
     assert node.keeper.stats().leased_bytes == (node.keeper.stats().resident_bytes if device == "cpu" else 0)
     assert await replica.use()
 
@@ -203,7 +203,7 @@ async def test_what_is_damaged_while_it_is_built_is_built_again_before_it_serves
         go_on.set()
         lease = await asyncio.wait_for(using, WAIT_S)
         assert replica.is_sound(lease)
-        assert replica._modules._condemned == []
+        assert replica._modules._leaving == []
 
 
 async def test_a_condemned_module_counts_as_long_as_it_is_used(node: Node) -> None:

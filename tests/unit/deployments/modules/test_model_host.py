@@ -34,6 +34,7 @@ MODELS = {
     "lora": {"lora": ("lora", 5)},
     "twin": {"one": ("twin", 40), "two": ("twin", 40)},
 }
+ALL_EXTENTS = {weights for parts in MODELS.values() for weights, _ in parts.values()}
 
 
 def manifest(name: str) -> Manifest:
@@ -462,9 +463,9 @@ async def test_a_pipeline_is_bound_to_the_model_and_not_to_the_adapters_of_a_req
 async def test_room_is_told_with_what_is_shared() -> None:
     host = Host(150)
     await host.use("a")
-    assert host.has_room_for(manifest("b"), lambda _: True)
-    assert not Host(89).has_room_for(manifest("a"), lambda _: True)
-    assert Host(30).has_room_for(manifest("a"), lambda component: component.name == "vae")
+    assert await host.has_room_for(manifest("b"), lambda _: True)
+    assert not await Host(89).has_room_for(manifest("a"), lambda _: True)
+    assert await Host(30).has_room_for(manifest("a"), lambda component: component.name == "vae")
 
 
 async def test_what_took_long_to_build_stays() -> None:
@@ -627,10 +628,10 @@ async def test_what_two_pinned_models_share_stays_until_neither_is() -> None:
         await host.pin(model, lambda _: True)
         await host.use(model)
     host.unpin("a")
-    host.give_way(1000)
+    host.give_up(ALL_EXTENTS, False)
     assert host.provider.leased == {"b", "shared"}
     host.unpin("b")
-    host.give_way(1000)
+    host.give_up(ALL_EXTENTS, False)
     assert host.provider.leased == set()
 
 
@@ -644,15 +645,15 @@ async def test_a_pin_follows_its_model_to_the_next_version() -> None:
     host.manifests_of["a", None] = host.manifests_of["a", "v2"]
     async with host.lease("a", lambda _: True, version="v2"):
         await until(lambda: not host._tasks)
-    host.give_way(1000)
+    host.give_up(ALL_EXTENTS, False)
     assert host.provider.leased == {"b", "shared"}
     # A request of before the update comes late: the pin stays where it is.
     async with host.lease("a", lambda _: True, version="v1"):
         await until(lambda: not host._tasks)
-    host.give_way(1000)
+    host.give_up(ALL_EXTENTS, False)
     assert host.provider.leased == {"b", "shared"}
     host.unpin("a")
-    host.give_way(1000)
+    host.give_up(ALL_EXTENTS, False)
     assert host.provider.leased == set()
 
 
@@ -698,9 +699,9 @@ async def test_the_node_gets_back_what_is_only_kept_for_later() -> None:
         await host.use(model)
     holder = host.hold("d")
     await holder.got.wait()
-    host.give_way(1)
+    host.give_up(["c", "d"], False)
     assert host.provider.leased == {"d", "lora"}
-    host.give_way(1000)
+    host.give_up(ALL_EXTENTS, False)
     assert host.provider.leased == {"d"}
     await holder.close()
 

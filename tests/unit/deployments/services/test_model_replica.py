@@ -27,7 +27,7 @@ class Host:
     def skeleton(self, manifest: Any) -> Path:
         return Path()
 
-    def has_room_for(self, manifest: Any, wanted: Any) -> bool:
+    async def has_room_for(self, manifest: Any, wanted: Any) -> bool:
         return True
 
     @contextlib.asynccontextmanager
