@@ -176,7 +176,7 @@ class ModelReplicaConfig(ReplicaConfig):
         2 * 2**30,
         validate_default=True,
         description="private memory of what one replica keeps built: copies of weights, KV caches, Python objects; "
-        "on cpu, weights stay in the node's shared memory and count against keeper.budget only",
+        "on cpu, weights stay in the node's shared memory and count against store.node_budget_bytes only",
     )
     device_budget_bytes: Bytes | None = Field(
         None, description="weights that one replica keeps on a device of its own; default resident_bytes"

@@ -25,7 +25,8 @@ def replica_class() -> Any:
 class BenchReplica:
     """`prepare`: make the structures of the models at start, as a replica of the cluster does. Imports are done always.
 
-    `keeps`: on device "cpu", keep what the node has not called back, as a replica of the cluster does. `skeletons` is the store's folder of what is not weights.
+    `keeps`: on device "cpu", keep what the node has not called back, as a replica of the cluster does. `skeletons` is
+    the store's folder of what is not weights.
     """
 
     async def __init__(  # type: ignore[misc]  # Ray awaits it
