@@ -14,6 +14,7 @@ from typing import Final, Generic
 
 from cluster.encodings.eviction import CostAwareEviction
 from cluster.encodings.records import Answer, Payload, SharedStats, entries_per_gib
+from weights.residency.claims import LoadingClaims
 
 CLAIM_S: Final = 3.0  # of silence; whoever lives renews it several times in that
 MAX_CLAIM_S: Final = 60.0
@@ -28,10 +29,10 @@ class Waiter(Generic[Payload]):
 
 
 @dataclass(slots=True)
-class _Claim(Generic[Payload]):
+class _Computation(Generic[Payload]):
+    """One under way: its holder has the claim."""
+
     holder: str
-    since_s: float
-    until_s: float
     waiters: dict[Waiter[Payload], None] = field(default_factory=dict)  # in the order in which they came
 
 
@@ -49,12 +50,11 @@ class EncodingLedger(Generic[Payload]):
         max_claim_s: float = MAX_CLAIM_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._eviction: CostAwareEviction[str] = CostAwareEviction(max_bytes)
-        self._claim_s = claim_s
-        self._max_claim_s = max_claim_s
+        self._eviction = CostAwareEviction(max_bytes)
+        self._claims = LoadingClaims(clock, claim_s=claim_s, slow_s=max_claim_s)
         self._clock = clock
         self._payloads: dict[str, Payload] = {}
-        self._claims: dict[str, _Claim[Payload]] = {}
+        self._computing: dict[str, _Computation[Payload]] = {}
         self._hits = self._claimed = self._waits = self._published = self._abandoned = self._lost = self._refused = 0
 
     def find_or_claim(self, digest: str, holder: str) -> Answer[Payload]:
@@ -64,10 +64,9 @@ class EncodingLedger(Generic[Payload]):
             self._eviction.touch(digest, self._clock())
             return Answer("found", self._payloads[digest])
         self._expire(digest)
-        if digest in self._claims and self._claims[digest].holder != holder:
+        if self._computing.setdefault(digest, _Computation(holder)).holder != holder:
             return Answer("wait")
-        claim = self._claims.setdefault(digest, _Claim(holder, 0.0, 0.0))
-        return self._give(claim, holder)
+        return self._give_claim(digest, holder)
 
     def wait(self, digest: str, waiter: Waiter[Payload]) -> Answer[Payload] | None:
         """None when the answer comes through `tell`, until `leave`."""
@@ -75,13 +74,13 @@ class EncodingLedger(Generic[Payload]):
         if answer.state != "wait":
             return answer
         self._waits += 1
-        self._claims[digest].waiters[waiter] = None
+        self._computing[digest].waiters[waiter] = None
         return None
 
     def leave(self, digest: str, waiter: Waiter[Payload]) -> None:
         """It does not wait any more; nothing happens when it did not."""
-        if digest in self._claims:
-            self._claims[digest].waiters.pop(waiter, None)
+        if digest in self._computing:
+            self._computing[digest].waiters.pop(waiter, None)
 
     def note_uses(self, digests: Iterable[str]) -> None:
         """They were used from copies elsewhere: what every replica has a copy of is popular, although nobody asks."""
@@ -91,10 +90,7 @@ class EncodingLedger(Generic[Payload]):
 
     def renew(self, digests: Iterable[str], holder: str) -> None:
         """The holder is at it still. Claims that are another's by now stay as they are."""
-        now_s = self._clock()
-        for digest in digests:
-            if (claim := self._claims.get(digest)) and claim.holder == holder:
-                claim.until_s = min(now_s + self._claim_s, claim.since_s + self._max_claim_s)
+        self._claims.renew((digest for digest in digests if self._is_holder(digest, holder)), holder)
 
     def publish(self, digest: str, payload: Payload, nbytes: int, cost_s: float, *, keep: bool = False) -> None:
         """For all who wait and all who come. Anybody may: one whose claim was passed on has the same encoding."""
@@ -116,9 +112,9 @@ class EncodingLedger(Generic[Payload]):
 
     def abandon(self, digest: str, holder: str) -> None:
         """The holder cannot compute it; perhaps the next one can."""
-        if (claim := self._claims.get(digest)) and claim.holder == holder:
+        if self._is_holder(digest, holder):
             self._abandoned += 1
-            self._pass_on(digest, claim)
+            self._pass_on(digest)
 
     def forget_all(self) -> None:
         """What is here may be wrong. Claims stay: who computes now says himself what of that is sound."""
@@ -128,7 +124,7 @@ class EncodingLedger(Generic[Payload]):
 
     def expire(self) -> None:
         """Pass on the claims of those who are silent."""
-        for digest in list(self._claims):
+        for digest in list(self._computing):
             self._expire(digest)
 
     def stats(self) -> SharedStats:
@@ -142,8 +138,8 @@ class EncodingLedger(Generic[Payload]):
             lost_claims=self._lost,
             refused=self._refused,
             evicted=self._eviction.num_evicted,
-            waiting=sum(len(claim.waiters) for claim in self._claims.values()),
-            in_flight=len(self._claims),
+            waiting=sum(len(one.waiters) for one in self._computing.values()),
+            in_flight=len(self._computing),
             entries=entries,
             kept=self._eviction.num_kept,
             nbytes=self._eviction.nbytes,
@@ -152,27 +148,32 @@ class EncodingLedger(Generic[Payload]):
             entries_per_gib=entries_per_gib(entries, self._eviction.nbytes),
         )
 
-    def _give(self, claim: _Claim[Payload], holder: str) -> Answer[Payload]:
-        now_s = self._clock()
-        claim.holder, claim.since_s, claim.until_s = holder, now_s, now_s + min(self._claim_s, self._max_claim_s)
+    def _is_holder(self, digest: str, holder: str) -> bool:
+        return digest in self._computing and self._computing[digest].holder == holder
+
+    def _give_claim(self, digest: str, holder: str) -> Answer[Payload]:
+        self._claims.claim(digest, holder)
         self._claimed += 1
         return Answer("yours")
 
     def _expire(self, digest: str) -> None:
-        claim = self._claims.get(digest)
-        if claim and claim.until_s <= self._clock():
+        if digest in self._computing and self._claims.loader(digest) is None:
             self._lost += 1
-            self._pass_on(digest, claim)
+            self._pass_on(digest)
 
-    def _pass_on(self, digest: str, claim: _Claim[Payload]) -> None:
-        if not claim.waiters:
-            del self._claims[digest]
+    def _pass_on(self, digest: str) -> None:
+        computation = self._computing[digest]
+        self._claims.settle(computation.holder, [digest])
+        if not computation.waiters:
+            del self._computing[digest]
             return
-        waiter = next(iter(claim.waiters))
-        del claim.waiters[waiter]
-        waiter.tell(self._give(claim, waiter.holder))
+        waiter = next(iter(computation.waiters))
+        del computation.waiters[waiter]
+        computation.holder = waiter.holder
+        waiter.tell(self._give_claim(digest, waiter.holder))
 
     def _end_claim(self, digest: str, payload: Payload) -> None:
-        if claim := self._claims.pop(digest, None):
-            for waiter in claim.waiters:
+        if computation := self._computing.pop(digest, None):
+            self._claims.settle(computation.holder, [digest])
+            for waiter in computation.waiters:
                 waiter.tell(Answer("found", payload))

@@ -125,7 +125,7 @@ class EmbeddingCache:
     ) -> None:
         self._shared = shared
         self._clock = clock
-        self._eviction: CostAwareEviction[str] = CostAwareEviction(max_bytes)
+        self._eviction = CostAwareEviction(max_bytes)
         self._entries: dict[str, _Entry] = {}
         self._in_flight: dict[str, asyncio.Task[Found]] = {}
         self._telling: set[asyncio.Future[None]] = set()

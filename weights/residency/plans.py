@@ -1,49 +1,10 @@
-"""What may stay and what must go, under a byte budget. Pure: values in, plan out, no clock and no I/O.
-
-The value of a thing in memory is what its absence would cost for each byte that it occupies:
-
-    reload seconds x popularity / bytes
-
-as in GreedyDual-Size (Cao and Irani, USITS 1997) and GreedyDual-Size-Frequency (Cherkasova, HPL-98-69). Both age by
-an inflation term, a state of the cache: what comes in starts at the value of the last thing that went. Here the
-popularity ages itself, so that a plan needs no memory of earlier plans and a model that comes back keeps its past.
-It is a use count that halves with time, as in LRFU (Lee et al., IEEE Trans. Computers 50(12), 2001), and is bounded
-by how long nothing happened, as in hyperbolic caching (Blankstein et al., USENIX ATC 2017): with the count alone,
-what was very popular once would stay for many half-lives.
-"""
+"""Plans over lists of values: what the keeper's and the modules' books use until they stand on `entries.Book`."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
-
-# So many usual gaps without a use are an accident; after more, the gap is what is usual now.
-USUAL_GAPS: Final = 2.0
-
-
-@dataclass(frozen=True, slots=True)
-class Popularity:
-    """Uses within about a half-life, as of `at_s` on the caller's clock (any unit that all of its values share)."""
-
-    half_life_s: float
-    count: float = 0.0
-    at_s: float = 0.0
-
-    def touch(self, now_s: float) -> Popularity:
-        """One use more."""
-        return Popularity(self.half_life_s, self._decayed(now_s) + 1.0, max(now_s, self.at_s))
-
-    def value(self, now_s: float) -> float:
-        """Never grows without a use."""
-        idle_s = now_s - self.at_s
-        count = self._decayed(now_s)
-        # A thing used every g seconds has a count near half_life / (g ln 2).
-        return min(count, USUAL_GAPS * self.half_life_s / (math.log(2) * idle_s)) if idle_s > 0 else count
-
-    def _decayed(self, now_s: float) -> float:
-        return self.count * math.exp2(-max(0.0, now_s - self.at_s) / self.half_life_s)
+from typing import Protocol
 
 
 @dataclass(frozen=True, slots=True)

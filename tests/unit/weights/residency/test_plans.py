@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deployments.bench.eviction import ratios
-from weights.residency import EvictionPlan, Popularity, Resident, keep_values, plan_eviction, plan_prefetch
+from weights.residency.plans import EvictionPlan, Resident, keep_values, plan_eviction, plan_prefetch
+from weights.residency.policy import Popularity
 
 ROWS = st.tuples(
     st.integers(0, 100),

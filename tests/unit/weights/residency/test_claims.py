@@ -1,0 +1,96 @@
+"""One node reads an extent for all, as long as it lives."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from weights.residency.claims import CLAIM_S, RENEW_S, SLOW_S, LoadingClaims
+
+
+class Clock:
+    now_s = 50.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def test_the_first_gets_it_and_the_others_hear_of_that() -> None:
+    claims = LoadingClaims(Clock())
+    assert claims.loader("a") is None
+    assert claims.claim("a", "first")
+    assert not claims.claim("a", "second")
+    assert claims.claim("a", "first")
+    assert claims.claim("b", "second")
+    assert [claims.loader(id_) for id_ in "abc"] == ["first", "second", None]
+
+
+def test_who_has_it_or_failed_has_no_claim_any_more() -> None:
+    claims = LoadingClaims(Clock())
+    claims.claim("a", "first")
+    claims.settle("second", ["a"])
+    assert claims.loader("a") == "first"
+    claims.settle("first", ["a", "unknown"])
+    assert claims.claim("a", "second")
+    claims.settle("first", ["a"])
+    assert claims.loader("a") == "second"
+
+
+def test_a_node_that_is_gone_has_none() -> None:
+    claims = LoadingClaims(Clock())
+    for id_ in "ab":
+        claims.claim(id_, "gone")
+    claims.claim("c", "other")
+    claims.forget("gone")
+    claims.forget("never seen")
+    assert [claims.loader(id_) for id_ in "abc"] == [None, None, "other"]
+
+
+def test_a_dead_reader_is_followed_soon_and_a_slow_one_is_not_dead() -> None:
+    clock = Clock()
+    claims = LoadingClaims(clock)
+    claims.claim("dead", "dies")
+    claims.claim("slow", "lives")
+    for _ in range(10):
+        clock.now_s += RENEW_S
+        claims.renew(["slow"], "lives")
+    assert 10 * RENEW_S > CLAIM_S
+    assert claims.claim("dead", "next")
+    assert not claims.claim("slow", "next")
+
+
+def test_a_very_slow_reader_gets_company_but_not_all_at_once() -> None:
+    clock = Clock()
+    claims = LoadingClaims(clock)
+    claims.claim("a", "slow")
+    joined = []
+    for second in range(int(5 * SLOW_S)):
+        clock.now_s += 1.0
+        claims.renew(["a"], "slow")
+        for node in joined:
+            claims.renew(["a"], node[0])
+        if claims.loader("a") is None and claims.claim("a", f"n{second}"):
+            joined.append((f"n{second}", second + 1))
+    assert [second for _, second in joined] == [SLOW_S, 2 * SLOW_S, 4 * SLOW_S]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_nothing_of_claims_that_ended_stays(seed: int) -> None:
+    chance, clock = random.Random(seed), Clock()
+    claims = LoadingClaims(clock)
+    for _ in range(300):
+        node, id_ = chance.choice("xyz"), chance.choice("abcd")
+        match chance.randrange(5):
+            case 0:
+                claims.settle(node, [id_])
+            case 1:
+                claims.forget(node)
+            case 2:
+                clock.now_s += chance.random() * 4
+            case _:
+                granted = claims.claim(id_, node)
+                assert granted or claims.loader(id_) not in (None, node)
+    clock.now_s += CLAIM_S
+    assert [claims.loader(id_) for id_ in "abcd"] == [None] * 4
+    assert (claims._claims, claims._by_holder) == ({}, {})

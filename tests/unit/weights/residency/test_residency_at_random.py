@@ -1,0 +1,465 @@
+"""Books, leases and the queue in any order of events, against a naive model that counts everything anew each time."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from weights.residency.admission import PATIENCE_S, Admission, Ticket
+from weights.residency.entries import Book, Entry, Size
+from weights.residency.policy import NEVER_USED, Popularity, class_rate, rate_class
+
+PLAIN: dict[str, Size] = {"a": 10, "b": 20, "c": 30, "d": 40, "e": 50, "f": 60}
+# Modules that share tensors: a part that several have counts once.
+DIVIDED: dict[str, Size] = {
+    "a": {"a0": 10},
+    "b": {"a0": 10, "b1": 10},
+    "c": {"b1": 10, "c0": 20},
+    "d": {"d0": 40},
+    "e": {"d0": 40, "e1": 10},
+    "f": {"f0": 60},
+}
+HOLDERS = "vwx"
+
+keys = st.sampled_from("abcdef")
+some_keys = st.lists(keys, min_size=1, max_size=4, unique=True)
+holders = st.sampled_from(HOLDERS)
+
+
+@dataclass(eq=False)
+class Known:
+    """An entry as the model knows it."""
+
+    entry: Entry[str]
+    key: str
+    size: Size
+    is_here: bool = False
+    is_current: bool = True
+    firm: Counter[str] = field(default_factory=Counter)
+    callable: Counter[str] = field(default_factory=Counter)
+    popularity: Popularity = NEVER_USED
+    reload_s: float | None = None
+    is_announced: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        return self.size if isinstance(self.size, int) else sum(self.size.values())
+
+    @property
+    def is_leased(self) -> bool:
+        return bool(+self.firm or +self.callable)
+
+
+def distinct(sizes: Sequence[Size]) -> int:
+    parts: dict[str, int] = {}
+    for size in sizes:
+        parts |= size if not isinstance(size, int) else {}
+    return sum(parts.values()) + sum(size for size in sizes if isinstance(size, int))
+
+
+class Tier(RuleBasedStateMachine):
+    sizes = PLAIN
+
+    @initialize(budget_bytes=st.integers(30, 220))
+    def begin(self, budget_bytes: int) -> None:
+        self.now_s = 1000.0
+        self.known: list[Known] = []
+        self.waiting: list[Ticket[str]] = []
+        self.granted: list[Ticket[str]] = []
+        self.pinned: set[str] = set()
+        self.recalled: set[tuple[str, str]] = set()
+        self.uses: dict[str, Popularity] = {}
+        self.book: Book[str] = Book(
+            budget_bytes, lambda: self.now_s, on_gone=self._gone, on_recall=lambda h, ks: self._recalled(h, ks)
+        )
+        self.admission = Admission(self.book, lambda: self.now_s, "the test")
+
+    # what the core tells
+
+    def _gone(self, entries: Sequence[Entry[str]]) -> None:
+        for entry in entries:
+            known = self._of(entry)
+            assert known.is_here
+            assert not known.is_leased, "a leased entry went"
+            assert not (known.is_current and known.key in self.pinned), "a pinned entry went"
+            assert entry.thing is not None
+            self.known.remove(known)
+            if known.is_current:
+                self.uses[known.key] = known.popularity
+
+    def _recalled(self, holder: str, asked: Sequence[str]) -> None:
+        for key in asked:
+            known = self._current(key)
+            assert known
+            assert known.callable[holder]
+            assert (holder, key) not in self.recalled
+            assert self._may_go(known)
+            self.recalled.add((holder, key))
+
+    def _settled(self, ticket: Ticket[str]) -> None:
+        if ticket.entries is None:
+            together = self.sizes_of({*ticket.wanted, *self._pinned_here()})
+            assert distinct(together) > self.book.budget_bytes, "refused although it could fit one day"
+        else:
+            older = [other for other in self.waiting if other is not ticket and other.is_waiting]
+            older = [other for other in older if other.since_s <= ticket.since_s]
+            if older and older[0].since_s < ticket.since_s:
+                self._check_overtaking(ticket, older[0])
+            for entry in ticket.fresh:
+                known = Known(entry, entry.key, self.sizes[entry.key])
+                known.popularity = self.uses.get(entry.key, NEVER_USED)
+                self.known.append(known)
+            for entry in ticket.entries:
+                self._lease(self._of(entry), ticket.holder, 1)
+            self.granted.append(ticket)
+        if ticket in self.waiting:
+            self.waiting.remove(ticket)
+
+    def _check_overtaking(self, ticket: Ticket[str], first: Ticket[str]) -> None:
+        assert not ticket.fresh, "what needs room waits for its turn"
+        if self.now_s - first.since_s >= PATIENCE_S and not any(known.firm[ticket.holder] for known in self.known):
+            held = any(known.callable[ticket.holder] for known in self.known)
+            together = self.sizes_of({*ticket.wanted, *first.wanted, *self._pinned_here()})
+            assert held or distinct(together) <= self.book.budget_bytes, "the first could wait for ever"
+
+    # what happens
+
+    @rule(wanted=some_keys, holder=holders)
+    def ask(self, wanted: list[str], holder: str) -> None:
+        self.now_s += 1e-3  # so that no two ask at the same time
+        ticket = self.admission.ask("it", {key: self.sizes[key] for key in wanted}, holder, self._settled)
+        if ticket.is_waiting:
+            self.waiting.append(ticket)
+
+    @rule(number=st.integers(0, 9))
+    def cancel(self, number: int) -> None:
+        if self.waiting:
+            ticket = self.waiting.pop(number % len(self.waiting))
+            self.admission.end(ticket)
+            assert "bytes are missing" in (ticket.refusal or "")
+
+    @rule(number=st.integers(0, 9))
+    def finish(self, number: int) -> None:
+        if self.granted:
+            ticket = self.granted.pop(number % len(self.granted))
+            for entry in ticket.entries or ():
+                if (known := self._find(entry)) is not None:
+                    self._unlease(known, ticket.holder)
+            self.admission.end(ticket)
+            self.admission.end(ticket)
+
+    @rule(number=st.integers(0, 9), reload_s=st.none() | st.floats(0.01, 10))
+    def arrive(self, number: int, reload_s: float | None) -> None:
+        if coming := [known for known in self.known if not known.is_here]:
+            self._arrive(coming[number % len(coming)], reload_s)
+            self.admission.serve()
+
+    @rule(number=st.integers(0, 9))
+    def fail(self, number: int) -> None:
+        if coming := [known for known in self.known if not known.is_here]:
+            known = coming[number % len(coming)]
+            self.known.remove(known)
+            self._forget_recalls(known)
+            self.book.fail(known.entry)
+            if known.is_current:
+                self.uses[known.key] = known.popularity
+            self.admission.serve()
+
+    @rule(key=keys, holder=holders, reload_s=st.none() | st.floats(0.01, 10))
+    def adopt(self, key: str, holder: str, reload_s: float | None) -> None:
+        if self._current(key) is None:
+            entry = self.book.adopt(key, self.sizes[key], "thing", self._origin(key, reload_s))
+            self.known.append(known := Known(entry, key, self.sizes[key], is_here=True, reload_s=reload_s))
+            known.popularity = self.uses.get(key, NEVER_USED)
+        else:
+            entry = self.book.set_apart(key, self.sizes[key], "copy", holder)
+            nbytes = Known(entry, key, self.sizes[key]).nbytes
+            self.known.append(known := Known(entry, key, nbytes, is_here=True, is_current=False))
+            self._lease(known, holder, 1)
+        self.admission.serve()
+
+    @rule(wanted=some_keys)
+    def prefetch(self, wanted: list[str]) -> None:
+        if self.admission:
+            return
+        take, evict = self.book.plan_prefetch({key: self.sizes[key] for key in wanted})
+        assert not {entry.key for entry in evict} & {*wanted, *self.pinned}
+        for entry in evict:
+            assert not self._of(entry).is_leased
+        self.book.evict(evict)
+        for key in take:
+            entry = self.book.expect(key, self.sizes[key], prefetched=True)
+            self.known.append(known := Known(entry, key, self.sizes[key]))
+            known.popularity = self.uses.get(key, NEVER_USED)
+            self._use(known)
+            known.is_announced = True
+        if take:
+            assert self.book.used_bytes <= self.book.budget_bytes
+        else:
+            assert not evict
+
+    @rule(number=st.integers(0, 99))
+    def lend(self, number: int) -> None:
+        """A granted request keeps what it has, and lets the book ask for it."""
+        if self.granted:
+            ticket = self.granted.pop(number % len(self.granted))
+            for entry in ticket.entries or ():
+                if (known := self._find(entry)) is not None and known.firm[ticket.holder]:
+                    known.firm[ticket.holder] -= 1
+                    known.callable[ticket.holder] += 1
+                    self.book.make_callable(entry, ticket.holder)
+            self.admission.serve()
+
+    @rule(number=st.integers(0, 99), gives=st.booleans())
+    def answer(self, number: int, gives: bool) -> None:
+        if not self.recalled:
+            return
+        holder, key = sorted(self.recalled)[number % len(self.recalled)]
+        known = self._current(key)
+        assert known
+        self._answer(holder, known, gives)
+        self.admission.serve()
+
+    @rule(key=keys, holder=holders)
+    def need_again(self, key: str, holder: str) -> None:
+        if (known := self._current(key)) is not None:
+            self._answer(holder, known, gives=False)
+            self.admission.serve()
+
+    @rule(holder=holders)
+    def die(self, holder: str) -> None:
+        """Its tickets go with it, as with a replica."""
+        for known in self.known:
+            known.firm.pop(holder, None)
+            known.callable.pop(holder, None)
+        self.recalled = {(other, key) for other, key in self.recalled if other != holder}
+        self.granted = [ticket for ticket in self.granted if ticket.holder != holder]
+        self.book.end_holder(holder)
+        for ticket in [one for one in self.waiting if one.holder == holder]:
+            if ticket in self.waiting:
+                self.waiting.remove(ticket)
+                self.admission.end(ticket)
+        self.admission.serve()
+
+    @rule(some=some_keys)
+    def pin(self, some: list[str]) -> None:
+        self.pinned |= set(some)
+        self.book.pin(some)
+        self.admission.serve()
+
+    @rule(some=some_keys)
+    def unpin(self, some: list[str]) -> None:
+        self.pinned -= set(some)
+        self.book.unpin(some)
+        self.admission.serve()
+
+    @rule(key=keys)
+    def condemn(self, key: str) -> None:
+        if (known := self._current(key)) is not None:
+            known.is_current = False
+            known.size = known.nbytes
+            self.uses[key] = known.popularity
+            self.recalled = {(holder, other) for holder, other in self.recalled if other != key}
+            self.book.condemn(known.entry)
+            self.admission.serve()
+
+    @rule(budget_bytes=st.integers(0, 260))
+    def set_budget(self, budget_bytes: int) -> None:
+        self.book.budget_bytes = budget_bytes
+        self.admission.serve()
+
+    @rule(some=some_keys)
+    def drop(self, some: list[str]) -> None:
+        found = [known for key in some if (known := self._current(key)) and self._may_go(known) and not known.is_leased]
+        self.book.evict([known.entry for known in found])
+        self.admission.serve()
+
+    @rule(pause_s=st.floats(0.01, 900))
+    def pass_time(self, pause_s: float) -> None:
+        self.now_s += pause_s
+        self.admission.serve()
+
+    @rule(nbytes=st.integers(1, 200), spare=st.lists(keys, max_size=2, unique=True))
+    def plan(self, nbytes: int, spare: list[str]) -> None:
+        """A plan is the naive one: in order of value, nothing that need not go."""
+        budget_bytes = self.book.budget_bytes
+        may_go = [known for known in self.known if self._may_go(known) and known.key not in spare]
+        values = self._values()
+        victims: list[Known] = []
+        for known in sorted(may_go, key=lambda known: (values[known], known.entry.last_used)):
+            if distinct(self._without(victims, nbytes)) <= budget_bytes:
+                break
+            victims.append(known)
+        plan = self.book.plan_room({key: self.sizes[key] for key in spare if self._current(key)} | {"new": nbytes})
+        missing_bytes = distinct(self._without(victims, nbytes)) - budget_bytes
+        if missing_bytes > 0:
+            assert (plan.missing_bytes, plan.evict, plan.recall) == (missing_bytes, (), ())
+            return
+        for victim in reversed(list(victims)):
+            fewer = [other for other in victims if other is not victim]
+            if distinct(self._without(fewer, nbytes)) <= budget_bytes:
+                victims = fewer
+        chosen = {*plan.evict, *plan.recall}
+        assert sorted(values[self._of(entry)] for entry in chosen) == pytest.approx(
+            sorted(values[victim] for victim in victims)
+        )
+        assert all(self._of(entry).is_leased for entry in plan.recall)
+        assert not any(self._of(entry).is_leased for entry in plan.evict)
+
+    # what always holds
+
+    @invariant()
+    def the_books_are_right(self) -> None:
+        if not hasattr(self, "book"):
+            return
+        here = [known for known in self.known if known.is_here and known.is_current]
+        assert self.book.used_bytes == distinct([known.size for known in self.known])
+        assert self.book.here_bytes == sum(known.nbytes for known in here)
+        assert self.book.leased_bytes == sum(known.nbytes for known in here if known.is_leased)
+        assert self.book.pinned_bytes == sum(known.nbytes for known in here if known.key in self.pinned)
+        assert set(self.book.entries.values()) == {known.entry for known in self.known if known.is_current}
+        assert set(self.book.apart) == {known.entry for known in self.known if not known.is_current}
+        by_holder = Counter[str]()
+        for known in self.known:
+            assert (known.entry.firm, known.entry.callable) == (+known.firm, +known.callable)
+            for holder in +known.firm + known.callable:
+                by_holder[holder] += known.nbytes
+        assert self.book.bytes_by_holder() == dict(by_holder)
+        assert {holder for holder in HOLDERS if self.book.has_leases(holder)} == set(by_holder)
+        for known in self.known:
+            assert known.popularity == known.entry.popularity
+            assert (known.entry in self.book._order) == self._may_go(known)
+        assert self.book._movable_bytes == sum(known.nbytes for known in self.known if self._may_go(known))
+
+    @invariant()
+    def nobody_waits_who_need_not(self) -> None:
+        if not hasattr(self, "book"):
+            return
+        assert len(self.admission) == len(self.waiting) == sum(ticket.is_waiting for ticket in self.waiting)
+        over_bytes = self.book.used_bytes - self.book.budget_bytes
+        if over_bytes > 0:
+            idle = [known for known in self.known if self._may_go(known) and not known.is_leased]
+            asked = [known for known in self.known if self._is_called(known)]
+            without_bytes = distinct([known.size for known in self.known if known not in idle])
+            assert without_bytes == self.book.used_bytes or asked, "over the budget with something that may go"
+        if not self.waiting:
+            return
+        first = self.waiting[0]
+        assert not first.wanted.keys() <= self.book.entries.keys()
+        staying = [known for known in self.known if not self._may_go(known) or known.key in first.wanted]
+        wanted = [size for key, size in first.wanted.items() if self._current(key) is None]
+        needed = distinct([known.size for known in staying] + wanted)
+        asked = [known for known in self.known if self._is_called(known)]
+        assert needed > self.book.budget_bytes or asked, "the first waits for room that could be made"
+
+    def teardown(self) -> None:
+        """When everything ends that can end, nobody is left waiting."""
+        if not hasattr(self, "book"):
+            return
+        self.unpin(list("abcdef"))
+        self.book.budget_bytes = 1000
+        for _ in range(100):
+            for ticket in list(self.granted):
+                self.granted.remove(ticket)
+                for entry in ticket.entries or ():
+                    if (known := self._find(entry)) is not None:
+                        self._unlease(known, ticket.holder)
+                self.admission.end(ticket)
+            for known in [known for known in self.known if not known.is_here]:
+                self._arrive(known, None)
+            self.admission.serve()
+        assert not self.waiting
+        for holder in HOLDERS:
+            self.die(holder)
+        self.the_books_are_right()
+        assert self.book.apart == []
+        assert self.book.bytes_by_holder() == {}
+
+    # the model
+
+    def sizes_of(self, wanted: set[str]) -> list[Size]:
+        return [self.sizes[key] for key in wanted]
+
+    def _without(self, victims: Sequence[Known], nbytes: int) -> list[Size]:
+        return [*(known.size for known in self.known if known not in victims), nbytes]
+
+    def _pinned_here(self) -> set[str]:
+        return {known.key for known in self.known if known.is_current and known.key in self.pinned}
+
+    def _may_go(self, known: Known) -> bool:
+        return known.is_here and known.is_current and not +known.firm and known.key not in self.pinned
+
+    def _is_called(self, known: Known) -> bool:
+        return known.is_current and any((holder, known.key) in self.recalled for holder in HOLDERS)
+
+    def _values(self) -> dict[Known, float]:
+        measured = [known for known in self.known if known.is_here and known.is_current and known.reload_s is not None]
+        rates = {known: class_rate(rate_class(known.reload_s or 0.0, known.nbytes)) or 0.0 for known in measured}
+        measured_bytes = sum(known.nbytes for known in measured)
+        usual = sum(rates[known] * known.nbytes for known in measured) / measured_bytes if measured_bytes else 1.0
+        return {known: known.popularity.value(self.now_s) * rates.get(known, usual) for known in self.known}
+
+    def _of(self, entry: Entry[str]) -> Known:
+        return next(known for known in self.known if known.entry is entry)
+
+    def _find(self, entry: Entry[str]) -> Known | None:
+        return next((known for known in self.known if known.entry is entry), None)
+
+    def _current(self, key: str) -> Known | None:
+        return next((known for known in self.known if known.key == key and known.is_current), None)
+
+    def _origin(self, key: str, reload_s: float | None) -> int | None:
+        size = self.sizes[key]
+        nbytes = size if isinstance(size, int) else sum(size.values())
+        return None if reload_s is None else rate_class(reload_s, nbytes)
+
+    def _lease(self, known: Known, holder: str, count: int) -> None:
+        known.firm[holder] += count
+        self._use(known)
+
+    def _use(self, known: Known) -> None:
+        """A prefetch counts the use that it announces."""
+        if not known.is_announced:
+            known.popularity = known.popularity.touch(self.now_s)
+        known.is_announced = False
+
+    def _unlease(self, known: Known, holder: str) -> None:
+        if known.firm[holder]:
+            known.firm[holder] -= 1
+        elif known.callable[holder]:
+            known.callable[holder] -= 1
+        if not known.callable[holder]:
+            self.recalled.discard((holder, known.key))
+
+    def _arrive(self, known: Known, reload_s: float | None) -> None:
+        known.is_here, known.reload_s = True, reload_s if known.is_current else None
+        self.book.arrive(known.entry, "thing", self._origin(known.key, reload_s))
+
+    def _answer(self, holder: str, known: Known, gives: bool) -> None:
+        self.recalled.discard((holder, known.key))
+        if gives:
+            del known.callable[holder]
+            self.book.give_up(known.entry, holder)
+        else:
+            known.firm[holder] += known.callable.pop(holder, 0)
+            self.book.make_firm(known.entry, holder)
+
+    def _forget_recalls(self, known: Known) -> None:
+        self.recalled = {(holder, key) for holder, key in self.recalled if key != known.key or not known.is_current}
+
+
+class DividedTier(Tier):
+    sizes = DIVIDED
+
+
+TestEntriesOfTheirOwn = Tier.TestCase
+TestEntriesThatShareParts = DividedTier.TestCase
+TestEntriesOfTheirOwn.settings = TestEntriesThatShareParts.settings = settings(
+    max_examples=50, stateful_step_count=50, deadline=None
+)

@@ -1,0 +1,576 @@
+"""The book of one memory tier: what is here or coming, who leases it, what is pinned, what goes when room is needed.
+
+A tier is an adapter: it moves the bytes and keeps what it made of them in `Entry.thing`. The book decides and counts.
+What is asked often is counted as it changes, so that a lease, a release or an eviction costs the same however much is
+here. Nothing here is thread-safe, and callbacks must be quick and must not call the book.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final, Generic, TypeVar
+
+from weights.residency.policy import NEVER_USED, Candidate, EvictionOrder, Popularity, class_rate, value_of
+
+MAX_REMEMBERED: Final = 20_000  # entries that are not here and whose popularity is still known
+MAX_NAMED: Final = 5  # holders in a refusal
+
+Thing = TypeVar("Thing")
+
+# Bytes; or the bytes of each part, where entries may share parts: a part that several have counts once.
+Size = int | Mapping[str, int]
+
+
+@dataclass(eq=False, slots=True)
+class Entry(Candidate, Generic[Thing]):
+    """An entry of the book, by identity: after a failure or a condemnation another one may have its key.
+
+    `thing` is the tier's, set when the entry arrives or before, and None once it is gone. `firm` counts leases by
+    holder, `callable` those that the book may ask back; `called` names the holders that were asked and have not
+    answered. `is_current`: whoever asks for the key gets this one. `is_expected`: prefetched, and not used since.
+    """
+
+    size: Size = 0
+    thing: Thing | None = None
+    firm: Counter[str] = field(default_factory=Counter)
+    callable: Counter[str] = field(default_factory=Counter)
+    called: set[str] = field(default_factory=set)
+    num_uses: int = 0
+    is_here: bool = False
+    is_current: bool = True
+    is_gone: bool = False
+    is_expected: bool = False
+
+    @property
+    def is_leased(self) -> bool:
+        return bool(self.firm or self.callable)
+
+
+@dataclass(frozen=True, slots=True)
+class RoomPlan(Generic[Thing]):
+    """How room is made. `evict` is free to go, in order of value; `recall` goes once its holders have given it back.
+
+    `missing_bytes` > 0: there is no room even then; both are empty.
+    """
+
+    evict: tuple[Entry[Thing], ...] = ()
+    recall: tuple[Entry[Thing], ...] = ()
+    missing_bytes: int = 0
+
+
+class Book(Generic[Thing]):
+    """Entries under a byte budget. What has a firm lease, is pinned or is coming is never evicted.
+
+    `on_gone` hears of entries that leave memory, before their things are dropped; not of those that failed to come.
+    `on_recall(holder, keys)` asks a holder for its callable leases: it answers with `give_up` or `make_firm`, and one
+    that does not answer in time is ended with `end_holder`. `rate_of` is that of `EvictionOrder`.
+    """
+
+    def __init__(
+        self,
+        budget_bytes: int,
+        clock: Callable[[], float],
+        *,
+        on_gone: Callable[[Sequence[Entry[Thing]]], None] = lambda entries: None,
+        on_recall: Callable[[str, Sequence[str]], None] = lambda holder, keys: None,
+        rate_of: Callable[[Hashable], float | None] = class_rate,
+        never_used: Popularity = NEVER_USED,
+    ) -> None:
+        self.budget_bytes = budget_bytes
+        self.entries: dict[str, Entry[Thing]] = {}
+        self.num_evicted = 0
+        # Of what is here and current; an entry counts whole, whatever it shares.
+        self.here_bytes = self.leased_bytes = self.pinned_bytes = 0
+        self._clock = clock
+        self._on_gone = on_gone
+        self._on_recall = on_recall
+        self._never_used = never_used
+        self._pinned: set[str] = set()
+        self._apart: dict[str, list[Entry[Thing]]] = {}  # no longer current, in memory until its leases end
+        self._used = DistinctBytes()
+        self._movable_bytes = 0
+        self._num_divided = 0
+        self._order: EvictionOrder[Entry[Thing]] = EvictionOrder(rate_of)
+        self._bytes_of_origin: Counter[Hashable] = Counter()
+        self._leases: dict[str, dict[Entry[Thing], None]] = {}
+        self._leased_by: Counter[str] = Counter()
+        self._past: OrderedDict[str, Popularity] = OrderedDict()
+        self._ticks = itertools.count(1)
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of all that is in memory or on the way there; shared parts count once."""
+        return self._used.total
+
+    @property
+    def pinned(self) -> Collection[str]:
+        """Keys that are pinned, here or not."""
+        return self._pinned
+
+    @property
+    def apart(self) -> list[Entry[Thing]]:
+        """What nobody new gets and somebody still leases, or that is still coming."""
+        return [entry for entries in self._apart.values() for entry in entries]
+
+    # what comes and goes
+
+    def expect(self, key: str, size: Size, *, prefetched: bool = False) -> Entry[Thing]:
+        """Enter one that is coming, for which there should be room; whoever calls loads it: `arrive` or `fail`.
+
+        A prefetch counts as the use that it announces.
+        """
+        entry = self._enter(key, size)
+        if prefetched:
+            self.announce(entry)
+        return entry
+
+    def arrive(self, entry: Entry[Thing], thing: Thing, origin: Hashable = None) -> None:
+        """It is here; `origin` says what it costs to get it again. If it was condemned meanwhile it may go at once."""
+        entry.thing, entry.origin, entry.is_here = thing, origin, True
+        if entry.is_current:
+            self._count_here(entry, 1)
+            self._sort(entry)
+        elif not entry.is_leased:
+            self._bury(entry)
+
+    def fail(self, entry: Entry[Thing]) -> None:
+        """It does not come. Leases on it end."""
+        for holder in list(entry.firm | entry.callable):
+            self._end_leases(entry, holder)
+        self._take_out(entry)
+
+    def adopt(self, key: str, size: Size, thing: Thing, origin: Hashable = None) -> Entry[Thing]:
+        """Enter one that is here already, over the budget if need be: the bytes are in memory whatever is decided."""
+        entry = self._enter(key, size)
+        self.arrive(entry, thing, origin)
+        return entry
+
+    def set_apart(self, key: str, size: Size, thing: Thing, holder: str, count: int = 1) -> Entry[Thing]:
+        """Enter a copy that `holder` has and nobody else gets; its bytes count until its leases end."""
+        entry: Entry[Thing] = Entry(key, bytes_of(size), size=bytes_of(size), thing=thing, is_here=True)
+        entry.is_current = False
+        self._used.add(entry.size)
+        self._apart.setdefault(key, []).append(entry)
+        self.lease(entry, holder, count)
+        return entry
+
+    def condemn(self, entry: Entry[Thing]) -> None:
+        """Nobody new gets it. It goes with its last lease; one that is coming, when it has come."""
+        if not entry.is_current:
+            return
+        self._unsort(entry)
+        if entry.is_here:
+            self._count_here(entry, -1)
+        del self.entries[entry.key]
+        entry.is_current = False
+        self._remember(entry)
+        # Its parts are its own now, beside the fresh ones that others share.
+        self._divide(entry, -1)
+        self._used.remove(entry.size)
+        entry.size = entry.nbytes
+        self._used.add(entry.size)
+        self._apart.setdefault(entry.key, []).append(entry)
+        if entry.is_here and not entry.is_leased:
+            self._bury(entry)
+
+    def evict(self, entries: Sequence[Entry[Thing]]) -> None:
+        """Let go of entries that nobody leases, whatever is pinned: a plan's, or what an operator drops."""
+        if not entries:
+            return
+        for entry in entries:
+            assert entry.is_here
+            assert not entry.is_leased
+            self._take_out(entry)
+            self.num_evicted += 1
+        self._let_go(entries)
+
+    def pin(self, keys: Iterable[str]) -> None:
+        """Never evict these, nor when they come only later."""
+        for key in set(keys) - self._pinned:
+            self._pinned.add(key)
+            self._pin_changed(key, 1)
+
+    def unpin(self, keys: Iterable[str]) -> None:
+        """Let these be evicted again."""
+        for key in self._pinned.intersection(keys):
+            self._pinned.discard(key)
+            self._pin_changed(key, -1)
+
+    # leases and uses
+
+    def lease(self, entry: Entry[Thing], holder: str, count: int = 1) -> None:
+        """Count a use, and add so many firm leases."""
+        if holder not in entry.firm:
+            if holder not in entry.callable:
+                self._leases.setdefault(holder, {})[entry] = None
+                self._leased_by[holder] += entry.nbytes
+            if not entry.firm:
+                self._unsort(entry)
+                if entry.is_here and entry.is_current and not entry.callable:
+                    self.leased_bytes += entry.nbytes
+        entry.firm[holder] += count
+        self.use(entry)
+
+    def use(self, entry: Entry[Thing]) -> None:
+        """Count a use, of a copy elsewhere too. The use that a prefetch announced counted then."""
+        if not entry.is_expected:
+            entry.popularity = entry.popularity.touch(self._clock())
+        entry.is_expected = False
+        entry.num_uses += 1
+        entry.last_used = next(self._ticks)
+
+    def announce(self, entry: Entry[Thing]) -> None:
+        """Count the use that is to come, once."""
+        if not entry.is_expected:
+            self.use(entry)
+            entry.num_uses -= 1
+            entry.is_expected = True
+
+    def release(self, key: str, holder: str, count: int = 1) -> None:
+        """Give back leases on a key, of a copy set apart before the current one. Ignores unknown keys and holders."""
+        current = self.entries.get(key)
+        for entry in (*self._apart.get(key, ()), *([current] if current else [])):
+            if entry.firm[holder] or entry.callable[holder]:
+                self.unlease(entry, holder, count)
+                return
+
+    def unlease(self, entry: Entry[Thing], holder: str, count: int = 1) -> None:
+        """Give back so many leases, or as many as there are, the firm ones first."""
+        firm = min(count, entry.firm[holder])
+        _subtract(entry.firm, holder, firm)
+        _subtract(entry.callable, holder, min(count - firm, entry.callable[holder]))
+        self._lease_ended(entry, holder)
+
+    def make_callable(self, entry: Entry[Thing], holder: str) -> None:
+        """Let the book ask for one of the holder's firm leases: it keeps the entry and does not need it."""
+        if entry.firm[holder]:
+            _subtract(entry.firm, holder, 1)
+            entry.callable[holder] += 1
+            self._sort(entry)
+
+    def make_firm(self, entry: Entry[Thing], holder: str) -> None:
+        """The holder needs all that it keeps of it: its answer to a recall, or before one comes."""
+        if entry.callable[holder]:
+            self._unsort(entry)
+            entry.firm[holder] += entry.callable.pop(holder)
+            entry.called.discard(holder)
+
+    def give_up(self, entry: Entry[Thing], holder: str) -> None:
+        """The holder keeps it no longer, its other answer to a recall. What it leases firmly it goes on leasing."""
+        if entry.callable.pop(holder, 0):
+            self._lease_ended(entry, holder)
+
+    def recall(self, entries: Iterable[Entry[Thing]]) -> None:
+        """Ask for the callable leases on these, each holder once until it answers."""
+        asked: dict[str, list[str]] = {}
+        for entry in entries:
+            for holder in entry.callable.keys() - entry.called:
+                entry.called.add(holder)
+                asked.setdefault(holder, []).append(entry.key)
+        for holder, keys in asked.items():
+            self._on_recall(holder, keys)
+
+    def end_holder(self, holder: str) -> None:
+        """End all leases of a holder: it is done, or it died."""
+        for entry in list(self._leases.get(holder, ())):
+            self._end_leases(entry, holder)
+
+    def has_leases(self, holder: str) -> bool:
+        return holder in self._leases
+
+    def bytes_by_holder(self) -> dict[str, int]:
+        """Return the bytes that each has a lease on, the most first; what two of them share counts for both."""
+        return dict(self._leased_by.most_common())
+
+    # room
+
+    def plan_room(self, wanted: Mapping[str, Size]) -> RoomPlan[Thing]:
+        """Plan room for what is missing of `wanted`; what is here of it stays.
+
+        The least valuable go first. Nothing goes that could stay: without any one of the victims the room would be
+        too small. Costs the logarithm of what is here for each victim; a plan that fails where entries share parts
+        looks at all of them.
+        """
+        missing = [size for key, size in wanted.items() if key not in self.entries]
+        for size in missing:
+            self._used.add(size)
+        try:
+            return self._plan_room(wanted) if missing else RoomPlan()
+        finally:
+            for size in missing:
+                self._used.remove(size)
+
+    def shrink(self) -> None:
+        """Evict and recall what is over the budget, as far as it may go."""
+        plan = self._plan_room(())
+        if plan.missing_bytes:
+            budget_bytes = self.budget_bytes
+            self.budget_bytes += plan.missing_bytes
+            try:
+                plan = self._plan_room(())
+            finally:
+                self.budget_bytes = budget_bytes
+        self.evict(plan.evict)
+        self.recall(plan.recall)
+
+    def plan_prefetch(self, wanted: Mapping[str, Size]) -> tuple[list[str], tuple[Entry[Thing], ...]]:
+        """Return which of `wanted`, in that order, come in, and what goes for them.
+
+        It fits beside everything that is worth as much or more; smaller ones after one that does not fit may still
+        come in. What another prefetch brought for a use to come stays, or two of them could go on displacing each
+        other; so does everything that is leased.
+        """
+        now_s, rates = self._clock(), self._order.rates(self._bytes_of_origin)
+        take: list[str] = []
+        looked_at: list[Entry[Thing]] = []
+        ascending: list[Entry[Thing]] = []  # what may go; the first `num_victims` do
+        num_victims = 0
+        try:
+            for key, size in wanted.items():
+                if key in self.entries:
+                    continue
+                value = self._past.get(key, self._never_used).touch(now_s).value(now_s) * rates[None]
+                self._used.add(size)
+                end = num_victims
+                while self._used.total > self.budget_bytes:
+                    if end == len(ascending):
+                        if (least := self._order.take_least(rates, now_s)) is None:
+                            break
+                        looked_at.append(least)
+                        if least.is_leased or least.is_expected or least.key in wanted:
+                            continue
+                        ascending.append(least)
+                    if value_of(ascending[end], rates, now_s) >= value:
+                        break
+                    self._used.remove(ascending[end].size)
+                    end += 1
+                if self._used.total <= self.budget_bytes:
+                    take.append(key)
+                    num_victims = end
+                else:
+                    self._used.remove(size)
+                    for victim in ascending[num_victims:end]:
+                        self._used.add(victim.size)
+            victims = ascending[:num_victims]
+            evict = self._spare_the_valuable(victims)
+            for key in take:
+                self._used.remove(wanted[key])
+            for victim in evict:
+                self._used.add(victim.size)
+            return take, evict
+        finally:
+            self._order.add_all(looked_at)
+
+    def bytes_beside_pins(self, *wanted: Mapping[str, Size]) -> int:
+        """Return the bytes of all this and of what is pinned and here: more than the budget never fits."""
+        together = {key: size for some in wanted for key, size in some.items()}
+        together |= {key: entry.size for key in self._pinned if (entry := self.entries.get(key)) is not None}
+        distinct = DistinctBytes()
+        for size in together.values():
+            distinct.add(size)
+        return distinct.total
+
+    def describe_holders(self) -> str:
+        """Say who has the room: the leases, the greatest first, what is pinned, and what is coming for nobody yet."""
+        holders = [f"{holder} ({nbytes} bytes)" for holder, nbytes in self._leased_by.most_common(MAX_NAMED)]
+        if len(self._leased_by) > MAX_NAMED:
+            holders[-1] += f" and {len(self._leased_by) - MAX_NAMED} more"
+        text = f"leased by: {', '.join(holders) or 'nobody'}"
+        pinned_bytes = sum(entry.nbytes for key in self._pinned if (entry := self.entries.get(key)) is not None)
+        coming_bytes = sum(e.nbytes for e in self.entries.values() if not e.is_here and not e.is_leased)
+        for label, nbytes in (("pinned", pinned_bytes), ("prefetches under way", coming_bytes)):
+            if nbytes:
+                text += f"; {label}: {nbytes} bytes"
+        return text
+
+    # inside
+
+    def _plan_room(self, spare: Collection[str]) -> RoomPlan[Thing]:
+        """Plan what goes of all but `spare` for what is counted as used now. Leaves the books as they were."""
+        lacking_bytes = self._used.total - self.budget_bytes
+        if lacking_bytes <= 0:
+            return RoomPlan()
+        if not self._num_divided:
+            kept = (entry for key in spare if (entry := self.entries.get(key)) is not None)
+            may_go_bytes = self._movable_bytes - sum(entry.nbytes for entry in kept if entry in self._order)
+            if lacking_bytes > may_go_bytes:
+                return RoomPlan(missing_bytes=lacking_bytes - may_go_bytes)
+        return self._choose_victims(spare)
+
+    def _choose_victims(self, spare: Collection[str]) -> RoomPlan[Thing]:
+        now_s, rates = self._clock(), self._order.rates(self._bytes_of_origin)
+        looked_at: list[Entry[Thing]] = []
+        victims: list[Entry[Thing]] = []
+        try:
+            while self._used.total > self.budget_bytes:
+                if (least := self._order.take_least(rates, now_s)) is None:
+                    break
+                looked_at.append(least)
+                if least.key not in spare:
+                    victims.append(least)
+                    self._used.remove(least.size)
+            missing_bytes = self._used.total - self.budget_bytes
+            if missing_bytes > 0:
+                for victim in victims:
+                    self._used.add(victim.size)
+                return RoomPlan(missing_bytes=missing_bytes)
+            needed = self._spare_the_valuable(victims)
+            for victim in needed:
+                self._used.add(victim.size)
+        finally:
+            self._order.add_all(looked_at)
+        return RoomPlan(
+            tuple(entry for entry in needed if not entry.is_leased),
+            tuple(entry for entry in needed if entry.is_leased),
+        )
+
+    def _spare_the_valuable(self, victims: Sequence[Entry[Thing]]) -> tuple[Entry[Thing], ...]:
+        """Of victims in order of value, all counted out, count in again those that need not go; return the others."""
+        needed: list[Entry[Thing]] = []
+        for victim in reversed(victims):
+            self._used.add(victim.size)
+            if self._used.total > self.budget_bytes:
+                self._used.remove(victim.size)
+                needed.append(victim)
+        return tuple(reversed(needed))
+
+    def _enter(self, key: str, size: Size) -> Entry[Thing]:
+        assert key not in self.entries
+        entry: Entry[Thing] = Entry(key, bytes_of(size), size=size)
+        entry.popularity = self._past.pop(key, self._never_used)
+        entry.last_used = next(self._ticks)
+        self.entries[key] = entry
+        self._used.add(size)
+        self._divide(entry, 1)
+        return entry
+
+    def _take_out(self, entry: Entry[Thing]) -> None:
+        """Out of the book, whatever form it has."""
+        if entry.is_gone:
+            return
+        if entry.is_current:
+            self._unsort(entry)
+            if entry.is_here:
+                self._count_here(entry, -1)
+            del self.entries[entry.key]
+            self._divide(entry, -1)
+            self._remember(entry)
+        else:
+            copies = self._apart[entry.key]
+            copies.remove(entry)
+            if not copies:
+                del self._apart[entry.key]
+        self._used.remove(entry.size)
+        entry.is_gone = True
+
+    def _bury(self, entry: Entry[Thing]) -> None:
+        self._take_out(entry)
+        self._let_go([entry])
+
+    def _let_go(self, entries: Sequence[Entry[Thing]]) -> None:
+        self._on_gone(entries)
+        for entry in entries:
+            entry.thing = None  # the order may know the entry for a while
+
+    def _end_leases(self, entry: Entry[Thing], holder: str) -> None:
+        entry.firm.pop(holder, None)
+        entry.callable.pop(holder, None)
+        self._lease_ended(entry, holder)
+
+    def _lease_ended(self, entry: Entry[Thing], holder: str) -> None:
+        if holder not in entry.callable:
+            entry.called.discard(holder)
+        if holder not in entry.firm and holder not in entry.callable and entry in self._leases.get(holder, ()):
+            self._leased_by[holder] -= entry.nbytes
+            del self._leases[holder][entry]
+            if not self._leases[holder]:
+                del self._leases[holder], self._leased_by[holder]
+            if not entry.is_leased and entry.is_here:
+                if not entry.is_current:
+                    self._bury(entry)
+                    return
+                self.leased_bytes -= entry.nbytes
+        self._sort(entry)
+
+    def _pin_changed(self, key: str, sign: int) -> None:
+        if (entry := self.entries.get(key)) is None:
+            return
+        if entry.is_here:
+            self.pinned_bytes += sign * entry.nbytes
+        if sign > 0:
+            self._unsort(entry)
+        else:
+            self._sort(entry)
+
+    def _count_here(self, entry: Entry[Thing], sign: int) -> None:
+        nbytes = sign * entry.nbytes
+        self.here_bytes += nbytes
+        self.leased_bytes += nbytes if entry.is_leased else 0
+        self.pinned_bytes += nbytes if entry.key in self._pinned else 0
+        self._bytes_of_origin[entry.origin] += nbytes
+        if not self._bytes_of_origin[entry.origin]:
+            del self._bytes_of_origin[entry.origin]
+
+    def _sort(self, entry: Entry[Thing]) -> None:
+        """Into the order, if it may go and is not there."""
+        may_go = entry.is_here and entry.is_current and not entry.firm and entry.key not in self._pinned
+        if may_go and entry not in self._order and not entry.is_gone:
+            self._order.add(entry)
+            self._movable_bytes += entry.nbytes
+
+    def _unsort(self, entry: Entry[Thing]) -> None:
+        if entry in self._order:
+            self._order.discard(entry)
+            self._movable_bytes -= entry.nbytes
+
+    def _divide(self, entry: Entry[Thing], sign: int) -> None:
+        self._num_divided += sign if not isinstance(entry.size, int) else 0
+
+    def _remember(self, entry: Entry[Thing]) -> None:
+        self._past[entry.key] = entry.popularity
+        self._past.move_to_end(entry.key)
+        if len(self._past) > MAX_REMEMBERED:
+            self._past.popitem(last=False)
+
+
+class DistinctBytes:
+    """Bytes in use, where what several entries share counts once."""
+
+    def __init__(self) -> None:
+        self.total = 0
+        self._uses: Counter[str] = Counter()
+
+    def add(self, size: Size) -> None:
+        """Count one user more of these bytes."""
+        if isinstance(size, int):
+            self.total += size
+            return
+        for part, nbytes in size.items():
+            if not self._uses[part]:
+                self.total += nbytes
+            self._uses[part] += 1
+
+    def remove(self, size: Size) -> None:
+        """Undo one `add` of the same size."""
+        if isinstance(size, int):
+            self.total -= size
+            return
+        for part, nbytes in size.items():
+            self._uses[part] -= 1
+            if not self._uses[part]:
+                self.total -= nbytes
+                del self._uses[part]
+
+
+def bytes_of(size: Size) -> int:
+    """Return all bytes of a size."""
+    return size if isinstance(size, int) else sum(size.values())
+
+
+def _subtract(leases: Counter[str], holder: str, count: int) -> None:
+    leases[holder] -= count
+    if leases[holder] <= 0:
+        del leases[holder]
