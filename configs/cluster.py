@@ -172,7 +172,12 @@ class ModelReplicaConfig(ReplicaConfig):
     """
 
     device: Device = "cpu"
-    resident_bytes: Bytes = Field(2 * 2**30, validate_default=True, description="weights that one replica keeps built")
+    resident_bytes: Bytes = Field(
+        2 * 2**30,
+        validate_default=True,
+        description="private memory of what one replica keeps built: copies of weights, KV caches, Python objects; "
+        "on cpu, weights stay in the node's shared memory and count against store.node_budget_bytes only",
+    )
     device_budget_bytes: Bytes | None = Field(
         None, description="weights that one replica keeps on a device of its own; default resident_bytes"
     )

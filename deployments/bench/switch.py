@@ -94,7 +94,8 @@ def _attach_again(replica: Any) -> float:
 
 
 def _legs(models: Models, rounds: int) -> dict[str, Any]:
-    """flux -> sdxl -> flux with resident weights: the third leg. `budget` of ours holds one pipeline; `everything` two.
+    """flux -> sdxl -> flux with resident weights: the third leg. Ours keeps what it has built (`switch`), or gives its
+    weights back to the node at each leg and keeps the structures (`attach`).
 
     `touched` legs end when every byte of the pipeline has been read once: diffusers maps files that nobody has read.
     Ours includes giving up the other pipeline; what that takes diffusers is `diffusers_freeing_ms`, on top.

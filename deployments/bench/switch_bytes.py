@@ -74,7 +74,8 @@ def recovery(models: Models, num_kills: int) -> dict[str, Any]:
     """SIGKILL for an idle keeper whose weights one replica uses: until another replica has them attached."""
     samples, read_bytes, adopted_bytes = [], [], []
     with node_of(models) as node:
-        user, newcomer = node.replicas(2, models.nbytes())
+        # Without leases that may be called back: a replica that keeps its weights does not notice the death.
+        user, newcomer = node.replicas(2, models.nbytes(), keeps=False)
         ray.get([user.switch.remote(FLUX), newcomer.switch.remote(FLUX)])
         for _ in range(num_kills):
             ray.get(newcomer.forget.remote())

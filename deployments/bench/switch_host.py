@@ -26,6 +26,7 @@ async def open_bench_host(
     budget_bytes: int,
     device: str,
     prepare: bool,
+    keeps: bool,
 ) -> ModelHost:
     """As `BenchReplica` describes it; what the models' classes are in has been imported."""
     limit_torch_threads(1, 1)
@@ -34,7 +35,16 @@ async def open_bench_host(
     async def fetch_manifest(model: str, version: str | None) -> Manifest:
         return manifests[model]
 
-    host = ModelHost(fetch_manifest, extents, skeletons, budget_bytes, builder, device=device, retire=builder.retire)
+    host = ModelHost(
+        fetch_manifest,
+        extents,
+        skeletons,
+        budget_bytes,
+        builder,
+        device=device,
+        kept=extents if keeps else None,
+        retire=builder.retire,
+    )
     models = [ModelConfig(id=name, path=Path(name)) for name in manifests]
     await prepare_models(host, models, {"diffusion"}, everything, builder.prepare)
     return host

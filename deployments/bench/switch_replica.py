@@ -25,7 +25,8 @@ def replica_class() -> Any:
 class BenchReplica:
     """`prepare`: make the structures of the models at start, as a replica of the cluster does. Imports are done always.
 
-    `skeletons` is the store's folder of what is not weights.
+    `keeps`: on device "cpu", keep what the node has not called back, as a replica of the cluster does. `skeletons` is
+    the store's folder of what is not weights.
     """
 
     async def __init__(  # type: ignore[misc]  # Ray awaits it
@@ -37,10 +38,17 @@ class BenchReplica:
         *,
         device: str = "cpu",
         prepare: bool = True,
+        keeps: bool = True,
     ) -> None:
         self._budget_bytes = budget_bytes
-        extents = RayExtents(keeper, f"replica-{os.getpid()}")
-        self._host = await switch_host.open_bench_host(extents, skeletons, manifests, budget_bytes, device, prepare)
+        keeps = keeps and device == "cpu"
+        extents = RayExtents(keeper, f"replica-{os.getpid()}", on_recall=self._give_up if keeps else None)
+        self._host = await switch_host.open_bench_host(
+            extents, skeletons, manifests, budget_bytes, device, prepare, keeps
+        )
+
+    def _give_up(self, extents: Sequence[str], is_overdue: bool) -> None:
+        self._host.give_up(extents, is_overdue)
 
     async def pid(self) -> int:
         return os.getpid()

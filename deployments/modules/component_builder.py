@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from deployments.engines.build import IMPORT_LOCK
 from deployments.engines.diffusion.rows import BatchBounds
 from deployments.engines.llm.engine import LLMEngine
 from deployments.engines.skeletons import SkeletonPool
+from deployments.modules.built_modules import object_footprint
 from deployments.text.keyed_encoders import KeyedEncoder, TextEncoderBuilder, is_text_encoder
 from weights.adapters import parse_adapter
 from weights.manifest import Component
@@ -52,6 +54,18 @@ class ComponentBuilder:
         """Make its structure before it is needed. Raises EngineError."""
         if component.library == "diffusers":
             self.skeletons.prepare(component, skeleton / component.folder)
+
+    def private_footprint(self, component: Component) -> Mapping[str, int]:
+        """Return what a component costs beside the node's shared memory: Python's objects, and an LLM's KV cache.
+
+        One LLM always fits, however large its cache: the replica's budget is of what is kept for later, too.
+        """
+        footprint = object_footprint(component)
+        if not is_denoise_component(component) or component.library in ("diffusers", "peft"):
+            return footprint
+        (nbytes,) = footprint.values()
+        budget_bytes = self._settings.weights_budget_bytes
+        return {component.module_key: min(nbytes + self._settings.kv_cache_bytes, budget_bytes)}
 
     def retire(self, thing: Any) -> None:
         """What was built here and is not used any more."""

@@ -25,6 +25,7 @@ from deployments.engines.build import import_class
 from deployments.engines.protocol import EngineError
 from deployments.engines.skeletons import SkeletonPool
 from deployments.errors import ServiceError, as_service_errors
+from deployments.modules.built_modules import Footprint, object_footprint
 from deployments.modules.model_host import ModelHost
 from weights.errors import WeightsError
 from weights.manifest import Component, Manifest, ModelKind
@@ -67,10 +68,12 @@ class ModelReplica:
         settings: ModelReplicaConfig,
         builder: _Builder,
         num_threads: int | None = None,
+        private_footprint: Footprint = object_footprint,
     ) -> None:
         """Connect to the registry and to this node's keeper, open the model host and prepare the configured models.
 
-        `role` names this replica as a holder of leases.
+        `role` names this replica as a holder of leases. `private_footprint` says what a component costs beside the
+        node's shared memory.
         """
         limit_torch_threads(num_threads, settings.num_cpus)
         self._builder = builder
@@ -101,6 +104,7 @@ class ModelReplica:
             report=lambda model, error: self._registry.report_attach.remote(model, error),
             device=settings.device,
             kept=provider if keeps else None,
+            private_footprint=private_footprint,
             retire=builder.retire,
         )
         provider.start_beating()

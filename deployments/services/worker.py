@@ -55,7 +55,8 @@ class Worker(ModelReplica):
         self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
         self._metrics = RequestMetrics()
         builder = ComponentBuilder(self._settings)
-        await self._open(config, "worker", self._settings, builder, self._settings.num_threads)
+        threads, footprint = self._settings.num_threads, builder.private_footprint
+        await self._open(config, "worker", self._settings, builder, threads, footprint)
         self._images = ImageService(self._host, self._settings, self._device)
         self._own_encoder = OwnEncoder(self._host, self._device)
 

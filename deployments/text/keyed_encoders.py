@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -30,21 +30,29 @@ class Running:
     """Computations under way: those go on that nobody waits for any more.
 
     `retired`: the module may have other weights by now. A lookup that outlived its request, waiting for another tier
-    of the cache, may come that late.
+    of the cache, may come that late. HAZARD: the module is let go from another thread when the node needs its weights.
     """
 
     count: int = 0
     retired: bool = False
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     async def during(self, compute: Callable[[], Awaitable[T]]) -> T:
         """What `compute` gives, counted while it is under way. Raises EngineError when it is too late for it."""
-        if self.retired:
-            raise EngineError("the encoder was let go before this text was encoded")
-        self.count += 1
+        with self._lock:
+            if self.retired:
+                raise EngineError("the encoder was let go before this text was encoded")
+            self.count += 1
         try:
             return await compute()
         finally:
             self.count -= 1
+
+    def retire(self) -> bool:
+        """Let nobody begin any more. False while something is under way: then nothing changes."""
+        with self._lock:
+            self.retired = self.retired or not self.count
+            return self.retired
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +113,7 @@ class TextEncoderBuilder:
 
     def retire(self, thing: KeyedEncoder | DenseHead) -> None:
         """Nobody leases it any more. If it still computes for somebody who left, its module ends with that."""
-        if isinstance(thing, KeyedEncoder) and not thing.running.count:
-            thing.running.retired = True
+        if isinstance(thing, KeyedEncoder) and thing.running.retire():
             self.skeletons.retire(thing.encoder.module)
             if thing.tokenizer_folder is not None:
                 self._keep(thing.tokenizer_folder, thing.tokenizer)

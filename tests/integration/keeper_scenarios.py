@@ -35,7 +35,8 @@ EXTENT_BYTES = 8 * MIB
 STORE_BYTES = 384 * MIB
 BUDGET_BYTES = 256 * MIB
 NAMESPACE = "keepers"
-ALONE = ("store_is_full", "two_nodes")  # these need the object store, or the cluster, for themselves
+# These need the object store, the cluster or the machine for themselves.
+ALONE = ("store_is_full", "two_nodes", "kept_models_take_turns")
 PARTS = ("__init__", "model", "keeper", "replica")
 WAIT_S = 20.0
 
@@ -60,9 +61,10 @@ class Registry:
 class Replica:
     """Holds weights as a worker does, and looks at every byte of them."""
 
-    def __init__(self, keeper: Any, holder: str) -> None:
+    def __init__(self, keeper: Any, holder: str, keeps: bool = False) -> None:
         self._damaged: list[str] = []
-        self._extents = RayExtents(keeper, holder, on_damage=self._damaged.extend)
+        nothing_made_of_it = (lambda ids, is_overdue: None) if keeps else None
+        self._extents = RayExtents(keeper, holder, on_damage=self._damaged.extend, on_recall=nothing_made_of_it)
         self._views: Mapping[str, Any] = {}
 
     def fetch(self, extents: Sequence[ExtentRef]) -> bool:
@@ -88,6 +90,20 @@ class Replica:
                 except Exception as error:
                     wrong.append(repr(error))
         return wrong
+
+    def switch(self, models: Sequence[Sequence[ExtentRef]], number: int) -> dict[str, Any]:
+        """Use one model after the other, so many times each; how long the longest fetch took."""
+        longest_s, wrong = 0.0, []
+        for _ in range(number):
+            for extents in models:
+                start_s = time.monotonic()
+                views = self._extents.fetch(extents)
+                longest_s = max(longest_s, time.monotonic() - start_s)
+                if not _sound(extents, views):
+                    wrong.append("other bytes")
+                del views
+                self._extents.release(extents)
+        return {"longest_s": longest_s, "wrong": wrong}
 
     def write(self, id_: str) -> None:
         """What must never happen: an in-place operation on a shared weight."""
@@ -128,10 +144,10 @@ class Scenarios:
         actor = keeper_class().options(scheduling_strategy=place)
         return actor.remote(str(self.folder), budget_bytes, node or self.head, **options)
 
-    def replica(self, keeper: Any, holder: str, node: str = "") -> Any:
+    def replica(self, keeper: Any, holder: str, node: str = "", **settings: Any) -> Any:
         place = NodeAffinitySchedulingStrategy(node or self.head, soft=False)
         options = {"num_cpus": 0, "max_concurrency": 16, "scheduling_strategy": place}
-        return ray.remote(Replica).options(**options).remote(keeper, holder)
+        return ray.remote(Replica).options(**options).remote(keeper, holder, **settings)
 
     def one_read_for_many(self) -> dict[str, Any]:
         extents, keeper = self.model("many", 4), self.keeper()
@@ -230,6 +246,35 @@ class Scenarios:
         seconds = time.monotonic() - start_s
         end(keeper, *replicas)
         return {"turns": turns, "seconds": seconds}
+
+    def kept_models_take_turns(self) -> dict[str, Any]:
+        """Two replicas keep what they leave; the node has room for one and a bit of three models that they want."""
+        models = [self.model(name, 3) for name in ("kept-a", "kept-b", "kept-c")]
+        budget_bytes = 4 * EXTENT_BYTES
+        keeper = self.keeper(budget_bytes=budget_bytes)
+        replicas = [self.replica(keeper, f"r{number}", keeps=True) for number in range(2)]
+        working = [
+            replica.switch.remote(models[number:] + models[:number], 12) for number, replica in enumerate(replicas)
+        ]
+        most_bytes, waiting = 0, working
+        while waiting:
+            _, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=0.01)
+            most_bytes = max(most_bytes, stats_of(keeper).resident_bytes)
+        found = [ray.get(done) for done in working]
+        again_ms = [ray.get(replicas[0].switch.remote(models[:1], 1))["longest_s"] * 1e3 for _ in range(2)][-1]
+        kill(keeper)
+        until(lambda: stats_of(keeper).callable_bytes >= len(models[0]) * EXTENT_BYTES)
+        after = ray.get(replicas[1].switch.remote(models[1:], 2))
+        stats = stats_of(keeper)
+        end(keeper, *replicas)
+        return {
+            "wrong": [what for one in (*found, after) for what in one["wrong"]],
+            "longest_s": max(one["longest_s"] for one in found),
+            "after_kill_s": after["longest_s"],
+            "over_bytes": max(most_bytes, stats.resident_bytes) - budget_bytes,
+            "again_ms": again_ms,
+            "num_recalled": stats.num_recalled,
+        }
 
     def shared_weight_is_written(self) -> dict[str, Any]:
         extents, keeper = self.model("written", 2), self.keeper(audit_bytes_per_s=2**30)

@@ -71,6 +71,17 @@ def test_two_models_that_do_not_fit_together_take_turns(observed: dict[str, Any]
     assert found["seconds"] < 20
 
 
+def test_kept_models_change_places_on_a_node_that_is_too_small_for_them(observed: dict[str, Any]) -> None:
+    """Nobody waits long, the node's budget holds, and a new keeper calls back what the old one had lent."""
+    found = observed["kept_models_take_turns"]
+    assert found["wrong"] == []
+    assert found["over_bytes"] <= 0
+    assert found["num_recalled"] > 0
+    assert found["longest_s"] < 1
+    assert found["after_kill_s"] < 15
+    assert found["again_ms"] < 50
+
+
 def test_a_write_into_a_shared_weight_is_caught_told_and_replaced(observed: dict[str, Any]) -> None:
     found = observed["shared_weight_is_written"]
     assert not found["before"]  # it did reach the other replica

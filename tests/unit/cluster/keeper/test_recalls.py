@@ -1,0 +1,354 @@
+"""Leases that are called back: the keeper asks for what replicas only keep, and ends those that do not answer."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import xxhash
+from unit.cluster.keeper.local_keeper import ActorHandle, FakeStore, ray_get
+
+from cluster.keeper.actor import NodeKeeper
+from cluster.keeper.ray_extents import RayExtents
+from cluster.keeper.recalls import ANSWER_WITHIN_S
+from cluster.keeper.records import Recall, RecallAnswer
+from weights.errors import BudgetExceeded
+from weights.manifest import ExtentRef
+
+WAIT_S = 10.0
+EXTENT_BYTES = 100
+BUDGET_BYTES = 300
+
+
+@pytest.fixture
+def extents(tmp_path: Path) -> dict[str, ExtentRef]:
+    found = {}
+    for id_ in "abcdef":
+        data = np.random.default_rng(ord(id_)).integers(0, 256, EXTENT_BYTES, np.uint8).tobytes()
+        (tmp_path / id_).write_bytes(data)
+        checksum = xxhash.xxh3_128_hexdigest(data)
+        found[id_] = ExtentRef(id=id_, pack=id_, offset=0, nbytes=EXTENT_BYTES, checksum=checksum)
+    return found
+
+
+@pytest.fixture
+def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[NodeKeeper]:
+    monkeypatch.setattr("cluster.keeper.ray_extents.ray.get", ray_get)
+    monkeypatch.setattr("cluster.keeper.ray_extents.ray.is_initialized", lambda: True)
+    monkeypatch.setattr("cluster.keeper.ray_extents.HEARTBEAT_S", 3600.0)
+    monkeypatch.setattr("cluster.keeper.actor.RECALL_POLL_S", 0.05)
+    node = NodeKeeper(str(tmp_path), BUDGET_BYTES, "node", store=FakeStore(), audit_bytes_per_s=0, max_wait_s=5.0)
+    yield node
+    node.close()
+
+
+class Replica:
+    """A client that keeps what it releases, and what was made of it: `made` by name, over extents; `busy` is in use."""
+
+    def __init__(self, node: NodeKeeper, extents: dict[str, ExtentRef], holder: str) -> None:
+        self.handle = ActorHandle(node)
+        self.client = RayExtents(self.handle, holder, on_damage=self.on_damage, on_recall=self.on_recall)
+        self.recalls: list[tuple[tuple[str, ...], bool]] = []
+        self.damaged: list[str] = []
+        self.gate = threading.Event()
+        self.gate.set()
+        self._extents = extents
+
+    def use(self, ids: str) -> dict[str, Any]:
+        return dict(self.client.fetch([self._extents[id_] for id_ in ids]))
+
+    def leave(self, ids: str) -> None:
+        self.client.release([self._extents[id_] for id_ in ids])
+
+    def on_recall(self, ids: Sequence[str], is_overdue: bool) -> None:
+        self.recalls.append((tuple(ids), is_overdue))
+        assert self.gate.wait(WAIT_S)
+
+    def on_damage(self, ids: Sequence[str]) -> None:
+        self.damaged += ids
+
+
+@pytest.fixture
+def replica(node: NodeKeeper, extents: dict[str, ExtentRef]) -> Iterator[Callable[[str], Replica]]:
+    made: list[Replica] = []
+
+    def make(holder: str) -> Replica:
+        made.append(Replica(node, extents, holder))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.client.close()
+    for one in made:
+        if one.client._ear:
+            one.client._ear.join(WAIT_S)
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(8) as pool:
+        yield pool
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.002)
+
+
+def listening(node: NodeKeeper, *holders: str) -> None:
+    until(lambda: all(holder in node._held._recalls for holder in holders))
+
+
+def resident(node: NodeKeeper) -> str:
+    return "".join(sorted(extent.id for extent in node.residents()))
+
+
+def test_what_is_kept_is_used_again_without_asking(node, replica) -> None:
+    one = replica("one")
+    views = one.use("ab")
+    one.leave("ab")
+    one.client._keeper = None  # nobody to ask
+    assert one.use("ab")["a"] is views["a"]
+    one.client._keeper = one.handle
+    assert node.stats().holders == {"one": 200}
+    listening(node, "one")
+    assert (node.stats().leased_bytes, node.stats().callable_bytes) == (200, 200)
+
+
+def test_room_is_made_of_what_is_only_kept(node, replica) -> None:
+    one, two = replica("one"), replica("two")
+    one.use("abc")
+    one.leave("abc")
+    listening(node, "one")
+    start_s = time.monotonic()
+    two.use("de")
+    assert time.monotonic() - start_s < ANSWER_WITHIN_S
+    assert len(one.recalls) == 1
+    assert node.stats().resident_bytes <= BUDGET_BYTES
+    assert set("de") < set(resident(node))
+    assert node.stats().num_recalled == 2
+    assert node.stats().holders == {"one": 100, "two": 200}
+    two.leave("de")
+    listening(node, "two")
+    one.use("abc")
+    assert (resident(node), node.stats().holders) == ("abc", {"one": 300})
+
+
+def test_the_least_popular_is_called_back_first_and_uses_of_kept_extents_count(node, replica, extents) -> None:
+    one, two = replica("one"), replica("two")
+    for id_ in "abc":
+        one.use(id_)
+        one.leave(id_)
+    for _ in range(3):
+        one.client.note_uses([extents["a"]])
+    one.use("b")
+    one.leave("b")
+    one.client.beat()
+    listening(node, "one")
+    two.use("d")
+    assert [ids for ids, _ in one.recalls] == [("c",)]
+    two.use("e")
+    assert [ids for ids, _ in one.recalls] == [("c",), ("b",)]
+    assert {found.id: found.hits for found in node.residents(["a"])} == {"a": 4}
+
+
+def test_what_is_in_use_is_not_given_back_until_it_is_released(node, replica, pool) -> None:
+    one, two = replica("one"), replica("two")
+    one.use("abc")
+    listening(node, "one")
+    waiting = pool.submit(two.use, "d")
+    until(lambda: bool(one.recalls))
+    assert not waiting.done()
+    (called, _), *_ = one.recalls
+    one.leave(called[0])
+    waiting.result(1.0)  # at once: the next sign of life is an hour away
+    assert called[0] not in resident(node)
+    assert node.stats().resident_bytes == BUDGET_BYTES
+
+
+def test_after_a_while_the_use_of_what_is_wanted_is_overdue(node, replica, pool) -> None:
+    one, two = replica("one"), replica("two")
+    one.use("abc")
+    listening(node, "one")
+    waiting = pool.submit(two.use, "d")
+    until(lambda: any(is_overdue for _, is_overdue in one.recalls))
+    one.leave("abc")
+    waiting.result(WAIT_S)
+
+
+def test_what_is_called_back_is_not_taken_again_before_who_waits_for_it(node, replica, pool) -> None:
+    one, two = replica("one"), replica("two")
+    one.use("ab")
+    two.use("c")
+    listening(node, "one", "two")
+    waiting = pool.submit(two.use, "de")  # beside c, which is in use: a or b has to go, then both
+    until(lambda: {id_ for ids, _ in one.recalls for id_ in ids} == {"a", "b"})
+    again = pool.submit(one.use, "ab")
+    time.sleep(0.05)
+    assert not again.done()
+    one.leave("ab")
+    assert set(waiting.result(WAIT_S)) == {"d", "e"}
+    two.leave("c")
+    assert not again.done()
+    two.leave("de")
+    assert set(again.result(WAIT_S)) == {"a", "b"}
+
+
+def test_who_does_not_answer_counts_as_dead_and_is_adopted_at_its_next_sign_of_life(node, replica, pool) -> None:
+    silent, other = replica("silent"), replica("other")
+    silent.use("ab")
+    silent.leave("ab")
+    silent.use("c")
+    listening(node, "silent")
+    silent.gate.clear()
+    start_s = time.monotonic()
+    other.use("de")
+    assert ANSWER_WITHIN_S <= time.monotonic() - start_s < 2 * ANSWER_WITHIN_S + 0.3
+    assert "silent" not in node.stats().holders
+    silent.gate.set()
+    silent.client.beat()
+    # What it kept was given back when it woke; what it uses is adopted, over the budget if it has to be.
+    assert node.stats().holders["silent"] >= 100
+    until(lambda: node.stats().resident_bytes <= BUDGET_BYTES)
+    other.leave("de")
+    listening(node, "silent", "other")
+    silent.use("abc")
+    assert node.stats().resident_bytes <= BUDGET_BYTES
+
+
+def test_a_dead_holder_ends_its_poll(node, replica) -> None:
+    node._held.end_holder("never heard of")
+    polling: Future[Recall] = Future()
+    threading.Thread(
+        target=lambda: polling.set_result(node._held.next_recall("dies", None, None, WAIT_S)), daemon=True
+    ).start()
+    listening(node, "dies")
+    node._held.end_holder("dies")
+    assert polling.result(WAIT_S) == Recall()
+    assert "dies" not in node._held._recalls
+
+
+def test_a_newer_poll_ends_the_one_before(node) -> None:
+    polls: list[Recall] = []
+    first = threading.Thread(target=lambda: polls.append(node._held.next_recall("r", None, None, WAIT_S)))
+    first.start()
+    listening(node, "r")
+    node._held.next_recall("r", None, None, 0.01)
+    first.join(WAIT_S)
+    assert polls == [Recall()]
+
+
+def test_an_answer_of_another_life_changes_nothing(node, replica, extents) -> None:
+    one = replica("one")
+    one.use("ab")
+    answer = RecallAnswer((), ("a", "b"), "another-1")
+    life = node._life(answer.generation)
+    assert life is None
+    node._held.next_recall("one", answer, life, 0.0)
+    assert node.stats().holders == {"one": 200}
+
+
+def test_kept_extents_are_adopted_by_the_next_keeper_and_called_back_by_it(node, replica, tmp_path: Path) -> None:
+    one, two = replica("one"), replica("two")
+    one.use("ab")
+    one.leave("ab")
+    after = NodeKeeper(str(tmp_path), BUDGET_BYTES, "node", store=FakeStore(), audit_bytes_per_s=0)
+    for client in (one, two):
+        client.handle.actor = after
+    one.client.beat()
+    assert after.stats().holders == {"one": 200}
+    listening(after, "one")
+    two.use("cd")
+    assert after.stats().resident_bytes == BUDGET_BYTES
+    assert after.stats().holders == {"one": 100, "two": 200}
+    assert after.stats().adopted_bytes == 200
+    after.close()
+
+
+def test_a_smaller_budget_calls_back_what_is_kept(node, replica) -> None:
+    one = replica("one")
+    one.use("abc")
+    one.leave("ab")
+    listening(node, "one")
+    node.set_budget(100)
+    until(lambda: node.stats().resident_bytes == 100)
+    assert (resident(node), node.stats().holders) == ("c", {"one": 100})
+
+
+def test_what_is_dropped_is_called_back(node, replica) -> None:
+    one = replica("one")
+    one.use("abc")
+    one.leave("ab")
+    listening(node, "one")
+    node.drop(["a", "c"])
+    until(lambda: resident(node) == "bc" or node.drop(["a"]) == ["a"])
+    assert node.stats().holders == {"one": 200}
+
+
+def test_a_damaged_copy_is_not_used_again_and_not_kept(node, replica) -> None:
+    one = replica("one")
+    views = one.use("ab")
+    one.leave("a")
+    views["a"][50] ^= 1
+    node._audit.round()
+    one.client.beat()
+    assert one.damaged == ["a"]
+    assert node.stats().holders == {"one": 100}  # the damaged copy, which nobody used, was given back
+    fresh = one.use("a")
+    assert fresh["a"] is not views["a"]
+    assert node.stats().holders == {"one": 200}
+
+
+def test_leases_that_are_never_called_back_are_waited_for_and_named(node, replica, extents, pool) -> None:
+    node.acquire([extents["a"], extents["b"], extents["c"]], "firm")
+    one = replica("one")
+    node._held._max_wait_s = 0.2
+    with pytest.raises(BudgetExceeded, match="leased by: firm"):
+        one.use("d")
+
+
+def test_what_was_called_back_is_free_without_a_collection(node, replica) -> None:
+    one, two = replica("one"), replica("two")
+    one.use("abc")
+    one.leave("abc")
+    listening(node, "one")
+    gc.collect()
+    gc.disable()
+    try:
+        gone = [weakref.ref(node._held.held(id_).ref.array) for id_ in "abc"]  # type: ignore[union-attr]
+        two.use("def")
+        until(lambda: not any(ref() is not None for ref in gone))
+    finally:
+        gc.enable()
+
+
+def test_many_switches_of_two_replicas_never_exceed_the_budget_and_end(node, replica, pool) -> None:
+    one, two = replica("one"), replica("two")
+    longest_s = [0.0]
+    over: list[int] = []
+
+    def switch(client: Replica, models: Sequence[str]) -> None:
+        for number in range(60):
+            ids = models[number % len(models)]
+            start_s = time.monotonic()
+            client.use(ids)
+            longest_s[0] = max(longest_s[0], time.monotonic() - start_s)
+            if (used := node._held._all.used_bytes) > BUDGET_BYTES:
+                over.append(used)
+            client.leave(ids)
+
+    for done in [pool.submit(switch, one, ["abc", "cd"]), pool.submit(switch, two, ["def", "ab"])]:
+        done.result(60.0)
+    assert over == []
+    assert longest_s[0] < 1.0
+    assert node.stats().num_recalled > 0
