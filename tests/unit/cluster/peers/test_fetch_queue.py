@@ -62,7 +62,7 @@ def step_id(step: object) -> str:
     return step.id
 
 
-def test_what_nobody_knows_of_is_asked_for_once_and_others_wait_for_the_answer() -> None:
+def test_an_unknown_extent_is_asked_for_once_while_other_threads_wait() -> None:
     found = queue("a", "b")
     step = found.next_step(0.0)
     assert isinstance(step, Ask)
@@ -85,7 +85,7 @@ def test_every_node_begins_elsewhere() -> None:
     assert len(begun) > 20
 
 
-def test_what_is_claimed_comes_first_because_others_wait_for_it_and_then_what_fewest_have() -> None:
+def test_claims_come_first_because_others_wait_and_then_the_rarest_extent() -> None:
     found = queue(*"abcd")
     ask(found, Located(offers={"a": offers("wxyz"), "b": offers("w"), "c": offers("xy")}, claimed=("d",)))
     assert [step_id(found.next_step(0.0)) for _ in range(4)] == ["d", "b", "c", "a"]
@@ -108,7 +108,7 @@ def test_without_an_answer_there_is_only_storage() -> None:
     assert {step_id(found.next_step(0.0)), step_id(found.next_step(0.0))} == {"a", "b"}
 
 
-def test_who_waits_asks_again_less_and_less_often() -> None:
+def test_a_waiting_node_asks_less_and_less_often() -> None:
     found, now_s, times = queue("a"), 0.0, []
     for _ in range(50):
         step = found.next_step(now_s)
@@ -142,7 +142,7 @@ def test_a_busy_peer_is_left_alone_for_a_moment_and_asked_again_while_another_ex
     assert isinstance(later, Fetch | Wait)
 
 
-def test_when_all_who_have_it_failed_storage_is_asked_for_and_not_when_there_are_more() -> None:
+def test_storage_is_asked_for_when_all_holders_failed_and_not_when_there_are_more() -> None:
     found = queue("a")
     ask(found, Located(offers={"a": offers("x")}))
     assert step_id(found.next_step(0.0)) == "a"
@@ -156,7 +156,7 @@ def test_when_all_who_have_it_failed_storage_is_asked_for_and_not_when_there_are
     assert isinstance(found.next_step(AVOID_S + 1), Fetch)
 
 
-def test_of_many_who_have_it_others_are_asked_when_the_first_have_failed_but_not_for_ever() -> None:
+def test_of_many_holders_others_are_asked_after_the_first_failed_but_not_for_ever() -> None:
     many, now_s = "abcd", 0.0
     assert len(many) == MAX_OFFERS
     found = queue("a")
@@ -188,7 +188,7 @@ def test_peers_that_have_it_and_never_give_it_are_waited_for_with_patience() -> 
     assert PATIENCE_S < now_s < PATIENCE_S + 2
 
 
-def test_storage_that_is_clearly_faster_is_read_whoever_reads_it_already() -> None:
+def test_clearly_faster_storage_is_read_although_another_node_reads_already() -> None:
     found = queue("a", "b")
     found.storage = BandwidthEstimate(3e9, 1.0)
     ask(found, Located(offers={"a": offers("x")}, reading={"b": "other"}))
@@ -209,7 +209,7 @@ def test_a_transfer_is_counted_as_if_it_had_been_alone_with_its_link() -> None:
     assert found.peers[at("y")].gbps(0.2) == pytest.approx(4 * 0.5)
 
 
-def test_what_is_known_of_peers_does_not_grow_for_ever() -> None:
+def test_the_records_of_peers_are_bounded() -> None:
     found = FetchQueue(random.Random(1), 8)
     for number in range(2 * MAX_PEERS):
         now_s = number * 0.1

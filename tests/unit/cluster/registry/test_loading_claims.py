@@ -27,7 +27,7 @@ def test_the_first_gets_it_and_the_others_hear_of_that() -> None:
     assert [claims.reader(id_) for id_ in "abc"] == ["first", "second", None]
 
 
-def test_who_has_it_or_failed_has_no_claim_any_more() -> None:
+def test_a_claim_ends_when_the_node_has_read_or_failed() -> None:
     claims = LoadingClaims(Clock())
     claims.claim("a", "first")
     claims.settle("second", ["a"])
