@@ -120,7 +120,7 @@ class SimulatedStart:
         """All extents, now."""
         for node in nodes:
             node.wanted = len(self.ids)
-            node.queue.add(dict.fromkeys(self.ids, self.extent_bytes), self.now_s)
+            node.queue.add_extents(dict.fromkeys(self.ids, self.extent_bytes), self.now_s)
             self._pump(node)
 
     def at(self, time_s: float, action: Callable[[], None]) -> None:
@@ -177,7 +177,7 @@ class SimulatedStart:
 
     def _told(self, node: Node, step: Ask, answer: object) -> None:
         node.num_idle += 1
-        node.queue.located(step.question, answer, self.now_s)  # type: ignore[arg-type]
+        node.queue.apply_answer(step.question, answer, self.now_s)  # type: ignore[arg-type]
         self._pump(node)
 
     def _renew(self, flow: Flow) -> None:
@@ -208,7 +208,7 @@ class SimulatedStart:
 
     def _refused(self, flow: Flow) -> None:
         flow.target.num_idle += 1
-        flow.target.queue.refused(flow.id, flow.tried, self.now_s)
+        flow.target.queue.end_refused_fetch(flow.id, flow.tried, self.now_s)
         self._pump(flow.target)
 
     def _check(self, flow: Flow, number: int) -> None:
@@ -271,9 +271,9 @@ class SimulatedStart:
         seconds = self.now_s - flow.start_s
         if flow.source and flow.fetch:
             flow.tried.shares.append(PeerShare(flow.source.address, self.extent_bytes, seconds, load))
-            node.queue.fetched(flow.id, flow.tried, self.now_s)
+            node.queue.end_fetch(flow.id, flow.tried, self.now_s)
         else:
-            node.queue.read(flow.id, seconds, self.now_s)
+            node.queue.end_read(flow.id, seconds, self.now_s)
         self.at(self.now_s + QUESTION_S / 2, lambda: self._report(node, flow.id))
         if len(node.has) == node.wanted:
             node.done_s = self.now_s
