@@ -1,8 +1,8 @@
 """The extents that a node wants and does not have yet: which is next, and where it comes from. Pure: no clock, no I/O.
 
-What peers have is fetched in an order of the node's own, so that nodes that start together soon have different extents
-to give to each other. What nobody has is read from storage by the node that the registry gives the claim; the others
-wait for it. A node that waits for one extent gets the others meanwhile.
+Each node fetches what peers have in an order of its own, so that nodes that start together soon have different extents
+for each other. An extent that no node has is read from storage by the node that gets the registry's claim; the others
+wait for it, and fetch other extents meanwhile.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class FetchQueue:
         self._offered: dict[str, Sequence[PeerOffer]] = {}
         self._mine: dict[str, None] = {}  # to read from storage
         self._waiting: dict[str, None] = {}
-        self._lost: dict[str, None] = {}  # all who are said to have it have failed
+        self._lost: dict[str, None] = {}  # every peer that is said to have it has failed
         self._fetching: set[str] = set()
         self._reading: set[str] = set()
         self._asked_twice: set[str] = set()  # because the first that were offered had all failed
