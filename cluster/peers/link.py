@@ -14,9 +14,10 @@ from typing import Any, Final
 import ray
 
 from cluster.peers.client import PeerClient
-from cluster.peers.messages import RENEW_S, Located, Question, ResidencyReport
+from cluster.peers.messages import Located, Question, ResidencyReport
 from cluster.peers.server import Lookup, PeerServer
 from cluster.ray_calls import get
+from weights.residency.claims import RENEW_S
 
 ANSWER_TIMEOUT_S: Final = 2.0
 RETRY_S: Final = 1.0

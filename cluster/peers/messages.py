@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from cluster.peers.protocol import PeerAddress
-
-RENEW_S: Final = 1.5  # how often a node reports the extents that it still reads
 
 
 @dataclass(frozen=True, slots=True)

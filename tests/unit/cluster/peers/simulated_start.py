@@ -15,11 +15,12 @@ from dataclasses import dataclass, field
 from cluster.keeper.extent_loading import MAX_CLAIMS
 from cluster.peers.client import GRACE_S, MIN_GBPS
 from cluster.peers.fetch_queue import Ask, Fetch, FetchQueue, Read
-from cluster.peers.messages import RENEW_S, ResidencyReport
+from cluster.peers.messages import ResidencyReport
 from cluster.peers.protocol import MAX_TRANSFERS, PeerAddress
 from cluster.peers.server import LINGER_S, TransferSlots
 from cluster.peers.sources import Fetched, PeerShare
 from cluster.registry.residency import ResidencyMap
+from weights.residency.claims import RENEW_S
 
 MIB = 2**20
 QUESTION_S = 0.002  # there and back to the registry
