@@ -1,4 +1,4 @@
-"""Which node holds which extents, which node reads those that nobody holds, and the report of it all. Pure."""
+"""The map of extents to nodes, the claims on extents that no node holds, and the report of residency. Pure."""
 
 from __future__ import annotations
 
@@ -10,84 +10,9 @@ from typing import Any, Final
 from cluster.peers.messages import Located, PeerOffer, Question, ResidencyReport
 from cluster.peers.protocol import PeerAddress
 from cluster.peers.sources import MAX_OFFERS
+from weights.residency.claims import LoadingClaims
 
 LOAD_S: Final = 1.0  # a load that was reported earlier says nothing about now
-CLAIM_S: Final = 6.0  # a claim that was not renewed for this long has ended; readers renew each RENEW_S
-SLOW_S: Final = 30.0  # after this long a second node may read, after twice that a third, then a fourth
-
-
-@dataclass(slots=True)
-class _Claim:
-    since_s: float
-    until_s: float
-
-
-class LoadingClaims:
-    """Which node reads an extent from storage while the others wait for it. Not thread-safe.
-
-    One node that reads an extent is enough for a cluster. The reader renews its claim while it reads: a slow disk is
-    not a dead node, and a dead node's claim ends soon. A reader that takes very long does not hold up the others for
-    ever: then one more may read, and later another.
-    """
-
-    def __init__(self, clock: Callable[[], float], claim_s: float = CLAIM_S) -> None:
-        self._clock = clock
-        self._claim_s = claim_s
-        self._claims: dict[str, dict[str, _Claim]] = {}  # by extent and node
-        self._by_node: dict[str, set[str]] = {}
-
-    def reader(self, id_: str) -> str | None:
-        """Return the node that has been reading the extent longest; None when another one may read it."""
-        found = self._alive(id_)
-        if not found:
-            return None
-        node_id, oldest = min(found.items(), key=lambda item: item[1].since_s)
-        num_allowed = 1 + int((self._clock() - oldest.since_s) // SLOW_S).bit_length()
-        return node_id if len(found) >= num_allowed else None
-
-    def claim(self, id_: str, node_id: str) -> bool:
-        """Claim the extent for the node. Return True when the node may read it, from now on or still."""
-        now_s = self._clock()
-        found = self._alive(id_)
-        if node_id not in found:
-            if self.reader(id_) is not None:
-                return False
-            self._by_node.setdefault(node_id, set()).add(id_)
-        since_s = found[node_id].since_s if node_id in found else now_s
-        self._claims.setdefault(id_, found)[node_id] = _Claim(since_s, now_s + self._claim_s)
-        return True
-
-    def renew(self, ids: Iterable[str], node_id: str) -> None:
-        """Extend the claims of a node that is still reading these extents."""
-        for id_ in ids:
-            self.claim(id_, node_id)
-
-    def settle(self, node_id: str, ids: Iterable[str]) -> None:
-        """End the node's claims on extents that it has read or failed to read."""
-        mine = self._by_node.get(node_id)
-        for id_ in mine.intersection(ids) if mine else ():
-            self._end(id_, node_id)
-
-    def forget(self, node_id: str) -> None:
-        """End all claims of a node that is gone or has restarted."""
-        for id_ in list(self._by_node.get(node_id, ())):
-            self._end(id_, node_id)
-
-    def _alive(self, id_: str) -> dict[str, _Claim]:
-        found = self._claims.get(id_, {})
-        now_s = self._clock()
-        for node_id in [node_id for node_id, claim in found.items() if claim.until_s <= now_s]:
-            self._end(id_, node_id)
-        return self._claims.get(id_, {})
-
-    def _end(self, id_: str, node_id: str) -> None:
-        found, mine = self._claims[id_], self._by_node[node_id]
-        del found[node_id]
-        mine.discard(id_)
-        if not found:
-            del self._claims[id_]
-        if not mine:
-            del self._by_node[node_id]
 
 
 @dataclass(slots=True)
@@ -144,7 +69,7 @@ class ResidencyMap:
             found = self._offers(id_, node_id) if id_ != question.insist else None
             if found:
                 offers[id_] = found
-            elif (reader := self._claims.reader(id_)) is not None and reader != node_id:
+            elif (reader := self._claims.loader(id_)) is not None and reader != node_id:
                 reading[id_] = reader
             elif (len(claimed) < num_claims or id_ == question.insist) and self._claims.claim(id_, node_id):
                 claimed.append(id_)
