@@ -15,7 +15,7 @@ from typing import Final, Generic, TypeVar
 
 from weights.residency.policy import NEVER_USED, Candidate, EvictionOrder, Popularity, class_rate, value_of
 
-MAX_REMEMBERED: Final = 20_000  # entries that are not here and whose popularity is still known
+MAX_REMEMBERED: Final = 50_000  # entries that are not here and whose popularity is still known
 MAX_NAMED: Final = 5  # holders in a refusal
 
 Thing = TypeVar("Thing")
@@ -31,18 +31,20 @@ class Entry(Candidate, Generic[Thing]):
     `thing` is the tier's, set when the entry arrives or before, and None once it is gone. `firm` counts leases by
     holder, `callable` those that the book may ask back; `called` names the holders that were asked and have not
     answered. `is_current`: whoever asks for the key gets this one. `is_expected`: prefetched, and not used since.
+    `is_movable`: may be evicted, or asked back and then evicted.
     """
 
     size: Size = 0
     thing: Thing | None = None
-    firm: Counter[str] = field(default_factory=Counter)
-    callable: Counter[str] = field(default_factory=Counter)
+    firm: dict[str, int] = field(default_factory=dict)
+    callable: dict[str, int] = field(default_factory=dict)
     called: set[str] = field(default_factory=set)
     num_uses: int = 0
     is_here: bool = False
     is_current: bool = True
     is_gone: bool = False
     is_expected: bool = False
+    is_movable: bool = False
 
     @property
     def is_leased(self) -> bool:
@@ -138,9 +140,10 @@ class Book(Generic[Thing]):
 
     def fail(self, entry: Entry[Thing]) -> None:
         """It does not come. Leases on it end."""
-        for holder in list(entry.firm | entry.callable):
+        for holder in {**entry.firm, **entry.callable}:
             self._end_leases(entry, holder)
         self._take_out(entry)
+        entry.thing = None
 
     def adopt(self, key: str, size: Size, thing: Thing, origin: Hashable = None) -> Entry[Thing]:
         """Enter one that is here already, over the budget if need be: the bytes are in memory whatever is decided."""
@@ -211,7 +214,7 @@ class Book(Generic[Thing]):
                 self._unsort(entry)
                 if entry.is_here and entry.is_current and not entry.callable:
                     self.leased_bytes += entry.nbytes
-        entry.firm[holder] += count
+        entry.firm[holder] = entry.firm.get(holder, 0) + count
         self.use(entry)
 
     def use(self, entry: Entry[Thing]) -> None:
@@ -231,31 +234,32 @@ class Book(Generic[Thing]):
 
     def release(self, key: str, holder: str, count: int = 1) -> None:
         """Give back leases on a key, of a copy set apart before the current one. Ignores unknown keys and holders."""
-        current = self.entries.get(key)
-        for entry in (*self._apart.get(key, ()), *([current] if current else [])):
-            if entry.firm[holder] or entry.callable[holder]:
+        for entry in self._apart.get(key, ()):
+            if holder in entry.firm or holder in entry.callable:
                 self.unlease(entry, holder, count)
                 return
+        if (current := self.entries.get(key)) is not None:
+            self.unlease(current, holder, count)
 
     def unlease(self, entry: Entry[Thing], holder: str, count: int = 1) -> None:
         """Give back so many leases, or as many as there are, the firm ones first."""
-        firm = min(count, entry.firm[holder])
-        _subtract(entry.firm, holder, firm)
-        _subtract(entry.callable, holder, min(count - firm, entry.callable[holder]))
-        self._lease_ended(entry, holder)
+        left = _subtract(entry.firm, holder, count)
+        if left and entry.callable:
+            _subtract(entry.callable, holder, left)
+        if holder not in entry.firm:
+            self._lease_ended(entry, holder)
 
     def make_callable(self, entry: Entry[Thing], holder: str) -> None:
         """Let the book ask for one of the holder's firm leases: it keeps the entry and does not need it."""
-        if entry.firm[holder]:
-            _subtract(entry.firm, holder, 1)
-            entry.callable[holder] += 1
+        if not _subtract(entry.firm, holder, 1):
+            entry.callable[holder] = entry.callable.get(holder, 0) + 1
             self._sort(entry)
 
     def make_firm(self, entry: Entry[Thing], holder: str) -> None:
         """The holder needs all that it keeps of it: its answer to a recall, or before one comes."""
-        if entry.callable[holder]:
+        if holder in entry.callable:
             self._unsort(entry)
-            entry.firm[holder] += entry.callable.pop(holder)
+            entry.firm[holder] = entry.firm.get(holder, 0) + entry.callable.pop(holder)
             entry.called.discard(holder)
 
     def give_up(self, entry: Entry[Thing], holder: str) -> None:
@@ -303,14 +307,18 @@ class Book(Generic[Thing]):
             for size in missing:
                 self._used.remove(size)
 
+    def plan_shrink(self) -> RoomPlan[Thing]:
+        """Plan what goes for the budget itself."""
+        return self._plan_room(())
+
     def shrink(self) -> None:
         """Evict and recall what is over the budget, as far as it may go."""
-        plan = self._plan_room(())
+        plan = self.plan_shrink()
         if plan.missing_bytes:
             budget_bytes = self.budget_bytes
             self.budget_bytes += plan.missing_bytes
             try:
-                plan = self._plan_room(())
+                plan = self.plan_shrink()
             finally:
                 self.budget_bytes = budget_bytes
         self.evict(plan.evict)
@@ -395,7 +403,7 @@ class Book(Generic[Thing]):
             return RoomPlan()
         if not self._num_divided:
             kept = (entry for key in spare if (entry := self.entries.get(key)) is not None)
-            may_go_bytes = self._movable_bytes - sum(entry.nbytes for entry in kept if entry in self._order)
+            may_go_bytes = self._movable_bytes - sum(entry.nbytes for entry in kept if entry.is_movable)
             if lacking_bytes > may_go_bytes:
                 return RoomPlan(missing_bytes=lacking_bytes - may_go_bytes)
         return self._choose_victims(spare)
@@ -481,18 +489,20 @@ class Book(Generic[Thing]):
         self._lease_ended(entry, holder)
 
     def _lease_ended(self, entry: Entry[Thing], holder: str) -> None:
+        """Some or all of the holder's leases on it have ended."""
         if holder not in entry.callable:
             entry.called.discard(holder)
-        if holder not in entry.firm and holder not in entry.callable and entry in self._leases.get(holder, ()):
-            self._leased_by[holder] -= entry.nbytes
-            del self._leases[holder][entry]
-            if not self._leases[holder]:
-                del self._leases[holder], self._leased_by[holder]
-            if not entry.is_leased and entry.is_here:
-                if not entry.is_current:
-                    self._bury(entry)
-                    return
-                self.leased_bytes -= entry.nbytes
+            mine = self._leases.get(holder)
+            if mine and entry in mine and holder not in entry.firm:
+                del mine[entry]
+                self._leased_by[holder] -= entry.nbytes
+                if not mine:
+                    del self._leases[holder], self._leased_by[holder]
+                if entry.is_here and not entry.is_leased:
+                    if not entry.is_current:
+                        self._bury(entry)
+                        return
+                    self.leased_bytes -= entry.nbytes
         self._sort(entry)
 
     def _pin_changed(self, key: str, sign: int) -> None:
@@ -516,13 +526,16 @@ class Book(Generic[Thing]):
 
     def _sort(self, entry: Entry[Thing]) -> None:
         """Into the order, if it may go and is not there."""
-        may_go = entry.is_here and entry.is_current and not entry.firm and entry.key not in self._pinned
-        if may_go and entry not in self._order and not entry.is_gone:
+        if entry.is_movable or entry.firm or not entry.is_here or not entry.is_current or entry.is_gone:
+            return
+        if entry.key not in self._pinned:
+            entry.is_movable = True
             self._order.add(entry)
             self._movable_bytes += entry.nbytes
 
     def _unsort(self, entry: Entry[Thing]) -> None:
-        if entry in self._order:
+        if entry.is_movable:
+            entry.is_movable = False
             self._order.discard(entry)
             self._movable_bytes -= entry.nbytes
 
@@ -570,7 +583,11 @@ def bytes_of(size: Size) -> int:
     return size if isinstance(size, int) else sum(size.values())
 
 
-def _subtract(leases: Counter[str], holder: str, count: int) -> None:
-    leases[holder] -= count
-    if leases[holder] <= 0:
+def _subtract(leases: dict[str, int], holder: str, count: int) -> int:
+    """Take so many leases, or as many as there are; returns how many were lacking."""
+    found = leases.get(holder, 0)
+    if found > count:
+        leases[holder] = found - count
+    elif found:
         del leases[holder]
+    return max(0, count - found)
