@@ -118,11 +118,6 @@ class DeviceArena:
             for hash_ in set(hashes):
                 self._book.release(hash_, holder)
 
-    def release_all(self, holder: str) -> None:
-        """End everything that `holder` leases, however often: it is done, or it died."""
-        with self._lock:
-            self._book.end_holder(holder)
-
     def prefetch(self, wanted: Mapping[str, DeviceKey], views: HostViews) -> ArenaReport:
         """Upload, without a lease, as much of `wanted` as has room that costs nothing leased, pinned, more valuable
         or prefetched by somebody else; the first of `wanted` come first. What has no room is left out.
@@ -177,11 +172,6 @@ class DeviceArena:
                 self._budget_bytes = before
                 self._book.budget_bytes = before
                 raise
-
-    def bytes_by_holder(self) -> dict[str, int]:
-        """Return the bytes that each holder leases; what two of them share counts for both."""
-        with self._lock:
-            return self._book.bytes_by_holder()
 
     def stats(self) -> ArenaStats:
         """Return a snapshot. Looks at every tensor."""
