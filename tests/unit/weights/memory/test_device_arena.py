@@ -18,7 +18,7 @@ from weights.manifest import TensorRef
 from weights.memory.device_arena import DeviceArena
 from weights.memory.device_records import DeviceKey
 from weights.memory.transfer import HostCopy, Pair, TransferReport
-from weights.residency import entries
+from weights.residency import leases
 
 NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.uint8: "U8", torch.int64: "I64", torch.float16: "F16"}
 Tensors = dict[str, torch.Tensor]
@@ -437,7 +437,7 @@ def test_views_of_the_host_are_its_memory_and_do_not_linger(make_arena) -> None:
 
 
 def test_what_is_remembered_of_the_past_is_bounded(make_arena, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(entries, "MAX_REMEMBERED", 30)
+    monkeypatch.setattr(leases, "MAX_REMEMBERED", 30)
     arena = make_arena(200)
 
     def acquire_others(count: int) -> None:
