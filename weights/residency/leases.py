@@ -32,8 +32,8 @@ class Entry(Candidate, Generic[Thing]):
 
     size: Size = 0
     thing: Thing | None = None
-    firm: dict[str, int] = field(default_factory=dict)
-    callable: dict[str, int] = field(default_factory=dict)
+    firm: Counter[str] = field(default_factory=Counter)
+    callable: Counter[str] = field(default_factory=Counter)
     called: set[str] = field(default_factory=set)
     num_uses: int = 0
     is_here: bool = False
