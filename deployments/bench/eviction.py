@@ -8,7 +8,8 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any, Final
 
-from weights.residency import Popularity, Resident, plan_eviction
+from weights.residency.entries import Book
+from weights.residency.policy import Popularity
 
 SHARES: Final = (0.4, 0.6, 0.75, 1.0)  # the budget, of the popular models' bytes
 # A trace as platforms see it: 12 of 200 models get 99 % of the requests, Zipf among them.
@@ -46,25 +47,20 @@ def bytes_moved_by_lru(trace: Sequence[Model], sizes: dict[str, int], max_models
 
 
 def bytes_moved_by_value(trace: Sequence[Model], sizes: dict[str, int], budget: int, half_life: float) -> int:
-    popularity: dict[str, Popularity] = {}
-    resident: dict[str, int] = {}
+    now = [0.0]
+    book: Book[None] = Book(budget, lambda: now[0], never_used=Popularity(half_life))
     moved = 0
-    for now, model in enumerate(trace):
-        for part in model:
-            popularity[part] = popularity.get(part, Popularity(half_life)).touch(now)
-        missing = [part for part in model if part not in resident]
-        if missing:
-            residents = [
-                Resident(part, sizes[part], used, int(part in model), popularity=popularity[part].value(now))
-                for part, used in resident.items()
-            ]
-            plan = plan_eviction(residents, sum(sizes[part] for part in missing), budget)
-            assert not plan.missing_bytes
-            for part in plan.evict:
-                del resident[part]
-        resident |= dict.fromkeys(model, now)
-        assert sum(sizes[part] for part in resident) <= budget
-        moved += sum(sizes[part] for part in missing)
+    for now[0], model in enumerate(trace):
+        wanted = {part: sizes[part] for part in model}
+        plan = book.plan_room(wanted)
+        assert not plan.missing_bytes
+        book.evict(plan.evict)
+        for part in wanted:
+            if part not in book.entries:
+                book.adopt(part, sizes[part], None)
+                moved += sizes[part]
+            book.use(book.entries[part])
+        assert book.used_bytes <= budget
     return moved
 
 
