@@ -13,11 +13,11 @@ from typing import Any, Final, Protocol
 
 import ray
 
-from cluster.keeper.loading_claims import RENEW_S
 from cluster.peers.fetch_queue import Located, Question
 from cluster.peers.peer_client import PeerClient
 from cluster.peers.peer_server import Lookup, PeerServer
 from cluster.ray_calls import get
+from weights.residency.claims import RENEW_S
 
 ANSWER_TIMEOUT_S: Final = 2.0
 RETRY_S: Final = 1.0

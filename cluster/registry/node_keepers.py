@@ -24,11 +24,11 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from cluster.actor_names import NAMESPACE, keeper_name, keeper_node
 from cluster.errors import KeeperFailed
 from cluster.keeper.actor import keeper_class
-from cluster.keeper.loading_claims import LoadingClaims
 from cluster.keeper.records import ResidentExtent
 from cluster.peers.fetch_queue import Located, Question
 from cluster.peers.peer_protocol import PeerAddress
 from cluster.registry.residency_map import ExtentDirectory
+from weights.residency.claims import LoadingClaims
 
 ANSWER_TIMEOUT_S: Final = 10.0
 IDLE_S: Final = 600.0  # a keeper whose node has had no replica for so long ends

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
-from cluster.keeper.loading_claims import LoadingClaims
 from cluster.peers.extent_sources import MAX_OFFERS, PeerOffer
 from cluster.peers.fetch_queue import Located, Question
 from cluster.peers.peer_protocol import PeerAddress
+from weights.residency.claims import LoadingClaims
 
 LOAD_S: Final = 1.0  # a load that was told longer ago says nothing about now
 
@@ -80,7 +80,7 @@ class ExtentDirectory:
             found = self._offers(id_, node_id) if id_ != question.insist else None
             if found:
                 offers[id_] = found
-            elif (reader := self._claims.reader(id_)) is not None and reader != node_id:
+            elif (reader := self._claims.loader(id_)) is not None and reader != node_id:
                 reading[id_] = reader
             elif (len(claimed) < num_claims or id_ == question.insist) and self._claims.claim(id_, node_id):
                 claimed.append(id_)

@@ -24,13 +24,13 @@ from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.keeper.actor import keeper_class
-from cluster.keeper.loading_claims import LoadingClaims
 from cluster.keeper.ray_extents import RayExtents
 from cluster.peers.fetch_queue import Located, Question
 from cluster.peers.peer_protocol import PeerAddress
 from cluster.registry.residency_map import ExtentDirectory
 from weights.errors import BudgetExceeded
 from weights.manifest import ExtentRef
+from weights.residency.claims import LoadingClaims
 
 MIB = 2**20
 EXTENT_BYTES = 8 * MIB

@@ -25,7 +25,6 @@ from unit.cluster.keeper.local_keeper import ActorHandle, FakeStore, Ref, ray_ge
 from cluster.keeper import holder_watch
 from cluster.keeper.actor import NodeKeeper
 from cluster.keeper.holder_watch import HolderProcess
-from cluster.keeper.loading_claims import LoadingClaims
 from cluster.keeper.ray_extents import RayExtents
 from cluster.keeper.records import HeldOffer
 from cluster.peers.fetch_queue import Located, Question
@@ -35,6 +34,7 @@ from weights.errors import BudgetExceeded, ExtentCorrupt, WeightsError
 from weights.manifest import ExtentRef
 from weights.reading.extents import ExtentReader
 from weights.reading.report import StageClock
+from weights.residency.claims import LoadingClaims
 
 WAIT_S = 10
 
@@ -133,8 +133,8 @@ def until(condition: Callable[[], bool]) -> None:
 
 def leases_of(keeper: NodeKeeper, id_: str) -> Counter[str]:
     """Of what is here or being read."""
-    entry = keeper._held._all.entry(id_)
-    return Counter(entry.holders) if entry else Counter()
+    entry = keeper._held._book.entries.get(id_)
+    return entry.firm + entry.callable if entry else Counter()
 
 
 def wait_for_leases(keeper: NodeKeeper, id_: str, count: int) -> None:

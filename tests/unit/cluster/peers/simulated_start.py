@@ -13,13 +13,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from cluster.keeper.extent_loading import MAX_CLAIMS
-from cluster.keeper.loading_claims import RENEW_S, LoadingClaims
 from cluster.peers.extent_sources import Fetched, PeerShare
 from cluster.peers.fetch_queue import Ask, Fetch, FetchQueue, Read
 from cluster.peers.peer_client import GRACE_S, MIN_GBPS
 from cluster.peers.peer_protocol import PeerAddress
 from cluster.peers.transfer_slots import LINGER_S, MAX_TRANSFERS, TransferSlots
 from cluster.registry.residency_map import ExtentDirectory
+from weights.residency.claims import RENEW_S, LoadingClaims
 
 MIB = 2**20
 QUESTION_S = 0.002  # there and back to the registry

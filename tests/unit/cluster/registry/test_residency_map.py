@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from cluster.keeper.loading_claims import LoadingClaims
 from cluster.peers.extent_sources import MAX_OFFERS
 from cluster.peers.fetch_queue import Located, Question
 from cluster.peers.peer_protocol import PeerAddress
 from cluster.registry.residency_map import LOAD_S, ExtentDirectory
+from weights.residency.claims import LoadingClaims
 
 ONE, TWO, THREE = (PeerAddress(f"10.0.0.{number}", 7000) for number in (1, 2, 3))
 
