@@ -11,15 +11,15 @@ to: that has no firm lease while it waits. What is called back for the one in fr
 from __future__ import annotations
 
 import concurrent.futures
-import itertools
 import logging
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
+from cluster.keeper.holder_watch import HolderLives
 from cluster.keeper.recalls import CHECK_S, Recalls
 from cluster.keeper.records import Held, Recall, RecallAnswer, ResidentExtent, Source
 from weights.errors import BudgetExceeded
@@ -32,7 +32,6 @@ OVERTAKE_S: Final = 2.0
 # So long a request for what is being used may join, once somebody waits for its room.
 PATIENCE_S: Final = 0.3
 MAX_USES: Final = 32  # of one extent that one report counts: more are one burst
-MAX_ENDED: Final = 10_000  # holders that are known to be dead
 MAX_NAMED: Final = 5
 
 logger = logging.getLogger("atelier.keeper")
@@ -72,39 +71,6 @@ class _Ticket:
     sizes: Mapping[str, int]
 
 
-class _Lives:
-    """The lives of holders: one that was dead and is heard of again has another life, and other leases."""
-
-    def __init__(self) -> None:
-        self._numbers = itertools.count(1)
-        self._lives: dict[str, int] = {}
-        self._ended: OrderedDict[str, None] = OrderedDict()
-
-    def number(self, holder: str) -> int:
-        """Return the number that the holder's leases have; 0 for one that is dead."""
-        if holder in self._ended:
-            return 0
-        if holder not in self._lives:
-            self._lives[holder] = next(self._numbers)
-        return self._lives[holder]
-
-    def is_of(self, life: int, holder: str) -> bool:
-        """Return whether leases of that life are those that `holder` has now."""
-        return self._lives.get(holder) == life
-
-    def revive(self, holder: str) -> int:
-        """The holder was heard of. Returns its life."""
-        self._ended.pop(holder, None)
-        return self.number(holder)
-
-    def end(self, holder: str) -> None:
-        """The holder is dead until it is heard of again."""
-        self._lives.pop(holder, None)
-        self._ended[holder] = None
-        if len(self._ended) > MAX_ENDED:
-            self._ended.popitem(last=False)
-
-
 class HeldExtents:
     """Thread-safe. A request for room that others have leased waits at most `max_wait_s` for it."""
 
@@ -127,17 +93,15 @@ class HeldExtents:
             budget_bytes,
             clock,
             on_gone=self._on_gone,
-            on_recall=self._on_recall,
+            on_recall=lambda holder, ids: self._recalls.call(holder, ids),
             rate_of=lambda source: reload_rate(cast("Source", source)),
         )
         # By extent id, of what is being loaded.
         self._coming: dict[str, tuple[ExtentRef, concurrent.futures.Future[Held]]] = {}
-        self._lives = _Lives()
-        self._recalls = Recalls(clock)
+        self._lives = HolderLives()
+        self._recalls = Recalls(self._book, clock)
         self._called: set[str] = set()  # for the first who waits
-        self._declined: set[tuple[Entry[Held], str]] = set()  # what a holder was asked for while it used it
         self._urged_s = clock()
-        self.num_recalled = 0
 
     @property
     def budget_bytes(self) -> int:
@@ -146,6 +110,10 @@ class HeldExtents:
     @property
     def num_evicted(self) -> int:
         return self._book.num_evicted
+
+    @property
+    def num_recalled(self) -> int:
+        return self._recalls.num_recalled
 
     @property
     def num_waiting(self) -> int:
@@ -179,7 +147,7 @@ class HeldExtents:
             finally:
                 if self._waiting[0] is ticket:
                     self._called.clear()
-                    self._forget_declined()
+                    self._recalls.forget_declined()
                 self._waiting.remove(ticket)
                 self._changed.notify_all()
 
@@ -288,19 +256,8 @@ class HeldExtents:
         """
         with self._changed:
             heard = threading.Condition(self._lock)
-            number, asked = self._recalls.open_poll(holder, heard.notify_all)
-            if number == 1:
-                for entry in (*self._book.entries.values(), *self._book.apart):
-                    self._make_callable(entry, holder)
-            for id_ in asked:
-                if found := self._book.entries.get(id_):
-                    found.called.discard(holder)
-            if answer and life is not None and self._lives.is_of(life, holder):
-                for id_ in answer.given_back:
-                    self._book.release(id_, holder)
-                for id_ in asked.intersection(answer.kept):
-                    self._decline(id_, holder)
-                self.num_recalled += len(asked.difference(answer.kept))
+            is_answer = answer is not None and life is not None and self._lives.is_of(life, holder)
+            number = self._recalls.open_poll(holder, heard.notify_all, answer if is_answer else None)
             self._freed()
             heard.wait_for(lambda: not self._recalls.is_open(holder, number), timeout_s)
             return self._recalls.take_recall(holder, number)
@@ -347,7 +304,7 @@ class HeldExtents:
         """Those that went: what is leased or pinned stays. What is only kept for later is called back."""
         with self._changed:
             if not self._waiting:
-                self._forget_declined()
+                self._recalls.forget_declined()
             asked = [entry for id_ in dict.fromkeys(ids) if (entry := self._book.entries.get(id_)) and entry.is_here]
             free = [entry for entry in asked if entry.key not in self._book.pinned]
             self._book.recall(entry for entry in free if not entry.firm)
@@ -462,15 +419,8 @@ class HeldExtents:
         now_s = self._clock()
         if plan.missing_bytes and min(now_s - ticket.since_s, now_s - self._urged_s) >= PATIENCE_S:
             self._urged_s = now_s
-            for entry, holder in self._declined:
-                if entry.is_current and entry.firm[holder] and entry.key not in ticket.wanted:
-                    self._called.add(entry.key)
-                    self._recalls.call(entry.key, [holder], is_overdue=True)
-        return bool(plan.recall or self._declined)
-
-    def _on_recall(self, holder: str, ids: Sequence[str]) -> None:
-        for id_ in ids:
-            self._recalls.call(id_, [holder])
+            self._called.update(self._recalls.urge(ticket.wanted))
+        return bool(plan.recall) or self._recalls.is_pending
 
     def _on_gone(self, entries: Sequence[Entry[Held]]) -> None:
         """What was condemned has been told before."""
@@ -494,25 +444,7 @@ class HeldExtents:
             self._book.use(entry)
             return
         self._book.lease(entry, holder, count)
-        if holder in self._recalls and (entry, holder) not in self._declined:
-            self._make_callable(entry, holder)
-
-    def _make_callable(self, entry: Entry[Held], holder: str) -> None:
-        for _ in range(entry.firm[holder]):
-            self._book.make_callable(entry, holder)
-
-    def _decline(self, id_: str, holder: str) -> None:
-        """The holder uses it just now: its lease is firm until it ends, or somebody else asks."""
-        entry = self._book.entries.get(id_)
-        if entry and entry.callable[holder]:
-            self._book.make_firm(entry, holder)
-            self._declined.add((entry, holder))
-
-    def _forget_declined(self) -> None:
-        declined, self._declined = self._declined, set()
-        for entry, holder in declined:
-            if holder in self._recalls and not entry.is_gone:
-                self._make_callable(entry, holder)
+        self._recalls.lend(entry, holder)
 
     def _end_silent(self) -> None:
         for holder in self._recalls.silent():
@@ -528,8 +460,7 @@ class HeldExtents:
     def _set_apart(self, held: Held, holder: str, num_leases: int) -> None:
         if self._lives.number(holder):  # the dead give nothing back
             entry = self._book.set_apart(held.extent.id, held.extent.nbytes, held, holder, num_leases)
-            if holder in self._recalls:
-                self._make_callable(entry, holder)
+            self._recalls.lend(entry, holder)
 
     def _freed(self) -> None:
         self._book.shrink()
