@@ -1,6 +1,7 @@
-"""Names of the cluster's detached actors, by cluster and config: who starts anew finds nothing of an earlier life.
+"""Names of the cluster's detached actors: `role:cluster:hash of the config`, followed by the node for a keeper.
 
-`role:cluster:hash of the config`, and a keeper's node after that. A colon is in no name of a cluster.
+The hash keeps a cluster that starts with another config from finding the actors of an earlier life. The name of a
+cluster has no colon.
 """
 
 from __future__ import annotations
@@ -11,35 +12,38 @@ from typing import Final
 from configs.cluster import ClusterConfig
 
 NAMESPACE: Final = "atelier"
-ROLES: Final = ("registry", "keeper", "encodings")  # in the order in which they end: a registry starts keepers again
+ROLES: Final = ("registry", "keeper", "encodings")  # in the order of ending them: a registry would start keepers again
 _HASH_CHARS: Final = 12
 
 
 def cluster_key(config: ClusterConfig) -> str:
-    """The cluster's name, and the hash of everything that its config says."""
+    """Return the cluster's name and the hash of its whole config, joined by a colon."""
     return f"{config.name}:{hashlib.sha256(config.model_dump_json().encode()).hexdigest()[:_HASH_CHARS]}"
 
 
 def registry_name(config: ClusterConfig) -> str:
+    """Return the name of the cluster's registry."""
     return f"registry:{cluster_key(config)}"
 
 
 def encodings_name(key: str) -> str:
+    """Return the name of the actor with the shared encodings of the cluster with that `cluster_key`."""
     return f"encodings:{key}"
 
 
 def keeper_name(key: str, node_id: str) -> str:
+    """Return the name of the node's keeper in the cluster with that `cluster_key`."""
     return f"keeper:{key}:{node_id}"
 
 
 def keeper_node(key: str, name: str) -> str | None:
-    """The node of a keeper of that cluster; None for another actor's name."""
+    """Return the node of a keeper of the cluster with that `cluster_key`, None for another actor's name."""
     node_id = name.removeprefix(keeper_name(key, ""))
     return node_id if node_id != name else None
 
 
 def names_of_cluster(cluster: str, names: list[str]) -> list[str]:
-    """Those of `names` that actors of the cluster of that name have, whatever its config; in the order of ending."""
+    """Return the names of the cluster's actors, whatever its config, in the order of ending them."""
     found = [(name.split(":"), name) for name in names]
     mine = [(ROLES.index(parts[0]), name) for parts, name in found if parts[0] in ROLES and parts[1:2] == [cluster]]
     return [name for _, name in sorted(mine)]

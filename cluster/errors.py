@@ -1,25 +1,27 @@
 """Errors of the control plane.
 
 ClusterError
-├── ModelUnknown        no model of that name is registered
-├── ModelUnavailable    registered, but its weights cannot be used; says which file and tensor
-├── ImportFailed        the process that was to bring a checkpoint into the store crashed, or took too much
-├── RegistrationRefused a model that cannot be registered or removed as asked; nothing has changed
-│   └── RegistrationConflict    because of what is registered already
-├── KeeperFailed        a node's keeper cannot start; says why
-├── PeerUnavailable     another node's keeper cannot give an extent; the caller turns to storage or another peer
-└── SessionError        the Ray session cannot be started, reached or stopped
+├── ModelUnknown                 no model of that name is registered
+├── ModelUnavailable             the model is registered, but its weights cannot be used; names file and tensor
+├── ImportFailed                 the import process of a checkpoint crashed, or passed a limit
+├── RegistrationRefused          the model cannot be registered or removed as asked; nothing has changed
+│   └── RegistrationConflict     it conflicts with what is registered already
+├── KeeperFailed                 a node's keeper cannot start; names the reason
+├── PeerUnavailable              another node's keeper cannot give an extent; storage or another peer may
+│   ├── PeerBusy                 it has no free connection or slot now (peers/connections.py)
+│   └── FetchFailed              no peer is left, and bytes are missing (peers/client.py)
+└── SessionError                 the Ray session cannot be started, reached or stopped
 """
 
 from __future__ import annotations
 
 
 class ClusterError(Exception):
-    """Anything that goes wrong in the control plane. The message is one string, so it survives an actor call."""
+    """Any failure of the control plane. The message is its only argument, so that it survives an actor call."""
 
 
 class ModelUnknown(ClusterError):
-    """No model of that name is registered."""
+    """No model of that name is registered. The message lists known names."""
 
 
 class ModelUnavailable(ClusterError):
@@ -27,15 +29,15 @@ class ModelUnavailable(ClusterError):
 
 
 class ImportFailed(ClusterError):
-    """The process that was to bring a checkpoint into the store crashed, or took more time or memory than it may."""
+    """The import process of a checkpoint crashed, or took more time or memory than its limits allow."""
 
 
 class RegistrationRefused(ClusterError):
-    """A model cannot be registered or removed as asked; nothing has changed."""
+    """A model cannot be registered or removed as asked. Nothing has changed."""
 
 
 class RegistrationConflict(RegistrationRefused):
-    """What is registered already stands against it."""
+    """A registration or removal conflicts with the cluster config or with what is registered already."""
 
 
 class KeeperFailed(ClusterError):
@@ -43,7 +45,7 @@ class KeeperFailed(ClusterError):
 
 
 class PeerUnavailable(ClusterError):
-    """Another node's keeper is gone, too slow, or does not have the extent."""
+    """Another node's keeper is gone, too slow, busy, or does not have the extent."""
 
 
 class SessionError(ClusterError):

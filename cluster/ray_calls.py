@@ -1,15 +1,30 @@
-"""Answers of actors, with nothing left behind where there is none."""
+"""Calls of actors: typed by the methods of the actor's class, and with nothing left behind by their errors."""
 
 from __future__ import annotations
 
 import traceback
-from typing import Any
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import ray
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def call_actor(
+    actor: Any, method: Callable[Concatenate[Any, P], Coroutine[Any, Any, R]], *args: P.args, **kwargs: P.kwargs
+) -> Awaitable[R]:
+    """Call an async method of an actor by its class's function, as in `call_actor(handle, Class.method, argument)`.
+
+    Returns the reference, to be awaited or not. The handle knows names only; the function has the types, and a search
+    for it finds its callers.
+    """
+    return cast("Awaitable[R]", getattr(actor, method.__name__).remote(*args, **kwargs))
+
 
 def get(refs: Any, timeout_s: float | None = None) -> Any:
-    """`ray.get` that raises an actor's own exception instead of Ray's wrapper around it.
+    """Return `ray.get(refs)`. Raises an actor's own exception instead of Ray's wrapper around it.
 
     HAZARD: `ray.get` raises out of a frame that has the error among the values: a circle. It keeps the other values,
     and by way of the frames that called it whatever those get later, until Python looks for circles. In a process at

@@ -32,7 +32,7 @@ _POLL_S = 0.1
 
 @dataclass(frozen=True, slots=True)
 class SessionRecord:
-    """A running `atelier up`: its process (`pid`, and `started` against pid reuse) and where it listens."""
+    """A running `atelier up`: its process and where it listens. `started` guards against a reused `pid`."""
 
     name: str
     pid: int
@@ -43,6 +43,7 @@ class SessionRecord:
 
     @property
     def alive(self) -> bool:
+        """True while that very process runs."""
         try:
             process = psutil.Process(int(self.pid))  # a damaged record may hold anything
             return process.create_time() == self.started and process.status() != psutil.STATUS_ZOMBIE
@@ -51,9 +52,10 @@ class SessionRecord:
 
 
 def record_folder() -> Path:
-    """Private to the user: $XDG_RUNTIME_DIR/atelier, or a folder in the temporary directory; created if need be.
+    """Return the user's private folder of session records, created if need be.
 
-    Raises SessionError when it could be somebody else's: who may write there says which processes `down` ends.
+    It is $XDG_RUNTIME_DIR/atelier, or a folder in the temporary directory. Raises SessionError when another user could
+    write there, who could then choose the processes that `atelier down` ends.
     """
     base = os.environ.get("XDG_RUNTIME_DIR")
     try:
@@ -63,7 +65,7 @@ def record_folder() -> Path:
 
 
 def running_sessions(folder: Path) -> list[SessionRecord]:
-    """The clusters of this user that are up on this machine. Records of dead processes are removed."""
+    """Return the user's clusters that are up on this machine, and remove the records of dead processes."""
     sessions = []
     for file in sorted(folder.glob("*.json")):
         try:
@@ -81,7 +83,7 @@ def running_sessions(folder: Path) -> list[SessionRecord]:
 
 
 def check_can_start(config: ClusterConfig, folder: Path) -> None:
-    """Raises SessionError saying what is in the way: the same cluster, another Ray, or the port."""
+    """Raise SessionError when the cluster cannot start: it is up already, another Ray runs, or a port is taken."""
     for record in running_sessions(folder):
         if record.name == config.name:
             raise SessionError(
@@ -99,7 +101,7 @@ def check_can_start(config: ClusterConfig, folder: Path) -> None:
 
 
 def check_port_free(where: HttpConfig | GrpcConfig) -> None:
-    """Raises SessionError naming the process that listens there, when it can be seen."""
+    """Raise SessionError when the port is taken, naming the process that listens there if it can be seen."""
     section, option = ("http", " or --port") if isinstance(where, HttpConfig) else ("grpc", "")
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -114,12 +116,12 @@ def check_port_free(where: HttpConfig | GrpcConfig) -> None:
 
 @contextlib.contextmanager
 def ray_session(config: ClusterConfig) -> Iterator[None]:
-    """Ray, connected or started, for the length of the block. A private Ray ends with it.
+    """Start Ray, or connect to it, for the length of the block. A private Ray ends with the block.
 
-    On a Ray that was there before, `end_actors` ends what is the cluster's own.
+    On a Ray that was running before, `end_actors` ends what belongs to the cluster. Raises SessionError.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # Ray starts its workers at nice 15, so that whatever else runs on the machine goes before those who serve.
+    # Ray starts its workers at nice 15, which would put them behind everything else on the machine.
     os.environ.setdefault("RAY_worker_niceness", "0")
     private = config.ray.address is None
     try:
@@ -144,10 +146,10 @@ def ray_session(config: ClusterConfig) -> Iterator[None]:
 
 
 def end_actors(cluster: str, timeout_s: float = END_TIMEOUT_S) -> None:
-    """End registry, keepers and shared encodings of the cluster of that name, whatever config they were started with.
+    """End registry, keepers and shared encodings of the cluster, whatever config they were started with.
 
-    Detached actors outlive the application, and an `up` that was killed leaves all of its own. Returns when their
-    names are free again. Raises SessionError naming those that would not end, when all of them were told to.
+    Detached actors outlive the application, and an `atelier up` that was killed leaves all of its own. Returns when
+    their names are free again. Raises SessionError naming the actors that did not end in time.
     """
     deadline_s = time.monotonic() + timeout_s
     while names := names_of_cluster(cluster, _named_actors()):
@@ -164,7 +166,7 @@ def _named_actors() -> list[str]:
 
 
 def _end_actor(name: str) -> str:
-    """What went wrong, "" for nothing: the others are ended all the same."""
+    """Kill the actor. Return the problem, "" for none, so that the other actors are still ended."""
     try:
         ray.kill(ray.get_actor(name, namespace=NAMESPACE))
     except ValueError:  # it has ended just now
@@ -175,7 +177,7 @@ def _end_actor(name: str) -> str:
 
 
 class SessionFile:
-    """Says where this process's cluster is, as long as the `with` block runs."""
+    """The record file of this process's cluster. It exists for the length of a `with` block."""
 
     def __init__(self, config: ClusterConfig, url: str, config_path: str, folder: Path) -> None:
         started = psutil.Process().create_time()
@@ -190,6 +192,7 @@ class SessionFile:
         self._file.unlink(missing_ok=True)
 
     def mark_ready(self) -> None:
+        """Record that the cluster answers requests."""
         self._write(replace(self._record, ready=True))
 
     def _write(self, record: SessionRecord) -> None:
@@ -199,9 +202,9 @@ class SessionFile:
 
 
 def stop_session(record: SessionRecord, timeout_s: float = STOP_TIMEOUT_S) -> None:
-    """Ask `atelier up` to end and wait until it and all its processes are gone; what then remains is killed.
+    """End an `atelier up` and all its processes: terminate them, then kill those that remain after `timeout_s`.
 
-    Raises SessionError when something survives even that.
+    Raises SessionError when a process survives that.
     """
     with contextlib.suppress(psutil.NoSuchProcess):
         family = [psutil.Process(record.pid), *psutil.Process(record.pid).children(recursive=True)]
@@ -216,10 +219,12 @@ def stop_session(record: SessionRecord, timeout_s: float = STOP_TIMEOUT_S) -> No
 
 
 def _ray_processes() -> list[int]:
+    """Return the ids of processes that are Ray's control service."""
     return [process.pid for process in psutil.process_iter(["name"]) if process.info["name"] == "gcs_server"]
 
 
 def _listener(port: int) -> str:
+    """Return the process that listens on the port as text, "" when it cannot be seen."""
     with contextlib.suppress(psutil.Error):
         for connection in psutil.net_connections("inet"):
             if connection.laddr and connection.laddr.port == port and connection.status == psutil.CONN_LISTEN:

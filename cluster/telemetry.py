@@ -1,4 +1,4 @@
-"""Metrics: where Ray exports them, and the ones that Atelier adds."""
+"""Metrics: the ones that Atelier adds, and the endpoints where Ray exports all of them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _STAGE_BOUNDARIES_MS = [1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1e
 
 
 def metrics_urls() -> list[str]:
-    """The Prometheus endpoint of every node that is alive."""
+    """Return the Prometheus endpoint of every node that is alive."""
     return [
         f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
         for node in ray.nodes()
@@ -23,7 +23,7 @@ def metrics_urls() -> list[str]:
 
 
 class RequestMetrics:
-    """Counts requests and their stages: `atelier_requests_total`, `atelier_stage_ms`, and the encoder cache's use."""
+    """Counters of a replica's requests: how many, the time in each stage, encodings by source, and bytes attached."""
 
     def __init__(self) -> None:
         self._requests = Counter("atelier_requests_total", "Requests answered.", tag_keys=("kind", "model"))
@@ -38,25 +38,28 @@ class RequestMetrics:
         )
         self._attached = Counter("atelier_attached_bytes_total", "Bytes attached by switches.", tag_keys=("model",))
 
-    def answered(self, kind: str, model: str, timings_ms: Mapping[str, float]) -> None:
+    def count_request(self, kind: str, model: str, timings_ms: Mapping[str, float]) -> None:
+        """Count an answered request and observe its milliseconds by stage."""
         self._requests.inc(1, {"kind": kind, "model": model})
         for stage, ms in timings_ms.items():
             self._stages.observe(ms, {"kind": kind, "model": model, "stage": stage})
 
-    def encoded(self, model: str, hits: int, misses: int) -> None:
+    def count_encodings(self, model: str, hits: int, misses: int) -> None:
+        """Count text encodings that came from the cache (hits) and from the encoder (misses)."""
         for source, count in (("cache", hits), ("encoder", misses)):
             if count:
                 self._encodings.inc(count, {"model": model, "source": source})
 
-    def attached(self, model: str, nbytes: int) -> None:
+    def count_attached(self, model: str, nbytes: int) -> None:
+        """Count the bytes that a switch has attached."""
         if nbytes:
             self._attached.inc(nbytes, {"model": model})
 
 
 class LoadMetrics:
-    """A node's loading: `atelier_load_stage_seconds_total`, summed over threads, and `atelier_load_stage_bytes_total`.
+    """Counters of a node's loading: seconds, summed over threads, and bytes by stage. Thread-safe.
 
-    Thread-safe. Made inside an actor: Ray exports a metric from the process that it is made in.
+    Construct it inside the actor: Ray exports a metric from the process in which it was made.
     """
 
     def __init__(self, node_id: str) -> None:
@@ -65,17 +68,17 @@ class LoadMetrics:
         self._seconds = Counter("atelier_load_stage_seconds_total", "Thread seconds spent loading.", tag_keys=tags)
         self._bytes = Counter("atelier_load_stage_bytes_total", "Bytes that passed a stage of loading.", tag_keys=tags)
         self._lock = threading.Lock()
-        self._told: dict[Stage, StageFigures] = {}
+        self._counted: dict[Stage, StageFigures] = {}
 
-    def loaded(self, stages: Mapping[Stage, StageFigures]) -> None:
-        """`stages` are totals so far; what is new since the last call is counted."""
+    def count_loads(self, stages: Mapping[Stage, StageFigures]) -> None:
+        """Count what is new since the last call; `stages` are the totals so far."""
         with self._lock:
             for stage, found in stages.items():
-                told = self._told.get(stage, StageFigures())
+                counted = self._counted.get(stage, StageFigures())
                 tags = {"stage": stage, "node": self._node_id}
-                # Totals taken by two threads may come here in the other order, and a counter cannot go back.
-                if (seconds := found.busy_s - told.busy_s) > 0:
+                # Totals of two threads may arrive in the wrong order, and a counter cannot decrease.
+                if (seconds := found.busy_s - counted.busy_s) > 0:
                     self._seconds.inc(seconds, tags)
-                if (nbytes := found.nbytes - told.nbytes) > 0:
+                if (nbytes := found.nbytes - counted.nbytes) > 0:
                     self._bytes.inc(nbytes, tags)
-                self._told[stage] = max(found, told, key=lambda figures: figures.busy_s)
+                self._counted[stage] = max(found, counted, key=lambda figures: figures.busy_s)

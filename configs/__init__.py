@@ -1,1 +1,1 @@
-"""What may be asked for: strict pydantic models and YAML presets. A leaf: no torch, no Ray."""
+"""The configuration: strict pydantic models and YAML presets. A leaf: no torch, no Ray."""

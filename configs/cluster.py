@@ -1,4 +1,4 @@
-"""The cluster: how many replicas of what, on which resources, serving which models."""
+"""The cluster's configuration: how many replicas of what, on which resources, serving which models."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _SECRET = re.compile("key|secret|token|password|credential", re.IGNORECASE)
 
 
 def parse_bytes(value: Any) -> Any:
-    """`"2 GiB"` -> 2147483648. Numbers pass through; anything else is left to pydantic to refuse."""
+    """Parse `"2 GiB"` to 2147483648. Numbers pass through; anything else is left to pydantic to refuse."""
     if not isinstance(value, str):
         return value
     text = value.strip().upper()
@@ -52,7 +52,7 @@ Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0)]
 
 
 class HttpConfig(StrictModel):
-    """Where the ingress listens."""
+    """The ingress's HTTP address."""
 
     host: str = "127.0.0.1"
     port: int = Field(8000, ge=1, le=65535)
@@ -60,12 +60,12 @@ class HttpConfig(StrictModel):
 
     @property
     def proxy_timeout_s(self) -> float:
-        """Of Serve's proxy: later, so that it is the ingress that answers, and says what was not done in time."""
+        """Timeout of Serve's proxy: later, so that the ingress answers, and says what was not done in time."""
         return self.request_timeout_s + 5.0
 
 
 class GrpcConfig(StrictModel):
-    """Where the Open Inference Protocol is spoken over gRPC. Every ingress replica of a node listens there."""
+    """The gRPC address of the Open Inference Protocol. Every ingress replica of a node listens there."""
 
     host: str = "127.0.0.1"
     port: int = Field(8001, ge=1, le=65535)
@@ -84,7 +84,7 @@ class RayConfig(StrictModel):
 
 
 class ObjectStorageConfig(StrictModel):
-    """Where s3:// URLs lead. Credentials are never here: the environment of the cluster has them."""
+    """The server behind s3:// URLs. Credentials are never here: the environment of the cluster has them."""
 
     endpoint: str | None = Field(None, pattern=r"^https?://[^/@?#\s]+/?$", description="without it, AWS of the region")
     region: str | None = Field(None, pattern=r"^[A-Za-z0-9-]+$")
@@ -103,7 +103,7 @@ class ObjectStorageConfig(StrictModel):
         return data
 
     def options(self) -> dict[str, str]:
-        """As `weights.sources` takes them."""
+        """Options as `weights.sources` takes them."""
         text = {"endpoint": self.endpoint, "region": self.region}
         flags = {"anonymous": self.anonymous, "verify_md5": self.verify_md5}
         return {key: value for key, value in text.items() if value} | {k: str(v).lower() for k, v in flags.items()}
@@ -121,7 +121,7 @@ class StoreConfig(StrictModel):
 
 
 class LimitsConfig(StrictModel):
-    """What one request may ask of the ingress."""
+    """Limits on one request to the ingress."""
 
     max_body_bytes: Bytes = Field(2**21, validate_default=True)
     max_prompt_chars: int = Field(32_768, ge=1)
@@ -140,7 +140,7 @@ class LimitsConfig(StrictModel):
 
 
 class ReplicaConfig(StrictModel):
-    """What every deployment has: how many replicas, what each reserves, how many requests each may hold."""
+    """Settings of every deployment: replicas, the resources that each reserves, requests that each may hold."""
 
     num_replicas: int = Field(1, ge=1)
     num_cpus: float = Field(0.5, ge=0)
@@ -166,7 +166,7 @@ class IngressConfig(ReplicaConfig):
 
 
 class ModelReplicaConfig(ReplicaConfig):
-    """What every deployment that runs models has.
+    """Settings of every deployment that runs models.
 
     `cpu` maps the node's shared weights; `cpu-private` copies what it needs, as a card would: for measuring.
     """
@@ -188,7 +188,7 @@ class ModelReplicaConfig(ReplicaConfig):
 
     @property
     def weights_budget_bytes(self) -> int:
-        """Of the device in use."""
+        """Bytes of weights that the device in use may hold."""
         return self.resident_bytes if self.device == "cpu" else self.device_budget_bytes or self.resident_bytes
 
 
@@ -222,7 +222,7 @@ class WorkerConfig(ModelReplicaConfig):
 
 
 def _root_of(path: Path) -> Path:
-    """The folder that a configured checkpoint lies in; of one in a hub's cache, its repository with the blobs."""
+    """Return the folder that a configured checkpoint lies in; for a hub cache, the repository with the blobs."""
     parent = path.parent
     if parent.name == "snapshots":
         return parent.parent
@@ -272,18 +272,18 @@ class ClusterConfig(StrictModel):
 
     @property
     def allowed_roots(self) -> tuple[Path, ...]:
-        """`model_roots`, or its default: a model beside one that is configured may be registered, no other path."""
+        """`model_roots`, or the folders of configured models: their neighbours may be registered, no other path."""
         if self.model_roots is not None:
             return self.model_roots
         local = [entry.path for entry in self.entries.values() if isinstance(entry.path, Path)]
         return tuple(dict.fromkeys(_root_of(path) for path in local))
 
     def trusts(self, entry: ModelConfig | AdapterConfig) -> bool:
-        """Whether this config itself names the source: who wrote it may read what it names."""
+        """Return True when this config itself names the source: its author may read what it names."""
         configured = self.entries.get(entry.id)
         return configured is not None and configured.path == entry.path
 
     def defaults_of(self, model: str) -> GenerationDefaults:
-        """What requests for `model` get when they do not say; nothing for an adapter or an unknown id."""
+        """Return what requests for `model` get unless they say otherwise; nothing for an adapter or an unknown id."""
         entry = self.entries.get(model)
         return entry.defaults if isinstance(entry, ModelConfig) else GenerationDefaults()

@@ -17,7 +17,7 @@ class ConfigError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing wrong with a file: where (`line` counts from 1, `key` is the dotted path) and what."""
+    """A mistake in a file: where (`line` counts from 1, `key` is the dotted path) and what."""
 
     line: int | None
     key: str

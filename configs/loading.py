@@ -1,4 +1,4 @@
-"""YAML -> ClusterConfig. A mistake is reported with file, line, key and, for a typo, the nearest known name."""
+"""Load YAML into a ClusterConfig. A mistake is reported with file, line, key and, for a typo, the nearest name."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ def load_cluster_config(path: str | Path) -> ClusterConfig:
 
 
 def located_problems(path: Path, problems: Iterable[tuple[Sequence[str | int], str]]) -> ConfigFileError:
-    """Mistakes that were found after loading (keys, what is wrong), with their lines."""
+    """Return mistakes that were found after loading (keys, what is wrong) as an error with their lines."""
     node, _ = _parse(path, path.read_text("utf-8"))
     found = [Problem(_line_of(node, tuple(keys)), ".".join(map(str, keys)), text) for keys, text in problems]
     return ConfigFileError(path, found)
 
 
 def resolve_paths(config: ClusterConfig, folder: Path) -> ClusterConfig:
-    """The same config with absolute paths, so that any process of any node reads the same files."""
+    """Return the config with absolute paths, so that any process of any node reads the same files."""
 
     def absolute(path: Path) -> Path:
         return (folder / path.expanduser()).resolve()
@@ -87,7 +87,7 @@ def _parse(path: Path, text: str) -> tuple[yaml.Node | None, Any]:
 
 
 def _causes(error: ValidationError) -> list[Any]:
-    """Without what merely follows: a list counts as too short when one of its items is wrong."""
+    """Drop errors that merely follow: a list counts as too short when one of its items is wrong."""
     details = error.errors()
 
     def follows(detail: Any) -> bool:
@@ -116,7 +116,7 @@ def _problem(node: yaml.Node | None, detail: Any) -> Problem:
 
 
 def _line_of(node: yaml.Node | None, location: Location) -> int | None:
-    """The line of the deepest part of `location` that the file holds (a missing key has its parent's line)."""
+    """Return the line of the deepest part of `location` in the file (a missing key has its parent's line)."""
     line = node.start_mark.line + 1 if node else None
     for part in location:
         step = _child(node, part)
@@ -138,7 +138,7 @@ def _child(node: yaml.Node | None, part: str | int) -> tuple[int, yaml.Node] | N
 
 
 def _duplicate_keys(node: yaml.Node | None, location: Location, visited: set[int]) -> Iterable[Problem]:
-    """YAML lets a later key win silently; a config in which one half is ignored is a mistake.
+    """Yield duplicate keys: YAML lets the later one win silently, which hides a mistake.
 
     `visited`: aliases make a graph of the tree, with many ways to a node and even circles.
     """
@@ -160,7 +160,7 @@ def _duplicate_keys(node: yaml.Node | None, location: Location, visited: set[int
 
 
 def _known_keys(location: Location) -> list[str]:
-    """The field names of the config model that sits at `location`."""
+    """Return the field names of the config model at `location`."""
     model: type[BaseModel] | None = ClusterConfig
     for part in location:
         if isinstance(part, int) or model is None:

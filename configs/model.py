@@ -1,4 +1,4 @@
-"""One model or adapter that a cluster may serve."""
+"""The configuration of one model or adapter that a cluster may serve."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DType = Literal["auto", "float32", "bfloat16", "float16"]
 
 
 def parse_source(value: Any) -> Any:
-    """A folder or file as Path; an object storage URL stays text, because a Path would make one slash of two."""
+    """Return a folder or file as Path; a URL stays text, because a Path would make one slash of two."""
     if isinstance(value, Path):
         return value
     if not isinstance(value, str) or not value:
@@ -47,7 +47,7 @@ TextPadding = Literal["stock", "trimmed"]
 
 
 class GenerationDefaults(StrictModel):
-    """What a request for this model gets when it does not say. None falls back to the engine's own default."""
+    """Defaults of requests for this model. None falls back to the engine's own default."""
 
     width: int | None = Field(None, ge=8, le=4096, description="pixels")
     height: int | None = Field(None, ge=8, le=4096, description="pixels")

@@ -69,14 +69,14 @@ class Reference:
 
 @dataclass(frozen=True, slots=True)
 class PipelineProblem:
-    """What is wrong with a pipeline, and where: the keys that lead to it from the pipeline's own mapping."""
+    """A mistake in a pipeline: the keys that lead to it from the pipeline's own mapping, and what is wrong."""
 
     location: Location
     text: str
 
 
 def parse_tensor_type(text: str) -> tuple[str, tuple[int, ...]] | None:
-    """`"FP32[-1,768]"` -> ("FP32", (-1, 768)); None for anything else."""
+    """Parse `"FP32[-1,768]"` to ("FP32", (-1, 768)); None for anything else."""
     match = _TENSOR_TYPE.fullmatch(text)
     if match is None or match[1] not in DATATYPES:
         return None
@@ -84,12 +84,12 @@ def parse_tensor_type(text: str) -> tuple[str, tuple[int, ...]] | None:
 
 
 def is_optional(type_: str) -> bool:
-    """Whether an input of this type may be left out."""
+    """Return True when an input of this type may be left out."""
     return type_.startswith(_OPTIONAL)
 
 
 def plain_type(type_: str) -> str:
-    """The type without the word."""
+    """Return the type without the word "optional"."""
     return type_.removeprefix(_OPTIONAL)
 
 
@@ -104,7 +104,7 @@ def _type_name(value: Any) -> str:
 
 
 def parse_reference(text: Any) -> Reference | None:
-    """`"$stage.output"` -> Reference; None for anything else, `$$…` included."""
+    """Parse `"$stage.output"` to a Reference; None for anything else, `$$…` included."""
     match = _REFERENCE.fullmatch(text) if isinstance(text, str) else None
     return Reference(match[1], match[2]) if match else None
 
@@ -143,13 +143,13 @@ class StageConfig(StrictModel):
 
     @property
     def references(self) -> dict[str, Reference]:
-        """By parameter."""
+        """References to other steps, by parameter."""
         found = {name: parse_reference(value) for name, value in self.inputs.items()}
         return {name: reference for name, reference in found.items() if reference is not None}
 
     @property
     def literals(self) -> dict[str, Argument]:
-        """By parameter, with `$$` read as one dollar sign."""
+        """Literal values by parameter, with `$$` read as one dollar sign."""
         given = {name: value for name, value in self.inputs.items() if parse_reference(value) is None}
         return {name: _unescaped(value) for name, value in given.items()}
 
@@ -191,13 +191,13 @@ class PipelineConfig(StrictModel):
 
     @property
     def dependencies(self) -> dict[str, set[str]]:
-        """The stages that each stage takes something from."""
+        """Stages that each stage takes something from."""
         stages = {stage.name for stage in self.stages}
         return {stage.name: {ref.source for ref in stage.references.values()} & stages for stage in self.stages}
 
 
 def nearest_name(name: str, known: Iterable[str]) -> str:
-    """`"; did you mean 'x'? (known: x, y)"`: what follows the report of an unknown name."""
+    """Return `"; did you mean 'x'? (known: x, y)"`, the end of a report of an unknown name."""
     known = list(known)
     listed = ", ".join(known[:MAX_LISTED]) + ", …" * (len(known) > MAX_LISTED)
     nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.5)

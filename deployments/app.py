@@ -1,16 +1,16 @@
 """The composition root: a cluster config -> a Serve application, and every actor kind that the cluster has.
 
-    actor kind          how many                   who starts it
-    registry            one per cluster            `connect_registry`, called first below
-    keeper              one per node with replicas the registry: `NodeKeepers.get`, when a replica of the node asks
-    shared encodings    one per cluster            `connect_shared_encodings`, called below
-    text encoder        config.text_encoder        Serve; bound below
-    worker              config.worker              Serve; bound below
-    ingress             config.ingress             Serve; bound below
+    actor kind          how many                     started by
+    registry            one per cluster              `connect_registry`, below
+    keeper              one per node with replicas   the registry, when `ModelReplica` asks for its node's keeper
+    shared encodings    one per cluster              `connect_shared_encodings`, below
+    text encoder        config.text_encoder          Serve; bound below
+    worker              config.worker                Serve; bound below
+    ingress             config.ingress               Serve; bound below
 
-The first three are named, detached actors. Whoever needs one gets it by name and starts it when it is not there, so
-all of them are back after a crash. `serve run deployments.app:build_app config=configs/clusters/demo.yaml` and
-`atelier up` both come through here.
+The first three are named, detached actors. Whoever needs one gets it by name, and starts it when it is not there: all
+of them are back after a crash. `serve run deployments.app:build_app config=configs/clusters/demo.yaml` and `atelier up`
+both come through here.
 """
 
 # No `from __future__ import annotations` here: Serve reads the builder's annotation to validate its arguments.

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 from cluster.registry.directory import ModelRecord
 from configs.model import AdapterConfig, GenerationDefaults, ModelConfig
+from deployments.engines.diffusion.families import FAMILIES
 from deployments.errors import InvalidRequest
 from deployments.records import ImageRequest, RequestModel, TextOptions
 
@@ -16,21 +16,6 @@ SEED_BITS: Final = 32  # of drawn seeds
 
 RequestT = TypeVar("RequestT", bound=RequestModel)
 TextT = TypeVar("TextT", bound=TextOptions)
-
-
-@dataclass(frozen=True, slots=True)
-class FamilyDefaults:
-    """What the stock pipeline's `__call__` defaults to (diffusers 0.42)."""
-
-    num_inference_steps: int
-    guidance_scale: float
-    side: int
-
-
-FAMILIES: Final = {
-    "FluxPipeline": FamilyDefaults(28, 3.5, 1024),
-    "StableDiffusionXLPipeline": FamilyDefaults(50, 5.0, 1024),
-}
 
 
 def drawn_seed() -> int:
@@ -54,10 +39,10 @@ def with_image_defaults(request: ImageRequest, defaults: GenerationDefaults, cla
     names = ("width", "height", "num_inference_steps", "guidance_scale", "max_sequence_length")
     request = _filled(request, defaults, names)
     stock = {
-        "width": family.side,
-        "height": family.side,
-        "num_inference_steps": family.num_inference_steps,
-        "guidance_scale": family.guidance_scale,
+        "width": family.defaults.side,
+        "height": family.defaults.side,
+        "num_inference_steps": family.defaults.num_inference_steps,
+        "guidance_scale": family.defaults.guidance_scale,
     }
     update = {name: value for name, value in stock.items() if getattr(request, name) is None}
     if request.seed is None:

@@ -1,18 +1,18 @@
 """Errors that a user of the service meets, the same over HTTP and over handles.
 
     ServiceError
-    ├── InvalidRequest       400  something about the request itself
+    ├── InvalidRequest       400  a value of the request is out of range, or a combination is not supported
     ├── UnknownModel         404  no such model or adapter; the message has the known names
-    ├── RequestTooLarge      413
-    ├── Overloaded           503  the memory for this model is taken by running work
-    ├── QueueFull            429  as many requests wait as its priority may have waiting
-    ├── DeadlineExceeded     504  the request's own time was over before its turn came
+    ├── RequestTooLarge      413  the body is larger than the cluster allows
+    ├── Overloaded           503  running work takes the memory that this model needs
+    ├── QueueFull            429  the admission queue of this priority is full
+    ├── DeadlineExceeded     504  the request's time was over before its work was done
     ├── ModelUnavailable     503  the model's weights cannot be used
-    ├── NoReplica            503  no replica is there to work on it; says why
+    ├── NoReplica            503  no replica runs that could work on it; says why
     ├── ReplicaLost          503  the replica that worked on it died, and so did the next ones or the stream had begun
-    ├── Conflict             409  what is registered already stands against it
-    ├── Unprocessable        422  a checkpoint that cannot be brought into the store
-    └── GenerationFailed     500  the model broke down on this request; says how
+    ├── Conflict             409  a model that is registered already forbids it
+    ├── Unprocessable        422  the checkpoint cannot be brought into the store
+    └── GenerationFailed     500  the model failed on this request; says how
 
 `deployments/ingress/errors.py` has the one table from these to protocols.
 """
@@ -30,7 +30,7 @@ from weights.errors import BudgetExceeded, WeightsError
 
 
 class ServiceError(Exception):
-    """`message` is for the person who asked; `param` names the field of the request, when there is one."""
+    """An error for the person who asked: `message` is for them, `param` names the request's field when there is one."""
 
     def __init__(self, message: str, param: str | None = None) -> None:
         # Both go to args: that is what survives pickling on the way out of a replica.
@@ -43,7 +43,7 @@ class ServiceError(Exception):
 
 
 class InvalidRequest(ServiceError):
-    """Something about the request itself: a value out of range, an unsupported combination."""
+    """A value of the request is out of range, or a combination of them is not supported."""
 
 
 class UnknownModel(ServiceError):
@@ -59,11 +59,11 @@ class Overloaded(ServiceError):
 
 
 class QueueFull(ServiceError):
-    """As many requests wait already as may wait at this priority."""
+    """The admission queue has no room for another request of this priority."""
 
 
 class DeadlineExceeded(ServiceError):
-    """The time that the request gave itself, or that its priority gives it, was over before its turn came."""
+    """The time that the request gave itself, or that its priority gives it, was over before its work was done."""
 
 
 class ModelUnavailable(ServiceError):
@@ -79,36 +79,20 @@ class ReplicaLost(ServiceError):
 
 
 class Conflict(ServiceError):
-    """What is registered already stands against it."""
+    """A model that is registered already forbids the change."""
 
 
 class Unprocessable(ServiceError):
-    """Well-formed, but about a checkpoint that cannot be brought into the store; says why."""
+    """The request is well-formed, but its checkpoint cannot be brought into the store; says why."""
 
 
 class GenerationFailed(ServiceError):
-    """The model broke down on this request: numbers that are not finite, a kernel that failed."""
-
-
-def forget_frames(error: BaseException) -> None:
-    """Of an error that is kept, and of those that led to it.
-
-    HAZARD: frames know what they worked on, tensors in shared memory for example. With an error that one of the frames
-    knows as well, in a local name or a future, they make a circle, and stay until Python looks for circles.
-    """
-    known: set[int] = set()
-    errors: list[BaseException | None] = [error]
-    while errors:
-        one = errors.pop()
-        if one is not None and id(one) not in known:
-            known.add(id(one))
-            one.__traceback__ = None
-            errors += (one.__cause__, one.__context__)
+    """The model failed on this request: numbers that are not finite, a kernel that failed."""
 
 
 @contextlib.contextmanager
 def as_service_errors() -> Iterator[None]:
-    """What the lower floors raise, said in the service's own terms: around the methods of a replica."""
+    """Raise what the lower floors raise as ServiceErrors: around the methods of a replica."""
     try:
         yield
     except EngineError as error:

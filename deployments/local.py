@@ -19,8 +19,8 @@ from deployments.limits import check_image
 from deployments.modules.component_builder import ComponentBuilder
 from deployments.modules.model_host import ModelHost
 from deployments.records import ImageRequest, ImageResult
-from deployments.services.image_service import ImageService
-from deployments.services.step_loop import DeviceThread, OnStep
+from deployments.services.image_service import ImageService, OnStep
+from deployments.services.step_loop import DeviceThread
 from deployments.text.fallback import OwnEncoder
 from deployments.text.keyed_encoders import TextEncoderBuilder
 from weights.intake import bring_in

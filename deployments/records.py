@@ -1,4 +1,4 @@
-"""What people ask for and get: the records of handle calls, CLI and HTTP alike. Free of Ray and of HTTP.
+"""Requests and results of handle calls, CLI and HTTP alike. Free of Ray and of HTTP.
 
 Requests are strict pydantic models: a handle call with a typo fails as clearly as an HTTP body with one. Results
 are plain dataclasses that hold numpy arrays, which Ray moves without a copy.
@@ -18,14 +18,14 @@ from configs.merging import MAX_PRIORITY_LEVELS
 from configs.model import LongText, TextPadding
 from deployments.errors import InvalidRequest
 
-MAX_SEED = 2**63 - 1  # that is accepted; drawn ones are below 2**32
+MAX_SEED = 2**63 - 1  # accepted; drawn seeds are below 2**32
 SEED_RULE = (
     "0 to 2^63 - 1, given as a whole number; one that is drawn is below 2^32, which every JSON reader keeps exactly"
 )
 TimingsMs = dict[str, float]  # milliseconds by stage: queue, encode, switch, denoise, prefill, generate, decode, total
 RequestT = TypeVar("RequestT", bound="RequestModel")
 Finite = Field(allow_inf_nan=False)
-# What no request can mean. What one may ask of a cluster is in its config (`LimitsConfig`), and checked at the ingress.
+# Bounds of what a request can mean. What one may ask of a cluster is in its config (`LimitsConfig`); see `limits.py`.
 MAX_INT32 = 2**31 - 1
 Name = Annotated[str, Field(max_length=256)]  # of a model, an adapter or a version
 UserName = Annotated[str, Field(max_length=1024)]  # OpenAI's `user`, which nobody here looks at
@@ -35,11 +35,13 @@ Stop = Annotated[str, Field(min_length=1, max_length=256)]
 
 
 class RequestModel(BaseModel):
+    """The base of requests: unknown fields are refused, and nothing changes a request once it is made."""
+
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
 
 def as_record(class_: type[RequestT], request: RequestT | Mapping[str, Any]) -> RequestT:
-    """The record itself, or one made of a mapping of its fields. Raises InvalidRequest naming the field."""
+    """Return the request itself, or one made of a mapping of its fields. Raises InvalidRequest naming the field."""
     if isinstance(request, class_):
         return request
     try:
@@ -61,7 +63,7 @@ class LoraUse(RequestModel):
 
 
 class ImageOptions(RequestModel):
-    """What may be asked of a picture. What is None comes from the model's defaults; seed None draws one."""
+    """The options of an image. Those that are None come from the model's defaults; a seed of None is drawn."""
 
     model: Name
     prompt: str = Field(min_length=1)
@@ -78,13 +80,14 @@ class ImageOptions(RequestModel):
 
 
 class ImageRequest(ImageOptions):
-    """Pictures from a diffusion model.
+    """A request for images from a diffusion model.
 
-    The same prompt, seed, steps and guidance give the picture that the stock diffusers pipeline gives with
-    `torch.Generator("cpu").manual_seed(seed)`, up to rounding where requests share a step. `model_version` and
-    `adapter_versions` (by name) are fingerprints: the ingress sets them, so that every replica on the way uses
-    the version that was current then. So it does `text_padding` and `long_text`, which are the model's. `priority` and
-    `timeout_s` are as in EmbeddingRequest.
+    The same prompt, seed, steps and guidance give the image that the stock diffusers pipeline gives with
+    `torch.Generator("cpu").manual_seed(seed)`, up to rounding where requests share a step.
+
+    The ingress sets the last four fields. `model_version` and `adapter_versions` (by name) are the fingerprints of the
+    versions that are current then, so that every replica on the way uses the same ones. `text_padding` and `long_text`
+    are the model's. `priority` and `timeout_s` are as in EmbeddingRequest.
     """
 
     priority: Priority = 0
@@ -96,9 +99,10 @@ class ImageRequest(ImageOptions):
 
 
 class EmbeddingRequest(RequestModel):
-    """Embeddings of texts, or of texts that are token ids already. `model_version` is the ingress's.
+    """A request for the embeddings of texts, or of texts that are token ids already.
 
-    `priority` 1 is the most urgent, 0 the encoder's default; `timeout_s` bounds the wait for a turn.
+    `priority` 1 is the most urgent, 0 the encoder's default. `timeout_s` bounds the time in its admission queue. The
+    ingress sets `model_version`.
     """
 
     model: Name
@@ -111,7 +115,7 @@ class EmbeddingRequest(RequestModel):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeadRequest:
-    """`features`: float array (n, in_features). `model_version` is the ingress's."""
+    """A linear layer's input: `features` is a float array (n, in_features). The ingress sets `model_version`."""
 
     model: Name
     features: npt.NDArray[np.floating[Any]]
@@ -119,14 +123,17 @@ class HeadRequest:
 
 
 class Message(RequestModel):
-    """One turn of a chat."""
+    """One message of a chat."""
 
     role: Literal["system", "developer", "user", "assistant"]
     content: str
 
 
 class TextOptions(RequestModel):
-    """How text is generated. None comes from the model's defaults; `temperature` is 1 then, and 0 is greedy."""
+    """The options of generated text. Those that are None come from the model's defaults.
+
+    `temperature` is 1 when the model says nothing either; 0 is greedy.
+    """
 
     max_tokens: Count | None = None
     temperature: Annotated[float | None, Finite] = Field(None, ge=0, le=2)
@@ -137,7 +144,7 @@ class TextOptions(RequestModel):
 
 
 class ChatRequest(TextOptions):
-    """The next turn of a chat. `model_version` is the ingress's."""
+    """A request for the next message of a chat. The ingress sets `model_version`."""
 
     model: Name
     messages: tuple[Message, ...] = Field(min_length=1)
@@ -145,7 +152,7 @@ class ChatRequest(TextOptions):
 
 
 class CompletionRequest(TextOptions):
-    """The continuation of a text. `model_version` is the ingress's."""
+    """A request for the continuation of a text. The ingress sets `model_version`."""
 
     model: Name
     prompt: str = Field(min_length=1)
@@ -157,10 +164,11 @@ TextRequestRecord = ChatRequest | CompletionRequest
 
 @dataclass(frozen=True, slots=True)
 class SwitchReport:
-    """What it took to have the model ready: bytes attached anew, components built and components that were there.
+    """The work of making a model ready: components that were built, and components that were there already.
 
-    `attached_bytes` are those of the components that were built. What moved for them, by tier: read from storage or a
-    peer, newly mapped from the node's memory (whole extents), copied to the device; `reused_bytes` were there.
+    `attached_bytes` are those of the components that were built. `storage_bytes` were read from storage or a peer for
+    them, `host_bytes` were newly mapped from the node's memory (whole extents), `device_bytes` were copied to the
+    device, and `reused_bytes` were there.
     """
 
     model: str
@@ -178,7 +186,7 @@ class SwitchReport:
 
 @dataclass(frozen=True, slots=True)
 class CacheUse:
-    """Text encodings of one request that were in the cache, and those that were computed."""
+    """Counts of one request's text encodings: found in the cache, and computed."""
 
     hits: int
     misses: int
@@ -186,9 +194,9 @@ class CacheUse:
 
 @dataclass(frozen=True, slots=True)
 class ImageResult:
-    """`images`: n arrays (height, width, 3) uint8. `seed` is the one that was used.
+    """The answer to an ImageRequest: n arrays (height, width, 3) uint8, and the seed that was used.
 
-    A pipeline does not know what its models did: there `seed`, `switch`, steps and cache say nothing.
+    A multi-model pipeline does not know what its models did: its `seed`, `switch` and `num_inference_steps` are None.
     """
 
     model: str
@@ -203,7 +211,7 @@ class ImageResult:
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingResult:
-    """`embeddings`: one float32 array (dimensions,) per input."""
+    """The answer to an EmbeddingRequest: one float32 array (dimensions,) per input."""
 
     model: str
     embeddings: list[npt.NDArray[np.float32]]
@@ -215,7 +223,7 @@ class EmbeddingResult:
 
 @dataclass(frozen=True, slots=True)
 class TextChunk:
-    """A piece of generated text. `finish_reason`, timings and warnings come with the last one."""
+    """A piece of generated text. The finish reason, timings, switch and warnings come with the last one."""
 
     text: str
     num_prompt_tokens: int
@@ -228,7 +236,7 @@ class TextChunk:
 
 @dataclass(frozen=True, slots=True)
 class TextResult:
-    """A whole answer."""
+    """The whole text of an answer."""
 
     model: str
     text: str
@@ -241,7 +249,7 @@ class TextResult:
 
 
 def warnings_by_item(warnings: Sequence[Sequence[str]]) -> tuple[str, ...]:
-    """Of the items of one request: each says which item it is about, unless there is only one."""
+    """Return the warnings of a request's items, each with the number of its item unless there is only one."""
     if len(warnings) == 1:
         return tuple(warnings[0])
     return tuple(f"item {number}: {text}" for number, texts in enumerate(warnings) for text in texts)
@@ -249,9 +257,9 @@ def warnings_by_item(warnings: Sequence[Sequence[str]]) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class ModelCard:
-    """One served model or adapter. `error` names file and tensor when it is unavailable.
+    """One served model, adapter or pipeline, as it is listed. `error` names file and tensor when it is unavailable.
 
-    `fingerprint` is that of the version that is served, `labels` name the outputs of a head.
+    `fingerprint` identifies the version that is served; `labels` name the outputs of a head.
     """
 
     id: str

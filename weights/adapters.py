@@ -37,9 +37,12 @@ class LoraPair:
         return self.down.shape[0]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class LoraAdapter:
-    """One file: pairs by component ("transformer", "unet", …) and module path."""
+    """One version of one adapter: pairs by component ("transformer", "unet", …) and module path.
+
+    The object is the version: two are the same only if they are one object.
+    """
 
     path: Path
     components: Mapping[str, Mapping[str, LoraPair]]
@@ -50,7 +53,7 @@ class LoraAdapter:
         return sum(pair.down.nbytes + pair.up.nbytes for pair in pairs)
 
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> LoraAdapter:
-        """The same adapter with its tensors elsewhere; tensors that are there already are not copied."""
+        """Return the adapter with its tensors elsewhere; tensors that are there already are not copied."""
         moved = {
             component: {
                 path: replace(pair, down=pair.down.to(device, dtype), up=pair.up.to(device, dtype))
@@ -62,7 +65,7 @@ class LoraAdapter:
 
 
 def load_adapter(path: Path) -> LoraAdapter:
-    """The LoRA in `path`, a safetensors file or a folder with pytorch_lora_weights.safetensors.
+    """Read the LoRA in `path`, a safetensors file or a folder with pytorch_lora_weights.safetensors.
 
     Raises AdapterError naming the file and the tensor: not a safetensors file, keys of another layout
     (kohya, DoRA), halves without their other half, or shapes that do not fit together.
@@ -78,7 +81,7 @@ def load_adapter(path: Path) -> LoraAdapter:
 
 
 def parse_adapter(file: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> LoraAdapter:
-    """The LoRA that these tensors and this safetensors metadata make up; they came from `file`.
+    """Return the LoRA that these tensors and this safetensors metadata of `file` make up.
 
     Nothing is copied. Raises AdapterError as `load_adapter` does.
     """
@@ -131,7 +134,7 @@ def _pair(file: Path, name: str, tensors: Mapping[str, torch.Tensor], config: Lo
 
 
 def _alpha(file: Path, name: str, tensors: Mapping[str, torch.Tensor], config: LoraConfig, rank: int) -> float:
-    """The tensor's word, then the training config's, else the rank (so that the scale is 1, as in stock)."""
+    """Return the tensor's word, else the training config's, else the rank (then the scale is 1, as in stock)."""
     if "alpha" not in tensors:
         configured = config.alpha_of(name.partition(".")[2])
         return rank if configured is None else configured

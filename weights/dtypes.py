@@ -69,7 +69,7 @@ _BY_CONFIG_NAME = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 
 def tensor_nbytes(dtype: str, shape: Sequence[int]) -> int:
-    """Bytes of a tensor. Raises ValueError for an unknown dtype, or a last axis that is not whole blocks."""
+    """Return the bytes of a tensor. Raises ValueError for an unknown dtype or a last axis of no whole blocks."""
     if dtype in ITEM_BYTES:
         return math.prod(shape) * ITEM_BYTES[dtype]
     if dtype not in BLOCK_SIZES:
@@ -83,7 +83,7 @@ def tensor_nbytes(dtype: str, shape: Sequence[int]) -> int:
 
 
 def cast_target(dtype: str, wanted: str) -> str:
-    """The dtype that a tensor of `dtype` has in the store when the config asks for `wanted`.
+    """Return the dtype that a tensor of `dtype` has in the store when the config asks for `wanted`.
 
     Only floating tensors are cast; integer tables and 8-bit floats keep their meaning and their type.
     """
@@ -91,7 +91,7 @@ def cast_target(dtype: str, wanted: str) -> str:
 
 
 def cast(data: bytes | memoryview, dtype: str, target: str) -> bytes | memoryview:
-    """Little-endian elements of `dtype` as elements of `target`, rounded to nearest even."""
+    """Convert little-endian elements of `dtype` to `target`, rounded to nearest even."""
     if dtype == target:
         return data
     with np.errstate(over="ignore", invalid="ignore"):  # too large becomes infinite, as in torch

@@ -1,4 +1,4 @@
-"""A checkpoint -> a model of the store, in one of three layouts; equal tensors are stored once.
+"""Bring a checkpoint into the store as a model, in one of three layouts; equal tensors are stored once.
 
 Reading and hashing happen without the store's lock, so that any number of processes do it at once; what the store
 lacks is written under it, and only then (weights/storage/publishing.py).
@@ -105,7 +105,7 @@ def externalize(
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a source is from. `roots`: the folders that its files must lie in, after symlinks; None trusts them all.
+    """The place a source comes from. `roots`: folders its files must lie in, after symlinks; None trusts them all.
 
     `url` and `etags` (by file name): of object storage, where it is a mirror of that.
     """
@@ -116,7 +116,7 @@ class Origin:
 
 
 def _version(checkpoint: Checkpoint, components: Sequence[DraftComponent]) -> str:
-    """Identity of all that a manifest and its skeleton say: equal contents are one version, whatever their dates."""
+    """Return the identity of a manifest and its skeleton: equal contents are one version, whatever their dates."""
     skeleton = {str(file): _hash_file(checkpoint.path / file) for file in checkpoint.skeleton_files()}
     skeleton |= {name: hashlib.sha256(data).hexdigest() for name, data in checkpoint.headers.items()}
     parts = [
@@ -153,7 +153,7 @@ def _draft(
 
 
 def _hash_headers(headers: Mapping[str, bytes]) -> str:
-    """Identity of what GGUF and Kuiper files say of the model beside its tensors; "" for other formats."""
+    """Hash what GGUF and Kuiper files say of the model beside its tensors; "" for other formats."""
     return hashlib.sha256(b"".join(headers.values())).hexdigest() if headers else ""
 
 

@@ -1,4 +1,4 @@
-"""What vectors an encoder gives and a head takes and gives, told from manifest and skeleton alone.
+"""Vector sizes of encoders and heads, told from manifest and skeleton alone.
 
 A pipeline's tensors are placed in memory before its models are built, and typed before anything has run.
 """
@@ -30,7 +30,7 @@ class FeatureSizes:
 
 
 def feature_sizes(manifest: Manifest, skeleton: Path) -> FeatureSizes:
-    """Of an "embedding" or "head"; nothing for other kinds."""
+    """Return the sizes of an "embedding" or "head"; empty ones for other kinds."""
     if manifest.kind not in ("embedding", "head") or len(manifest.components) != 1:
         return FeatureSizes()
     (component,) = manifest.components.values()
@@ -60,7 +60,7 @@ def _embedding_size(component: Component, folder: Path) -> int | None:
 
 
 def _pooling_folder(folder: Path) -> Path | None:
-    """Of a sentence-transformers folder: the stages of modules.json say where it is. Raises FormatError."""
+    """Find the pooling stage of a sentence-transformers folder in modules.json. Raises FormatError."""
     path = folder / "modules.json"
     if not path.is_file():
         return None
@@ -77,7 +77,7 @@ def _pooling_folder(folder: Path) -> Path | None:
 
 
 def _num_pooled(pooling: Mapping[str, Any]) -> int:
-    """Several ways of pooling are concatenated. Both spellings of sentence-transformers."""
+    """Count the concatenated ways of pooling, in both spellings of sentence-transformers."""
     mode = pooling.get("pooling_mode")
     if mode is not None:
         return len(mode) if isinstance(mode, list) else 1

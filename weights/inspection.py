@@ -1,4 +1,4 @@
-"""What the store has of a model, tensor by tensor, and how much deduplication saves."""
+"""Summaries of the store: a model tensor by tensor, and how much deduplication saves."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from weights.store import WeightStore
 
 @dataclass(frozen=True, slots=True)
 class ExternalWeight:
-    """One tensor: `id` is its sha256, `path` the file relative to the store, `offset` its first byte in that file."""
+    """A tensor: `id` is its sha256, `path` the file relative to the store, `offset` its first byte in that file."""
 
     id: str
     component: str
@@ -36,7 +36,7 @@ class Totals:
 
 
 def summarize(store: WeightStore, model: str) -> list[ExternalWeight]:
-    """Every tensor of `model`, in order. Raises ModelNotStored with the known names."""
+    """Return every tensor of `model`, in order. Raises ModelNotStored with the known names."""
     manifest = store.manifest(model)
     return [
         ExternalWeight(
@@ -56,7 +56,7 @@ def summarize(store: WeightStore, model: str) -> list[ExternalWeight]:
 
 
 def totals(store: WeightStore, model: str | None = None) -> Totals:
-    """Of one model, or of the whole store."""
+    """Count the bytes of one model, or of the whole store."""
     return _totals(store.manifests().values() if model is None else [store.manifest(model)])
 
 

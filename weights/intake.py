@@ -1,4 +1,4 @@
-"""One door for everything that can be brought into a store, and one for writing it back.
+"""The entry for everything that can be brought into a store, and for writing it back.
 
 Programs need torch or onnx, so those rooms are opened only when a program comes.
 """
@@ -15,9 +15,8 @@ from weights.externalize import Origin, externalize
 from weights.formats.folder import check_inside
 from weights.layouts import write_inline
 from weights.manifest import Layout, Manifest
-from weights.sources.localize import LocalSource, localized
 from weights.sources.mirrors import SOURCES_FOLDER
-from weights.sources.object_storage import OnProgress
+from weights.sources.object_storage import LocalSource, OnProgress, localized
 from weights.store import WeightStore
 
 PROGRAM_SUFFIXES: Final = (".pt2", ".onnx")
@@ -37,7 +36,7 @@ def bring_in(
     roots: Sequence[Path] | None = None,
     progress: OnProgress | None = None,
 ) -> Manifest:
-    """A checkpoint, a program (.pt2, .onnx) or a URL of either -> a model of the store.
+    """Bring a checkpoint, a program (.pt2, .onnx) or a URL of either into the store as `model`.
 
     Parameters are those of `externalize`; `options` are for downloads (see `localized`, which may have been called
     before). `roots`: the folders that a local source must lie in, with all that it leads to; None trusts it. `progress`
@@ -66,7 +65,7 @@ def bring_in(
 
 
 def origin_of(local: LocalSource, roots: Sequence[Path] | None) -> Origin:
-    """Origin of what is on local disk by now. A mirror is in no root: what is in it came by name, as plain files."""
+    """Return the origin of a local source. A mirror lies in no root: its files came by name, as plain files."""
     return Origin(None if local.url or roots is None else tuple(roots), local.url, local.etags)
 
 

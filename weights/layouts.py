@@ -1,4 +1,4 @@
-"""From one layout to another, and from the store back to a stock checkpoint."""
+"""Convert models between layouts, and write them back as stock checkpoints."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from weights.storage.hashing import HashedTensor, hash_tensors
 from weights.storage.publishing import Draft, DraftComponent, publish
 from weights.storage.staging import claimed_folder, sweep
 from weights.storage.stock import rewrite_index, writable, write_files
-from weights.storage.stored import stored_tensors
-from weights.store import WeightStore
+from weights.store import WeightStore, stored_tensors
 
 
 def convert(store: WeightStore, model: str, layout: Layout, weight_dir: Path | None = None) -> Manifest:

@@ -1,4 +1,4 @@
-"""Extents -> tensors. The tensors are views of the extents' bytes: attaching costs per tensor, not per byte."""
+"""Tensors as views of extents' bytes: attaching costs per tensor, not per byte."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ import torch
 from weights.dtypes import BLOCK_SIZES
 from weights.errors import WeightsError
 from weights.loading.external_memory import bytes_tensor, given_extents
-from weights.loading.loaded_files import LoadedFiles
-from weights.loading.placement import ExtentSource, windows
+from weights.loading.placement import ExtentSource, LoadedFiles, windows
 from weights.loading.stage_transforms import StageTransform, apply_stage
 from weights.manifest import Component, Manifest, TensorRef
 from weights.provider import ExtentProvider, LocalExtents
@@ -24,7 +23,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def attach(component: Component, buffers: Mapping[str, ByteArray | torch.Tensor]) -> Tensors:
-    """Tensors of a component as views of `buffers` (uint8 arrays or 1-D uint8 tensors, by extent id).
+    """Return the tensors of a component as views of `buffers` (uint8 arrays or 1-D uint8 tensors, by extent id).
 
     A block-quantized tensor comes as its bytes: uint8, the last axis in bytes. A tensor that is not aligned to its
     element size (only the `inline` layout can have one) is a copy.
@@ -58,7 +57,7 @@ def load_model(
     loaded: LoadedFiles | None = None,
     device: str = "cpu",
 ) -> dict[str, Tensors]:
-    """Tensors by component and name, for all components or the given ones.
+    """Load the tensors of all components or the given ones; returned by component and name.
 
     `external_weights` are files that the caller has in memory, by location (`ExtentRef.pack`): their tensors are
     views of it on whatever device it is, and the provider is not asked; `verify` checks their checksums.
@@ -84,13 +83,13 @@ def load_model(
 
 
 def load_from_store(store: Path, model: str) -> dict[str, Tensors]:
-    """Everything of one model in one call, in one process, without Ray."""
+    """Load everything of one model in one call, in one process, without Ray."""
     weight_store = WeightStore(store)
     return load_model(weight_store.manifest(model), LocalExtents(weight_store.packs))
 
 
 def memory_form(dtype: str, shape: tuple[int, ...]) -> tuple[torch.dtype, tuple[int, ...]]:
-    """What a stored tensor is in memory: its own type and shape, or the bytes of its blocks."""
+    """Return dtype and shape of a stored tensor in memory: its own, or uint8 bytes of its blocks."""
     if dtype in BLOCK_SIZES:
         elements, nbytes = BLOCK_SIZES[dtype]
         return torch.uint8, (*shape[:-1], shape[-1] // elements * nbytes)
@@ -98,7 +97,7 @@ def memory_form(dtype: str, shape: tuple[int, ...]) -> tuple[torch.dtype, tuple[
 
 
 def view_of(base: torch.Tensor, ref: TensorRef) -> torch.Tensor:
-    """The tensor `ref` as a view of its extent's bytes `base` (1-D uint8); see `attach` for the two exceptions."""
+    """Return the tensor `ref` as a view of its extent's bytes `base` (1-D uint8); exceptions as in `attach`."""
     dtype, shape = memory_form(ref.dtype, ref.shape)
     if ref.nbytes == 0:  # an array without bytes may have stride 0, which cannot be viewed as a wider type
         return torch.empty(shape, dtype=dtype, device=base.device)
@@ -109,7 +108,7 @@ def view_of(base: torch.Tensor, ref: TensorRef) -> torch.Tensor:
 
 
 def _seen_as(base: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
-    """The whole elements of `base` (1-D uint8); None where the memory is not aligned to the type."""
+    """View the whole elements of `base` (1-D uint8); None where the memory is not aligned to the type."""
     if base.data_ptr() % dtype.itemsize or base.storage_offset() % dtype.itemsize:
         return None
     return base[: base.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
@@ -118,7 +117,7 @@ def _seen_as(base: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
 def _stage_window(
     manifest: Manifest, names: Sequence[str], bases: Mapping[str, torch.Tensor], stage: StageTransform
 ) -> dict[tuple[str, str], Tensors]:
-    """What the tensors in `bases` became, by (component, name) and suffix."""
+    """Apply `stage` to the tensors that lie in `bases`; returned by (component, name) and suffix."""
     once: dict[TensorRef, Tensors] = {}
     staged = {}
     for component in names:

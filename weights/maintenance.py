@@ -1,4 +1,4 @@
-"""Cleaning a store: what no manifest names goes. The manifests are the truth, so nothing published can be lost.
+"""Garbage collection: remove what no manifest names. The manifests are the truth, so nothing published can be lost.
 
 At every moment of a run, killed or not, each byte range that a manifest names is there, and neither the index nor
 meta.json names a range that is not: they are published without the dead tensors before their bytes go.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Final
@@ -17,19 +17,18 @@ from typing import Final
 from weights.errors import StoreError, WeightsError
 from weights.manifest import Manifest, TensorRef
 from weights.sources.mirrors import SOURCES_FOLDER, remove_mirror, unused_mirrors
-from weights.storage.aging import Range, aged
-from weights.storage.durable import disk_errors, remove, sync
+from weights.storage.durable import allocated_bytes, dead_ranges, disk_errors, punch, remove, sync
 from weights.storage.index import WHOLE_END, StoreIndex, Unneeded
-from weights.storage.punching import allocated_bytes, dead_ranges, punch
-from weights.storage.staging import is_dead, sweep
-from weights.store import STAGED, WeightStore
+from weights.storage.staging import STAGED, is_dead, sweep
+from weights.store import WeightStore
 
-SKELETONS: Final = "skeleton*"
+_SKELETONS: Final = "skeleton*"
+Range = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
 class GcReport:
-    """What went, or would go: paths relative to the store, and bytes on disk.
+    """A list of what was removed, or would be: paths relative to the store, and bytes on disk.
 
     `unfreed_bytes` lie between tensors that are alive, on a file system that cannot make holes in files.
     """
@@ -59,7 +58,7 @@ def gc(
         if not dry_run:
             store.write_meta()
         now_s = now()
-        clocks = aged(dict(_unneeded(store, manifests)), store.indexed(StoreIndex.unneeded), now_s)
+        clocks = _aged(dict(_unneeded(store, manifests)), store.indexed(StoreIndex.unneeded), now_s)
         whole, partly = _ripe(clocks, now_s - grace_s)
         if not dry_run:
             young = [clock for clock in clocks if clock.path not in whole]
@@ -108,7 +107,7 @@ def remove_model(store: WeightStore, model: str) -> None:
 
 
 def _read_all(store: WeightStore) -> Sequence[Manifest]:
-    """Raises naming every manifest that cannot be read: the packs it needs would look unneeded."""
+    """Read all manifests. Raises naming every unreadable one: the packs it needs would look unneeded."""
     manifests, problems = [], []
     for model in store.model_names():
         try:
@@ -129,11 +128,11 @@ def _forget(index: StoreIndex, manifests: Sequence[Manifest], *, dry_run: bool) 
 
 
 def _unneeded(store: WeightStore, manifests: Sequence[Manifest]) -> Iterator[tuple[str, list[Range]]]:
-    """What no manifest names, by path in the store: whole packs, skeletons and mirrors, and ranges of packs in use."""
+    """Yield what no manifest names, by path: whole packs, skeletons and mirrors, and ranges of packs in use."""
     packs = {PurePosixPath(extent.pack).parts[0] for manifest in manifests for extent in manifest.extents.values()}
     skeletons = {store.skeleton(manifest) for manifest in manifests}
     dead = [path for path in sorted(store.packs.iterdir()) if path.name not in packs]
-    dead += [path for path in sorted(store.models.glob(f"*/{SKELETONS}")) if path not in skeletons]
+    dead += [path for path in sorted(store.models.glob(f"*/{_SKELETONS}")) if path not in skeletons]
     dead += unused_mirrors(store.path / SOURCES_FOLDER, [manifest.source for manifest in manifests])
     for path in dead:
         yield str(path.relative_to(store.path)), [(0, WHOLE_END)]
@@ -151,7 +150,7 @@ def _unneeded(store: WeightStore, manifests: Sequence[Manifest]) -> Iterator[tup
 
 
 def _ripe(clocks: Iterable[Unneeded], horizon_s: float) -> tuple[list[str], dict[str, list[Range]]]:
-    """What has been unneeded since `horizon_s` or longer: whole paths, and ranges of others."""
+    """Select what has been unneeded for `horizon_s` or longer: whole paths, and ranges of others."""
     by_path: dict[str, list[Unneeded]] = defaultdict(list)
     for clock in clocks:
         by_path[clock.path].append(clock)
@@ -167,7 +166,7 @@ def _ripe(clocks: Iterable[Unneeded], horizon_s: float) -> tuple[list[str], dict
 
 
 def _punch(pack: Path, ranges: Sequence[Range], *, dry_run: bool) -> tuple[int, int]:
-    """Bytes that were freed, or would be, and those that the file system cannot free."""
+    """Punch holes; returns the bytes that were freed, or would be, and those that the file system cannot free."""
     nbytes = sum(end - begin for begin, end in ranges)
     before = allocated_bytes(pack)
     if dry_run:  # some of them may be holes already
@@ -189,3 +188,32 @@ def _remove(store: WeightStore, dead: Iterable[Path]) -> None:
     for folder in store.models.iterdir():
         with contextlib.suppress(OSError):  # not empty, or not a folder: something of somebody
             folder.rmdir()
+
+
+def _aged(unneeded: Mapping[str, Iterable[Range]], before: Iterable[Unneeded], now_s: float) -> list[Unneeded]:
+    """Give the unneeded ranges (begin, end) of each path their clocks: known ones continue, the rest begin at `now_s`.
+
+    A clock that is ahead of `now_s` was set by a wrong one and begins anew. Ranges of a path do not overlap.
+    """
+    clocks: dict[str, list[Unneeded]] = defaultdict(list)
+    for known in before:
+        clocks[known.path].append(known)
+    return [
+        piece
+        for path, ranges in unneeded.items()
+        for begin, end in ranges
+        for piece in _pieces(path, begin, end, sorted(clocks[path], key=lambda known: known.begin), now_s)
+    ]
+
+
+def _pieces(path: str, begin: int, end: int, clocks: Iterable[Unneeded], now_s: float) -> Iterator[Unneeded]:
+    for known in clocks:
+        first, last = max(begin, known.begin), min(end, known.end)
+        if first >= last:
+            continue
+        if begin < first:
+            yield Unneeded(path, begin, first, now_s)
+        yield Unneeded(path, first, last, min(known.since_s, now_s))
+        begin = last
+    if begin < end:
+        yield Unneeded(path, begin, end, now_s)

@@ -37,7 +37,7 @@ _BUILT_FROM_CONFIG: Final = frozenset({"diffusers", "transformers", "sentence_tr
 
 
 def _inside(path: str) -> str:
-    """A relative path that stays where it is joined to: no `..`, not absolute, no NUL."""
+    """Refuse a path that could leave the folder it is joined to: absolute, with `..` or NUL."""
     parts = PurePosixPath(path).parts
     if not path or path.startswith("/") or ".." in parts or "\0" in path or "\\" in path:
         raise ValueError(f"{path!r} is not a relative path inside its folder")
@@ -55,7 +55,7 @@ class _Record(BaseModel):
 
 
 class TensorRef(_Record):
-    """One tensor: C order, little-endian, `offset` bytes into its extent; `sha256` is its identity."""
+    """A tensor in an extent: C order, little-endian, `offset` bytes into it; `sha256` is its identity."""
 
     extent: str
     offset: Size
@@ -83,7 +83,7 @@ class ExtentRef(_Record):
 
 
 class ViewRow(NamedTuple):
-    """Where a tensor is in its extent; strides and offset in elements."""
+    """A tensor's place in its extent, seen as elements of its dtype; strides and offset in elements."""
 
     name: str
     shape: tuple[int, ...]
@@ -92,7 +92,7 @@ class ViewRow(NamedTuple):
 
 
 class Component(_Record):
-    """One named module of a model: its class, its folder in the skeleton, its tensors.
+    """A named module of a model: its class, its folder in the skeleton, its tensors.
 
     `class_name` None means that the folder's own config.json names the architecture. `config_hash` is the sha256
     of that config.json, or of the header of a file that needs none (GGUF, Kuiper); `parts_hash` the identity of the
@@ -112,7 +112,7 @@ class Component(_Record):
     files: tuple[InsidePath, ...] = ()
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
-        """HAZARD: pydantic would copy what was worked out for the original along with the fields."""
+        """Copy without cached properties. HAZARD: pydantic would copy these along with the fields."""
         copied = super().model_copy(update=update, deep=deep)
         for name in copied.__dict__.keys() - type(self).model_fields.keys():
             del copied.__dict__[name]
@@ -126,12 +126,12 @@ class Component(_Record):
 
     @functools.cached_property
     def bytes_by_hash(self) -> Mapping[str, int]:
-        """What is tied or equal counts once."""
+        """Bytes of the tensors by sha256: tied or equal ones count once."""
         return {tensor.sha256: tensor.nbytes for tensor in self.tensors.values()}
 
     @functools.cached_property
     def views(self) -> Mapping[tuple[str, str], tuple[ViewRow, ...]]:
-        """By extent and dtype, the tensors that are plain views of the extent seen as elements of that dtype.
+        """Tensors that are plain views of an extent seen as elements of one dtype, by extent and dtype.
 
         Not in here: block-quantized, empty and unaligned ones.
         """
@@ -145,7 +145,7 @@ class Component(_Record):
 
     @functools.cached_property
     def structure_key(self) -> str:
-        """What makes the structure of its module: class, config, and the names, types and shapes of its tensors.
+        """Identity of the module's structure: class, config, and names, types and shapes of its tensors.
 
         "" for a component without a config of its own, whose structure nobody knows.
         """
@@ -156,7 +156,7 @@ class Component(_Record):
 
     @functools.cached_property
     def module_key(self) -> str:
-        """Identity of what is built: equal weights under an equal config, and equal parts, make the same thing.
+        """Identity of the built module: equal weights, config and parts make the same one.
 
         A LoRA's metadata counts, since its scales are in it. That of other weight files does not where their
         library builds from config.json and tensors alone.
@@ -168,7 +168,7 @@ class Component(_Record):
 
     @functools.cached_property
     def weights_hash(self) -> str:
-        """Identity of the weights: equal for equal names, dtypes, shapes and bytes, wherever they are stored."""
+        """Identity of the weights: equal names, dtypes, shapes and bytes, wherever they are stored."""
         return _identity([(name, ref.dtype, ref.shape, ref.sha256) for name, ref in sorted(self.tensors.items())])
 
 
@@ -222,13 +222,13 @@ class Manifest(_Record):
         return sum(component.nbytes for component in self.components.values())
 
     def extents_of(self, components: Iterable[str]) -> tuple[ExtentRef, ...]:
-        """The extents that hold these components, each once, in a stable order."""
+        """Return the extents that hold these components, each once, in a stable order."""
         ids = {ref.extent for name in components for ref in self.components[name].tensors.values()}
         return tuple(self.extents[id_] for id_ in sorted(ids))
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Raises WeightsError naming the file when it is damaged, StoreVersionError when it is too new."""
+    """Read a manifest. Raises WeightsError naming the file when damaged, StoreVersionError when too new."""
     with path.open("rb") as file:
         # Python allocates what is asked for, whatever the file has.
         text = file.read(min(os.fstat(file.fileno()).st_size, MAX_MANIFEST_BYTES) + 1)
@@ -247,7 +247,7 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def _refuse_overlap(spans: list[tuple[int, int, str]]) -> None:
-    """Tied tensors have the very same bytes; anything between that and none at all is damage."""
+    """Raise ValueError for partial overlaps: tied tensors have the very same bytes, others none in common."""
     spans.sort()
     for (offset, nbytes, name), (later, later_bytes, other) in itertools.pairwise(spans):
         if later < offset + nbytes and later_bytes and (later, later_bytes) != (offset, nbytes):
@@ -255,7 +255,7 @@ def _refuse_overlap(spans: list[tuple[int, int, str]]) -> None:
 
 
 def extent_id(tensor_hashes: Iterable[str]) -> str:
-    """Identity of an extent: the identities of its tensors, in order."""
+    """Return the identity of an extent: a hash of the identities of its tensors, in order."""
     return hashlib.sha256("\n".join(tensor_hashes).encode()).hexdigest()[:32]
 
 

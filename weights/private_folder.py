@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def temporary_folder() -> Path:
-    """The user's own in the temporary directory. Its name can be guessed: use it through `private_folder`."""
+    """Return the user's folder in the temporary directory. HAZARD: guessable; use it through `private_folder`."""
     return Path(tempfile.gettempdir()) / f"atelier-{os.getuid()}"
 
 

@@ -1,4 +1,4 @@
-"""The border between tensors and where their bytes come from: extent ids in, read-only buffers out."""
+"""The border between tensors and the source of their bytes: extent ids in, read-only buffers out."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class LocalExtents:
 
     @property
     def last_report(self) -> LoadReport | None:
-        """Of the latest `fetch` that succeeded."""
+        """Report of the latest `fetch` that succeeded."""
         return self._last_report
 
     def fetch(self, extents: Sequence[ExtentRef]) -> Mapping[str, ByteArray]:

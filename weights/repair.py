@@ -1,4 +1,4 @@
-"""Making damaged models whole: what is damaged on disk is written anew from wherever it is still right.
+"""Repair of damaged models: what is damaged on disk is written again from wherever it is still sound.
 
 A repaired model is published like a new one: its sound extents stay where they are, the others are written from sound
 copies of their tensors. An extent's id says what its bytes are, so whoever has it in memory goes on with it.
@@ -6,17 +6,24 @@ copies of their tensors. An extent's id says what its bytes are, so whoever has 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+import hashlib
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from weights.errors import ExtentCorrupt, StoreError, WeightsError
+from weights.dtypes import cast
+from weights.errors import ExtentCorrupt, FormatError, StoreError, WeightsError
+from weights.formats.checkpoint import read_checkpoint
+from weights.formats.tensors import SourceTensor
 from weights.layouts import publish_again
-from weights.manifest import Manifest
-from weights.storage.copies import Copies
+from weights.manifest import Component, Manifest, TensorRef
 from weights.storage.hashing import Progress, hash_tensors
-from weights.store import WeightStore
+from weights.store import StoredTensor, WeightStore
 from weights.verification import Damage, Place, VerifyReport, place_of, verify, verify_models
+
+_Read = Callable[[], bytes | memoryview]
+_BySource = dict[tuple[str, str], SourceTensor]  # by component and name
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +82,7 @@ def repair(
 
 @dataclass(frozen=True, slots=True)
 class _Repair:
-    """One run: `known` are all manifests of the store, `places` those of the damaged extents."""
+    """State of one run: `known` are all manifests of the store, `places` those of the damaged extents."""
 
     store: WeightStore
     known: dict[str, Manifest]
@@ -85,7 +92,7 @@ class _Repair:
     progress: Progress | None
 
     def broken_tensors(self, manifest: Manifest) -> list[tuple[str, str, str]] | None:
-        """Component, name and sha256 of the tensors in damaged extents; None when no extent is damaged."""
+        """Return component, name and sha256 of tensors in damaged extents; None when no extent is damaged."""
         broken = {id_ for id_, extent in manifest.extents.items() if place_of(extent) in self.places}
         refs = [(part.name, name, ref) for part in manifest.components.values() for name, ref in part.tensors.items()]
         return [(part, name, ref.sha256) for part, name, ref in refs if ref.extent in broken] if broken else None
@@ -99,7 +106,7 @@ class _Repair:
         pending, problems = concerned, dict[str, str]()
         while True:
             problems = {}
-            copies = Copies(self.store, self.known.values(), wanted, allow_torch=self.allow_torch)
+            copies = _Copies(self.store, self.known.values(), wanted, allow_torch=self.allow_torch)
             for manifest in pending:
                 try:
                     self.known[manifest.model] = self._rewrite(manifest, copies)
@@ -109,8 +116,8 @@ class _Repair:
                 return problems
             pending = [manifest for manifest in pending if manifest.model in problems]
 
-    def _rewrite(self, manifest: Manifest, copies: Copies) -> Manifest:
-        """Raises WeightsError naming every tensor that is nowhere; then nothing is changed."""
+    def _rewrite(self, manifest: Manifest, copies: _Copies) -> Manifest:
+        """Publish a model anew. Raises WeightsError naming every tensor that is nowhere, with nothing changed."""
         tensors = {name: copies.tensors(manifest, part) for name, part in manifest.components.items()}
         lost = []
         for part, name, _ in self.broken_tensors(manifest) or ():
@@ -127,7 +134,7 @@ class _Repair:
 def _left(
     store: WeightStore, found: VerifyReport, concerned: Sequence[str], problems: dict[str, str]
 ) -> Iterator[Damage]:
-    """What was found and is still there, and all that is wrong with the models that were to be repaired."""
+    """Yield damage that is still there, and everything wrong with the models that were to be repaired."""
     for damage in found.damages:
         if damage.model and damage.model not in concerned:  # a manifest or a skeleton
             yield replace(damage, problem=f"{damage.problem}; `remove {damage.model}` and bring it in again")
@@ -138,3 +145,97 @@ def _left(
 
 def _key(damage: Damage) -> tuple[str, str]:
     return damage.model, damage.extent or damage.file
+
+
+@dataclass
+class CopiedTensor:
+    """A SourceTensor that is read from the first of its copies that has the bytes of `sha256`."""
+
+    name: str
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    sha256: str
+    copies: list[_Read]
+
+    def read(self) -> bytes | memoryview:
+        """Return the bytes. Raises ExtentCorrupt saying why each copy is unusable."""
+        problems = []
+        for copy in self.copies:
+            try:
+                data = copy()
+            except WeightsError as error:
+                problems.append(str(error))
+                continue
+            if hashlib.sha256(data).hexdigest() == self.sha256:
+                self.copies = [copy]
+                return data
+            problems.append("the source has other bytes than were stored")
+        raise ExtentCorrupt(f"tensor {self.name}: no sound copy: {'; '.join(problems)}")
+
+
+class _Copies:
+    """The copies of the `wanted` tensors, by sha256, in all models of the store. Sources are opened when needed."""
+
+    def __init__(
+        self, store: WeightStore, manifests: Iterable[Manifest], wanted: Collection[str], *, allow_torch: bool
+    ) -> None:
+        self._store = store
+        self._allow_torch = allow_torch
+        self._sources: dict[str, _BySource | WeightsError] = {}
+        self._stored: dict[str, dict[tuple[str, int], tuple[Manifest, TensorRef]]] = defaultdict(dict)
+        for manifest in manifests:
+            for component in manifest.components.values():
+                for ref in component.tensors.values():
+                    if ref.sha256 in wanted:
+                        extent = manifest.extents[ref.extent]
+                        self._stored[ref.sha256][extent.pack, extent.offset + ref.offset] = manifest, ref
+
+    def tensors(self, manifest: Manifest, component: Component) -> Mapping[str, CopiedTensor]:
+        """Return the component's tensors by name: each from its own place, else others, else the source."""
+        return {name: self._tensor(manifest, component, name, ref) for name, ref in component.tensors.items()}
+
+    def _tensor(self, manifest: Manifest, component: Component, name: str, ref: TensorRef) -> CopiedTensor:
+        label = f"{component.name}.{name}"
+        places = [(manifest, ref), *self._stored.get(ref.sha256, {}).values()]
+        extent = manifest.extents[ref.extent]
+        copies = [self._in_store(label, *place) for place in places]
+        copies.append(lambda: self._in_source(manifest, component.name, name, ref))
+        return CopiedTensor(
+            label, self._store.packs / extent.pack, ref.dtype, ref.shape, ref.nbytes, ref.sha256, copies
+        )
+
+    def _in_store(self, label: str, manifest: Manifest, ref: TensorRef) -> _Read:
+        def read() -> bytes:
+            extent = manifest.extents[ref.extent]
+            file = self._store.pack_file(extent.pack)
+            place = extent.offset + ref.offset
+            return StoredTensor(label, file, place, ref.nbytes, ref.dtype, ref.shape, ref.sha256).read()
+
+        return read
+
+    def _in_source(self, manifest: Manifest, component: str, name: str, ref: TensorRef) -> bytes | memoryview:
+        if manifest.source not in self._sources:
+            try:
+                self._sources[manifest.source] = self._open(manifest)
+            except WeightsError as error:
+                self._sources[manifest.source] = error
+        source = self._sources[manifest.source]
+        if isinstance(source, WeightsError):
+            raise source
+        tensor = source.get((component, name))
+        if tensor is None:
+            raise FormatError(f"{manifest.source}: has no tensor {component}.{name}")
+        try:
+            return cast(tensor.read(), tensor.dtype, ref.dtype)
+        except KeyError:  # of a type that is not cast: not what was stored
+            raise FormatError(f"{tensor.file}: tensor {name!r} is {tensor.dtype} by now, not {ref.dtype}") from None
+
+    def _open(self, manifest: Manifest) -> _BySource:
+        if manifest.kind == "program":
+            raise FormatError(
+                f"{manifest.source}: a program is not taken apart again; `remove` it and bring it in again"
+            )
+        checkpoint = read_checkpoint(Path(manifest.source), allow_torch=self._allow_torch)
+        return {(part.name, name): tensor for part in checkpoint.components for name, tensor in part.tensors.items()}

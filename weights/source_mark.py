@@ -1,4 +1,4 @@
-"""How a checkpoint looked when it was read, so that it need not be read again while it looks the same.
+"""Marks of how a checkpoint looked when it was read, so that it need not be read again while it looks the same.
 
 Names, sizes and modification times do not tell: images are built with SOURCE_DATE_EPOCH and archives with `--mtime`,
 and then a retrained model has those of the one before. So a mark has where each file is, its inode and change time, and
@@ -28,7 +28,7 @@ Etags = Mapping[str, str] | None
 
 
 def source_mark(source: Path, settings: Mapping[str, str | None], *, roots: Roots = None, etags: Etags = None) -> str:
-    """Changes when a file of the checkpoint at `source` does, when it is another one, and when the settings change.
+    """Return a mark that changes with any file of the checkpoint at `source` and with the settings.
 
     Of a mirror of object storage, `etags` (by name) say which objects its files are: a copy that was fetched again has
     another inode and other times, and is the same. Raises FormatError for what cannot be read, SourceRefused for what

@@ -20,29 +20,30 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import hashlib
 import json
 import os
 import re
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, TypeVar
 
 from pydantic_core import PydanticSerializationError
 
-from weights.errors import ModelNotStored, StoreError, StoreVersionError, WeightsError
+from weights.errors import ExtentCorrupt, FormatError, ModelNotStored, StoreError, StoreVersionError, WeightsError
 from weights.formats.checkpoint import skeleton_files
 from weights.formats.encoder_files import has_parts, parts_hash
-from weights.manifest import MAX_MANIFEST_BYTES, ExtentRef, Manifest, read_manifest
+from weights.formats.tensors import FileTensor
+from weights.manifest import MAX_MANIFEST_BYTES, Component, ExtentRef, Manifest, read_manifest
 from weights.reading.blocks import resolve_pack
 from weights.storage.durable import copy_tree, make_folder, move, remove, sync, sync_tree
 from weights.storage.index import IndexDamaged, StoreIndex, remove_index
 from weights.storage.meta import STORE_VERSION, StoreMeta, meta_of
-from weights.storage.staging import claimed_folder
+from weights.storage.staging import STAGED, claimed_folder
 
 Result = TypeVar("Result")
-
-STAGED: Final = ".staged-*"
 _MODEL_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
@@ -58,7 +59,7 @@ class WeightStore:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Exclusive among all processes of all nodes that see this store. Raises StoreError when it is read-only."""
+        """Hold the store's lock, exclusive across processes and nodes. Raises StoreError when read-only."""
         try:
             for folder in (self.packs, self.models):
                 make_folder(folder)
@@ -70,7 +71,7 @@ class WeightStore:
             yield
 
     def indexed(self, action: Callable[[StoreIndex], Result]) -> Result:
-        """What `action` makes of the index. HAZARD: only under the lock, and `action` may be called twice.
+        """Run `action` on the index. HAZARD: only under the lock, and `action` may be called twice.
 
         An index that is lost or damaged is made again from the manifests that can be read. Raises StoreVersionError
         when the store is too new, StoreError when the disk refuses.
@@ -82,7 +83,7 @@ class WeightStore:
             return self._index_action(action)
 
     def read_meta(self) -> StoreMeta:
-        """What meta.json has to say now; from the manifests when there is no sound index. Writes nothing.
+        """Return what meta.json says now, from the manifests when there is no sound index. Writes nothing.
 
         Takes memory and time that grow with the store. Raises StoreVersionError when the store is too new.
         """
@@ -93,7 +94,7 @@ class WeightStore:
             return meta_of(self.readable_manifests())
 
     def check_index(self) -> None:
-        """Raises IndexDamaged or StoreVersionError when the index is there and cannot be used."""
+        """Raise IndexDamaged or StoreVersionError when the index exists and cannot be used."""
         if self.index_file.exists():
             with StoreIndex.opened(self.index_file) as index:
                 index.check()
@@ -107,22 +108,22 @@ class WeightStore:
         self._publish_file(self.meta_file, text.encode())
 
     def pack_file(self, pack: str) -> Path:
-        """Where a pack is. Raises StoreError when symlinks lead out of the store."""
+        """Return the path of a pack. Raises StoreError when symlinks lead out of the store."""
         return resolve_pack(self.packs, pack)
 
     def holds(self, extent: ExtentRef) -> bool:
-        """Whether the extent's pack is there and long enough. Its bytes are not read."""
+        """Return True when the extent's pack exists and is long enough. Its bytes are not read."""
         try:
             return self.pack_file(extent.pack).stat().st_size >= extent.offset + extent.nbytes
         except (OSError, StoreError):
             return False
 
     def has_packs(self, manifest: Manifest) -> bool:
-        """Whether everything that the model's bytes are in exists."""
+        """Return True when everything that the model's bytes are in exists."""
         return all(self.holds(extent) for extent in manifest.extents.values())
 
     def manifest(self, model: str) -> Manifest:
-        """Raises ModelNotStored with the known names."""
+        """Return the manifest of `model`. Raises ModelNotStored with the known names."""
         if _MODEL_NAME.fullmatch(model):
             path = self.models / model / "manifest.json"
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):
@@ -137,21 +138,21 @@ class WeightStore:
         return sorted(file.parent.name for file in self.models.glob("*/manifest.json"))
 
     def manifests(self) -> dict[str, Manifest]:
-        """All of them, by model. Raises naming the file when one cannot be read."""
+        """Return all manifests by model. Raises naming the file when one cannot be read."""
         return {model: self.manifest(model) for model in self.model_names()}
 
     def readable_manifests(self) -> Iterator[Manifest]:
-        """Those of the models whose manifest is sound and of a version that is known."""
+        """Yield the manifests that are sound and of a known version."""
         for model in self.model_names():
             with contextlib.suppress(WeightsError):
                 yield self.manifest(model)
 
     def skeleton(self, manifest: Manifest) -> Path:
-        """The folder with everything of a model but its weights."""
+        """Return the folder with everything of a model but its weights."""
         return self.models / manifest.skeleton
 
     def new_pack_name(self, stem: str) -> str:
-        """`stem`, or a numbered one: a published pack is never overwritten."""
+        """Return `stem`, or a numbered one: a published pack is never overwritten."""
         name, number = stem, 1
         while os.path.lexists(self.packs / name):
             number += 1
@@ -159,7 +160,7 @@ class WeightStore:
         return name
 
     def _with_parts(self, manifest: Manifest) -> Manifest:
-        """A manifest of before has no `parts_hash`: it is told from the skeleton, which has the same files."""
+        """Add the `parts_hash` that older manifests lack, told from the skeleton, which has the same files."""
         root = self.skeleton(manifest)
         lacking = [
             part
@@ -176,7 +177,7 @@ class WeightStore:
 
     @contextlib.contextmanager
     def staged(self, kind: str, folder: Path | None = None) -> Iterator[Path]:
-        """A private path, in `folder` or on the store's own file system, to be moved into place; gone at the end."""
+        """Yield a private path in `folder` or the store's file system, to be moved into place; then removed."""
         with claimed_folder((folder or self.path) / STAGED.replace("*", uuid.uuid4().hex)) as claim:
             yield claim / kind
 
@@ -227,7 +228,7 @@ class WeightStore:
             return action(index)
 
     def _refuse_newer_meta(self) -> None:
-        """A store without an index may be of a version that has none again."""
+        """Raise StoreVersionError for a newer store: a version to come may have no index again."""
         try:
             content = json.loads(self.meta_file.read_bytes())
         except (OSError, ValueError, RecursionError):  # none, or damaged: it follows from the manifests
@@ -240,7 +241,7 @@ class WeightStore:
 
 
 def manifest_text(manifest: Manifest) -> bytes:
-    """The manifest as it is stored. Raises StoreError for one that could not be read again: too large, or no text."""
+    """Return the manifest as stored. Raises StoreError if it could not be read again: too large, or no text."""
     try:
         text = manifest.model_dump_json(indent=1).encode()
     except (PydanticSerializationError, UnicodeError):
@@ -255,6 +256,48 @@ def manifest_text(manifest: Manifest) -> bytes:
 
 
 def check_model_name(model: str) -> None:
-    """Raises StoreError for what would not be a plain file name."""
+    """Raise StoreError unless the name is a plain file name."""
     if not _MODEL_NAME.fullmatch(model):
         raise StoreError(f"model name {model!r}: expected letters, digits, '.', '_' and '-', 128 at most")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor of a pack; a SourceTensor like those of checkpoints."""
+
+    name: str
+    file: Path
+    offset: int
+    nbytes: int
+    dtype: str
+    shape: tuple[int, ...]
+    sha256: str
+
+    def read(self) -> bytes:
+        """Return the bytes. Raises ExtentCorrupt when they are missing or not the ones that were stored."""
+        try:
+            data = FileTensor(self.file, self.offset, self.nbytes, self.dtype, self.shape).read()
+        except FormatError as error:
+            raise ExtentCorrupt(f"tensor {self.name}: {error}") from error
+        if hashlib.sha256(data).hexdigest() != self.sha256:
+            raise ExtentCorrupt(
+                f"{self.file}: bytes {self.offset}..{self.offset + self.nbytes} are not those of tensor {self.name}"
+            )
+        return data
+
+
+def stored_tensors(store: WeightStore, manifest: Manifest, component: Component) -> Mapping[str, StoredTensor]:
+    """Return the component's tensors by name. Raises StoreError for a pack that leads out of the store."""
+    packs = {id_: store.pack_file(manifest.extents[id_].pack) for id_ in {r.extent for r in component.tensors.values()}}
+    return {
+        name: StoredTensor(
+            name=f"{component.name}.{name}",
+            file=packs[ref.extent],
+            offset=manifest.extents[ref.extent].offset + ref.offset,
+            nbytes=ref.nbytes,
+            dtype=ref.dtype,
+            shape=ref.shape,
+            sha256=ref.sha256,
+        )
+        for name, ref in component.tensors.items()
+    }

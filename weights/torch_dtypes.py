@@ -1,4 +1,4 @@
-"""Element types by their names in manifests, as torch has them."""
+"""A table of torch's element types by their names in manifests."""
 
 from __future__ import annotations
 

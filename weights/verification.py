@@ -1,4 +1,4 @@
-"""Reading back what the store has, and saying all that is wrong with it."""
+"""Verification: read back what the store has, and report everything wrong with it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from weights.errors import ExtentCorrupt, StoreError, WeightsError
 from weights.manifest import ExtentRef, Manifest
 from weights.reading.extents import read_extent
 from weights.storage.index import IndexDamaged
-from weights.storage.stored import StoredTensor, stored_tensors
-from weights.store import WeightStore
+from weights.store import StoredTensor, WeightStore, stored_tensors
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
 Place = tuple[str, int, int, str]  # pack, offset, bytes, checksum
@@ -18,7 +17,7 @@ Place = tuple[str, int, int, str]  # pack, offset, bytes, checksum
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """One thing that is wrong. `tensors` (component.name) cannot be used; empty when no tensor is affected.
+    """A defect. `tensors` (component.name) cannot be used; empty when no tensor is affected.
 
     `extent` is the id of the extent that is damaged, "" for what is no extent.
     """
@@ -32,7 +31,7 @@ class Damage:
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """What was read, each place once however many models share it, and every damage that was found."""
+    """A count of what was read, each place once however many models share it, and every damage found."""
 
     num_models: int
     num_extents: int
@@ -56,7 +55,7 @@ def verify(
 def verify_models(
     store: WeightStore, manifests: Sequence[Manifest], *, deep: bool = False, progress: Progress | None = None
 ) -> VerifyReport:
-    """The same for some models, given by their manifests."""
+    """Check the extents of some models, given by their manifests, as `verify` does."""
     places = {place_of(extent): extent for manifest in manifests for extent in manifest.extents.values()}
     problems: dict[Place, str] = {}
     total_bytes, done_bytes = sum(extent.nbytes for extent in places.values()), 0
@@ -76,7 +75,7 @@ def verify_models(
 
 
 def place_of(extent: ExtentRef) -> Place:
-    """What two models have in common that share an extent."""
+    """Return the key that models sharing an extent have in common."""
     return extent.pack, extent.offset, extent.nbytes, extent.checksum
 
 

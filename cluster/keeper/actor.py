@@ -23,10 +23,9 @@ import ray
 
 from cluster.keeper.adoption import ADOPTION_S, Adoption
 from cluster.keeper.audit import AUDIT_BYTES_PER_S, Audit
-from cluster.keeper.extent_loading import ExtentLoader, Writing
+from cluster.keeper.extent_loading import ExtentLoader, LoadClock, Writing
 from cluster.keeper.held_extents import MAX_WAIT_S, HeldExtents
 from cluster.keeper.holder_watch import HolderProcess, HolderWatch
-from cluster.keeper.load_clock import LoadClock
 from cluster.keeper.object_store import DEFAULT_SHARE, MAX_SHARE, NewObject, ObjectStore, StoreFull, let_go
 from cluster.keeper.records import (
     Acquired,
@@ -40,7 +39,7 @@ from cluster.keeper.records import (
     Source,
     copy_name,
 )
-from cluster.peers.peer_link import Directory, PeerLink, RayDirectory
+from cluster.peers.link import PeerLink, RegistryClient
 from cluster.telemetry import LoadMetrics
 from weights.errors import BudgetExceeded
 from weights.manifest import ExtentRef
@@ -111,7 +110,7 @@ class NodeKeeper:
         populate: bool = False,
         host: str | None = None,
         store: Store | None = None,
-        directory: Directory | None = None,
+        directory: RegistryClient | None = None,
     ) -> None:
         in_actor = ray.is_initialized()
         self.generation = uuid.uuid4().hex
@@ -142,7 +141,7 @@ class NodeKeeper:
         self._num_corrupt = 0
         was_restarted = in_actor and store is None and ray.get_runtime_context().was_current_actor_reconstructed
         self._adoption = Adoption(self._held, self._refuse, verify=verify, wait_s=adoption_s if was_restarted else 0.0)
-        directory = directory or (RayDirectory(*registry) if registry else None)
+        directory = directory or (RegistryClient(*registry) if registry else None)
         if host is None:
             host = ray.util.get_node_ip_address() if in_actor else "127.0.0.1"
         self._link = PeerLink(directory, node_id, host, self._view, self._held.ids) if directory else None
@@ -333,7 +332,7 @@ class NodeKeeper:
         ref, view = loaded.result
         self._held.loaded(id_, ref, view, loaded.source)
         if self._metrics:
-            self._metrics.loaded(self._stages.figures())
+            self._metrics.count_loads(self._stages.figures())
 
     @contextlib.contextmanager
     def _writing(self, extent: ExtentRef) -> Iterator[Writing]:

@@ -1,4 +1,4 @@
-"""The extents that a node wants and does not have yet: which comes next, and from where. Pure: no clock, no I/O.
+"""The extents that a node wants and does not have yet: which is next, and where it comes from. Pure: no clock, no I/O.
 
 What peers have is fetched in an order of the node's own, so that nodes that start together soon have different extents
 to give to each other. What nobody has is read from storage by the node that the registry gives the claim; the others
@@ -11,10 +11,12 @@ import itertools
 import math
 import random
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple
+from dataclasses import dataclass
+from typing import Any, Final
 
-from cluster.peers.extent_sources import (
+from cluster.peers.messages import Located, PeerOffer, Question
+from cluster.peers.protocol import MAX_TRANSFERS, PeerAddress
+from cluster.peers.sources import (
     MAX_OFFERS,
     STORAGE_MARGIN,
     AllBusy,
@@ -23,72 +25,51 @@ from cluster.peers.extent_sources import (
     FromPeers,
     FromStorage,
     NobodyLeft,
-    PeerOffer,
     PeerRecord,
     ask_again_s,
     choose_source,
     patience_s,
 )
-from cluster.peers.peer_protocol import PeerAddress
-from cluster.peers.transfer_slots import MAX_TRANSFERS
 
-MAX_FETCHES: Final = MAX_TRANSFERS  # at once: nodes that ask for no more than they give find a slot
-MAX_PEERS: Final = 1024  # remembered, before those of which nothing new is known are forgotten
-WINDOW: Final = 32  # extents in one question: a long queue is asked about bit by bit
-
-
-class Question(NamedTuple):
-    """To the registry: who has each extent? What nobody has, the node offers to read, up to `max_claims` of it.
-
-    `insist`: one of `ids` that the node wants to read whoever has it, because nobody could give it.
-    """
-
-    ids: tuple[str, ...]
-    max_claims: int
-    insist: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Located:
-    """The registry's answer: who has what, who is reading what, and what is the asker's to read.
-
-    What is in none of them nobody has, and may be asked for again.
-    """
-
-    offers: Mapping[str, Sequence[PeerOffer]] = field(default_factory=dict)
-    reading: Mapping[str, str] = field(default_factory=dict)
-    claimed: tuple[str, ...] = ()
+MAX_FETCHES: Final = MAX_TRANSFERS  # at once: a node that fetches no more than it serves finds a slot
+MAX_PEERS: Final = 1024  # remembered, before those without recent measurements are forgotten
+WINDOW: Final = 32  # extents in one question
 
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
+    """A step: fetch the extent from peers, as `plan` says."""
+
     id: str
     plan: FromPeers
 
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """From storage."""
+    """A step: read the extent from storage."""
 
     id: str
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
+    """A step: ask the registry."""
+
     question: Question
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Until then, or until something has changed; `inf` when another thread is asking."""
+    """A step: wait until `until_s` or the next change of the queue; `inf` while another thread is asking."""
 
     until_s: float
 
 
 class FetchQueue:
-    """Not thread-safe. Every extent that `next` gives out must be told of: `fetched`, `refused` or `read`.
+    """The queue of a node's missing extents. Not thread-safe.
 
-    `is_alone`: there are no peers, and extents come in the order in which they were wanted.
+    Each extent that `next_step` gives out must be ended by `fetched`, `refused` or `read`. With `is_alone` there are no
+    peers, and extents come in the order in which they were added.
     """
 
     def __init__(self, chance: random.Random, max_claims: int, *, is_alone: bool = False) -> None:
@@ -117,7 +98,7 @@ class FetchQueue:
         self.best_peer_gbps = 0.0  # of all that were measured
 
     def add(self, sizes: Mapping[str, int], now_s: float) -> None:
-        """Ids of extents and their bytes."""
+        """Add missing extents: sizes in bytes by id."""
         if not self._sizes:
             self._gained_s = now_s
         self._sizes.update(sizes)
@@ -127,11 +108,11 @@ class FetchQueue:
 
     @property
     def num_waiting(self) -> int:
-        """Those that nobody is getting just now."""
+        """The number of extents that no thread is fetching or reading."""
         return len(self._sizes) - len(self._fetching) - len(self._reading)
 
     def withdraw(self) -> str | None:
-        """One that nobody is getting is not wanted any more; None when there is none."""
+        """Remove an extent that no thread is fetching or reading. Return its id, or None without one."""
         for state in (self._unknown, self._waiting, self._lost, self._offered, self._mine):
             if state:
                 id_ = next(iter(state))
@@ -140,8 +121,8 @@ class FetchQueue:
                 return id_
         return None
 
-    def next(self, now_s: float) -> Fetch | Read | Ask | Wait:
-        """What somebody who has nothing to do should do now."""
+    def next_step(self, now_s: float) -> Fetch | Read | Ask | Wait:
+        """Return what an idle thread should do now."""
         if self._mine:
             return self._read(next(iter(self._mine)))
         step = self._from_offers(now_s)
@@ -150,7 +131,10 @@ class FetchQueue:
         return self._ask(now_s) or (Wait(min(step.until_s, self._ask_at_s)) if self._waiting else step)
 
     def located(self, question: Question, answer: Located | None, now_s: float) -> None:
-        """The answer to a question; None when nobody can be asked: then there is only storage."""
+        """Take in the answer to a question.
+
+        None: the registry cannot be asked, so the extents are read from storage.
+        """
         self._is_asking = False
         self._num_in_vain = 0 if self._has_gained else self._num_in_vain + 1
         self._has_gained = False
@@ -167,25 +151,25 @@ class FetchQueue:
         self._move(answer.reading, self._mine if self._is_storage_best(now_s) else self._waiting)
 
     def fetched(self, id_: str, fetched: Fetched, now_s: float) -> None:
-        """It is here."""
+        """End a fetch that brought the extent."""
         self._learn(id_, fetched, now_s)
         self._gain(id_, now_s)
 
     def refused(self, id_: str, fetched: Fetched, now_s: float) -> None:
-        """Nobody gave it: it is wanted still."""
+        """End a fetch in which no peer gave the extent: it is still wanted."""
         self._learn(id_, fetched, now_s)
         self._refused_s.setdefault(id_, now_s)
         (self._waiting if fetched.busy else self._unknown)[id_] = None
 
     def read(self, id_: str, seconds: float | None, now_s: float) -> None:
-        """It came from storage, or cannot be had at all: then `seconds` is None."""
+        """End a read from storage. `seconds` is None when the extent cannot be had at all."""
         num_sharing = self._ended(id_)
         if seconds is not None:
             self.storage = self.storage.observe(self._sizes[id_], seconds, num_sharing)
         self._gain(id_, now_s)
 
     def _from_offers(self, now_s: float) -> Fetch | Read | Wait:
-        """Of what fewest have first: that there are more of it serves all."""
+        """Return the next step from the known offers, the rarest extent first: more copies of it serve all nodes."""
         until_s = math.inf
         if len(self._fetching) >= MAX_FETCHES:
             return Wait(until_s)
@@ -204,7 +188,7 @@ class FetchQueue:
                     until_s = min(until_s, choice.until_s)
                 case NobodyLeft() if len(offers) < MAX_OFFERS or id_ in self._asked_twice:
                     self._move([id_], self._lost)
-                case NobodyLeft():  # of many: the next ones may be alive
+                case NobodyLeft():  # the registry offered only some of many: others may be alive
                     self._asked_twice.add(id_)
                     self._move([id_], self._waiting)
         return Wait(until_s)
@@ -222,7 +206,7 @@ class FetchQueue:
         return Ask(Question(wanted, self._max_claims, insist))
 
     def _starved(self, now_s: float) -> str | None:
-        """One that peers have and do not give, for so long that nothing else came either."""
+        """Return an extent that peers have and do not give, when nothing else arrived for too long either."""
         for id_, refused_s in self._refused_s.items():
             if id_ in self._waiting:
                 is_over = now_s - max(refused_s, self._gained_s) > patience_s(self._sizes[id_], self.storage)
@@ -236,7 +220,10 @@ class FetchQueue:
         return Read(id_)
 
     def _is_storage_best(self, now_s: float) -> bool:
-        """Clearly, and measured on both sides: then there is no reason to wait for another's copy."""
+        """True when storage is clearly faster, as measured on both sides.
+
+        Then there is no reason to wait for a copy.
+        """
         if not self.storage.gbps:
             return False
         measured = [gbps for record in self.peers.values() if (gbps := record.gbps(now_s)) is not None]
@@ -261,7 +248,7 @@ class FetchQueue:
         self._num_at_start[id_] = len(self._fetching) + len(self._reading)
 
     def _ended(self, id_: str) -> float:
-        """How many transfers to this node shared its link with this one, itself included, as far as can be told."""
+        """Return how many transfers, this one included, shared the node's link: the mean of begin and end."""
         num_at_end = len(self._fetching) + len(self._reading)
         self._fetching.discard(id_)
         self._reading.discard(id_)

@@ -1,8 +1,11 @@
 """WeightRegistry: the cluster's directory of models. A named, detached actor.
 
-It brings checkpoints into the store, says which models are ready and which are not and why, knows which node holds
+It imports checkpoints into the store, says which models are ready and which are not and why, knows which node holds
 which extents, and gives each node its keeper. It never holds weights or references to them, and nothing is lost with
-it: the models come back from the config and the registration files, what is resident where from the keepers.
+it: the models come back from the config and the registration files, the map of residency from the keepers.
+
+The actor is its parts: what a part does is exposed as the part's own method, and only what takes both of them is
+written here.
 """
 
 from __future__ import annotations
@@ -10,67 +13,94 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import inspect
 import logging
-import os
 import secrets
 import uuid
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Concatenate, Final, ParamSpec, TypeVar, cast, overload
 
 import psutil
 import ray
 
 from cluster.actor_names import NAMESPACE, cluster_key, registry_name
-from cluster.keeper.records import KeeperStats
-from cluster.peers.fetch_queue import Located, Question
-from cluster.registry.directory import DirectoryChange, Entry, ModelRecord
-from cluster.registry.import_process import ImportProcess
-from cluster.registry.importing import ImportSettings
+from cluster.keeper.actor import NodeKeeper
+from cluster.registry.directory import Entry
+from cluster.registry.importing import ImportProcess, ImportSettings
+from cluster.registry.manifests import ModelSummary
 from cluster.registry.node_keepers import NodeKeepers, alive_nodes, nodes_with_keeper
 from cluster.registry.registrations import Registrations
-from cluster.registry.residency_report import cluster_residency
-from cluster.registry.served_models import ServedModels, Unregistered
-from cluster.registry.summaries import ModelSummary
+from cluster.registry.residency import ResidencyMap, cluster_residency
+from cluster.registry.served_models import MAX_WATCH_S, ServedModels
 from configs.cluster import ClusterConfig
 from configs.merging import MergeConfig
 from weights.errors import FormatError
 from weights.formats.folder import check_inside
-from weights.manifest import Manifest
 from weights.sources.mirrors import SOURCES_FOLDER, mirror_folder, remove_mirror
 from weights.store import WeightStore
 
 NODE_POLL_S: Final = 5.0
-MAX_WATCH_S: Final = 60.0
 SECRET_BYTES: Final = 32
 IMPORT_MEMORY_SHARE: Final = 0.5  # of the machine's
-# At once, of each group: who watches or waits for a model costs a coroutine, and takes no turn from the other calls.
+# Concurrent calls of each group: a caller that watches or waits costs one coroutine, and no slot of the other calls.
 MAX_CALLS: Final = 10_000
 WATCHING: Final = "watching"
 WAITING: Final = "waiting"
 
 logger = logging.getLogger("atelier.registry")
 
-Method = Callable[..., Coroutine[Any, Any, Any]]
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
-def in_group(group: str) -> Callable[[Method], Method]:
-    """A method whose calls count among their own. Ray runs each group on a loop of its own; the registry has one."""
+# A method of the registry actor.
+Method = Callable[Concatenate["WeightRegistry", P], Coroutine[Any, Any, R]]
 
-    def grouped(method: Method) -> Method:
-        # HAZARD: Ray looks for the group at the innermost function; `wraps` copies it to the one that is called.
-        @functools.wraps(ray.method(concurrency_group=group)(method))
-        async def on_registrys_loop(self: WeightRegistry, *arguments: Any, **options: Any) -> Any:
-            call = method(self, *arguments, **options)
+
+def in_group(group: str) -> Callable[[Method[P, R]], Method[P, R]]:
+    """Count a method's calls in a concurrency group of their own.
+
+    Ray runs each group on an event loop of its own, and the registry has one: the call runs on the registry's.
+    """
+
+    def grouped(method: Method[P, R]) -> Method[P, R]:
+        @functools.wraps(method)
+        async def on_registrys_loop(self: WeightRegistry, *args: P.args, **kwargs: P.kwargs) -> R:
+            call = method(self, *args, **kwargs)
             return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call, self._loop))
 
-        return on_registrys_loop
+        # HAZARD: Ray looks for the group at the innermost function, which may be a part's and must not be marked.
+        found: Any = on_registrys_loop
+        found.__signature__ = inspect.signature(method)
+        del found.__wrapped__
+        return cast("Method[P, R]", ray.method(concurrency_group=group)(found))
 
     return grouped
 
 
+@overload
+def expose(part: str, method: Callable[Concatenate[Any, P], Coroutine[Any, Any, R]]) -> Method[P, R]: ...
+
+
+@overload
+def expose(part: str, method: Callable[Concatenate[Any, P], R]) -> Method[P, R]: ...
+
+
+def expose(part: str, method: Any) -> Any:
+    """Return an actor method that calls `method` of the registry's attribute `part`, with its signature and docs."""
+    is_async = inspect.iscoroutinefunction(method)
+
+    @functools.wraps(method)
+    async def call_part(self: WeightRegistry, *args: Any, **kwargs: Any) -> Any:
+        answer = method(getattr(self, part), *args, **kwargs)
+        return await answer if is_async else answer
+
+    return call_part
+
+
 class WeightRegistry:
-    """An async actor: whoever waits holds no thread."""
+    """The registry actor. It is async: a call that waits holds no thread."""
 
     async def __init__(self, config: ClusterConfig, peer_secret: bytes) -> None:  # type: ignore[misc]  # Ray awaits it
         self._loop = asyncio.get_running_loop()
@@ -78,8 +108,8 @@ class WeightRegistry:
         memory_bytes = int(psutil.virtual_memory().total * IMPORT_MEMORY_SHARE)
         options = config.store.object_storage.options()
         settings = ImportSettings(store=store.path, options=options, memory_bytes=memory_bytes)
-        # As ServedModels has them: what is downloaded never holds up what is here.
-        here, away = ImportProcess(settings), ImportProcess(settings)
+        # One for local checkpoints, one for downloads, which never hold up the local ones; as ServedModels queues them.
+        local, remote = ImportProcess(settings), ImportProcess(settings)
 
         allowed = tuple(root.resolve() for root in config.allowed_roots)
 
@@ -87,19 +117,19 @@ class WeightRegistry:
             return None if config.trusts(entry) else allowed
 
         def check_source(entry: Entry) -> None:
-            with contextlib.suppress(FormatError):  # not there: said when it is brought in
+            with contextlib.suppress(FormatError):  # a missing one is reported by its import
                 if isinstance(entry.path, Path):
                     check_inside(entry.path, roots_of(entry))
 
-        def take_in(entry: Entry) -> ModelSummary:
-            return (here if isinstance(entry.path, Path) else away).bring_in(entry, roots_of(entry))
+        def import_model(entry: Entry) -> ModelSummary:
+            return (local if isinstance(entry.path, Path) else remote).import_model(entry, roots_of(entry))
 
         registrations = Registrations(store.path / "registrations" / config.name)
         self._models = ServedModels(
             config.entries,
             store,
             registrations,
-            take_in,
+            import_model,
             epoch=uuid.uuid4().hex,
             check_source=check_source,
             forget_source=lambda url: remove_mirror(mirror_folder(store.path / SOURCES_FOLDER, url)),
@@ -112,6 +142,7 @@ class WeightRegistry:
             key=cluster_key(config),
             extents_of=self._models.extents,
         )
+        self._residency = self._keepers.residency
         self._peer_secret = peer_secret
         self._encoder_merging: MergeConfig | None = None
         await self._models.start()
@@ -119,100 +150,42 @@ class WeightRegistry:
 
     # models
 
-    @in_group(WAITING)
-    async def register(self, entry: Entry, wait: bool = True) -> ModelRecord:
-        """See `ServedModels.register`; so for the methods after it."""
-        return await self._models.register(entry, wait=wait)
+    register = in_group(WAITING)(expose("_models", ServedModels.register))
+    status = in_group(WAITING)(expose("_models", ServedModels.status))
+    statuses = expose("_models", ServedModels.statuses)
+    watch = in_group(WATCHING)(expose("_models", ServedModels.watch))
+    manifest = expose("_models", ServedModels.manifest)
+    report_attach = expose("_models", ServedModels.report_attach)
+    want = expose("_models", ServedModels.want)
 
     @in_group(WAITING)
-    async def unregister(self, model: str, purge: bool = False) -> Unregistered:
-        removed = await self._models.unregister(model, purge=purge)
+    async def unregister(self, model: str, purge: bool = False) -> tuple[str, ...]:
+        """Remove a model and its pin; see `ServedModels.unregister`."""
+        orphans = await self._models.unregister(model, purge)
         await self._keepers.pin(model, False)
-        return removed
-
-    async def statuses(self) -> list[ModelRecord]:
-        return list(self._models.directory)
-
-    @in_group(WAITING)
-    async def status(self, model: str) -> ModelRecord:
-        return await self._models.status(model)
-
-    async def manifest(self, model: str, version: str | None = None) -> Manifest:
-        return await self._models.manifest(model, version)
-
-    async def report_attach(self, model: str, error: str | None) -> None:
-        self._models.report_attach(model, error)
-
-    @in_group(WATCHING)
-    async def watch(self, revision: int, epoch: str, timeout_s: float) -> DirectoryChange:
-        """What came after `revision` of `epoch`, at once or as soon as there is something; empty after `timeout_s`."""
-        try:
-            async with asyncio.timeout(min(timeout_s, MAX_WATCH_S)):
-                while not (change := self._models.directory.changes_since(revision, epoch)):
-                    await self._models.changed()
-        except TimeoutError:
-            pass
-        return change
-
-    # how text encoders merge requests
-
-    async def set_encoder_merging(self, merging: MergeConfig) -> None:
-        """For text encoders that start from now on. Ends with this process: the config counts again then."""
-        self._encoder_merging = merging
-
-    async def encoder_merging(self) -> MergeConfig | None:
-        """None as long as it is the config's."""
-        return self._encoder_merging
+        return orphans
 
     # nodes
 
-    async def keeper(self, node_id: str) -> Any:
-        """See `NodeKeepers.get`."""
-        return self._keepers.get(node_id)
-
-    async def keepers(self) -> dict[str, Any]:
-        """All of them, by node."""
-        return dict(self._keepers.handles())
-
-    async def keeper_stats(self) -> list[KeeperStats]:
-        """Of those that answer."""
-        answers = (await self._keepers.ask("stats")).values()
-        return [stats for stats in answers if not isinstance(stats, BaseException)]
-
-    async def report_residency(
-        self,
-        node_id: str,
-        address: str | None,
-        added: Sequence[str],
-        removed: Sequence[str],
-        full: bool,
-        load: int = 0,
-    ) -> None:
-        """What a keeper has got and given up, and how many extents it is sending to others; `full`: it has exactly
-        `added`. `address` is host:port of its server.
-        """
-        self._keepers.report(node_id, address, added, removed, full, load)
+    keeper = expose("_keepers", NodeKeepers.keeper)
+    report_residency = expose("_residency", ResidencyMap.report_residency)
+    locate = expose("_residency", ResidencyMap.locate)
 
     async def peer_secret(self) -> bytes:
-        """What keepers know each other by."""
+        """Return the secret by which the cluster's keepers know each other."""
         return self._peer_secret
 
-    async def locate(self, node_id: str, question: Question, load: int = 0) -> Located:
-        """See `ExtentDirectory.locate`."""
-        return self._keepers.locate(node_id, question, load)
-
-    async def renew_claims(self, node_id: str, ids: Sequence[str]) -> None:
-        """The node is still reading them from storage, for all."""
-        self._keepers.renew_claims(node_id, ids)
+    # models on nodes
 
     @in_group(WAITING)
     async def prefetch(self, model: str) -> dict[str, str]:
-        """Into the memory of every node. What went wrong by node, "" for nothing."""
+        """Load the model into the memory of every node. Return what went wrong by node, "" for nothing."""
         manifest = await self._models.manifest(model)
-        return _errors(await self._keepers.ask("prefetch", list(manifest.extents.values()), timeout_s=MAX_WATCH_S))
+        extents = list(manifest.extents.values())
+        return _errors(await self._keepers.call_keepers(NodeKeeper.prefetch, extents, timeout_s=MAX_WATCH_S))
 
     async def pin(self, model: str, pinned: bool = True) -> dict[str, str]:
-        """Keep it in the memory of every node that has it, or no longer. What went wrong by node, "" for nothing.
+        """Keep the model in the memory of every node that has it, or no longer. Return what went wrong by node.
 
         A pin follows the model to its next version, and ends with it.
         """
@@ -220,8 +193,10 @@ class WeightRegistry:
         return _errors(await self._keepers.pin(model, pinned))
 
     async def evict(self, model: str) -> list[str]:
-        """Out of the memory of every node, but for what other models have as well. Returns the names of those who
-        hold some of it, by lease or pin; without any, the model counts as unloaded until it is wanted again.
+        """Evict the model from the memory of every node, except extents that other models share.
+
+        Returns the names of those who hold some of it, by lease or pin. Without any, the model counts as unloaded until
+        it is wanted again.
         """
         await self._models.manifest(model)
         holders = await self._keepers.drop(self._models.extents_of_no_other(model))
@@ -229,29 +204,34 @@ class WeightRegistry:
             self._models.set_loaded(model, False)
         return holders
 
-    async def want(self, model: str) -> None:
-        """It is asked for again after it was evicted."""
-        self._models.set_loaded(model, True)
-
     async def residency(self, models: Sequence[str], node_offset: int, max_nodes: int) -> dict[str, Any]:
-        """Some nodes with their figures, and of these models what is resident there, as JSON-able values.
+        """Return the figures of some nodes, and what they hold of these models, as JSON-able values.
 
-        `num_nodes` are there in all, in the order of their ids.
+        Nodes are in the order of their ids; `num_nodes` is the number of all. See `cluster_residency`.
         """
         all_nodes = self._keepers.nodes()
         nodes = all_nodes[node_offset : node_offset + max_nodes]
-        ask = self._keepers.ask
-        stats, residents = await asyncio.gather(ask("stats", nodes=nodes), ask("residents", nodes=nodes))
+        call = self._keepers.call_keepers
+        stats, residents = await asyncio.gather(
+            call(NodeKeeper.stats, nodes=nodes), call(NodeKeeper.residents, nodes=nodes)
+        )
         extents = self._models.extents()
         wanted = {model: extents[model] for model in models if model in extents}
         found = await asyncio.to_thread(cluster_residency, stats, residents, wanted)
         return {"num_nodes": len(all_nodes), **found}
 
-    async def process_id(self) -> int:
-        return os.getpid()
+    # settings at run time
+
+    async def set_encoder_merging(self, merging: MergeConfig) -> None:
+        """Set the dynamic batching of text encoders that start from now on. The config counts again after a restart."""
+        self._encoder_merging = merging
+
+    async def encoder_merging(self) -> MergeConfig | None:
+        """Return the dynamic batching that was set, None as long as it is the config's."""
+        return self._encoder_merging
 
     async def _follow_nodes(self, config: ClusterConfig) -> None:
-        # A private Ray has one node, which will have replicas: its keeper starts while they do.
+        # A private Ray has one node, which will have replicas: its keeper starts at the same time as they do.
         to_start = config.ray.address is None
         while ray.is_initialized():
             try:
@@ -265,12 +245,13 @@ class WeightRegistry:
 
 
 def _keeper_options(config: ClusterConfig) -> dict[str, Any]:
-    # A private Ray has one node: nobody else's business.
+    # A private Ray has one node: its keeper listens for nobody else.
     host = "127.0.0.1" if config.ray.address is None else None
     return {"host": host, "populate": config.ray.preallocate, "verify": config.store.verify}
 
 
 def _errors(answers: Mapping[str, Any]) -> dict[str, str]:
+    """Return the text of each answer that is an exception, "" for the others."""
     return {
         node: str(answer) or type(answer).__name__ if isinstance(answer, BaseException) else ""
         for node, answer in answers.items()
@@ -278,13 +259,13 @@ def _errors(answers: Mapping[str, Any]) -> dict[str, str]:
 
 
 def registry_class(max_calls: int = MAX_CALLS) -> Any:
-    """WeightRegistry as an actor class: those who watch or wait, however many, leave the other calls their turn."""
+    """Return WeightRegistry as an actor class. Calls that watch or wait, however many, do not delay the others."""
     groups = {WATCHING: max_calls, WAITING: max_calls}
     return ray.remote(concurrency_groups=groups, max_concurrency=max_calls)(WeightRegistry)
 
 
 def connect_registry(config: ClusterConfig) -> Any:
-    """The cluster's registry; the first caller starts it."""
+    """Return the handle of the cluster's registry; the first caller starts it."""
     actor = registry_class().options(
         name=registry_name(config),
         namespace=NAMESPACE,
@@ -293,5 +274,5 @@ def connect_registry(config: ClusterConfig) -> Any:
         max_restarts=-1,
         num_cpus=0,
     )
-    # A restarted actor gets the arguments of the first one: the secret stays.
+    # A restarted actor gets the arguments of its first start: the secret stays.
     return actor.remote(config, secrets.token_bytes(SECRET_BYTES))

@@ -1,34 +1,37 @@
-"""What the cluster knows of its models, as values. Pure: no Ray, no clock, no I/O.
+"""The directory of models: one record per model, and its changes by revision. Pure: no Ray, no clock, no I/O.
 
-A `Directory` counts every change as one revision, so that whoever knows revision n is told only what came after. The
-`epoch` names one life of the registry: revisions of another life mean nothing, and everything is told anew.
+Every change is one revision, so that a reader who knows revision n is sent only what came after. The `epoch` names one
+life of the registry: revisions of another life mean nothing, and everything is sent anew.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Final, Literal
 
+from cluster.errors import RegistrationConflict, RegistrationRefused
 from configs.model import AdapterConfig, GenerationDefaults, ModelConfig
 from weights.feature_sizes import FeatureSizes
 from weights.manifest import ModelKind
 
 MAX_REMEMBERED_REMOVALS: Final = 10_000
+MAX_NAMES: Final = 30  # in one message
 
 Entry = ModelConfig | AdapterConfig
-# "unloaded": in the store and nowhere else, because somebody said so; the next request brings it back.
+# "unloaded": in the store and nowhere else, because an operator evicted it; the next request brings it back.
 ModelState = Literal["registering", "updating", "ready", "unloaded", "unavailable"]
 
 
 @dataclass(frozen=True, slots=True)
 class ModelRecord:
-    """One model or adapter. `error` is for the operator: it names the file and the tensor.
+    """A model or adapter as the registry and every registry snapshot know it.
 
-    `fingerprint` names the version that is served; "" before there is one. An unavailable model without `kind` never
-    made it into the store; one with `kind` did, but could not be attached. A ready one with `error` serves the
-    version before an update that failed. `entry` is None when its registration file is damaged. `class_name` is the
-    pipeline's; "" for what is none.
+    `fingerprint` names the version that is served, "" before there is one. `error` is for the operator: it names the
+    file and the tensor. An unavailable model without `kind` never came into the store; one with `kind` did, but could
+    not be attached. A ready one with `error` serves the version before an update that failed. `entry` is None when the
+    registration file is damaged. `class_name` is the pipeline's, "" without one.
     """
 
     id: str
@@ -44,26 +47,28 @@ class ModelRecord:
 
     @property
     def base(self) -> tuple[str, ...]:
-        """The models that an adapter is for; nothing for a model."""
+        """The models that an adapter is for; empty for a model."""
         return self.entry.base if isinstance(self.entry, AdapterConfig) else ()
 
     @property
     def defaults(self) -> GenerationDefaults:
+        """The defaults of requests that the config gives; empty for an adapter."""
         return self.entry.defaults if isinstance(self.entry, ModelConfig) else GenerationDefaults()
 
     @property
     def description(self) -> str:
+        """The config's description, "" without one."""
         return self.entry.description if isinstance(self.entry, ModelConfig) else ""
 
     @property
     def serves(self) -> bool:
-        """Whether some version of it is in the store."""
+        """True when some version of it is in the store."""
         return self.kind is not None
 
 
 @dataclass(frozen=True, slots=True)
 class DirectoryChange:
-    """What became of the directory up to `revision` of `epoch`; `full`: `changed` is all there is."""
+    """The changes of a directory up to `revision` of `epoch`. With `full`, `changed` is the whole directory."""
 
     revision: int
     epoch: str
@@ -76,7 +81,7 @@ class DirectoryChange:
 
 
 class Directory:
-    """Records by id, in the order in which they came. Not thread-safe."""
+    """Model records by id, in the order in which they came. Not thread-safe."""
 
     def __init__(self, epoch: str) -> None:
         self.epoch = epoch
@@ -97,10 +102,11 @@ class Directory:
         return len(self._records)
 
     def get(self, id_: str) -> ModelRecord | None:
+        """Return the record of that id, or None."""
         return self._records.get(id_)
 
     def apply(self, record: ModelRecord) -> ModelRecord:
-        """Put the record in place of the one before. Returns it with its revision."""
+        """Put the record in place of the one before. Return it with its revision."""
         self.revision += 1
         record = replace(record, revision=self.revision)
         self._records[record.id] = record
@@ -110,7 +116,7 @@ class Directory:
         return record
 
     def remove(self, id_: str) -> None:
-        """Raises KeyError."""
+        """Remove the record. Raises KeyError without one."""
         del self._records[id_], self._changed[id_]
         self.revision += 1
         self._removed[id_] = self.revision
@@ -119,17 +125,17 @@ class Directory:
             self._complete_since = self._removed.pop(oldest)
 
     def changes_since(self, revision: int, epoch: str) -> DirectoryChange:
-        """What somebody who knows `revision` of `epoch` has to hear; everything when that is of another life."""
+        """Return the changes after `revision`; the whole directory when `epoch` is another life's."""
         if epoch != self.epoch or not self._complete_since <= revision <= self.revision:
             return DirectoryChange(self.revision, self.epoch, tuple(self._records.values()), full=True)
         changed = [self._records[id_] for id_ in _after(self._changed, revision)]
         return DirectoryChange(self.revision, self.epoch, tuple(changed), tuple(_after(self._removed, revision)))
 
     def absorb(self, change: DirectoryChange) -> None:
-        """Follow another directory.
+        """Apply the changes of another directory to this copy of it.
 
-        A registry that has just started says `registering` of models that it has not looked at yet: a version that
-        is known to be in the store goes on serving meanwhile.
+        A registry that has just started reports models as `registering` before it has looked at them: a version that is
+        known to be in the store goes on serving meanwhile.
         """
         known = self._records
         if change.full:
@@ -148,8 +154,34 @@ class Directory:
         self.epoch, self.revision, self._complete_since = change.epoch, change.revision, change.revision
 
 
+def check_entry(directory: Directory, entry: Entry) -> None:
+    """Raise unless the entry fits beside what is registered, by the rules of a cluster config.
+
+    Raises RegistrationRefused naming the field, RegistrationConflict when the id is of another sort.
+    """
+    if isinstance(entry.path, Path) and not entry.path.is_absolute():
+        raise RegistrationRefused(f"path: {str(entry.path)!r} is relative; expected an absolute path or an s3:// URL")
+    record = directory.get(entry.id)
+    if record and record.entry and type(record.entry) is not type(entry):
+        is_adapter = isinstance(record.entry, AdapterConfig)
+        was, now = ("an adapter", "a model") if is_adapter else ("a model", "an adapter")
+        raise RegistrationConflict(f"id: {entry.id!r} is {was} already; {now} needs another id")
+    if isinstance(entry, AdapterConfig):
+        models = [record.id for record in directory if not isinstance(record.entry, AdapterConfig)]
+        unknown = sorted(set(entry.base) - set(models))
+        if unknown:
+            raise RegistrationRefused(f"base: unknown {', '.join(unknown)} (models: {listed(models)})")
+
+
+def listed(names: Iterable[str]) -> str:
+    """Return the names for a message: the first `MAX_NAMES` of them, and how many more there are."""
+    names = list(names)
+    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+    return (", ".join(names[:MAX_NAMES]) or "none") + more
+
+
 def _after(revisions: dict[str, int], revision: int) -> list[str]:
-    """The ids that changed later, oldest first."""
+    """Return the ids that changed after `revision`, oldest first."""
     found = []
     for id_ in reversed(revisions):
         if revisions[id_] <= revision:

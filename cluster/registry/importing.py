@@ -1,7 +1,8 @@
-"""What runs in an import process: checkpoints -> the store, one after the other, and what came of each.
+"""Imports of checkpoints into the store, in a process of their own, so that none can stall the registry or end it.
 
-`python -m cluster.registry.importing FD PARENT` speaks over the socket FD; `import_process.py` starts it. Light: it
-imports neither Ray nor, until a program comes, torch.
+A file that crashes its reader, makes it compute for ever or fill the memory ends that process, and fails that model's
+import alone; the next import gets another process. `python -m cluster.registry.importing FD PARENT` is that process; it
+talks over the socket FD. It imports neither Ray nor, until a program comes, torch.
 """
 
 from __future__ import annotations
@@ -12,59 +13,69 @@ import ctypes
 import os
 import resource
 import signal
+import socket
+import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final, Self
 
+import psutil
+
 import cluster.errors
 import weights.errors
 from cluster.errors import ImportFailed
 from cluster.registry.directory import Entry
-from cluster.registry.summaries import ModelSummary, SummaryFiles, summarize
+from cluster.registry.manifests import ModelSummary, SummaryFiles, summarize
 from configs.model import ModelConfig, StrictModel
 from weights.formats.checkpoint import recognise
 from weights.formats.folder import check_inside
 from weights.intake import PROGRAM_SUFFIXES, bring_in, origin_of
 from weights.source_mark import source_mark
-from weights.sources.localize import localized
 from weights.sources.mirrors import SOURCES_FOLDER
+from weights.sources.object_storage import localized
 from weights.store import WeightStore
 
-IDLE_S: Final = 60.0
+IDLE_S: Final = 60.0  # an import process without work ends after this
+POLL_S: Final = 1.0
+MODULE: Final = "cluster.registry.importing"
+STARTS: Final = 2  # a process that has gone idle may end just when it is asked
 _PR_SET_PDEATHSIG: Final = 1
 
 
 class ImportSettings(StrictModel):
-    """Where to, and how: `options` are of object storage, see `localize`. `memory_bytes` of its own at most."""
+    """The store to import into, the object storage options (see `localize`), and the process's memory limit."""
 
     store: Path
     options: dict[str, str]
     memory_bytes: int
 
 
-class Job(StrictModel):
-    """A model to bring in. `roots`: the folders that a local checkpoint must lie in; None trusts it."""
+class _Job(StrictModel):
+    """A model to import. `roots` are the folders that a local checkpoint must lie in; None trusts it."""
 
     entry: Entry
     roots: tuple[Path, ...] | None = None
 
 
-class Failure(StrictModel):
-    """An error as text: what comes from a process that has read hostile files is not unpickled."""
+class _Failure(StrictModel):
+    """An error as text: nothing from a process that has read hostile files is unpickled."""
 
     error: str
     text: str
 
     @classmethod
     def of(cls, error: Exception) -> Self:
+        """Return the error as text."""
         return cls(error=type(error).__name__, text=str(error))
 
-    def raised(self) -> Exception:
-        """The error itself where its class is one of ours or Python's, and takes a text."""
+    def error_itself(self) -> Exception:
+        """Return the error itself where its class is ours or Python's and takes a text, otherwise ImportFailed."""
         for module in (weights.errors, cluster.errors, builtins):
             class_ = getattr(module, self.error, None)
             if isinstance(class_, type) and issubclass(class_, Exception):
@@ -73,13 +84,13 @@ class Failure(StrictModel):
         return ImportFailed(f"{self.error}: {self.text}")
 
 
-class Report(StrictModel):
-    """What an import process says, one at a time: it has begun, has read so many bytes, is done, or has failed."""
+class _Report(StrictModel):
+    """One message of an import process: it has begun, has read so many bytes, is done, or has failed."""
 
     begun: bool = False
     done_bytes: int | None = None
     summary: ModelSummary | None = None
-    failure: Failure | None = None
+    failure: _Failure | None = None
 
 
 def import_model(
@@ -89,9 +100,9 @@ def import_model(
     roots: Sequence[Path] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> ModelSummary:
-    """Bring a checkpoint in, or find that it is there unchanged: then its manifest is not opened.
+    """Import a checkpoint, or find it unchanged in the store: then its manifest is not opened.
 
-    Raises what `bring_in` raises.
+    Raises what `weights.intake.bring_in` raises.
     """
     component = entry.component if isinstance(entry, ModelConfig) else None
     files = SummaryFiles(store)
@@ -112,38 +123,185 @@ def import_model(
     return summary
 
 
-def serve(connection: Connection, settings: ImportSettings) -> None:
-    """Jobs in; for each a report that it has begun, bytes done now and then, and what came of it out."""
+@dataclass(frozen=True, slots=True)
+class ImportLimits:
+    """Limits of an import without progress, which is to read, to write or to have hashed more.
+
+    `computing_s` is processor time of all its threads: no sound file takes so long to compute on. `silent_s` is
+    wall-clock time: it may wait for another writer of the store.
+    """
+
+    computing_s: float = 120.0
+    silent_s: float = 1800.0
+
+
+DEFAULT_LIMITS: Final = ImportLimits()
+
+
+@dataclass(slots=True)
+class _Progress:
+    """The last progress: its counters, when it was, and the processor time by then."""
+
+    sign: tuple[int, ...]
+    at_s: float
+    cpu_s: float
+
+    def limit_passed(self, sign: tuple[int, ...], now_s: float, cpu_s: float, limits: ImportLimits) -> str:
+        """Return the limit that is passed, "" for none."""
+        if sign != self.sign:
+            self.sign, self.at_s, self.cpu_s = sign, now_s, cpu_s
+        if cpu_s - self.cpu_s > limits.computing_s:
+            return f"it computed for {limits.computing_s:.0f} s without reading or writing anything"
+        if now_s - self.at_s > limits.silent_s:
+            return f"nothing was read or written for {limits.silent_s:.0f} s"
+        return ""
+
+
+class ImportProcess:
+    """An import process, started with the first import and again after it has ended. Thread-safe: one import at a time.
+
+    HAZARD: the process ends with the thread that started it. The threads of `asyncio.to_thread` stay.
+    """
+
+    def __init__(
+        self,
+        settings: ImportSettings,
+        limits: ImportLimits = DEFAULT_LIMITS,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._settings = settings
+        self._limits = limits
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: Connection | None = None
+
+    def import_model(self, entry: Entry, roots: tuple[Path, ...] | None = None) -> ModelSummary:
+        """Import the checkpoint and block until that is done. Raises the errors of `import_model`, and ImportFailed."""
+        with self._lock:
+            report = self._await_outcome(self._send_job(_Job(entry=entry, roots=roots)))
+        if report.summary is None:
+            raise report.failure.error_itself() if report.failure else ImportFailed("its import came to nothing")
+        return report.summary
+
+    def close(self) -> None:
+        """Kill the process, even during an import: what that leaves in the store is removed by `atelier weights gc`."""
+        process = self._process
+        if process is not None:
+            process.kill()
+
+    def _send_job(self, job: _Job) -> Connection:
+        how = ""
+        for _ in range(STARTS):
+            try:
+                connection = self._connection or self._start()
+                connection.send_bytes(job.model_dump_json().encode())
+                if _received(connection).begun:
+                    return connection
+            except (EOFError, OSError):
+                how = self._ended()
+        raise ImportFailed(f"the import process does not start: it {how}")
+
+    def _await_outcome(self, connection: Connection) -> _Report:
+        """Return the last report. Raises ImportFailed when the process ended, or was killed for passing a limit."""
+        assert self._process is not None
+        process = psutil.Process(self._process.pid)
+        done_bytes, progress = 0, _Progress((), self._clock(), 0.0)
+        try:
+            while True:
+                if not connection.poll(POLL_S):
+                    sign = (done_bytes, *_transferred(process))
+                    if problem := progress.limit_passed(
+                        sign, self._clock(), sum(process.cpu_times()[:2]), self._limits
+                    ):
+                        self._process.kill()
+                        self._ended()
+                        raise ImportFailed(f"its import was stopped: {problem}")
+                elif (report := _received(connection)).done_bytes is None:
+                    return report
+                else:
+                    done_bytes = report.done_bytes
+        except (EOFError, OSError, psutil.NoSuchProcess):
+            raise ImportFailed(f"the process that imported it {self._ended()}") from None
+
+    def _start(self) -> Connection:
+        mine, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", MODULE, str(theirs.fileno()), str(os.getpid())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+            )
+        self._connection = Connection(mine.detach())
+        self._connection.send_bytes(self._settings.model_dump_json().encode())
+        return self._connection
+
+    def _ended(self) -> str:
+        """Wait for the process to end, and return how it did."""
+        assert self._connection is not None
+        assert self._process is not None
+        self._connection.close()
+        self._connection = None
+        code = self._process.wait()
+        if code >= 0:
+            return f"ended with exit code {code}"
+        name = signal.Signals(-code).name
+        return f"was killed by {name}" + (" (perhaps because memory was short)" if name == "SIGKILL" else "")
+
+
+def _received(connection: Connection) -> _Report:
+    return _Report.model_validate_json(connection.recv_bytes())
+
+
+def _transferred(process: psutil.Process) -> tuple[int, ...]:
+    """Return the bytes read and written, by calls and by pages of mapped files.
+
+    Empty where the system does not tell.
+    """
+    try:
+        counts = process.io_counters()
+    except (psutil.AccessDenied, AttributeError, NotImplementedError):
+        return ()
+    return (counts.read_chars, counts.write_chars, counts.read_bytes, counts.write_bytes)
+
+
+def _serve_imports(connection: Connection, settings: ImportSettings) -> None:
+    """Receive jobs until there are none; for each report its begin, the bytes done now and then, and the outcome."""
     store = WeightStore(settings.store)
     sending = threading.Lock()  # progress comes from the threads that hash
 
-    def tell(report: Report) -> None:
+    def send_report(report: _Report) -> None:
         with sending:
             connection.send_bytes(report.model_dump_json(exclude_defaults=True).encode())
 
     while connection.poll(IDLE_S):
         try:
-            job = Job.model_validate_json(connection.recv_bytes())
+            job = _Job.model_validate_json(connection.recv_bytes())
         except EOFError:
             return
-        tell(Report(begun=True))
+        send_report(_Report(begun=True))
         try:
             summary = import_model(
-                store, job.entry, settings.options, job.roots, lambda done_bytes, _: tell(Report(done_bytes=done_bytes))
+                store,
+                job.entry,
+                settings.options,
+                job.roots,
+                lambda done_bytes, _: send_report(_Report(done_bytes=done_bytes)),
             )
-            answer = Report(summary=summary)
+            answer = _Report(summary=summary)
         except MemoryError:
             text = f"to import it takes more than {settings.memory_bytes} bytes of memory"
-            answer = Report(failure=Failure.of(ImportFailed(text)))
+            answer = _Report(failure=_Failure.of(ImportFailed(text)))
         except Exception as error:
-            answer = Report(failure=Failure.of(error))
-        tell(answer)
+            answer = _Report(failure=_Failure.of(error))
+        send_report(answer)
 
 
-def limit_process(memory_bytes: int, parent: int) -> None:
-    """End with the parent, whatever this process is doing then; take no more than this; go first when memory is short.
+def _limit_process(memory_bytes: int, parent: int) -> None:
+    """End this process with its parent, bound its memory, and make it the first victim when memory is short.
 
-    HAZARD: to Linux the parent is the thread that started this process. It must live as long as that is needed.
+    HAZARD: to Linux the parent is the thread that started this process. It must live as long as this process.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it ended before
@@ -151,17 +309,18 @@ def limit_process(memory_bytes: int, parent: int) -> None:
     _, most = resource.getrlimit(resource.RLIMIT_DATA)
     allowed = memory_bytes if most == resource.RLIM_INFINITY else min(memory_bytes, most)
     resource.setrlimit(resource.RLIMIT_DATA, (allowed, allowed))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a crash is said; nobody wants to find 50 GB on the disk
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a crash is reported; a core file of 50 GB helps nobody
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
 
 
 def main(descriptor: int, parent: int) -> None:
+    """Run an import process that talks over the socket `descriptor` and ends with the process `parent`."""
     connection = Connection(descriptor)
     settings = ImportSettings.model_validate_json(connection.recv_bytes())
-    limit_process(settings.memory_bytes, parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C at the terminal is for those who serve
-    serve(connection, settings)
+    _limit_process(settings.memory_bytes, parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C at the terminal is for the parent
+    _serve_imports(connection, settings)
 
 
 if __name__ == "__main__":

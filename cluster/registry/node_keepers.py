@@ -1,10 +1,10 @@
-"""The keepers of all nodes that have replicas: started for the first of them, found again by name, asked all at once.
+"""The keepers of all nodes that have replicas: started with the first replica, found by name, called all at once.
 
-Nothing here is lost with the process: keepers are named after their node and say themselves what they hold. Pins and
-a budget set at run time end with a keeper's process, so the keeper that follows is told of them again.
+Nothing here is lost with the process: keepers are named after their nodes and report what they hold. Pins and a budget
+set at run time end with a keeper's process, so its successor is told of them again.
 
-What is pinned is models. Which extents that means is looked up anew each round, so pins follow a model to its next
-version and end with it, and what two of them share stays as long as one is pinned.
+Pins are of models. Their extents are looked up anew in each round, so a pin follows its model to the next version and
+ends with it, and an extent of two models stays while one of them is pinned.
 """
 
 from __future__ import annotations
@@ -16,32 +16,33 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.actor_names import NAMESPACE, keeper_name, keeper_node
 from cluster.errors import KeeperFailed
-from cluster.keeper.actor import keeper_class
+from cluster.keeper.actor import NodeKeeper, keeper_class
 from cluster.keeper.records import ResidentExtent
-from cluster.peers.fetch_queue import Located, Question
-from cluster.peers.peer_protocol import PeerAddress
-from cluster.registry.residency_map import ExtentDirectory
-from weights.residency.claims import LoadingClaims
+from cluster.peers.messages import ResidencyReport
+from cluster.peers.protocol import PeerAddress
+from cluster.registry.residency import ResidencyMap
 
 ANSWER_TIMEOUT_S: Final = 10.0
-IDLE_S: Final = 600.0  # a keeper whose node has had no replica for so long ends
+IDLE_S: Final = 600.0  # a keeper whose node has had no replica for this long ends
 FIRST_PAUSE_S: Final = 1.0  # before a keeper that could not start is started again; doubles each time
 LONGEST_PAUSE_S: Final = 60.0
 RELEASE_PAUSES_S: Final = (0.0, 0.05, 0.2, 0.5, 1.0)
 
 logger = logging.getLogger("atelier.registry")
 
+R = TypeVar("R")
+
 
 @dataclass(frozen=True, slots=True)
 class _Life:
-    """A keeper's process as last seen, and what it was told to pin."""
+    """The process of a keeper as last seen, and the extents that it was told to pin, by model."""
 
     generation: str
     budget_bytes: int
@@ -50,7 +51,7 @@ class _Life:
 
 @dataclass(frozen=True, slots=True)
 class _Failure:
-    """A keeper that could not start: how often in a row, and when it is tried again."""
+    """A keeper that could not start `num_times` in a row, and when it is started again."""
 
     reason: str
     num_times: int
@@ -58,10 +59,11 @@ class _Failure:
 
 
 class NodeKeepers:
-    """Lives on one event loop. `key` is the cluster's, `options` are the keepers' own beside packs, budget, registry.
+    """The keepers of a cluster, by node. Lives on one event loop.
 
-    Without `budget_bytes`, each keeper takes its share of its own node's object store. `extents_of` has the extent ids
-    of the served version of each model.
+    `key` is the cluster's, `options` are further arguments of a keeper. Without `budget_bytes`, each keeper takes its
+    share of its own node's object store. `extents_of` returns the extent ids of the served version of each model.
+    `residency` is the map of what the keepers hold.
     """
 
     def __init__(
@@ -83,19 +85,15 @@ class NodeKeepers:
         self._key = key
         self._failures: dict[str, _Failure] = {}
         self._needed_s: dict[str, float] = {}  # by node: when there was last a replica
-        self._claims = LoadingClaims(clock)
         self._handles: dict[str, Any] = {}
         self._lives: dict[str, _Life] = {}
         self._extents_of = extents_of
         self._pinned: set[str] = set()  # models
         self._refreshing: dict[str, asyncio.Lock] = {}
-        self._residency = ExtentDirectory(self._claims, clock, random.Random())
+        self.residency = ResidencyMap(clock, random.Random())
 
-    def handles(self) -> Mapping[str, Any]:
-        return self._handles
-
-    def get(self, node_id: str) -> Any:
-        """The keeper of a node, started when there is none; it stays as long as the node has replicas.
+    def keeper(self, node_id: str) -> Any:
+        """Return the keeper's handle, started if need be; the keeper stays as long as its node has replicas.
 
         Raises KeeperFailed while one that could not start may not be tried again.
         """
@@ -108,23 +106,23 @@ class NodeKeepers:
         return self._handles[node_id]
 
     async def follow(self, alive: Collection[str], running: Collection[str] = ()) -> None:
-        """Know what the keepers of these nodes hold; what other nodes had is gone.
+        """Look at the keepers of the nodes that are `alive`, and forget those of other nodes.
 
-        `running` are nodes with a keeper that this process may not have started. One that could not start is started
-        again when its time has come; one whose node has had no replica for a while ends.
+        `running` are nodes with a keeper that this process may not have started. A keeper that could not start is
+        started again when its time has come; one whose node has had no replica for `IDLE_S` ends.
         """
         for node_id in (self._handles.keys() | self._failures.keys()) - set(alive):
             self._end(node_id)  # Ray would look for its node for ever
         due = [node_id for node_id, failure in self._failures.items() if self._clock() >= failure.again_s]
         for node_id in {*due, *(set(running) - self._failures.keys())} & set(alive) - self._handles.keys():
-            self.get(node_id)
+            self.keeper(node_id)
         await asyncio.gather(*map(self._look_at, list(self._handles)))
         for node_id in [found for found in self._handles if self._clock() - self._needed_s[found] >= IDLE_S]:
             logger.info("no replica on node %s any more: its keeper ends", node_id)
             self._end(node_id)
 
     async def pin(self, model: str, pinned: bool) -> dict[str, Any]:
-        """On every node, those that join or restart later included. What went wrong by node, None for nothing."""
+        """Pin or unpin a model on every node, including those that join later. Return exceptions or None by node."""
         if pinned:
             self._pinned.add(model)
         else:
@@ -134,12 +132,12 @@ class NodeKeepers:
         return dict(zip(nodes, answers, strict=True))
 
     async def drop(self, ids: Sequence[str]) -> list[str]:
-        """On every node. Who still holds some of them a moment later: a replica's release may be on its way."""
+        """Drop extents on every node. Return who still holds some a moment later: a release may be on its way."""
         left: list[ResidentExtent] = []
         for pause_s in RELEASE_PAUSES_S:
             await asyncio.sleep(pause_s)
-            await self.ask("drop", list(ids))
-            nodes = (await self.ask("residents", list(ids))).values()
+            await self.call_keepers(NodeKeeper.drop, list(ids))
+            nodes = (await self.call_keepers(NodeKeeper.residents, list(ids))).values()
             left = [extent for found in nodes if not isinstance(found, BaseException) for extent in found]
             if not left:
                 break
@@ -155,14 +153,14 @@ class NodeKeepers:
             logger.info("keeper of node %s does not answer: %s", node_id, error)
 
     def _failed(self, node_id: str, error: ray.exceptions.ActorDiedError) -> None:
-        """Ray does not restart an actor whose constructor has failed; another one takes its place later."""
+        """Plan another start: Ray does not restart an actor whose constructor has failed."""
         before = self._failures.get(node_id)
         num_times = before.num_times + 1 if before else 1
         pause_s = min(FIRST_PAUSE_S * 2 ** (num_times - 1), LONGEST_PAUSE_S)
         reason = f"the keeper of node {node_id} cannot start: {_last_line(error)}"
         logger.warning("%s; tried again in %.0f s", reason, pause_s)
         self._handles.pop(node_id, None)
-        self._forget(node_id)
+        self.residency.forget(node_id)
         self._failures[node_id] = _Failure(reason, num_times, self._clock() + pause_s)
 
     def _end(self, node_id: str) -> None:
@@ -173,14 +171,13 @@ class NodeKeepers:
         self._needed_s.pop(node_id, None)
         self._refreshing.pop(node_id, None)
         self._lives.pop(node_id, None)
-        self._forget(node_id)
-
-    def _forget(self, node_id: str) -> None:
-        self._residency.forget(node_id)
+        self.residency.forget(node_id)
 
     async def _refresh(self, node_id: str) -> None:
-        """Know the keeper's life, and have it know what is pinned. One at a time: a keeper that was told two things at
-        once may do the older one last. Raises when it does not answer."""
+        """Look at the keeper's process, and tell it of new pins. Raises when it does not answer.
+
+        One call at a time per keeper: of two pin calls at once, the older might be carried out last.
+        """
         async with self._refreshing.setdefault(node_id, asyncio.Lock()), asyncio.timeout(ANSWER_TIMEOUT_S):
             keeper = self._handles[node_id]
             stats, last = await keeper.stats.remote(), self._lives.get(node_id)
@@ -196,71 +193,56 @@ class NodeKeepers:
                 self._lives[node_id] = replace(life, pins=pins)
 
     async def _meet(self, node_id: str, life: _Life, last: _Life | None, address: str | None) -> _Life:
-        """A keeper outlives this process: one that is new here has perhaps told another what it holds and pins."""
+        """Take in a keeper's process that is new here. It may have outlived a registry, or follow one that died."""
         keeper = self._handles[node_id]
         if last:
-            self._claims.forget(node_id)  # what it was loading died with it
+            self.residency.end_claims(node_id)  # its loads died with it
             if last.budget_bytes != life.budget_bytes:
                 await keeper.set_budget.remote(last.budget_bytes)
         residents, pins = await asyncio.gather(keeper.residents.remote(), keeper.pins.remote())
         if last is None:
             self._pinned.update(pins)
-        self.report(node_id, address, [extent.id for extent in residents], [], full=True)
+        here = PeerAddress.parse(address) if address else None
+        report = ResidencyReport(here, [extent.id for extent in residents], is_full=True)
+        self.residency.report_residency(node_id, report)
         return _Life(life.generation, last.budget_bytes if last else life.budget_bytes, pins)
 
     def _pins(self, life: _Life) -> dict[str, Sequence[str]]:
-        """Extents by pinned model. When this process is new it has not looked at all models yet: a keeper that knows
-        one knows its extents as well."""
+        """Return extents by pinned model.
+
+        For a model that this process has not looked at yet, the keeper knows them.
+        """
         extents_of = self._extents_of()
         found = {model: extents_of.get(model, life.pins.get(model, ())) for model in self._pinned}
         return {model: tuple(ids) for model, ids in found.items() if ids}
 
-    def report(
-        self,
-        node_id: str,
-        address: str | None,
-        added: Sequence[str],
-        removed: Sequence[str],
-        full: bool,
-        load: int = 0,
-    ) -> None:
-        """What a keeper has got and given up; `full`: it has exactly `added`. `address` is host:port of its server."""
-        self._residency.report(node_id, _parsed(address), added, removed, full=full, load=load)
-
-    def locate(self, node_id: str, question: Question, load: int = 0) -> Located:
-        """See `ExtentDirectory.locate`."""
-        return self._residency.locate(node_id, question, load)
-
-    def renew_claims(self, node_id: str, ids: Sequence[str]) -> None:
-        """The node is still reading them from storage."""
-        self._claims.renew(ids, node_id)
-
     def nodes(self) -> list[str]:
-        """Those that have keepers or should have, sorted."""
+        """Return the nodes that have keepers or should have, sorted."""
         return sorted(self._handles.keys() | self._failures.keys())
 
-    async def ask(
+    async def call_keepers(
         self,
-        method: str,
+        method: Callable[..., R],
         *arguments: Any,
         timeout_s: float = ANSWER_TIMEOUT_S,
         nodes: Collection[str] | None = None,
-    ) -> dict[str, Any]:
-        """What each keeper answers, by node; an exception for one that does not, or cannot start.
+    ) -> dict[str, R | BaseException]:
+        """Call a method of NodeKeeper on all nodes, or on those of `nodes`, and return the answers by node.
 
-        Only those of `nodes` are asked, when that is given.
+        The answer is an exception for a keeper that does not answer within `timeout_s`, or cannot start.
         """
         asked = self.nodes() if nodes is None else nodes
         handles = {node: self._handles[node] for node in asked if node in self._handles}
-        failures = {
+        failures: dict[str, R | BaseException] = {
             node: KeeperFailed(self._failures[node].reason)
             for node in asked
             if node in self._failures and node not in handles
         }
 
-        async def call(keeper: Any) -> Any:
+        async def call(keeper: Any) -> R:
             async with asyncio.timeout(timeout_s):
-                return await getattr(keeper, method).remote(*arguments)
+                answer: R = await getattr(keeper, method.__name__).remote(*arguments)
+                return answer
 
         answers = await asyncio.gather(*map(call, handles.values()), return_exceptions=True)
         return dict(zip(handles, answers, strict=True)) | failures
@@ -278,22 +260,16 @@ class NodeKeepers:
 
 
 def alive_nodes() -> list[str]:
+    """Return the ids of the nodes that are alive, by Ray."""
     return [node["NodeID"] for node in ray.nodes() if node["Alive"]]
 
 
 def nodes_with_keeper(key: str) -> list[str]:
-    """Of the cluster of that key, whoever started them."""
+    """Return the nodes with a keeper of the cluster of that key, whoever started it."""
     names = [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)]
     return [node_id for name in names if (node_id := keeper_node(key, name)) is not None]
 
 
 def _last_line(error: ray.exceptions.ActorDiedError) -> str:
-    """Of a traceback, what was raised."""
+    """Return the last line of a traceback: what was raised."""
     return [line.strip() for line in str(error).splitlines() if line.strip()][-1]
-
-
-def _parsed(address: str | None) -> PeerAddress | None:
-    if address is None:
-        return None
-    host, _, port = address.rpartition(":")
-    return PeerAddress(host.strip("[]"), int(port))

@@ -1,6 +1,6 @@
-"""Models that were registered while the cluster ran: one small JSON file each, so that they survive the registry.
+"""Models that were registered while the cluster ran, as files that survive the registry.
 
-<store>/registrations/<cluster>/<id>.json
+One small JSON file each: <store>/registrations/<cluster>/<id>.json
 """
 
 from __future__ import annotations
@@ -8,8 +8,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
@@ -24,45 +22,39 @@ _IS_ID = TypeAdapter(ModelId)
 
 
 class Registration(StrictModel):
-    """`replaces`: the entry of the cluster config that this one overrules, for as long as the config says that."""
+    """A registered entry. It overrules the config's entry `replaces`, for as long as the config has that entry."""
 
     entry: Entry
     replaces: Entry | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class DamagedRegistration:
-    """A file that cannot be used, and why."""
-
-    id: str
-    error: str
-
-
 class Registrations:
-    """The files of one cluster. Files appear by rename only."""
+    """The registration files of one cluster. They appear by rename only."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    def load(self) -> Iterator[Registration | DamagedRegistration]:
-        """All of them, by id. A damaged one takes nothing else down."""
+    def load(self) -> tuple[dict[str, Registration], dict[str, str]]:
+        """Return the sound registrations, and why the others cannot be used, both by id."""
+        sound: dict[str, Registration] = {}
+        damaged: dict[str, str] = {}
         for file in sorted(self._folder.glob("*.json")):
             if not _is_id(file.stem):
-                logger.warning("%s: not the file of a model; left alone", file)
+                logger.warning("%s: not a registration of a model; left alone", file)
                 continue
             try:
                 registration = Registration.model_validate_json(file.read_bytes())
             except (OSError, ValidationError) as error:
-                yield DamagedRegistration(file.stem, f"{file}: damaged registration: {_reason(error)}")
+                damaged[file.stem] = f"{file}: damaged registration: {_reason(error)}"
                 continue
             if registration.entry.id == file.stem:
-                yield registration
+                sound[file.stem] = registration
             else:
-                text = f"{file}: damaged registration: it is of {registration.entry.id!r}"
-                yield DamagedRegistration(file.stem, text)
+                damaged[file.stem] = f"{file}: damaged registration: it is of {registration.entry.id!r}"
+        return sound, damaged
 
     def save(self, registration: Registration) -> None:
-        """Raises RegistrationRefused when the disk does not take it."""
+        """Write the file durably. Raises RegistrationRefused when the disk does not take it."""
         target = self._file(registration.entry.id)
         staged = target.with_name(f".{target.name}.{os.getpid()}")
         try:
@@ -76,7 +68,7 @@ class Registrations:
             raise RegistrationRefused(f"{target}: cannot be written: {error.strerror or error}") from error
 
     def remove(self, id_: str) -> None:
-        """Without one, nothing happens."""
+        """Remove the model's file, if there is one."""
         if self._file(id_).exists():
             remove(self._file(id_))
             sync(self._folder)

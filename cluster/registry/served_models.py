@@ -1,4 +1,4 @@
-"""How models come into the directory and leave it, while others are served.
+"""The life of models in the directory: registered, imported, updated, evicted and removed while others are served.
 
 A version is replaced by publishing the new one beside it: requests that hold the one before finish with it, and the
 directory names the new one from then on. When it cannot be published, the one before goes on serving.
@@ -11,87 +11,79 @@ import contextlib
 import logging
 import sys
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from cluster.errors import ModelUnavailable, ModelUnknown, RegistrationConflict, RegistrationRefused
-from cluster.registry.directory import Directory, Entry, ModelRecord
-from cluster.registry.entry_rules import check_entry, listed
-from cluster.registry.manifest_cache import ManifestCache
-from cluster.registry.registrations import DamagedRegistration, Registration, Registrations
-from cluster.registry.summaries import ModelSummary, SummaryFiles, summarize
+from cluster.registry.directory import Directory, DirectoryChange, Entry, ModelRecord, check_entry, listed
+from cluster.registry.manifests import ManifestCache, ModelSummary, SummaryFiles, summarize
+from cluster.registry.registrations import Registration, Registrations
 from weights.errors import ModelNotStored, WeightsError
 from weights.maintenance import remove_model
 from weights.manifest import Manifest
 from weights.store import WeightStore
 
-BringIn = Callable[[Entry], ModelSummary]
+ImportModel = Callable[[Entry], ModelSummary]
+
+MAX_WATCH_S: Final = 60.0
 
 logger = logging.getLogger("atelier.registry")
 
 
-@dataclass(frozen=True, slots=True)
-class Unregistered:
-    """What was removed, and the adapters that have no base left."""
-
-    id: str
-    orphans: tuple[str, ...] = ()
-
-
 class ServedModels:
-    """Lives on one event loop; `bring_in` and reading manifests happen in threads. Call `start` once."""
+    """The models of a cluster: those of its config and those registered since. Lives on one event loop.
+
+    Imports and the reading of manifests happen in threads. Call `start` once.
+    """
 
     def __init__(
         self,
         configured: Mapping[str, Entry],
         store: WeightStore,
         registrations: Registrations,
-        bring_in: BringIn,
+        import_model: ImportModel,
         epoch: str,
         *,
         check_source: Callable[[Entry], None] = lambda entry: None,
         forget_source: Callable[[str], object] = lambda url: None,
     ) -> None:
-        """`check_source` raises WeightsError for a path that may not be registered; `forget_source` hears of a URL
-        that no model comes from any more. Both may block.
+        """`import_model` blocks until a checkpoint is in the store. `check_source` raises WeightsError for a path that
+        may not be registered. `forget_source` is called with a URL that no model comes from any more. All may block.
         """
         self.directory = Directory(epoch)
         self._configured = configured
         self._store = store
         self._registrations = registrations
-        self._bring_in = bring_in
+        self._import_model = import_model
         self._check_source = check_source
         self._forget_source = forget_source
         self._wanted: dict[str, Entry] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._manifests = ManifestCache(store.manifest)
+        self._manifests = ManifestCache(store)
         self._writing = asyncio.Lock()
         self._extents: dict[str, tuple[str, ...]] = {}
         self._changed = asyncio.Event()
-        # One at a time: writers of one store wait for each other anyway, and memory stays bounded by one checkpoint.
+        # One import at a time: writers of one store wait for each other anyway, and one checkpoint bounds the memory.
         self._importing = asyncio.Lock()
         # Downloads take long, or fail slowly; local checkpoints do not wait for them.
         self._downloading = asyncio.Lock()
 
     async def start(self) -> None:
-        """Begin with the configured models and what was registered before the last end of the registry."""
-        found: dict[str, Registration | DamagedRegistration] = {}
-        for item in await asyncio.to_thread(lambda: list(self._registrations.load())):
-            id_ = item.id if isinstance(item, DamagedRegistration) else item.entry.id
-            if isinstance(item, Registration) and item.replaces != self._configured.get(id_):
-                self._registrations.remove(id_)  # the config has been changed since: it says what is wanted now
+        """Begin to import the configured models and those that an earlier life of the registry had registered."""
+        found, damaged = await asyncio.to_thread(self._registrations.load)
+        for id_, registration in list(found.items()):
+            if registration.replaces != self._configured.get(id_):
+                self._registrations.remove(id_)  # the config has changed since: it says what is wanted now
+                del found[id_]
+        for id_ in dict.fromkeys([*self._configured, *sorted(found.keys() | damaged.keys())]):
+            if id_ in damaged:
+                self._apply(ModelRecord(id_, "unavailable", error=damaged[id_]))
             else:
-                found[id_] = item
-        for id_ in [*self._configured, *(id_ for id_ in found if id_ not in self._configured)]:
-            registered = found.get(id_)
-            if isinstance(registered, DamagedRegistration):
-                self._apply(ModelRecord(id_, "unavailable", error=registered.error))
-            else:
-                self._begin(registered.entry if registered else self._configured[id_])
+                self._begin(found[id_].entry if id_ in found else self._configured[id_])
 
-    async def register(self, entry: Entry, *, wait: bool = True) -> ModelRecord:
-        """Bring a model in, or another version of one; `wait` until it is there or has failed.
+    async def register(self, entry: Entry, wait: bool = True) -> ModelRecord:
+        """Import a model, or another version of one; `wait` until that is done or has failed.
 
         Raises RegistrationRefused or RegistrationConflict for an entry that does not fit, before anything changes.
         """
@@ -110,10 +102,11 @@ class ServedModels:
             raise RegistrationConflict(f"{entry.id!r} was removed while it was being registered")
         return record
 
-    async def unregister(self, id_: str, *, purge: bool = False) -> Unregistered:
-        """Serve it no more; `purge` takes it out of the store, too. Requests that run with it finish.
+    async def unregister(self, id_: str, purge: bool = False) -> tuple[str, ...]:
+        """Remove a model from the directory; `purge` removes it from the store as well. Running requests finish.
 
-        Raises ModelUnknown, or RegistrationConflict for what the cluster config names.
+        Returns the ids of adapters that have this base and stay. Raises ModelUnknown, or RegistrationConflict for what
+        the cluster config names.
         """
         async with self._writing:
             if id_ not in self.directory:
@@ -124,15 +117,15 @@ class ServedModels:
             gone = self._wanted.pop(id_, None)
             self._extents.pop(id_, None)
             self.directory.remove(id_)
-            self._tell()
+            self._wake_watchers()
         if gone:
             await self._leave_source(gone)
         if purge:
             await asyncio.shield(self._queue(id_, self._purge(id_, self._tasks.get(id_))))
-        return Unregistered(id_, tuple(record.id for record in self.directory if id_ in record.base))
+        return tuple(record.id for record in self.directory if id_ in record.base)
 
     async def status(self, model: str) -> ModelRecord:
-        """Waits while the first version is being registered. Raises ModelUnknown with the known names."""
+        """Return the model's record; wait while its first version is imported. Raises ModelUnknown with known names."""
         while (record := self.directory.get(model)) and record.state == "registering" and model in self._tasks:
             await asyncio.wait([self._tasks[model]])
         if record is None:
@@ -140,35 +133,56 @@ class ServedModels:
         return record
 
     async def manifest(self, model: str, version: str | None = None) -> Manifest:
-        """Of the version that is served, or of `version` (a fingerprint) when that is still known.
+        """Return the manifest of the version that is served, or of `version` (a fingerprint) when that is still known.
 
         Raises ModelUnknown, or ModelUnavailable with the reason.
         """
-        if version and self._manifests.has(model, version):
-            return await self._manifests.get(model, version)
-        record = await self.status(model)
-        if not record.serves:
-            raise ModelUnavailable(f"model {model!r} is unavailable: {record.error}")
-        return await self._manifests.get(model, record.fingerprint)
+        if not version or not self._manifests.has(model, version):
+            record = await self.status(model)
+            if not record.serves:
+                raise ModelUnavailable(f"model {model!r} is unavailable: {record.error}")
+            version = record.fingerprint
+        manifest = await self._manifests.get(model, version)
+        served = self.directory.get(model)
+        if served and served.fingerprint == manifest.fingerprint and model in self._extents:
+            self._extents[model] = tuple(map(sys.intern, manifest.extents))  # `weights convert` makes other extents
+        return manifest
 
-    async def changed(self) -> None:
-        """Returns after the next change of the directory."""
-        await self._changed.wait()
+    async def statuses(self) -> list[ModelRecord]:
+        """Return the records of all models, in the order in which they came."""
+        return list(self.directory)
 
-    def report_attach(self, model: str, error: str | None) -> None:
-        """A replica could not attach the weights, or could again (None). The directory shows it; requests still try."""
+    async def watch(self, revision: int, epoch: str, timeout_s: float) -> DirectoryChange:
+        """Return the changes after `revision` of `epoch` as soon as there are some, or none after `timeout_s`."""
+        try:
+            async with asyncio.timeout(min(timeout_s, MAX_WATCH_S)):
+                while not (change := self.directory.changes_since(revision, epoch)):
+                    await self._changed.wait()
+        except TimeoutError:
+            pass
+        return change
+
+    async def report_attach(self, model: str, error: str | None) -> None:
+        """Show in the directory that a replica could not attach the weights, or could again (None).
+
+        Requests for the model are still tried.
+        """
         record = self.directory.get(model)
         if record and record.serves and record.state != "updating":
             self._apply(replace(record, state="unavailable" if error else "ready", error=error or ""))
 
+    async def want(self, model: str) -> None:
+        """Count an evicted model as loaded again, because a request wants it."""
+        self.set_loaded(model, True)
+
     def set_loaded(self, model: str, loaded: bool) -> None:
-        """Note that its weights were told to go, or are wanted again. Unknown and unusable models are ignored."""
+        """Show in the directory that a model was evicted, or is wanted again. Ignores unknown and unusable models."""
         record = self.directory.get(model)
         if record and record.state == ("unloaded" if loaded else "ready"):
             self._apply(replace(record, state="ready" if loaded else "unloaded"))
 
     def extents_of_no_other(self, model: str) -> list[str]:
-        """Extent ids of `model` that no other loaded model has as well."""
+        """Return the ids of the model's extents that no other loaded model has."""
         others = {
             id_
             for other, ids in self._extents.items()
@@ -178,7 +192,7 @@ class ServedModels:
         return [id_ for id_ in self._extents.get(model, ()) if id_ not in others]
 
     def extents(self) -> Mapping[str, tuple[str, ...]]:
-        """Extent ids by model, of all that is in the store."""
+        """Return extent ids by model, of every model with a version in the store."""
         return self._extents
 
     async def _save(self, entry: Entry) -> None:
@@ -209,7 +223,7 @@ class ServedModels:
         return task
 
     async def _publish(self, entry: Entry, previous: asyncio.Task[None] | None) -> None:
-        """What concerns one id happens in the order in which it was asked for; only the last entry counts."""
+        """Import the entry and serve it, after earlier work on its id; only the last entry of an id counts."""
         if previous:
             await asyncio.wait([previous])
         if self._wanted.get(entry.id) is not entry:
@@ -217,8 +231,8 @@ class ServedModels:
         try:
             async with self._importing if isinstance(entry.path, Path) else self._downloading:
                 await self._keep_served_version(entry.id)
-                summary = await asyncio.to_thread(self._bring_in, entry)
-        except Exception as error:  # of this model; whatever it is, the others go on and nobody waits for it for ever
+                summary = await asyncio.to_thread(self._import_model, entry)
+        except Exception as error:  # whatever it is, it fails this model alone, and those who wait for it are answered
             summary, reason = None, str(error) or repr(error)
         if self._wanted.get(entry.id) is not entry:
             await self._leave_source(entry)
@@ -232,10 +246,10 @@ class ServedModels:
             await self._failed(entry, reason)
 
     async def _keep_served_version(self, id_: str) -> None:
-        """Requests that were checked against it may ask for its manifest when the store has the next one already."""
+        """Cache the served manifest: requests for that version may come when the store has the next one already."""
         record = self.directory.get(id_)
         if record and record.serves:
-            with contextlib.suppress(Exception):  # a damaged one is what the import mends
+            with contextlib.suppress(Exception):  # the import mends a damaged one
                 await self._manifests.get(id_, record.fingerprint)
 
     def _serve(self, entry: Entry, summary: ModelSummary, error: str = "") -> None:
@@ -255,11 +269,11 @@ class ServedModels:
         )
 
     async def _leave_source(self, entry: Entry) -> None:
-        """A copy of what is in object storage goes with the last model that comes from there."""
+        """Remove the local copy of an object storage URL with the last model that comes from there."""
         if isinstance(entry.path, str) and not any(entry.path == other.path for other in self._wanted.values()):
             try:
                 await asyncio.to_thread(self._forget_source, entry.path)
-            except (OSError, WeightsError) as error:  # what is left goes with the next gc
+            except (OSError, WeightsError) as error:  # the next gc removes the rest
                 logger.warning("the copy of %s could not be removed: %s", entry.path, error)
 
     async def _failed(self, entry: Entry, reason: str) -> None:
@@ -273,13 +287,13 @@ class ServedModels:
                 self._wanted[entry.id] = record.entry
                 error = f"the version before goes on serving, the update failed: {reason}"
                 self._apply(replace(record, state="ready", error=error))
-        elif stored := await asyncio.to_thread(self._stored, entry):
+        elif stored := await asyncio.to_thread(self._find_stored, entry):
             self._serve(entry, stored, f"the version in the store is served, the checkpoint cannot be read: {reason}")
         else:
             self._apply(ModelRecord(entry.id, "unavailable", error=reason, entry=entry))
 
-    def _stored(self, entry: Entry) -> ModelSummary | None:
-        """What the store has of the very same checkpoint: it needs no source to be served."""
+    def _find_stored(self, entry: Entry) -> ModelSummary | None:
+        """Return what the store has of the very same checkpoint, which needs no source to be served."""
         with contextlib.suppress(Exception):
             manifest = self._store.manifest(entry.id)
             if manifest.source == str(entry.path) and self._store.has_packs(manifest):
@@ -296,9 +310,9 @@ class ServedModels:
 
     def _apply(self, record: ModelRecord) -> None:
         self.directory.apply(record)
-        self._tell()
+        self._wake_watchers()
 
-    def _tell(self) -> None:
+    def _wake_watchers(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
 

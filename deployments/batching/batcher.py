@@ -19,8 +19,8 @@ from deployments.batching.answers import Answer, MergerClosed, MergeRequest, che
 from deployments.batching.policy import Call, CallForming, Part, halves
 from deployments.batching.queue import RequestQueue
 from deployments.batching.stats import MergeCounts, MergeStats
-from deployments.engines.memory_limits import is_out_of_memory
-from deployments.errors import DeadlineExceeded, GenerationFailed, InvalidRequest, QueueFull, forget_frames
+from deployments.engines.memory_limits import forget_frames, is_out_of_memory
+from deployments.errors import DeadlineExceeded, GenerationFailed, InvalidRequest, QueueFull
 
 ItemT = TypeVar("ItemT")
 ResultT = TypeVar("ResultT")

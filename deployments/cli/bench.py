@@ -8,10 +8,11 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from deployments.cli.options import DEFAULT_CONFIG, ConfigPath, Json
+from deployments.cli.cluster import DEFAULT_CONFIG, ConfigPath
+from deployments.cli.output import Json
 
 app = typer.Typer(no_args_is_help=True, help="Measure on this machine, beside the peers.")
-err = Console(stderr=True)
+_err = Console(stderr=True)
 
 
 @app.command("serve")
@@ -21,12 +22,12 @@ def bench_serve(
     seed: Annotated[int, typer.Option(help="Of the texts.")] = 0,
     as_json: Json = False,
 ) -> None:
-    """The demo cluster beside stock diffusers and transformers in one process."""
+    """Measure the demo cluster beside stock diffusers and transformers in one process."""
     from configs.loading import load_cluster_config
     from deployments.bench.report import print_figures
     from deployments.bench.serve import run
 
-    with err.status("measuring: starts a cluster and a stock process, takes some minutes"):
+    with _err.status("measuring: starts a cluster and a stock process, takes some minutes"):
         figures = run(load_cluster_config(config), str(config), rounds, seed)
     print_figures(figures, as_json)
 
@@ -41,11 +42,11 @@ def bench_load(
     seed: Annotated[int, typer.Option(help="Of the order in which loaders take turns.")] = 0,
     as_json: Json = False,
 ) -> None:
-    """Cold and warm loads into shared memory, beside other loaders and the raw disk."""
+    """Measure cold and warm loads into shared memory, beside other loaders and the raw disk."""
     from deployments.bench.load import run
     from deployments.bench.report import print_load_figures
 
-    with err.status("measuring: writes some 35 GB and takes some minutes"):
+    with _err.status("measuring: writes some 35 GB and takes some minutes"):
         figures = run(model, shape, rounds, peers, work_dir, seed)
     print_load_figures(figures, as_json)
 
@@ -59,11 +60,11 @@ def bench_switch(
     work_dir: Annotated[Path | None, typer.Option(help="Where the models are made; default: temporary.")] = None,
     as_json: Json = False,
 ) -> None:
-    """From one model to another on one node: time, bytes moved, memory, recovery; beside diffusers."""
+    """Measure switches among models on one node: time, bytes moved, memory, recovery; beside diffusers."""
     from deployments.bench.switch import Effort, run
     from deployments.bench.switch_report import print_switch_figures
 
-    with err.status("measuring: writes some 6 GB and takes some minutes"):
+    with _err.status("measuring: writes some 6 GB and takes some minutes"):
         figures = run(demo, Effort(num_attaches=attaches, rounds=rounds, num_switches=switches), work_dir)
     print_switch_figures(figures, as_json)
 
@@ -73,11 +74,11 @@ def bench_merge(
     seed: Annotated[int, typer.Option(help="Of the arrivals.")] = 0,
     as_json: Json = False,
 ) -> None:
-    """Merging at dispatch beside Serve's own batching: a scenario, 50 patterns, overhead."""
+    """Measure batching at dispatch beside Serve's own batching: a scenario, 50 patterns, overhead."""
     from deployments.bench.merge import Effort, run
     from deployments.bench.merge_report import print_merge_figures
 
-    with err.status("measuring: takes about five minutes"):
+    with _err.status("measuring: takes about five minutes"):
         figures = run(Effort(), seed)
     print_merge_figures(figures, as_json)
 
@@ -88,18 +89,18 @@ def bench_encode(
     cache: Annotated[Path, typer.Option(help="Keeps the peer's environment.")] = Path("~/.cache/atelier/bench"),
     as_json: Json = False,
 ) -> None:
-    """The embedding service beside infinity-emb, and beside a load of the encoder for each request."""
+    """Measure the text-encoder service beside infinity-emb, and beside a load of the encoder for each request."""
     from deployments.bench.encode import Effort, run
     from deployments.bench.encode_report import print_encode_figures
 
-    with err.status("measuring: takes about eight minutes, and some more the first time"):
+    with _err.status("measuring: takes about eight minutes, and some more the first time"):
         figures = run(Effort(), seed, cache.expanduser())
     print_encode_figures(figures, as_json)
 
 
 @app.command("dedup")
 def bench_dedup(models: Path = Path("infra/demo/models"), as_json: Json = False) -> None:
-    """Bytes that a store keeps of the demo pipelines and one more fine-tune, by layout."""
+    """Count the bytes that a store keeps of the demo pipelines and one more fine-tune, by layout."""
     from deployments.bench.dedup import measure
     from deployments.bench.report import print_dedup_figures
 
@@ -108,7 +109,7 @@ def bench_dedup(models: Path = Path("infra/demo/models"), as_json: Json = False)
 
 @app.command("evict")
 def bench_evict(as_json: Json = False) -> None:
-    """Bytes that eviction moves on a heavy-tailed trace, beside least recent use; simulated."""
+    """Count the bytes that eviction moves on a heavy-tailed trace, beside least recent use; simulated."""
     from deployments.bench.eviction import measure
     from deployments.bench.report import print_eviction_figures
 

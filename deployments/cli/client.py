@@ -6,12 +6,16 @@ import base64
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Final
 from urllib.parse import quote
 
 import httpx
+import typer
 
-REQUEST_TIMEOUT_S = 600.0
+REQUEST_TIMEOUT_S: Final = 600.0
+DEFAULT_URL: Final = "http://127.0.0.1:8000"
+
+Url = Annotated[str | None, typer.Option(help="Where the cluster listens; default: the one that is up.")]
 
 
 class ClientError(Exception):
@@ -20,14 +24,14 @@ class ClientError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Images:
-    """Files of the format asked for, and everything else that the server said."""
+    """Image files in the format that was asked for, and everything else that the server said."""
 
     files: list[bytes]
     details: dict[str, Any]
 
 
 class Client:
-    """Talks to one cluster at `url`."""
+    """The API of the cluster at `url`. All methods raise ClientError."""
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
@@ -43,7 +47,7 @@ class Client:
         return self._checked("GET", "/admin/cluster", "cluster")
 
     def register(self, entry: dict[str, Any], *, wait: bool = True) -> dict[str, Any]:
-        """The model as it is listed. `entry` has the fields of a model or adapter in a cluster config."""
+        """Return the model as it is listed. `entry` has the fields of a model or adapter in a cluster config."""
         return self._checked("POST", "/admin/models", "id", json=entry, params={"wait": wait})
 
     def unregister(self, model: str, *, purge: bool = False) -> dict[str, Any]:
@@ -66,7 +70,7 @@ class Client:
         return self._post("/v1/chat/completions", "choices", body)
 
     def chat_stream(self, **body: Any) -> Iterator[str]:
-        """Pieces of the answer."""
+        """Yield the pieces of the answer."""
         try:
             with self._http.stream("POST", "/v1/chat/completions", json=body | {"stream": True}) as response:
                 if response.status_code != 200:
@@ -82,7 +86,7 @@ class Client:
         return self._checked("POST", path, expected, json=given)
 
     def _checked(self, method: str, path: str, expected: str, **options: Any) -> dict[str, Any]:
-        """The answer, a JSON object with the field `expected`."""
+        """Return the answer, a JSON object with the field `expected`."""
         try:
             request = self._http.build_request(method, path, **options)
         except ValueError as error:  # a number that JSON has no word for
@@ -103,6 +107,16 @@ class Client:
 
     def _unreachable(self, error: Exception) -> ClientError:
         return ClientError(f"no answer from {self.url}: {error}. Is the cluster up? (`atelier status`)")
+
+
+def find_client(url: str | None) -> Client:
+    """Return a client of the cluster at `url`, or of the first one that is up on this machine."""
+    from cluster.session import record_folder, running_sessions
+
+    if url is None:
+        sessions = running_sessions(record_folder())
+        url = sessions[0].url if sessions else DEFAULT_URL
+    return Client(url)
 
 
 def _pieces(line: str) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""The commands that start and stop clusters."""
+"""The commands that start and stop clusters, and the one that renders a config for others to start."""
 
 from __future__ import annotations
 
@@ -7,22 +7,102 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final
 
+import typer
+import yaml
 from rich.console import Console
 
-from cluster.errors import SessionError
-from cluster.session import SessionRecord, record_folder, running_sessions, stop_session
-from configs.cluster import ClusterConfig
 from deployments.cli.client import Client
-from deployments.cli.status import print_models
-from deployments.pipelines.checked_config import load_checked_config
+from deployments.cli.models import print_models
 
-out = Console()
-_POLL_S = 0.2
-START_TIMEOUT_S = 360.0
+if TYPE_CHECKING:
+    from cluster.session import SessionRecord
+    from configs.cluster import ClusterConfig
+
+app = typer.Typer()
+_out = Console()
+
+DEFAULT_CONFIG: Final = Path("configs/clusters/demo.yaml")
+ConfigPath = Annotated[Path, typer.Argument(help="Cluster YAML.")]
+
+START_TIMEOUT_S: Final = 360.0
+_POLL_S: Final = 0.2
+_HEADER: Final = (
+    "# Rendered by `atelier render`; deploy with `serve deploy` or as the serveConfigV2 of a KubeRay RayService.\n"
+)
 
 
-def load_with_port(path: Path, port: int | None) -> ClusterConfig:
+@app.command()
+def up(
+    config: ConfigPath = DEFAULT_CONFIG,
+    detach: Annotated[bool, typer.Option("--detach", "-d", help="Return when the cluster is ready.")] = False,
+    port: Annotated[int | None, typer.Option(min=1, max=65535, help="Instead of the config's http.port.")] = None,
+) -> None:
+    """Start a cluster and keep it up until Ctrl-C or `atelier down`."""
+    (_start_detached if detach else _start_attached)(config, port)
+
+
+@app.command()
+def down(
+    name: Annotated[str | None, typer.Argument(help="Cluster name; default: every cluster of yours.")] = None,
+) -> None:
+    """Stop clusters of this machine, with everything that belongs to them."""
+    from cluster.session import record_folder, running_sessions, stop_session
+
+    sessions = [record for record in running_sessions(record_folder()) if name in (None, record.name)]
+    if not sessions:  # said, but no error: it is down
+        _out.print(f"no cluster {name!r} is up" if name else "no cluster is up")
+    for record in sessions:
+        with _out.status(f"stopping cluster {record.name!r}"):
+            stop_session(record)
+        _out.print(f"cluster {record.name!r} is down")
+
+
+@app.command()
+def render(config: ConfigPath = DEFAULT_CONFIG) -> None:
+    """Print the plain Ray Serve YAML of a cluster config, for `serve deploy`."""
+    from configs.loading import load_cluster_config
+
+    sys.stdout.write(render_serve_yaml(load_cluster_config(config)))
+
+
+def render_serve_yaml(config: ClusterConfig) -> str:
+    """Return the plain Ray Serve YAML that `serve deploy` and KubeRay take.
+
+    The config travels inside as the builder's argument, so this one file is all that a deploy needs.
+    """
+    roles = {"ingress": config.ingress, "text_encoder": config.text_encoder, "worker": config.worker}
+    document = {
+        "http_options": {
+            "host": config.http.host,
+            "port": config.http.port,
+            "request_timeout_s": config.http.proxy_timeout_s,
+        },
+        "applications": [
+            {
+                "name": "atelier",
+                "route_prefix": "/",
+                "import_path": "deployments.app:build_app",
+                "args": {"config": config.model_dump(mode="json", exclude_defaults=True)},
+                "deployments": [
+                    {
+                        "name": name,
+                        "num_replicas": role.num_replicas,
+                        "max_ongoing_requests": role.num_places,
+                        "ray_actor_options": {"num_cpus": role.num_cpus, "num_gpus": role.num_gpus},
+                    }
+                    for name, role in roles.items()
+                ],
+            }
+        ],
+    }
+    return _HEADER + yaml.safe_dump(document, sort_keys=False)
+
+
+def _load_with_port(path: Path, port: int | None) -> ClusterConfig:
+    from deployments.pipelines.checked_config import load_checked_config
+
     config = load_checked_config(path)
     if port is None:
         return config
@@ -30,12 +110,12 @@ def load_with_port(path: Path, port: int | None) -> ClusterConfig:
     return config.model_copy(update={"http": http})
 
 
-def run_attached(path: Path, port: int | None) -> None:
+def _start_attached(path: Path, port: int | None) -> None:
     """Start the cluster in this process and wait for Ctrl-C, SIGTERM or `atelier down`."""
-    config = load_with_port(path, port)
+    config = _load_with_port(path, port)
     start = time.monotonic()
     stop = threading.Event()
-    status = out.status(f"starting cluster {config.name!r}")
+    status = _out.status(f"starting cluster {config.name!r}")
     status.start()
     from deployments.cli.running import cluster_up, stop_on_signals
 
@@ -43,41 +123,35 @@ def run_attached(path: Path, port: int | None) -> None:
     try:
         with cluster_up(config, str(path.resolve()), stop) as url:
             status.stop()
-            out.print(f"cluster {config.name!r} is up at {url} after {time.monotonic() - start:.1f} s")
+            _out.print(f"cluster {config.name!r} is up at {url} after {time.monotonic() - start:.1f} s")
             print_models(Client(url).models())
-            out.print(f"docs: {url}/docs   stop: Ctrl-C or `atelier down`")
+            _out.print(f"docs: {url}/docs   stop: Ctrl-C or `atelier down`")
             stop.wait()
-            out.print(f"stopping cluster {config.name!r}")
+            _out.print(f"stopping cluster {config.name!r}")
     finally:
         status.stop()
 
 
-def run_detached(path: Path, port: int | None) -> None:
+def _start_detached(path: Path, port: int | None) -> None:
     """Start the cluster in a process of its own and return when it answers. Its output goes to a log file."""
-    config = load_with_port(path, port)
+    from cluster.session import record_folder
+
+    config = _load_with_port(path, port)
     log = record_folder() / f"{config.name}.log"
     command = [sys.executable, "-m", "deployments.cli.main", "up", str(path)]
     if port is not None:
         command += ["--port", str(port)]
     with log.open("w") as file:
         process = subprocess.Popen(command, stdout=file, stderr=file, stdin=subprocess.DEVNULL, start_new_session=True)
-    with out.status(f"starting cluster {config.name!r} (log: {log})"):
+    with _out.status(f"starting cluster {config.name!r} (log: {log})"):
         record = _wait_for_record(config.name, process, log)
-    out.print(f"cluster {config.name!r} is up at {record.url} (process {record.pid}); stop: `atelier down`")
-
-
-def stop(name: str | None) -> None:
-    """Stop the named cluster, or all. Not finding one is said, and is no error: it is down."""
-    sessions = [record for record in running_sessions(record_folder()) if name in (None, record.name)]
-    if not sessions:
-        out.print(f"no cluster {name!r} is up" if name else "no cluster is up")
-    for record in sessions:
-        with out.status(f"stopping cluster {record.name!r}"):
-            stop_session(record)
-        out.print(f"cluster {record.name!r} is down")
+    _out.print(f"cluster {config.name!r} is up at {record.url} (process {record.pid}); stop: `atelier down`")
 
 
 def _wait_for_record(name: str, process: subprocess.Popen[bytes], log: Path) -> SessionRecord:
+    from cluster.errors import SessionError
+    from cluster.session import record_folder, running_sessions
+
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline:
         for record in running_sessions(record_folder()):

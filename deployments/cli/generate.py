@@ -2,65 +2,105 @@
 
 from __future__ import annotations
 
-import json
-import sys
+import math
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from configs.cluster import ClusterConfig
-from deployments.cli.client import Client, ClientError, Images
+from deployments.cli.client import Client, ClientError, Images, Url, find_client
+from deployments.cli.cluster import DEFAULT_CONFIG
+from deployments.cli.output import Json, print_json
 
-out = Console()
+app = typer.Typer()
+_out = Console()
 
 
-def generate_images(
-    body: dict[str, Any], output: Path, as_json: bool, *, client: Client | None, config: ClusterConfig | None
+class OptionError(Exception):
+    """An option that cannot be what was meant; the message names it."""
+
+
+@app.command()
+def generate(
+    prompt: str,
+    model: Annotated[str, typer.Option("--model", "-m", help="Model id.")] = "digits-flux",
+    output: Annotated[Path, typer.Option("--output", "-o", help="PNG file; several images are numbered.")] = Path(
+        "out/image.png"
+    ),
+    num_images: Annotated[int, typer.Option("-n", help="How many images.")] = 1,
+    steps: Annotated[int | None, typer.Option(help="Denoise steps.")] = None,
+    guidance: Annotated[float | None, typer.Option(help="Guidance scale.")] = None,
+    size: Annotated[str, typer.Option(help="WIDTHxHEIGHT in pixels.")] = "auto",
+    negative: Annotated[str | None, typer.Option(help="Negative prompt.")] = None,
+    seed: Annotated[int | None, typer.Option(help="The same seed gives the same image.")] = None,
+    lora: Annotated[list[str] | None, typer.Option(help="Adapter, as NAME or NAME:SCALE; may be repeated.")] = None,
+    local: Annotated[bool, typer.Option("--local", help="In this process, without a cluster.")] = False,
+    config: Annotated[Path, typer.Option(help="Cluster YAML, for --local.")] = DEFAULT_CONFIG,
+    url: Url = None,
+    as_json: Json = False,
 ) -> None:
-    """Through the cluster of `client`, or in this process with the models of `config`."""
-    if client is not None:
-        with out.status(f"generating with {body['model']}"):
-            images = client.generate(**body)
-    elif config is not None:
-        images = _generate_locally(body, config, quiet=as_json)
+    """Make images from a prompt."""
+    body = {
+        "model": model,
+        "prompt": prompt,
+        "n": num_images,
+        "num_inference_steps": steps,
+        "guidance_scale": guidance,
+        "size": size,
+        "negative_prompt": negative,
+        "seed": seed,
+        "lora": [_lora(text) for text in lora or []],
+    }
+    images = _generate_locally(body, config, quiet=as_json) if local else _generate_in_cluster(body, find_client(url))
     paths = _save(images.files, output)
     details = images.details | {"files": [str(path) for path in paths]}
     details.pop("data", None)
     if as_json:
-        sys.stdout.write(json.dumps(details) + "\n")
+        print_json(details)
         return
     for path in paths:
-        out.print(f"wrote {path}", markup=False, soft_wrap=True)
+        _out.print(f"wrote {path}", markup=False, soft_wrap=True)
     stages = "  ".join(f"{stage} {ms:.0f}" for stage, ms in details["timings_ms"].items())
-    out.print(f"seed {details['seed']}   ms: {stages}")
+    _out.print(f"seed {details['seed']}   ms: {stages}")
     for warning in details["warnings"]:
-        out.print(f"[yellow]note:[/yellow] {escape(warning)}")
+        _out.print(f"[yellow]note:[/yellow] {escape(warning)}")
 
 
-def converse(client: Client, model: str, message: str | None) -> None:
-    """One answer, or a conversation until the end of input."""
+@app.command()
+def chat(
+    message: Annotated[str | None, typer.Argument(help="One question; without it, a conversation.")] = None,
+    model: Annotated[str, typer.Option("--model", "-m", help="Model id.")] = "adder",
+    url: Url = None,
+) -> None:
+    """Talk to a language model."""
+    client = find_client(url)
     history: list[dict[str, str]] = []
-    while True:
-        text = message if message is not None else _ask()
-        if text is None:
-            return
+    while (text := _read_line() if message is None else message) is not None:
         history.append({"role": "user", "content": text})
         answer = ""
         for piece in client.chat_stream(model=model, messages=history):
             answer += piece
-            out.print(piece, end="", markup=False, highlight=False)
-        out.print()
+            _out.print(piece, end="", markup=False, highlight=False)
+        _out.print()
         if message is not None:
             return
         history.append({"role": "assistant", "content": answer})
 
 
-def _generate_locally(body: dict[str, Any], config: ClusterConfig, *, quiet: bool) -> Images:
+def _generate_in_cluster(body: dict[str, Any], client: Client) -> Images:
+    with _out.status(f"generating with {body['model']}"):
+        return client.generate(**body)
+
+
+def _generate_locally(body: dict[str, Any], path: Path, *, quiet: bool) -> Images:
     from pydantic import ValidationError
 
+    from configs.loading import load_cluster_config
+
+    config = load_cluster_config(path)  # before the imports that take seconds
     from deployments.ingress.openai.images import ImagesBody, encode_image
     from deployments.local import LocalModels
 
@@ -100,9 +140,20 @@ def _save(files: list[bytes], output: Path) -> list[Path]:
     return paths
 
 
-def _ask() -> str | None:
+def _read_line() -> str | None:
+    """Return the next question; None at the end of input, and for an empty line."""
     try:
-        text = input("> ")
+        return input("> ") or None
     except (EOFError, KeyboardInterrupt):
         return None
-    return text or None
+
+
+def _lora(text: str) -> dict[str, Any]:
+    name, _, scale = text.partition(":")
+    try:
+        strength = float(scale) if scale else 1.0
+    except ValueError:
+        strength = math.nan
+    if not name or not math.isfinite(strength):
+        raise OptionError(f"--lora {text!r}: expected NAME or NAME:SCALE")
+    return {"name": name, "scale": strength}

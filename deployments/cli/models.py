@@ -1,27 +1,44 @@
-"""The commands that change what a running cluster serves and keeps in memory."""
+"""The commands that show and change what a running cluster serves and keeps in memory."""
 
 from __future__ import annotations
 
-import json
-import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import typer
 from rich.console import Console
 
-from deployments.cli.options import Json, Url, cluster_client
+from deployments.cli.client import Url, find_client
+from deployments.cli.output import SHORT_HASH, Column, Json, Wide, print_json, print_table, size
 
 app = typer.Typer()
-out = Console()
 
 Model = Annotated[str, typer.Argument(help="Model id.")]
+MODEL_COLUMNS: Final = (
+    Column("model", "name"),
+    Column("kind"),
+    Column("state"),
+    Column("size", align="right"),
+    Column("description", "text"),
+)
 
 
 class Tier(StrEnum):
+    """The memory that a model is prefetched into."""
+
     host = "host"
     device = "device"
+
+
+@app.command()
+def models(url: Url = None, wide: Wide = False, as_json: Json = False) -> None:
+    """List the models and adapters that the cluster serves."""
+    found = find_client(url).models()
+    if as_json:
+        print_json({"models": found})
+    else:
+        print_models(found, wide=wide)
 
 
 @app.command()
@@ -39,10 +56,10 @@ def register(
     """Serve one more model or LoRA, or another version of one, without a restart."""
     given = {"base": base or None, "dtype": dtype, "component": component, "description": description}
     entry = {"id": model, "path": _located(path)} | {key: value for key, value in given.items() if value is not None}
-    client = cluster_client(url)
+    client = find_client(url)
     with Console(stderr=True).status(f"registering {model!r}"):
         found = client.register(entry, wait=wait)
-    _say(found, f"{model} is {found['state']} ({found['kind'] or 'kind not known yet'})", as_json)
+    _print_answer(found, f"{model} is {found['state']} ({found['kind'] or 'kind not known yet'})", as_json)
 
 
 @app.command()
@@ -53,9 +70,10 @@ def unregister(
     as_json: Json = False,
 ) -> None:
     """Serve a model no more. Requests that run with it finish."""
-    answer = cluster_client(url).unregister(model, purge=purge)
+    answer = find_client(url).unregister(model, purge=purge)
     orphans = ", ".join(answer["orphans"])
-    _say(answer, f"{model} is served no more" + (f"; adapters without it: {orphans}" if orphans else ""), as_json)
+    text = f"{model} is served no more" + (f"; adapters without it: {orphans}" if orphans else "")
+    _print_answer(answer, text, as_json)
 
 
 @app.command()
@@ -66,39 +84,50 @@ def prefetch(
     as_json: Json = False,
 ) -> None:
     """Bring a model nearer before it is asked for, into room that nothing else needs."""
-    _outcome(cluster_client(url).prefetch(model, tier.value), f"{model} is prefetched", as_json)
+    _print_outcome(find_client(url).prefetch(model, tier.value), f"{model} is prefetched", as_json)
 
 
 @app.command()
 def pin(model: Model, url: Url = None, as_json: Json = False) -> None:
     """Keep a model in memory where it is resident."""
-    _outcome(cluster_client(url).pin(model), f"{model} is pinned", as_json)
+    _print_outcome(find_client(url).pin(model), f"{model} is pinned", as_json)
 
 
 @app.command()
 def unpin(model: Model, url: Url = None, as_json: Json = False) -> None:
     """Let a model be evicted again."""
-    _outcome(cluster_client(url).pin(model, pinned=False), f"{model} may be evicted", as_json)
+    _print_outcome(find_client(url).pin(model, pinned=False), f"{model} may be evicted", as_json)
+
+
+def print_models(models: list[dict[str, Any]], *, wide: bool = False, title: str = "") -> None:
+    """Print models as /v1/models or /admin/cluster lists them."""
+    rows = []
+    for model in models:
+        nbytes = model.get("bytes", model.get("nbytes", 0))
+        about = model["error"] or model["description"] or (f"for {', '.join(model['base'])}" if model["base"] else "")
+        rows.append([model["id"], model["kind"] or "", model["state"], size(nbytes), about])
+    print_table(MODEL_COLUMNS, rows, wide=wide, title=title)
 
 
 def _located(path: str) -> str:
-    """The cluster does not know this process's folder."""
+    """Return an absolute path: the cluster does not know this process's folder."""
     return path if "://" in path else str(Path(path).expanduser().absolute())
 
 
-def _outcome(answer: dict[str, Any], text: str, as_json: bool) -> None:
-    """Exit code 1 when a node or a worker could not do it."""
-    problems = {f"node {node[:12]}": problem for node, problem in answer["nodes"].items()}
+def _print_outcome(answer: dict[str, Any], text: str, as_json: bool) -> None:
+    """Exit with code 1 when a node or a replica could not do it."""
+    problems = {f"node {node[:SHORT_HASH]}": problem for node, problem in answer["nodes"].items()}
     for role, name in (("workers", "worker"), ("text_encoders", "text encoder")):
         problems |= {f"{name} {number}": problem for number, problem in enumerate(answer.get(role, []))}
     failed = [f"{where}: {problem}" for where, problem in problems.items() if problem]
-    _say(answer, "\n".join([f"{text} ({len(problems) - len(failed)} of {len(problems)})", *failed]), as_json)
+    text = "\n".join([f"{text} ({len(problems) - len(failed)} of {len(problems)})", *failed])
+    _print_answer(answer, text, as_json)
     if failed:
         raise typer.Exit(1)
 
 
-def _say(answer: dict[str, Any], text: str, as_json: bool) -> None:
+def _print_answer(answer: dict[str, Any], text: str, as_json: bool) -> None:
     if as_json:
-        sys.stdout.write(json.dumps(answer) + "\n")
+        print_json(answer)
     else:
-        out.print(text, markup=False, highlight=False, soft_wrap=True)
+        Console().print(text, markup=False, highlight=False, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""`atelier up`: run the application of a cluster config until told to stop."""
+"""Running the application of a cluster config until told to stop: `atelier up`, the demo and the tests."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _POLL_S = 0.2
 
 @contextlib.contextmanager
 def cluster_up(config: ClusterConfig, config_path: str, stop: threading.Event | None = None) -> Iterator[str]:
-    """The cluster, answering at the yielded URL for the length of the block; nothing of it stays after.
+    """Run the cluster for the length of the block, and yield its URL once it answers; nothing of it stays after.
 
     Raises SessionError when something is in the way, it does not come up, or `stop` is set before it does.
     """
@@ -39,35 +39,38 @@ def cluster_up(config: ClusterConfig, config_path: str, stop: threading.Event | 
             stop_on_signals(stop)  # again: Ray has put a handler of its own in place
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         with left_clean(config):
-            start_serve(config)
-            wait_ready(url, START_TIMEOUT_S, stop)
+            _start_serve(config)
+            _wait_ready(url, START_TIMEOUT_S, stop)
             session.mark_ready()
             yield url
 
 
 @contextlib.contextmanager
 def left_clean(config: ClusterConfig) -> Iterator[None]:
-    """Have nothing of the cluster on a Ray that was there before, neither at the start of the block nor after it.
+    """Remove what is left of the cluster from a Ray that was there before, at the start of the block and after it.
 
-    What an `up` that was killed has left goes first, its replicas before its actors: they would start them again.
+    An `up` that was killed leaves all of its own. Replicas go before actors, which they would start again.
     Raises SessionError when something would not end.
     """
     if config.ray.address is None:  # a private one ends with everything on it
         yield
         return
-    stop_serving()
+    _stop_serving()
     end_actors(config.name)
     try:
         yield
     finally:
         try:
-            stop_serving()
+            _stop_serving()
         finally:
             end_actors(config.name)
 
 
-def start_serve(config: ClusterConfig) -> None:
-    """Serve with the config's HTTP options, and the application on it. Needs a connected Ray."""
+def _start_serve(config: ClusterConfig) -> None:
+    """Start Serve with the config's HTTP options, and the application on it. Needs a connected Ray.
+
+    Raises SessionError when a deployment does not start.
+    """
     from deployments.app import AppArgs, build_app
 
     serve.start(
@@ -84,16 +87,19 @@ def start_serve(config: ClusterConfig) -> None:
         raise SessionError(f"the application did not start: {error}") from error
 
 
-def stop_serving() -> None:
-    """Take the application off a Ray that goes on; Serve itself only when nobody else serves there."""
+def _stop_serving() -> None:
+    """Take the application off a Ray that goes on, and Serve itself when nobody else serves there."""
     if APP_NAME in serve.status().applications:
         serve.delete(APP_NAME)
     if not serve.status().applications:
         serve.shutdown()
 
 
-def wait_ready(url: str, timeout_s: float, stop: threading.Event | None = None) -> dict[str, Any]:
-    """Until /healthz says that every model is in the store, or known to be unusable."""
+def _wait_ready(url: str, timeout_s: float, stop: threading.Event | None = None) -> dict[str, Any]:
+    """Return what /healthz answers once every model is in the store, or known to be unusable.
+
+    Raises SessionError after `timeout_s`, or when `stop` is set before.
+    """
     deadline = time.monotonic() + timeout_s
     last = "no answer"
     while time.monotonic() < deadline:
@@ -109,6 +115,6 @@ def wait_ready(url: str, timeout_s: float, stop: threading.Event | None = None) 
 
 
 def stop_on_signals(stop: threading.Event) -> None:
-    """Let Ctrl-C, SIGTERM and a closed terminal set `stop` instead of ending the process in the middle of something."""
+    """Make Ctrl-C, SIGTERM and a closed terminal set `stop` instead of ending the process."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: stop.set())

@@ -1,102 +1,116 @@
-"""The commands that look at a cluster: which models there are, what is resident where, and why it stays."""
+"""`atelier status`: what is up, what is resident where, and why it stays."""
 
 from __future__ import annotations
 
-import json
-import sys
-from typing import Any
+from typing import Any, Final
 
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
+import typer
 
-from deployments.cli.client import Client
+from deployments.cli.client import Url, find_client
+from deployments.cli.models import print_models
+from deployments.cli.output import SHORT_HASH, Column, Json, Wide, print_json, print_line, print_table, size
 
-out = Console()
+app = typer.Typer()
+
+NODE_COLUMNS: Final = (
+    Column("node"),
+    Column("extents", align="right"),
+    Column("resident", align="right"),
+    Column("leased", align="right"),
+    Column("pinned", align="right"),
+    Column("budget", align="right"),
+    Column("read", align="right", only_wide=True),
+    Column("read GB/s", align="right", only_wide=True),
+)
+RESIDENCY_COLUMNS: Final = (
+    Column("model", "name"),
+    Column("where"),
+    Column("resident", align="right"),
+    Column("of", align="right", only_wide=True),
+    Column("used", align="right", only_wide=True),
+    Column("switch", align="right"),
+    Column("why it stays", "text"),
+)
 
 
-def show_status(client: Client, as_json: bool) -> None:
+@app.command()
+def status(url: Url = None, wide: Wide = False, as_json: Json = False) -> None:
+    """Show what is up, and what is resident where."""
+    client = find_client(url)
     cluster = client.cluster()
     if as_json:
-        sys.stdout.write(json.dumps(cluster) + "\n")
+        print_json(cluster)
         return
-    out.print(f"cluster [bold]{cluster['cluster']}[/bold] at {client.url}")
+    print_line(f"cluster {cluster['cluster']} at {client.url}")
     if "registry" in cluster:
-        out.print(f"[red]the directory is unreachable:[/red] {escape(cluster['registry']['unreachable'])}")
-    print_models(cluster["models"])
+        print_line(f"the registry is unreachable: {cluster['registry']['unreachable']}", "red")
+    print_models(cluster["models"], wide=wide, title="models")
     for sort in ("models", "nodes"):
         shown, total = len(cluster[sort]), cluster.get(f"num_{sort}", 0)
         if shown < total:
-            out.print(f"the first {shown} of {total} {sort}; /admin/cluster tells of the others, page by page")
-    _print_nodes(cluster["nodes"])
-    _print_residency(cluster["models"])
+            print_line(f"the first {shown} of {total} {sort}; /admin/cluster tells of the others, page by page")
+    _print_nodes(cluster["nodes"], wide)
+    _print_residency(cluster["models"], wide)
+    print_line("")
     for encoder in cluster["text_encoders"]:
         _print_replica("text encoder", encoder, _cache_use(encoder))
     for worker in cluster["workers"]:
         _print_replica("worker", worker, f"{worker.get('denoising', 0)} requests denoising")
 
 
-def show_models(client: Client, as_json: bool) -> None:
-    models = client.models()
-    if as_json:
-        sys.stdout.write(json.dumps({"models": models}) + "\n")
-    else:
-        print_models(models)
-
-
-def print_models(models: list[dict[str, Any]]) -> None:
-    table = Table("model", "kind", "state", "size", "description")
-    for model in models:
-        nbytes = model.get("bytes", model.get("nbytes", 0))
-        about = model["error"] or model["description"] or (f"for {', '.join(model['base'])}" if model["base"] else "")
-        table.add_row(model["id"], model["kind"] or "", model["state"], _size(nbytes), escape(about))
-    out.print(table)
-
-
-def _print_nodes(nodes: list[dict[str, Any]]) -> None:
-    table = Table(
-        "node", "extents", "resident", "leased", "pinned", "budget", "read", "read GB/s", title="weights per node"
-    )
+def _print_nodes(nodes: list[dict[str, Any]], wide: bool) -> None:
+    names = ("resident_bytes", "leased_bytes", "pinned_bytes", "budget_bytes", "read_bytes")
+    rows = [
+        [
+            _node(node["node_id"], wide),
+            str(node["num_extents"]),
+            *(size(node.get(name, 0)) for name in names),
+            f"{node['read_bytes'] / node['read_s'] / 1e9 if node['read_s'] else 0.0:.2f}",
+        ]
+        for node in nodes
+        if "unreachable" not in node
+    ]
+    print_table(NODE_COLUMNS, rows, wide=wide, title="weights by node")
     for node in nodes:
         if "unreachable" in node:
-            table.add_row(node["node_id"][:12], escape(f"unreachable: {node['unreachable']}"))
-            continue
-        speed = node["read_bytes"] / node["read_s"] / 1e9 if node["read_s"] else 0.0
-        names = ("resident_bytes", "leased_bytes", "pinned_bytes", "budget_bytes", "read_bytes")
-        sizes = [_size(node.get(name, 0)) for name in names]
-        table.add_row(node["node_id"][:12], str(node["num_extents"]), *sizes, f"{speed:.2f}")
-    out.print(table)
+            print_line(f"node {_node(node['node_id'], wide)} is unreachable: {node['unreachable']}", "red")
 
 
-def _print_residency(models: list[dict[str, Any]]) -> None:
-    """One row per model and place that has something of it: `why` says who keeps it from being evicted."""
-    table = Table("model", "where", "resident", "used", "why", "last switch", title="models in memory")
+def _print_residency(models: list[dict[str, Any]], wide: bool) -> None:
+    """One row for each model and place that has something of it; "may go" means that it can be evicted."""
+    rows = []
     for model in models:
-        switch = model.get("last_switch") or {}
         for node_id, found in model.get("resident", {}).items():
-            why = [*(["pinned"] if found["pinned"] else []), *found["holders"]]
-            size, used = f"{_size(found['host_bytes'])} of {_size(model['nbytes'])}", f"{found['hits']} times"
-            _add_row(table, model["id"], f"node {node_id[:12]}", size, used, ", ".join(why) or "may go", "")
+            held = [*(["pinned"] if found["pinned"] else []), *found["holders"]]
+            rows.append(
+                [
+                    model["id"],
+                    f"node {_node(node_id, wide)}",
+                    size(found["host_bytes"]),
+                    size(model["nbytes"]),
+                    f"{found['hits']} times",
+                    "",
+                    ", ".join(held) or "may go",
+                ]
+            )
+        last = model.get("last_switch") or {}
         for found in model.get("built", []):
-            why = [
+            held = [
                 *(["pinned"] if found["pinned"] else []),
                 *([f"{found['leases']} leases"] if found["leases"] else []),
             ]
-            took = f"{switch['switch_ms']:.1f} ms" if switch.get("replica") == found["replica"] else ""
-            _add_row(table, model["id"], found["replica"], _size(found["bytes"]), "", ", ".join(why) or "may go", took)
-    if table.row_count:
-        out.print(table)
-
-
-def _add_row(table: Table, *cells: str) -> None:
-    table.add_row(*map(escape, cells))
+            took = f"{last['switch_ms']:.1f} ms" if last.get("replica") == found["replica"] else ""
+            rows.append(
+                [model["id"], found["replica"], size(found["bytes"]), "", "", took, ", ".join(held) or "may go"]
+            )
+    print_table(RESIDENCY_COLUMNS, rows, wide=wide, title="models in memory")
 
 
 def _print_replica(name: str, replica: dict[str, Any], doing: str) -> None:
     if "unreachable" in replica:
-        out.print(f"{name}: [red]unreachable:[/red] {escape(replica['unreachable'])}")
+        print_line(f"{name} is unreachable: {replica['unreachable']}", "red")
     else:
-        out.print(f"{name}: {len(replica['modules'])} modules, {_size(replica['resident_bytes'])}; {doing}")
+        print_line(f"{name}: {len(replica['modules'])} modules, {size(replica['resident_bytes'])}; {doing}")
 
 
 def _cache_use(encoder: dict[str, Any]) -> str:
@@ -104,13 +118,8 @@ def _cache_use(encoder: dict[str, Any]) -> str:
     if not cache:
         return "no cache"
     hits = cache["local"] + cache["joined"] + cache["shared"]
-    return f"cache {cache['entries']} entries, {_size(cache['nbytes'])}, {hits} hits, {cache['computed']} misses"
+    return f"cache {cache['entries']} entries, {size(cache['nbytes'])}, {hits} hits, {cache['computed']} misses"
 
 
-def _size(nbytes: int) -> str:
-    value = float(nbytes)
-    for unit in ("B", "KiB", "MiB"):
-        if value < 1024:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1024
-    return f"{value:.2f} GiB"
+def _node(node_id: str, wide: bool) -> str:
+    return node_id if wide else node_id[:SHORT_HASH]

@@ -3,42 +3,65 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import typer
 from rich.console import Console
 from rich.filesize import decimal
 from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
-from rich.table import Table
+
+from deployments.cli.output import SHORT_HASH, Column, Json, Wide, print_json, print_line, print_table
 
 if TYPE_CHECKING:
+    from weights.inspection import ExternalWeight
     from weights.manifest import Manifest
     from weights.store import WeightStore
+    from weights.verification import Damage
 
 app = typer.Typer(no_args_is_help=True, help="External weights: bring models in, look at them, write them back.")
-console, err = Console(), Console(stderr=True)
+_err = Console(stderr=True)
 
-LayoutName = Literal["inline", "separate", "combined"]
-DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
+_LayoutName = Literal["inline", "separate", "combined"]
+_DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
 Model = Annotated[str, typer.Argument(help="A model of the store.")]
 StorePath = Annotated[Path, typer.Option("--store", "-s", envvar="ATELIER_STORE", help="The store's folder.")]
-Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout and nothing else.")]
-Layout = Annotated[LayoutName, typer.Option(help="In the model's own files, a file per tensor, or one file per model.")]
+Layout = Annotated[_LayoutName, typer.Option(help="In the model's own files, one file per tensor, or one for all.")]
 WeightDir = Annotated[
     Path | None,
     typer.Option(help="Where packs are written before they are published; default: $ATELIER_WORK_PATH, or here."),
 ]
-DEFAULT_STORE = Path("~/.cache/atelier/store")
-MODEL_COLUMNS = ("model", "kind", "layout", "num_tensors", "given_bytes", "stored_bytes")
+DEFAULT_STORE: Final = Path("~/.cache/atelier/store")
+
+MODEL_COLUMNS: Final = (
+    Column("model", "name"),
+    Column("kind"),
+    Column("layout"),
+    Column("tensors", align="right"),
+    Column("given", align="right"),
+    Column("stored", align="right"),
+)
+TENSOR_COLUMNS: Final = (
+    Column("tensor", "name"),
+    Column("dtype"),
+    Column("shape"),
+    Column("size", align="right"),
+    Column("file", only_wide=True),
+    Column("offset", align="right", only_wide=True),
+    Column("sha256"),
+)
+DAMAGE_COLUMNS: Final = (
+    Column("model", "name"),
+    Column("file", "name"),
+    Column("tensors", "text", only_wide=True),
+    Column("problem", "text"),
+)
 
 
 @app.command()
@@ -46,7 +69,7 @@ def externalize(
     source: Annotated[str, typer.Argument(help="A checkpoint folder or file, a .pt2 or .onnx program, or s3://…")],
     model: Annotated[str | None, typer.Option("--model", "-m", help="Its name; default: the source's.")] = None,
     layout: Layout = "combined",
-    dtype: Annotated[DTypeName, typer.Option(help="Cast floating tensors on the way in.")] = "auto",
+    dtype: Annotated[_DTypeName, typer.Option(help="Cast floating tensors on the way in.")] = "auto",
     component: Annotated[str | None, typer.Option(help="One component of a pipeline only.")] = None,
     weight_dir: WeightDir = None,
     allow_torch: Annotated[bool, typer.Option("--allow-torch", help="Open .pt, .pth, .bin and .pt2 as well.")] = False,
@@ -70,7 +93,7 @@ def externalize(
             allow_torch=allow_torch,
             progress=progress,
         )
-    _show(weight_store, manifest, as_json)
+    _print_model(weight_store, manifest, as_json)
 
 
 @app.command()
@@ -86,7 +109,7 @@ def inline(
     from weights.intake import write_back
 
     write_back(_open(store), model, target.expanduser(), external=external_data)
-    err.print(f"{escape(model)} is in {escape(str(target))}")
+    _err.print(f"{escape(model)} is in {escape(str(target))}")
 
 
 @app.command()
@@ -99,28 +122,39 @@ def convert(
     weight_store = _open(store)
     with _working_folder(weight_dir) as folder:
         manifest = convert_layout(weight_store, model, layout, folder)
-    _show(weight_store, manifest, as_json)
+    _print_model(weight_store, manifest, as_json)
 
 
 @app.command()
 def inspect(
     model: Annotated[str | None, typer.Argument(help="Its tensors; default: all models.")] = None,
     store: StorePath = DEFAULT_STORE,
+    wide: Wide = False,
     as_json: Json = False,
 ) -> None:
-    """Where every tensor is: file, offset, size, id; or what each model takes."""
+    """Show where every tensor is (--wide: with file and offset), or what each model takes."""
     from weights.inspection import summarize, totals
 
     weight_store = _open(store)
     if model is None:
-        rows = [_model_record(weight_store, manifest) for manifest in weight_store.manifests().values()]
+        records = [_model_record(weight_store, manifest) for manifest in weight_store.manifests().values()]
         whole = asdict(totals(weight_store))
-        _print({"models": rows, **whole}, rows, MODEL_COLUMNS, as_json, _saved(whole))
+        if as_json:
+            print_json({"models": records, **whole})
+            return
+        print_table(MODEL_COLUMNS, [_model_row(record) for record in records], wide=wide)
+        print_line(_saved(whole))
         return
-    weights = [asdict(weight) | {"path": str(weight.path)} for weight in summarize(weight_store, model)]
+    weights = summarize(weight_store, model)
     record = _model_record(weight_store, weight_store.manifest(model))
-    columns = ("component", "name", "dtype", "shape", "nbytes", "path", "offset", "id")
-    _print({**record, "weights": weights}, weights, columns, as_json, _saved(record))
+    if as_json:
+        print_json({**record, "weights": [asdict(weight) | {"path": str(weight.path)} for weight in weights]})
+        return
+    print_table(MODEL_COLUMNS, [_model_row(record)], wide=wide)
+    for component in record["components"]:
+        rows = [_tensor_row(weight, wide) for weight in weights if weight.component == component]
+        print_table(TENSOR_COLUMNS, rows, wide=wide, title=component)
+    print_line(_saved(record))
 
 
 @app.command()
@@ -128,6 +162,7 @@ def verify(
     model: Annotated[str | None, typer.Argument(help="Default: all models.")] = None,
     deep: Annotated[bool, typer.Option("--deep", help="Also the sha256 of every tensor.")] = False,
     store: StorePath = DEFAULT_STORE,
+    wide: Wide = False,
     as_json: Json = False,
 ) -> None:
     """Read everything back and say all that is damaged; exit code 1 when something is."""
@@ -135,10 +170,10 @@ def verify(
 
     with _progress("verify", as_json) as progress:
         report = verify_store(_open(store), model, deep=deep, progress=progress)
-    damages = [asdict(damage) for damage in report.damages]
+    damages = report.damages
     summary = f"{report.num_models} models, {report.num_extents} extents, {decimal(report.nbytes)}: "
     summary += f"{len(damages)} damaged" if damages else "sound"
-    _print(asdict(report), damages, ("model", "file", "tensors", "problem"), as_json, summary)
+    _print_report(asdict(report), DAMAGE_COLUMNS, _damage_rows(damages), summary, as_json, wide)
     if damages:
         raise typer.Exit(1)
 
@@ -151,6 +186,7 @@ def repair(
     ] = False,
     weight_dir: WeightDir = None,
     store: StorePath = DEFAULT_STORE,
+    wide: Wide = False,
     as_json: Json = False,
 ) -> None:
     """Write what is damaged anew, from other models or the source; exit code 1 when some damage is left."""
@@ -158,10 +194,9 @@ def repair(
 
     with _working_folder(weight_dir) as folder, _progress("repair", as_json) as progress:
         report = repair_store(_open(store), models or (), allow_torch=allow_torch, weight_dir=folder, progress=progress)
-    left = [asdict(damage) for damage in report.damages]
-    summary = f"{report.num_models} models: {len(report.repaired)} damages repaired, {len(left)} left"
-    _print(asdict(report), left, ("model", "file", "tensors", "problem"), as_json, summary)
-    if left:
+    summary = f"{report.num_models} models: {len(report.repaired)} damages repaired, {len(report.damages)} left"
+    _print_report(asdict(report), DAMAGE_COLUMNS, _damage_rows(report.damages), summary, as_json, wide)
+    if report.damages:
         raise typer.Exit(1)
 
 
@@ -173,7 +208,7 @@ def index(store: StorePath = DEFAULT_STORE, as_json: Json = False) -> None:
     weight_store = _open(store)
     num_tensors = rebuild_index(weight_store)
     record = {"num_tensors": num_tensors, "meta": str(weight_store.meta_file)}
-    _print(record, [], (), as_json, f"{num_tensors} tensors, listed in {weight_store.meta_file}")
+    _print_report(record, (), [], f"{num_tensors} tensors, listed in {weight_store.meta_file}", as_json)
 
 
 @app.command()
@@ -192,11 +227,15 @@ def load(model: Model, store: StorePath = DEFAULT_STORE, as_json: Json = False) 
     assert report is not None
     report = report.with_stage("attach", report.nbytes, elapsed_s - report.wall_s)
     record = report.as_record()
-    stages = [{"stage": name, **figures} for name, figures in record["stages"].items()]
+    stages = [
+        [name, decimal(stage.nbytes), f"{stage.busy_s:.3f}", f"{stage.elapsed_s:.3f}", f"{stage.gbps:.2f}"]
+        for name, stage in report.stages.items()
+    ]
+    columns = [Column("stage"), *(Column(name, align="right") for name in ("read", "busy s", "elapsed s", "GB/s"))]
     peak = f", {record['share_of_peak']:.0%} of the medium's peak" if record["share_of_peak"] else ""
     summary = f"{decimal(report.nbytes)} in {report.wall_s:.2f} s: {report.gbps:.2f} GB/s{peak}; "
     summary += f"limited by {report.limiting_stage}" + (f"\n{report.advice}" if report.advice else "")
-    _print(record, stages, tuple(stages[0]) if stages else ("stage",), as_json, summary)
+    _print_report(record, columns, stages, summary, as_json)
 
 
 @app.command()
@@ -206,17 +245,17 @@ def gc(
     ] = 0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
     store: StorePath = DEFAULT_STORE,
+    wide: Wide = False,
     as_json: Json = False,
 ) -> None:
     """Remove what no model of the store needs: old versions, leftovers of writers that died."""
     from weights.maintenance import gc as collect
 
     report = collect(_open(store), grace_s=grace_s, dry_run=dry_run)
-    removed = [{"removed": str(path)} for path in report.removed]
+    removed = [str(path) for path in report.removed]
     summary = f"{decimal(report.freed_bytes)} {'would be ' if dry_run else ''}freed"
-    _print(
-        asdict(report) | {"removed": [str(path) for path in report.removed]}, removed, ("removed",), as_json, summary
-    )
+    rows = [[path] for path in removed]
+    _print_report(asdict(report) | {"removed": removed}, (Column("removed", "name"),), rows, summary, as_json, wide)
 
 
 @app.command()
@@ -235,7 +274,7 @@ def _open(path: Path) -> WeightStore:
 
 @contextlib.contextmanager
 def _working_folder(weight_dir: Path | None) -> Iterator[Path]:
-    from weights.workdir import opened_weight_dir
+    from weights.storage.staging import opened_weight_dir
 
     with opened_weight_dir(weight_dir, os.environ, Path.cwd(), os.getpid(), uuid.uuid4().hex[:12]) as folder:
         yield folder
@@ -244,7 +283,7 @@ def _working_folder(weight_dir: Path | None) -> Iterator[Path]:
 @contextlib.contextmanager
 def _progress(what: str, as_json: bool) -> Iterator[Callable[[int, int], None]]:
     columns = ("{task.description}", BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=err, transient=True, disable=as_json) as bar:
+    with Progress(*columns, console=_err, transient=True, disable=as_json) as bar:
         task = bar.add_task(what, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
@@ -256,9 +295,31 @@ def _model_record(store: WeightStore, manifest: Manifest) -> dict[str, Any]:
     return record | {"components": list(manifest.components), **asdict(totals(store, manifest.model))}
 
 
-def _show(store: WeightStore, manifest: Manifest, as_json: bool) -> None:
-    record = _model_record(store, manifest)
-    _print(record, [record], MODEL_COLUMNS, as_json, "")
+def _model_row(record: dict[str, Any]) -> list[str]:
+    return [
+        record["model"],
+        record["kind"],
+        record["layout"],
+        str(record["num_tensors"]),
+        decimal(record["given_bytes"]),
+        decimal(record["stored_bytes"]),
+    ]
+
+
+def _tensor_row(weight: ExternalWeight, wide: bool) -> list[str]:
+    return [
+        weight.name,
+        weight.dtype,
+        " ".join(map(str, weight.shape)),
+        decimal(weight.nbytes),
+        str(weight.path),
+        str(weight.offset),
+        weight.id if wide else weight.id[:SHORT_HASH],
+    ]
+
+
+def _damage_rows(damages: Iterable[Damage]) -> list[list[str]]:
+    return [[damage.model, damage.file, " ".join(damage.tensors), damage.problem] for damage in damages]
 
 
 def _saved(totals: dict[str, Any]) -> str:
@@ -267,28 +328,24 @@ def _saved(totals: dict[str, Any]) -> str:
     return f"{decimal(given)} given, {decimal(stored)} stored{share}"
 
 
-def _print(
-    record: dict[str, Any], rows: list[dict[str, Any]], columns: tuple[str, ...], as_json: bool, summary: str
+def _print_model(store: WeightStore, manifest: Manifest, as_json: bool) -> None:
+    record = _model_record(store, manifest)
+    if as_json:
+        print_json(record)
+    else:
+        print_table(MODEL_COLUMNS, [_model_row(record)])
+
+
+def _print_report(
+    record: dict[str, Any],
+    columns: Sequence[Column],
+    rows: Sequence[Sequence[str]],
+    summary: str,
+    as_json: bool,
+    wide: bool = False,
 ) -> None:
     if as_json:
-        sys.stdout.write(json.dumps(record, default=str) + "\n")
+        print_json(record)
         return
-    table = Table()
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    for row in rows:
-        table.add_row(*(_cell(column, row[column]) for column in columns))
-    if rows:
-        console.print(table)
-    if summary:
-        console.print(escape(summary), highlight=False)
-
-
-def _cell(column: str, value: Any) -> str:
-    if column.endswith("bytes") and isinstance(value, int):
-        return decimal(value)
-    if isinstance(value, float):
-        return f"{value:.3f}"
-    if isinstance(value, list | tuple):
-        return escape(" ".join(map(str, value)))
-    return escape(str(value))
+    print_table(columns, rows, wide=wide)
+    print_line(summary)

@@ -22,10 +22,29 @@ ResultT = TypeVar("ResultT")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether less work might have gone well. Torch's OutOfMemoryError is known by its name: torch may be absent."""
+    """Return whether less work might have gone well.
+
+    Torch's OutOfMemoryError is known by its name: torch may be absent.
+    """
     if isinstance(error, MemoryError) or any(base.__name__ == "OutOfMemoryError" for base in type(error).__mro__):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _OUT_OF_MEMORY)
+
+
+def forget_frames(error: BaseException) -> None:
+    """Drop the frames of an error that is kept, and of those that led to it.
+
+    HAZARD: frames know what they worked on, tensors in shared memory for example. With an error that one of the frames
+    knows as well, in a local name or a future, they make a circle, and stay until Python looks for circles.
+    """
+    known: set[int] = set()
+    errors: list[BaseException | None] = [error]
+    while errors:
+        one = errors.pop()
+        if one is not None and id(one) not in known:
+            known.add(id(one))
+            one.__traceback__ = None
+            errors += (one.__cause__, one.__context__)
 
 
 @dataclass(slots=True)
@@ -52,12 +71,12 @@ class MemoryLimits:
         self._limits: OrderedDict[Hashable, _Limit] = OrderedDict()
 
     def allowed(self, kind: Hashable) -> float:
-        """The greatest size that the next call should have; infinity where nothing ever failed."""
+        """Return the greatest size that the next call should have; infinity where nothing ever failed."""
         limit = self._limits.get(kind)
         return math.inf if limit is None else limit.next_size
 
     def fitted(self, kind: Hashable, size: int) -> None:
-        """A call of this size went well."""
+        """Note that a call of this size went well."""
         limit = self._limits.get(kind)
         if limit is None:
             return
@@ -66,7 +85,7 @@ class MemoryLimits:
             limit.size, limit.num_fitted = size, 0
 
     def ran_out(self, kind: Hashable, size: int) -> None:
-        """A call of this size found no memory."""
+        """Note that a call of this size found no memory."""
         limit = self._limits.get(kind)
         if limit is None:
             self._limits[kind] = _Limit(max(1, size // 2))
@@ -84,9 +103,10 @@ class MemoryLimits:
 def run_in_parts(
     run: Callable[[int, int], ResultT], num_items: int, max_items: int, limits: MemoryLimits, kind: Hashable
 ) -> list[ResultT]:
-    """`run(start, stop)` over 0 to `num_items`, in as few parts as `max_items` and memory allow; its results in order.
+    """Call `run(start, stop)` over 0 to `num_items`, in as few parts as `max_items` and memory allow.
 
-    Raises what `run` raises, save for running out of memory with more than one item: then smaller parts are tried.
+    Return its results in order. Raises what `run` raises, save for running out of memory with more than one item: then
+    smaller parts are tried.
     """
     results: list[ResultT] = []
     start = 0

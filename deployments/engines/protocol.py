@@ -1,11 +1,22 @@
-"""The records that cross the border of an engine. Small, immutable, free of Ray and of HTTP.
+"""The border of an engine: the `Engine` protocol, and the records that cross it. Free of Ray, of HTTP and of torch.
 
-An engine sees these and tensors; it never sees a handle, a socket or a config file.
+An engine sees these records and tensors; it never sees a handle, a socket or a config file. `LLMEngine` and
+`DiffusionEngine` are engines; `deployments/services/step_loop.py` serves any.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:  # the command line and the ingress have no torch
+    import torch
+
+    from weights.adapters import LoraAdapter
 
 
 class EngineError(Exception):
@@ -16,9 +27,77 @@ class ComputationFailed(Exception):
     """The model broke down on one request, which was in order: numbers that are not finite, say. Says where."""
 
 
+def check_choice(name: str, value: str, choices: Any) -> None:
+    """Raise EngineError for a value that the Literal type `choices` does not have."""
+    if value not in get_args(choices):
+        raise EngineError(f"{name} {value!r}: expected one of {', '.join(get_args(choices))}")
+
+
+class EngineRequest(Protocol):
+    """A request to an engine."""
+
+    @property
+    def request_id(self) -> str:
+        """Return the name that outputs and failures of this request have; unique among those under way."""
+
+
+class EngineOutput(Protocol):
+    """What one step gave one request."""
+
+    @property
+    def request_id(self) -> str:
+        """Return the request that this is for."""
+
+    @property
+    def is_last(self) -> bool:
+        """Return whether the request has ended with this, and left the engine."""
+
+
+RequestT = TypeVar("RequestT", bound=EngineRequest, contravariant=True)
+OutputT = TypeVar("OutputT", bound=EngineOutput, covariant=True)
+
+
+class Engine(Protocol[RequestT, OutputT]):
+    """A model that moves many requests on together, step by step. Requests join and leave between steps.
+
+    HAZARD: an engine has no locks. `add`, `abort` and `step` are called by one thread at a time, the one that may touch
+    the device; `has_work` and `failures` may be read by any while none of the three runs.
+
+    What a request gets depends on the requests that share its steps by rounding at most (the engines say how far), and
+    one that fails takes no other with it.
+    """
+
+    @property
+    def has_work(self) -> bool:
+        """Return whether a request is under way, so that `step` has something to do."""
+
+    @property
+    def failures(self) -> Mapping[str, Exception]:
+        """Return the requests that the last `step` gave up, by id, and why. They have left, without a last output.
+
+        ComputationFailed is the model's; an error of the device's memory, or another, is passed on as it came.
+        """
+
+    def add(self, request: RequestT) -> None:
+        """Take a request in; it joins the next step.
+
+        Raises:
+            EngineError: the request cannot run, or its id is that of one under way. Nothing of it stays.
+        """
+
+    def abort(self, request_id: str) -> None:
+        """Drop a request and free what it held at once; no output of it follows. Unknown ids are ignored."""
+
+    def step(self) -> Sequence[OutputT]:
+        """Move requests on, and return what they got: nothing for those that had no turn or have nothing to tell.
+
+        Raises only what is no single request's fault; the caller then aborts them all.
+        """
+
+
 @dataclass(frozen=True, slots=True)
 class AdapterUse:
-    """One LoRA of a request: `name` of a registered adapter and its strength."""
+    """One LoRA of a request: its name and its strength."""
 
     name: str
     scale: float = 1.0
@@ -26,7 +105,7 @@ class AdapterUse:
 
 @dataclass(frozen=True, slots=True)
 class DiffusionRequest:
-    """What the denoise loop needs beside the text conditioning.
+    """The plain half of a diffusion request: all but tensors.
 
     `guidance_scale` means what the stock pipeline of the family means by it: classifier-free guidance for
     SDXL, the embedded guidance for guidance-distilled Flux. `true_cfg_scale` > 1 with a negative prompt is
@@ -43,6 +122,48 @@ class DiffusionRequest:
     num_images: int = 1
     true_cfg_scale: float = 1.0
     adapters: tuple[AdapterUse, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ConditionedRequest:
+    """A diffusion request with its text conditioning (see `Family.assemble_conditioning`), ready for the engine.
+
+    `adapters` has the weights that `request.adapters` names. Requests share a batch when they use the same objects:
+    another version of an adapter is another object. `reports_steps` asks for an output at every step.
+    """
+
+    request: DiffusionRequest
+    conditioning: Mapping[str, torch.Tensor]
+    adapters: Mapping[str, LoraAdapter] = field(default_factory=dict)
+    reports_steps: bool = False
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+
+@dataclass(frozen=True, slots=True)
+class DenoiseTimes:
+    """Seconds that one request waited for its first step, denoised and decoded."""
+
+    queue_s: float = 0.0
+    denoise_s: float = 0.0
+    decode_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DiffusionOutput:
+    """How far a request is and, at its end, its images: uint8 (num_images, height, width, 3)."""
+
+    request_id: str
+    step_index: int
+    num_steps: int
+    images: npt.NDArray[np.uint8] | None = None
+    times: DenoiseTimes = DenoiseTimes()
+
+    @property
+    def is_last(self) -> bool:
+        return self.images is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +193,10 @@ class TextRequest:
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """What one engine step added to one request.
+    """What one step added to the text of one request.
 
     `text` may be empty (an unfinished UTF-8 sequence or the possible beginning of a stop string is held
-    back). `finish_reason` is None while the request runs, else "stop", "length" or "abort".
+    back). `finish_reason` is None while the request runs, else "stop" or "length".
     """
 
     request_id: str
@@ -84,3 +205,7 @@ class TextDelta:
     num_prompt_tokens: int
     num_completion_tokens: int
     finish_reason: str | None = None
+
+    @property
+    def is_last(self) -> bool:
+        return self.finish_reason is not None

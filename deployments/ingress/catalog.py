@@ -7,9 +7,9 @@ from typing import Any
 from ray.exceptions import RayActorError
 
 from cluster.errors import ModelUnknown
-from cluster.registry.directory import ModelRecord
-from cluster.registry.entry_rules import listed
-from cluster.registry.watching import DirectoryWatch
+from cluster.registry.actor import WeightRegistry
+from cluster.registry.directory import ModelRecord, listed
+from cluster.registry.snapshot import RegistrySnapshot
 from deployments.errors import InvalidRequest, ModelUnavailable, UnknownModel
 from deployments.records import ModelCard
 
@@ -19,21 +19,21 @@ _WANTED = {"diffusion": "images", "llm": "text", "embedding": "embeddings", "hea
 class Catalog:
     """No call leaves this process for a model that the copy knows."""
 
-    def __init__(self, watch: DirectoryWatch) -> None:
-        self._watch = watch
+    def __init__(self, snapshot: RegistrySnapshot) -> None:
+        self._snapshot = snapshot
 
     async def records(self) -> list[ModelRecord]:
-        await self._watch.ready()
-        return list(self._watch)
+        await self._snapshot.ready()
+        return list(self._snapshot)
 
     async def record(self, id_: str) -> ModelRecord:
         """Waits for a model that is just being registered. Raises UnknownModel with the known names."""
-        await self._watch.ready()
-        found = self._watch.record(id_)
+        await self._snapshot.ready()
+        found = self._snapshot.find_model(id_)
         if found is not None and found.state != "registering":
             return found
         try:
-            asked: ModelRecord = await self._watch.ask("status", id_)
+            asked = await self._snapshot.call_registry(WeightRegistry.status, id_)
         except ModelUnknown as error:
             raise UnknownModel(str(error), "model") from None
         except RayActorError:
@@ -53,7 +53,7 @@ class Catalog:
                 f"model {id_!r} ({record.kind}) does not make {_WANTED[kind]}; models that do: {fitting}", "model"
             )
         if record.state == "unloaded":
-            self._watch.tell("want", id_)
+            self._snapshot.notify_registry(WeightRegistry.want, id_)
         return record
 
     async def adapter(self, id_: str, model: str) -> ModelRecord:

@@ -10,7 +10,7 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from cluster.registry.actor import connect_registry
-from cluster.registry.watching import DirectoryWatch
+from cluster.registry.snapshot import RegistrySnapshot
 from configs.cluster import ClusterConfig
 from deployments.ingress.admission import Admission
 from deployments.ingress.http import create_http_app
@@ -33,10 +33,10 @@ class Ingress:
     """The HTTP edge, and the methods of `serve.get_app_handle("atelier")`: those of `Service`, with a bound."""
 
     def __init__(self, config: ClusterConfig, encoder: DeploymentHandle, worker: DeploymentHandle) -> None:
-        watch = DirectoryWatch(lambda: connect_registry(config))
+        snapshot = RegistrySnapshot(lambda: connect_registry(config))
         self._config = config
         self._admission = Admission(config.ingress.max_ongoing_requests)
-        self._service = Service(config, watch, encoder, worker, lambda name: ReplicaStates(name).why_none_can)
+        self._service = Service(config, snapshot, encoder, worker, lambda name: ReplicaStates(name).why_none_can)
 
     def __serve_build_asgi_app__(self) -> Any:
         return create_http_app(self._service, self._config, self._admission)

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from cluster.registry.watching import DirectoryWatch
+from cluster.registry.snapshot import RegistrySnapshot
 from deployments.errors import GenerationFailed, InvalidRequest
 from deployments.pipelines.edge_types import IMAGE, TEXT, EdgeType
 from deployments.pipelines.pipelines import Pipelines
@@ -121,17 +121,17 @@ class PipelineModels:
 class KnownModels(Mapping[str, KnownModel]):
     """What pipelines may be made of now, by the local copy of the directory."""
 
-    def __init__(self, watch: DirectoryWatch) -> None:
-        self._watch = watch
+    def __init__(self, snapshot: RegistrySnapshot) -> None:
+        self._snapshot = snapshot
 
     def __getitem__(self, id_: str) -> KnownModel:
-        record = self._watch.record(id_)
+        record = self._snapshot.find_model(id_)
         if record is None:
             raise KeyError(id_)
         return known_model(record)
 
     def __iter__(self) -> Iterator[str]:
-        return (record.id for record in self._watch)
+        return (record.id for record in self._snapshot)
 
     def __len__(self) -> int:
         return sum(1 for _ in self)

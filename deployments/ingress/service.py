@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cluster.registry.watching import DirectoryWatch
+from cluster.registry.snapshot import RegistrySnapshot
 from configs.cluster import ClusterConfig
 from configs.merging import MergeConfig
 from deployments.defaults import text_rules, with_image_defaults, with_text_defaults
@@ -53,20 +53,20 @@ class Service:
     def __init__(
         self,
         config: ClusterConfig,
-        watch: DirectoryWatch,
+        snapshot: RegistrySnapshot,
         encoder: Any,
         worker: Any,
         why_none: Callable[[str], WhyNone] = lambda _: nobody_knows,
     ) -> None:
-        self.operations = Operations(config.name, watch, encoder, worker, config.text_encoder.merging)
+        self.operations = Operations(config.name, snapshot, encoder, worker, config.text_encoder.merging)
         self._config = config
         self._configured = frozenset(config.entries)
-        self._watch = watch
-        self._catalog = Catalog(watch)
+        self._snapshot = snapshot
+        self._catalog = Catalog(snapshot)
         timeout_s = config.http.request_timeout_s
         self._encoder = RetriedCalls(ReplicaCalls(encoder, why_none("text_encoder")), timeout_s)
         self._worker = RetriedCalls(ReplicaCalls(worker, why_none("worker")), timeout_s)
-        known = KnownModels(watch)
+        known = KnownModels(snapshot)
         self.pipelines = Pipelines(
             config.pipelines,
             self,
@@ -149,7 +149,7 @@ class Service:
 
     def run_segment(self, call: SegmentCall, upstream: tuple[SegmentReply, ...], /) -> SegmentReply:
         """Steps of a pipeline that one replica of the embedding service runs in one call. Returns at once."""
-        records = [record for model in call.plan.models if (record := self._watch.record(model))]
+        records = [record for model in call.plan.models if (record := self._snapshot.find_model(model))]
         versioned = replace(
             call,
             versions={record.id: record.fingerprint for record in records},
@@ -213,7 +213,7 @@ class Service:
     async def _is_pipeline(self, model: str) -> bool:
         """What a pipeline can do depends on the models that are known."""
         if model in self.pipelines:
-            await self._watch.ready()
+            await self._snapshot.ready()
         return model in self.pipelines
 
 

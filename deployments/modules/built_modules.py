@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
-from deployments.errors import forget_frames
+from deployments.engines.memory_limits import forget_frames
 from deployments.modules.module_room import merged
 from weights.manifest import Component, ExtentRef, Manifest
 from weights.residency import Popularity

@@ -6,27 +6,29 @@ import asyncio
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from configs.cluster import WorkerConfig
-from deployments.engines.diffusion.factory import create_pipeline, settings_hash
-from deployments.engines.protocol import AdapterUse, DiffusionRequest
-from deployments.engines.text.conditioning import uses_negative
+from deployments.engines.diffusion.engine import DiffusionEngine
+from deployments.engines.diffusion.families import family_of
+from deployments.engines.diffusion.pipeline import DenoisePipeline, create_pipeline, settings_hash
+from deployments.engines.protocol import AdapterUse, ConditionedRequest, DenoiseTimes, DiffusionOutput, DiffusionRequest
 from deployments.errors import InvalidRequest, as_service_errors
 from deployments.modules.component_builder import batch_bounds, is_denoise_component
 from deployments.modules.model_host import Lease, ModelHost
 from deployments.records import ImageRequest, ImageResult
-from deployments.services.step_loop import DenoiseLoop, DenoiseTimes, DeviceThread, OnStep
+from deployments.services.step_loop import DeviceThread, EngineLoop
 from deployments.text.records import Conditioning, ConditioningRequest
 from deployments.text.tensor_records import unpack
 
 EncodeText = Callable[[ConditioningRequest], Awaitable[Conditioning]]
-NumberT = TypeVar("NumberT", int, float)
+OnStep = Callable[[int, int], None]  # steps done, steps in all
+DiffusionLoop = EngineLoop[ConditionedRequest, DiffusionOutput]
+_NumberT = TypeVar("_NumberT", int, float)
 
 
 class ImageService:
@@ -36,12 +38,7 @@ class ImageService:
         self._host = host
         self._settings = settings
         self._device = device
-        self._loop = DenoiseLoop(device)
-
-    @property
-    def num_running(self) -> int:
-        """The number of requests between their first step and their images."""
-        return self._loop.num_running
+        self.num_running = 0  # requests between their noise and their images
 
     async def generate(
         self,
@@ -92,7 +89,7 @@ class ImageService:
             },
             switch=lease.report,
             cache=conditioning.cache,
-            warnings=conditioning.warnings + _ignored_inputs(request, text.use_negative),
+            warnings=conditioning.warnings + _ignored_inputs(request, text.use_negative, manifest.class_name or ""),
         )
 
     async def _denoise(
@@ -102,38 +99,32 @@ class ImageService:
         conditioning: Mapping[str, torch.Tensor],
         on_step: OnStep | None,
     ) -> tuple[npt.NDArray[np.uint8], DenoiseTimes]:
-        pipeline = lease.bound(
-            lambda: create_pipeline(
-                lease.manifest.class_name or "",
-                lease.skeleton,
-                lease.modules,
-                device=self._settings.torch_device,
-                bounds=batch_bounds(self._settings),
-            ),
-            settings_hash(lease.skeleton),
+        """Run one request in the engine of the leased modules, which all requests for them share."""
+
+        def tell(output: DiffusionOutput) -> None:
+            if on_step is not None and not output.is_last:
+                on_step(output.step_index, output.num_steps)
+
+        loop: DiffusionLoop = lease.bound(
+            lambda: EngineLoop(self._device, DiffusionEngine(self._pipeline(lease))), settings_hash(lease.skeleton)
         )
-        names = {name: f"{name}@{serial}" for name, serial in lease.adapter_serials.items()}
-        request = replace(request, adapters=tuple(AdapterUse(names[use.name], use.scale) for use in request.adapters))
-        adapters = {names[name]: adapter for name, adapter in lease.adapters.items()}
-        alive = self._host.serials()
-        gone = [name for name in pipeline.adapters if int(name.rpartition("@")[2]) not in alive]
-        state = await self._device.run(_start, pipeline, adapters, gone, request, conditioning)
-        return await self._loop.run(pipeline, state, on_step)
+        self.num_running += 1
+        try:
+            conditioned = ConditionedRequest(request, conditioning, lease.adapters, reports_steps=on_step is not None)
+            output = await loop.last_output(conditioned, tell)
+        finally:
+            self.num_running -= 1
+        assert output.images is not None  # it is the last
+        return output.images, output.times
 
-
-def _start(
-    pipeline: Any, adapters: dict[str, Any], gone: list[str], request: DiffusionRequest, conditioning: Any
-) -> Any:
-    """Return the state of a request that begins. On the device thread: nothing else looks at adapters meanwhile.
-
-    Adapters stay known to the pipeline while they are resident, since requests with the same adapter only share a batch
-    when they use the same object; each version of one has a name of its own. `gone` names those that were evicted.
-    """
-    for name in set(gone) & set(pipeline.adapters):
-        pipeline.drop_adapter(name)
-    for name in adapters.keys() - set(pipeline.adapters):
-        pipeline.add_adapter(name, adapters[name])
-    return pipeline.start(request, conditioning)
+    def _pipeline(self, lease: Lease) -> DenoisePipeline:
+        return create_pipeline(
+            lease.manifest.class_name or "",
+            lease.skeleton,
+            lease.modules,
+            device=self._settings.torch_device,
+            bounds=batch_bounds(self._settings),
+        )
 
 
 def _denoise_request(request: ImageRequest) -> DiffusionRequest:
@@ -154,7 +145,7 @@ def _denoise_request(request: ImageRequest) -> DiffusionRequest:
     )
 
 
-def _filled(value: NumberT | None) -> NumberT:
+def _filled(value: _NumberT | None) -> _NumberT:
     if value is None:
         raise ValueError("the request's defaults must be filled in before: see with_image_defaults")
     return value
@@ -162,11 +153,12 @@ def _filled(value: NumberT | None) -> NumberT:
 
 def _conditioning_request(request: ImageRequest, denoise: DiffusionRequest, class_name: str) -> ConditioningRequest:
     """Return the text half of the request, for a text encoder."""
+    family = family_of(class_name)
     return ConditioningRequest(
         model=request.model,
         prompt=request.prompt,
         negative_prompt=request.negative_prompt,
-        use_negative=uses_negative(class_name, denoise, request.negative_prompt),
+        use_negative=family.uses_negative(denoise, request.negative_prompt is not None),
         max_sequence_length=request.max_sequence_length,
         model_version=request.model_version,
         text_padding=request.text_padding,
@@ -176,8 +168,9 @@ def _conditioning_request(request: ImageRequest, denoise: DiffusionRequest, clas
     )
 
 
-def _ignored_inputs(request: ImageRequest, use_negative: bool) -> tuple[str, ...]:
+def _ignored_inputs(request: ImageRequest, use_negative: bool, class_name: str) -> tuple[str, ...]:
     """Return warnings about what was asked for and had no effect."""
     if request.negative_prompt and not use_negative:
-        return ("negative_prompt had no effect: guidance is off (Flux needs true_cfg_scale > 1)",)
+        rule = family_of(class_name).guidance_rule
+        return (f"negative_prompt had no effect: guidance is off ({class_name} needs {rule})",)
     return ()

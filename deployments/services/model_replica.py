@@ -37,7 +37,7 @@ KEEPER_TIMEOUT_S: Final = 30.0
 logger = logging.getLogger("atelier.replica")
 
 
-class ReplicaBuilder(Protocol):
+class _Builder(Protocol):
     """A builder of the components of a replica: ComponentBuilder or TextEncoderBuilder."""
 
     skeletons: SkeletonPool
@@ -66,7 +66,7 @@ class ModelReplica:
         config: ClusterConfig,
         role: str,
         settings: ModelReplicaConfig,
-        builder: ReplicaBuilder,
+        builder: _Builder,
         num_threads: int | None = None,
         private_footprint: Footprint = object_footprint,
     ) -> None:
@@ -93,9 +93,8 @@ class ModelReplica:
             return get(self._registry.keeper.remote(node_id), KEEPER_TIMEOUT_S)
 
         keeps = settings.device == "cpu"  # other devices need the node's memory only while they upload
-        provider = RayExtents(
-            keeper, f"{role}-{uuid.uuid4().hex[:8]}", on_damage, reconnect, on_recall if keeps else None
-        )
+        recall = on_recall if keeps else None
+        provider = RayExtents(keeper, f"{role}-{uuid.uuid4().hex[:8]}", on_damage, reconnect, recall)
         self._host = ModelHost(
             self._fetch_manifest,
             provider,

@@ -144,7 +144,7 @@ def _ended_with_its_caller(response: Any) -> Iterator[None]:
 
 
 class ReplicaStates:
-    """What Serve's controller knows of the replicas of a deployment: asked beside the requests, not behind them.
+    """The state of a deployment's replicas as Serve's controller knows it: asked beside the requests, not behind them.
 
     Without `app`, the deployment is one of the application that this replica belongs to.
     """
@@ -156,12 +156,12 @@ class ReplicaStates:
     async def why_none_runs(self) -> str | None:
         """Return None when at least one replica runs, or when the controller does not answer."""
         overview = await self._overview()
-        return overview and why_none_runs(self._deployment, overview)
+        return overview and _why_none_runs(self._deployment, overview)
 
     async def why_none_can(self) -> str | None:
         """Return None also while a replica is starting, for the first time or in the place of one that died."""
         overview = await self._overview()
-        return overview and why_none_can(self._deployment, overview)
+        return overview and _why_none_can(self._deployment, overview)
 
     async def _overview(self) -> DeploymentStatusOverview | None:
         try:
@@ -173,20 +173,20 @@ class ReplicaStates:
         return app.deployments.get(self._deployment) if app else None
 
 
-def why_none_runs(deployment: str, overview: DeploymentStatusOverview) -> str | None:
+def _why_none_runs(deployment: str, overview: DeploymentStatusOverview) -> str | None:
     """Return Serve's message about a deployment without a running replica, else None."""
     if overview.replica_states.get(ReplicaState.RUNNING, 0):
         return None
     return f"no replica of {deployment!r} is running ({overview.status.value}): {_last_line(overview.message)}"
 
 
-def why_none_can(deployment: str, overview: DeploymentStatusOverview) -> str | None:
-    """Return what `why_none_runs` does, but None for replicas that are starting until their start has failed.
+def _why_none_can(deployment: str, overview: DeploymentStatusOverview) -> str | None:
+    """Return what `_why_none_runs` does, but None for replicas that are starting until their start has failed.
 
     Serve tries again for ever where a replica ran before, and then tells the failure in its message only (Ray 2.60).
     """
     has_failed = overview.status.value == "DEPLOY_FAILED" or "failed to start" in overview.message
-    return why_none_runs(deployment, overview) if has_failed else None
+    return _why_none_runs(deployment, overview) if has_failed else None
 
 
 def _last_line(message: str) -> str:

@@ -76,7 +76,7 @@ class TextEncoderService(ModelReplica):
             async with self._host.lease(request.model, is_text_encoder, version=request.model_version) as lease:
                 class_name = lease.manifest.class_name or ""
                 tensors, encoded = await self._encoders.condition(request, class_name, lease.skeleton, lease.modules)
-        self._metrics.encoded(request.model, encoded.cache.hits, encoded.cache.misses)
+        self._metrics.count_encodings(request.model, encoded.cache.hits, encoded.cache.misses)
         encode_ms = (time.perf_counter() - start) * 1e3
         return Conditioning(pack(tensors), encode_ms, encoded.cache, encoded.warnings)
 
@@ -94,7 +94,7 @@ class TextEncoderService(ModelReplica):
                     timeout_s=request.timeout_s,
                 )
                 switch_ms = lease.report.switch_ms
-        self._metrics.encoded(request.model, encoded.cache.hits, encoded.cache.misses)
+        self._metrics.count_encodings(request.model, encoded.cache.hits, encoded.cache.misses)
         total_ms = (time.perf_counter() - start) * 1e3
         return EmbeddingResult(
             model=request.model,

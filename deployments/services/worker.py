@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 from cluster.telemetry import RequestMetrics
 from configs.cluster import ClusterConfig
 from deployments.engines.llm.engine import LLMEngine
-from deployments.engines.protocol import SamplingParams, TextRequest
+from deployments.engines.protocol import SamplingParams, TextDelta, TextRequest
 from deployments.errors import ModelUnavailable, as_service_errors
 from deployments.modules.component_builder import ComponentBuilder, is_denoise_component
 from deployments.records import (
@@ -32,7 +32,7 @@ from deployments.records import (
 from deployments.services.image_service import ImageService
 from deployments.services.model_replica import ModelReplica
 from deployments.services.replica_calls import ReplicaCalls, ReplicaStates
-from deployments.services.step_loop import DeviceThread, TextLoop
+from deployments.services.step_loop import DeviceThread, EngineLoop
 from deployments.text.client import EncoderDown, EncoderService
 from deployments.text.fallback import OwnEncoder
 from deployments.threads import outcome_of
@@ -72,8 +72,8 @@ class Worker(ModelReplica):
                 raise ModelUnavailable(str(error), "model") from None
             result = await self._images.generate(request, self._own_encoder.condition, encode_first=True)
         if result.switch:
-            self._metrics.attached(request.model, result.switch.attached_bytes)
-        self._metrics.answered("image", request.model, result.timings_ms)
+            self._metrics.count_attached(request.model, result.switch.attached_bytes)
+        self._metrics.count_request("image", request.model, result.timings_ms)
         return result
 
     async def write_text(self, request: TextRequestRecord) -> TextResult:
@@ -97,14 +97,14 @@ class Worker(ModelReplica):
         with as_service_errors():
             async with self._host.lease(request.model, is_denoise_component, version=request.model_version) as lease:
                 engine: LLMEngine = lease.modules["model"]
-                loop: TextLoop = lease.bound(lambda: TextLoop(self._device, engine))
+                loop: EngineLoop[TextRequest, TextDelta] = lease.bound(lambda: EngineLoop(self._device, engine))
                 reading = asyncio.get_running_loop().run_in_executor(self._tokenizing, _prompt_tokens, engine, request)
                 tokens = await outcome_of(reading)
                 added = time.perf_counter()
                 first: float | None = None
                 text_request = TextRequest(uuid.uuid4().hex, tokens, _sampling(request, engine, len(tokens)))
                 # Closed before the lease ends: the engine may be in a step of this request when the stream is left.
-                async with contextlib.aclosing(loop.run(text_request)) as deltas:
+                async with contextlib.aclosing(loop.stream_outputs(text_request)) as deltas:
                     async for delta in deltas:
                         first = first or time.perf_counter()
                         if not delta.finish_reason:
@@ -117,8 +117,8 @@ class Worker(ModelReplica):
                             "generate": (now - first) * 1e3,
                             "total": (now - start) * 1e3,
                         }
-                        self._metrics.attached(request.model, lease.report.attached_bytes)
-                        self._metrics.answered("text", request.model, timings)
+                        self._metrics.count_attached(request.model, lease.report.attached_bytes)
+                        self._metrics.count_request("text", request.model, timings)
                         yield TextChunk(
                             delta.text,
                             delta.num_prompt_tokens,

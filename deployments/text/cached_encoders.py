@@ -16,8 +16,8 @@ import torch
 
 from configs.model import LongText
 from deployments.engines.build import read_config
+from deployments.engines.diffusion.families import family_of
 from deployments.engines.text.chunks import join_chunks
-from deployments.engines.text.conditioning import assemble_conditioning, plan_conditioning
 from deployments.engines.text.tokens import TokenizedText
 from deployments.records import CacheUse
 from deployments.text.cache import EmbeddingCache, Encoding, EncodingKey, Found
@@ -49,8 +49,8 @@ class CachedEncoders:
     ) -> tuple[dict[str, torch.Tensor], Encoded]:
         """What the pipeline class needs from its encoders (by component name) for this prompt."""
         index = read_config(skeleton / "model_index.json")
-        plan = plan_conditioning(
-            class_name,
+        family = family_of(class_name)
+        plan = family.plan_texts(
             index,
             request.prompt,
             request.negative_prompt,
@@ -73,7 +73,7 @@ class CachedEncoders:
         ]
         encoded = await self.encode(items, priority=request.priority, timeout_s=request.timeout_s)
         outputs = dict(zip(plan, encoded.outputs, strict=True))
-        return assemble_conditioning(class_name, index, outputs, use_negative=request.use_negative), encoded
+        return family.assemble_conditioning(index, outputs, use_negative=request.use_negative), encoded
 
     async def embed(
         self,

@@ -15,7 +15,7 @@ from deployments.text.cache import Encoding
 class ConditioningRequest:
     """The text half of an image request. `use_negative`: whether guidance will be run.
 
-    `text_padding` and `long_text` are the model's (see `plan_conditioning`); `priority` 0 is the encoder's default, and
+    `text_padding` and `long_text` are the model's (see `Family.plan_texts`); `priority` 0 is the encoder's default, and
     `timeout_s` bounds the wait for a turn.
     """
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from safetensors.torch import load_file
 
 from weights.formats.kuiper import KuiperHeader, write_kuiper
-from weights.quantization.int8_group import DEFAULT_GROUP_SIZE, quantize
+from weights.loading.stage_transforms import DEFAULT_GROUP_SIZE, quantize
 
 DEFAULT_MODEL = Path(__file__).resolve().parent / "models" / "adder"
 Q8_0 = gguf.GGMLQuantizationType.Q8_0

@@ -25,12 +25,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.keeper.actor import keeper_class
 from cluster.keeper.ray_extents import RayExtents
-from cluster.peers.fetch_queue import Located, Question
-from cluster.peers.peer_protocol import PeerAddress
-from cluster.registry.residency_map import ExtentDirectory
+from cluster.peers.messages import Located, Question, ResidencyReport
+from cluster.registry.residency import ResidencyMap
 from weights.errors import BudgetExceeded
 from weights.manifest import ExtentRef
-from weights.residency.claims import LoadingClaims
 
 MIB = 2**20
 EXTENT_BYTES = 8 * MIB
@@ -48,23 +46,16 @@ class Registry:
 
     def __init__(self) -> None:
         self._secret = os.urandom(32)
-        self._claims = LoadingClaims(time.monotonic)
-        self._directory = ExtentDirectory(self._claims, time.monotonic, random.Random())
+        self._residency = ResidencyMap(time.monotonic, random.Random())
 
     def peer_secret(self) -> bytes:
         return self._secret
 
-    def report_residency(
-        self, node_id: str, address: str | None, added: Sequence[str], removed: Sequence[str], full: bool, load: int
-    ) -> None:
-        parsed = PeerAddress(address.rpartition(":")[0], int(address.rpartition(":")[2])) if address else None
-        self._directory.report(node_id, parsed, added, removed, full=full, load=load)
+    def report_residency(self, node_id: str, report: ResidencyReport) -> None:
+        self._residency.report_residency(node_id, report)
 
     def locate(self, node_id: str, question: Question, load: int = 0) -> Located:
-        return self._directory.locate(node_id, question, load)
-
-    def renew_claims(self, node_id: str, ids: Sequence[str]) -> None:
-        self._claims.renew(ids, node_id)
+        return self._residency.locate(node_id, question, load)
 
 
 class Replica:

@@ -91,8 +91,11 @@ def serve(new: ClusterConfig, store: Path) -> dict[str, Any]:
     reason = until(why)
     packs.unlink()
     packs.mkdir()
-    (stats,) = until(lambda: ray.get(registry.keeper_stats.remote()))
-    return {"without replicas": alone, "reason": reason, "budget_bytes": stats.budget_bytes}
+
+    def budget_bytes() -> int:
+        return next((node.get("budget_bytes", 0) for node in ray.get(registry.residency.remote([], 0, 10))["nodes"]), 0)
+
+    return {"without replicas": alone, "reason": reason, "budget_bytes": until(budget_bytes)}
 
 
 def actors() -> list[str]:

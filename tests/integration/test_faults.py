@@ -113,7 +113,7 @@ class Watched:
             return ray.get(keeper.__ray_call__.remote(lambda _: os.getpid()))
         if victim == "registry":
             registry = ray.get_actor(registry_name(self._cluster.config), namespace=NAMESPACE)
-            return ray.get(registry.process_id.remote())
+            return ray.get(registry.__ray_call__.remote(lambda _: os.getpid()))
         return max(replica_processes(victim), key=lambda process: process.cpu_times().user).pid
 
     def is_whole(self) -> bool:

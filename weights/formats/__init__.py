@@ -1,1 +1,1 @@
-"""How weight files lie on disk: headers and indexes, read strictly and without the tensors; files written again."""
+"""File formats of weights: headers and indexes, read strictly and without the tensors; files written again."""

@@ -1,4 +1,4 @@
-"""A checkpoint in a stock layout -> its components: diffusers pipeline, transformers model, LoRA, GGUF, bare files.
+"""Checkpoints in a stock layout: diffusers pipeline, transformers model, LoRA, GGUF, bare files; as components.
 
 Folders: diffusers `model_index.json` with one folder per component; transformers `config.json` beside
 `model.safetensors` or its shards with `model.safetensors.index.json`; sentence-transformers `modules.json`, or one
@@ -8,6 +8,7 @@ asks. Symlinks are followed, as model hubs' caches consist of them.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,20 +20,46 @@ from weights.formats.folder import files_below
 from weights.formats.gguf_model import folder_files, gguf_set, read_gguf_model
 from weights.formats.kuiper import read_kuiper
 from weights.formats.lora import read_lora_configs
-from weights.formats.pickles import is_pickle, read_pickle
 from weights.formats.safetensors import read_header
 from weights.formats.tensors import SourceTensor
 from weights.formats.untrusted import shown
 from weights.formats.weight_files import LORA_FILE, is_plain_name, read_json, safetensors_files, torch_files
 from weights.manifest import ModelKind, WeightFormat
 
+_ZIP_MAGIC = b"PK\3\4"
+_PROTOCOLS = (b"\x80\2", b"\x80\3", b"\x80\4", b"\x80\5")  # how a pickle of protocol 2 to 5 begins
 SKELETON_SUFFIXES = frozenset({".json", ".txt", ".model", ".jinja", ".md", ".tiktoken"})
 _MAX_SKELETON_FILE_BYTES = 64 * 2**20
 
 
+def _is_pickle(path: Path) -> bool:
+    """Return True when the file begins as torch's do: a zip archive, or a bare pickle."""
+    try:
+        with path.open("rb") as file:
+            magic = file.read(4)
+    except OSError as error:
+        raise FormatError(f"{path}: {error.strerror or error}") from None
+    return magic == _ZIP_MAGIC or magic[:2] in _PROTOCOLS
+
+
+def _read_pickle(path: Path, *, allow_torch: bool) -> Mapping[str, SourceTensor]:
+    """Read the tensors of a torch file. Raises FormatError unless allowed, and for all but plain tensors.
+
+    It takes a permission because even torch's restricted reader is a program that interprets its input.
+    """
+    if not allow_torch:
+        raise FormatError(
+            f"{path}: a pickle, which is only read where that is allowed (allow_torch); better: save it as safetensors"
+        )
+    # By name, so that only who reads a pickle imports torch: the control plane imports these modules.
+    module = importlib.import_module("weights.formats.torch_file")
+    tensors: Mapping[str, SourceTensor] = module.read_torch_file(path)
+    return tensors
+
+
 @dataclass(frozen=True, slots=True)
 class SourceComponent:
-    """One module of a checkpoint, with its tensors; `folder` is relative to the checkpoint, `files` to `folder`."""
+    """A module of a checkpoint, with its tensors; `folder` is relative to the checkpoint, `files` to `folder`."""
 
     name: str
     library: str
@@ -59,12 +86,12 @@ class Checkpoint:
     headers: Mapping[str, bytes] = field(default_factory=dict)
 
     def skeleton_files(self) -> Iterator[Path]:
-        """Everything that is needed beside the weights: configs, tokenizers, templates. Relative paths."""
+        """Yield all files needed beside the weights: configs, tokenizers, templates. Relative paths."""
         return skeleton_files(self.path)
 
 
 def skeleton_files(folder: Path) -> Iterator[Path]:
-    """Those of a folder, a skeleton itself for example, relative to it; none of a file. Raises FormatError."""
+    """Yield the skeleton files of a folder, relative to it; none of a file. Raises FormatError."""
     if not folder.is_dir():
         return
     for file in files_below(folder):
@@ -180,7 +207,7 @@ def _adapter(path: Path) -> Checkpoint:
 def _component(
     folder: Path, name: str, library: str, class_name: str | None, relative: str, allow_torch: bool
 ) -> SourceComponent | None:
-    """The weights of a folder, or None if it has none."""
+    """Return the weights of a folder, or None if it has none."""
     format_: WeightFormat = "safetensors"
     files = safetensors_files(folder)
     if not files and (files := torch_files(folder)):
@@ -191,7 +218,7 @@ def _component(
     metadata: dict[str, str] = {}
     for file in files:
         if format_ == "torch":
-            found: Mapping[str, SourceTensor] = read_pickle(file, allow_torch=allow_torch)
+            found: Mapping[str, SourceTensor] = _read_pickle(file, allow_torch=allow_torch)
         else:
             header = read_header(file)
             found = header.tensors
@@ -211,11 +238,11 @@ def _single_file(path: Path, allow_torch: bool) -> Checkpoint:
             return _bare(path, "tensors", header.tensors, "safetensors", metadata=dict(header.metadata))
         case ".gguf":
             return _gguf(path, gguf_set(path))
-        case ".bin" if not is_pickle(path):
+        case ".bin" if not _is_pickle(path):
             kuiper = read_kuiper(path)
             return _bare(path, "llm", kuiper.tensors, "kuiper", headers={f"{path.name}.header": kuiper.raw})
         case ".bin" | ".pt" | ".pth":
-            return _bare(path, "tensors", read_pickle(path, allow_torch=allow_torch), "torch")
+            return _bare(path, "tensors", _read_pickle(path, allow_torch=allow_torch), "torch")
     raise FormatError(f"{path}: unknown kind of file {path.suffix!r} (known: .safetensors, .gguf, .bin, .pt, .pth)")
 
 

@@ -36,7 +36,7 @@ class DenseConfig:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The tensors that such a module has, by name."""
+        """Shapes of the tensors that such a module has, by name."""
         square = (self.out_features, self.in_features)
         shapes: dict[str, tuple[int, ...]] = {"linear.weight": square}
         if self.bias:
@@ -47,12 +47,12 @@ class DenseConfig:
 
 
 def is_dense_config(config: Mapping[str, Any]) -> bool:
-    """Whether a folder's config.json is that of a Dense module: it names no model and has its two sizes."""
+    """Return True for the config.json of a Dense module: it names no model and has its two sizes."""
     return {"in_features", "out_features"} <= config.keys() and not {"architectures", "model_type"} & config.keys()
 
 
 def read_dense_config(path: Path) -> DenseConfig:
-    """Raises FormatError naming the file and the key."""
+    """Read a Dense module's config. Raises FormatError naming the file and the key."""
     config = read_json(path)
     out_features = _get(path, config, "out_features", int)
     labels = None if config.get("id2label") is None else _labels(path, config["id2label"], out_features)
@@ -68,7 +68,7 @@ def read_dense_config(path: Path) -> DenseConfig:
 
 
 def check_dense_tensors(where: Path, config: DenseConfig, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
-    """That these, name -> (dtype, shape), are such a module's tensors. Raises FormatError naming file and tensor."""
+    """Raise FormatError, naming file and tensor, unless name -> (dtype, shape) fit the config."""
     expected = config.shapes
     if missing := [name for name in expected if name not in tensors]:
         raise FormatError(f"{where}: no tensor {missing[0]!r}; expected {', '.join(expected)}, got {_listed(tensors)}")

@@ -1,7 +1,6 @@
-"""What a text model is built from beside config.json and weights: its tokenizer, its chat template and end tokens, and,
-of an encoder, how one vector is made of many.
+"""Files that a text model is built from beside config.json and weights: tokenizer, chat template, pooling.
 
-Two models with equal weights and other tokenizers, templates or poolings are not the same.
+Two models with equal weights and other tokenizers, templates, end tokens or poolings are not the same.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ _INDEX: Final = ".index."
 
 
 def tokenizer_folder(folder: str) -> str:
-    """That of `text_encoder_2` is `tokenizer_2`; a single model has its own in the same folder."""
+    """Return the tokenizer's folder: `text_encoder_2` has `tokenizer_2`; a single model has its own."""
     return folder.replace("text_encoder", "tokenizer")
 
 
 def parts_hash(root: Path, folder: str, files: Iterable[Path]) -> str:
-    """Identity of those of `files` (relative to `root`) that the encoder in `folder` is built from; "" for none.
+    """Hash those of `files` (relative to `root`) that the encoder in `folder` is built from; "" for none.
 
     By their names and bytes, wherever the folders are: pipelines number theirs differently. Raises FormatError.
     """
@@ -44,7 +43,7 @@ def parts_hash(root: Path, folder: str, files: Iterable[Path]) -> str:
 
 
 def has_parts(kind: ModelKind, library: str) -> bool:
-    """Whether a component of `library` reads text in a model of that kind."""
+    """Return True when a component of `library` reads text in a model of that kind."""
     return library == LIBRARY and kind in ("diffusion", "embedding", "llm")
 
 

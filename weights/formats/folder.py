@@ -1,4 +1,4 @@
-"""The files of a checkpoint's folder: found within bounds, and none outside of where they may be.
+"""The files of a checkpoint's folder, found within bounds and inside the allowed roots.
 
 Symlinks are followed, as model hubs' caches consist of them: `snapshots/<revision>/model.safetensors` leads to
 `blobs/<hash>` beside `snapshots`. Hidden files and folders belong to nobody's checkpoint.
@@ -15,13 +15,13 @@ from weights.errors import FormatError, SourceRefused
 
 MAX_DEPTH: Final = 6  # a pipeline has two levels
 MAX_ENTRIES: Final = 20_000  # the largest checkpoints have some hundred files
-MAX_SHOWN_ROOTS: Final = 8
+_MAX_SHOWN_ROOTS: Final = 8
 
 Roots = Sequence[Path] | None
 
 
 def check_inside(path: Path, roots: Roots) -> None:
-    """Raises SourceRefused, naming the roots, unless `path` lies in one of them after all symlinks; None: anywhere.
+    """Raise SourceRefused, naming the roots, unless `path` with symlinks resolved lies in one; None: anywhere.
 
     HAZARD: who may change the folder meanwhile may put something else there; what is read is told from what was
     checked by its mark (`weights/source_mark.py`).
@@ -37,7 +37,7 @@ def check_inside(path: Path, roots: Roots) -> None:
     # Nothing is said of what is outside of the roots, not even whether it is there.
     if real is None and any(Path(os.path.normpath(path)).is_relative_to(root) for root in roots):
         raise FormatError(f"{path}: {reason}")
-    shown = ", ".join(map(str, roots[:MAX_SHOWN_ROOTS])) + (", …" if len(roots) > MAX_SHOWN_ROOTS else "")
+    shown = ", ".join(map(str, roots[:_MAX_SHOWN_ROOTS])) + (", …" if len(roots) > _MAX_SHOWN_ROOTS else "")
     raise SourceRefused(f"{path}: outside of the folders that models may come from (model_roots: {shown or 'none'})")
 
 

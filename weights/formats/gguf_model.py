@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from weights.errors import FormatError
-from weights.formats.gguf import GgufHeader, read_gguf
-from weights.formats.gguf_values import GgufValue
+from weights.formats.gguf import GgufHeader, GgufValue, read_gguf
 from weights.formats.tensors import FileTensor
 from weights.formats.untrusted import shown
 
-MAX_SPLITS = 9999
+_MAX_SPLITS = 9999
 _SPLIT = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 # Beginnings of `general.architecture` that mean a text generator; the rest are encoders, projectors, image models.
 # fmt: off
@@ -49,12 +48,12 @@ class GgufModel:
 
 
 def gguf_set(path: Path) -> list[Path]:
-    """The files that `path`, any one of a split set, stands for, in order. Raises FormatError when one is missing."""
+    """Return the files that `path`, one of a split set, stands for, in order. Raises FormatError if one is missing."""
     match = _SPLIT.fullmatch(path.name)
     if match is None:
         return [path]
     count = int(match["count"])
-    if not 1 <= int(match["number"]) <= count <= MAX_SPLITS:
+    if not 1 <= int(match["number"]) <= count <= _MAX_SPLITS:
         raise FormatError(f"{path}: split {match['number']} of {match['count']} cannot be")
     files = [path.parent / f"{match['stem']}-{number:05}-of-{count:05}.gguf" for number in range(1, count + 1)]
     for file in files:
@@ -64,7 +63,7 @@ def gguf_set(path: Path) -> list[Path]:
 
 
 def folder_files(folder: Path) -> list[Path]:
-    """The GGUF files of a folder, if they are one model; none if it has none. Raises FormatError for several models."""
+    """Return the GGUF files of a folder holding one model; none without. Raises FormatError for several models."""
     files = sorted(file for file in folder.glob("*.gguf") if not file.name.startswith("."))
     if not files:
         return []

@@ -120,7 +120,7 @@ def read_kuiper(path: Path) -> KuiperHeader:
 
 
 def parse_kuiper(raw: bytes) -> KuiperHeader:
-    """A header of 32 bytes (version 3) or 28 (version 0). Raises FormatError when no model has such dimensions."""
+    """Parse a header of 32 bytes (version 3) or 28 (version 0). Raises FormatError for impossible dimensions."""
     if len(raw) not in (_FIELDS_V3.size, _FIELDS_V0.size):
         raise FormatError(f"{len(raw)} bytes are no header (32 for int8, 28 for fp32)")
     *numbers, group_size = _FIELDS_V3.unpack(raw) if len(raw) == _FIELDS_V3.size else (*_FIELDS_V0.unpack(raw), None)

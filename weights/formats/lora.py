@@ -1,4 +1,4 @@
-"""What a LoRA file says beside its tensors: the training config, which diffusers keeps as JSON in the file's metadata.
+"""Scales of LoRA files: the training config, which diffusers keeps as JSON in the file's metadata.
 
 Keys are flat, `<component>.<option>`. Source: diffusers 0.42, `loaders/lora_base.py:_save_lora_weights`; peft 0.21,
 `LoraConfig` and `utils/other.py:get_pattern_key`.
@@ -26,7 +26,7 @@ _REGEX_SIGN = re.compile(r"[\\^$*+?{}\[\]|()]")
 
 @dataclass(frozen=True, slots=True)
 class LoraConfig:
-    """What one component's pairs are scaled by. `alpha` None: by nothing, as if it were the rank.
+    """Scales of one component's pairs. `alpha` None: no scaling, as if alpha were the rank.
 
     A module's alpha is that of the first pattern that fits. `by_path`, `by_suffix` and `by_inner_suffix` map what a
     pattern names to (its place in the config, its alpha).
@@ -39,7 +39,7 @@ class LoraConfig:
     by_inner_suffix: Mapping[str, tuple[int, float]] = field(default_factory=dict)
 
     def alpha_of(self, module_path: str) -> float | None:
-        """The alpha of a module: one look-up per part of its path, however many patterns there are."""
+        """Return the alpha of a module: one look-up per part of its path, however many patterns there are."""
         found = [self.by_path.get(module_path), self.by_suffix.get(module_path)]
         rest = module_path
         while "." in rest:
@@ -107,9 +107,9 @@ def _read(file: Path, component: str, options: Mapping[str, Any]) -> LoraConfig:
 
 
 def _patterns(file: Path, alphas: Mapping[str, float]) -> tuple[dict[str, tuple[int, float]], ...]:
-    """By path, suffix and inner suffix, as PEFT matches `(.*\\.)?(<pattern>)$`.
+    r"""Index alphas by path, suffix and inner suffix, as PEFT matches `(.*\.)?(<pattern>)$`.
 
-    PEFT writes the names of modules, after `^` for one path, or `.*\\.` and an escaped name for what is inside of
+    PEFT writes the names of modules, after `^` for one path, or `.*\.` and an escaped name for what is inside of
     something. HAZARD: any other pattern would be a regular expression of a stranger; one match can take for ever, and
     holds the interpreter lock meanwhile.
     """
@@ -132,7 +132,7 @@ def _patterns(file: Path, alphas: Mapping[str, float]) -> tuple[dict[str, tuple[
 
 
 def is_finite(value: Any) -> bool:
-    """Whether it is a number that a float can hold; true and false are none."""
+    """Return True for a number that a float can hold; True and False are none."""
     try:
         return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     except OverflowError:

@@ -1,4 +1,4 @@
-"""safetensors files: the header, checked against the published format before any tensor byte is trusted; writing.
+"""safetensors files: headers checked against the published format before any tensor byte is trusted; writing.
 
 Format: u64 little-endian header length, JSON header, then the buffer; offsets are relative to the buffer and must
 tile it exactly. Source: the safetensors README, "Format".
@@ -20,13 +20,13 @@ from weights.formats.tensors import FileTensor
 from weights.formats.untrusted import MAX_RANK, is_shape, is_size, num_elements, shown
 
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit; keeps a damaged length from becoming an allocation
-MAX_DIGITS = 19  # of 2^63 - 1
+_MAX_DIGITS = 19  # of 2^63 - 1
 _RANKS = {dtype: rank for rank, dtype in enumerate(ITEM_BYTES)}
 
 
 @dataclass(frozen=True, slots=True)
 class SafetensorsHeader:
-    """What the header says."""
+    """A checked header: tensors by name, metadata."""
 
     tensors: Mapping[str, FileTensor]
     metadata: Mapping[str, str]
@@ -121,8 +121,8 @@ def _parse_json(path: Path, raw: bytes) -> dict[str, Any]:
 
 
 def _integer(digits: str) -> float:
-    """A number that can be a size, or else a float, which none is: thousands of digits are never computed with."""
-    if len(digits) > MAX_DIGITS:
+    """Return a size, or infinity for a number too long to be one: thousands of digits are never computed with."""
+    if len(digits) > _MAX_DIGITS:
         return math.inf
     return -0.0 if digits == "-0" else int(digits)  # as JSON has it; Python's 0 would pass for a size
 

@@ -1,4 +1,4 @@
-"""What every format says of a tensor: its type, its shape, and how to get at its bytes."""
+"""Tensors of any format: type, shape, and access to the bytes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class SourceTensor(Protocol):
     def nbytes(self) -> int: ...
 
     def read(self) -> bytes | memoryview:
-        """The bytes. Raises FormatError naming the file when they cannot be had."""
+        """Return the bytes. Raises FormatError naming the file when they cannot be had."""
         ...
 
 
@@ -38,7 +38,7 @@ class FileTensor:
     shape: tuple[int, ...]
 
     def read(self) -> bytes:
-        """The bytes. Raises FormatError when the file ends before them, as one that shrinks meanwhile does."""
+        """Return the bytes. Raises FormatError when the file ends before them, as one that shrinks meanwhile does."""
         parts, position = [], 0
         try:
             with self.file.open("rb", buffering=0) as file:

@@ -1,6 +1,6 @@
-"""Torch's own checkpoint files (`.pt`, `.pth`, `.bin`): a pickle, read without running any code that it has.
+"""Torch's own checkpoint files (`.pt`, `.pth`, `.bin`): pickles, read without running any code in them.
 
-Imported by `weights.formats.pickles` alone, when it is allowed.
+Imported by `weights.formats.checkpoint` alone, when it is allowed.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ class TorchTensor:
         return self.tensor.numel() * self.tensor.element_size()
 
     def read(self) -> memoryview:
-        """The bytes, C order; a view of the file when they lie in it like that."""
+        """Return the bytes in C order; a view of the file where they lie in it like that."""
         plain = self.tensor.resolve_conj().resolve_neg().contiguous()
         return plain.reshape(-1).view(torch.uint8).numpy().data if self.nbytes else memoryview(b"")
 
 
 def read_torch_file(path: Path) -> dict[str, TorchTensor]:
-    """The tensors of a state dict, or of the one under `state_dict` or `model`.
+    """Read the tensors of a state dict, or of the one under `state_dict` or `model`.
 
     Raises FormatError naming the entry: code in the pickle (it is not run), anything but plain dense tensors.
     """
@@ -83,7 +83,7 @@ def _load(path: Path) -> Any:
 
 
 def _refuse_compression(path: Path) -> None:
-    """Torch stores its records as they are; a compressed one could unpack to any size."""
+    """Raise FormatError for compressed records: torch writes none, and one could unpack to any size."""
     with zipfile.ZipFile(path) as archive:
         for info in archive.infolist():
             if info.compress_type != zipfile.ZIP_STORED:

@@ -1,4 +1,4 @@
-"""Values that nobody has checked yet: JSON of any depth, sizes of any length, and how a message shows them.
+"""Checks of values from strangers: JSON of any depth, sizes of any length, and how a message shows them.
 
 HAZARD: one call into C holds the interpreter lock until it ends. Python multiplies, prints and compares numbers of any
 length, so no number of a file is used in arithmetic before its digits are counted.
@@ -17,7 +17,7 @@ MAX_SHOWN_CHARS: Final = 120
 
 
 def load_json(text: str | bytes) -> Any:
-    """What the JSON says. Raises ValueError, also for what is nested too deep to be read."""
+    """Parse JSON. Raises ValueError, also for nesting too deep to read."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -25,7 +25,7 @@ def load_json(text: str | bytes) -> Any:
 
 
 def is_shape(value: Any) -> bool:
-    """Whether it is a list of at most 64 sizes, each a non-negative integer below 2^63."""
+    """Return True for a list of at most 64 sizes, each a non-negative integer below 2^63."""
     return isinstance(value, list) and len(value) <= MAX_RANK and all(map(is_size, value))
 
 

@@ -1,4 +1,4 @@
-"""Which files of a folder are a model's weights, by the names that diffusers and transformers give them."""
+"""Weight files of a folder, by the names that diffusers and transformers give them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SHARD = re.compile(r"-\d{5}-of-\d{5}\b")
 
 
 def safetensors_files(folder: Path) -> list[Path]:
-    """The one file or the shards; without them those of the only variant (`model.fp16.safetensors`), if there is one.
+    """Return the file or the shards; without them those of the only variant (`model.fp16.safetensors`).
 
     Raises FormatError for an index whose shards are not files beside it, and when there are several variants.
     """
@@ -42,7 +42,7 @@ def safetensors_files(folder: Path) -> list[Path]:
 
 
 def torch_files(folder: Path) -> list[Path]:
-    """The same of torch's own files: `pytorch_model.bin` or its shards."""
+    """Return torch's own files: `pytorch_model.bin` or its shards."""
     for stem in _TORCH_STEMS:
         single, index = folder / f"{stem}.bin", folder / f"{stem}.bin.index.json"
         if single.is_file():
@@ -53,7 +53,7 @@ def torch_files(folder: Path) -> list[Path]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object. Raises FormatError naming the file."""
+    """Read a JSON object. Raises FormatError naming the file."""
     try:
         with path.open("rb") as file:
             # Python allocates what is asked for, whatever the file has.
@@ -69,7 +69,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def is_plain_name(name: str) -> bool:
-    """Whether it can name something in a folder, not hidden, and nothing outside of it."""
+    """Return True when it can name something in a folder, not hidden, and nothing outside of it."""
     try:
         is_visible = name != "" and not name.startswith(".")
         return is_visible and Path(name).name == name and "\0" not in name and len(name.encode()) <= 255

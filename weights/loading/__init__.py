@@ -1,1 +1,1 @@
-"""Extents -> tensors, in the ways that `weights.loader` offers: given memory, devices, slices, transforms."""
+"""Ways from extents to tensors that `weights.loader` offers: given memory, devices, slices, transforms."""

@@ -1,4 +1,4 @@
-"""Pack files that the caller already has in memory, as aclmdlSetExternalWeightAddress of Ascend CANN takes them.
+"""Pack files that the caller has in memory already, as in aclmdlSetExternalWeightAddress of Ascend CANN.
 
 Such memory wins over reading. It is only referred to: never copied, written or freed here, and the tensors that are
 views of it keep it alive.
@@ -25,7 +25,7 @@ WARNINGS_LOCK = threading.Lock()
 
 
 def bytes_tensor(array: ByteArray) -> torch.Tensor:
-    """A uint8 array as a tensor of the same memory. HAZARD: torch does not know when the memory is read-only."""
+    """Return a uint8 tensor of the array's memory. HAZARD: torch does not know when it is read-only."""
     with WARNINGS_LOCK, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given (NumPy array|buffer) is not writable")
         return torch.from_numpy(array)
@@ -34,7 +34,7 @@ def bytes_tensor(array: ByteArray) -> torch.Tensor:
 def given_extents(
     manifest: Manifest, components: Iterable[str], memory: Mapping[str, Any], *, verify: bool = False
 ) -> dict[str, torch.Tensor]:
-    """The extents of `components` that lie in `memory` (whole files by location), as 1-D uint8 views, by id.
+    """Return the extents of `components` that lie in `memory` (whole files by location), as 1-D uint8 views, by id.
 
     A location is a path as in `ExtentRef.pack`. A buffer is a numpy array, a tensor of any device, or has the
     buffer protocol; it must be contiguous and is taken as bytes. Raises WeightsError: unknown location, buffer too

@@ -1,4 +1,4 @@
-"""A torch module whose parameters *are* given tensors: built without memory for them, nothing copied or drawn."""
+"""Torch modules whose parameters are given tensors: built without memory for them, nothing copied or drawn."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class UninitializedOnMeta(TorchFunctionMode):
 def materialize(
     build: Callable[[], nn.Module], tensors: Mapping[str, torch.Tensor], *, strict: bool = True
 ) -> nn.Module:
-    """The module that `build` makes, with `tensors` as its parameters and persistent buffers, without gradients.
+    """Build a module with `tensors` as its parameters and persistent buffers, without gradients.
 
     Nothing is copied. Of parameters that share one (tied weights) one name is enough; buffers that are not given are
     those of `build`. `strict` False ignores tensors that the module has no place for.
@@ -79,7 +79,7 @@ class Place(NamedTuple):
 
 
 class Binding:
-    """Where in a module its tensors are, so that others can be put there without building it again.
+    """Places of tensors in a module, so that others can be put there without building it again.
 
     Holds no reference to the module itself.
     HAZARD: its parameters stay the same objects, with other data. To make new ones takes eight times as long.
@@ -119,18 +119,18 @@ class Binding:
             owner[leaf] = parameter if is_parameter else blank
 
     def copied(self, copies: Mapping[int, Any]) -> Binding:
-        """That of a copy: `copies` has its tables by the ids of these."""
+        """Return the binding of a copy: `copies` has its tables by the ids of these."""
         places = [place._replace(owner=copies[id(place.owner)]) for place in self._places]
         return Binding(places, [(copies[id(owner)], leaf) for owner, leaf in self._computed])
 
     def renamed(self, names: Mapping[str, str]) -> Binding:
-        """The same for tensors that are called `names[name]`; what `names` does not have keeps its name."""
+        """Return the binding for tensors called `names[name]`; what `names` lacks keeps its name."""
         places = [place._replace(name=names.get(place.name, place.name)) for place in self._places]
         return Binding(places, self._computed)
 
 
 def copy_structure(module: nn.Module, binding: Binding) -> tuple[nn.Module, Binding]:
-    """A second module of the same structure, which shares the memory of the tensors, and its binding.
+    """Copy a module's structure, sharing the memory of its tensors; returns the copy and its binding.
 
     In a third of the time that building takes: deepcopy would spend it on the empty tables of each submodule.
     Raises WeightsError when a submodule has a function of its own.
@@ -163,14 +163,14 @@ def _copied(module: nn.Module, copies: dict[int, Any]) -> nn.Module:
 
 
 def assign(module: nn.Module, named: Mapping[str, torch.Tensor]) -> Binding:
-    """Rebinds parameters and buffers (load_state_dict(assign=True) does the same, ten times slower)."""
+    """Rebind parameters and buffers (as load_state_dict(assign=True) does, ten times faster)."""
     binding = find_places(module, named.keys())
     binding.put(named)
     return binding
 
 
 def find_places(module: nn.Module, names: Collection[str]) -> Binding:
-    """Where tensors of these names go; of those that are tied, the first given one goes to all places."""
+    """Find where tensors of these names go; the first given one of tied tensors goes to all their places."""
     sources = {name: name for name in names}
     for group in tied_groups(module):
         source = next((name for name in group if name in sources), None)
@@ -191,7 +191,7 @@ def find_places(module: nn.Module, names: Collection[str]) -> Binding:
 
 
 def tied_groups(module: nn.Module) -> list[list[str]]:
-    """Names that share one parameter."""
+    """Return groups of names that share one parameter."""
     names: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -199,12 +199,12 @@ def tied_groups(module: nn.Module) -> list[list[str]]:
 
 
 def without_value(module: nn.Module) -> list[str]:
-    """Parameters and buffers that nothing was assigned to."""
+    """Return the parameters and buffers that nothing was assigned to."""
     everything = (*module.named_parameters(remove_duplicate=False), *module.named_buffers())
     return [name for name, tensor in everything if tensor.is_meta]
 
 
 def listed(names: Collection[str], noun: str) -> str:
-    """For a message: all of one name, the first three of many."""
+    """Return names for a message: all of one name, the first three of many."""
     shown = ", ".join(repr(name) for name in list(names)[:3])
     return f"{noun} {shown}" if len(names) == 1 else f"{len(names)} {noun}s ({shown}{', …' * (len(names) > 3)})"

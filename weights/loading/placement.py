@@ -1,20 +1,117 @@
-"""Where extents go: seen where the provider has them, copied, or uploaded to a device."""
+"""Placement of extents: seen where the provider has them, copied, or uploaded to a device; files once per device."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Final
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, Final
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from weights.errors import WeightsError
 from weights.loading.external_memory import bytes_tensor
-from weights.loading.loaded_files import LoadedFiles
 from weights.manifest import ExtentRef
 from weights.provider import ExtentProvider
 
+_Key = tuple[str, str]
 # What is in memory twice, as bytes and as what becomes of them; wide enough for the parallel reads of a provider.
-WINDOW_BYTES: Final = 512 * 2**20
+_WINDOW_BYTES: Final = 512 * 2**20
+
+
+class _WeakBytes:
+    """A weak reference to memory, not to the tensor object: views and parameters keep only the former alive."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._weak: Any = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+        self._place = (tensor.storage_offset(), tensor.shape, tensor.stride())
+
+    def __call__(self) -> torch.Tensor | None:
+        storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self._weak.cdata)
+        if storage is None:
+            return None
+        return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, *self._place)
+
+    def expired(self) -> bool:
+        return bool(self._weak.expired())
+
+
+class LoadedFiles:
+    """Memory by (device, location). Thread-safe; of several callers that need the same location, one loads it.
+
+    References are weak: an entry is gone when no tensor uses its memory any more, or when it is dropped.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._known: dict[_Key, _WeakBytes] = {}
+        self._loading: dict[_Key, Future[None]] = {}
+        self.num_loads: Counter[_Key] = Counter()
+
+    def get(self, device: str, location: str, load: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Return the bytes of `location` on `device` (1-D uint8), by `load` when nobody holds them."""
+        return self.get_all(device, [location], lambda _: {location: load()})[location]
+
+    def get_all(
+        self, device: str, locations: Sequence[str], load: Callable[[list[str]], Mapping[str, torch.Tensor]]
+    ) -> dict[str, torch.Tensor]:
+        """Several at once: `load` is called with those that are nowhere yet. What it raises, its caller gets;
+        callers that waited for it then try themselves.
+        """
+        found: dict[str, torch.Tensor] = {}
+        while missing := [location for location in locations if location not in found]:
+            mine, others = self._claim(device, missing, found)
+            try:
+                if mine:
+                    loaded = load(mine)
+                    found.update({location: loaded[location] for location in mine})
+                    self._remember(device, {location: found[location] for location in mine})
+            finally:
+                self._release(device, mine)
+            for other in others:  # after the loads of our own, so that both go on at once
+                other.result()
+        return found
+
+    def drop(self, device: str, location: str) -> None:
+        """Forget it: the next `get` loads again. Tensors that use the memory keep it."""
+        with self._lock:
+            self._known.pop((device, location), None)
+
+    def __contains__(self, key: _Key) -> bool:
+        with self._lock:
+            return key in self._known and not self._known[key].expired()
+
+    def _claim(
+        self, device: str, missing: Sequence[str], found: dict[str, torch.Tensor]
+    ) -> tuple[list[str], list[Future[None]]]:
+        mine: list[str] = []
+        others: list[Future[None]] = []
+        with self._lock:
+            self._known = {key: weak for key, weak in self._known.items() if not weak.expired()}
+            for location in missing:
+                key = (device, location)
+                if (weak := self._known.get(key)) and (tensor := weak()) is not None:
+                    found[location] = tensor
+                elif key in self._loading:
+                    others.append(self._loading[key])
+                else:
+                    self._loading[key] = Future()
+                    self.num_loads[key] += 1
+                    mine.append(location)
+        return mine, others
+
+    def _remember(self, device: str, loaded: Mapping[str, torch.Tensor]) -> None:
+        with self._lock:
+            for location, tensor in loaded.items():
+                self._known[device, location] = _WeakBytes(tensor)
+
+    def _release(self, device: str, mine: Sequence[str]) -> None:
+        with self._lock:
+            futures = [self._loading.pop((device, location)) for location in mine]
+        for future in futures:
+            future.set_result(None)
 
 
 class ExtentSource:
@@ -34,7 +131,7 @@ class ExtentSource:
             self._place = torch.clone
 
     def load(self, extents: Sequence[ExtentRef]) -> dict[str, torch.Tensor]:
-        """By extent id. Raises what the provider raises."""
+        """Load extents; returned by id. Raises what the provider raises."""
         if not extents:
             return {}
         by_location = {f"{extent.pack}@{extent.offset}:{extent.id}": extent for extent in extents}
@@ -59,8 +156,8 @@ class ExtentSource:
         return bases
 
 
-def windows(extents: Sequence[ExtentRef], max_bytes: int = WINDOW_BYTES) -> Iterator[list[ExtentRef]]:
-    """Runs of extents of at most `max_bytes`, or of one extent."""
+def windows(extents: Sequence[ExtentRef], max_bytes: int = _WINDOW_BYTES) -> Iterator[list[ExtentRef]]:
+    """Yield runs of extents of at most `max_bytes`, or of one extent."""
     window: list[ExtentRef] = []
     for extent in extents:
         if window and sum(held.nbytes for held in window) + extent.nbytes > max_bytes:

@@ -1,4 +1,4 @@
-"""The part of a tensor that one rank of a tensor-parallel group needs, read from its byte ranges alone."""
+"""Slices of tensors for one rank of a tensor-parallel group, read from their byte ranges alone."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class TensorSlice:
             raise WeightsError(f"slice of rank {self.rank} in a world of {self.world}: expected 0 <= rank < world")
 
     def bounds(self, name: str, shape: Sequence[int], dtype: str | None = None) -> tuple[int, int, int]:
-        """(dim, start, length) in elements. Raises WeightsError when the dimension cannot be divided.
+        """Return (dim, start, length) in elements. Raises WeightsError when the dimension cannot be divided.
 
         The last dimension of a block-quantized `dtype` is divided into whole blocks only.
         """
@@ -62,7 +62,7 @@ class TensorSlice:
 
 
 def slice_view(tensor: torch.Tensor, part: TensorSlice, name: str = "") -> torch.Tensor:
-    """The slice of a tensor that is in memory, as a view: nothing is read or copied.
+    """Return the slice of a tensor in memory as a view: nothing is read or copied.
 
     A block-quantized tensor is sliced as what it is in memory, bytes: along its last axis a slice that `read_slice`
     would refuse (half a block) is not noticed here.
@@ -80,7 +80,7 @@ def read_slice(
     verified: bool = False,
     preadv: Preadv = os.preadv,
 ) -> torch.Tensor:
-    """The slice in private, contiguous memory, read from the pack file without what lies beside it.
+    """Read the slice from the pack file into private, contiguous memory, without what lies beside it.
 
     Along dimension 0 it is one range; along others one run per row, and runs less than MAX_GAP_BYTES apart are read
     together (the gaps go into a scratch buffer). HAZARD: the checksum covers an extent, so a part of it cannot be
@@ -113,7 +113,7 @@ class _Runs:
     stride: int
 
     def reads(self, out: memoryview) -> Iterator[tuple[int, list[memoryview]]]:
-        """File positions with the buffers to fill from there, so that the runs fill `out` one after another."""
+        """Yield file positions with the buffers to fill from there, so that runs fill `out` one after another."""
         num_runs, gap_bytes = len(out) // self.nbytes, self.stride - self.nbytes
         if gap_bytes == 0:
             yield self.offset, [out]
@@ -142,7 +142,7 @@ def _read(path: Path, runs: _Runs, out: memoryview, preadv: Preadv) -> None:
 
 
 def _rest(buffers: list[memoryview], read: int) -> list[memoryview]:
-    """What a short read has left to fill."""
+    """Return the parts of the buffers that a short read has left to fill."""
     for index, buffer in enumerate(buffers):
         if read < len(buffer):
             return [buffer[read:], *buffers[index + 1 :]]

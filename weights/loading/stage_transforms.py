@@ -1,18 +1,19 @@
-"""What may happen to a tensor between its bytes and the model: another type, or integers with scales."""
+"""Transforms of tensors between their bytes and the model: casts, and fp8 or int8 values with scales."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from weights.errors import WeightsError
-from weights.quantization.fp8 import quantize_fp8
-from weights.quantization.int8_group import DEFAULT_GROUP_SIZE, quantize
 
+DEFAULT_GROUP_SIZE = 64
+_MAX_E4M3 = 448.0
 _TARGETS = {
     "BF16": torch.bfloat16,
     "F16": torch.float16,
@@ -20,14 +21,14 @@ _TARGETS = {
     "F8_E4M3": torch.float8_e4m3fn,
 }
 # 8-bit floats are left out: they come with scales, and a cast would lose what they stand for.
-FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+_FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
 
 class StageTransform(Protocol):
     """Makes of one loaded tensor what the model gets. `load_model(..., stage=...)` calls it once per tensor."""
 
     def __call__(self, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Tensors by what is added to the name ("" for the tensor's own). Must not write into `tensor`."""
+        """Return tensors by suffix of the name ("" for the tensor's own). Must not write into `tensor`."""
         ...
 
 
@@ -45,7 +46,7 @@ class Cast:
             raise WeightsError(f"cannot cast to {self.dtype!r} while staging (known: {', '.join(_TARGETS)})")
 
     def __call__(self, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {"": tensor.to(_TARGETS[self.dtype]) if tensor.dtype in FLOATS else tensor}
+        return {"": tensor.to(_TARGETS[self.dtype]) if tensor.dtype in _FLOATS else tensor}
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +84,7 @@ class Int8Group:
 
 
 def apply_stage(stage: StageTransform, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The results of `stage` by suffix, all of them private: one that still shares memory with `tensor` is copied."""
+    """Return the results of `stage` by suffix; one that still shares memory with `tensor` is copied."""
     shared = tensor.untyped_storage().data_ptr()
     return {
         suffix: value.clone() if value.untyped_storage().data_ptr() == shared else value
@@ -92,9 +93,59 @@ def apply_stage(stage: StageTransform, name: str, tensor: torch.Tensor) -> dict[
 
 
 def _is_matrix(tensor: torch.Tensor) -> bool:
-    return tensor.dim() == 2 and tensor.dtype in FLOATS
+    return tensor.dim() == 2 and tensor.dtype in _FLOATS
 
 
 def _as_f32(tensor: torch.Tensor) -> npt.NDArray[np.float32]:
     array: npt.NDArray[np.float32] = tensor.to("cpu", torch.float32).numpy()
     return array
+
+
+def quantize_fp8(array: npt.NDArray[np.float32]) -> tuple[bytes, float]:
+    """Return the elements as F8_E4M3 in C order, rounded to nearest even, and the scale amax / 448 (1 for zeros).
+
+    Raises WeightsError for infinities and NaNs.
+    """
+    values = np.ascontiguousarray(array, np.float32)
+    amax = np.abs(values).max(initial=0)
+    if not np.isfinite(amax):
+        raise WeightsError(f"fp8 cannot express the infinities or NaNs of a tensor of shape {list(array.shape)}")
+    # A tensor too small for a float32 scale keeps scale 1 and becomes zeros, as it is to 8 bits.
+    scale = amax / np.float32(_MAX_E4M3) or np.float32(1)
+    # Beyond 448 the cast gives NaN, and a rounded scale may lead there.
+    return (values / scale).clip(-_MAX_E4M3, _MAX_E4M3).astype(ml_dtypes.float8_e4m3fn).tobytes(), float(scale)
+
+
+def quantize(
+    array: npt.NDArray[np.float32], group_size: int = DEFAULT_GROUP_SIZE
+) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.float32]]:
+    """Quantize to int8 of the same shape and scales [size / group_size]: absmax / 127, rounded half to even.
+
+    Raises WeightsError for a tensor that is no whole number of groups, or has infinities or NaNs.
+    """
+    _check_groups(array.size, group_size)
+    groups = np.ascontiguousarray(array, np.float32).reshape(-1, group_size)
+    absmax = np.abs(groups).max(axis=1, initial=0)
+    if not np.isfinite(absmax).all():
+        raise WeightsError(f"int8 cannot express the infinities or NaNs of a tensor of shape {list(array.shape)}")
+    scales = absmax / np.float32(127)
+    # Where the scale is 0 so is the group, or too small for a scale; near there a rounded scale may give 128.
+    quotients = np.divide(groups, scales[:, None], out=np.zeros_like(groups), where=scales[:, None] > 0)
+    return np.rint(quotients).clip(-127, 127).astype(np.int8).reshape(array.shape), scales
+
+
+def dequantize(
+    values: npt.NDArray[np.int8], scales: npt.NDArray[np.float32], group_size: int = DEFAULT_GROUP_SIZE
+) -> npt.NDArray[np.float32]:
+    """Return float32 of the shape of `values`. Raises WeightsError when the scales are not one per group."""
+    _check_groups(values.size, group_size)
+    num_groups = values.size // group_size
+    if scales.size != num_groups:
+        raise WeightsError(f"{num_groups} groups of {group_size} elements take as many scales, {scales.size} came")
+    groups = values.reshape(-1, group_size).astype(np.float32)
+    return (groups * scales.reshape(-1, 1)).reshape(values.shape)
+
+
+def _check_groups(size: int, group_size: int) -> None:
+    if group_size <= 0 or size % group_size:
+        raise WeightsError(f"{size} elements are no whole number of groups of {group_size}")

@@ -12,22 +12,22 @@ program.
 
 from __future__ import annotations
 
+import copy
 import io
 import json
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
 
 from weights.errors import FormatError, WeightsError
 from weights.formats.tensors import SourceTensor
 from weights.loading.external_memory import WARNINGS_LOCK
 from weights.manifest import Layout, Manifest
-from weights.programs.memory_order import in_traced_order, memory_order, traced_strides
-from weights.programs.placeholders import placeholder_of, with_tensors, wrapped_like
 from weights.programs.storing import (
     MemoryTensor,
     noted_names,
@@ -40,9 +40,10 @@ from weights.provider import ExtentProvider
 from weights.store import WeightStore
 from weights.torch_dtypes import DTYPE_NAMES
 
-GRAPH_FILE: Final = "graph.pt2"
+_GRAPH_FILE: Final = "graph.pt2"
 _MUTATED: Final = "mutated"  # metadata: names of buffers that the program writes, as JSON
 _INLINE: Final = "inline"  # metadata: names of tensors that stayed in the graph, as JSON
+_TENSOR_KINDS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 
 
 def externalize_program(
@@ -66,28 +67,28 @@ def externalize_program(
         program = _open(program, allow_torch)
     _refuse_what_needs_pickles(program)
     values: dict[str, torch.Tensor] = {**program.state_dict, **program.constants}
-    strides = traced_strides(program)
+    strides = _traced_strides(program)
     kept = [name for name, value in values.items() if value.dtype not in DTYPE_NAMES]
     tensors: dict[str, SourceTensor] = {
         name: _source_tensor(source, value, strides.get(name)) for name, value in values.items() if name not in kept
     }
-    placeholders = {name: placeholder_of(values[name]) for name in tensors}
+    placeholders = {name: _placeholder_of(values[name]) for name in tensors}
     graph = io.BytesIO()
-    _save(with_tensors(program, placeholders), graph)
+    _save(_with_tensors(program, placeholders), graph)
     metadata = {_MUTATED: json.dumps(_mutated(program)), _INLINE: json.dumps(kept)}
-    contents = (GRAPH_FILE, graph.getvalue())
+    contents = (_GRAPH_FILE, graph.getvalue())
     return store_program(store, model, source, contents, tensors, "exported", metadata=metadata, layout=layout)
 
 
 def load_program(store: WeightStore, model: str, provider: ExtentProvider | None = None) -> ExportedProgram:
-    """The program with its tensors as views of what `provider` gives; buffers that it writes are private copies.
+    """Load a program with tensors as views of what `provider` gives; buffers it writes are private copies.
 
     Raises WeightsError when the model is no such program, StoreError and FormatError when its graph is damaged.
     HAZARD: the views are shared and read-only; train or fine-tune a copy.
     """
-    component, path, contents = stored_program(store, model, GRAPH_FILE, "a torch.export program")
+    component, path, contents = stored_program(store, model, _GRAPH_FILE, "a torch.export program")
     program = _load(path, io.BytesIO(contents))
-    mutated, strides = noted_names(component, _MUTATED), traced_strides(program)
+    mutated, strides = noted_names(component, _MUTATED), _traced_strides(program)
     stored = program_tensors(store, model, provider)
     expected = {**program.state_dict, **program.constants}
     if wrong := set(stored) ^ (set(expected) - noted_names(component, _INLINE)):
@@ -95,7 +96,7 @@ def load_program(store: WeightStore, model: str, provider: ExtentProvider | None
     for name, placeholder in expected.items():
         if name not in stored:
             continue
-        tensor = in_traced_order(stored[name], tuple(placeholder.shape), strides.get(name))
+        tensor = _in_traced_order(stored[name], tuple(placeholder.shape), strides.get(name))
         if tensor.dtype != placeholder.dtype or tensor.shape != placeholder.shape:
             raise FormatError(
                 f"{path}: tensor {name!r} is {tensor.dtype} {list(tensor.shape)}, the graph takes {placeholder.dtype} "
@@ -104,7 +105,7 @@ def load_program(store: WeightStore, model: str, provider: ExtentProvider | None
         if name in mutated:  # each a copy of its own: equal counters of two layers are one tensor in the store
             tensor = tensor.clone()
         held = program.state_dict if name in program.state_dict else program.constants
-        held[name] = wrapped_like(placeholder, tensor)
+        held[name] = _wrapped_like(placeholder, tensor)
     return program
 
 
@@ -124,10 +125,10 @@ def self_contained(program: ExportedProgram, target: Path) -> None:
             continue
         place = (value.data_ptr(), value.dtype, value.shape, value.stride(), isinstance(value, torch.nn.Parameter))
         if place not in copies:
-            copies[place] = wrapped_like(value, value.detach().clone())
+            copies[place] = _wrapped_like(value, value.detach().clone())
         owned[name] = copies[place]
     buffer = io.BytesIO()
-    _save(with_tensors(program, owned), buffer)
+    _save(_with_tensors(program, owned), buffer)
     with published(target, buffer.getbuffer().nbytes) as partial:
         partial.write_bytes(buffer.getbuffer())
 
@@ -166,7 +167,7 @@ def _refuse_what_needs_pickles(program: ExportedProgram) -> None:
 
 
 def _mutated(program: ExportedProgram) -> list[str]:
-    """Names of the tensors that the program writes in place.
+    """Return the names of the tensors that the program writes in place.
 
     The graph of an export still has its in-place operations, and batch_norm does not even say that it is one: only
     the functional form of the graph knows. Where torch cannot make that, every buffer is taken for written.
@@ -179,7 +180,65 @@ def _mutated(program: ExportedProgram) -> list[str]:
 
 
 def _source_tensor(source: str, value: torch.Tensor, strides: Sequence[int] | None) -> MemoryTensor:
-    """The bytes in memory order: a shared view can then have the strides that the graph was traced with."""
-    dense = value.detach().resolve_conj().resolve_neg().permute(memory_order(value.shape, strides)).contiguous().cpu()
+    """Return the bytes in memory order: a shared view can then have the strides that were traced."""
+    dense = value.detach().resolve_conj().resolve_neg().permute(_memory_order(value.shape, strides)).contiguous().cpu()
     data = dense.reshape(-1).view(torch.uint8).numpy().data
     return MemoryTensor(Path(source), DTYPE_NAMES[value.dtype], tuple(dense.shape), data)
+
+
+def _traced_strides(program: ExportedProgram) -> dict[str, tuple[int, ...]]:
+    """Return the strides of every input tensor as the graph was traced (channels_last for a convolution)."""
+    nodes = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
+    return {
+        spec.target: nodes[spec.arg.name].meta["val"].stride()
+        for spec in program.graph_signature.input_specs
+        if spec.target is not None and spec.kind in _TENSOR_KINDS
+    }
+
+
+def _memory_order(shape: Sequence[int], strides: Sequence[int] | None) -> list[int]:
+    """Return the dimensions in the order in which dense memory has them; C order for what is not dense."""
+    identity = list(range(len(shape)))
+    for order in (identity, sorted(identity, key=lambda dim: -strides[dim]) if strides else identity):
+        expected = 1
+        for dim in reversed(order):
+            if strides and shape[dim] != 1 and strides[dim] != expected:
+                break
+            expected *= shape[dim]
+        else:
+            return order
+    return identity
+
+
+def _in_traced_order(stored: torch.Tensor, shape: Sequence[int], strides: Sequence[int] | None) -> torch.Tensor:
+    """View a tensor stored in memory order with the `shape` and `strides` that the graph takes."""
+    order = _memory_order(shape, strides)
+    if stored.dim() != len(order):
+        return stored
+    return stored.permute([order.index(dim) for dim in range(len(order))])
+
+
+def _with_tensors(program: ExportedProgram, tensors: Mapping[str, torch.Tensor]) -> ExportedProgram:
+    """Return the same graph with other tensors and without example inputs.
+
+    A shallow copy, because the constructor would change the graph it is given and forget its guards.
+    """
+    changed = copy.copy(program)
+    changed._state_dict = {name: tensors.get(name, value) for name, value in program.state_dict.items()}
+    changed._constants = {name: tensors.get(name, value) for name, value in program.constants.items()}
+    changed._example_inputs = None
+    return changed
+
+
+def _placeholder_of(value: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of the same type and shape with the memory of one element."""
+    if value.numel() == 0:  # torch.export.save cannot write an empty view of memory that is not empty
+        return _wrapped_like(value, torch.empty(value.shape, dtype=value.dtype))
+    return _wrapped_like(value, torch.zeros((), dtype=value.dtype).expand(value.shape))
+
+
+def _wrapped_like(value: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """Return `tensor`, as a parameter if `value` is one."""
+    if isinstance(value, torch.nn.Parameter):
+        return torch.nn.Parameter(tensor, requires_grad=value.requires_grad)
+    return tensor

@@ -32,11 +32,11 @@ from weights.store import WeightStore
 if TYPE_CHECKING:
     from onnx import ModelProto, TensorProto
 
-MODEL_FILE: Final = "model.onnx"
+_MODEL_FILE: Final = "model.onnx"
 # Smaller tensors of nodes stay in the graph, and smaller initializers return to it: shape inference reads them there.
 # The limit is that of onnx.external_data_helper.
 MIN_EXTERNAL_BYTES: Final = 1024
-PAGE_BYTES: Final = 4096  # ONNX recommends offsets that can be mapped
+_PAGE_BYTES: Final = 4096  # ONNX recommends offsets that can be mapped
 _INLINE: Final = "inline"  # metadata: names of tensors that stayed in the graph, as JSON
 
 
@@ -61,13 +61,13 @@ def externalize_onnx(store: WeightStore, model: str, path: Path, *, layout: Layo
             continue
         tensors[name] = source
         set_location(tensor, name, 0, source.nbytes)
-    graph = (MODEL_FILE, _serialized(path, proto))
+    graph = (_MODEL_FILE, _serialized(path, proto))
     metadata = {_INLINE: json.dumps(kept)}
     return store_program(store, model, str(path), graph, tensors, "onnx", metadata=metadata, layout=layout)
 
 
 def load_onnx(store: WeightStore, model: str, provider: ExtentProvider | None = None) -> ModelProto:
-    """The self-contained model, in memory. Raises WeightsError when it is no ONNX model or larger than 2 GiB."""
+    """Load the self-contained model. Raises WeightsError when it is no ONNX model or larger than 2 GiB."""
     manifest = store.manifest(model)
     proto, stored = _stored(store, model)
     nbytes = sum(ref.nbytes for _, ref, _ in stored)
@@ -98,7 +98,7 @@ def write_onnx(
         if is_initializer and ref.nbytes >= MIN_EXTERNAL_BYTES:
             if ref.sha256 not in offsets:
                 offsets[ref.sha256] = end
-                end += ref.nbytes + -ref.nbytes % PAGE_BYTES
+                end += ref.nbytes + -ref.nbytes % _PAGE_BYTES
             set_location(tensor, data_file.name, offsets[ref.sha256], ref.nbytes)
     if not offsets:
         write_onnx(store, model, target, external=False, provider=provider)
@@ -118,8 +118,8 @@ def write_onnx(
 
 
 def _stored(store: WeightStore, model: str) -> tuple[ModelProto, list[tuple[TensorProto, TensorRef, bool]]]:
-    """The graph of the skeleton, and its tensors that are in the store."""
-    component, path, contents = stored_program(store, model, MODEL_FILE, "an ONNX model")
+    """Return the graph of the skeleton, and its tensors that are in the store."""
+    component, path, contents = stored_program(store, model, _MODEL_FILE, "an ONNX model")
     proto, stored = _parse(path, contents), []
     for name, tensor, is_initializer in all_tensors(proto):
         if is_external(tensor):

@@ -1,4 +1,4 @@
-"""The tensors of an ONNX graph and where their bytes are. Format: onnx.proto and ONNX's "External Data" document."""
+"""The tensors of an ONNX graph and their bytes. Format: onnx.proto and ONNX's "External Data" document."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _DATA_FIELDS: Final = ("raw_data", "float_data", "int32_data", "int64_data", "do
 
 
 def all_tensors(model: ModelProto) -> Iterator[tuple[str, TensorProto, bool]]:
-    """(name, tensor, is it an initializer), also of subgraphs, functions and training graphs, in a stable order.
+    """Yield (name, tensor, is an initializer), also of subgraphs, functions and training graphs, in stable order.
 
     Names are paths of the graphs that they are in, and unique.
     """
@@ -93,12 +93,12 @@ def _of_attribute(attribute: AttributeProto, name: str) -> Iterator[tuple[str, T
 
 
 def _text(value: str | bytes) -> str:
-    """HAZARD: protobuf gives a string that is not UTF-8 as bytes, whatever its type annotations say."""
+    """Decode to text. HAZARD: protobuf gives a string that is not UTF-8 as bytes, whatever its annotations say."""
     return value if isinstance(value, str) else value.decode("utf-8", "replace")
 
 
 def tensor_source(path: Path, name: str, tensor: TensorProto) -> SourceTensor | None:
-    """The bytes of a tensor of the model at `path`, wherever they are; None when the store has no name for its dtype.
+    """Return the bytes of a tensor of the model at `path`; None when the store has no name for its dtype.
 
     External data is not read yet. Raises FormatError for sizes that do not fit and for files outside the folder.
     """
@@ -118,7 +118,7 @@ def tensor_source(path: Path, name: str, tensor: TensorProto) -> SourceTensor | 
 
 
 def bring_inline(path: Path, name: str, tensor: TensorProto) -> None:
-    """External data of any dtype into the tensor itself."""
+    """Move external data of any dtype into the tensor itself."""
     if is_external(tensor):
         nbytes = _nbytes(path, name, tensor)
         set_raw(tensor, _external(path, name, tensor, nbytes, "U8", (nbytes,)).read())
@@ -139,7 +139,7 @@ def set_location(tensor: TensorProto, location: str, offset: int, nbytes: int) -
 
 
 def location_of(tensor: TensorProto) -> dict[str, str]:
-    """location, offset, length, as they are in the file: strings that nobody checked."""
+    """Return location, offset and length as they are in the file: strings that nobody checked."""
     return {_text(entry.key): _text(entry.value) for entry in tensor.external_data}
 
 
@@ -200,7 +200,7 @@ def _external(
 
 
 def _inside(path: Path, name: str, location: str) -> Path:
-    """The external file. HAZARD: a model can name any file of this machine; only plain ones in its folder are read."""
+    """Return the external file. HAZARD: a model can name any file; only plain ones in its folder are read."""
     relative = PurePosixPath(location)
     if not location or "\0" in location or "\\" in location or relative.is_absolute() or ".." in relative.parts:
         raise FormatError(

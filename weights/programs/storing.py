@@ -1,4 +1,4 @@
-"""What all kinds of programs share: a graph as the skeleton's one file, its constants as the model's one component."""
+"""Storage that all programs share: the graph as the skeleton's one file, the constants as the one component."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def store_program(
     metadata: dict[str, str],
     layout: Layout,
 ) -> Manifest:
-    """A model of kind "program": `graph` (file name, contents) and `tensors`, deduplicated with the whole store.
+    """Store a "program": `graph` (file name, contents) and `tensors`, deduplicated with the whole store.
 
     `config_hash` of its component is the sha256 of the graph. Raises StoreError, and then nothing is published.
     """
@@ -101,7 +101,7 @@ def store_program(
 
 
 def stored_program(store: WeightStore, model: str, file: str, format_name: str) -> tuple[Component, Path, bytes]:
-    """The component of a program, its graph file, and what is in it, whose sha256 was checked.
+    """Return a program's component, its graph file, and the file's contents, whose sha256 was checked.
 
     Raises WeightsError when the model is no such program, StoreError when the graph is another one than was stored.
     """
@@ -121,7 +121,7 @@ def stored_program(store: WeightStore, model: str, file: str, format_name: str) 
 
 
 def noted_names(component: Component, key: str) -> set[str]:
-    """The list of names that the component's metadata has under `key`. Raises FormatError when it is none."""
+    """Return the names that the component's metadata lists under `key`. Raises FormatError when it does not."""
     try:
         names = json.loads(component.metadata[key])
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
@@ -132,14 +132,14 @@ def noted_names(component: Component, key: str) -> set[str]:
 
 
 def program_tensors(store: WeightStore, model: str, provider: ExtentProvider | None) -> dict[str, torch.Tensor]:
-    """The constants of a program by name, as views of what `provider` gives (None: a private read of the store)."""
+    """Load a program's constants by name, as views of what `provider` gives (None: a private read)."""
     manifest = store.manifest(model)
     return load_model(manifest, provider or LocalExtents(store.packs), [COMPONENT])[COMPONENT]
 
 
 @contextlib.contextmanager
 def published(target: Path, nbytes: int) -> Iterator[Path]:
-    """A path beside `target` that becomes it at the end, or is removed. Raises StoreError when the disk refuses."""
+    """Yield a path beside `target` that becomes it at the end, or is removed. Raises StoreError."""
     partial = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
     with disk_errors(target.parent, nbytes):
         try:

@@ -1,1 +1,1 @@
-"""From storage into memory, verified on the way."""
+"""Reading extents from storage into memory, verified on the way."""

@@ -1,4 +1,4 @@
-"""A byte range of a pack into memory, in blocks, in order: with O_DIRECT where file system and place allow it.
+"""A byte range of a pack, read in blocks, in order: with O_DIRECT where file system and place allow it.
 
 O_DIRECT wants address, file offset and length aligned to the device's blocks (open(2)), so the aligned *span*
 around a range is read: the range lies in the buffer as many bytes after a block's start as it does in the file.
@@ -7,8 +7,10 @@ around a range is read: the range lies in the buffer as many bytes after a block
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import fcntl
+import functools
 import os
 import stat
 from collections.abc import Callable, Iterator
@@ -20,11 +22,36 @@ from typing import Final, Self
 from weights.errors import ExtentCorrupt, StoreError
 from weights.manifest import ExtentRef
 from weights.memory.pages import PAGE_BYTES, ByteArray
-from weights.reading.page_cache import cached_pages
 from weights.reading.strategy import BLOCK_ALIGNMENT
 
+_CACHESTAT: Final = 451  # cachestat(2), the same number on every architecture, since Linux 6.5
 CACHED_BLOCK_BYTES: Final = 2 * 2**20  # what is copied should be in the processor's cache when it is verified
-WORD_BYTES: Final = 8  # of the widest element type: memory that begins elsewhere could not be viewed as one
+_WORD_BYTES: Final = 8  # of the widest element type: memory that begins elsewhere could not be viewed as one
+
+
+class _Range(ctypes.Structure):
+    _fields_ = (("offset", ctypes.c_uint64), ("nbytes", ctypes.c_uint64))
+
+
+class _Pages(ctypes.Structure):
+    _fields_ = tuple(
+        (name, ctypes.c_uint64) for name in ("cached", "dirty", "writeback", "evicted", "recently_evicted")
+    )
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None)
+
+
+def cached_pages(fd: int, offset: int, nbytes: int) -> int:
+    """Count the pages of a range of the open file in the page cache; 0 where the kernel cannot or will not tell.
+
+    `nbytes` > 0 (the kernel takes 0 for "to the end").
+    """
+    pages = _Pages()
+    status = _libc().syscall(_CACHESTAT, fd, ctypes.byref(_Range(offset, nbytes)), ctypes.byref(pages), 0)
+    return int(pages.cached) if status == 0 else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,17 +64,17 @@ class Span:
 
     @classmethod
     def around(cls, extent: ExtentRef) -> Span:
-        """What direct reading wants: `start` and `nbytes` are multiples of 4096.
+        """Return the span for direct reading: `start` and `nbytes` are multiples of 4096.
 
         Only an extent at an odd place begins there: a lead would misalign its tensors in memory.
         """
-        lead = 0 if extent.offset % WORD_BYTES else extent.offset % BLOCK_ALIGNMENT
+        lead = 0 if extent.offset % _WORD_BYTES else extent.offset % BLOCK_ALIGNMENT
         nbytes = lead + extent.nbytes
         return cls(extent.offset - lead, nbytes + -nbytes % BLOCK_ALIGNMENT, lead)
 
     @classmethod
     def exact(cls, extent: ExtentRef) -> Span:
-        """The extent alone, for reading through the page cache."""
+        """Return the extent alone, for reading through the page cache."""
         return cls(extent.offset, extent.nbytes, 0)
 
     @property
@@ -56,7 +83,7 @@ class Span:
 
 
 def resolve_pack(packs: Path, pack: str) -> Path:
-    """The file behind a pack's name, symlinks followed. Raises StoreError when that is not inside `packs`."""
+    """Return the file behind a pack's name, symlinks followed. Raises StoreError when it is not inside `packs`."""
     root, path = os.path.realpath(packs), os.path.realpath(packs / pack)
     if os.path.commonpath((root, path)) != root:
         raise StoreError(f"{packs / pack}: leads out of the store, to {path}")
@@ -107,7 +134,7 @@ class PackReader:
 
     @property
     def is_direct(self) -> bool:
-        """Whether a buffer must begin at a page and hold whole blocks."""
+        """True when a buffer must begin at a page and hold whole blocks."""
         return self._direct
 
     def __enter__(self) -> Self:
@@ -140,7 +167,7 @@ class PackReader:
             position += num_read
 
     def _refuse_what_cannot_hold_it(self) -> None:
-        """Before memory is allocated for it: the length is a manifest's word, and may be any."""
+        """Check the length before memory is allocated: a manifest may claim any."""
         with self._named_errors():
             status = os.fstat(self._fd)
             if not stat.S_ISREG(status.st_mode):
@@ -155,7 +182,7 @@ class PackReader:
         )
 
     def _read(self, block: memoryview, position: int, end: int) -> int:
-        """Bytes read, 0 when direct reading was refused or cannot go on and buffered reading is to take over."""
+        """Read into `block`; returns bytes, or 0 when direct reading was refused or ended: buffered reading follows."""
         if not self._direct:
             block = block[: end - position]
         try:

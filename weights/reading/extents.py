@@ -1,4 +1,4 @@
-"""Extents from packs into memory, several at once. Every byte passes the checksum on its way."""
+"""Extents read from packs into memory, several at once. Every byte passes the checksum on its way."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MIN_DIRECT_BYTES: Final = 4 * 2**20
 # Hashed and copied at once: it fits into a core's cache, and is long enough for copies that pass the cache by.
 PIECE_BYTES: Final = 2**20
 # One extent in one thread: blocks small enough to be in cache still when the checksum comes to them.
-SINGLE: Final = ReadStrategy(direct=False, num_threads=1, block_bytes=8 * 2**20)
+_SINGLE: Final = ReadStrategy(direct=False, num_threads=1, block_bytes=8 * 2**20)
 
 
 class ExtentReader:
@@ -58,7 +58,7 @@ class ExtentReader:
         self._places: dict[str, tuple[Path, ReadStrategy]] = {}
 
     def read(self, extent: ExtentRef, stages: StageClock) -> ByteArray:
-        """The extent in memory that is the caller's. Raises what `read_into` does."""
+        """Read an extent into memory that is the caller's. Raises what `read_into` does."""
         with self._open(extent, stages) as (pack, strategy):
             buffer = allocate_pages(pack.span.nbytes)
             self._verified(extent, pack.blocks(buffer, strategy.block_bytes), None, stages)
@@ -81,7 +81,7 @@ class ExtentReader:
     def read_all(
         self, extents: Sequence[ExtentRef], progress: Progress | None = None, *, what: str = ""
     ) -> tuple[dict[str, ByteArray], LoadReport]:
-        """The extents by id, each in memory that is the caller's.
+        """Read extents into memory that is the caller's; returned by id.
 
         While one extent is verified, others are read. The first error ends the load and is raised, after the reads
         in flight.
@@ -174,7 +174,7 @@ class ExtentReader:
             )
 
     def _pass(self, block: memoryview, out: ByteArray, digest: xxh3_128) -> None:
-        """Once through memory: what the checksum has brought into the cache is copied from there."""
+        """Hash and copy in one pass: what the checksum has brought into the cache is copied from there."""
         array = np.frombuffer(block, np.uint8)
         for start in range(0, array.nbytes, PIECE_BYTES):
             piece = array[start : start + PIECE_BYTES]
@@ -184,7 +184,7 @@ class ExtentReader:
 
 
 def reading_order(extents: Sequence[ExtentRef], strategy: ReadStrategy) -> list[ExtentRef]:
-    """In the order of the files, but the giants first: one of them last would be read with nothing beside it."""
+    """Sort by place in the files, but the largest first: one of them last would be read with nothing beside it."""
     giant_bytes = 2 * strategy.block_bytes
     giants = sorted((extent for extent in extents if extent.nbytes > giant_bytes), key=lambda giant: -giant.nbytes)
     others = sorted(
@@ -194,5 +194,5 @@ def reading_order(extents: Sequence[ExtentRef], strategy: ReadStrategy) -> list[
 
 
 def read_extent(packs: Path, extent: ExtentRef) -> ByteArray:
-    """The bytes of one extent in memory of their own, verified while they arrive. Raises what `read_into` does."""
-    return ExtentReader(packs, None, ReadPlanner(override=SINGLE)).read(extent, StageClock())
+    """Read one extent into memory of its own, verified while it arrives. Raises what `read_into` does."""
+    return ExtentReader(packs, None, ReadPlanner(override=_SINGLE)).read(extent, StageClock())

@@ -1,10 +1,12 @@
-"""How each pack is read: found out once per device, by a short probe that is remembered across processes."""
+"""The plan of how each pack is read: measured once per device by a short probe, remembered across processes."""
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import os
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,18 +14,70 @@ from typing import Final, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from weights.memory.pages import ByteArray, allocate_pages
 from weights.private_folder import private_folder, temporary_folder
-from weights.reading.medium import MOUNTINFO, UNKNOWN, Medium, medium_of, nfs_advice
-from weights.reading.probe import MIN_PROBED_BYTES, probe_file
-from weights.reading.strategy import DIRECT, Probe, ReadStrategy, choose_strategy, parse_strategy
+from weights.reading.blocks import cached_pages
+from weights.reading.strategy import (
+    DIRECT,
+    MOUNTINFO,
+    UNKNOWN,
+    Medium,
+    Probe,
+    ReadStrategy,
+    choose_strategy,
+    medium_of,
+    nfs_advice,
+    parse_strategy,
+)
 
-READ_VARIABLE: Final = "ATELIER_READ"
-MAX_CACHE_BYTES: Final = 2**20
+MIN_PROBED_BYTES: Final = 256 * 2**20  # smaller packs are read in the time that a probe takes
+PROBE_BYTES: Final = 64 * 2**20  # each way
+_BLOCK_BYTES: Final = 16 * 2**20  # one read per thread, all in flight at once: smaller ones miss the peak
+_NUM_THREADS: Final = 4
+_READ_VARIABLE: Final = "ATELIER_READ"
+_MAX_CACHE_BYTES: Final = 2**20
+
+
+def _probe_file(path: Path, clock: Callable[[], float] = time.perf_counter) -> Probe | None:
+    """Measure the medium that `path` lies on, from its first 128 MiB. None when it cannot be measured."""
+    buffers = [allocate_pages(_BLOCK_BYTES) for _ in range(_NUM_THREADS)]
+    for buffer in buffers:
+        buffer.fill(1)  # the first touch of memory can take longer than the reading
+    direct_gbps = None
+    with contextlib.suppress(OSError):  # O_DIRECT refused, at open or at the first read
+        direct_gbps = _measure(path, 0, os.O_DIRECT, buffers, clock)
+    try:
+        # Not the same part: what lies below a virtual disk may have cached it.
+        buffered_gbps = _measure(path, PROBE_BYTES, 0, buffers, clock)
+    except OSError:
+        return None
+    return Probe(direct_gbps=direct_gbps, buffered_gbps=buffered_gbps) if buffered_gbps else None
+
+
+def _measure(path: Path, start: int, flags: int, buffers: list[ByteArray], clock: Callable[[], float]) -> float | None:
+    """Measure GB/s of reading PROBE_BYTES from `start`; None when that part is not cold or cannot be read."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags)
+    try:
+        os.posix_fadvise(fd, start, PROBE_BYTES, os.POSIX_FADV_DONTNEED)
+        if not flags & os.O_DIRECT and cached_pages(fd, start, PROBE_BYTES):
+            return None  # somebody has it mapped or just wrote it, and the speed of memory would pass for the disk's
+
+        def read(lane: int) -> int:
+            offsets = range(start + lane * _BLOCK_BYTES, start + PROBE_BYTES, _BLOCK_BYTES * len(buffers))
+            return sum(os.preadv(fd, [buffers[lane].data], offset) for offset in offsets)
+
+        with concurrent.futures.ThreadPoolExecutor(len(buffers)) as threads:
+            begin_s = clock()
+            nbytes = sum(threads.map(read, range(len(buffers))))
+            elapsed_s = clock() - begin_s
+    finally:
+        os.close(fd)
+    return nbytes / elapsed_s / 1e9 if nbytes and elapsed_s > 0 else None
 
 
 @dataclass(frozen=True, slots=True)
 class ReadPlan:
-    """How to read, and what that rests on. `advice`: what would make the medium faster."""
+    """A strategy and what it rests on. `advice`: what would make the medium faster."""
 
     strategy: ReadStrategy
     medium: Medium = UNKNOWN
@@ -44,18 +98,18 @@ class ReadPlanner:
         cache: Path | None = None,
         environ: Mapping[str, str] = os.environ,
         mountinfo: Callable[[], str] = lambda: MOUNTINFO.read_text(errors="surrogateescape"),
-        prober: Callable[[Path], Probe | None] = probe_file,
+        prober: Callable[[Path], Probe | None] = _probe_file,
     ) -> None:
-        text = environ.get(READ_VARIABLE)
+        text = environ.get(_READ_VARIABLE)
         self._override = override or (parse_strategy(text) if text else None)
-        self._cache = ProbeCache(cache or cache_folder(environ))
+        self._cache = _ProbeCache(cache or _cache_folder(environ))
         self._mountinfo = mountinfo
         self._prober = prober
         self._plans: dict[tuple[int, bool], ReadPlan] = {}
         self._lock = threading.Lock()  # held during a probe: a second one beside it would measure half
 
     def plan(self, pack: Path) -> ReadPlan:
-        """For a pack without symlinks in its path. One that does not exist gets a default: opening it will tell."""
+        """Plan for a pack without symlinks in its path. A missing one gets a default: opening it will tell."""
         try:
             status = pack.stat()
         except OSError:
@@ -86,7 +140,7 @@ class _CacheFile(BaseModel):
     probes: dict[str, Probe] = {}
 
 
-class ProbeCache:
+class _ProbeCache:
     """Probes by device and file system type, in one JSON file. It saves time only: whatever is wrong, it is empty."""
 
     def __init__(self, folder: Path) -> None:
@@ -106,7 +160,7 @@ class ProbeCache:
             staged.replace(self._file)
 
     def _check_place(self) -> None:
-        """Raises OSError when somebody else may have made the folder."""
+        """Raise OSError when somebody else may have made the folder."""
         if self._file.parent == temporary_folder():
             private_folder(self._file.parent)
 
@@ -114,7 +168,7 @@ class ProbeCache:
         try:
             self._check_place()
             with self._file.open("rb") as file:
-                return _CacheFile.model_validate_json(file.read(MAX_CACHE_BYTES))
+                return _CacheFile.model_validate_json(file.read(_MAX_CACHE_BYTES))
         except (OSError, ValidationError):
             return _CacheFile()
 
@@ -123,8 +177,8 @@ def _key(medium: Medium) -> str:
     return f"{medium.device} {medium.fs_type}"
 
 
-def cache_folder(environ: Mapping[str, str]) -> Path:
-    """Where what may be found out again is kept, as the XDG base directory specification has it."""
+def _cache_folder(environ: Mapping[str, str]) -> Path:
+    """Return the user's cache folder, as the XDG base directory specification has it."""
     base = environ.get("XDG_CACHE_HOME", "")
     if base.startswith("/"):  # the specification: a path that is not absolute is ignored
         return Path(base) / "atelier"

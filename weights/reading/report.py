@@ -1,4 +1,4 @@
-"""Where the time of a load went, stage by stage."""
+"""Reports of where the time of a load went, stage by stage."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal
 
 from weights.memory.host_pool import PoolStats
-from weights.reading.medium import Medium
-from weights.reading.strategy import ReadStrategy
+from weights.reading.strategy import Medium, ReadStrategy
 
 # `copy`: from staging to its place, verified on the way. `verify`: where it was read into its place at once.
 # `put`: room made for it in a node's store.
 Stage = Literal["open", "read", "verify", "copy", "put", "attach", "upload"]
 
-STREAMED: Final[frozenset[Stage]] = frozenset({"open", "read", "verify", "copy", "put"})  # done by all threads at once
+_STREAMED: Final[frozenset[Stage]] = frozenset({"open", "read", "verify", "copy", "put"})  # done by all threads at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +52,7 @@ class StageClock:
 
     @contextlib.contextmanager
     def measure(self, stage: Stage, nbytes: int = 0) -> Iterator[None]:
-        """The time inside counts for the stage; the bytes do when it ends without an error."""
+        """Count the time inside for the stage, and the bytes when it ends without an error."""
         with self._lock:
             # Read under the lock, so that a stage never ends before it began.
             start_s = self.now_s()
@@ -76,7 +75,7 @@ class StageClock:
                     running.elapsed_s += end_s - running.since_s
 
     def add_bytes(self, stage: Stage, nbytes: int) -> None:
-        """For a stage whose bytes are known only when it is over."""
+        """Count bytes for a stage where they are known only when it is over."""
         with self._lock:
             self._stages.setdefault(stage, _Running()).nbytes += nbytes
 
@@ -90,7 +89,7 @@ class StageClock:
 
 @dataclass(frozen=True)
 class LoadReport:
-    """One load: `nbytes` in `wall_s` seconds. `peak_gbps` is what the medium gave its probe, None without one.
+    """A report on one load of `nbytes` in `wall_s` seconds. `peak_gbps`: what the medium's probe reached, or None.
 
     `sources`: bytes by where they came from, where that is more than one place.
     """
@@ -117,20 +116,20 @@ class LoadReport:
 
     @property
     def limiting_stage(self) -> Stage | None:
-        """Where a thread spent most of its time: stages of one extent exclude each other, those of several overlap."""
+        """The stage where a thread spent most time: stages of one extent exclude each other, several overlap."""
         times_s: dict[Stage, float] = {
-            stage: found.busy_s / self.strategy.num_threads if stage in STREAMED else found.busy_s
+            stage: found.busy_s / self.strategy.num_threads if stage in _STREAMED else found.busy_s
             for stage, found in self.stages.items()
         }
         return max(times_s, key=lambda stage: times_s[stage], default=None)
 
     def with_stage(self, stage: Stage, nbytes: int, seconds: float) -> LoadReport:
-        """The report with a stage added that came after the others: attaching tensors, uploading to a device."""
+        """Return the report with a later stage added: attaching tensors, uploading to a device."""
         figures = StageFigures(nbytes, seconds, seconds)
         return replace(self, stages={**self.stages, stage: figures}, wall_s=self.wall_s + seconds)
 
     def as_record(self) -> dict[str, Any]:
-        """JSON-able; rates in GB/s (10^9 bytes per second)."""
+        """Return a JSON-able record; rates in GB/s (10^9 bytes per second)."""
         return {
             "what": self.what,
             "nbytes": self.nbytes,

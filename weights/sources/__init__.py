@@ -1,1 +1,1 @@
-"""Where checkpoints come from: folders as they are, object storage through a resumable copy on local disk."""
+"""Sources of checkpoints: folders as they are, object storage through a resumable copy on local disk."""

@@ -36,7 +36,7 @@ class ObjectChanged(Exception):
 
 @dataclass(frozen=True, slots=True)
 class RemoteObject:
-    """One object; `name` is its key below the URL's prefix, `etag` identifies its contents."""
+    """An object; `name` is its key below the URL's prefix, `etag` identifies its contents."""
 
     key: str
     name: str
@@ -45,7 +45,7 @@ class RemoteObject:
 
 
 def split_url(url: str) -> tuple[str, str]:
-    """Bucket and prefix (without slashes at its ends) of an s3:// URL. Raises StoreError."""
+    """Return bucket and prefix (without slashes at its ends) of an s3:// URL. Raises StoreError."""
     match = _URL.fullmatch(url)
     prefix = (match["prefix"] or "").strip("/") if match else ""
     if match is None or (prefix and not _is_inside(prefix)):
@@ -70,7 +70,7 @@ class Bucket:
         self._obstore, self._client = _open(self._name, options)
 
     def objects(self) -> list[RemoteObject]:
-        """Everything below the prefix, or the one object that the URL names.
+        """List everything below the prefix, or the one object that the URL names.
 
         Raises StoreError: cannot be reached, access refused, nothing there, a key that would leave the target folder.
         """
@@ -89,7 +89,7 @@ class Bucket:
         return found
 
     def read(self, remote: RemoteObject, start: int, stop: int) -> Iterator[bytes]:
-        """Bytes `start` to `stop` in chunks. Raises ObjectChanged, or StoreError when the client gave up."""
+        """Yield bytes `start` to `stop` in chunks. Raises ObjectChanged, or StoreError when the client gave up."""
         with self._told(remote.key):
             try:
                 options = {"range": (start, stop), "if_match": remote.etag}
@@ -121,7 +121,7 @@ class Bucket:
 
     @contextlib.contextmanager
     def _told(self, key: str = "") -> Iterator[None]:
-        """What the client raises, as StoreError with the URL and without its dump of requests and answers."""
+        """Turn client errors into StoreError with the URL and without their dump of requests and answers."""
         where = f"s3://{self._name}/{key}" if key else self.url
         try:
             yield
@@ -168,7 +168,7 @@ def _open(bucket: str, options: Mapping[str, str]) -> tuple[Any, Any]:
 
 
 def _is_endpoint(endpoint: str) -> bool:
-    """Whether this is http(s)://host[:port]: no path, and above all no credentials."""
+    """Return True for http(s)://host[:port]: no path, and above all no credentials."""
     match = _ENDPOINT.fullmatch(endpoint)
     return match is not None and int(match["port"] or 0) < 2**16
 
@@ -181,7 +181,7 @@ def _is_inside(name: str) -> bool:
 
 
 def _reason(error: Exception) -> str:
-    """One line of a client error. Its text goes on with the request and the answer, which may name access keys."""
+    """Return the first line of a client error: the rest is request and answer, which may name access keys."""
     text = str(error).partition("\n\nDebug source")[0]
     status = re.search(r"status code: (\d{3})([A-Za-z ]*)", text)
     if status is None:

@@ -1,24 +1,112 @@
-"""One object on its way to a file: parts by range, in any order, from any thread."""
+"""Downloads of objects to files, in parts by range, and the journal that lets them resume."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Self
 
 import xxhash
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from weights.errors import FormatError, StoreError
 from weights.formats.safetensors import MAX_HEADER_BYTES, read_header
+from weights.manifest import InsidePath
 from weights.sources.bucket import Bucket, RemoteObject
-from weights.sources.journal import FileRecord, Journal
 
+_LINES_PER_SYNC = 64
 _MD5_ETAG = re.compile(r'"?([0-9a-f]{32})"?')
 _BLOCK_BYTES = 2**20
 OnArrival = Callable[[int, int], None]  # bytes that are on disk now, those of them that were fetched
+
+
+class FileRecord(BaseModel):
+    """A file's record: its object, and its finished parts (index -> checksum) until it is `done` as a whole."""
+
+    model_config = ConfigDict(extra="forbid")
+    name: InsidePath  # stale files are deleted by this name, so a damaged journal must not point elsewhere
+    etag: str
+    nbytes: int = Field(ge=0)
+    part_bytes: int = Field(gt=0)
+    parts: dict[int, str] = {}
+    done: bool = False
+
+
+class _PartRecord(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    name: str
+    part: int
+    checksum: str
+
+
+_LINE: TypeAdapter[FileRecord | _PartRecord] = TypeAdapter(FileRecord | _PartRecord)
+
+
+class Journal:
+    """The records of a mirror by file name, and the file that they survive in. Thread-safe."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lock = threading.Lock()
+        self._descriptor = -1
+        self._num_unsynced = 0
+        self.records: dict[str, FileRecord] = {}
+        self._replay()
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[Self]:
+        """Open for writing. Rewritten before (a crash may tear the last line) and after (done files need no parts)."""
+        self._rewrite()
+        self._descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND)
+        try:
+            yield self
+        finally:
+            os.close(self._descriptor)
+        self._rewrite()
+
+    def put(self, record: FileRecord) -> None:
+        """Begin a file, or say that it is done."""
+        with self._lock:
+            self.records[record.name] = record
+            self._append(record)
+
+    def put_part(self, name: str, part: int, checksum: str) -> None:
+        with self._lock:
+            self.records[name].parts[part] = checksum
+            self._append(_PartRecord(name=name, part=part, checksum=checksum))
+
+    def _append(self, line: BaseModel) -> None:
+        os.write(self._descriptor, line.model_dump_json().encode() + b"\n")
+        self._num_unsynced += 1
+        if self._num_unsynced >= _LINES_PER_SYNC:
+            os.fsync(self._descriptor)
+            self._num_unsynced = 0
+
+    def _replay(self) -> None:
+        text = self._path.read_bytes() if self._path.exists() else b""
+        for line in text.splitlines():
+            try:
+                entry = _LINE.validate_json(line)
+            except ValidationError:
+                return  # torn or damaged: what follows is fetched again
+            if isinstance(entry, FileRecord):
+                self.records[entry.name] = entry
+            elif entry.name in self.records:
+                self.records[entry.name].parts[entry.part] = entry.checksum
+
+    def _rewrite(self) -> None:
+        staged = self._path.with_name(self._path.name + ".new")
+        with staged.open("wb") as file:
+            for record in self.records.values():
+                file.write(record.model_dump_json().encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+        staged.replace(self._path)
 
 
 class Download:
@@ -60,7 +148,7 @@ class Download:
             raise FormatError(str(error).replace(str(self._part_file), url)) from None
 
     def missing_bytes(self) -> int:
-        """What the disk must still give."""
+        """Return how much the disk must still give."""
         return max(0, self._remote.nbytes - self._part_file.stat().st_blocks * 512)
 
     def reserve(self) -> None:
@@ -79,7 +167,7 @@ class Download:
             self._finish()
 
     def _begin(self, part_bytes: int) -> FileRecord:
-        """The record of an earlier attempt at the same object, or a fresh one and a file of its length."""
+        """Return the record of an earlier attempt at the same object, or a fresh one and a file of its length."""
         old = self._journal.records.get(self._remote.name)
         is_same = old is not None and (old.etag, old.nbytes) == (self._remote.etag, self._remote.nbytes)
         if old and is_same and self._part_file.is_file() and self._part_file.stat().st_size == old.nbytes:

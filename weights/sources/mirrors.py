@@ -1,4 +1,4 @@
-"""The mirrors of object storage in a store: where each is, who may touch it, and which ones nobody needs."""
+"""Mirrors of object storage in a store: their places, locks, and removal when nobody needs them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LOCK = ".mirror.lock"
 
 
 def mirror_folder(sources: Path, url: str) -> Path:
-    """Where the copy of `url` is: one folder per prefix, never one in another. Raises StoreError for a bad URL.
+    """Return the folder for a copy of `url`: one per prefix, never inside another. Raises StoreError.
 
     s3://b/a and s3://b/a/x are two mirrors with two locks.
     """
@@ -65,7 +65,7 @@ def unused_mirrors(sources: Path, needed: Collection[str]) -> list[Path]:
 
 
 def _lock(mirror: Path, held: contextlib.ExitStack, *, wait: bool) -> bool:
-    """False when somebody has it (without `wait`), or when it was removed while we waited."""
+    """Lock a mirror; False when it is taken (without `wait`), or was removed while we waited."""
     mirror.mkdir(parents=True, exist_ok=True)
     try:
         lock = held.enter_context((mirror / _LOCK).open("ab"))
@@ -76,7 +76,7 @@ def _lock(mirror: Path, held: contextlib.ExitStack, *, wait: bool) -> bool:
 
 
 def _is_at(descriptor: int, path: Path) -> bool:
-    """HAZARD: who waited may hold the lock of a file that is no longer there, and so may somebody else."""
+    """Return True when the file is still at `path`. HAZARD: after a wait it may be gone, or another be there."""
     with contextlib.suppress(FileNotFoundError):
         return os.path.samestat(os.fstat(descriptor), path.stat())
     return False

@@ -1,4 +1,4 @@
-"""A checkpoint in object storage -> a folder on local disk, by range reads in parallel, resumed where it stopped.
+"""Mirrors of checkpoints in object storage: a folder on local disk, by parallel range reads, resumed where it stopped.
 
     target/model.safetensors        complete: renamed when its length and, where there is one, its MD5 are right
     target/model.safetensors.part   on its way, at its full length
@@ -26,23 +26,21 @@ from typing import Any, Final
 
 from weights.errors import StoreError
 from weights.sources.bucket import Bucket, ObjectChanged, RemoteObject
-from weights.sources.download import Download
-from weights.sources.journal import Journal
-from weights.sources.mirrors import locked
+from weights.sources.download import Download, Journal
+from weights.sources.mirrors import locked, mirror_folder
 
 # Pickles (.bin, .pt, .ckpt) are not taken along: most folders that have them have the same weights as safetensors.
 # A URL that names one such object gets it.
-CHECKPOINT_SUFFIXES: Final = frozenset(
+_CHECKPOINT_SUFFIXES: Final = frozenset(
     {".safetensors", ".gguf", ".onnx", ".onnx_data", ".json", ".txt", ".model", ".jinja", ".tiktoken", ".md"}
 )
 _MAX_LISTINGS: Final = 4
-
 OnProgress = Callable[[int, int], None]  # bytes that are on disk, bytes in all
 
 
 @dataclass(frozen=True, slots=True)
 class MirrorReport:
-    """What a mirror holds. `path` is the folder, or the one file that the URL names.
+    """A mirror's contents. `path` is the folder, or the one file that the URL names.
 
     `etags` say by name which objects the files are. `fetched_bytes` came from object storage this time, `skipped` are
     names of objects that were left out.
@@ -58,7 +56,7 @@ class MirrorReport:
 
 
 @contextlib.contextmanager
-def mirrored(
+def _mirrored(
     url: str,
     target: Path,
     *,
@@ -87,8 +85,8 @@ def mirrored(
 
 
 def mirror(url: str, target: Path, **settings: Any) -> MirrorReport:
-    """Bring the copy as `mirrored` does, and let go of it."""
-    with mirrored(url, target, **settings) as report:
+    """Bring the copy as `_mirrored` does, and let go of it."""
+    with _mirrored(url, target, **settings) as report:
         return report
 
 
@@ -107,7 +105,7 @@ def _bring(
 
 
 class _Mirror:
-    """One attempt: what is listed now."""
+    """State of one attempt: what is listed now."""
 
     def __init__(self, bucket: Bucket, target: Path, part_bytes: int, progress: OnProgress | None) -> None:
         listed = bucket.objects()
@@ -153,7 +151,7 @@ class _Mirror:
         return file.is_file() and file.stat().st_size == remote.nbytes
 
     def _remove(self, names: Iterable[str]) -> None:
-        """What is no longer in the bucket: a stale file beside the new ones could be taken for the checkpoint."""
+        """Remove what is no longer in the bucket: a stale file could be taken for part of the checkpoint."""
         for name in names:
             (self._target / name).unlink(missing_ok=True)
             (self._target / f"{name}.part").unlink(missing_ok=True)
@@ -174,7 +172,7 @@ class _Mirror:
 
 
 def _belongs(name: str) -> bool:
-    return PurePosixPath(name).suffix in CHECKPOINT_SUFFIXES
+    return PurePosixPath(name).suffix in _CHECKPOINT_SUFFIXES
 
 
 def _run_all(pool: ThreadPoolExecutor, jobs: Iterable[Callable[[], None]]) -> None:
@@ -196,3 +194,40 @@ def _run_all(pool: ThreadPoolExecutor, jobs: Iterable[Callable[[], None]]) -> No
             future.result()
     finally:
         over.set()
+
+
+@dataclass(frozen=True, slots=True)
+class LocalSource:
+    """A folder or file on local disk. Of a mirror: the URL, and by name which objects its files are."""
+
+    path: Path
+    url: str = ""
+    etags: Mapping[str, str] | None = None
+
+
+def _is_url(source: str | Path) -> bool:
+    return isinstance(source, str) and "://" in source
+
+
+@contextlib.contextmanager
+def localized(
+    source: str | Path | LocalSource,
+    sources: Path,
+    *,
+    options: Mapping[str, str] = MappingProxyType({}),
+    progress: OnProgress | None = None,
+) -> Iterator[LocalSource]:
+    """Have `source` on local disk within the block. URLs are mirrored into `sources`/<bucket>/<prefix>.
+
+    Any number of processes may ask for one URL at once: one downloads, the others find everything done. What is local
+    already stays as it is. Raises StoreError or FormatError.
+    """
+    if isinstance(source, LocalSource):
+        yield source
+        return
+    if not _is_url(source):
+        yield LocalSource(Path(source))
+        return
+    url = str(source)
+    with _mirrored(url, mirror_folder(sources, url), options=options, progress=progress) as report:
+        yield LocalSource(report.path, url, report.etags)

@@ -1,1 +1,1 @@
-"""How a store keeps its promises on disk: staging, publishing, layouts, durability."""
+"""The store's internals: staging, publishing, layouts, index, durability."""

@@ -1,4 +1,4 @@
-"""Making writes survive a crash, and saying in bytes why they failed.
+"""File-system operations that survive a crash, free space in place, and say in bytes why they failed.
 
 A rename is only as durable as the folder it happened in, and a file only as its data: both are synced, files first.
 """
@@ -6,13 +6,19 @@ A rename is only as durable as the folder it happened in, and a file only as its
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Final
 
 from weights.errors import StoreError
+
+_KEEP_SIZE, _PUNCH_HOLE = 0x01, 0x02
+_BLOCK_BYTES: Final = 4096  # smaller holes would be zeros written, not space freed
+_REFUSALS: Final = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 
 def sync(path: Path) -> None:
@@ -35,7 +41,7 @@ def sync_tree(path: Path) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """`mkdir -p` whose new entries survive a crash."""
+    """Create a folder and its parents (`mkdir -p`) so that the new entries survive a crash."""
     if not path.is_dir():
         make_folder(path.parent)
         path.mkdir(exist_ok=True)
@@ -68,7 +74,7 @@ def remove(path: Path) -> None:
 
 @contextlib.contextmanager
 def disk_errors(folder: Path, needed_bytes: int) -> Iterator[None]:
-    """What the file system refuses becomes a StoreError; a full disk says how much was needed and free."""
+    """Turn errors of the file system into StoreError; a full disk says how much was needed and free."""
     free_bytes = _free_bytes(folder)
     try:
         yield
@@ -85,3 +91,42 @@ def _free_bytes(folder: Path) -> int:
         with contextlib.suppress(OSError):
             return shutil.disk_usage(existing).free
     return 0
+
+
+def dead_ranges(live: Iterable[tuple[int, int]], size_bytes: int) -> Iterator[tuple[int, int]]:
+    """Yield whole blocks of a file of `size_bytes` that no `live` range touches; ranges as (begin, end)."""
+    position = 0
+    file_end = size_bytes + -size_bytes % _BLOCK_BYTES
+    occupied = sorted((begin, end) for begin, end in live if end > begin)
+    for begin, end in [*occupied, (file_end, file_end)]:
+        first, last = position + -position % _BLOCK_BYTES, begin - begin % _BLOCK_BYTES
+        if last > first:
+            yield first, last
+        position = max(position, end)
+
+
+def punch(path: Path, ranges: Iterable[tuple[int, int]]) -> bool:
+    """Make the (begin, end) ranges holes; the file keeps its size. False: the file system cannot.
+
+    Raises OSError for anything else that goes wrong.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+    descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
+    try:
+        for begin, end in ranges:
+            if libc.fallocate(descriptor, _PUNCH_HOLE | _KEEP_SIZE, begin, end - begin):
+                code = ctypes.get_errno()
+                if code in _REFUSALS:
+                    return False
+                raise OSError(code, os.strerror(code), str(path))
+        os.fsync(descriptor)
+        return True
+    finally:
+        os.close(descriptor)
+
+
+def allocated_bytes(path: Path) -> int:
+    """Return what a file or folder takes on disk, without holes. Symlinks are not followed."""
+    files = [path, *path.rglob("*")] if path.is_dir() and not path.is_symlink() else [path]
+    return sum(file.lstat().st_blocks * 512 for file in files)

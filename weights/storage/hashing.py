@@ -40,7 +40,7 @@ class HashedTensor:
         return self.source.shape
 
     def read(self) -> bytes | memoryview:
-        """The bytes that were hashed. Raises FormatError when the file has others by now."""
+        """Return the bytes that were hashed. Raises FormatError when the file has others by now."""
         if self.data is not None:
             return self.data
         data = cast(self.source.read(), self.source.dtype, self.dtype)
@@ -50,7 +50,7 @@ class HashedTensor:
 
 
 def changed(tensor: HashedTensor) -> FormatError:
-    """What to raise when a tensor has other bytes than it had."""
+    """Return the error for a tensor whose bytes are no longer those that were hashed."""
     return FormatError(f"{tensor.source.file}: tensor {tensor.name!r} changed while it was read")
 
 

@@ -62,7 +62,7 @@ class StoreIndex:
     @classmethod
     @contextlib.contextmanager
     def opened(cls, path: Path, manifests: Callable[[], Iterable[Manifest]] | None = None) -> Iterator[Self]:
-        """The index at `path`; one that is not there yet is made from `manifests`, or missed when that is None.
+        """Open the index at `path`; a missing one is made from `manifests`, or an error when that is None.
 
         Raises IndexDamaged, also later, StoreVersionError, and StoreError when the disk refuses.
         """
@@ -82,7 +82,7 @@ class StoreIndex:
             yield index
 
     def find(self, hashes: Iterable[str]) -> StoreMeta:
-        """The extents that have some of these tensors, with no other tensors than these."""
+        """Return the extents that have some of these tensors, with no other tensors than these."""
         keys = {bytes.fromhex(sha256) for sha256 in hashes}
         numbers: set[int] = set()
         for key in keys:
@@ -91,17 +91,17 @@ class StoreIndex:
         return StoreMeta(extents=dict(self._extent(number, keys) for number in sorted(numbers)))
 
     def everything(self) -> StoreMeta:
-        """All extents and tensors. Takes memory and time that grow with the store."""
+        """Return all extents and tensors. Takes memory and time that grow with the store."""
         rows = self._connection.execute("SELECT number FROM extents ORDER BY number")
         return StoreMeta(extents=dict(self._extent(number) for (number,) in rows.fetchall()))
 
     def num_tensors(self) -> int:
-        """How many different tensors there are."""
+        """Count the different tensors."""
         (number,) = self._connection.execute("SELECT COUNT(DISTINCT sha256) FROM tensors").fetchone()
         return int(number)
 
     def used_by_others(self, ids: Iterable[str], model: str) -> set[str]:
-        """The extents among `ids` that other models than `model` name; models that were removed do so until `gc`."""
+        """Return those of `ids` that other models than `model` name; removed models do until `gc`."""
         query = "SELECT 1 FROM users JOIN extents ON extent = number WHERE id = ? AND model != ? LIMIT 1"
         return {id_ for id_ in ids if self._connection.execute(query, (id_, model)).fetchone()}
 
@@ -146,7 +146,7 @@ class StoreIndex:
         return len(before.tensors.keys() - needed.tensors.keys())
 
     def unneeded(self) -> set[Unneeded]:
-        """What was unneeded when it was last looked at."""
+        """Return what was unneeded when it was last looked at."""
         return set(map(Unneeded._make, self._connection.execute("SELECT path, begin, end, since_s FROM unneeded")))
 
     def note_unneeded(self, ranges: Iterable[Unneeded]) -> None:

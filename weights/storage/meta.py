@@ -1,4 +1,4 @@
-"""Which extents the store has, where, and which tensors are in them; as meta.json it is the form for other programs.
+"""The record of extents, their places and their tensors; written as meta.json for other programs.
 
 Derived from the manifests, so it can be made again from them. The store itself asks its index for what it needs
 (weights/storage/index.py).
@@ -49,11 +49,11 @@ class StoreMeta(BaseModel):
 
     @property
     def tensors(self) -> Mapping[str, list[str]]:
-        """Extent ids by sha256."""
+        """Extent ids by tensor sha256."""
         return self._extents_of
 
     def extent(self, id_: str) -> ExtentRef:
-        """The extent as manifests name it."""
+        """Return the extent as manifests name it."""
         stored = self.extents[id_]
         return ExtentRef(id=id_, pack=stored.pack, offset=stored.offset, nbytes=stored.nbytes, checksum=stored.checksum)
 
@@ -75,7 +75,7 @@ class StoreMeta(BaseModel):
 
 
 def meta_of(manifests: Iterable[Manifest], before: StoreMeta | None = None) -> StoreMeta:
-    """What meta.json has to say when these are all models. Tensors of `inline` models are private to them.
+    """Build what meta.json says when these are all models. Tensors of `inline` models are private to them.
 
     Where models name several places for one extent, it is the one that `before` has, if any: a copy that was
     written because another was damaged stays the one that is shared.

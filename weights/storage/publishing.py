@@ -1,4 +1,4 @@
-"""A model's hashed tensors -> packs, index, skeleton and manifest, in the layout asked for."""
+"""Publish a model's hashed tensors as packs, index, skeleton and manifest, in the layout asked for."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from pathlib import Path, PurePosixPath
 
 from weights.formats.tensors import FileTensor
 from weights.manifest import Component, ExtentRef, Layout, Manifest, ModelKind, TensorRef
-from weights.storage.checking import SharedExtents
 from weights.storage.durable import disk_errors, sync_tree
 from weights.storage.hashing import HashedTensor
 from weights.storage.index import StoreIndex
-from weights.storage.inline import FileExtent, copy_file, file_extents
 from weights.storage.meta import StoredExtent, StoreMeta
-from weights.storage.packs import write_combined, write_separate
+from weights.storage.packs import FileExtent, copy_file, file_extents, write_combined, write_separate
+from weights.storage.sharing import SharedExtents
 from weights.storage.stock import WRITABLE_FORMATS, tensor_offsets, writable, write_files
 from weights.store import WeightStore, manifest_text
 
@@ -31,7 +30,7 @@ class DraftComponent:
 
     @property
     def is_copyable(self) -> bool:
-        """Whether its files have the tensors as they will be stored, in a format that can be written again."""
+        """True when its files have the tensors as they will be stored, in a format that can be written again."""
         if self.root is None or self.record.format not in WRITABLE_FORMATS:
             return False
         files = {self.root / self.record.folder / file for file in self.record.files}
@@ -124,7 +123,7 @@ def publish(store: WeightStore, draft: Draft, layout: Layout, staging: Path | No
 
 
 def _known(store: WeightStore, draft: Draft, layout: Layout, shared: SharedExtents) -> StoreMeta:
-    """What the index has of the draft's tensors and may be shared."""
+    """Return what the index has of the draft's tensors and may be shared."""
 
     def look_up(index: StoreIndex) -> StoreMeta:
         known = index.find(shared.hashes)
@@ -141,7 +140,7 @@ def _layout_of(extent: StoredExtent) -> Layout:
 
 
 def _place_shared(store: WeightStore, draft: Draft, layout: Layout, staged: Path, shared: SharedExtents) -> _Placed:
-    """`combined` and `separate`: what the store has already, whoever brought it, is not written again."""
+    """Place tensors as `combined` or `separate`: what the store has, whoever brought it, is not written again."""
     meta = _known(store, draft, layout, shared)
     damaged = shared.choose(meta)
     known = dict(meta.extents)

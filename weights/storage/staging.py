@@ -8,14 +8,19 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Final
 
 from weights.errors import StoreError
-from weights.storage.durable import make_folder, remove
+from weights.storage.durable import disk_errors, make_folder, remove
 
+_WORK_PATH: Final = "ATELIER_WORK_PATH"
+_TEMPORARY: Final = "tmp_weight_*"
+_SESSION: Final = re.compile(r"[A-Za-z0-9-]{1,64}")
+STAGED: Final = ".staged-*"  # folders of a store in which its writers prepare what they will publish
 SIGN_OF_LIFE: Final = ".alive"
 _CLAIM_S: Final = 2.0  # a sweep that came between `mkdir` and `flock` is over long before
 
@@ -31,12 +36,12 @@ def claimed_folder(path: Path) -> Iterator[Path]:
 
 
 def is_dead(path: Path) -> bool:
-    """Whether `path` is a claimed folder that no process holds any more."""
+    """Return True for a claimed folder that no process holds any more."""
     with _held_dead(path) as dead:
         return dead
 
 
-def remove_if_dead(path: Path) -> bool:
+def _remove_if_dead(path: Path) -> bool:
     """Remove a claimed folder that no process holds; anything else stays."""
     with _held_dead(path) as dead:
         if dead:
@@ -52,12 +57,12 @@ def remove_if_dead(path: Path) -> bool:
 
 def sweep(parent: Path, pattern: str) -> list[Path]:
     """Remove the dead folders among `pattern` in `parent`; returns which."""
-    return [path for path in sorted(parent.glob(pattern)) if remove_if_dead(path)]
+    return [path for path in sorted(parent.glob(pattern)) if _remove_if_dead(path)]
 
 
 @contextlib.contextmanager
 def _held_dead(path: Path) -> Iterator[bool]:
-    """True when nobody held `path`; then it is held here, so that nobody can claim it."""
+    """Yield True when nobody held `path`; it is held meanwhile, so that nobody can claim it."""
     with contextlib.ExitStack() as stack:
         dead = False
         with contextlib.suppress(OSError):  # no such folder, none of ours, somebody's
@@ -69,7 +74,7 @@ def _held_dead(path: Path) -> Iterator[bool]:
 
 
 def _is_linked(lock: IO[str]) -> bool:
-    """HAZARD: a lock on a file that was deleted meanwhile is a lock on nothing; another may be in its place."""
+    """Return False for a deleted file. HAZARD: a lock on one locks nothing; another may be in its place."""
     return os.fstat(lock.fileno()).st_nlink > 0
 
 
@@ -95,10 +100,43 @@ def _claim(path: Path) -> IO[str]:
 
 
 def _remove(path: Path) -> None:
-    """The sign of life goes last: a removal that is cut short is taken up by the next sweep."""
+    """Remove the folder, its sign of life last: a removal cut short is taken up by the next sweep."""
     with contextlib.suppress(OSError):
         for child in path.iterdir():
             if child.name != SIGN_OF_LIFE:
                 remove(child)
         (path / SIGN_OF_LIFE).unlink(missing_ok=True)
         path.rmdir()
+
+
+def _resolve_weight_dir(weight_dir: Path | None, environ: Mapping[str, str], cwd: Path, pid: int, session: str) -> Path:
+    """Return the folder by the rule above, absolute if `cwd` is. Raises StoreError for an odd session name."""
+    if weight_dir is not None:
+        return cwd / weight_dir
+    if not _SESSION.fullmatch(session):
+        raise StoreError(f"session {session!r}: expected letters, digits and '-', 64 at most")
+    return cwd / environ.get(_WORK_PATH, "") / _TEMPORARY.replace("*", f"{pid}_{session}")
+
+
+@contextlib.contextmanager
+def opened_weight_dir(
+    weight_dir: Path | None, environ: Mapping[str, str], cwd: Path, pid: int, session: str
+) -> Iterator[Path]:
+    """Create the folder that `_resolve_weight_dir` names, to be given to `externalize`.
+
+    A temporary one is removed at the end, and those beside it whose process died are removed at the start. A given
+    one stays: only what dead writers staged in it is removed. Raises StoreError when it cannot be created.
+    """
+    path = _resolve_weight_dir(weight_dir, environ, cwd, pid, session)
+    if weight_dir is not None:
+        with disk_errors(path, 0):
+            make_folder(path)
+            sweep(path, STAGED)
+        yield path
+        return
+    with disk_errors(path, 0):
+        sweep(path.parent, _TEMPORARY)
+    with contextlib.ExitStack() as stack:
+        with disk_errors(path, 0):
+            stack.enter_context(claimed_folder(path))
+        yield path

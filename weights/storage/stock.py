@@ -1,4 +1,4 @@
-"""A component's weight files in their stock format and under their stock names, one tensor in memory at a time."""
+"""Weight files in their stock format and under their stock names, written with one tensor in memory at a time."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from weights.formats.weight_files import read_json
 from weights.manifest import Component, WeightFormat
 
 WRITABLE_FORMATS = ("safetensors", "gguf", "kuiper")
-INDEX_FILES = "*.safetensors.index*.json"  # with a variant: model.safetensors.index.fp16.json
+_INDEX_FILES = "*.safetensors.index*.json"  # with a variant: model.safetensors.index.fp16.json
 
 
 class ReadableTensor(Protocol):
-    """What a file needs of a tensor."""
+    """A tensor as the writers of files need it."""
 
     @property
     def dtype(self) -> str: ...
@@ -38,12 +38,12 @@ class _Header(Protocol):
 
 
 def writable(component: Component) -> Component:
-    """The component as it can be written: what was a PyTorch pickle, as safetensors."""
+    """Return the component as it can be written: what was a PyTorch pickle, as safetensors."""
     return component if component.format in WRITABLE_FORMATS else as_safetensors(component)
 
 
 def as_safetensors(component: Component) -> Component:
-    """The component with its weights in one safetensors file, under the name that its library looks for."""
+    """Return the component with its weights in one safetensors file of the name its library looks for."""
     if component.folder == "." and len(component.files) == 1 and component.library not in ("diffusers", "transformers"):
         file = str(PurePosixPath(component.files[0]).with_suffix(".safetensors"))
     else:
@@ -79,7 +79,7 @@ def write_files(
 
 
 def tensor_offsets(path: Path, file_format: WeightFormat) -> dict[str, int]:
-    """Where the tensors of a file of a writable format begin, by name."""
+    """Return the first byte of each tensor in a file of a writable format, by name."""
     readers: dict[str, Callable[[Path], _Header]] = {"gguf": read_gguf, "kuiper": read_kuiper}
     header = readers.get(file_format, read_header)(path)
     return {name: tensor.offset for name, tensor in header.tensors.items()}
@@ -87,16 +87,16 @@ def tensor_offsets(path: Path, file_format: WeightFormat) -> dict[str, int]:
 
 def rewrite_index(folder: Path, component: Component, contents: Mapping[str, list[str]]) -> None:
     """Make the index of the shards in `folder`, if there is one, say what they hold."""
-    for path in folder.glob(INDEX_FILES):
-        index = read_index(path)
+    for path in folder.glob(_INDEX_FILES):
+        index = _read_index(path)
         metadata = index.get("metadata")
         index["metadata"] = (metadata if isinstance(metadata, dict) else {}) | {"total_size": component.nbytes}
         index["weight_map"] = {name: file for file, names in contents.items() for name in names}
         path.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def read_index(path: Path) -> dict[str, Any]:
-    """The index of a sharded checkpoint. Raises FormatError when it is not one."""
+def _read_index(path: Path) -> dict[str, Any]:
+    """Read the index of a sharded checkpoint. Raises FormatError when it is not one."""
     index = read_json(path)
     if not isinstance(index.get("weight_map"), dict):
         raise FormatError(f"{path}: no weight_map")
@@ -104,7 +104,7 @@ def read_index(path: Path) -> dict[str, Any]:
 
 
 def _contents(skeleton: Path, component: Component, tensors: Mapping[str, ReadableTensor]) -> dict[str, list[str]]:
-    """Names of the tensors by file. What the index does not mention goes into the first shard."""
+    """Return names of tensors by file. What the index does not mention goes into the first shard."""
     if len(component.files) == 1:
         return {component.files[0]: list(tensors)}
     contents: dict[str, list[str]] = {file: [] for file in component.files}
@@ -114,8 +114,8 @@ def _contents(skeleton: Path, component: Component, tensors: Mapping[str, Readab
         names = iter(tensors)
         return {file: list(itertools.islice(names, _num_tensors(skeleton, file))) for file in contents}
     weight_map: dict[str, Any] = {}
-    for path in skeleton.glob(INDEX_FILES):
-        weight_map |= read_index(path)["weight_map"]
+    for path in skeleton.glob(_INDEX_FILES):
+        weight_map |= _read_index(path)["weight_map"]
     for name in tensors:
         file = weight_map.get(name)
         contents.get(file if isinstance(file, str) else "", contents[component.files[0]]).append(name)

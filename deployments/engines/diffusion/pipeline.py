@@ -1,28 +1,31 @@
 """The denoise loop: requests join and leave a running batch at step boundaries.
 
-A family (flux.py, sdxl.py) says how latents look and how its denoiser is called; the rest is here, and
-rows.py says what may be merged.
+A family (`families/`) says how latents look and how its denoiser is called; the rest is here, and rows.py says which
+requests share a forward.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
-from abc import ABC, abstractmethod
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Final
+from typing import Any, Final
 
 import numpy as np
 import torch
+from diffusers.utils.torch_utils import randn_tensor
 from torch import nn
 
 from deployments.engines.build import read_config
 from deployments.engines.diffusion.decoding import ImageDecoder
+from deployments.engines.diffusion.families import family_of
+from deployments.engines.diffusion.families.base import Family, ImageSize, Rows
 from deployments.engines.diffusion.rows import (
     DEFAULT_BOUNDS,
     BatchBounds,
     Part,
-    Rows,
     build_rows,
     grouped,
     guided,
@@ -34,119 +37,106 @@ from deployments.engines.diffusion.rows import (
 )
 from deployments.engines.diffusion.solver import SolverFactory
 from deployments.engines.diffusion.state import (
-    Branch,
     DenoiseState,
+    check_adapters,
     check_request,
     numeric_failure,
-    resolve_adapters,
-    unknown_adapter,
+    take_branches,
 )
 from deployments.engines.memory_limits import MemoryLimits, run_in_parts
 from deployments.engines.nn.lora import Pairs, applied_adapters, check_targets
 from deployments.engines.protocol import ComputationFailed, DiffusionRequest, EngineError
 from weights.adapters import LoraAdapter
 
-VAE_FAILED: Final = "the latents are finite, but the picture that the VAE made of them is not"
+VAE_FAILED: Final = "the latents are finite, but the image that the VAE made of them is not"
 
 logger = logging.getLogger(__name__)
 
 
-class DenoisePipeline(ABC):
-    """A model that turns text conditioning into pictures, step by step. One thread at a time."""
-
-    denoiser_name: ClassVar[str]  # the component that predicts noise: "transformer" or "unet"
+class DenoisePipeline:
+    """A model that turns text conditioning into images, step by step. One thread at a time."""
 
     def __init__(
         self,
+        family: Family,
         folder: Path,
         modules: Mapping[str, nn.Module],
         device: str | torch.device = "cpu",
         bounds: BatchBounds = DEFAULT_BOUNDS,
     ) -> None:
-        for name in (self.denoiser_name, "vae"):
+        for name in (family.denoiser_name, "vae"):
             if name not in modules:
                 raise EngineError(f"{folder}: module {name!r} is missing (given: {', '.join(modules) or 'none'})")
+        self.family = family
         self.model_index = read_config(folder / "model_index.json")
-        self.denoiser: Any = modules[self.denoiser_name]
+        self.denoiser: Any = modules[family.denoiser_name]
         self.device = torch.device(device)
         self._decoder = ImageDecoder(modules["vae"])
         self._solvers = SolverFactory(folder, self.model_index)
-        self._adapters: dict[str, Pairs] = {}
+        self._pairs: weakref.WeakKeyDictionary[LoraAdapter, Pairs] = weakref.WeakKeyDictionary()
         self._bounds = bounds
         self._memory = MemoryLimits()
-
-    # What a family says
-
-    @property
-    @abstractmethod
-    def size_multiple(self) -> int:
-        """Pixels that width and height must be multiples of."""
-
-    @abstractmethod
-    def _branches(
-        self, request: DiffusionRequest, conditioning: Mapping[str, torch.Tensor]
-    ) -> tuple[tuple[Branch, ...], float]:
-        """Text branches, and the scale of classifier-free guidance (1 without)."""
-
-    @abstractmethod
-    def _create_solver(self, request: DiffusionRequest, begin_index: int) -> Any:
-        """A fresh solver with the request's timesteps."""
-
-    @abstractmethod
-    def _initial_latents(
-        self, request: DiffusionRequest, solver: Any, dtype: torch.dtype, generator: torch.Generator
-    ) -> torch.Tensor:
-        """Noise (num_images, …), drawn as stock draws it in `dtype` and scaled as the solver begins."""
-
-    @abstractmethod
-    def _forward(self, rows: Rows, height: int, width: int) -> torch.Tensor:
-        """The denoiser's prediction, of the shape of `rows.latents`."""
-
-    @abstractmethod
-    def _latent_images(self, latents: torch.Tensor, height: int, width: int) -> torch.Tensor:
-        """Latents of states as the VAE takes them, (B, C, h, w), unscaled."""
-
-    # The loop
+        if reason := family.refusal(self.denoiser):
+            raise EngineError(f"{folder}: {reason}")
 
     @property
     def resumable(self) -> bool:
-        """Whether latents and a step index are all that a request needs to go on in another process."""
+        """Return whether latents and a step index are all that a request needs to go on in another process."""
         return self._solvers.stateless
 
     def start(
         self,
         request: DiffusionRequest,
         conditioning: Mapping[str, torch.Tensor],
+        adapters: Mapping[str, LoraAdapter] | None = None,
         *,
         resume_from: tuple[torch.Tensor, int] | None = None,
     ) -> DenoiseState:
-        """A request before its first step, or before step `resume_from[1]` with the latents `resume_from[0]`.
+        """Return a request before its first step, or before step `resume_from[1]` with the latents `resume_from[0]`.
 
-        `conditioning` is what `assemble_conditioning` gives. Raises EngineError for what cannot run.
+        `conditioning` is what the family's `assemble_conditioning` gives; `adapters` has those that the request names.
+        Raises EngineError for what cannot run.
         """
-        check_request(request, self.size_multiple)
-        adapters = resolve_adapters(request.adapters, self._adapters)
-        branches, cfg_scale = self._branches(request, conditioning)
+        family, size = self.family, self._size(request.height, request.width)
+        check_request(request, family.size_multiple(self._decoder.scale_factor))
+        known = adapters or {}
+        check_adapters(request.adapters, known)
+        # In one order, so that requests with the same set share a forward.
+        uses = sorted(request.adapters, key=lambda use: use.name)
+        pairs = tuple((self._fitted(known[use.name]), use.scale) for use in uses)
+        is_guided = family.uses_negative(request, "negative_prompt_embeds" in conditioning)
+        widths = family.text_widths(self.denoiser)
+        branches = take_branches(conditioning, widths, is_guided, self.device, self.denoiser.dtype)
         if resume_from is not None and not self.resumable:
             raise EngineError(f"{self.model_index['scheduler'][1]} keeps history: the request must start again")
         begin_index = resume_from[1] if resume_from else 0
-        solver = self._create_solver(request, begin_index)
+        schedule = family.schedule(request, self._solvers.config, size)
+        solver = self._solvers.create(self.device, begin_index, **schedule)
         generator = torch.Generator("cpu").manual_seed(request.seed)
-        # Stock draws in the text encoder's dtype; another dtype would be another picture.
-        noise = self._initial_latents(request, solver, conditioning["prompt_embeds"].dtype, generator)
-        latents = resume_from[0] if resume_from else noise
-        if latents.shape != noise.shape:
-            raise EngineError(f"latents have shape {tuple(latents.shape)}, expected {tuple(noise.shape)}")
+        shape = (
+            request.num_images,
+            family.latent_channels(self.denoiser.config),
+            size.latent_height,
+            size.latent_width,
+        )
+        # Stock draws in the text encoder's dtype; another dtype would be another image.
+        dtype = conditioning["prompt_embeds"].dtype
+        noise = randn_tensor(shape, generator=generator, device=self.device, dtype=dtype)
+        first = family.first_latents(noise, solver)
+        latents = resume_from[0] if resume_from else first
+        if latents.shape != first.shape:
+            raise EngineError(f"latents have shape {tuple(latents.shape)}, expected {tuple(first.shape)}")
         latents = latents.to(self.device, self.denoiser.dtype)
-        return DenoiseState(request, solver, latents, branches, cfg_scale, generator, begin_index, adapters)
+        cfg_scale = family.cfg_scale(request)
+        return DenoiseState(request, solver, latents, branches, cfg_scale, generator, begin_index, pairs)
 
-    def share_of_turn(self, state: DenoiseState) -> float:
-        """The part of a forward, as large as bounds and memory allow, that a step of the state takes; may exceed 1."""
+    def share_of_batch(self, state: DenoiseState) -> float:
+        """Return the part of a forward, as large as bounds and memory allow, that a step takes; may exceed 1."""
         most = min(self._memory.allowed(memory_kind(part)) for part in parts_of([state]))
         return state.num_rows / min(most, self._bounds.denoise_rows(state.request.height * state.request.width))
 
     def step(self, states: Sequence[DenoiseState]) -> None:
-        """One denoise step for each state. When a forward raises, no state has moved.
+        """Move each state on by one denoise step. When a forward raises, no state has moved.
 
         A state whose own solver raises keeps the reason as its `failure`, and the others move. Raises a state's
         failure when it is to step again, and EngineError when it has no steps left.
@@ -169,19 +159,19 @@ class DenoisePipeline(ABC):
                 self._advance(state, prediction)
 
     def decode(self, states: Sequence[DenoiseState]) -> list[np.ndarray | ComputationFailed]:
-        """Pictures per state, uint8 (num_images, H, W, 3), or why there are none. Finished or not.
+        """Return the images of each state, finished or not: uint8 (num_images, H, W, 3), or why there are none.
 
-        By one VAE call per size, as far as the bounds and memory allow.
+        One VAE call per size, as far as the bounds and memory allow.
         """
         outcomes: dict[int, np.ndarray | ComputationFailed] = {
             id(state): failure for state in states if (failure := numeric_failure(state)) is not None
         }
         for group in grouped([state for state in states if id(state) not in outcomes], image_size):
-            pictures, is_finite = self._decode_latents(torch.cat([state.latents for state in group]), group[0])
+            images, is_finite = self._decode_latents(torch.cat([state.latents for state in group]), group[0])
             first = 0
             for state in group:
                 rows = slice(first, first := first + len(state.latents))
-                outcomes[id(state)] = pictures[rows] if is_finite[rows].all() else ComputationFailed(VAE_FAILED)
+                outcomes[id(state)] = images[rows] if is_finite[rows].all() else ComputationFailed(VAE_FAILED)
         return [outcomes[id(state)] for state in states]
 
     def generate(
@@ -189,9 +179,10 @@ class DenoisePipeline(ABC):
         request: DiffusionRequest,
         conditioning: Mapping[str, torch.Tensor],
         on_step: Callable[[DenoiseState], None] | None = None,
+        adapters: Mapping[str, LoraAdapter] | None = None,
     ) -> np.ndarray:
-        """The whole loop for one request: uint8 (num_images, H, W, 3). `on_step` sees every new state."""
-        state = self.start(request, conditioning)
+        """Run the whole loop for one request: uint8 (num_images, H, W, 3). `on_step` sees every new state."""
+        state = self.start(request, conditioning, adapters)
         while not state.done:
             self.step([state])
             if on_step is not None:
@@ -199,38 +190,39 @@ class DenoisePipeline(ABC):
         return self.decode_alone(state)
 
     def decode_alone(self, state: DenoiseState) -> np.ndarray:
-        """As `decode`, for one state. Raises ComputationFailed."""
+        """Decode one state, as `decode` does. Raises ComputationFailed."""
         (outcome,) = self.decode([state])
         if isinstance(outcome, ComputationFailed):
             raise outcome
         return outcome
 
-    # Adapters
+    def _fitted(self, adapter: LoraAdapter) -> Pairs:
+        """Return the adapter's pairs in the denoiser's dtype and place; the same object for the same adapter.
 
-    @property
-    def adapters(self) -> tuple[str, ...]:
-        """Names that a request may use."""
-        return tuple(self._adapters)
-
-    def add_adapter(self, name: str, adapter: LoraAdapter) -> None:
-        """Makes `adapter` known as `name`. Raises EngineError when it does not fit the denoiser, or wants
-        to change another component: applying half of it would be another picture than stock's.
+        Raises EngineError when it does not fit the denoiser, or wants to change another component: half of it would be
+        another image than stock's.
         """
-        if name in self._adapters:
-            raise EngineError(f"adapter {name!r} is known already; drop it first")
-        foreign = sorted(set(adapter.components) - {self.denoiser_name})
-        if foreign:
-            raise EngineError(
-                f"{adapter.path}: changes {', '.join(foreign)}, only {self.denoiser_name!r} can be adapted"
-            )
-        check_targets(self.denoiser, adapter.components[self.denoiser_name])
-        self._adapters[name] = adapter.to(self.device, self.denoiser.dtype).components[self.denoiser_name]
+        pairs = self._pairs.get(adapter)
+        if pairs is None:
+            denoiser_name = self.family.denoiser_name
+            if foreign := sorted(set(adapter.components) - {denoiser_name}):
+                raise EngineError(
+                    f"{adapter.path}: changes {', '.join(foreign)}, only {denoiser_name!r} can be adapted"
+                )
+            check_targets(self.denoiser, adapter.components[denoiser_name])
+            pairs = adapter.to(self.device, self.denoiser.dtype).components[denoiser_name]
+            self._pairs[adapter] = pairs
+        return pairs
 
-    def drop_adapter(self, name: str) -> None:
-        """Forgets `name`; running states that use it keep it."""
-        if name not in self._adapters:
-            raise EngineError(unknown_adapter(name, self._adapters))
-        del self._adapters[name]
+    def _size(self, height: int, width: int) -> ImageSize:
+        scale = self._decoder.scale_factor
+        return ImageSize(height, width, height // scale, width // scale)
+
+    def _forward(self, rows: Rows, height: int, width: int) -> torch.Tensor:
+        return self.family.predict_noise(self.denoiser, rows, self._size(height, width))
+
+    def _latent_images(self, latents: torch.Tensor, height: int, width: int) -> torch.Tensor:
+        return self.family.latent_images(latents, self._size(height, width), self._decoder.vae.config)
 
     def _predict(self, group: Sequence[Part]) -> torch.Tensor:
         """The denoiser's prediction for all rows of the group, in as few forwards as bounds and memory allow."""
@@ -254,8 +246,8 @@ class DenoisePipeline(ABC):
             self._memory,
             ("decode", height, width),
         )
-        pictures, is_finite = zip(*parts, strict=True)
-        return np.concatenate(pictures), np.concatenate(is_finite)
+        images, is_finite = zip(*parts, strict=True)
+        return np.concatenate(images), np.concatenate(is_finite)
 
     def _advance(self, state: DenoiseState, prediction: torch.Tensor) -> None:
         options = self._solvers.step_options(state.generator)
@@ -269,3 +261,32 @@ class DenoisePipeline(ABC):
         state.latents = stepped[0]
         state.are_finite.append(state.latents.isfinite().all())
         state.step_index += 1
+
+
+def create_pipeline(
+    class_name: str,
+    folder: Path,
+    modules: Mapping[str, nn.Module],
+    *,
+    device: str | torch.device = "cpu",
+    bounds: BatchBounds = DEFAULT_BOUNDS,
+) -> DenoisePipeline:
+    """Return the denoise loop for a folder in diffusers' layout. `modules` has the denoiser and "vae", on `device`.
+
+    Text encoders live elsewhere. Raises EngineError for a class that no family knows.
+    """
+    return DenoisePipeline(family_of(class_name), folder, modules, device, bounds)
+
+
+def settings_hash(folder: Path) -> str:
+    """Return the identity of what a pipeline reads beside its modules: model_index.json and the solver's config.
+
+    Raises EngineError for a folder that has none.
+    """
+    digest = hashlib.sha256()
+    for file in (folder / "model_index.json", folder / "scheduler" / "scheduler_config.json"):
+        try:
+            digest.update(hashlib.sha256(file.read_bytes()).digest())
+        except OSError as error:
+            raise EngineError(f"{file}: {error.strerror or error}") from None
+    return digest.hexdigest()

@@ -16,7 +16,8 @@ from typing import Final, NamedTuple, TypeVar
 
 import torch
 
-from deployments.engines.diffusion.state import Branch, DenoiseState
+from deployments.engines.diffusion.families.base import Branch, Rows
+from deployments.engines.diffusion.state import DenoiseState
 
 T = TypeVar("T")
 
@@ -26,28 +27,6 @@ class Part(NamedTuple):
 
     state: DenoiseState
     branch: Branch
-
-
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """Input of one merged forward.
-
-    Latents (B, …), timesteps (B,), prompts (B, L, D), pooled (B, P), and each row's `guidance_scale` (B,).
-    """
-
-    latents: torch.Tensor
-    timesteps: torch.Tensor
-    prompts: torch.Tensor
-    pooled: torch.Tensor
-    guidance: torch.Tensor
-
-    def __len__(self) -> int:
-        return len(self.latents)
-
-    def part(self, start: int, stop: int) -> Rows:
-        """Rows `start` to `stop`, as views."""
-        tensors = (self.latents, self.timesteps, self.prompts, self.pooled, self.guidance)
-        return Rows(*(tensor[start:stop] for tensor in tensors))
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,16 +84,18 @@ def grouped(things: Sequence[T], key: Callable[[T], Hashable]) -> list[list[T]]:
 
 def build_rows(group: Sequence[Part]) -> Rows:
     """Rows in the order part, image."""
-    latents, timesteps, prompts, pooled, guidance = [], [], [], [], []
+    latents, timesteps, prompts, guidance, pooled = [], [], [], [], []
     for state, branch in group:
         scaled = _model_input(state)
         count = len(scaled)
         latents.append(scaled)
         timesteps.append(state.timestep.expand(count))
         prompts.append(branch.prompt.expand(count, -1, -1))
-        pooled.append(branch.pooled.expand(count, -1))
         guidance.append(torch.full([count], state.request.guidance_scale, device=scaled.device))
-    return Rows(*(torch.cat(parts) for parts in (latents, timesteps, prompts, pooled, guidance)))
+        if branch.pooled is not None:
+            pooled.append(branch.pooled.expand(count, -1))
+    all_pooled = torch.cat(pooled) if pooled else None
+    return Rows(torch.cat(latents), torch.cat(timesteps), torch.cat(prompts), torch.cat(guidance), all_pooled)
 
 
 def split_rows(noise: torch.Tensor, group: Sequence[Part]) -> Sequence[torch.Tensor]:

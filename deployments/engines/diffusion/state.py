@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from deployments.engines.diffusion.families.base import Branch
 from deployments.engines.nn.lora import Pairs
 from deployments.engines.protocol import AdapterUse, ComputationFailed, DiffusionRequest, EngineError
 
@@ -18,14 +19,6 @@ MAX_IMAGES = 32
 SEEDS = range(-(2**63), 2**64)  # what torch.Generator.manual_seed takes
 
 
-@dataclass(frozen=True, slots=True)
-class Branch:
-    """One text condition of a request, (1, L, D) and (1, P), on the denoiser's device and in its dtype."""
-
-    prompt: torch.Tensor
-    pooled: torch.Tensor
-
-
 @dataclass(slots=True)
 class DenoiseState:
     """A request on its way. `latents` (num_images, …) are the family's own: packed patches or a latent image.
@@ -33,7 +26,7 @@ class DenoiseState:
     `branches` is (prompt,) or, under classifier-free guidance, (negative, prompt), and `cfg_scale` its
     weight. The solver is this request's alone, since it counts its own steps. `adapters` are weights with
     their strength. `are_finite` has a flag for every step done here, on the device: reading one would make the
-    device wait, so that is left until the pictures are wanted. A state with a `failure` takes no more steps.
+    device wait, so that is left until the images are wanted. A state with a `failure` takes no more steps.
     """
 
     request: DiffusionRequest
@@ -49,7 +42,7 @@ class DenoiseState:
 
     @property
     def num_steps(self) -> int:
-        """Forwards in all; second-order solvers take more of them than `num_inference_steps`."""
+        """Return the number of forwards in all; second-order solvers take more of them than `num_inference_steps`."""
         return len(self.solver.timesteps)
 
     @property
@@ -62,17 +55,17 @@ class DenoiseState:
 
     @property
     def num_rows(self) -> int:
-        """Rows of a forward that one step takes."""
+        """Return the rows of a forward that one step takes."""
         return self.request.num_images * len(self.branches)
 
     @property
     def timestep(self) -> torch.Tensor:
-        """The solver's current timestep, a scalar tensor."""
+        """Return the solver's current timestep, a scalar tensor."""
         return self.solver.timesteps[self.step_index]
 
 
 def check_request(request: DiffusionRequest, size_multiple: int) -> None:
-    """Raises EngineError for a request that no pipeline with sides of `size_multiple` pixels can run."""
+    """Raise EngineError for a request that no pipeline with sides of `size_multiple` pixels can run."""
     for name, side in (("width", request.width), ("height", request.height)):
         _check_count(name, side, MAX_SIDE_PX)
         if side % size_multiple:
@@ -88,7 +81,7 @@ def check_request(request: DiffusionRequest, size_multiple: int) -> None:
 
 
 def numeric_failure(state: DenoiseState) -> ComputationFailed | None:
-    """Why its latents are no picture: the first step after which they were not finite. Waits for the device."""
+    """Return why its latents are no image: the first step after which they were not finite. Waits for the device."""
     flags: list[bool] = torch.stack(state.are_finite).tolist() if state.are_finite else []
     if all(flags):
         return None
@@ -96,41 +89,38 @@ def numeric_failure(state: DenoiseState) -> ComputationFailed | None:
     return ComputationFailed(f"the latents are not finite from step {step} of {state.num_steps} on")
 
 
-def resolve_adapters(uses: Sequence[AdapterUse], known: Mapping[str, Pairs]) -> tuple[tuple[Pairs, float], ...]:
-    """Weights and strengths, ordered so that requests with the same set merge. Raises EngineError."""
+def check_adapters(uses: Sequence[AdapterUse], known: Mapping[str, object]) -> None:
+    """Raise EngineError for an adapter that is unknown, named twice, or of a strength that is no number."""
     names = [use.name for use in uses]
     for use in uses:
         if use.name not in known:
-            raise EngineError(unknown_adapter(use.name, known))
+            raise EngineError(f"unknown adapter {use.name!r} (known: {', '.join(sorted(known)) or 'none'})")
         if not math.isfinite(use.scale):
             raise EngineError(f"adapter {use.name!r}: scale {use.scale!r}, expected a finite number")
         if names.count(use.name) > 1:
             raise EngineError(f"adapter {use.name!r} is named {names.count(use.name)} times, expected once")
-    return tuple((known[use.name], use.scale) for use in sorted(uses, key=lambda use: use.name))
-
-
-def unknown_adapter(name: str, known: Mapping[str, object]) -> str:
-    """What to say about an adapter that nobody added."""
-    return f"unknown adapter {name!r} (known: {', '.join(sorted(known)) or 'none'})"
 
 
 def take_branches(
     conditioning: Mapping[str, torch.Tensor],
-    widths: tuple[int, int],
+    widths: tuple[int, int | None],
     guided: bool,
     device: torch.device,
     dtype: torch.dtype,
 ) -> tuple[Branch, ...]:
-    """(prompt,) or, when `guided`, (negative, prompt). `widths` is the model's (D, P).
+    """Return (prompt,) or, when `guided`, (negative, prompt). The two may differ in length.
 
-    Raises EngineError for tensors that are missing or of another shape. The two may differ in length.
+    `widths` is the model's (D, P); P is None for a model without pooled text. Raises EngineError for tensors that are
+    missing or of another shape.
     """
     prefixes = ("negative_", "") if guided else ("",)
     branches = []
     for prefix in prefixes:
         prompt = _conditioning(conditioning, prefix + "prompt_embeds", (1, None, widths[0]))
-        pooled = _conditioning(conditioning, prefix + "pooled_prompt_embeds", (1, widths[1]))
-        branches.append(Branch(prompt.to(device, dtype), pooled.to(device, dtype)))
+        pooled = None
+        if widths[1] is not None:
+            pooled = _conditioning(conditioning, prefix + "pooled_prompt_embeds", (1, widths[1])).to(device, dtype)
+        branches.append(Branch(prompt.to(device, dtype), pooled))
     return tuple(branches)
 
 

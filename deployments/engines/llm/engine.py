@@ -18,7 +18,7 @@ from deployments.engines.llm.sampler import sample
 from deployments.engines.llm.scheduler import Chunk, Scheduler
 from deployments.engines.llm.tokenizer import encode_chat, encode_text, load_eos_token_ids, load_tokenizer
 from deployments.engines.memory_limits import MemoryLimits, run_in_parts
-from deployments.engines.protocol import EngineError, TextDelta, TextRequest
+from deployments.engines.protocol import ComputationFailed, EngineError, TextDelta, TextRequest
 
 logger = logging.getLogger(__name__)
 
@@ -34,9 +34,8 @@ class LLMEngine:
     choice between two tokens that are nearly as good may fall otherwise in other company.
 
     When the model fails in a step, the step's sequences run again one by one; when it runs out of memory, in smaller
-    forwards, from then on. Those that fail alone, or whose logits are not finite, end with finish reason "abort",
-    their blocks are freed, and `failures` holds the reason until the next step; the others go on as if nothing had
-    been.
+    forwards, from then on. Those that fail alone, or whose logits are not finite, leave: their blocks are freed, and
+    `failures` holds the reason until the next step. The others go on as if nothing had been.
     """
 
     def __init__(
@@ -200,18 +199,27 @@ class LLMEngine:
                 self._scheduler.complete(chunk, token_id)
                 if token_id is None:
                     continue
-            deltas.append(self._delta(state, token_id))
-            if deltas[-1].finish_reason is not None:
-                self.abort(request_id)
+                if (delta := self._delta(state, token_id)) is not None:
+                    deltas.append(delta)
+                    if delta.is_last:
+                        self.abort(request_id)
+            if request_id in self.failures:
+                self._give_up(state)
         return deltas
 
-    def _delta(self, state: RequestState, token_id: int | None) -> TextDelta:
-        """What a request says of its step. One whose text cannot be made of its tokens fails by itself, too."""
-        request_id = state.sequence.request_id
-        if request_id not in self.failures and token_id is not None:
-            try:
-                return state.advance(token_id)
-            except Exception as error:
-                logger.exception("request %r ends: its text failed", request_id)
-                self.failures[request_id] = error.with_traceback(None)
-        return state.delta("", (), "abort")
+    def _delta(self, state: RequestState, token_id: int) -> TextDelta | None:
+        """Return what the token adds to the request's text, or None when no text can be made of its tokens."""
+        try:
+            return state.advance(token_id)
+        except Exception as error:
+            request_id = state.sequence.request_id
+            logger.exception("request %r ends: its text failed", request_id)
+            self.failures[request_id] = error.with_traceback(None)
+            return None
+
+    def _give_up(self, state: RequestState) -> None:
+        """Drop a request that failed, and say of its failure how far it came."""
+        request_id, num_tokens = state.sequence.request_id, state.sequence.num_completion_tokens
+        reason = self.failures[request_id]
+        self.failures[request_id] = ComputationFailed(f"the model failed after {num_tokens} tokens: {reason}")
+        self.abort(request_id)

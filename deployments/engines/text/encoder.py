@@ -14,12 +14,12 @@ from torch import nn
 
 from configs.model import TextPadding
 from deployments.engines.memory_limits import MemoryLimits, run_in_parts
-from deployments.engines.protocol import ComputationFailed, EngineError
+from deployments.engines.protocol import ComputationFailed, EngineError, check_choice
 from deployments.engines.text.forward_plan import DEFAULT_LIMITS, ForwardLimits, plan_forwards
 from deployments.engines.text.forwards import PER_TOKEN, family_of, filler_id
 from deployments.engines.text.padding_counts import EncodeCounter
 from deployments.engines.text.pooling import Pooling
-from deployments.engines.text.tokens import TextTokenizer, TokenizedText, check_rule
+from deployments.engines.text.tokens import TextTokenizer, TokenizedText
 
 Outputs = Mapping[str, torch.Tensor]
 
@@ -94,7 +94,7 @@ class TextEncoder:
         "stock" is what diffusers' pipelines do: CLIP and T5 attend to padding up to `max_length`. "trimmed", and every
         embedding, is the tokens alone.
         """
-        check_rule("padding", padding, TextPadding)
+        check_choice("padding", padding, TextPadding)
         found = self._tokenizer.tokenize(texts, max_length)
         return [self._as_asked(text, max_length, padding, as_embedding) for text in found]
 

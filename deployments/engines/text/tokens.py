@@ -6,7 +6,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, get_args
+from typing import Any
 
 from deployments.engines.protocol import EngineError
 
@@ -105,9 +105,3 @@ class TextTokenizer:
         with self._lock:
             rows = self._tokenizer(list(texts), verbose=False, **options)["input_ids"]
         return [tuple(ids) for ids in rows]
-
-
-def check_rule(name: str, value: str, rule: Any) -> None:
-    """Raises EngineError for a value that the Literal type `rule` does not have."""
-    if value not in get_args(rule):
-        raise EngineError(f"{name} {value!r}: expected one of {', '.join(get_args(rule))}")

@@ -6,14 +6,15 @@ import asyncio
 import contextlib
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, ParamSpec, TypeVar
 
 from ray.exceptions import RayActorError
 
 from cluster.errors import ClusterError, ModelUnknown, RegistrationConflict, RegistrationRefused
 from cluster.errors import ModelUnavailable as NotInStore
+from cluster.registry.actor import Method, WeightRegistry
 from cluster.registry.directory import Entry
-from cluster.registry.watching import DirectoryWatch
+from cluster.registry.snapshot import RegistrySnapshot
 from configs.merging import MergeConfig
 from deployments.errors import (
     Conflict,
@@ -36,6 +37,9 @@ PREFETCH_TIMEOUT_S: Final = 120.0
 HEAR_S: Final = 2.0
 HEAR_PAUSE_S: Final = 0.005
 DEFAULT_MERGING: Final = MergeConfig()
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +64,11 @@ class Operations:
     """`encoder` and `worker` are deployment handles. `merging` is the config's, of the text encoders."""
 
     def __init__(
-        self, name: str, watch: DirectoryWatch, encoder: Any, worker: Any, merging: MergeConfig = DEFAULT_MERGING
+        self, name: str, snapshot: RegistrySnapshot, encoder: Any, worker: Any, merging: MergeConfig = DEFAULT_MERGING
     ) -> None:
         self._name = name
-        self._watch = watch
-        self._catalog = Catalog(watch)
+        self._snapshot = snapshot
+        self._catalog = Catalog(snapshot)
         self._encoder = encoder
         self._worker = worker
         self._merging = merging
@@ -75,30 +79,30 @@ class Operations:
         A new model that is unusable leaves nothing behind; an update that is leaves the version before.
         """
         is_new = entry.id not in {record.id for record in await self._catalog.records()}
-        record = await self._ask("register", entry, wait)
+        record = await self._call_registry(WeightRegistry.register, entry, wait)
         if wait and record.error:
             if is_new:
-                await self._ask("unregister", entry.id)
+                await self._call_registry(WeightRegistry.unregister, entry.id)
             raise Unprocessable(f"{entry.id}: {record.error}", "path")
         return Registered(card_of(record), is_new)
 
     async def unregister(self, model: str, *, purge: bool) -> tuple[str, ...]:
         """The adapters that have no base left. Raises UnknownModel, or Conflict for a model of the cluster config."""
-        removed = await self._ask("unregister", model, purge)
+        orphans = await self._call_registry(WeightRegistry.unregister, model, purge)
         await self._in_replicas("unpin", model, DESCRIBE_TIMEOUT_S)
-        return tuple(removed.orphans)
+        return orphans
 
     async def prefetch(self, model: str, tier: Tier) -> dict[str, Any]:
         """Bring the model nearer, into room that nothing needs. What went wrong by node, and by replica."""
-        nodes = await self._ask("prefetch", model)
-        await self._ask("want", model)
+        nodes = await self._call_registry(WeightRegistry.prefetch, model)
+        await self._call_registry(WeightRegistry.want, model)
         await self._heard(model, "ready")
         answer = {"model": model, "tier": tier, "nodes": nodes}
         return answer if tier == "host" else answer | await self._in_replicas("prefetch", model, PREFETCH_TIMEOUT_S)
 
     async def pin(self, model: str, *, pinned: bool) -> dict[str, Any]:
         """Keep the model where it is resident, on nodes and in replicas, or no longer."""
-        nodes = await self._ask("pin", model, pinned)
+        nodes = await self._call_registry(WeightRegistry.pin, model, pinned)
         replicas = await self._in_replicas("pin" if pinned else "unpin", model, DESCRIBE_TIMEOUT_S)
         return {"model": model, "pinned": pinned, "nodes": nodes, **replicas}
 
@@ -113,7 +117,7 @@ class Operations:
         stays = sorted({name for answer in (*workers, *encoders) if isinstance(answer, list) for name in answer})
         if stays:
             raise Conflict(f"model {model!r}: running requests or pins hold {', '.join(stays)}", "model")
-        if holders := await self._ask("evict", model):
+        if holders := await self._call_registry(WeightRegistry.evict, model):
             raise Conflict(f"model {model!r}: its weights are held by {', '.join(holders)}", "model")
         await self._heard(model, "unloaded")
         return {"model": model, "workers": _problems(workers), "text_encoders": _problems(encoders)}
@@ -121,7 +125,7 @@ class Operations:
     async def merging(self) -> MergeConfig:
         """What text encoders merge requests by: the config's, unless it was changed since."""
         try:
-            changed: MergeConfig | None = await self._watch.ask("encoder_merging")
+            changed = await self._snapshot.call_registry(WeightRegistry.encoder_merging)
         except RayActorError:  # with the registry the change is forgotten, too
             return self._merging
         return changed or self._merging
@@ -131,7 +135,7 @@ class Operations:
 
         Those that start later begin with it as well, for as long as the registry lives; then with the config's.
         """
-        await self._ask("set_encoder_merging", merging)
+        await self._call_registry(WeightRegistry.set_encoder_merging, merging)
         problems = _problems(await _of_all(self._encoder, "retune", merging))
         return {"merging": merging.model_dump(mode="json"), "text_encoders": problems}
 
@@ -148,7 +152,7 @@ class Operations:
         """The copy of the directory here follows in milliseconds; whoever asks next should not see the old state."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(HEAR_S):
-                while (record := self._watch.record(model)) and record.state in ("ready", "unloaded"):
+                while (record := self._snapshot.find_model(model)) and record.state in ("ready", "unloaded"):
                     if record.state == state:
                         return
                     await asyncio.sleep(HEAR_PAUSE_S)
@@ -193,15 +197,16 @@ class Operations:
     async def _residency(self, models: list[str], page: Page) -> dict[str, Any]:
         try:
             async with asyncio.timeout(DESCRIBE_TIMEOUT_S):
-                residency: dict[str, Any] = await self._watch.ask("residency", models, page.node_offset, page.max_nodes)
-                return residency
+                return await self._snapshot.call_registry(
+                    WeightRegistry.residency, models, page.node_offset, page.max_nodes
+                )
         except (RayActorError, TimeoutError) as error:
             return {"registry": {"unreachable": _text(error)}, "num_nodes": 0, "nodes": [], "models": {}}
 
-    async def _ask(self, method: str, *arguments: Any) -> Any:
-        """A call of the registry, with its errors in the service's own terms."""
+    async def _call_registry(self, method: Method[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Call the registry, and raise its errors in the service's own terms."""
         try:
-            return await self._watch.ask(method, *arguments)
+            return await self._snapshot.call_registry(method, *args, **kwargs)
         except ModelUnknown as error:
             raise UnknownModel(str(error), "model") from None
         except RegistrationConflict as error:

@@ -31,9 +31,9 @@ from weights.loader import load_from_store
 from weights.maintenance import gc, remove_model
 from weights.manifest import EXTENT_ALIGNMENT, TENSOR_ALIGNMENT, Component, ExtentRef, Layout, Manifest, TensorRef
 from weights.reading.extents import read_extent
-from weights.storage.checking import SharedExtents
 from weights.storage.hashing import hash_tensors
 from weights.storage.meta import StoreMeta
+from weights.storage.sharing import SharedExtents
 from weights.store import WeightStore
 from weights.torch_dtypes import TORCH_DTYPES
 from weights.verification import verify
@@ -458,7 +458,7 @@ def test_a_cast_inline_is_stock_safetensors(store: WeightStore, write_model) -> 
 def test_inline_extents_stay_under_the_limit_and_aligned(
     store: WeightStore, write_model, monkeypatch: pytest.MonkeyPatch, limit: int
 ) -> None:
-    monkeypatch.setattr("weights.storage.inline.MAX_EXTENT_BYTES", limit)
+    monkeypatch.setattr("weights.storage.packs.MAX_EXTENT_BYTES", limit)
     source = write_model("m", random_tensors())
     manifest = externalize(store, "m", source, layout="inline")
     for extent in manifest.extents.values():
@@ -612,7 +612,7 @@ def test_what_is_shared_is_read_once_and_without_the_lock(
         read.append(extent.id)
         return read_extent(packs, extent)
 
-    monkeypatch.setattr("weights.storage.checking.read_extent", watch)
+    monkeypatch.setattr("weights.storage.sharing.read_extent", watch)
     wanted = {name: tensors[name] for name in ("t1", "t2", "t5")}
     new = externalize(store, "new", write_model("new", wanted | {"own": torch.rand(400)}))
     assert len(read) == 3

@@ -13,8 +13,7 @@ import torch
 from weights.errors import WeightsError
 from weights.externalize import externalize
 from weights.loader import attach, load_model
-from weights.loading.loaded_files import LoadedFiles
-from weights.loading.placement import windows
+from weights.loading.placement import LoadedFiles, windows
 from weights.manifest import Component, ExtentRef, Manifest, TensorRef
 from weights.provider import LocalExtents
 from weights.store import WeightStore

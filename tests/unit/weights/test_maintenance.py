@@ -16,8 +16,8 @@ from weights.layouts import convert
 from weights.loader import load_from_store
 from weights.maintenance import gc, remove_model
 from weights.manifest import Layout
+from weights.storage.durable import allocated_bytes
 from weights.storage.meta import StoreMeta
-from weights.storage.punching import allocated_bytes
 from weights.store import WeightStore
 from weights.verification import verify
 

@@ -14,8 +14,8 @@ import torch
 from weights.errors import StoreError
 from weights.externalize import externalize
 from weights.loader import load_from_store
+from weights.storage.staging import _resolve_weight_dir, opened_weight_dir
 from weights.store import WeightStore
-from weights.workdir import opened_weight_dir, resolve_weight_dir
 
 CWD = Path("/somewhere")
 
@@ -33,13 +33,13 @@ CWD = Path("/somewhere")
 )
 def test_the_rule(weight_dir: str | None, environ: dict[str, str], expected: str) -> None:
     given = Path(weight_dir) if weight_dir else None
-    assert resolve_weight_dir(given, environ, CWD, 7, "s-1") == Path(expected)
+    assert _resolve_weight_dir(given, environ, CWD, 7, "s-1") == Path(expected)
 
 
 @pytest.mark.parametrize("session", ["", "../x", "a/b", "a\0", "a b", "x" * 65])
 def test_a_session_is_a_plain_name(session: str) -> None:
     with pytest.raises(StoreError, match="session"):
-        resolve_weight_dir(None, {}, CWD, 7, session)
+        _resolve_weight_dir(None, {}, CWD, 7, session)
 
 
 def test_a_temporary_folder_vanishes_with_its_session(tmp_path: Path) -> None:
@@ -78,7 +78,7 @@ KILLED = """
 import os, sys
 from pathlib import Path
 from weights.store import WeightStore
-from weights.workdir import opened_weight_dir
+from weights.storage.staging import opened_weight_dir
 given = Path(sys.argv[1]) if sys.argv[1] else None
 with opened_weight_dir(given, os.environ, Path.cwd(), os.getpid(), "s") as folder:
     with WeightStore(folder / "unused").staged("pack", folder) as pack:

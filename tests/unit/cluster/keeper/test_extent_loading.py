@@ -17,10 +17,10 @@ import pytest
 import xxhash
 
 from cluster.keeper.extent_loading import ExtentLoader, Writing
-from cluster.peers.extent_sources import PATIENCE_S, Fetched, PeerOffer, PeerShare
-from cluster.peers.fetch_queue import Located, Question
-from cluster.peers.peer_client import FetchFailed
-from cluster.peers.peer_protocol import PeerAddress
+from cluster.peers.client import FetchFailed
+from cluster.peers.messages import Located, Question
+from cluster.peers.protocol import PeerAddress
+from cluster.peers.sources import PATIENCE_S, Fetched, PeerOffer, PeerShare
 from weights.errors import BudgetExceeded, ExtentCorrupt
 from weights.manifest import ExtentRef
 from weights.memory.host_pool import HostBufferPool
@@ -79,7 +79,9 @@ class FakePeers:
             return Located(claimed=(question.insist,))
         return self.located.pop(0) if len(self.located) > 1 else self.located[0]
 
-    def fetch(self, addresses: Sequence[PeerAddress], extent: ExtentRef, out: Any, *, min_gbps: float) -> Fetched:
+    def fetch_extent(
+        self, addresses: Sequence[PeerAddress], extent: ExtentRef, out: Any, *, min_gbps: float
+    ) -> Fetched:
         self.fetched.append(tuple(addresses))
         if self.errors:
             raise self.errors.pop(0)

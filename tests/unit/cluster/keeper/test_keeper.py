@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ClassVar
@@ -27,14 +27,13 @@ from cluster.keeper.actor import NodeKeeper
 from cluster.keeper.holder_watch import HolderProcess
 from cluster.keeper.ray_extents import RayExtents
 from cluster.keeper.records import HeldOffer
-from cluster.peers.fetch_queue import Located, Question
-from cluster.peers.peer_protocol import PeerAddress
-from cluster.registry.residency_map import ExtentDirectory
+from cluster.peers.link import RegistryClient
+from cluster.peers.messages import Located, Question, ResidencyReport
+from cluster.registry.residency import ResidencyMap
 from weights.errors import BudgetExceeded, ExtentCorrupt, WeightsError
 from weights.manifest import ExtentRef
 from weights.reading.extents import ExtentReader
 from weights.reading.report import StageClock
-from weights.residency.claims import LoadingClaims
 
 WAIT_S = 10
 
@@ -686,12 +685,11 @@ def test_pins_are_what_was_told_last(keeper, extents) -> None:
     assert resident(node) == "bd"
 
 
-class SharedDirectory:
+class SharedRegistry(RegistryClient):
     """The registry, shared by keepers of one process."""
 
     def __init__(self) -> None:
-        self._claims = LoadingClaims(time.monotonic)
-        self.held = ExtentDirectory(self._claims, time.monotonic, random.Random())
+        self.held = ResidencyMap(time.monotonic, random.Random())
         self._lock = threading.Lock()
         self._secret = os.urandom(32)
 
@@ -702,14 +700,9 @@ class SharedDirectory:
         with self._lock:
             return self.held.locate(node_id, question, load)
 
-    def renew_claims(self, node_id: str, ids: Sequence[str]) -> None:
+    def report_residency(self, node_id: str, report: ResidencyReport) -> None:
         with self._lock:
-            self._claims.renew(ids, node_id)
-
-    def report_residency(self, node_id: str, address: str, added: Any, removed: Any, full: bool, load: int) -> None:
-        host, _, port = address.rpartition(":")
-        with self._lock:
-            self.held.report(node_id, PeerAddress(host, int(port)), added, removed, full=full, load=load)
+            self.held.report_residency(node_id, report)
 
     def holders(self, id_: str) -> list[str]:
         found = self.locate("nobody", Question((id_,), 0), 0).offers.get(id_, ())
@@ -717,7 +710,7 @@ class SharedDirectory:
 
 
 def test_a_second_node_takes_extents_from_the_first(tmp_path: Path, extents, reads: Reads) -> None:
-    directory = SharedDirectory()
+    directory = SharedRegistry()
     nodes = [
         NodeKeeper(str(tmp_path), 1000, name, store=FakeStore(), directory=directory, audit_bytes_per_s=0)
         for name in ("first", "second")
@@ -748,8 +741,8 @@ def test_nodes_that_load_together_read_storage_once(
     tmp_path: Path, extents, reads: Reads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Of 100 bytes, times say nothing of bandwidth: storage that happens to look faster is not read by all.
-    monkeypatch.setattr("cluster.peers.extent_sources.STORAGE_MARGIN", math.inf)
-    directory = SharedDirectory()
+    monkeypatch.setattr("cluster.peers.sources.STORAGE_MARGIN", math.inf)
+    directory = SharedRegistry()
     nodes = [
         NodeKeeper(str(tmp_path), 1000, f"n{index}", store=FakeStore(), directory=directory, audit_bytes_per_s=0)
         for index in range(6)

@@ -1,7 +1,7 @@
 """A cluster of nodes that load a model at once, under a virtual clock.
 
 Only links, storage and time are simulated. What is decided is decided by the product's own code: each node has a
-FetchQueue, its server's TransferSlots; all share one ExtentDirectory with its LoadingClaims.
+FetchQueue, its server's TransferSlots; all share one ResidencyMap.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from cluster.keeper.extent_loading import MAX_CLAIMS
-from cluster.peers.extent_sources import Fetched, PeerShare
+from cluster.peers.client import GRACE_S, MIN_GBPS
 from cluster.peers.fetch_queue import Ask, Fetch, FetchQueue, Read
-from cluster.peers.peer_client import GRACE_S, MIN_GBPS
-from cluster.peers.peer_protocol import PeerAddress
-from cluster.peers.transfer_slots import LINGER_S, MAX_TRANSFERS, TransferSlots
-from cluster.registry.residency_map import ExtentDirectory
-from weights.residency.claims import RENEW_S, LoadingClaims
+from cluster.peers.messages import RENEW_S, ResidencyReport
+from cluster.peers.protocol import MAX_TRANSFERS, PeerAddress
+from cluster.peers.server import LINGER_S, TransferSlots
+from cluster.peers.sources import Fetched, PeerShare
+from cluster.registry.residency import ResidencyMap
 
 MIB = 2**20
 QUESTION_S = 0.002  # there and back to the registry
@@ -89,8 +89,7 @@ class SimulatedStart:
         self.reading: dict[Flow, None] = {}
         self.storage_bytes = self.num_questions = self.num_located = self.num_refused = 0
         clock = lambda: self.now_s  # noqa: E731
-        self.claims = LoadingClaims(clock)
-        self.directory = ExtentDirectory(self.claims, clock, self.chance)
+        self.directory = ResidencyMap(clock, self.chance)
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
         self.nodes: dict[PeerAddress, Node] = {}
@@ -100,7 +99,7 @@ class SimulatedStart:
             slots = TransferSlots(max_transfers, LINGER_S, clock)
             link = link_gbps * 1e9
             self.nodes[address] = Node(f"n{index}", address, queue, slots, link, link, float("inf"), num_threads)
-            self.directory.report(f"n{index}", address, [], [], full=True)
+            self.directory.report_residency(f"n{index}", ResidencyReport(address, [], [], is_full=True))
 
     @property
     def model_bytes(self) -> int:
@@ -149,7 +148,7 @@ class SimulatedStart:
 
     def _pump(self, node: Node) -> None:
         while node.is_alive and node.num_idle and len(node.has) < node.wanted:
-            step = node.queue.next(self.now_s)
+            step = node.queue.next_step(self.now_s)
             match step:
                 case Fetch():
                     node.num_idle -= 1
@@ -183,7 +182,9 @@ class SimulatedStart:
 
     def _renew(self, flow: Flow) -> None:
         if flow in self.reading:
-            self.claims.renew([flow.id], flow.target.id)
+            node = flow.target
+            report = ResidencyReport(node.address, load=node.slots.num_active, reading=[flow.id])
+            self.directory.report_residency(node.id, report)
             self.at(self.now_s + RENEW_S, lambda: self._renew(flow))
 
     def _fetch(self, flow: Flow) -> None:
@@ -194,7 +195,7 @@ class SimulatedStart:
             number = next(self._order)
             if not source.is_alive or flow.id not in source.has:
                 flow.tried.failed.append(address)
-            elif not source.slots.begin(number, self.extent_bytes):
+            elif not source.slots.begin_range(number, self.extent_bytes):
                 flow.tried.busy.append(address)
                 self.num_refused += 1
             else:
@@ -238,7 +239,7 @@ class SimulatedStart:
         del flow.target.into[flow]
         del (flow.source.out if flow.source else self.reading)[flow]
         if flow.source:
-            flow.source.slots.end(flow.number, 0 if flow.left_bytes > 1 else self.extent_bytes)
+            flow.source.slots.end_range(flow.number, 0 if flow.left_bytes > 1 else self.extent_bytes)
         self._change_rates(flow)
 
     def _change_rates(self, flow: Flow) -> None:
@@ -280,4 +281,4 @@ class SimulatedStart:
 
     def _report(self, node: Node, id_: str) -> None:
         if node.is_alive:
-            self.directory.report(node.id, node.address, [id_], [], full=False, load=node.slots.num_active)
+            self.directory.report_residency(node.id, ResidencyReport(node.address, [id_], load=node.slots.num_active))

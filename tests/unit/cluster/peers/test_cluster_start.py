@@ -11,7 +11,7 @@ import math
 import pytest
 from unit.cluster.peers.simulated_start import Flow, SimulatedStart
 
-from cluster.peers.extent_sources import MAX_WAIT_S
+from cluster.peers.sources import MAX_WAIT_S
 from weights.residency.claims import CLAIM_S, SLOW_S
 
 MAX_STORAGE_RATIO = 1.05

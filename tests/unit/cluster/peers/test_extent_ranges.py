@@ -10,13 +10,13 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import xxhash
 
-from cluster.peers.extent_ranges import ExtentRange, ExtentRanges
+from cluster.peers.client import ExtentRange, ExtentRanges
 
 WAIT_S = 10
 
 
 def take_all(ranges: ExtentRanges, count: int) -> list[ExtentRange]:
-    parts = [part for part in (ranges.take() for _ in range(count)) if part]
+    parts = [part for part in (ranges.take_range() for _ in range(count)) if part]
     assert len(parts) == count
     return parts
 
@@ -36,23 +36,23 @@ def test_the_checksum_does_not_depend_on_who_comes_first(seed: int) -> None:
     parts = take_all(ranges, 79)
     random.Random(seed).shuffle(parts)
     with ThreadPoolExecutor(4) as threads:
-        list(threads.map(ranges.arrived, parts))
+        list(threads.map(ranges.mark_arrived, parts))
     assert (ranges.missing_bytes, ranges.num_missing) == (0, 0)
     assert ranges.checksum() == xxhash.xxh3_128_hexdigest(bytes(data))
-    assert ranges.take() is None
+    assert ranges.take_range() is None
 
 
 def test_who_finds_nothing_to_do_waits_for_what_another_gives_back() -> None:
     ranges = ExtentRanges(memoryview(bytearray(20)), 10)
     first, last = take_all(ranges, 2)
     with ThreadPoolExecutor(1) as threads:
-        taking = threads.submit(ranges.take)
-        ranges.arrived(first)
+        taking = threads.submit(ranges.take_range)
+        ranges.mark_arrived(first)
         assert not taking.done()
-        ranges.give_back(last)
+        ranges.return_range(last)
         assert taking.result(WAIT_S) == last
-        waiting = threads.submit(ranges.take)
-        ranges.arrived(last)
+        waiting = threads.submit(ranges.take_range)
+        ranges.mark_arrived(last)
         assert waiting.result(WAIT_S) is None
 
 
@@ -66,13 +66,13 @@ def test_one_hashes_while_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> N
             assert gate.wait(WAIT_S)
             hashed.append(view.tobytes())
 
-    monkeypatch.setattr("cluster.peers.extent_ranges.xxhash.xxh3_128", SlowDigest)
+    monkeypatch.setattr("cluster.peers.client.xxhash.xxh3_128", SlowDigest)
     ranges = ExtentRanges(memoryview(bytearray(b"abc")), 1)
     a, b, c = take_all(ranges, 3)
     with ThreadPoolExecutor(2) as threads:
-        hashing = threads.submit(ranges.arrived, a)
+        hashing = threads.submit(ranges.mark_arrived, a)
         assert begun.wait(WAIT_S)
-        threads.submit(lambda: (ranges.arrived(c), ranges.arrived(b))).result(WAIT_S)
+        threads.submit(lambda: (ranges.mark_arrived(c), ranges.mark_arrived(b))).result(WAIT_S)
         assert not hashing.done()
         gate.set()
         hashing.result(WAIT_S)

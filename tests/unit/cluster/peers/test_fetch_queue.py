@@ -8,16 +8,6 @@ import random
 
 import pytest
 
-from cluster.peers.extent_sources import (
-    AVOID_S,
-    MAX_OFFERS,
-    PATIENCE_S,
-    BandwidthEstimate,
-    Fetched,
-    PeerOffer,
-    PeerRecord,
-    PeerShare,
-)
 from cluster.peers.fetch_queue import (
     MAX_FETCHES,
     MAX_PEERS,
@@ -30,7 +20,17 @@ from cluster.peers.fetch_queue import (
     Read,
     Wait,
 )
-from cluster.peers.peer_protocol import PeerAddress
+from cluster.peers.protocol import PeerAddress
+from cluster.peers.sources import (
+    AVOID_S,
+    MAX_OFFERS,
+    PATIENCE_S,
+    BandwidthEstimate,
+    Fetched,
+    PeerOffer,
+    PeerRecord,
+    PeerShare,
+)
 
 NBYTES = 10**8
 
@@ -51,7 +51,7 @@ def offers(nodes: str) -> list[PeerOffer]:
 
 def ask(found: FetchQueue, answer: Located | None, now_s: float = 0.0) -> Question:
     """What it asks, which is answered at once."""
-    step = found.next(now_s)
+    step = found.next_step(now_s)
     assert isinstance(step, Ask), step
     found.located(step.question, answer, now_s)
     return step.question
@@ -64,12 +64,12 @@ def step_id(step: object) -> str:
 
 def test_what_nobody_knows_of_is_asked_for_once_and_others_wait_for_the_answer() -> None:
     found = queue("a", "b")
-    step = found.next(0.0)
+    step = found.next_step(0.0)
     assert isinstance(step, Ask)
     assert (sorted(step.question.ids), step.question.max_claims, step.question.insist) == (["a", "b"], 8, None)
-    assert found.next(0.0) == Wait(math.inf)
+    assert found.next_step(0.0) == Wait(math.inf)
     found.located(step.question, Located(claimed=("a",), reading={"b": "other"}), 0.0)
-    assert step_id(found.next(0.0)) == "a"
+    assert step_id(found.next_step(0.0)) == "a"
 
 
 def test_every_node_begins_elsewhere() -> None:
@@ -78,7 +78,7 @@ def test_every_node_begins_elsewhere() -> None:
     for seed in range(50):
         found = FetchQueue(random.Random(seed), 1)
         found.add(dict.fromkeys(ids, NBYTES), 0.0)
-        step = found.next(0.0)
+        step = found.next_step(0.0)
         assert isinstance(step, Ask)
         begun.add(step.question.ids[0])
         assert len(step.question.ids) == WINDOW
@@ -88,30 +88,30 @@ def test_every_node_begins_elsewhere() -> None:
 def test_what_is_claimed_comes_first_because_others_wait_for_it_and_then_what_fewest_have() -> None:
     found = queue(*"abcd")
     ask(found, Located(offers={"a": offers("wxyz"), "b": offers("w"), "c": offers("xy")}, claimed=("d",)))
-    assert [step_id(found.next(0.0)) for _ in range(4)] == ["d", "b", "c", "a"]
+    assert [step_id(found.next_step(0.0)) for _ in range(4)] == ["d", "b", "c", "a"]
 
 
 def test_no_more_is_fetched_at_once_than_a_node_gives_and_storage_is_read_beside() -> None:
     ids = [f"e{index}" for index in range(MAX_FETCHES + 2)]
     found = queue(*ids)
     ask(found, Located(offers={id_: offers("x") for id_ in ids[1:]}, claimed=("e0",)))
-    steps = [found.next(0.0) for _ in range(MAX_FETCHES + 1)]
+    steps = [found.next_step(0.0) for _ in range(MAX_FETCHES + 1)]
     assert [type(step) for step in steps] == [Read] + [Fetch] * MAX_FETCHES
-    assert found.next(0.0) == Wait(math.inf)
+    assert found.next_step(0.0) == Wait(math.inf)
     found.fetched(step_id(steps[1]), Fetched([PeerShare(at("x"), NBYTES, 0.1)]), 0.1)
-    assert isinstance(found.next(0.1), Fetch)
+    assert isinstance(found.next_step(0.1), Fetch)
 
 
 def test_without_an_answer_there_is_only_storage() -> None:
     found = queue("a", "b")
     ask(found, None)
-    assert {step_id(found.next(0.0)), step_id(found.next(0.0))} == {"a", "b"}
+    assert {step_id(found.next_step(0.0)), step_id(found.next_step(0.0))} == {"a", "b"}
 
 
 def test_who_waits_asks_again_less_and_less_often() -> None:
     found, now_s, times = queue("a"), 0.0, []
     for _ in range(50):
-        step = found.next(now_s)
+        step = found.next_step(now_s)
         if isinstance(step, Wait):
             assert step.until_s > now_s
             now_s = step.until_s
@@ -130,30 +130,30 @@ def test_who_waits_asks_again_less_and_less_often() -> None:
 def test_a_busy_peer_is_left_alone_for_a_moment_and_asked_again_while_another_extent_is_fetched() -> None:
     found = queue("a", "b")
     ask(found, Located(offers={"a": offers("x"), "b": offers("xy")}))
-    assert step_id(found.next(0.0)) == "a"
+    assert step_id(found.next_step(0.0)) == "a"
     found.refused("a", Fetched(busy=[at("x")]), 0.0)
-    step = found.next(0.0)
+    step = found.next_step(0.0)
     assert isinstance(step, Fetch)
     assert (step.id, step.plan.addresses) == ("b", (at("y"),))
-    wait = found.next(0.0)
+    wait = found.next_step(0.0)
     assert isinstance(wait, Wait)
     assert ask(found, Located(offers={"a": offers("x")}), wait.until_s).insist is None
-    later = found.next(wait.until_s)
+    later = found.next_step(wait.until_s)
     assert isinstance(later, Fetch | Wait)
 
 
 def test_when_all_who_have_it_failed_storage_is_asked_for_and_not_when_there_are_more() -> None:
     found = queue("a")
     ask(found, Located(offers={"a": offers("x")}))
-    assert step_id(found.next(0.0)) == "a"
+    assert step_id(found.next_step(0.0)) == "a"
     found.refused("a", Fetched(failed=[at("x")]), 0.0)
     assert ask(found, Located(offers={"a": offers("x")})).insist is None  # somebody else may have it by now
     assert ask(found, Located(reading={"a": "other"})).insist == "a"
-    wait = found.next(0.0)
+    wait = found.next_step(0.0)
     assert isinstance(wait, Wait)
     # And a failure is forgotten.
     ask(found, Located(offers={"a": offers("x")}), AVOID_S + 1)
-    assert isinstance(found.next(AVOID_S + 1), Fetch)
+    assert isinstance(found.next_step(AVOID_S + 1), Fetch)
 
 
 def test_of_many_who_have_it_others_are_asked_when_the_first_have_failed_but_not_for_ever() -> None:
@@ -163,17 +163,17 @@ def test_of_many_who_have_it_others_are_asked_when_the_first_have_failed_but_not
     for node in many:
         found.peers[at(node)] = PeerRecord().failed(0.0)
     ask(found, Located(offers={"a": offers(many)}))
-    wait = found.next(now_s)
+    wait = found.next_step(now_s)
     assert isinstance(wait, Wait)
     assert ask(found, Located(offers={"a": offers(many)}), wait.until_s).insist is None
     assert ask(found, Located(claimed=("a",)), wait.until_s).insist == "a"  # this node may be the one that is cut off
-    assert isinstance(found.next(wait.until_s), Read)
+    assert isinstance(found.next_step(wait.until_s), Read)
 
 
 def test_peers_that_have_it_and_never_give_it_are_waited_for_with_patience() -> None:
     found, now_s = queue("a"), 0.0
     while True:
-        step = found.next(now_s)
+        step = found.next_step(now_s)
         match step:
             case Ask() if step.question.insist:
                 break
@@ -192,16 +192,16 @@ def test_storage_that_is_clearly_faster_is_read_whoever_reads_it_already() -> No
     found = queue("a", "b")
     found.storage = BandwidthEstimate(3e9, 1.0)
     ask(found, Located(offers={"a": offers("x")}, reading={"b": "other"}))
-    assert step_id(found.next(0.0)) == "a"  # nothing is known of the peer: it is tried
+    assert step_id(found.next_step(0.0)) == "a"  # nothing is known of the peer: it is tried
     found.fetched("a", Fetched([PeerShare(at("x"), NBYTES, NBYTES / 1e9)]), 0.1)
     ask(found, Located(reading={"b": "other"}), 1.0)
-    assert isinstance(found.next(1.0), Read)
+    assert isinstance(found.next_step(1.0), Read)
 
 
 def test_a_transfer_is_counted_as_if_it_had_been_alone_with_its_link() -> None:
     found = queue("a", "b")
     ask(found, Located(offers={"a": offers("x"), "b": offers("y")}))
-    assert {step_id(found.next(0.0)), step_id(found.next(0.0))} == {"a", "b"}
+    assert {step_id(found.next_step(0.0)), step_id(found.next_step(0.0))} == {"a", "b"}
     found.fetched("a", Fetched([PeerShare(at("x"), NBYTES, 0.2, load=1.0)]), 0.2)
     found.fetched("b", Fetched([PeerShare(at("y"), NBYTES, 0.2, load=4.0)]), 0.2)
     # The first began alone and ended with another; the second shared the other's link with four.
@@ -215,7 +215,7 @@ def test_what_is_known_of_peers_does_not_grow_for_ever() -> None:
         now_s = number * 0.1
         found.add({"a": NBYTES}, now_s)
         ask(found, Located(offers={"a": [PeerOffer(PeerAddress("10.0.0.1", number), "x")]}), now_s)
-        assert step_id(found.next(now_s)) == "a"
+        assert step_id(found.next_step(now_s)) == "a"
         found.fetched("a", Fetched([PeerShare(PeerAddress("10.0.0.1", number), NBYTES, 0.1)]), now_s)
     assert len(found.peers) <= MAX_PEERS + 1
     assert not found._sizes

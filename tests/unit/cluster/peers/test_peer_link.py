@@ -5,17 +5,17 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import xxhash
 
-from cluster.peers.fetch_queue import Located, Question
-from cluster.peers.peer_client import PeerClient
-from cluster.peers.peer_link import QUIET_S, PeerLink
-from cluster.peers.peer_protocol import PeerAddress
+from cluster.peers.client import PeerClient
+from cluster.peers.link import QUIET_S, PeerLink, RegistryClient
+from cluster.peers.messages import Located, Question, ResidencyReport
+from cluster.peers.protocol import PeerAddress
 from weights.manifest import ExtentRef
 
 WAIT_S = 10.0
@@ -23,7 +23,7 @@ SECRET = os.urandom(32)
 QUESTION = Question(("a",), max_claims=8)
 
 
-class FakeDirectory:
+class FakeRegistry(RegistryClient):
     """Keeps what is reported; fails as long as it is told to."""
 
     def __init__(self) -> None:
@@ -44,25 +44,20 @@ class FakeDirectory:
         assert (node_id, load) == ("node", 0)
         return Located(claimed=question.ids)
 
-    def renew_claims(self, node_id: str, ids: Sequence[str]) -> None:
+    def report_residency(self, node_id: str, report: ResidencyReport) -> None:
         if self.error:
             raise self.error
-        assert node_id == "node"
-        self.renewed.append(sorted(ids))
-
-    def report_residency(
-        self, node_id: str, address: str | None, added: Any, removed: Any, full: bool, load: int
-    ) -> None:
-        if self.error:
-            raise self.error
-        assert (node_id, load) == ("node", 0)
-        self.reports.append((address, sorted(added), sorted(removed), full))
+        assert (node_id, report.load) == ("node", 0)
+        if report.reading:
+            self.renewed.append(sorted(report.reading))
+        if report.added or report.removed or report.is_full:
+            self.reports.append((str(report.address), sorted(report.added), sorted(report.removed), report.is_full))
 
 
 class Node:
     """What is here, and the link that tells of it."""
 
-    def __init__(self, directory: FakeDirectory) -> None:
+    def __init__(self, directory: FakeRegistry) -> None:
         self.views: dict[str, Any] = {}
         self.now_s = 1000.0
         self.link = PeerLink(
@@ -75,13 +70,13 @@ class Node:
 
 
 @pytest.fixture
-def directory() -> FakeDirectory:
-    return FakeDirectory()
+def directory() -> FakeRegistry:
+    return FakeRegistry()
 
 
 @pytest.fixture
-def node(directory: FakeDirectory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
-    monkeypatch.setattr("cluster.peers.peer_link.RETRY_S", 0.01)
+def node(directory: FakeRegistry, monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
+    monkeypatch.setattr("cluster.peers.link.RETRY_S", 0.01)
     node = Node(directory)
     yield node
     node.link.close()
@@ -95,7 +90,7 @@ def eventually(condition: Callable[[], bool]) -> None:
         threading.Event().wait(0.001)
 
 
-def known(directory: FakeDirectory) -> set[str]:
+def known(directory: FakeRegistry) -> set[str]:
     """What the directory makes of the reports."""
     found: set[str] = set()
     for _, added, removed, full in directory.reports:
@@ -103,7 +98,7 @@ def known(directory: FakeDirectory) -> set[str]:
     return found
 
 
-def test_the_first_report_is_in_full_and_the_next_ones_are_news(node: Node, directory: FakeDirectory) -> None:
+def test_the_first_report_is_in_full_and_the_next_ones_are_news(node: Node, directory: FakeRegistry) -> None:
     eventually(lambda: bool(directory.reports))
     assert directory.reports == [(node.link.address, [], [], True)]
     node.put("a")
@@ -114,7 +109,7 @@ def test_the_first_report_is_in_full_and_the_next_ones_are_news(node: Node, dire
     assert [report[1:] for report in directory.reports[1:]] == [(["a"], [], False), ([], ["a"], False)]
 
 
-def test_a_registry_that_was_away_hears_everything_again(node: Node, directory: FakeDirectory) -> None:
+def test_a_registry_that_was_away_hears_everything_again(node: Node, directory: FakeRegistry) -> None:
     node.put("a")
     eventually(lambda: known(directory) == {"a"})
     directory.error = ConnectionError("the registry is gone")
@@ -126,7 +121,7 @@ def test_a_registry_that_was_away_hears_everything_again(node: Node, directory: 
     assert directory.reports[0][3]
 
 
-def test_now_and_then_everything_is_told_anyway(node: Node, directory: FakeDirectory) -> None:
+def test_now_and_then_everything_is_told_anyway(node: Node, directory: FakeRegistry) -> None:
     eventually(lambda: bool(directory.reports))
     node.put("a")
     eventually(lambda: len(directory.reports) == 2)
@@ -136,7 +131,7 @@ def test_now_and_then_everything_is_told_anyway(node: Node, directory: FakeDirec
     assert directory.reports[-1][1:] == (["a", "b"], [], True)
 
 
-def test_what_is_here_is_served_to_who_knows_the_secret(node: Node, directory: FakeDirectory) -> None:
+def test_what_is_here_is_served_to_who_knows_the_secret(node: Node, directory: FakeRegistry) -> None:
     node.put("a")
     eventually(lambda: node.link.address is not None)
     host, _, port = str(node.link.address).rpartition(":")
@@ -144,12 +139,12 @@ def test_what_is_here_is_served_to_who_knows_the_secret(node: Node, directory: F
     extent = ExtentRef(id="a", pack="p", offset=0, nbytes=1000, checksum=xxhash.xxh3_128_hexdigest(data))
     out = np.empty(1000, np.uint8)
     with PeerClient(SECRET) as client:
-        client.fetch([PeerAddress(host, int(port))], extent, out)
+        client.fetch_extent([PeerAddress(host, int(port))], extent, out)
     assert out.tobytes() == data.tobytes()
     eventually(lambda: node.link.served_bytes == 1000)
 
 
-def test_a_registry_that_does_not_answer_is_left_alone_for_a_while(node: Node, directory: FakeDirectory) -> None:
+def test_a_registry_that_does_not_answer_is_left_alone_for_a_while(node: Node, directory: FakeRegistry) -> None:
     eventually(lambda: node.link.address is not None)
     assert node.link.locate(QUESTION) == Located(claimed=("a",))
     directory.error = ConnectionError("the registry is gone")
@@ -161,9 +156,9 @@ def test_a_registry_that_does_not_answer_is_left_alone_for_a_while(node: Node, d
 
 
 def test_what_is_being_read_is_claimed_until_it_is_here_or_has_failed(
-    node: Node, directory: FakeDirectory, monkeypatch: Any
+    node: Node, directory: FakeRegistry, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr("cluster.peers.peer_link.RENEW_S", 0.02)
+    monkeypatch.setattr("cluster.peers.link.RENEW_S", 0.02)
     eventually(lambda: node.link.address is not None)
     node.link.locate(Question(("a", "b"), 8))
 
@@ -183,8 +178,8 @@ def test_what_is_being_read_is_claimed_until_it_is_here_or_has_failed(
     assert len(directory.renewed) == num_renewed
 
 
-def test_before_the_registry_answers_there_is_no_link(directory: FakeDirectory, monkeypatch: Any) -> None:
-    monkeypatch.setattr("cluster.peers.peer_link.RETRY_S", 0.01)
+def test_before_the_registry_answers_there_is_no_link(directory: FakeRegistry, monkeypatch: Any) -> None:
+    monkeypatch.setattr("cluster.peers.link.RETRY_S", 0.01)
     directory.error = ConnectionError("no registry yet")
     node = Node(directory)
     assert (node.link.client(), node.link.address, node.link.served_bytes) == (None, None, 0)

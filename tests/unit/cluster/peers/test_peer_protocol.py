@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.peers import peer_protocol as protocol
-from cluster.peers.peer_protocol import PeerAddress, Request, Status
+from cluster.peers import protocol
+from cluster.peers.protocol import PeerAddress, Request, Status
 
 numbers = st.integers(0, 2**64 - 1)
 

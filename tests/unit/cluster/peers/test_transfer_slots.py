@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from cluster.peers.transfer_slots import TransferSlots
+from cluster.peers.server import TransferSlots
 
 
 class Clock:
@@ -18,25 +18,25 @@ class Clock:
 
 def test_a_transfer_keeps_its_slot_over_many_ranges_until_all_bytes_are_sent() -> None:
     slots = TransferSlots(1, clock=Clock())
-    assert slots.begin(1, 100)
-    assert slots.begin(1, 100)
-    slots.end(1, 60)
-    assert not slots.begin(2, 100)
-    slots.end(1, 40)
+    assert slots.begin_range(1, 100)
+    assert slots.begin_range(1, 100)
+    slots.end_range(1, 60)
+    assert not slots.begin_range(2, 100)
+    slots.end_range(1, 40)
     assert slots.num_active == 0
-    assert slots.begin(2, 100)
+    assert slots.begin_range(2, 100)
 
 
 def test_who_asks_for_nothing_for_a_while_has_none_any_more_but_a_slow_reader_has() -> None:
     clock = Clock()
     slots = TransferSlots(2, linger_s=0.5, clock=clock)
-    assert slots.begin(1, 100)
-    assert slots.begin(2, 100)
-    slots.end(1, 0)
+    assert slots.begin_range(1, 100)
+    assert slots.begin_range(2, 100)
+    slots.end_range(1, 0)
     clock.now_s += 0.6
     assert slots.num_active == 1  # the range of the second is still on its way
-    assert slots.begin(3, 100)
-    assert not slots.begin(1, 100)
+    assert slots.begin_range(3, 100)
+    assert not slots.begin_range(1, 100)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -46,10 +46,10 @@ def test_never_more_than_allowed_and_none_left_in_the_end(seed: int) -> None:
     running: list[int] = []
     for _ in range(300):
         if running and chance.random() < 0.5:
-            slots.end(running.pop(chance.randrange(len(running))), chance.choice([0, 10]))
+            slots.end_range(running.pop(chance.randrange(len(running))), chance.choice([0, 10]))
         else:
             transfer = chance.randrange(8)
-            if slots.begin(transfer, 50):
+            if slots.begin_range(transfer, 50):
                 running.append(transfer)
             else:
                 assert transfer not in running
@@ -57,6 +57,6 @@ def test_never_more_than_allowed_and_none_left_in_the_end(seed: int) -> None:
         assert len(set(running)) <= slots.num_active <= 3
         clock.now_s += chance.random()
     for transfer in running:
-        slots.end(transfer, 10)
+        slots.end_range(transfer, 10)
     clock.now_s += 1.1
     assert slots.num_active == 0

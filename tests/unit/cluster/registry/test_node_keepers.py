@@ -12,7 +12,9 @@ import pytest
 from ray.exceptions import ActorDiedError, RayTaskError
 
 from cluster.errors import KeeperFailed
-from cluster.peers.fetch_queue import Question
+from cluster.keeper.actor import NodeKeeper
+from cluster.peers.messages import Question, ResidencyReport
+from cluster.peers.protocol import PeerAddress
 from cluster.registry.node_keepers import FIRST_PAUSE_S, IDLE_S, LONGEST_PAUSE_S, NodeKeepers
 
 DEFAULT_BUDGET_BYTES = 1000
@@ -119,7 +121,7 @@ def start(
             "/packs", DEFAULT_BUDGET_BYTES, "registry", clock=lambda: done.now_s, extents_of=lambda: models
         )
         for node_id in nodes:
-            made.get(node_id)
+            made.keeper(node_id)
         return made
 
     monkeypatch.setattr(NodeKeepers, "_start", start_keeper)
@@ -197,7 +199,7 @@ async def test_what_was_pinned_while_a_keeper_was_away_or_in_another_life_of_the
     failed = (await keepers.pin("two", True))["n1"]
     assert isinstance(failed, ConnectionError)
     nodes["n1"].restart()
-    keepers.get("n2")
+    keepers.keeper("n2")
     await keepers.follow(["n1", "n2"])
     assert [node.pinned_ids for node in nodes.values()] == ["", "abcs"]  # it is not back yet
     nodes["n1"].reachable = True
@@ -243,13 +245,13 @@ async def test_nobody_waits_for_what_a_restarted_keeper_was_loading(
 ) -> None:
     await keepers.follow(["n1", "n2"])
     question = Question(("a", "b"), max_claims=4)
-    assert keepers.locate("n1", question, 0).claimed == ("a", "b")
+    assert keepers.residency.locate("n1", question, 0).claimed == ("a", "b")
     await keepers.follow(["n1", "n2"])
-    assert keepers.locate("n2", question, 0).reading == {"a": "n1", "b": "n1"}  # the same life: still loading
+    assert keepers.residency.locate("n2", question, 0).reading == {"a": "n1", "b": "n1"}  # the same life: still loading
     nodes["n1"].restart()
     await keepers.follow(["n1", "n2"])
-    assert keepers.locate("n2", question, 0).claimed == ("a", "b")
-    assert keepers.locate("n1", question, 0).reading == {"a": "n2", "b": "n2"}
+    assert keepers.residency.locate("n2", question, 0).claimed == ("a", "b")
+    assert keepers.residency.locate("n1", question, 0).reading == {"a": "n2", "b": "n2"}
 
 
 async def test_a_node_that_left_is_a_new_one_when_it_comes_back(keepers: NodeKeepers, nodes: dict[str, Keeper]) -> None:
@@ -258,7 +260,7 @@ async def test_a_node_that_left_is_a_new_one_when_it_comes_back(keepers: NodeKee
     await keepers.follow(["n1", "n2"])
     await keepers.follow(["n2"])
     nodes["n1"].restart()
-    keepers.get("n1")
+    keepers.keeper("n1")
     await keepers.follow(["n1", "n2"])
     assert nodes["n1"].budget_bytes == DEFAULT_BUDGET_BYTES
 
@@ -266,7 +268,7 @@ async def test_a_node_that_left_is_a_new_one_when_it_comes_back(keepers: NodeKee
 async def test_only_nodes_with_replicas_have_keepers(keepers: NodeKeepers, nodes: dict[str, Keeper], done: Ray) -> None:
     nodes["head"] = nodes["found"] = Keeper(7003)
     await keepers.follow(["head", "n1", "n2", "found"], running=["found"])
-    assert (done.started, set(keepers.handles())) == (["n1", "n2", "found"], {"n1", "n2", "found"})
+    assert (done.started, set(keepers._handles)) == (["n1", "n2", "found"], {"n1", "n2", "found"})
 
 
 async def test_a_keeper_ends_a_while_after_the_last_replica_of_its_node(
@@ -276,15 +278,15 @@ async def test_a_keeper_ends_a_while_after_the_last_replica_of_its_node(
     nodes["n1"].num_holders = 0
     done.now_s += 0.9 * IDLE_S
     await keepers.follow(["n1", "n2"])
-    keepers.report("n1", "10.0.0.1:7001", ["a"], [], full=True)
+    keepers.residency.report_residency("n1", ResidencyReport(PeerAddress("10.0.0.1", 7001), ["a"], is_full=True))
     assert done.killed == []
     done.now_s += 0.2 * IDLE_S
     await keepers.follow(["n1", "n2"], running=["n1", "n2"])
-    assert (done.killed, set(keepers.handles())) == ([nodes["n1"]], {"n2"})
-    assert keepers.locate("n2", Question(("a",), max_claims=0)).offers == {}  # nobody is sent to it
-    assert keepers.get("n1") is nodes["n1"]
+    assert (done.killed, set(keepers._handles)) == ([nodes["n1"]], {"n2"})
+    assert keepers.residency.locate("n2", Question(("a",), max_claims=0)).offers == {}  # nobody is sent to it
+    assert keepers.keeper("n1") is nodes["n1"]
     await keepers.follow(["n1", "n2"])
-    assert set(keepers.handles()) == {"n1", "n2"}
+    assert set(keepers._handles) == {"n1", "n2"}
 
 
 async def test_a_keeper_that_cannot_start_is_replaced_later_and_later_and_says_why_meanwhile(
@@ -295,11 +297,11 @@ async def test_a_keeper_that_cannot_start_is_replaced_later_and_later_and_says_w
     done.started.clear()
     while done.now_s < 4 * LONGEST_PAUSE_S:
         await keepers.follow(["n1", "n2"], running=["n1", "n2"] if not started_s else [])
-        answer = (await keepers.ask("stats"))["n1"]
+        answer = (await keepers.call_keepers(NodeKeeper.stats))["n1"]
         assert isinstance(answer, KeeperFailed)
         assert str(answer) == "the keeper of node n1 cannot start: WeightsError: ATELIER_READ: no such strategy"
         with pytest.raises(KeeperFailed, match="no such strategy"):
-            keepers.get("n1")
+            keepers.keeper("n1")
         done.now_s += FIRST_PAUSE_S / 2
         started_s += [done.now_s] * (len(done.started) - len(started_s))
     pauses_s = [later - sooner for sooner, later in itertools.pairwise(started_s)]
@@ -308,8 +310,8 @@ async def test_a_keeper_that_cannot_start_is_replaced_later_and_later_and_says_w
     nodes["n1"].broken = ""
     done.now_s += LONGEST_PAUSE_S
     await keepers.follow(["n1", "n2"])
-    assert (await keepers.ask("stats"))["n1"].num_holders == 1
+    assert (await keepers.call_keepers(NodeKeeper.stats))["n1"].num_holders == 1
     nodes["n1"].broken = "again"
     await keepers.follow(["n1", "n2"])
     done.now_s += FIRST_PAUSE_S
-    assert keepers.get("n1") is nodes["n1"]  # it begins with a short pause again
+    assert keepers.keeper("n1") is nodes["n1"]  # it begins with a short pause again

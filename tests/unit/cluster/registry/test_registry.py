@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 import shutil
 import socket
@@ -18,15 +19,20 @@ from moto.server import ThreadedMotoServer
 from safetensors.numpy import save_file
 
 from cluster.errors import ModelUnavailable, ModelUnknown, RegistrationRefused
-from cluster.peers.fetch_queue import Located, Question
+from cluster.peers.messages import Located, Question, ResidencyReport
+from cluster.peers.protocol import PeerAddress
 from cluster.registry.actor import WAITING, WATCHING, WeightRegistry, registry_class
 from cluster.registry.directory import DirectoryChange, Entry
 from cluster.registry.importing import ImportSettings, import_model
-from cluster.registry.summaries import ModelSummary
+from cluster.registry.manifests import ModelSummary
+from cluster.registry.residency import ResidencyMap
+from cluster.registry.served_models import ServedModels
 from configs.cluster import ClusterConfig
 from configs.merging import MergeConfig
 from configs.model import ModelConfig
 from weights.store import WeightStore
+
+at = PeerAddress.parse
 
 
 @pytest.fixture
@@ -57,7 +63,7 @@ def imports_here(monkeypatch: pytest.MonkeyPatch) -> None:
         def __init__(self, settings: ImportSettings) -> None:
             self._settings = settings
 
-        def bring_in(self, entry: Entry, roots: tuple[Path, ...] | None) -> ModelSummary:
+        def import_model(self, entry: Entry, roots: tuple[Path, ...] | None) -> ModelSummary:
             return import_model(WeightStore(self._settings.store), entry, self._settings.options, roots)
 
     monkeypatch.setattr("cluster.registry.actor.ImportProcess", Here)
@@ -126,15 +132,15 @@ async def test_keepers_tell_what_they_hold_and_others_are_sent_there(
     tmp_path: Path, checkpoint: Path, endpoint: str
 ) -> None:
     models = await registry(tmp_path, checkpoint, endpoint)
-    await models.report_residency("n1", "10.0.0.1:7000", ["a", "b"], [], True)
-    await models.report_residency("n2", "[fd00::1]:7001", ["b"], [], False)
+    await models.report_residency("n1", ResidencyReport(at("10.0.0.1:7000"), ["a", "b"], is_full=True))
+    await models.report_residency("n2", ResidencyReport(at("[fd00::1]:7001"), ["b"]))
     found = await models.locate("n1", Question(("a", "b"), 0), 2)
     assert {id_: [(offer.node, str(offer.address)) for offer in offers] for id_, offers in found.offers.items()} == {
         "b": [("n2", "[fd00::1]:7001")]
     }
     found = await models.locate("n2", Question(("a",), 0))
     assert [(offer.node, offer.active_transfers) for offer in found.offers["a"]] == [("n1", 2)]
-    await models.report_residency("n2", "[fd00::1]:7001", [], ["b"], False)
+    await models.report_residency("n2", ResidencyReport(at("[fd00::1]:7001"), removed=["b"]))
     assert (await models.locate("n1", Question(("b",), 0))).offers == {}
 
 
@@ -144,11 +150,11 @@ async def test_one_node_gets_what_nobody_has_and_the_others_hear_who(
 ) -> None:
     models = await registry(tmp_path, checkpoint, endpoint)
     for number in (1, 2):
-        await models.report_residency(f"n{number}", f"10.0.0.{number}:7000", [], [], True)
+        await models.report_residency(f"n{number}", ResidencyReport(at(f"10.0.0.{number}:7000"), is_full=True))
     assert await models.locate("n1", Question(("a", "b"), 8)) == Located(claimed=("a", "b"))
     assert await models.locate("n2", Question(("a", "c"), 8)) == Located(reading={"a": "n1"}, claimed=("c",))
-    await models.renew_claims("n1", ["a", "b"])
-    await models.report_residency("n1", "10.0.0.1:7000", ["a"], ["b"], False)
+    await models.report_residency("n1", ResidencyReport(at("10.0.0.1:7000"), reading=["a", "b"]))
+    await models.report_residency("n1", ResidencyReport(at("10.0.0.1:7000"), ["a"], ["b"]))
     found = await models.locate("n2", Question(("a", "b"), 8))
     assert [offer.node for offer in found.offers["a"]] == ["n1"]
     assert found.claimed == ("b",)
@@ -256,6 +262,14 @@ async def test_a_model_from_object_storage_is_served_while_that_is_out_of_reach(
     again = await (await registry(tmp_path, checkpoint, "http://127.0.0.1:1")).status("far")
     assert (again.state, again.fingerprint) == ("ready", first.fingerprint)
     assert "the version in the store is served" in again.error
+
+
+def test_a_method_of_a_part_is_exposed_under_its_own_name() -> None:
+    """`call_actor` calls a method of an actor by the name of the function."""
+    methods = {name: method for name, method in vars(WeightRegistry).items() if inspect.isfunction(method)}
+    assert {name: method.__name__ for name, method in methods.items()} == {name: name for name in methods}
+    assert str(inspect.signature(WeightRegistry.locate)) == str(inspect.signature(ResidencyMap.locate))
+    assert WeightRegistry.status.__doc__ == ServedModels.status.__doc__
 
 
 def test_those_who_watch_or_wait_count_among_their_own_calls() -> None:

@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
-from cluster.peers.extent_sources import MAX_OFFERS
-from cluster.peers.fetch_queue import Located, Question
-from cluster.peers.peer_protocol import PeerAddress
-from cluster.registry.residency_map import LOAD_S, ExtentDirectory
-from weights.residency.claims import LoadingClaims
+from cluster.peers.messages import Located, Question, ResidencyReport
+from cluster.peers.protocol import PeerAddress
+from cluster.peers.sources import MAX_OFFERS
+from cluster.registry.residency import LOAD_S, ResidencyMap
 
 ONE, TWO, THREE = (PeerAddress(f"10.0.0.{number}", 7000) for number in (1, 2, 3))
 
@@ -24,23 +23,23 @@ class Clock:
         return self.now_s
 
 
-def directory(clock: Clock | None = None, seed: int = 0) -> ExtentDirectory:
+def directory(clock: Clock | None = None, seed: int = 0) -> ResidencyMap:
     clock = clock or Clock()
-    return ExtentDirectory(LoadingClaims(clock), clock, random.Random(seed))
+    return ResidencyMap(clock, random.Random(seed))
 
 
 def ask(*ids: str, max_claims: int = 0, insist: str | None = None) -> Question:
     return Question(ids, max_claims, insist)
 
 
-def nodes(found: ExtentDirectory, id_: str, but_not: str = "") -> list[str]:
+def nodes(found: ResidencyMap, id_: str, but_not: str = "") -> list[str]:
     return sorted(offer.node for offer in found.locate(but_not, ask(id_)).offers.get(id_, []))
 
 
 def test_others_that_hold_an_extent_are_named_with_their_address() -> None:
     found = directory()
-    found.report("one", ONE, ["a", "b"], [], full=True)
-    found.report("two", TWO, ["b"], [], full=False)
+    found.report_residency("one", ResidencyReport(ONE, ["a", "b"], [], is_full=True))
+    found.report_residency("two", ResidencyReport(TWO, ["b"], [], is_full=False))
     offers = found.locate("two", ask("a", "b", "c")).offers
     assert {id_: [(offer.node, offer.address) for offer in of] for id_, of in offers.items()} == {
         "a": [("one", ONE)],
@@ -51,30 +50,30 @@ def test_others_that_hold_an_extent_are_named_with_their_address() -> None:
 
 def test_reports_add_remove_and_replace() -> None:
     found = directory()
-    found.report("one", ONE, ["a", "b"], [], full=False)
-    found.report("one", ONE, ["c"], ["a", "never"], full=False)
+    found.report_residency("one", ResidencyReport(ONE, ["a", "b"], [], is_full=False))
+    found.report_residency("one", ResidencyReport(ONE, ["c"], ["a", "never"], is_full=False))
     assert [nodes(found, id_) for id_ in "abc"] == [[], ["one"], ["one"]]
-    found.report("one", ONE, ["a"], [], full=True)
+    found.report_residency("one", ResidencyReport(ONE, ["a"], [], is_full=True))
     assert [nodes(found, id_) for id_ in "abc"] == [["one"], [], []]
-    assert found.num_extents("one") == 1
+    assert list(found._nodes["one"].extents) == ["a"]
 
 
 def test_a_node_without_a_server_is_sent_to_nobody() -> None:
     found = directory()
-    found.report("one", None, ["a"], [], full=True)
+    found.report_residency("one", ResidencyReport(None, ["a"], [], is_full=True))
     assert found.locate("two", ask("a")).offers == {}
-    found.report("one", ONE, [], [], full=False)
+    found.report_residency("one", ResidencyReport(ONE, [], [], is_full=False))
     assert nodes(found, "a") == ["one"]
 
 
 def test_a_node_that_left_takes_its_copies_along() -> None:
     found = directory()
-    found.report("one", ONE, ["a"], [], full=True)
-    found.report("two", TWO, ["a"], [], full=True)
+    found.report_residency("one", ResidencyReport(ONE, ["a"], [], is_full=True))
+    found.report_residency("two", ResidencyReport(TWO, ["a"], [], is_full=True))
     found.forget("one")
     found.forget("one")
     assert nodes(found, "a") == ["two"]
-    found.report("one", THREE, ["b"], [], full=False)
+    found.report_residency("one", ResidencyReport(THREE, ["b"], [], is_full=False))
     assert (nodes(found, "a"), nodes(found, "b")) == (["two"], ["one"])
 
 
@@ -86,7 +85,7 @@ def test_both_directions_agree_after_any_reports(seed: int) -> None:
         added, removed = (set(chance.sample("abcdefgh", 3)) for _ in range(2))
         added -= removed
         full = chance.random() < 0.2
-        found.report(node, ONE, sorted(added), sorted(removed), full=full)
+        found.report_residency(node, ResidencyReport(ONE, sorted(added), sorted(removed), is_full=full))
         truth[node] = added if full else (truth[node] - removed) | added
     for id_ in "abcdefgh":
         assert nodes(found, id_) == [node for node in "xyz" if id_ in truth[node]]
@@ -111,7 +110,7 @@ def num_read(num_holders: int, num_extents: int = 200) -> int:
     found = directory()
     ids = [f"e{index}" for index in range(num_extents)]
     for number in range(num_holders):
-        found.report(f"n{number}", PeerAddress("10.0.0.1", number), ids, [], full=True)
+        found.report_residency(f"n{number}", ResidencyReport(PeerAddress("10.0.0.1", number), ids, [], is_full=True))
     found._holders = {id_: CountedList(holders) for id_, holders in found._holders.items()}
     CountedList.num_read = 0
     located = found.locate("n0", ask(*ids))
@@ -129,7 +128,7 @@ def test_what_a_question_costs_does_not_grow_with_the_number_of_holders() -> Non
 def test_offers_are_drawn_at_random_and_never_name_who_asks() -> None:
     found = directory()
     for number in range(20):
-        found.report(f"n{number}", PeerAddress("10.0.0.1", number), ["a"], [], full=True)
+        found.report_residency(f"n{number}", ResidencyReport(PeerAddress("10.0.0.1", number), ["a"], [], is_full=True))
     drawn, first = Counter[str](), Counter[str]()
     for _ in range(2000):
         offers = found.locate("n7", ask("a")).offers["a"]
@@ -142,17 +141,17 @@ def test_offers_are_drawn_at_random_and_never_name_who_asks() -> None:
     assert [found.locate("x", ask("a")) for found in map(twenty, (1, 1))] == [twenty(1).locate("x", ask("a"))] * 2
 
 
-def twenty(seed: int) -> ExtentDirectory:
+def twenty(seed: int) -> ResidencyMap:
     found = directory(seed=seed)
     for number in range(20):
-        found.report(f"n{number}", PeerAddress("10.0.0.1", number), ["a"], [], full=True)
+        found.report_residency(f"n{number}", ResidencyReport(PeerAddress("10.0.0.1", number), ["a"], [], is_full=True))
     return found
 
 
 def test_a_load_is_told_with_the_offer_as_long_as_it_is_fresh() -> None:
     clock = Clock()
     found = directory(clock)
-    found.report("one", ONE, ["a"], [], full=True, load=3)
+    found.report_residency("one", ResidencyReport(ONE, ["a"], [], is_full=True, load=3))
     assert [offer.active_transfers for offer in found.locate("two", ask("a")).offers["a"]] == [3]
     found.locate("one", ask(), load=1)
     assert [offer.active_transfers for offer in found.locate("two", ask("a")).offers["a"]] == [1]
@@ -163,10 +162,10 @@ def test_a_load_is_told_with_the_offer_as_long_as_it_is_fresh() -> None:
 def test_what_nobody_has_is_shared_out_among_the_nodes() -> None:
     found = directory()
     for number in range(4):
-        found.report(f"n{number}", PeerAddress("10.0.0.1", number), [], [], full=True)
+        found.report_residency(f"n{number}", ResidencyReport(PeerAddress("10.0.0.1", number), [], [], is_full=True))
     assert found.locate("n0", ask(*"abcdef", max_claims=8)) == Located(claimed=("a", "b"))
     assert found.locate("n1", ask(*"abcdef", max_claims=1)) == Located(reading={"a": "n0", "b": "n0"}, claimed=("c",))
-    found.report("n0", ONE, ["a"], ["b"], full=False)  # the second could not be read
+    found.report_residency("n0", ResidencyReport(ONE, ["a"], ["b"], is_full=False))  # the second could not be read
     located = found.locate("n2", ask(*"abc", max_claims=1))
     assert (nodes(found, "a"), located.claimed, located.reading) == (["n0"], ("b",), {"c": "n1"})
     found.forget("n1")
@@ -175,14 +174,14 @@ def test_what_nobody_has_is_shared_out_among_the_nodes() -> None:
 
 def test_a_node_that_is_alone_reads_as_much_as_it_asks_for() -> None:
     found = directory()
-    found.report("n0", ONE, [], [], full=True)
+    found.report_residency("n0", ResidencyReport(ONE, [], [], is_full=True))
     assert found.locate("n0", ask(*"abcdef", max_claims=8)).claimed == tuple("abcdef")
 
 
 def test_who_gets_it_from_nobody_may_read_it_unless_somebody_does_already() -> None:
     found = directory()
-    found.report("dead", ONE, ["a"], [], full=True)
-    found.report("n1", TWO, [], [], full=True)
+    found.report_residency("dead", ResidencyReport(ONE, ["a"], [], is_full=True))
+    found.report_residency("n1", ResidencyReport(TWO, [], [], is_full=True))
     assert found.locate("n1", ask("a", max_claims=8)).claimed == ()
     assert found.locate("n1", ask("a", max_claims=8, insist="a")) == Located(claimed=("a",))
     assert found.locate("n2", ask("a", max_claims=8, insist="a")) == Located(reading={"a": "n1"})

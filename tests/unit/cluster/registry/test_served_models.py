@@ -17,14 +17,14 @@ from safetensors.numpy import save_file
 from cluster.errors import ModelUnavailable, ModelUnknown, RegistrationConflict, RegistrationRefused
 from cluster.registry.directory import Entry, ModelRecord
 from cluster.registry.importing import import_model
+from cluster.registry.manifests import ModelSummary
 from cluster.registry.registrations import Registrations
 from cluster.registry.served_models import ServedModels
-from cluster.registry.summaries import ModelSummary
 from configs.model import AdapterConfig, ModelConfig
 from weights.errors import FormatError
 from weights.store import WeightStore
 
-BringIn = Callable[[Entry], ModelSummary]
+ImportModel = Callable[[Entry], ModelSummary]
 
 
 def checkpoint(folder: Path, seed: int = 0) -> Path:
@@ -49,34 +49,34 @@ class Life:
 
         self.forgotten: list[str] = []
 
-    async def begin(self, *configured: Entry, take_in: BringIn | None = None) -> ServedModels:
+    async def begin(self, *configured: Entry, import_checkpoint: ImportModel | None = None) -> ServedModels:
         entries: Mapping[str, Entry] = {entry.id: entry for entry in configured}
         models = ServedModels(
             entries,
             self.store,
             Registrations(self.folder),
-            take_in or self.take_in,
+            import_checkpoint or self.import_checkpoint,
             epoch="e",
             forget_source=self.forgotten.append,
         )
         await models.start()
         return models
 
-    def take_in(self, entry: Entry) -> ModelSummary:
+    def import_checkpoint(self, entry: Entry) -> ModelSummary:
         return import_model(self.store, entry)
 
 
 class Gate:
     """A source that gives its models when it is told to."""
 
-    def __init__(self, take_in: BringIn) -> None:
-        self._take_in = take_in
+    def __init__(self, import_checkpoint: ImportModel) -> None:
+        self._import_checkpoint = import_checkpoint
         self.began, self.open = threading.Event(), threading.Event()
 
     def __call__(self, entry: Entry) -> ModelSummary:
         self.began.set()
         assert self.open.wait(20)
-        return self._take_in(entry)
+        return self._import_checkpoint(entry)
 
 
 @pytest.fixture
@@ -112,7 +112,7 @@ async def test_a_changed_checkpoint_is_another_version_and_the_one_before_serves
 ) -> None:
     models = await life.begin(model(checkpoint(tmp_path / "c")))
     before = await models.status("m")
-    models._bring_in = gate = Gate(life.take_in)
+    models._import_model = gate = Gate(life.import_checkpoint)
     checkpoint(tmp_path / "c", seed=1)
     updating = await models.register(model(tmp_path / "c"), wait=False)
     assert (updating.state, updating.fingerprint, updating.kind) == ("updating", before.fingerprint, "llm")
@@ -148,7 +148,7 @@ async def test_a_first_version_that_fails_is_unavailable_and_may_be_mended(life:
 
 
 async def test_of_many_versions_at_once_the_last_one_wins(life: Life, tmp_path: Path) -> None:
-    models = await life.begin(take_in=(gate := Gate(life.take_in)))
+    models = await life.begin(import_checkpoint=(gate := Gate(life.import_checkpoint)))
     waiting = [
         asyncio.ensure_future(models.register(model(checkpoint(tmp_path / f"c{seed}", seed)))) for seed in range(5)
     ]
@@ -178,7 +178,7 @@ async def test_a_removed_model_is_unknown_and_stays_in_the_store_unless_it_is_pu
 
 
 async def test_a_model_removed_while_it_comes_in_does_not_appear(life: Life, tmp_path: Path) -> None:
-    models = await life.begin(take_in=(gate := Gate(life.take_in)))
+    models = await life.begin(import_checkpoint=(gate := Gate(life.import_checkpoint)))
     coming = asyncio.ensure_future(models.register(model(checkpoint(tmp_path / "c"))))
     await asyncio.to_thread(gate.began.wait)
     leaving = asyncio.ensure_future(models.unregister("m", purge=True))
@@ -197,7 +197,7 @@ async def test_adapters_without_their_base_are_named_and_go_on(life: Life, tmp_p
         await models.register(model(checkpoint(tmp_path / "c"), id_))
     for id_, base in (("a", ("m",)), ("b", ("n", "m")), ("c", ("n",))):
         await models.register(AdapterConfig(id=id_, path=tmp_path / "lora", base=base))
-    assert (await models.unregister("m")).orphans == ("a", "b")
+    assert await models.unregister("m") == ("a", "b")
     again = await life.begin()
     assert {found.id: found.base for found in again.directory} == {"a": ("m",), "b": ("n", "m"), "c": ("n",), "n": ()}
 
@@ -281,39 +281,39 @@ async def test_what_the_store_has_is_served_without_its_checkpoint(life: Life, t
 async def test_what_a_replica_reports_shows_and_never_hides_an_update(life: Life, tmp_path: Path) -> None:
     models = await life.begin(model(checkpoint(tmp_path / "c")))
     await models.status("m")
-    models.report_attach("m", "tensor w is torn")
+    await models.report_attach("m", "tensor w is torn")
     assert (record(models).state, record(models).error) == ("unavailable", "tensor w is torn")
     assert await models.manifest("m")
-    models.report_attach("m", None)
+    await models.report_attach("m", None)
     assert (record(models).state, record(models).error) == ("ready", "")
-    models.report_attach("nobody", "x")
+    await models.report_attach("nobody", "x")
 
 
 async def test_any_error_of_a_source_is_told_and_the_others_come_in(life: Life, tmp_path: Path) -> None:
-    def take_in(entry: Entry) -> ModelSummary:
+    def import_checkpoint(entry: Entry) -> ModelSummary:
         if entry.id == "n":
             raise FormatError("model.safetensors: tensor 'w' is torn")
         if entry.id == "o":
             raise MemoryError
-        return life.take_in(entry)
+        return life.import_checkpoint(entry)
 
     path = checkpoint(tmp_path / "c")
-    models = await life.begin(*(model(path, id_) for id_ in "mno"), take_in=take_in)
+    models = await life.begin(*(model(path, id_) for id_ in "mno"), import_checkpoint=import_checkpoint)
     found = {id_: (await models.status(id_)) for id_ in "mno"}
     assert [found[id_].state for id_ in "mno"] == ["ready", "unavailable", "unavailable"]
     assert [found[id_].error for id_ in "no"] == ["model.safetensors: tensor 'w' is torn", "MemoryError()"]
 
 
 async def test_ten_thousand_models_start_linearly_and_are_looked_up_at_once(life: Life, tmp_path: Path) -> None:
-    stored = life.take_in(model(checkpoint(tmp_path / "c")))
+    stored = life.import_checkpoint(model(checkpoint(tmp_path / "c")))
 
-    def take_in(entry: Entry) -> ModelSummary:
+    def import_checkpoint(entry: Entry) -> ModelSummary:
         return stored
 
     async def started(num_models: int) -> tuple[float, ServedModels]:
         entries = [model(tmp_path / "c", f"m{number}") for number in range(num_models)]
         start = time.perf_counter()
-        models = await life.begin(*entries, take_in=take_in)
+        models = await life.begin(*entries, import_checkpoint=import_checkpoint)
         await models.status(f"m{num_models - 1}")
         return time.perf_counter() - start, models
 
@@ -331,11 +331,11 @@ async def test_ten_thousand_models_start_linearly_and_are_looked_up_at_once(life
 async def test_a_url_is_forgotten_with_the_last_model_from_there(life: Life, tmp_path: Path) -> None:
     local = checkpoint(tmp_path / "c")
 
-    def take_in(entry: Entry) -> ModelSummary:
+    def import_checkpoint(entry: Entry) -> ModelSummary:
         return import_model(life.store, entry.model_copy(update={"path": local}))
 
-    gate = Gate(take_in)
-    models = await life.begin(model("s3://bucket/kept", "configured"), take_in=take_in)
+    gate = Gate(import_checkpoint)
+    models = await life.begin(model("s3://bucket/kept", "configured"), import_checkpoint=import_checkpoint)
     for id_ in ("x", "y"):
         await models.register(model("s3://bucket/a", id_))
     await models.register(model("s3://bucket/kept", "x"))
@@ -344,7 +344,7 @@ async def test_a_url_is_forgotten_with_the_last_model_from_there(life: Life, tmp
     assert life.forgotten == ["s3://bucket/a"]
     await models.unregister("x")
     assert life.forgotten == ["s3://bucket/a"]  # a configured model is from where that one was
-    models._bring_in = gate
+    models._import_model = gate
     await models.register(model("s3://bucket/c", "late"), wait=False)
     await asyncio.to_thread(gate.began.wait, 20)
     downloading = models._tasks["late"]

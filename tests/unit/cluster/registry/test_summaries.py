@@ -13,9 +13,9 @@ import pytest
 from safetensors.numpy import save_file
 
 from cluster.registry.importing import import_model
+from cluster.registry.manifests import SummaryFiles
 from cluster.registry.registrations import Registrations
 from cluster.registry.served_models import ServedModels
-from cluster.registry.summaries import SummaryFiles
 from configs.model import ModelConfig
 from weights.layouts import convert
 from weights.manifest import Manifest, read_manifest

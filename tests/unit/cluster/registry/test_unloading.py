@@ -10,9 +10,9 @@ from safetensors.numpy import save_file
 
 from cluster.registry.directory import Entry
 from cluster.registry.importing import import_model
+from cluster.registry.manifests import ModelSummary
 from cluster.registry.registrations import Registrations
 from cluster.registry.served_models import ServedModels
-from cluster.registry.summaries import ModelSummary
 from configs.model import ModelConfig
 from weights.errors import FormatError
 from weights.store import WeightStore
@@ -33,12 +33,14 @@ async def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ServedModel
     entries = [write(tmp_path / "a", w=shared), write(tmp_path / "b", w=shared), write(tmp_path / "own", w=own)]
     entries.append(ModelConfig(id="broken", path=tmp_path / "broken"))
 
-    def take_in(entry: Entry) -> ModelSummary:
+    def import_checkpoint(entry: Entry) -> ModelSummary:
         if entry.id == "broken":
             raise FormatError("it is torn")
         return import_model(store, entry)
 
-    served = ServedModels({entry.id: entry for entry in entries}, store, Registrations(tmp_path / "r"), take_in, "e")
+    served = ServedModels(
+        {entry.id: entry for entry in entries}, store, Registrations(tmp_path / "r"), import_checkpoint, "e"
+    )
     await served.start()
     for entry in entries:
         await served.status(entry.id)

@@ -11,9 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
-from deployments.cli import status as cli_status
 from deployments.cli.main import main
 
 LISTED = {"id": "m", "kind": "llm", "state": "ready", "error": ""}
@@ -83,7 +81,7 @@ def server() -> Iterator[Any]:
 def run(server: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
     """Exit code, stdout and stderr of one command."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(cli_status, "out", Console(width=200))  # made at import, maybe long before this test
+    monkeypatch.setenv("COLUMNS", "80")
 
     def command(*arguments: str) -> tuple[int, str, str]:
         url = f"http://127.0.0.1:{server.server_port}"
@@ -153,19 +151,46 @@ def test_json_is_one_object_and_nothing_else(run: Run, command: list[str]) -> No
     assert (isinstance(json.loads(out), dict), out.count("\n"), err) == (True, 1, "")
 
 
-def test_status_shows_what_is_where_and_why(run: Run) -> None:
-    code, out, _ = run("status")
+@pytest.mark.parametrize("options", [[], ["--wide"]])
+def test_status_shows_what_is_where_and_why(run: Run, options: list[str]) -> None:
+    code, out, _ = run("status", *options)
     assert code == 0
-    rows = [line for line in out.splitlines() if "of 2.0 KiB" in line]
-    for word in ("m", "node 0123456789ab", "1.5 KiB of 2.0 KiB", "7 times", "pinned, worker-[1]"):
-        assert word in rows[0]
+    (held, idle) = [line for line in out.splitlines() if "1.5 KiB" in line]
+    more = ["7 times", "2.0 KiB", "node 0123456789abcdef"] if options else []
+    for word in ("m", "node 01234567", "pinned, worker-[1]", *more):
+        assert word in held
     (built,) = [line for line in out.splitlines() if "worker 0" in line]
     for word in ("m", "1.0 KiB", "pinned, 2 leases", "12.3 ms"):
         assert word in built
-    assert "may go" in rows[1]
+    assert "may go" in idle
     assert "unreachable: [/red] gone" in out
-    assert "text encoder: unreachable: the actor died" in out
+    assert "text encoder is unreachable: the actor died" in out
     assert "worker: 4 modules, 100 B; 2 requests denoising" in out
+
+
+def test_status_reads_well_at_80_columns(run: Run, server: Any) -> None:
+    words = "Handwritten digits, 32 x 32 pixels, trained on scikit-learn's digits; shares its text encoders and its VAE"
+    holders = [f"worker-{number:08x}" for number in range(4)] + ["text-encoder-0badcafe"]
+    found = {"host_bytes": 2**34 - 1, "num_extents": 2, "pinned": True, "holders": holders, "hits": 12345}
+    big = {"kind": "diffusion", "state": "unavailable", "nbytes": 2**35, "description": words, "error": "", "base": []}
+    models = [
+        {"id": f"digits-flux-inverted-{number}", **big, "resident": {"0123456789abcdef" * 3: found}, "built": []}
+        for number in range(2)
+    ]
+    node = {"node_id": "0123456789abcdef" * 3, "num_extents": 12345, "read_s": 1.0}
+    node |= {f"{name}_bytes": 2**38 for name in ("resident", "leased", "pinned", "budget", "read")}
+    encoder = {"modules": [{}] * 12, "resident_bytes": 2**34}
+    encoder["cache"] = {"entries": 10**6, "nbytes": 2**30, "local": 10**7, "joined": 1, "shared": 1, "computed": 10**6}
+    answer = CLUSTER | {"models": models, "nodes": [node], "text_encoders": [encoder]}
+    server.answers["GET", "/admin/cluster"] = (200, answer)
+    _, out, _ = run("status")
+    assert max(map(len, out.splitlines())) <= 80
+    told = out.split()
+    for word in [*words.split(), *(f"{holder}," for holder in holders[:-1]), holders[-1], "digits-flux-inverted-1"]:
+        assert word in told, f"{word} is broken or missing"
+    _, wide, _ = run("status", "--wide")
+    assert any(words in line for line in wide.splitlines())
+    assert any(", ".join(holders) in line for line in wide.splitlines())
 
 
 def test_status_says_what_it_leaves_out(run: Run, server: Any) -> None:
@@ -176,8 +201,8 @@ def test_status_says_what_it_leaves_out(run: Run, server: Any) -> None:
     assert "nodes; /admin" not in out
 
 
-def test_status_without_a_directory(run: Run, server: Any) -> None:
+def test_status_without_a_registry(run: Run, server: Any) -> None:
     server.answers["GET", "/admin/cluster"] = (200, CLUSTER | {"nodes": [], "registry": {"unreachable": "it died"}})
     code, out, _ = run("status")
     assert code == 0
-    assert "the directory is unreachable: it died" in out
+    assert "the registry is unreachable: it died" in out

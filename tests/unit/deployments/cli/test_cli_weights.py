@@ -164,3 +164,23 @@ def test_a_removed_model_frees_its_bytes_with_gc(run: Run, source: Path, tmp_pat
 def test_mistakes_are_one_line(run: Run, tmp_path: Path, words: list[str], expected: str) -> None:
     torch.save({"w": torch.zeros(2)}, tmp_path / "weights.pt")
     assert expected in run(*words, code=1)
+
+
+def test_inspect_reads_well_at_80_columns(
+    run: Run, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    name = "transformer_blocks.18.attn.processor.add_k_proj.lora_A.default_0.weight"
+    save_file({name: torch.randn(4, 8), "short": torch.randn(16)}, source / "model.safetensors")
+    run("externalize", source, "-m", "handwritten-digits-flux-inverted")
+    weights = {weight["name"]: weight for weight in run("inspect", "handwritten-digits-flux-inverted")["weights"]}
+    text = run("inspect", "handwritten-digits-flux-inverted", as_json=False)
+    assert max(map(len, text.splitlines())) <= 80
+    told = text.split()
+    for word in ("handwritten-digits-flux-inverted", "short", weights[name]["dtype"], weights[name]["id"][:8], "128"):
+        assert word in told, f"{word} is broken or missing"
+    assert any(word.startswith("transformer_") and word.endswith("default_0.weight") for word in told)
+    wide = run("inspect", "handwritten-digits-flux-inverted", "--wide", as_json=False).split()
+    for word in (name, weights[name]["id"], weights[name]["path"], str(weights[name]["offset"])):
+        assert word in wide
+    assert max(map(len, run("inspect", as_json=False).splitlines())) <= 80

@@ -11,7 +11,7 @@ from ray.serve.schema import ServeDeploySchema
 
 from configs.cluster import ClusterConfig
 from configs.loading import load_cluster_config
-from deployments.cli.rendering import render_serve_yaml
+from deployments.cli.cluster import render_serve_yaml
 
 PRESETS = sorted((Path(__file__).parents[4] / "configs/clusters").glob("*.yaml"))
 FULL: dict[str, Any] = {

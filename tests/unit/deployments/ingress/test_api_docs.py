@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cluster.registry.watching import DirectoryWatch
+from cluster.registry.snapshot import RegistrySnapshot
 from configs.cluster import ClusterConfig
 from deployments.ingress.api_docs import documented
 from deployments.ingress.http import create_http_app
@@ -20,7 +20,7 @@ INFERENCE = ("/v1/images/generations", "/v1/embeddings", "/v1/chat/completions",
 @pytest.fixture(scope="module")
 def page() -> dict[str, Any]:
     replicas: Any = object()  # nobody asks them
-    watch = DirectoryWatch(lambda: replicas)
+    watch = RegistrySnapshot(lambda: replicas)
     return create_http_app(Service(CONFIG, watch, replicas, replicas), CONFIG).openapi()
 
 
@@ -59,7 +59,7 @@ def test_streams_are_documented_as_such(page: dict[str, Any]) -> None:
 
 def test_the_page_is_made_once(page: dict[str, Any]) -> None:
     replicas: Any = object()
-    app = create_http_app(Service(CONFIG, DirectoryWatch(lambda: replicas), replicas, replicas), CONFIG)
+    app = create_http_app(Service(CONFIG, RegistrySnapshot(lambda: replicas), replicas, replicas), CONFIG)
     assert app.openapi() is app.openapi()
     assert app.openapi() == page
 

@@ -21,7 +21,7 @@ from unit.deployments.serve_fakes import FakeHandle
 
 from cluster.errors import ModelUnknown
 from cluster.registry.directory import Directory, DirectoryChange, ModelRecord
-from cluster.registry.watching import DirectoryWatch
+from cluster.registry.snapshot import RegistrySnapshot
 from configs.cluster import ClusterConfig, HttpConfig
 from configs.model import ModelConfig
 from deployments.errors import GenerationFailed, InvalidRequest, Overloaded
@@ -178,7 +178,7 @@ def replicas() -> Replicas:
 
 @pytest.fixture
 async def http(replicas: Replicas) -> AsyncIterator[httpx.AsyncClient]:
-    watch = DirectoryWatch(lambda: replicas)
+    watch = RegistrySnapshot(lambda: replicas)
     handle = FakeHandle(replicas)
     app = create_http_app(Service(CONFIG, watch, handle, handle), CONFIG)
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
@@ -490,7 +490,7 @@ async def test_defaults_of_a_family_are_bounded_by_every_way_in(replicas: Replic
     step = {"name": "picture", "model": "other-flux", "inputs": {"prompt": "$prompt"}}
     pipeline = {"id": "p", "inputs": {"prompt": "text"}, "stages": [step], "outputs": {"image": "$picture"}}
     config = ClusterConfig.model_validate(CONFIG.model_dump(mode="json") | {"pipelines": [pipeline]})
-    watch = DirectoryWatch(lambda: replicas)
+    watch = RegistrySnapshot(lambda: replicas)
     service = Service(config, watch, replicas, replicas)
     for model in ("other-flux", "p"):
         with pytest.raises(InvalidRequest, match=r"size: 1048576 pixels .the model's default., at most 4096"):
@@ -678,7 +678,7 @@ class Held(Replicas):
 
 async def test_what_is_too_much_is_refused_at_once_and_probes_answer() -> None:
     replicas = Held()
-    watch, handle = DirectoryWatch(lambda: replicas), FakeHandle(replicas)
+    watch, handle = RegistrySnapshot(lambda: replicas), FakeHandle(replicas)
     few = CONFIG.model_copy(update={"ingress": CONFIG.ingress.model_copy(update={"max_ongoing_requests": 3})})
     transport = httpx.ASGITransport(create_http_app(Service(few, watch, handle, handle), few))
     async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=10) as http:
@@ -700,7 +700,7 @@ async def test_what_is_too_much_is_refused_at_once_and_probes_answer() -> None:
 
 async def test_a_client_that_goes_ends_the_work() -> None:
     replicas = Held()
-    watch, handle = DirectoryWatch(lambda: replicas), FakeHandle(replicas)
+    watch, handle = RegistrySnapshot(lambda: replicas), FakeHandle(replicas)
     transport = httpx.ASGITransport(create_http_app(Service(CONFIG, watch, handle, handle), CONFIG))
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
         going = asyncio.create_task(http.post(f"/v1/{IMAGES}", json=IMAGE))
@@ -715,7 +715,7 @@ async def test_a_client_that_goes_ends_the_work() -> None:
 @pytest.mark.parametrize("path", ["/v2/models/flux/infer", f"/v1/{IMAGES}"])
 async def test_a_request_has_its_time_and_then_its_work_ends(path: str) -> None:
     replicas = Held()
-    watch, handle = DirectoryWatch(lambda: replicas), FakeHandle(replicas)
+    watch, handle = RegistrySnapshot(lambda: replicas), FakeHandle(replicas)
     short = CONFIG.model_copy(update={"http": HttpConfig(request_timeout_s=0.05)})
     transport = httpx.ASGITransport(create_http_app(Service(short, watch, handle, handle), short))
     tensor = {"name": "prompt", "datatype": "BYTES", "shape": [2], "data": ["a", "b"]}
@@ -737,7 +737,7 @@ async def test_a_prompt_that_is_refused_ends_the_work_on_the_others() -> None:
             return await super().on_generate(request)
 
     replicas = OneIsBad()
-    watch, handle = DirectoryWatch(lambda: replicas), FakeHandle(replicas)
+    watch, handle = RegistrySnapshot(lambda: replicas), FakeHandle(replicas)
     transport = httpx.ASGITransport(create_http_app(Service(CONFIG, watch, handle, handle), CONFIG))
     tensor = {"name": "prompt", "datatype": "BYTES", "shape": [3], "data": ["a", "bad", "b"]}
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
@@ -875,7 +875,7 @@ async def test_health_does_not_wait_for_a_directory_that_is_not_there(monkeypatc
             raise AssertionError
 
     replicas = Silent()
-    watch, handle = DirectoryWatch(lambda: replicas), FakeHandle(replicas)
+    watch, handle = RegistrySnapshot(lambda: replicas), FakeHandle(replicas)
     transport = httpx.ASGITransport(create_http_app(Service(CONFIG, watch, handle, handle), CONFIG))
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
         answer = await http.get("/healthz")

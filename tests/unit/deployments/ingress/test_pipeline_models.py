@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from cluster.registry.directory import DirectoryChange, ModelRecord
-from cluster.registry.watching import DirectoryWatch
+from cluster.registry.snapshot import RegistrySnapshot
 from configs.cluster import ClusterConfig, LimitsConfig
 from configs.model import ModelConfig
 from configs.pipeline import PipelineConfig
@@ -214,13 +214,13 @@ def registry() -> Registry:
 
 
 @pytest.fixture
-async def watch(registry: Registry) -> AsyncIterator[DirectoryWatch]:
-    watch = DirectoryWatch(lambda: registry)
+async def watch(registry: Registry) -> AsyncIterator[RegistrySnapshot]:
+    watch = RegistrySnapshot(lambda: registry)
     yield watch
     watch.close()
 
 
-async def test_models_are_known_by_the_directory(registry: Registry, watch: DirectoryWatch) -> None:
+async def test_models_are_known_by_the_directory(registry: Registry, watch: RegistrySnapshot) -> None:
     known = KnownModels(watch)
     assert (list(known), "bert" in known) == ([], False)
     registry.open(BERT, HEAD, TORN)
@@ -235,14 +235,14 @@ async def test_models_are_known_by_the_directory(registry: Registry, watch: Dire
         known["unheard-of"]
 
 
-def service_of(watch: DirectoryWatch, encoder: Any = None) -> Service:
+def service_of(watch: RegistrySnapshot, encoder: Any = None) -> Service:
     config = {"models": [{"id": "bert", "path": "/bert"}], "pipelines": [VECTORS]}
     return Service(ClusterConfig.model_validate(config), watch, encoder, None)
 
 
 @pytest.mark.parametrize("method", ["metadata", "ready", "configuration", "embed"])
 async def test_the_first_request_of_a_replica_waits_for_the_directory(
-    registry: Registry, watch: DirectoryWatch, method: str
+    registry: Registry, watch: RegistrySnapshot, method: str
 ) -> None:
     service = service_of(watch, Encoder())
     inference = Inference(service, LimitsConfig())
@@ -259,7 +259,7 @@ async def test_the_first_request_of_a_replica_waits_for_the_directory(
     assert await asking
 
 
-async def test_a_pipeline_is_ready_when_it_can_run(registry: Registry, watch: DirectoryWatch) -> None:
+async def test_a_pipeline_is_ready_when_it_can_run(registry: Registry, watch: RegistrySnapshot) -> None:
     registry.open(HEAD)
     inference = Inference(service_of(watch), LimitsConfig())
     assert not await inference.ready("vectors")
@@ -267,7 +267,7 @@ async def test_a_pipeline_is_ready_when_it_can_run(registry: Registry, watch: Di
         await inference.metadata("vectors")
 
 
-async def test_segments_carry_what_the_directory_says(registry: Registry, watch: DirectoryWatch) -> None:
+async def test_segments_carry_what_the_directory_says(registry: Registry, watch: RegistrySnapshot) -> None:
     registry.open(BERT)
     encoder = Encoder()
     result = await service_of(watch, encoder).embed({"model": "vectors", "input": ["abc"]})

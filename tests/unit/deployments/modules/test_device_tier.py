@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import save_file
 
 from configs.cluster import ClusterConfig, TextEncoderConfig, WorkerConfig
-from deployments.engines.diffusion.factory import create_pipeline, settings_hash
+from deployments.engines.diffusion.pipeline import create_pipeline, settings_hash
 from deployments.engines.protocol import SamplingParams, TextRequest
 from deployments.local import LocalModels
 from deployments.modules.component_builder import ComponentBuilder, is_denoise_component

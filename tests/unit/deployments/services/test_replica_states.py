@@ -1,13 +1,24 @@
-"""What the controller's status says about replicas that are not there."""
+"""A deployment without a replica is told from one whose replicas are still starting, by the controller's status."""
 
 from __future__ import annotations
 
 import pytest
 from ray.serve.schema import DeploymentStatus, DeploymentStatusOverview, DeploymentStatusTrigger, ReplicaState
 
-from deployments.services.replica_calls import why_none_can, why_none_runs
+from deployments.services.replica_calls import ReplicaStates
 
 FAILED = "A replica failed to start with exception. Retrying. Error:\nTraceback:\n  File x\nOSError: no such file: w\n"
+
+
+class States(ReplicaStates):
+    """States of a deployment that was last seen like this."""
+
+    def __init__(self, seen: DeploymentStatusOverview | None) -> None:
+        super().__init__("worker", "atelier")
+        self._seen = seen
+
+    async def _overview(self) -> DeploymentStatusOverview | None:
+        return self._seen
 
 
 def overview(status: str, message: str = "", *, running: int = 0, starting: int = 0) -> DeploymentStatusOverview:
@@ -28,11 +39,16 @@ def overview(status: str, message: str = "", *, running: int = 0, starting: int 
         (overview("DEPLOY_FAILED", "The deployment failed to start 3 times in a row."), False, False),
     ],
 )
-def test_running_starting_and_failing(seen: DeploymentStatusOverview, runs: bool, can: bool) -> None:
-    assert (why_none_runs("worker", seen) is None, why_none_can("worker", seen) is None) == (runs, can)
+async def test_running_starting_and_failing(seen: DeploymentStatusOverview, runs: bool, can: bool) -> None:
+    states = States(seen)
+    assert (await states.why_none_runs() is None, await states.why_none_can() is None) == (runs, can)
 
 
-def test_the_reason_is_the_error_itself() -> None:
-    assert why_none_can("worker", overview("UNHEALTHY", FAILED)) == (
+async def test_a_controller_that_does_not_answer_gives_no_reason() -> None:
+    assert (await States(None).why_none_runs(), await States(None).why_none_can()) == (None, None)
+
+
+async def test_the_reason_is_the_error_itself() -> None:
+    assert await States(overview("UNHEALTHY", FAILED)).why_none_can() == (
         "no replica of 'worker' is running (UNHEALTHY): OSError: no such file: w"
     )

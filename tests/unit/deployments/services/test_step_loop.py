@@ -1,4 +1,4 @@
-"""The device loop: requests join and leave a running batch, and fail by themselves."""
+"""The device loop and the engines' steps: requests join and leave a running batch, and fail by themselves."""
 
 from __future__ import annotations
 
@@ -11,9 +11,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deployments.engines.protocol import ComputationFailed, SamplingParams, TextDelta, TextRequest
-from deployments.errors import GenerationFailed
-from deployments.services.step_loop import DenoiseLoop, DeviceThread, TextLoop
+from deployments.engines.diffusion.engine import DiffusionEngine
+from deployments.engines.protocol import (
+    ComputationFailed,
+    ConditionedRequest,
+    DenoiseTimes,
+    DiffusionOutput,
+    DiffusionRequest,
+    EngineError,
+    SamplingParams,
+    TextDelta,
+    TextRequest,
+)
+from deployments.services.step_loop import DeviceThread, EngineLoop
 
 WAIT_S = 10
 
@@ -63,7 +73,7 @@ class State:
 
 @dataclass(eq=False)
 class Pipeline:
-    """As the engine's: when a step raises, no state has moved; whose own solver fails moves no more."""
+    """As the real one: when a step raises, no state has moved; one whose own solver fails moves no more."""
 
     turns: Turns = field(default_factory=Turns)
     max_rows: int = 64
@@ -71,7 +81,12 @@ class Pipeline:
     decoded: list[list[str]] = field(default_factory=list)
     threads: set[int] = field(default_factory=set)
 
-    def share_of_turn(self, state: State) -> float:
+    def start(self, request: DiffusionRequest, conditioning: Any, adapters: Any) -> State:
+        self.threads.add(threading.get_ident())
+        state: State = conditioning
+        return state
+
+    def share_of_batch(self, state: State) -> float:
         return 1 / self.max_rows
 
     def step(self, states: list[State]) -> None:
@@ -96,8 +111,31 @@ class Pipeline:
         return [state.outcome or np.full((1, 2, 2, 3), len(state.name), np.uint8) for state in states]
 
 
-def loop() -> DenoiseLoop:
-    return DenoiseLoop(DeviceThread())
+class Denoising:
+    """A loop for each pipeline, on one device thread."""
+
+    def __init__(self) -> None:
+        self._thread = DeviceThread()
+        self._loops: dict[Pipeline, EngineLoop[ConditionedRequest, DiffusionOutput]] = {}
+
+    @property
+    def num_running(self) -> int:
+        return sum(loop.num_running for loop in self._loops.values())
+
+    async def output(self, pipeline: Pipeline, state: State, seen: list[DiffusionOutput] | None = None) -> Any:
+        engine = DiffusionEngine(pipeline)  # type: ignore[arg-type]
+        loop = self._loops.setdefault(pipeline, EngineLoop(self._thread, engine))
+        request = DiffusionRequest(state.name, 2, 2, state.num_steps, 1.0, 0)
+        conditioned = ConditionedRequest(request, state, reports_steps=seen is not None)  # type: ignore[arg-type]
+        return await loop.last_output(conditioned, None if seen is None else seen.append)
+
+    async def run(self, pipeline: Pipeline, state: State) -> tuple[np.ndarray, DenoiseTimes]:
+        output = await self.output(pipeline, state)
+        return output.images, output.times
+
+
+def loop() -> Denoising:
+    return Denoising()
 
 
 async def test_one_request_is_stepped_to_its_end_and_decoded() -> None:
@@ -106,6 +144,31 @@ async def test_one_request_is_stepped_to_its_end_and_decoded() -> None:
     assert images.shape == (1, 2, 2, 3)
     assert (pipeline.steps, pipeline.decoded) == ([["one"]] * 3, [["one"]])
     assert min(times.queue_s, times.denoise_s, times.decode_s) >= 0
+
+
+async def test_every_step_is_reported_to_those_who_ask() -> None:
+    device, pipeline, seen = loop(), Pipeline(), list[DiffusionOutput]()
+    last, _ = await asyncio.gather(
+        device.output(pipeline, State("one", 3), seen), device.run(pipeline, State("two", 3))
+    )
+    assert [(output.step_index, output.num_steps, output.is_last) for output in seen] == [
+        (1, 3, False),
+        (2, 3, False),
+        (3, 3, False),
+        (3, 3, True),
+    ]
+    assert seen[-1] is last
+
+
+async def test_a_request_of_an_id_that_is_under_way_is_refused() -> None:
+    engine = DiffusionEngine(Pipeline())  # type: ignore[arg-type]
+    conditioned = ConditionedRequest(DiffusionRequest("a", 2, 2, 1, 1.0, 0), State("a", 1))  # type: ignore[arg-type]
+    engine.add(conditioned)
+    with pytest.raises(EngineError, match="'a' is in use"):
+        engine.add(conditioned)
+    engine.abort("a")
+    engine.abort("never heard of")
+    assert not engine.has_work
 
 
 async def test_requests_join_a_running_batch_and_leave_it() -> None:
@@ -127,7 +190,7 @@ async def test_those_who_end_together_are_decoded_together() -> None:
     assert [images[0, 0, 0, 0] for images, _ in found] == [1, 2, 3]
 
 
-async def test_pipelines_take_turns_on_one_thread() -> None:
+async def test_pipelines_alternate_on_one_thread() -> None:
     device, one, two = loop(), Pipeline(), Pipeline()
     await asyncio.gather(device.run(one, State("a", 2)), device.run(two, State("b", 2)))
     assert (one.steps, two.steps) == ([["a"]] * 2, [["b"]] * 2)
@@ -216,7 +279,7 @@ async def test_what_the_engine_says_of_one_request_is_its_own(changes: dict[str,
     assert device.num_running == 0
 
 
-async def test_requests_beyond_the_bounds_take_turns() -> None:
+async def test_requests_beyond_the_bounds_alternate() -> None:
     device, pipeline = loop(), Pipeline(max_rows=2)
     ended: list[str] = []
 
@@ -253,7 +316,9 @@ async def test_a_broken_pipeline_leaves_nobody_waiting() -> None:
     device, pipeline = loop(), Lossy()
     runs = (device.run(pipeline, State(name, 1)) for name in "ab")
     errors = await asyncio.gather(*runs, return_exceptions=True)
-    assert [type(error) for error in errors] == [ValueError, ValueError]
+    assert [type(error) for error in errors] == [ComputationFailed, ComputationFailed]
+    assert "the engine failed" in str(errors[0])
+    assert device.num_running == 0
     await device.run(Pipeline(), State("next", 1))
 
 
@@ -262,7 +327,7 @@ def text_request(name: str, num_tokens: int) -> TextRequest:
 
 
 class Engine:
-    """One token per step and request; `breaks` names a request that the engine gives up after its first token."""
+    """One token per step and request; `breaks` names a request that the engine gives up in its second step."""
 
     def __init__(self, turns: Turns | None = None) -> None:
         self.turns = turns or Turns()
@@ -291,26 +356,29 @@ class Engine:
         if self.error:
             raise self.error
         self.steps.append(list(self.running))
+        self.failures = {}
         deltas = []
         for name, progress in list(self.running.items()):
             progress[0] += 1
             count, most = progress
-            reason = "length" if count == most else "abort" if name == self.breaks else None
+            if name == self.breaks and count > 1:
+                self.failures[name] = ComputationFailed("not finite")
+                del self.running[name]
+                continue
+            reason = "length" if count == most else None
             deltas.append(TextDelta(name, f"{name}{count} ", (count,), 2, count, reason))
-            if reason == "abort":
-                self.failures[name] = ValueError("not finite")
             if reason:
                 del self.running[name]
         return deltas
 
 
-async def texts(loop: TextLoop, request: TextRequest) -> str:
-    return "".join([delta.text async for delta in loop.run(request)])
+async def texts(loop: EngineLoop[TextRequest, TextDelta], request: TextRequest) -> str:
+    return "".join([delta.text async for delta in loop.stream_outputs(request)])
 
 
 async def test_each_request_gets_its_own_text() -> None:
     engine = Engine()
-    text = TextLoop(DeviceThread(), engine)
+    text = EngineLoop(DeviceThread(), engine)
     found = await asyncio.gather(*(texts(text, text_request(name, n)) for name, n in (("a", 3), ("b", 1), ("c", 2))))
     assert found == ["a1 a2 a3 ", "b1 ", "c1 c2 "]
     assert not engine.has_work
@@ -318,7 +386,7 @@ async def test_each_request_gets_its_own_text() -> None:
 
 async def test_text_requests_join_a_running_batch() -> None:
     engine = Engine(Turns(0))
-    text = TextLoop(DeviceThread(), engine)
+    text = EngineLoop(DeviceThread(), engine)
     first = asyncio.ensure_future(texts(text, text_request("a", 3)))
     await until(lambda: engine.turns.waiting)
     second = asyncio.ensure_future(texts(text, text_request("b", 1)))
@@ -330,8 +398,8 @@ async def test_text_requests_join_a_running_batch() -> None:
 
 async def test_leaving_early_aborts_the_request() -> None:
     engine = Engine()
-    text = TextLoop(DeviceThread(), engine)
-    stream = text.run(text_request("a", 10**6))
+    text = EngineLoop(DeviceThread(), engine)
+    stream = text.stream_outputs(text_request("a", 10**6))
     assert (await anext(stream)).text == "a1 "
     await stream.aclose()  # type: ignore[attr-defined]
     assert engine.aborted == ["a"]
@@ -341,7 +409,7 @@ async def test_leaving_early_aborts_the_request() -> None:
 
 async def test_a_cancelled_listener_aborts_only_itself() -> None:
     engine = Engine(Turns(0))
-    text = TextLoop(DeviceThread(), engine)
+    text = EngineLoop(DeviceThread(), engine)
     left = asyncio.ensure_future(texts(text, text_request("left", 10**6)))
     kept = asyncio.ensure_future(texts(text, text_request("kept", 3)))
     await until(lambda: engine.turns.waiting)
@@ -358,7 +426,7 @@ async def test_a_cancelled_listener_aborts_only_itself() -> None:
 async def test_a_cancelled_listener_stays_until_its_step_is_over() -> None:
     """Its weights may go then, and not before: whether it waits for a token or for its abort."""
     engine = Engine(Turns(0))
-    text = TextLoop(DeviceThread(), engine)
+    text = EngineLoop(DeviceThread(), engine)
     left = asyncio.ensure_future(texts(text, text_request("left", 10**6)))
     await until(lambda: engine.turns.waiting)
     for _ in range(3):
@@ -393,22 +461,22 @@ async def test_a_caller_of_the_device_who_is_cancelled_stays_until_it_is_done() 
 async def test_what_the_engine_gives_up_is_an_error_for_its_own_request() -> None:
     engine = Engine()
     engine.breaks = "bad"
-    text = TextLoop(DeviceThread(), engine)
+    text = EngineLoop(DeviceThread(), engine)
     good, bad = await asyncio.gather(
         texts(text, text_request("good", 3)), texts(text, text_request("bad", 3)), return_exceptions=True
     )
     assert good == "good1 good2 good3 "
-    assert isinstance(bad, GenerationFailed)
-    assert "after 1 tokens: not finite" in str(bad)
+    assert isinstance(bad, ComputationFailed)
+    assert str(bad) == "not finite"
 
 
 async def test_an_engine_failure_reaches_everyone_and_the_next_request_works() -> None:
     engine = Engine()
     engine.error = MemoryError("no blocks")
-    text = TextLoop(DeviceThread(), engine)
+    text = EngineLoop(DeviceThread(), engine)
     runs = [texts(text, text_request(name, 3)) for name in "abc"]
     errors = await asyncio.gather(*runs, return_exceptions=True)
-    assert [type(error) for error in errors] == [GenerationFailed] * 3
+    assert [type(error) for error in errors] == [ComputationFailed] * 3
     assert "the engine failed: no blocks" in str(errors[0])
     assert not engine.has_work
     engine.error = None
@@ -423,13 +491,13 @@ async def test_an_answer_that_makes_no_sense_reaches_everyone() -> None:
             super().step()
             return [None]  # type: ignore[list-item]
 
-    with pytest.raises(GenerationFailed):
-        await texts(TextLoop(DeviceThread(), Confused()), text_request("a", 1))
+    with pytest.raises(ComputationFailed):
+        await texts(EngineLoop(DeviceThread(), Confused()), text_request("a", 1))
 
 
 async def test_a_request_that_is_refused_leaves_nothing_behind() -> None:
     engine = Engine()
-    text = TextLoop(DeviceThread(), engine)
+    text = EngineLoop(DeviceThread(), engine)
     with pytest.raises(ValueError, match="no tokens"):
         await texts(text, TextRequest("x", ()))
     assert await texts(text, text_request("x", 1)) == "x1 "

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from deployments.engines.build import build_module
-from deployments.engines.diffusion.factory import create_pipeline
+from deployments.engines.diffusion.pipeline import create_pipeline
 from deployments.engines.protocol import ComputationFailed, DiffusionRequest, EngineError
 from deployments.engines.text.loading import load_text_encoder
 from deployments.engines.text.padding_counts import EncodeCounter

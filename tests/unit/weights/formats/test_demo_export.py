@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from weights.formats.checkpoint import read_checkpoint
 from weights.formats.gguf import read_gguf
 from weights.formats.kuiper import read_kuiper
-from weights.quantization.int8_group import dequantize
+from weights.loading.stage_transforms import dequantize
 
 pytestmark = pytest.mark.slow
 

@@ -11,7 +11,7 @@ import pytest
 
 from weights.errors import FormatError
 from weights.formats.kuiper import KuiperHeader, parse_kuiper, read_kuiper, write_kuiper
-from weights.quantization.int8_group import dequantize, quantize
+from weights.loading.stage_transforms import dequantize, quantize
 
 RNG = np.random.default_rng()
 DIM, HIDDEN, LAYERS, HEADS, KV_HEADS, VOCAB, SEQ, GROUP = 48, 64, 3, 4, 2, 20, 7, 64

@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch
 
-from weights.loading.loaded_files import LoadedFiles
+from weights.loading.placement import LoadedFiles
 
 
 def memory(nbytes: int = 64) -> torch.Tensor:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from weights.errors import WeightsError
-from weights.quantization.fp8 import quantize_fp8
+from weights.loading.stage_transforms import quantize_fp8
 
 
 def as_float8(data: bytes) -> torch.Tensor:

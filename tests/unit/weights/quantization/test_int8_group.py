@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from weights.errors import WeightsError
-from weights.quantization.int8_group import dequantize, quantize
+from weights.loading.stage_transforms import dequantize, quantize
 
 
 def as_torch_does(weight: torch.Tensor, group_size: int) -> tuple[torch.Tensor, torch.Tensor]:

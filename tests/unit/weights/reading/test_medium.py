@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weights.reading.medium import MOUNTINFO, Medium, medium_of, nfs_advice
+from weights.reading.strategy import MOUNTINFO, Medium, medium_of, nfs_advice
 
 TEXT = r"""22 27 0:21 / /proc rw,relatime - proc proc rw
 27 1 254:0 / / rw,relatime - ext4 /dev/vda rw,discard

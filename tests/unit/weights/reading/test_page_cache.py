@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from weights.reading.page_cache import cached_pages
+from weights.reading.blocks import cached_pages
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def test_the_kernels_answer_is_the_first_figure_of_its_record(file: Path, monkey
             ctypes.memmove(pages, (ctypes.c_uint64 * 5)(7, 1, 2, 3, 4), 40)
             return 0
 
-    monkeypatch.setattr("weights.reading.page_cache._libc", Library)
+    monkeypatch.setattr("weights.reading.blocks._libc", Library)
     assert cached_pages(5, 4096, 8192) == 7
     assert asked == [(451, 5, 4096, 8192, 0)]
 

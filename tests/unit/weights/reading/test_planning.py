@@ -11,10 +11,8 @@ import pytest
 
 from weights.errors import WeightsError
 from weights.private_folder import temporary_folder
-from weights.reading.medium import Medium
-from weights.reading.planning import ProbeCache, ReadPlanner, cache_folder
-from weights.reading.probe import MIN_PROBED_BYTES
-from weights.reading.strategy import DIRECT, Probe, ReadStrategy
+from weights.reading.planning import MIN_PROBED_BYTES, ReadPlanner, _cache_folder, _ProbeCache
+from weights.reading.strategy import DIRECT, Medium, Probe, ReadStrategy
 
 EXT4 = "27 1 254:0 / / rw - ext4 /dev/vda rw\n"
 NFS = "27 1 0:40 / / rw - nfs4 filer:/export rw,vers=4.2\n"
@@ -131,14 +129,14 @@ def test_what_cannot_be_found_out_gets_a_default(planner, small: Path, tmp_path:
 )  # fmt: skip
 def test_a_damaged_cache_is_as_good_as_none(tmp_path: Path, text: bytes) -> None:
     (tmp_path / "probes.json").write_bytes(text)
-    cache = ProbeCache(tmp_path)
+    cache = _ProbeCache(tmp_path)
     assert cache.get(MEDIUM) is None
     cache.put(MEDIUM, PROBE)
     assert cache.get(MEDIUM) == PROBE
 
 
 def test_devices_and_file_systems_are_told_apart(tmp_path: Path) -> None:
-    cache = ProbeCache(tmp_path / "made" / "on demand")
+    cache = _ProbeCache(tmp_path / "made" / "on demand")
     other = Probe(direct_gbps=None, buffered_gbps=7.0)
     cache.put(MEDIUM, PROBE)
     cache.put(Medium("local", "xfs", "/x", "/dev/vda"), other)
@@ -154,17 +152,17 @@ def test_a_cache_that_cannot_be_written_is_no_error(planner, large: Path, tmp_pa
 
 
 def test_the_cache_lies_where_the_desktop_specification_says() -> None:
-    assert cache_folder({"XDG_CACHE_HOME": "/c", "HOME": "/h"}) == Path("/c/atelier")
-    assert cache_folder({"XDG_CACHE_HOME": "relative", "HOME": "/h"}) == Path("/h/.cache/atelier")
-    assert cache_folder({"HOME": "/h"}) == Path("/h/.cache/atelier")
-    assert cache_folder({}) == temporary_folder()
+    assert _cache_folder({"XDG_CACHE_HOME": "/c", "HOME": "/h"}) == Path("/c/atelier")
+    assert _cache_folder({"XDG_CACHE_HOME": "relative", "HOME": "/h"}) == Path("/h/.cache/atelier")
+    assert _cache_folder({"HOME": "/h"}) == Path("/h/.cache/atelier")
+    assert _cache_folder({}) == temporary_folder()
 
 
 def test_a_cache_that_somebody_else_may_have_made_is_neither_read_nor_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    cache = ProbeCache(cache_folder({}))
+    cache = _ProbeCache(_cache_folder({}))
     cache.put(MEDIUM, PROBE)
     assert cache.get(MEDIUM) == PROBE
     folder = temporary_folder()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from weights.reading.probe import PROBE_BYTES, probe_file
+from weights.reading.planning import PROBE_BYTES, _probe_file
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def seconds(*steps: float):
 
 
 def test_both_ways_are_measured_in_bytes_per_second(pack: Path) -> None:
-    probe = probe_file(pack, seconds(0.0, 1.0, 10.0, 14.0))
+    probe = _probe_file(pack, seconds(0.0, 1.0, 10.0, 14.0))
     assert probe is not None
     assert probe.direct_gbps == pytest.approx(PROBE_BYTES / 1e9)
     assert probe.buffered_gbps == pytest.approx(PROBE_BYTES / 4 / 1e9)
@@ -33,8 +33,8 @@ def test_both_ways_are_measured_in_bytes_per_second(pack: Path) -> None:
 
 
 def test_a_part_that_stays_in_the_page_cache_is_not_measured(pack: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weights.reading.probe.cached_pages", lambda fd, start, nbytes: 1)
-    assert probe_file(pack) is None
+    monkeypatch.setattr("weights.reading.planning.cached_pages", lambda fd, start, nbytes: 1)
+    assert _probe_file(pack) is None
 
 
 def test_where_direct_reading_is_refused_the_probe_says_so(pack: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,13 +46,13 @@ def test_where_direct_reading_is_refused_the_probe_says_so(pack: Path, monkeypat
         return real(path, flags, *rest)  # type: ignore[arg-type]
 
     monkeypatch.setattr(os, "open", refuse)
-    probe = probe_file(pack, seconds(0.0, 1.0))
+    probe = _probe_file(pack, seconds(0.0, 1.0))
     assert probe is not None
     assert (probe.direct_gbps, probe.buffered_gbps) == (None, pytest.approx(PROBE_BYTES / 1e9))
 
 
 def test_what_cannot_be_measured_has_no_probe(pack: Path, tmp_path: Path) -> None:
-    assert probe_file(tmp_path / "missing") is None
+    assert _probe_file(tmp_path / "missing") is None
     (tmp_path / "empty").touch()
-    assert probe_file(tmp_path / "empty") is None
-    assert probe_file(pack, lambda: 1.0) is None  # a clock that stands still
+    assert _probe_file(tmp_path / "empty") is None
+    assert _probe_file(pack, lambda: 1.0) is None  # a clock that stands still

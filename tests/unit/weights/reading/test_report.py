@@ -9,9 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from weights.memory.host_pool import PoolStats
-from weights.reading.medium import Medium
 from weights.reading.report import LoadReport, StageClock, StageFigures
-from weights.reading.strategy import ReadStrategy
+from weights.reading.strategy import Medium, ReadStrategy
 
 MEDIUM = Medium("local", "ext4", "/", "/dev/vda")
 

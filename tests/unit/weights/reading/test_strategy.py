@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weights.errors import WeightsError
-from weights.reading.medium import Medium
-from weights.reading.strategy import Probe, ReadStrategy, choose_strategy, parse_strategy
+from weights.reading.strategy import Medium, Probe, ReadStrategy, choose_strategy, parse_strategy
 
 FAST_DIRECT = Probe(direct_gbps=3.0, buffered_gbps=2.0)
 FAST_BUFFERED = Probe(direct_gbps=1.0, buffered_gbps=2.0)

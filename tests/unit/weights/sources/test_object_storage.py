@@ -22,10 +22,9 @@ from weights.externalize import externalize
 from weights.formats.tensors import FileTensor
 from weights.intake import bring_in
 from weights.maintenance import gc, remove_model
-from weights.sources.localize import localized
 from weights.sources.mirrors import SOURCES_FOLDER, locked, mirror_folder, remove_mirror
-from weights.sources.object_storage import MirrorReport, mirror
-from weights.storage.punching import allocated_bytes
+from weights.sources.object_storage import MirrorReport, localized, mirror
+from weights.storage.durable import allocated_bytes
 from weights.store import WeightStore
 
 pytestmark = pytest.mark.slow

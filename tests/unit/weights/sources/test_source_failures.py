@@ -14,8 +14,7 @@ import pytest
 
 from weights.errors import StoreError, WeightsError
 from weights.sources.bucket import Bucket, split_url
-from weights.sources.localize import localized
-from weights.sources.object_storage import mirror
+from weights.sources.object_storage import localized, mirror
 
 pytestmark = pytest.mark.slow
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from weights.storage.aging import aged
+from weights.maintenance import _aged
 from weights.storage.index import Unneeded
 
 
@@ -18,7 +18,7 @@ def test_each_byte_keeps_its_clock_while_it_is_unneeded() -> None:
             borders = sorted(chance.sample(range(40), 2 * chance.randint(0, 4)))
             unneeded[path] = list(zip(borders[::2], borders[1::2], strict=True))
         chance.shuffle(clocks)
-        clocks = aged(unneeded, clocks, now_s)
+        clocks = _aged(unneeded, clocks, now_s)
         dead = {
             (path, byte) for path, ranges in unneeded.items() for begin, end in ranges for byte in range(begin, end)
         }
@@ -29,4 +29,4 @@ def test_each_byte_keeps_its_clock_while_it_is_unneeded() -> None:
 
 
 def test_a_clock_that_is_ahead_begins_anew() -> None:
-    assert aged({"a": [(0, 9)]}, [Unneeded("a", 0, 9, 500.0)], 100.0) == [Unneeded("a", 0, 9, 100.0)]
+    assert _aged({"a": [(0, 9)]}, [Unneeded("a", 0, 9, 500.0)], 100.0) == [Unneeded("a", 0, 9, 100.0)]

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from weights.storage.punching import allocated_bytes, dead_ranges, punch
+from weights.storage.durable import allocated_bytes, dead_ranges, punch
 
 
 def test_dead_ranges_are_the_whole_blocks_that_nothing_touches() -> None:

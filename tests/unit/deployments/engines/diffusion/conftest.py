@@ -15,8 +15,7 @@ from diffusers import AutoencoderKL, FluxTransformer2DModel, UNet2DConditionMode
 from safetensors.torch import load_file
 
 from deployments.engines.build import build_module
-from deployments.engines.diffusion.factory import create_pipeline
-from deployments.engines.diffusion.pipeline import DenoisePipeline
+from deployments.engines.diffusion.pipeline import DenoisePipeline, create_pipeline
 from deployments.engines.protocol import DiffusionRequest
 
 TEXT_LENGTH = 5
@@ -51,7 +50,7 @@ class Pair:
 
     @property
     def denoiser_name(self) -> str:
-        return self.ours.denoiser_name
+        return self.ours.family.denoiser_name
 
 
 def random_vae(**config: Any) -> AutoencoderKL:

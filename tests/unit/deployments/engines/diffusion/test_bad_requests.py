@@ -9,7 +9,7 @@ import shutil
 import pytest
 import torch
 
-from deployments.engines.diffusion.factory import create_pipeline
+from deployments.engines.diffusion.pipeline import create_pipeline
 from deployments.engines.protocol import AdapterUse, EngineError
 
 BAD = [

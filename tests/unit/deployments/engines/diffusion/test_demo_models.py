@@ -14,13 +14,11 @@ import torch
 from safetensors.torch import load_file
 
 from deployments.engines.build import build_module
-from deployments.engines.diffusion.factory import create_pipeline
-from deployments.engines.diffusion.pipeline import DenoisePipeline
+from deployments.engines.diffusion.pipeline import DenoisePipeline, create_pipeline
 from deployments.engines.protocol import AdapterUse, DiffusionRequest
-from deployments.engines.text.conditioning import assemble_conditioning, plan_conditioning, uses_negative
 from deployments.engines.text.encoder import TextEncoder
 from deployments.engines.text.loading import load_text_encoder
-from weights.adapters import load_adapter
+from weights.adapters import LoraAdapter, load_adapter
 
 MODELS = Path(__file__).parents[5] / "infra" / "demo" / "models"
 FLUX = {"guidance_scale": 1.0, "true_cfg_scale": 3.0}
@@ -53,19 +51,22 @@ class Demo:
         ).images
         return np.stack([np.asarray(image) for image in images])
 
-    def our_images(self, request: DiffusionRequest, prompt: str, negative: str | None) -> np.ndarray:
-        index = self.ours.model_index
-        class_name = index["_class_name"]
-        use_negative = uses_negative(class_name, request, negative)
-        plan = plan_conditioning(
-            class_name, index, prompt, negative, max_sequence_length=TEXT_LENGTH, use_negative=use_negative
-        )
+    def our_images(
+        self,
+        request: DiffusionRequest,
+        prompt: str,
+        negative: str | None,
+        adapters: dict[str, LoraAdapter] | None = None,
+    ) -> np.ndarray:
+        family, index = self.ours.family, self.ours.model_index
+        use_negative = family.uses_negative(request, negative is not None)
+        plan = family.plan_texts(index, prompt, negative, max_sequence_length=TEXT_LENGTH, use_negative=use_negative)
         outputs = {}
         for item in plan:
             encoder = self.encoders[item.component]
             [outputs[item]] = encoder.encode(encoder.tokenize([item.text], item.max_length))
-        conditioning = assemble_conditioning(class_name, index, outputs, use_negative=use_negative)
-        return self.ours.generate(request, conditioning)
+        conditioning = family.assemble_conditioning(index, outputs, use_negative=use_negative)
+        return self.ours.generate(request, conditioning, adapters=adapters)
 
 
 def load_demo(name: str) -> Demo:
@@ -128,14 +129,13 @@ def test_a_demo_model_equals_stock(demos, name, guidance, negative):
 @pytest.mark.parametrize("scale", [0.6, 1.0])
 def test_the_bold_lora_equals_stock(demos, scale):
     demo, prompt = demos("digits-flux"), "a handwritten seven"
-    demo.ours.add_adapter("bold", load_adapter(MODELS / "bold"))
+    bold = load_adapter(MODELS / "bold")
     demo.stock.load_lora_weights(MODELS / "bold", adapter_name="bold")
     try:
         demo.stock.set_adapters("bold", scale)
         job = request(adapters=(AdapterUse("bold", scale),))
-        ours = demo.our_images(job, prompt, None)
+        ours = demo.our_images(job, prompt, None, {"bold": bold})
         assert_same_picture(ours, demo.stock_images(job, prompt, None))
         assert np.abs(ours.astype(int) - demo.our_images(request(), prompt, None).astype(int)).max() > 4
     finally:
         demo.stock.unload_lora_weights()
-        demo.ours.drop_adapter("bold")

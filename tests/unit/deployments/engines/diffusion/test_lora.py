@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 
 import numpy as np
 import pytest
 import torch
 
+from deployments.engines.diffusion.rows import merge_key, parts_of
 from deployments.engines.nn.lora import applied_adapters
 from deployments.engines.protocol import AdapterUse, EngineError
 from weights.adapters import LoraAdapter, LoraPair, load_adapter
@@ -45,20 +47,18 @@ def bold(pair, tmp_path):
     pair.stock.save_lora_weights(tmp_path, **{f"{pair.denoiser_name}_lora_layers": tensors})
     yield tmp_path, pair
     pair.stock.unload_lora_weights()
-    for name in pair.ours.adapters:
-        pair.ours.drop_adapter(name)
 
 
 @pytest.mark.parametrize("scale", [0.6, 1.0])
 def test_equals_stock(bold, make_request, scale):
     folder, pair = bold
-    pair.ours.add_adapter("bold", load_adapter(folder))
+    adapters = {"bold": load_adapter(folder)}
     pair.stock.load_lora_weights(folder, adapter_name="bold")
     pair.stock.set_adapters("bold", scale)
     conditioning = pair.conditioning(negative=True)
     plain = make_request(num_images=2, guidance_scale=2.0)
     adapted = make_request(num_images=2, guidance_scale=2.0, adapters=(AdapterUse("bold", scale),))
-    ours = pair.ours.generate(adapted, conditioning)
+    ours = pair.ours.generate(adapted, conditioning, adapters=adapters)
     assert np.abs(ours.astype(int) - pair.stock_images(adapted, conditioning).astype(int)).max() <= 1
     assert np.abs(ours.astype(int) - pair.ours.generate(plain, conditioning).astype(int)).max() > 4
 
@@ -68,27 +68,50 @@ def test_two_adapters_equal_stock(bold, make_request, tmp_path):
     targets = FLUX_TARGETS[:1] if pair.denoiser_name == "transformer" else SDXL_TARGETS[:1]
     thin = random_lora(pair.ours.denoiser, targets, (4,), seed=1)
     pair.stock.save_lora_weights(tmp_path / "thin", **{f"{pair.denoiser_name}_lora_layers": thin})
-    for name, path in (("bold", folder), ("thin", tmp_path / "thin")):
-        pair.ours.add_adapter(name, load_adapter(path))
+    paths = {"bold": folder, "thin": tmp_path / "thin"}
+    for name, path in paths.items():
         pair.stock.load_lora_weights(path, adapter_name=name)
     pair.stock.set_adapters(["bold", "thin"], [0.5, -0.75])
     request = make_request(adapters=(AdapterUse("thin", -0.75), AdapterUse("bold", 0.5)))
-    ours, stock = (run(request, pair.conditioning()) for run in (pair.ours.generate, pair.stock_images))
+    adapters = {name: load_adapter(path) for name, path in paths.items()}
+    ours = pair.ours.generate(request, pair.conditioning(), adapters=adapters)
+    stock = pair.stock_images(request, pair.conditioning())
     assert np.abs(ours.astype(int) - stock.astype(int)).max() <= 1
 
 
 def test_adapted_and_plain_requests_run_side_by_side(bold, make_request):
     folder, pair = bold
-    pair.ours.add_adapter("bold", load_adapter(folder))
+    adapters = {"bold": load_adapter(folder)}
     jobs = [make_request(), make_request(adapters=(AdapterUse("bold", 1.0),))]
-    states = [pair.ours.start(job, pair.conditioning()) for job in jobs]
-    pair.ours.drop_adapter("bold")  # the running request keeps it
+    states = [pair.ours.start(job, pair.conditioning(), adapters) for job in jobs]
+    del adapters["bold"]  # the running request keeps it
+    gc.collect()
     for _ in range(3):
         pair.ours.step(states)
     together = pair.ours.decode(states)
-    pair.ours.add_adapter("bold", load_adapter(folder))
+    again = {"bold": load_adapter(folder)}
     for job, picture in zip(jobs, together, strict=True):
-        assert np.array_equal(picture, pair.ours.generate(job, pair.conditioning()))
+        assert np.array_equal(picture, pair.ours.generate(job, pair.conditioning(), adapters=again))
+
+
+def test_requests_share_a_forward_when_they_use_the_same_version(bold, make_request):
+    folder, pair = bold
+    request = make_request(adapters=(AdapterUse("bold"),))
+    old, new = load_adapter(folder), load_adapter(folder)
+    states = [pair.ours.start(request, pair.conditioning(), {"bold": version}) for version in (old, old, new)]
+    keys = [merge_key(part) for part in parts_of(states)]
+    assert keys[0] == keys[1]
+    assert keys[0] != keys[2]
+
+
+def test_a_version_that_nobody_holds_is_forgotten(bold, make_request):
+    folder, pair = bold
+    state = pair.ours.start(
+        make_request(adapters=(AdapterUse("bold"),)), pair.conditioning(), {"bold": load_adapter(folder)}
+    )
+    gc.collect()
+    assert not pair.ours._pairs
+    pair.ours.step([state])  # its own weights stay with it
 
 
 def linear_adapter(down: torch.Tensor, up: torch.Tensor, path: str = "0") -> dict[str, LoraPair]:
@@ -138,18 +161,13 @@ def test_shapes_that_do_not_fit(path, down, up, message):
 def test_what_a_pipeline_refuses(bold, make_request):
     folder, pair = bold
     adapter = load_adapter(folder)
-    pair.ours.add_adapter("bold", adapter)
-    with pytest.raises(EngineError, match="'bold' is known already"):
-        pair.ours.add_adapter("bold", adapter)
     foreign = LoraAdapter(adapter.path, {**adapter.components, "text_encoder": {}})
     with pytest.raises(EngineError, match=f"changes text_encoder, only '{pair.denoiser_name}'"):
-        pair.ours.add_adapter("other", foreign)
-    with pytest.raises(EngineError, match=r"unknown adapter 'thin' \(known: bold\)"):
-        pair.ours.drop_adapter("thin")
+        pair.ours.start(make_request(adapters=(AdapterUse("other"),)), pair.conditioning(), {"other": foreign})
     for uses, message in [
         ((AdapterUse("thin"),), r"unknown adapter 'thin' \(known: bold\)"),
         ((AdapterUse("bold", float("nan")),), "scale nan"),
         ((AdapterUse("bold"), AdapterUse("bold")), "named 2 times"),
     ]:
         with pytest.raises(EngineError, match=message):
-            pair.ours.start(make_request(adapters=uses), pair.conditioning())
+            pair.ours.start(make_request(adapters=uses), pair.conditioning(), {"bold": adapter})

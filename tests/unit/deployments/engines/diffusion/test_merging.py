@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 
+from deployments.engines.diffusion.engine import DiffusionEngine
 from deployments.engines.diffusion.rows import BatchBounds, memory_kind, parts_of
-from deployments.engines.protocol import ComputationFailed, EngineError
-from deployments.services.step_loop import DenoiseLoop, DeviceThread
+from deployments.engines.protocol import ComputationFailed, ConditionedRequest, EngineError
+from deployments.services.step_loop import DeviceThread, EngineLoop
 
 
 @pytest.fixture
@@ -143,9 +145,13 @@ def test_a_finished_state_cannot_step(pair, make_request):
 
 
 async def outcomes(pipeline, states):
-    loop = DenoiseLoop(DeviceThread())
-    found = await asyncio.gather(*(loop.run(pipeline, state) for state in states), return_exceptions=True)
-    return [outcome if isinstance(outcome, BaseException) else outcome[0] for outcome in found]
+    """Serve states that have been started already through one engine and its loop."""
+    started = {state.request.request_id: state for state in states}
+    with mock.patch.object(pipeline, "start", lambda request, *_: started[request.request_id]):
+        loop = EngineLoop(DeviceThread(), DiffusionEngine(pipeline))
+        runs = [loop.last_output(ConditionedRequest(state.request, {})) for state in states]
+        found = await asyncio.gather(*runs, return_exceptions=True)
+    return [outcome if isinstance(outcome, BaseException) else outcome.images for outcome in found]
 
 
 def start(pair, make_request, count, **changes):
@@ -219,7 +225,7 @@ def test_a_picture_that_is_not_finite_is_none(pair, make_request, monkeypatch, v
     good, bad = pair.ours.decode(states)
     assert good.shape == (1, 32, 32, 3)
     assert isinstance(bad, ComputationFailed)
-    assert "the picture that the VAE made of them is not" in str(bad)
+    assert "the image that the VAE made of them is not" in str(bad)
 
 
 def test_a_request_alone_fails_with_the_same_words(pair, make_request, monkeypatch):
@@ -261,21 +267,24 @@ def test_forwards_and_decodes_are_bounded_from_the_start(
         assert np.abs(picture.astype(int) - alone.astype(int)).max() <= 1
 
 
-async def test_a_crowd_is_served_in_bounded_turns(sdxl, make_request, load_pipeline, count_forwards, monkeypatch):
+async def test_a_crowd_is_served_in_bounded_batches(sdxl, make_request, load_pipeline, count_forwards, monkeypatch):
     ours = bounded(sdxl, load_pipeline, BatchBounds(max_rows=8, max_decode_pixels=4 * 32 * 32))
     guided = {"guidance_scale": 3.0, "num_inference_steps": 2}
-    jobs = [(make_request(seed=seed, **guided), sdxl.conditioning(seed, negative=True)) for seed in range(60)]
+    jobs = [
+        (make_request(seed=seed, request_id=str(seed), **guided), sdxl.conditioning(seed, negative=True))
+        for seed in range(60)
+    ]
     sizes, decoded = count_forwards(ours), []
     decode = ours._decoder.decode
     monkeypatch.setattr(ours._decoder, "decode", lambda latents: decoded.append(len(latents)) or decode(latents))
-    loop = DenoiseLoop(DeviceThread())
-    found = await asyncio.gather(*(loop.run(ours, ours.start(*job)) for job in jobs))
+    loop = EngineLoop(DeviceThread(), DiffusionEngine(ours))
+    found = await asyncio.gather(*(loop.last_output(ConditionedRequest(*job)) for job in jobs))
     assert max(sizes) == 8
     assert sum(sizes) == 60 * 2 * 2
     assert max(decoded) == 4
     assert sum(decoded) == 60
-    for (pictures, _), job in list(zip(found, jobs, strict=True))[::7]:
-        assert np.abs(pictures.astype(int) - sdxl.ours.generate(*job).astype(int)).max() <= 1
+    for output, job in list(zip(found, jobs, strict=True))[::7]:
+        assert np.abs(output.images.astype(int) - sdxl.ours.generate(*job).astype(int)).max() <= 1
 
 
 def test_a_large_picture_is_a_forward_of_its_own():
@@ -284,15 +293,15 @@ def test_a_large_picture_is_a_forward_of_its_own():
     assert [bounds.decode_rows(side * side) for side in (32, 512, 2048)] == [512, 2, 1]
 
 
-def test_turns_are_as_large_as_bounds_and_memory_allow(pair, make_request, load_pipeline):
+def test_batches_are_as_large_as_bounds_and_memory_allow(pair, make_request, load_pipeline):
     ours = bounded(pair, load_pipeline, BatchBounds(max_rows=16, max_pixels=8 * 64 * 64))
     small = ours.start(make_request(num_images=2), pair.conditioning())
     large = ours.start(make_request(width=64, height=64, num_images=2), pair.conditioning())
     guided = {"guidance_scale": 2.0, "true_cfg_scale": 2.0, "num_images": 2}
     twice = ours.start(make_request(**guided), pair.conditioning(negative=True))
-    assert [ours.share_of_turn(state) for state in (small, large, twice)] == [2 / 16, 2 / 8, 4 / 16]
+    assert [ours.share_of_batch(state) for state in (small, large, twice)] == [2 / 16, 2 / 8, 4 / 16]
     ours._memory.ran_out(memory_kind(parts_of([small])[0]), 8)
-    assert [ours.share_of_turn(state) for state in (small, large, twice)] == [2 / 4, 2 / 8, 4 / 4]
+    assert [ours.share_of_batch(state) for state in (small, large, twice)] == [2 / 4, 2 / 8, 4 / 4]
 
 
 def test_a_merge_that_finds_no_memory_is_tried_once(pair, make_request, load_pipeline, monkeypatch):
@@ -315,7 +324,7 @@ def test_a_merge_that_finds_no_memory_is_tried_once(pair, make_request, load_pip
     expected = pair.ours.generate(make_request(seed=15, num_inference_steps=20), pair.conditioning(15))
     pictures = asyncio.run(outcomes(ours, states))
     assert calls["fails"] == 1
-    assert 2 * 20 <= calls["fits"] <= 2 * 20 + 4, "the last turns need not be full"
+    assert 2 * 20 <= calls["fits"] <= 2 * 20 + 4, "the last batches need not be full"
     assert np.abs(pictures[15].astype(int) - expected.astype(int)).max() <= 1
     monkeypatch.setattr(ours._decoder, "decode", limited(ours._decoder.decode))
     calls |= {"fits": 0, "fails": 0}

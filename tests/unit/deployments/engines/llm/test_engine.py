@@ -257,10 +257,9 @@ def test_a_failing_request_ends_alone(model, request_of, prompt_of, monkeypatch)
     first = {delta.request_id: delta for delta in engine.step()}
     monkeypatch.setattr(engine, "_runner", FailingRunner(engine._runner, "bad"))
     second = {delta.request_id: delta for delta in engine.step()}
-    assert second["bad"].finish_reason == "abort"
-    assert second["bad"].token_ids == ()
-    assert second["bad"].num_completion_tokens == 1
-    assert str(engine.failures["bad"]) == "the model is broken"
+    assert set(second) == {"good", "also good"}
+    assert isinstance(engine.failures["bad"], ComputationFailed)
+    assert str(engine.failures["bad"]) == "the model failed after 1 tokens: the model is broken"
     tokens = {i: [*first[i].token_ids, *second[i].token_ids] for i in ("good", "also good")}
     while engine.has_work:
         for delta in engine.step():
@@ -275,9 +274,9 @@ def test_logits_that_are_not_finite_end_the_request(model, request_of, prompt_of
     broken["model.norm.weight"] = broken["model.norm.weight"] * float("nan")
     engine = LLMEngine(model.folder, broken)
     engine.add(request_of("r", prompt_of(4), temperature=1.0))
-    (delta,) = engine.step()
-    assert delta.finish_reason == "abort"
+    assert engine.step() == []
     assert isinstance(engine.failures["r"], ComputationFailed)
+    assert "after 0 tokens: the logits are not finite" in str(engine.failures["r"])
     assert not engine.has_work
 
 
@@ -287,12 +286,9 @@ def test_text_that_cannot_be_made_ends_its_request_alone(model, request_of, prom
         engine.add(request_of(request_id, prompt_of(length), max_tokens=3))
     monkeypatch.setattr(engine._requests["bad"].decoder, "feed", lambda token_id: 1 / 0)
     first = {delta.request_id: delta for delta in engine.step()}
-    assert {name: delta.finish_reason for name, delta in first.items()} == {
-        "good": None,
-        "bad": "abort",
-        "also good": None,
-    }
-    assert isinstance(engine.failures["bad"], ZeroDivisionError)
+    assert {name: delta.finish_reason for name, delta in first.items()} == {"good": None, "also good": None}
+    assert isinstance(engine.failures["bad"], ComputationFailed)
+    assert "after 1 tokens: division by zero" in str(engine.failures["bad"])
     tokens = {name: list(first[name].token_ids) for name in ("good", "also good")}
     while engine.has_work:
         for delta in engine.step():
@@ -330,13 +326,13 @@ def test_logits_of_one_request_that_are_not_finite_end_it_alone(model, request_o
     runner = SpoilingRunner(engine._runner, "bad")
     monkeypatch.setattr(engine, "_runner", runner)
     tokens = {"good": [], "bad": [], "also good": []}
-    deltas = []
+    failures = []
     while engine.has_work:
-        deltas += engine.step()
-    for delta in deltas:
-        tokens[delta.request_id] += delta.token_ids
+        for delta in engine.step():
+            tokens[delta.request_id] += delta.token_ids
+        failures += engine.failures
     assert runner.sizes == [3, 2, 2, 2, 2, 2]
-    assert [delta.finish_reason for delta in deltas if delta.request_id == "bad"] == ["abort"]
+    assert failures == ["bad"]
     expected = {"good": model.greedy(prompt_of(9), 6), "bad": [], "also good": model.greedy(prompt_of(5), 6)}
     assert tokens == expected
     assert engine.num_free_blocks == engine.num_blocks

@@ -6,21 +6,17 @@ import diffusers
 import pytest
 import torch
 
+from deployments.engines.diffusion.families import family_of
+from deployments.engines.diffusion.families.base import EncodeItem
 from deployments.engines.protocol import DiffusionRequest, EngineError
-from deployments.engines.text.conditioning import (
-    EncodeItem,
-    assemble_conditioning,
-    plan_conditioning,
-    uses_negative,
-)
 
-FLUX, SDXL = "FluxPipeline", "StableDiffusionXLPipeline"
+FLUX, SDXL = family_of("FluxPipeline"), family_of("StableDiffusionXLPipeline")
 PROMPT = "a small 7 and more words than fit"
 
 
-def run(encoders, class_name, model_index, prompt, negative_prompt, **options):
+def run(encoders, family, model_index, prompt, negative_prompt, **options):
     """The walk that a service does, with a cache that must not be asked twice for one text."""
-    plan = plan_conditioning(class_name, model_index, prompt, negative_prompt, **options)
+    plan = family.plan_texts(model_index, prompt, negative_prompt, **options)
     cache: dict[tuple[str, tuple[int, ...]], dict[str, torch.Tensor]] = {}
     outputs = {}
     for item in plan:
@@ -29,8 +25,7 @@ def run(encoders, class_name, model_index, prompt, negative_prompt, **options):
         if (item.component, ids) not in cache:
             [cache[item.component, ids]] = encoder.encode([ids])
         outputs[item] = cache[item.component, ids]
-    use_negative = options["use_negative"]
-    return assemble_conditioning(class_name, model_index, outputs, use_negative=use_negative)
+    return family.assemble_conditioning(model_index, outputs, use_negative=options["use_negative"])
 
 
 def assert_equal(ours, names, stock):
@@ -95,7 +90,7 @@ def test_no_guidance_no_negative(clip, clip_projection):
 
 
 def test_the_plan_is_data():
-    assert plan_conditioning(FLUX, {}, "7", "no", max_sequence_length=None, use_negative=True) == (
+    assert FLUX.plan_texts({}, "7", "no", max_sequence_length=None, use_negative=True) == (
         EncodeItem("text_encoder", "7", None, "prompt"),
         EncodeItem("text_encoder_2", "7", 512, "prompt"),
         EncodeItem("text_encoder", "no", None, "negative"),
@@ -104,7 +99,7 @@ def test_the_plan_is_data():
 
 
 @pytest.mark.parametrize(
-    ("class_name", "guidance", "true_cfg", "negative", "expected"),
+    ("family", "guidance", "true_cfg", "negative", "expected"),
     [
         (FLUX, 7.0, 1.0, "no", False),
         (FLUX, 7.0, 2.0, "no", True),
@@ -113,23 +108,23 @@ def test_the_plan_is_data():
         (SDXL, 1.0, 9.0, "no", False),
     ],
 )
-def test_when_guidance_needs_a_negative(class_name, guidance, true_cfg, negative, expected):
+def test_when_guidance_needs_a_negative(family, guidance, true_cfg, negative, expected):
     request = DiffusionRequest("r", 32, 32, 1, guidance, 0, true_cfg_scale=true_cfg)
-    assert uses_negative(class_name, request, negative) is expected
+    assert family.uses_negative(request, negative is not None) is expected
 
 
 def test_refusals():
     with pytest.raises(EngineError, match=r"'PixelPipeline' \(known: FluxPipeline, StableDiffusionXLPipeline\)"):
-        plan_conditioning("PixelPipeline", {}, "7", None, use_negative=False)
+        family_of("PixelPipeline")
     with pytest.raises(EngineError, match="max_sequence_length 513: expected 1 to 512"):
-        plan_conditioning(FLUX, {}, "7", None, max_sequence_length=513, use_negative=False)
+        FLUX.plan_texts({}, "7", None, max_sequence_length=513, use_negative=False)
     item = EncodeItem("text_encoder", "7", None, "prompt")
     with pytest.raises(EngineError, match="the prompt has no 'hidden' of 'text_encoder_2'"):
-        assemble_conditioning(FLUX, {}, {item: {"pooled": torch.zeros(3)}})
+        FLUX.assemble_conditioning({}, {item: {"pooled": torch.zeros(3)}})
     short, long = (
         {"penultimate": torch.zeros(3, 4)},
         {"penultimate": torch.zeros(5, 4), "pooled": torch.zeros(6)},
     )
     second = EncodeItem("text_encoder_2", "7", None, "prompt")
     with pytest.raises(EngineError, match="text_encoder gave 3 tokens and text_encoder_2 5"):
-        assemble_conditioning(SDXL, {}, {item: short, second: long})
+        SDXL.assemble_conditioning({}, {item: short, second: long})

@@ -11,7 +11,7 @@ import pytest
 from ray.exceptions import ActorDiedError, RayTaskError
 
 from cluster.registry.directory import DirectoryChange
-from cluster.registry.watching import DirectoryWatch
+from cluster.registry.snapshot import RegistrySnapshot
 from configs.cluster import ClusterConfig
 from configs.merging import MergeConfig
 from deployments.errors import Overloaded
@@ -90,7 +90,7 @@ def encoders() -> Encoders:
 
 @pytest.fixture
 async def http(registry: Registry, encoders: Encoders) -> AsyncIterator[httpx.AsyncClient]:
-    watch = DirectoryWatch(lambda: registry)
+    watch = RegistrySnapshot(lambda: registry)
     app = create_http_app(Service(CONFIG, watch, encoders, None), CONFIG)
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:

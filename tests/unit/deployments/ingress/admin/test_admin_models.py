@@ -13,10 +13,10 @@ import pytest
 from ray.exceptions import ActorDiedError, RayTaskError
 
 from cluster.registry.directory import DirectoryChange, Entry
+from cluster.registry.manifests import ModelSummary
 from cluster.registry.registrations import Registrations
 from cluster.registry.served_models import ServedModels
-from cluster.registry.summaries import ModelSummary
-from cluster.registry.watching import DirectoryWatch
+from cluster.registry.snapshot import RegistrySnapshot
 from configs.cluster import ClusterConfig
 from configs.model import AdapterConfig, ModelConfig
 from deployments.errors import Overloaded
@@ -66,9 +66,7 @@ class Registry:
         return SimpleNamespace(remote=call)
 
     async def on_watch(self, revision: int, epoch: str, timeout_s: float) -> DirectoryChange:
-        while not (change := self.models.directory.changes_since(revision, epoch)):
-            await self.models.changed()
-        return change
+        return await self.models.watch(revision, epoch, timeout_s)
 
     async def on_status(self, model: str) -> Any:
         return await self.models.status(model)
@@ -143,7 +141,7 @@ def worker() -> Replicas:
 
 @pytest.fixture
 async def http(registry: Registry, worker: Replicas) -> AsyncIterator[httpx.AsyncClient]:
-    watch = DirectoryWatch(lambda: registry)
+    watch = RegistrySnapshot(lambda: registry)
     encoder = Replicas({"modules": [], "last_switches": {"base": {"switch_ms": 9.0}, "other": {"switch_ms": 1.0}}})
     app = create_http_app(Service(CONFIG, watch, encoder, worker), CONFIG)
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)

@@ -1,0 +1,60 @@
+"""The messages between a node's keeper and the registry: which node has which extents. Values only, no I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+from cluster.peers.protocol import PeerAddress
+
+RENEW_S: Final = 1.5  # how often a node reports the extents that it still reads
+
+
+@dataclass(frozen=True, slots=True)
+class ResidencyReport:
+    """A node's report to the registry: extents that came and went, by id.
+
+    `is_full`: the node holds exactly `added`. Without an `address` (of its peer server) nobody is sent to the node.
+    `load` is how many extents it is sending to others, `reading` what it claimed and still reads from storage.
+    """
+
+    address: PeerAddress | None
+    added: Sequence[str] = ()
+    removed: Sequence[str] = ()
+    is_full: bool = False
+    load: int = 0
+    reading: Sequence[str] = ()
+
+
+class Question(NamedTuple):
+    """A node's question to the registry: who has each extent?
+
+    What nobody has, the node offers to read from storage, up to `max_claims` of it. `insist` is one of `ids` that the
+    node wants to read whoever has it, because no peer could give it.
+    """
+
+    ids: tuple[str, ...]
+    max_claims: int
+    insist: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PeerOffer:
+    """A node that has an extent, and how many transfers it last reported under way."""
+
+    address: PeerAddress
+    node: str
+    active_transfers: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Located:
+    """The registry's answer, by extent id: peers that have it, the node that is reading it, or the asker's claim.
+
+    An id that is in none of them is held by nobody, and may be asked for again.
+    """
+
+    offers: Mapping[str, Sequence[PeerOffer]] = field(default_factory=dict)
+    reading: Mapping[str, str] = field(default_factory=dict)
+    claimed: tuple[str, ...] = ()

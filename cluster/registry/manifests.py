@@ -1,0 +1,185 @@
+"""Manifests as the registry keeps them: a summary of each on disk, and the last used ones in memory.
+
+A manifest of 1,000 tensors takes 50 ms to read and 30 MB to hold, and a store may have ten thousand models. A summary
+is kept beside the store, <store>/summaries/<id>.json, and counts only for the very manifest file that it was made of.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections import OrderedDict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from pydantic import ValidationError
+
+from configs.model import StrictModel
+from weights.feature_sizes import FeatureSizes, feature_sizes
+from weights.manifest import Manifest, ModelKind
+from weights.store import WeightStore
+
+FOLDER: Final = "summaries"  # in the store
+MAX_MANIFESTS: Final = 64
+
+_Mark = tuple[int, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSummary:
+    """The facts of one version of a model. `extents` has the ids of all its extents; `class_name` is "" without one."""
+
+    kind: ModelKind
+    nbytes: int
+    fingerprint: str
+    extents: tuple[str, ...]
+    features: FeatureSizes
+    class_name: str
+
+
+def summarize(manifest: Manifest, skeleton: Path) -> ModelSummary:
+    """Return the summary of a manifest, whose skeleton folder has the model's configs."""
+    return ModelSummary(
+        manifest.kind,
+        manifest.nbytes,
+        manifest.fingerprint,
+        tuple(manifest.extents),
+        feature_sizes(manifest, skeleton),
+        manifest.class_name or "",
+    )
+
+
+class _SummaryFile(StrictModel):
+    """A summary and what it holds for: the checkpoint's mark (`weights/source_mark.py`), the manifest file's mark, the
+    bytes needed of each pack, and the skeleton folder."""
+
+    source_mark: str
+    manifest: _Mark
+    packs: dict[str, int]
+    skeleton: str
+    summary: ModelSummary
+
+
+class SummaryFiles:
+    """The summary files of one store. They only save time: a file that is wrong in any way counts as missing."""
+
+    def __init__(self, store: WeightStore) -> None:
+        self._store = store
+        self._folder = store.path / FOLDER
+
+    def find(self, model: str, source_mark: str) -> ModelSummary | None:
+        """Return the summary if the store still has all of a checkpoint with that mark. Reads one small file."""
+        try:
+            found = _SummaryFile.model_validate_json(self._file(model).read_bytes())
+            is_current = (found.source_mark, found.manifest) == (source_mark, _manifest_mark(self._store, model))
+            is_whole = (self._store.models / found.skeleton).is_dir() and all(
+                (self._store.packs / pack).stat().st_size >= nbytes for pack, nbytes in found.packs.items()
+            )
+        except (OSError, ValidationError):
+            return None
+        return found.summary if is_current and is_whole else None
+
+    def save(self, model: str, manifest: Manifest, summary: ModelSummary) -> None:
+        """Write the summary of the manifest that the store has now. A full disk is not an error."""
+        mark = _manifest_mark(self._store, model)
+        if mark is None:
+            return
+        packs: dict[str, int] = {}
+        for extent in manifest.extents.values():
+            packs[extent.pack] = max(packs.get(extent.pack, 0), extent.offset + extent.nbytes)
+        file = _SummaryFile(
+            source_mark=manifest.source_mark,
+            manifest=mark,
+            packs=packs,
+            skeleton=manifest.skeleton,
+            summary=summary,
+        )
+        staged = self._file(model).with_name(f".{model}.{os.getpid()}")
+        with contextlib.suppress(OSError):
+            self._folder.mkdir(exist_ok=True)
+            staged.write_text(file.model_dump_json(), encoding="utf-8")
+            staged.replace(self._file(model))
+
+    def remove(self, model: str) -> None:
+        """Remove the model's summary, if there is one."""
+        with contextlib.suppress(OSError):
+            self._file(model).unlink()
+
+    def _file(self, model: str) -> Path:
+        return self._folder / f"{model}.json"
+
+
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    """A manifest as it was read, or is being read, when its file had this mark."""
+
+    mark: _Mark | None
+    manifest: asyncio.Future[Manifest]
+
+
+class ManifestCache:
+    """The last used manifests, by model and version (fingerprint). Lives on one event loop.
+
+    `atelier weights convert` and `repair` move a version's bytes and leave its fingerprint: when the manifest file has
+    changed, it is read again. A version that the store no longer has is kept as it was.
+    """
+
+    def __init__(self, store: WeightStore, max_manifests: int = MAX_MANIFESTS) -> None:
+        self._store = store
+        self._max_manifests = max_manifests
+        self._readings: OrderedDict[tuple[str, str], _Reading] = OrderedDict()
+
+    def has(self, model: str, fingerprint: str) -> bool:
+        """True when that version is in the cache."""
+        return (model, fingerprint) in self._readings
+
+    async def get(self, model: str, fingerprint: str) -> Manifest:
+        """Return the manifest, parsed in a thread, once for all who wait for it.
+
+        It is another version's when the store has replaced the wanted one, and that was not in the cache. Raises what
+        `WeightStore.manifest` raises; the next call tries again.
+        """
+        key = (model, fingerprint)
+        mark = await asyncio.to_thread(_manifest_mark, self._store, model)
+        reading = self._readings.get(key)
+        if reading is None or reading.mark != mark:
+            reading = _Reading(mark, asyncio.ensure_future(self._read(model, fingerprint, reading)))
+        self._remember(key, reading)
+        try:
+            manifest = await asyncio.shield(reading.manifest)
+        except Exception:
+            self._forget(key, reading)
+            raise
+        if manifest.fingerprint != fingerprint:  # replaced in the store after the caller looked at the directory
+            self._forget(key, reading)
+        return manifest
+
+    async def _read(self, model: str, fingerprint: str, before: _Reading | None) -> Manifest:
+        if before is None:
+            return await asyncio.to_thread(self._store.manifest, model)
+        with contextlib.suppress(Exception):  # gone or damaged: what was read before is still the version's
+            manifest = await asyncio.to_thread(self._store.manifest, model)
+            if manifest.fingerprint == fingerprint:
+                return manifest
+        return await before.manifest
+
+    def _remember(self, key: tuple[str, str], reading: _Reading) -> None:
+        self._readings[key] = reading
+        self._readings.move_to_end(key)
+        while len(self._readings) > self._max_manifests:
+            self._readings.popitem(last=False)
+
+    def _forget(self, key: tuple[str, str], reading: _Reading) -> None:
+        if self._readings.get(key) is reading:
+            del self._readings[key]
+
+
+def _manifest_mark(store: WeightStore, model: str) -> _Mark | None:
+    """Return modification time (ns), size and inode of the model's manifest file, None without one."""
+    try:
+        found = (store.models / model / "manifest.json").stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size, found.st_ino

@@ -1,0 +1,94 @@
+"""The registry snapshot: a copy of the directory of models in another process, kept current by long poll."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any, Final, ParamSpec, TypeVar
+
+from ray.exceptions import RayActorError, RayTaskError
+
+from cluster.ray_calls import call_actor
+from cluster.registry.actor import Method, WeightRegistry
+from cluster.registry.directory import Directory, ModelRecord
+
+POLL_S: Final = 30.0
+FIRST_PAUSE_S: Final = 0.05
+LONGEST_PAUSE_S: Final = 2.0
+
+logger = logging.getLogger("atelier.snapshot")
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class RegistrySnapshot:
+    """A copy of the directory of models, and the way to the registry itself. Lives on one event loop.
+
+    The copy stays as it was while the registry is gone. `connect` returns a handle of the registry, of a new one when
+    the one before is gone for good; it may block.
+    """
+
+    def __init__(self, connect: Callable[[], Any], sleep: Callable[[float], Awaitable[None]] = asyncio.sleep) -> None:
+        self._connect = connect
+        self._sleep = sleep
+        self._registry: Any = None
+        self._copy = Directory("")
+        self._is_ready = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    async def ready(self) -> None:
+        """Wait for the first copy; start to follow the registry unless that was done."""
+        if self._task is None or self._task.done():
+            self._task = asyncio.ensure_future(self._follow_registry())
+        await self._is_ready.wait()
+
+    def find_model(self, id_: str) -> ModelRecord | None:
+        """Return the model's record as last heard, None for a model that the copy does not have."""
+        return self._copy.get(id_)
+
+    def __iter__(self) -> Iterator[ModelRecord]:
+        return iter(self._copy)
+
+    async def call_registry(self, method: Method[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Call a method of the registry, as in `call_registry(WeightRegistry.status, id_)`.
+
+        Raises the registry's own errors, and RayActorError while it is gone.
+        """
+        registry = self._registry or await self._reconnect()
+        try:
+            return await call_actor(registry, method, *args, **kwargs)
+        except RayTaskError as error:
+            raise error.cause if isinstance(error.cause, Exception) else error from None
+
+    def notify_registry(self, method: Method[P, R], *args: P.args, **kwargs: P.kwargs) -> None:
+        """Call a method of the registry without waiting for it; nothing happens while the registry is gone."""
+        if self._registry is not None:
+            call_actor(self._registry, method, *args, **kwargs)
+
+    def close(self) -> None:
+        """Stop following the registry."""
+        if self._task:
+            self._task.cancel()
+
+    async def _reconnect(self) -> Any:
+        self._registry = await asyncio.to_thread(self._connect)
+        return self._registry
+
+    async def _follow_registry(self) -> None:
+        pause_s = FIRST_PAUSE_S
+        while True:
+            try:
+                registry = self._registry or await self._reconnect()
+                change = await call_actor(registry, WeightRegistry.watch, self._copy.revision, self._copy.epoch, POLL_S)
+            except Exception as error:  # whatever it is, the copy serves and the next round may do better
+                logger.warning("the registry does not answer: %s", str(error).partition("\n")[0])
+                if isinstance(error, RayActorError):
+                    self._registry = None  # Ray restarts it under this handle, unless it was ended for good
+                await self._sleep(pause_s)
+                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+                continue
+            pause_s = FIRST_PAUSE_S
+            self._copy.absorb(change)
+            self._is_ready.set()

@@ -1,0 +1,224 @@
+"""The contract of a family: all that one pipeline class of diffusers has to itself, beside the loop over steps.
+
+The defaults of `Family` are what most pipelines do: classifier-free guidance by `guidance_scale`, latents as images,
+noise scaled by the solver, text that is truncated at the tokenizer's own length.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+
+from configs.model import LongText, TextPadding
+from deployments.engines.protocol import DiffusionRequest, EngineError, check_choice
+
+if TYPE_CHECKING:  # the ingress has no torch
+    import torch
+
+Role = Literal["prompt", "negative"]
+NoNegative = Literal["unguided", "empty text", "zeros"]
+Encoded = Mapping[str, "torch.Tensor"]  # outputs of one text encoder for one text, without batch axis
+
+
+@dataclass(frozen=True, slots=True)
+class ImageDefaults:
+    """The defaults of the stock pipeline's `__call__` (diffusers 0.42). `side` is in pixels."""
+
+    num_inference_steps: int
+    guidance_scale: float
+    side: int
+
+
+@dataclass(frozen=True, slots=True)
+class EncodeItem:
+    """One text for one text encoder, named by its component. `max_length` None is the tokenizer's own."""
+
+    component: str
+    text: str
+    max_length: int | None
+    role: Role
+    padding: TextPadding = "stock"
+    long_text: LongText = "truncate"
+
+
+class EncoderUse(NamedTuple):
+    """A text encoder of a pipeline: the most tokens that it gets, and its rule for longer texts."""
+
+    component: str
+    max_length: int | None = None
+    long_text: LongText = "truncate"
+
+
+class ImageSize(NamedTuple):
+    """Height and width of an image in pixels, and of its latents."""
+
+    height: int
+    width: int
+    latent_height: int
+    latent_width: int
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """One text condition of a request, (1, L, D) and perhaps (1, P), on the denoiser's device and in its dtype."""
+
+    prompt: torch.Tensor
+    pooled: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The input of one forward: latents (B, …), timesteps (B,), prompts (B, L, D), guidance scales (B,), pooled (B, P).
+
+    `pooled` is None for a family that has no pooled text.
+    """
+
+    latents: torch.Tensor
+    timesteps: torch.Tensor
+    prompts: torch.Tensor
+    guidance: torch.Tensor
+    pooled: torch.Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.latents)
+
+    def part(self, start: int, stop: int) -> Rows:
+        """Return the rows `start` to `stop`, as views."""
+        here = slice(start, stop)
+        pooled = None if self.pooled is None else self.pooled[here]
+        return Rows(self.latents[here], self.timesteps[here], self.prompts[here], self.guidance[here], pooled)
+
+
+class Family(ABC):
+    """A pipeline class of diffusers. Stateless: modules, configs and requests come as arguments."""
+
+    class_name: ClassVar[str]  # in model_index.json
+    denoiser_name: ClassVar[str]  # the component that predicts noise
+    defaults: ClassVar[ImageDefaults]
+    guidance_rule: ClassVar[str] = "guidance_scale > 1"  # for people: when guidance is on
+    refused_text_rules: ClassVar[Mapping[str, str]] = {}  # values of `text_padding` and `long_text`, and why not
+
+    # Text
+
+    @abstractmethod
+    def text_encoders(self, max_sequence_length: int | None, long_text: LongText) -> Sequence[EncoderUse]:
+        """Return the encoders that every text goes to. Raises EngineError for a length that one cannot have."""
+
+    @abstractmethod
+    def join_encodings(self, role: Role, encodings: Mapping[str, Encoded]) -> dict[str, torch.Tensor]:
+        """Return one text's conditioning from its encodings by component: "prompt_embeds" (1, L, D) and, for a family
+        that has pooled text, "pooled_prompt_embeds" (1, P). Raises EngineError for outputs that are missing.
+        """
+
+    def no_negative(self, model_index: Mapping[str, Any]) -> NoNegative:
+        """Return what the stock pipeline guides away from when the request has no negative prompt at all."""
+        return "empty text"
+
+    def uses_negative(self, request: DiffusionRequest, has_negative: bool) -> bool:
+        """Return whether the stock pipeline runs classifier-free guidance for this request."""
+        return request.guidance_scale > 1
+
+    def cfg_scale(self, request: DiffusionRequest) -> float:
+        """Return the scale of classifier-free guidance."""
+        return request.guidance_scale
+
+    def plan_texts(
+        self,
+        model_index: Mapping[str, Any],
+        prompt: str,
+        negative_prompt: str | None,
+        *,
+        use_negative: bool,
+        max_sequence_length: int | None = None,
+        text_padding: TextPadding = "stock",
+        long_text: LongText = "truncate",
+    ) -> tuple[EncodeItem, ...]:
+        """Plan what is encoded. Nothing runs, so a plan can be made and cached anywhere.
+
+        A negative prompt of None is what `no_negative` says; an empty *string* is a text and is encoded.
+        `max_sequence_length` is for families whose prompt has a length of its own (Flux's T5); others ignore it.
+        `text_padding` "trimmed" gives the rows of the prompt's own tokens, computed under a mask. `long_text` is for
+        texts beyond the limit. Raises EngineError for what the pipeline cannot take.
+        """
+        check_choice("text_padding", text_padding, TextPadding)
+        check_choice("long_text", long_text, LongText)
+        for rule in (text_padding, long_text):
+            if rule in self.refused_text_rules:
+                raise EngineError(self.refused_text_rules[rule])
+        texts: list[tuple[Role, str]] = [("prompt", prompt)]
+        if use_negative and negative_prompt is not None:
+            texts.append(("negative", negative_prompt))
+        elif use_negative and self.no_negative(model_index) == "empty text":
+            texts.append(("negative", ""))
+        uses = self.text_encoders(max_sequence_length, long_text)
+        return tuple(
+            EncodeItem(use.component, text, use.max_length, role, text_padding, use.long_text)
+            for role, text in texts
+            for use in uses
+        )
+
+    def assemble_conditioning(
+        self, model_index: Mapping[str, Any], outputs: Mapping[EncodeItem, Encoded], *, use_negative: bool = True
+    ) -> dict[str, torch.Tensor]:
+        """Return the tensors that `DenoisePipeline.start` takes: those of `join_encodings`, and the same with
+        `negative_` in front where guidance has something to guide away from.
+
+        `outputs` maps the plan's items to what `TextEncoder.encode` gave. `use_negative` False saves the zeros of a
+        family that has them.
+        """
+        by_role: dict[Role, dict[str, Encoded]] = {"prompt": {}}
+        for item, encoded in outputs.items():
+            by_role.setdefault(item.role, {})[item.component] = encoded
+        prompt = self.join_encodings("prompt", by_role["prompt"])
+        negative: dict[str, torch.Tensor] = {}
+        if "negative" in by_role:
+            negative = self.join_encodings("negative", by_role["negative"])
+        elif use_negative and self.no_negative(model_index) == "zeros":
+            negative = {name: tensor.new_zeros(tensor.shape) for name, tensor in prompt.items()}
+        return prompt | {f"negative_{name}": tensor for name, tensor in negative.items()}
+
+    # Latents
+
+    @abstractmethod
+    def size_multiple(self, pixels_per_latent: int) -> int:
+        """Return the pixels that width and height must be multiples of."""
+
+    def latent_channels(self, denoiser_config: Mapping[str, Any]) -> int:
+        """Return the channels of a latent image."""
+        return int(denoiser_config["in_channels"])
+
+    def schedule(self, request: DiffusionRequest, solver_config: Mapping[str, Any], size: ImageSize) -> dict[str, Any]:
+        """Return the arguments of the solver's `set_timesteps`."""
+        return {"num_inference_steps": request.num_inference_steps}
+
+    def first_latents(self, noise_BCHW: torch.Tensor, solver: Any) -> torch.Tensor:
+        """Return the latents before the first step, (B, …) in any form that the other methods share."""
+        return noise_BCHW * solver.init_noise_sigma
+
+    def latent_images(self, latents: torch.Tensor, size: ImageSize, vae_config: Mapping[str, Any]) -> torch.Tensor:
+        """Return the latents as the VAE takes them: (B, C, h, w), unscaled."""
+        return latents / vae_config["scaling_factor"]
+
+    # The denoiser
+
+    def refusal(self, denoiser: Any) -> str | None:
+        """Return why `predict_noise` cannot call this variant of the denoiser, or None."""
+        return None
+
+    @abstractmethod
+    def text_widths(self, denoiser: Any) -> tuple[int, int | None]:
+        """Return the (D, P) of the conditioning that the denoiser takes; P is None where it takes no pooled text."""
+
+    @abstractmethod
+    def predict_noise(self, denoiser: Any, rows: Rows, size: ImageSize) -> torch.Tensor:
+        """Run the denoiser: its prediction, of the shape of `rows.latents`."""
+
+
+def output_of(role: Role, encodings: Mapping[str, Encoded], component: str, name: str) -> torch.Tensor:
+    """Return one output of one text encoder. Raises EngineError with what there is."""
+    encoded = encodings.get(component, {})
+    if name not in encoded:
+        raise EngineError(f"the {role} has no {name!r} of {component!r} (given: {', '.join(encoded) or 'nothing'})")
+    return encoded[name]

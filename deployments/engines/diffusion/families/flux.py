@@ -1,0 +1,134 @@
+"""Flux: flow matching with a transformer over 2x2 patches of latents.
+
+Source: diffusers 0.42, `pipelines/flux/pipeline_flux.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Final
+
+import numpy as np
+
+from configs.model import LongText
+from deployments.engines.diffusion.families.base import (
+    Encoded,
+    EncoderUse,
+    Family,
+    ImageDefaults,
+    ImageSize,
+    NoNegative,
+    Role,
+    Rows,
+    output_of,
+)
+from deployments.engines.protocol import DiffusionRequest, EngineError
+
+if TYPE_CHECKING:  # the ingress has no torch
+    import torch
+
+PATCH: Final = 2
+MAX_T5_TOKENS: Final = 512  # the stock pipeline's default and upper bound
+
+
+class Flux(Family):
+    """FluxPipeline. CLIP's pooled text modulates, T5's tokens are attended to.
+
+    `guidance_scale` is embedded if the transformer has an embedding for it, else it does nothing. Guidance against a
+    negative prompt is `true_cfg_scale`. Latents are packed patches: (num_images, h/2 * w/2, 4 * C).
+    """
+
+    class_name: ClassVar[str] = "FluxPipeline"
+    denoiser_name: ClassVar[str] = "transformer"
+    defaults: ClassVar[ImageDefaults] = ImageDefaults(num_inference_steps=28, guidance_scale=3.5, side=1024)
+    guidance_rule: ClassVar[str] = "true_cfg_scale > 1"
+    refused_text_rules: ClassVar[Mapping[str, str]] = {
+        "chunk": f"long_text 'chunk' is for CLIP, and FluxPipeline reads prompts with T5, which takes up to "
+        f"{MAX_T5_TOKENS} tokens in one piece; use truncate or error"
+    }
+
+    def text_encoders(self, max_sequence_length: int | None, long_text: LongText) -> Sequence[EncoderUse]:
+        """CLIP always truncates: its one vector only tints what T5 says, and does not depend on padding."""
+        t5_tokens = MAX_T5_TOKENS if max_sequence_length is None else max_sequence_length
+        if not 1 <= t5_tokens <= MAX_T5_TOKENS:
+            raise EngineError(f"max_sequence_length {t5_tokens}: expected 1 to {MAX_T5_TOKENS}")
+        return EncoderUse("text_encoder"), EncoderUse("text_encoder_2", t5_tokens, long_text)
+
+    def join_encodings(self, role: Role, encodings: Mapping[str, Encoded]) -> dict[str, torch.Tensor]:
+        hidden = output_of(role, encodings, "text_encoder_2", "hidden")
+        pooled = output_of(role, encodings, "text_encoder", "pooled")
+        return {"prompt_embeds": hidden.unsqueeze(0), "pooled_prompt_embeds": pooled.unsqueeze(0)}
+
+    def no_negative(self, model_index: Mapping[str, Any]) -> NoNegative:
+        return "unguided"
+
+    def uses_negative(self, request: DiffusionRequest, has_negative: bool) -> bool:
+        return request.true_cfg_scale > 1 and has_negative
+
+    def cfg_scale(self, request: DiffusionRequest) -> float:
+        return request.true_cfg_scale
+
+    def size_multiple(self, pixels_per_latent: int) -> int:
+        return PATCH * pixels_per_latent
+
+    def latent_channels(self, denoiser_config: Mapping[str, Any]) -> int:
+        return int(denoiser_config["in_channels"]) // PATCH**2
+
+    def schedule(self, request: DiffusionRequest, solver_config: Mapping[str, Any], size: ImageSize) -> dict[str, Any]:
+        steps = request.num_inference_steps
+        schedule: dict[str, Any] = {"sigmas": np.linspace(1.0, 1 / steps, steps)}
+        if solver_config.get("use_flow_sigmas"):
+            schedule = {"num_inference_steps": steps}
+        num_patches = (size.latent_height // PATCH) * (size.latent_width // PATCH)
+        return schedule | {"mu": _shift(num_patches, solver_config)}
+
+    def first_latents(self, noise_BCHW: torch.Tensor, solver: Any) -> torch.Tensor:
+        """Pack the noise: (B, C, 2h, 2w) -> (B, h * w, 4 * C)."""
+        batch, channels, height, width = noise_BCHW.shape
+        patches = noise_BCHW.view(batch, channels, height // PATCH, PATCH, width // PATCH, PATCH)
+        return patches.permute(0, 2, 4, 1, 3, 5).reshape(batch, -1, channels * PATCH**2)
+
+    def latent_images(self, latents: torch.Tensor, size: ImageSize, vae_config: Mapping[str, Any]) -> torch.Tensor:
+        """Unpack the latents, (B, h * w, 4 * C) -> (B, C, 2h, 2w), and unscale them."""
+        batch, _, width = latents.shape
+        channels = width // PATCH**2
+        rows, columns = size.latent_height // PATCH, size.latent_width // PATCH
+        patches = latents.view(batch, rows, columns, channels, PATCH, PATCH)
+        images = patches.permute(0, 3, 1, 4, 2, 5).reshape(batch, channels, rows * PATCH, columns * PATCH)
+        return images / vae_config["scaling_factor"] + vae_config["shift_factor"]
+
+    def text_widths(self, denoiser: Any) -> tuple[int, int | None]:
+        return denoiser.config.joint_attention_dim, denoiser.config.pooled_projection_dim
+
+    def predict_noise(self, denoiser: Any, rows: Rows, size: ImageSize) -> torch.Tensor:
+        latents, prompts = rows.latents, rows.prompts
+        noise: torch.Tensor = denoiser(
+            hidden_states=latents,
+            timestep=rows.timesteps.to(latents.dtype) / 1000,
+            guidance=rows.guidance if denoiser.config.guidance_embeds else None,
+            pooled_projections=rows.pooled,
+            encoder_hidden_states=prompts,
+            txt_ids=latents.new_zeros(prompts.shape[1], 3),
+            img_ids=_patch_ids(size).to(latents.device, latents.dtype),
+            return_dict=False,
+        )[0]
+        return noise
+
+
+def _shift(num_patches: int, config: Mapping[str, Any]) -> float:
+    """Return mu, which depends on the resolution: a line through (base patches, base shift) and (max, max)."""
+    base_patches, max_patches = config.get("base_image_seq_len", 256), config.get("max_image_seq_len", 4096)
+    base_shift, max_shift = config.get("base_shift", 0.5), config.get("max_shift", 1.15)
+    slope = (max_shift - base_shift) / (max_patches - base_patches)
+    return num_patches * slope + (base_shift - slope * base_patches)
+
+
+def _patch_ids(size: ImageSize) -> torch.Tensor:
+    """Return the positions (h * w, 3) of the patches: (0, row, column)."""
+    import torch
+
+    rows, columns = size.latent_height // PATCH, size.latent_width // PATCH
+    ids = torch.zeros(rows, columns, 3)
+    ids[..., 1] = torch.arange(rows)[:, None]
+    ids[..., 2] = torch.arange(columns)[None, :]
+    return ids.view(-1, 3)

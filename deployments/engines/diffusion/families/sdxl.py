@@ -1,0 +1,102 @@
+"""Stable Diffusion XL: a UNet with size conditioning.
+
+Source: diffusers 0.42, `pipelines/stable_diffusion_xl/pipeline_stable_diffusion_xl.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Final
+
+from configs.model import LongText
+from deployments.engines.diffusion.families.base import (
+    Encoded,
+    EncoderUse,
+    Family,
+    ImageDefaults,
+    ImageSize,
+    NoNegative,
+    Role,
+    Rows,
+    output_of,
+)
+from deployments.engines.protocol import EngineError
+
+if TYPE_CHECKING:  # the ingress has no torch
+    import torch
+
+NUM_TIME_IDS: Final = 6  # original height and width, crop top and left, target height and width
+
+
+class StableDiffusionXL(Family):
+    """StableDiffusionXLPipeline. Two CLIPs read the text; long texts may come in chunks of 77 tokens.
+
+    Original and target size are the request's, crops are 0. Latents are images: (num_images, C, h, w). No watermark
+    is added.
+    """
+
+    class_name: ClassVar[str] = "StableDiffusionXLPipeline"
+    denoiser_name: ClassVar[str] = "unet"
+    defaults: ClassVar[ImageDefaults] = ImageDefaults(num_inference_steps=50, guidance_scale=5.0, side=1024)
+    refused_text_rules: ClassVar[Mapping[str, str]] = {
+        "trimmed": "text_padding 'trimmed' is for T5: the UNet of StableDiffusionXLPipeline was trained on CLIP's "
+        "padding; use stock"
+    }
+
+    def text_encoders(self, max_sequence_length: int | None, long_text: LongText) -> Sequence[EncoderUse]:
+        return EncoderUse("text_encoder", None, long_text), EncoderUse("text_encoder_2", None, long_text)
+
+    def join_encodings(self, role: Role, encodings: Mapping[str, Encoded]) -> dict[str, torch.Tensor]:
+        import torch
+
+        first = output_of(role, encodings, "text_encoder", "penultimate")
+        second = output_of(role, encodings, "text_encoder_2", "penultimate")
+        pooled = output_of(role, encodings, "text_encoder_2", "pooled")
+        if len(first) != len(second):
+            raise EngineError(
+                f"text_encoder gave {len(first)} tokens and text_encoder_2 {len(second)}: "
+                f"{self.class_name} needs tokenizers of one length"
+            )
+        prompt = torch.cat([first, second.to(first.device)], dim=-1).to(second.dtype)
+        return {"prompt_embeds": prompt.unsqueeze(0), "pooled_prompt_embeds": pooled.unsqueeze(0)}
+
+    def no_negative(self, model_index: Mapping[str, Any]) -> NoNegative:
+        return "zeros" if model_index.get("force_zeros_for_empty_prompt", True) else "empty text"
+
+    def size_multiple(self, pixels_per_latent: int) -> int:
+        return math.lcm(8, pixels_per_latent)  # stock asks for 8 whatever the VAE
+
+    def latent_images(self, latents: torch.Tensor, size: ImageSize, vae_config: Mapping[str, Any]) -> torch.Tensor:
+        import torch
+
+        mean, std = vae_config.get("latents_mean"), vae_config.get("latents_std")
+        if mean is None or std is None:
+            return latents / vae_config["scaling_factor"]
+        mean_C11, std_C11 = (torch.tensor(values).view(-1, 1, 1).to(latents) for values in (mean, std))
+        return latents * std_C11 / vae_config["scaling_factor"] + mean_C11
+
+    def refusal(self, denoiser: Any) -> str | None:
+        if denoiser.config.time_cond_proj_dim is None:
+            return None
+        return "a UNet with embedded guidance (time_cond_proj_dim) is not supported"
+
+    def text_widths(self, denoiser: Any) -> tuple[int, int | None]:
+        config = denoiser.config
+        pooled = denoiser.add_embedding.linear_1.in_features - NUM_TIME_IDS * config.addition_time_embed_dim
+        return config.cross_attention_dim, pooled
+
+    def predict_noise(self, denoiser: Any, rows: Rows, size: ImageSize) -> torch.Tensor:
+        import torch
+
+        latents = rows.latents
+        ids = [size.height, size.width, 0, 0, size.height, size.width]
+        size_ids = torch.tensor(ids, device=latents.device, dtype=latents.dtype)
+        noise: torch.Tensor = denoiser(
+            latents,
+            rows.timesteps,
+            encoder_hidden_states=rows.prompts,
+            added_cond_kwargs={"text_embeds": rows.pooled, "time_ids": size_ids.expand(len(latents), -1)},
+            return_dict=False,
+        )[0]
+        return noise

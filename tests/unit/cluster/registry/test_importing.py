@@ -1,0 +1,196 @@
+"""Imports in a process of their own: what comes back, and what becomes of one that crashes, computes or hangs."""
+
+from __future__ import annotations
+
+import asyncio
+import builtins
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from safetensors.numpy import save_file
+
+from cluster.errors import ImportFailed, ModelUnavailable
+from cluster.registry.importing import ImportLimits, ImportProcess, ImportSettings, import_model
+from cluster.registry.registrations import Registrations
+from cluster.registry.served_models import ServedModels
+from configs.model import ModelConfig
+from weights.errors import FormatError, StoreError
+from weights.store import WeightStore
+
+Start = Callable[..., ImportProcess]
+HOSTILE = """
+import ctypes, os, re, sys, time
+from cluster.registry import importing
+from weights.errors import StoreError
+
+class Strange(Exception):
+    pass
+
+sound = importing.import_model
+
+def import_model(store, entry, *rest):
+    exec(entry.description)
+    return sound(store, entry, *rest)
+
+importing.import_model = import_model
+importing.main(*map(int, sys.argv[1:]))
+"""
+GIL_HELD = "re.match('(a+)+b', 'a' * 60)"
+
+
+@pytest.fixture
+def hostile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, entry: ModelConfig) -> Callable[[str], ModelConfig]:
+    """A model whose files get their reader into trouble. The process that reads them is the real one but for that."""
+    (tmp_path / "hostile_importing.py").write_text(HOSTILE)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("cluster.registry.importing.MODULE", "hostile_importing")
+    return lambda trouble: entry.model_copy(update={"id": "hostile", "description": trouble})
+
+
+@pytest.fixture
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
+    """Starts import processes of one store."""
+    monkeypatch.setattr("cluster.registry.importing.POLL_S", 0.02)
+    started: list[ImportProcess] = []
+
+    def start(memory_bytes: int = 2**33, **limits: float) -> ImportProcess:
+        settings = ImportSettings(store=tmp_path / "store", options={}, memory_bytes=memory_bytes)
+        started.append(ImportProcess(settings, ImportLimits(**limits)))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.close()
+
+
+@pytest.fixture
+def entry(tmp_path: Path) -> ModelConfig:
+    folder = tmp_path / "m"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"architectures": ["TinyForCausalLM"]}))
+    save_file({"w": np.random.default_rng().random((3, 5), np.float32)}, folder / "model.safetensors")
+    return ModelConfig(id="m", path=folder)
+
+
+def test_what_comes_in_is_what_an_import_in_this_process_says(start: Start, entry: ModelConfig, tmp_path: Path) -> None:
+    found = start().import_model(entry)
+    assert found == import_model(WeightStore(tmp_path / "other"), entry)
+    assert (found.kind, found.nbytes) == ("llm", 60)
+
+
+def test_errors_come_back_as_themselves_and_the_process_goes_on(
+    start: Start, entry: ModelConfig, hostile: Any, tmp_path: Path
+) -> None:
+    process = start()
+    with pytest.raises(FormatError, match="nowhere: no such folder"):
+        process.import_model(ModelConfig(id="n", path=tmp_path / "nowhere"))
+    before = process._process
+    with pytest.raises(StoreError, match="no room"):
+        process.import_model(hostile("raise StoreError('no room')"))
+    for error in ("RecursionError", "OverflowError", "KeyError"):
+        with pytest.raises(getattr(builtins, error), match="why"):
+            process.import_model(hostile(f"raise {error}('why')"))
+    with pytest.raises(ImportFailed, match=r"^Strange: its class is not known elsewhere$"):
+        process.import_model(hostile("raise Strange('its class is not known elsewhere')"))
+    assert process.import_model(entry).kind == "llm"
+    assert process._process is before
+
+
+TROUBLES = [
+    ("ctypes.string_at(0)", "the process that imported it was killed by SIGSEGV"),
+    ("os.kill(os.getpid(), 9)", r"was killed by SIGKILL \(perhaps because memory was short\)"),
+    ("os._exit(3)", "ended with exit code 3"),
+    (GIL_HELD, "its import was stopped: it computed for 1 s without reading or writing anything"),
+    ("bytearray(2**36)", "to import it takes more than 8589934592 bytes of memory"),
+]
+
+
+@pytest.mark.slow
+def test_a_file_that_breaks_its_reader_breaks_one_import(start: Start, entry: ModelConfig, hostile: Any) -> None:
+    process = start(computing_s=1.0)
+    for trouble, text in TROUBLES:
+        with pytest.raises(ImportFailed, match=text):
+            process.import_model(hostile(trouble))
+    assert process.import_model(entry).kind == "llm"
+
+
+def test_one_that_waits_for_ever_is_stopped(start: Start, hostile: Any) -> None:
+    with pytest.raises(ImportFailed, match="its import was stopped: nothing was read or written for 2 s"):
+        start(silent_s=2.0).import_model(hostile("time.sleep(600)"))
+
+
+def test_one_that_ended_while_it_had_nothing_to_do_is_started_again(start: Start, entry: ModelConfig) -> None:
+    process = start()
+    first = process.import_model(entry)
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        assert process._process
+        process._process.send_signal(number)
+        process._process.wait()
+        assert process.import_model(entry) == first
+
+
+def test_one_that_cannot_start_is_said(start: Start, entry: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(ImportFailed, match="the import process does not start: it ended with exit code 1"):
+        start().import_model(entry)
+
+
+@pytest.mark.slow
+async def test_the_others_are_served_while_one_model_takes_for_ever_and_then_it_is_unavailable(
+    start: Start, entry: ModelConfig, hostile: Any, tmp_path: Path
+) -> None:
+    process = start(computing_s=0.5)
+    bad = entry.model_copy(update={"id": "bad"})
+
+    def take_in(wanted: Any) -> Any:
+        return process.import_model(hostile(GIL_HELD) if wanted.id == "bad" else wanted)
+
+    store = WeightStore(tmp_path / "store")
+    models = ServedModels({"m": entry, "bad": bad}, store, Registrations(tmp_path / "r"), take_in, "e")
+    await models.start()
+    assert (await models.status("m")).state == "ready"
+    waiting, num_turns = asyncio.ensure_future(models.status("bad")), 0
+    while not waiting.done():
+        assert (await models.manifest("m")).model == "m"
+        await asyncio.sleep(0)
+        num_turns += 1
+    assert num_turns > 10  # a directory that stands still with its importer would have had one turn
+    record = await waiting
+    assert record.state == "unavailable"
+    assert "its import was stopped: it computed for" in record.error
+    with pytest.raises(ModelUnavailable, match="its import was stopped"):
+        await models.manifest("bad")
+
+
+PARENT = """
+import pathlib, sys, threading
+sys.path.insert(0, sys.argv[1])
+from cluster.registry import importing
+from configs.model import ModelConfig
+importing.MODULE = "hostile_importing"
+settings = importing.ImportSettings(store=pathlib.Path(sys.argv[1]) / "store", options={}, memory_bytes=2**33)
+process = importing.ImportProcess(settings)
+threading.Thread(target=process.import_model, args=[ModelConfig.model_validate_json(sys.argv[2])]).start()
+"""
+
+
+@pytest.mark.slow
+def test_it_ends_with_its_parent_whatever_it_is_doing(hostile: Any, tmp_path: Path) -> None:
+    told = tmp_path / "pid"
+    entry = hostile(f"open({str(told)!r}, 'w').write(str(os.getpid()) + '.'); {GIL_HELD}")
+    with subprocess.Popen([sys.executable, "-c", PARENT, str(tmp_path), entry.model_dump_json()]) as parent:
+        while not (told.exists() and told.read_text().endswith(".")):
+            assert parent.poll() is None
+        child = psutil.Process(int(told.read_text()[:-1]))
+        assert child.ppid() == parent.pid
+        parent.kill()
+    psutil.wait_procs([child], timeout=10)
+    assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE

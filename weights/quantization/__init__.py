@@ -1,1 +1,0 @@
-"""Number formats of weights, in numpy: float tensors to 8 bits and back."""
