@@ -23,14 +23,14 @@ import ray
 
 from cluster.keeper.adoption import ADOPTION_S, Adoption
 from cluster.keeper.audit import AUDIT_BYTES_PER_S, Audit
-from cluster.keeper.extent_loading import ExtentLoader, Writing
+from cluster.keeper.extent_loading import ExtentLoader, LoadClock, Writing
 from cluster.keeper.held_extents import MAX_WAIT_S, HeldExtents
 from cluster.keeper.holder_watch import HolderProcess, HolderWatch
-from cluster.keeper.load_clock import LoadClock
 from cluster.keeper.object_store import DEFAULT_SHARE, MAX_SHARE, NewObject, ObjectStore, StoreFull, let_go
 from cluster.keeper.records import (
     Acquired,
     Greeting,
+    Held,
     HeldOffer,
     KeeperStats,
     Recall,
@@ -39,7 +39,6 @@ from cluster.keeper.records import (
     Source,
     copy_name,
 )
-from cluster.keeper.residents import Held
 from cluster.peers.link import PeerLink, RegistryClient
 from cluster.telemetry import LoadMetrics
 from weights.errors import BudgetExceeded
@@ -274,7 +273,7 @@ class NodeKeeper:
             num_extents=totals.num_extents,
             resident_bytes=totals.resident_bytes,
             leased_bytes=totals.leased_bytes,
-            callable_bytes=totals.callable_bytes,
+            callable_bytes=self._held.callable_bytes,
             budget_bytes=self._held.budget_bytes,
             read_bytes=self._bytes["storage"],
             read_s=read.elapsed_s,
@@ -381,8 +380,9 @@ class NodeKeeper:
             self._link.changed(added, removed)
 
     def _condemn(self, held: Held, checksum: str) -> None:
+        holders = [holder for found in self._held.residents([held.extent.id]) for holder in found.holders]
         if self._held.condemn(held.extent.id, held.view):
-            where = f"in shared memory, leased by {', '.join(held.holders) or 'nobody'}"
+            where = f"in shared memory, leased by {', '.join(holders) or 'nobody'}"
             self._note_corrupt(held.extent.id, held.ref, where)
 
     def _refuse(self, offer: HeldOffer, where: str) -> None:

@@ -12,8 +12,7 @@ import ray
 import xxhash
 
 from cluster.keeper.held_extents import HeldExtents
-from cluster.keeper.records import HeldOffer
-from cluster.keeper.residents import Held
+from cluster.keeper.records import Held, HeldOffer
 from cluster.ray_calls import get
 from weights.memory.pages import ByteArray
 

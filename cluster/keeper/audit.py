@@ -15,7 +15,7 @@ from typing import Final
 
 from xxhash import xxh3_128
 
-from cluster.keeper.residents import Held
+from cluster.keeper.records import Held
 
 AUDIT_BYTES_PER_S: Final = 64 * 2**20
 BLOCK_BYTES: Final = 4 * 2**20

@@ -10,26 +10,29 @@ to: that has no firm lease while it waits. What is called back for the one in fr
 
 from __future__ import annotations
 
+import concurrent.futures
 import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, cast
 
+from cluster.keeper.holder_watch import HolderLives
 from cluster.keeper.recalls import CHECK_S, Recalls
-from cluster.keeper.records import Recall, RecallAnswer, ResidentExtent, Source
-from cluster.keeper.refusals import describe_holders, describe_need
-from cluster.keeper.residents import Coming, Held, ReloadRate, Residents
+from cluster.keeper.records import Held, Recall, RecallAnswer, ResidentExtent, Source
 from weights.errors import BudgetExceeded
 from weights.manifest import ExtentRef
 from weights.memory.pages import ByteArray
+from weights.residency.entries import Book, Entry, RoomPlan
 
 MAX_WAIT_S: Final = 60.0
 OVERTAKE_S: Final = 2.0
 # So long a request for what is being used may join, once somebody waits for its room.
 PATIENCE_S: Final = 0.3
+MAX_USES: Final = 32  # of one extent that one report counts: more are one burst
+MAX_NAMED: Final = 5
 
 logger = logging.getLogger("atelier.keeper")
 
@@ -39,12 +42,14 @@ OnChange = Callable[[Sequence[str], Sequence[str]], None]
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """Leases on `entries`; the claimant loads `to_load` and tells `loaded` or `failed` of each.
+    """Leases on `entries`, which `arrivals` has or will have; the claimant loads `to_load` and tells `loaded` or
+    `failed` of each.
 
     `life` is that of the holder's leases: 0 for a dead one, which got none.
     """
 
-    entries: tuple[Held | Coming, ...]
+    entries: tuple[Entry[Held], ...]
+    arrivals: tuple[concurrent.futures.Future[Held], ...]
     to_load: tuple[ExtentRef, ...]
     life: int
 
@@ -57,13 +62,13 @@ class Totals:
     resident_bytes: int
     leased_bytes: int
     pinned_bytes: int
-    callable_bytes: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Ticket:
     since_s: float
     wanted: Mapping[str, ExtentRef]
+    sizes: Mapping[str, int]
 
 
 class HeldExtents:
@@ -76,28 +81,39 @@ class HeldExtents:
         max_wait_s: float = MAX_WAIT_S,
         clock: Callable[[], float] = time.monotonic,
         on_change: OnChange = lambda added, removed: None,
-        reload_rate: ReloadRate = lambda source: None,
+        reload_rate: Callable[[Source], float | None] = lambda source: None,
     ) -> None:
-        self._budget_bytes = budget_bytes
         self._max_wait_s = max_wait_s
         self._clock = clock
         self._on_change = on_change
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._waiting: deque[_Ticket] = deque()
-        self._all = Residents(clock, reload_rate)
-        self._recalls = Recalls(clock)
+        self._book: Book[Held] = Book(
+            budget_bytes,
+            clock,
+            on_gone=self._on_gone,
+            on_recall=lambda holder, ids: self._recalls.call(holder, ids),
+            rate_of=lambda source: reload_rate(cast("Source", source)),
+        )
+        # By extent id, of what is being loaded.
+        self._coming: dict[str, tuple[ExtentRef, concurrent.futures.Future[Held]]] = {}
+        self._lives = HolderLives()
+        self._recalls = Recalls(self._book, clock)
         self._called: set[str] = set()  # for the first who waits
         self._urged_s = clock()
-        self.num_recalled = 0
 
     @property
     def budget_bytes(self) -> int:
-        return self._budget_bytes
+        return self._book.budget_bytes
 
     @property
     def num_evicted(self) -> int:
-        return self._all.num_evicted
+        return self._book.num_evicted
+
+    @property
+    def num_recalled(self) -> int:
+        return self._recalls.num_recalled
 
     @property
     def num_waiting(self) -> int:
@@ -109,7 +125,8 @@ class HeldExtents:
         Raises BudgetExceeded at once when they cannot fit beside what is pinned, and after the wait when others
         still have the room.
         """
-        ticket = _Ticket(self._clock(), {extent.id: extent for extent in extents})
+        wanted = {extent.id: extent for extent in extents}
+        ticket = _Ticket(self._clock(), wanted, {id_: extent.nbytes for id_, extent in wanted.items()})
         with self._changed:
             self._waiting.append(ticket)
             try:
@@ -119,28 +136,25 @@ class HeldExtents:
                         raise BudgetExceeded(self._refusal(ticket))
                     is_waiting_for_answers = self._waiting[0] is ticket and self._call_back(ticket)
                     self._changed.wait(min(left_s, CHECK_S) if is_waiting_for_answers else left_s)
-                to_load = self._all.missing(ticket.wanted)
-                self._evict(self._all.plan_room(to_load, self._budget_bytes, ticket.wanted).evict if to_load else ())
+                to_load = self._missing(ticket)
+                self._book.evict(self._book.plan_room(ticket.sizes).evict)
                 for extent in to_load:
-                    self._all.expect(extent)
-                entries = tuple(entry for extent in extents if (entry := self._all.entry(extent.id)))
+                    self._expect(extent)
+                entries = tuple(self._book.entries[extent.id] for extent in extents)
                 for entry in entries:
-                    self._all.lease(entry, holder)
-                return Claim(entries, tuple(to_load), self._all.life(holder))
+                    self._lease(entry, holder)
+                return Claim(entries, tuple(map(self._arrival, entries)), tuple(to_load), self._lives.number(holder))
             finally:
                 if self._waiting[0] is ticket:
                     self._called.clear()
-                    self._all.forget_declined()
+                    self._recalls.forget_declined()
                 self._waiting.remove(ticket)
                 self._changed.notify_all()
 
     def settle(self, claim: Claim, holder: str) -> dict[str, Any]:
         """References by id, once all of the claim is here. Raises what loading raised; then its leases are gone."""
         try:
-            return {
-                entry.extent.id: (entry.done.result() if isinstance(entry, Coming) else entry).ref
-                for entry in claim.entries
-            }
+            return {held.extent.id: held.ref for held in (arrival.result() for arrival in claim.arrivals)}
         except BaseException:
             self.give_back(claim, holder)
             raise
@@ -150,7 +164,7 @@ class HeldExtents:
         # From the entries themselves: an extent that failed may be loading anew for somebody by now.
         with self._changed:
             for entry in claim.entries:
-                self._all.unlease(entry, holder)
+                self._book.unlease(entry, holder)
             self._freed()
 
     def prefetch(self, extents: Sequence[ExtentRef]) -> list[ExtentRef]:
@@ -158,41 +172,43 @@ class HeldExtents:
         with self._changed:
             if self._waiting:
                 return []  # who waits for room comes first
-            missing = self._all.missing({extent.id: extent for extent in extents})
-            take, evict = self._all.plan_prefetch(missing, self._budget_bytes)
-            self._evict(evict)
-            for extent in take:
-                self._all.expect(extent)
-            return take
+            wanted = {extent.id: extent for extent in extents}
+            take, evict = self._book.plan_prefetch({id_: extent.nbytes for id_, extent in wanted.items()})
+            self._book.evict(evict)
+            for id_ in take:
+                self._expect(wanted[id_], prefetched=True)
+            return [wanted[id_] for id_ in take]
 
     def has_room_for(self, extents: Sequence[ExtentRef]) -> bool:
         """Return whether they fit, now, without calling anything back."""
         with self._changed:
-            wanted = {extent.id: extent for extent in extents}
-            return not self._waiting and not self._all.missing_bytes(wanted, self._budget_bytes)
+            plan = self._book.plan_room({extent.id: extent.nbytes for extent in extents})
+            return not (self._waiting or plan.missing_bytes or plan.recall)
 
     def loaded(self, id_: str, ref: Any, view: ByteArray, source: Source) -> None:
         with self._changed:
-            coming = self._all.arrive(id_, ref, view, source)
-            held = self._all.held[id_]
+            extent, arrival = self._coming.pop(id_)
+            held = Held(extent, ref, view, source)
+            self._book.arrive(self._book.entries[id_], held, source)
             self._on_change([id_], [])
             self._freed()
-        coming.done.set_result(held)
+        arrival.set_result(held)
 
     def failed(self, id_: str, error: Exception) -> None:
         with self._changed:
-            coming = self._all.fail(id_)
+            _, arrival = self._coming.pop(id_)
+            self._book.fail(self._book.entries[id_])
             self._on_change([], [id_])  # who waits for this node to have it need not
             self._freed()
-        coming.done.set_exception(error)
+        arrival.set_exception(error)
 
     def lease_same(self, id_: str, ref: Any, holder: str, num_leases: int) -> bool:
         """Lease that very copy. False: it is not the one that is here, and nothing was done."""
         with self._changed:
-            held = self._all.held.get(id_)
+            held = self.held(id_)
             if held is None or held.ref != ref:
                 return False
-            self._all.lease(held, holder, num_leases)
+            self._lease(self._book.entries[id_], holder, num_leases)
             self._changed.notify_all()  # who has leases need not wait for what is here
             return True
 
@@ -202,11 +218,12 @@ class HeldExtents:
         Over the budget, too, if need be: the bytes are in memory whatever is decided here.
         """
         with self._changed:
-            if is_new := self._all.entry(held.extent.id) is None:
-                self._all.adopt(held)
-                self._on_change([held.extent.id], [])
-                self._all.lease(held, holder, num_leases)
-            elif not self.lease_same(held.extent.id, held.ref, holder, num_leases):
+            extent = held.extent
+            if is_new := extent.id not in self._book.entries:
+                entry = self._book.adopt(extent.id, extent.nbytes, held, held.source)
+                self._on_change([extent.id], [])
+                self._lease(entry, holder, num_leases)
+            elif not self.lease_same(extent.id, held.ref, holder, num_leases):
                 self._set_apart(held, holder, num_leases)
             self._freed()
             return is_new
@@ -220,15 +237,15 @@ class HeldExtents:
     def wait_until_known(self, ids: Sequence[str], timeout_s: float) -> bool:
         """Until all of them are here or coming, and no longer than the time given. False when some are not."""
         with self._changed:
-            return self._changed.wait_for(lambda: all(self._all.entry(id_) for id_ in ids), max(timeout_s, 0.0))
+            return self._changed.wait_for(lambda: all(id_ in self._book.entries for id_ in ids), max(timeout_s, 0.0))
 
     def release(self, ids: Sequence[str], holder: str, life: int | None = None) -> None:
         """Give back one lease per id, of that life or whichever. Unknown ids and holders are ignored: releasing twice
         is not an error."""
         with self._changed:
-            if life is None or self._all.is_of(life, holder):
+            if life is None or self._lives.is_of(life, holder):
                 for id_ in ids:
-                    self._all.release(id_, holder)
+                    self._book.release(id_, holder)
             self._freed()
 
     def next_recall(self, holder: str, answer: RecallAnswer | None, life: int | None, timeout_s: float) -> Recall:
@@ -239,14 +256,8 @@ class HeldExtents:
         """
         with self._changed:
             heard = threading.Condition(self._lock)
-            number, asked = self._recalls.open_poll(holder, heard.notify_all)
-            self._all.make_callable(holder)
-            if answer and life is not None and self._all.is_of(life, holder):
-                for id_ in answer.given_back:
-                    self._all.release(id_, holder)
-                for id_ in asked.intersection(answer.kept):
-                    self._all.decline(id_, holder)
-                self.num_recalled += len(asked.difference(answer.kept))
+            is_answer = answer is not None and life is not None and self._lives.is_of(life, holder)
+            number = self._recalls.open_poll(holder, heard.notify_all, answer if is_answer else None)
             self._freed()
             heard.wait_for(lambda: not self._recalls.is_open(holder, number), timeout_s)
             return self._recalls.take_recall(holder, number)
@@ -254,17 +265,20 @@ class HeldExtents:
     def note_uses(self, uses: Mapping[str, int]) -> None:
         """Count uses, by extent id, of what holders keep and have used without a new lease."""
         with self._changed:
-            self._all.note_uses(uses)
+            for id_, count in uses.items():
+                if entry := self._book.entries.get(id_):
+                    for _ in range(min(count, MAX_USES)):
+                        self._book.use(entry)
 
     def greet(self, holder: str) -> int:
         """The holder lives, whatever was thought of it. Returns the life of its leases."""
         with self._changed:
-            return self._all.revive(holder)
+            return self._lives.revive(holder)
 
     def life(self, holder: str) -> int:
         """Of its leases; 0 for one that counts as dead."""
         with self._changed:
-            return self._all.life(holder)
+            return self._lives.number(holder)
 
     def end_holder(self, holder: str) -> None:
         """The holder is dead: its leases end, those that are just being given too."""
@@ -275,126 +289,162 @@ class HeldExtents:
     def pin(self, ids: Iterable[str]) -> None:
         """These and no others, here or not yet: what is pinned is not evicted."""
         with self._changed:
-            self._all.pin(ids)
+            pinned = set(ids)
+            self._book.unpin(set(self._book.pinned) - pinned)
+            self._book.pin(pinned)
             self._freed()
 
     def set_budget(self, budget_bytes: int) -> None:
         """What is over it and may go does; the rest goes when it is given back."""
         with self._changed:
-            self._budget_bytes = budget_bytes
+            self._book.budget_bytes = budget_bytes
             self._freed()
 
     def drop(self, ids: Sequence[str]) -> list[str]:
         """Those that went: what is leased or pinned stays. What is only kept for later is called back."""
         with self._changed:
             if not self._waiting:
-                self._all.forget_declined()
-            self._call(id_ for id_ in ids if self._all.may_be_called(id_))
-            held, pinned = self._all.held, self._all.pinned
-            gone = [id_ for id_ in dict.fromkeys(ids) if id_ in held and not held[id_].holders and id_ not in pinned]
-            self._evict(gone)
+                self._recalls.forget_declined()
+            asked = [entry for id_ in dict.fromkeys(ids) if (entry := self._book.entries.get(id_)) and entry.is_here]
+            free = [entry for entry in asked if entry.key not in self._book.pinned]
+            self._book.recall(entry for entry in free if not entry.firm)
+            gone = [entry for entry in free if not entry.is_leased]
+            self._book.evict(gone)
             self._changed.notify_all()
-            return gone
+            return [entry.key for entry in gone]
 
     def shed(self, nbytes: int) -> bool:
         """Give up so many bytes of what may go, whatever the budget says. False when there is nothing."""
         with self._changed:
             while True:
-                evict = self._all.plan_shrink(self._all.used_bytes - nbytes)
-                if evict:
-                    self._evict(evict)
-                    return True
-                self._call(self._all.plan_recall((), self._all.used_bytes - nbytes, as_far_as_possible=True))
+                before, budget_bytes = self._book.num_evicted, self._book.budget_bytes
+                self._book.budget_bytes = max(0, min(budget_bytes, self._book.used_bytes - nbytes))
+                self._book.shrink()
+                self._book.budget_bytes = budget_bytes
                 self._end_silent()
+                if self._book.num_evicted > before:
+                    self._changed.notify_all()
+                    return True
                 if not self._recalls.is_waiting:
-                    return bool(self._all.plan_shrink(self._all.used_bytes - nbytes))
+                    return False
                 self._changed.wait(CHECK_S)
 
     def condemn(self, id_: str, view: ByteArray) -> bool:
         """The bytes of `view` are not the extent's any more: who asks next gets a fresh copy. False if it is gone."""
         with self._changed:
-            held = self._all.held.get(id_)
+            held = self.held(id_)
             if held is None or held.view is not view:
                 return False
-            self._all.condemn(id_)
             self._on_change([], [id_])
+            self._book.condemn(self._book.entries[id_])
             self._changed.notify_all()
             return True
 
     def held(self, id_: str) -> Held | None:
         with self._changed:
-            return self._all.held.get(id_)
+            entry = self._book.entries.get(id_)
+            return entry.thing if entry and entry.is_here else None
 
     def ids(self) -> list[str]:
         with self._changed:
-            return list(self._all.held)
+            return [entry.key for entry in self._book.entries.values() if entry.is_here]
 
     def residents(self, ids: Iterable[str] | None = None) -> list[ResidentExtent]:
         """Those of `ids` that are here; without them, all: that takes as long as there are many."""
         with self._changed:
-            held, pinned = self._all.held, self._all.pinned
-            chosen = held.values() if ids is None else [held[id_] for id_ in dict.fromkeys(ids) if id_ in held]
+            entries, pinned = self._book.entries, self._book.pinned
+            chosen = entries.values() if ids is None else [entries[id_] for id_ in dict.fromkeys(ids) if id_ in entries]
             return [
                 ResidentExtent(
-                    found.extent.id,
-                    found.extent.nbytes,
-                    dict(found.holders),
-                    found.extent.id in pinned,
-                    found.source,
-                    found.hits,
+                    found.key,
+                    found.nbytes,
+                    dict(found.firm + found.callable),
+                    found.key in pinned,
+                    found.thing.source,
+                    found.num_uses,
                 )
                 for found in chosen
+                if found.is_here and found.thing
             ]
 
     def totals(self) -> Totals:
         with self._changed:
-            found = self._all
-            return Totals(
-                len(found.held), found.resident_bytes, found.leased_bytes, found.pinned_bytes, found.callable_bytes
-            )
+            book = self._book
+            num_here = len(book.entries) - len(self._coming)
+            return Totals(num_here, book.here_bytes, book.leased_bytes, book.pinned_bytes)
+
+    @property
+    def callable_bytes(self) -> int:
+        """Bytes of extents that every holder may give back when asked: that looks at all."""
+        with self._changed:
+            return sum(entry.nbytes for entry in self._book.entries.values() if entry.callable and not entry.firm)
 
     def bytes_by_holder(self) -> dict[str, int]:
         with self._changed:
-            return self._all.bytes_by_holder()
+            return self._book.bytes_by_holder()
 
     @property
     def wanted_bytes(self) -> int:
         """What the first of those who wait lacks, or what is over the budget."""
         with self._changed:
-            over_bytes = max(0, self._all.used_bytes - self._budget_bytes)
-            return self._missing_bytes(self._waiting[0]) if self._waiting else over_bytes
+            if self._waiting:
+                plan = self._book.plan_room(self._waiting[0].sizes)
+                return plan.missing_bytes or sum(entry.nbytes for entry in plan.recall)
+            return max(0, self._book.used_bytes - self._book.budget_bytes)
 
     def holders_text(self) -> str:
+        """Return who has leases on how much, the greatest first, and how much is pinned."""
         with self._changed:
-            return describe_holders(self._all)
+            holders = [f"{holder} ({nbytes} bytes)" for holder, nbytes in self._book.bytes_by_holder().items()]
+            pinned = f"; pinned: {self._book.pinned_bytes} bytes" if self._book.pinned_bytes else ""
+            return f"leased by: {_named(holders) or 'nobody'}{pinned}"
 
     def _may_go(self, ticket: _Ticket, holder: str) -> bool:
         first = self._waiting[0]
-        if not self._all.missing(ticket.wanted):
+        if not self._missing(ticket):
             overtakes = self._clock() - first.since_s < OVERTAKE_S and self._called.isdisjoint(ticket.wanted)
-            is_never_called = self._all.has_leases(holder) and holder not in self._recalls
+            is_never_called = self._book.has_leases(holder) and holder not in self._recalls
             return first is ticket or overtakes or is_never_called
-        return first is ticket and not self._missing_bytes(ticket)
+        return first is ticket and _is_room(self._book.plan_room(ticket.sizes))
+
+    def _missing(self, ticket: _Ticket) -> list[ExtentRef]:
+        return [extent for id_, extent in ticket.wanted.items() if id_ not in self._book.entries]
 
     def _call_back(self, ticket: _Ticket) -> bool:
         """Ask for the room that the first ticket lacks. Returns whether somebody may have to be asked again soon."""
         self._end_silent()
-        if missing := self._all.missing(ticket.wanted):
-            called = self._all.plan_recall(missing, self._budget_bytes, ticket.wanted)
-            self._call(called)
-            self._called.update(called)
-            now_s = self._clock()
-            if min(now_s - ticket.since_s, now_s - self._urged_s) >= PATIENCE_S:
-                self._urged_s = now_s
-                for id_, holder in self._all.declined():
-                    if id_ not in ticket.wanted:
-                        self._called.add(id_)
-                        self._recalls.call(id_, [holder], is_overdue=True)
-        return bool(self._all.callable)
+        plan = self._book.plan_room(ticket.sizes)
+        self._book.recall(plan.recall)
+        self._called.update(entry.key for entry in plan.recall)
+        now_s = self._clock()
+        if plan.missing_bytes and min(now_s - ticket.since_s, now_s - self._urged_s) >= PATIENCE_S:
+            self._urged_s = now_s
+            self._called.update(self._recalls.urge(ticket.wanted))
+        return bool(plan.recall) or self._recalls.is_pending
 
-    def _call(self, ids: Iterable[str]) -> None:
-        for id_ in ids:
-            self._recalls.call(id_, self._all.held[id_].holders)
+    def _on_gone(self, entries: Sequence[Entry[Held]]) -> None:
+        """What was condemned has been told before."""
+        if gone := [entry.key for entry in entries if entry.is_current]:
+            self._on_change([], gone)
+
+    def _expect(self, extent: ExtentRef, *, prefetched: bool = False) -> None:
+        self._book.expect(extent.id, extent.nbytes, prefetched=prefetched)
+        self._coming[extent.id] = extent, concurrent.futures.Future()
+
+    def _arrival(self, entry: Entry[Held]) -> concurrent.futures.Future[Held]:
+        if not entry.is_here:
+            return self._coming[entry.key][1]
+        here: concurrent.futures.Future[Held] = concurrent.futures.Future()
+        here.set_result(entry.thing)  # type: ignore[arg-type]  # it is here
+        return here
+
+    def _lease(self, entry: Entry[Held], holder: str, count: int = 1) -> None:
+        """A holder that has died gets none: nobody would give it back."""
+        if not self._lives.number(holder):
+            self._book.use(entry)
+            return
+        self._book.lease(entry, holder, count)
+        self._recalls.lend(entry, holder)
 
     def _end_silent(self) -> None:
         for holder in self._recalls.silent():
@@ -404,49 +454,42 @@ class HeldExtents:
 
     def _end_holder(self, holder: str) -> None:
         self._recalls.end(holder)
-        self._all.end_holder(holder)
-
-    def _missing_bytes(self, ticket: _Ticket) -> int:
-        return self._all.missing_bytes(ticket.wanted, self._budget_bytes) if self._all.missing(ticket.wanted) else 0
-
-    def _never_fits(self, ticket: _Ticket) -> bool:
-        return self._pinned_bytes(ticket) + _total(ticket) > self._budget_bytes
-
-    def _pinned_bytes(self, ticket: _Ticket) -> int:
-        """Of what is here and not wanted by the ticket."""
-        held, pinned = self._all.held, self._all.pinned
-        wanted_bytes = sum(extent.nbytes for id_, extent in ticket.wanted.items() if id_ in held and id_ in pinned)
-        return self._all.pinned_bytes - wanted_bytes
+        self._lives.end(holder)
+        self._book.end_holder(holder)
 
     def _set_apart(self, held: Held, holder: str, num_leases: int) -> None:
-        if self._all.life(holder):  # the dead give nothing back
-            self._all.set_apart(held)
-            self._all.lease(held, holder, num_leases)
+        if self._lives.number(holder):  # the dead give nothing back
+            entry = self._book.set_apart(held.extent.id, held.extent.nbytes, held, holder, num_leases)
+            self._recalls.lend(entry, holder)
 
     def _freed(self) -> None:
-        self._evict(self._all.plan_shrink(self._budget_bytes))
-        if self._all.used_bytes > self._budget_bytes:
-            self._call(self._all.plan_recall((), self._budget_bytes, as_far_as_possible=True))
+        self._book.shrink()
         self._changed.notify_all()
 
-    def _evict(self, ids: Sequence[str]) -> None:
-        self._all.evict(ids)
-        if ids:
-            self._on_change([], ids)
+    def _never_fits(self, ticket: _Ticket) -> bool:
+        return self._book.bytes_beside_pins(ticket.sizes) > self._book.budget_bytes
 
     def _refusal(self, ticket: _Ticket) -> str:
-        missing = self._all.missing(ticket.wanted)
+        missing = self._missing(ticket)
+        needed_bytes = sum(extent.nbytes for extent in missing)
         if self._never_fits(ticket):
-            lacking_bytes = self._pinned_bytes(ticket) + _total(ticket) - self._budget_bytes
-            reason = f"{_total(ticket)} bytes at once can never fit"
+            lacking_bytes = self._book.bytes_beside_pins(ticket.sizes) - self._book.budget_bytes
+            reason = f"{sum(ticket.sizes.values())} bytes at once can never fit"
         else:
-            lacking_bytes = self._missing_bytes(ticket)
+            plan = self._book.plan_room(ticket.sizes)
+            lacking_bytes = plan.missing_bytes or sum(entry.nbytes for entry in plan.recall)
             reason = f"waited {self._clock() - ticket.since_s:.1f} s"
+        packs = _named(sorted({extent.pack for extent in missing}))
         return (
-            f"{describe_need(missing)}; {lacking_bytes} bytes are missing under the node's budget of "
-            f"{self._budget_bytes} ({reason}; {describe_holders(self._all)})"
+            f"{len(missing)} extents of {packs} need {needed_bytes} bytes; {lacking_bytes} bytes are missing under the "
+            f"node's budget of {self._book.budget_bytes} ({reason}; {self.holders_text()})"
         )
 
 
-def _total(ticket: _Ticket) -> int:
-    return sum(extent.nbytes for extent in ticket.wanted.values())
+def _named(names: Sequence[str]) -> str:
+    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+    return ", ".join(names[:MAX_NAMED]) + more
+
+
+def _is_room(plan: RoomPlan[Held]) -> bool:
+    return not plan.missing_bytes and not plan.recall

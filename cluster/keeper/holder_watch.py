@@ -6,10 +6,12 @@ whatever they are busy with.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, NamedTuple
@@ -24,6 +26,8 @@ CLOCK_STEP_S: Final = 2.0
 
 # A round that comes later than so many intervals after the one before: this process stood still.
 MAX_PAUSE: Final = 5
+
+MAX_ENDED: Final = 10_000  # holders that are known to be dead
 
 logger = logging.getLogger("atelier.keeper")
 
@@ -126,3 +130,36 @@ class HolderWatch:
                 self.check()
             except Exception:
                 logger.exception("holders could not be checked")
+
+
+class HolderLives:
+    """The lives of holders: one that was dead and is heard of again has another life, and other leases."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count(1)
+        self._lives: dict[str, int] = {}
+        self._ended: OrderedDict[str, None] = OrderedDict()
+
+    def number(self, holder: str) -> int:
+        """Return the number that the holder's leases have; 0 for one that is dead."""
+        if holder in self._ended:
+            return 0
+        if holder not in self._lives:
+            self._lives[holder] = next(self._numbers)
+        return self._lives[holder]
+
+    def is_of(self, life: int, holder: str) -> bool:
+        """Return whether leases of that life are those that `holder` has now."""
+        return self._lives.get(holder) == life
+
+    def revive(self, holder: str) -> int:
+        """The holder was heard of. Returns its life."""
+        self._ended.pop(holder, None)
+        return self.number(holder)
+
+    def end(self, holder: str) -> None:
+        """The holder is dead until it is heard of again."""
+        self._lives.pop(holder, None)
+        self._ended[holder] = None
+        if len(self._ended) > MAX_ENDED:
+            self._ended.popitem(last=False)

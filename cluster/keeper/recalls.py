@@ -7,11 +7,12 @@ replica stands before the answer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
-from cluster.keeper.records import Recall
+from cluster.keeper.records import Held, Recall, RecallAnswer
+from weights.residency.entries import Book, Entry
 
 # An answer takes a few milliseconds. A replica that is just collecting garbage, or importing, stops for 300.
 ANSWER_WITHIN_S: Final = 0.5
@@ -34,14 +35,18 @@ class _Line:
 
 
 class Recalls:
-    """The lines to the holders that answer recalls. Not thread-safe."""
+    """The leases of a book that may be called back, and the lines to their holders. Not thread-safe."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self, book: Book[Held], clock: Callable[[], float]) -> None:
+        self.num_recalled = 0
+        self._book = book
         self._clock = clock
         self._lines: dict[str, _Line] = {}
+        self._declined: set[tuple[Entry[Held], str]] = set()  # what a holder was asked for while it used it
         self._checked_s = clock()
 
     def __contains__(self, holder: object) -> bool:
+        """Return whether the holder answers recalls."""
         return holder in self._lines
 
     @property
@@ -49,18 +54,27 @@ class Recalls:
         """Return whether an answer is due."""
         return any(line.is_due for line in self._lines.values())
 
-    def open_poll(self, holder: str, wake: Callable[[], None]) -> tuple[int, set[str]]:
-        """Return the number of this poll, which ends the one before, and the ids that it answers.
+    @property
+    def is_pending(self) -> bool:
+        """Return whether an answer is due, or something was declined that is to be asked for again."""
+        return bool(self._declined) or self.is_waiting
 
-        `wake` is called when there is something to hear.
+    def open_poll(self, holder: str, wake: Callable[[], None], answer: RecallAnswer | None) -> int:
+        """Return the number of this poll, which ends the one before. `wake` is called when there is something to hear.
+
+        `answer` is to the recall before. From the first poll on, the holder's leases may be called back.
         """
-        line = self._lines.setdefault(holder, _Line(wake))
-        answered, line.asked = line.asked, set()
-        line.silent_s = 0.0
+        if holder not in self._lines:
+            self._lines[holder] = _Line(wake)
+            for entry in (*self._book.entries.values(), *self._book.apart):
+                self._make_callable(entry, holder)
+        line = self._lines[holder]
+        self._take_answer(holder, line.asked, answer)
+        line.asked, line.silent_s = set(), 0.0
         line.number += 1
         line.wake()
         line.wake = wake
-        return line.number, answered
+        return line.number
 
     def is_open(self, holder: str, number: int) -> bool:
         """Return whether the poll has nothing to tell yet and no newer one has taken its place."""
@@ -76,16 +90,38 @@ class Recalls:
         line.asked, line.wanted = set(line.wanted), {}
         return recall
 
-    def call(self, id_: str, holders: Iterable[str], *, is_overdue: bool = False) -> None:
-        """Ask these holders for the extent, once until they have answered. Holders that answer nobody are ignored."""
-        for holder in holders:
-            line = self._lines.get(holder)
-            if line is None or id_ in line.asked:
-                continue
-            if not self.is_waiting:
-                self._checked_s = self._clock()
-            line.wanted[id_] = is_overdue or line.wanted.get(id_, False)
+    def lend(self, entry: Entry[Held], holder: str) -> None:
+        """Let the holder's leases on the entry be called back, if it answers and has not said that it uses it."""
+        if holder in self._lines and (entry, holder) not in self._declined:
+            self._make_callable(entry, holder)
+
+    def call(self, holder: str, ids: Iterable[str], *, is_overdue: bool = False) -> None:
+        """Ask the holder for extents, each once until it has answered."""
+        if (line := self._lines.get(holder)) is None:
+            return
+        if not self.is_waiting:
+            self._checked_s = self._clock()
+        for id_ in ids:
+            if id_ not in line.asked:
+                line.wanted[id_] = is_overdue or line.wanted.get(id_, False)
+        if line.wanted:
             line.wake()
+
+    def urge(self, spare: Collection[str]) -> list[str]:
+        """Ask again for all that was declined, but `spare`: its use is overdue. Returns the ids."""
+        urged: list[str] = []
+        for entry, holder in self._declined:
+            if entry.is_current and entry.firm[holder] and entry.key not in spare:
+                urged.append(entry.key)
+                self.call(holder, [entry.key], is_overdue=True)
+        return urged
+
+    def forget_declined(self) -> None:
+        """Somebody else asks from now on: perhaps it is not used any more."""
+        declined, self._declined = self._declined, set()
+        for entry, holder in declined:
+            if holder in self._lines and not entry.is_gone:
+                self._make_callable(entry, holder)
 
     def end(self, holder: str) -> None:
         """Forget a holder that has died; its poll ends."""
@@ -102,3 +138,22 @@ class Recalls:
         for line in self._lines.values():
             line.silent_s = line.silent_s + passed_s if line.is_due else 0.0
         return [holder for holder, line in self._lines.items() if line.silent_s > ANSWER_WITHIN_S]
+
+    def _take_answer(self, holder: str, asked: set[str], answer: RecallAnswer | None) -> None:
+        for id_ in asked:
+            if entry := self._book.entries.get(id_):
+                entry.called.discard(holder)
+        if answer is None:
+            return
+        for id_ in answer.given_back:
+            self._book.release(id_, holder)
+        for id_ in asked.intersection(answer.kept):
+            entry = self._book.entries.get(id_)
+            if entry and entry.callable[holder]:
+                self._book.make_firm(entry, holder)  # until its lease ends, or somebody else asks
+                self._declined.add((entry, holder))
+        self.num_recalled += len(asked.difference(answer.kept))
+
+    def _make_callable(self, entry: Entry[Held], holder: str) -> None:
+        for _ in range(entry.firm[holder]):
+            self._book.make_callable(entry, holder)

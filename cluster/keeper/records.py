@@ -6,9 +6,20 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from weights.manifest import ExtentRef
+from weights.memory.pages import ByteArray
 from weights.reading.report import LoadReport, Stage, StageFigures
 
 Source = Literal["storage", "peer", "adopted"]
+
+
+@dataclass(eq=False, slots=True, weakref_slot=True)
+class Held:
+    """An extent in memory: the reference that others get, and the view that keeps Ray from spilling it."""
+
+    extent: ExtentRef
+    ref: Any
+    view: ByteArray
+    source: Source
 
 
 class HeldOffer(NamedTuple):

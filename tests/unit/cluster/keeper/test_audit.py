@@ -11,7 +11,7 @@ import pytest
 import xxhash
 
 from cluster.keeper.audit import BLOCK_BYTES, Audit
-from cluster.keeper.residents import Held
+from cluster.keeper.records import Held
 from weights.manifest import ExtentRef
 
 

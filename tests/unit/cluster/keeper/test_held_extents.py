@@ -13,7 +13,7 @@ import pytest
 from unit.cluster.counting import operations
 
 from cluster.keeper.held_extents import OVERTAKE_S, Claim, HeldExtents
-from cluster.keeper.residents import Held
+from cluster.keeper.records import Held
 from weights.errors import BudgetExceeded, ExtentCorrupt
 from weights.manifest import ExtentRef
 
@@ -392,8 +392,8 @@ def test_half_of_a_claim_that_fails_leaves_the_other_half_to_others(held: HeldEx
     second = held.claim(extents("a"), "w")
     held.failed("b", ExtentCorrupt("other bytes"))
     with pytest.raises(ExtentCorrupt):
-        held.settle(Claim(first.entries[1:], (), first.life), "v")
-    held.give_back(Claim(first.entries[:1], (), first.life), "v")
+        held.settle(Claim(first.entries[1:], first.arrivals[1:], (), first.life), "v")
+    held.give_back(Claim(first.entries[:1], first.arrivals[:1], (), first.life), "v")
     for id_ in "ac":
         held.loaded(id_, f"ref-{id_}", np.zeros(100, np.uint8), "storage")
     held.give_back(first, "v")  # once more than it has: nobody else's goes

@@ -14,9 +14,10 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from cluster.keeper.held_extents import OVERTAKE_S, Claim, HeldExtents
-from cluster.keeper.residents import Coming, Held
+from cluster.keeper.records import Held
 from weights.errors import BudgetExceeded, ExtentCorrupt
 from weights.manifest import ExtentRef
+from weights.residency.entries import Entry
 
 SIZES = {"a": 10, "b": 20, "c": 30, "d": 40, "e": 50, "f": 60}
 EXTENTS = {
@@ -75,13 +76,14 @@ class Books(RuleBasedStateMachine):
 
     @rule(id_=st.sampled_from("abcdef"))
     def arrive(self, id_: str) -> None:
-        if id_ in self.held._all.coming:
+        if id_ in self.held._coming:
             self.held.loaded(id_, self._ref(id_), np.zeros(SIZES[id_], np.uint8), "storage")
 
     @rule(id_=st.sampled_from("abcdef"))
     def fail(self, id_: str) -> None:
-        if (coming := self.held._all.coming.get(id_)) is None:
+        if id_ not in self.held._coming:
             return
+        coming = self.held._book.entries[id_]
         self._collect()
         self.held.failed(id_, ExtentCorrupt(id_))
         for asked in [one for one in self.loading if coming in one.future.result().entries]:
@@ -134,7 +136,7 @@ class Books(RuleBasedStateMachine):
     def adopt(self, id_: str, holder: str, count: int, same: bool) -> None:
         here = self.held.held(id_)
         ref = here.ref if here and same else self._ref(id_)
-        before = self.held._all.entry(id_)
+        before = self.held._book.entries.get(id_)
         copy = Held(EXTENTS[id_], ref, np.zeros(SIZES[id_], np.uint8), "adopted")
         assert self.held.adopt(copy, holder, count) == (before is None)
         self.used_bytes += SIZES[id_]  # it is in memory already
@@ -143,12 +145,14 @@ class Books(RuleBasedStateMachine):
 
     @rule(ids=some_ids)
     def drop(self, ids: list[str]) -> None:
-        may_go = {id_ for id_ in ids if (found := self.held.held(id_)) and self._may_go(found)}
+        may_go = {
+            id_ for id_ in ids if (found := self.held._book.entries.get(id_)) and found.is_here and self._may_go(found)
+        }
         assert set(self.held.drop(ids)) == may_go
 
     @rule(nbytes=st.integers(1, 100))
     def shed(self, nbytes: int) -> None:
-        free_bytes = sum(found.extent.nbytes for found in self._here() if self._may_go(found))
+        free_bytes = sum(found.nbytes for found in self._here() if self._may_go(found))
         assert self.held.shed(nbytes) == (free_bytes > 0)
 
     @rule(budget_bytes=st.integers(30, 220))
@@ -171,17 +175,16 @@ class Books(RuleBasedStateMachine):
             self._check_budget()
 
     def _check_totals(self) -> None:
-        totals, book = self.held.totals(), self.held._all
+        totals, book = self.held.totals(), self.held._book
         assert totals.num_extents == len(self._here())
         assert totals.resident_bytes == _bytes(self._here())
-        assert totals.leased_bytes == _bytes([found for found in self._here() if found.holders])
-        assert totals.pinned_bytes == _bytes([found for found in self._here() if found.extent.id in self.pinned])
+        assert totals.leased_bytes == _bytes([found for found in self._here() if found.is_leased])
+        assert totals.pinned_bytes == _bytes([found for found in self._here() if found.key in self.pinned])
         assert book.used_bytes == self._used_bytes()
-        assert set(book._idle._idle) == {found.extent.id for found in self._here() if self._may_go(found)}
-        assert book._idle.nbytes == _bytes([found for found in self._here() if self._may_go(found)])
+        assert set(book._order._members) == {found for found in self._here() if self._may_go(found)}
         by_holder: Counter[str] = Counter()
         for entry in self._entries():
-            by_holder.update(dict.fromkeys(entry.holders, entry.extent.nbytes))
+            by_holder.update(dict.fromkeys(entry.firm, entry.nbytes))
         assert self.held.bytes_by_holder() == dict(by_holder)
 
     def _check_budget(self) -> None:
@@ -195,7 +198,7 @@ class Books(RuleBasedStateMachine):
         """None was evicted that is leased, and none is leased that should not be."""
         found: Counter[tuple[str, str]] = Counter()
         for entry in self._entries():
-            found.update({(holder, entry.extent.id): count for holder, count in entry.holders.items()})
+            found.update({(holder, entry.key): count for holder, count in entry.firm.items()})
         loading: Counter[tuple[str, str]] = Counter()
         for asked in self.loading:
             if asked.future.result().life == self.held.life(asked.holder) > 0:
@@ -204,27 +207,26 @@ class Books(RuleBasedStateMachine):
 
     # naive books
 
-    def _here(self) -> list[Held]:
-        return list(self.held._all.held.values())
+    def _here(self) -> list[Entry[Held]]:
+        return [entry for entry in self.held._book.entries.values() if entry.is_here]
 
-    def _entries(self) -> list[Held | Coming]:
-        book = self.held._all
-        return [*book.held.values(), *book.coming.values(), *(copy for found in book._apart.values() for copy in found)]
+    def _entries(self) -> list[Entry[Held]]:
+        return [*self.held._book.entries.values(), *self.held._book.apart]
 
     def _used_bytes(self) -> int:
         return _bytes(self._entries())
 
-    def _may_go(self, found: Held) -> bool:
-        return not +found.holders and found.extent.id not in self.pinned
+    def _may_go(self, found: Entry[Held]) -> bool:
+        return not found.is_leased and found.key not in self.pinned
 
     def _may_be_given(self, place: int) -> bool:
         """What the rules say of the one in this place of the queue."""
         asked, first = self.waiting[place], self.waiting[0]
-        missing = [id_ for id_ in asked.ids if self.held._all.entry(id_) is None]
+        missing = [id_ for id_ in asked.ids if id_ not in self.held._book.entries]
         if not missing:
-            return place == 0 or any(entry.holders[asked.holder] for entry in self._entries())
+            return place == 0 or any(entry.firm[asked.holder] for entry in self._entries())
         kept = [entry for entry in self._entries() if entry not in self._here() or not self._may_go(entry)]
-        spared = [found for found in self._here() if self._may_go(found) and found.extent.id in asked.ids]
+        spared = [found for found in self._here() if self._may_go(found) and found.key in asked.ids]
         needed_bytes = _bytes(kept) + _bytes(spared) + sum(SIZES[id_] for id_ in missing)
         return asked is first and needed_bytes <= self.held.budget_bytes
 
@@ -244,7 +246,7 @@ class Books(RuleBasedStateMachine):
             eventually(lambda may_go=may_go: all(asked.future.done() for asked in may_go))
         for asked in list(self.loading):
             claim = asked.future.result()
-            if all(isinstance(entry, Held) or entry.done.done() for entry in claim.entries):
+            if all(arrival.done() for arrival in claim.arrivals):
                 self.loading.remove(asked)
                 assert self.held.settle(claim, asked.holder).keys() == set(asked.ids)
                 if claim.life == self.held.life(asked.holder) > 0:
@@ -263,8 +265,8 @@ class Books(RuleBasedStateMachine):
         return f"{id_}{self.serial}"
 
 
-def _bytes(entries: list[Held] | list[Held | Coming]) -> int:
-    return sum(entry.extent.nbytes for entry in entries)
+def _bytes(entries: list[Entry[Held]]) -> int:
+    return sum(entry.nbytes for entry in entries)
 
 
 def eventually(condition: object) -> None:

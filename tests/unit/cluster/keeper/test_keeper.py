@@ -132,8 +132,8 @@ def until(condition: Callable[[], bool]) -> None:
 
 def leases_of(keeper: NodeKeeper, id_: str) -> Counter[str]:
     """Of what is here or being read."""
-    entry = keeper._held._all.entry(id_)
-    return Counter(entry.holders) if entry else Counter()
+    entry = keeper._held._book.entries.get(id_)
+    return entry.firm + entry.callable if entry else Counter()
 
 
 def wait_for_leases(keeper: NodeKeeper, id_: str, count: int) -> None:

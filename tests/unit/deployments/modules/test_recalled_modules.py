@@ -64,7 +64,7 @@ class Node:
 
     @property
     def used_bytes(self) -> int:
-        return self.keeper._held._all.used_bytes
+        return self.keeper._held._book.used_bytes
 
     def close(self) -> None:
         for replica in self.replicas:
