@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from weights.formats.checkpoint import read_checkpoint
 from weights.formats.gguf import read_gguf
 from weights.formats.kuiper import read_kuiper
-from weights.loading.stage_transforms import dequantize
+from weights.loading.stage_transforms import dequantize_int8
 
 pytestmark = pytest.mark.slow
 
@@ -60,7 +60,7 @@ def test_the_gguf_file_has_the_weights_within_its_precision(
     assert set(names) == set(tensors)
     assert set(names.values()) == set(originals)
     for name, original_name in names.items():
-        restored = gguf.quants.dequantize(tensors[name].data, tensors[name].tensor_type)
+        restored = gguf.quants.dequantize_int8(tensors[name].data, tensors[name].tensor_type)
         original = originals[original_name]
         if "attn_q" in name or "attn_k" in name:
             heads = config["num_attention_heads" if "attn_q" in name else "num_key_value_heads"]
@@ -107,5 +107,5 @@ def test_the_kuiper_file_has_the_weights_within_its_precision(
             assert np.array_equal(np.frombuffer(weight.read(), np.float32).reshape(weight.shape), original)
             continue
         scales = np.frombuffer(header.tensors[f"{name}.scales"].read(), np.float32)
-        restored = dequantize(np.frombuffer(weight.read(), np.int8).reshape(weight.shape), scales)
+        restored = dequantize_int8(np.frombuffer(weight.read(), np.int8).reshape(weight.shape), scales)
         assert np.all(np.abs(restored - original).reshape(-1, 64) <= scales[:, None] * 0.5001)
