@@ -19,7 +19,7 @@ from deployments.bench.figures import summary
 from deployments.bench.machine import private_ray, touch_memory, wait_for_quiet
 from deployments.bench.peer import Peer
 from deployments.bench.switch_node import Models, Node, node_of
-from deployments.bench.synthetic_pipelines import ALIAS, FLUX, SDXL, TUNED, write_pipelines
+from deployments.bench.synthetic import ALIAS, FLUX, SDXL, TUNED, write_pipelines
 
 DEMO = {FLUX: "digits-flux", TUNED: "digits-flux-inverted", ALIAS: "digits-flux", SDXL: "digits-sdxl"}
 REPLICAS_AT_ONCE = 5  # that start side by side; they are measured one by one
@@ -35,7 +35,7 @@ class Effort:
     num_kills: int = 5
 
 
-def run(stock: Path, effort: Effort, work: Path | None = None) -> dict[str, Any]:
+def measure_switch(stock: Path, effort: Effort, work: Path | None = None) -> dict[str, Any]:
     """Figures as one JSON-able object. `stock` holds the demo pipelines; `work` is where 8 GB of files go."""
     with tempfile.TemporaryDirectory(dir=work, prefix="bench-switch-") as folder:
         models = Models(Path(folder) / "store", write_pipelines(Path(folder) / "models", stock))

@@ -12,7 +12,7 @@ import ray
 from deployments.bench.figures import summary
 from deployments.bench.machine import wait_for_quiet
 from deployments.bench.switch_node import Models, Node, node_of
-from deployments.bench.synthetic_pipelines import ALIAS, FLUX, TUNED
+from deployments.bench.synthetic import ALIAS, FLUX, TUNED
 
 NUM_CALLERS = 64
 PRIVATE = "cpu-private"

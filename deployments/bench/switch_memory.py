@@ -14,7 +14,7 @@ import ray
 
 from deployments.bench.figures import private_bytes, pss_bytes
 from deployments.bench.switch_node import Models, Node, node_of
-from deployments.bench.synthetic_pipelines import FLUX, SDXL
+from deployments.bench.synthetic import FLUX, SDXL
 
 NUM_REPLICAS = 4
 NODE_SHARE = 0.6  # of all models' bytes: what the keeper may hold while there is random switching
