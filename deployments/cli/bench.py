@@ -59,8 +59,7 @@ def bench_switch(
     as_json: Json = False,
 ) -> None:
     """Measure switches among models on one node: time, bytes moved, memory, recovery; beside diffusers."""
-    from deployments.bench.switch import Effort, measure_switch
-    from deployments.bench.switch_report import print_switch_figures
+    from deployments.bench.switch import Effort, measure_switch, print_switch_figures
 
     with _err.status("measuring: writes some 6 GB and takes some minutes"):
         figures = measure_switch(demo, Effort(num_attaches=attaches, rounds=rounds, num_switches=switches), work_dir)
