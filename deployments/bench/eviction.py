@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
+import sys
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any, Final
+
+from rich.console import Console
+from rich.table import Table
 
 from weights.residency.entries import Book
 from weights.residency.policy import Popularity
@@ -32,7 +37,7 @@ def heavy_tailed_trace(rng: random.Random, num_requests: int, change_every: int 
 
 
 def bytes_moved_by_lru(trace: Sequence[Model], sizes: dict[str, int], max_models: float, budget: float) -> int:
-    """Whole models, least recently used first, until neither their number nor their bytes are too many."""
+    """Simulate LRU of whole models, bounded by their number and by their bytes; return the bytes moved."""
     resident: OrderedDict[Model, int] = OrderedDict()
     moved = 0
     for model in trace:
@@ -65,7 +70,7 @@ def bytes_moved_by_value(trace: Sequence[Model], sizes: dict[str, int], budget: 
 
 
 def ratios(share: float, change_every: int | None, shared_bytes: float = 0.0) -> tuple[float, float]:
-    """(count-LRU / ours, byte-LRU / ours) in bytes moved, with a budget of `share` of the popular models' bytes.
+    """Return (count-LRU / ours, byte-LRU / ours) in bytes moved, with a budget of `share` of the popular bytes.
 
     Serve's multiplexing takes a number of models and no bytes, so it is set to what fits whatever the models are.
     """
@@ -90,8 +95,8 @@ def ratios(share: float, change_every: int | None, shared_bytes: float = 0.0) ->
     return by_count / ours, by_bytes / ours
 
 
-def measure() -> dict[str, Any]:
-    """Ratios by share, models popular all the time."""
+def measure_eviction() -> dict[str, Any]:
+    """Return ratios by share, with models popular all the time."""
     found = {share: ratios(share, None) for share in SHARES}
     return {
         "models": NUM_MODELS,
@@ -100,3 +105,14 @@ def measure() -> dict[str, Any]:
         "seeds": NUM_SEEDS,
         "shares": {str(share): {"by_count": count, "by_bytes": nbytes} for share, (count, nbytes) in found.items()},
     }
+
+
+def print_eviction_figures(figures: dict[str, Any], as_json: bool) -> None:
+    """Print a table of budgets, or one JSON object."""
+    if as_json:
+        sys.stdout.write(json.dumps(figures) + "\n")
+        return
+    table = Table("budget / popular bytes", "LRU that counts models / ours", "LRU over bytes / ours")
+    for share, found in figures["shares"].items():
+        table.add_row(share, f"{found['by_count']:.2f}", f"{found['by_bytes']:.2f}")
+    Console().print(table)
