@@ -267,7 +267,12 @@ class Leases(Generic[Thing]):
             self._end_leases(entry, holder)
 
     def has_leases(self, holder: str) -> bool:
+        """Return whether the holder has any lease."""
         return holder in self._leases
+
+    def has_firm_leases(self, holder: str) -> bool:
+        """Return whether the holder has leases that cannot be called back. Looks at all that it has."""
+        return any(holder in entry.firm for entry in self._leases.get(holder, ()))
 
     def bytes_by_holder(self) -> dict[str, int]:
         """Return the bytes that each has a lease on, the most first; what two of them share counts for both."""
