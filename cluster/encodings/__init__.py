@@ -1,1 +1,1 @@
-"""Text encodings of the whole cluster: who has them, who computes them, which of them stay."""
+"""The shared cache of text encodings: entries, claims on computing them, eviction."""

@@ -34,7 +34,7 @@ logger = logging.getLogger("atelier.encodings")
 
 
 class Store(Protocol):
-    """Ray's object store, for what is too large for an answer. `put` raises StoreFull; it blocks."""
+    """An object store for encodings that are too large for an answer. `put` blocks, and raises StoreFull."""
 
     capacity_bytes: int
 
@@ -42,7 +42,7 @@ class Store(Protocol):
 
 
 class _NodeStore:
-    """Ray's own. Looks at it only when there is something to put: that blocks, which an actor's start must not."""
+    """Ray's object store, opened at the first `put`: opening blocks, which an actor's start must not."""
 
     def __init__(self) -> None:
         self._node_id: str = ray.get_runtime_context().get_node_id()
@@ -64,7 +64,7 @@ class _Held:
 
 
 class SharedEncodings:
-    """An async actor: whoever waits holds no thread. `store` replaces Ray's."""
+    """The actor of the shared encodings. Async, so waiters hold no threads. `store` replaces Ray's."""
 
     def __init__(
         self,
@@ -84,13 +84,13 @@ class SharedEncodings:
     async def find_or_claim(
         self, digests: Sequence[str], holder: str, used: Iterable[str] = ()
     ) -> list[Answer[SharedEncoding]]:
-        """See `EncodingLedger`; so for the methods after it. `used`: of which the holder has used its own copy."""
+        """Answer for each digest, as `EncodingLedger.find_or_claim` does; note the uses of the holder's own copies."""
         self._expiring = self._expiring or asyncio.ensure_future(self._expire())
         self._ledger.note_uses(used)
         return [_told(self._ledger.find_or_claim(digest, holder)) for digest in digests]
 
     async def wait(self, digest: str, holder: str, timeout_s: float) -> Answer[SharedEncoding]:
-        """`wait` again when there is nothing new after `timeout_s`."""
+        """Wait for another's computation. The answer `wait` after `timeout_s` means: ask again."""
         future: asyncio.Future[Answer[_Held]] = asyncio.get_running_loop().create_future()
 
         def tell(answer: Answer[_Held]) -> None:
@@ -105,6 +105,7 @@ class SharedEncodings:
         return _told(future.result()) if future.done() else Answer("wait")
 
     async def publish(self, digest: str, layout: Layout, data: ByteArray, cost_s: float, keep: bool) -> None:
+        """Keep an encoding, and hand it to everybody who waits for it."""
         if data.nbytes <= INLINE_BYTES:
             own = data.copy()  # not a view of the message that it came in
             held = _Held(SharedEncoding(layout, own, cost_s), own)
@@ -120,15 +121,19 @@ class SharedEncodings:
         self._ledger.publish(digest, held, ENTRY_BYTES + REFERENCE_BYTES + view.nbytes, cost_s, keep=keep)
 
     async def abandon(self, digest: str, holder: str) -> None:
+        """End the holder's claim without a result."""
         self._ledger.abandon(digest, holder)
 
     async def renew(self, digests: Sequence[str], holder: str) -> None:
+        """Extend the holder's claims."""
         self._ledger.renew(digests, holder)
 
     async def forget_all(self) -> None:
+        """Drop every encoding; claims stay."""
         self._ledger.forget_all()
 
     async def stats(self) -> SharedStats:
+        """Return a snapshot."""
         return self._ledger.stats()
 
     async def _expire(self) -> None:
@@ -142,7 +147,7 @@ def _told(answer: Answer[_Held]) -> Answer[SharedEncoding]:
 
 
 def connect_shared_encodings(key: str, max_bytes: int) -> Any:
-    """The shared encodings of the cluster of that key; the first caller starts them. Blocks."""
+    """Return the actor of the cluster of that key; the first caller starts it. Blocks."""
     actor = ray.remote(SharedEncodings).options(
         name=encodings_name(key),
         namespace=NAMESPACE,

@@ -1,4 +1,4 @@
-"""The encodings that stay under a byte budget: the residency core's value, and a share for what is to be kept."""
+"""Eviction of encodings under a byte budget: by the residency core's value, with a share for what is to be kept."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ KEEP_SHARE: Final = 0.25  # of the budget, for entries that are to be kept
 
 
 class CostAwareEviction:
-    """Sizes, costs and uses of encodings by key, and which of them have to go. Not thread-safe.
+    """Sizes, costs and uses of encodings by key, evicted by value. Not thread-safe.
 
     What is `keep` goes only when all that is kept exceeds `keep_share` of the budget: then the least valuable of it
     counts as any other from then on.
@@ -35,18 +35,21 @@ class CostAwareEviction:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of all entries."""
         return self._book.used_bytes
 
     @property
     def num_kept(self) -> int:
+        """Entries that are kept."""
         return len(self._book.pinned)
 
     @property
     def kept_bytes(self) -> int:
+        """Bytes of the entries that are kept."""
         return self._book.pinned_bytes
 
     def add(self, key: str, nbytes: int, cost_s: float, now_s: float, *, keep: bool = False) -> list[str]:
-        """Return what has to go for it; `key` itself when all others are worth more, or it exceeds the budget.
+        """Return the keys that go for it; `key` itself when all others are worth more, or it exceeds the budget.
 
         An entry of that key is replaced.
         """

@@ -1,4 +1,4 @@
-"""A replica's way to the shared encodings: bounded waits, one call for many keys, and an actor that may be gone."""
+"""The replica's client of the shared encodings: bounded waits, one call for many keys, an actor that may be gone."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ logger = logging.getLogger("atelier.encodings")
 
 
 class RaySharedTier:
-    """A replica's way to the shared encodings. Lives on one event loop.
+    """A client of the shared encodings. Lives on one event loop.
 
     Every method raises when the actor is gone or slow, and then for `quiet_s` at once. Keys that are asked for in one
     turn of the loop, all of a request say, go in one call. `connect` gives the actor's handle; it may block. `put`
@@ -59,7 +59,7 @@ class RaySharedTier:
         self._renewing: asyncio.Task[None] | None = None
 
     async def find_or_claim(self, digest: str) -> SharedEncoding | None:
-        """The encoding, with its bytes here; None: the caller has to compute it and publish or abandon it.
+        """Return the encoding with its bytes, or None: the caller has to compute it and publish or abandon it.
 
         Waits for one who computes it already, or until it is this caller's turn.
         """
@@ -78,6 +78,7 @@ class RaySharedTier:
             return SharedEncoding(found.layout, await found.data, found.cost_s)
 
     async def publish(self, digest: str, layout: Layout, data: ByteArray, cost_s: float, keep: bool) -> None:
+        """Send what was computed under a claim."""
         try:
             # To put 4 MiB takes milliseconds, and many of them on pages that nobody has used before.
             sent = data if data.nbytes <= INLINE_BYTES else await asyncio.to_thread(self._put, data)
@@ -86,18 +87,21 @@ class RaySharedTier:
             self._computing.discard(digest)
 
     async def abandon(self, digest: str) -> None:
+        """Give up a claim."""
         self._computing.discard(digest)
         await self._call("abandon", digest, self._holder)
 
     async def forget_all(self) -> None:
+        """Drop every encoding of the cluster."""
         await self._call("forget_all")
 
     def note_use(self, digest: str) -> None:
-        """This replica has used its own copy; told with the next question."""
+        """Note that this replica used its own copy; sent with the next question."""
         if len(self._used) < MAX_NOTED:
             self._used.add(digest)
 
     async def stats(self) -> SharedStats:
+        """Return the actor's snapshot."""
         return await self._call("stats")
 
     def _ask(self, digest: str) -> Awaitable[Answer[SharedEncoding]]:

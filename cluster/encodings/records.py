@@ -1,4 +1,4 @@
-"""What the shared tier of text encodings answers and tells. Loads neither Ray nor torch."""
+"""Records of the shared encodings. Loads neither Ray nor torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ State = Literal["found", "yours", "wait"]
 
 @dataclass(frozen=True, slots=True)
 class Answer(Generic[Payload]):
-    """`found`: here it is. `yours`: whoever asked is to compute it and publish or abandon it. `wait`: another does."""
+    """An answer about one encoding.
+
+    `found`: `payload` is it. `yours`: the caller computes it, and publishes or abandons it. `wait`: another does.
+    """
 
     state: State
     payload: Payload | None = None
@@ -23,7 +26,7 @@ class Answer(Generic[Payload]):
 
 @dataclass(frozen=True, slots=True)
 class SharedEncoding:
-    """One encoding: its tensors in one array of bytes, `data`, or Ray's reference to that array.
+    """An encoding: its tensors in one array of bytes, `data`, or Ray's reference to that array.
 
     `cost_s` is what it took to compute.
     """
@@ -61,5 +64,5 @@ class SharedStats:
 
 
 def entries_per_gib(entries: int, nbytes: int) -> float:
-    """How many such entries a GiB holds; 0 for none."""
+    """Return how many such entries a GiB holds; 0 for none."""
     return entries * 2**30 / nbytes if nbytes else 0.0

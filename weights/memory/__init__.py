@@ -1,1 +1,1 @@
-"""Host memory that bytes pass through on their way."""
+"""Memory of hosts and devices: staging buffers, transfers, the device arena."""

@@ -1,4 +1,4 @@
-"""Host to CUDA device through a bounded ring of pinned buffers.
+"""Transfer from host to CUDA device through a bounded ring of pinned buffers.
 
 Worker threads copy from the host views (shared, pageable, often read-only, which cards refuse to register) into
 pinned buffers, and the copy engines take them from there, on several streams. Page-locking the weights themselves
@@ -40,15 +40,15 @@ class Fence(Protocol):
     """A point in a queue, such as a CUDA event."""
 
     def synchronize(self) -> None:
-        """Blocks until everything before it is done. Raises what failed on the device."""
+        """Block until everything before it is done. Raises what failed on the device."""
         ...
 
 
 class CopyQueue(Protocol):
-    """Copies that a device does one after the other, such as a CUDA stream. Thread-safe."""
+    """A queue of copies that a device does one after the other, such as a CUDA stream. Thread-safe."""
 
     def follow(self) -> None:
-        """What is enqueued from now on waits for what the calling thread has given the device already."""
+        """Let later copies wait for the work that the calling thread has given the device already."""
         ...
 
     def upload(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
@@ -56,7 +56,7 @@ class CopyQueue(Protocol):
         ...
 
     def fence(self) -> Fence:
-        """The point after everything that was enqueued so far."""
+        """Return the point after everything that was enqueued so far."""
         ...
 
 
@@ -67,7 +67,7 @@ class _Slot:
 
 
 class RingCopy:
-    """Uploads through `buffers` (1-D uint8 of one size, pinned), round robin over `queues`. Thread-safe.
+    """A transfer through `buffers` (1-D uint8 of one size, pinned), round robin over `queues`. Thread-safe.
 
     Several copies at a time share the ring chunk by chunk, so a small one does not wait for a large one to end.
     """
@@ -89,6 +89,7 @@ class RingCopy:
         self._clock = clock
 
     def copy(self, pairs: Sequence[Pair]) -> TransferReport:
+        """Copy all pairs, as `Transfer.copy` promises."""
         start_s = self._clock()
         sizes = check_pairs(pairs)
         arrays = [(host_array(source), target) for source, target in pairs]
@@ -168,7 +169,7 @@ class CudaQueue:
 
 
 class CudaCopy(RingCopy):
-    """To one CUDA device. Locks `num_buffers` x `chunk_bytes` of host memory, for as long as it lives.
+    """A transfer to one CUDA device. Locks `num_buffers` x `chunk_bytes` of host memory, for as long as it lives.
 
     HAZARD: a target must have been allocated on the calling thread's current stream. Work on other streams that used
     its memory before must be done, or recorded with `record_stream`; after `copy` every stream may read it.

@@ -1,4 +1,4 @@
-"""The weights on one device, by content: what is there already is never uploaded again, whichever model brought it.
+"""The arena: weights on one device, by content. A tensor that is there is not uploaded again, whichever model needs it.
 
 Weights are immutable, so nothing is ever copied back: eviction drops the reference. Every tensor is an allocation
 of its own. What is shared and evicted is the tensor; one block per model or extent could only be freed as a whole,

@@ -43,7 +43,7 @@ class ArenaReport:
 
 
 class Acquired(NamedTuple):
-    """Tensors by name, leased."""
+    """Leased tensors by name, and what it took."""
 
     tensors: dict[str, torch.Tensor]
     report: ArenaReport

@@ -1,4 +1,4 @@
-"""Where the bytes of a device's tensors are: the host's own views, private host memory, or a card."""
+"""The memory of a device: the host's own views, private host memory, or a card's."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ DEVICES: Final = "cpu, cpu-private, cuda, cuda:<n>"
 
 
 class DeviceSpace:
-    """Allocates and fills. On "cpu" the host's views are the device's tensors and nothing is copied; "cpu-private"
-    copies on a machine without a card, so that every byte of a switch can be counted there.
+    """The memory of one device, allocated and filled.
+
+    On "cpu" the host's views are the device's tensors and nothing is copied; "cpu-private" copies on a machine
+    without a card, so that every byte of a switch can be counted there.
 
     `transfer` None: the fitting one. Raises WeightsError for a device that is not there.
     """
@@ -30,10 +32,11 @@ class DeviceSpace:
 
     @property
     def copies(self) -> bool:
+        """False where the host's views are the tensors."""
         return self._transfer is not None
 
     def place(self, hosts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The same bytes on the device, each in an allocation of its own; 1-D uint8 in and out.
+        """Return the same bytes on the device, each in an allocation of its own; 1-D uint8 in and out.
 
         Raises BudgetExceeded when the device has less memory than its budget promised.
         """
@@ -51,7 +54,7 @@ class DeviceSpace:
 
 
 def bytes_of(name: str, key: DeviceKey, view: torch.Tensor) -> torch.Tensor:
-    """A host view as 1-D uint8. Raises WeightsError naming the tensor when it has another size than its key."""
+    """Return a host view as 1-D uint8. Raises WeightsError naming the tensor when it has another size than its key."""
     if view.device.type != "cpu" or view.nbytes != key.nbytes:
         raise WeightsError(
             f"tensor {name!r}: expected {key.nbytes} bytes in host memory ({key.dtype} {list(key.shape)}), got "
@@ -61,9 +64,9 @@ def bytes_of(name: str, key: DeviceKey, view: torch.Tensor) -> torch.Tensor:
 
 
 def tensor_of(base: torch.Tensor, key: DeviceKey) -> torch.Tensor:
-    """The bytes `base` in the type and shape of `key`: equal bytes may be wanted as different tensors.
+    """Return the bytes `base` in the type and shape of `key`: equal bytes may be wanted as different tensors.
 
-    A copy when a view of the host that came in for bytes is not aligned for a wider type. Raises WeightsError when
+    Copies when a view of the host that came in for bytes is not aligned for a wider type. Raises WeightsError when
     the key claims another size than the bytes of its hash have.
     """
     if len(base) != key.nbytes:

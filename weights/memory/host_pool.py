@@ -1,4 +1,4 @@
-"""Staging memory that is used again and again: buffers in size classes, each with its free list, under one bound."""
+"""A pool of staging memory: buffers in size classes, each with its free list, under one bound."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _CLASSES_PER_OCTAVE: Final = 8  # a buffer is at most an eighth larger than aske
 
 
 class Pinning(Protocol):
-    """Page-locks memory for a device's copy engine, like cudaHostRegister."""
+    """Something that page-locks memory for a device's copy engine, like cudaHostRegister."""
 
     def register(self, address: int, nbytes: int) -> None: ...
 
@@ -36,11 +36,12 @@ class PoolStats:
 
     @property
     def hit_rate(self) -> float:
+        """Share of the requests that found a free buffer."""
         return self.hits / (self.hits + self.misses) if self.hits else 0.0
 
 
 class HostBufferPool:
-    """Never holds more than `max_bytes`. Thread-safe; who asks first is served first, however much it wants.
+    """A pool of host buffers of at most `max_bytes`. Thread-safe; waiters are served FIFO, whatever their size.
 
     HAZARD: a thread that asks for a second buffer while it has one may wait for itself.
     """
@@ -57,7 +58,7 @@ class HostBufferPool:
 
     @contextlib.contextmanager
     def acquire(self, nbytes: int) -> Iterator[ByteArray]:
-        """A writable, page-aligned uint8 array of `nbytes`, its contents arbitrary, for the length of the block.
+        """Yield a writable, page-aligned uint8 array of `nbytes`, its contents arbitrary, for the length of the block.
 
         Waits until there is room. Raises BudgetExceeded when there never will be, StoreError when the pool closes.
         """
@@ -68,11 +69,12 @@ class HostBufferPool:
             self._give_back(buffer)
 
     def stats(self) -> PoolStats:
+        """Return a snapshot."""
         with self._changed:
             return PoolStats(self.max_bytes, self._held_bytes, self._used_bytes, self._hits, self._misses, self._waits)
 
     def close(self) -> None:
-        """Free what is not in use; the rest goes as it is given back. Those who wait get an error."""
+        """Free what is not in use; the rest goes as it is given back. Waiters get StoreError."""
         with self._changed:
             self._closed = True
             self._free_until(0)
@@ -133,7 +135,7 @@ class HostBufferPool:
 
 
 def size_class(nbytes: int) -> int:
-    """The smallest class that holds `nbytes`: a page at least, eight classes from each power of two to the next."""
+    """Return the smallest class that holds `nbytes`: at least a page; eight classes per octave."""
     pages = max(1, -(-nbytes // PAGE_BYTES))
     step = max(1, 2 ** (pages - 1).bit_length() // (2 * _CLASSES_PER_OCTAVE))
     return -(-pages // step) * step * PAGE_BYTES

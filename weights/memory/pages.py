@@ -17,7 +17,7 @@ ByteArray = npt.NDArray[np.uint8]
 
 
 def allocate_pages(nbytes: int) -> ByteArray:
-    """Zeroed, page-aligned, writable; goes back to the system with the last reference to it or a view of it.
+    """Return zeroed, page-aligned, writable memory; it is freed with the last reference to it or to a view of it.
 
     Raises BudgetExceeded when the system has none.
     """

@@ -1,4 +1,4 @@
-"""Copies from host to device memory: what a transfer promises, how bytes are cut into chunks, and the plain one.
+"""Transfers from host to device memory: the protocol, chunks, and the plain copy within host memory.
 
 Chunks of 10 MB and more reach the bandwidth of memory and link; a copy per small tensor would be all overhead, so
 small tensors share a chunk.
@@ -32,7 +32,7 @@ Pair = tuple[torch.Tensor | ByteArray, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """`nbytes` bytes from byte `offset` of copy number `index`, at byte `at` of its chunk."""
+    """A piece of a chunk: `nbytes` bytes from byte `offset` of copy number `index`, at byte `at` of the chunk."""
 
     index: int
     offset: int
@@ -45,7 +45,7 @@ Chunk = tuple[Piece, ...]
 
 @dataclass(frozen=True, slots=True)
 class TransferReport:
-    """`nbytes` copied in `wall_s` seconds, all of them arrived."""
+    """A report of `nbytes` copied in `wall_s` seconds, all of them arrived."""
 
     nbytes: int
     wall_s: float
@@ -57,10 +57,10 @@ class TransferReport:
 
 
 class Transfer(Protocol):
-    """Moves bytes from host to device. Thread-safe."""
+    """A way to move bytes from host to device. Thread-safe."""
 
     def copy(self, pairs: Sequence[Pair]) -> TransferReport:
-        """Blocks until all bytes are there, or until nothing is under way any more and the first error is raised.
+        """Copy all pairs; block until all bytes are there, or until nothing is under way and the first error is raised.
 
         Raises WeightsError when the two sides of a pair do not fit; then nothing was copied.
         """
@@ -68,7 +68,7 @@ class Transfer(Protocol):
 
 
 class HostCopy:
-    """Within host memory: for the `cpu-private` device."""
+    """A transfer within host memory, for the `cpu-private` device."""
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ def plan_chunks(sizes: Sequence[int], chunk_bytes: int) -> tuple[Chunk, ...]:
 
 
 def check_pairs(pairs: Sequence[Pair]) -> list[int]:
-    """Bytes of each pair. Raises WeightsError for one that is not two runs of equally many bytes."""
+    """Return the bytes of each pair. Raises WeightsError for one that is not two runs of equally many bytes."""
     for number, (source, target) in enumerate(pairs):
         for side, memory in (("host", source), ("device", target)):
             contiguous = memory.is_contiguous() if isinstance(memory, torch.Tensor) else memory.flags.c_contiguous
@@ -137,16 +137,17 @@ def check_pairs(pairs: Sequence[Pair]) -> list[int]:
 
 
 def host_array(memory: torch.Tensor | ByteArray) -> ByteArray:
+    """Return host memory as a numpy array, without a copy."""
     return memory.numpy() if isinstance(memory, torch.Tensor) else memory
 
 
 def num_cores() -> int:
-    """Those that this process may use."""
+    """Return how many cores this process may use."""
     return len(os.sched_getaffinity(0))
 
 
 def run_all(work: Callable[[Chunk], None], chunks: Sequence[Chunk], num_threads: int) -> None:
-    """In order, on up to `num_threads` threads. After an error no further chunk is begun; it is raised at the end."""
+    """Work on the chunks in order, on up to `num_threads` threads. An error stops it and is raised at the end."""
     if len(chunks) <= 1 or num_threads == 1:
         for chunk in chunks:
             work(chunk)

@@ -1,9 +1,10 @@
 """Admission to a memory tier: requests for entries that are here or fit get their leases, the others wait FIFO.
 
 A request gets all of its leases or none: two that each hold half of what they need would wait for ever. It may
-overtake the first in the queue when it needs no room, until the first has waited `patience_s`; from then on only what
-fits beside the first and everything else that has passed since, so that there is room once the older leases have
-ended. A holder that has leases always passes: the first may be waiting for just those.
+overtake the first in the queue when it needs no room and nothing that is being called back, until the first has
+waited `patience_s`; from then on only what fits beside the first and everything else that has passed since, so that
+there is room once the older leases have ended. A holder that has firm leases always passes: the first may be waiting
+for just those.
 
 Not thread-safe, and it does not wait: the adapter does, on a lock or an event loop, and calls `serve` when room became
 free. HAZARD: refusals are text. An exception knows the frames that it came through; one that such a frame keeps makes
@@ -62,7 +63,7 @@ class Admission(Generic[Thing]):
 
     @property
     def lacking_bytes(self) -> int:
-        """What the first of those who wait lacks, although everything that may go is gone."""
+        """The bytes that the first in the queue lacks even when everything that may go has gone."""
         return self._book.plan_room(self._waiting[0].wanted).missing_bytes if self._waiting else 0
 
     def ask(
@@ -119,11 +120,14 @@ class Admission(Generic[Thing]):
         return False
 
     def _may_pass(self, ticket: Ticket[Thing]) -> bool:
-        """Needs no room, and does not keep the first waiting for ever."""
+        """It needs no room, and does not keep the first waiting for ever."""
         first, book = self._waiting[0], self._book
         if not ticket.wanted.keys() <= book.entries.keys():
             return False
-        if self._clock() - first.since_s < self._patience_s or book.has_leases(ticket.holder):
+        is_called = any(book.entries[key].called for key in ticket.wanted)
+        if self._clock() - first.since_s < self._patience_s and not is_called:
+            return True
+        if book.has_firm_leases(ticket.holder):
             return True
         if book.bytes_beside_pins(first.wanted, first.passed, ticket.wanted) > book.budget_bytes:
             return False

@@ -23,7 +23,7 @@ class _Claim:
 
 
 class LoadingClaims:
-    """Not thread-safe: claims are decided one after the other, which is what makes the first the first."""
+    """The loaders of missing entries. Not thread-safe: the order of calls is what makes the first the first."""
 
     def __init__(self, clock: Callable[[], float], *, claim_s: float = CLAIM_S, slow_s: float = SLOW_S) -> None:
         self._clock = clock
@@ -65,18 +65,18 @@ class LoadingClaims:
         return True
 
     def renew(self, keys: Iterable[str], holder: str) -> None:
-        """The holder is still loading them."""
+        """Extend the claims of a holder that is still loading; one that ended is claimed anew if nobody else has it."""
         for key in keys:
             self.claim(key, holder)
 
     def settle(self, holder: str, keys: Iterable[str]) -> None:
-        """The holder has loaded them, or has failed to."""
+        """End claims of a holder that has loaded them, or has failed to."""
         mine = self._by_holder.get(holder)
         for key in mine.intersection(keys) if mine else ():
             self._end(key, holder)
 
     def forget(self, holder: str) -> None:
-        """The holder is gone or has begun anew."""
+        """End all claims of a holder that is gone or has begun anew."""
         for key in list(self._by_holder.get(holder, ())):
             self._end(key, holder)
 

@@ -23,9 +23,10 @@ MAX_NAMED: Final = 5  # holders in a refusal
 
 @dataclass(frozen=True, slots=True)
 class RoomPlan(Generic[Thing]):
-    """How room is made. `evict` is free to go, in order of value; `recall` goes once its holders have given it back.
+    """A plan of what goes for room.
 
-    `missing_bytes` > 0: there is no room even then; both are empty.
+    `evict` is free to go, in order of value; `recall` goes once its holders have given it back. `missing_bytes` >
+    0: there is no room even then, and both are empty.
     """
 
     evict: tuple[Entry[Thing], ...] = ()

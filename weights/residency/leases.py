@@ -98,7 +98,7 @@ class Leases(Generic[Thing]):
 
     @property
     def apart(self) -> list[Entry[Thing]]:
-        """What nobody new gets and somebody still leases, or that is still coming."""
+        """Entries that nobody new gets: leased still, or coming still."""
         return [entry for entries in self._apart.values() for entry in entries]
 
     # what comes and goes
@@ -114,7 +114,7 @@ class Leases(Generic[Thing]):
         return entry
 
     def arrive(self, entry: Entry[Thing], thing: Thing, origin: Hashable = None) -> None:
-        """It is here; `origin` says what it costs to get it again. If it was condemned meanwhile it may go at once."""
+        """Note that it is here; `origin` says what it costs to get it again. A condemned one may go at once."""
         entry.thing, entry.origin, entry.is_here = thing, origin, True
         if entry.is_current:
             self._count_here(entry, 1)
@@ -123,7 +123,7 @@ class Leases(Generic[Thing]):
             self._bury(entry)
 
     def fail(self, entry: Entry[Thing]) -> None:
-        """It does not come. Leases on it end."""
+        """Note that it does not come. Leases on it end."""
         for holder in {**entry.firm, **entry.callable}:
             self._end_leases(entry, holder)
         self._take_out(entry)
@@ -145,7 +145,7 @@ class Leases(Generic[Thing]):
         return entry
 
     def condemn(self, entry: Entry[Thing]) -> None:
-        """Nobody new gets it. It goes with its last lease; one that is coming, when it has come."""
+        """Give it to nobody new. It goes with its last lease; one that is coming, once it has come."""
         if not entry.is_current:
             return
         self._unsort(entry)
@@ -240,14 +240,14 @@ class Leases(Generic[Thing]):
             self._sort(entry)
 
     def make_firm(self, entry: Entry[Thing], holder: str) -> None:
-        """The holder needs all that it keeps of it: its answer to a recall, or before one comes."""
+        """Let the holder keep it because it needs it again: one answer to a recall."""
         if holder in entry.callable:
             self._unsort(entry)
             entry.firm[holder] = entry.firm.get(holder, 0) + entry.callable.pop(holder)
             entry.called.discard(holder)
 
     def give_up(self, entry: Entry[Thing], holder: str) -> None:
-        """The holder keeps it no longer, its other answer to a recall. What it leases firmly it goes on leasing."""
+        """End the holder's callable leases on it: the other answer to a recall. Its firm leases stay."""
         if entry.callable.pop(holder, 0):
             self._lease_ended(entry, holder)
 
@@ -267,7 +267,12 @@ class Leases(Generic[Thing]):
             self._end_leases(entry, holder)
 
     def has_leases(self, holder: str) -> bool:
+        """Return whether the holder has any lease."""
         return holder in self._leases
+
+    def has_firm_leases(self, holder: str) -> bool:
+        """Return whether the holder has leases that cannot be called back. Looks at all that it has."""
+        return any(holder in entry.firm for entry in self._leases.get(holder, ()))
 
     def bytes_by_holder(self) -> dict[str, int]:
         """Return the bytes that each has a lease on, the most first; what two of them share counts for both."""

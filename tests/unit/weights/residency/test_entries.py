@@ -174,3 +174,25 @@ def test_what_fits_beside_the_first_overtakes_it_however_long_it_has_waited() ->
     assert not node.ask("c", resident=30).is_waiting
     node.queue.end(blocking)
     assert not first.is_waiting
+
+
+def test_nobody_takes_what_is_called_back_for_the_first() -> None:
+    node = Node(100)
+    (entry,) = node.ask("replica", a=60).entries or ()
+    node.book.make_callable(entry, "replica")
+    first = node.ask("other", b=70)
+    assert node.ask("third", a=60).is_waiting
+    node.book.give_up(entry, "replica")
+    node.queue.serve()
+    assert not first.is_waiting
+
+
+def test_a_holder_passes_only_with_leases_that_the_first_may_be_waiting_for() -> None:
+    node = Node(100)
+    node.ask("busy", blocking=50, shared=10)
+    (kept,) = node.ask("keeper", kept=30).entries or ()
+    node.book.make_callable(kept, "keeper")
+    node.ask("first", large=60)
+    node.now_s = 10 * PATIENCE_S
+    assert node.ask("keeper", blocking=50).is_waiting
+    assert not node.ask("busy", blocking=50).is_waiting
