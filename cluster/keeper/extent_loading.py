@@ -36,7 +36,10 @@ logger = logging.getLogger("atelier.keeper")
 
 
 class LoadClock(StageClock):
-    """A clock of what one call had loaded, stage by stage, which counts for the node at the same time. `plan` is what the report says when storage was not read."""
+    """A clock of what one call had loaded, stage by stage, which counts for the node at the same time.
+
+    `plan` is what the report says when storage was not read.
+    """
 
     def __init__(
         self,
