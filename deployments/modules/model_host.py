@@ -30,9 +30,8 @@ from deployments.modules.built_modules import (
 )
 from deployments.modules.device_tier import DeviceTier, KeptExtents, LeasedExtents, open_tier
 from deployments.modules.manifest_versions import FetchManifest, ManifestVersions
-from deployments.modules.module_room import merged
 from deployments.modules.resident_modules import ResidentModules, Taken
-from deployments.modules.room_queue import RoomQueue
+from deployments.modules.room import RoomQueue, merged
 from deployments.modules.slot_filling import (
     Builder,
     FetchedTogether,
