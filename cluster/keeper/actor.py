@@ -228,7 +228,8 @@ class NodeKeeper:
     def set_budget(self, budget_bytes: int) -> None:
         """At once for what may go, later for the rest. Raises BudgetExceeded when Ray's store is too small for it."""
         capacity_bytes = self._store.capacity_bytes
-        if not 0 <= budget_bytes <= (largest_bytes := max_budget_bytes(capacity_bytes)):
+        largest_bytes = max_budget_bytes(capacity_bytes)
+        if not 0 <= budget_bytes <= largest_bytes:
             raise BudgetExceeded(
                 f"a budget of {budget_bytes} bytes: node {self._node_id} allows 0 to {largest_bytes}, "
                 f"{MAX_SHARE:.0%} of its object store of {capacity_bytes}"
