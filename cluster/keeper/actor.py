@@ -26,7 +26,15 @@ from cluster.keeper.audit import AUDIT_BYTES_PER_S, Audit
 from cluster.keeper.extent_loading import ExtentLoader, LoadClock, Writing
 from cluster.keeper.held_extents import MAX_WAIT_S, HeldExtents
 from cluster.keeper.holder_watch import HolderProcess, HolderWatch
-from cluster.keeper.object_store import DEFAULT_SHARE, MAX_SHARE, NewObject, ObjectStore, StoreFull, let_go
+from cluster.keeper.object_store import (
+    MAX_SHARE,
+    NewObject,
+    ObjectStore,
+    StoreFull,
+    budget_within_store,
+    let_go,
+    max_budget_bytes,
+)
 from cluster.keeper.records import (
     Acquired,
     Greeting,
@@ -118,7 +126,7 @@ class NodeKeeper:
         self._verify = verify
         self._store: Store = store or ObjectStore(node_id)
         self._held = HeldExtents(
-            self._within_store(budget_bytes, node_id),
+            budget_within_store(budget_bytes, self._store.capacity_bytes, node_id),
             max_wait_s=max_wait_s,
             on_change=self._on_change,
             reload_rate=lambda source: self._loader.reload_rate(source),
@@ -219,10 +227,12 @@ class NodeKeeper:
     @ray.method(concurrency_group="control")
     def set_budget(self, budget_bytes: int) -> None:
         """At once for what may go, later for the rest. Raises BudgetExceeded when Ray's store is too small for it."""
-        if budget_bytes < 0 or budget_bytes > self._max_budget_bytes():
+        capacity_bytes = self._store.capacity_bytes
+        largest_bytes = max_budget_bytes(capacity_bytes)
+        if not 0 <= budget_bytes <= largest_bytes:
             raise BudgetExceeded(
-                f"a budget of {budget_bytes} bytes: node {self._node_id} allows 0 to {self._max_budget_bytes()}, "
-                f"{MAX_SHARE:.0%} of its object store of {self._store.capacity_bytes}"
+                f"a budget of {budget_bytes} bytes: node {self._node_id} allows 0 to {largest_bytes}, "
+                f"{MAX_SHARE:.0%} of its object store of {capacity_bytes}"
             )
         self._held.set_budget(budget_bytes)
 
@@ -407,20 +417,3 @@ class NodeKeeper:
     def _count(self, source: Source, nbytes: int) -> None:
         with self._counting:
             self._bytes[source] += nbytes
-
-    def _max_budget_bytes(self) -> int:
-        return int(self._store.capacity_bytes * MAX_SHARE)
-
-    def _within_store(self, budget_bytes: int | None, node_id: str) -> int:
-        if budget_bytes is None:
-            return int(self._store.capacity_bytes * DEFAULT_SHARE)
-        if budget_bytes > self._max_budget_bytes() > 0:
-            logger.warning(
-                "node %s keeps at most %d bytes, %.0f %% of its object store; %d were asked for",
-                node_id,
-                self._max_budget_bytes(),
-                MAX_SHARE * 100,
-                budget_bytes,
-            )
-            return self._max_budget_bytes()
-        return budget_bytes

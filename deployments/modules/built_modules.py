@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 from deployments.engines.memory_limits import forget_frames
-from deployments.modules.module_room import merged
+from deployments.modules.room import merged
 from weights.manifest import Component, ExtentRef, Manifest
 from weights.residency import Popularity
 

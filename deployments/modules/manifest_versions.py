@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 from weights.manifest import Manifest
@@ -11,32 +14,73 @@ from weights.manifest import Manifest
 MAX_MANIFESTS: Final = 256  # of 1,000 tensors each has about 2 MB
 FetchManifest = Callable[[str, str | None], Awaitable[Manifest]]
 
+_Mark = tuple[int, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """A manifest, and the mark of its file before it was fetched."""
+
+    mark: _Mark | None
+    manifest: Manifest
+
 
 class ManifestVersions:
-    """Lives on one event loop. `fetch` is given a model and the version wanted, None for the one that is served; it may
-    answer with another version when that one is no longer known."""
+    """The manifests by model and version (fingerprint). Lives on one event loop.
 
-    def __init__(self, fetch: FetchManifest, max_manifests: int = MAX_MANIFESTS) -> None:
+    `fetch` is given a model and the version wanted, None for the one that is served; it may answer with another
+    version when that one is no longer known. `models` is the store's folder of manifests: `atelier weights convert`
+    and `repair` move a version's bytes and leave its fingerprint, which the file's mark tells.
+    """
+
+    def __init__(self, fetch: FetchManifest, models: Path, max_manifests: int = MAX_MANIFESTS) -> None:
         self._fetch = fetch
+        self._models = models
         self._max_manifests = max_manifests
-        self._known: OrderedDict[tuple[str, str], Manifest] = OrderedDict()
+        self._known: OrderedDict[tuple[str, str], _Known] = OrderedDict()
         self._latest: dict[str, str] = {}
 
     async def get(self, model: str, version: str | None = None) -> Manifest:
-        """Of `version` (a fingerprint), None for any that is known. Raises what `fetch` raises."""
+        """Return the manifest of `version` (a fingerprint), None for any that is known. Raises what `fetch` raises.
+
+        Where its bytes are may be out of date: what is to be read is asked for by `locate`.
+        """
         key = (model, version if version is not None else self._latest.get(model, ""))
         if key in self._known:
             self._known.move_to_end(key)
-            return self._known[key]
-        return self._remember(model, await self._fetch(model, version))
+            return self._known[key].manifest
+        return await self._fetch_anew(model, version)
 
     async def newest(self, model: str) -> Manifest:
-        """Of the version that is served now."""
-        return self._remember(model, await self._fetch(model, None))
+        """Return the manifest of the version that is served now."""
+        return await self._fetch_anew(model, None)
 
-    def _remember(self, model: str, manifest: Manifest) -> Manifest:
-        self._latest[model] = manifest.fingerprint
-        self._known[model, manifest.fingerprint] = manifest
+    async def locate(self, manifest: Manifest) -> Manifest:
+        """Return the manifest with the places that its bytes have now: fetched again if its file has changed."""
+        known = self._known.get((manifest.model, manifest.fingerprint))
+        mark = await asyncio.to_thread(self._mark, manifest.model)
+        if known is not None and known.mark == mark:
+            return known.manifest
+        found = await self._fetch(manifest.model, manifest.fingerprint)
+        if found.fingerprint != manifest.fingerprint:  # nobody knows that version any more
+            return manifest
+        return self._remember(manifest.model, found, mark, is_latest=False)
+
+    async def _fetch_anew(self, model: str, version: str | None) -> Manifest:
+        mark = self._mark(model)  # rarely, and beside what the answer takes it is nothing
+        return self._remember(model, await self._fetch(model, version), mark)
+
+    def _mark(self, model: str) -> _Mark | None:
+        try:
+            found = (self._models / model / "manifest.json").stat()
+        except OSError:
+            return None
+        return found.st_mtime_ns, found.st_size, found.st_ino
+
+    def _remember(self, model: str, manifest: Manifest, mark: _Mark | None, *, is_latest: bool = True) -> Manifest:
+        if is_latest:
+            self._latest[model] = manifest.fingerprint
+        self._known[model, manifest.fingerprint] = _Known(mark, manifest)
         self._known.move_to_end((model, manifest.fingerprint))
         while len(self._known) > self._max_manifests:
             (gone, version), _ = self._known.popitem(last=False)

@@ -30,9 +30,8 @@ from deployments.modules.built_modules import (
 )
 from deployments.modules.device_tier import DeviceTier, KeptExtents, LeasedExtents, open_tier
 from deployments.modules.manifest_versions import FetchManifest, ManifestVersions
-from deployments.modules.module_room import merged
 from deployments.modules.resident_modules import ResidentModules, Taken
-from deployments.modules.room_queue import RoomQueue
+from deployments.modules.room import RoomQueue, merged
 from deployments.modules.slot_filling import (
     Builder,
     FetchedTogether,
@@ -110,7 +109,7 @@ class ModelHost:
         `provider`, weights stay in the node's shared memory until the node calls them back by `give_up`, and the
         budget only bounds `private_footprint`. Raises WeightsError for a device that is not there.
         """
-        self.manifests = ManifestVersions(fetch_manifest)
+        self.manifests = ManifestVersions(fetch_manifest, models)
         self._provider = provider
         self._models = models
         self._build = build
@@ -374,6 +373,7 @@ class ModelHost:
         together: FetchedTogether | None = None
         failure: Exception | None = None
         try:
+            filling = await self._locate(filling)
             together = await asyncio.to_thread(fetch_together, filling, beside, self._tier, self._clock)
         except Exception as error:
             failure = error
@@ -405,6 +405,18 @@ class ModelHost:
             slot.fail(error)
         finally:
             self._end_leases([slot])
+
+    async def _locate(self, filling: Sequence[Filling]) -> list[Filling]:
+        """Find the bytes where they are now: a slot may be of a manifest that was fetched before they were moved."""
+        located: list[Filling] = []
+        for slot, part in filling:
+            manifest = await self.manifests.locate(part.manifest)
+            component = manifest.components.get(part.component.name)
+            if manifest is not part.manifest and component and component.module_key == slot.key:
+                part = Part(manifest, component, part.footprint)
+                slot.component, slot.extents = component, part.extents
+            located.append((slot, part))
+        return located
 
     def _parts(self, manifest: Manifest, wanted: Wants) -> dict[PartName, Part]:
         components = filter(wanted, manifest.components.values())

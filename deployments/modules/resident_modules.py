@@ -8,8 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 
 from deployments.modules.built_modules import ModulePast, Part, PartName, Slot, Wanted
-from deployments.modules.module_room import Holding, TensorBytes, distinct_bytes, merged, plan_room
-from deployments.modules.room_queue import Waiter
+from deployments.modules.room import Holding, TensorBytes, Waiter, distinct_bytes, merged, plan_room
 from weights.errors import BudgetExceeded
 from weights.manifest import ExtentRef
 from weights.residency import Resident

@@ -10,7 +10,7 @@ from typing import Any
 from deployments.errors import ModelUnavailable
 from deployments.modules.built_modules import Built, Part, PartName, Slot
 from deployments.modules.device_tier import DeviceTier, Fetched, Tensors
-from deployments.modules.module_room import distinct_bytes
+from deployments.modules.room import distinct_bytes
 from deployments.records import SwitchReport
 from weights.errors import ExtentCorrupt
 from weights.manifest import Component, ExtentRef

@@ -6,7 +6,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +28,7 @@ from deployments.text.tensor_records import unpack
 EncodeText = Callable[[ConditioningRequest], Awaitable[Conditioning]]
 OnStep = Callable[[int, int], None]  # steps done, steps in all
 DiffusionLoop = EngineLoop[ConditionedRequest, DiffusionOutput]
+MAX_SETTINGS: Final = 1024
 _NumberT = TypeVar("_NumberT", int, float)
 
 
@@ -38,6 +39,7 @@ class ImageService:
         self._host = host
         self._settings = settings
         self._device = device
+        self._settings_hashes: dict[tuple[str, str], str] = {}  # by model and version
         self.num_running = 0  # requests between their noise and their images
 
     async def generate(
@@ -105,8 +107,9 @@ class ImageService:
             if on_step is not None and not output.is_last:
                 on_step(output.step_index, output.num_steps)
 
+        settings = await self._settings_of(lease)
         loop: DiffusionLoop = lease.bound(
-            lambda: EngineLoop(self._device, DiffusionEngine(self._pipeline(lease))), settings_hash(lease.skeleton)
+            lambda: EngineLoop(self._device, DiffusionEngine(self._pipeline(lease))), settings
         )
         self.num_running += 1
         try:
@@ -116,6 +119,15 @@ class ImageService:
             self.num_running -= 1
         assert output.images is not None  # it is the last
         return output.images, output.times
+
+    async def _settings_of(self, lease: Lease) -> str:
+        """Return the identity of the pipeline's settings, read once for each version of a model."""
+        version = lease.manifest.model, lease.manifest.fingerprint
+        if version not in self._settings_hashes:
+            self._settings_hashes[version] = await asyncio.to_thread(settings_hash, lease.skeleton)
+            while len(self._settings_hashes) > MAX_SETTINGS:
+                self._settings_hashes.pop(next(iter(self._settings_hashes)))
+        return self._settings_hashes[version]
 
     def _pipeline(self, lease: Lease) -> DenoisePipeline:
         return create_pipeline(

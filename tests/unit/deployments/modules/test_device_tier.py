@@ -21,6 +21,7 @@ from configs.cluster import ClusterConfig, TextEncoderConfig, WorkerConfig
 from deployments.engines.diffusion.pipeline import create_pipeline, settings_hash
 from deployments.engines.protocol import SamplingParams, TextRequest
 from deployments.local import LocalModels
+from deployments.modules.built_modules import OBJECT_BYTES
 from deployments.modules.component_builder import ComponentBuilder, is_denoise_component
 from deployments.modules.model_host import Lease, ModelHost
 from deployments.records import ImageRequest, LoraUse
@@ -292,3 +293,14 @@ def test_the_device_budget_is_the_resident_bytes_unless_it_is_said() -> None:
     for device in ("gpu", "cuda:", "cuda:x", "CPU"):
         with pytest.raises(ValueError, match="not a device"):
             WorkerConfig(device=device)
+
+
+def test_on_shared_memory_a_language_model_costs_its_cache_and_always_fits(store: WeightStore) -> None:
+    settings = WorkerConfig(resident_bytes="1 MiB", kv_cache_bytes="256 KiB")
+    llm = store.manifest("adder").components["model"]
+    unet = store.manifest("digits-sdxl").components["unet"]
+    counted = {one.name: sum(ComponentBuilder(settings).private_footprint(one).values()) for one in (llm, unet)}
+    assert counted["unet"] == OBJECT_BYTES * len(unet.tensors)
+    assert counted["model"] == 256 * 1024 + OBJECT_BYTES * len(llm.tensors)
+    large = settings.model_copy(update={"kv_cache_bytes": 2**30})
+    assert sum(ComponentBuilder(large).private_footprint(llm).values()) == 2**20

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 
-from deployments.modules.module_room import Holding, RoomPlan, distinct_bytes, plan_room
+from deployments.modules.room import Holding, RoomPlan, distinct_bytes, plan_room
 from weights.residency import Resident
 
 
