@@ -1,16 +1,23 @@
-"""Answers compared with the OpenAPI page, in every test that asks over HTTP."""
+"""The HTTP edge over fake replicas. Its answers are compared with the OpenAPI page in all tests over HTTP."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import httpx
+import openai
 import pytest
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
 from pydantic import TypeAdapter
 from starlette.routing import Match
+from unit.deployments.ingress.http_fakes import CONFIG, Replicas
+from unit.deployments.serve_fakes import FakeHandle
+
+from cluster.registry.snapshot import RegistrySnapshot
+from deployments.ingress.http import create_http_app
+from deployments.ingress.service import Service
 
 Check = Callable[[httpx.Response], Awaitable[None]]
 
@@ -30,6 +37,33 @@ def as_described() -> Callable[[FastAPI], dict[str, list[Check]]]:
         return {"response": [check]}
 
     return hooks
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deployments.ingress.retries.PAUSE_S", 0.0)
+
+
+@pytest.fixture
+def replicas() -> Replicas:
+    return Replicas()
+
+
+@pytest.fixture
+async def http(replicas: Replicas, as_described: Any) -> AsyncIterator[httpx.AsyncClient]:
+    watch = RegistrySnapshot(lambda: replicas)
+    handle = FakeHandle(replicas)
+    app = create_http_app(Service(CONFIG, watch, handle, handle), CONFIG)
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    hooks = as_described(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://test", event_hooks=hooks) as client:
+        yield client
+    watch.close()
+
+
+@pytest.fixture
+def client(http: httpx.AsyncClient) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(api_key="none", base_url="http://test/v1", http_client=http, max_retries=0)
 
 
 def _described(app: FastAPI, method: str, path: str, status: int) -> Any:

@@ -1,0 +1,168 @@
+"""Replicas and registry behind the HTTP edge, without Ray, and one request for each endpoint."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import numpy as np
+from ray.exceptions import ActorDiedError, RayTaskError
+
+from cluster.errors import ModelUnknown
+from cluster.registry.directory import Directory, DirectoryChange, ModelRecord
+from configs.cluster import ClusterConfig
+from deployments.errors import GenerationFailed
+from deployments.records import (
+    CacheUse,
+    EmbeddingRequest,
+    EmbeddingResult,
+    ImageRequest,
+    ImageResult,
+    SwitchReport,
+    TextChunk,
+    TextResult,
+)
+
+IMAGE: dict[str, Any] = {"model": "flux", "prompt": "x"}
+CHAT: dict[str, Any] = {"model": "chatty", "messages": [{"role": "user", "content": "x"}]}
+COMPLETION: dict[str, Any] = {"model": "chatty", "prompt": "x"}
+EMBEDDING: dict[str, Any] = {"model": "clip", "input": "x"}
+IMAGES, CHATS, COMPLETIONS, EMBEDDINGS = "images/generations", "chat/completions", "completions", "embeddings"
+SWITCH = SwitchReport("m", 1.0, 0.5, 0.5, 10, ("vae",), ())
+CONFIG = ClusterConfig.model_validate(
+    {
+        "ingress": {
+            "limits": {
+                "max_images": 4,
+                "max_pixels": 64 * 64,
+                "max_inference_steps": 50,
+                "max_prompt_chars": 100,
+                "max_embedding_chars": 4096,
+            }
+        },
+        "models": [
+            {"id": "flux", "path": "/f", "defaults": {"width": 16, "height": 8, "num_inference_steps": 3}},
+            {"id": "other-flux", "path": "/o"},
+            {"id": "chatty", "path": "/c", "defaults": {"temperature": 0.0}},
+            {"id": "plain", "path": "/p"},
+            {"id": "clip", "path": "/e"},
+            {"id": "broken", "path": "/b"},
+        ],
+        "adapters": [
+            {"id": "bold", "path": "/l", "base": ["flux"]},
+            {"id": "thin", "path": "/t", "base": ["other-flux"]},
+            {"id": "torn", "path": "/r", "base": ["flux"]},
+        ],
+    }
+)
+KINDS = {"flux": "diffusion", "other-flux": "diffusion", "chatty": "llm", "plain": "llm", "clip": "embedding"}
+CLASSES = {"flux": "FluxPipeline", "other-flux": "FluxPipeline", "sdxl": "StableDiffusionXLPipeline"}
+KINDS |= {"bold": "adapter", "thin": "adapter"}
+STATUSES = {
+    entry.id: ModelRecord(
+        entry.id,
+        "ready",
+        KINDS[entry.id],
+        10,
+        f"version of {entry.id}",
+        entry=entry,
+        class_name=CLASSES.get(entry.id, ""),
+    )
+    if entry.id in KINDS
+    else ModelRecord(entry.id, "unavailable", error="model.safetensors: tensor 'w' is torn", entry=entry)
+    for entry in (*CONFIG.models, *CONFIG.adapters)
+}
+
+
+class Replicas:
+    """Registry, encoder and worker in one; `requests` are those that arrived, `error` is what they raise."""
+
+    def __init__(self) -> None:
+        self.requests: list[Any] = []
+        self.error: Exception | None = None
+        self.error_after: int | None = None
+        self.num_deaths = 0
+        self.vectors: np.ndarray | None = None
+        self.questions: list[str] = []
+        self.error_then: Exception = RayTaskError("f", "Traceback", GenerationFailed("the model failed at token 2"))
+        self.pieces = ["Hel", "lo", ""]
+        self.states = dict(STATUSES)
+
+    def options(self, *, stream: bool) -> Replicas:
+        assert stream
+        return self
+
+    def __getattr__(self, method: str) -> Any:
+        return SimpleNamespace(remote=getattr(type(self), f"on_{method}").__get__(self))
+
+    async def on_watch(self, revision: int, epoch: str, timeout_s: float) -> DirectoryChange:
+        if epoch:
+            await asyncio.Event().wait()
+        directory = Directory("first")
+        for found in self.states.values():
+            directory.apply(found)
+        return directory.changes_since(revision, epoch)
+
+    async def on_status(self, model: str) -> ModelRecord:
+        self.questions.append(model)
+        if model not in self.states:
+            cause = ModelUnknown(f"no model {model!r} (known: {', '.join(self.states)})")
+            raise RayTaskError("status", "Traceback of the actor", cause)
+        return self.states[model]
+
+    async def on_residency(self, *_: Any) -> dict[str, Any]:
+        return {"num_nodes": 0, "nodes": [], "models": {}}
+
+    def broadcast(self, method: str) -> Any:
+        async def results_async(**_: Any) -> list[dict[str, Any]]:
+            return [{"answers": method}] * 2
+
+        return SimpleNamespace(results_async=results_async)
+
+    async def on_generate(self, request: ImageRequest) -> ImageResult:
+        self._arrived(request)
+        images = [np.full((request.height or 8, request.width or 8, 3), 10 * i, np.uint8) for i in range(request.n)]
+        times: Any = {"denoise": 2.0, "total": 3.0}
+        return ImageResult(request.model, images, request.seed or 0, 3, times, SWITCH, CacheUse(1, 2), ("a note",))
+
+    async def on_embed(self, request: EmbeddingRequest) -> EmbeddingResult:
+        self._arrived(request)
+        small = [np.array([i, 0.1, -2.5], np.float32) for i in range(len(request.input))]
+        vectors = small if self.vectors is None else list(self.vectors[: len(request.input)])
+        return EmbeddingResult(request.model, vectors, 7, {"encode": 1.0, "total": 1.0}, CacheUse(0, 1))
+
+    async def on_stream_text(self, request: Any) -> AsyncIterator[TextChunk]:
+        self._arrived(request)
+        for number, piece in enumerate(self.pieces):
+            if number == self.error_after:
+                raise self.error_then
+            last = number == len(self.pieces) - 1
+            yield TextChunk(
+                piece, 4, number + 1, "stop" if last else None, {"total": 5.0} if last else {}, SWITCH if last else None
+            )
+
+    async def on_write_text(self, request: Any) -> TextResult:
+        chunks = [chunk async for chunk in self.on_stream_text(request)]
+        text, last = "".join(chunk.text for chunk in chunks), chunks[-1]
+        return TextResult(request.model, text, "stop", 4, last.num_completion_tokens, last.timings_ms, SWITCH)
+
+    def _arrived(self, request: Any) -> None:
+        self.requests.append(request)
+        if self.num_deaths:
+            self.num_deaths -= 1
+            raise ActorDiedError()
+        if self.error:
+            raise self.error
+
+
+def problem(response: httpx.Response) -> dict[str, Any]:
+    """The error, after checking that it is in OpenAI's envelope and tells nothing of the inside."""
+    body = response.json()
+    assert set(body) == {"error"}
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    assert body["error"]["message"]
+    assert "Traceback" not in response.text
+    return body["error"]

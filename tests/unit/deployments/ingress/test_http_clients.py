@@ -1,0 +1,190 @@
+"""The HTTP edge over fake replicas, asked by the real OpenAI client."""
+
+from __future__ import annotations
+
+import base64
+import io
+import threading
+from typing import Any
+
+import httpx
+import numpy as np
+import openai
+import pytest
+from PIL import Image
+from ray.exceptions import RayTaskError
+from unit.deployments.ingress.http_fakes import (
+    CONFIG,
+    EMBEDDING,
+    EMBEDDINGS,
+    Replicas,
+    problem,
+)
+
+from deployments.errors import InvalidRequest
+from deployments.ingress.openai import embeddings as openai_embeddings
+
+
+async def test_images(client: openai.AsyncOpenAI, replicas: Replicas) -> None:
+    extra = {"seed": 5, "num_inference_steps": 2, "lora": [{"name": "bold", "scale": 0.5}]}
+    found = await client.images.generate(model="flux", prompt="a seven", n=2, size="24x16", extra_body=extra)  # type: ignore[call-overload]
+    pictures = [Image.open(io.BytesIO(base64.b64decode(item.b64_json))) for item in found.data]
+    assert [(picture.size, picture.format, picture.getpixel((0, 0))) for picture in pictures] == [
+        ((24, 16), "PNG", (0, 0, 0)),
+        ((24, 16), "PNG", (10, 10, 10)),
+    ]
+    (request,) = replicas.requests
+    assert (request.width, request.height, request.n, request.seed, request.num_inference_steps) == (24, 16, 2, 5, 2)
+    assert [(use.name, use.scale) for use in request.lora] == [("bold", 0.5)]
+    details = found.to_dict()
+    assert (details["seed"], details["warnings"], details["switch"]["built"]) == (5, ["a note"], ["vae"])
+
+
+async def test_an_image_request_gets_the_models_defaults_and_a_seed(
+    client: openai.AsyncOpenAI, replicas: Replicas
+) -> None:
+    found = await client.images.generate(model="flux", prompt="x", output_format="jpeg")
+    (request,) = replicas.requests
+    assert (request.width, request.height, request.num_inference_steps) == (16, 8, 3)
+    assert found.to_dict()["seed"] == request.seed
+    assert found.data
+    assert found.data[0].b64_json
+    assert Image.open(io.BytesIO(base64.b64decode(found.data[0].b64_json))).format == "JPEG"
+
+
+@pytest.mark.parametrize("encoding_format", ["float", "base64"])
+async def test_embeddings(client: openai.AsyncOpenAI, replicas: Replicas, encoding_format: Any) -> None:
+    found = await client.embeddings.create(model="clip", input=["a", "b"], encoding_format=encoding_format)
+    vectors = [item.embedding for item in found.data]
+    if encoding_format == "base64":
+        vectors = [np.frombuffer(base64.b64decode(vector), "<f4").tolist() for vector in vectors]  # type: ignore[arg-type]
+    np.testing.assert_array_equal(np.float32(vectors), np.float32([[0, 0.1, -2.5], [1, 0.1, -2.5]]))
+    assert found.usage.prompt_tokens == 7
+    assert replicas.requests[0].input == ("a", "b")
+
+
+@pytest.mark.parametrize(
+    ("given", "arrived"),
+    [("a", ("a",)), ([1, 2], ((1, 2),)), ([[1], [2, 3]], ((1,), (2, 3)))],
+)
+async def test_embedding_inputs(client: openai.AsyncOpenAI, replicas: Replicas, given: Any, arrived: Any) -> None:
+    found = await client.embeddings.create(model="clip", input=given)
+    assert replicas.requests[0].input == arrived
+    assert len(found.data[0].embedding) == 3
+
+
+async def test_chat(client: openai.AsyncOpenAI, replicas: Replicas) -> None:
+    parts = [{"type": "text", "text": "12 "}, {"type": "text", "text": "+ 7?"}]
+    found = await client.chat.completions.create(
+        model="chatty",
+        messages=[{"role": "system", "content": "add"}, {"role": "user", "content": parts}],
+        max_tokens=9,  # type: ignore[list-item]
+    )
+    assert (found.choices[0].message.content, found.choices[0].finish_reason) == ("Hello", "stop")
+    assert found.usage
+    assert (found.usage.prompt_tokens, found.usage.completion_tokens, found.usage.total_tokens) == (4, 3, 7)
+    (request,) = replicas.requests
+    assert [(message.role, message.content) for message in request.messages] == [("system", "add"), ("user", "12 + 7?")]
+    assert (request.max_tokens, request.temperature) == (9, 0.0)
+
+
+async def test_a_model_without_a_default_temperature_gets_openais(
+    client: openai.AsyncOpenAI, replicas: Replicas
+) -> None:
+    for options in ({}, {"temperature": 0.3}, {"stop": "x"}, {"max_completion_tokens": 5}):
+        await client.chat.completions.create(model="plain", messages=[{"role": "user", "content": "x"}], **options)  # type: ignore[call-overload]
+    assert [request.temperature for request in replicas.requests] == [1.0, 0.3, 1.0, 1.0]
+    assert (replicas.requests[2].stop, replicas.requests[3].max_tokens) == (("x",), 5)
+
+
+async def test_completions(client: openai.AsyncOpenAI, replicas: Replicas) -> None:
+    found = await client.completions.create(model="chatty", prompt="x", stop=["a", "b"], seed=3)
+    assert (found.choices[0].text, found.choices[0].finish_reason, found.object) == ("Hello", "stop", "text_completion")
+    assert (replicas.requests[0].stop, replicas.requests[0].seed) == (("a", "b"), 3)
+
+
+async def test_chat_as_a_stream(client: openai.AsyncOpenAI) -> None:
+    stream = await client.chat.completions.create(
+        model="chatty", messages=[{"role": "user", "content": "x"}], stream=True, stream_options={"include_usage": True}
+    )
+    chunks = [chunk async for chunk in stream]
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == "Hello"
+    assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices][-1] == "stop"
+    assert chunks[-1].usage
+    assert (chunks[-1].choices, chunks[-1].usage.total_tokens) == ([], 7)
+    assert len({chunk.id for chunk in chunks}) == 1
+
+
+async def test_completions_as_a_stream(client: openai.AsyncOpenAI) -> None:
+    stream = await client.completions.create(model="chatty", prompt="x", stream=True)
+    assert "".join([chunk.choices[0].text async for chunk in stream]) == "Hello"
+
+
+async def test_models(client: openai.AsyncOpenAI, http: httpx.AsyncClient) -> None:
+    listed = [model async for model in client.models.list()]
+    assert [model.id for model in listed] == [entry.id for entry in (*CONFIG.models, *CONFIG.adapters)]
+    one = (await client.models.retrieve("bold")).to_dict()
+    assert (one["object"], one["kind"], one["base"], one["state"]) == ("model", "adapter", ["flux"], "ready")
+    broken = (await client.models.retrieve("broken")).to_dict()
+    assert (broken["state"], broken["error"]) == ("unavailable", "model.safetensors: tensor 'w' is torn")
+    assert (await http.get("/admin/cluster")).json()["cluster"] == "atelier"
+
+
+async def test_errors_are_the_clients_own_types(client: openai.AsyncOpenAI, replicas: Replicas) -> None:
+    with pytest.raises(openai.NotFoundError, match="known: flux") as unknown:
+        await client.images.generate(model="nothing", prompt="x")
+    assert (unknown.value.code, unknown.value.param, unknown.value.type) == (
+        "model_not_found",
+        "model",
+        "invalid_request_error",
+    )
+    with pytest.raises(openai.NotFoundError):
+        await client.models.retrieve("nothing")
+    with pytest.raises(openai.BadRequestError, match="does not make images; models that do: flux, other-flux") as wrong:
+        await client.images.generate(model="chatty", prompt="x")
+    assert wrong.value.param == "model"
+    with pytest.raises(openai.InternalServerError, match="torn") as unavailable:
+        await client.completions.create(model="broken", prompt="x")
+    assert unavailable.value.status_code == 503
+    replicas.error = RayTaskError("generate", "Traceback of the replica", InvalidRequest("n: too many", "n"))
+    with pytest.raises(openai.BadRequestError, match="too many"):
+        await client.images.generate(model="flux", prompt="x")
+
+
+async def test_large_embeddings_are_written_beside_the_event_loop(
+    client: openai.AsyncOpenAI, http: httpx.AsyncClient, replicas: Replicas, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writers: dict[int, list[int]] = {}
+    write = openai_embeddings.to_json
+
+    def noted(value: Any) -> bytes:
+        writers.setdefault(threading.get_ident(), []).append(len(value["embedding"]))
+        return write(value)
+
+    monkeypatch.setattr(openai_embeddings, "to_json", noted)
+    vectors = np.random.default_rng().standard_normal((20, 1024)).astype(np.float32)
+    replicas.vectors = vectors
+    for format_ in ("float", "base64"):
+        writers.clear()
+        answer = await http.post(
+            f"/v1/{EMBEDDINGS}", json={**EMBEDDING, "input": ["x"] * 20, "encoding_format": format_}
+        )
+        assert threading.get_ident() not in writers
+        assert sum(map(len, writers.values())) == 20
+        found = [item["embedding"] for item in answer.json()["data"]]
+        if format_ == "base64":
+            found = [np.frombuffer(base64.b64decode(item), "<f4") for item in found]
+        np.testing.assert_array_equal(np.float32(found), vectors)
+    writers.clear()
+    assert (await http.post(f"/v1/{EMBEDDINGS}", json=EMBEDDING)).status_code == 200
+    assert list(writers) == [threading.get_ident()]  # a thread would cost more than the writing
+
+
+@pytest.mark.parametrize("format_", ["float", "base64"])
+async def test_an_embedding_that_is_no_number_is_an_error_and_not_an_answer(
+    http: httpx.AsyncClient, replicas: Replicas, format_: str
+) -> None:
+    replicas.vectors = np.array([[0.5, np.nan]], np.float32)
+    answer = await http.post(f"/v1/{EMBEDDINGS}", json={**EMBEDDING, "encoding_format": format_})
+    assert (answer.status_code, problem(answer)["code"]) == (500, "generation_failed")

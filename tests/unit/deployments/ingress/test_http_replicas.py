@@ -1,0 +1,272 @@
+"""The HTTP edge over replicas that are busy or die, and over a directory that changes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+import pytest
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
+from unit.deployments.ingress.http_fakes import (
+    CHAT,
+    CHATS,
+    COMPLETION,
+    COMPLETIONS,
+    CONFIG,
+    EMBEDDING,
+    EMBEDDINGS,
+    IMAGE,
+    IMAGES,
+    KINDS,
+    Replicas,
+    problem,
+)
+from unit.deployments.serve_fakes import FakeHandle
+
+from cluster.registry.directory import DirectoryChange, ModelRecord
+from cluster.registry.snapshot import RegistrySnapshot
+from configs.cluster import HttpConfig
+from configs.model import ModelConfig
+from deployments.errors import InvalidRequest, Overloaded
+from deployments.ingress.http import create_http_app
+from deployments.ingress.service import Service
+from deployments.records import (
+    ImageRequest,
+    ImageResult,
+)
+
+
+class Held(Replicas):
+    """Holds all work."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = asyncio.Event()
+
+    async def on_generate(self, request: ImageRequest) -> ImageResult:
+        self.requests.append(request)
+        await self.gate.wait()
+        return await super().on_generate(request)
+
+
+async def test_what_is_too_much_is_refused_at_once_and_probes_answer() -> None:
+    replicas = Held()
+    watch, handle = RegistrySnapshot(lambda: replicas), FakeHandle(replicas)
+    few = CONFIG.model_copy(update={"ingress": CONFIG.ingress.model_copy(update={"max_ongoing_requests": 3})})
+    transport = httpx.ASGITransport(create_http_app(Service(few, watch, handle, handle), few))
+    async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=10) as http:
+        running = [asyncio.create_task(http.post(f"/v1/{IMAGES}", json=IMAGE)) for _ in range(3)]
+        while len(replicas.requests) < 3:
+            await asyncio.sleep(0)
+        refused = await http.post(f"/v1/{CHATS}", json=CHAT)
+        assert (refused.status_code, problem(refused)["code"]) == (429, "queue_full")
+        assert refused.headers["retry-after"] == "1"
+        other = await http.post("/v2/models/chatty/generate", json={"text_input": "x"})
+        assert (other.status_code, set(other.json())) == (429, {"error"})
+        for path in ("/healthz", "/v2/health/live", "/v2/health/ready", "/v1/models", "/admin/cluster"):
+            assert (await http.get(path)).status_code == 200
+        replicas.gate.set()
+        assert [answer.status_code for answer in await asyncio.gather(*running)] == [200] * 3
+        assert (await http.post(f"/v1/{CHATS}", json=CHAT)).status_code == 200
+    watch.close()
+
+
+async def test_a_client_that_goes_ends_the_work() -> None:
+    replicas = Held()
+    watch, handle = RegistrySnapshot(lambda: replicas), FakeHandle(replicas)
+    transport = httpx.ASGITransport(create_http_app(Service(CONFIG, watch, handle, handle), CONFIG))
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+        going = asyncio.create_task(http.post(f"/v1/{IMAGES}", json=IMAGE))
+        while not replicas.requests:
+            await asyncio.sleep(0)
+        going.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await handle.responses[0].task
+    watch.close()
+
+
+@pytest.mark.parametrize("path", ["/v2/models/flux/infer", f"/v1/{IMAGES}"])
+async def test_a_request_has_its_time_and_then_its_work_ends(path: str) -> None:
+    replicas = Held()
+    watch, handle = RegistrySnapshot(lambda: replicas), FakeHandle(replicas)
+    short = CONFIG.model_copy(update={"http": HttpConfig(request_timeout_s=0.05)})
+    transport = httpx.ASGITransport(create_http_app(Service(short, watch, handle, handle), short))
+    tensor = {"name": "prompt", "datatype": "BYTES", "shape": [2], "data": ["a", "b"]}
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+        answer = await http.post(path, json={"inputs": [tensor]} if "infer" in path else IMAGE)
+    assert answer.status_code == 504
+    assert "timeout of 0.05 s is over" in answer.text
+    for response in handle.responses:
+        with pytest.raises(asyncio.CancelledError):
+            await response.task
+    watch.close()
+
+
+async def test_a_prompt_that_is_refused_ends_the_work_on_the_others() -> None:
+    class OneIsBad(Held):
+        async def on_generate(self, request: ImageRequest) -> ImageResult:
+            if request.prompt == "bad":
+                raise InvalidRequest("prompt: bad", "prompt")
+            return await super().on_generate(request)
+
+    replicas = OneIsBad()
+    watch, handle = RegistrySnapshot(lambda: replicas), FakeHandle(replicas)
+    transport = httpx.ASGITransport(create_http_app(Service(CONFIG, watch, handle, handle), CONFIG))
+    tensor = {"name": "prompt", "datatype": "BYTES", "shape": [3], "data": ["a", "bad", "b"]}
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+        answer = await http.post("/v2/models/flux/infer", json={"inputs": [tensor]})
+    assert answer.status_code == 400
+    outcomes = await asyncio.gather(*(response.task for response in handle.responses), return_exceptions=True)
+    assert sorted(type(outcome).__name__ for outcome in outcomes if isinstance(outcome, asyncio.CancelledError)) == [
+        "CancelledError"
+    ] * (len(outcomes) - 1)
+    watch.close()
+
+
+WORK = [(IMAGES, IMAGE), (CHATS, CHAT), (COMPLETIONS, COMPLETION), (EMBEDDINGS, EMBEDDING)]
+STREAMS = [(CHATS, {**CHAT, "stream": True}), (COMPLETIONS, {**COMPLETION, "stream": True})]
+
+
+@pytest.mark.parametrize(("path", "body"), WORK + STREAMS)
+async def test_a_request_whose_replica_dies_is_answered_by_another(
+    http: httpx.AsyncClient, replicas: Replicas, path: str, body: dict[str, Any]
+) -> None:
+    replicas.num_deaths = 1
+    response = await http.post(f"/v1/{path}", json=body)
+    assert response.status_code == 200, response.text
+    assert "error" not in response.text
+    assert len(replicas.requests) == 2
+    assert replicas.requests[0] == replicas.requests[1]
+
+
+@pytest.mark.parametrize(("path", "body"), WORK + STREAMS)
+async def test_when_all_of_them_die_it_is_a_503(
+    http: httpx.AsyncClient, replicas: Replicas, path: str, body: dict[str, Any]
+) -> None:
+    replicas.num_deaths = 99
+    response = await http.post(f"/v1/{path}", json=body)
+    assert (response.status_code, problem(response)["code"]) == (503, "replica_unavailable")
+    assert problem(response)["message"] == "2 replicas were lost while they worked on this request"
+    assert len(replicas.requests) == 2
+
+
+async def test_the_death_of_a_replica_further_on_counts_and_an_error_does_not(
+    http: httpx.AsyncClient, replicas: Replicas
+) -> None:
+    replicas.error = RayTaskError("generate", "Traceback", ActorUnavailableError("the encoder", None))
+    assert (await http.post(f"/v1/{IMAGES}", json=IMAGE)).status_code == 503
+    assert len(replicas.requests) == 2
+    replicas.requests.clear()
+    replicas.error = RayTaskError("generate", "Traceback", Overloaded("no room"))
+    assert (await http.post(f"/v1/{IMAGES}", json=IMAGE)).status_code == 503
+    assert len(replicas.requests) == 1
+
+
+async def test_a_stream_that_has_begun_ends_with_a_typed_error(http: httpx.AsyncClient, replicas: Replicas) -> None:
+    replicas.error_after, replicas.error_then = 2, ActorDiedError()
+    response = await http.post(f"/v1/{CHATS}", json={**CHAT, "stream": True})
+    last = json.loads(response.text.strip().split("data: ")[-1])
+    assert (last["error"]["code"], last["error"]["type"]) == ("replica_unavailable", "server_error")
+    assert "died after 2 pieces" in last["error"]["message"]
+    assert len(replicas.requests) == 1
+
+
+async def test_known_models_cost_no_call_of_the_registry(http: httpx.AsyncClient, replicas: Replicas) -> None:
+    for path, body in WORK:
+        assert (await http.post(f"/v1/{path}", json=body)).status_code == 200
+    assert (await http.get("/v1/models/bold")).status_code == 200
+    assert replicas.questions == []
+    assert (await http.get("/v1/models/nothing")).status_code == 404
+    assert replicas.questions == ["nothing"]
+
+
+async def test_a_model_that_the_copy_has_not_heard_of_yet_is_asked_for(
+    http: httpx.AsyncClient, replicas: Replicas
+) -> None:
+    assert (await http.get("/healthz")).status_code == 200
+    entry = ModelConfig.model_validate({"id": "new", "path": "/n", "defaults": {"width": 24, "height": 24}})
+    replicas.states["new"] = ModelRecord("new", "ready", "diffusion", 1, "v1", entry=entry, class_name="FluxPipeline")
+    assert (await http.post(f"/v1/{IMAGES}", json={**IMAGE, "model": "new"})).status_code == 200
+    assert (replicas.requests[0].width, replicas.requests[0].model_version) == (24, "v1")
+
+
+@pytest.mark.parametrize(("path", "body"), WORK)
+async def test_requests_carry_the_version_that_was_current_and_clients_cannot_choose_it(
+    http: httpx.AsyncClient, replicas: Replicas, path: str, body: dict[str, Any]
+) -> None:
+    response = await http.post(f"/v1/{path}", json={**body, "model_version": "mine"})
+    assert (response.status_code, problem(response)["param"]) == (400, "model_version")
+    await http.post(f"/v1/{path}", json=body)
+    assert replicas.requests[0].model_version == f"version of {body['model']}"
+
+
+async def test_requests_carry_the_versions_of_their_adapters(http: httpx.AsyncClient, replicas: Replicas) -> None:
+    await http.post(f"/v1/{IMAGES}", json={**IMAGE, "lora": [{"name": "bold"}]})
+    assert replicas.requests[0].adapter_versions == {"bold": "version of bold"}
+
+
+def state(id_: str, state: Any) -> ModelRecord:
+    return ModelRecord(id_, state, KINDS.get(id_) if state in ("ready", "updating") else None)
+
+
+@pytest.mark.parametrize(
+    ("states", "status", "word"),
+    [
+        (["ready", "ready"], 200, "ok"),
+        (["ready", "unavailable"], 200, "degraded"),
+        (["ready", "updating"], 200, "ok"),
+        (["unavailable", "unavailable"], 503, "degraded"),
+        (["ready", "registering"], 503, "starting"),
+        (["registering", "unavailable"], 503, "starting"),
+    ],
+)
+async def test_health(http: httpx.AsyncClient, replicas: Replicas, states: list[str], status: int, word: str) -> None:
+    replicas.states = {id_: state(id_, is_) for id_, is_ in zip(("flux", "clip"), states, strict=True)}
+    response = await http.get("/healthz")
+    assert (response.status_code, response.json()["status"]) == (status, word)
+    assert (response.json()["models"], response.json()["models_ready"]) == (
+        2,
+        sum(is_ in ("ready", "updating") for is_ in states),
+    )
+
+
+async def test_health_does_not_wait_for_a_directory_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deployments.ingress.admin.routes.PROBE_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("deployments.ingress.kserve.models.PROBE_TIMEOUT_S", 0.01)
+
+    class Silent(Replicas):
+        async def on_watch(self, revision: int, epoch: str, timeout_s: float) -> DirectoryChange:
+            await asyncio.Event().wait()
+            raise AssertionError
+
+    replicas = Silent()
+    watch, handle = RegistrySnapshot(lambda: replicas), FakeHandle(replicas)
+    transport = httpx.ASGITransport(create_http_app(Service(CONFIG, watch, handle, handle), CONFIG))
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+        answer = await http.get("/healthz")
+        assert (answer.status_code, answer.json()["status"]) == (503, "starting")
+        assert (await http.get("/v2/health/ready")).status_code == 503
+        assert (await http.get("/v2/health/live")).status_code == 200
+    watch.close()
+
+
+@pytest.mark.parametrize(
+    ("path", "body"), [(IMAGES, IMAGE), (CHATS, CHAT), (COMPLETIONS, COMPLETION), (EMBEDDINGS, EMBEDDING)]
+)
+async def test_stage_times_are_in_the_answer_and_its_header(
+    http: httpx.AsyncClient, path: str, body: dict[str, Any]
+) -> None:
+    response = await http.post(f"/v1/{path}", json=body)
+    assert response.status_code == 200
+    stages = dict(part.split(";dur=") for part in response.headers["server-timing"].split(", "))
+    assert {"total", "queue"} <= set(stages)
+    assert all(float(ms) >= 0 for ms in stages.values())
+    assert {stage: float(ms) for stage, ms in stages.items()} == response.json()["timings_ms"]
+
+
+async def test_many_at_once(http: httpx.AsyncClient, replicas: Replicas) -> None:
+    responses = await asyncio.gather(*(http.post(f"/v1/{IMAGES}", json={**IMAGE, "seed": i}) for i in range(20)))
+    assert [response.json()["seed"] for response in responses] == list(range(20))
+    assert len(replicas.requests) == 20
