@@ -27,7 +27,7 @@ _UNITS = {
 _SECRET = re.compile("key|secret|token|password|credential", re.IGNORECASE)
 
 
-def parse_bytes(value: Any) -> Any:
+def _parse_bytes(value: Any) -> Any:
     """Parse `"2 GiB"` to 2147483648. Numbers pass through; anything else is left to pydantic to refuse."""
     if not isinstance(value, str):
         return value
@@ -48,7 +48,7 @@ def _known_device(value: str) -> str:
 
 
 Device = Annotated[str, AfterValidator(_known_device)]
-Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0)]
+Bytes = Annotated[int, BeforeValidator(_parse_bytes), Field(gt=0)]
 
 
 class HttpConfig(StrictModel):

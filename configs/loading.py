@@ -16,7 +16,7 @@ from pydantic import BaseModel, ValidationError
 from configs.cluster import ClusterConfig
 from configs.errors import ConfigFileError, Problem
 
-Location = tuple[str | int, ...]
+_Location = tuple[str | int, ...]
 
 
 def load_cluster_config(path: str | Path) -> ClusterConfig:
@@ -42,7 +42,7 @@ def load_cluster_config(path: str | Path) -> ClusterConfig:
     except ValidationError as error:
         raise ConfigFileError(path, [_problem(node, detail) for detail in _causes(error)]) from None
     try:
-        return resolve_paths(config, path.resolve().parent)
+        return _resolve_paths(config, path.resolve().parent)
     except RuntimeError as error:  # "~somebody" without a home directory
         raise ConfigFileError(path, [Problem(None, "", str(error))]) from None
 
@@ -54,7 +54,7 @@ def located_problems(path: Path, problems: Iterable[tuple[Sequence[str | int], s
     return ConfigFileError(path, found)
 
 
-def resolve_paths(config: ClusterConfig, folder: Path) -> ClusterConfig:
+def _resolve_paths(config: ClusterConfig, folder: Path) -> ClusterConfig:
     """Return the config with absolute paths, so that any process of any node reads the same files."""
 
     def absolute(path: Path) -> Path:
@@ -99,7 +99,7 @@ def _causes(error: ValidationError) -> list[Any]:
 
 
 def _problem(node: yaml.Node | None, detail: Any) -> Problem:
-    location: Location = tuple(detail["loc"])
+    location: _Location = tuple(detail["loc"])
     key = ".".join(str(part) for part in location)
     text = detail["msg"].removeprefix("Value error, ")
     if detail["type"] == "extra_forbidden":
@@ -115,7 +115,7 @@ def _problem(node: yaml.Node | None, detail: Any) -> Problem:
     return Problem(_line_of(node, location), key, text)
 
 
-def _line_of(node: yaml.Node | None, location: Location) -> int | None:
+def _line_of(node: yaml.Node | None, location: _Location) -> int | None:
     """Return the line of the deepest part of `location` in the file (a missing key has its parent's line)."""
     line = node.start_mark.line + 1 if node else None
     for part in location:
@@ -137,7 +137,7 @@ def _child(node: yaml.Node | None, part: str | int) -> tuple[int, yaml.Node] | N
     return None
 
 
-def _duplicate_keys(node: yaml.Node | None, location: Location, visited: set[int]) -> Iterable[Problem]:
+def _duplicate_keys(node: yaml.Node | None, location: _Location, visited: set[int]) -> Iterable[Problem]:
     """Yield duplicate keys: YAML lets the later one win silently, which hides a mistake.
 
     `visited`: aliases make a graph of the tree, with many ways to a node and even circles.
@@ -159,7 +159,7 @@ def _duplicate_keys(node: yaml.Node | None, location: Location, visited: set[int
             yield from _duplicate_keys(child, (*location, index), visited)
 
 
-def _known_keys(location: Location) -> list[str]:
+def _known_keys(location: _Location) -> list[str]:
     """Return the field names of the config model at `location`."""
     model: type[BaseModel] | None = ClusterConfig
     for part in location:

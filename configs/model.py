@@ -13,7 +13,7 @@ ModelId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 
 
-def parse_source(value: Any) -> Any:
+def _parse_source(value: Any) -> Any:
     """Return a folder or file as Path; a URL stays text, because a Path would make one slash of two."""
     if isinstance(value, Path):
         return value
@@ -31,7 +31,7 @@ def parse_source(value: Any) -> Any:
     return value
 
 
-Source = Annotated[Path | str, PlainValidator(parse_source)]
+Source = Annotated[Path | str, PlainValidator(_parse_source)]
 
 
 class StrictModel(BaseModel):

@@ -43,11 +43,11 @@ from configs.model import ModelId, StrictModel
 
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_-]{0,63}$")]
 Location = tuple[str | int, ...]
-Scalar = str | int | float | bool
-Argument = Scalar | tuple[Scalar, ...]  # as written: a text may be a reference
-MAX_LISTED = 20  # names in one message
+_Scalar = str | int | float | bool
+Argument = _Scalar | tuple[_Scalar, ...]  # as written: a text may be a reference
+_MAX_LISTED = 20  # names in one message
 NAMED_TYPES = ("text", "int", "float", "tokens", "image")
-DATATYPES = (
+_DATATYPES = (
     *("BOOL", "UINT8", "UINT16", "UINT32", "UINT64", "INT8", "INT16", "INT32", "INT64"),
     *("FP16", "FP32", "FP64", "BF16", "BYTES"),
 )
@@ -78,7 +78,7 @@ class PipelineProblem:
 def parse_tensor_type(text: str) -> tuple[str, tuple[int, ...]] | None:
     """Parse `"FP32[-1,768]"` to ("FP32", (-1, 768)); None for anything else."""
     match = _TENSOR_TYPE.fullmatch(text)
-    if match is None or match[1] not in DATATYPES:
+    if match is None or match[1] not in _DATATYPES:
         return None
     return match[1], tuple(int(size) for size in match[2].split(","))
 
@@ -118,9 +118,9 @@ def _reference_text(value: Any) -> str:
 def _argument(value: Any) -> Argument:
     if isinstance(value, str) and value.startswith("$") and not value.startswith("$$"):
         return _reference_text(value)
-    if isinstance(value, list | tuple) and all(isinstance(item, Scalar) for item in value):
+    if isinstance(value, list | tuple) and all(isinstance(item, _Scalar) for item in value):
         return tuple(value)
-    if isinstance(value, Scalar):
+    if isinstance(value, _Scalar):
         return value
     raise ValueError("expected a reference ($name), a text, a number, a boolean or a list of these")
 
@@ -199,7 +199,7 @@ class PipelineConfig(StrictModel):
 def nearest_name(name: str, known: Iterable[str]) -> str:
     """Return `"; did you mean 'x'? (known: x, y)"`, the end of a report of an unknown name."""
     known = list(known)
-    listed = ", ".join(known[:MAX_LISTED]) + ", …" * (len(known) > MAX_LISTED)
+    listed = ", ".join(known[:_MAX_LISTED]) + ", …" * (len(known) > _MAX_LISTED)
     nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
     return f"{hint} (known: {listed or 'none'})"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from configs.cluster import parse_bytes
+from configs.cluster import _parse_bytes
 from configs.errors import ConfigFileError, Problem
 from configs.loading import load_cluster_config
 from configs.model import ModelConfig
@@ -190,7 +190,7 @@ def test_repeated_aliases_do_not_blow_up(tmp_path: Path) -> None:
     ],
 )
 def test_sizes(value: Any, expected: int) -> None:
-    assert parse_bytes(value) == expected
+    assert _parse_bytes(value) == expected
 
 
 @pytest.mark.parametrize(
@@ -198,7 +198,7 @@ def test_sizes(value: Any, expected: int) -> None:
 )
 def test_what_is_no_size_is_refused(value: str) -> None:
     with pytest.raises(ValueError, match="not a size in bytes"):
-        parse_bytes(value)
+        _parse_bytes(value)
 
 
 def test_models_may_be_registered_from_where_the_configured_ones_lie(tmp_path: Path) -> None:
