@@ -1,4 +1,4 @@
-"""What one request may ask for. Checked on records: handle calls, pipelines and local runs are bounded as HTTP is."""
+"""Limits of one request. Checked on records: handle calls, pipelines and local runs are bounded as HTTP is."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from deployments.records import ChatRequest, CompletionRequest, EmbeddingRequest
 
 
 def check_image(request: ImageRequest, limits: LimitsConfig, asked: ImageRequest | None = None) -> None:
-    """Raises InvalidRequest naming the field.
+    """Raise InvalidRequest, naming the field, for what is beyond the limits.
 
     `request` has its defaults, and `asked` is what it was before: whoever left a field out is told whose value it is.
     What is None still, in a request for a pipeline, is checked where the pipeline's step fills it in.
@@ -26,7 +26,7 @@ def check_image(request: ImageRequest, limits: LimitsConfig, asked: ImageRequest
 
 
 def check_embedding(request: EmbeddingRequest, limits: LimitsConfig) -> None:
-    """Raises InvalidRequest naming the field."""
+    """Raise InvalidRequest, naming the field, for what is beyond the limits."""
     _check_most("input", len(request.input), limits.max_embedding_inputs, unit=" inputs")
     for text in request.input:
         if not text:
@@ -40,7 +40,7 @@ def check_embedding(request: EmbeddingRequest, limits: LimitsConfig) -> None:
 
 
 def check_text(request: ChatRequest | CompletionRequest, limits: LimitsConfig) -> None:
-    """Raises InvalidRequest naming the field."""
+    """Raise InvalidRequest, naming the field, for what is beyond the limits."""
     if isinstance(request, CompletionRequest):
         _check_text("prompt", request.prompt, limits)
     else:
@@ -50,7 +50,7 @@ def check_text(request: ChatRequest | CompletionRequest, limits: LimitsConfig) -
 
 
 def check_head(request: HeadRequest, limits: LimitsConfig) -> None:
-    """Raises InvalidRequest naming the field."""
+    """Raise InvalidRequest, naming the field, for what is beyond the limits."""
     if request.features.ndim != 2:
         raise InvalidRequest(f"features: {request.features.ndim} dimensions, expected rows of features", "features")
     _check_most("features", len(request.features), limits.max_head_rows, unit=" rows")
