@@ -103,14 +103,14 @@ def _type_name(value: Any) -> str:
     return str(value)
 
 
-def parse_reference(text: Any) -> Reference | None:
+def _parse_reference(text: Any) -> Reference | None:
     """Parse `"$stage.output"` to a Reference; None for anything else, `$$…` included."""
     match = _REFERENCE.fullmatch(text) if isinstance(text, str) else None
     return Reference(match[1], match[2]) if match else None
 
 
 def _reference_text(value: Any) -> str:
-    if parse_reference(value) is None:
+    if _parse_reference(value) is None:
         raise ValueError("expected a reference: $name or $name.output")
     return str(value)
 
@@ -144,13 +144,13 @@ class StageConfig(StrictModel):
     @property
     def references(self) -> dict[str, Reference]:
         """References to other stages, by parameter."""
-        found = {name: parse_reference(value) for name, value in self.inputs.items()}
+        found = {name: _parse_reference(value) for name, value in self.inputs.items()}
         return {name: reference for name, reference in found.items() if reference is not None}
 
     @property
     def literals(self) -> dict[str, Argument]:
         """Literal values by parameter, with `$$` read as one dollar sign."""
-        given = {name: value for name, value in self.inputs.items() if parse_reference(value) is None}
+        given = {name: value for name, value in self.inputs.items() if _parse_reference(value) is None}
         return {name: _unescaped(value) for name, value in given.items()}
 
 
@@ -186,7 +186,7 @@ class PipelineConfig(StrictModel):
 
     @property
     def output_references(self) -> dict[str, Reference]:
-        found = {name: parse_reference(text) for name, text in self.outputs.items()}
+        found = {name: _parse_reference(text) for name, text in self.outputs.items()}
         return {name: reference for name, reference in found.items() if reference is not None}
 
     @property

@@ -1,12 +1,47 @@
-"""Continuous batching: which tokens of which sequences the next step computes. It never sees a tensor."""
+"""Continuous batching: which tokens of which sequences the next step computes. It never sees a tensor or a text."""
 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import Enum, auto
 
 from deployments.engines.llm.block_manager import BlockPool, blocks_for
-from deployments.engines.llm.sequence import Sequence, SequenceStatus
+
+
+class SequenceStatus(Enum):
+    """Where a sequence stands. A preempted sequence is WAITING again."""
+
+    WAITING = auto()
+    RUNNING = auto()
+    FINISHED = auto()
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """Mutable state of one request.
+
+    `token_ids` is the prompt followed by the completion. The keys and values of its first
+    `num_computed_tokens` are in the KV cache, in the blocks of `block_table` in order.
+    """
+
+    request_id: str
+    token_ids: list[int]
+    num_prompt_tokens: int
+    status: SequenceStatus = SequenceStatus.WAITING
+    num_computed_tokens: int = 0
+    block_table: list[int] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_completion_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        return len(self.token_ids) - self.num_computed_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +68,7 @@ class Scheduler:
     - Waiting prompts come first, in order of arrival, as long as the token budget, a seat and blocks last.
       Nobody overtakes the first in line. Without a prompt to run, every running sequence decodes one token.
     - A prompt within the budget is never split; a longer one runs in chunks of the whole budget. So where a
-      prompt is split does not depend on its company (nor, on the CPU, does the arithmetic: `attention.py`).
+      prompt is split does not depend on its batch-mates (nor, on the CPU, does the arithmetic: `attention.py`).
     - When blocks run out, the newest running sequence is preempted: it gives up its blocks, goes back to the
       head of the line and recomputes all its tokens later.
 
@@ -57,21 +92,21 @@ class Scheduler:
         return len(self._running)
 
     def add(self, sequence: Sequence) -> None:
-        """Puts a sequence at the end of the line."""
+        """Put a sequence at the end of the line."""
         self._waiting.append(sequence)
 
     def schedule(self) -> tuple[Chunk, ...]:
-        """The next step's work; empty only when there is none. `complete` follows for each chunk."""
+        """Choose the next step's work; empty only when there is none. `complete` follows for each chunk."""
         return self._schedule_prefill() or self._schedule_decode()
 
     def complete(self, chunk: Chunk, token_id: int | None) -> None:
-        """Notes that `chunk` is in the KV cache and, when it was the last, appends the sampled token."""
+        """Note that `chunk` is in the KV cache and, when it was the last, append the sampled token."""
         chunk.sequence.num_computed_tokens = chunk.end
         if token_id is not None:
             chunk.sequence.token_ids.append(token_id)
 
     def finish(self, sequence: Sequence) -> None:
-        """Takes a sequence out, wherever it is, and frees its blocks at once."""
+        """Take a sequence out, wherever it is, and free its blocks at once."""
         if sequence.status is SequenceStatus.RUNNING:
             self._running.remove(sequence)
         elif sequence.status is SequenceStatus.WAITING:

@@ -16,8 +16,22 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from deployments.engines.nn.rms_norm import RMSNorm
 from deployments.engines.nn.rotary import RotaryAngles, rotate
+
+
+class RMSNorm(nn.Module):
+    """`x / rms(x) * weight` over the last dimension; the mean is taken in float32 for any dtype of `x`."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Normalize `x` (..., size); the result has its shape and dtype."""
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * wide.to(x.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,9 +137,9 @@ class LlamaForCausalLM(nn.Module):
         self.lm_head = nn.Linear(spec.hidden_size, spec.vocab_size, bias=False)
 
     def forward(self, token_ids_T: torch.Tensor, angles: RotaryAngles, attend: Attend) -> torch.Tensor:
-        """Hidden states (T, C) of the tokens of a step."""
+        """Return hidden states (T, C) of the tokens of a step."""
         return self.model(token_ids_T, angles, attend)
 
     def logits(self, hidden_NC: torch.Tensor) -> torch.Tensor:
-        """(N, V) scores of the next token, for the N rows that are asked for."""
+        """Return (N, V) scores of the next token, for the N rows that are asked for."""
         return self.lm_head(hidden_NC)
