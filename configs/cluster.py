@@ -193,7 +193,7 @@ class ModelReplicaConfig(ReplicaConfig):
 
 
 class TextEncoderConfig(ModelReplicaConfig):
-    """The embedding service: how its requests are merged, and the two tiers of its cache."""
+    """The text-encoder service: how its requests are merged, and the two tiers of its cache."""
 
     merging: MergeConfig = MergeConfig()
     cache_bytes: Bytes = Field(64 * 2**20, validate_default=True, description="of encodings, in each replica")

@@ -9,9 +9,11 @@ gets no answer computes.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
@@ -80,6 +82,9 @@ class SharedEncodings:
             logger.warning("%d bytes of shared encodings instead of %d: Ray's store is small", limit_bytes, max_bytes)
         self._ledger: EncodingLedger[_Held] = EncodingLedger(min(max_bytes, limit_bytes), claim_s=claim_s, clock=clock)
         self._expiring: asyncio.Task[None] | None = None
+        self._life = uuid.uuid4().hex
+        self._num_forgotten = 0
+        self._forgetting = asyncio.Event()
 
     async def find_or_claim(
         self, digests: Sequence[str], holder: str, used: Iterable[str] = ()
@@ -105,28 +110,49 @@ class SharedEncodings:
         return _told(future.result()) if future.done() else Answer("wait")
 
     async def publish(self, digest: str, layout: Layout, data: ByteArray, cost_s: float, keep: bool) -> None:
+        generation = self.generation
         if data.nbytes <= INLINE_BYTES:
             own = data.copy()  # not a view of the message that it came in
-            held = _Held(SharedEncoding(layout, own, cost_s), own)
+            held = _Held(SharedEncoding(layout, own, cost_s, generation), own)
             self._ledger.publish(digest, held, ENTRY_BYTES + own.nbytes, cost_s, keep=keep)
             return
         try:
             ref, view = await asyncio.to_thread(self._store.put, data)
         except StoreFull as error:
             logger.warning("an encoding cannot be kept: %s", error)
-            self._ledger.hand_out(digest, _Held(SharedEncoding(layout, data, cost_s), data))
+            self._ledger.hand_out(digest, _Held(SharedEncoding(layout, data, cost_s, generation), data))
             return
-        held = _Held(SharedEncoding(layout, ref, cost_s), view)
+        held = _Held(SharedEncoding(layout, ref, cost_s, generation), view)
+        if generation != self.generation:  # all was forgotten while it was put
+            self._ledger.hand_out(digest, held)
+            return
         self._ledger.publish(digest, held, ENTRY_BYTES + REFERENCE_BYTES + view.nbytes, cost_s, keep=keep)
 
-    async def abandon(self, digest: str, holder: str) -> None:
-        self._ledger.abandon(digest, holder)
+    async def abandon(self, digests: Sequence[str], holder: str) -> None:
+        for digest in digests:
+            self._ledger.abandon(digest, holder)
 
     async def renew(self, digests: Sequence[str], holder: str) -> None:
         self._ledger.renew(digests, holder)
 
     async def forget_all(self) -> None:
         self._ledger.forget_all()
+        self._num_forgotten += 1
+        self._forgetting.set()
+        self._forgetting = asyncio.Event()
+
+    @property
+    def generation(self) -> str:
+        """Another one after every `forget_all`, and in every life of the actor."""
+        return f"{self._life}/{self._num_forgotten}"
+
+    async def next_generation(self, known: str | None, timeout_s: float) -> str:
+        """Return the generation when it is not, or no longer, the `known` one; at the latest after `timeout_s`."""
+        if known == self.generation:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s):
+                    await self._forgetting.wait()
+        return self.generation
 
     async def stats(self) -> SharedStats:
         return self._ledger.stats()

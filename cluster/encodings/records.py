@@ -25,12 +25,13 @@ class Answer(Generic[Payload]):
 class SharedEncoding:
     """One encoding: its tensors in one array of bytes, `data`, or Ray's reference to that array.
 
-    `cost_s` is what it took to compute.
+    `cost_s` is what it took to compute. A copy may be kept as long as `generation` is the tier's.
     """
 
     layout: Layout
     data: Any
     cost_s: float
+    generation: str
 
 
 @dataclass(frozen=True, slots=True)

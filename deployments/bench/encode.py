@@ -1,4 +1,4 @@
-"""`atelier bench encode`: the embedding service beside infinity-emb, and beside a load of the encoder per request.
+"""`atelier bench encode`: the text-encoder service beside infinity-emb, and beside a load of the encoder per request.
 
 Ours is a whole cluster over HTTP; each side has as many torch threads, on the same cores, which the client shares.
 Both serve the same folders in float32. All texts of the throughput are distinct, so that no cache has them.

@@ -20,7 +20,7 @@ NUM_CPUS: Final = 4  # shares, not cores
 def cluster_config(
     folder: Path, models: Mapping[str, Path], num_threads: int, *, num_replicas: int = 1, address: str | None = None
 ) -> ClusterConfig:
-    """Defaults but for sizes. `num_replicas` of the embedding service, each with `num_threads`."""
+    """Defaults but for sizes. `num_replicas` of the text-encoder service, each with `num_threads`."""
     ray = {"address": address} if address else {"num_cpus": NUM_CPUS, "object_store_bytes": STORE_BYTES}
     return ClusterConfig.model_validate(
         {

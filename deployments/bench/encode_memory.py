@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -11,7 +11,7 @@ import torch
 
 from deployments.engines.text.encoder import TextEncoder
 from deployments.engines.text.loading import load_text_encoder
-from deployments.text.cache import ENTRY_BYTES, TENSOR_BYTES, CacheStats, EmbeddingCache, EncodingKey
+from deployments.text.cache import ENTRY_BYTES, TENSOR_BYTES, CacheStats, Encoding, EncodingCache, EncodingKey
 
 GIB: Final = 2**30
 XXL_WIDTH: Final = 4096  # of T5-XXL, which FLUX.1 and SD3 read; bf16
@@ -65,13 +65,13 @@ def _filled(max_bytes: int, tensor: Callable[[int], torch.Tensor], number: int |
     """A cache after `number` entries; None: after it had to let go of as many as it could hold."""
 
     async def fill() -> CacheStats:
-        cache, index = EmbeddingCache(max_bytes), 0
+        cache, index = EncodingCache(max_bytes), 0
         while index < number if number else _let_go(cache.stats()) <= cache.stats().entries:
 
-            async def compute(index: int = index) -> Mapping[str, torch.Tensor]:
-                return {"hidden": tensor(index)}
+            async def compute_many(_: Sequence[EncodingKey], index: int = index) -> list[Encoding]:
+                return [{"hidden": tensor(index)}]
 
-            await cache.get(EncodingKey("m", "bfloat16", "none", (index,)), compute)
+            await cache.get_all([EncodingKey("m", "bfloat16", "none", (index,))], compute_many)
             index += 1
         return cache.stats()
 

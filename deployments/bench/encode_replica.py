@@ -15,10 +15,9 @@ from safetensors.torch import load_file
 from cluster.encodings.actor import connect_shared_encodings
 from cluster.encodings.ray_tier import RaySharedTier
 from deployments.engines.text.loading import load_text_encoder
-from deployments.text.cache import EmbeddingCache, Encoding, EncodingKey
-from deployments.text.cached_encoders import CachedEncoders
-from deployments.text.encode_jobs import EncodeJob, encoded_or_raised
-from deployments.text.keyed_encoders import KeyedEncoder, Running
+from deployments.text.cache import Encoding, EncodingCache, EncodingKey
+from deployments.text.encode import CachedEncoders, EncodeJob, encode_batch_or_raise
+from deployments.text.encoders import KeyedEncoder
 
 CACHE_BYTES: Final = 128 * 2**20
 Lookup = tuple[str, float]  # source, milliseconds
@@ -30,9 +29,9 @@ class EncodeReplica:
     def __init__(self, cluster: str, folder: Path) -> None:
         torch.set_num_threads(1)
         self._tier = RaySharedTier(lambda: connect_shared_encodings(cluster, CACHE_BYTES))
-        self._cache = EmbeddingCache(CACHE_BYTES, self._tier)
+        self._cache = EncodingCache(CACHE_BYTES, self._tier)
         encoder = load_text_encoder(folder, "transformers", None, folder, load_file(folder / "model.safetensors"))
-        self._keyed = KeyedEncoder(cluster, encoder, Running())
+        self._keyed = KeyedEncoder(cluster, encoder)
         self._encoders = CachedEncoders(self._cache, _run)
 
     async def embed(self, texts: Sequence[str]) -> list[Lookup]:
@@ -47,13 +46,14 @@ class EncodeReplica:
     async def keep(self, numbers: Sequence[int], shape: tuple[int, ...]) -> list[Lookup]:
         """Encodings of `shape` in bfloat16, which would take an encoder of another size; only the cache is timed."""
 
-        async def compute() -> Encoding:
-            return {"hidden": torch.zeros(shape, dtype=torch.bfloat16)}
+        async def compute_many(keys: Sequence[EncodingKey]) -> list[Encoding]:
+            return [{"hidden": torch.zeros(shape, dtype=torch.bfloat16)} for _ in keys]
 
         found: list[Lookup] = []
         for number in numbers:
             start = time.perf_counter()
-            source = (await self._cache.get(EncodingKey("large", "bfloat16", "none", (number,)), compute)).source
+            key = EncodingKey("large", "bfloat16", "none", (number,))
+            source = (await self._cache.get_all([key], compute_many))[key].source
             found.append((source, (time.perf_counter() - start) * 1e3))
         return found
 
@@ -70,7 +70,7 @@ def tier_node(cluster: str) -> str:
 
 
 async def _run(jobs: Sequence[EncodeJob], priority: int, timeout_s: float | None) -> list[Encoding]:
-    return await asyncio.to_thread(encoded_or_raised, jobs)
+    return await asyncio.to_thread(encode_batch_or_raise, jobs)
 
 
 def replica_class() -> Any:

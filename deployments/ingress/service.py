@@ -148,7 +148,7 @@ class Service:
         return result
 
     def run_segment(self, call: SegmentCall, upstream: tuple[SegmentReply, ...], /) -> SegmentReply:
-        """Steps of a pipeline that one replica of the embedding service runs in one call. Returns at once."""
+        """Steps of a pipeline that one replica of the text-encoder service runs in one call. Returns at once."""
         records = [record for model in call.plan.models if (record := self._snapshot.find_model(model))]
         versioned = replace(
             call,

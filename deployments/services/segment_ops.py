@@ -1,4 +1,4 @@
-"""What stages of a pipeline may do in a replica of the embedding service: tokenize, encode, apply a head."""
+"""What stages of a pipeline may do in a replica of the text-encoder service: tokenize, encode, apply a head."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ import torch
 from configs.model import LongText
 from deployments.modules.model_host import ModelHost
 from deployments.pipelines.plans import SegmentCall
-from deployments.text.cached_encoders import CachedEncoders, embedding_of
-from deployments.text.keyed_encoders import is_text_encoder
-from deployments.text.text_items import cut_warnings, embedding_items, tokenize_items
-from deployments.threads import in_thread
+from deployments.tasks import in_thread
+from deployments.text.encode import CachedEncoders, cut_warnings, embedding_items, embedding_of, tokenize_items
+from deployments.text.encoders import is_text_encoder
 
 
 class EncoderOps:

@@ -1,4 +1,4 @@
-"""The embedding service: text encoders of all models behind one deployment, merged and cached."""
+"""The text-encoder service: text encoders of all models behind one deployment, merged and cached."""
 
 from __future__ import annotations
 
@@ -31,13 +31,11 @@ from deployments.pipelines.segments import SegmentRunner
 from deployments.records import EmbeddingRequest, EmbeddingResult, HeadRequest
 from deployments.services.model_replica import ModelReplica
 from deployments.services.segment_ops import EncoderOps
-from deployments.text.cache import EmbeddingCache, Encoding
-from deployments.text.cached_encoders import CachedEncoders, embedding_of
-from deployments.text.encode_jobs import EncodeJob, encode_jobs
-from deployments.text.keyed_encoders import TextEncoderBuilder, is_text_encoder
-from deployments.text.records import Conditioning, ConditioningRequest
-from deployments.text.tensor_records import pack
-from deployments.threads import in_thread
+from deployments.tasks import in_thread
+from deployments.text.cache import Encoding, EncodingCache
+from deployments.text.encode import CachedEncoders, EncodeJob, embedding_of, encode_batch
+from deployments.text.encoders import TextEncoderBuilder, is_text_encoder
+from deployments.text.requests import Conditioning, ConditioningRequest, pack
 from weights.manifest import ModelKind
 
 
@@ -55,13 +53,13 @@ class TextEncoderService(ModelReplica):
             with contextlib.suppress(Exception):  # it may be missing
                 await asyncio.to_thread(connect)  # its process starts now, so that the first text need not wait for it
             shared = RaySharedTier(connect)
-        self._cache = EmbeddingCache(settings.cache_bytes, shared)
+        self._cache = EncodingCache(settings.cache_bytes, shared)
         await self._open(config, "text-encoder", settings, TextEncoderBuilder())
         self._padding = EncodeCounter()
         self._merging: MergeConfig = await self._registry.encoder_merging.remote() or settings.merging
         self._merger: RequestMerger[EncodeJob, Encoding] = RequestMerger(self._encode, self._merging)
         self._door = ServeDoor(self._merger, settings.max_ongoing_requests)
-        self._encoders = CachedEncoders(self._cache, self._run_merged)
+        self._encoders = CachedEncoders(self._cache, self._run_batch)
         self._segments = SegmentRunner(settings.torch_device)
         if config.pipelines:
             models = {record.id: known_model(record) for record in await self._registry.statuses.remote()}
@@ -140,10 +138,10 @@ class TextEncoderService(ModelReplica):
         super()._condemn(extents)
         self._cache.forget_all()
 
-    async def _run_merged(self, jobs: Sequence[EncodeJob], priority: int, timeout_s: float | None) -> list[Encoding]:
+    async def _run_batch(self, jobs: Sequence[EncodeJob], priority: int, timeout_s: float | None) -> list[Encoding]:
         # By number: the merger remembers groups, and must not keep an encoder's weights with them.
         group, costs = id(jobs[0].encoder), [job.num_tokens for job in jobs]
         return await self._door.submit(jobs, group=group, costs=costs, priority=priority, timeout_s=timeout_s)
 
     async def _encode(self, jobs: Sequence[EncodeJob]) -> Sequence[Encoding | Exception]:
-        return await asyncio.to_thread(encode_jobs, jobs, counter=self._padding)
+        return await asyncio.to_thread(encode_batch, jobs, counter=self._padding)
