@@ -134,10 +134,10 @@ def _padding(counts: Sequence[EncoderCounts], loads: Sequence[Load]) -> dict[str
     total = EncoderCounts(*(sum(getattr(one, name) for one in counts) for name in EncoderCounts.__slots__))
     if total.texts != len(lengths):
         raise RuntimeError(f"{total.texts} texts were encoded for {len(lengths)} requests: the counts are of others")
-    mean_size = max(1, round(total.texts / total.calls))
+    mean_size = max(1, round(total.texts / total.batches))
     return {
         "counted": total.padding_share,
-        "texts_per_call": total.texts / total.calls,
+        "texts_per_batch": total.texts / total.batches,
         "texts_per_forward": total.texts / total.forwards,
         "arrival_same_size": arrival_padding(lengths, mean_size),
         "arrival_max_size": arrival_padding(lengths, MAX_BATCH),

@@ -42,7 +42,7 @@ class EncoderCounts:
 
     texts: int
     forwards: int
-    calls: int
+    batches: int
     text_tokens: int
     padding_tokens: int
     shared_errors: int
@@ -68,9 +68,9 @@ def encoder_counts(url: str) -> EncoderCounts:
     return EncoderCounts(
         texts=total("padding", "texts"),
         forwards=total("padding", "forwards"),
-        calls=total("merging", "calls"),
+        batches=total("batching", "batches"),
         text_tokens=total("padding", "text_tokens"),
-        padding_tokens=total("padding", "merge_padding_tokens") + total("padding", "stock_padding_tokens"),
+        padding_tokens=total("padding", "batch_padding_tokens") + total("padding", "stock_padding_tokens"),
         shared_errors=total("cache", "shared_errors"),
     )
 

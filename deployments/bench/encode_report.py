@@ -49,7 +49,7 @@ def _padding(models: dict[str, Any]) -> Table:
         for num_callers, sides in found["callers"].items():
             one = sides["padding"]
             shares = [f"{one[name]:.1%}" for name in ("counted", "arrival_same_size", "arrival_max_size")]
-            table.add_row(f"{model}, {num_callers} callers", *shares, f"{one['texts_per_call']:.1f}")
+            table.add_row(f"{model}, {num_callers} callers", *shares, f"{one['texts_per_batch']:.1f}")
     return table
 
 

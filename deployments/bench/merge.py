@@ -1,8 +1,8 @@
-"""`atelier bench merge`: merging at dispatch beside `@serve.batch`, in real Serve.
+"""`atelier bench merge`: dynamic batching at dispatch beside `@serve.batch`, in real Serve.
 
-A call of the model is a sleep, so that what differs is who was in which call. Ours has default settings everywhere;
-`@serve.batch` is shown with its default wait, and with the best of many waits, picked afterwards and for each figure
-by itself, which is more than anybody can tune.
+A batch of the model is a sleep, so that what differs is which requests were in which batch. Ours has default settings
+everywhere; `@serve.batch` is shown with its default wait, and with the best of many waits, picked afterwards and for
+each figure by itself, which is more than anybody can tune.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from ray import serve
 
 from deployments.bench.figures import summary
 from deployments.bench.machine import private_ray
-from deployments.bench.merge_replica import MAX_ONGOING, Batched, Empty, Merged, MergeReplica, Outcome
+from deployments.bench.merge_replica import MAX_ONGOING, AtArrival, AtDispatch, Empty, MergeReplica, Outcome
 from deployments.bench.merge_traffic import Pattern, grid, scenario
 
 DEFAULT_WAIT_S: Final = 0.01  # of `@serve.batch`
-WAITS: Final = (0.0, 0.03, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5)  # of a call's time
+WAITS: Final = (0.0, 0.03, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5)  # of a batch's time
 LIMIT: Final = 1.02  # ours / best, that the grid is held to
 STORE_BYTES: Final = 100_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How much is measured. `unit_s` is a call of one item in the grid."""
+    """How much is measured. `unit_s` is a batch of one item in the grid."""
 
     unit_s: float = 0.1
     num_requests: int = 64
@@ -41,7 +41,7 @@ class Effort:
 
 
 def run(effort: Effort, seed: int = 0) -> dict[str, Any]:
-    """Figures as one JSON-able object."""
+    """Measure, and return the figures as one JSON-able object."""
     with private_ray(STORE_BYTES, preallocate=False):
         try:
             return asyncio.run(_measure(effort, seed))
@@ -77,7 +77,7 @@ async def _scenario(replica: Any) -> dict[str, Any]:
 
 
 def compared(name: str, waits_s: Sequence[float], outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """Ours, the first, beside the best of the others; ratios are ours / best."""
+    """Compare ours, the first, with the best of the others; ratios are ours / best."""
     ours, others = outcomes[0], outcomes[1:]
     makespan_s = min(other.makespan_s for other in others)
     best = min(range(len(others)), key=lambda index: others[index].mean_latency_s)
@@ -92,7 +92,7 @@ def compared(name: str, waits_s: Sequence[float], outcomes: Sequence[Outcome]) -
 
 
 def in_all(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The worst, the middle, and who is beyond the limit."""
+    """Return the worst and the middle ratio, and the patterns beyond the limit."""
     found: dict[str, Any] = {"num_patterns": len(lines), "limit": LIMIT}
     for what in ("makespan_ratio", "latency_ratio"):
         ratios = [line[what] for line in lines]
@@ -103,8 +103,8 @@ def in_all(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 async def _overhead(replica: Any, effort: Effort) -> dict[str, Any]:
-    """Microseconds per request: of whole Serve calls by so many callers, and of merging alone inside a replica."""
-    ways = {"empty deployment": Empty, "serve.batch": Batched, "merger behind serve.batch": Merged}
+    """Return microseconds per request: of Serve calls by so many callers, and of batching alone in a replica."""
+    ways = {"empty deployment": Empty, "serve.batch": AtArrival, "batcher behind serve.batch": AtDispatch}
     handles = {name: _deploy(class_) for name, class_ in ways.items()}
     samples: dict[str, list[float]] = {name: [] for name in ways}
     for round_ in range(4):  # in turn; the first is for routers that have not met their replicas

@@ -1,4 +1,4 @@
-"""How the figures of `atelier bench merge` are shown."""
+"""Tables of the figures of `atelier bench merge`."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ WORST = 10  # patterns shown
 
 
 def print_merge_figures(figures: dict[str, Any], as_json: bool) -> None:
+    """Print tables, or the figures as one JSON object."""
     if as_json:
         sys.stdout.write(json.dumps(figures) + "\n")
         return
     console = Console()
     found, grid, overhead = figures["scenario"], figures["grid"], figures["overhead"]
-    table = Table("24 requests at 10/s, 0.5 s + 0.01 s, max 8", "makespan s", "mean latency s", "sizes of calls")
+    table = Table("24 requests at 10/s, 0.5 s + 0.01 s, max 8", "makespan s", "mean latency s", "batch sizes")
     tuned = f"serve.batch, best wait ({found['best_wait_s']:g} s)"
     for name, shown in (("serve.batch", found["default"]), (tuned, found["tuned"]), ("Atelier", found["ours"])):
         sizes = ", ".join(f"{count} of {size}" for size, count in shown["sizes"].items())

@@ -66,7 +66,7 @@ _Value = Batch | torch.Tensor
 
 
 class SegmentOps(Protocol):
-    """What the replica does for one call: its leases, its cache, its merger, the call's priority and time."""
+    """What the replica does for one call: its leases, its cache, its batcher, the call's priority and time."""
 
     async def tokenize(self, model: str, texts: Sequence[str], first: int) -> list[tuple[int, ...]]:
         """`first` is the number of the first text among the items of the request; so for `encode`."""

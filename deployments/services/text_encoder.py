@@ -1,4 +1,4 @@
-"""The text-encoder service: text encoders of all models behind one deployment, merged and cached."""
+"""The text-encoder service: the encoders of all models behind one deployment, with dynamic batching and a cache."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from cluster.actor_names import cluster_key
 from cluster.encodings.actor import connect_shared_encodings
 from cluster.encodings.ray_tier import RaySharedTier
 from cluster.telemetry import RequestMetrics
+from configs.batching import BatchingConfig
 from configs.cluster import ClusterConfig
-from configs.merging import MergeConfig
-from deployments.batching.batcher import RequestMerger
-from deployments.batching.serve_adapter import ServeDoor
+from deployments.batching.batcher import Batcher
+from deployments.batching.serve_adapter import ServeAdapter
 from deployments.engines.text.padding_counts import EncodeCounter
 from deployments.errors import as_service_errors
 from deployments.pipelines.planning import plan_segments
@@ -40,7 +40,7 @@ from weights.manifest import ModelKind
 
 
 class TextEncoderService(ModelReplica):
-    """One replica. `ServeDoor` is where requests come through `@serve.batch` into the merger."""
+    """One replica. Requests come through `@serve.batch` into the batcher by the `ServeAdapter`."""
 
     _kinds: ClassVar[tuple[ModelKind, ...]] = ("diffusion", "embedding", "head")
     _wants = staticmethod(is_text_encoder)
@@ -56,19 +56,19 @@ class TextEncoderService(ModelReplica):
         self._cache = EncodingCache(settings.cache_bytes, shared)
         await self._open(config, "text-encoder", settings, TextEncoderBuilder())
         self._padding = EncodeCounter()
-        self._merging: MergeConfig = await self._registry.encoder_merging.remote() or settings.merging
-        self._merger: RequestMerger[EncodeJob, Encoding] = RequestMerger(self._encode, self._merging)
-        self._door = ServeDoor(self._merger, settings.max_ongoing_requests)
+        self._batching: BatchingConfig = await self._registry.encoder_batching.remote() or settings.batching
+        self._batcher: Batcher[EncodeJob, Encoding] = Batcher(self._encode_batch, self._batching)
+        self._serve_adapter = ServeAdapter(self._batcher, settings.max_ongoing_requests)
         self._encoders = CachedEncoders(self._cache, self._run_batch)
         self._segments = SegmentRunner(settings.torch_device)
         if config.pipelines:
             models = {record.id: known_model(record) for record in await self._registry.statuses.remote()}
-            for segment in plan_segments(config.pipelines, models, settings.merging.max_batch_size):
+            for segment in plan_segments(config.pipelines, models, settings.batching.max_batch_size):
                 self._segments.prepare(segment)
         self._metrics = RequestMetrics()
 
     async def condition(self, request: ConditioningRequest) -> Conditioning:
-        """The tensors that a diffusion pipeline's `start` takes for this prompt."""
+        """Return the tensors that a diffusion pipeline's `start` takes for this prompt."""
         start = time.perf_counter()
         with as_service_errors():
             async with self._host.lease(request.model, is_text_encoder, version=request.model_version) as lease:
@@ -79,7 +79,7 @@ class TextEncoderService(ModelReplica):
         return Conditioning(pack(tensors), encode_ms, encoded.cache, encoded.warnings)
 
     async def embed(self, request: EmbeddingRequest) -> EmbeddingResult:
-        """One vector per input."""
+        """Return one vector per input."""
         start = time.perf_counter()
         with as_service_errors():
             async with self._host.lease(request.model, is_text_encoder, version=request.model_version) as lease:
@@ -104,7 +104,7 @@ class TextEncoderService(ModelReplica):
         )
 
     async def apply_head(self, request: HeadRequest) -> npt.NDArray[np.float32]:
-        """(n, in) -> (n, out)."""
+        """Apply a head to features: (n, in) -> (n, out)."""
         with as_service_errors():
             async with self._host.lease(request.model, is_text_encoder, version=request.model_version) as lease:
                 (head,) = lease.modules.values()
@@ -114,21 +114,21 @@ class TextEncoderService(ModelReplica):
         return result
 
     async def run_segment(self, call: SegmentCall, *upstream: SegmentResult) -> SegmentResult:
-        """Steps of a pipeline, one after the other; what they hand on stays on the device."""
+        """Run steps of a pipeline, one after the other; what they hand on stays on the device."""
         with as_service_errors():
             return await self._segments.run(call, upstream, EncoderOps(self._host, self._encoders, call))
 
-    async def retune(self, merging: MergeConfig) -> None:
-        """From now on, for those who wait as well."""
-        self._merging = merging
-        self._merger.retune(merging)
+    async def retune(self, batching: BatchingConfig) -> None:
+        """Batch by this config from now on, waiting requests as well."""
+        self._batching = batching
+        self._batcher.retune(batching)
 
     async def describe(self) -> dict[str, Any]:
         """Add the cache, the batches and the pipelines' segments to what every replica tells of itself."""
         return await super().describe() | {
             "cache": asdict(self._cache.stats()),
-            "merging": asdict(self._merger.stats()),
-            "merge_config": self._merging.model_dump(mode="json"),
+            "batching": asdict(self._batcher.stats()),
+            "batching_config": self._batching.model_dump(mode="json"),
             "padding": asdict(self._padding.stats()),
             "segments": asdict(self._segments.stats()),
         }
@@ -139,9 +139,9 @@ class TextEncoderService(ModelReplica):
         self._cache.forget_all()
 
     async def _run_batch(self, jobs: Sequence[EncodeJob], priority: int, timeout_s: float | None) -> list[Encoding]:
-        # By number: the merger remembers groups, and must not keep an encoder's weights with them.
+        # By number: the batcher remembers groups, and must not keep an encoder's weights with them.
         group, costs = id(jobs[0].encoder), [job.num_tokens for job in jobs]
-        return await self._door.submit(jobs, group=group, costs=costs, priority=priority, timeout_s=timeout_s)
+        return await self._serve_adapter.submit(jobs, group=group, costs=costs, priority=priority, timeout_s=timeout_s)
 
-    async def _encode(self, jobs: Sequence[EncodeJob]) -> Sequence[Encoding | Exception]:
+    async def _encode_batch(self, jobs: Sequence[EncodeJob]) -> Sequence[Encoding | Exception]:
         return await asyncio.to_thread(encode_batch, jobs, counter=self._padding)

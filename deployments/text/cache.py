@@ -279,12 +279,12 @@ class EncodingCache:
             cost_s = self._clock() - start_s
             for claim, encoding in zip(claims, computed, strict=True):
                 own = self._insert(claim, encoding, cost_s)
-                self._resolve(claim, Found(own, "computed"))
                 if self._shared and claim.is_shared and claim.generation == self._generation:
                     layout, data = join_tensors(pack(own))  # copied before anybody else has it
                     self._tell(self._shared.publish(claim.digest, layout, data, cost_s, claim.keep))
                 elif self._shared and claim.is_shared:
                     self._tell(self._shared.abandon([claim.digest]))
+                self._resolve(claim, Found(own, "computed"))
         except Exception as error:
             self._fail(claims, error)
 

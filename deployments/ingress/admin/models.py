@@ -8,7 +8,7 @@ from fastapi import APIRouter, Body, Query
 from fastapi.responses import JSONResponse
 from pydantic import Discriminator, Tag
 
-from configs.merging import MergeConfig
+from configs.batching import BatchingConfig
 from configs.model import AdapterConfig, ModelConfig
 from deployments.ingress.admin.cluster import model_object
 from deployments.ingress.admin.operations import MAX_MODELS, MAX_NODES, Operations, Page
@@ -102,16 +102,16 @@ def create_router(operations: Operations) -> APIRouter:
         """It may be evicted again."""
         return await operations.pin(model, pinned=False)
 
-    @router.get("/admin/text-encoders/merging")
-    async def merging() -> dict[str, Any]:
-        """How the text encoders merge requests, and what came of it, by replica."""
-        return await operations.describe_merging()
+    @router.get("/admin/text-encoders/batching")
+    async def batching() -> dict[str, Any]:
+        """Tell how the text encoders batch requests, and what came of it, by replica."""
+        return await operations.describe_batching()
 
-    @router.put("/admin/text-encoders/merging", responses=documented(400, _503=_RESTARTING))
-    async def retune(body: MergeConfig) -> dict[str, Any]:
-        """Merge requests by these values from now on, those that wait included; says by replica what went wrong.
+    @router.put("/admin/text-encoders/batching", responses=documented(400, _503=_RESTARTING))
+    async def retune(body: BatchingConfig) -> dict[str, Any]:
+        """Batch requests by these values from now on, waiting ones included; says by replica what went wrong.
 
-        Fields as in a cluster config (`text_encoder.merging`); what is left out has its default. Replicas that start
+        Fields as in a cluster config (`text_encoder.batching`); what is left out has its default. Replicas that start
         later begin with it, until the cluster or its registry ends: write it into the config to keep it.
         """
         return await operations.retune(body)

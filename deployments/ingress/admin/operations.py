@@ -15,7 +15,7 @@ from cluster.errors import ModelUnavailable as NotInStore
 from cluster.registry.actor import Method, WeightRegistry
 from cluster.registry.directory import Entry
 from cluster.registry.snapshot import RegistrySnapshot
-from configs.merging import MergeConfig
+from configs.batching import BatchingConfig
 from deployments.errors import (
     Conflict,
     InvalidRequest,
@@ -36,7 +36,7 @@ DESCRIBE_TIMEOUT_S: Final = 10.0
 PREFETCH_TIMEOUT_S: Final = 120.0
 HEAR_S: Final = 2.0
 HEAR_PAUSE_S: Final = 0.005
-DEFAULT_MERGING: Final = MergeConfig()
+DEFAULT_BATCHING: Final = BatchingConfig()
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -61,17 +61,22 @@ class Page:
 
 
 class Operations:
-    """`encoder` and `worker` are deployment handles. `merging` is the config's, of the text encoders."""
+    """`encoder` and `worker` are deployment handles. `batching` is the config's, of the text encoders."""
 
     def __init__(
-        self, name: str, snapshot: RegistrySnapshot, encoder: Any, worker: Any, merging: MergeConfig = DEFAULT_MERGING
+        self,
+        name: str,
+        snapshot: RegistrySnapshot,
+        encoder: Any,
+        worker: Any,
+        batching: BatchingConfig = DEFAULT_BATCHING,
     ) -> None:
         self._name = name
         self._snapshot = snapshot
         self._catalog = Catalog(snapshot)
         self._encoder = encoder
         self._worker = worker
-        self._merging = merging
+        self._batching = batching
 
     async def register(self, entry: Entry, *, wait: bool) -> Registered:
         """Raises InvalidRequest, Conflict, or Unprocessable when it was waited for and the checkpoint is unusable.
@@ -122,31 +127,33 @@ class Operations:
         await self._heard(model, "unloaded")
         return {"model": model, "workers": _problems(workers), "text_encoders": _problems(encoders)}
 
-    async def merging(self) -> MergeConfig:
-        """What text encoders merge requests by: the config's, unless it was changed since."""
+    async def batching(self) -> BatchingConfig:
+        """Return how text encoders batch requests: by the config, unless it was changed since."""
         try:
-            changed = await self._snapshot.call_registry(WeightRegistry.encoder_merging)
+            changed = await self._snapshot.call_registry(WeightRegistry.encoder_batching)
         except RayActorError:  # with the registry the change is forgotten, too
-            return self._merging
-        return changed or self._merging
+            return self._batching
+        return changed or self._batching
 
-    async def retune(self, merging: MergeConfig) -> dict[str, Any]:
+    async def retune(self, batching: BatchingConfig) -> dict[str, Any]:
         """From now on, in all text encoders. What went wrong by replica, "" for nothing.
 
         Those that start later begin with it as well, for as long as the registry lives; then with the config's.
         """
-        await self._call_registry(WeightRegistry.set_encoder_merging, merging)
-        problems = _problems(await _of_all(self._encoder, "retune", merging))
-        return {"merging": merging.model_dump(mode="json"), "text_encoders": problems}
+        await self._call_registry(WeightRegistry.set_encoder_batching, batching)
+        problems = _problems(await _of_all(self._encoder, "retune", batching))
+        return {"batching": batching.model_dump(mode="json"), "text_encoders": problems}
 
-    async def describe_merging(self) -> dict[str, Any]:
+    async def describe_batching(self) -> dict[str, Any]:
         """What is asked for, and what each text encoder has: its `config`, and its figures since it began."""
-        merging, encoders = await asyncio.gather(self.merging(), _of_all(self._encoder, "describe"))
+        batching, encoders = await asyncio.gather(self.batching(), _of_all(self._encoder, "describe"))
         replicas = [
-            replica if "unreachable" in replica else {"config": replica["merge_config"], "stats": replica["merging"]}
+            replica
+            if "unreachable" in replica
+            else {"config": replica["batching_config"], "stats": replica["batching"]}
             for replica in _shown(encoders)
         ]
-        return {"merging": merging.model_dump(mode="json"), "text_encoders": replicas}
+        return {"batching": batching.model_dump(mode="json"), "text_encoders": replicas}
 
     async def _heard(self, model: str, state: str) -> None:
         """The copy of the directory here follows in milliseconds; whoever asks next should not see the old state."""

@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from configs.merging import MergeConfig
+from configs.batching import BatchingConfig
 from deployments.errors import InvalidRequest
 from deployments.pipelines.records import PipelineRequest, PipelineResult, Signature, TensorValue, text_tensor
 from deployments.pipelines.runner import together
@@ -61,7 +61,7 @@ class Backend(Protocol):
 
     async def entering(self) -> list[str]: ...
 
-    async def merging(self) -> MergeConfig: ...
+    async def batching(self) -> BatchingConfig: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from configs.merging import MergeConfig
+from configs.batching import BatchingConfig
 from deployments.ingress.kserve.records import ModelMetadata
 from deployments.pipelines.records import TensorSpec
 
@@ -18,13 +18,13 @@ def is_decoupled(metadata: ModelMetadata) -> bool:
 
 
 def model_configuration(
-    metadata: ModelMetadata, max_batch_size: int, merging: MergeConfig | None = None
+    metadata: ModelMetadata, max_batch_size: int, batching: BatchingConfig | None = None
 ) -> dict[str, Any]:
-    """`dynamic_batching` is there where requests of several clients are merged: everywhere but in pipelines and heads.
+    """`dynamic_batching` is there where requests of several clients are batched: everywhere but in pipelines and heads.
 
-    It has figures where `merging` decides: engines that take in requests at every step need none.
+    It has figures where `batching` decides: engines that take in requests at every step need none.
     """
-    is_merged = metadata.parameters.get("kind") not in ("pipeline", "head")
+    is_batched = metadata.parameters.get("kind") not in ("pipeline", "head")
     return {
         "name": metadata.name,
         "platform": metadata.platform,
@@ -33,19 +33,19 @@ def model_configuration(
         "max_batch_size": max_batch_size,
         "input": [_tensor(spec) | {"optional": spec.optional} for spec in metadata.inputs],
         "output": [_tensor(spec) for spec in metadata.outputs],
-        **({"dynamic_batching": _batching(merging) if merging else {}} if is_merged else {}),
+        **({"dynamic_batching": _batching(batching) if batching else {}} if is_batched else {}),
         "model_transaction_policy": {"decoupled": is_decoupled(metadata)},
         "parameters": {name: {"string_value": text} for name, text in metadata.parameters.items()},
     }
 
 
-def _batching(merging: MergeConfig) -> dict[str, Any]:
-    delay_us = merging.max_queue_delay_us
+def _batching(batching: BatchingConfig) -> dict[str, Any]:
+    delay_us = batching.max_queue_delay_us
     return {
-        "preferred_batch_size": list(merging.preferred_batch_sizes),
+        "preferred_batch_size": list(batching.preferred_batch_sizes),
         **({} if delay_us is None else {"max_queue_delay_microseconds": delay_us}),
-        "priority_levels": merging.priority_levels,
-        "default_priority_level": merging.default_priority,
+        "priority_levels": batching.priority_levels,
+        "default_priority_level": batching.default_priority,
     }
 
 

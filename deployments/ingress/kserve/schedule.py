@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from configs.merging import MAX_PRIORITY_LEVELS
+from configs.batching import MAX_PRIORITY_LEVELS
 from deployments.errors import InvalidRequest
 from deployments.ingress.kserve.records import Parameters
 from deployments.ingress.kserve.tensors import shown

@@ -1,4 +1,4 @@
-"""The traffic that merging is measured on, how it is played, and how outcomes become figures."""
+"""The traffic that batching is measured on, how it is played, and how outcomes become figures."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_figures_are_one_json_object_or_tables(capsys: pytest.CaptureFixture[str
         "overhead": {
             "num_callers": 64,
             "serve_us": {"empty": {"p50": 900.0, "low": 800.0, "high": 1000.0}},
-            "inside_us": {"merger": 40.0},
+            "inside_us": {"batcher": 40.0},
         },
     }
     print_merge_figures(every, as_json=True)

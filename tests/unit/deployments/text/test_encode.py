@@ -153,7 +153,7 @@ async def test_trimmed_flux_equals_stock_with_a_mask(flux):
             assert torch.allclose(tensors[name], tensor, atol=1e-5)
         assert encoded.num_tokens == sum(job.num_tokens for jobs in calls.made[-2:] for job in jobs)
     stats = calls.counter.stats()
-    assert stats.stock_padding_tokens == stats.merge_padding_tokens == 0
+    assert stats.stock_padding_tokens == stats.batch_padding_tokens == 0
     small = max(job.num_tokens for jobs in calls.made for job in jobs)
     assert small < 30
 
