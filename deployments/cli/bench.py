@@ -74,9 +74,8 @@ def bench_merge(
     seed: Annotated[int, typer.Option(help="Of the arrivals.")] = 0,
     as_json: Json = False,
 ) -> None:
-    """Measure batching at dispatch beside Serve's own batching: a scenario, 50 patterns, overhead."""
-    from deployments.bench.merge import Effort, run
-    from deployments.bench.merge_report import print_merge_figures
+    """Measure dynamic batching at dispatch beside Serve's own batching: a scenario, 50 patterns, overhead."""
+    from deployments.bench.merge import Effort, print_merge_figures, run
 
     with _err.status("measuring: takes about five minutes"):
         figures = run(Effort(), seed)
@@ -90,8 +89,7 @@ def bench_encode(
     as_json: Json = False,
 ) -> None:
     """Measure the text-encoder service beside infinity-emb, and beside a load of the encoder for each request."""
-    from deployments.bench.encode import Effort, run
-    from deployments.bench.encode_report import print_encode_figures
+    from deployments.bench.encode import Effort, print_encode_figures, run
 
     with _err.status("measuring: takes about eight minutes, and some more the first time"):
         figures = run(Effort(), seed, cache.expanduser())

@@ -20,20 +20,29 @@ from cluster.encodings.ray_tier import RaySharedTier
 from cluster.telemetry import RequestMetrics
 from configs.batching import BatchingConfig
 from configs.cluster import ClusterConfig
+from configs.model import LongText
 from deployments.batching.batcher import Batcher
 from deployments.batching.serve_adapter import ServeAdapter
 from deployments.engines.text.padding_counts import EncodeCounter
 from deployments.errors import as_service_errors
+from deployments.modules.model_host import ModelHost
 from deployments.pipelines.planning import plan_segments
 from deployments.pipelines.plans import SegmentCall, SegmentResult
 from deployments.pipelines.ports import known_model
 from deployments.pipelines.segments import SegmentRunner
 from deployments.records import EmbeddingRequest, EmbeddingResult, HeadRequest
 from deployments.services.model_replica import ModelReplica
-from deployments.services.segment_ops import EncoderOps
 from deployments.tasks import in_thread
 from deployments.text.cache import Encoding, EncodingCache
-from deployments.text.encode import CachedEncoders, EncodeJob, embedding_of, encode_batch
+from deployments.text.encode import (
+    CachedEncoders,
+    EncodeJob,
+    cut_warnings,
+    embedding_items,
+    embedding_of,
+    encode_batch,
+    tokenize_items,
+)
 from deployments.text.encoders import TextEncoderBuilder, is_text_encoder
 from deployments.text.requests import Conditioning, ConditioningRequest, pack
 from weights.manifest import ModelKind
@@ -145,3 +154,63 @@ class TextEncoderService(ModelReplica):
 
     async def _encode_batch(self, jobs: Sequence[EncodeJob]) -> Sequence[Encoding | Exception]:
         return await asyncio.to_thread(encode_batch, jobs, counter=self._padding)
+
+
+class EncoderOps:
+    """The `SegmentOps` of one pipeline call: what its stages may do in a replica.
+
+    A model is leased for its own stage only: two calls that each hold what the other waits for would never end.
+    """
+
+    def __init__(self, host: ModelHost, encoders: CachedEncoders, call: SegmentCall) -> None:
+        self._host = host
+        self._encoders = encoders
+        self._call = call
+        self._warnings: list[str] = []
+
+    async def tokenize(self, model: str, texts: Sequence[str], first: int) -> list[tuple[int, ...]]:
+        """Return the token ids of each text; `first` is the number of the first one in its request."""
+        async with self._lease(model) as lease:
+            (keyed,) = lease.modules.values()
+            items = embedding_items(keyed, texts, self._long_text(model), first)
+            found = await in_thread(tokenize_items, items)
+        self._warnings += cut_warnings(items, found)
+        return [text.token_ids for (text,) in found]
+
+    async def encode(
+        self, model: str, texts: Sequence[str] | Sequence[tuple[int, ...]], first: int
+    ) -> Sequence[torch.Tensor]:
+        """Return one vector (D,) per text."""
+        async with self._lease(model) as lease:
+            (keyed,) = lease.modules.values()
+            encoded = await self._encoders.embed(
+                keyed,
+                texts,
+                long_text=self._long_text(model),
+                first=first,
+                priority=self._call.priority,
+                timeout_s=self._call.timeout_s,
+            )
+        self._warnings += encoded.warnings
+        return [embedding_of(output) for output in encoded.outputs]
+
+    async def head(self, model: str, features: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+        """Apply a head: (n, in) -> (n, out), into `out` where it can."""
+        async with self._lease(model) as lease:
+            (head,) = lease.modules.values()
+            if out is None or head.dtype != torch.float32:
+                scores: torch.Tensor = await in_thread(head.apply, features)
+                return scores.float()
+            into: torch.Tensor = await in_thread(head.apply, features, out)
+            return into
+
+    def take_warnings(self) -> Sequence[str]:
+        """Return the warnings so far, once."""
+        taken, self._warnings = self._warnings, []
+        return taken
+
+    def _long_text(self, model: str) -> LongText:
+        return self._call.long_texts.get(model, "truncate")
+
+    def _lease(self, model: str) -> Any:
+        return self._host.lease(model, is_text_encoder, version=self._call.versions.get(model))

@@ -54,6 +54,9 @@ class Replica:
         values = torch.cat([torch.stack([hidden.min(), hidden.max()]) for hidden in seen.values()]).unique()
         return [one.source for one in found], values.tolist()
 
+    async def forget_all(self) -> None:
+        self.cache.forget_all()
+
     async def num_computed(self) -> int:
         return self._computed
 
@@ -119,6 +122,19 @@ def wait_for_stats(replica: Any, condition: Callable[[SharedStats], bool]) -> Sh
     while not condition(stats := ray.get(replica.shared_stats.remote(), timeout=10)):
         assert time.monotonic() < deadline_s, stats
     return stats
+
+
+def test_when_one_replica_finds_damaged_weights_no_other_uses_its_copies(replicas: list[Any]) -> None:
+    damaged, other = replicas[:2]
+    assert ray.get(damaged.encode.remote(9, SMALL), timeout=30) == (["computed"], [9.0])
+    wait_for_stats(damaged, lambda stats: stats.in_flight == 0)
+    for source in ("shared", "local"):
+        assert ray.get(other.encode.remote(9, SMALL), timeout=30) == ([source], [9.0])
+    ray.get(damaged.forget_all.remote(), timeout=10)
+    deadline_s = time.monotonic() + 10
+    while (found := ray.get(other.encode.remote(9, SMALL), timeout=30)[0]) == ["local"]:
+        assert time.monotonic() < deadline_s
+    assert found == ["computed"]
 
 
 def test_when_the_actor_is_killed_replicas_compute_and_it_comes_back_empty(replicas: list[Any], shared: str) -> None:

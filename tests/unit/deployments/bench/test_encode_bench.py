@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from deployments.bench.encode import print_encode_figures
 from deployments.bench.encode_cluster import EncoderCounts, arrival_padding
 from deployments.bench.encode_load import Load, interleaved, load_figures, post_all, ratio_figures
 from deployments.bench.encode_memory import ENTRY_BYTES, TENSOR_BYTES, _filled, entry_bytes
 from deployments.bench.encode_models import Texts
-from deployments.bench.encode_report import print_encode_figures
 
 WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight"]
 

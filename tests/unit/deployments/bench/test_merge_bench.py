@@ -9,9 +9,8 @@ from itertools import pairwise
 import pytest
 
 from deployments.bench import merge_replica
-from deployments.bench.merge import LIMIT, compared, in_all
+from deployments.bench.merge import LIMIT, compared, in_all, print_merge_figures
 from deployments.bench.merge_replica import Outcome
-from deployments.bench.merge_report import print_merge_figures
 from deployments.bench.merge_traffic import Pattern, Service, grid, scenario
 
 

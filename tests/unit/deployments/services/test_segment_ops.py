@@ -18,7 +18,7 @@ from deployments.engines.text.dense import DenseHead
 from deployments.modules.model_host import ModelHost
 from deployments.pipelines.plans import SegmentCall, SegmentPlan, StagePlan
 from deployments.pipelines.segmenting import plan_memory
-from deployments.services.segment_ops import EncoderOps
+from deployments.services.text_encoder import EncoderOps
 from deployments.text.cache import Encoding, EncodingCache
 from deployments.text.encode import CachedEncoders, EncodeJob, encode_batch_or_raise
 from deployments.text.encoders import TextEncoderBuilder
