@@ -28,7 +28,7 @@ MARGIN: Final = 0.02  # of fixed_s, shared by those who wait: the next gap may b
 WORTH: Final = 0.95  # of the latency of full batches, which smaller ones have to stay below: estimates are noisy
 
 
-class ServiceCurve(NamedTuple):
+class _ServiceCurve(NamedTuple):
     """The seconds of a batch of cost n: fixed_s + per_cost_s * n. Items cost 1 where nobody says otherwise."""
 
     fixed_s: float
@@ -57,18 +57,18 @@ class BatchingDelay:
         self._cost_cost = self._cost_cost * DECAY + cost * cost
         self._cost_time = self._cost_time * DECAY + cost * duration_s
 
-    def curve(self) -> ServiceCurve | None:
+    def _curve(self) -> _ServiceCurve | None:
         """Return the line of least squares, neither part below zero; None while there is too little to tell."""
         spread = self._cost_cost * self._weight - self._cost * self._cost
         if spread <= MIN_SPREAD * self._cost * self._cost:
             return None
         slope = (self._cost_time * self._weight - self._cost * self._time) / spread
         slope = min(max(slope, 0.0), self._time / self._cost)
-        return ServiceCurve((self._time - slope * self._cost) / self._weight, slope)
+        return _ServiceCurve((self._time - slope * self._cost) / self._weight, slope)
 
     def delay_s(self, now_s: float, num_waiting: int, cost: float) -> float:
         """Return the seconds that are worth waiting for one more request of `cost` while `num_waiting` wait."""
-        curve = self.curve()
+        curve = self._curve()
         if curve is None or self._last_s is None:
             return 0.0
         fixed_s, extra_s = curve.fixed_s, curve.per_cost_s * cost
@@ -90,7 +90,7 @@ class BatchingDelay:
     def best_size(self, num_items: int, max_size: int, cost: float) -> int:
         """Return the best number of items for the next batch when `num_items` of about `cost` each wait."""
         most = min(num_items, max_size)
-        curve = self.curve()
+        curve = self._curve()
         if curve is None or most <= 1:
             return most
         fixed_s, item_s = curve.fixed_s, curve.per_cost_s * cost

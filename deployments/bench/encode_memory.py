@@ -1,4 +1,4 @@
-"""How many encodings a GiB of cache holds: the real cache, filled until it lets go of some."""
+"""Encodings per GiB of cache, counted in the real cache, filled until it evicts some."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ FILL_BYTES: Final = {"stock": GIB // 8, "trimmed": GIB // 8, "sentence": GIB // 
 
 
 def live_entries(t5: Path, prompts: Sequence[str], embedding_width: int) -> dict[str, Any]:
-    """Per GiB. T5-XXL's shapes with the lengths of the `prompts`; and a narrower T5 of the folder `t5`, really run,
-    whose entries have to be as large as `entry_bytes` says.
+    """Return encodings per GiB, of T5-XXL's shapes with the lengths of the `prompts`.
+
+    A narrower T5 of the folder `t5` is really run: its entries have to be as large as `_entry_bytes` says.
     """
     from safetensors.torch import load_file
 
@@ -43,8 +44,8 @@ def live_entries(t5: Path, prompts: Sequence[str], embedding_width: int) -> dict
     return figures | {"run": _really_run(encoder, prompts[:8])}
 
 
-def entry_bytes(length: int, width: int, element_bytes: int) -> int:
-    """What the cache counts for one tensor of (length, width)."""
+def _entry_bytes(length: int, width: int, element_bytes: int) -> int:
+    """Return what the cache counts for one tensor of (length, width)."""
     return ENTRY_BYTES + TENSOR_BYTES + length * width * element_bytes
 
 
@@ -56,7 +57,7 @@ def _really_run(encoder: TextEncoder, prompts: Sequence[str]) -> dict[str, Any]:
         outputs = encoder.encode(texts)
         stats = _filled(GIB, lambda index, outputs=outputs: outputs[index]["hidden"], len(outputs))  # type: ignore[misc]
         width, size = outputs[0]["hidden"].shape[1], outputs[0]["hidden"].element_size()
-        counted = sum(entry_bytes(text.run_length, width, size) for text in texts)
+        counted = sum(_entry_bytes(text.run_length, width, size) for text in texts)
         found[padding] = {"bytes_per_entry": stats.nbytes / stats.entries, "by_formula": counted / len(texts)}
     return found
 

@@ -46,7 +46,7 @@ Lookup = tuple[str, float]  # source, milliseconds
 def measure_nodes(
     folder: Path, models: Mapping[str, Path], identical: str, texts: Texts, num_identical: int, num_threads: int
 ) -> dict[str, Any]:
-    """ "lookups" and "identical"; `identical` is the model that is asked `num_identical` times at once."""
+    """Return "lookups" and "identical"; `identical` is the model that is asked `num_identical` times at once."""
     os.environ |= {"RAY_USAGE_STATS_ENABLED": "0"}
     node = {"num_cpus": 4, "object_store_memory": STORE_BYTES}
     nodes = Cluster(initialize_head=True, head_node_args=node | {"include_dashboard": False})
@@ -122,10 +122,10 @@ def _by_place(first: Any, second: Any, other: Any, method: str, rounds: Sequence
 
 def _replica(folder: Path, node: str) -> Any:
     where = NodeAffinitySchedulingStrategy(node, soft=False)
-    return ray.remote(EncodeReplica).options(num_cpus=0, scheduling_strategy=where).remote(TIER, folder)
+    return ray.remote(_EncodeReplica).options(num_cpus=0, scheduling_strategy=where).remote(TIER, folder)
 
 
-class EncodeReplica:
+class _EncodeReplica:
     """A replica's cache with both of its tiers, in a process of its own. `cluster` names the shared encodings."""
 
     def __init__(self, cluster: str, folder: Path) -> None:
@@ -137,7 +137,7 @@ class EncodeReplica:
         self._encoders = CachedEncoders(self._cache, _run)
 
     async def embed(self, texts: Sequence[str]) -> list[Lookup]:
-        """One after the other, from the text on: what a service's replica does, tokenization and all."""
+        """Encode one after the other, from the text on: what a service's replica does, tokenization and all."""
         found: list[Lookup] = []
         for text in texts:
             start = time.perf_counter()
@@ -146,7 +146,7 @@ class EncodeReplica:
         return found
 
     async def keep(self, numbers: Sequence[int], shape: tuple[int, ...]) -> list[Lookup]:
-        """Encodings of `shape` in bfloat16, which would take an encoder of another size; only the cache is timed."""
+        """Keep encodings of `shape` in bfloat16, as another encoder would make; only the cache is timed."""
 
         async def compute_many(keys: Sequence[EncodingKey]) -> list[Encoding]:
             return [{"hidden": torch.zeros(shape, dtype=torch.bfloat16)} for _ in keys]
@@ -160,7 +160,7 @@ class EncodeReplica:
         return found
 
     async def num_published(self) -> int:
-        """Publishing goes on after an answer."""
+        """Return how many were published, which goes on after an answer."""
         return (await self._tier.stats()).published
 
 

@@ -63,9 +63,9 @@ async def _measure(effort: Effort, seed: int) -> dict[str, Any]:
     async def one(pattern: Pattern) -> dict[str, Any]:
         async with limit:
             waits_s = [wait * effort.unit_s for wait in WAITS]
-            return compared(pattern.name, waits_s, await replica.outcomes.remote(pattern, waits_s))
+            return _compared(pattern.name, waits_s, await replica.outcomes.remote(pattern, waits_s))
 
-    return found | {"grid": in_all(await asyncio.gather(*map(one, patterns))), "seed": seed}
+    return found | {"grid": _in_all(await asyncio.gather(*map(one, patterns))), "seed": seed}
 
 
 async def _scenario(replica: Any) -> dict[str, Any]:
@@ -73,7 +73,7 @@ async def _scenario(replica: Any) -> dict[str, Any]:
     waits_s = [DEFAULT_WAIT_S, *(wait * pattern.service.first_s for wait in WAITS)]
     outcomes: Sequence[Outcome] = await replica.outcomes.remote(pattern, waits_s)
     ours, default = outcomes[0], outcomes[1]
-    return compared(pattern.name, waits_s, outcomes) | {
+    return _compared(pattern.name, waits_s, outcomes) | {
         "ours": _shown(ours),
         "default": _shown(default),
         "default_makespan_ratio": default.makespan_s / ours.makespan_s,
@@ -81,7 +81,7 @@ async def _scenario(replica: Any) -> dict[str, Any]:
     }
 
 
-def compared(name: str, waits_s: Sequence[float], outcomes: Sequence[Outcome]) -> dict[str, Any]:
+def _compared(name: str, waits_s: Sequence[float], outcomes: Sequence[Outcome]) -> dict[str, Any]:
     """Compare ours, the first, with the best of the others; ratios are ours / best."""
     ours, others = outcomes[0], outcomes[1:]
     makespan_s = min(other.makespan_s for other in others)
@@ -96,7 +96,7 @@ def compared(name: str, waits_s: Sequence[float], outcomes: Sequence[Outcome]) -
     }
 
 
-def in_all(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _in_all(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the worst and the middle ratio, and the patterns beyond the limit."""
     found: dict[str, Any] = {"num_patterns": len(lines), "limit": LIMIT}
     for what in ("makespan_ratio", "latency_ratio"):

@@ -17,7 +17,7 @@ from deployments.batching.serve_adapter import ServeAdapter
 from deployments.bench.merge_traffic import Pattern, Service
 
 MAX_ONGOING = 256
-Submit = Callable[[int], Awaitable[Any]]
+_Submit = Callable[[int], Awaitable[Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class MergeReplica:
         batcher: Batcher[int, int] = Batcher(_handler(idle, sizes), BatchingConfig(max_batch_size=32))
         serve_adapter = ServeAdapter(batcher, MAX_ONGOING)
         batched = serve.batch(max_batch_size=32, batch_wait_timeout_s=0)(_handler(idle, sizes))
-        ways: dict[str, Submit] = {
+        ways: dict[str, _Submit] = {
             "nothing": _nothing,
             "batcher": lambda item: batcher.submit([item]),
             "batcher behind serve.batch": lambda item: serve_adapter.submit([item]),
@@ -108,7 +108,7 @@ def _handler(pattern: Pattern, sizes: Counter[int]) -> Callable[[Sequence[int]],
     return handle
 
 
-async def _serve(pattern: Pattern, submit: Submit, sizes: Counter[int]) -> Outcome:
+async def _serve(pattern: Pattern, submit: _Submit, sizes: Counter[int]) -> Outcome:
     num_warm = pattern.num_warm
     if num_warm:
         await _answers(pattern.arrivals_s[:num_warm], submit)
@@ -122,7 +122,7 @@ async def _serve(pattern: Pattern, submit: Submit, sizes: Counter[int]) -> Outco
     )
 
 
-async def _answers(arrivals_s: Sequence[float], submit: Submit) -> list[tuple[float, float]]:
+async def _answers(arrivals_s: Sequence[float], submit: _Submit) -> list[tuple[float, float]]:
     """Return when each was due and answered, from the start. Requests do not wait for each other."""
     start = time.perf_counter()
 
@@ -138,7 +138,7 @@ async def _nothing(_: int) -> None:
     await asyncio.sleep(0)
 
 
-async def _cost_us(submit: Submit, num_requests: int, num_callers: int) -> float:
+async def _cost_us(submit: _Submit, num_requests: int, num_callers: int) -> float:
     async def caller() -> None:
         for item in range(num_requests // num_callers):
             await submit(item)

@@ -125,7 +125,7 @@ class TextEncoderService(ModelReplica):
     async def run_segment(self, call: SegmentCall, *upstream: SegmentResult) -> SegmentResult:
         """Run steps of a pipeline, one after the other; what they hand on stays on the device."""
         with as_service_errors():
-            return await self._segments.run(call, upstream, EncoderOps(self._host, self._encoders, call))
+            return await self._segments.run(call, upstream, _EncoderOps(self._host, self._encoders, call))
 
     async def retune(self, batching: BatchingConfig) -> None:
         """Batch by this config from now on, waiting requests as well."""
@@ -156,7 +156,7 @@ class TextEncoderService(ModelReplica):
         return await asyncio.to_thread(encode_batch, jobs, counter=self._padding)
 
 
-class EncoderOps:
+class _EncoderOps:
     """The `SegmentOps` of one pipeline call: what its stages may do in a replica.
 
     A model is leased for its own stage only: two calls that each hold what the other waits for would never end.

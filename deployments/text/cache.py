@@ -19,15 +19,18 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Final, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch
 
 from cluster.encodings.eviction import CostAwareEviction
-from cluster.encodings.packed import ByteArray, Layout, join_tensors, split_tensors
+from cluster.encodings.packed import join_tensors, split_tensors
 from cluster.encodings.records import Answer, SharedEncoding, entries_per_gib
 from deployments.tasks import shared_task
 from deployments.text.requests import pack, unpack
+
+if TYPE_CHECKING:  # it loads Ray
+    from cluster.encodings.ray_tier import RaySharedTier
 
 Encoding = Mapping[str, torch.Tensor]
 Source = Literal["local", "joined", "shared", "computed"]
@@ -64,28 +67,6 @@ class Found:
 
     encoding: Encoding
     source: Source
-
-
-class SharedTier(Protocol):
-    """The cluster's tier, as a replica sees it (`cluster/encodings/ray_tier.py`). It is of no help when it raises."""
-
-    @property
-    def generation(self) -> str | None:
-        """Changes when everything was forgotten: copies of another generation must not be used."""
-
-    async def find_or_claim(self, digests: Sequence[str]) -> Sequence[Answer[SharedEncoding]]:
-        """Ask for all at once. What is "yours" has to be published or abandoned by the caller."""
-
-    async def receive(self, digest: str, answer: Answer[SharedEncoding]) -> SharedEncoding | None:
-        """Wait until the encoding is here. None: the claim has passed to the caller."""
-
-    async def publish(self, digest: str, layout: Layout, data: ByteArray, cost_s: float, keep: bool) -> None: ...
-
-    async def abandon(self, digests: Sequence[str]) -> None: ...
-
-    async def forget_all(self) -> None: ...
-
-    def note_use(self, digest: str) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,10 +122,10 @@ class _Claim:
 
 
 class EncodingCache:
-    """One replica's cache. Lives on one event loop; not thread-safe."""
+    """One replica's cache. Lives on one event loop; not thread-safe. `shared` is of no help when it raises."""
 
     def __init__(
-        self, max_bytes: int, shared: SharedTier | None = None, clock: Callable[[], float] = time.monotonic
+        self, max_bytes: int, shared: RaySharedTier | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._shared = shared
         self._clock = clock

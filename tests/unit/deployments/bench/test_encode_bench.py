@@ -16,7 +16,7 @@ from aiohttp import web
 from deployments.bench.encode import print_encode_figures
 from deployments.bench.encode_cluster import EncoderCounts, arrival_padding
 from deployments.bench.encode_load import Load, interleaved, load_figures, post_all, ratio_figures
-from deployments.bench.encode_memory import ENTRY_BYTES, TENSOR_BYTES, _filled, entry_bytes
+from deployments.bench.encode_memory import ENTRY_BYTES, TENSOR_BYTES, _entry_bytes, _filled
 from deployments.bench.encode_models import Texts
 
 WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight"]
@@ -122,7 +122,7 @@ def test_figures_of_rounds() -> None:
 def test_a_cache_holds_as_many_entries_as_their_bytes_allow() -> None:
     import torch
 
-    size = entry_bytes(10, 64, 2)
+    size = _entry_bytes(10, 64, 2)
     assert size == ENTRY_BYTES + TENSOR_BYTES + 10 * 64 * 2
     stats = _filled(20 * size + 1, lambda _: torch.zeros(10, 64, dtype=torch.bfloat16))
     assert (stats.entries, stats.nbytes) == (20, 20 * size)

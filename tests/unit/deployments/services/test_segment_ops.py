@@ -18,7 +18,7 @@ from deployments.engines.text.dense import DenseHead
 from deployments.modules.model_host import ModelHost
 from deployments.pipelines.plans import SegmentCall, SegmentPlan, StagePlan
 from deployments.pipelines.segmenting import plan_memory
-from deployments.services.text_encoder import EncoderOps
+from deployments.services.text_encoder import _EncoderOps
 from deployments.text.cache import Encoding, EncodingCache
 from deployments.text.encode import CachedEncoders, EncodeJob, encode_batch_or_raise
 from deployments.text.encoders import TextEncoderBuilder
@@ -40,10 +40,10 @@ class Bench:
         self.terms.append((priority, timeout_s))
         return encode_batch_or_raise(jobs)
 
-    def ops(self, long_text: LongText = "truncate") -> EncoderOps:
+    def ops(self, long_text: LongText = "truncate") -> _EncoderOps:
         stage = StagePlan("s", "embed", "bert", {}, {}, {})
         plan = SegmentPlan("p", (stage,), (), 4, {}, plan_memory([]))
-        return EncoderOps(self.host, self.encoders, SegmentCall(plan, {}, 1, 2, 3.5, {}, {"bert": long_text}))
+        return _EncoderOps(self.host, self.encoders, SegmentCall(plan, {}, 1, 2, 3.5, {}, {"bert": long_text}))
 
     def is_idle(self) -> bool:
         return not any(slot.leases for slot in self.host._modules.slots.values())
