@@ -66,7 +66,7 @@ class _Held:
 
 
 class SharedEncodings:
-    """An async actor: whoever waits holds no thread. `store` replaces Ray's."""
+    """The actor. It is async: a waiting call holds no thread. `store` replaces Ray's."""
 
     def __init__(
         self,
@@ -89,13 +89,13 @@ class SharedEncodings:
     async def find_or_claim(
         self, digests: Sequence[str], holder: str, used: Iterable[str] = ()
     ) -> list[Answer[SharedEncoding]]:
-        """See `EncodingLedger`; so for the methods after it. `used`: of which the holder has used its own copy."""
+        """Answer for all digests, as `EncodingLedger` does. `used`: those of which the holder used its own copy."""
         self._expiring = self._expiring or asyncio.ensure_future(self._expire())
         self._ledger.note_uses(used)
         return [_told(self._ledger.find_or_claim(digest, holder)) for digest in digests]
 
     async def wait(self, digest: str, holder: str, timeout_s: float) -> Answer[SharedEncoding]:
-        """`wait` again when there is nothing new after `timeout_s`."""
+        """Wait until the encoding or the claim is the holder's; "wait" when there is nothing new after `timeout_s`."""
         future: asyncio.Future[Answer[_Held]] = asyncio.get_running_loop().create_future()
 
         def tell(answer: Answer[_Held]) -> None:
@@ -110,6 +110,7 @@ class SharedEncodings:
         return _told(future.result()) if future.done() else Answer("wait")
 
     async def publish(self, digest: str, layout: Layout, data: ByteArray, cost_s: float, keep: bool) -> None:
+        """Keep an encoding and give it to all who wait."""
         generation = self.generation
         if data.nbytes <= INLINE_BYTES:
             own = data.copy()  # not a view of the message that it came in
@@ -129,13 +130,16 @@ class SharedEncodings:
         self._ledger.publish(digest, held, ENTRY_BYTES + REFERENCE_BYTES + view.nbytes, cost_s, keep=keep)
 
     async def abandon(self, digests: Sequence[str], holder: str) -> None:
+        """Pass the holder's claims on."""
         for digest in digests:
             self._ledger.abandon(digest, holder)
 
     async def renew(self, digests: Sequence[str], holder: str) -> None:
+        """Keep the holder's claims alive."""
         self._ledger.renew(digests, holder)
 
     async def forget_all(self) -> None:
+        """Drop everything, and tell all replicas by another `generation`."""
         self._ledger.forget_all()
         self._num_forgotten += 1
         self._forgetting.set()
@@ -155,6 +159,7 @@ class SharedEncodings:
         return self.generation
 
     async def stats(self) -> SharedStats:
+        """Return a snapshot."""
         return self._ledger.stats()
 
     async def _expire(self) -> None:
@@ -168,7 +173,7 @@ def _told(answer: Answer[_Held]) -> Answer[SharedEncoding]:
 
 
 def connect_shared_encodings(key: str, max_bytes: int) -> Any:
-    """The shared encodings of the cluster of that key; the first caller starts them. Blocks."""
+    """Return the handle of the cluster's shared encodings; the first caller starts them. Blocks."""
     actor = ray.remote(SharedEncodings).options(
         name=encodings_name(key),
         namespace=NAMESPACE,

@@ -1,8 +1,8 @@
-"""Who has an encoding, who computes it, and who waits for it. Pure: no Ray, no torch, and the clock is given.
+"""The ledger of shared encodings: entries, claims and waiters. Pure: no Ray, no torch, and the clock is given.
 
-The first who asks for what is not here gets a claim on it, and all others wait for what he publishes. A claim ends
-when its time is over, unless it is renewed, and in any case after `max_claim_s`: then it is the next one's. So an
-encoding is computed once by all who want it, and nobody waits for one who is gone.
+The first holder that asks for a missing encoding gets a claim on it, and all others wait for what it publishes. A
+claim ends when its time is over, unless it is renewed, and in any case after `max_claim_s`: then it is the next
+waiter's. So an encoding is computed once for all that want it, and nobody waits for a holder that is gone.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MAX_CLAIM_S: Final = 60.0
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Waiter(Generic[Payload]):
-    """`tell` is called once, with `found` or `yours`; it must not call the ledger."""
+    """A holder that waits. `tell` is called once, with `found` or `yours`; it must not call the ledger."""
 
     holder: str
     tell: Callable[[Answer[Payload]], None]
@@ -37,10 +37,7 @@ class _Computation(Generic[Payload]):
 
 
 class EncodingLedger(Generic[Payload]):
-    """Not thread-safe: it decides one after the other, which is what makes the first the first.
-
-    A holder asks for one digest at a time. `expire` has to be called now and then.
-    """
+    """Encodings with the claims on missing ones. Not thread-safe. `expire` has to be called now and then."""
 
     def __init__(
         self,
@@ -58,7 +55,7 @@ class EncodingLedger(Generic[Payload]):
         self._hits = self._claimed = self._waits = self._published = self._abandoned = self._lost = self._refused = 0
 
     def find_or_claim(self, digest: str, holder: str) -> Answer[Payload]:
-        """Who has the claim already and asks again goes on having it: the answer before was lost."""
+        """Return the encoding or a claim on it. A holder that asks again keeps its claim: the answer was lost."""
         if digest in self._payloads:
             self._hits += 1
             self._eviction.touch(digest, self._clock())
@@ -69,7 +66,7 @@ class EncodingLedger(Generic[Payload]):
         return self._give_claim(digest, holder)
 
     def wait(self, digest: str, waiter: Waiter[Payload]) -> Answer[Payload] | None:
-        """None when the answer comes through `tell`, until `leave`."""
+        """Return an answer, or None when it comes through `tell`, until `leave`."""
         answer = self.find_or_claim(digest, waiter.holder)
         if answer.state != "wait":
             return answer
@@ -78,22 +75,22 @@ class EncodingLedger(Generic[Payload]):
         return None
 
     def leave(self, digest: str, waiter: Waiter[Payload]) -> None:
-        """It does not wait any more; nothing happens when it did not."""
+        """Stop waiting; nothing happens when it did not wait."""
         if digest in self._computing:
             self._computing[digest].waiters.pop(waiter, None)
 
     def note_uses(self, digests: Iterable[str]) -> None:
-        """They were used from copies elsewhere: what every replica has a copy of is popular, although nobody asks."""
+        """Count uses of copies elsewhere: what every replica has a copy of is popular, although nobody asks."""
         for digest in digests:
             if digest in self._payloads:
                 self._eviction.touch(digest, self._clock())
 
     def renew(self, digests: Iterable[str], holder: str) -> None:
-        """The holder is at it still. Claims that are another's by now stay as they are."""
+        """Prolong the holder's claims. Claims that are another's by now stay as they are."""
         self._claims.renew((digest for digest in digests if self._is_holder(digest, holder)), holder)
 
     def publish(self, digest: str, payload: Payload, nbytes: int, cost_s: float, *, keep: bool = False) -> None:
-        """For all who wait and all who come. Anybody may: one whose claim was passed on has the same encoding."""
+        """Keep an encoding and tell all waiters. Anybody may: after a lost claim the encoding is the same."""
         self._published += 1
         if digest in self._payloads:
             self._eviction.touch(digest, self._clock(), keep=keep)
@@ -105,29 +102,30 @@ class EncodingLedger(Generic[Payload]):
         self._refused += digest not in self._payloads
 
     def hand_out(self, digest: str, payload: Payload) -> None:
-        """For all who wait, and then it is gone: it cannot be kept."""
+        """Tell all waiters an encoding that cannot be kept."""
         self._published += 1
         self._refused += 1
         self._end_claim(digest, payload)
 
     def abandon(self, digest: str, holder: str) -> None:
-        """The holder cannot compute it; perhaps the next one can."""
+        """Pass on the claim of a holder that cannot compute it; perhaps the next one can."""
         if self._is_holder(digest, holder):
             self._abandoned += 1
             self._pass_on(digest)
 
     def forget_all(self) -> None:
-        """What is here may be wrong. Claims stay: who computes now says himself what of that is sound."""
+        """Drop all entries, which may be wrong. Claims stay: their holders publish only what is sound."""
         for digest in self._payloads:
             self._eviction.remove(digest)
         self._payloads.clear()
 
     def expire(self) -> None:
-        """Pass on the claims of those who are silent."""
+        """Pass on the claims of silent holders."""
         for digest in list(self._computing):
             self._expire(digest)
 
     def stats(self) -> SharedStats:
+        """Return a snapshot."""
         entries = len(self._payloads)
         return SharedStats(
             hits=self._hits,

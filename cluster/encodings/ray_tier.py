@@ -86,6 +86,7 @@ class RaySharedTier:
             return replace(found, data=await found.data)
 
     async def publish(self, digest: str, layout: Layout, data: ByteArray, cost_s: float, keep: bool) -> None:
+        """Give an encoding that was "yours" to all who want it."""
         try:
             # To put 4 MiB takes milliseconds, and many of them on pages that nobody has used before.
             sent = data if data.nbytes <= INLINE_BYTES else await asyncio.to_thread(self._put, data)
@@ -94,18 +95,21 @@ class RaySharedTier:
             self._computing.discard(digest)
 
     async def abandon(self, digests: Sequence[str]) -> None:
+        """Pass claims on that cannot be computed here."""
         self._computing.difference_update(digests)
         await self._call("abandon", digests, self._holder)
 
     async def forget_all(self) -> None:
+        """Drop everything, and every replica's copies of it."""
         await self._call("forget_all")
 
     def note_use(self, digest: str) -> None:
-        """This replica has used its own copy; told with the next question."""
+        """Note that this replica used its own copy; the actor hears of it with the next question."""
         if len(self._used) < MAX_NOTED:
             self._used.add(digest)
 
     async def stats(self) -> SharedStats:
+        """Return the actor's snapshot."""
         return await self._call("stats")
 
     async def _call(self, method: str, *arguments: Any, timeout_s: float | None = None) -> Any:
@@ -131,7 +135,7 @@ class RaySharedTier:
                 self._renewing = asyncio.ensure_future(self._renew())
 
     async def _renew(self) -> None:
-        """While something is computed here, say so: who is silent loses his claims."""
+        """Keep the claims alive while something is computed here: a silent holder loses them."""
         while True:
             await asyncio.sleep(self._renew_s)
             if not self._computing:

@@ -1,4 +1,4 @@
-"""What the shared tier of text encodings answers and tells. Loads neither Ray nor torch."""
+"""Records of the shared tier of text encodings. Loads neither Ray nor torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ State = Literal["found", "yours", "wait"]
 
 @dataclass(frozen=True, slots=True)
 class Answer(Generic[Payload]):
-    """`found`: here it is. `yours`: whoever asked is to compute it and publish or abandon it. `wait`: another does."""
+    """The answer for one encoding. `found`: here it is. `yours`: the asker computes it, and publishes or abandons it.
+    `wait`: another does.
+    """
 
     state: State
     payload: Payload | None = None
@@ -62,5 +64,5 @@ class SharedStats:
 
 
 def entries_per_gib(entries: int, nbytes: int) -> float:
-    """How many such entries a GiB holds; 0 for none."""
+    """Return how many such entries a GiB holds; 0 for none."""
     return entries * 2**30 / nbytes if nbytes else 0.0
