@@ -179,7 +179,7 @@ class EncodingCache:
         return found
 
     def forget_all(self) -> None:
-        """Forget what is here and in the other tier, and keep nothing of what is being computed.
+        """Forget what is here and in the other tier; keep nothing of what is being computed, and let nobody join it.
 
         For weights that were found damaged: nobody knows since when they were, and which encodings they made. Other
         replicas drop their copies of what was in the other tier, by its `generation`.
@@ -188,6 +188,7 @@ class EncodingCache:
         for digest in self._entries:
             self._eviction.remove(digest)
         self._entries.clear()
+        self._in_flight.clear()
         if self._shared:
             self._tell(self._shared.forget_all())
 
@@ -286,7 +287,7 @@ class EncodingCache:
         claim.future.set_result(found)
 
     def _end(self, claim: _Claim) -> None:
-        if self._in_flight.get(claim.digest) is claim.future:  # another request may have gone alone meanwhile
+        if self._in_flight.get(claim.digest) is claim.future:  # it may be forgotten, or another request went alone
             del self._in_flight[claim.digest]
 
     def _raise_failure(self, claims: Sequence[_Claim]) -> None:

@@ -484,6 +484,21 @@ async def test_a_copy_is_not_used_any_more_when_another_replica_has_forgotten_ev
     assert other.stats().mutated == 0
 
 
+async def test_nobody_joins_what_was_begun_before_everything_was_forgotten() -> None:
+    shared = Shared()
+    cache, damaged, sound = EncodingCache(10**6, shared), Encoder(), Encoder()
+    damaged.open.clear()
+    before = asyncio.ensure_future(get(cache, key(1), damaged))
+    await settle()
+    cache.forget_all()
+    assert await source(cache, 1, sound) == "computed"
+    damaged.open.set()
+    assert (await before).source == "computed"
+    await settle()
+    assert (damaged.count, sound.count, len(shared.entries), shared.claims) == (1, 1, 1, set())
+    assert await source(cache, 1, sound) == "local"
+
+
 async def test_a_copy_that_arrives_after_everything_was_forgotten_is_not_kept() -> None:
     shared = Shared()
     cache = EncodingCache(10**6, shared)
