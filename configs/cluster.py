@@ -10,7 +10,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from configs.merging import MergeConfig
+from configs.batching import BatchingConfig
 from configs.model import AdapterConfig, GenerationDefaults, ModelConfig, ModelId, StrictModel
 from configs.pipeline import PipelineConfig
 
@@ -193,9 +193,9 @@ class ModelReplicaConfig(ReplicaConfig):
 
 
 class TextEncoderConfig(ModelReplicaConfig):
-    """The embedding service: how its requests are merged, and the two tiers of its cache."""
+    """The text-encoder service: its dynamic batching, and the two tiers of its cache."""
 
-    merging: MergeConfig = MergeConfig()
+    batching: BatchingConfig = BatchingConfig()
     cache_bytes: Bytes = Field(64 * 2**20, validate_default=True, description="of encodings, in each replica")
     shared_cache_bytes: Bytes | None = Field(
         256 * 2**20, validate_default=True, description="of encodings that all replicas share; null: none are"

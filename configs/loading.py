@@ -8,7 +8,7 @@ import re
 import typing
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -17,6 +17,8 @@ from configs.cluster import ClusterConfig
 from configs.errors import ConfigFileError, Problem
 
 _Location = tuple[str | int, ...]
+
+_RENAMED: Final = {"merging": "batching"}  # keys of earlier versions, too far from their new names for a typo
 
 
 def load_cluster_config(path: str | Path) -> ClusterConfig:
@@ -104,7 +106,8 @@ def _problem(node: yaml.Node | None, detail: Any) -> Problem:
     text = detail["msg"].removeprefix("Value error, ")
     if detail["type"] == "extra_forbidden":
         known = _known_keys(location[:-1])
-        nearest = difflib.get_close_matches(str(location[-1]), known, n=1, cutoff=0.5)
+        name = str(location[-1])
+        nearest = [_RENAMED[name]] if _RENAMED.get(name) in known else difflib.get_close_matches(name, known, 1, 0.5)
         hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
         text = f"unknown key{hint} (known: {', '.join(known)})"
     elif detail["type"] == "missing":

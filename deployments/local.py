@@ -21,8 +21,8 @@ from deployments.modules.model_host import ModelHost
 from deployments.records import ImageRequest, ImageResult
 from deployments.services.image_service import ImageService, OnStep
 from deployments.services.step_loop import DeviceThread
-from deployments.text.fallback import OwnEncoder
-from deployments.text.keyed_encoders import TextEncoderBuilder
+from deployments.text.encoders import TextEncoderBuilder
+from deployments.text.fallback import FallbackEncoder
 from weights.intake import bring_in
 from weights.manifest import ExtentRef, Manifest
 from weights.provider import LocalExtents
@@ -55,7 +55,7 @@ class LocalModels:
         # A host each, as in a cluster: text encoders and denoiser have budgets of their own.
         encoder_host = self._host(extents, self._config.text_encoder, TextEncoderBuilder())
         worker_host = self._host(extents, self._config.worker, ComponentBuilder(self._config.worker))
-        encoder = OwnEncoder(encoder_host, device, warnings=())
+        encoder = FallbackEncoder(encoder_host, device, warnings=())
         images = ImageService(worker_host, self._config.worker, device)
         result = await images.generate(request, encoder.condition, on_step=on_step)
         total_ms = (time.perf_counter() - start) * 1e3  # bringing the model into the store included

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from configs.merging import MAX_PRIORITY_LEVELS
+from configs.batching import MAX_PRIORITY_LEVELS
 from configs.model import LongText, TextPadding
 from deployments.errors import InvalidRequest
 

@@ -9,9 +9,11 @@ gets no answer computes.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
@@ -64,7 +66,7 @@ class _Held:
 
 
 class SharedEncodings:
-    """The actor of the shared encodings. Async, so waiters hold no threads. `store` replaces Ray's."""
+    """The actor. It is async: a waiting call holds no thread. `store` replaces Ray's."""
 
     def __init__(
         self,
@@ -80,17 +82,20 @@ class SharedEncodings:
             logger.warning("%d bytes of shared encodings instead of %d: Ray's store is small", limit_bytes, max_bytes)
         self._ledger: EncodingLedger[_Held] = EncodingLedger(min(max_bytes, limit_bytes), claim_s=claim_s, clock=clock)
         self._expiring: asyncio.Task[None] | None = None
+        self._life = uuid.uuid4().hex
+        self._num_forgotten = 0
+        self._forgetting = asyncio.Event()
 
     async def find_or_claim(
         self, digests: Sequence[str], holder: str, used: Iterable[str] = ()
     ) -> list[Answer[SharedEncoding]]:
-        """Answer for each digest, as `EncodingLedger.find_or_claim` does; note the uses of the holder's own copies."""
+        """Answer for all digests, as `EncodingLedger` does. `used`: those of which the holder used its own copy."""
         self._expiring = self._expiring or asyncio.ensure_future(self._expire())
         self._ledger.note_uses(used)
         return [_told(self._ledger.find_or_claim(digest, holder)) for digest in digests]
 
     async def wait(self, digest: str, holder: str, timeout_s: float) -> Answer[SharedEncoding]:
-        """Wait for another's computation. The answer `wait` after `timeout_s` means: ask again."""
+        """Wait until the encoding or the claim is the holder's; "wait" when there is nothing new after `timeout_s`."""
         future: asyncio.Future[Answer[_Held]] = asyncio.get_running_loop().create_future()
 
         def tell(answer: Answer[_Held]) -> None:
@@ -105,32 +110,53 @@ class SharedEncodings:
         return _told(future.result()) if future.done() else Answer("wait")
 
     async def publish(self, digest: str, layout: Layout, data: ByteArray, cost_s: float, keep: bool) -> None:
-        """Keep an encoding, and hand it to everybody who waits for it."""
+        """Keep an encoding and give it to all who wait."""
+        generation = self.generation
         if data.nbytes <= INLINE_BYTES:
             own = data.copy()  # not a view of the message that it came in
-            held = _Held(SharedEncoding(layout, own, cost_s), own)
+            held = _Held(SharedEncoding(layout, own, cost_s, generation), own)
             self._ledger.publish(digest, held, ENTRY_BYTES + own.nbytes, cost_s, keep=keep)
             return
         try:
             ref, view = await asyncio.to_thread(self._store.put, data)
         except StoreFull as error:
             logger.warning("an encoding cannot be kept: %s", error)
-            self._ledger.hand_out(digest, _Held(SharedEncoding(layout, data, cost_s), data))
+            self._ledger.hand_out(digest, _Held(SharedEncoding(layout, data, cost_s, generation), data))
             return
-        held = _Held(SharedEncoding(layout, ref, cost_s), view)
+        held = _Held(SharedEncoding(layout, ref, cost_s, generation), view)
+        if generation != self.generation:  # all was forgotten while it was put
+            self._ledger.hand_out(digest, held)
+            return
         self._ledger.publish(digest, held, ENTRY_BYTES + REFERENCE_BYTES + view.nbytes, cost_s, keep=keep)
 
-    async def abandon(self, digest: str, holder: str) -> None:
-        """End the holder's claim without a result."""
-        self._ledger.abandon(digest, holder)
+    async def abandon(self, digests: Sequence[str], holder: str) -> None:
+        """Pass the holder's claims on."""
+        for digest in digests:
+            self._ledger.abandon(digest, holder)
 
     async def renew(self, digests: Sequence[str], holder: str) -> None:
-        """Extend the holder's claims."""
+        """Keep the holder's claims alive."""
         self._ledger.renew(digests, holder)
 
     async def forget_all(self) -> None:
-        """Drop every encoding; claims stay."""
+        """Drop everything, and tell all replicas by another `generation`."""
         self._ledger.forget_all()
+        self._num_forgotten += 1
+        self._forgetting.set()
+        self._forgetting = asyncio.Event()
+
+    @property
+    def generation(self) -> str:
+        """Another one after every `forget_all`, and in every life of the actor."""
+        return f"{self._life}/{self._num_forgotten}"
+
+    async def next_generation(self, known: str | None, timeout_s: float) -> str:
+        """Return the generation when it is not, or no longer, the `known` one; at the latest after `timeout_s`."""
+        if known == self.generation:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s):
+                    await self._forgetting.wait()
+        return self.generation
 
     async def stats(self) -> SharedStats:
         """Return a snapshot."""
@@ -147,7 +173,7 @@ def _told(answer: Answer[_Held]) -> Answer[SharedEncoding]:
 
 
 def connect_shared_encodings(key: str, max_bytes: int) -> Any:
-    """Return the actor of the cluster of that key; the first caller starts it. Blocks."""
+    """Return the handle of the cluster's shared encodings; the first caller starts them. Blocks."""
     actor = ray.remote(SharedEncodings).options(
         name=encodings_name(key),
         namespace=NAMESPACE,

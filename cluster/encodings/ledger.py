@@ -1,8 +1,8 @@
-"""The ledger of shared encodings: entries, claims on computing what is missing, FIFO waiters. Pure; the clock is given.
+"""The ledger of shared encodings: entries, claims and waiters. Pure: no Ray, no torch, and the clock is given.
 
 The first holder that asks for a missing encoding gets a claim on it, and all others wait for what it publishes. A
-claim ends when it is not renewed in time, and in any case after `max_claim_s`: then it passes to the next waiter. So
-an encoding is computed once for everybody, and nobody waits for a holder that is gone.
+claim ends when its time is over, unless it is renewed, and in any case after `max_claim_s`: then it is the next
+waiter's. So an encoding is computed once for all that want it, and nobody waits for a holder that is gone.
 """
 
 from __future__ import annotations
@@ -37,11 +37,7 @@ class _Computation(Generic[Payload]):
 
 
 class EncodingLedger(Generic[Payload]):
-    """The entries, claims and waiters of one cache.
-
-    Not thread-safe: the order of calls is what makes the first the first. A holder asks for
-    one digest at a time. `expire` has to be called now and then.
-    """
+    """Encodings with the claims on missing ones. Not thread-safe. `expire` has to be called now and then."""
 
     def __init__(
         self,
@@ -59,10 +55,7 @@ class EncodingLedger(Generic[Payload]):
         self._hits = self._claimed = self._waits = self._published = self._abandoned = self._lost = self._refused = 0
 
     def find_or_claim(self, digest: str, holder: str) -> Answer[Payload]:
-        """Return the encoding, or a claim on it, or `wait`.
-
-        A holder that has the claim already keeps it: it asks again because the answer before was lost.
-        """
+        """Return the encoding or a claim on it. A holder that asks again keeps its claim: the answer was lost."""
         if digest in self._payloads:
             self._hits += 1
             self._eviction.touch(digest, self._clock())
@@ -73,7 +66,7 @@ class EncodingLedger(Generic[Payload]):
         return self._give_claim(digest, holder)
 
     def wait(self, digest: str, waiter: Waiter[Payload]) -> Answer[Payload] | None:
-        """Return an answer, or None when it will come through `tell`, until `leave`."""
+        """Return an answer, or None when it comes through `tell`, until `leave`."""
         answer = self.find_or_claim(digest, waiter.holder)
         if answer.state != "wait":
             return answer
@@ -82,7 +75,7 @@ class EncodingLedger(Generic[Payload]):
         return None
 
     def leave(self, digest: str, waiter: Waiter[Payload]) -> None:
-        """Stop waiting. Ignores a waiter that does not wait."""
+        """Stop waiting; nothing happens when it did not wait."""
         if digest in self._computing:
             self._computing[digest].waiters.pop(waiter, None)
 
@@ -93,11 +86,11 @@ class EncodingLedger(Generic[Payload]):
                 self._eviction.touch(digest, self._clock())
 
     def renew(self, digests: Iterable[str], holder: str) -> None:
-        """Extend the holder's claims. Claims that are another's by now stay as they are."""
+        """Prolong the holder's claims. Claims that are another's by now stay as they are."""
         self._claims.renew((digest for digest in digests if self._is_holder(digest, holder)), holder)
 
     def publish(self, digest: str, payload: Payload, nbytes: int, cost_s: float, *, keep: bool = False) -> None:
-        """Keep an encoding and tell its waiters. Needs no claim: a holder that lost its claim has the same encoding."""
+        """Keep an encoding and tell all waiters. Anybody may: after a lost claim the encoding is the same."""
         self._published += 1
         if digest in self._payloads:
             self._eviction.touch(digest, self._clock(), keep=keep)
@@ -109,25 +102,25 @@ class EncodingLedger(Generic[Payload]):
         self._refused += digest not in self._payloads
 
     def hand_out(self, digest: str, payload: Payload) -> None:
-        """Tell the waiters of an encoding that cannot be kept."""
+        """Tell all waiters an encoding that cannot be kept."""
         self._published += 1
         self._refused += 1
         self._end_claim(digest, payload)
 
     def abandon(self, digest: str, holder: str) -> None:
-        """End the holder's claim without a result; it passes to the next waiter."""
+        """Pass on the claim of a holder that cannot compute it; perhaps the next one can."""
         if self._is_holder(digest, holder):
             self._abandoned += 1
             self._pass_on(digest)
 
     def forget_all(self) -> None:
-        """Drop all encodings: they may be wrong. Claims stay: a holder decides itself whether its result is sound."""
+        """Drop all entries, which may be wrong. Claims stay: their holders publish only what is sound."""
         for digest in self._payloads:
             self._eviction.remove(digest)
         self._payloads.clear()
 
     def expire(self) -> None:
-        """Pass on the claims that were not renewed in time."""
+        """Pass on the claims of silent holders."""
         for digest in list(self._computing):
             self._expire(digest)
 

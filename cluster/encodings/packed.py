@@ -20,7 +20,7 @@ ByteArray = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True)
 class PackedTensor:
-    """A tensor as bytes in C order, `data`; `dtype` is torch's name, such as "bfloat16"."""
+    """A tensor as bytes: `data` in C order; `dtype` by its torch name, "bfloat16" say."""
 
     data: ByteArray
     dtype: str
@@ -42,7 +42,7 @@ Layout = tuple[TensorPlace, ...]
 
 
 def join_tensors(tensors: Mapping[str, PackedTensor]) -> tuple[Layout, ByteArray]:
-    """Copy all of them into one read-only array: one object for Ray, and nobody else's memory."""
+    """Copy all of them into one array, read-only: one object for Ray, and nobody else's memory."""
     places: list[TensorPlace] = []
     end = 0
     for name, tensor in tensors.items():
@@ -57,7 +57,7 @@ def join_tensors(tensors: Mapping[str, PackedTensor]) -> tuple[Layout, ByteArray
 
 
 def split_tensors(layout: Layout, data: ByteArray) -> dict[str, PackedTensor]:
-    """Return the tensors as views of `data`."""
+    """Return views of `data`."""
     return {
         place.name: PackedTensor(data[place.offset : place.offset + place.nbytes], place.dtype, place.shape)
         for place in layout

@@ -7,7 +7,8 @@ import contextlib
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 import ray
@@ -22,6 +23,7 @@ WAIT_S: Final = 1.0  # in one call, so that an actor that is gone is noticed
 RENEW_S: Final = CLAIM_S / 4
 QUIET_S: Final = 5.0  # an actor that did not answer is not asked for so long
 MAX_NOTED: Final = 1000
+WATCH_S: Final = 30.0  # of one standing question for the generation
 
 logger = logging.getLogger("atelier.encodings")
 
@@ -29,9 +31,9 @@ logger = logging.getLogger("atelier.encodings")
 class RaySharedTier:
     """A client of the shared encodings. Lives on one event loop.
 
-    Every method raises when the actor is gone or slow, and then for `quiet_s` at once. Keys that are asked for in one
-    turn of the loop, all of a request say, go in one call. `connect` gives the actor's handle; it may block. `put`
-    replaces Ray's.
+    Every method raises when the actor is gone or slow, and then for `quiet_s` at once. `generation` is the actor's,
+    None before its first answer: a standing question brings the next one as soon as everything is forgotten.
+    `connect` gives the actor's handle; it may block. `put` replaces Ray's.
     """
 
     def __init__(
@@ -52,33 +54,39 @@ class RaySharedTier:
         self._holder = uuid.uuid4().hex
         self._actor: Any = None
         self._quiet_until_s = -float("inf")
-        self._asked: list[tuple[str, asyncio.Future[Answer[SharedEncoding]]]] = []
         self._used: set[str] = set()
         self._computing: set[str] = set()
-        self._tasks: set[asyncio.Task[None]] = set()
         self._renewing: asyncio.Task[None] | None = None
+        self._watching: asyncio.Task[None] | None = None
+        self.generation: str | None = None
 
-    async def find_or_claim(self, digest: str) -> SharedEncoding | None:
-        """Return the encoding with its bytes, or None: the caller has to compute it and publish or abandon it.
+    async def find_or_claim(self, digests: Sequence[str]) -> list[Answer[SharedEncoding]]:
+        """Ask for all in one call. The caller computes what is "yours", and publishes or abandons it."""
+        used, self._used = list(self._used), set()
+        answers: list[Answer[SharedEncoding]] = await self._call("find_or_claim", digests, self._holder, used)
+        self._watching = self._watching or asyncio.ensure_future(self._watch_generation())
+        for digest, answer in zip(digests, answers, strict=True):
+            self._note_answer(digest, answer)
+        return answers
 
-        Waits for one who computes it already, or until it is this caller's turn.
+    async def receive(self, digest: str, answer: Answer[SharedEncoding]) -> SharedEncoding | None:
+        """Return the encoding with its bytes here; None when the caller has to compute it, after all.
+
+        Waits as long as somebody else computes it.
         """
-        answer = await self._ask(digest)
         while answer.state == "wait":
             answer = await self._call(
                 "wait", digest, self._holder, self._wait_s, timeout_s=self._wait_s + self._timeout_s
             )
-        if answer.payload is None:
-            self._claimed(digest)
-            return None
+            self._note_answer(digest, answer)
         found = answer.payload
-        if not isinstance(found.data, ray.ObjectRef):
+        if found is None or not isinstance(found.data, ray.ObjectRef):
             return found
         async with asyncio.timeout(self._timeout_s):
-            return SharedEncoding(found.layout, await found.data, found.cost_s)
+            return replace(found, data=await found.data)
 
     async def publish(self, digest: str, layout: Layout, data: ByteArray, cost_s: float, keep: bool) -> None:
-        """Send what was computed under a claim."""
+        """Give an encoding that was "yours" to all who want it."""
         try:
             # To put 4 MiB takes milliseconds, and many of them on pages that nobody has used before.
             sent = data if data.nbytes <= INLINE_BYTES else await asyncio.to_thread(self._put, data)
@@ -86,47 +94,23 @@ class RaySharedTier:
         finally:
             self._computing.discard(digest)
 
-    async def abandon(self, digest: str) -> None:
-        """Give up a claim."""
-        self._computing.discard(digest)
-        await self._call("abandon", digest, self._holder)
+    async def abandon(self, digests: Sequence[str]) -> None:
+        """Pass claims on that cannot be computed here."""
+        self._computing.difference_update(digests)
+        await self._call("abandon", digests, self._holder)
 
     async def forget_all(self) -> None:
-        """Drop every encoding of the cluster."""
+        """Drop everything, and every replica's copies of it."""
         await self._call("forget_all")
 
     def note_use(self, digest: str) -> None:
-        """Note that this replica used its own copy; sent with the next question."""
+        """Note that this replica used its own copy; the actor hears of it with the next question."""
         if len(self._used) < MAX_NOTED:
             self._used.add(digest)
 
     async def stats(self) -> SharedStats:
         """Return the actor's snapshot."""
         return await self._call("stats")
-
-    def _ask(self, digest: str) -> Awaitable[Answer[SharedEncoding]]:
-        future: asyncio.Future[Answer[SharedEncoding]] = asyncio.get_running_loop().create_future()
-        self._asked.append((digest, future))
-        if len(self._asked) == 1:
-            task = asyncio.ensure_future(self._send_asked())
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-        return future
-
-    async def _send_asked(self) -> None:
-        """Runs when all who were about to ask have done so: they come before it in the loop's queue."""
-        asked, self._asked = self._asked, []
-        used, self._used = list(self._used), set()
-        try:
-            answers = await self._call("find_or_claim", [digest for digest, _ in asked], self._holder, used)
-        except Exception as error:
-            for _, future in asked:
-                if not future.done():
-                    future.set_exception(error)
-            return
-        for (_, future), answer in zip(asked, answers, strict=True):
-            if not future.done():
-                future.set_result(answer)
 
     async def _call(self, method: str, *arguments: Any, timeout_s: float | None = None) -> Any:
         if self._clock() < self._quiet_until_s:
@@ -142,16 +126,32 @@ class RaySharedTier:
             self._quiet_until_s = self._clock() + self._quiet_s
             raise
 
-    def _claimed(self, digest: str) -> None:
-        self._computing.add(digest)
-        if self._renewing is None or self._renewing.done():
-            self._renewing = asyncio.ensure_future(self._renew())
+    def _note_answer(self, digest: str, answer: Answer[SharedEncoding]) -> None:
+        if answer.payload and self.generation is None:
+            self.generation = answer.payload.generation
+        if answer.state == "yours":
+            self._computing.add(digest)
+            if self._renewing is None or self._renewing.done():
+                self._renewing = asyncio.ensure_future(self._renew())
 
     async def _renew(self) -> None:
-        """While something is computed here, say so: who is silent loses his claims."""
+        """Keep the claims alive while something is computed here: a silent holder loses them."""
         while True:
             await asyncio.sleep(self._renew_s)
             if not self._computing:
                 return
             with contextlib.suppress(Exception):  # counted where it is missed
                 await self._call("renew", list(self._computing), self._holder)
+
+    async def _watch_generation(self) -> None:
+        """Hear at once when everything is forgotten. An actor that started anew has another generation, too."""
+        while True:
+            actor = self._actor
+            try:
+                if actor is not None:
+                    async with asyncio.timeout(WATCH_S + self._timeout_s):
+                        self.generation = await actor.next_generation.remote(self.generation, WATCH_S)
+                    continue
+            except Exception as error:
+                logger.debug("the shared encodings do not tell their generation: %r", error)
+            await asyncio.sleep(self._wait_s)

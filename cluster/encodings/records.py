@@ -1,4 +1,4 @@
-"""Records of the shared encodings. Loads neither Ray nor torch."""
+"""Records of the shared tier of text encodings. Loads neither Ray nor torch."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ State = Literal["found", "yours", "wait"]
 
 @dataclass(frozen=True, slots=True)
 class Answer(Generic[Payload]):
-    """An answer about one encoding.
-
-    `found`: `payload` is it. `yours`: the caller computes it, and publishes or abandons it. `wait`: another does.
+    """The answer for one encoding. `found`: here it is. `yours`: the asker computes it, and publishes or abandons it.
+    `wait`: another does.
     """
 
     state: State
@@ -28,12 +27,13 @@ class Answer(Generic[Payload]):
 class SharedEncoding:
     """An encoding: its tensors in one array of bytes, `data`, or Ray's reference to that array.
 
-    `cost_s` is what it took to compute.
+    `cost_s` is what it took to compute. A copy may be kept as long as `generation` is the tier's.
     """
 
     layout: Layout
     data: Any
     cost_s: float
+    generation: str
 
 
 @dataclass(frozen=True, slots=True)

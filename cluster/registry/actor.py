@@ -33,8 +33,8 @@ from cluster.registry.node_keepers import NodeKeepers, alive_nodes, nodes_with_k
 from cluster.registry.registrations import Registrations
 from cluster.registry.residency import ResidencyMap, cluster_residency
 from cluster.registry.served_models import MAX_WATCH_S, ServedModels
+from configs.batching import BatchingConfig
 from configs.cluster import ClusterConfig
-from configs.merging import MergeConfig
 from weights.errors import FormatError
 from weights.formats.folder import check_inside
 from weights.sources.mirrors import SOURCES_FOLDER, mirror_folder, remove_mirror
@@ -144,7 +144,7 @@ class WeightRegistry:
         )
         self._residency = self._keepers.residency
         self._peer_secret = peer_secret
-        self._encoder_merging: MergeConfig | None = None
+        self._encoder_batching: BatchingConfig | None = None
         await self._models.start()
         self._polling = asyncio.ensure_future(self._follow_nodes(config))
 
@@ -222,13 +222,13 @@ class WeightRegistry:
 
     # settings at run time
 
-    async def set_encoder_merging(self, merging: MergeConfig) -> None:
+    async def set_encoder_batching(self, batching: BatchingConfig) -> None:
         """Set the dynamic batching of text encoders that start from now on. The config counts again after a restart."""
-        self._encoder_merging = merging
+        self._encoder_batching = batching
 
-    async def encoder_merging(self) -> MergeConfig | None:
+    async def encoder_batching(self) -> BatchingConfig | None:
         """Return the dynamic batching that was set, None as long as it is the config's."""
-        return self._encoder_merging
+        return self._encoder_batching
 
     async def _follow_nodes(self, config: ClusterConfig) -> None:
         # A private Ray has one node, which will have replicas: its keeper starts at the same time as they do.

@@ -1,1 +1,1 @@
-"""Requests become calls at dispatch: a pure queue that decides, and the asyncio driver that acts. Free of Ray."""
+"""Dynamic batching: batches form at dispatch, and later arrivals join the next one."""

@@ -1,7 +1,7 @@
-"""Requests in, one call for many, answers out: the asyncio side of merging. What is decided is decided in `forming.py`.
+"""Dynamic batching at dispatch: requests in, one batch for many, results out. `policy.py` decides; this acts.
 
-merger = RequestMerger(run, MergeConfig(max_batch_size=8))
-results = await merger.submit([item, item])
+batcher = Batcher(run_batch, BatchingConfig(max_batch_size=8))
+results = await batcher.submit([item, item])
 """
 
 from __future__ import annotations
@@ -11,51 +11,85 @@ import contextvars
 import math
 import time
 from collections.abc import Awaitable, Callable, Hashable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, Generic, TypeVar
 
-from configs.merging import MergeConfig
-from deployments.batching.answers import Answer, MergerClosed, MergeRequest, check, refuse
-from deployments.batching.policy import Call, CallForming, Part, halves
-from deployments.batching.queue import RequestQueue
-from deployments.batching.stats import MergeCounts, MergeStats
+from configs.batching import BatchingConfig
+from deployments.batching.policy import Batch, BatchPolicy, Part, halves
+from deployments.batching.queue import QueuedRequest, RequestQueue
+from deployments.batching.stats import BatchingCounts, BatchingStats
 from deployments.engines.memory_limits import forget_frames, is_out_of_memory
-from deployments.errors import DeadlineExceeded, GenerationFailed, InvalidRequest, QueueFull
+from deployments.errors import DeadlineExceeded, GenerationFailed, InvalidRequest, Overloaded, QueueFull
 
 ItemT = TypeVar("ItemT")
 ResultT = TypeVar("ResultT")
 
-# Who comes within one turn of the event loop belongs together, and a burst takes a few turns to come through sockets
-# and tasks: a call waits for a turn that brings nobody, but not for more than these. A turn takes microseconds.
+# Requests that come within one turn of the event loop belong together, and a burst takes a few turns to come through
+# sockets and tasks: a batch waits for a turn that brings nobody, but not for more than these. A turn is microseconds.
 MAX_TURNS: Final = 8
 
 
-class RequestMerger(Generic[ItemT, ResultT]):
-    """Lives on one event loop. `run` gets the items of one call, all of one group, and returns a result for each in
-    order; an exception in place of a result is that item's own. When `run` itself fails, or returns another number of
-    results, its requests run again one by one, so that only the one to blame fails. When it runs out of memory, its
-    items run again in halves, and later calls of the group stay below what failed. `clock` has to go as the event
-    loop's does, in seconds.
+class BatcherClosed(Overloaded):
+    """The replica is ending: it takes nothing more."""
+
+
+class _Results(asyncio.Future[list[Any]]):
+    """The future of a request. Cancelling it takes the request out of the queue at once; a done callback is late."""
+
+    on_cancel: Callable[[], None] | None = None
+
+    def cancel(self, msg: Any | None = None) -> bool:
+        was_open = super().cancel(msg)
+        if was_open and self.on_cancel is not None:
+            self.on_cancel()
+        return was_open
+
+    def refuse(self, error: BaseException) -> None:
+        """End with this error, unless it has ended."""
+        if not self.done():
+            self.on_cancel = None
+            if not isinstance(error, Exception) or isinstance(error, StopIteration):  # a future takes neither
+                error = GenerationFailed(f"the model failed: {error!r}")
+            self.set_exception(error)
+
+
+@dataclass(eq=False, slots=True)
+class _Request(QueuedRequest):
+    future: _Results = field(kw_only=True)
+    results: list[Any] = field(default_factory=list)  # by item, where it takes several batches
+    num_missing: int = 0
+    num_running: int = 0  # batches
+    running_priority: int = 0  # as counted: a retune may change the other one
+
+
+class Batcher(Generic[ItemT, ResultT]):
+    """A dynamic batcher. Lives on one event loop.
+
+    `run_batch` gets the items of one batch, all of one group, and returns a result for each in order; an exception in
+    place of a result is that item's own. When `run_batch` itself fails, or returns another number of results, its
+    requests run again one by one, so that only the one to blame fails. When it runs out of memory, its items run again
+    in halves, and later batches of the group stay below what failed. `clock` goes as the event loop's does, in seconds.
     """
 
     def __init__(
         self,
-        run: Callable[[Sequence[ItemT]], Awaitable[Sequence[ResultT | Exception]]],
-        config: MergeConfig,
+        run_batch: Callable[[Sequence[ItemT]], Awaitable[Sequence[ResultT | Exception]]],
+        config: BatchingConfig,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._run = run
+        self._run_batch = run_batch
         self._clock = clock
-        self._queue: RequestQueue[MergeRequest] = RequestQueue(config)
-        self._forming = CallForming(self._queue)
-        self._counts = MergeCounts()
-        self._calls: set[asyncio.Task[None]] = set()
+        self._queue: RequestQueue[_Request] = RequestQueue(config)
+        self._policy = BatchPolicy(self._queue)
+        self._counts = BatchingCounts()
+        self._tasks: set[asyncio.Task[None]] = set()
         self._num_running = 0
         self._timer: asyncio.TimerHandle | None = None
         self._look_again_s = math.inf
         self._turns_left, self._num_seen = 0, 0
         self._is_closed = False
-        # A call belongs to no single request: its task shall not run in the context of whoever came last.
+        # A batch belongs to no single request: its task must not run in the context of the last one.
         self._context = contextvars.copy_context()
 
     def submit(
@@ -67,60 +101,62 @@ class RequestMerger(Generic[ItemT, ResultT]):
         priority: int = 0,
         timeout_s: float | None = None,
     ) -> asyncio.Future[list[ResultT]]:
-        """One result per item, in order, once all are there. Returns at once; every refusal comes through the future.
+        """Queue a request; the future gives one result per item, in order, once all are there. Returns at once.
 
         `group`: only items of one group run together. `costs`: one per item, in the unit of `max_batch_cost`; 1 each
         by default. `priority`: 0 is the default one. `timeout_s`: of waiting, where the priority's policy lets a
-        request shorten it. The future raises InvalidRequest, QueueFull, DeadlineExceeded, MergerClosed, or what the
-        model raised for this request. Cancelling it takes the request back; what runs already runs on for the others.
+        request shorten it. Every refusal comes through the future: InvalidRequest, QueueFull, DeadlineExceeded,
+        BatcherClosed, or what the model raised for this request. Cancelling the future takes the request back; batches
+        that run already run on for the others.
         """
-        answer = Answer(loop=asyncio.get_running_loop())
+        future = _Results(loop=asyncio.get_running_loop())
         items = tuple(items)
         try:
             if self._is_closed:
-                raise MergerClosed("this replica is ending and takes no more requests")
-            check(items, costs, timeout_s)
+                raise BatcherClosed("this replica is ending and takes no more requests")
+            _check_request(items, costs, timeout_s)
             if items:
                 level = priority or self._queue.config.default_priority
-                self._add(MergeRequest(items, costs, group, level, self._clock(), timeout_s, answer=answer))
+                self._add(_Request(items, costs, group, level, self._clock(), timeout_s, future=future))
             else:
-                answer.set_result([])
-        except (InvalidRequest, QueueFull, MergerClosed) as error:
+                future.set_result([])
+        except (InvalidRequest, QueueFull, BatcherClosed) as error:
             self._counts.rejected += 1
-            answer.set_exception(error)
-        return answer
+            future.set_exception(error)
+        return future
 
-    def retune(self, config: MergeConfig) -> None:
-        """From now on, for those who wait as well. Who waits at a priority that is gone, waits at the last one."""
+    def retune(self, config: BatchingConfig) -> None:
+        """Use this config from now on, for waiting requests too; those of a priority that is gone get the last one."""
         self._queue.retune(config)
         self._pump()
 
-    def stats(self) -> MergeStats:
+    def stats(self) -> BatchingStats:
+        """Return a snapshot."""
         return self._counts.stats(self._queue.num_by_priority)
 
     async def close(self) -> None:
-        """Who waits is refused with MergerClosed; returns when what runs has ended."""
+        """Refuse waiting requests with BatcherClosed; return when running batches have ended."""
         self._is_closed = True
         for request in self._queue.drain():
             self._counts.rejected += 1
-            refuse(request, MergerClosed("this replica is ending; the request had not been started"))
+            request.future.refuse(BatcherClosed("this replica is ending; the request had not been started"))
         self._set_timer(math.inf)
-        if self._calls:
-            await asyncio.wait(self._calls)
+        if self._tasks:
+            await asyncio.wait(self._tasks)
 
-    def _add(self, request: MergeRequest) -> None:
+    def _add(self, request: _Request) -> None:
         if not self._queue.has_room(request.priority):
-            self._pump()  # who could have started does not wait
-        self._forming.add(request)
+            self._pump()  # requests that could have started do not count as waiting
+        self._policy.add(request)
         request.num_missing = len(request.items)
-        request.answer.on_cancel = partial(self._take_back, request)
+        request.future.on_cancel = partial(self._take_back, request)
         if request.deadline_s < self._look_again_s:
             self._set_timer(request.deadline_s)
         if self._num_free() > 0:
             self._start_soon()
 
     def _start_soon(self) -> None:
-        """Start calls when a turn of the event loop has brought nobody new."""
+        """Start batches when a turn of the event loop has brought no new request."""
         if not self._turns_left:
             self._turns_left, self._num_seen = MAX_TURNS, 0
             asyncio.get_running_loop().call_soon(self._turn, context=self._context)
@@ -135,17 +171,17 @@ class RequestMerger(Generic[ItemT, ResultT]):
             self._pump()
 
     def _pump(self) -> None:
-        """Refuse whose time is over, start what can start, and set the timer for what comes next by itself."""
+        """Refuse requests whose time is over, start what can start, and set the timer for what comes next."""
         now_s = self._clock()
         for request in self._queue.expire(now_s):
             self._counts.expired += 1
             waited_s = now_s - request.arrived_s
             message = f"the request waited {waited_s:.3f} s for its turn, and its time was over"
-            refuse(request, DeadlineExceeded(message, "timeout"))
-        next_call: Call[MergeRequest] | float
-        while isinstance(next_call := self._forming.next_call(now_s, self._num_free()), Call):
-            self._start(next_call, now_s)
-        self._set_timer(min(next_call, self._queue.next_deadline_s()))
+            request.future.refuse(DeadlineExceeded(message, "timeout"))
+        batch: Batch[_Request] | float
+        while isinstance(batch := self._policy.next_batch(now_s, self._num_free()), Batch):
+            self._start_batch(batch, now_s)
+        self._set_timer(min(batch, self._queue.next_deadline_s()))
 
     def _num_free(self) -> int:
         return max(0, self._queue.config.max_concurrent_batches - self._num_running)
@@ -157,20 +193,20 @@ class RequestMerger(Generic[ItemT, ResultT]):
         self._look_again_s = at_s
         if at_s != math.inf:
             delay_s = max(0.0, at_s - self._clock())
-            # Not the pump: after a stall of the loop, who was due before the timer is on the way in.
+            # Not the pump: after a stall of the loop, requests that were due before the timer are on the way in.
             self._timer = asyncio.get_running_loop().call_later(delay_s, self._start_soon, context=self._context)
 
-    def _take_back(self, request: MergeRequest) -> None:
+    def _take_back(self, request: _Request) -> None:
         self._counts.cancelled += 1
         if request.is_queued:
             self._queue.remove(request)
             self._start_soon()  # others may have waited behind it
 
-    def _start(self, call: Call[MergeRequest], now_s: float) -> None:
+    def _start_batch(self, batch: Batch[_Request], now_s: float) -> None:
         counts = self._counts
-        counts.calls += 1
-        counts.batch_sizes[call.num_items] += 1
-        for part in call.parts:
+        counts.batches += 1
+        counts.batch_sizes[batch.num_items] += 1
+        for part in batch.parts:
             request = part.request
             counts.items += len(part)
             if not part.start:
@@ -181,56 +217,56 @@ class RequestMerger(Generic[ItemT, ResultT]):
                 counts.running[request.priority] += 1
             request.num_running += 1
         self._num_running += 1
-        task = asyncio.get_running_loop().create_task(self._work(call), context=self._context.copy())
-        self._calls.add(task)
-        task.add_done_callback(self._calls.discard, context=self._context)
+        task = asyncio.get_running_loop().create_task(self._work(batch), context=self._context.copy())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard, context=self._context)
 
-    async def _work(self, call: Call[MergeRequest]) -> None:
+    async def _work(self, batch: Batch[_Request]) -> None:
         start_s = self._clock()
         try:
-            error = await self._attempt(call.parts)
+            error = await self._attempt(batch.parts)
             if error is None:
-                self._forming.served(call, self._clock() - start_s)
+                self._policy.note_served(batch, self._clock() - start_s)
             else:
-                await self._retry(call.group, call.parts, error)
+                await self._retry(batch.group, batch.parts, error)
         except BaseException as error:  # the run was cancelled, or the process ends; nobody is left waiting
-            for part in call.parts:
-                self._fail(part.request, GenerationFailed("the call that worked on the request was cancelled"))
+            for part in batch.parts:
+                self._fail(part.request, GenerationFailed("the batch that worked on the request was cancelled"))
             if not isinstance(error, asyncio.CancelledError):
                 raise
         finally:
             self._num_running -= 1
-            for part in call.parts:
+            for part in batch.parts:
                 part.request.num_running -= 1
                 if not part.request.num_running:
                     self._counts.running[part.request.running_priority] -= 1
-            self._start_soon()  # not now: who gets an answer may have the next request, and it should join
+            self._start_soon()  # not now: a caller that gets its results may have the next request, and it should join
 
-    async def _retry(self, group: Hashable, parts: Sequence[Part[MergeRequest]], error: Exception) -> None:
-        """In halves what found no memory, else each by itself, so that only the one to blame fails."""
+    async def _retry(self, group: Hashable, parts: Sequence[Part[_Request]], error: Exception) -> None:
+        """Run again: in halves what found no memory, else each alone, so that only the one to blame fails."""
         num_items = sum(map(len, parts))
         if is_out_of_memory(error) and num_items > 1:
-            self._forming.ran_out(group, sum(part.request.cost(part.start, part.stop) for part in parts))
+            self._policy.note_out_of_memory(group, sum(part.request.cost(part.start, part.stop) for part in parts))
             smaller = halves(parts)
         elif len(parts) > 1:
             smaller = [[part] for part in parts]
         else:
             self._fail(parts[0].request, error)
             return
-        forget_frames(error)  # they know the tensors of the call that failed, whose memory the next ones need
+        forget_frames(error)  # they know the tensors of the batch that failed, whose memory the next ones need
         for each in smaller:
-            waiting = [part for part in each if not part.request.answer.done()]
+            waiting = [part for part in each if not part.request.future.done()]
             if waiting:
                 self._counts.retried += len(waiting)
                 if (again := await self._attempt(waiting)) is not None:
                     await self._retry(group, waiting, again)
 
-    async def _attempt(self, parts: Sequence[Part[MergeRequest]]) -> Exception | None:
-        """Runs them together and answers, or says why not."""
+    async def _attempt(self, parts: Sequence[Part[_Request]]) -> Exception | None:
+        """Run them together and give their results. Return the error of a batch that failed as a whole."""
         items = [item for part in parts for item in part.request.items[part.start : part.stop]]
         start_s = self._clock()
         try:
-            results = list(await self._run(items))
+            results = list(await self._run_batch(items))
             if len(results) != len(items):
                 raise GenerationFailed(f"the model returned {len(results)} results for {len(items)} items")
         except Exception as error:
@@ -239,11 +275,11 @@ class RequestMerger(Generic[ItemT, ResultT]):
             self._counts.execution.add(self._clock() - start_s)
         done = 0
         for part in parts:
-            self._answer(part, results[done : done + len(part)])
+            self._finish_part(part, results[done : done + len(part)])
             done += len(part)
         return None
 
-    def _answer(self, part: Part[MergeRequest], results: list[Any]) -> None:
+    def _finish_part(self, part: Part[_Request], results: list[Any]) -> None:
         request = part.request
         error = next((result for result in results if isinstance(result, BaseException)), None)
         if error is not None:
@@ -252,13 +288,23 @@ class RequestMerger(Generic[ItemT, ResultT]):
         request.results = request.results or [None] * len(request.items)
         request.results[part.start : part.stop] = results
         request.num_missing -= len(part)
-        if not request.num_missing and not request.answer.done():
-            request.answer.on_cancel = None
-            request.answer.set_result(request.results)
+        if not request.num_missing and not request.future.done():
+            request.future.on_cancel = None
+            request.future.set_result(request.results)
 
-    def _fail(self, request: MergeRequest, error: BaseException) -> None:
-        """What of it still waits is of no use any more."""
+    def _fail(self, request: _Request, error: BaseException) -> None:
+        """End the request with the error; items of it that still wait are of no use any more."""
         self._queue.remove(request)
-        if not request.answer.done():
+        if not request.future.done():
             self._counts.failed += 1
-            refuse(request, error)
+            request.future.refuse(error)
+
+
+def _check_request(items: Sequence[Any], costs: Sequence[int] | None, timeout_s: float | None) -> None:
+    """Raises InvalidRequest."""
+    if costs is not None and len(costs) != len(items):
+        raise InvalidRequest(f"{len(items)} items came with {len(costs)} costs; one each is expected")
+    if costs is not None and min(costs, default=0) < 0:
+        raise InvalidRequest(f"the cost of an item cannot be below 0, got {min(costs)}")
+    if timeout_s is not None and not timeout_s >= 0:
+        raise InvalidRequest(f"a timeout is 0 s or more, got {timeout_s}", "timeout")

@@ -1,16 +1,16 @@
-"""What one group's traffic is like, learned while it is served: how requests come and what a call takes. Pure.
+"""The batching delay and the best batch size of a group, learned from its arrivals and its batches' times. Pure.
 
-A call of n items takes about a + b n seconds; merging saves the a. Two questions follow, both about mean latency:
+A batch of n items takes about a + b n seconds; batching saves the a. Two questions follow, both about mean latency:
 
-- *May a call that could start wait for the next arrival?* With k requests waiting and the next one x seconds away,
-  starting together costs each of the k its x + b, and spares the newcomer a - x of waiting for the call to end. Over
-  the gaps seen lately that are longer than the present one, `patience_s` is the wait of the best expected balance, 0
+- *May a batch that could start wait for the next arrival?* With k requests waiting and the next one x seconds away,
+  starting together costs each of the k its x + b, and spares the newcomer a - x of waiting for the batch to end. Over
+  the gaps seen lately that are longer than the present one, `delay_s` is the wait of the best expected balance, 0
   when there is none. For Poisson arrivals this is the control limit that is optimal for batch service (Deb and
   Serfozo, "Optimal control of batch service queues", Adv. Appl. Prob. 5, 1973), with the look-ahead cut to one step.
-- *How many of those that wait should one call take?* All items of a call end when the last one does, so where b
-  outweighs a, small calls answer most requests sooner: `best_size`.
+- *How many of those that wait should one batch take?* All items of a batch end when the last one does, so where b
+  outweighs a, small batches answer most requests sooner: `best_size`.
 
-Nothing is known before two sizes of call were seen, and again when only one size came for long: then a call starts
+Nothing is known before two batch sizes were seen, and again when only one size came for long: then a batch starts
 at once with all that fits, which is how the next two sizes come about.
 """
 
@@ -21,54 +21,54 @@ from collections import deque
 from typing import Final, NamedTuple
 
 WINDOW: Final = 64  # gaps remembered
-DECAY: Final = 0.98  # of a call's weight with every later call: about the last 50 count
+DECAY: Final = 0.98  # of a batch's weight with every later batch: about the last 50 count
 MIN_SPREAD: Final = 1e-4  # of sizes, relative variance; below it a line through them is arbitrary
 SLACK: Final = 1.25  # a gap so much longer than one seen before may still be the same
 MARGIN: Final = 0.02  # of fixed_s, shared by those who wait: the next gap may be the longest yet, by a little
-WORTH: Final = 0.95  # of the latency of full calls, which smaller ones have to stay below: estimates are noisy
+WORTH: Final = 0.95  # of the latency of full batches, which smaller ones have to stay below: estimates are noisy
 
 
-class ServiceCurve(NamedTuple):
-    """Seconds of a call of cost n: fixed_s + per_cost_s * n. Items cost 1 where nobody says otherwise."""
+class _ServiceCurve(NamedTuple):
+    """The seconds of a batch of cost n: fixed_s + per_cost_s * n. Items cost 1 where nobody says otherwise."""
 
     fixed_s: float
     per_cost_s: float
 
 
-class Pace:
-    """Of one group; `now_s` on the caller's clock."""
+class BatchingDelay:
+    """The estimator of one group; `now_s` on the caller's clock."""
 
     def __init__(self) -> None:
         self._gaps_s: deque[float] = deque(maxlen=WINDOW)
         self._last_s: float | None = None
         self._weight = self._cost = self._time = self._cost_cost = self._cost_time = 0.0
 
-    def arrived(self, now_s: float) -> None:
-        """One request came."""
+    def note_arrival(self, now_s: float) -> None:
+        """Learn that one request came."""
         if self._last_s is not None:
             self._gaps_s.append(max(0.0, now_s - self._last_s))
         self._last_s = now_s
 
-    def served(self, cost: float, duration_s: float) -> None:
-        """One call of this cost took so long."""
+    def note_served(self, cost: float, duration_s: float) -> None:
+        """Learn that one batch of this cost took so long."""
         self._weight = self._weight * DECAY + 1.0
         self._cost = self._cost * DECAY + cost
         self._time = self._time * DECAY + duration_s
         self._cost_cost = self._cost_cost * DECAY + cost * cost
         self._cost_time = self._cost_time * DECAY + cost * duration_s
 
-    def curve(self) -> ServiceCurve | None:
-        """The line of least squares, neither part below zero; None while there is too little to tell."""
+    def _curve(self) -> _ServiceCurve | None:
+        """Return the line of least squares, neither part below zero; None while there is too little to tell."""
         spread = self._cost_cost * self._weight - self._cost * self._cost
         if spread <= MIN_SPREAD * self._cost * self._cost:
             return None
         slope = (self._cost_time * self._weight - self._cost * self._time) / spread
         slope = min(max(slope, 0.0), self._time / self._cost)
-        return ServiceCurve((self._time - slope * self._cost) / self._weight, slope)
+        return _ServiceCurve((self._time - slope * self._cost) / self._weight, slope)
 
-    def patience_s(self, now_s: float, num_waiting: int, cost: float) -> float:
-        """Seconds from now that are worth waiting for one more request of `cost` while `num_waiting` wait."""
-        curve = self.curve()
+    def delay_s(self, now_s: float, num_waiting: int, cost: float) -> float:
+        """Return the seconds that are worth waiting for one more request of `cost` while `num_waiting` wait."""
+        curve = self._curve()
         if curve is None or self._last_s is None:
             return 0.0
         fixed_s, extra_s = curve.fixed_s, curve.per_cost_s * cost
@@ -77,20 +77,20 @@ class Pace:
         gaps_s = sorted(self._gaps_s)
         since_s = now_s - self._last_s
         ahead = [gap_s - since_s for gap_s in gaps_s[bisect_right(gaps_s, since_s * SLACK) :]]
-        best, patience_s, balance = 0.0, 0.0, 0.0
+        best, best_s, balance = 0.0, 0.0, 0.0
         for index, wait_s in enumerate(ahead):
             if wait_s >= fixed_s:
                 break
             balance += fixed_s - wait_s - num_waiting * (wait_s + extra_s)
             in_vain = (len(ahead) - index - 1) * num_waiting * wait_s
             if balance - in_vain > best:
-                best, patience_s = balance - in_vain, wait_s
-        return patience_s * SLACK + MARGIN * fixed_s / num_waiting if best else 0.0
+                best, best_s = balance - in_vain, wait_s
+        return best_s * SLACK + MARGIN * fixed_s / num_waiting if best else 0.0
 
     def best_size(self, num_items: int, max_size: int, cost: float) -> int:
-        """Items of the next call when `num_items` of about `cost` each wait and calls follow each other."""
+        """Return the best number of items for the next batch when `num_items` of about `cost` each wait."""
         most = min(num_items, max_size)
-        curve = self.curve()
+        curve = self._curve()
         if curve is None or most <= 1:
             return most
         fixed_s, item_s = curve.fixed_s, curve.per_cost_s * cost
@@ -100,7 +100,7 @@ class Pace:
 
 
 def _total_latency_s(num_items: int, size: int, fixed_s: float, item_s: float) -> float:
-    """Of all items, served one call of `size` after the other."""
+    """Return the sum over all items, served in one batch of `size` after the other."""
     num_full, rest = divmod(num_items, size)
     full_s = fixed_s + item_s * size
     last_s = num_full * full_s + fixed_s + item_s * rest

@@ -1,22 +1,22 @@
-"""Who waits: order, limits and deadlines. Pure; `now_s` is the caller's clock.
+"""The admission queue of a batcher: order, limits and deadlines. Pure; `now_s` is the caller's clock.
 
-Requests of one priority and group are served in the order of coming. The more urgent priority goes first, and within
-one priority the group whose first request is the oldest. A request whose time in the queue is over is refused or, if
-its priority defers, goes behind all whose time is not over. Whatever the order, at most `max_overtakes` requests that
-came later start before one that waits; then it is next.
+Requests of one priority and group are served FIFO. The more urgent priority goes first, and within one priority the
+group whose first request is the oldest. A request whose time in the queue is over is refused or, if its priority
+defers, goes behind all whose time is not over. Whatever the order, at most `max_overtakes` requests that came later
+start before one that waits; then it is next.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
+from bisect import bisect_right, insort
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Generic, TypeVar
 
-from configs.merging import MergeConfig, QueuePolicyConfig
-from deployments.batching.overtaking import Overtaking
+from configs.batching import BatchingConfig, QueuePolicyConfig
 from deployments.errors import InvalidRequest, QueueFull
 
 MAX_STALE: Final = 64  # deadlines of requests that left, beside as many as wait
@@ -24,7 +24,7 @@ MAX_STALE: Final = 64  # deadlines of requests that left, beside as many as wait
 
 @dataclass(eq=False, slots=True)
 class QueuedRequest:
-    """One or more items that are answered together. `costs` of None: 1 each.
+    """A request of one or more items whose results come together. `costs` None: 1 each.
 
     `timeout_s` counts from `arrived_s`. Items before `next_item` have been started; the last four are the queue's.
     """
@@ -46,6 +46,7 @@ class QueuedRequest:
         return len(self.items) - self.next_item
 
     def cost(self, start: int, stop: int) -> int:
+        """Return the cost of items `start` to `stop`."""
         return stop - start if self.costs is None else sum(self.costs[start:stop])
 
 
@@ -59,28 +60,54 @@ class _GroupCount:
     num_items: int = 0
 
 
+class _Overtaking:
+    """Counts of how often waiting requests were passed: what keeps any of them from starving.
+
+    Requests are known by their number in the order of coming. A request that came after another and has started has
+    passed it. So how often a waiting request was passed is the number of higher ones that have started, and the oldest
+    that waits was passed most: it alone has to be watched. Numbers below the oldest are dropped, which leaves no more
+    than were allowed to pass it.
+    """
+
+    def __init__(self) -> None:
+        self._started: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._started)
+
+    def num_passed(self, number: int) -> int:
+        return len(self._started) - bisect_right(self._started, number)
+
+    def note_start(self, number: int) -> None:
+        insort(self._started, number)
+
+    def forget_before(self, oldest: int) -> None:
+        del self._started[: bisect_right(self._started, oldest)]
+
+
 @dataclass(eq=False, slots=True)
 class RequestQueue(Generic[RequestT]):
-    """Of one merger. `add` refuses with the errors of the service."""
+    """A bounded admission queue of one batcher."""
 
-    config: MergeConfig
+    config: BatchingConfig
     num_by_priority: Counter[int] = field(default_factory=Counter)
     _all: OrderedDict[int, RequestT] = field(default_factory=OrderedDict)
     _lines: dict[Rank, dict[Hashable, OrderedDict[int, RequestT]]] = field(default_factory=dict)
     _groups: dict[Hashable, _GroupCount] = field(default_factory=dict)
     _deadlines: list[tuple[float, int, RequestT]] = field(default_factory=list)
-    _overtaking: Overtaking = field(default_factory=Overtaking)
+    _overtaking: _Overtaking = field(default_factory=_Overtaking)
     _num_added: int = 0
 
     def __len__(self) -> int:
         return len(self._all)
 
     def has_room(self, priority: int) -> bool:
+        """Tell if one more request may wait at this priority."""
         limit = self._policy(priority).max_queue_size
         return limit is None or self.num_by_priority[priority] < limit
 
     def add(self, request: RequestT) -> None:
-        """Raises InvalidRequest for a priority that there is not, QueueFull when too many wait at it already."""
+        """Queue a request. Raises InvalidRequest for an unknown priority, QueueFull when too many wait at it."""
         if not 1 <= request.priority <= self.config.priority_levels:
             raise InvalidRequest(
                 f"priority {request.priority} is not served (known: 1, most urgent, to {self.config.priority_levels})",
@@ -94,7 +121,7 @@ class RequestQueue(Generic[RequestT]):
         self._insert(request)
 
     def remove(self, request: RequestT) -> None:
-        """It was cancelled, or it is of no use any more. Nothing happens when it does not wait."""
+        """Take a request out that was cancelled or has failed. Nothing happens when it does not wait."""
         if not request.is_queued:
             return
         request.is_queued = False
@@ -109,9 +136,9 @@ class RequestQueue(Generic[RequestT]):
         self._overtaking.forget_before(next(iter(self._all), self._num_added))
 
     def take(self, request: RequestT, num_items: int) -> None:
-        """Its next items are started. It leaves with its last one."""
+        """Note that its next items are started. It leaves with its last one."""
         if not request.next_item:
-            self._overtaking.start(request.number)
+            self._overtaking.note_start(request.number)
         if num_items == request.num_left:
             self.remove(request)
             request.next_item += num_items
@@ -120,7 +147,7 @@ class RequestQueue(Generic[RequestT]):
             self._groups[request.group].num_items -= num_items
 
     def expire(self, now_s: float) -> list[RequestT]:
-        """Those to be refused because their time is over; they have left the queue. Defers the others."""
+        """Return the requests to be refused because their time is over, which have left the queue; defer others."""
         refused = []
         while self._deadlines and self._deadlines[0][0] <= now_s:
             request = heapq.heappop(self._deadlines)[2]
@@ -136,44 +163,46 @@ class RequestQueue(Generic[RequestT]):
         return refused
 
     def next_deadline_s(self) -> float:
-        """When `expire` has something to do; infinity when nobody's time ends."""
+        """Return when `expire` has something to do; infinity when no request has a deadline."""
         while self._deadlines and not self._deadlines[0][2].is_queued:
             heapq.heappop(self._deadlines)
         return self._deadlines[0][0] if self._deadlines else math.inf
 
     def leads(self) -> Iterator[RequestT]:
-        """The first of every line, the one to be served first in front."""
+        """Yield the first request of every line, in the order of service."""
         for rank in sorted(self._lines):
             yield from sorted((next(iter(line.values())) for line in self._lines[rank].values()), key=_number)
 
     def of_group(self, group: Hashable) -> Iterator[RequestT]:
-        """All that wait in it, in the order of service."""
+        """Yield all requests of the group, in the order of service."""
         for rank in sorted(self._lines):
             yield from self._lines[rank].get(group, {}).values()
 
     def num_items(self, group: Hashable) -> int:
+        """Return how many items of the group wait."""
         return self._groups[group].num_items
 
     def oldest(self, but: Collection[RequestT] = ()) -> RequestT | None:
+        """Return the waiting request that came first, those in `but` left out."""
         return next((request for request in self._all.values() if request not in but), None)
 
     def may_start(self, request: RequestT, with_: Collection[RequestT] = ()) -> bool:
-        """Whether nobody who goes on waiting is passed too often by it and by those who start together with it."""
+        """Tell if starting it, with those in `with_`, passes no waiting request too often."""
         oldest = self.oldest({*with_, request})
         if oldest is None or request.number < oldest.number or request.next_item:
-            return True  # who has started in part has been counted
+            return True  # a request that has started in part has been counted
         passing = sum(other.number > oldest.number and not other.next_item for other in with_)
-        return self._overtaking.passed(oldest.number) + passing < self.config.max_overtakes
+        return self._overtaking.num_passed(oldest.number) + passing < self.config.max_overtakes
 
     def drain(self) -> list[RequestT]:
-        """Everybody leaves."""
+        """Return all requests, which leave the queue."""
         everybody = list(self._all.values())
         for request in everybody:
             self.remove(request)
         return everybody
 
-    def retune(self, config: MergeConfig) -> None:
-        """Limits and deadlines are those of the new config; who waits at a priority that is gone, at the last one."""
+    def retune(self, config: BatchingConfig) -> None:
+        """Use the new config's limits and deadlines; requests of a priority that is gone get the last one."""
         waiting = list(self._all.values())
         self.config = config
         self._lines, self._groups, self._deadlines = {}, {}, []

@@ -1,12 +1,12 @@
-"""Serve's batching decorator as the door of a merger: requests of one moment come through it in one call.
+"""A batcher behind `@serve.batch`: requests of one moment come to it in one call of the decorated handler.
 
-Alone, `@serve.batch` forms a batch when requests arrive and parks it while another one runs, so that whoever comes
-later never joins. Behind this door the decorated handler returns at once with a future for each request, and the call
-is formed when it can start (`merger.py`).
+Alone, `@serve.batch` forms a batch when requests arrive and parks it while another one runs, so that later arrivals
+never join. Here the decorated handler returns at once with a future for each request, and the batch forms when it
+can start (`batcher.py`).
 
-    self._merger = RequestMerger(run, config)
-    self._door = ServeDoor(self._merger, max_ongoing_requests)
-    results = await self._door.submit(items, group=encoder, priority=request.priority)
+    self._batcher = Batcher(run_batch, config)
+    self._serve_adapter = ServeAdapter(self._batcher, max_ongoing_requests)
+    results = await self._serve_adapter.submit(items, group=encoder, priority=request.priority)
 """
 
 from __future__ import annotations
@@ -18,40 +18,40 @@ from typing import Any, Generic, TypeVar
 
 from ray import serve
 
-from deployments.batching.batcher import RequestMerger
+from deployments.batching.batcher import Batcher
 
 ItemT = TypeVar("ItemT")
 ResultT = TypeVar("ResultT")
 
 
 @dataclass(eq=False, slots=True)
-class Submission:
-    """What goes through the door, and the answer once it is on the other side."""
+class _Submission:
+    """The arguments of `Batcher.submit`, and its future once it was called."""
 
     items: Sequence[Any]
     group: Hashable
     costs: Sequence[int] | None
     priority: int
     timeout_s: float | None
-    answer: asyncio.Future[list[Any]] | None = None
+    future: asyncio.Future[list[Any]] | None = None
 
 
-class ServeDoor(Generic[ItemT, ResultT]):
-    """Of one merger; made inside a replica. `max_ongoing_requests` is the deployment's: the door is as wide as that."""
+class ServeAdapter(Generic[ItemT, ResultT]):
+    """The way of one replica's requests into its batcher. `max_ongoing_requests` is the deployment's."""
 
-    def __init__(self, merger: RequestMerger[ItemT, ResultT], max_ongoing_requests: int) -> None:
-        # Two batches at a time: while one is handed over, the next is formed. Never a wait for company: that is the
-        # merger's decision.
+    def __init__(self, batcher: Batcher[ItemT, ResultT], max_ongoing_requests: int) -> None:
+        # Two of Serve's batches at a time: while one is handed over, the next is formed. They never wait for more
+        # requests: that is the batcher's decision.
         @serve.batch(
             max_batch_size=max(1, max_ongoing_requests // 2),
             batch_wait_timeout_s=0,
             max_concurrent_batches=2,
         )
-        async def enter(submissions: list[Submission]) -> list[asyncio.Future[list[Any]]]:
-            return [_enter(merger, submission) for submission in submissions]
+        async def submit_all(submissions: list[_Submission]) -> list[asyncio.Future[list[Any]]]:
+            return [_submit(batcher, submission) for submission in submissions]
 
         # Decorated here, not as a method: Serve keeps one queue per decorated function, for all of its objects.
-        self._enter: Callable[[Submission], Awaitable[asyncio.Future[list[ResultT]]]] = enter
+        self._submit_one: Callable[[_Submission], Awaitable[asyncio.Future[list[ResultT]]]] = submit_all
 
     async def submit(
         self,
@@ -62,19 +62,19 @@ class ServeDoor(Generic[ItemT, ResultT]):
         priority: int = 0,
         timeout_s: float | None = None,
     ) -> list[ResultT]:
-        """`RequestMerger.submit`, awaited. Who is cancelled meanwhile is taken out of the merger's queue."""
-        submission = Submission(items, group, costs, priority, timeout_s)
+        """Await `Batcher.submit`. A caller that is cancelled meanwhile is taken out of the batcher's queue."""
+        submission = _Submission(items, group, costs, priority, timeout_s)
         try:
-            return await (await self._enter(submission))
+            return await (await self._submit_one(submission))
         except asyncio.CancelledError:
-            if submission.answer is not None:  # cancelled between the door and the answer
-                submission.answer.cancel()
+            if submission.future is not None:  # cancelled between the handler and the results
+                submission.future.cancel()
             raise
 
 
-def _enter(merger: RequestMerger[Any, Any], submission: Submission) -> asyncio.Future[list[Any]]:
+def _submit(batcher: Batcher[Any, Any], submission: _Submission) -> asyncio.Future[list[Any]]:
     try:
-        submission.answer = merger.submit(
+        submission.future = batcher.submit(
             submission.items,
             group=submission.group,
             costs=submission.costs,
@@ -82,6 +82,6 @@ def _enter(merger: RequestMerger[Any, Any], submission: Submission) -> asyncio.F
             timeout_s=submission.timeout_s,
         )
     except Exception as error:  # a group that has no hash, say: raised here, it would fail all that came with it
-        submission.answer = asyncio.get_running_loop().create_future()
-        submission.answer.set_exception(error)
-    return submission.answer
+        submission.future = asyncio.get_running_loop().create_future()
+        submission.future.set_exception(error)
+    return submission.future

@@ -1,4 +1,4 @@
-"""What a merger has done, counted as it goes and read as one JSON-able snapshot."""
+"""Counts of a batcher, read as one JSON-able snapshot."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ RECENT: Final = 1024  # durations that percentiles are of
 
 @dataclass(frozen=True, slots=True)
 class DurationStats:
-    """Seconds. Count, sum and maximum since the start; percentiles of the last `RECENT`, 0 before the first."""
+    """Durations in seconds: count, sum and maximum since the start; percentiles of the last `RECENT`, 0 at first."""
 
     count: int
     sum_s: float
@@ -23,16 +23,15 @@ class DurationStats:
 
 
 @dataclass(frozen=True, slots=True)
-class MergeStats:
-    """Since the start, but for what waits and runs now (requests by priority).
+class BatchingStats:
+    """A snapshot of counts since the start; `queued` and `running` are requests by priority, now.
 
-    `requests` and `items` are those that were started; `batch_sizes` counts calls by their items. `retried` counts
-    requests that ran again, alone or with fewer others, after their merged call had failed; those runs are not among
-    `calls`. `cancelled` ones were
-    taken back while they waited or ran. `failed` ones got an error of the model.
+    `requests` and `items` are those that were started; `batch_sizes` counts batches by their items. `retried` counts
+    requests that ran again, alone or with fewer others, after their batch had failed; those runs are not among
+    `batches`. `cancelled` ones were taken back while they waited or ran. `failed` ones got an error of the model.
     """
 
-    calls: int
+    batches: int
     requests: int
     items: int
     batch_sizes: dict[int, int]
@@ -47,8 +46,8 @@ class MergeStats:
     running: dict[int, int]
 
 
-class Durations:
-    """Adds up; cheap to add to."""
+class _Durations:
+    """Durations in seconds, cheap to add to."""
 
     def __init__(self) -> None:
         self._count, self._sum_s, self._max_s = 0, 0.0, 0.0
@@ -66,10 +65,10 @@ class Durations:
 
 
 @dataclass(slots=True)
-class MergeCounts:
-    """The counters behind `MergeStats`."""
+class BatchingCounts:
+    """The counters behind `BatchingStats`."""
 
-    calls: int = 0
+    batches: int = 0
     requests: int = 0
     items: int = 0
     rejected: int = 0
@@ -79,12 +78,13 @@ class MergeCounts:
     failed: int = 0
     batch_sizes: Counter[int] = field(default_factory=Counter)
     running: Counter[int] = field(default_factory=Counter)
-    queue_wait: Durations = field(default_factory=Durations)
-    execution: Durations = field(default_factory=Durations)
+    queue_wait: _Durations = field(default_factory=_Durations)
+    execution: _Durations = field(default_factory=_Durations)
 
-    def stats(self, queued: Counter[int]) -> MergeStats:
-        return MergeStats(
-            calls=self.calls,
+    def stats(self, queued: Counter[int]) -> BatchingStats:
+        """Return a snapshot. `queued`: requests by priority."""
+        return BatchingStats(
+            batches=self.batches,
             requests=self.requests,
             items=self.items,
             batch_sizes=dict(sorted(self.batch_sizes.items())),
@@ -101,5 +101,5 @@ class MergeCounts:
 
 
 def _nearest(ordered: Sequence[float], share: float) -> float:
-    """The smallest that at least `share` of all are not above."""
+    """Return the smallest value that at least `share` of all are not above."""
     return ordered[math.ceil(share * len(ordered)) - 1] if ordered else 0.0

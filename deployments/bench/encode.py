@@ -1,4 +1,4 @@
-"""`atelier bench encode`: the embedding service beside infinity-emb, and beside a load of the encoder per request.
+"""`atelier bench encode`: the text-encoder service beside infinity-emb, and beside a load of the encoder per request.
 
 Ours is a whole cluster over HTTP; each side has as many torch threads, on the same cores, which the client shares.
 Both serve the same folders in float32. All texts of the throughput are distinct, so that no cache has them.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import sys
 import tempfile
@@ -20,6 +21,8 @@ from typing import Any, Final
 
 import numpy as np
 from ray import serve
+from rich.console import Console
+from rich.table import Table
 
 from deployments.bench.encode_cluster import (
     EncoderCounts,
@@ -41,6 +44,7 @@ INFINITY: Final = "infinity-emb"
 MINILM, T5 = "minilm", "t5"
 WARM_TEXTS: Final = 32
 MAX_BATCH: Final = 32  # of both sides, by default
+INSIDE_TARGET_MS: Final = 1.0
 EMBEDDING_WIDTH: Final = 384  # of MiniLM
 
 
@@ -58,7 +62,7 @@ class Effort:
 
 
 def measure_encode(effort: Effort, seed: int, cache: Path) -> dict[str, Any]:
-    """Figures as one JSON-able object. `cache` keeps the peer's environment for the next time."""
+    """Measure, and return JSON-able figures. `cache` keeps the peer's environment for the next time."""
     with contextlib.redirect_stdout(sys.stderr):  # Ray prints when a process of it dies, and stdout is for figures
         return _run(effort, seed, cache)
 
@@ -127,17 +131,17 @@ def _counted(url: str, way: Any, counts: list[EncoderCounts], number: int) -> Lo
 
 
 def _padding(counts: Sequence[EncoderCounts], loads: Sequence[Load]) -> dict[str, float]:
-    """Shares of the positions that forwards worked on: what was counted, and what calls of the same mean size, and
-    of the largest, would have had in the order of arrival.
+    """Return shares of the positions that forwards worked on: what was counted, and what batches of the same mean
+    size, and of the largest, would have had in the order of arrival.
     """
     lengths = [answer["usage"]["prompt_tokens"] for load in loads for answer in load.answers]
     total = EncoderCounts(*(sum(getattr(one, name) for one in counts) for name in EncoderCounts.__slots__))
     if total.texts != len(lengths):
         raise RuntimeError(f"{total.texts} texts were encoded for {len(lengths)} requests: the counts are of others")
-    mean_size = max(1, round(total.texts / total.calls))
+    mean_size = max(1, round(total.texts / total.batches))
     return {
         "counted": total.padding_share,
-        "texts_per_call": total.texts / total.calls,
+        "texts_per_batch": total.texts / total.batches,
         "texts_per_forward": total.texts / total.forwards,
         "arrival_same_size": arrival_padding(lengths, mean_size),
         "arrival_max_size": arrival_padding(lengths, MAX_BATCH),
@@ -190,3 +194,83 @@ def _overhead(url: str, texts: Texts, effort: Effort) -> dict[str, Any]:
 
 def _latency(samples_ms: Sequence[float]) -> dict[str, Any]:
     return summary(samples_ms) | {"p99": percentile(samples_ms, 0.99)}
+
+
+def print_encode_figures(figures: dict[str, Any], as_json: bool) -> None:
+    """Print tables, or the figures as one JSON object."""
+    if as_json:
+        sys.stdout.write(json.dumps(figures) + "\n")
+        return
+    console = Console()
+    console.print(_show_throughput(figures["throughput"]))
+    console.print(_show_padding(figures["throughput"]))
+    for model, found in figures["reload_ms"].items():
+        console.print(f"{model} loaded for each request: {found['p50']:.0f} ms per request ({_range(found)})")
+    console.print(_show_hits(figures))
+    for line in _show_lines(figures):
+        console.print(line)
+
+
+def _show_throughput(models: dict[str, Any]) -> Table:
+    table = Table("requests over HTTP", "side", "requests/s", "range", "p50 ms", "p99 ms", "Atelier / peer")
+    for model, found in models.items():
+        for num_callers, sides in found["callers"].items():
+            ratio = sides["ratio"]
+            shown = f"{ratio['median']:.2f} ({ratio['range'][0]:.2f} to {ratio['range'][1]:.2f})"
+            for name in [name for name in sides if name not in ("ratio", "padding")]:
+                one = sides[name]
+                rates = f"{one['range'][0]:.1f} to {one['range'][1]:.1f}"
+                times = [f"{one[key]:.1f}" for key in ("p50_ms", "p99_ms")]
+                row = f"{model}, {num_callers} callers"
+                table.add_row(row, name, f"{one['requests_per_s']:.1f}", rates, *times, shown)
+    return table
+
+
+def _show_padding(models: dict[str, Any]) -> Table:
+    table = Table(
+        "padding, of all positions", "Atelier", "in order of arrival, same batches", "batches of 32", "texts/batch"
+    )
+    for model, found in models.items():
+        for num_callers, sides in found["callers"].items():
+            one = sides["padding"]
+            shares = [f"{one[name]:.1%}" for name in ("counted", "arrival_same_size", "arrival_max_size")]
+            table.add_row(f"{model}, {num_callers} callers", *shares, f"{one['texts_per_batch']:.1f}")
+    return table
+
+
+def _show_hits(figures: dict[str, Any]) -> Table:
+    table = Table("the same text again", "p50 ms", "p95 ms", "range")
+    rows = {
+        f"{model}, {where}": found[key]
+        for model, found in figures["hits"].items()
+        for where, key in ((f"in the replica (target {INSIDE_TARGET_MS:g} ms)", "inside_ms"), ("HTTP", "http_ms"))
+    }
+    rows |= {
+        f"{what}, {place}": found for what, places in figures["lookups"].items() for place, found in places.items()
+    }
+    for name, found in rows.items():
+        table.add_row(name, f"{found['p50']:.2f}", f"{found['p95']:.2f}", _range(found))
+    return table
+
+
+def _show_lines(figures: dict[str, Any]) -> list[str]:
+    same, live = figures["identical"], figures["live_entries"]
+    lines = [
+        f"{same['callers']} callers at once of one text over {way}, {same['replicas']} replicas: encoded "
+        f"{same[way]['encoded']} times (target 1) in {same[way]['wall_s']:.1f} s"
+        for way in ("http", "handles")
+    ]
+    lines.append(
+        f"live T5-XXL encodings per GiB: {live['trimmed']['per_gib']:.0f} trimmed "
+        f"(mean {live['trimmed']['mean_tokens']:.1f} tokens), {live['stock']['per_gib']:.0f} padded to 512: "
+        f"{live['ratio']:.1f} times; sentence embeddings of {live['sentence']['width']}: "
+        f"{live['sentence']['per_gib']:.0f}"
+    )
+    for num_callers, found in figures["overhead"].items():
+        for name, added in found["added_p50_ms"].items():
+            lines.append(f"{num_callers} callers, cached texts: {added:+.1f} ms beside {name}")
+    return lines
+
+
+def _range(found: dict[str, Any]) -> str:
+    return f"{found['low']:.2f} to {found['high']:.2f}"

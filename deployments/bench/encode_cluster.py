@@ -20,7 +20,7 @@ NUM_CPUS: Final = 4  # shares, not cores
 def cluster_config(
     folder: Path, models: Mapping[str, Path], num_threads: int, *, num_replicas: int = 1, address: str | None = None
 ) -> ClusterConfig:
-    """Defaults but for sizes. `num_replicas` of the embedding service, each with `num_threads`."""
+    """Return a config with sizes for the bench, and `num_replicas` text encoders of `num_threads` each."""
     ray = {"address": address} if address else {"num_cpus": NUM_CPUS, "object_store_bytes": STORE_BYTES}
     return ClusterConfig.model_validate(
         {
@@ -38,11 +38,11 @@ def cluster_config(
 
 @dataclass(frozen=True, slots=True)
 class EncoderCounts:
-    """Of all replicas since their start. `texts` went through encoders, in `forwards`."""
+    """Counts of all replicas since their start. `texts` went through encoders, in `forwards`."""
 
     texts: int
     forwards: int
-    calls: int
+    batches: int
     text_tokens: int
     padding_tokens: int
     shared_errors: int
@@ -52,12 +52,12 @@ class EncoderCounts:
 
     @property
     def padding_share(self) -> float:
-        """Of the token positions that forwards worked on."""
+        """Return the share of padding in the token positions that forwards worked on."""
         return self.padding_tokens / max(1, self.text_tokens + self.padding_tokens)
 
 
 def encoder_counts(url: str) -> EncoderCounts:
-    """Raises RuntimeError when a replica does not answer: its counts would be missing."""
+    """Read the counts. Raises RuntimeError when a replica does not answer: its counts would be missing."""
     replicas: Sequence[Mapping[str, Any]] = Client(url).cluster()["text_encoders"]
     if not replicas or any("unreachable" in replica for replica in replicas):
         raise RuntimeError(f"not every text encoder answers: {replicas!r:.300}")
@@ -68,15 +68,15 @@ def encoder_counts(url: str) -> EncoderCounts:
     return EncoderCounts(
         texts=total("padding", "texts"),
         forwards=total("padding", "forwards"),
-        calls=total("merging", "calls"),
+        batches=total("batching", "batches"),
         text_tokens=total("padding", "text_tokens"),
-        padding_tokens=total("padding", "merge_padding_tokens") + total("padding", "stock_padding_tokens"),
+        padding_tokens=total("padding", "batch_padding_tokens") + total("padding", "stock_padding_tokens"),
         shared_errors=total("cache", "shared_errors"),
     )
 
 
 def arrival_padding(lengths: Sequence[int], size: int) -> float:
-    """The share of padding when texts run in the order of arrival, `size` together, each as long as the longest."""
+    """Return the share of padding when texts run in the order of arrival, `size` together, at the longest's length."""
     positions = tokens = 0
     for start in range(0, len(lengths), size):
         group = lengths[start : start + size]
@@ -85,15 +85,15 @@ def arrival_padding(lengths: Sequence[int], size: int) -> float:
     return 1 - tokens / positions if positions else 0.0
 
 
-class Empty:
-    """What Serve itself costs: its proxy and one replica."""
+class _Empty:
+    """An empty application: the cost of Serve's proxy and one replica."""
 
     async def __call__(self, _: Any) -> str:
         return "{}"
 
 
-class Front:
-    """The proxy and two replicas, as the way to an encoder is."""
+class _Front:
+    """An application of two replicas in series, as the way to an encoder is."""
 
     def __init__(self, behind: Any) -> None:
         self._behind = behind
@@ -104,12 +104,12 @@ class Front:
 
 
 def deploy_empty() -> dict[str, str]:
-    """Route prefixes of empty applications beside ours, by name."""
+    """Deploy empty applications beside ours; return their route prefixes by name."""
     options: dict[str, Any] = {"max_ongoing_requests": 256, "ray_actor_options": {"num_cpus": 0}}
-    behind = serve.deployment(Empty).options(name="behind", **options).bind()
+    behind = serve.deployment(_Empty).options(name="behind", **options).bind()
     apps = {
-        "one empty deployment": serve.deployment(Empty).options(**options).bind(),
-        "an empty deployment behind another": serve.deployment(Front).options(**options).bind(behind),
+        "one empty deployment": serve.deployment(_Empty).options(**options).bind(),
+        "an empty deployment behind another": serve.deployment(_Front).options(**options).bind(behind),
     }
     prefixes = {name: f"/empty-{number}" for number, name in enumerate(apps)}
     for name, app in apps.items():

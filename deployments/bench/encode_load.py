@@ -19,7 +19,7 @@ TIMEOUT_S = 300.0
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Of one round. Answers are in the order of the texts."""
+    """The outcome of one round. Answers are in the order of the texts."""
 
     latencies_s: list[float]
     wall_s: float
@@ -31,14 +31,14 @@ class Load:
 
 
 def embeddings_load(url: str, model: str, texts: Sequence[str], num_callers: int) -> Load:
-    """One text per request to `/v1/embeddings`, from a client of its own. Raises RuntimeError for a bad answer."""
+    """Send one text per request to `/v1/embeddings`, from a client of its own. Raises RuntimeError for a bad answer."""
     return asyncio.run(
         post_all(f"{url}/v1/embeddings", [{"model": model, "input": text} for text in texts], num_callers)
     )
 
 
 async def post_all(url: str, bodies: Sequence[dict[str, Any]], num_callers: int) -> Load:
-    """Each body once, in order, by the first caller that is free. Connections stay open, and are opened before."""
+    """Post each body once, in order, by the first caller that is free. Connections stay open, and are opened before."""
     latencies_s = [0.0] * len(bodies)
     raw = [b""] * len(bodies)
     rest: Iterator[tuple[int, dict[str, Any]]] = iter(enumerate(bodies))
@@ -61,7 +61,7 @@ async def post_all(url: str, bodies: Sequence[dict[str, Any]], num_callers: int)
 
 
 def interleaved(ways: Mapping[str, Callable[[int], Load]], rounds: int) -> dict[str, list[Load]]:
-    """Every way once per round, in turn, and the other way round in every other one: no way is always first."""
+    """Run every way once per round, in turn, and the other way round in every other one: no way is always first."""
     loads: dict[str, list[Load]] = {name: [] for name in ways}
     for number in range(rounds):
         for name in list(ways)[:: -1 if number % 2 else 1]:
@@ -70,7 +70,7 @@ def interleaved(ways: Mapping[str, Callable[[int], Load]], rounds: int) -> dict[
 
 
 def load_figures(loads: Sequence[Load]) -> dict[str, Any]:
-    """Requests per second: median of the rounds and range; latencies of all rounds together."""
+    """Return requests per second: median of the rounds and range; latencies of all rounds together."""
     rates = [load.requests_per_s for load in loads]
     latencies_ms = [seconds * 1e3 for load in loads for seconds in load.latencies_s]
     return {
@@ -83,6 +83,6 @@ def load_figures(loads: Sequence[Load]) -> dict[str, Any]:
 
 
 def ratio_figures(ours: Sequence[Load], peers: Sequence[Load]) -> dict[str, Any]:
-    """Requests per second, ours / the peer's of the same round: median and range."""
+    """Return requests per second, ours / the peer's of the same round: median and range."""
     ratios = [one.requests_per_s / other.requests_per_s for one, other in zip(ours, peers, strict=True)]
     return {"median": statistics.median(ratios), "range": [min(ratios), max(ratios)]}

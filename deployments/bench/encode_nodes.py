@@ -14,30 +14,39 @@ from pathlib import Path
 from typing import Any, Final
 
 import ray
+import torch
 from ray import serve
 from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from safetensors.torch import load_file
 
 from cluster.actor_names import encodings_name
+from cluster.encodings.actor import connect_shared_encodings
+from cluster.encodings.ray_tier import RaySharedTier
 from deployments.bench.encode_cluster import STORE_BYTES, cluster_config, encoder_counts
 from deployments.bench.encode_load import post_all
 from deployments.bench.encode_models import Texts
-from deployments.bench.encode_replica import Lookup, replica_class, tier_node
 from deployments.bench.figures import summary
 from deployments.cli.running import APP_NAME, cluster_up
+from deployments.engines.text.loading import load_text_encoder
 from deployments.records import EmbeddingRequest
+from deployments.text.cache import Encoding, EncodingCache, EncodingKey
+from deployments.text.encode import CachedEncoders, EncodeJob, encode_batch_or_raise
+from deployments.text.encoders import KeyedEncoder
 
 NUM_REPLICAS: Final = 2
 NUM_TEXTS: Final = 40
 LARGE_SHAPE: Final = (512, 4096)  # bf16: the 4 MiB that FLUX.1 reads of one prompt
 NUM_LARGE: Final = 5  # of each round: the shared tier takes a tenth of the object store
 TIER: Final = "bench-tiers"
+CACHE_BYTES: Final = 128 * 2**20
+Lookup = tuple[str, float]  # source, milliseconds
 
 
 def measure_nodes(
     folder: Path, models: Mapping[str, Path], identical: str, texts: Texts, num_identical: int, num_threads: int
 ) -> dict[str, Any]:
-    """ "lookups" and "identical"; `identical` is the model that is asked `num_identical` times at once."""
+    """Return "lookups" and "identical"; `identical` is the model that is asked `num_identical` times at once."""
     os.environ |= {"RAY_USAGE_STATS_ENABLED": "0"}
     node = {"num_cpus": 4, "object_store_memory": STORE_BYTES}
     nodes = Cluster(initialize_head=True, head_node_args=node | {"include_dashboard": False})
@@ -78,7 +87,7 @@ def _identical(url: str, model: str, texts: Texts, number: int) -> dict[str, Any
 
 def _lookups(folder: Path, texts: Texts) -> dict[str, Any]:
     """Milliseconds inside a replica, by where the encoding was."""
-    home = tier_node(TIER)
+    home = _tier_node(TIER)
     (away,) = {node["NodeID"] for node in ray.nodes()} - {home}
     first, second, other = (_replica(folder, node) for node in (home, home, away))
     found: dict[str, Any] = {}
@@ -113,4 +122,54 @@ def _by_place(first: Any, second: Any, other: Any, method: str, rounds: Sequence
 
 def _replica(folder: Path, node: str) -> Any:
     where = NodeAffinitySchedulingStrategy(node, soft=False)
-    return replica_class().options(num_cpus=0, scheduling_strategy=where).remote(TIER, folder)
+    return ray.remote(_EncodeReplica).options(num_cpus=0, scheduling_strategy=where).remote(TIER, folder)
+
+
+class _EncodeReplica:
+    """A replica's cache with both of its tiers, in a process of its own. `cluster` names the shared encodings."""
+
+    def __init__(self, cluster: str, folder: Path) -> None:
+        torch.set_num_threads(1)
+        self._tier = RaySharedTier(lambda: connect_shared_encodings(cluster, CACHE_BYTES))
+        self._cache = EncodingCache(CACHE_BYTES, self._tier)
+        encoder = load_text_encoder(folder, "transformers", None, folder, load_file(folder / "model.safetensors"))
+        self._keyed = KeyedEncoder(cluster, encoder)
+        self._encoders = CachedEncoders(self._cache, _run)
+
+    async def embed(self, texts: Sequence[str]) -> list[Lookup]:
+        """Encode one after the other, from the text on: what a service's replica does, tokenization and all."""
+        found: list[Lookup] = []
+        for text in texts:
+            start = time.perf_counter()
+            (source,) = (await self._encoders.embed(self._keyed, [text])).sources
+            found.append((source, (time.perf_counter() - start) * 1e3))
+        return found
+
+    async def keep(self, numbers: Sequence[int], shape: tuple[int, ...]) -> list[Lookup]:
+        """Keep encodings of `shape` in bfloat16, as another encoder would make; only the cache is timed."""
+
+        async def compute_many(keys: Sequence[EncodingKey]) -> list[Encoding]:
+            return [{"hidden": torch.zeros(shape, dtype=torch.bfloat16)} for _ in keys]
+
+        found: list[Lookup] = []
+        for number in numbers:
+            start = time.perf_counter()
+            key = EncodingKey("large", "bfloat16", "none", (number,))
+            source = (await self._cache.get_all([key], compute_many))[key].source
+            found.append((source, (time.perf_counter() - start) * 1e3))
+        return found
+
+    async def num_published(self) -> int:
+        """Return how many were published, which goes on after an answer."""
+        return (await self._tier.stats()).published
+
+
+def _tier_node(cluster: str) -> str:
+    """The node of the shared encodings."""
+    actor = connect_shared_encodings(cluster, CACHE_BYTES)
+    node: str = ray.get(actor.__ray_call__.remote(lambda _: ray.get_runtime_context().get_node_id()))
+    return node
+
+
+async def _run(jobs: Sequence[EncodeJob], priority: int, timeout_s: float | None) -> list[Encoding]:
+    return await asyncio.to_thread(encode_batch_or_raise, jobs)

@@ -23,7 +23,7 @@ INSTALL_TIMEOUT_S: Final = 900.0
 
 
 def infinity_environment(cache: Path) -> Path:
-    """The folder of a virtual environment with infinity-emb and our torch; made on first use, in minutes.
+    """Return the folder of a virtual environment with infinity-emb and our torch; made on first use, in minutes.
 
     Raises RuntimeError with pip's last words.
     """
@@ -44,7 +44,7 @@ def infinity_environment(cache: Path) -> Path:
 
 @contextlib.contextmanager
 def infinity_server(environment: Path, models: Mapping[str, Path], num_threads: int) -> Iterator[str]:
-    """One process that serves `models`, for the length of the block; its URL. Raises RuntimeError with its log.
+    """Run one process that serves `models`, for the length of the block; its URL. Raises RuntimeError with its log.
 
     Default settings but for what is not installed with it (BetterTransformer).
     """
@@ -74,7 +74,7 @@ def infinity_server(environment: Path, models: Mapping[str, Path], num_threads: 
 
 
 def reload_ms(folder: Path, texts: Sequence[str], num_threads: int) -> list[float]:
-    """Milliseconds per text when each request loads the encoder for itself, in a process of its own."""
+    """Return milliseconds per text when each request loads the encoder for itself, in a process of its own."""
     command = [sys.executable, "-m", "deployments.bench.encode_reload", str(folder), str(num_threads)]
     done = subprocess.run(command, input=json.dumps(list(texts)), capture_output=True, text=True, check=True)
     found: list[float] = json.loads(done.stdout.splitlines()[-1])

@@ -1,35 +1,40 @@
-"""`atelier bench merge`: merging at dispatch beside `@serve.batch`, in real Serve.
+"""`atelier bench merge`: dynamic batching at dispatch beside `@serve.batch`, in real Serve.
 
-A call of the model is a sleep, so that what differs is who was in which call. Ours has default settings everywhere;
-`@serve.batch` is shown with its default wait, and with the best of many waits, picked afterwards and for each figure
-by itself, which is more than anybody can tune.
+A batch of the model is a sleep, so that what differs is which requests were in which batch. Ours has default settings
+everywhere; `@serve.batch` is shown with its default wait, and with the best of many waits, picked afterwards and for
+each figure by itself, which is more than anybody can tune.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import statistics
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from ray import serve
+from rich.console import Console
+from rich.table import Table
 
 from deployments.bench.figures import summary
 from deployments.bench.machine import private_ray
-from deployments.bench.merge_replica import MAX_ONGOING, Batched, Empty, Merged, MergeReplica, Outcome
+from deployments.bench.merge_replica import MAX_ONGOING, AtArrival, AtDispatch, Empty, MergeReplica, Outcome
 from deployments.bench.merge_traffic import Pattern, grid, scenario
 
 DEFAULT_WAIT_S: Final = 0.01  # of `@serve.batch`
-WAITS: Final = (0.0, 0.03, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5)  # of a call's time
+WAITS: Final = (0.0, 0.03, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5)  # of a batch's time
 LIMIT: Final = 1.02  # ours / best, that the grid is held to
 STORE_BYTES: Final = 100_000_000
+WORST: Final = 10  # patterns shown
 
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How much is measured. `unit_s` is a call of one item in the grid."""
+    """How much is measured. `unit_s` is a batch of one item in the grid."""
 
     unit_s: float = 0.1
     num_requests: int = 64
@@ -41,7 +46,7 @@ class Effort:
 
 
 def measure_merge(effort: Effort, seed: int = 0) -> dict[str, Any]:
-    """Figures as one JSON-able object."""
+    """Measure, and return the figures as one JSON-able object."""
     with private_ray(STORE_BYTES, preallocate=False):
         try:
             return asyncio.run(_measure(effort, seed))
@@ -58,9 +63,9 @@ async def _measure(effort: Effort, seed: int) -> dict[str, Any]:
     async def one(pattern: Pattern) -> dict[str, Any]:
         async with limit:
             waits_s = [wait * effort.unit_s for wait in WAITS]
-            return compared(pattern.name, waits_s, await replica.outcomes.remote(pattern, waits_s))
+            return _compared(pattern.name, waits_s, await replica.outcomes.remote(pattern, waits_s))
 
-    return found | {"grid": in_all(await asyncio.gather(*map(one, patterns))), "seed": seed}
+    return found | {"grid": _in_all(await asyncio.gather(*map(one, patterns))), "seed": seed}
 
 
 async def _scenario(replica: Any) -> dict[str, Any]:
@@ -68,7 +73,7 @@ async def _scenario(replica: Any) -> dict[str, Any]:
     waits_s = [DEFAULT_WAIT_S, *(wait * pattern.service.first_s for wait in WAITS)]
     outcomes: Sequence[Outcome] = await replica.outcomes.remote(pattern, waits_s)
     ours, default = outcomes[0], outcomes[1]
-    return compared(pattern.name, waits_s, outcomes) | {
+    return _compared(pattern.name, waits_s, outcomes) | {
         "ours": _shown(ours),
         "default": _shown(default),
         "default_makespan_ratio": default.makespan_s / ours.makespan_s,
@@ -76,8 +81,8 @@ async def _scenario(replica: Any) -> dict[str, Any]:
     }
 
 
-def compared(name: str, waits_s: Sequence[float], outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """Ours, the first, beside the best of the others; ratios are ours / best."""
+def _compared(name: str, waits_s: Sequence[float], outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    """Compare ours, the first, with the best of the others; ratios are ours / best."""
     ours, others = outcomes[0], outcomes[1:]
     makespan_s = min(other.makespan_s for other in others)
     best = min(range(len(others)), key=lambda index: others[index].mean_latency_s)
@@ -91,8 +96,8 @@ def compared(name: str, waits_s: Sequence[float], outcomes: Sequence[Outcome]) -
     }
 
 
-def in_all(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The worst, the middle, and who is beyond the limit."""
+def _in_all(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the worst and the middle ratio, and the patterns beyond the limit."""
     found: dict[str, Any] = {"num_patterns": len(lines), "limit": LIMIT}
     for what in ("makespan_ratio", "latency_ratio"):
         ratios = [line[what] for line in lines]
@@ -103,8 +108,8 @@ def in_all(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 async def _overhead(replica: Any, effort: Effort) -> dict[str, Any]:
-    """Microseconds per request: of whole Serve calls by so many callers, and of merging alone inside a replica."""
-    ways = {"empty deployment": Empty, "serve.batch": Batched, "merger behind serve.batch": Merged}
+    """Return microseconds per request: of Serve calls by so many callers, and of batching alone in a replica."""
+    ways = {"empty deployment": Empty, "serve.batch": AtArrival, "batcher behind serve.batch": AtDispatch}
     handles = {name: _deploy(class_) for name, class_ in ways.items()}
     samples: dict[str, list[float]] = {name: [] for name in ways}
     for round_ in range(4):  # in turn; the first is for routers that have not met their replicas
@@ -148,3 +153,35 @@ def _shown(outcome: Outcome) -> dict[str, Any]:
         "mean_latency_s": outcome.mean_latency_s,
         "sizes": {str(size): count for size, count in outcome.sizes.items()},
     }
+
+
+def print_merge_figures(figures: dict[str, Any], as_json: bool) -> None:
+    """Print tables, or the figures as one JSON object."""
+    if as_json:
+        sys.stdout.write(json.dumps(figures) + "\n")
+        return
+    console = Console()
+    found, grid, overhead = figures["scenario"], figures["grid"], figures["overhead"]
+    table = Table("24 requests at 10/s, 0.5 s + 0.01 s, max 8", "makespan s", "mean latency s", "batch sizes")
+    tuned = f"serve.batch, best wait ({found['best_wait_s']:g} s)"
+    for name, shown in (("serve.batch", found["default"]), (tuned, found["tuned"]), ("Atelier", found["ours"])):
+        sizes = ", ".join(f"{count} of {size}" for size, count in shown["sizes"].items())
+        table.add_row(name, f"{shown['makespan_s']:.2f}", f"{shown['mean_latency_s']:.2f}", sizes)
+    console.print(table)
+    console.print(
+        f"default / Atelier: makespan {found['default_makespan_ratio']:.2f} (target 3.5), "
+        f"mean latency {found['default_latency_ratio']:.2f} (target 5)"
+    )
+    table = Table(f"{grid['num_patterns']} patterns, Atelier / best wait", "worst", "median", "best", "above limit")
+    for what in ("makespan_ratio", "latency_ratio"):
+        ratios = [f"{grid[what][key]:.3f}" for key in ("worst", "median", "best")]
+        table.add_row(what.removesuffix("_ratio"), *ratios, f"{len(grid[what]['beyond'])} above {grid['limit']}")
+    console.print(table)
+    for name, ratio in list(grid["latency_ratio"]["beyond"].items())[:WORST]:
+        console.print(f"  {name}: mean latency {ratio:.3f}")
+    table = Table(f"{overhead['num_callers']} callers", "us per request", "range")
+    for name, us in overhead["serve_us"].items():
+        table.add_row(f"Serve call: {name}", f"{us['p50']:.0f}", f"{us['low']:.0f} to {us['high']:.0f}")
+    for name, us in overhead["inside_us"].items():
+        table.add_row(f"inside a replica: {name}", f"{us:.1f}", "")
+    console.print(table)

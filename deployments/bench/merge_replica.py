@@ -1,4 +1,4 @@
-"""What `atelier bench merge` measures: arrivals are generated inside a replica, so that only merging counts."""
+"""Replicas of `atelier bench merge`: arrivals are generated inside a replica, so that only batching counts."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from typing import Any
 
 from ray import serve
 
-from configs.merging import MergeConfig
-from deployments.batching.batcher import RequestMerger
-from deployments.batching.serve_adapter import ServeDoor
+from configs.batching import BatchingConfig
+from deployments.batching.batcher import Batcher
+from deployments.batching.serve_adapter import ServeAdapter
 from deployments.bench.merge_traffic import Pattern, Service
 
 MAX_ONGOING = 256
-Submit = Callable[[int], Awaitable[Any]]
+_Submit = Callable[[int], Awaitable[Any]]
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Of the requests that were measured. `sizes` counts calls by their items."""
+    """The figures of the requests that were measured. `sizes` counts batches by their items."""
 
     makespan_s: float
     mean_latency_s: float
@@ -30,71 +30,73 @@ class Outcome:
 
 
 class MergeReplica:
-    """Serves patterns of traffic, through `@serve.batch` or through the merger."""
+    """A replica that serves patterns of traffic, through `@serve.batch` or through the batcher."""
 
     async def outcomes(self, pattern: Pattern, waits_s: Sequence[float]) -> list[Outcome]:
-        """Side by side at the same time: the merger with default settings, then `@serve.batch` with each wait.
-        What else the machine does meets all of them."""
-        ways = [self._merged(pattern), *(self._batched(pattern, wait_s) for wait_s in waits_s)]
+        """Serve the pattern side by side: by the batcher with default settings, then by `@serve.batch` with each wait.
+
+        What else the machine does meets all of them.
+        """
+        ways = [self._at_dispatch(pattern), *(self._at_arrival(pattern, wait_s) for wait_s in waits_s)]
         return list(await asyncio.gather(*ways))
 
     async def own_cost_us(self, num_requests: int, num_callers: int) -> dict[str, float]:
-        """Microseconds per request of merging alone: callers in a row each, a handler that does nothing."""
+        """Return microseconds per request of batching alone: callers in a row each, a handler that does nothing."""
         sizes: Counter[int] = Counter()
         idle = Pattern("idle", Service("nothing", 0.0, 0.0), 32, ())
-        merger: RequestMerger[int, int] = RequestMerger(_handler(idle, sizes), MergeConfig(max_batch_size=32))
-        door = ServeDoor(merger, MAX_ONGOING)
+        batcher: Batcher[int, int] = Batcher(_handler(idle, sizes), BatchingConfig(max_batch_size=32))
+        serve_adapter = ServeAdapter(batcher, MAX_ONGOING)
         batched = serve.batch(max_batch_size=32, batch_wait_timeout_s=0)(_handler(idle, sizes))
-        ways: dict[str, Submit] = {
+        ways: dict[str, _Submit] = {
             "nothing": _nothing,
-            "merger": lambda item: merger.submit([item]),
-            "merger behind serve.batch": lambda item: door.submit([item]),
+            "batcher": lambda item: batcher.submit([item]),
+            "batcher behind serve.batch": lambda item: serve_adapter.submit([item]),
             "serve.batch": batched,
         }
         return {name: await _cost_us(submit, num_requests, num_callers) for name, submit in ways.items()}
 
-    async def _merged(self, pattern: Pattern) -> Outcome:
+    async def _at_dispatch(self, pattern: Pattern) -> Outcome:
         sizes: Counter[int] = Counter()
-        merger: RequestMerger[int, int] = RequestMerger(
-            _handler(pattern, sizes), MergeConfig(max_batch_size=pattern.max_batch_size)
+        batcher: Batcher[int, int] = Batcher(
+            _handler(pattern, sizes), BatchingConfig(max_batch_size=pattern.max_batch_size)
         )
-        return await _serve(pattern, lambda item: merger.submit([item]), sizes)
+        return await _serve(pattern, lambda item: batcher.submit([item]), sizes)
 
-    async def _batched(self, pattern: Pattern, wait_s: float) -> Outcome:
+    async def _at_arrival(self, pattern: Pattern, wait_s: float) -> Outcome:
         sizes: Counter[int] = Counter()
         decorate = serve.batch(max_batch_size=pattern.max_batch_size, batch_wait_timeout_s=wait_s)
         return await _serve(pattern, decorate(_handler(pattern, sizes)), sizes)
 
 
 class Empty:
-    """What Serve itself costs."""
+    """An empty deployment: Serve's own cost."""
 
     async def ask(self, item: int) -> int:
         return item
 
 
-class Batched:
+class AtArrival:
     """Serve's own batching, which does not wait."""
 
     async def ask(self, item: int) -> int:
-        return await self._merge(item)
+        return await self._run_batch(item)
 
     @serve.batch(max_batch_size=32, batch_wait_timeout_s=0)
-    async def _merge(self, items: list[int]) -> list[int]:
+    async def _run_batch(self, items: list[int]) -> list[int]:
         return items
 
 
-class Merged:
-    """The merger behind Serve's decorator, as services use it."""
+class AtDispatch:
+    """The batcher behind Serve's decorator, as services use it."""
 
-    async def __init__(self) -> None:  # type: ignore[misc]  # Serve awaits it: the merger needs the event loop
-        async def run(items: Sequence[int]) -> Sequence[int]:
+    async def __init__(self) -> None:  # type: ignore[misc]  # Serve awaits it: the batcher needs the event loop
+        async def run_batch(items: Sequence[int]) -> Sequence[int]:
             return items
 
-        self._door = ServeDoor(RequestMerger(run, MergeConfig(max_batch_size=32)), MAX_ONGOING)
+        self._serve_adapter = ServeAdapter(Batcher(run_batch, BatchingConfig(max_batch_size=32)), MAX_ONGOING)
 
     async def ask(self, item: int) -> int:
-        return (await self._door.submit([item]))[0]
+        return (await self._serve_adapter.submit([item]))[0]
 
 
 def _handler(pattern: Pattern, sizes: Counter[int]) -> Callable[[Sequence[int]], Awaitable[Sequence[int]]]:
@@ -106,7 +108,7 @@ def _handler(pattern: Pattern, sizes: Counter[int]) -> Callable[[Sequence[int]],
     return handle
 
 
-async def _serve(pattern: Pattern, submit: Submit, sizes: Counter[int]) -> Outcome:
+async def _serve(pattern: Pattern, submit: _Submit, sizes: Counter[int]) -> Outcome:
     num_warm = pattern.num_warm
     if num_warm:
         await _answers(pattern.arrivals_s[:num_warm], submit)
@@ -120,8 +122,8 @@ async def _serve(pattern: Pattern, submit: Submit, sizes: Counter[int]) -> Outco
     )
 
 
-async def _answers(arrivals_s: Sequence[float], submit: Submit) -> list[tuple[float, float]]:
-    """When each was due and answered, from the start. Nobody waits for the answer of another."""
+async def _answers(arrivals_s: Sequence[float], submit: _Submit) -> list[tuple[float, float]]:
+    """Return when each was due and answered, from the start. Requests do not wait for each other."""
     start = time.perf_counter()
 
     async def one(index: int, at_s: float) -> tuple[float, float]:
@@ -136,7 +138,7 @@ async def _nothing(_: int) -> None:
     await asyncio.sleep(0)
 
 
-async def _cost_us(submit: Submit, num_requests: int, num_callers: int) -> float:
+async def _cost_us(submit: _Submit, num_requests: int, num_callers: int) -> float:
     async def caller() -> None:
         for item in range(num_requests // num_callers):
             await submit(item)

@@ -1,4 +1,4 @@
-"""When requests come and how long calls take: the patterns that merging is measured on. Pure, times in seconds."""
+"""Patterns of arrivals and batch times that dynamic batching is measured on. Pure, times in seconds."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Final
 
-BURST_GAP: Final = 0.03  # between requests of one burst, of a call's time
+BURST_GAP: Final = 0.03  # between requests of one burst, of a batch's time
 
 ARRIVALS: Final = ("even", "poisson", "bursts of 3", "bursts of 8", "on and off")
-LOADS: Final = (0.3, 0.9, 1.67, 3.0)  # requests per time of a call of one
-LINEAR_LOADS: Final = (0.3, 0.7)  # where merging gains next to nothing, more would be overload
+LOADS: Final = (0.3, 0.9, 1.67, 3.0)  # requests per time of a batch of one
+LINEAR_LOADS: Final = (0.3, 0.7)  # where batching gains next to nothing, more would be overload
 
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """A call of n items takes first_s + further_s * (n - 1)."""
+    """A model whose batch of n items takes first_s + further_s * (n - 1)."""
 
     name: str
     first_s: float
@@ -29,7 +29,7 @@ class Service:
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """`arrivals_s` from the start; the first `num_warm` requests are served and not measured."""
+    """Requests by their arrivals in seconds from the start; the first `num_warm` are served and not measured."""
 
     name: str
     service: Service
@@ -39,12 +39,12 @@ class Pattern:
 
 
 def scenario() -> Pattern:
-    """24 requests at 10 per second, 0.5 s for one and 0.01 s for each further item, at most 8 together."""
+    """Return 24 requests at 10 per second, 0.5 s for one and 0.01 s for each further item, at most 8 together."""
     return Pattern("scenario", Service("scenario", 0.5, 0.01), 8, tuple(0.1 * index for index in range(24)))
 
 
 def grid(unit_s: float, num_requests: int, num_warm: int, seed: int) -> list[Pattern]:
-    """50 patterns; a call of one takes `unit_s`."""
+    """Return 50 patterns; a batch of one takes `unit_s`."""
     services = {
         Service("flat", unit_s, 0.02 * unit_s): LOADS,
         Service("steep", unit_s, 0.2 * unit_s): LOADS,

@@ -20,7 +20,7 @@ from configs.model import ModelConfig
 from deployments.modules.component_builder import ComponentBuilder
 from deployments.modules.model_host import ModelHost
 from deployments.services.model_replica import limit_torch_threads, prepare_models
-from deployments.text.keyed_encoders import KeyedEncoder, TextEncoderBuilder, is_text_encoder
+from deployments.text.encoders import KeyedEncoder, TextEncoderBuilder, is_text_encoder
 from weights.manifest import Component, Manifest
 
 

@@ -71,9 +71,8 @@ def bench_merge(
     seed: Annotated[int, typer.Option(help="Of the arrivals.")] = 0,
     as_json: Json = False,
 ) -> None:
-    """Measure batching at dispatch beside Serve's own batching: a scenario, 50 patterns, overhead."""
-    from deployments.bench.merge import Effort, measure_merge
-    from deployments.bench.merge_report import print_merge_figures
+    """Measure dynamic batching at dispatch beside Serve's own batching: a scenario, 50 patterns, overhead."""
+    from deployments.bench.merge import Effort, measure_merge, print_merge_figures
 
     with _err.status("measuring: takes about five minutes"):
         figures = measure_merge(Effort(), seed)
@@ -87,8 +86,7 @@ def bench_encode(
     as_json: Json = False,
 ) -> None:
     """Measure the text-encoder service beside infinity-emb, and beside a load of the encoder for each request."""
-    from deployments.bench.encode import Effort, measure_encode
-    from deployments.bench.encode_report import print_encode_figures
+    from deployments.bench.encode import Effort, measure_encode, print_encode_figures
 
     with _err.status("measuring: takes about eight minutes, and some more the first time"):
         figures = measure_encode(Effort(), seed, cache.expanduser())

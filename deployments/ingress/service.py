@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from cluster.registry.snapshot import RegistrySnapshot
+from configs.batching import BatchingConfig
 from configs.cluster import ClusterConfig
-from configs.merging import MergeConfig
 from deployments.defaults import text_rules, with_image_defaults, with_text_defaults
 from deployments.ingress.admin.operations import Operations
 from deployments.ingress.catalog import Catalog, card_of
@@ -59,7 +59,7 @@ class Service:
         worker: Any,
         why_none: Callable[[str], WhyNone] = lambda _: nobody_knows,
     ) -> None:
-        self.operations = Operations(config.name, snapshot, encoder, worker, config.text_encoder.merging)
+        self.operations = Operations(config.name, snapshot, encoder, worker, config.text_encoder.batching)
         self._config = config
         self._configured = frozenset(config.entries)
         self._snapshot = snapshot
@@ -72,7 +72,7 @@ class Service:
             config.pipelines,
             self,
             lambda: known,
-            max_batch_size=config.text_encoder.merging.max_batch_size,
+            max_batch_size=config.text_encoder.batching.max_batch_size,
             limits=config.ingress.limits,
             max_timeout_s=timeout_s,
         )
@@ -192,9 +192,9 @@ class Service:
             return self._pipeline_card(id_)
         return card_of(await self._catalog.find_record(id_))
 
-    async def merging(self) -> MergeConfig:
-        """Return the batch policy of the text encoders."""
-        return await self.operations.merging()
+    async def batching(self) -> BatchingConfig:
+        """Return how the text encoders batch requests now."""
+        return await self.operations.batching()
 
     async def entering(self) -> list[str]:
         """Return the configured models that are not in the store yet. Models that are registered later do not count."""

@@ -1,4 +1,4 @@
-"""Makes the components that denoise and write text, and text encoders where the embedding service is down."""
+"""Makes the components that denoise and write text, and text encoders where the text-encoder service is down."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from deployments.engines.diffusion.rows import BatchBounds
 from deployments.engines.llm.engine import LLMEngine
 from deployments.engines.skeletons import SkeletonPool
 from deployments.modules.built_modules import object_footprint
-from deployments.text.keyed_encoders import KeyedEncoder, TextEncoderBuilder
+from deployments.text.encoders import KeyedEncoder, TextEncoderBuilder
 from weights.adapters import parse_adapter
 from weights.manifest import Component
 

@@ -41,7 +41,7 @@ from deployments.modules.slot_filling import (
     switch_report,
 )
 from deployments.records import SwitchReport
-from deployments.shared_work import shared_task
+from deployments.tasks import shared_task
 from weights.errors import BudgetExceeded, ExtentCorrupt
 from weights.manifest import Component, ExtentRef, Manifest
 

@@ -22,8 +22,7 @@ from deployments.modules.component_builder import batch_bounds, is_denoise_compo
 from deployments.modules.model_host import Lease, ModelHost
 from deployments.records import ImageRequest, ImageResult
 from deployments.services.step_loop import DeviceThread, EngineLoop
-from deployments.text.records import Conditioning, ConditioningRequest
-from deployments.text.tensor_records import unpack
+from deployments.text.requests import Conditioning, ConditioningRequest, unpack
 
 EncodeText = Callable[[ConditioningRequest], Awaitable[Conditioning]]
 OnStep = Callable[[int, int], None]  # steps done, steps in all

@@ -21,7 +21,7 @@ from ray.serve.schema import DeploymentStatusOverview, ReplicaState
 
 from deployments.errors import NoReplica, ReplicaLost
 from deployments.services.deadlines import Deadline
-from deployments.shared_work import shared_task
+from deployments.tasks import shared_task
 
 PATIENCE_S: Final = 2.0  # without any answer of the deployment before it is asked whether there is a replica
 

@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, Callable
 from typing import Generic, ParamSpec, TypeVar
 
 from deployments.engines.protocol import ComputationFailed, Engine, EngineOutput, EngineRequest
-from deployments.threads import outcome_of
+from deployments.tasks import outcome_of
 
 P = ParamSpec("P")
 T = TypeVar("T")

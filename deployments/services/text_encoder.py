@@ -1,4 +1,4 @@
-"""The embedding service: text encoders of all models behind one deployment, merged and cached."""
+"""The text-encoder service: the encoders of all models behind one deployment, with dynamic batching and a cache."""
 
 from __future__ import annotations
 
@@ -18,31 +18,38 @@ from cluster.actor_names import cluster_key
 from cluster.encodings.actor import connect_shared_encodings
 from cluster.encodings.ray_tier import RaySharedTier
 from cluster.telemetry import RequestMetrics
+from configs.batching import BatchingConfig
 from configs.cluster import ClusterConfig
-from configs.merging import MergeConfig
-from deployments.batching.batcher import RequestMerger
-from deployments.batching.serve_adapter import ServeDoor
+from configs.model import LongText
+from deployments.batching.batcher import Batcher
+from deployments.batching.serve_adapter import ServeAdapter
 from deployments.engines.text.padding_counts import EncodeCounter
 from deployments.errors import as_service_errors
+from deployments.modules.model_host import ModelHost
 from deployments.pipelines.planning import plan_segments
 from deployments.pipelines.plans import SegmentCall, SegmentResult
 from deployments.pipelines.ports import known_model
 from deployments.pipelines.segments import SegmentRunner
 from deployments.records import EmbeddingRequest, EmbeddingResult, HeadRequest
 from deployments.services.model_replica import ModelReplica
-from deployments.services.segment_ops import EncoderOps
-from deployments.text.cache import EmbeddingCache, Encoding
-from deployments.text.cached_encoders import CachedEncoders, embedding_of
-from deployments.text.encode_jobs import EncodeJob, encode_jobs
-from deployments.text.keyed_encoders import TextEncoderBuilder, is_text_encoder
-from deployments.text.records import Conditioning, ConditioningRequest
-from deployments.text.tensor_records import pack
-from deployments.threads import in_thread
+from deployments.tasks import in_thread
+from deployments.text.cache import Encoding, EncodingCache
+from deployments.text.encode import (
+    CachedEncoders,
+    EncodeJob,
+    cut_warnings,
+    embedding_items,
+    embedding_of,
+    encode_batch,
+    tokenize_items,
+)
+from deployments.text.encoders import TextEncoderBuilder, is_text_encoder
+from deployments.text.requests import Conditioning, ConditioningRequest, pack
 from weights.manifest import ModelKind
 
 
 class TextEncoderService(ModelReplica):
-    """One replica. `ServeDoor` is where requests come through `@serve.batch` into the merger."""
+    """One replica. Requests come through `@serve.batch` into the batcher by the `ServeAdapter`."""
 
     _kinds: ClassVar[tuple[ModelKind, ...]] = ("diffusion", "embedding", "head")
     _wants = staticmethod(is_text_encoder)
@@ -55,22 +62,22 @@ class TextEncoderService(ModelReplica):
             with contextlib.suppress(Exception):  # it may be missing
                 await asyncio.to_thread(connect)  # its process starts now, so that the first text need not wait for it
             shared = RaySharedTier(connect)
-        self._cache = EmbeddingCache(settings.cache_bytes, shared)
+        self._cache = EncodingCache(settings.cache_bytes, shared)
         await self._open(config, "text-encoder", settings, TextEncoderBuilder())
         self._padding = EncodeCounter()
-        self._merging: MergeConfig = await self._registry.encoder_merging.remote() or settings.merging
-        self._merger: RequestMerger[EncodeJob, Encoding] = RequestMerger(self._encode, self._merging)
-        self._door = ServeDoor(self._merger, settings.max_ongoing_requests)
-        self._encoders = CachedEncoders(self._cache, self._run_merged)
+        self._batching: BatchingConfig = await self._registry.encoder_batching.remote() or settings.batching
+        self._batcher: Batcher[EncodeJob, Encoding] = Batcher(self._encode_batch, self._batching)
+        self._serve_adapter = ServeAdapter(self._batcher, settings.max_ongoing_requests)
+        self._encoders = CachedEncoders(self._cache, self._run_batch)
         self._segments = SegmentRunner(settings.torch_device)
         if config.pipelines:
             models = {record.id: known_model(record) for record in await self._registry.statuses.remote()}
-            for segment in plan_segments(config.pipelines, models, settings.merging.max_batch_size):
+            for segment in plan_segments(config.pipelines, models, settings.batching.max_batch_size):
                 self._segments.prepare_segment(segment)
         self._metrics = RequestMetrics()
 
     async def condition(self, request: ConditioningRequest) -> Conditioning:
-        """The tensors that a diffusion pipeline's `start` takes for this prompt."""
+        """Return the tensors that a diffusion pipeline's `start` takes for this prompt."""
         start = time.perf_counter()
         with as_service_errors():
             async with self._host.lease(request.model, is_text_encoder, version=request.model_version) as lease:
@@ -81,7 +88,7 @@ class TextEncoderService(ModelReplica):
         return Conditioning(pack(tensors), encode_ms, encoded.cache, encoded.warnings)
 
     async def embed(self, request: EmbeddingRequest) -> EmbeddingResult:
-        """One vector per input."""
+        """Return one vector per input."""
         start = time.perf_counter()
         with as_service_errors():
             async with self._host.lease(request.model, is_text_encoder, version=request.model_version) as lease:
@@ -106,7 +113,7 @@ class TextEncoderService(ModelReplica):
         )
 
     async def apply_head(self, request: HeadRequest) -> npt.NDArray[np.float32]:
-        """(n, in) -> (n, out)."""
+        """Apply a head to features: (n, in) -> (n, out)."""
         with as_service_errors():
             async with self._host.lease(request.model, is_text_encoder, version=request.model_version) as lease:
                 (head,) = lease.modules.values()
@@ -116,21 +123,21 @@ class TextEncoderService(ModelReplica):
         return result
 
     async def run_segment(self, call: SegmentCall, *upstream: SegmentResult) -> SegmentResult:
-        """Steps of a pipeline, one after the other; what they hand on stays on the device."""
+        """Run steps of a pipeline, one after the other; what they hand on stays on the device."""
         with as_service_errors():
-            return await self._segments.run_segment(call, upstream, EncoderOps(self._host, self._encoders, call))
+            return await self._segments.run_segment(call, upstream, _EncoderOps(self._host, self._encoders, call))
 
-    async def retune(self, merging: MergeConfig) -> None:
-        """From now on, for those who wait as well."""
-        self._merging = merging
-        self._merger.retune(merging)
+    async def retune(self, batching: BatchingConfig) -> None:
+        """Batch by this config from now on, waiting requests as well."""
+        self._batching = batching
+        self._batcher.retune(batching)
 
     async def describe(self) -> dict[str, Any]:
         """Add the cache, the batches and the pipelines' segments to what every replica tells of itself."""
         return await super().describe() | {
             "cache": asdict(self._cache.stats()),
-            "merging": asdict(self._merger.stats()),
-            "merge_config": self._merging.model_dump(mode="json"),
+            "batching": asdict(self._batcher.stats()),
+            "batching_config": self._batching.model_dump(mode="json"),
             "padding": asdict(self._padding.stats()),
             "segments": asdict(self._segments.stats()),
         }
@@ -140,10 +147,70 @@ class TextEncoderService(ModelReplica):
         super()._condemn(extents)
         self._cache.forget_all()
 
-    async def _run_merged(self, jobs: Sequence[EncodeJob], priority: int, timeout_s: float | None) -> list[Encoding]:
-        # By number: the merger remembers groups, and must not keep an encoder's weights with them.
+    async def _run_batch(self, jobs: Sequence[EncodeJob], priority: int, timeout_s: float | None) -> list[Encoding]:
+        # By number: the batcher remembers groups, and must not keep an encoder's weights with them.
         group, costs = id(jobs[0].encoder), [job.num_tokens for job in jobs]
-        return await self._door.submit(jobs, group=group, costs=costs, priority=priority, timeout_s=timeout_s)
+        return await self._serve_adapter.submit(jobs, group=group, costs=costs, priority=priority, timeout_s=timeout_s)
 
-    async def _encode(self, jobs: Sequence[EncodeJob]) -> Sequence[Encoding | Exception]:
-        return await asyncio.to_thread(encode_jobs, jobs, counter=self._padding)
+    async def _encode_batch(self, jobs: Sequence[EncodeJob]) -> Sequence[Encoding | Exception]:
+        return await asyncio.to_thread(encode_batch, jobs, counter=self._padding)
+
+
+class _EncoderOps:
+    """The `SegmentOps` of one pipeline call: what its stages may do in a replica.
+
+    A model is leased for its own stage only: two calls that each hold what the other waits for would never end.
+    """
+
+    def __init__(self, host: ModelHost, encoders: CachedEncoders, call: SegmentCall) -> None:
+        self._host = host
+        self._encoders = encoders
+        self._call = call
+        self._warnings: list[str] = []
+
+    async def tokenize(self, model: str, texts: Sequence[str], first: int) -> list[tuple[int, ...]]:
+        """Return the token ids of each text; `first` is the number of the first one in its request."""
+        async with self._lease(model) as lease:
+            (keyed,) = lease.modules.values()
+            items = embedding_items(keyed, texts, self._long_text(model), first)
+            found = await in_thread(tokenize_items, items)
+        self._warnings += cut_warnings(items, found)
+        return [text.token_ids for (text,) in found]
+
+    async def encode(
+        self, model: str, texts: Sequence[str] | Sequence[tuple[int, ...]], first: int
+    ) -> Sequence[torch.Tensor]:
+        """Return one vector (D,) per text."""
+        async with self._lease(model) as lease:
+            (keyed,) = lease.modules.values()
+            encoded = await self._encoders.embed(
+                keyed,
+                texts,
+                long_text=self._long_text(model),
+                first=first,
+                priority=self._call.priority,
+                timeout_s=self._call.timeout_s,
+            )
+        self._warnings += encoded.warnings
+        return [embedding_of(output) for output in encoded.outputs]
+
+    async def head(self, model: str, features: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+        """Apply a head: (n, in) -> (n, out), into `out` where it can."""
+        async with self._lease(model) as lease:
+            (head,) = lease.modules.values()
+            if out is None or head.dtype != torch.float32:
+                scores: torch.Tensor = await in_thread(head.apply, features)
+                return scores.float()
+            into: torch.Tensor = await in_thread(head.apply, features, out)
+            return into
+
+    def take_warnings(self) -> Sequence[str]:
+        """Return the warnings so far, once."""
+        taken, self._warnings = self._warnings, []
+        return taken
+
+    def _long_text(self, model: str) -> LongText:
+        return self._call.long_texts.get(model, "truncate")
+
+    def _lease(self, model: str) -> Any:
+        return self._host.lease(model, is_text_encoder, version=self._call.versions.get(model))

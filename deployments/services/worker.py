@@ -33,9 +33,9 @@ from deployments.services.image_service import ImageService
 from deployments.services.model_replica import ModelReplica
 from deployments.services.replica_calls import ReplicaCalls, ReplicaStates
 from deployments.services.step_loop import DeviceThread, EngineLoop
-from deployments.text.client import EncoderDown, EncoderService
-from deployments.text.fallback import OwnEncoder
-from deployments.threads import outcome_of
+from deployments.tasks import outcome_of
+from deployments.text.client import EncoderDown, TextEncoderClient
+from deployments.text.fallback import FallbackEncoder
 from weights.manifest import ModelKind
 
 
@@ -48,7 +48,7 @@ class Worker(ModelReplica):
     async def __init__(self, config: ClusterConfig, encoder: Any) -> None:  # type: ignore[misc]  # Serve awaits it
         self._settings = config.worker
         calls = ReplicaCalls(encoder, ReplicaStates("text_encoder").why_none_runs)
-        self._encoder = EncoderService(calls, config.http.request_timeout_s)
+        self._encoder = TextEncoderClient(calls, config.http.request_timeout_s)
         self._device = DeviceThread()
         # HAZARD: the first text that a tokenizer encodes may change it (its file can have truncation switched on), and
         # two at once would meet. One thread for all: prompts take milliseconds, and no step waits for them.
@@ -58,7 +58,7 @@ class Worker(ModelReplica):
         threads, footprint = self._settings.num_threads, builder.private_footprint
         await self._open(config, "worker", self._settings, builder, threads, footprint)
         self._images = ImageService(self._host, self._settings, self._device)
-        self._own_encoder = OwnEncoder(self._host, self._device)
+        self._fallback_encoder = FallbackEncoder(self._host, self._device)
 
     async def generate(self, request: ImageRequest) -> ImageResult:
         """Return images. The text is encoded elsewhere while this replica switches to the model.
@@ -70,7 +70,7 @@ class Worker(ModelReplica):
         except EncoderDown as error:
             if not self._settings.encodes_alone:
                 raise ModelUnavailable(str(error), "model") from None
-            result = await self._images.generate(request, self._own_encoder.condition, encode_first=True)
+            result = await self._images.generate(request, self._fallback_encoder.condition, encode_first=True)
         if result.switch:
             self._metrics.count_attached(request.model, result.switch.attached_bytes)
         self._metrics.count_request("image", request.model, result.timings_ms)
@@ -133,7 +133,7 @@ class Worker(ModelReplica):
         return await super().describe() | {
             "denoising": self._images.num_running,
             "text_encoder_down": self._encoder.is_believed_down,
-            "texts_encoded_alone": self._own_encoder.num_requests,
+            "texts_encoded_alone": self._fallback_encoder.num_requests,
         }
 
 

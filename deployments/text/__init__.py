@@ -1,1 +1,1 @@
-"""Text -> what encoders compute, each thing once. Free of Ray: the service and the local runner use it."""
+"""Text -> conditioning and embeddings; each encoding is computed once. Only `client.py` knows Ray."""

@@ -1,4 +1,4 @@
-"""A worker's way to the embedding service, which may be slow without being down, and down without saying so."""
+"""The text-encoder client: a worker's calls of a service that may be slow without being down, and down silently."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from ray.serve.exceptions import ReplicaUnavailableError
 from deployments.errors import NoReplica, ReplicaLost
 from deployments.services.deadlines import Deadline
 from deployments.services.replica_calls import ReplicaCalls
-from deployments.text.records import Conditioning, ConditioningRequest
+from deployments.text.requests import Conditioning, ConditioningRequest
 
 MAX_TRIES: Final = 2  # another replica may have outlived the one that was asked
 BELIEVED_DOWN_S: Final = 5.0  # nobody waits for it again sooner
 
 
 class EncoderDown(Exception):
-    """No replica of the embedding service answers. Says why that is believed."""
+    """No replica of the text-encoder service answers. The message says why that is believed."""
 
 
-class EncoderService:
-    """Lives on one event loop. `calls` are the embedding service's; nothing is waited for longer than `timeout_s`."""
+class TextEncoderClient:
+    """A worker's side of the text-encoder service. Waits for nothing longer than `timeout_s`. One event loop."""
 
     def __init__(
         self, calls: ReplicaCalls, timeout_s: float | None = None, *, clock: Callable[[], float] = time.monotonic
@@ -38,7 +38,9 @@ class EncoderService:
         return self._clock() < self._down_until_s
 
     async def condition(self, request: ConditioningRequest) -> Conditioning:
-        """Raises EncoderDown; what a replica raises, as itself; ReplicaLost when two died of the prompt, perhaps: the
+        """Return the conditioning of a prompt.
+
+        Raises EncoderDown; what a replica raises, as itself; ReplicaLost when two died of the prompt, perhaps: the
         worker should not be the third.
         """
         if self.is_believed_down:

@@ -1,4 +1,4 @@
-"""A worker that encodes text itself, while the embedding service is down: slower, in its own memory, but answered."""
+"""The fallback encoder: text is encoded in this process, slower and in its own memory, while the service is down."""
 
 from __future__ import annotations
 
@@ -10,30 +10,34 @@ from cluster.encodings.packed import PackedTensor
 from deployments.modules.component_builder import is_denoise_component
 from deployments.modules.model_host import ModelHost
 from deployments.services.step_loop import DeviceThread
-from deployments.text.cache import EmbeddingCache, Encoding
-from deployments.text.cached_encoders import CachedEncoders
-from deployments.text.encode_jobs import EncodeJob, encoded_or_raised
-from deployments.text.keyed_encoders import is_text_encoder
-from deployments.text.records import Conditioning, ConditioningRequest
-from deployments.text.tensor_records import pack
+from deployments.text.cache import Encoding, EncodingCache
+from deployments.text.encode import CachedEncoders, EncodeJob, encode_batch_or_raise
+from deployments.text.encoders import is_text_encoder
+from deployments.text.requests import Conditioning, ConditioningRequest, pack
 from weights.manifest import Component
 
 CACHE_BYTES: Final = 16 * 2**20
 WARNING: Final = "the worker encoded the text itself: the text encoder service does not answer"
 
 
-class OwnEncoder:
-    """Lives on one event loop. Encoders come into the worker's own budget, and leave it as any module does."""
+class FallbackEncoder:
+    """Text encoding in a host's own budget, where encoders are evicted as any module. Lives on one event loop.
+
+    `warnings` go with every answer.
+    """
 
     def __init__(self, host: ModelHost, device: DeviceThread, warnings: tuple[str, ...] = (WARNING,)) -> None:
         self._host = host
         self._device = device
         self._warnings = warnings
-        self._encoders = CachedEncoders(EmbeddingCache(CACHE_BYTES), self._run)
+        self._encoders = CachedEncoders(EncodingCache(CACHE_BYTES), self._run_batch)
         self.num_requests = 0
 
     async def condition(self, request: ConditioningRequest) -> Conditioning:
-        """HAZARD: nothing of the model may be leased meanwhile: encoders and denoiser need not fit side by side."""
+        """Return the conditioning of a prompt. Raises EngineError.
+
+        HAZARD: nothing of the model may be leased meanwhile: encoders and denoiser need not fit side by side.
+        """
         start = time.perf_counter()
         self.num_requests += 1
         async with self._host.lease(request.model, _is_encoder, version=request.model_version) as lease:
@@ -43,8 +47,8 @@ class OwnEncoder:
         encode_ms = (time.perf_counter() - start) * 1e3
         return Conditioning(packed, encode_ms, encoded.cache, encoded.warnings + self._warnings)
 
-    async def _run(self, jobs: Sequence[EncodeJob], priority: int, timeout_s: float | None) -> list[Encoding]:
-        return await self._device.run(encoded_or_raised, jobs)
+    async def _run_batch(self, jobs: Sequence[EncodeJob], priority: int, timeout_s: float | None) -> list[Encoding]:
+        return await self._device.run(encode_batch_or_raise, jobs)
 
 
 def _is_encoder(component: Component) -> bool:

@@ -130,7 +130,7 @@ class Demo:
         self.rows.append(Row(f"pipeline: {total}", f"a {read}", read == expected, answer.details["timings_ms"]))
 
     def _classify(self, text: str, expected: str) -> None:
-        """Tokenizer, BERT and head, in one call of the embedding service."""
+        """Tokenizer, BERT and head, in one call of the text-encoder service."""
         body = self.client.chat(model="text-classifier", messages=[{"role": "user", "content": text}])
         label = body["choices"][0]["message"]["content"]
         self.rows.append(Row(f"pipeline: {text[:24]}…", label, label == expected, body["timings_ms"]))

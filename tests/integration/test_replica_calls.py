@@ -18,7 +18,7 @@ from ray import serve
 from deployments.errors import DeadlineExceeded, InvalidRequest, NoReplica
 from deployments.services.deadlines import Deadline
 from deployments.services.replica_calls import ReplicaCalls, ReplicaStates
-from deployments.shared_work import shared_task
+from deployments.tasks import shared_task
 
 pytestmark = pytest.mark.ray
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # Ray's workers cannot import tests

@@ -6,7 +6,7 @@ import asyncio
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -19,7 +19,7 @@ from cluster.encodings.actor import connect_shared_encodings
 from cluster.encodings.ledger import CLAIM_S
 from cluster.encodings.ray_tier import ANSWER_TIMEOUT_S, RaySharedTier
 from cluster.encodings.records import SharedStats
-from deployments.text.cache import EmbeddingCache, EncodingKey
+from deployments.text.cache import EncodingCache, EncodingKey
 
 pytestmark = pytest.mark.ray
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # Ray's workers cannot import tests
@@ -35,23 +35,27 @@ class Replica:
         self._name = name
         self._computed = 0
         self._tier = RaySharedTier(lambda: connect_shared_encodings(name, 64 * 2**20))
-        self.cache = EmbeddingCache(64 * 2**20, self._tier)
+        self.cache = EncodingCache(64 * 2**20, self._tier)
 
     async def encode(
         self, token: int, size: int, times: int = 1, pause_s: float = 0.0
     ) -> tuple[list[str], list[float]]:
         """Where each of `times` callers at once had it from, and the values that they saw."""
 
-        async def compute() -> dict[str, torch.Tensor]:
-            self._computed += 1
+        async def compute_many(keys: Sequence[EncodingKey]) -> list[dict[str, torch.Tensor]]:
+            self._computed += len(keys)
             await asyncio.sleep(pause_s)
-            return {"hidden": torch.full((size,), float(token))}
+            return [{"hidden": torch.full((size,), float(token))} for _ in keys]
 
         key = EncodingKey("m", "float32", "none", (token, size))
-        found = await asyncio.gather(*(self.cache.get(key, compute) for _ in range(times)))
+        answers = await asyncio.gather(*(self.cache.get_all([key], compute_many) for _ in range(times)))
+        found = [answer[key] for answer in answers]
         seen = {id(one.encoding): one.encoding["hidden"] for one in found}  # to look at 1,000 times 4 MiB takes long
         values = torch.cat([torch.stack([hidden.min(), hidden.max()]) for hidden in seen.values()]).unique()
         return [one.source for one in found], values.tolist()
+
+    async def forget_all(self) -> None:
+        self.cache.forget_all()
 
     async def num_computed(self) -> int:
         return self._computed
@@ -118,6 +122,19 @@ def wait_for_stats(replica: Any, condition: Callable[[SharedStats], bool]) -> Sh
     while not condition(stats := ray.get(replica.shared_stats.remote(), timeout=10)):
         assert time.monotonic() < deadline_s, stats
     return stats
+
+
+def test_when_one_replica_finds_damaged_weights_no_other_uses_its_copies(replicas: list[Any]) -> None:
+    damaged, other = replicas[:2]
+    assert ray.get(damaged.encode.remote(9, SMALL), timeout=30) == (["computed"], [9.0])
+    wait_for_stats(damaged, lambda stats: stats.in_flight == 0)
+    for source in ("shared", "local"):
+        assert ray.get(other.encode.remote(9, SMALL), timeout=30) == ([source], [9.0])
+    ray.get(damaged.forget_all.remote(), timeout=10)
+    deadline_s = time.monotonic() + 10
+    while (found := ray.get(other.encode.remote(9, SMALL), timeout=30)[0]) == ["local"]:
+        assert time.monotonic() < deadline_s
+    assert found == ["computed"]
 
 
 def test_when_the_actor_is_killed_replicas_compute_and_it_comes_back_empty(replicas: list[Any], shared: str) -> None:

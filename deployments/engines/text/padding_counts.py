@@ -11,7 +11,7 @@ from dataclasses import dataclass
 class EncodeStats:
     """Since the start. Positions that forwards worked on are the sum of the three kinds of tokens.
 
-    `stock_padding_tokens` is padding that stock pipelines have too, and that models attend to; `merge_padding_tokens`
+    `stock_padding_tokens` is padding that stock pipelines have too, and that models attend to; `batch_padding_tokens`
     was added to bring the texts of one forward to one length, and is masked. `max_texts` is the largest forward.
     """
 
@@ -20,7 +20,7 @@ class EncodeStats:
     max_texts: int = 0
     text_tokens: int = 0
     stock_padding_tokens: int = 0
-    merge_padding_tokens: int = 0
+    batch_padding_tokens: int = 0
 
 
 class EncodeCounter:
@@ -40,7 +40,7 @@ class EncodeCounter:
                 max_texts=max(old.max_texts, len(run_lengths)),
                 text_tokens=old.text_tokens + sum(token_counts),
                 stock_padding_tokens=old.stock_padding_tokens + sum(run_lengths) - sum(token_counts),
-                merge_padding_tokens=old.merge_padding_tokens + len(run_lengths) * max(run_lengths) - sum(run_lengths),
+                batch_padding_tokens=old.batch_padding_tokens + len(run_lengths) * max(run_lengths) - sum(run_lengths),
             )
 
     def stats(self) -> EncodeStats:

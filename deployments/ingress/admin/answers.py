@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from typing_extensions import TypedDict  # pydantic wants this one before Python 3.12
 
-from configs.merging import MergeConfig
+from configs.batching import BatchingConfig
 from deployments.ingress.responses import Answer
 
 Tier = Literal["host", "device"]
@@ -92,14 +92,14 @@ class PinAnswer(Answer):
 class RetunedAnswer(Answer):
     """The batch policy from now on, and the problems by replica; "" for nothing."""
 
-    merging: MergeConfig
+    batching: BatchingConfig
     text_encoders: list[str]
 
 
-class MergingAnswer(Answer):
+class BatchingAnswer(Answer):
     """The batch policy, and by replica its own `config` and `stats`, or `unreachable`."""
 
-    merging: MergeConfig
+    batching: BatchingConfig
     text_encoders: list[dict[str, Any]]
 
 

@@ -15,7 +15,7 @@ from cluster.errors import ModelUnavailable as NotInStore
 from cluster.registry.actor import Method, WeightRegistry
 from cluster.registry.directory import Entry
 from cluster.registry.snapshot import RegistrySnapshot
-from configs.merging import MergeConfig
+from configs.batching import BatchingConfig
 from deployments.errors import (
     Conflict,
     InvalidRequest,
@@ -25,9 +25,9 @@ from deployments.errors import (
     Unprocessable,
 )
 from deployments.ingress.admin.answers import (
+    BatchingAnswer,
     BuiltModel,
     ClusterAnswer,
-    MergingAnswer,
     ModelStatus,
     PinAnswer,
     PrefetchAnswer,
@@ -45,7 +45,7 @@ _DESCRIBE_TIMEOUT_S: Final = 10.0
 _PREFETCH_TIMEOUT_S: Final = 120.0
 _HEAR_S: Final = 2.0
 _HEAR_PAUSE_S: Final = 0.005
-_DEFAULT_MERGING: Final = MergeConfig()
+_DEFAULT_BATCHING: Final = BatchingConfig()
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -74,18 +74,23 @@ class Page:
 class Operations:
     """The operations. `encoder` and `worker` are deployment handles.
 
-    `merging` is the batch policy that the config gives the text encoders.
+    `batching` is the batch policy that the config gives the text encoders.
     """
 
     def __init__(
-        self, name: str, snapshot: RegistrySnapshot, encoder: Any, worker: Any, merging: MergeConfig = _DEFAULT_MERGING
+        self,
+        name: str,
+        snapshot: RegistrySnapshot,
+        encoder: Any,
+        worker: Any,
+        batching: BatchingConfig = _DEFAULT_BATCHING,
     ) -> None:
         self._name = name
         self._snapshot = snapshot
         self._catalog = Catalog(snapshot)
         self._encoder = encoder
         self._worker = worker
-        self._merging = merging
+        self._batching = batching
 
     async def register_model(self, entry: Entry, *, wait: bool) -> Registered:
         """Register a model or adapter, or a new version of one.
@@ -143,31 +148,33 @@ class Operations:
             raise Conflict(f"model {model!r}: its weights are held by {', '.join(holders)}", "model")
         await self._await_state(model, "unloaded")
 
-    async def merging(self) -> MergeConfig:
+    async def batching(self) -> BatchingConfig:
         """Return the batch policy of the text encoders: the config's, unless it was changed since."""
         try:
-            changed = await self._snapshot.call_registry(WeightRegistry.encoder_merging)
+            changed = await self._snapshot.call_registry(WeightRegistry.encoder_batching)
         except RayActorError:  # with the registry the change is forgotten, too
-            return self._merging
-        return changed or self._merging
+            return self._batching
+        return changed or self._batching
 
-    async def retune(self, merging: MergeConfig) -> RetunedAnswer:
+    async def retune(self, batching: BatchingConfig) -> RetunedAnswer:
         """Set the batch policy of all text encoders from now on.
 
         Those that start later begin with it as well, for as long as the registry lives; then with the config's.
         """
-        await self._call_registry(WeightRegistry.set_encoder_merging, merging)
-        problems = _problems(await _call_all(self._encoder, "retune", merging))
-        return RetunedAnswer(merging=_with_defaults_set(merging), text_encoders=problems)
+        await self._call_registry(WeightRegistry.set_encoder_batching, batching)
+        problems = _problems(await _call_all(self._encoder, "retune", batching))
+        return RetunedAnswer(batching=_with_defaults_set(batching), text_encoders=problems)
 
-    async def describe_merging(self) -> MergingAnswer:
+    async def describe_batching(self) -> BatchingAnswer:
         """Return the batch policy, and that of each text encoder with its figures since it began."""
-        merging, encoders = await asyncio.gather(self.merging(), _call_all(self._encoder, "describe"))
+        batching, encoders = await asyncio.gather(self.batching(), _call_all(self._encoder, "describe"))
         replicas = [
-            replica if "unreachable" in replica else {"config": replica["merge_config"], "stats": replica["merging"]}
+            replica
+            if "unreachable" in replica
+            else {"config": replica["batching_config"], "stats": replica["batching"]}
             for replica in _shown(encoders)
         ]
-        return MergingAnswer(merging=_with_defaults_set(merging), text_encoders=replicas)
+        return BatchingAnswer(batching=_with_defaults_set(batching), text_encoders=replicas)
 
     async def _await_state(self, model: str, state: str) -> None:
         """Wait until the copy of the directory here has followed: the next caller must not see the old state."""
@@ -258,9 +265,9 @@ async def _call_all(handle: Any, method: str, *arguments: Any, timeout_s: float 
     return answers
 
 
-def _with_defaults_set(merging: MergeConfig) -> MergeConfig:
+def _with_defaults_set(batching: BatchingConfig) -> BatchingConfig:
     """Return the same values, none of which counts as left out: an answer shows all of them."""
-    return MergeConfig(**merging.model_dump())
+    return BatchingConfig(**batching.model_dump())
 
 
 def _fields(card: ModelCard) -> dict[str, Any]:

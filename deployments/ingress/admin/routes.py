@@ -15,12 +15,12 @@ from pydantic import Discriminator, Tag
 from starlette.responses import Response
 
 from cluster.telemetry import metrics_urls
-from configs.merging import MergeConfig
+from configs.batching import BatchingConfig
 from configs.model import AdapterConfig, ModelConfig
 from deployments.ingress.admin.answers import (
+    BatchingAnswer,
     ClusterAnswer,
     HealthAnswer,
-    MergingAnswer,
     PinAnswer,
     PrefetchAnswer,
     RetunedAnswer,
@@ -166,18 +166,18 @@ def _add_cluster_routes(router: APIRouter, operations: Operations) -> None:
         """Let the model be evicted again."""
         return json_response(await operations.pin_model(model, pinned=False))
 
-    @router.get("/admin/text-encoders/merging", response_model=MergingAnswer)
-    async def merging() -> Response:
+    @router.get("/admin/text-encoders/batching", response_model=BatchingAnswer)
+    async def batching() -> Response:
         """Show the batch policy of the text encoders, and figures by replica."""
-        return json_response(await operations.describe_merging())
+        return json_response(await operations.describe_batching())
 
     @router.put(
-        "/admin/text-encoders/merging", response_model=RetunedAnswer, responses=documented(400, _503=_RESTARTING)
+        "/admin/text-encoders/batching", response_model=RetunedAnswer, responses=documented(400, _503=_RESTARTING)
     )
-    async def retune(body: MergeConfig) -> Response:
+    async def retune(body: BatchingConfig) -> Response:
         """Set the batch policy of the text encoders, also for waiting requests; says by replica what went wrong.
 
-        Fields as in a cluster config (`text_encoder.merging`); what is left out has its default. Replicas that start
+        Fields as in a cluster config (`text_encoder.batching`); what is left out has its default. Replicas that start
         later begin with it, until the cluster or its registry ends: write it into the config to keep it.
         """
         return json_response(await operations.retune(body))

@@ -81,8 +81,8 @@ class Inference:
         """Return Triton's configuration of the model."""
         metadata = await self.metadata(model, version)
         kind = metadata.parameters["kind"]
-        merging = await self._service.merging() if kind == "embedding" else None
-        return model_configuration(metadata, self._most(kind), merging)
+        batching = await self._service.batching() if kind == "embedding" else None
+        return model_configuration(metadata, self._most(kind), batching)
 
     async def infer(self, request: InferRequest) -> InferResponse:
         """Return the whole answer."""

@@ -12,7 +12,7 @@ from typing import Final, NotRequired
 
 from typing_extensions import TypedDict  # pydantic wants this one before Python 3.12
 
-from configs.merging import MergeConfig
+from configs.batching import BatchingConfig
 from deployments.errors import InvalidRequest, ModelUnavailable, UnknownModel
 from deployments.ingress.kserve.records import VERSION, ModelMetadata
 from deployments.ingress.service import PROBE_TIMEOUT_S, Service
@@ -219,9 +219,9 @@ def is_decoupled(metadata: ModelMetadata) -> bool:
 
 
 def model_configuration(
-    metadata: ModelMetadata, max_batch_size: int, merging: MergeConfig | None = None
+    metadata: ModelMetadata, max_batch_size: int, batching: BatchingConfig | None = None
 ) -> ModelConfiguration:
-    """Return the configuration. `merging` is the batch policy of an embedding model."""
+    """Return the configuration. `batching` is the batch policy of an embedding model."""
     configuration = ModelConfiguration(
         name=metadata.name,
         platform=metadata.platform,
@@ -234,19 +234,19 @@ def model_configuration(
         parameters={name: {"string_value": text} for name, text in metadata.parameters.items()},
     )
     if metadata.parameters.get("kind") not in ("pipeline", "head"):
-        configuration["dynamic_batching"] = _batching(merging) if merging else {}
+        configuration["dynamic_batching"] = _batching(batching) if batching else {}
     return configuration
 
 
-def _batching(merging: MergeConfig) -> BatchingConfiguration:
-    batching = BatchingConfiguration(
-        preferred_batch_size=list(merging.preferred_batch_sizes),
-        priority_levels=merging.priority_levels,
-        default_priority_level=merging.default_priority,
+def _batching(batching: BatchingConfig) -> BatchingConfiguration:
+    configuration = BatchingConfiguration(
+        preferred_batch_size=list(batching.preferred_batch_sizes),
+        priority_levels=batching.priority_levels,
+        default_priority_level=batching.default_priority,
     )
-    if merging.max_queue_delay_us is not None:
-        batching["max_queue_delay_microseconds"] = merging.max_queue_delay_us
-    return batching
+    if batching.max_queue_delay_us is not None:
+        configuration["max_queue_delay_microseconds"] = batching.max_queue_delay_us
+    return configuration
 
 
 def _tensor(spec: TensorSpec) -> TensorConfiguration:

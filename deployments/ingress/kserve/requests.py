@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from configs.merging import MAX_PRIORITY_LEVELS
+from configs.batching import MAX_PRIORITY_LEVELS
 from deployments.errors import InvalidRequest
 from deployments.ingress.kserve.records import Parameters
 from deployments.ingress.kserve.tensors import shown, texts

@@ -63,6 +63,12 @@ def test_relative_paths_are_relative_to_the_file(tmp_path: Path, monkeypatch: py
     [
         (MODELS + "wroker: {}\n", 4, "wroker", ["unknown key", "'worker'"]),
         (MODELS + "worker:\n  num_cpus: 1\n  devise: cpu\n", 6, "worker.devise", ["unknown key", "'device'"]),
+        (
+            MODELS + "text_encoder:\n  merging: {}\n",
+            5,
+            "text_encoder.merging",
+            ["unknown key; did you mean 'batching'?"],
+        ),
         (MODELS + "    defaults: {widht: 8}\n", 4, "models.0.defaults.widht", ["'width'", "height"]),
         (MODELS + "zzzzzz: 1\n", 4, "zzzzzz", ["unknown key", "known: adapters"]),
         ("models:\n  - id: m\n", 2, "models.0.path", ["required"]),

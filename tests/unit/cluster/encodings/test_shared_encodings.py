@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+import threading
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -42,7 +43,7 @@ class Handle:
     def __init__(self, actor: SharedEncodings) -> None:
         self.actor = actor
         self.calls: Counter[str] = Counter()
-        self.arguments: list[tuple[Any, ...]] = []
+        self.arguments: dict[str, list[tuple[Any, ...]]] = defaultdict(list)
         self.hang = self.dead = False
 
     def __getattr__(self, method: str) -> Any:
@@ -55,7 +56,7 @@ class Handle:
 
     async def call(self, method: str, arguments: tuple[Any, ...]) -> Any:
         self.calls[method] += 1
-        self.arguments.append(arguments)
+        self.arguments[method].append(arguments)
         if self.dead:
             raise RuntimeError("the actor died")
         if self.hang:
@@ -90,6 +91,12 @@ def tier(handle: Handle, **options: Any) -> RaySharedTier:
     return RaySharedTier(lambda: handle, put=lambda array: array, **({"renew_s": 0.05, "wait_s": 0.1} | options))
 
 
+async def find_or_claim(client: RaySharedTier, digest: str) -> SharedEncoding | None:
+    """The encoding, at last; None: the caller has to compute it."""
+    (answer,) = await client.find_or_claim([digest])
+    return await client.receive(digest, answer)
+
+
 def encoding(nbytes: int) -> tuple[Layout, ByteArray]:
     data = np.random.default_rng().integers(0, 256, nbytes, np.uint8)
     return (TensorPlace("t", "uint8", (nbytes,), 0, nbytes),), data
@@ -104,12 +111,12 @@ async def until(condition: Callable[[], object]) -> None:
 @pytest.mark.parametrize(("nbytes", "num_puts"), [(SMALL, 0), (LARGE, 1)])
 async def test_what_one_publishes_all_find(handle: Handle, store: Store, nbytes: int, num_puts: int) -> None:
     first, second = tier(handle), tier(handle)
-    assert await first.find_or_claim("d") is None
-    waiting = asyncio.ensure_future(second.find_or_claim("d"))
+    assert await find_or_claim(first, "d") is None
+    waiting = asyncio.ensure_future(find_or_claim(second, "d"))
     await until(lambda: handle.calls["wait"])
     layout, data = encoding(nbytes)
     await first.publish("d", layout, data, 0.5, False)
-    for found in (await waiting, await first.find_or_claim("d")):
+    for found in (await waiting, await find_or_claim(first, "d")):
         assert isinstance(found, SharedEncoding)
         assert (found.layout, found.data.tobytes(), found.cost_s) == (layout, data.tobytes(), 0.5)
     assert store.num_puts == num_puts
@@ -120,7 +127,7 @@ async def test_what_one_publishes_all_find(handle: Handle, store: Store, nbytes:
 
 async def test_all_keys_of_a_request_go_in_one_call(handle: Handle) -> None:
     client = tier(handle)
-    assert await asyncio.gather(*(client.find_or_claim(digest) for digest in "abc")) == [None] * 3
+    assert [answer.state for answer in await client.find_or_claim(["a", "b", "c"])] == ["yours"] * 3
     assert handle.calls["find_or_claim"] == 1
 
 
@@ -129,16 +136,15 @@ async def test_use_of_own_copies_is_told_with_the_next_question(handle: Handle) 
     for digest in "aab":
         client.note_use(digest)
     for digest in "cd":
-        await client.find_or_claim(digest)
-    asked = [arguments for arguments in handle.arguments if arguments[0] in (["c"], ["d"])]
-    assert [sorted(used) for _, _, used in asked] == [["a", "b"], []]
+        await find_or_claim(client, digest)
+    assert [sorted(used) for _, _, used in handle.arguments["find_or_claim"]] == [["a", "b"], []]
 
 
 async def test_a_long_computation_keeps_its_claim_and_a_silent_one_loses_it(handle: Handle, clock: Clock) -> None:
     alive, silent, other = tier(handle), tier(handle, renew_s=60.0), tier(handle)
-    assert await alive.find_or_claim("long") is None
-    assert await silent.find_or_claim("lost") is None
-    long, lost = (asyncio.ensure_future(other.find_or_claim(digest)) for digest in ("long", "lost"))
+    assert await find_or_claim(alive, "long") is None
+    assert await find_or_claim(silent, "lost") is None
+    long, lost = (asyncio.ensure_future(find_or_claim(other, digest)) for digest in ("long", "lost"))
     clock.now_s = 2.0
     renewed = handle.calls["renew"]
     await until(lambda: handle.calls["renew"] >= renewed + 2)
@@ -152,21 +158,21 @@ async def test_a_long_computation_keeps_its_claim_and_a_silent_one_loses_it(hand
 
 async def test_an_abandoned_computation_is_the_next_ones(handle: Handle) -> None:
     first, second = tier(handle), tier(handle)
-    assert await first.find_or_claim("d") is None
-    waiting = asyncio.ensure_future(second.find_or_claim("d"))
+    assert await find_or_claim(first, "d") is None
+    waiting = asyncio.ensure_future(find_or_claim(second, "d"))
     await until(lambda: handle.calls["wait"])
-    await first.abandon("d")
+    await first.abandon(["d"])
     assert await waiting is None
-    (_, abandoned_by) = next(arguments for arguments in handle.arguments if arguments[0] == "d" and len(arguments) == 2)
-    handle.arguments.clear()
-    await until(lambda: handle.arguments)
-    assert [renewed for renewed, holder in handle.arguments if holder != abandoned_by] == [["d"]]
+    [(_, abandoned_by)] = handle.arguments["abandon"]
+    handle.arguments["renew"].clear()
+    await until(lambda: handle.arguments["renew"])
+    assert [renewed for renewed, holder in handle.arguments["renew"] if holder != abandoned_by] == [["d"]]
 
 
 async def test_what_the_store_has_no_room_for_reaches_who_waits(handle: Handle, store: Store) -> None:
     first, second = tier(handle), tier(handle)
-    await first.find_or_claim("d")
-    waiting = asyncio.ensure_future(second.find_or_claim("d"))
+    await find_or_claim(first, "d")
+    waiting = asyncio.ensure_future(find_or_claim(second, "d"))
     await until(lambda: handle.calls["wait"])
     store.full = True
     layout, data = encoding(LARGE)
@@ -188,22 +194,22 @@ async def test_an_actor_that_does_not_answer_is_left_alone_for_a_while(handle: H
     clock = Clock()
     client = tier(handle, timeout_s=0.05, quiet_s=5.0, clock=clock)
     setattr(handle, how, True)
-    found = await asyncio.gather(*(client.find_or_claim(digest) for digest in "ab"), return_exceptions=True)
-    assert {type(error) for error in found} == {TimeoutError if how == "hang" else RuntimeError}
+    with pytest.raises(TimeoutError if how == "hang" else RuntimeError):
+        await client.find_or_claim(["a", "b"])
     setattr(handle, how, False)
     clock.now_s = 4.9
-    for call in (client.find_or_claim("a"), client.publish("a", *encoding(SMALL), 1.0, False), client.abandon("a")):
+    for call in (find_or_claim(client, "a"), client.publish("a", *encoding(SMALL), 1.0, False), client.abandon(["a"])):
         with pytest.raises(ClusterError, match="asked again"):
             await call
     assert handle.calls["find_or_claim"] == 1
     clock.now_s = 5.1
-    assert await client.find_or_claim("c") is None
+    assert await find_or_claim(client, "c") is None
 
 
 async def test_who_waits_notices_that_the_actor_is_gone(handle: Handle) -> None:
     first, second = tier(handle), tier(handle, timeout_s=0.05)
-    await first.find_or_claim("d")
-    waiting = asyncio.ensure_future(second.find_or_claim("d"))
+    await find_or_claim(first, "d")
+    waiting = asyncio.ensure_future(find_or_claim(second, "d"))
     await until(lambda: handle.calls["wait"])
     handle.hang = True
     with pytest.raises(TimeoutError):
@@ -215,4 +221,47 @@ async def test_when_there_is_no_actor_to_be_had_asking_fails() -> None:
         raise ValueError("no such actor")
 
     with pytest.raises(ValueError, match="no such actor"):
-        await RaySharedTier(connect).find_or_claim("d")
+        await find_or_claim(RaySharedTier(connect), "d")
+
+
+async def test_all_hear_at_once_that_everything_was_forgotten(handle: Handle) -> None:
+    first, second = tier(handle), tier(handle)
+    assert (first.generation, await find_or_claim(first, "d")) == (None, None)
+    await first.publish("d", *encoding(SMALL), 1.0, False)
+    found = await find_or_claim(second, "d")
+    assert found is not None
+    await until(lambda: first.generation and second.generation)
+    assert first.generation == second.generation == found.generation
+    await first.forget_all()
+    await until(lambda: found.generation not in (first.generation, second.generation))
+    await until(lambda: first.generation == second.generation)
+    assert await find_or_claim(second, "d") is None
+    await second.publish("d", *encoding(SMALL), 1.0, False)
+    again = await find_or_claim(first, "d")
+    assert again is not None
+    assert again.generation == first.generation
+
+
+async def test_an_actor_that_started_anew_has_another_generation(handle: Handle, store: Store) -> None:
+    client = tier(handle, wait_s=0.01)
+    await find_or_claim(client, "d")
+    await until(lambda: client.generation)
+    before = client.generation
+    handle.dead = True
+    await handle.actor.forget_all()  # ends the standing question
+    handle.actor, handle.dead = SharedEncodings(2**20, store=store), False
+    await until(lambda: client.generation == handle.actor.generation)
+    assert client.generation != before
+
+
+async def test_what_is_being_put_while_everything_is_forgotten_is_not_kept(handle: Handle, store: Store) -> None:
+    client = tier(handle)
+    await find_or_claim(client, "d")
+    put, go = store.put, threading.Event()
+    store.put = lambda array: put(array) if go.wait(10) else None  # type: ignore[method-assign, return-value]
+    publishing = asyncio.ensure_future(client.publish("d", *encoding(LARGE), 1.0, False))
+    await until(lambda: handle.calls["publish"])
+    await client.forget_all()
+    go.set()
+    await publishing
+    assert (await client.stats()).entries == 0

@@ -27,8 +27,8 @@ from cluster.registry.importing import ImportSettings, import_model
 from cluster.registry.manifests import ModelSummary
 from cluster.registry.residency import ResidencyMap
 from cluster.registry.served_models import ServedModels
+from configs.batching import BatchingConfig
 from configs.cluster import ClusterConfig
-from configs.merging import MergeConfig
 from configs.model import ModelConfig
 from weights.store import WeightStore
 
@@ -159,11 +159,11 @@ async def test_one_node_claims_a_missing_extent_and_the_others_are_told_which(
 
 
 @pytest.mark.usefixtures("imports_here")
-async def test_it_remembers_how_text_encoders_merge(tmp_path: Path, checkpoint: Path) -> None:
+async def test_it_remembers_how_text_encoders_batch(tmp_path: Path, checkpoint: Path) -> None:
     models = await registry(tmp_path, checkpoint, "http://127.0.0.1:1")
-    assert await models.encoder_merging() is None
-    await models.set_encoder_merging(merging := MergeConfig(max_batch_size=3))
-    assert await models.encoder_merging() == merging
+    assert await models.encoder_batching() is None
+    await models.set_encoder_batching(batching := BatchingConfig(max_batch_size=3))
+    assert await models.encoder_batching() == batching
 
 
 @pytest.mark.usefixtures("imports_here")

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from deployments.bench.encode import print_encode_figures
 from deployments.bench.encode_cluster import EncoderCounts, arrival_padding
 from deployments.bench.encode_load import Load, interleaved, load_figures, post_all, ratio_figures
-from deployments.bench.encode_memory import ENTRY_BYTES, TENSOR_BYTES, _filled, entry_bytes
+from deployments.bench.encode_memory import ENTRY_BYTES, TENSOR_BYTES, _entry_bytes, _filled
 from deployments.bench.encode_models import Texts
-from deployments.bench.encode_report import print_encode_figures
 
 WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight"]
 
@@ -122,7 +122,7 @@ def test_figures_of_rounds() -> None:
 def test_a_cache_holds_as_many_entries_as_their_bytes_allow() -> None:
     import torch
 
-    size = entry_bytes(10, 64, 2)
+    size = _entry_bytes(10, 64, 2)
     assert size == ENTRY_BYTES + TENSOR_BYTES + 10 * 64 * 2
     stats = _filled(20 * size + 1, lambda _: torch.zeros(10, 64, dtype=torch.bfloat16))
     assert (stats.entries, stats.nbytes) == (20, 20 * size)
@@ -144,7 +144,7 @@ def test_figures_are_shown_and_are_json(capsys: pytest.CaptureFixture[str]) -> N
 def _figures() -> dict[str, Any]:
     spread = {"p50": 1.0, "p95": 2.0, "p99": 3.0, "low": 0.5, "high": 4.0, "n": 9}
     side = {"requests_per_s": 30.0, "range": [20.0, 40.0], "p50_ms": 30.0, "p99_ms": 90.0, "n": 12}
-    padding = {"counted": 0.05, "texts_per_call": 12.0, "texts_per_forward": 4.0}
+    padding = {"counted": 0.05, "texts_per_batch": 12.0, "texts_per_forward": 4.0}
     padding |= {"arrival_same_size": 0.5, "arrival_max_size": 0.6}
     sides = {"atelier": side, "infinity-emb": side, "ratio": {"median": 1.5, "range": [1.0, 2.0]}, "padding": padding}
     live = {"trimmed": {"per_gib": 6400.0, "mean_tokens": 20.0}, "stock": {"per_gib": 256.0}, "ratio": 25.0}

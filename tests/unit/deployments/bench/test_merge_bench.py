@@ -1,4 +1,4 @@
-"""The traffic that merging is measured on, how it is played, and how outcomes become figures."""
+"""The traffic that batching is measured on, how it is played, and how outcomes become figures."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from itertools import pairwise
 import pytest
 
 from deployments.bench import merge_replica
-from deployments.bench.merge import LIMIT, compared, in_all
+from deployments.bench.merge import LIMIT, _compared, _in_all, print_merge_figures
 from deployments.bench.merge_replica import Outcome
-from deployments.bench.merge_report import print_merge_figures
 from deployments.bench.merge_traffic import Pattern, Service, grid, scenario
 
 
@@ -57,13 +56,13 @@ def figures() -> dict[str, object]:
         Outcome(2.0, 2.0, {6: 4}),
         Outcome(2.5, 0.5, {}),
     ]
-    return compared("p", [0.01, 0.1, 0.2], outcomes)
+    return _compared("p", [0.01, 0.1, 0.2], outcomes)
 
 
 def test_each_figure_is_beside_its_own_best() -> None:
     line = figures()
     assert (line["makespan_ratio"], line["latency_ratio"], line["best_wait_s"]) == (1.5, 2.0, 0.2)
-    found = in_all([line, line | {"pattern": "q", "makespan_ratio": 1.0, "latency_ratio": LIMIT}])
+    found = _in_all([line, line | {"pattern": "q", "makespan_ratio": 1.0, "latency_ratio": LIMIT}])
     assert found["makespan_ratio"] == {"worst": 1.5, "median": 1.25, "best": 1.0, "beyond": {"p": 1.5}}
     assert found["latency_ratio"]["beyond"] == {"p": 2.0}
 
@@ -80,11 +79,11 @@ def test_figures_are_one_json_object_or_tables(capsys: pytest.CaptureFixture[str
             "default_makespan_ratio": 4.0,
             "default_latency_ratio": 6.0,
         },
-        "grid": in_all([line]),
+        "grid": _in_all([line]),
         "overhead": {
             "num_callers": 64,
             "serve_us": {"empty": {"p50": 900.0, "low": 800.0, "high": 1000.0}},
-            "inside_us": {"merger": 40.0},
+            "inside_us": {"batcher": 40.0},
         },
     }
     print_merge_figures(every, as_json=True)

@@ -25,7 +25,7 @@ from deployments.modules.built_modules import OBJECT_BYTES
 from deployments.modules.component_builder import ComponentBuilder, is_denoise_component
 from deployments.modules.model_host import Lease, ModelHost
 from deployments.records import ImageRequest, LoraUse
-from deployments.text.keyed_encoders import TextEncoderBuilder, is_text_encoder
+from deployments.text.encoders import TextEncoderBuilder, is_text_encoder
 from weights.externalize import externalize
 from weights.formats.lora import METADATA_KEY
 from weights.formats.weight_files import LORA_FILE
@@ -183,7 +183,7 @@ async def test_encoders_are_rebound_only_when_nobody_computes(store: WeightStore
     host = Host(store, "cpu-private", builder=TextEncoderBuilder())
     lease = await host.use("digits-flux", is_text_encoder)
     encoder = lease.modules["text_encoder"]
-    encoder.running.count += 1
+    encoder.num_computing += 1
     expected = encoder.encoder.encode([encoder.encoder.tokenize(["a handwritten one"])[0]])[0]["pooled"]
     host._modules.drop([encoder.module_key])
     again = (await host.use("digits-flux", is_text_encoder)).modules["text_encoder"]

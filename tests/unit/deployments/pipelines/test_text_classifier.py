@@ -39,7 +39,7 @@ CONFIG = {
 
 
 class InProcess:
-    """The replica's half, around real modules, without leases, cache and merger."""
+    """The replica's half, around real modules, without leases, cache and batcher."""
 
     def __init__(self) -> None:
         from safetensors.torch import load_file

@@ -1,4 +1,4 @@
-"""Steps in a replica of the embedding service, over the demo's classifier."""
+"""Steps in a replica of the text-encoder service, over the demo's classifier."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ from deployments.engines.text.dense import DenseHead
 from deployments.modules.model_host import ModelHost
 from deployments.pipelines.plans import SegmentCall, SegmentPlan, StagePlan
 from deployments.pipelines.segmenting import plan_memory
-from deployments.services.segment_ops import EncoderOps
-from deployments.text.cache import EmbeddingCache, Encoding
-from deployments.text.cached_encoders import CachedEncoders
-from deployments.text.encode_jobs import EncodeJob, encoded_or_raised
-from deployments.text.keyed_encoders import TextEncoderBuilder
+from deployments.services.text_encoder import _EncoderOps
+from deployments.text.cache import Encoding, EncodingCache
+from deployments.text.encode import CachedEncoders, EncodeJob, encode_batch_or_raise
+from deployments.text.encoders import TextEncoderBuilder
 
 MODELS = Path(__file__).parents[4] / "infra" / "demo" / "models"
 BERT, HEAD = MODELS / "texts-bert", MODELS / "texts-head"
@@ -35,16 +34,16 @@ class Bench:
     def __init__(self, host: ModelHost) -> None:
         self.host = host
         self.terms: list[tuple[int, float | None]] = []
-        self.encoders = CachedEncoders(EmbeddingCache(10**7), self._run)
+        self.encoders = CachedEncoders(EncodingCache(10**7), self._run)
 
     async def _run(self, jobs: Sequence[EncodeJob], priority: int, timeout_s: float | None) -> list[Encoding]:
         self.terms.append((priority, timeout_s))
-        return encoded_or_raised(jobs)
+        return encode_batch_or_raise(jobs)
 
-    def ops(self, long_text: LongText = "truncate") -> EncoderOps:
+    def ops(self, long_text: LongText = "truncate") -> _EncoderOps:
         stage = StagePlan("s", "embed", "bert", {}, {}, {})
         plan = SegmentPlan("p", (stage,), (), 4, {}, plan_memory([]))
-        return EncoderOps(self.host, self.encoders, SegmentCall(plan, {}, 1, 2, 3.5, {}, {"bert": long_text}))
+        return _EncoderOps(self.host, self.encoders, SegmentCall(plan, {}, 1, 2, 3.5, {}, {"bert": long_text}))
 
     def is_idle(self) -> bool:
         return not any(slot.leases for slot in self.host._modules.slots.values())

@@ -1,4 +1,4 @@
-"""A worker's calls of the embedding service: slow, dead, hanging, and its own errors, over a fake handle."""
+"""A worker's calls of the text-encoder service: slow, dead, hanging, and its own errors, over a fake handle."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from unit.deployments.serve_fakes import FakeHandle
 from deployments.errors import DeadlineExceeded, InvalidRequest, ReplicaLost
 from deployments.records import CacheUse
 from deployments.services.replica_calls import ReplicaCalls
-from deployments.text.client import BELIEVED_DOWN_S, EncoderDown, EncoderService
-from deployments.text.records import Conditioning, ConditioningRequest
+from deployments.text.client import BELIEVED_DOWN_S, EncoderDown, TextEncoderClient
+from deployments.text.requests import Conditioning, ConditioningRequest
 
 REQUEST = ConditioningRequest("flux", "a seven", None, False, None)
 ANSWER = Conditioning({}, 1.0, CacheUse(0, 1), ())
@@ -68,9 +68,9 @@ async def hanging() -> Any:
     await asyncio.Event().wait()
 
 
-def service_of(encoder: Encoder, clock: Clock | None = None, timeout_s: float = 30.0) -> EncoderService:
+def service_of(encoder: Encoder, clock: Clock | None = None, timeout_s: float = 30.0) -> TextEncoderClient:
     calls = ReplicaCalls(FakeHandle(encoder), encoder.why_none, patience_s=TICK_S)
-    return EncoderService(calls, timeout_s, clock=clock or Clock())
+    return TextEncoderClient(calls, timeout_s, clock=clock or Clock())
 
 
 async def until(condition: Callable[[], Any]) -> None:

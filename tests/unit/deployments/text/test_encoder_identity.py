@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from deployments.engines.skeletons import SkeletonStats
-from deployments.text.encode_jobs import EncodeJob, encoded_or_raised
-from deployments.text.keyed_encoders import KeyedEncoder, TextEncoderBuilder, is_text_encoder
+from deployments.text.encode import EncodeJob, encode_batch_or_raise
+from deployments.text.encoders import KeyedEncoder, TextEncoderBuilder, is_text_encoder
 
 BERT = Path(__file__).parents[4] / "infra" / "demo" / "models" / "texts-bert"
 
@@ -26,7 +26,7 @@ def copied(tmp_path: Path, name: str, file: str = "", **changes: Any) -> Path:
 
 def encode(keyed: KeyedEncoder, text: str) -> torch.Tensor:
     [tokens] = keyed.encoder.tokenize([text], as_embedding=True)
-    return encoded_or_raised([EncodeJob(keyed.encoder, tokens)])[0]["embedding"]
+    return encode_batch_or_raise([EncodeJob(keyed.encoder, tokens)])[0]["embedding"]
 
 
 async def test_equal_weights_with_another_pooling_are_another_encoder(

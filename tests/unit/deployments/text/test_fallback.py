@@ -14,13 +14,11 @@ from configs.cluster import WorkerConfig
 from deployments.engines.protocol import EngineError
 from deployments.modules.component_builder import ComponentBuilder, is_denoise_component
 from deployments.services.step_loop import DeviceThread
-from deployments.text.cache import EmbeddingCache
-from deployments.text.cached_encoders import CachedEncoders
-from deployments.text.encode_jobs import encoded_or_raised
-from deployments.text.fallback import WARNING, OwnEncoder
-from deployments.text.keyed_encoders import TextEncoderBuilder, is_text_encoder
-from deployments.text.records import ConditioningRequest
-from deployments.text.tensor_records import unpack
+from deployments.text.cache import EncodingCache
+from deployments.text.encode import CachedEncoders, encode_batch_or_raise
+from deployments.text.encoders import TextEncoderBuilder, is_text_encoder
+from deployments.text.fallback import WARNING, FallbackEncoder
+from deployments.text.requests import ConditioningRequest, unpack
 
 pytestmark = pytest.mark.slow  # imports diffusers
 
@@ -31,9 +29,9 @@ REQUEST = ConditioningRequest("flux", "a handwritten seven", None, False, 24)
 
 async def of_the_service(open_host: Callable[..., Any], request: ConditioningRequest) -> dict[str, torch.Tensor]:
     async def run(jobs: Any, priority: int, timeout_s: float | None) -> Any:
-        return encoded_or_raised(jobs)
+        return encode_batch_or_raise(jobs)
 
-    encoders = CachedEncoders(EmbeddingCache(10**7), run)
+    encoders = CachedEncoders(EncodingCache(10**7), run)
     async with open_host(TextEncoderBuilder(), FLUX).lease("flux", is_text_encoder) as lease:
         tensors, _ = await encoders.condition(request, lease.manifest.class_name, lease.skeleton, lease.modules)
     return tensors
@@ -46,7 +44,7 @@ def builder() -> ComponentBuilder:
 
 async def test_it_gives_what_the_service_gives(open_host: Callable[..., Any], builder: ComponentBuilder) -> None:
     host = open_host(builder, FLUX)
-    own = OwnEncoder(host, DeviceThread())
+    own = FallbackEncoder(host, DeviceThread())
     expected = await of_the_service(open_host, REQUEST)
     for number in (1, 2):
         conditioning = await own.condition(REQUEST)
@@ -66,7 +64,7 @@ async def test_encoders_leave_for_the_denoiser(open_host: Callable[..., Any], bu
     denoiser = sum(part.nbytes for part in manifest.components.values() if is_denoise_component(part))
     encoders = manifest.nbytes - denoiser
     host = open_host(builder, FLUX, budget_bytes=max(denoiser, encoders))
-    own = OwnEncoder(host, DeviceThread())
+    own = FallbackEncoder(host, DeviceThread())
     for _ in range(2):
         conditioning = await own.condition(replace(REQUEST, prompt=f"{REQUEST.prompt} {own.num_requests}"))
         assert unpack(conditioning.tensors)
@@ -78,7 +76,7 @@ async def test_encoders_leave_for_the_denoiser(open_host: Callable[..., Any], bu
 
 async def test_a_failure_leaves_nothing_leased(open_host: Callable[..., Any], builder: ComponentBuilder) -> None:
     host = open_host(builder, FLUX)
-    own = OwnEncoder(host, DeviceThread())
+    own = FallbackEncoder(host, DeviceThread())
     with pytest.raises(EngineError, match="tokens"):
         await own.condition(replace(REQUEST, prompt="seven " * 100, long_text="error"))
     assert all(not slot.leases for slot in host._modules.slots.values())

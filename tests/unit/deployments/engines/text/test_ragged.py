@@ -143,7 +143,7 @@ def test_stock_padding_and_trimmed_texts_share_a_forward(modules):
         stock = modules["t5"](torch.tensor([[5, 6, 7, *[1] * 17]]))[0][0]
     assert torch.allclose(padded["hidden"], stock, atol=1e-5)
     assert not torch.allclose(trimmed["hidden"], stock[:3], atol=1e-3)  # it makes a difference, so it is no default
-    assert counter.stats() == EncodeStats(1, 3, 3, text_tokens=7, stock_padding_tokens=20, merge_padding_tokens=33)
+    assert counter.stats() == EncodeStats(1, 3, 3, text_tokens=7, stock_padding_tokens=20, batch_padding_tokens=33)
     assert json.loads(json.dumps(dataclasses.asdict(counter.stats())))["forwards"] == 1
 
 

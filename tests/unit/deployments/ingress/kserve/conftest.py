@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from configs.batching import BatchingConfig
 from configs.cluster import LimitsConfig
-from configs.merging import MergeConfig
 from deployments.errors import InvalidRequest, UnknownModel
 from deployments.ingress.kserve.inference import Inference
 from deployments.pipelines.records import PipelineRequest, PipelineResult, Signature, TensorSpec, TensorValue
@@ -83,7 +83,7 @@ class FakeService:
         self.gate = asyncio.Event()
         self.gate.set()
         self.num_cancelled = 0
-        self.merge_config = MergeConfig(preferred_batch_sizes=(4,), priority_levels=2)
+        self.batching_config = BatchingConfig(preferred_batch_sizes=(4,), priority_levels=2)
         self.warnings: tuple[str, ...] = ()
         self.error: Callable[[Any], Exception | None] = lambda request: None
         self.pieces = ["Hel", "lö", ""]
@@ -133,8 +133,8 @@ class FakeService:
             raise InvalidRequest(f"expected floating vectors (B, 2), got {list(request.features.shape)}")
         return (request.features @ np.array([[1, 1], [1, -1]], np.float32)).astype(np.float32)
 
-    async def merging(self) -> MergeConfig:
-        return self.merge_config
+    async def batching(self) -> BatchingConfig:
+        return self.batching_config
 
     async def chat(self, request: ChatRequest) -> TextResult:
         await self._arrived(request)

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from fastapi import FastAPI
 
+from configs.batching import BatchingConfig
 from configs.cluster import LimitsConfig
-from configs.merging import MergeConfig
 from deployments.errors import InvalidRequest
 from deployments.ingress.kserve.answers import classify_output
 from deployments.ingress.kserve.grpc.protos import open_inference as messages
@@ -94,7 +94,7 @@ async def test_metadata_has_the_fingerprint_where_there_is_one(client: httpx.Asy
     assert (head["platform"], head["outputs"][0]["name"]) == ("atelier_head", "scores")
 
 
-async def test_the_configuration_says_how_requests_are_merged(client: httpx.AsyncClient, service: Any) -> None:
+async def test_the_configuration_says_how_requests_are_batched(client: httpx.AsyncClient, service: Any) -> None:
     async def batching(model: str) -> Any:
         config = (await client.get(f"/v2/models/{model}/config")).json()
         assert config["model_transaction_policy"] == {"decoupled": model == "adder"}
@@ -102,7 +102,7 @@ async def test_the_configuration_says_how_requests_are_merged(client: httpx.Asyn
 
     expected = {"preferred_batch_size": [4], "priority_levels": 2, "default_priority_level": 1}
     assert await batching("minilm") == expected
-    service.merge_config = MergeConfig(max_queue_delay_us=70)
+    service.batching_config = BatchingConfig(max_queue_delay_us=70)
     expected = {"preferred_batch_size": [], "priority_levels": 1, "default_priority_level": 1}
     assert await batching("minilm") == expected | {"max_queue_delay_microseconds": 70}
     assert [await batching(model) for model in ("flux", "adder", "head", "scale")] == [{}, {}, None, None]

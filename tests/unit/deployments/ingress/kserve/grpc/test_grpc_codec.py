@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from configs.merging import MergeConfig
+from configs.batching import BatchingConfig
 from deployments.errors import InvalidRequest
 from deployments.ingress.kserve.grpc import codec as grpc_codec
 from deployments.ingress.kserve.grpc.protos import POOL, health
@@ -311,8 +311,10 @@ def test_bfloat16_is_two_bytes() -> None:
 def test_the_configuration_says_whether_a_request_has_several_responses(kind: str, decoupled: bool) -> None:
     specs = (TensorSpec("text", "BYTES", (-1, 3), optional=True),)
     metadata = ModelMetadata("m", ("1",), "p", specs, (TensorSpec("y", "BF16", (-1, 4)),), {"kind": kind})
-    merging = MergeConfig(preferred_batch_sizes=(4, 8), max_queue_delay_us=300, priority_levels=3, default_priority=2)
-    config = grpc_codec.write_config(model_configuration(metadata, 8, None if decoupled else merging))
+    batching = BatchingConfig(
+        preferred_batch_sizes=(4, 8), max_queue_delay_us=300, priority_levels=3, default_priority=2
+    )
+    config = grpc_codec.write_config(model_configuration(metadata, 8, None if decoupled else batching))
     assert config.WhichOneof("scheduling_choice") == "dynamic_batching"
     batching = config.dynamic_batching
     figures = (list(batching.preferred_batch_size), batching.max_queue_delay_microseconds, batching.priority_levels)

@@ -8,8 +8,8 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from configs.merging import MergeConfig
-from deployments.batching.policy import Call, CallForming
+from configs.batching import BatchingConfig
+from deployments.batching.policy import Batch, BatchPolicy
 from deployments.batching.queue import QueuedRequest, RequestQueue
 from deployments.errors import QueueFull
 
@@ -18,8 +18,8 @@ from deployments.errors import QueueFull
 class Schedule:
     """What happened, told by the test itself."""
 
-    config: MergeConfig
-    calls: list[tuple[float, Call[QueuedRequest]]] = field(default_factory=list)
+    config: BatchingConfig
+    batches: list[tuple[float, Batch[QueuedRequest]]] = field(default_factory=list)
     refused: list[QueuedRequest] = field(default_factory=list)
     cancelled: list[QueuedRequest] = field(default_factory=list)
     requests: list[QueuedRequest] = field(default_factory=list)
@@ -37,9 +37,9 @@ POLICIES = st.fixed_dictionaries(
 
 
 @st.composite
-def configs(draw: st.DrawFn) -> MergeConfig:
+def configs(draw: st.DrawFn) -> BatchingConfig:
     max_batch_size = draw(st.integers(1, 9))
-    return MergeConfig(
+    return BatchingConfig(
         max_batch_size=max_batch_size,
         preferred_batch_sizes=tuple(draw(st.sets(st.integers(1, max_batch_size), max_size=2))),
         strategy=draw(st.sampled_from(["prefer_latency", "prefer_batch"])),
@@ -77,11 +77,11 @@ EVENTS = st.lists(
 
 
 class Run:
-    def __init__(self, config: MergeConfig) -> None:
-        self.forming: CallForming[QueuedRequest] = CallForming(RequestQueue(config))
+    def __init__(self, config: BatchingConfig) -> None:
+        self.policy: BatchPolicy[QueuedRequest] = BatchPolicy(RequestQueue(config))
         self.schedule = Schedule(config)
         self.now = 0.0
-        self.running: list[tuple[float, Call[QueuedRequest]]] = []
+        self.running: list[tuple[float, Batch[QueuedRequest]]] = []
         self.max_overtakes = config.max_overtakes
 
     def do(self, name: str, *more: Any) -> None:
@@ -90,51 +90,51 @@ class Run:
             costs, group, priority, timeout = more
             request = QueuedRequest(range(len(costs)), costs, group, priority, self.now, timeout)
             try:
-                self.forming.add(request)
+                self.policy.add(request)
                 schedule.requests.append(request)
             except QueueFull:
                 pass
         elif name == "pass":
             self.now += more[0]
         elif name == "end" and self.running:
-            start, call = self.running.pop(0)
-            self.forming.served(call, self.now - start)
+            start, batch = self.running.pop(0)
+            self.policy.note_served(batch, self.now - start)
         elif name == "cancel" and more[0] < len(schedule.requests) and schedule.requests[more[0]].is_queued:
             schedule.cancelled.append(schedule.requests[more[0]])
-            self.forming.queue.remove(schedule.requests[more[0]])
+            self.policy.queue.remove(schedule.requests[more[0]])
         elif name == "retune":
             schedule.config = more[0]
             self.max_overtakes = max(self.max_overtakes, more[0].max_overtakes)
-            self.forming.queue.retune(more[0])
+            self.policy.queue.retune(more[0])
         self.pump()
 
     def pump(self) -> None:
         schedule, config = self.schedule, self.schedule.config
-        for request in self.forming.queue.expire(self.now):
+        for request in self.policy.queue.expire(self.now):
             assert request.deadline_s <= self.now
             schedule.refused.append(request)
         while True:
             waiting = {request for request in schedule.requests if request.is_queued}
             num_free = max(0, config.max_concurrent_batches - len(self.running))
-            call = self.forming.next_call(self.now, num_free)
-            if not isinstance(call, Call):
-                assert call > self.now
+            batch = self.policy.next_batch(self.now, num_free)
+            if not isinstance(batch, Batch):
+                assert batch > self.now
                 return
             assert num_free
-            self.check(call, waiting)
-            self.running.append((self.now, call))
-            schedule.calls.append((self.now, call))
+            self.check(batch, waiting)
+            self.running.append((self.now, batch))
+            schedule.batches.append((self.now, batch))
 
-    def check(self, call: Call[QueuedRequest], waiting: set[QueuedRequest]) -> None:
+    def check(self, batch: Batch[QueuedRequest], waiting: set[QueuedRequest]) -> None:
         schedule, config = self.schedule, self.schedule.config
-        costs = [sum(part.request.costs[part.start : part.stop]) for part in call.parts if part.request.costs]
-        assert 1 <= sum(part.stop - part.start for part in call.parts) <= config.max_batch_size
+        costs = [sum(part.request.costs[part.start : part.stop]) for part in batch.parts if part.request.costs]
+        assert 1 <= sum(part.stop - part.start for part in batch.parts) <= config.max_batch_size
         if config.max_batch_cost is not None and sum(costs) > config.max_batch_cost:
-            (part,) = call.parts
+            (part,) = batch.parts
             assert part.stop - part.start == 1  # one item above the budget, alone
-        assert call.cost == sum(costs)
-        requests = [part.request for part in call.parts]
-        assert {request.group for request in requests} == {call.group}
+        assert batch.cost == sum(costs)
+        requests = [part.request for part in batch.parts]
+        assert {request.group for request in requests} == {batch.group}
         assert set(requests) <= waiting
         for request in requests:
             # Whose time is over is started only where it defers.
@@ -146,7 +146,7 @@ class Run:
                     request.is_deferred,
                 )
                 assert not (same_line and not request.is_deferred and other.number < request.number)
-        schedule.started += [part.request for part in call.parts if not part.start]
+        schedule.started += [part.request for part in batch.parts if not part.start]
         for other in schedule.requests:
             if other.is_queued:
                 passed = sum(request.number > other.number for request in schedule.started)
@@ -155,28 +155,28 @@ class Run:
 
 @settings(max_examples=60, deadline=None)
 @given(configs(), EVENTS)
-def test_every_schedule(config: MergeConfig, events: list[Any]) -> None:
+def test_every_schedule(config: BatchingConfig, events: list[Any]) -> None:
     run = Run(config)
     for name, *more in events:
         run.do(name, *more)
     for _ in range(2000):  # until nobody waits: nobody does for ever
-        if not len(run.forming.queue):
+        if not len(run.policy.queue):
             break
         run.do("pass", 2.5)
         run.do("end")
-    assert len(run.forming.queue) == 0
+    assert len(run.policy.queue) == 0
     schedule = run.schedule
     gone = set(schedule.refused) | set(schedule.cancelled)
     assert len(schedule.refused) + len(schedule.cancelled) == len(gone)
     for request in schedule.requests:
         parts = [
-            (part.start, part.stop) for _, call in schedule.calls for part in call.parts if part.request is request
+            (part.start, part.stop) for _, batch in schedule.batches for part in batch.parts if part.request is request
         ]
         # In order and without a gap; whole unless its time was over or it was cancelled.
         assert [start for start, _ in parts] == [0, *(stop for _, stop in parts)][: len(parts)]
         assert (parts[-1][1] if parts else 0) == request.next_item
         assert (request.next_item == len(request.items)) != (request in gone)
-    assert not any(run.forming.queue.num_by_priority.values())
-    assert not run.forming.queue._groups
-    assert not run.forming.queue._lines
-    assert len(run.forming.queue._overtaking) == 0
+    assert not any(run.policy.queue.num_by_priority.values())
+    assert not run.policy.queue._groups
+    assert not run.policy.queue._lines
+    assert len(run.policy.queue._overtaking) == 0

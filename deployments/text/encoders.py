@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import torch
 
@@ -22,60 +23,51 @@ from weights.manifest import Component
 
 MAX_TOKENIZERS: Final = 32
 
-T = TypeVar("T")
 
-
-@dataclass(slots=True)
-class Running:
-    """Computations under way: those go on that nobody waits for any more.
-
-    `retired`: the module may have other weights by now. A lookup that outlived its request, waiting for another tier
-    of the cache, may come that late. HAZARD: the module is let go from another thread when the node needs its weights.
-    """
-
-    count: int = 0
-    retired: bool = False
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-
-    async def during(self, compute: Callable[[], Awaitable[T]]) -> T:
-        """What `compute` gives, counted while it is under way. Raises EngineError when it is too late for it."""
-        with self._lock:
-            if self.retired:
-                raise EngineError("the encoder was let go before this text was encoded")
-            self.count += 1
-        try:
-            return await compute()
-        finally:
-            self.count -= 1
-
-    def retire(self) -> bool:
-        """Let nobody begin any more. False while something is under way: then nothing changes."""
-        with self._lock:
-            self.retired = self.retired or not self.count
-            return self.retired
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class KeyedEncoder:
-    """A built encoder and its identity, which cached encodings are filed under.
+    """A built encoder and its identity, `module_key`, which cached encodings are filed under.
 
-    Its tokenizer is kept for the next encoder of the same folder.
+    Its tokenizer is kept for the next encoder of the same folder. Computations outlive the requests that began them,
+    so a module may be let go while some run (`num_computing`), and one that `is_retired` may hold other weights by now.
+    HAZARD: it is retired from another thread when the node needs its weights.
     """
 
     module_key: str
     encoder: TextEncoder
-    running: Running
     tokenizer_folder: Path | None = None
     tokenizer: Any = None
+    num_computing: int = 0
+    is_retired: bool = False
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    @contextlib.contextmanager
+    def computing(self) -> Iterator[TextEncoder]:
+        """Count a computation while it runs. Raises EngineError when the encoder was let go before."""
+        with self._lock:
+            if self.is_retired:
+                raise EngineError("the encoder was let go before this text was encoded")
+            self.num_computing += 1
+        try:
+            yield self.encoder
+        finally:
+            with self._lock:
+                self.num_computing -= 1
+
+    def retire(self) -> bool:
+        """Let no computation begin any more. Return False, and change nothing, while some run."""
+        with self._lock:
+            self.is_retired = self.is_retired or not self.num_computing
+            return self.is_retired
 
 
 def is_text_encoder(component: Component) -> bool:
-    """What the embedding service builds: text encoders, and the heads above them. The worker builds the rest."""
+    """Tell what the text-encoder service builds: encoders, and the heads above them. The worker builds the rest."""
     return component.library in ("transformers", dense_head.LIBRARY)
 
 
 class TextEncoderBuilder:
-    """Makes text encoders; modules come from `skeletons`, tokenizers from here, where one that fits was kept."""
+    """A builder of text encoders: modules come from `skeletons`; tokenizers are kept and used again."""
 
     def __init__(self) -> None:
         self.skeletons = SkeletonPool()
@@ -85,6 +77,7 @@ class TextEncoderBuilder:
     def __call__(
         self, component: Component, skeleton: Path, tensors: dict[str, torch.Tensor]
     ) -> KeyedEncoder | DenseHead:
+        """Build the component over its tensors. Raises EngineError."""
         folder = skeleton / component.folder
         if component.library == dense_head.LIBRARY:
             return load_dense_head(folder, tensors)
@@ -101,7 +94,7 @@ class TextEncoderBuilder:
             build=partial(self.skeletons.build_module, component.structure_key),
             tokenizer=tokenizer,
         )
-        return KeyedEncoder(component.module_key, encoder, Running(), tokenizer_folder, tokenizer)
+        return KeyedEncoder(component.module_key, encoder, tokenizer_folder, tokenizer)
 
     def prepare(self, component: Component, skeleton: Path) -> None:
         """Make its structure, and load its tokenizer, before they are needed. Raises EngineError."""
@@ -112,14 +105,14 @@ class TextEncoderBuilder:
         self._keep(folder, load_tokenizer(folder))
 
     def retire(self, thing: KeyedEncoder | DenseHead) -> None:
-        """Nobody leases it any more. If it still computes for somebody who left, its module ends with that."""
-        if isinstance(thing, KeyedEncoder) and thing.running.retire():
+        """Take back what nobody leases any more, unless it still computes for a request that was cancelled."""
+        if isinstance(thing, KeyedEncoder) and thing.retire():
             self.skeletons.retire(thing.encoder.module)
             if thing.tokenizer_folder is not None:
                 self._keep(thing.tokenizer_folder, thing.tokenizer)
 
     def _keep(self, folder: Path, tokenizer: Any) -> None:
-        """For one encoder at a time: a tokenizer is reconfigured by each call."""
+        """Keep a tokenizer for one encoder at a time: each call reconfigures it."""
         with self._lock:
             self._tokenizers[folder] = tokenizer
             while len(self._tokenizers) > MAX_TOKENIZERS:

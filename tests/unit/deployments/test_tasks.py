@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from deployments.threads import in_thread
+from deployments.tasks import in_thread
 
 
 async def test_results_and_errors_come_through() -> None:

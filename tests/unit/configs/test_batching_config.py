@@ -1,4 +1,4 @@
-"""What may be asked of the merger, and how mistakes are told."""
+"""What may be asked of the batcher, and how mistakes are told."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from configs.merging import MergeConfig
+from configs.batching import BatchingConfig
 
 
 def test_the_defaults_wait_only_as_long_as_it_pays() -> None:
-    config = MergeConfig()
+    config = BatchingConfig()
     assert (config.strategy, config.max_queue_delay_us, config.preferred_batch_sizes) == ("prefer_latency", None, ())
     assert config.default_queue_policy.timeout_us is None
 
@@ -33,9 +33,9 @@ def test_the_defaults_wait_only_as_long_as_it_pays() -> None:
 )
 def test_mistakes_are_told(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
-        MergeConfig.model_validate(settings)
+        BatchingConfig.model_validate(settings)
 
 
 def test_prefer_batch_with_a_delay() -> None:
-    config = MergeConfig(strategy="prefer_batch", max_queue_delay_us=100, preferred_batch_sizes=(8, 16, 32))
+    config = BatchingConfig(strategy="prefer_batch", max_queue_delay_us=100, preferred_batch_sizes=(8, 16, 32))
     assert config.preferred_batch_sizes == (8, 16, 32)

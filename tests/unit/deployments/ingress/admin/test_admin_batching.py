@@ -1,4 +1,4 @@
-"""Merging of a running cluster's text encoders, changed and looked at, over fakes of registry and replicas."""
+"""Dynamic batching of a running cluster's text encoders, changed and looked at, over fakes of registry and replicas."""
 
 from __future__ import annotations
 
@@ -12,35 +12,35 @@ from ray.exceptions import ActorDiedError, RayTaskError
 
 from cluster.registry.directory import DirectoryChange
 from cluster.registry.snapshot import RegistrySnapshot
+from configs.batching import BatchingConfig
 from configs.cluster import ClusterConfig
-from configs.merging import MergeConfig
 from deployments.errors import Overloaded
 from deployments.ingress.http import create_http_app
 from deployments.ingress.service import Service
 
-PATH = "/admin/text-encoders/merging"
+PATH = "/admin/text-encoders/batching"
 CONFIG = ClusterConfig.model_validate(
-    {"models": [{"id": "base", "path": "/base"}], "text_encoder": {"merging": {"max_batch_size": 5}}}
+    {"models": [{"id": "base", "path": "/base"}], "text_encoder": {"batching": {"max_batch_size": 5}}}
 )
 
 
 class Registry:
-    """Its handle; `merging` is what it remembers."""
+    """Its handle; `batching` is what it remembers."""
 
     def __init__(self) -> None:
-        self.merging: MergeConfig | None = None
+        self.batching: BatchingConfig | None = None
         self.dead = False
-        self.set_encoder_merging = SimpleNamespace(remote=self._set)
-        self.encoder_merging = SimpleNamespace(remote=self._get)
+        self.set_encoder_batching = SimpleNamespace(remote=self._set)
+        self.encoder_batching = SimpleNamespace(remote=self._get)
         self.watch = SimpleNamespace(remote=self._watch)
 
-    async def _set(self, merging: MergeConfig) -> None:
+    async def _set(self, batching: BatchingConfig) -> None:
         self._check()
-        self.merging = merging
+        self.batching = batching
 
-    async def _get(self) -> MergeConfig | None:
+    async def _get(self) -> BatchingConfig | None:
         self._check()
-        return self.merging
+        return self.batching
 
     async def _watch(self, revision: int, epoch: str, timeout_s: float) -> DirectoryChange:
         self._check()
@@ -55,7 +55,7 @@ class Encoders:
     """Two replicas that are tuned, and whatever is in `others`."""
 
     def __init__(self) -> None:
-        self.tuned: list[Any] = [CONFIG.text_encoder.merging] * 2
+        self.tuned: list[Any] = [CONFIG.text_encoder.batching] * 2
         self.others: list[Any] = []
         self.calls: list[Any] = []
 
@@ -67,8 +67,8 @@ class Encoders:
         else:
             assert method == "describe"
             answers = [
-                {"merging": {"calls": number}, "merge_config": merging.model_dump(mode="json"), "modules": []}
-                for number, merging in enumerate(self.tuned)
+                {"batching": {"batches": number}, "batching_config": batching.model_dump(mode="json"), "modules": []}
+                for number, batching in enumerate(self.tuned)
             ]
 
         async def results_async(*, timeout_s: float, return_exceptions: bool) -> list[Any]:
@@ -103,29 +103,29 @@ async def test_a_change_reaches_all_replicas_and_is_remembered(
     http: httpx.AsyncClient, registry: Registry, encoders: Encoders
 ) -> None:
     body = {"max_batch_size": 16, "priority_levels": 3, "queue_policies": {"2": {"timeout_us": 50}}}
-    wanted = MergeConfig.model_validate(body)
+    wanted = BatchingConfig.model_validate(body)
     encoders.others = [RayTaskError("retune", "Traceback", Overloaded("busy")), ActorDiedError()]
     answer = await http.put(PATH, json=body)
     assert answer.status_code == 200
-    assert MergeConfig.model_validate(answer.json()["merging"]) == wanted == registry.merging
+    assert BatchingConfig.model_validate(answer.json()["batching"]) == wanted == registry.batching
     assert encoders.calls == [("retune", wanted)]
     first, second, third, fourth = answer.json()["text_encoders"]
     assert (first, second, third) == ("", "", "busy")
     assert fourth.startswith("The actor died")
 
 
-async def test_what_is_merged_is_shown_by_replica(
+async def test_what_is_batched_is_shown_by_replica(
     http: httpx.AsyncClient, registry: Registry, encoders: Encoders
 ) -> None:
     shown = (await http.get(PATH)).json()
-    assert shown["merging"]["max_batch_size"] == 5  # the config's
-    assert [replica["stats"] for replica in shown["text_encoders"]] == [{"calls": 0}, {"calls": 1}]
+    assert shown["batching"]["max_batch_size"] == 5  # the config's
+    assert [replica["stats"] for replica in shown["text_encoders"]] == [{"batches": 0}, {"batches": 1}]
     await http.put(PATH, json={"max_batch_size": 9})
     encoders.others = [ActorDiedError()]
     shown = (await http.get(PATH)).json()
     *replicas, lost = shown["text_encoders"]
-    assert [replica["config"] for replica in replicas] == [shown["merging"]] * 2
-    assert shown["merging"]["max_batch_size"] == 9
+    assert [replica["config"] for replica in replicas] == [shown["batching"]] * 2
+    assert shown["batching"]["max_batch_size"] == 9
     assert lost["unreachable"].startswith("The actor died")
 
 
@@ -149,7 +149,7 @@ async def test_what_cannot_be_is_refused_before_anything_changes(
     error = refused.json()["error"]
     assert (refused.status_code, error["code"], error["param"]) == (400, "invalid_value", param)
     assert text in error["message"]
-    assert (registry.merging, encoders.calls) == (None, [])
+    assert (registry.batching, encoders.calls) == (None, [])
 
 
 async def test_without_a_registry_nothing_changes(
@@ -159,8 +159,8 @@ async def test_without_a_registry_nothing_changes(
     registry.dead = True
     refused = await http.put(PATH, json={"max_batch_size": 9})
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "model_unavailable")
-    assert ("retune", MergeConfig(max_batch_size=9)) not in encoders.calls
-    assert (await http.get(PATH)).json()["merging"]["max_batch_size"] == 5
+    assert ("retune", BatchingConfig(max_batch_size=9)) not in encoders.calls
+    assert (await http.get(PATH)).json()["batching"]["max_batch_size"] == 5
 
 
 async def test_it_is_documented(http: httpx.AsyncClient) -> None:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from configs.merging import MergeConfig
-from deployments.batching.policy import Call, CallForming
+from configs.batching import BatchingConfig
+from deployments.batching.policy import Batch, BatchPolicy
 from deployments.batching.queue import QueuedRequest, RequestQueue
 from deployments.bench.merge import WAITS
 from deployments.bench.merge_traffic import Pattern, grid, scenario
@@ -16,28 +16,28 @@ from deployments.bench.merge_traffic import Pattern, grid, scenario
 Figures = tuple[float, float]  # makespan, mean latency
 
 
-def ours(pattern: Pattern, config: MergeConfig | None = None) -> Figures:
+def ours(pattern: Pattern, config: BatchingConfig | None = None) -> Figures:
     """One slot; the real queue and decisions, on a clock that jumps from event to event."""
-    config = config or MergeConfig(max_batch_size=pattern.max_batch_size)
-    forming: CallForming[QueuedRequest] = CallForming(RequestQueue(config))
+    config = config or BatchingConfig(max_batch_size=pattern.max_batch_size)
+    policy: BatchPolicy[QueuedRequest] = BatchPolicy(RequestQueue(config))
     arrivals = list(pattern.arrivals_s)
     ends: list[float] = []
     coming, now = 0, arrivals[0]
     while len(ends) < len(arrivals):
         while coming < len(arrivals) and arrivals[coming] <= now:
-            forming.add(QueuedRequest([coming], None, None, 1, arrivals[coming]))
+            policy.add(QueuedRequest([coming], None, None, 1, arrivals[coming]))
             coming += 1
-        call = forming.next_call(now, 1)
-        if isinstance(call, Call):
-            duration = pattern.service.duration_s(call.num_items)
+        batch = policy.next_batch(now, 1)
+        if isinstance(batch, Batch):
+            duration = pattern.service.duration_s(batch.num_items)
             while coming < len(arrivals) and arrivals[coming] <= now + duration:
-                forming.add(QueuedRequest([coming], None, None, 1, arrivals[coming]))
+                policy.add(QueuedRequest([coming], None, None, 1, arrivals[coming]))
                 coming += 1
             now += duration
-            forming.served(call, duration)
-            ends += [now] * call.num_items
+            policy.note_served(batch, duration)
+            ends += [now] * batch.num_items
         else:
-            now = min(call, arrivals[coming] if coming < len(arrivals) else call)
+            now = min(batch, arrivals[coming] if coming < len(arrivals) else batch)
     return figures(pattern, ends)
 
 
@@ -66,7 +66,7 @@ def figures(pattern: Pattern, ends: Sequence[float]) -> Figures:
 
 
 def test_the_plain_model_of_serve_batch_gives_what_was_measured_of_it() -> None:
-    # In real Serve: 24 calls of one, 12.04 s, 5.12 s; with a wait of 0.5 s 2.85 s to 3.34 s (a tie at the sixth).
+    # In real Serve: 24 batches of one, 12.04 s, 5.12 s; with a wait of 0.5 s 2.85 s to 3.34 s (a tie at the sixth).
     makespan, latency = serve_batch(scenario(), 0.01)
     assert makespan == pytest.approx(12.01)
     assert latency == pytest.approx(5.11)
@@ -100,6 +100,6 @@ def test_the_grid_is_near_the_best_wait_of_every_pattern(seed: int) -> None:
 def test_a_delay_of_zero_loses_where_learning_wins() -> None:
     """What the default is for: bursts, whose first request would run alone every time."""
     (pattern,) = (pattern for pattern in grid(1.0, 96, 24, 0) if pattern.name == "bursts of 8, load 0.9, flat")
-    _, at_once = ours(pattern, MergeConfig(max_batch_size=8, max_queue_delay_us=0))
+    _, at_once = ours(pattern, BatchingConfig(max_batch_size=8, max_queue_delay_us=0))
     _, learned = ours(pattern)
     assert learned < 0.75 * at_once

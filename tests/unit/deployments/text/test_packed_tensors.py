@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from deployments.text.tensor_records import pack, unpack
+from deployments.text.requests import pack, unpack
 
 DTYPES = [
     torch.bool,

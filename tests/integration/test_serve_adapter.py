@@ -1,4 +1,4 @@
-"""The merger behind `@serve.batch`, in a replica of real Serve."""
+"""The batcher behind `@serve.batch`, in a replica of real Serve."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import ray
 from integration.harness import Cluster
 from ray import serve
 
-from configs.merging import MergeConfig
-from deployments.batching.batcher import RequestMerger
-from deployments.batching.serve_adapter import ServeDoor
+from configs.batching import BatchingConfig
+from deployments.batching.batcher import Batcher
+from deployments.batching.serve_adapter import ServeAdapter
 
 pytestmark = pytest.mark.ray
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # Ray's workers cannot import tests
@@ -23,29 +23,29 @@ MAX_ONGOING = 64
 
 
 class Doubling:
-    """Holds its calls until it is let go, and tells what came together."""
+    """Holds its batches until it is let go, and tells what came together."""
 
     async def __init__(self) -> None:  # type: ignore[misc]  # Serve awaits it
-        self._calls: list[list[int]] = []
+        self._batches: list[list[int]] = []
         self._gate = asyncio.Event()
-        self._merger: RequestMerger[int, int] = RequestMerger(self._run, MergeConfig(max_batch_size=16))
-        self._door = ServeDoor(self._merger, MAX_ONGOING)
+        self._batcher: Batcher[int, int] = Batcher(self._run_batch, BatchingConfig(max_batch_size=16))
+        self._serve_adapter = ServeAdapter(self._batcher, MAX_ONGOING)
 
     async def ask(self, items: list[int], group: Any = None) -> list[int]:
-        return await self._door.submit(items, group=group)
+        return await self._serve_adapter.submit(items, group=group)
 
     async def num_queued(self) -> int:
-        return sum(self._merger.stats().queued.values())
+        return sum(self._batcher.stats().queued.values())
 
     async def num_running(self) -> int:
-        return sum(self._merger.stats().running.values())
+        return sum(self._batcher.stats().running.values())
 
     async def let_go(self) -> list[list[int]]:
         self._gate.set()
-        return [list(call) for call in self._calls]  # as it is now: the answer is written down later
+        return [list(batch) for batch in self._batches]  # as it is now: the answer is written down later
 
-    async def _run(self, items: Sequence[int]) -> list[int | Exception]:
-        self._calls.append(list(items))
+    async def _run_batch(self, items: Sequence[int]) -> list[int | Exception]:
+        self._batches.append(list(items))
         await self._gate.wait()
         return [item * 2 if item >= 0 else ValueError(f"{item} is below 0") for item in items]
 
@@ -53,8 +53,8 @@ class Doubling:
 @pytest.fixture
 def handle(cluster: Cluster) -> Iterator[Any]:
     deployment = serve.deployment(Doubling).options(max_ongoing_requests=MAX_ONGOING, ray_actor_options={"num_cpus": 0})
-    yield serve.run(deployment.bind(), name="merge-door", route_prefix=None)
-    serve.delete("merge-door")
+    yield serve.run(deployment.bind(), name="serve-adapter", route_prefix=None)
+    serve.delete("serve-adapter")
 
 
 async def until_running(handle: Any) -> None:

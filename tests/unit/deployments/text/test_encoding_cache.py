@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from cluster.encodings.packed import ByteArray, Layout, join_tensors
-from cluster.encodings.records import SharedEncoding
-from deployments.text.cache import ENTRY_BYTES, TENSOR_BYTES, EmbeddingCache, EncodingKey
-from deployments.text.tensor_records import pack
+from cluster.encodings.records import Answer, SharedEncoding
+from deployments.text.cache import ENTRY_BYTES, TENSOR_BYTES, EncodingCache, EncodingKey, Found
+from deployments.text.requests import pack
 
 COST_BYTES = ENTRY_BYTES + TENSOR_BYTES + 400  # of an encoding of 100 float32
 
@@ -51,34 +51,47 @@ class Encoder:
 
 
 class Shared:
-    """The cluster's tier in memory: one that has, gives claims, or fails."""
+    """The cluster's tier in memory: one that has, gives claims, lets wait for what others compute, or fails."""
 
     def __init__(self) -> None:
+        self.generation = "g"
+        self.num_asked = 0
+        self.elsewhere: dict[str, asyncio.Future[SharedEncoding | None]] = {}
         self.entries: dict[str, SharedEncoding] = {}
         self.claims: set[str] = set()
         self.kept: set[str] = set()
         self.used: list[str] = []
         self.error: Exception | None = None
 
-    async def find_or_claim(self, digest: str) -> SharedEncoding | None:
+    async def find_or_claim(self, digests: Sequence[str]) -> list[Answer[SharedEncoding]]:
+        self.num_asked += 1
         await self._answer()
-        if digest not in self.entries:
-            self.claims.add(digest)
-        return self.entries.get(digest)
+        self.claims |= set(digests) - self.entries.keys() - self.elsewhere.keys()
+        return [self._answer_to(digest) for digest in digests]
+
+    def _answer_to(self, digest: str) -> Answer[SharedEncoding]:
+        if digest in self.entries:
+            return Answer("found", self.entries[digest])
+        return Answer("wait" if digest in self.elsewhere else "yours")
+
+    async def receive(self, digest: str, answer: Answer[SharedEncoding]) -> SharedEncoding | None:
+        await self._answer()
+        return await self.elsewhere[digest] if answer.state == "wait" else answer.payload
 
     async def publish(self, digest: str, layout: Layout, data: ByteArray, cost_s: float, keep: bool) -> None:
         await self._answer()
         self.claims.discard(digest)
-        self.entries[digest] = SharedEncoding(layout, data, cost_s)
+        self.entries[digest] = SharedEncoding(layout, data, cost_s, self.generation)
         self.kept |= {digest} if keep else set()
 
-    async def abandon(self, digest: str) -> None:
+    async def abandon(self, digests: Sequence[str]) -> None:
         await self._answer()
-        self.claims.discard(digest)
+        self.claims.difference_update(digests)
 
     async def forget_all(self) -> None:
         await self._answer()
         self.entries.clear()
+        self.generation += "'"
 
     def note_use(self, digest: str) -> None:
         self.used.append(digest)
@@ -89,13 +102,22 @@ class Shared:
             raise self.error
 
 
+async def get(cache: EncodingCache, key: EncodingKey, compute: Any, *, keep: bool = False) -> Found:
+    """Look one key up; `compute` makes one encoding."""
+
+    async def compute_many(keys: Sequence[EncodingKey]) -> list[Any]:
+        return [await compute() for _ in keys]
+
+    return (await cache.get_all([key], compute_many, keep={key} if keep else ()))[key]
+
+
 async def settle() -> None:
     for _ in range(8):
         await asyncio.sleep(0)
 
 
-async def source(cache: EmbeddingCache, number: int, encoder: Any, **options: Any) -> str:
-    return (await cache.get(key(number), encoder, **options)).source
+async def source(cache: EncodingCache, number: int, encoder: Any, **options: Any) -> str:
+    return (await get(cache, key(number), encoder, **options)).source
 
 
 def test_every_part_of_a_key_counts() -> None:
@@ -116,14 +138,14 @@ def test_every_part_of_a_key_counts() -> None:
 
 
 async def test_the_same_tokens_are_encoded_once() -> None:
-    cache, encoder = EmbeddingCache(10**6), Encoder()
-    first = await cache.get(key(1), encoder)
-    assert (first.source, first.hit) == ("computed", False)
-    second = await cache.get(key(1), encoder)
-    assert (second.source, second.hit) == ("local", True)
+    cache, encoder = EncodingCache(10**6), Encoder()
+    first = await get(cache, key(1), encoder)
+    assert first.source == "computed"
+    second = await get(cache, key(1), encoder)
+    assert second.source == "local"
     assert second.encoding is first.encoding
     for other in (key(2), key(1, "other")):
-        assert not (await cache.get(other, encoder)).hit
+        assert (await get(cache, other, encoder)).source == "computed"
     assert encoder.count == 3
     stats = cache.stats()
     assert (stats.local, stats.computed, stats.joined, stats.shared, stats.entries) == (1, 3, 0, 0, 3)
@@ -131,9 +153,9 @@ async def test_the_same_tokens_are_encoded_once() -> None:
 
 
 async def test_who_asks_meanwhile_waits_for_the_same_computation() -> None:
-    cache, encoder = EmbeddingCache(10**6), Encoder()
+    cache, encoder = EncodingCache(10**6), Encoder()
     encoder.open.clear()
-    waiting = [asyncio.ensure_future(cache.get(key(1), encoder)) for _ in range(1000)]
+    waiting = [asyncio.ensure_future(get(cache, key(1), encoder)) for _ in range(1000)]
     await settle()
     encoder.open.set()
     found = await asyncio.gather(*waiting)
@@ -142,12 +164,12 @@ async def test_who_asks_meanwhile_waits_for_the_same_computation() -> None:
     assert (encoder.count, cache.stats().joined) == (1, 999)
 
 
-async def test_a_failure_reaches_all_and_is_not_remembered() -> None:
+async def test_a_failure_is_not_remembered_and_those_who_waited_try_themselves() -> None:
     shared = Shared()
-    cache, encoder = EmbeddingCache(10**6, shared), Encoder()
+    cache, encoder = EncodingCache(10**6, shared), Encoder()
     encoder.error = ValueError("bad tokens")
     encoder.open.clear()
-    waiting = [asyncio.ensure_future(cache.get(key(1), encoder)) for _ in range(3)]
+    waiting = [asyncio.ensure_future(get(cache, key(1), encoder)) for _ in range(3)]
     await settle()
     assert shared.claims
     encoder.open.set()
@@ -155,15 +177,15 @@ async def test_a_failure_reaches_all_and_is_not_remembered() -> None:
     await settle()
     assert not shared.claims  # another replica may try
     encoder.error = None
-    assert (await cache.get(key(1), encoder)).encoding["pooled"][0] == 2
+    assert (await get(cache, key(1), encoder)).encoding["pooled"][0] == encoder.count == 4
     assert (cache.stats().entries, cache.stats().failed) == (1, 3)
 
 
 @pytest.mark.parametrize("cancelled", [{0}, {1}, {0, 1}])
 async def test_cancelling_callers_does_not_cancel_the_computation(cancelled: set[int]) -> None:
-    cache, encoder = EmbeddingCache(10**6, Shared()), Encoder()
+    cache, encoder = EncodingCache(10**6, Shared()), Encoder()
     encoder.open.clear()
-    waiting = [asyncio.ensure_future(cache.get(key(1), encoder)) for _ in range(2)]
+    waiting = [asyncio.ensure_future(get(cache, key(1), encoder)) for _ in range(2)]
     await settle()
     for index in cancelled:
         waiting[index].cancel()
@@ -182,9 +204,9 @@ async def test_cancelling_callers_does_not_cancel_the_computation(cancelled: set
 async def test_what_took_longest_to_compute_stays() -> None:
     clock = Clock()
     encoder = Encoder(clock)
-    cache = EmbeddingCache(3 * COST_BYTES, clock=clock)
+    cache = EncodingCache(3 * COST_BYTES, clock=clock)
     for number, encoder.cost_s in ((1, 5.0), (2, 0.1), (3, 3.0), (4, 1.0)):
-        await cache.get(key(number), encoder)
+        await get(cache, key(number), encoder)
     stats = cache.stats()
     assert (stats.entries, stats.evicted, stats.nbytes) == (3, 1, 3 * COST_BYTES)
     assert [await source(cache, number, encoder) for number in (1, 3, 4)] == ["local"] * 3
@@ -197,44 +219,44 @@ async def test_what_took_longest_to_compute_stays() -> None:
 async def test_negative_and_empty_prompts_stay_however_cheap() -> None:
     clock = Clock()
     encoder = Encoder(clock)
-    cache = EmbeddingCache(8 * COST_BYTES, clock=clock)
+    cache = EncodingCache(8 * COST_BYTES, clock=clock)
     encoder.cost_s = 0.001
-    await cache.get(key(0), encoder, keep=True)
-    await cache.get(key(1), encoder)
+    await get(cache, key(0), encoder, keep=True)
+    await get(cache, key(1), encoder)
     assert await source(cache, 1, encoder, keep=True) == "local"  # wanted as a negative prompt later
     encoder.cost_s = 10.0
     for number in range(2, 40):
-        await cache.get(key(number), encoder)
+        await get(cache, key(number), encoder)
     assert [await source(cache, number, encoder) for number in (0, 1)] == ["local"] * 2
     stats = cache.stats()
     assert (stats.entries, stats.kept, stats.kept_bytes) == (8, 2, 2 * COST_BYTES)
     for number in range(100, 120):
-        await cache.get(key(number), encoder, keep=True)
+        await get(cache, key(number), encoder, keep=True)
     assert cache.stats().kept == 2  # a quarter of eight, whatever is asked for
 
 
 async def test_what_is_larger_than_the_cache_is_not_kept_and_evicts_nothing() -> None:
-    cache, encoder = EmbeddingCache(COST_BYTES), Encoder()
-    await cache.get(key(1), encoder)
+    cache, encoder = EncodingCache(COST_BYTES), Encoder()
+    await get(cache, key(1), encoder)
     encoder.size = 101
-    found = await cache.get(key(2), encoder)
+    found = await get(cache, key(2), encoder)
     assert found.encoding["pooled"].shape == (101,)
     assert await source(cache, 1, encoder) == "local"
     assert await source(cache, 2, encoder) == "computed"
 
 
 async def test_a_row_of_a_batch_does_not_keep_the_batch() -> None:
-    cache = EmbeddingCache(10**6)
+    cache = EncodingCache(10**6)
     batch = torch.rand(50, 100)
 
     async def compute() -> dict[str, torch.Tensor]:
         return {"hidden": batch[3], "half": batch[4, :50], "none": torch.empty(0)}
 
-    encoding = (await cache.get(key(1), compute)).encoding
+    encoding = (await get(cache, key(1), compute)).encoding
     held = sum(tensor.untyped_storage().nbytes() for tensor in encoding.values())
     assert cache.stats().nbytes == ENTRY_BYTES + 3 * TENSOR_BYTES + held == ENTRY_BYTES + 3 * TENSOR_BYTES + 600
     batch.zero_()
-    assert (await cache.get(key(1), compute)).encoding["hidden"].any()
+    assert (await get(cache, key(1), compute)).encoding["hidden"].any()
 
 
 def add_in_place(encoding: Mapping[str, torch.Tensor]) -> None:
@@ -254,19 +276,19 @@ def write_without_autograd(encoding: Mapping[str, torch.Tensor]) -> None:
 @pytest.mark.parametrize("inference", [False, True])
 async def test_a_write_into_a_cached_encoding_is_found_and_harms_nobody_later(write: Any, inference: bool) -> None:
     shared = Shared()
-    cache = EmbeddingCache(10**6, shared)
+    cache = EncodingCache(10**6, shared)
 
     async def compute() -> dict[str, torch.Tensor]:
         with torch.inference_mode(inference):
             return {"pooled": torch.ones(100)}
 
-    write((await cache.get(key(1), compute)).encoding)
-    again = await cache.get(key(1), compute)
+    write((await get(cache, key(1), compute)).encoding)
+    again = await get(cache, key(1), compute)
     assert again.source == "shared"
     assert torch.equal(again.encoding["pooled"], torch.ones(100))
     write(again.encoding)
     shared.entries.clear()
-    again = await cache.get(key(1), compute)
+    again = await get(cache, key(1), compute)
     assert again.source == "computed"
     assert torch.equal(again.encoding["pooled"], torch.ones(100))
     stats = cache.stats()
@@ -274,7 +296,7 @@ async def test_a_write_into_a_cached_encoding_is_found_and_harms_nobody_later(wr
 
 
 async def test_a_found_encoding_is_no_dict_to_put_things_into_and_packs_read_only() -> None:
-    found = await EmbeddingCache(10**6).get(key(1), Encoder())
+    found = await get(EncodingCache(10**6), key(1), Encoder())
     with pytest.raises(TypeError):
         found.encoding["more"] = torch.ones(1)  # type: ignore[index]
     with pytest.raises(ValueError, match="read-only"):
@@ -284,12 +306,12 @@ async def test_a_found_encoding_is_no_dict_to_put_things_into_and_packs_read_onl
 async def test_what_another_replica_has_computed_is_not_computed_again() -> None:
     shared = Shared()
     encoder = Encoder(clock := Clock())
-    first, second = (EmbeddingCache(10**6, shared, clock) for _ in range(2))
-    await first.get(key(1), encoder, keep=True)
+    first, second = (EncodingCache(10**6, shared, clock) for _ in range(2))
+    await get(first, key(1), encoder, keep=True)
     await settle()
     assert shared.kept == set(shared.entries) == {key(1).digest()}
     assert shared.entries[key(1).digest()].cost_s == encoder.cost_s
-    found = await second.get(key(1), encoder)
+    found = await get(second, key(1), encoder)
     assert (found.source, encoder.count) == ("shared", 1)
     assert torch.equal(found.encoding["pooled"], torch.ones(100))
     assert await source(second, 1, encoder) == "local"
@@ -299,11 +321,11 @@ async def test_what_another_replica_has_computed_is_not_computed_again() -> None
 
 async def test_what_damaged_weights_may_have_made_is_in_no_tier_afterwards() -> None:
     shared = Shared()
-    cache, encoder = EmbeddingCache(10**6, shared), Encoder()
+    cache, encoder = EncodingCache(10**6, shared), Encoder()
     assert await source(cache, 1, encoder) == "computed"
     await settle()
     encoder.open.clear()
-    computing = asyncio.ensure_future(cache.get(key(2), encoder))
+    computing = asyncio.ensure_future(get(cache, key(2), encoder))
     await settle()
     cache.forget_all()
     encoder.open.set()
@@ -317,13 +339,13 @@ async def test_what_damaged_weights_may_have_made_is_in_no_tier_afterwards() -> 
 
 async def test_with_the_other_tier_gone_everything_is_computed_and_nothing_fails() -> None:
     shared = Shared()
-    cache, encoder = EmbeddingCache(10**6, shared), Encoder()
+    cache, encoder = EncodingCache(10**6, shared), Encoder()
     shared.error = RuntimeError("the actor died")
     assert [await source(cache, number, encoder) for number in (1, 2, 1)] == ["computed", "computed", "local"]
     assert cache.stats().shared_errors == 2
     shared.error = None
     encoder.open.clear()
-    getting = asyncio.ensure_future(cache.get(key(3), encoder))
+    getting = asyncio.ensure_future(get(cache, key(3), encoder))
     await settle()
     shared.error = RuntimeError("the actor died before it heard of it")
     encoder.open.set()
@@ -336,15 +358,151 @@ async def test_with_the_other_tier_gone_everything_is_computed_and_nothing_fails
 async def test_what_the_other_tier_gives_is_checked_by_using_it() -> None:
     shared = Shared()
     layout, data = join_tensors(pack({"pooled": torch.ones(3)}))
-    shared.entries[key(1).digest()] = SharedEncoding((replace(layout[0], dtype="float33"),), data, 1.0)
-    cache, encoder = EmbeddingCache(10**6, shared), Encoder()
+    shared.entries[key(1).digest()] = SharedEncoding(
+        (replace(layout[0], dtype="float33"),), data, 1.0, shared.generation
+    )
+    cache, encoder = EncodingCache(10**6, shared), Encoder()
     assert await source(cache, 1, encoder) == "computed"
     assert cache.stats().shared_errors == 1
 
 
 async def test_stats_are_plain_values() -> None:
-    cache = EmbeddingCache(10**6)
+    cache = EncodingCache(10**6)
     assert cache.stats().entries_per_gib == 0
-    await cache.get(key(1), Encoder())
+    await get(cache, key(1), Encoder())
     stats = json.loads(json.dumps(asdict(cache.stats())))
     assert stats["entries_per_gib"] == pytest.approx(2**30 / COST_BYTES)
+
+
+# Several keys in one call
+
+
+class Batches:
+    """Stands for `compute_many`: remembers its batches, and ends them when it is open."""
+
+    def __init__(self) -> None:
+        self.made: list[tuple[str, list[int]]] = []
+        self.open = asyncio.Event()
+        self.open.set()
+
+    async def __call__(self, keys: Sequence[EncodingKey]) -> list[dict[str, torch.Tensor]]:
+        assert len({key.module_key for key in keys}) == 1
+        self.made.append((keys[0].module_key, [key.token_ids[0] for key in keys]))
+        await self.open.wait()
+        return [{"pooled": torch.tensor([float(key.token_ids[0])])} for key in keys]
+
+
+async def test_all_keys_are_asked_for_in_one_call_and_computed_in_one_batch_per_module() -> None:
+    shared, batches = Shared(), Batches()
+    cache = EncodingCache(10**6, shared)
+    keys = [key(1), key(2, "n"), key(3), key(4, "n")]
+    found = await cache.get_all(keys, batches)
+    assert list(found) == keys
+    assert [float(one.encoding["pooled"]) for one in found.values()] == [1, 2, 3, 4]
+    assert (batches.made, shared.num_asked) == ([("m", [1, 3]), ("n", [2, 4])], 1)
+    await cache.get_all(keys, batches)
+    assert shared.num_asked == 1
+
+
+async def test_what_others_compute_holds_nothing_back_and_passes_over_when_they_give_up() -> None:
+    shared, batches = Shared(), Batches()
+    cache = EncodingCache(10**6, shared)
+    future: asyncio.Future[SharedEncoding | None] = asyncio.get_running_loop().create_future()
+    shared.elsewhere = {key(1).digest(): future}
+    getting = asyncio.ensure_future(cache.get_all([key(1), key(2)], batches))
+    await settle()
+    assert batches.made == [("m", [2])]
+    assert await source(cache, 2, Encoder()) == "local"
+    future.set_result(None)
+    assert {one.source for one in (await getting).values()} == {"computed"}
+    assert batches.made == [("m", [2]), ("m", [1])]
+    await settle()
+    assert shared.entries.keys() == {key(1).digest(), key(2).digest()}
+
+
+async def test_a_failure_of_one_module_releases_its_claims_and_no_others() -> None:
+    shared, batches = Shared(), Batches()
+    cache = EncodingCache(10**6, shared)
+
+    async def compute_many(keys: Sequence[EncodingKey]) -> list[dict[str, torch.Tensor]]:
+        if keys[0].module_key == "n":
+            raise ValueError("bad")
+        return await batches(keys)
+
+    with pytest.raises(ValueError, match="bad"):
+        await cache.get_all([key(1), key(2, "n"), key(3, "n")], compute_many)
+    await settle()
+    assert (shared.entries.keys(), shared.claims) == ({key(1).digest()}, set())
+    found = await cache.get_all([key(1), key(2, "n")], batches)
+    assert [one.source for one in found.values()] == ["local", "computed"]
+
+
+async def test_a_batch_with_too_few_results_fails_and_leaves_nobody_waiting() -> None:
+    cache = EncodingCache(10**6)
+
+    async def compute_many(keys: Sequence[EncodingKey]) -> list[dict[str, torch.Tensor]]:
+        return [{"pooled": torch.ones(1)}]
+
+    with pytest.raises(ValueError, match="shorter"):
+        await asyncio.wait_for(cache.get_all([key(1), key(2)], compute_many), 5)
+    assert await source(cache, 2, Encoder()) == "computed"
+
+
+async def test_who_joined_failing_computations_goes_alone_in_the_end() -> None:
+    """However often others fail by their own terms, a request is not refused for that."""
+    cache, hasty = EncodingCache(10**6), Encoder()
+    hasty.error = TimeoutError("its time was over")
+    hasty.open.clear()
+    first = asyncio.ensure_future(get(cache, key(1), hasty))
+    await settle()
+    patient = Encoder()
+    others = [asyncio.ensure_future(get(cache, key(1), hasty)) for _ in range(6)]
+    last = asyncio.ensure_future(get(cache, key(1), patient))
+    await settle()
+    hasty.open.set()
+    async with asyncio.timeout(5):
+        assert (await last).source == "computed"
+        failed = await asyncio.gather(first, *others, return_exceptions=True)
+    assert sum(isinstance(error, TimeoutError) for error in failed) >= 3
+
+
+# Copies of what damaged weights made
+
+
+async def test_a_copy_is_not_used_any_more_when_another_replica_has_forgotten_everything() -> None:
+    shared, clock = Shared(), Clock()
+    damaged, other = (EncodingCache(10**6, shared, clock) for _ in range(2))
+    encoder = Encoder(clock)
+    await get(damaged, key(1), encoder)
+    await settle()
+    assert [await source(other, number, encoder) for number in (1, 1, 2)] == ["shared", "local", "computed"]
+    damaged.forget_all()
+    await settle()
+    assert await source(other, 2, encoder) == "local", "it was computed there, by weights of its own"
+    assert await source(other, 1, encoder) == "computed"
+    assert await source(other, 1, encoder) == "local"
+    assert other.stats().mutated == 0
+
+
+async def test_nobody_joins_what_was_begun_before_everything_was_forgotten() -> None:
+    shared = Shared()
+    cache, damaged, sound = EncodingCache(10**6, shared), Encoder(), Encoder()
+    damaged.open.clear()
+    before = asyncio.ensure_future(get(cache, key(1), damaged))
+    await settle()
+    cache.forget_all()
+    assert await source(cache, 1, sound) == "computed"
+    damaged.open.set()
+    assert (await before).source == "computed"
+    await settle()
+    assert (damaged.count, sound.count, len(shared.entries), shared.claims) == (1, 1, 1, set())
+    assert await source(cache, 1, sound) == "local"
+
+
+async def test_a_copy_that_arrives_after_everything_was_forgotten_is_not_kept() -> None:
+    shared = Shared()
+    cache = EncodingCache(10**6, shared)
+    layout, data = join_tensors(pack({"pooled": torch.ones(3)}))
+    shared.entries[key(1).digest()] = SharedEncoding(layout, data, 1.0, "an earlier one")
+    assert await source(cache, 1, Encoder()) == "shared"
+    assert cache.stats().entries == 0

@@ -1,4 +1,4 @@
-"""How requests of one deployment are merged into calls: the knobs of `deployments/merging`."""
+"""Dynamic batching of one deployment: the settings of `deployments/batching`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MAX_PRIORITY_LEVELS = 100
 
 
 class QueuePolicyConfig(StrictModel):
-    """Who may wait at one priority, and for how long. Durations are microseconds, as in Triton's model config."""
+    """The limits of waiting at one priority. Durations are microseconds, as in Triton's model config."""
 
     max_queue_size: int | None = Field(None, ge=1, description="requests that may wait; None: as many as come")
     timeout_us: int | None = Field(None, ge=1, description="of waiting; None: for ever")
@@ -22,24 +22,27 @@ class QueuePolicyConfig(StrictModel):
     allow_timeout_override: bool = Field(True, description="a request may ask for a shorter wait")
 
 
-class MergeConfig(StrictModel):
-    """Priorities are 1 (most urgent) to `priority_levels`; a request without one has `default_priority`.
+class BatchingConfig(StrictModel):
+    """The batch policy and the admission queue.
 
-    How the strategies decide is told in `deployments/batching/policy.py`.
+    Priorities are 1 (most urgent) to `priority_levels`; a request without one has `default_priority`.
+    The strategies are explained in `deployments/batching/policy.py`.
     """
 
-    max_batch_size: int = Field(32, ge=1, description="items in one call")
-    preferred_batch_sizes: tuple[int, ...] = Field((), description="a call of such a size does not wait for more")
+    max_batch_size: int = Field(32, ge=1, description="items in one batch")
+    preferred_batch_sizes: tuple[int, ...] = Field((), description="a batch of such a size does not wait for more")
     max_queue_delay_us: int | None = Field(
-        None, ge=0, description="how long a call may wait for company when it could start; None: as long as it pays"
+        None,
+        ge=0,
+        description="how long a batch may wait for batch-mates when it could start; None: as long as it pays",
     )
     strategy: Literal["prefer_latency", "prefer_batch"] = Field(
         "prefer_latency",
-        description="prefer_latency: wait and fill calls only as far as that lowers the mean latency, by what was "
+        description="prefer_latency: wait and fill batches only as far as that lowers the mean latency, by what was "
         "measured so far; prefer_batch: wait out the delay for a preferred size even when idle",
     )
-    max_batch_cost: int | None = Field(None, ge=1, description="of one call, in the unit of its items: tokens, say")
-    max_concurrent_batches: int = Field(1, ge=1, description="calls that may run at a time")
+    max_batch_cost: int | None = Field(None, ge=1, description="of one batch, in the unit of its items: tokens, say")
+    max_concurrent_batches: int = Field(1, ge=1, description="batches that may run at a time")
     priority_levels: int = Field(1, ge=1, le=MAX_PRIORITY_LEVELS)
     default_priority: int = Field(1, ge=1)
     max_overtakes: int = Field(64, ge=0, description="requests that may go first although they came later")

@@ -15,18 +15,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from cluster.encodings.records import Answer
 from deployments.engines.build import build_module
 from deployments.engines.diffusion.pipeline import create_pipeline
 from deployments.engines.protocol import ComputationFailed, DiffusionRequest, EngineError
 from deployments.engines.text.loading import load_text_encoder
 from deployments.engines.text.padding_counts import EncodeCounter
 from deployments.errors import DeadlineExceeded
-from deployments.text.cache import EmbeddingCache, Encoding
-from deployments.text.cached_encoders import CachedEncoders, embedding_of
-from deployments.text.encode_jobs import EncodeJob, encode_jobs
-from deployments.text.keyed_encoders import KeyedEncoder, Running, TextEncoderBuilder
-from deployments.text.records import ConditioningRequest
-from deployments.text.text_items import TextItem
+from deployments.text.cache import Encoding, EncodingCache
+from deployments.text.encode import CachedEncoders, EncodeJob, TextItem, embedding_of, encode_batch
+from deployments.text.encoders import KeyedEncoder, TextEncoderBuilder
+from deployments.text.requests import ConditioningRequest
 
 MODELS = Path(__file__).parents[4] / "infra" / "demo" / "models"
 LONG = "a handwritten seven and a handwritten eight " * 4  # 36 tokens; CLIP of the demo has places for 14
@@ -50,7 +49,7 @@ class Demo:
                 self.folder / part.replace("text_encoder", "tokenizer"),
                 self._tensors(part),
             )
-            self.encoders[part] = KeyedEncoder(f"{name}/{part}", encoder, Running())
+            self.encoders[part] = KeyedEncoder(f"{name}/{part}", encoder)
 
     def _tensors(self, part: str) -> dict[str, torch.Tensor]:
         [file] = (self.folder / part).glob("*.safetensors")
@@ -80,7 +79,7 @@ class Calls:
         self.made.append(list(jobs))
         self.terms.append((priority, timeout_s))
         await asyncio.sleep(0)
-        outcomes = encode_jobs(jobs, counter=self.counter)
+        outcomes = encode_batch(jobs, counter=self.counter)
         for outcome in outcomes:
             if isinstance(outcome, Exception):
                 raise outcome
@@ -89,7 +88,7 @@ class Calls:
 
 def service() -> tuple[CachedEncoders, Calls]:
     calls = Calls()
-    return CachedEncoders(EmbeddingCache(10**7), calls), calls
+    return CachedEncoders(EncodingCache(10**7), calls), calls
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -154,7 +153,7 @@ async def test_trimmed_flux_equals_stock_with_a_mask(flux):
             assert torch.allclose(tensors[name], tensor, atol=1e-5)
         assert encoded.num_tokens == sum(job.num_tokens for jobs in calls.made[-2:] for job in jobs)
     stats = calls.counter.stats()
-    assert stats.stock_padding_tokens == stats.merge_padding_tokens == 0
+    assert stats.stock_padding_tokens == stats.batch_padding_tokens == 0
     small = max(job.num_tokens for jobs in calls.made for job in jobs)
     assert small < 30
 
@@ -323,10 +322,10 @@ async def test_large_requests_are_tokenized_beside_the_event_loop(sdxl):
 async def test_negative_and_empty_prompts_are_kept(sdxl):
     kept: dict[tuple[int, ...], bool] = {}
 
-    class Keeping(EmbeddingCache):
-        async def get(self, key: Any, compute: Any, *, keep: bool = False) -> Any:
-            kept[key.token_ids] = keep
-            return await super().get(key, compute, keep=keep)
+    class Keeping(EncodingCache):
+        async def get_all(self, keys: Any, compute_many: Any, *, keep: Any = ()) -> Any:
+            kept.update({key.token_ids: key in keep for key in keys})
+            return await super().get_all(keys, compute_many, keep=keep)
 
     encoders = CachedEncoders(Keeping(10**7), Calls())
     await sdxl.condition(encoders, "seven", "eight")
@@ -343,14 +342,16 @@ async def test_what_is_not_finite_reaches_no_tier_of_the_cache(flux, monkeypatch
         def __init__(self):
             self.published, self.abandoned = [], []
 
-        async def find_or_claim(self, digest):
-            return None
+        generation = None
+
+        async def find_or_claim(self, digests):
+            return [Answer("yours")] * len(digests)
 
         async def publish(self, digest, *what):
             self.published.append(digest)
 
-        async def abandon(self, digest):
-            self.abandoned.append(digest)
+        async def abandon(self, digests):
+            self.abandoned += digests
 
         def note_use(self, digest): ...
 
@@ -361,7 +362,7 @@ async def test_what_is_not_finite_reaches_no_tier_of_the_cache(flux, monkeypatch
         return {name: output * float("nan") for name, output in family.run(**arguments).items()}
 
     monkeypatch.setattr(encoder, "_family", replace(family, run=spoilt))
-    cache = EmbeddingCache(10**7, tier)
+    cache = EncodingCache(10**7, tier)
     encoders = CachedEncoders(cache, Calls())
     with pytest.raises(ComputationFailed, match="T5EncoderModel made numbers of the text that are not finite"):
         await flux.condition(encoders, "a handwritten five")
@@ -383,7 +384,7 @@ async def test_the_timeout_of_one_request_is_not_that_of_those_who_joined(sdxl):
             raise DeadlineExceeded("its time was over")
         return [{"embedding": torch.ones(3)} for _ in jobs]
 
-    encoders = CachedEncoders(EmbeddingCache(10**6), run)
+    encoders = CachedEncoders(EncodingCache(10**6), run)
     hasty = asyncio.ensure_future(encoders.embed(keyed, ["seven"], timeout_s=0.1))
     others = [asyncio.ensure_future(encoders.embed(keyed, ["seven"])) for _ in range(5)]
     async with asyncio.timeout(5):
@@ -395,7 +396,7 @@ async def test_the_timeout_of_one_request_is_not_that_of_those_who_joined(sdxl):
             await hasty
     assert terms == [0.1, None]
     assert sum(encoded.cache.misses for encoded in found) == 1
-    assert keyed.running.count == 0
+    assert keyed.num_computing == 0
 
 
 async def test_a_lookup_that_outlives_its_request_does_not_run_a_retired_module(sdxl):
@@ -403,18 +404,21 @@ async def test_a_lookup_that_outlives_its_request_does_not_run_a_retired_module(
     gate = asyncio.Event()
 
     class SlowTier:
-        async def find_or_claim(self, digest: str) -> None:
+        generation = None
+
+        async def find_or_claim(self, digests: Sequence[str]) -> list[Answer[Any]]:
             await gate.wait()
+            return [Answer("yours")] * len(digests)
 
         async def publish(self, *arguments: Any) -> None: ...
 
-        async def abandon(self, digest: str) -> None: ...
+        async def abandon(self, digests: Sequence[str]) -> None: ...
 
         def note_use(self, digest: str) -> None: ...
 
     calls = Calls()
-    encoders = CachedEncoders(EmbeddingCache(10**6, SlowTier()), calls)
-    old, new = (KeyedEncoder("key", sdxl.encoders["text_encoder"].encoder, Running()) for _ in range(2))
+    encoders = CachedEncoders(EncodingCache(10**6, SlowTier()), calls)
+    old, new = (KeyedEncoder("key", sdxl.encoders["text_encoder"].encoder) for _ in range(2))
     first = asyncio.ensure_future(encoders.embed(old, ["seven"]))
     await asyncio.sleep(0)
     second = asyncio.ensure_future(encoders.embed(new, ["seven"]))
@@ -426,4 +430,4 @@ async def test_a_lookup_that_outlives_its_request_does_not_run_a_retired_module(
     encoded = await asyncio.wait_for(second, 5)
     assert encoded.sources == {"computed": 1}
     assert len(calls.made) == 1
-    assert (old.running.retired, new.running.retired, new.running.count) == (True, False, 0)
+    assert (old.is_retired, new.is_retired, new.num_computing) == (True, False, 0)

@@ -1,0 +1,65 @@
+"""A request for conditioning, its answer, and tensors as they travel between processes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from cluster.encodings.packed import PackedTensor
+from configs.model import LongText, TextPadding
+from deployments.records import CacheUse
+
+
+@dataclass(frozen=True, slots=True)
+class ConditioningRequest:
+    """The text half of an image request.
+
+    `use_negative` says that guidance will be run. `text_padding` and `long_text` are the model's (see
+    `Family.plan_texts`). `priority` 0 is the encoder's default; `timeout_s` bounds the time in its admission queue.
+    """
+
+    model: str
+    prompt: str
+    negative_prompt: str | None
+    use_negative: bool
+    max_sequence_length: int | None
+    model_version: str | None = None
+    text_padding: TextPadding = "stock"
+    long_text: LongText = "truncate"
+    priority: int = 0
+    timeout_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Conditioning:
+    """Conditioning tensors by name, on their way to a worker."""
+
+    tensors: dict[str, PackedTensor]
+    encode_ms: float
+    cache: CacheUse
+    warnings: tuple[str, ...]
+
+
+def pack(tensors: Mapping[str, torch.Tensor]) -> dict[str, PackedTensor]:
+    """Return read-only views of the tensors that lie in memory in C order, and copies of the others."""
+    return {name: _pack(tensor.detach().cpu().contiguous()) for name, tensor in tensors.items()}
+
+
+def unpack(packed: Mapping[str, PackedTensor]) -> dict[str, torch.Tensor]:
+    """Return copies: what arrives from Ray is read-only shared memory, and these tensors go into arithmetic."""
+    return {name: _unpack(record) for name, record in packed.items()}
+
+
+def _pack(tensor: torch.Tensor) -> PackedTensor:
+    data = tensor.reshape(-1).view(torch.uint8).numpy()
+    data.flags.writeable = False
+    return PackedTensor(data, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+
+
+def _unpack(record: PackedTensor) -> torch.Tensor:
+    dtype: torch.dtype = getattr(torch, record.dtype)
+    if record.data.size == 0:  # an array without bytes may have stride 0, which cannot be viewed as a wider type
+        return torch.empty(record.shape, dtype=dtype)
+    return torch.from_numpy(record.data.copy()).view(dtype).view(record.shape)
