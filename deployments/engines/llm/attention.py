@@ -19,8 +19,7 @@ from torch.nn import functional as F
 
 from deployments.engines.llm.block_manager import BLOCK_SIZE
 from deployments.engines.llm.kv_cache import KVCache
-from deployments.engines.llm.scheduler import Chunk
-from deployments.engines.llm.sequence import Sequence
+from deployments.engines.llm.scheduler import Chunk, Sequence
 
 MAX_GATHER_TOKENS = 16384  # of one group: bounds the copy of keys and values that a decode step makes
 

@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from deployments.engines.llm.block_manager import BlockPool
 from deployments.engines.llm.kv_cache import plan_cache
 from deployments.engines.llm.model_runner import ModelRunner
 from deployments.engines.llm.models.registry import create_model, load_config
-from deployments.engines.llm.request_state import RequestState, check_request
-from deployments.engines.llm.sampler import sample
-from deployments.engines.llm.scheduler import Chunk, Scheduler
-from deployments.engines.llm.tokenizer import encode_chat, encode_text, load_eos_token_ids, load_tokenizer
+from deployments.engines.llm.sampler import TokenPicker, sample
+from deployments.engines.llm.scheduler import Chunk, Scheduler, Sequence
+from deployments.engines.llm.tokenizer import (
+    IncrementalDecoder,
+    StopMatcher,
+    encode_chat,
+    encode_text,
+    load_eos_token_ids,
+    load_tokenizer,
+)
 from deployments.engines.memory_limits import MemoryLimits, run_in_parts
-from deployments.engines.protocol import ComputationFailed, EngineError, TextDelta, TextRequest
+from deployments.engines.protocol import ComputationFailed, EngineError, SamplingParams, TextDelta, TextRequest
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +91,7 @@ class LLMEngine:
             self._blocks, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
         )
         self._runner = ModelRunner(model, plan.num_blocks)
-        self._requests: dict[str, RequestState] = {}
+        self._requests: dict[str, _RequestState] = {}
         self._memory = MemoryLimits()
 
     @property
@@ -130,8 +138,8 @@ class LLMEngine:
         """
         if request.request_id in self._requests:
             raise EngineError(f"request id {request.request_id!r} is in use by a request that has not finished")
-        check_request(request, max_model_len=self.max_model_len, vocab_size=self._vocab_size)
-        state = RequestState.create(
+        _check_request(request, max_model_len=self.max_model_len, vocab_size=self._vocab_size)
+        state = _RequestState.create(
             request,
             tokenizer=self.tokenizer,
             max_model_len=self.max_model_len,
@@ -156,7 +164,7 @@ class LLMEngine:
         token_ids = self._run(chunks)
         return self._postprocess(chunks, token_ids)
 
-    def _run(self, chunks: Sequence[Chunk]) -> dict[str, int]:
+    def _run(self, chunks: tuple[Chunk, ...]) -> dict[str, int]:
         """The sampled token of each request whose last chunk this is. Notes in `failures` what cannot run."""
         if not chunks:
             return {}
@@ -176,7 +184,7 @@ class LLMEngine:
             logger.warning("a step of %d requests failed (%s); running them one by one", len(chunks), error)
         return {request_id: token for chunk in chunks for request_id, token in self._run((chunk,)).items()}
 
-    def _logits(self, chunks: Sequence[Chunk]) -> torch.Tensor:
+    def _logits(self, chunks: tuple[Chunk, ...]) -> torch.Tensor:
         """One row per last chunk, from as few forwards as memory allows: running a chunk again is harmless."""
         longest = max(chunk.num_tokens for chunk in chunks)
         parts = run_in_parts(
@@ -188,7 +196,7 @@ class LLMEngine:
         )
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _postprocess(self, chunks: Sequence[Chunk], token_ids: Mapping[str, int]) -> list[TextDelta]:
+    def _postprocess(self, chunks: tuple[Chunk, ...], token_ids: Mapping[str, int]) -> list[TextDelta]:
         """Appends the tokens, takes out what has finished, and tells what is new."""
         deltas = []
         for chunk in chunks:
@@ -207,7 +215,7 @@ class LLMEngine:
                 self._give_up(state)
         return deltas
 
-    def _delta(self, state: RequestState, token_id: int) -> TextDelta | None:
+    def _delta(self, state: _RequestState, token_id: int) -> TextDelta | None:
         """Return what the token adds to the request's text, or None when no text can be made of its tokens."""
         try:
             return state.advance(token_id)
@@ -217,9 +225,104 @@ class LLMEngine:
             self.failures[request_id] = error.with_traceback(None)
             return None
 
-    def _give_up(self, state: RequestState) -> None:
+    def _give_up(self, state: _RequestState) -> None:
         """Drop a request that failed, and say of its failure how far it came."""
         request_id, num_tokens = state.sequence.request_id, state.sequence.num_completion_tokens
         reason = self.failures[request_id]
         self.failures[request_id] = ComputationFailed(f"the model failed after {num_tokens} tokens: {reason}")
         self.abort(request_id)
+
+
+_SEED_LIMITS = (-(2**63), 2**64 - 1)  # what torch.Generator.manual_seed takes
+
+
+def _check_request(request: TextRequest, *, max_model_len: int, vocab_size: int) -> None:
+    """Raises EngineError, with what came and what was expected, unless the request can run."""
+    prompt = request.prompt_token_ids
+    if not prompt:
+        raise EngineError("the prompt is empty; expected at least one token")
+    if len(prompt) >= max_model_len:
+        raise EngineError(
+            f"the prompt has {len(prompt)} tokens; expected fewer than {max_model_len}, the greatest length"
+        )
+    for token_id in prompt:
+        if not 0 <= token_id < vocab_size:
+            raise EngineError(f"token id {token_id} in the prompt; expected 0 to {vocab_size - 1}")
+    _check_sampling(request.sampling)
+
+
+def _check_sampling(sampling: SamplingParams) -> None:
+    """Raises EngineError unless every parameter is in its range."""
+    low, high = _SEED_LIMITS
+    rules = (
+        ("max_tokens", sampling.max_tokens, sampling.max_tokens >= 1, "at least 1"),
+        ("temperature", sampling.temperature, 0 <= sampling.temperature < float("inf"), "0 or more"),
+        ("top_p", sampling.top_p, 0 < sampling.top_p <= 1, "more than 0 and at most 1"),
+        ("top_k", sampling.top_k, sampling.top_k >= 0, "0 or more"),
+        ("seed", sampling.seed, sampling.seed is None or low <= sampling.seed <= high, f"{low} to {high}"),
+        ("stop", sampling.stop, all(sampling.stop), "strings that are not empty"),
+    )
+    for name, value, holds, expected in rules:
+        if not holds:
+            raise EngineError(f"{name} is {value!r}; expected {expected}")
+
+
+@dataclass(slots=True)
+class _RequestState:
+    """One request: its sequence for the scheduler, its picker for the sampler, its text for the caller."""
+
+    sequence: Sequence
+    picker: TokenPicker
+    decoder: IncrementalDecoder
+    matcher: StopMatcher
+    max_tokens: int
+    eos_token_ids: frozenset[int]
+
+    @classmethod
+    def create(
+        cls,
+        request: TextRequest,
+        *,
+        tokenizer: PreTrainedTokenizerBase,
+        max_model_len: int,
+        eos_token_ids: frozenset[int],
+    ) -> _RequestState:
+        """The state of a checked request; `max_tokens` is clipped to what fits behind the prompt."""
+        prompt, sampling = request.prompt_token_ids, request.sampling
+        return cls(
+            sequence=Sequence(request.request_id, list(prompt), len(prompt)),
+            picker=TokenPicker.create(sampling),
+            decoder=IncrementalDecoder(tokenizer, prompt),
+            matcher=StopMatcher(sampling.stop),
+            max_tokens=min(sampling.max_tokens, max_model_len - len(prompt)),
+            eos_token_ids=frozenset() if sampling.ignore_eos else eos_token_ids,
+        )
+
+    def advance(self, token_id: int) -> TextDelta:
+        """The delta of a token that the scheduler has appended to the sequence already."""
+        finish_reason = None
+        if token_id in self.eos_token_ids:
+            # The end token is counted but not shown, whether the tokenizer calls it special or not.
+            text, finish_reason = self._last_text(), "stop"
+        else:
+            text = self.matcher.feed(self.decoder.feed(token_id))
+            if not self.matcher.stopped and self.sequence.num_completion_tokens >= self.max_tokens:
+                text, finish_reason = text + self._last_text(), "length"
+        if self.matcher.stopped:
+            finish_reason = "stop"
+        return self.delta(text, (token_id,), finish_reason)
+
+    def delta(self, text: str, token_ids: tuple[int, ...], finish_reason: str | None) -> TextDelta:
+        """A delta with the counts as they are now."""
+        sequence = self.sequence
+        return TextDelta(
+            request_id=sequence.request_id,
+            text=text,
+            token_ids=token_ids,
+            num_prompt_tokens=sequence.num_prompt_tokens,
+            num_completion_tokens=sequence.num_completion_tokens,
+            finish_reason=finish_reason,
+        )
+
+    def _last_text(self) -> str:
+        return self.matcher.feed(self.decoder.flush()) + self.matcher.flush()

@@ -1,4 +1,4 @@
-"""From a model folder's config to a decoder: the known architectures, and how their configs are read."""
+"""From a model folder's config and tensors to a decoder: the known architectures, rotary frequencies, assignment."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import AutoConfig, PretrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from deployments.engines.llm.models.assign import assign_tensors
 from deployments.engines.llm.models.llama import DecoderSpec, LlamaForCausalLM
-from deployments.engines.llm.models.rope import create_rotary
 from deployments.engines.nn.rotary import Rotary
 from deployments.engines.protocol import EngineError
 
-TIED = {"lm_head.weight": "model.embed_tokens.weight"}
+_TIED = {"lm_head.weight": "model.embed_tokens.weight"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +73,11 @@ def create_model(config: PretrainedConfig, tensors: Mapping[str, torch.Tensor], 
         EngineError: the config asks for something that is not supported, or the tensors do not fit it.
     """
     spec = ARCHITECTURES[config.architectures[0]](config)
-    rotary = create_rotary(config, spec.head_dim, device)
+    rotary = _create_rotary(config, spec.head_dim, device)
     with torch.device("meta"):
         module = LlamaForCausalLM(spec)
     placed = {name: tensor.to(device) for name, tensor in tensors.items()}
-    assign_tensors(module, placed, TIED if spec.tied_embeddings else {})
+    _assign_tensors(module, placed, _TIED if spec.tied_embeddings else {})
     return LoadedModel(module.eval(), rotary, spec, module.lm_head.weight.dtype, device)
 
 
@@ -121,3 +121,87 @@ ARCHITECTURES: dict[str, Callable[[PretrainedConfig], DecoderSpec]] = {
     "Qwen3ForCausalLM": _qwen3,
 }
 _BY_MODEL_TYPE = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+
+
+# The kinds whose frequencies do not depend on the length of the sequence.
+_SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+
+def _create_rotary(config: PretrainedConfig, head_dim: int, device: torch.device) -> Rotary:
+    """The rotary of `config`, with its frequencies on `device`.
+
+    Raises:
+        EngineError: the kind of scaling is not one of `_SUPPORTED_ROPE_TYPES`, or it turns only a part of the
+        head.
+    """
+    parameters = config.rope_parameters
+    rope_type = parameters["rope_type"]
+    if rope_type not in _SUPPORTED_ROPE_TYPES:
+        known = ", ".join(_SUPPORTED_ROPE_TYPES)
+        raise EngineError(f"rope type {rope_type!r} is not supported; supported are {known}")
+    if rope_type == "default":
+        exponents = torch.arange(0, head_dim, 2, dtype=torch.float) / head_dim
+        frequencies, magnitude = 1.0 / (parameters["rope_theta"] ** exponents), 1.0
+    else:
+        frequencies, magnitude = ROPE_INIT_FUNCTIONS[rope_type](config)
+    if 2 * len(frequencies) != head_dim or parameters.get("partial_rotary_factor", 1.0) != 1.0:
+        raise EngineError(f"rope must turn the whole head ({head_dim} dimensions), got {parameters}")
+    return Rotary(frequencies.to(device), magnitude)
+
+
+# Buffers that old checkpoints saved and that are computed from the config instead.
+_IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
+
+
+def _assign_tensors(module: nn.Module, tensors: Mapping[str, torch.Tensor], tied: Mapping[str, str]) -> None:
+    """Makes `tensors` the parameters of `module`, which was built on the meta device.
+
+    The memory of the tensors is shared, not copied, and never written; it may be read-only. `tied` maps the
+    name of a parameter to the one whose tensor it takes when the checkpoint has none of its own.
+
+    Raises:
+        EngineError: a tensor is missing, unknown, of another shape, or not of the one floating dtype.
+    """
+    given = {name: tensor for name, tensor in tensors.items() if not name.endswith(_IGNORED_SUFFIXES)}
+    for name, source in tied.items():
+        if name not in given and source in given:
+            given[name] = given[source]
+    expected = module.state_dict()
+    _check_names(given, expected)
+    _check_tensors(given, expected)
+    module.load_state_dict(given, assign=True)
+    module.requires_grad_(False)
+
+
+def _check_names(given: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
+    missing = [name for name in expected if name not in given]
+    if missing:
+        name = missing[0]
+        raise EngineError(
+            f"tensor {name!r} of shape {tuple(expected[name].shape)} is missing{_and_others(missing)}: "
+            f"{len(given)} tensors came, the model has {len(expected)}"
+        )
+    unknown = [name for name in given if name not in expected]
+    if unknown:
+        name = unknown[0]
+        raise EngineError(
+            f"tensor {name!r} of shape {tuple(given[name].shape)} is unknown here{_and_others(unknown)}: "
+            f"{len(given)} tensors came, the model has {len(expected)}"
+        )
+
+
+def _check_tensors(given: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
+    first, reference = next(iter(given.items()))
+    for name, tensor in given.items():
+        if tensor.shape != expected[name].shape:
+            raise EngineError(
+                f"tensor {name!r} has shape {tuple(tensor.shape)}, expected {tuple(expected[name].shape)}"
+            )
+        if not tensor.is_floating_point():
+            raise EngineError(f"tensor {name!r} is {tensor.dtype}, expected a floating-point dtype")
+        if tensor.dtype != reference.dtype:
+            raise EngineError(f"tensor {name!r} is {tensor.dtype}, expected {reference.dtype} as {first!r} is")
+
+
+def _and_others(names: list[str]) -> str:
+    return f" (and {len(names) - 1} more)" if len(names) > 1 else ""

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from deployments.engines.llm.detokenizer import IncrementalDecoder, StopMatcher
+from deployments.engines.llm.tokenizer import IncrementalDecoder, StopMatcher
 
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 WORDS = ["▁Hello", "▁world", "▁", "lo", "▁▁", ",", "wor", "▁é", "…"]

@@ -13,8 +13,7 @@ from deployments.engines.llm.block_manager import BlockPool
 from deployments.engines.llm.engine import LLMEngine
 from deployments.engines.llm.model_runner import CPU_ROW_MULTIPLE, ModelRunner
 from deployments.engines.llm.models.registry import create_model, load_config
-from deployments.engines.llm.scheduler import Scheduler
-from deployments.engines.llm.sequence import Sequence
+from deployments.engines.llm.scheduler import Scheduler, Sequence
 
 LLAMA3 = {
     "rope_type": "llama3",

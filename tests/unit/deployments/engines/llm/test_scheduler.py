@@ -4,8 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deployments.engines.llm.block_manager import BlockPool
-from deployments.engines.llm.scheduler import Scheduler
-from deployments.engines.llm.sequence import Sequence, SequenceStatus
+from deployments.engines.llm.scheduler import Scheduler, Sequence, SequenceStatus
 
 
 def sequence(name: str, num_tokens: int) -> Sequence:
