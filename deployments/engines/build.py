@@ -35,7 +35,7 @@ def build_module(
     *,
     optional_parts: Collection[str] = (),
 ) -> nn.Module:
-    """The model of `folder`/config.json with `tensors` as its parameters, in eval mode, without gradients.
+    """Build the model of `folder`/config.json around `tensors`, in eval mode, without gradients.
 
     `class_name` None takes the class that config.json names. The compute dtype is the tensors' own:
     whatever dtype the config mentions is not looked at. `optional_parts` names direct children (a BERT's
@@ -64,7 +64,7 @@ def build_skeleton(
     *,
     optional_parts: Collection[str] = (),
 ) -> Skeleton:
-    """What `build_module` makes, before the tensors (of these names and shapes) are put in. Raises as it does."""
+    """Build what `build_module` does, without its tensors (of these names and shapes). Raises as it does."""
     config = read_config(folder / "config.json")
     with IMPORT_LOCK:
         cls = _resolve_class(library, class_name, config, folder)
@@ -85,7 +85,7 @@ def import_class(library: str, class_name: str | None) -> None:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`. Raises EngineError naming the file."""
+    """Read the JSON object in `path`. Raises EngineError naming the file."""
     try:
         value = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError, RecursionError) as error:

@@ -63,7 +63,7 @@ class SkeletonPool:
         *,
         optional_parts: Collection[str] = (),
     ) -> nn.Module:
-        """As `build.build_module`, with a kept module of the structure `key` if there is one."""
+        """Build as `build.build_module` does, with a kept module of the structure `key` if there is one."""
         skeleton = self._take(key)
         if skeleton is None:
             shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
@@ -75,7 +75,7 @@ class SkeletonPool:
         return skeleton.module
 
     def prepare(self, component: Component, folder: Path, optional_parts: Collection[str] = ()) -> None:
-        """Before it is needed: the first module of this structure is there then, a second one is a copy of it.
+        """Make a structure before it is needed: its first module is there then, a second one is a copy of it.
 
         Raises EngineError.
         """

@@ -1,4 +1,4 @@
-"""Latent images -> pictures, as the stock pipelines do it."""
+"""Latents to images, as the stock pipelines decode them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class ImageDecoder:
         self._upcast_vae: Any = None
 
     def decode(self, latents_BCHW: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
-        """Unscaled latents -> uint8 (B, H, W, 3), and bool (B,): whether all that the VAE gave was finite."""
+        """Decode unscaled latents: uint8 (B, H, W, 3), and bool (B,), whether all that the VAE gave was finite."""
         vae = self._safe_vae()
         with torch.no_grad():
             image_BCHW = vae.decode(latents_BCHW.to(vae.device, vae.dtype), return_dict=False)[0]

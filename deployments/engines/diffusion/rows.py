@@ -4,8 +4,8 @@ Each image of each request is one row, two under classifier-free guidance. Rows 
 length and adapter set go through the denoiser together, whatever their step, schedule, guidance or seed.
 
 A row's prediction is that of the row alone up to rounding, not bit for bit: torch chooses the kernels of matrix
-products and convolutions by the number of rows. Pictures differ by at most 1 of 255 from those of other company, or of
-another split (tests/unit/deployments/engines/diffusion/test_merging.py, in float32 on the CPU).
+products and convolutions by the number of rows. Images differ by at most 1 of 255 from those with other batch-mates,
+or of another split (tests/unit/deployments/engines/diffusion/test_merging.py, in float32 on the CPU).
 """
 
 from __future__ import annotations
@@ -51,17 +51,17 @@ DEFAULT_BOUNDS: Final = BatchBounds()
 
 
 def image_size(state: DenoiseState) -> tuple[int, int]:
-    """(height, width) in pixels."""
+    """Return (height, width) in pixels."""
     return state.request.height, state.request.width
 
 
 def parts_of(states: Sequence[DenoiseState]) -> list[Part]:
-    """In the order state, branch."""
+    """Return the parts of the states, in the order state, branch."""
     return [Part(state, branch) for state in states for branch in state.branches]
 
 
 def merge_key(part: Part) -> Hashable:
-    """Parts with equal keys share a forward.
+    """Return the key of a part: those with equal keys share a forward.
 
     The size and not the latents' shape, which is the same for packed latents of 64x32 and 32x64 pixels.
     """
@@ -70,12 +70,12 @@ def merge_key(part: Part) -> Hashable:
 
 
 def memory_kind(part: Part) -> Hashable:
-    """Parts of one kind take about as much memory per row of a forward."""
+    """Return the kind of a part: those of one take about as much memory per row of a forward."""
     return "denoise", image_size(part.state), part.branch.prompt.shape[1], len(part.state.adapters)
 
 
 def grouped(things: Sequence[T], key: Callable[[T], Hashable]) -> list[list[T]]:
-    """By key, in order of appearance."""
+    """Group by key, in order of appearance."""
     groups: dict[Hashable, list[T]] = {}
     for thing in things:
         groups.setdefault(key(thing), []).append(thing)
@@ -83,7 +83,7 @@ def grouped(things: Sequence[T], key: Callable[[T], Hashable]) -> list[list[T]]:
 
 
 def build_rows(group: Sequence[Part]) -> Rows:
-    """Rows in the order part, image."""
+    """Return the rows of a forward, in the order part, image."""
     latents, timesteps, prompts, guidance, pooled = [], [], [], [], []
     for state, branch in group:
         scaled = _model_input(state)
@@ -99,12 +99,12 @@ def build_rows(group: Sequence[Part]) -> Rows:
 
 
 def split_rows(noise: torch.Tensor, group: Sequence[Part]) -> Sequence[torch.Tensor]:
-    """Predictions in the order of `build_rows` -> one (num_images, …) per part."""
+    """Split predictions in the order of `build_rows` into one (num_images, …) per part."""
     return torch.split(noise, [len(part.state.latents) for part in group])
 
 
 def guided(state: DenoiseState, noises: Sequence[torch.Tensor]) -> torch.Tensor:
-    """One prediction of those of the state's branches."""
+    """Return one prediction, made of those of the state's branches."""
     if len(noises) == 1:
         return noises[0]
     negative, prompt = noises

@@ -36,7 +36,7 @@ class SolverFactory:
         self._step_options = {name for name in ("eta", "generator") if name in accepted}
 
     def create(self, device: torch.device, begin_index: int = 0, **schedule: Any) -> Any:
-        """A solver with its timesteps set by `schedule` (arguments of `set_timesteps`), about to do
+        """Return a solver with its timesteps set by `schedule` (arguments of `set_timesteps`), about to do
         `begin_index`.
 
         Raises EngineError when the solver cannot make such a schedule (more steps than it was trained
@@ -54,6 +54,6 @@ class SolverFactory:
         return solver
 
     def step_options(self, generator: torch.Generator) -> dict[str, Any]:
-        """Keyword arguments for `solver.step`, as far as the class takes them (eta is 0, as in stock)."""
+        """Return keyword arguments for `solver.step`, as far as the class takes them (eta is 0, as in stock)."""
         options = {"eta": 0.0, "generator": generator}
         return {name: value for name, value in options.items() if name in self._step_options}

@@ -77,7 +77,7 @@ class StepAttention:
 
 
 def plan_attention(chunks: Iterable[Chunk], cache: KVCache, device: torch.device) -> StepAttention:
-    """Where the step's tokens are stored and what each of them attends to."""
+    """Plan where the step's tokens are stored and what each of them attends to."""
     parts: list[PromptPart] = []
     decoding: dict[int, list[tuple[int, torch.Tensor]]] = {}
     written: list[torch.Tensor] = []
@@ -99,7 +99,7 @@ def plan_attention(chunks: Iterable[Chunk], cache: KVCache, device: torch.device
 
 
 def padded_length(length: int) -> int:
-    """The next power of two from 32 to 512, then the next multiple of 512."""
+    """Return the next power of two from 32 to 512, then the next multiple of 512."""
     return max(32, 1 << (length - 1).bit_length()) if length <= 512 else -(-length // 512) * 512
 
 

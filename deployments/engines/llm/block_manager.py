@@ -9,7 +9,7 @@ BLOCK_SIZE = 16  # tokens
 
 
 def blocks_for(num_tokens: int) -> int:
-    """How many blocks hold `num_tokens` tokens."""
+    """Return the number of blocks that hold `num_tokens` tokens."""
     return -(-num_tokens // BLOCK_SIZE)
 
 
@@ -30,7 +30,7 @@ class BlockPool:
         return len(self._free)
 
     def allocate(self, count: int) -> list[int]:
-        """`count` blocks, each with one reference. The caller has looked at `num_free` first.
+        """Allocate `count` blocks, each with one reference. The caller has looked at `num_free` first.
 
         Raises:
             ValueError: fewer than `count` blocks are free; nothing was taken.
@@ -43,13 +43,13 @@ class BlockPool:
         return blocks
 
     def retain(self, blocks: Iterable[int]) -> None:
-        """Adds a reference to blocks that are in use."""
+        """Add a reference to blocks that are in use."""
         for block in blocks:
             self._check_in_use(block)
             self._references[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
-        """Takes a reference away; blocks without any are free again.
+        """Take a reference away; blocks without any are free again.
 
         Raises:
             ValueError: a block is free already.

@@ -37,9 +37,9 @@ class LLMEngine:
     Requests join with `add` and leave when they finish or with `abort`; `step` moves all of them on. Nothing
     here is thread-safe: call `add`, `abort` and `step` from one thread, or with a lock around them.
 
-    On the CPU the tokens of a request do not depend on its company: neither greedy ones nor, with a seed, sampled
+    On the CPU the tokens of a request do not depend on its batch-mates: neither greedy ones nor, with a seed, sampled
     ones. On CUDA nothing is padded for that: kernels are chosen by the number of rows and round differently, so a
-    choice between two tokens that are nearly as good may fall otherwise in other company.
+    choice between two tokens that are nearly as good may fall otherwise beside others.
 
     When the model fails in a step, the step's sequences run again one by one; when it runs out of memory, in smaller
     forwards, from then on. Those that fail alone, or whose logits are not finite, leave: their blocks are freed, and
@@ -104,12 +104,12 @@ class LLMEngine:
 
     @property
     def num_waiting(self) -> int:
-        """Requests that have not begun to decode, or that were preempted."""
+        """Return how many requests have not begun to decode, or were preempted."""
         return self._scheduler.num_waiting
 
     @property
     def num_preemptions(self) -> int:
-        """How often, since the start, a sequence gave up its blocks for an older one."""
+        """Return how often, since the start, a sequence gave up its blocks for an older one."""
         return self._scheduler.num_preemptions
 
     @property
@@ -121,15 +121,15 @@ class LLMEngine:
         return self._blocks.num_free
 
     def encode_chat(self, messages: list[dict[str, Any]]) -> tuple[int, ...]:
-        """Token ids of a chat by the tokenizer's template; EngineError if it has none or refuses."""
+        """Return the token ids of a chat by the tokenizer's template. Raises EngineError if it has none or refuses."""
         return encode_chat(self.tokenizer, messages)
 
     def encode_text(self, text: str) -> tuple[int, ...]:
-        """Token ids of a plain prompt."""
+        """Return the token ids of a plain prompt."""
         return encode_text(self.tokenizer, text)
 
     def add(self, request: TextRequest) -> None:
-        """Puts a request in line. `max_tokens` is clipped to what fits behind the prompt.
+        """Take a request in, at the end of the line. `max_tokens` is clipped to what fits behind the prompt.
 
         Raises:
             EngineError: the prompt is empty, too long or has unknown tokens, a sampling parameter is out of
@@ -149,13 +149,13 @@ class LLMEngine:
         self._scheduler.add(state.sequence)
 
     def abort(self, request_id: str) -> None:
-        """Ends a request and frees its blocks at once; no delta of it follows. Unknown ids are ignored."""
+        """Drop a request and free its blocks at once; no delta of it follows. Unknown ids are ignored."""
         state = self._requests.pop(request_id, None)
         if state is not None:
             self._scheduler.finish(state.sequence)
 
     def step(self) -> list[TextDelta]:
-        """Moves the scheduled requests on by one token, or computes a part of a long prompt.
+        """Move the scheduled requests on by one token, or compute a part of a long prompt.
 
         The result has one delta for every request that got a token or ended; it is empty without work.
         """
@@ -237,7 +237,7 @@ _SEED_LIMITS = (-(2**63), 2**64 - 1)  # what torch.Generator.manual_seed takes
 
 
 def _check_request(request: TextRequest, *, max_model_len: int, vocab_size: int) -> None:
-    """Raises EngineError, with what came and what was expected, unless the request can run."""
+    """Raise EngineError, with what came and what was expected, unless the request can run."""
     prompt = request.prompt_token_ids
     if not prompt:
         raise EngineError("the prompt is empty; expected at least one token")
@@ -252,7 +252,7 @@ def _check_request(request: TextRequest, *, max_model_len: int, vocab_size: int)
 
 
 def _check_sampling(sampling: SamplingParams) -> None:
-    """Raises EngineError unless every parameter is in its range."""
+    """Raise EngineError unless every parameter is in its range."""
     low, high = _SEED_LIMITS
     rules = (
         ("max_tokens", sampling.max_tokens, sampling.max_tokens >= 1, "at least 1"),
@@ -287,7 +287,7 @@ class _RequestState:
         max_model_len: int,
         eos_token_ids: frozenset[int],
     ) -> _RequestState:
-        """The state of a checked request; `max_tokens` is clipped to what fits behind the prompt."""
+        """Return the state of a checked request; `max_tokens` is clipped to what fits behind the prompt."""
         prompt, sampling = request.prompt_token_ids, request.sampling
         return cls(
             sequence=Sequence(request.request_id, list(prompt), len(prompt)),
@@ -299,7 +299,7 @@ class _RequestState:
         )
 
     def advance(self, token_id: int) -> TextDelta:
-        """The delta of a token that the scheduler has appended to the sequence already."""
+        """Return the delta of a token that the scheduler has appended to the sequence already."""
         finish_reason = None
         if token_id in self.eos_token_ids:
             # The end token is counted but not shown, whether the tokenizer calls it special or not.
@@ -313,7 +313,7 @@ class _RequestState:
         return self.delta(text, (token_id,), finish_reason)
 
     def delta(self, text: str, token_ids: tuple[int, ...], finish_reason: str | None) -> TextDelta:
-        """A delta with the counts as they are now."""
+        """Return a delta with the counts as they are now."""
         sequence = self.sequence
         return TextDelta(
             request_id=sequence.request_id,

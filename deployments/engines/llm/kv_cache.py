@@ -32,7 +32,7 @@ def plan_cache(
     max_num_seqs: int,
     max_model_len: int | None,
 ) -> CachePlan:
-    """Fits the cache into `kv_cache_bytes`, but makes it no larger than all sequences can use.
+    """Fit the cache into `kv_cache_bytes`, but make it no larger than all sequences can use.
 
     `max_model_len` None means what both the model and the cache allow.
 
@@ -70,12 +70,12 @@ class KVCache:
         self._values_LSKD = _zeros(shape, dtype, device)
 
     def write(self, layer: int, slots_N: torch.Tensor, k_NKD: torch.Tensor, v_NKD: torch.Tensor) -> None:
-        """Stores N tokens' keys and values."""
+        """Store N tokens' keys and values."""
         self._keys_LSKD[layer].index_copy_(0, slots_N, k_NKD)
         self._values_LSKD[layer].index_copy_(0, slots_N, v_NKD)
 
     def read(self, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of the slots, each (*slots.shape, K, D)."""
+        """Return keys and values of the slots, each (*slots.shape, K, D)."""
         flat = slots.flatten()
         keys = self._keys_LSKD[layer].index_select(0, flat)
         values = self._values_LSKD[layer].index_select(0, flat)

@@ -28,7 +28,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run(self, chunks: Sequence[Chunk]) -> torch.Tensor:
-        """Stores the chunks' keys and values and returns float32 logits on the CPU.
+        """Store the chunks' keys and values and return float32 logits on the CPU.
 
         The result is (N, vocabulary) with one row per chunk that is its sequence's last, in order. Running
         the same chunks again is harmless: the same slots get the same values.

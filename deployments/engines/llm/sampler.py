@@ -33,7 +33,7 @@ class TokenPicker:
 
 
 def sample(logits_NV: torch.Tensor, pickers: Sequence[TokenPicker]) -> list[int | ComputationFailed]:
-    """One token id per row of the float32 logits, or why there is none: the row has no usable maximum (NaN, infinity).
+    """Pick one token id per row of the float32 logits, or say why there is none: no usable maximum (NaN, infinity).
 
     The generator of such a row is not advanced.
     """
@@ -49,7 +49,7 @@ def sample(logits_NV: torch.Tensor, pickers: Sequence[TokenPicker]) -> list[int 
 
 
 def draw(logits_V: torch.Tensor, picker: TokenPicker) -> int:
-    """One token from the filtered distribution, by inverting its cumulative sum.
+    """Draw one token from the filtered distribution, by inverting its cumulative sum.
 
     The sum runs in the order of token ids, not of probability: then a rounding difference in the logits moves
     the borders between tokens by as little, and never exchanges two of them.
@@ -62,7 +62,7 @@ def draw(logits_V: torch.Tensor, picker: TokenPicker) -> int:
 
 
 def filtered(logits_V: torch.Tensor, params: SamplingParams) -> tuple[torch.Tensor, torch.Tensor]:
-    """The tokens that top-k and then top-p leave, by ascending id, with their unnormalized float64
+    """Return the tokens that top-k and then top-p leave, by ascending id, with their unnormalized float64
     probabilities.
 
     Top-p keeps the most probable tokens until their sum reaches `top_p` (of what top-k left), at least one.

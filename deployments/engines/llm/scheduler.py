@@ -68,7 +68,7 @@ class Scheduler:
     - Waiting prompts come first, in order of arrival, as long as the token budget, a seat and blocks last.
       Nobody overtakes the first in line. Without a prompt to run, every running sequence decodes one token.
     - A prompt within the budget is never split; a longer one runs in chunks of the whole budget. So where a
-      prompt is split does not depend on its company (nor, on the CPU, does the arithmetic: `attention.py`).
+      prompt is split does not depend on its batch-mates (nor, on the CPU, does the arithmetic: `attention.py`).
     - When blocks run out, the newest running sequence is preempted: it gives up its blocks, goes back to the
       head of the line and recomputes all its tokens later.
 
@@ -92,21 +92,21 @@ class Scheduler:
         return len(self._running)
 
     def add(self, sequence: Sequence) -> None:
-        """Puts a sequence at the end of the line."""
+        """Put a sequence at the end of the line."""
         self._waiting.append(sequence)
 
     def schedule(self) -> tuple[Chunk, ...]:
-        """The next step's work; empty only when there is none. `complete` follows for each chunk."""
+        """Choose the next step's work; empty only when there is none. `complete` follows for each chunk."""
         return self._schedule_prefill() or self._schedule_decode()
 
     def complete(self, chunk: Chunk, token_id: int | None) -> None:
-        """Notes that `chunk` is in the KV cache and, when it was the last, appends the sampled token."""
+        """Note that `chunk` is in the KV cache and, when it was the last, append the sampled token."""
         chunk.sequence.num_computed_tokens = chunk.end
         if token_id is not None:
             chunk.sequence.token_ids.append(token_id)
 
     def finish(self, sequence: Sequence) -> None:
-        """Takes a sequence out, wherever it is, and frees its blocks at once."""
+        """Take a sequence out, wherever it is, and free its blocks at once."""
         if sequence.status is SequenceStatus.RUNNING:
             self._running.remove(sequence)
         elif sequence.status is SequenceStatus.WAITING:

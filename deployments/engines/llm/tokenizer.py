@@ -13,7 +13,7 @@ from deployments.engines.protocol import EngineError
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """The stock tokenizer of the folder; EngineError when it has none that can be read."""
+    """Read the stock tokenizer of the folder. Raises EngineError when there is none that can be read."""
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # transformers raises many kinds; all mean that the files are not a tokenizer
@@ -21,7 +21,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
 
 
 def load_eos_token_ids(folder: Path, config: PretrainedConfig) -> frozenset[int]:
-    """The end tokens of generation_config.json or, when it names none, of the config. May be empty."""
+    """Read the end tokens of generation_config.json or, when it names none, of the config. May be empty."""
     path = folder / "generation_config.json"
     eos = read_json(path).get("eos_token_id") if path.exists() else None
     if eos is None:
@@ -32,12 +32,12 @@ def load_eos_token_ids(folder: Path, config: PretrainedConfig) -> frozenset[int]
 
 
 def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, ...]:
-    """Token ids of a plain prompt, with the special tokens that the tokenizer adds by itself."""
+    """Return the token ids of a plain prompt, with the special tokens that the tokenizer adds by itself."""
     return tuple(tokenizer(text)["input_ids"])
 
 
 def encode_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]]) -> tuple[int, ...]:
-    """Token ids of a chat, up to where the assistant begins to speak.
+    """Return the token ids of a chat, up to where the assistant begins to speak.
 
     Raises:
         EngineError: the tokenizer has no chat template, or the template refuses the messages.
@@ -72,7 +72,7 @@ class IncrementalDecoder:
         self._shown = self._decode()
 
     def feed(self, token_id: int) -> str:
-        """The text that has become certain with this token."""
+        """Return the text that has become certain with this token."""
         self._token_ids.append(token_id)
         text = self._decode()
         if text.endswith(UNFINISHED) or len(text) <= len(self._shown):
@@ -85,7 +85,7 @@ class IncrementalDecoder:
         return piece
 
     def flush(self) -> str:
-        """What was held back, as it is. Call it once, at the end."""
+        """Return what was held back, as it is. Call it once, at the end."""
         return self._decode()[len(self._shown) :]
 
     def _decode(self) -> str:
@@ -107,7 +107,7 @@ class StopMatcher:
         self.stopped = False
 
     def feed(self, piece: str) -> str:
-        """The text that can be shown now; after the stop string, none."""
+        """Return the text that can be shown now; after the stop string, none."""
         if self.stopped:
             return ""
         self._held += piece
@@ -120,7 +120,7 @@ class StopMatcher:
         return shown
 
     def flush(self) -> str:
-        """What was held back, when no stop string can follow any more."""
+        """Return what was held back, when no stop string can follow any more."""
         return "" if self.stopped else self._held
 
     def _num_possible(self) -> int:

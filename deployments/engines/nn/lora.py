@@ -21,7 +21,7 @@ Pairs = Mapping[str, LoraPair]
 
 @contextmanager
 def applied_adapters(module: nn.Module, uses: Sequence[tuple[Pairs, float]]) -> Iterator[None]:
-    """Within the block `module` computes with every adapter of `uses` (pairs by module path, strength) added.
+    """Add every adapter of `uses` (pairs by module path, strength) to what `module` computes within the block.
 
     Equal to diffusers' `set_adapters` over PEFT, in the given order. HAZARD: hooks belong to the module,
     so one thread at a time may run it. Raises EngineError as `check_targets` does; no hook is left behind
@@ -42,7 +42,7 @@ def applied_adapters(module: nn.Module, uses: Sequence[tuple[Pairs, float]]) -> 
 
 
 def check_targets(module: nn.Module, pairs: Pairs) -> dict[str, nn.Module]:
-    """The submodules that `pairs` name. Raises EngineError naming what is not there or does not fit."""
+    """Return the submodules that `pairs` name. Raises EngineError naming what is not there or does not fit."""
     known = dict(module.named_modules())
     absent = [path for path in pairs if path not in known]
     if absent:

@@ -28,7 +28,7 @@ class Rotary:
         self.magnitude = magnitude
 
     def angles(self, positions_T: torch.Tensor, dtype: torch.dtype) -> RotaryAngles:
-        """Angles are computed in float32 and given in `dtype`."""
+        """Return the angles of positions, computed in float32, in `dtype`."""
         half = positions_T[:, None].float() * self.inverse_frequencies
         full = torch.cat((half, half), dim=-1)[:, None, :]
         return RotaryAngles(
@@ -38,6 +38,6 @@ class Rotary:
 
 
 def rotate(x_THD: torch.Tensor, angles: RotaryAngles) -> torch.Tensor:
-    """Every head of every token, turned by its position's angles."""
+    """Turn every head of every token by its position's angles."""
     first, second = x_THD.chunk(2, dim=-1)
     return x_THD * angles.cos + torch.cat((-second, first), dim=-1) * angles.sin

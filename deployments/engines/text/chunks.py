@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 def level_chunks(chunked: Sequence[Sequence[T]], empty: Callable[[int], T]) -> list[tuple[T, ...]]:
-    """All with as many chunks as the longest has: `empty(index)` is a chunk without text for the text `index`.
+    """Bring all texts to as many chunks as the longest has: `empty(index)` is one without text for text `index`.
 
     Classifier-free guidance runs prompt and negative prompt as rows of one batch, and SDXL joins two encoders' rows
     side by side: all four need one length.

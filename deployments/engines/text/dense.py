@@ -52,7 +52,7 @@ class DenseHead:
         self.dtype = torch.promote_types(self._weight_CD.dtype, torch.float32)
 
     def apply(self, x_BD: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Pooled vectors (B, D) of any floating dtype -> (B, C) in `dtype` (float32, or float64 for such weights).
+        """Turn pooled vectors (B, D) of any floating dtype into (B, C) in `dtype`, float32 at least.
 
         The result is on the device of `x_BD`, or is `out`. Raises EngineError when shapes or dtypes do not fit or a
         feature is not finite, ComputationFailed when a score is not.
@@ -79,7 +79,7 @@ class DenseHead:
 
 
 def load_dense_head(folder: Path, tensors: Mapping[str, torch.Tensor]) -> DenseHead:
-    """The head of `folder`/config.json around `tensors`. Raises EngineError naming the file."""
+    """Return the head of `folder`/config.json around `tensors`. Raises EngineError naming the file."""
     path = folder / "config.json"
     try:
         config = read_dense_config(path)

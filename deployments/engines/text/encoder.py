@@ -51,26 +51,26 @@ class TextEncoder:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the outputs."""
+        """Return the dtype of the outputs."""
         return next(self.module.parameters()).dtype
 
     @property
     def max_tokens(self) -> int:
-        """Of a text for which nobody gives a limit."""
+        """Return the limit of a text for which nobody gives one."""
         return self._tokenizer.max_tokens
 
     @property
     def chunks(self) -> bool:
-        """Whether long texts can be encoded in pieces: what reads CLIP's output takes any number of them."""
+        """Return whether long texts can be encoded in pieces: what reads CLIP's output takes any number of them."""
         return self._family.is_clip
 
     def check_embeds(self) -> None:
-        """Raises EngineError when a text gives no single vector."""
+        """Raise EngineError when a text gives no single vector."""
         if "embedding" not in self._family.outputs and not (self._pooling or "pooled" in self._family.outputs):
             raise EngineError(f"this encoder gives {', '.join(self._family.outputs)} per token, but no embedding")
 
     def variant(self, text: TokenizedText) -> str:
-        """What makes one encoding of the same weights and ids another: the padding, or how one vector is made."""
+        """Return what tells encodings of the same weights and ids apart: padding, layer, or how one vector is made."""
         if text.as_embedding:
             pooling = self._pooling or Pooling()
             how = "pooled" if self._family.is_clip else "+".join((*pooling.modes, *["unit"] * pooling.normalize))
@@ -91,7 +91,7 @@ class TextEncoder:
         as_embedding: bool = False,
         layer: ClipLayer = "penultimate",
     ) -> list[TokenizedText]:
-        """Token ids per text, truncated to `max_length` (None: the model's limit); each knows what it lost.
+        """Return token ids per text, cut to `max_length` (None: the model's limit); each knows what it lost.
 
         "stock" is what diffusers' pipelines do: CLIP and T5 attend to padding up to `max_length`. "trimmed", and every
         embedding, is the tokens alone.
@@ -101,7 +101,7 @@ class TextEncoder:
         return [replace(self._as_asked(text, max_length, padding, as_embedding), layer=layer) for text in found]
 
     def tokenize_chunks(self, text: str, max_length: int | None = None) -> list[TokenizedText]:
-        """The whole text in padded pieces, as `TextTokenizer.chunk` cuts it. Raises EngineError if this is no CLIP."""
+        """Cut the whole text into padded pieces, as `TextTokenizer.chunk`. Raises EngineError if this is no CLIP."""
         if not self.chunks:
             raise EngineError(
                 f"long_text 'chunk': a {type(self.module).__name__} takes a text in one piece; use truncate or error"
@@ -110,7 +110,7 @@ class TextEncoder:
         return [self._as_asked(piece, max_length, "stock", as_embedding=False) for piece in found]
 
     def accept_ids(self, ids: Sequence[int]) -> TokenizedText:
-        """Ids that the caller made, for an embedding. Raises EngineError for what the model cannot take."""
+        """Accept ids that the caller made, for an embedding. Raises EngineError for what the model cannot take."""
         text = TokenizedText(tuple(ids), as_embedding=True)
         self._check(text)
         return text
@@ -138,8 +138,10 @@ class TextEncoder:
         limits: ForwardLimits = DEFAULT_LIMITS,
         counter: EncodeCounter | None = None,
     ) -> list[dict[str, torch.Tensor] | Exception]:
-        """As `encode`, with an error per text. The texts of a forward that failed are run again one by one; one that
-        found no memory becomes smaller forwards, and so do the next ones.
+        """Encode as `encode` does, with an error per text.
+
+        The texts of a forward that failed run again one by one; one that found no memory becomes smaller ones, and
+        so do the next.
         """
         outcomes: dict[int, dict[str, torch.Tensor] | Exception] = {}
         for index, text in enumerate(texts):

@@ -19,7 +19,7 @@ class ForwardLimits:
     """`max_padding` is the share of a plan's positions that may be padding; 0 merges equal lengths only.
 
     `max_tokens` bounds the positions of one forward, and with them its activations; a longer text goes alone. With 1
-    all do, and then outputs do not depend on company in a single bit.
+    all do, and then outputs do not depend on batch-mates in a single bit.
     """
 
     max_padding: float = 0.25
@@ -35,7 +35,7 @@ DEFAULT_LIMITS = ForwardLimits()
 
 
 def plan_forwards(lengths: Sequence[int], limits: ForwardLimits = DEFAULT_LIMITS) -> tuple[tuple[int, ...], ...]:
-    """Groups of indices into `lengths` (tokens, each at least 1), every index in one group, short texts first.
+    """Group the indices into `lengths` (tokens, each at least 1): every index in one group, short texts first.
 
     Padding is at most `max_padding` of all positions, and never so much that one forward more would cost less.
     """

@@ -44,12 +44,12 @@ class Family:
 
 
 def family_of(class_name: str) -> Family:
-    """The known ones by name; any other class is taken for one that gives token vectors, as BERT does."""
+    """Return the family of a class; an unknown one is taken for one that gives token vectors, as BERT does."""
     return FAMILIES.get(class_name, SENTENCES)
 
 
 def filler_id(family: Family, config: Any, pad_id: int) -> int:
-    """What stands behind shorter texts. CLIP pools at the first end token, or by old configs at the highest id."""
+    """Return the filler of shorter texts. CLIP pools at the first end token, by old configs at the highest id."""
     if not family.is_clip:
         return pad_id
     return 0 if config.eos_token_id != 0 else 1

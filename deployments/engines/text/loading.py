@@ -29,7 +29,7 @@ def load_text_encoder(
     build: Callable[..., nn.Module] = build_module,
     tokenizer: Any = None,
 ) -> TextEncoder:
-    """The encoder of `folder` around `tensors` (not copied). `build` makes the module as `build_module` does.
+    """Return the encoder of `folder` around `tensors` (not copied). `build` makes the module as `build_module`.
 
     `tokenizer` is that of `tokenizer_folder`, if it was loaded before; it then belongs to this encoder alone.
 
@@ -51,7 +51,7 @@ def load_text_encoder(
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """The Hugging Face tokenizer of `folder`. Raises EngineError."""
+    """Load the Hugging Face tokenizer of `folder`. Raises EngineError."""
     try:
         with IMPORT_LOCK:
             return AutoTokenizer.from_pretrained(folder, local_files_only=True)

@@ -1,4 +1,4 @@
-"""How much of the text encoders' work was on tokens, and how much on padding."""
+"""Counts of the text encoders' work on tokens, and on padding."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class EncodeCounter:
         self._stats = EncodeStats()
 
     def add(self, token_counts: Sequence[int], run_lengths: Sequence[int]) -> None:
-        """One forward: tokens of each text, and its length with the stock padding."""
+        """Count one forward: tokens of each text, and its length with the stock padding."""
         with self._lock:
             old = self._stats
             self._stats = EncodeStats(

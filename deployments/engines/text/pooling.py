@@ -41,7 +41,7 @@ class Pooling:
 
 
 def load_pooling(folder: Path) -> Pooling:
-    """What `folder`'s modules.json says; mean pooling without one, as sentence-transformers does."""
+    """Read what `folder`'s modules.json says; mean pooling without one, as sentence-transformers does."""
     path = folder / "modules.json"
     if not path.exists():
         return Pooling()

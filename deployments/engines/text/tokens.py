@@ -34,7 +34,7 @@ class TokenizedText:
 
     @property
     def run_length(self) -> int:
-        """Tokens that a forward works on for this text alone."""
+        """Return the tokens that a forward works on for this text alone."""
         return max(len(self.token_ids), self.padded_length or 0)
 
 
@@ -54,7 +54,7 @@ class TextTokenizer:
         self.pads_left = tokenizer.padding_side == "left"
 
     def tokenize(self, texts: Sequence[str], max_length: int | None) -> list[TokenizedText]:
-        """Truncated to `max_length` (None: the model's limit), without padding."""
+        """Tokenize, cut to `max_length` (None: the model's limit), without padding."""
         length = self.check_length(max_length)
         whole = self._ids(texts)
         long = [index for index, ids in enumerate(whole) if len(ids) > length]
@@ -67,7 +67,7 @@ class TextTokenizer:
         return [TokenizedText(ids, num_ignored=len(all_) - len(ids)) for ids, all_ in zip(kept, whole, strict=True)]
 
     def chunk(self, text: str, max_length: int | None) -> list[TokenizedText]:
-        """The whole text as pieces of at most `max_length` tokens, each between a begin and an end of its own.
+        """Cut the whole text into pieces of at most `max_length` tokens, each between a begin and an end of its own.
 
         Pieces are full but for the last, so a change at the end leaves those before it as they are. A text that fits
         is the one piece that `tokenize` gives. Raises EngineError beyond MAX_CHUNKS pieces.
@@ -82,12 +82,12 @@ class TextTokenizer:
         return [TokenizedText((begin, *content[start : start + room], end)) for start in starts]
 
     def pad(self, text: TokenizedText) -> TokenIds:
-        """Ids as a stock pipeline's tokenizer gives them."""
+        """Return the ids as a stock pipeline's tokenizer gives them."""
         padding = (self.pad_id,) * (text.run_length - len(text.token_ids))
         return padding + text.token_ids if self.pads_left else text.token_ids + padding
 
     def check_length(self, max_length: int | None) -> int:
-        """The limit in tokens. Raises EngineError for one that the model has no positions for."""
+        """Return the limit in tokens. Raises EngineError for one that the model has no positions for."""
         if max_length is None:
             return self.max_tokens
         limit = self._position_limit

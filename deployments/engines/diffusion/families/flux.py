@@ -48,7 +48,7 @@ class Flux(Family):
     }
 
     def text_encoders(self, max_sequence_length: int | None, long_text: LongText) -> Sequence[EncoderUse]:
-        """CLIP always truncates: its one vector only tints what T5 says, and does not depend on padding."""
+        """Return CLIP and T5. CLIP always truncates: its one vector only tints what T5 says, whatever the padding."""
         t5_tokens = MAX_T5_TOKENS if max_sequence_length is None else max_sequence_length
         if not 1 <= t5_tokens <= MAX_T5_TOKENS:
             raise EngineError(f"max_sequence_length {t5_tokens}: expected 1 to {MAX_T5_TOKENS}")

@@ -28,7 +28,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """`x` is (..., size); the result has its shape and dtype."""
+        """Normalize `x` (..., size); the result has its shape and dtype."""
         wide = x.float()
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
         return self.weight * wide.to(x.dtype)
@@ -137,9 +137,9 @@ class LlamaForCausalLM(nn.Module):
         self.lm_head = nn.Linear(spec.hidden_size, spec.vocab_size, bias=False)
 
     def forward(self, token_ids_T: torch.Tensor, angles: RotaryAngles, attend: Attend) -> torch.Tensor:
-        """Hidden states (T, C) of the tokens of a step."""
+        """Return hidden states (T, C) of the tokens of a step."""
         return self.model(token_ids_T, angles, attend)
 
     def logits(self, hidden_NC: torch.Tensor) -> torch.Tensor:
-        """(N, V) scores of the next token, for the N rows that are asked for."""
+        """Return (N, V) scores of the next token, for the N rows that are asked for."""
         return self.lm_head(hidden_NC)

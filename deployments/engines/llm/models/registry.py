@@ -32,7 +32,7 @@ class LoadedModel:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`; EngineError names the file when it is not there or not an object."""
+    """Read the JSON object in `path`. Raises EngineError naming a file that is not there or no object."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -43,7 +43,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def load_config(folder: Path) -> PretrainedConfig:
-    """The transformers config of a model folder.
+    """Read the transformers config of a model folder.
 
     Raises:
         EngineError: no readable config.json, or the architecture is none of `ARCHITECTURES`.
@@ -65,7 +65,7 @@ def load_config(folder: Path) -> PretrainedConfig:
 
 
 def create_model(config: PretrainedConfig, tensors: Mapping[str, torch.Tensor], device: torch.device) -> LoadedModel:
-    """Builds the decoder on the meta device and assigns `tensors`.
+    """Build the decoder on the meta device and assign `tensors`.
 
     Tensors that are on `device` already are used where they are; others are copied there.
 
@@ -128,7 +128,7 @@ _SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
 def _create_rotary(config: PretrainedConfig, head_dim: int, device: torch.device) -> Rotary:
-    """The rotary of `config`, with its frequencies on `device`.
+    """Return the rotary of `config`, with its frequencies on `device`.
 
     Raises:
         EngineError: the kind of scaling is not one of `_SUPPORTED_ROPE_TYPES`, or it turns only a part of the
@@ -154,7 +154,7 @@ _IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
 
 
 def _assign_tensors(module: nn.Module, tensors: Mapping[str, torch.Tensor], tied: Mapping[str, str]) -> None:
-    """Makes `tensors` the parameters of `module`, which was built on the meta device.
+    """Make `tensors` the parameters of `module`, which was built on the meta device.
 
     The memory of the tensors is shared, not copied, and never written; it may be read-only. `tied` maps the
     name of a parameter to the one whose tensor it takes when the checkpoint has none of its own.
