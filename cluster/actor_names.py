@@ -12,7 +12,7 @@ from typing import Final
 from configs.cluster import ClusterConfig
 
 NAMESPACE: Final = "atelier"
-ROLES: Final = ("registry", "keeper", "encodings")  # in the order of ending them: a registry would start keepers again
+_ROLES: Final = ("registry", "keeper", "encodings")  # in the order of ending them: a registry would start keepers again
 _HASH_CHARS: Final = 12
 
 
@@ -45,5 +45,5 @@ def keeper_node(key: str, name: str) -> str | None:
 def names_of_cluster(cluster: str, names: list[str]) -> list[str]:
     """Return the names of the cluster's actors, whatever its config, in the order of ending them."""
     found = [(name.split(":"), name) for name in names]
-    mine = [(ROLES.index(parts[0]), name) for parts, name in found if parts[0] in ROLES and parts[1:2] == [cluster]]
+    mine = [(_ROLES.index(parts[0]), name) for parts, name in found if parts[0] in _ROLES and parts[1:2] == [cluster]]
     return [name for _, name in sorted(mine)]

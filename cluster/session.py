@@ -25,8 +25,8 @@ from cluster.errors import SessionError
 from configs.cluster import ClusterConfig, GrpcConfig, HttpConfig
 from weights.private_folder import private_folder, temporary_folder
 
-STOP_TIMEOUT_S = 60.0
-END_TIMEOUT_S = 20.0
+_STOP_TIMEOUT_S = 60.0
+_END_TIMEOUT_S = 20.0
 _POLL_S = 0.1
 
 
@@ -145,7 +145,7 @@ def ray_session(config: ClusterConfig) -> Iterator[None]:
         ray.shutdown()
 
 
-def end_actors(cluster: str, timeout_s: float = END_TIMEOUT_S) -> None:
+def end_actors(cluster: str, timeout_s: float = _END_TIMEOUT_S) -> None:
     """End registry, keepers and shared encodings of the cluster, whatever config they were started with.
 
     Detached actors outlive the application, and an `atelier up` that was killed leaves all of its own. Returns when
@@ -201,7 +201,7 @@ class SessionFile:
         staged.replace(self._file)
 
 
-def stop_session(record: SessionRecord, timeout_s: float = STOP_TIMEOUT_S) -> None:
+def stop_session(record: SessionRecord, timeout_s: float = _STOP_TIMEOUT_S) -> None:
     """End an `atelier up` and all its processes: terminate them, then kill those that remain after `timeout_s`.
 
     Raises SessionError when a process survives that.

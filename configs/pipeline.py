@@ -143,7 +143,7 @@ class StageConfig(StrictModel):
 
     @property
     def references(self) -> dict[str, Reference]:
-        """References to other steps, by parameter."""
+        """References to other stages, by parameter."""
         found = {name: parse_reference(value) for name, value in self.inputs.items()}
         return {name: reference for name, reference in found.items() if reference is not None}
 

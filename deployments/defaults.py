@@ -1,4 +1,4 @@
-"""What a request leaves open: first the model's defaults in the cluster config, then its family's, or everybody's."""
+"""Defaults for the fields that a request leaves open: the model's in the cluster config, then those of its family."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ TextT = TypeVar("TextT", bound=TextOptions)
 
 
 def drawn_seed() -> int:
-    """A fresh one, of 32 bits: JavaScript, and JSON tools that read numbers as doubles, lose bits beyond 53."""
+    """Draw a seed of 32 bits: JavaScript, and JSON tools that read numbers as doubles, lose bits beyond 53."""
     return random.getrandbits(SEED_BITS)
 
 
 def with_image_defaults(request: ImageRequest, defaults: GenerationDefaults, class_name: str) -> ImageRequest:
-    """All that the pipeline needs is filled in, so that what it will do can be bounded, and told to whoever asked.
+    """Fill in all that the pipeline needs, so that its work can be bounded, and told to the caller.
 
-    A seed is drawn here if there is none. `max_sequence_length` that the model leaves open stays None: the encoder's
-    own. Raises InvalidRequest for a pipeline class that no family knows.
+    A seed is drawn here if there is none. A `max_sequence_length` that the model leaves open stays None: the encoder
+    uses its own. Raises InvalidRequest for a pipeline class that no family knows.
     """
     family = FAMILIES.get(class_name)
     if family is None:
@@ -51,7 +51,7 @@ def with_image_defaults(request: ImageRequest, defaults: GenerationDefaults, cla
 
 
 def with_text_defaults(request: TextT, defaults: GenerationDefaults) -> TextT:
-    """`max_tokens` that the model leaves open too stays None: as many as its context has room for.
+    """Fill in temperature, seed and the model's `max_tokens`; None is as many as its context has room for.
 
     A seed is drawn here if there is none: a replica that answers in place of one that died draws the same tokens.
     """
@@ -62,7 +62,7 @@ def with_text_defaults(request: TextT, defaults: GenerationDefaults) -> TextT:
 
 
 def text_rules(model: ModelRecord | ModelConfig | AdapterConfig) -> dict[str, Any]:
-    """What the config says of the model's texts, as fields of an ImageRequest."""
+    """Return the config's rules for the model's texts, as fields of an ImageRequest."""
     entry = model.entry if isinstance(model, ModelRecord) else model
     if not isinstance(entry, ModelConfig):
         return {"text_padding": "stock", "long_text": "truncate"}

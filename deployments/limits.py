@@ -1,4 +1,4 @@
-"""What one request may ask for. Checked on records: handle calls, pipelines and local runs are bounded as HTTP is."""
+"""Limits on one request, checked on records: handle calls, pipelines and local runs are bounded as HTTP is."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from deployments.records import ChatRequest, CompletionRequest, EmbeddingRequest
 
 
 def check_image(request: ImageRequest, limits: LimitsConfig, asked: ImageRequest | None = None) -> None:
-    """Raises InvalidRequest naming the field.
+    """Check an image request. Raises InvalidRequest naming the field.
 
-    `request` has its defaults, and `asked` is what it was before: whoever left a field out is told whose value it is.
-    What is None still, in a request for a pipeline, is checked where the pipeline's step fills it in.
+    `request` has its defaults, and `asked` is the request before: the message says so when the value is a default.
+    A field that is still None, in a request for a pipeline, is checked where the pipeline's stage fills it in.
     """
     _check_text("prompt", request.prompt, limits)
     _check_text("negative_prompt", request.negative_prompt or "", limits)
@@ -26,7 +26,7 @@ def check_image(request: ImageRequest, limits: LimitsConfig, asked: ImageRequest
 
 
 def check_embedding(request: EmbeddingRequest, limits: LimitsConfig) -> None:
-    """Raises InvalidRequest naming the field."""
+    """Check an embedding request. Raises InvalidRequest naming the field."""
     _check_most("input", len(request.input), limits.max_embedding_inputs, unit=" inputs")
     for text in request.input:
         if not text:
@@ -40,7 +40,7 @@ def check_embedding(request: EmbeddingRequest, limits: LimitsConfig) -> None:
 
 
 def check_text(request: ChatRequest | CompletionRequest, limits: LimitsConfig) -> None:
-    """Raises InvalidRequest naming the field."""
+    """Check a chat or completion request. Raises InvalidRequest naming the field."""
     if isinstance(request, CompletionRequest):
         _check_text("prompt", request.prompt, limits)
     else:
@@ -50,7 +50,7 @@ def check_text(request: ChatRequest | CompletionRequest, limits: LimitsConfig) -
 
 
 def check_head(request: HeadRequest, limits: LimitsConfig) -> None:
-    """Raises InvalidRequest naming the field."""
+    """Check a head's input. Raises InvalidRequest naming the field."""
     if request.features.ndim != 2:
         raise InvalidRequest(f"features: {request.features.ndim} dimensions, expected rows of features", "features")
     _check_most("features", len(request.features), limits.max_head_rows, unit=" rows")

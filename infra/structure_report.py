@@ -60,7 +60,8 @@ class Module:
     verbs: list[Definition] = field(default_factory=list)
     records: list[Definition] = field(default_factory=list)
     docstrings: list[tuple[int, str]] = field(default_factory=list)
-    exposed: set[str] = field(default_factory=set)  # in `__all__`, or in a signature, field or base of something public
+    exported: set[str] = field(default_factory=set)  # in `__all__`
+    exposed: set[str] = field(default_factory=set)  # exported, or in a signature, field or base of something public
     imports: set[tuple[str, str]] = field(default_factory=set)  # (module, name), name "" for the module itself
     attributes: set[str] = field(default_factory=set)
     strings: set[str] = field(default_factory=set)
@@ -105,7 +106,8 @@ def _collect_definitions(module: Module) -> None:
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             names = [target.id for target in targets if isinstance(target, ast.Name)]
             if names == ["__all__"]:
-                module.exposed |= {leaf.value for leaf in ast.walk(node) if isinstance(leaf, ast.Constant)}
+                module.exported |= {str(leaf.value) for leaf in ast.walk(node) if isinstance(leaf, ast.Constant)}
+                module.exposed |= module.exported
             module.definitions += [Definition(module.name, name, node.lineno) for name in names]
     for node in ast.walk(module.tree):
         if isinstance(node, ast.Module | ast.ClassDef | Function) and (text := ast.get_docstring(node)):
@@ -242,7 +244,8 @@ class Structure:
     def unused_symbols(self) -> list[tuple[Definition, str]]:
         """List public functions, classes and methods that no other module mentions, with "tests", "infra" or "nobody".
 
-        A class in the signature of something public is used, and so is a method that another class of its file calls.
+        A class in the signature of something public is used, and so are a method that another class of its file calls,
+        what `__all__` exports, and methods of exported classes that a test calls.
         """
         return [each for each in self._unmentioned() if not _is_constant(each[0])]
 
@@ -261,6 +264,8 @@ class Structure:
                     continue
                 others = (names for owner, names in module.attributes_by_class.items() if owner != each.owner)
                 if each.owner and any(each.name in names for names in others):
+                    continue
+                if each.owner in module.exported and any(self._mentions(other, each) for _, other in outside):
                     continue
                 if any(self._mentions(other, each) for other in product if other is not module):
                     continue
@@ -302,7 +307,7 @@ class Structure:
         if (wanted.module, wanted.name) in imports:
             return True
         package, _, last = wanted.module.rpartition(".")
-        knows_module = (package, last) in imports or (wanted.module, "") in imports
+        knows_module = (package, last) in imports or (wanted.module, "") in imports or wanted.module in module.strings
         named = {f"{wanted.module}:{wanted.name}", f"{wanted.module}.{wanted.name}"}
         return (knows_module and wanted.name in module.attributes) or bool(named & module.strings)
 

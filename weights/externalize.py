@@ -23,9 +23,11 @@ from weights.formats.folder import check_inside
 from weights.manifest import Component, Layout, Manifest
 from weights.source_mark import source_mark
 from weights.storage.hashing import HashedTensor, Progress, hash_tensors
-from weights.storage.publishing import Draft, DraftComponent, publish
+from weights.storage.publishing import Draft, DraftComponent, publish_draft
 from weights.storage.stock import as_safetensors
 from weights.store import WeightStore, check_model_name
+
+__all__ = ["Origin", "externalize"]
 
 
 def externalize(
@@ -97,7 +99,7 @@ def externalize(
             write_skeleton=lambda target: _copy_skeleton(checkpoint, target),
             recheck=recheck,
         )
-        return publish(store, draft, layout, weight_dir)
+        return publish_draft(store, draft, layout, weight_dir)
     except ValidationError as error:  # names or shapes that a manifest cannot have
         first = error.errors()[0]
         raise FormatError(f"{source}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None

@@ -10,7 +10,7 @@ from weights.errors import StoreError
 from weights.manifest import Layout, Manifest
 from weights.storage.durable import copy_tree, disk_errors, move, sync_tree
 from weights.storage.hashing import HashedTensor, hash_tensors
-from weights.storage.publishing import Draft, DraftComponent, publish
+from weights.storage.publishing import Draft, DraftComponent, publish_draft
 from weights.storage.staging import claimed_folder, sweep
 from weights.storage.stock import rewrite_index, writable, write_files
 from weights.store import WeightStore, stored_tensors
@@ -62,7 +62,7 @@ def publish_again(
         relocates=relocates,
         source_mark=manifest.source_mark,
     )
-    return publish(store, draft, layout, weight_dir)
+    return publish_draft(store, draft, layout, weight_dir)
 
 
 def write_inline(store: WeightStore, model: str, target: Path) -> None:

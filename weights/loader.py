@@ -19,6 +19,8 @@ from weights.reading.extents import ByteArray
 from weights.store import WeightStore
 from weights.torch_dtypes import TORCH_DTYPES
 
+__all__ = ["Tensors", "attach", "load_from_store", "load_model", "memory_form", "view_of"]
+
 Tensors = dict[str, torch.Tensor]
 
 

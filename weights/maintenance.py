@@ -17,13 +17,13 @@ from typing import Final
 from weights.errors import StoreError, WeightsError
 from weights.manifest import Manifest, TensorRef
 from weights.sources.mirrors import SOURCES_FOLDER, remove_mirror, unused_mirrors
-from weights.storage.durable import allocated_bytes, dead_ranges, disk_errors, punch, remove, sync
+from weights.storage.durable import allocated_bytes, dead_ranges, disk_errors, punch, remove_path, sync
 from weights.storage.index import WHOLE_END, StoreIndex, Unneeded
 from weights.storage.staging import STAGED, is_dead, sweep
 from weights.store import WeightStore
 
 _SKELETONS: Final = "skeleton*"
-Range = tuple[int, int]
+_Range = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +127,7 @@ def _forget(index: StoreIndex, manifests: Sequence[Manifest], *, dry_run: bool) 
     return len(index.everything().tensors.keys() - named)
 
 
-def _unneeded(store: WeightStore, manifests: Sequence[Manifest]) -> Iterator[tuple[str, list[Range]]]:
+def _unneeded(store: WeightStore, manifests: Sequence[Manifest]) -> Iterator[tuple[str, list[_Range]]]:
     """Yield what no manifest names, by path: whole packs, skeletons and mirrors, and ranges of packs in use."""
     packs = {PurePosixPath(extent.pack).parts[0] for manifest in manifests for extent in manifest.extents.values()}
     skeletons = {store.skeleton(manifest) for manifest in manifests}
@@ -137,7 +137,7 @@ def _unneeded(store: WeightStore, manifests: Sequence[Manifest]) -> Iterator[tup
     for path in dead:
         yield str(path.relative_to(store.path)), [(0, WHOLE_END)]
     # The files of `inline` are whole files of another format: untouched.
-    live: dict[str, set[Range]] = defaultdict(set)
+    live: dict[str, set[_Range]] = defaultdict(set)
     for manifest in manifests:
         for extent in manifest.extents.values():
             if "/" not in extent.pack:
@@ -149,7 +149,7 @@ def _unneeded(store: WeightStore, manifests: Sequence[Manifest]) -> Iterator[tup
             yield f"packs/{name}", list(dead_ranges(ranges, path.stat().st_size))
 
 
-def _ripe(clocks: Iterable[Unneeded], horizon_s: float) -> tuple[list[str], dict[str, list[Range]]]:
+def _ripe(clocks: Iterable[Unneeded], horizon_s: float) -> tuple[list[str], dict[str, list[_Range]]]:
     """Select what has been unneeded for `horizon_s` or longer: whole paths, and ranges of others."""
     by_path: dict[str, list[Unneeded]] = defaultdict(list)
     for clock in clocks:
@@ -165,7 +165,7 @@ def _ripe(clocks: Iterable[Unneeded], horizon_s: float) -> tuple[list[str], dict
     return whole, partly
 
 
-def _punch(pack: Path, ranges: Sequence[Range], *, dry_run: bool) -> tuple[int, int]:
+def _punch(pack: Path, ranges: Sequence[_Range], *, dry_run: bool) -> tuple[int, int]:
     """Punch holes; returns the bytes that were freed, or would be, and those that the file system cannot free."""
     nbytes = sum(end - begin for begin, end in ranges)
     before = allocated_bytes(pack)
@@ -183,14 +183,14 @@ def _tensors(manifest: Manifest) -> Iterator[TensorRef]:
 
 def _remove(store: WeightStore, dead: Iterable[Path]) -> None:
     for path in dead:
-        remove(path)
+        remove_path(path)
     sweep(store.path, STAGED)
     for folder in store.models.iterdir():
         with contextlib.suppress(OSError):  # not empty, or not a folder: something of somebody
             folder.rmdir()
 
 
-def _aged(unneeded: Mapping[str, Iterable[Range]], before: Iterable[Unneeded], now_s: float) -> list[Unneeded]:
+def _aged(unneeded: Mapping[str, Iterable[_Range]], before: Iterable[Unneeded], now_s: float) -> list[Unneeded]:
     """Give the unneeded ranges (begin, end) of each path their clocks: known ones continue, the rest begin at `now_s`.
 
     A clock that is ahead of `now_s` was set by a wrong one and begins anew. Ranges of a path do not overlap.

@@ -11,6 +11,8 @@ from weights.reading.extents import ByteArray, ExtentReader, Progress
 from weights.reading.planning import ReadPlanner
 from weights.reading.report import LoadReport
 
+__all__ = ["ExtentProvider", "LocalExtents"]
+
 
 class ExtentProvider(Protocol):
     """Gives the bytes of extents. Loaders and engines cannot tell a local store from a node's shared memory."""

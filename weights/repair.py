@@ -67,7 +67,7 @@ def repair(
         if (manifest := manifests.get(damage.model)) and (extent := manifest.extents.get(damage.extent))
     }
     with store.locked():
-        store.indexed(lambda index: index.forget(broken))  # a damaged index is made again by this
+        store.indexed(lambda index: index.forget_extents(broken))  # a damaged index is made again by this
     run = _Repair(store, manifests, {place_of(extent) for extent in broken}, allow_torch, weight_dir, progress)
     concerned = [manifest for manifest in manifests.values() if run.broken_tensors(manifest) is not None]
     problems = run.rewrite_all(concerned)
@@ -148,7 +148,7 @@ def _key(damage: Damage) -> tuple[str, str]:
 
 
 @dataclass
-class CopiedTensor:
+class _CopiedTensor:
     """A SourceTensor that is read from the first of its copies that has the bytes of `sha256`."""
 
     name: str
@@ -192,17 +192,17 @@ class _Copies:
                         extent = manifest.extents[ref.extent]
                         self._stored[ref.sha256][extent.pack, extent.offset + ref.offset] = manifest, ref
 
-    def tensors(self, manifest: Manifest, component: Component) -> Mapping[str, CopiedTensor]:
+    def tensors(self, manifest: Manifest, component: Component) -> Mapping[str, _CopiedTensor]:
         """Return the component's tensors by name: each from its own place, else others, else the source."""
         return {name: self._tensor(manifest, component, name, ref) for name, ref in component.tensors.items()}
 
-    def _tensor(self, manifest: Manifest, component: Component, name: str, ref: TensorRef) -> CopiedTensor:
+    def _tensor(self, manifest: Manifest, component: Component, name: str, ref: TensorRef) -> _CopiedTensor:
         label = f"{component.name}.{name}"
         places = [(manifest, ref), *self._stored.get(ref.sha256, {}).values()]
         extent = manifest.extents[ref.extent]
         copies = [self._in_store(label, *place) for place in places]
         copies.append(lambda: self._in_source(manifest, component.name, name, ref))
-        return CopiedTensor(
+        return _CopiedTensor(
             label, self._store.packs / extent.pack, ref.dtype, ref.shape, ref.nbytes, ref.sha256, copies
         )
 

@@ -38,10 +38,12 @@ from weights.formats.encoder_files import has_parts, parts_hash
 from weights.formats.tensors import FileTensor
 from weights.manifest import MAX_MANIFEST_BYTES, Component, ExtentRef, Manifest, read_manifest
 from weights.reading.blocks import resolve_pack
-from weights.storage.durable import copy_tree, make_folder, move, remove, sync, sync_tree
+from weights.storage.durable import copy_tree, make_folder, move, remove_path, sync, sync_tree
 from weights.storage.index import IndexDamaged, StoreIndex, remove_index
 from weights.storage.meta import STORE_VERSION, StoreMeta, meta_of
 from weights.storage.staging import STAGED, claimed_folder
+
+__all__ = ["StoredTensor", "WeightStore", "check_model_name", "manifest_text", "stored_tensors"]
 
 Result = TypeVar("Result")
 _MODEL_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -199,7 +201,7 @@ class WeightStore:
     def remove_packs(self, names: Iterable[str]) -> None:
         """Delete files or folders of packs/; symlinks are not followed."""
         for name in names:
-            remove(self.packs / name)
+            remove_path(self.packs / name)
         sync(self.packs)
 
     def publish_model(self, manifest: Manifest, text: bytes, skeleton: Path) -> None:

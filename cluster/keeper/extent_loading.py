@@ -163,7 +163,7 @@ class ExtentLoader:
     def expect(self, extents: Sequence[ExtentRef], stages: LoadClock) -> None:
         with self._changed:
             self._wanted.update((extent.id, (extent, stages)) for extent in extents)
-            self._queue.add({extent.id: extent.nbytes for extent in extents}, self._clock())
+            self._queue.add_extents({extent.id: extent.nbytes for extent in extents}, self._clock())
             self._changed.notify_all()
 
     def load_next(self, begin: Begin) -> Loaded | None:
@@ -185,7 +185,7 @@ class ExtentLoader:
     def withdraw(self) -> ExtentRef | None:
         """One that nobody has begun is wanted no longer: there is no thread for it."""
         with self._told():
-            id_ = self._queue.withdraw()
+            id_ = self._queue.withdraw_extent()
             return self._wanted.pop(id_)[0] if id_ else None
 
     def reload_rate(self, source: Source) -> float | None:
@@ -211,7 +211,7 @@ class ExtentLoader:
         except Exception:
             logger.exception("nobody says which node has an extent")
         with self._told():
-            self._queue.located(question, answer, self._clock())
+            self._queue.apply_answer(question, answer, self._clock())
 
     def _fetch(self, extent: ExtentRef, stages: LoadClock, plan: FromPeers, begin: Begin) -> Loaded | None:
         """None when no peer gave it."""
@@ -223,7 +223,7 @@ class ExtentLoader:
                 fetched, is_here = self._fetch_into(out, extent, plan, stages)
                 if not is_here:
                     with self._told():
-                        self._queue.refused(extent.id, fetched, self._clock())
+                        self._queue.end_refused_fetch(extent.id, fetched, self._clock())
                     return None
                 loaded = Loaded(extent, writing.seal(), "peer")
             stages.came_from("peer", extent.nbytes)
@@ -231,7 +231,7 @@ class ExtentLoader:
             loaded = Loaded(extent, error=error)
         with self._told():
             del self._wanted[extent.id]
-            self._queue.fetched(extent.id, fetched, self._clock())
+            self._queue.end_fetch(extent.id, fetched, self._clock())
         return loaded
 
     def _fetch_into(
@@ -274,7 +274,7 @@ class ExtentLoader:
             loaded = Loaded(extent, error=error)
         with self._told():
             del self._wanted[extent.id]
-            self._queue.read(extent.id, read_s, self._clock())
+            self._queue.end_read(extent.id, read_s, self._clock())
         return loaded
 
     @contextlib.contextmanager

@@ -31,7 +31,7 @@ from cluster.peers.protocol import (
     receive_frame,
 )
 
-MAX_IDLE: Final = 64  # connections kept for reuse, over all peers: each is a file descriptor on either side
+_MAX_IDLE: Final = 64  # connections kept for reuse, over all peers: each is a file descriptor on either side
 
 
 class PeerBusy(PeerUnavailable):
@@ -42,7 +42,7 @@ class _Yielded(PeerUnavailable):
     """The peer closed a kept connection to make room for others. A new one may work."""
 
 
-class PeerConnection:
+class _PeerConnection:
     """One authenticated connection to a peer, for one range at a time.
 
     Every failure is PeerUnavailable and names the peer and the reason. The peer may be silent for `timeout_s`. After an
@@ -157,22 +157,22 @@ class PeerConnections:
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
         self._slots: dict[PeerAddress, threading.Semaphore] = {}
-        self._idle: dict[PeerAddress, list[PeerConnection]] = {}
-        self._lent: set[PeerConnection] = set()
+        self._idle: dict[PeerAddress, list[_PeerConnection]] = {}
+        self._lent: set[_PeerConnection] = set()
         self._num_failed: Counter[PeerAddress] = Counter()
         self._closed = False
 
     def fetch_range(
         self, address: PeerAddress, request: Request, out: memoryview, min_bytes_per_s: float, grace_s: float
     ) -> Reply:
-        """Fetch as `PeerConnection.fetch_range` does, over a connection that nobody else uses meanwhile."""
+        """Fetch as `_PeerConnection.fetch_range` does, over a connection that nobody else uses meanwhile."""
         while True:
             # Terminates: _Yielded is raised only by connections that have answered before.
             with contextlib.suppress(_Yielded), self._borrow(address) as connection:
                 return connection.fetch_range(request, out, min_bytes_per_s, grace_s)
 
     @contextlib.contextmanager
-    def _borrow(self, address: PeerAddress) -> Iterator[PeerConnection]:
+    def _borrow(self, address: PeerAddress) -> Iterator[_PeerConnection]:
         """Yield a connection for one range and keep it for the next, unless the block raises.
 
         Raises PeerUnavailable.
@@ -212,14 +212,14 @@ class PeerConnections:
         for address in addresses:
             self.drop_idle(address)
 
-    def _keep(self, address: PeerAddress, connection: PeerConnection) -> PeerConnection | None:
+    def _keep(self, address: PeerAddress, connection: _PeerConnection) -> _PeerConnection | None:
         """Keep the connection as idle.
 
         Return one to close, of the least recently used peer, when there are too many.
         """
         idle = self._idle.pop(address, [])
         self._idle[address] = [*idle, connection]
-        if sum(map(len, self._idle.values())) <= MAX_IDLE:
+        if sum(map(len, self._idle.values())) <= _MAX_IDLE:
             return None
         oldest = next(iter(self._idle))
         surplus = self._idle[oldest].pop(0)
@@ -227,24 +227,24 @@ class PeerConnections:
             del self._idle[oldest]
         return surplus
 
-    def _open(self, address: PeerAddress, num_failed: int) -> PeerConnection:
+    def _open(self, address: PeerAddress, num_failed: int) -> _PeerConnection:
         if self._num_failed[address] != num_failed:
             # Otherwise all threads that wait for a dead node would time out one after the other.
             raise PeerUnavailable(f"peer {address}: could not be reached a moment ago")
         try:
-            return PeerConnection(address, self._secret, self._timeout_s)
+            return _PeerConnection(address, self._secret, self._timeout_s)
         except PeerUnavailable:
             with self._lock:
                 self._num_failed[address] += 1
             raise
 
-    def _lend(self, connection: PeerConnection) -> None:
+    def _lend(self, connection: _PeerConnection) -> None:
         with self._lock:
             if self._closed:
                 raise PeerUnavailable("this node's client is closed")
             self._lent.add(connection)
 
-    def _take_idle(self, address: PeerAddress) -> PeerConnection | None:
+    def _take_idle(self, address: PeerAddress) -> _PeerConnection | None:
         while True:
             with self._lock:
                 idle = self._idle.get(address)

@@ -1,8 +1,8 @@
 """The extents that a node wants and does not have yet: which is next, and where it comes from. Pure: no clock, no I/O.
 
-What peers have is fetched in an order of the node's own, so that nodes that start together soon have different extents
-to give to each other. What nobody has is read from storage by the node that the registry gives the claim; the others
-wait for it. A node that waits for one extent gets the others meanwhile.
+Each node fetches what peers have in an order of its own, so that nodes that start together soon have different extents
+for each other. An extent that no node has is read from storage by the node that gets the registry's claim; the others
+wait for it, and fetch other extents meanwhile.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ class Wait:
 class FetchQueue:
     """The queue of a node's missing extents. Not thread-safe.
 
-    Each extent that `next_step` gives out must be ended by `fetched`, `refused` or `read`. With `is_alone` there are no
-    peers, and extents come in the order in which they were added.
+    Each extent that `next_step` gives out must be ended by `end_fetch`, `end_refused_fetch` or `end_read`. With
+    `is_alone` there are no peers, and extents come in the order in which they were added.
     """
 
     def __init__(self, chance: random.Random, max_claims: int, *, is_alone: bool = False) -> None:
@@ -82,7 +82,7 @@ class FetchQueue:
         self._offered: dict[str, Sequence[PeerOffer]] = {}
         self._mine: dict[str, None] = {}  # to read from storage
         self._waiting: dict[str, None] = {}
-        self._lost: dict[str, None] = {}  # all who are said to have it have failed
+        self._lost: dict[str, None] = {}  # every peer that is said to have it has failed
         self._fetching: set[str] = set()
         self._reading: set[str] = set()
         self._asked_twice: set[str] = set()  # because the first that were offered had all failed
@@ -97,7 +97,7 @@ class FetchQueue:
         self.peers: dict[PeerAddress, PeerRecord] = {}
         self.best_peer_gbps = 0.0  # of all that were measured
 
-    def add(self, sizes: Mapping[str, int], now_s: float) -> None:
+    def add_extents(self, sizes: Mapping[str, int], now_s: float) -> None:
         """Add missing extents: sizes in bytes by id."""
         if not self._sizes:
             self._gained_s = now_s
@@ -111,7 +111,7 @@ class FetchQueue:
         """The number of extents that no thread is fetching or reading."""
         return len(self._sizes) - len(self._fetching) - len(self._reading)
 
-    def withdraw(self) -> str | None:
+    def withdraw_extent(self) -> str | None:
         """Remove an extent that no thread is fetching or reading. Return its id, or None without one."""
         for state in (self._unknown, self._waiting, self._lost, self._offered, self._mine):
             if state:
@@ -130,7 +130,7 @@ class FetchQueue:
             return step
         return self._ask(now_s) or (Wait(min(step.until_s, self._ask_at_s)) if self._waiting else step)
 
-    def located(self, question: Question, answer: Located | None, now_s: float) -> None:
+    def apply_answer(self, question: Question, answer: Located | None, now_s: float) -> None:
         """Take in the answer to a question.
 
         None: the registry cannot be asked, so the extents are read from storage.
@@ -150,18 +150,18 @@ class FetchQueue:
             self._move([id_], self._offered, offers)
         self._move(answer.reading, self._mine if self._is_storage_best(now_s) else self._waiting)
 
-    def fetched(self, id_: str, fetched: Fetched, now_s: float) -> None:
+    def end_fetch(self, id_: str, fetched: Fetched, now_s: float) -> None:
         """End a fetch that brought the extent."""
         self._learn(id_, fetched, now_s)
         self._gain(id_, now_s)
 
-    def refused(self, id_: str, fetched: Fetched, now_s: float) -> None:
+    def end_refused_fetch(self, id_: str, fetched: Fetched, now_s: float) -> None:
         """End a fetch in which no peer gave the extent: it is still wanted."""
         self._learn(id_, fetched, now_s)
         self._refused_s.setdefault(id_, now_s)
         (self._waiting if fetched.busy else self._unknown)[id_] = None
 
-    def read(self, id_: str, seconds: float | None, now_s: float) -> None:
+    def end_read(self, id_: str, seconds: float | None, now_s: float) -> None:
         """End a read from storage. `seconds` is None when the extent cannot be had at all."""
         num_sharing = self._ended(id_)
         if seconds is not None:

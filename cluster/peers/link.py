@@ -14,13 +14,14 @@ from typing import Any, Final
 import ray
 
 from cluster.peers.client import PeerClient
-from cluster.peers.messages import RENEW_S, Located, Question, ResidencyReport
+from cluster.peers.messages import Located, Question, ResidencyReport
 from cluster.peers.server import Lookup, PeerServer
 from cluster.ray_calls import get
+from weights.residency.claims import RENEW_S
 
 ANSWER_TIMEOUT_S: Final = 2.0
 RETRY_S: Final = 1.0
-FULL_REPORT_S: Final = 10.0  # a registry that lost its map has it again after this
+_FULL_REPORT_S: Final = 10.0  # a registry that lost its map has it again after this
 QUIET_S: Final = 5.0  # a registry that did not answer is not asked for this long
 
 logger = logging.getLogger("atelier.peers")
@@ -67,7 +68,7 @@ class PeerLink:
         lookup: Lookup,
         resident_ids: Callable[[], list[str]],
         *,
-        full_report_s: float = FULL_REPORT_S,
+        full_report_s: float = _FULL_REPORT_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._registry = registry

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from cluster.peers.protocol import PeerAddress
-
-RENEW_S: Final = 1.5  # how often a node reports the extents that it still reads
 
 
 @dataclass(frozen=True, slots=True)
 class ResidencyReport:
     """A node's report to the registry: extents that came and went, by id.
 
-    `is_full`: the node holds exactly `added`. Without an `address` (of its peer server) nobody is sent to the node.
+    `is_full`: the node holds exactly `added`. Without an `address` (of its peer server) the node is not offered.
     `load` is how many extents it is sending to others, `reading` what it claimed and still reads from storage.
     """
 
@@ -30,8 +28,8 @@ class ResidencyReport:
 class Question(NamedTuple):
     """A node's question to the registry: who has each extent?
 
-    What nobody has, the node offers to read from storage, up to `max_claims` of it. `insist` is one of `ids` that the
-    node wants to read whoever has it, because no peer could give it.
+    The node offers to read extents that no node has from storage, up to `max_claims` of them. `insist` is one of `ids`
+    that it wants to read although others have it, because no peer could give it.
     """
 
     ids: tuple[str, ...]

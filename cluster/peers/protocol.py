@@ -30,7 +30,7 @@ from typing import Any, Final, Literal, NamedTuple, Self
 MAGIC: Final = b"ATPX"
 VERSION: Final = 2
 NONCE_BYTES: Final = 32
-MIN_SECRET_BYTES: Final = 16
+_MIN_SECRET_BYTES: Final = 16
 MAX_RANGE_BYTES: Final = 64 * 2**20  # a reply is sent under one timeout
 # Extents that a node sends at once. A few are finished sooner and can be passed on; one alone may not fill a fast link.
 MAX_TRANSFERS: Final = 4
@@ -94,8 +94,8 @@ class Reply(NamedTuple):
 
 def check_secret(secret: bytes) -> bytes:
     """Return the secret. Raises ValueError when it is too short to be one."""
-    if len(secret) < MIN_SECRET_BYTES:
-        raise ValueError(f"a secret of {len(secret)} bytes, expected at least {MIN_SECRET_BYTES}")
+    if len(secret) < _MIN_SECRET_BYTES:
+        raise ValueError(f"a secret of {len(secret)} bytes, expected at least {_MIN_SECRET_BYTES}")
     return secret
 
 

@@ -37,9 +37,9 @@ from weights.memory.pages import ByteArray
 # range is sent, so that an eviction meanwhile does no harm. Called from many threads.
 Lookup = Callable[[str], ByteArray | None]
 
-ACCEPT_RETRY_S: Final = 0.1
+_ACCEPT_RETRY_S: Final = 0.1
 MAX_STRANGERS: Final = 32  # connections that have not proved the secret yet
-HELLO_TIMEOUT_S: Final = 2.0
+_HELLO_TIMEOUT_S: Final = 2.0
 # A connection that has just answered is likely to be used again: only after this may another take its place.
 MIN_IDLE_S: Final = 0.1
 # Between two ranges of a transfer. A transfer that is silent for longer has ended without saying so.
@@ -103,7 +103,7 @@ class PeerServer:
         max_transfers: int = MAX_TRANSFERS,
         idle_timeout_s: float = 30.0,
         timeout_s: float = 10.0,
-        hello_timeout_s: float = HELLO_TIMEOUT_S,
+        hello_timeout_s: float = _HELLO_TIMEOUT_S,
         linger_s: float = LINGER_S,
     ) -> None:
         self._lookup = lookup
@@ -168,7 +168,7 @@ class PeerServer:
             try:
                 accepted, address = self._listener.accept()
             except OSError:  # closed, or no file descriptors are left for now
-                if self._closing.wait(ACCEPT_RETRY_S):
+                if self._closing.wait(_ACCEPT_RETRY_S):
                     return
                 continue
             if not self._admit(_Connection(accepted, address[0])):

@@ -26,10 +26,10 @@ STORAGE_MARGIN: Final = 1.5
 MIN_SHARE: Final = 0.25
 FORGET_S: Final = 60.0  # a bandwidth that is older says nothing about now
 AVOID_S: Final = 30.0  # after a failure, a peer is not asked for this long
-FIRST_WAIT_S: Final = 0.1
+_FIRST_WAIT_S: Final = 0.1
 MAX_WAIT_S: Final = 0.5
 PATIENCE_S: Final = 10.0
-PATIENCE: Final = 2.0  # times the seconds that storage would take
+_PATIENCE: Final = 2.0  # times the seconds that storage would take
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,16 +185,16 @@ def ask_again_s(num_times: int, chance: float) -> float:
     The wait grows, so that a thousand nodes do not ask more than a registry can answer, and has jitter, so that they do
     not ask all at once.
     """
-    return min(FIRST_WAIT_S * 2 ** min(num_times, 16), MAX_WAIT_S) * (0.5 + chance)
+    return min(_FIRST_WAIT_S * 2 ** min(num_times, 16), MAX_WAIT_S) * (0.5 + chance)
 
 
 def patience_s(nbytes: int, storage: BandwidthEstimate) -> float:
     """Return how long a node may wait for peers without progress before it asks to read storage itself.
 
     The best forecast of the rest of a wait is its length so far: peers are waited for as long as that is less than
-    `PATIENCE` times what storage would take, since storage is shared by all nodes.
+    `_PATIENCE` times what storage would take, since storage is shared by all nodes.
     """
-    return max(PATIENCE_S, PATIENCE * seconds(nbytes, storage.gbps or ASSUMED_GBPS))
+    return max(PATIENCE_S, _PATIENCE * seconds(nbytes, storage.gbps or ASSUMED_GBPS))
 
 
 def seconds(nbytes: int, gbps: float) -> float:

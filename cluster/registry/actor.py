@@ -40,9 +40,9 @@ from weights.formats.folder import check_inside
 from weights.sources.mirrors import SOURCES_FOLDER, mirror_folder, remove_mirror
 from weights.store import WeightStore
 
-NODE_POLL_S: Final = 5.0
-SECRET_BYTES: Final = 32
-IMPORT_MEMORY_SHARE: Final = 0.5  # of the machine's
+_NODE_POLL_S: Final = 5.0
+_SECRET_BYTES: Final = 32
+_IMPORT_MEMORY_SHARE: Final = 0.5  # of the machine's
 # Concurrent calls of each group: a caller that watches or waits costs one coroutine, and no slot of the other calls.
 MAX_CALLS: Final = 10_000
 WATCHING: Final = "watching"
@@ -58,7 +58,7 @@ R = TypeVar("R")
 Method = Callable[Concatenate["WeightRegistry", P], Coroutine[Any, Any, R]]
 
 
-def in_group(group: str) -> Callable[[Method[P, R]], Method[P, R]]:
+def _in_group(group: str) -> Callable[[Method[P, R]], Method[P, R]]:
     """Count a method's calls in a concurrency group of their own.
 
     Ray runs each group on an event loop of its own, and the registry has one: the call runs on the registry's.
@@ -80,14 +80,14 @@ def in_group(group: str) -> Callable[[Method[P, R]], Method[P, R]]:
 
 
 @overload
-def expose(part: str, method: Callable[Concatenate[Any, P], Coroutine[Any, Any, R]]) -> Method[P, R]: ...
+def _expose(part: str, method: Callable[Concatenate[Any, P], Coroutine[Any, Any, R]]) -> Method[P, R]: ...
 
 
 @overload
-def expose(part: str, method: Callable[Concatenate[Any, P], R]) -> Method[P, R]: ...
+def _expose(part: str, method: Callable[Concatenate[Any, P], R]) -> Method[P, R]: ...
 
 
-def expose(part: str, method: Any) -> Any:
+def _expose(part: str, method: Any) -> Any:
     """Return an actor method that calls `method` of the registry's attribute `part`, with its signature and docs."""
     is_async = inspect.iscoroutinefunction(method)
 
@@ -105,7 +105,7 @@ class WeightRegistry:
     async def __init__(self, config: ClusterConfig, peer_secret: bytes) -> None:  # type: ignore[misc]  # Ray awaits it
         self._loop = asyncio.get_running_loop()
         store = WeightStore(config.store.path)
-        memory_bytes = int(psutil.virtual_memory().total * IMPORT_MEMORY_SHARE)
+        memory_bytes = int(psutil.virtual_memory().total * _IMPORT_MEMORY_SHARE)
         options = config.store.object_storage.options()
         settings = ImportSettings(store=store.path, options=options, memory_bytes=memory_bytes)
         # One for local checkpoints, one for downloads, which never hold up the local ones; as ServedModels queues them.
@@ -150,15 +150,15 @@ class WeightRegistry:
 
     # models
 
-    register = in_group(WAITING)(expose("_models", ServedModels.register))
-    status = in_group(WAITING)(expose("_models", ServedModels.status))
-    statuses = expose("_models", ServedModels.statuses)
-    watch = in_group(WATCHING)(expose("_models", ServedModels.watch))
-    manifest = expose("_models", ServedModels.manifest)
-    report_attach = expose("_models", ServedModels.report_attach)
-    want = expose("_models", ServedModels.want)
+    register = _in_group(WAITING)(_expose("_models", ServedModels.register))
+    status = _in_group(WAITING)(_expose("_models", ServedModels.status))
+    statuses = _expose("_models", ServedModels.statuses)
+    watch = _in_group(WATCHING)(_expose("_models", ServedModels.watch))
+    manifest = _expose("_models", ServedModels.manifest)
+    report_attach = _expose("_models", ServedModels.report_attach)
+    want = _expose("_models", ServedModels.want)
 
-    @in_group(WAITING)
+    @_in_group(WAITING)
     async def unregister(self, model: str, purge: bool = False) -> tuple[str, ...]:
         """Remove a model and its pin; see `ServedModels.unregister`."""
         orphans = await self._models.unregister(model, purge)
@@ -167,9 +167,9 @@ class WeightRegistry:
 
     # nodes
 
-    keeper = expose("_keepers", NodeKeepers.keeper)
-    report_residency = expose("_residency", ResidencyMap.report_residency)
-    locate = expose("_residency", ResidencyMap.locate)
+    keeper = _expose("_keepers", NodeKeepers.keeper)
+    report_residency = _expose("_residency", ResidencyMap.report_residency)
+    locate = _expose("_residency", ResidencyMap.locate)
 
     async def peer_secret(self) -> bytes:
         """Return the secret by which the cluster's keepers know each other."""
@@ -177,7 +177,7 @@ class WeightRegistry:
 
     # models on nodes
 
-    @in_group(WAITING)
+    @_in_group(WAITING)
     async def prefetch(self, model: str) -> dict[str, str]:
         """Load the model into the memory of every node. Return what went wrong by node, "" for nothing."""
         manifest = await self._models.manifest(model)
@@ -241,7 +241,7 @@ class WeightRegistry:
                 to_start = False
             except Exception:  # Ray's own: the next round may do better
                 logger.exception("the nodes could not be looked at")
-            await asyncio.sleep(NODE_POLL_S)
+            await asyncio.sleep(_NODE_POLL_S)
 
 
 def _keeper_options(config: ClusterConfig) -> dict[str, Any]:
@@ -275,4 +275,4 @@ def connect_registry(config: ClusterConfig) -> Any:
         num_cpus=0,
     )
     # A restarted actor gets the arguments of its first start: the secret stays.
-    return actor.remote(config, secrets.token_bytes(SECRET_BYTES))
+    return actor.remote(config, secrets.token_bytes(_SECRET_BYTES))

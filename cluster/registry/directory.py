@@ -17,11 +17,9 @@ from weights.feature_sizes import FeatureSizes
 from weights.manifest import ModelKind
 
 MAX_REMEMBERED_REMOVALS: Final = 10_000
-MAX_NAMES: Final = 30  # in one message
+_MAX_NAMES: Final = 30  # in one message
 
 Entry = ModelConfig | AdapterConfig
-# "unloaded": in the store and nowhere else, because an operator evicted it; the next request brings it back.
-ModelState = Literal["registering", "updating", "ready", "unloaded", "unavailable"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +33,8 @@ class ModelRecord:
     """
 
     id: str
-    state: ModelState
+    # "unloaded": in the store and nowhere else, because an operator evicted it; the next request brings it back.
+    state: Literal["registering", "updating", "ready", "unloaded", "unavailable"]
     kind: ModelKind | None = None
     nbytes: int = 0
     fingerprint: str = ""
@@ -174,10 +173,10 @@ def check_entry(directory: Directory, entry: Entry) -> None:
 
 
 def listed(names: Iterable[str]) -> str:
-    """Return the names for a message: the first `MAX_NAMES` of them, and how many more there are."""
+    """Return the names for a message: the first `_MAX_NAMES` of them, and how many more there are."""
     names = list(names)
-    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
-    return (", ".join(names[:MAX_NAMES]) or "none") + more
+    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+    return (", ".join(names[:_MAX_NAMES]) or "none") + more
 
 
 def _after(revisions: dict[str, int], revision: int) -> list[str]:

@@ -44,7 +44,7 @@ from weights.store import WeightStore
 IDLE_S: Final = 60.0  # an import process without work ends after this
 POLL_S: Final = 1.0
 MODULE: Final = "cluster.registry.importing"
-STARTS: Final = 2  # a process that has gone idle may end just when it is asked
+_STARTS: Final = 2  # a process that has gone idle may end just when it is asked
 _PR_SET_PDEATHSIG: Final = 1
 
 
@@ -192,7 +192,7 @@ class ImportProcess:
 
     def _send_job(self, job: _Job) -> Connection:
         how = ""
-        for _ in range(STARTS):
+        for _ in range(_STARTS):
             try:
                 connection = self._connection or self._start()
                 connection.send_bytes(job.model_dump_json().encode())

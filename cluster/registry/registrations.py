@@ -15,7 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 from cluster.errors import RegistrationRefused
 from cluster.registry.directory import Entry
 from configs.model import ModelId, StrictModel
-from weights.storage.durable import make_folder, move, remove, sync
+from weights.storage.durable import make_folder, move, remove_path, sync
 
 logger = logging.getLogger("atelier.registry")
 _IS_ID = TypeAdapter(ModelId)
@@ -70,7 +70,7 @@ class Registrations:
     def remove(self, id_: str) -> None:
         """Remove the model's file, if there is one."""
         if self._file(id_).exists():
-            remove(self._file(id_))
+            remove_path(self._file(id_))
             sync(self._folder)
 
     def _file(self, id_: str) -> Path:

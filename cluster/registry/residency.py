@@ -1,4 +1,4 @@
-"""Which node holds which extents, which node reads those that nobody holds, and the report of it all. Pure."""
+"""The map of extents to nodes, the claims on extents that no node holds, and the report of residency. Pure."""
 
 from __future__ import annotations
 

@@ -256,15 +256,15 @@ class ServedModels:
         self._extents[entry.id] = tuple(map(sys.intern, summary.extents))
         self._apply(
             ModelRecord(
-                entry.id,
-                "ready",
-                summary.kind,
-                summary.nbytes,
-                summary.fingerprint,
-                error,
-                entry,
-                summary.features,
-                summary.class_name,
+                id=entry.id,
+                state="ready",
+                kind=summary.kind,
+                nbytes=summary.nbytes,
+                fingerprint=summary.fingerprint,
+                error=error,
+                entry=entry,
+                features=summary.features,
+                class_name=summary.class_name,
             )
         )
 

@@ -1,14 +1,18 @@
-"""How much of what fine-tunes give a store it has to keep: the demo pipelines and one more fine-tune of the first."""
+"""`atelier bench dedup`: bytes stored of the demo pipelines and one more fine-tune, against bytes given."""
 
 from __future__ import annotations
 
+import json
 import shutil
+import sys
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
+from rich.table import Table
 from safetensors.torch import load_file, save_file
 
 from weights.externalize import externalize
@@ -21,8 +25,8 @@ FINE_TUNE = "digits-flux-tuned"
 LAYOUTS: tuple[Layout, ...] = ("inline", "separate", "combined")
 
 
-def measure(models: Path, seed: int = 0) -> dict[str, Any]:
-    """Bytes given and stored by layout. `models` holds the demo pipelines' folders."""
+def measure_dedup(models: Path, seed: int = 0) -> dict[str, Any]:
+    """Return bytes given and stored by layout. `models` holds the demo pipelines' folders."""
     with tempfile.TemporaryDirectory() as folder:
         tuned = _fine_tune(models / PIPELINES[0], Path(folder) / FINE_TUNE, seed)
         sources = [models / name for name in PIPELINES] + [tuned]
@@ -39,7 +43,7 @@ def _stored(sources: list[Path], layout: Layout, path: Path) -> dict[str, Any]:
 
 
 def _fine_tune(base: Path, target: Path, seed: int) -> Path:
-    """Attention weights of the transformer move a little, as a fine-tune of attention layers leaves them."""
+    """Copy a pipeline and move its attention weights a little, as a fine-tune of attention layers leaves them."""
     shutil.copytree(base, target)
     file = target / "transformer/diffusion_pytorch_model.safetensors"
     generator = torch.Generator().manual_seed(seed)
@@ -50,3 +54,15 @@ def _fine_tune(base: Path, target: Path, seed: int) -> Path:
             tensors[name] = (tensor.float() + noise).to(tensor.dtype)
     save_file(tensors, file, {"format": "pt"})
     return target
+
+
+def print_dedup_figures(figures: dict[str, Any], as_json: bool) -> None:
+    """Print a table of layouts, or one JSON object."""
+    if as_json:
+        sys.stdout.write(json.dumps(figures) + "\n")
+        return
+    table = Table("layout", "given", "stored", "on disk", "stored / given")
+    for layout, found in figures.items():
+        sizes = [f"{found[name] / 1e6:.2f} MB" for name in ("given_bytes", "stored_bytes", "disk_bytes")]
+        table.add_row(layout, *sizes, f"{found['stored_per_given']:.3f}")
+    Console().print(table)

@@ -57,7 +57,7 @@ class Effort:
     num_threads: int = 1
 
 
-def run(effort: Effort, seed: int, cache: Path) -> dict[str, Any]:
+def measure_encode(effort: Effort, seed: int, cache: Path) -> dict[str, Any]:
     """Figures as one JSON-able object. `cache` keeps the peer's environment for the next time."""
     with contextlib.redirect_stdout(sys.stderr):  # Ray prints when a process of it dies, and stdout is for figures
         return _run(effort, seed, cache)

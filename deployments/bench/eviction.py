@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
+import sys
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any, Final
 
-from weights.residency import Popularity, Resident, plan_eviction
+from rich.console import Console
+from rich.table import Table
+
+from weights.residency.entries import Book
+from weights.residency.policy import Popularity
 
 SHARES: Final = (0.4, 0.6, 0.75, 1.0)  # the budget, of the popular models' bytes
 # A trace as platforms see it: 12 of 200 models get 99 % of the requests, Zipf among them.
@@ -31,7 +37,7 @@ def heavy_tailed_trace(rng: random.Random, num_requests: int, change_every: int 
 
 
 def bytes_moved_by_lru(trace: Sequence[Model], sizes: dict[str, int], max_models: float, budget: float) -> int:
-    """Whole models, least recently used first, until neither their number nor their bytes are too many."""
+    """Simulate LRU of whole models, bounded by their number and by their bytes; return the bytes moved."""
     resident: OrderedDict[Model, int] = OrderedDict()
     moved = 0
     for model in trace:
@@ -46,30 +52,25 @@ def bytes_moved_by_lru(trace: Sequence[Model], sizes: dict[str, int], max_models
 
 
 def bytes_moved_by_value(trace: Sequence[Model], sizes: dict[str, int], budget: int, half_life: float) -> int:
-    popularity: dict[str, Popularity] = {}
-    resident: dict[str, int] = {}
+    now = [0.0]
+    book: Book[None] = Book(budget, lambda: now[0], never_used=Popularity(half_life))
     moved = 0
-    for now, model in enumerate(trace):
-        for part in model:
-            popularity[part] = popularity.get(part, Popularity(half_life)).touch(now)
-        missing = [part for part in model if part not in resident]
-        if missing:
-            residents = [
-                Resident(part, sizes[part], used, int(part in model), popularity=popularity[part].value(now))
-                for part, used in resident.items()
-            ]
-            plan = plan_eviction(residents, sum(sizes[part] for part in missing), budget)
-            assert not plan.missing_bytes
-            for part in plan.evict:
-                del resident[part]
-        resident |= dict.fromkeys(model, now)
-        assert sum(sizes[part] for part in resident) <= budget
-        moved += sum(sizes[part] for part in missing)
+    for now[0], model in enumerate(trace):
+        wanted = {part: sizes[part] for part in model}
+        plan = book.plan_room(wanted)
+        assert not plan.missing_bytes
+        book.evict(plan.evict)
+        for part in wanted:
+            if part not in book.entries:
+                book.adopt(part, sizes[part], None)
+                moved += sizes[part]
+            book.use(book.entries[part])
+        assert book.used_bytes <= budget
     return moved
 
 
 def ratios(share: float, change_every: int | None, shared_bytes: float = 0.0) -> tuple[float, float]:
-    """(count-LRU / ours, byte-LRU / ours) in bytes moved, with a budget of `share` of the popular models' bytes.
+    """Return (count-LRU / ours, byte-LRU / ours) in bytes moved, with a budget of `share` of the popular bytes.
 
     Serve's multiplexing takes a number of models and no bytes, so it is set to what fits whatever the models are.
     """
@@ -94,8 +95,8 @@ def ratios(share: float, change_every: int | None, shared_bytes: float = 0.0) ->
     return by_count / ours, by_bytes / ours
 
 
-def measure() -> dict[str, Any]:
-    """Ratios by share, models popular all the time."""
+def measure_eviction() -> dict[str, Any]:
+    """Return ratios by share, with models popular all the time."""
     found = {share: ratios(share, None) for share in SHARES}
     return {
         "models": NUM_MODELS,
@@ -104,3 +105,14 @@ def measure() -> dict[str, Any]:
         "seeds": NUM_SEEDS,
         "shares": {str(share): {"by_count": count, "by_bytes": nbytes} for share, (count, nbytes) in found.items()},
     }
+
+
+def print_eviction_figures(figures: dict[str, Any], as_json: bool) -> None:
+    """Print a table of budgets, or one JSON object."""
+    if as_json:
+        sys.stdout.write(json.dumps(figures) + "\n")
+        return
+    table = Table("budget / popular bytes", "LRU that counts models / ours", "LRU over bytes / ours")
+    for share, found in figures["shares"].items():
+        table.add_row(share, f"{found['by_count']:.2f}", f"{found['by_bytes']:.2f}")
+    Console().print(table)

@@ -1,4 +1,4 @@
-"""Samples to figures, and figures out of what the kernel says about a process."""
+"""Figures from samples, and from what the kernel says about a process."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ _MAPPING = re.compile(r"^[0-9a-f]+-[0-9a-f]+ \S+ \S+ \S+ \S+ *(.*)$")
 
 
 def percentile(samples: Sequence[float], share: float) -> float:
-    """The smallest sample that at least `share` of all are not above (nearest rank)."""
+    """Return the smallest sample that at least `share` of all are not above (nearest rank)."""
     if not samples or not 0 < share <= 1:
         raise ValueError(f"a percentile needs samples and a share in (0, 1]; got {len(samples)} and {share}")
     return sorted(samples)[math.ceil(share * len(samples)) - 1]
 
 
 def summary(samples: Sequence[float]) -> dict[str, Any]:
-    """Median, 95th percentile, range and number."""
+    """Return median, 95th percentile, range and number."""
     return {
         "p50": statistics.median(samples),
         "p95": percentile(samples, 0.95),
@@ -30,7 +30,7 @@ def summary(samples: Sequence[float]) -> dict[str, Any]:
 
 
 def pss_bytes(smaps: str, file: str) -> int:
-    """Proportional set size of the mappings whose path contains `file`: a page that n processes map counts 1/n.
+    """Return the proportional set size of mappings whose path contains `file`: a page n processes map counts 1/n.
 
     Format of `smaps` (and of `smaps_rollup`, whose one mapping is "[rollup]"): proc_pid_smaps(5).
     """
@@ -44,5 +44,5 @@ def pss_bytes(smaps: str, file: str) -> int:
 
 
 def private_bytes(rollup: str) -> int:
-    """Memory of the process's own in the text of /proc/<pid>/smaps_rollup, without files and shared memory."""
+    """Return a process's own memory from /proc/<pid>/smaps_rollup text, without files and shared memory."""
     return int(next(line.split()[1] for line in rollup.splitlines() if line.startswith("Pss_Anon:"))) * 1024

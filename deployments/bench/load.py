@@ -27,6 +27,8 @@ from typing import Any
 import psutil
 import ray
 import torch
+from rich.console import Console
+from rich.table import Table
 from xxhash import xxh3_128
 
 from cluster.keeper.actor import keeper_class
@@ -74,7 +76,7 @@ class _Loaded:
 
 
 class _Bench:
-    """One model, a copy of it for each loader, and everything that loads it."""
+    """State of a run: one model, a copy of it for each loader, and everything that loads it."""
 
     def __init__(self, source: Path, work: Path, peers: Sequence[str]) -> None:
         files = sorted(source.glob("*.safetensors"))
@@ -104,13 +106,13 @@ class _Bench:
         return "{} x {} MiB".format(*self._raw_reads)
 
     def loaders(self) -> dict[str, Callable[[str], _Loaded]]:
-        """By name; each takes the mode."""
+        """Return the loaders by name; each takes the mode."""
         ours = {name: partial(self.load_ours, name) for name in KEEPERS}
         raw = {RAW: lambda mode: self._raw(self._raw_reads), RAW_BUSY: lambda mode: self._raw_busy()}
         return {**raw, **ours, **{name: self._peer(name) for name in self.peers}}
 
     def start_keepers(self) -> None:
-        """As a node's is that has been up: it has loaded before, so its staging exists, and its pages are mapped."""
+        """Start keepers as on a node that has loaded before: staging exists, and its pages are mapped."""
         for name, verify in KEEPERS.items():
             self._keepers[name] = keeper_class().remote(
                 str(self._packs[name]),
@@ -123,7 +125,7 @@ class _Bench:
             self.load_ours(name, "cold")
 
     def load_ours(self, name: str, mode: str) -> _Loaded:
-        """Through a keeper. It holds nothing before and after."""
+        """Load through a keeper that holds nothing before and after."""
         actor = self._keepers[name]
         pid = ray.get(actor.__ray_call__.remote(lambda _: os.getpid()))
         extents = RayExtents(actor, "bench")
@@ -192,10 +194,10 @@ class _Bench:
         return load
 
 
-def run(
+def measure_load(
     source: Path | None, shape: str, rounds: int, with_peers: bool, work: Path | None = None, seed: int = 0
 ) -> dict[str, Any]:
-    """Figures of one model as one JSON-able object; GB/s are 10^9 bytes per second of the tensors' bytes.
+    """Measure loads of one model; returns a JSON-able object; GB/s are 10^9 bytes per second of tensor bytes.
 
     `source` None makes a Flux transformer of `shape` with random weights. `work` is where the copies go: the disk
     that is measured. `seed` is that of the orders.
@@ -231,7 +233,7 @@ def run(
 
 
 def draw_orders(names: Sequence[str], rounds: int, seed: int) -> dict[str, list[list[str]]]:
-    """By mode, who comes after whom in each round."""
+    """Draw the order of the loaders in each round, by mode."""
     rng = random.Random(seed)
     return {mode: [rng.sample(names, len(names)) for _ in range(rounds)] for mode in MODES}
 
@@ -271,14 +273,14 @@ def _figures(samples: dict[str, _Samples], peers: Sequence[str]) -> dict[str, An
 
 
 def _stage_report(bench: _Bench) -> dict[str, Any]:
-    """Where the time goes, once more, cold."""
+    """Load once more, cold, and report where the time goes."""
     bench.load_ours(OURS, "cold")
     assert bench.last_report
     return bench.last_report.as_record() | {"what": MODEL}
 
 
 def _read_raw(files: Sequence[Path], num_threads: int, block_bytes: int) -> _Loaded:
-    """The disk itself: O_DIRECT reads, thrown away, into huge pages as ours, which a disk fills in fewer requests."""
+    """Read the disk alone: O_DIRECT, thrown away, into huge pages as ours, which need fewer requests."""
     blocks = iter([(file, at) for file in files for at in range(0, file.stat().st_size, block_bytes)])
     lock, total = threading.Lock(), [0]
     buffers = [allocate_pages(block_bytes) for _ in range(num_threads)]
@@ -313,7 +315,7 @@ def _set_cache(mode: str, files: Sequence[Path]) -> None:
 
 
 def _peak_private_bytes(pid: int) -> int:
-    """Peak RSS of the keeper without the shared memory that it filled: staging, interpreter, libraries."""
+    """Return peak RSS of the keeper without the shared memory it filled: staging, interpreter, libraries."""
     return load_peers.peak_rss_bytes(pid) - psutil.Process(pid).memory_info().shared
 
 
@@ -323,7 +325,7 @@ def _copied(files: Sequence[Path], folder: Path) -> list[Path]:
 
 
 def _copy_for(name: str, source: Path, work: Path) -> Path:
-    """A folder with what this peer reads: the stock files, or the same tensors in its own format."""
+    """Copy into a folder what this peer reads: the stock files, or the same tensors in its own format."""
     folder = work / name
     folder.mkdir()
     own_format = load_peers.OWN_FORMATS.get(name)
@@ -344,3 +346,46 @@ def _copy_for(name: str, source: Path, work: Path) -> Path:
         serializer.write_state_dict(tensors)
         serializer.close()
     return folder
+
+
+def print_load_figures(figures: dict[str, Any], as_json: bool) -> None:
+    """Print a table of loaders, or one JSON object."""
+    if as_json:
+        sys.stdout.write(json.dumps(figures) + "\n")
+        return
+    console = Console()
+    warm = figures["warm"]
+    table = Table("loader", "cold GB/s", "range", "warm GB/s", "range", "peak RSS")
+    for name, gbps, rss in _load_rows(figures):
+        low, high = figures["range_gbps"].get(name, (gbps, gbps))
+        raw = {"raw O_DIRECT": warm["raw_gbps"], "raw O_DIRECT beside a core that hashes": warm["raw_busy_gbps"]}
+        warm_gbps = {"ours": warm["ours_gbps"], **raw, **warm["peers"]}[name]
+        warm_low, warm_high = warm["range_gbps"].get(name, (warm_gbps, warm_gbps))
+        table.add_row(
+            name,
+            f"{gbps:.2f}",
+            f"{low:.2f} to {high:.2f}",
+            f"{warm_gbps:.2f}",
+            f"{warm_low:.2f} to {warm_high:.2f}",
+            f"{rss / 1e9:.2f} GB" if rss else "",
+        )
+    console.print(table)
+    best = figures["ratio_best_peer"]
+    console.print(
+        f"{figures['bytes'] / 1e9:.2f} GB in {figures['num_tensors']} tensors, medians of {figures['rounds']} rounds; "
+        f"raw reads {figures['raw_reads']}; ours / raw {figures['ratio_raw']:.2f}"
+        + (f", ours / best peer {best:.2f}" if best else "")
+        + "; "
+        f"verification costs {figures['verification_cost']:.1%}; "
+        + ("all loaders gave the same bytes" if figures["verified"] else "[red]loaders gave DIFFERENT bytes[/red]")
+    )
+
+
+def _load_rows(figures: dict[str, Any]) -> list[tuple[str, float, int]]:
+    peers = [(name, gbps, figures["peers_peak_rss_bytes"][name]) for name, gbps in figures["peers"].items()]
+    ours = [
+        ("raw O_DIRECT", figures["raw_gbps"], 0),
+        ("raw O_DIRECT beside a core that hashes", figures["raw_busy_gbps"], 0),
+        ("ours", figures["ours_gbps"], figures["peak_rss_bytes"]),
+    ]
+    return ours + sorted(peers, key=lambda row: -row[1])

@@ -1,4 +1,4 @@
-"""One load by one loader, in a process of its own: `python -m deployments.bench.load_peers NAME FOLDER {cold,warm}`.
+"""A load by one loader, in a process of its own: `python -m deployments.bench.load_peers NAME FOLDER {cold,warm}`.
 
 Prints one JSON object: seconds until every tensor of the folder's weight files is in memory with every byte touched,
 the bytes, the process's peak RSS, and a digest of all tensors (taken after the clock stopped).
@@ -21,14 +21,14 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 def load_mmap(files: list[Path]) -> Tensors:
-    """safetensors as it is used by default: a mapping, whose pages are read when they are touched."""
+    """Load with safetensors' defaults: a mapping, whose pages are read when they are touched."""
     from safetensors.torch import load_file
 
     return _touched({name: tensor for file in files for name, tensor in load_file(file).items()})
 
 
 def load_runai(files: list[Path]) -> Tensors:
-    """runai-model-streamer, default concurrency and memory limit; it lends tensors, so `owned` ones are asked for."""
+    """Load with runai-model-streamer's defaults; it lends tensors, so owned ones are requested."""
     from runai_model_streamer import SafetensorsStreamer
 
     with SafetensorsStreamer() as streamer:
@@ -37,7 +37,7 @@ def load_runai(files: list[Path]) -> Tensors:
 
 
 def load_fastsafetensors(files: list[Path]) -> Tensors:
-    """fastsafetensors without GPU direct storage, into host memory."""
+    """Load with fastsafetensors without GPU direct storage, into host memory."""
     from fastsafetensors import SafeTensorsFileLoader, SingleGroup
 
     loader = SafeTensorsFileLoader(SingleGroup(), device="cpu", nogds=True)
@@ -48,7 +48,7 @@ def load_fastsafetensors(files: list[Path]) -> Tensors:
 
 
 def load_tensorizer(files: list[Path]) -> Tensors:
-    """tensorizer's own format (written before, beside the weights), without hash verification, its default."""
+    """Load tensorizer's own format (written before, beside the weights), by default without hash checks."""
     from tensorizer import TensorDeserializer
 
     deserializer = TensorDeserializer(str(files[0]), device="cpu")
@@ -57,12 +57,12 @@ def load_tensorizer(files: list[Path]) -> Tensors:
 
 
 def load_torch_mmap(files: list[Path]) -> Tensors:
-    """torch.load(mmap=True) of a .pt file with the same tensors."""
+    """Load a .pt file of the same tensors with torch.load(mmap=True)."""
     return _touched(torch.load(files[0], mmap=True, weights_only=True))  # noqa: TID251  our own file
 
 
 def load_diffusers(files: list[Path]) -> Tensors:
-    """diffusers' from_pretrained of the model folder: what its users call."""
+    """Load the model folder with diffusers' from_pretrained, as its users do."""
     from diffusers import FluxTransformer2DModel
 
     model = FluxTransformer2DModel.from_pretrained(files[0].parent, torch_dtype=torch.bfloat16)
@@ -85,7 +85,7 @@ _KEEP: list[object] = []  # loaders that own what they lend: they must outlive t
 
 
 def read_files(name: str, folder: Path) -> list[Path]:
-    """The files that a loader reads: the stock ones, or its own."""
+    """Return the files that a loader reads: the stock ones, or its own."""
     return [folder / OWN_FORMATS[name]] if name in OWN_FORMATS else sorted(folder.glob("*.safetensors"))
 
 
@@ -109,13 +109,13 @@ def fill_cache(files: list[Path]) -> None:
 
 
 def peak_rss_bytes(pid: int) -> int:
-    """Of a process since its exec; getrusage would count what its parent had when it forked."""
+    """Return a process's peak since its exec; getrusage would count its parent's at the fork."""
     status = Path(f"/proc/{pid}/status").read_text()
     return int(next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM"))) * 1024
 
 
 def digest(tensors: Tensors) -> str:
-    """Of names, dtypes, shapes and all bytes; equal for equal weights, whoever loaded them."""
+    """Hash names, dtypes, shapes and all bytes; equal for equal weights, whoever loaded them."""
     total = xxhash.xxh3_128()
     for name in sorted(tensors):
         tensor = tensors[name].detach().contiguous()
@@ -125,7 +125,7 @@ def digest(tensors: Tensors) -> str:
 
 
 def _touched(tensors: Tensors) -> Tensors:
-    """Lazy loaders have read nothing yet: touch every byte, as the first use would."""
+    """Touch every byte, as the first use would: lazy loaders have read nothing yet."""
     for tensor in tensors.values():
         np.bitwise_or.reduce(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().view(np.uint8))
     return tensors

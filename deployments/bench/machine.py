@@ -14,7 +14,7 @@ import ray
 
 
 def touch_memory(nbytes: int) -> None:
-    """A virtual machine makes memory when it is touched first, at a tenth of its speed; nobody shall pay that here."""
+    """Touch free memory: a virtual machine makes it at the first touch, at a tenth of its speed."""
     nbytes = min(nbytes, int(psutil.virtual_memory().available * 0.7))
     with mmap.mmap(-1, nbytes) as memory:
         for page in range(0, nbytes, mmap.PAGESIZE):
@@ -22,7 +22,7 @@ def touch_memory(nbytes: int) -> None:
 
 
 def wait_for_quiet(timeout_s: float = 20.0, busy_percent: float = 15.0) -> None:
-    """Until the processor is idle, or the time is over: Ray starts spare workers after one ends, on our two cores."""
+    """Wait until the processor is idle or the time is over: Ray starts spare workers after one ends."""
     deadline_s = time.monotonic() + timeout_s
     while psutil.cpu_percent(interval=0.5) > busy_percent and time.monotonic() < deadline_s:
         pass
@@ -30,7 +30,7 @@ def wait_for_quiet(timeout_s: float = 20.0, busy_percent: float = 15.0) -> None:
 
 @contextlib.contextmanager
 def private_ray(object_store_bytes: int, *, preallocate: bool = True) -> Iterator[None]:
-    """Ray of its own. `preallocate`: the pages of its object store exist, as on a node that has been up for a while;
+    """Run a private Ray. `preallocate`: the pages of its object store exist, as on a node that has been up;
     without it only those exist that something was put into."""
     settings = {"preallocate_plasma_memory": int(preallocate), "USAGE_STATS_ENABLED": 0, "worker_niceness": 0}
     os.environ |= {f"RAY_{name}": str(value) for name, value in settings.items()}  # the rest as in the product

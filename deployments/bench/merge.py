@@ -40,7 +40,7 @@ class Effort:
     num_callers: int = 64
 
 
-def run(effort: Effort, seed: int = 0) -> dict[str, Any]:
+def measure_merge(effort: Effort, seed: int = 0) -> dict[str, Any]:
     """Figures as one JSON-able object."""
     with private_ray(STORE_BYTES, preallocate=False):
         try:

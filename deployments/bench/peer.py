@@ -19,7 +19,7 @@ class Peer:
         self._read()
 
     def ask(self, do: str, **order: Any) -> float:
-        """Milliseconds inside the peer, without the pipe."""
+        """Return the milliseconds that the order took inside the peer, without the pipe."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps({"do": do, **order}) + "\n")
         self._process.stdin.flush()

@@ -7,8 +7,10 @@ a text that was not there before, the same for both: ours would answer a known o
 from __future__ import annotations
 
 import itertools
+import json
 import random
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from ray import serve
+from rich.console import Console
+from rich.table import Table
 
 from configs.cluster import ClusterConfig
 from configs.model import ModelConfig
@@ -54,7 +58,7 @@ SEED = 0  # of the noise
 
 @dataclass(frozen=True)
 class Line:
-    """One figure: ours and the peer's in milliseconds; `ratio` is peer / ours, above 1 means that ours is faster.
+    """A figure: ours and the peer's in milliseconds; `ratio` is peer / ours, above 1 means that ours is faster.
 
     `num_cached` of the `num_answers` needed no encoder, as all their texts were in our cache; None: no encoder at all.
     """
@@ -82,7 +86,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Answer:
-    """One answer of ours, and what the peer took for the same."""
+    """An answer of ours, and the peer's time for the same."""
 
     details: dict[str, Any]
     ours_ms: float
@@ -90,27 +94,27 @@ class Answer:
 
     @property
     def is_cached(self) -> bool | None:
-        """None: no text encoder was asked."""
+        """True when every text came from the cache; None when no text encoder was asked."""
         use = self.details.get("encoder_cache")
         return use["hits"] > 0 and use["misses"] == 0 if use else None
 
 
 def fresh_prompts(seed: int) -> Iterator[str]:
-    """Short texts in a drawn order, each once."""
+    """Yield short texts in a drawn order, each once."""
     texts = [" ".join(["a", *words]) for words in itertools.product(LOOKS, WAYS, DIGITS)]
     random.Random(seed).shuffle(texts)
     return iter(texts)
 
 
 def fresh_questions(seed: int) -> Iterator[str]:
-    """Sums of numbers of two digits in a drawn order, each once."""
+    """Yield sums of two-digit numbers in a drawn order, each once."""
     sums = list(itertools.product(range(10, 50), repeat=2))
     random.Random(seed).shuffle(sums)
     return (f"What is {first} + {second}?" for first, second in sums)
 
 
-def run(config: ClusterConfig, config_path: str, rounds: int = 15, seed: int = 0) -> dict[str, Any]:
-    """All figures as one JSON-able object. Starts and stops its own cluster with a fresh store.
+def measure_serve(config: ClusterConfig, config_path: str, rounds: int = 15, seed: int = 0) -> dict[str, Any]:
+    """Start a cluster with a fresh store, measure, stop it; returns all figures as a JSON-able object.
 
     `seed` is that of the texts, of which there are enough for 80 rounds.
     """
@@ -144,7 +148,7 @@ def _start_peer(config: ClusterConfig, paths: dict[str, str]) -> Peer:
 
 
 def stock_models(config: ClusterConfig) -> list[str]:
-    """What the peer loads: whole models of the config that are a pipeline or a language model."""
+    """List the whole models of the config that are a pipeline or a language model: the peer loads these."""
     whole = [model.id for model in config.models if isinstance(model, ModelConfig) and model.component is None]
     return [id_ for id_ in whole if id_ not in NOT_STOCK]
 
@@ -183,7 +187,7 @@ def _line(what: str, answers: list[Answer]) -> Line:
 
 
 def _switches(client: Client, peer: Peer, paths: dict[str, str], rounds: int, prompts: Iterator[str]) -> list[Line]:
-    """flux -> sdxl -> flux, and the third leg counts: the switch alone, and the whole request.
+    """Measure the third leg of flux -> sdxl -> flux: the switch alone, and the whole request.
 
     A process with room for one pipeline also has to free the other, which for stock is a garbage collection: its
     time stands apart.
@@ -211,7 +215,7 @@ def _switches(client: Client, peer: Peer, paths: dict[str, str], rounds: int, pr
 
 
 def _http_overhead(client: Client, rounds: int, prompts: Iterator[str], questions: Iterator[str]) -> dict[str, float]:
-    """HTTP call minus handle call, medians of requests in turn that differ in their texts only."""
+    """Return medians of HTTP calls minus handle calls, in turn, of requests that differ in text only."""
     handle = serve.get_app_handle(APP_NAME)
     pairs: dict[str, list[tuple[float, float]]] = {"chat": [], "image": []}
     for _ in range(rounds * 2):
@@ -255,3 +259,19 @@ def _timed(work: Callable[[], Any]) -> tuple[Any, float]:
 def _medians(pairs: list[tuple[float, float]]) -> tuple[float, float]:
     ours, stock = zip(*pairs, strict=True)
     return statistics.median(ours), statistics.median(stock)
+
+
+def print_serve_figures(figures: dict[str, Any], as_json: bool) -> None:
+    """Print a table of ours beside stock, or one JSON object."""
+    if as_json:
+        sys.stdout.write(json.dumps(figures) + "\n")
+        return
+    table = Table("what", "Atelier ms", "stock ms", "stock / Atelier", "of ours from the cache")
+    for line in figures["figures"]:
+        cached = "" if line["cached"] is None else f"{line['cached']} of {line['answers']}"
+        row = (f"{line['ours_ms']:.1f}", f"{line['stock_ms']:.1f}", f"{line['ratio']:.2f}", cached)
+        table.add_row(line["what"], *row)
+    console = Console()
+    console.print(table)
+    overhead = "  ".join(f"{kind} {ms:.1f} ms" for kind, ms in figures["http_overhead_ms"].items())
+    console.print(f"HTTP over the handle call: {overhead}   (medians of {figures['rounds']} rounds or more)")

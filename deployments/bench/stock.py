@@ -19,14 +19,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
 class StockModels:
-    """What a user without a serving system keeps in a process."""
+    """Models as a user without a serving system keeps them in a process."""
 
     def __init__(self) -> None:
         self._loaded: dict[str, Any] = {}
         self._kept: dict[str, dict[str, torch.Tensor]] = {}
 
     def load(self, model: str, path: str, drop: list[str], dtype: str = "float32", touch: bool = False) -> None:
-        """`from_pretrained`, after letting go of the models in `drop`. Its tensors may be mapped files that nobody has
+        """Load with `from_pretrained`, after dropping the models in `drop`. Tensors may be mapped files that nobody has
         read: `touch` reads every byte of them."""
         if drop:
             self.drop(drop)
@@ -52,7 +52,7 @@ class StockModels:
         self._kept[model] = {name: parameter.data.clone() for name, parameter in weights.items()}
 
     def move(self, model: str, away: list[str]) -> None:
-        """What `pipeline.to(device)` does, with the CPU as the device: every weight of `model` is copied.
+        """Copy every weight of `model`, as `pipeline.to(device)` does, with the CPU as the device.
 
         In the peer's favour, models in `away` only lose their copies: nothing is copied back.
         """
@@ -61,7 +61,7 @@ class StockModels:
         self._point(model, copy=True)
 
     def find(self, model: str) -> None:
-        """A switch when everything stays resident."""
+        """Look the model up: a switch when everything stays resident."""
         self._loaded[model]
 
     def image(self, model: str, prompt: str, seed: int, options: dict[str, Any]) -> None:
@@ -77,7 +77,7 @@ class StockModels:
         return str(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
 
     def embed(self, model: str, text: str) -> None:
-        """The CLIP half of a loaded Flux pipeline."""
+        """Encode with the CLIP half of a loaded Flux pipeline."""
         pipeline = self._loaded[model]
         with torch.no_grad():
             pipeline._get_clip_prompt_embeds(text)

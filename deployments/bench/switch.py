@@ -6,6 +6,8 @@ each in one process with one thread; figures are medians with ranges, times in m
 
 from __future__ import annotations
 
+import json
+import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,21 +15,34 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from rich.console import Console
+from rich.table import Table
 
-from deployments.bench import switch_bytes, switch_memory
+from deployments.bench import switch_bytes
 from deployments.bench.figures import summary
 from deployments.bench.machine import private_ray, touch_memory, wait_for_quiet
 from deployments.bench.peer import Peer
 from deployments.bench.switch_node import Models, Node, node_of
-from deployments.bench.synthetic_pipelines import ALIAS, FLUX, SDXL, TUNED, write_pipelines
+from deployments.bench.synthetic import ALIAS, FLUX, SDXL, TUNED, write_pipelines
 
 DEMO = {FLUX: "digits-flux", TUNED: "digits-flux-inverted", ALIAS: "digits-flux", SDXL: "digits-sdxl"}
 REPLICAS_AT_ONCE = 5  # that start side by side; they are measured one by one
+TARGETS_MS = {"new_replica": 50, "kept_skeleton": 15}
+LEGS = {
+    "switch_ms": "Atelier, resident weights",
+    "touched_ms": "Atelier, and every byte read",
+    "everything_ms": "Atelier, both built",
+    "diffusers_ms": "diffusers, from_pretrained again",
+    "diffusers_freeing_ms": "diffusers, freeing the other before",
+    "diffusers_touched_ms": "diffusers again, and every byte read",
+    "moved_ms": "diffusers, kept in RAM and copied",
+    "lookup_ms": "diffusers, both built",
+}
 
 
 @dataclass(frozen=True)
 class Effort:
-    """How often each thing is done."""
+    """The number of repetitions of each measurement."""
 
     num_attaches: int = 20
     rounds: int = 9
@@ -35,8 +50,8 @@ class Effort:
     num_kills: int = 5
 
 
-def run(stock: Path, effort: Effort, work: Path | None = None) -> dict[str, Any]:
-    """Figures as one JSON-able object. `stock` holds the demo pipelines; `work` is where 8 GB of files go."""
+def measure_switch(stock: Path, effort: Effort, work: Path | None = None) -> dict[str, Any]:
+    """Measure; returns a JSON-able object. `stock` holds the demo pipelines; `work` is where 8 GB of files go."""
     with tempfile.TemporaryDirectory(dir=work, prefix="bench-switch-") as folder:
         models = Models(Path(folder) / "store", write_pipelines(Path(folder) / "models", stock))
         demo = Models(Path(folder) / "demo", {name: stock / source for name, source in DEMO.items()})
@@ -51,9 +66,9 @@ def run(stock: Path, effort: Effort, work: Path | None = None) -> dict[str, Any]
                 "recovery": switch_bytes.recovery(models, effort.num_kills),
                 "demo": _legs(demo, effort.rounds) | {"sibling": switch_bytes.sibling(demo, effort.rounds)},
             }
-        with private_ray(switch_memory.store_bytes(models), preallocate=False):
-            found["pss"] = switch_memory.shared(models)
-            found["churn"] = switch_memory.churn(models, effort.num_switches)
+        with private_ray(switch_bytes.store_bytes(models), preallocate=False):
+            found["pss"] = switch_bytes.shared(models)
+            found["churn"] = switch_bytes.churn(models, effort.num_switches)
     flux = models.manifests[FLUX]
     return found | {
         "pss_ratio": found["pss"]["ratio"],
@@ -142,7 +157,7 @@ def _third_leg(replica: Any, touch: bool) -> dict[str, Any]:
 
 
 def _peer_third_leg(peer: Peer, models: Models, touch: bool) -> tuple[float, float]:
-    """Milliseconds to load, and before that to free the memory of the other."""
+    """Return milliseconds to load, and before that to free the memory of the other."""
     loading = freeing = 0.0
     for name in (FLUX, SDXL, FLUX):
         freeing = peer.ask("drop", models=[FLUX, SDXL])
@@ -162,3 +177,65 @@ def _peer_move(peer: Peer) -> float:
     kept = {name: f"kept-{name}" for name in (FLUX, SDXL)}
     peer.ask("move", model=kept[SDXL], away=[kept[FLUX]])
     return peer.ask("move", model=kept[FLUX], away=[kept[SDXL]])
+
+
+def print_switch_figures(figures: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        sys.stdout.write(json.dumps(figures) + "\n")
+        return
+    console = Console()
+    sizes = figures["bytes"]
+    console.print(
+        f"Flux pipeline {sizes['flux'] / 1e9:.2f} GB in {figures['num_tensors']} tensors, "
+        f"SDXL {sizes['sdxl'] / 1e9:.2f} GB, all {sizes['all'] / 1e9:.2f} GB"
+    )
+    console.print(_attach_table(figures["attach_ms"]))
+    for title, legs in (("synthetic", figures), ("demo", figures["demo"])):
+        console.print(_legs_table(title, legs))
+        console.print(_bytes_table(title, legs["sibling"]))
+    for line in _lines(figures):
+        console.print(line)
+
+
+def _attach_table(attaches: dict[str, Any]) -> Table:
+    table = Table("attach of resident Flux", "p50 ms", "p95 ms", "range", "n", "target p95 ms")
+    for name, found in attaches.items():
+        table.add_row(name, *_times(found), str(TARGETS_MS.get(name, "")))
+    return table
+
+
+def _legs_table(title: str, legs: dict[str, Any]) -> Table:
+    table = Table(f"flux -> sdxl -> flux, third leg ({title})", "p50 ms", "p95 ms", "range", "n", "/ Atelier")
+    for name, text in LEGS.items():
+        table.add_row(text, *_times(legs[name]), f"{legs[name]['p50'] / legs['switch_ms']['p50']:.2f}")
+    return table
+
+
+def _bytes_table(title: str, sibling: dict[str, Any]) -> Table:
+    table = Table(f"flux -> flux-tuned ({title})", "bytes moved", "bytes different", "moved / different")
+    for tier in ("host", "cpu-private"):
+        found = sibling[tier]
+        table.add_row(tier, f"{found['bytes_moved']:,}", f"{sibling['bytes_different']:,}", f"{found['ratio']:.4f}")
+    for tier, same in sibling["same_weights"].items():
+        table.add_row(
+            f"same weights, other name: {tier}", f"{same['bytes_moved']:,}", "0", f"{same['ms']['p50']:.1f} ms"
+        )
+    return table
+
+
+def _lines(figures: dict[str, Any]) -> list[str]:
+    pss, flood, churn, recovery = (figures[name] for name in ("pss", "flood", "churn", "recovery"))
+    growth = ", ".join(f"{name} {nbytes / 1e6:+.1f} MB" for name, nbytes in churn["growth_bytes"].items())
+    return [
+        f"{pss['replicas']} replicas hold {pss['ratio']:.4f} copies (target 1.02), "
+        f"{pss['private_bytes'] / 1e6:.1f} MB of that their own",
+        f"{flood['callers']} callers of a cold model: {flood['read_ratio']:.2f} x its bytes read",
+        f"{churn['switches']} random switches, {churn['switches_per_s']:.1f} per s: {growth}",
+        f"keeper killed: attached elsewhere after {recovery['ms']['p50']:.0f} ms "
+        f"({recovery['ms']['low']:.0f} to {recovery['ms']['high']:.0f}), {recovery['read_bytes']:,} bytes read",
+    ]
+
+
+def _times(found: dict[str, Any]) -> tuple[str, str, str, str]:
+    low, high = f"{found['low']:.2f}", f"{found['high']:.2f}"
+    return f"{found['p50']:.2f}", f"{found['p95']:.2f}", f"{low} to {high}", str(found["n"])

@@ -30,16 +30,16 @@ class Models:
         }
 
     def extents(self, *names: str) -> list[ExtentRef]:
-        """All that the models of these names are in, once; without names, that all are in."""
+        """Return all extents of the models of these names, once; without names, of all models."""
         manifests = [self.manifests[name] for name in names or self.manifests]
         return list({e.id: e for m in manifests for e in m.extents_of(m.components)}.values())
 
     def nbytes(self, *names: str) -> int:
-        """Of the extents: what a keeper holds."""
+        """Return the bytes of the extents, which is what a keeper holds."""
         return sum(extent.nbytes for extent in self.extents(*names))
 
     def different_bytes(self, name: str, base: str) -> int:
-        """Tensor bytes of `name` that `base` does not have."""
+        """Return the tensor bytes of `name` that `base` does not have."""
         return sum((_tensors(self.manifests[name]) | _tensors(self.manifests[base])).values()) - sum(
             _tensors(self.manifests[base]).values()
         )
@@ -55,7 +55,7 @@ class Node:
         self._replicas: list[Any] = []
 
     def replicas(self, number: int, budget_bytes: int, **options: Any) -> list[Any]:
-        """Fresh processes, ready; `options` as `BenchReplica` takes them."""
+        """Start fresh processes and wait for them; `options` as `BenchReplica` takes them."""
         cls, models = replica_class(), self.models
         started = [
             cls.remote(self.keeper, models.store.models, models.manifests, budget_bytes, **options)
@@ -89,7 +89,7 @@ class Node:
 
 @contextlib.contextmanager
 def node_of(models: Models, budget_bytes: int | None = None) -> Iterator[Node]:
-    """A node of its own; the default budget holds all models."""
+    """Start a node of its own; the default budget holds all models."""
     node = Node(models, budget_bytes or models.nbytes())
     try:
         yield node

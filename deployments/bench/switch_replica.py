@@ -10,15 +10,22 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import ray
+import torch
 
 from cluster.keeper.ray_extents import RayExtents
-from deployments.bench import switch_host
-from weights.manifest import Manifest
+from configs.cluster import WorkerConfig
+from configs.model import ModelConfig
+from deployments.modules.component_builder import ComponentBuilder
+from deployments.modules.model_host import ModelHost
+from deployments.services.model_replica import limit_torch_threads, prepare_models
+from deployments.text.keyed_encoders import KeyedEncoder, TextEncoderBuilder, is_text_encoder
+from weights.manifest import Component, Manifest
 
 
 def replica_class() -> Any:
-    """BenchReplica as an actor class."""
+    """Return BenchReplica as an actor class."""
     return ray.remote(num_cpus=0)(BenchReplica)
 
 
@@ -43,9 +50,7 @@ class BenchReplica:
         self._budget_bytes = budget_bytes
         keeps = keeps and device == "cpu"
         extents = RayExtents(keeper, f"replica-{os.getpid()}", on_recall=self._give_up if keeps else None)
-        self._host = await switch_host.open_bench_host(
-            extents, skeletons, manifests, budget_bytes, device, prepare, keeps
-        )
+        self._host = await _open_host(extents, skeletons, manifests, budget_bytes, device, prepare, keeps)
 
     def _give_up(self, extents: Sequence[str], is_overdue: bool) -> None:
         self._host.give_up(extents, is_overdue)
@@ -54,12 +59,12 @@ class BenchReplica:
         return os.getpid()
 
     async def switch(self, model: str, touch: bool = False) -> dict[str, Any]:
-        """Until every component of `model` is built, in `ms`, and the report on it; `touched_ms`: and read once."""
+        """Build every component of `model`; returns `ms`, the report, and with `touch` the time to read all bytes."""
         start = time.perf_counter()
-        async with self._host.lease(model, switch_host.everything) as lease:
+        async with self._host.lease(model, _is_wanted) as lease:
             ms = (time.perf_counter() - start) * 1e3
             if touch:
-                switch_host.touch(lease.modules)
+                _touch_parameters(lease.modules)
             touched_ms = (time.perf_counter() - start) * 1e3
             return asdict(lease.report) | {"ms": ms, "touched_ms": touched_ms}
 
@@ -69,12 +74,78 @@ class BenchReplica:
         self._host.set_budget(self._budget_bytes)
 
     async def switch_many(self, models: Sequence[str]) -> float:
-        """Seconds for all, one after the other."""
+        """Switch to the models one after the other; returns seconds for all."""
         start = time.perf_counter()
         for model in models:
             await self.switch(model)
         return time.perf_counter() - start
 
     async def collect(self) -> None:
-        """What is garbage is no memory that somebody lost."""
+        """Collect garbage, which is no memory that somebody lost."""
         gc.collect()
+
+
+async def _open_host(
+    extents: RayExtents,
+    skeletons: Path,
+    manifests: Mapping[str, Manifest],
+    budget_bytes: int,
+    device: str,
+    prepare: bool,
+    keeps: bool,
+) -> ModelHost:
+    """Open a host that builds what a worker and a text encoder build; the models' classes are imported."""
+    limit_torch_threads(1, 1)
+    builder = _PipelineBuilder(prepare)
+
+    async def fetch_manifest(model: str, version: str | None) -> Manifest:
+        return manifests[model]
+
+    host = ModelHost(
+        fetch_manifest,
+        extents,
+        skeletons,
+        budget_bytes,
+        builder,
+        device=device,
+        kept=extents if keeps else None,
+        retire=builder.retire,
+    )
+    models = [ModelConfig(id=name, path=Path(name)) for name in manifests]
+    await prepare_models(host, models, {"diffusion"}, _is_wanted, builder.prepare)
+    return host
+
+
+def _is_wanted(component: Component) -> bool:
+    """Return True: every component of a pipeline is wanted."""
+    return True
+
+
+def _touch_parameters(modules: Mapping[str, Any]) -> None:
+    """Read every byte of the modules' parameters."""
+    for thing in modules.values():
+        module = thing.encoder.module if isinstance(thing, KeyedEncoder) else thing
+        for tensor in module.parameters():
+            np.bitwise_or.reduce(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+
+
+class _PipelineBuilder:
+    """A builder of both services' components."""
+
+    def __init__(self, prepares: bool) -> None:
+        self._prepares = prepares
+        self._encoders = TextEncoderBuilder()
+        self._components = ComponentBuilder(WorkerConfig())
+
+    def __call__(self, component: Component, skeleton: Path, tensors: dict[str, torch.Tensor]) -> Any:
+        return self._of(is_text_encoder(component))(component, skeleton, tensors)
+
+    def prepare(self, component: Component, skeleton: Path) -> None:
+        if self._prepares:
+            self._of(is_text_encoder(component)).prepare(component, skeleton)
+
+    def retire(self, thing: Any) -> None:
+        self._of(isinstance(thing, KeyedEncoder)).retire(thing)
+
+    def _of(self, is_encoder: bool) -> Any:
+        return self._encoders if is_encoder else self._components

@@ -24,12 +24,11 @@ def bench_serve(
 ) -> None:
     """Measure the demo cluster beside stock diffusers and transformers in one process."""
     from configs.loading import load_cluster_config
-    from deployments.bench.report import print_figures
-    from deployments.bench.serve import run
+    from deployments.bench.serve import measure_serve, print_serve_figures
 
     with _err.status("measuring: starts a cluster and a stock process, takes some minutes"):
-        figures = run(load_cluster_config(config), str(config), rounds, seed)
-    print_figures(figures, as_json)
+        figures = measure_serve(load_cluster_config(config), str(config), rounds, seed)
+    print_serve_figures(figures, as_json)
 
 
 @app.command("load")
@@ -43,11 +42,10 @@ def bench_load(
     as_json: Json = False,
 ) -> None:
     """Measure cold and warm loads into shared memory, beside other loaders and the raw disk."""
-    from deployments.bench.load import run
-    from deployments.bench.report import print_load_figures
+    from deployments.bench.load import measure_load, print_load_figures
 
     with _err.status("measuring: writes some 35 GB and takes some minutes"):
-        figures = run(model, shape, rounds, peers, work_dir, seed)
+        figures = measure_load(model, shape, rounds, peers, work_dir, seed)
     print_load_figures(figures, as_json)
 
 
@@ -61,11 +59,10 @@ def bench_switch(
     as_json: Json = False,
 ) -> None:
     """Measure switches among models on one node: time, bytes moved, memory, recovery; beside diffusers."""
-    from deployments.bench.switch import Effort, run
-    from deployments.bench.switch_report import print_switch_figures
+    from deployments.bench.switch import Effort, measure_switch, print_switch_figures
 
     with _err.status("measuring: writes some 6 GB and takes some minutes"):
-        figures = run(demo, Effort(num_attaches=attaches, rounds=rounds, num_switches=switches), work_dir)
+        figures = measure_switch(demo, Effort(num_attaches=attaches, rounds=rounds, num_switches=switches), work_dir)
     print_switch_figures(figures, as_json)
 
 
@@ -75,11 +72,11 @@ def bench_merge(
     as_json: Json = False,
 ) -> None:
     """Measure batching at dispatch beside Serve's own batching: a scenario, 50 patterns, overhead."""
-    from deployments.bench.merge import Effort, run
+    from deployments.bench.merge import Effort, measure_merge
     from deployments.bench.merge_report import print_merge_figures
 
     with _err.status("measuring: takes about five minutes"):
-        figures = run(Effort(), seed)
+        figures = measure_merge(Effort(), seed)
     print_merge_figures(figures, as_json)
 
 
@@ -90,27 +87,25 @@ def bench_encode(
     as_json: Json = False,
 ) -> None:
     """Measure the text-encoder service beside infinity-emb, and beside a load of the encoder for each request."""
-    from deployments.bench.encode import Effort, run
+    from deployments.bench.encode import Effort, measure_encode
     from deployments.bench.encode_report import print_encode_figures
 
     with _err.status("measuring: takes about eight minutes, and some more the first time"):
-        figures = run(Effort(), seed, cache.expanduser())
+        figures = measure_encode(Effort(), seed, cache.expanduser())
     print_encode_figures(figures, as_json)
 
 
 @app.command("dedup")
 def bench_dedup(models: Path = Path("infra/demo/models"), as_json: Json = False) -> None:
     """Count the bytes that a store keeps of the demo pipelines and one more fine-tune, by layout."""
-    from deployments.bench.dedup import measure
-    from deployments.bench.report import print_dedup_figures
+    from deployments.bench.dedup import measure_dedup, print_dedup_figures
 
-    print_dedup_figures(measure(models), as_json)
+    print_dedup_figures(measure_dedup(models), as_json)
 
 
 @app.command("evict")
 def bench_evict(as_json: Json = False) -> None:
     """Count the bytes that eviction moves on a heavy-tailed trace, beside least recent use; simulated."""
-    from deployments.bench.eviction import measure
-    from deployments.bench.report import print_eviction_figures
+    from deployments.bench.eviction import measure_eviction, print_eviction_figures
 
-    print_eviction_figures(measure(), as_json)
+    print_eviction_figures(measure_eviction(), as_json)

@@ -105,7 +105,7 @@ def _generate_locally(body: dict[str, Any], path: Path, *, quiet: bool) -> Image
     from deployments.local import LocalModels
 
     try:
-        request = ImagesBody(**{key: value for key, value in body.items() if value is not None}).record()
+        request = ImagesBody(**{key: value for key, value in body.items() if value is not None}).to_record()
     except ValidationError as error:
         first = error.errors()[0]
         raise ClientError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None

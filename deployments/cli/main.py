@@ -18,16 +18,16 @@ from deployments.cli import bench, cluster, generate, models, status, weights
 from deployments.cli.client import ClientError
 from deployments.cli.generate import OptionError
 
-app = typer.Typer(
+_app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     help="Serve hundreds of diffusion models and LLMs on one Ray cluster.",
 )
 for group in (cluster, status, models, generate):
-    app.add_typer(group.app)
-app.add_typer(weights.app, name="weights")
-app.add_typer(bench.app, name="bench")
+    _app.add_typer(group.app)
+_app.add_typer(weights.app, name="weights")
+_app.add_typer(bench.app, name="bench")
 
 
 def main() -> None:
@@ -37,7 +37,7 @@ def main() -> None:
     from weights.errors import WeightsError
 
     try:
-        app()
+        _app()
     except (ConfigError, OptionError) as error:
         _fail(error, 2)
     except (ClientError, ClusterError, ServiceError, WeightsError) as error:

@@ -45,7 +45,7 @@ def build_module(
     """
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     skeleton = build_skeleton(library, class_name, folder, shapes, optional_parts=optional_parts)
-    skeleton.binding.put(tensors)
+    skeleton.binding.put_tensors(tensors)
     return skeleton.module
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,10 @@ if TYPE_CHECKING:  # the command line and the ingress have no torch
     import torch
 
     from weights.adapters import LoraAdapter
+
+
+# Whose token vectors a CLIP gives: SDXL reads its penultimate layer, Stable Diffusion 1 its last.
+ClipLayer = Literal["penultimate", "last"]
 
 
 class EngineError(Exception):

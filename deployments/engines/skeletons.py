@@ -69,7 +69,7 @@ class SkeletonPool:
             shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
             skeleton = build_skeleton(library, class_name, folder, shapes, optional_parts=optional_parts)
             self._note_built(key, skeleton)
-        skeleton.binding.put(tensors)
+        skeleton.binding.put_tensors(tensors)
         with self._lock:
             self._lent[skeleton.module] = (key, skeleton.binding)
         return skeleton.module

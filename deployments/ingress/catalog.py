@@ -1,8 +1,6 @@
-"""The models as the ingress sees them: a local copy of the directory, and the registry for what that does not know."""
+"""The models as the ingress sees them: a local copy of the directory, and the registry for unknown ones."""
 
 from __future__ import annotations
-
-from typing import Any
 
 from ray.exceptions import RayActorError
 
@@ -17,17 +15,18 @@ _WANTED = {"diffusion": "images", "llm": "text", "embedding": "embeddings", "hea
 
 
 class Catalog:
-    """No call leaves this process for a model that the copy knows."""
+    """The look-up of models. No call leaves this process for a model that the local copy knows."""
 
     def __init__(self, snapshot: RegistrySnapshot) -> None:
         self._snapshot = snapshot
 
-    async def records(self) -> list[ModelRecord]:
+    async def all_records(self) -> list[ModelRecord]:
+        """Return all models and adapters."""
         await self._snapshot.ready()
         return list(self._snapshot)
 
-    async def record(self, id_: str) -> ModelRecord:
-        """Waits for a model that is just being registered. Raises UnknownModel with the known names."""
+    async def find_record(self, id_: str) -> ModelRecord:
+        """Return a model; waits for one that is just being registered. Raises: UnknownModel with the known names."""
         await self._snapshot.ready()
         found = self._snapshot.find_model(id_)
         if found is not None and found.state != "registering":
@@ -42,13 +41,16 @@ class Catalog:
             ) from None
         return asked
 
-    async def usable(self, id_: str, kind: str) -> ModelRecord:
-        """Raises UnknownModel, ModelUnavailable, or InvalidRequest for a model that makes something else."""
-        record = await self.record(id_)
+    async def find_usable(self, id_: str, kind: str) -> ModelRecord:
+        """Return a model of that kind that can be asked.
+
+        Raises: UnknownModel, ModelUnavailable, or InvalidRequest for a model that makes something else.
+        """
+        record = await self.find_record(id_)
         if not record.serves:
             raise ModelUnavailable(f"model {id_!r} is unavailable: {record.error}", "model")
         if record.kind != kind:
-            fitting = listed(other.id for other in await self.records() if other.kind == kind)
+            fitting = listed(other.id for other in await self.all_records() if other.kind == kind)
             raise InvalidRequest(
                 f"model {id_!r} ({record.kind}) does not make {_WANTED[kind]}; models that do: {fitting}", "model"
             )
@@ -56,14 +58,17 @@ class Catalog:
             self._snapshot.notify_registry(WeightRegistry.want, id_)
         return record
 
-    async def adapter(self, id_: str, model: str) -> ModelRecord:
-        """Raises UnknownModel with the adapters that fit `model`, or ModelUnavailable."""
+    async def find_adapter(self, id_: str, model: str) -> ModelRecord:
+        """Return an adapter of `model`.
+
+        Raises: UnknownModel with the adapters that fit `model`, or ModelUnavailable.
+        """
         try:
-            record = await self.record(id_)
+            record = await self.find_record(id_)
         except UnknownModel:
             record = None
         if record is None or model not in record.base:
-            fitting = listed(other.id for other in await self.records() if model in other.base)
+            fitting = listed(other.id for other in await self.all_records() if model in other.base)
             raise UnknownModel(f"no adapter {id_!r} for {model!r} (known: {fitting})", "lora")
         if not record.serves:
             raise ModelUnavailable(f"adapter {id_!r} is unavailable: {record.error}", "lora")
@@ -71,6 +76,7 @@ class Catalog:
 
 
 def card_of(record: ModelRecord) -> ModelCard:
+    """Return the public part of a model's record."""
     return ModelCard(
         id=record.id,
         kind=record.kind,
@@ -83,7 +89,3 @@ def card_of(record: ModelRecord) -> ModelCard:
         fingerprint=record.fingerprint,
         labels=record.features.labels,
     )
-
-
-def plain(record: Any) -> dict[str, Any]:
-    return {name: getattr(record, name) for name in record.__slots__}

@@ -12,8 +12,8 @@ from ray.serve.handle import DeploymentHandle
 from cluster.registry.actor import connect_registry
 from cluster.registry.snapshot import RegistrySnapshot
 from configs.cluster import ClusterConfig
-from deployments.ingress.admission import Admission
 from deployments.ingress.http import create_http_app
+from deployments.ingress.limits import Admission
 from deployments.ingress.service import Service
 from deployments.records import (
     ChatRequest,
@@ -42,24 +42,24 @@ class Ingress:
         return create_http_app(self._service, self._config, self._admission)
 
     async def generate(self, request: ImageRequest | Mapping[str, Any]) -> ImageResult:
-        with self._admission.place():
+        with self._admission.admit_request():
             return await self._service.generate(request)
 
     async def embed(self, request: EmbeddingRequest | Mapping[str, Any]) -> EmbeddingResult:
-        with self._admission.place():
+        with self._admission.admit_request():
             return await self._service.embed(request)
 
     async def chat(self, request: ChatRequest | Mapping[str, Any]) -> TextResult:
-        with self._admission.place():
+        with self._admission.admit_request():
             return await self._service.chat(request)
 
     async def complete(self, request: CompletionRequest | Mapping[str, Any]) -> TextResult:
-        with self._admission.place():
+        with self._admission.admit_request():
             return await self._service.complete(request)
 
     async def chat_stream(self, request: ChatRequest | Mapping[str, Any]) -> AsyncGenerator[TextChunk]:
         """Over a handle: `handle.options(stream=True).chat_stream.remote(...)`."""
-        with self._admission.place():
+        with self._admission.admit_request():
             async with aclosing(self._service.chat_stream(request)) as chunks:
                 async for chunk in chunks:
                     yield chunk

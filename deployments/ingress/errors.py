@@ -1,19 +1,23 @@
-"""The one table from errors to HTTP, in the OpenAI error envelope.
+"""The one table from errors to HTTP, and the OpenAI error envelope: how it is sent and how the OpenAPI page shows it.
 
 {"error": {"message": ..., "type": ..., "param": ..., "code": ...}}
+
+KServe's routes and gRPC put the same `Failure` into their own forms.
 """
 
 from __future__ import annotations
 
 import logging
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Final
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi.openapi.utils import get_openapi
 from ray.exceptions import RayActorError, RayTaskError
 from ray.serve.exceptions import BackPressureError, RayServeException
 from starlette.exceptions import HTTPException
+from starlette.responses import Response
 
 from deployments.errors import (
     Conflict,
@@ -30,12 +34,13 @@ from deployments.errors import (
     UnknownModel,
     Unprocessable,
 )
+from deployments.ingress.responses import Answer, json_response
 
-logger = logging.getLogger("atelier.ingress")
+_logger = logging.getLogger("atelier.ingress")
 
-RETRY_AFTER_S = "1"
+_RETRY_AFTER_S: Final = "1"
 # error class -> HTTP status, OpenAI type, OpenAI code; the first class that fits wins
-TABLE: tuple[tuple[type[Exception], int, str, str], ...] = (
+_TABLE: Final[tuple[tuple[type[Exception], int, str, str], ...]] = (
     (InvalidRequest, 400, "invalid_request_error", "invalid_value"),
     (UnknownModel, 404, "invalid_request_error", "model_not_found"),
     (Conflict, 409, "invalid_request_error", "conflict"),
@@ -52,54 +57,101 @@ TABLE: tuple[tuple[type[Exception], int, str, str], ...] = (
     (RayActorError, 503, "server_error", "replica_unavailable"),
     (RayServeException, 503, "server_error", "replica_unavailable"),
 )
-_HTTP_CODES = {404: "unknown_url", 405: "method_not_allowed"}
+_HTTP_CODES: Final = {404: "unknown_url", 405: "method_not_allowed"}
+_MEANINGS: Final = {
+    400: "a field that is wrong; `param` names it",
+    404: "no such model",
+    413: "larger than the server allows",
+    429: "too many requests wait already",
+    500: "the model broke down on this request",
+    503: "the model or its replica is not available now; try again",
+    504: "the request's own timeout is over",
+}
+# Statuses of a request for a model that fails.
+INFERENCE_ERRORS: Final = (400, 404, 413, 429, 500, 503, 504)
+_UNUSED_SCHEMAS: Final = ("HTTPValidationError", "ValidationError")
 
 
-def envelope(message: str, type_: str, code: str, param: str | None = None) -> dict[str, Any]:
-    return {"error": {"message": message, "type": type_, "param": param, "code": code}}
+class ErrorBody(Answer):
+    """The message for a person, and what programs tell errors apart by."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str
 
 
-def unwrap(error: Exception) -> Exception:
-    """The exception that a replica raised, out of Ray's wrapper."""
+class ErrorAnswer(Answer):
+    """The envelope of every error under /v1 and /admin."""
+
+    error: ErrorBody
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An error as clients see it, before it is put into the form of a protocol. `status` is HTTP's."""
+
+    status: int
+    message: str
+    type: str = "server_error"
+    code: str = "internal"
+    param: str | None = None
+
+    @property
+    def headers(self) -> dict[str, str] | None:
+        """`Retry-After` where trying again may help."""
+        return {"retry-after": _RETRY_AFTER_S} if self.status in (429, 503) else None
+
+
+def failure_of(error: Exception) -> Failure:
+    """Return the failure of any exception. One that the table does not know is a 500 with its details in the log only.
+
+    An exception that a replica raised is taken out of Ray's wrapper.
+    """
+    if isinstance(error, RequestValidationError):
+        return _malformed(error)
     if isinstance(error, RayTaskError) and isinstance(error.cause, Exception):
-        return error.cause
-    return error
-
-
-def error_response(error: Exception) -> JSONResponse:
-    """Any exception as an answer. What the table does not know is a 500 whose details go to the log only."""
-    error = unwrap(error)
-    for class_, status, type_, code in TABLE:
+        error = error.cause
+    for class_, status, type_, code in _TABLE:
         if isinstance(error, class_):
-            known = isinstance(error, ServiceError)
-            message = str(error) if known else "the replica that worked on this request is gone; try again"
-            headers = {"retry-after": RETRY_AFTER_S} if status in (429, 503) else None
-            param = error.param if isinstance(error, ServiceError) else None
-            return JSONResponse(envelope(message, type_, code, param), status, headers)
-    logger.error("unexpected error", exc_info=error)
-    return JSONResponse(envelope("internal error; the server's log has the details", "server_error", "internal"), 500)
+            if isinstance(error, ServiceError):
+                return Failure(status, str(error), type_, code, error.param)
+            return Failure(status, "the replica that worked on this request is gone; try again", type_, code)
+    _logger.error("unexpected error", exc_info=error)
+    return Failure(500, "internal error; the server's log has the details")
 
 
-def validation_response(error: RequestValidationError) -> JSONResponse:
-    """A body that is not JSON, or not of the documented form."""
+def failure_response(failure: Failure) -> Response:
+    """Return `failure` in OpenAI's envelope."""
+    body = ErrorBody(message=failure.message, type=failure.type, param=failure.param, code=failure.code)
+    return json_response(ErrorAnswer(error=body), failure.status, failure.headers)
+
+
+def error_response(error: Exception) -> Response:
+    """Return any exception in OpenAI's envelope."""
+    return failure_response(failure_of(error))
+
+
+def _malformed(error: RequestValidationError) -> Failure:
+    """Return the failure of a request that is not JSON, or not of the documented form."""
     first = error.errors()[0]
     if first["type"] == "json_invalid":
         message = f"the body is not valid JSON: {first.get('ctx', {}).get('error', first['msg'])}"
-        return JSONResponse(envelope(message, "invalid_request_error", "invalid_json"), 400)
+        return Failure(400, message, "invalid_request_error", "invalid_json")
     place, *path = first["loc"]
     if place == "body":
-        param = _field(error.body, tuple(path), missing=first["type"] == "missing") or None
+        param = _dotted_path(error.body, tuple(path), missing=first["type"] == "missing") or None
     else:  # of the path, the query or a header
         param = str(path[0]) if path else None
     text = "unknown field" if first["type"] == "extra_forbidden" else first["msg"].removeprefix("Value error, ")
     got = first.get("input")
     shown = f", got {got!r}" if isinstance(got, str | int | float | bool) and len(repr(got)) < 80 else ""
     message = f"{param}: {text}{shown}" if param else f"{text}{shown}"
-    return JSONResponse(envelope(message, "invalid_request_error", "invalid_value", param), 400)
+    return Failure(400, message, "invalid_request_error", "invalid_value", param)
 
 
-def _field(body: Any, location: tuple[str | int, ...], *, missing: bool) -> str:
-    """The dotted path of a field. Members of a union are in the location too, by type name: those are left out."""
+def _dotted_path(body: Any, location: tuple[str | int, ...], *, missing: bool) -> str:
+    """Return the path of a field without the members of unions, which pydantic names by type in the location."""
     path = []
     for part in location:
         if isinstance(body, dict) and (part in body or (missing and part == location[-1])):
@@ -112,28 +164,50 @@ def _field(body: Any, location: tuple[str | int, ...], *, missing: bool) -> str:
     return ".".join(path)
 
 
-def install(app: FastAPI) -> None:
-    """Make every error of `app` leave in the envelope."""
-
-    @app.exception_handler(RequestValidationError)
-    async def _invalid(_: Request, error: RequestValidationError) -> JSONResponse:
-        return validation_response(error)
+def install_error_handlers(app: FastAPI) -> None:
+    """Make every error of `app` leave in OpenAI's envelope, and its OpenAPI page say so."""
 
     @app.exception_handler(HTTPException)
-    async def _http(request: Request, error: HTTPException) -> JSONResponse:
+    async def _http(request: Request, error: HTTPException) -> Response:
         if isinstance(error.__cause__, ServiceError):  # what `BodyLimit` raises, in FastAPI's wrapper
             return error_response(error.__cause__)
         code = _HTTP_CODES.get(error.status_code, "http_error")
         message = f"{request.method} {request.url.path}: {error.detail}"
-        return JSONResponse(envelope(message, "invalid_request_error", code), error.status_code)
+        return failure_response(Failure(error.status_code, message, "invalid_request_error", code))
 
+    @app.exception_handler(RequestValidationError)
     @app.exception_handler(ServiceError)
     @app.exception_handler(RayTaskError)
     @app.exception_handler(RayActorError)
     @app.exception_handler(RayServeException)
-    async def _known(_: Request, error: Exception) -> JSONResponse:
+    @app.exception_handler(Exception)
+    async def _any(_: Request, error: Exception) -> Response:
         return error_response(error)
 
-    @app.exception_handler(Exception)
-    async def _unexpected(_: Request, error: Exception) -> JSONResponse:
-        return error_response(error)
+    def schema() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            app.openapi_schema = _without_validation_errors(
+                get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
+            )
+        return app.openapi_schema
+
+    app.openapi = schema  # type: ignore[method-assign]  # FastAPI's documented way
+
+
+def documented(*statuses: int, **reasons: str) -> dict[int | str, dict[str, Any]]:
+    """Return the `responses` of a route with OpenAI's envelope. `_409="why"` says what a status means there."""
+    texts = {status: _MEANINGS[status] for status in statuses}
+    texts |= {int(status[1:]): text for status, text in reasons.items()}
+    return {status: {"model": ErrorAnswer, "description": texts[status]} for status in sorted(texts)}
+
+
+def _without_validation_errors(schema: dict[str, Any]) -> dict[str, Any]:
+    """Take out FastAPI's own answer to a malformed request: its 422 is a 400 here."""
+    for operations in schema["paths"].values():
+        for operation in operations.values():
+            answer = operation["responses"].get("422", {})
+            if _UNUSED_SCHEMAS[0] in str(answer.get("content")):
+                del operation["responses"]["422"]
+    for name in _UNUSED_SCHEMAS:
+        schema.get("components", {}).get("schemas", {}).pop(name, None)
+    return schema

@@ -33,17 +33,20 @@ from deployments.records import (
     TextResult,
 )
 
-Endpoint = Literal["images", "text", "embeddings"]
+_Endpoint = Literal["images", "text", "embeddings"]
 
 
 class PipelineModels:
-    """Raises the ServiceErrors of `deployments.errors`, InvalidRequest for an option that the pipeline has not."""
+    """The pipelines that fit an OpenAI endpoint.
+
+    Methods raise the ServiceErrors of `deployments.errors`, InvalidRequest for an option that the pipeline lacks.
+    """
 
     def __init__(self, pipelines: Pipelines) -> None:
         self._pipelines = pipelines
 
     async def generate(self, request: ImageRequest) -> ImageResult:
-        """Of several pictures, the one after the first has the next seed, where the pipeline takes one."""
+        """Return images. Each image after the first has the next seed, where the pipeline takes one."""
         role = self._role(request.model, "images")
         given = _given(request, without={"model", "prompt", "n"})
         count = request.n
@@ -62,7 +65,7 @@ class PipelineModels:
         )
 
     async def write(self, request: ChatRequest | CompletionRequest) -> TextResult:
-        """Of a chat, the last turn is what the pipeline gets: it has no memory of its own."""
+        """Return a text. Of a chat, the pipeline gets the last turn: it has no memory of its own."""
         role = self._role(request.model, "text")
         text = request.messages[-1].content if isinstance(request, ChatRequest) else request.prompt
         given = _given(request, without={"model", "messages", "prompt"})
@@ -79,6 +82,7 @@ class PipelineModels:
         )
 
     async def embed(self, request: EmbeddingRequest) -> EmbeddingResult:
+        """Return one vector for each text."""
         role = self._role(request.model, "embeddings")
         texts = [text for text in request.input if isinstance(text, str)]
         if len(texts) != len(request.input):
@@ -108,9 +112,9 @@ class PipelineModels:
         inputs = {name: _tensor(specs[name], value, len(texts)) for name, value in given.items()}
         inputs[role.input] = text_tensor(role.input, texts)
         priority, timeout_s = getattr(request, "priority", 0), getattr(request, "timeout_s", None)
-        return await self._pipelines.run(PipelineRequest(model, inputs, priority, timeout_s))
+        return await self._pipelines.run_pipeline(PipelineRequest(model, inputs, priority, timeout_s))
 
-    def _role(self, model: str, endpoint: Endpoint) -> OpenAiRole:
+    def _role(self, model: str, endpoint: _Endpoint) -> OpenAiRole:
         role = openai_role(self._pipelines.signature(model))
         if role is None or role.endpoint != endpoint:
             fits = f"is one of {role.endpoint}" if role else "fits no endpoint of /v1; ask /v2/models"
@@ -119,7 +123,7 @@ class PipelineModels:
 
 
 class KnownModels(Mapping[str, KnownModel]):
-    """What pipelines may be made of now, by the local copy of the directory."""
+    """The models that pipelines may use now, by the local copy of the directory."""
 
     def __init__(self, snapshot: RegistrySnapshot) -> None:
         self._snapshot = snapshot
@@ -138,7 +142,7 @@ class KnownModels(Mapping[str, KnownModel]):
 
 
 def _given(request: Any, *, without: set[str]) -> dict[str, Any]:
-    """What the request says itself. The options that every request may have are no inputs."""
+    """Return the fields that the request sets itself, but for the options that every request may have."""
     ours = {"priority", "timeout_s", "model_version", "adapter_versions", "text_padding", "long_text"}
     said = request.model_fields_set - without - ours
     defaults = {name: field.default for name, field in type(request).model_fields.items()}
@@ -158,7 +162,9 @@ def _tensor(spec: TensorSpec, value: Any, count: int) -> TensorValue:
 
 @dataclass(frozen=True, slots=True)
 class OpenAiRole:
-    """`input` takes the prompt, `output` is what is answered. `options` are inputs that may be left out: those of
+    """The endpoint that a pipeline fits.
+
+    `input` takes the prompt, `output` is the answer. `options` are inputs that may be left out: those of
     the name of a field of the protocol (`seed`, say) take its value.
     """
 
@@ -169,7 +175,7 @@ class OpenAiRole:
 
 
 def openai_role(signature: Signature) -> OpenAiRole | None:
-    """None unless the only input that must be given is one text. The first output decides."""
+    """Return the role of a pipeline by its first output; None unless its only required input is a text."""
     required = [spec for spec in signature.inputs if not spec.optional]
     if len(required) != 1 or EdgeType(required[0].datatype, required[0].shape) != TEXT:
         return None

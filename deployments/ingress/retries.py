@@ -1,4 +1,4 @@
-"""A request whose replica dies is asked again elsewhere: its answer depends on nothing that died with the replica.
+"""Retries: a request whose replica dies is sent to another one. Its answer depends on nothing that died with it.
 
 A request may also be why the replica died. So it is asked again once, and requests that were in flight on a replica
 that died are asked again one at a time: when another replica dies, only one of them was there for the second time.
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
 from typing import Any, Final
 
@@ -20,6 +20,7 @@ from ray.exceptions import ActorDiedError, RayActorError
 from ray.serve.exceptions import ReplicaUnavailableError
 
 from deployments.errors import ReplicaLost
+from deployments.pipelines.plans import SegmentResult
 from deployments.services.deadlines import Deadline
 from deployments.services.replica_calls import ReplicaCalls
 
@@ -28,8 +29,8 @@ MAX_TURN_WAIT_S: Final = 30.0
 PAUSE_S: Final = 0.1  # the router hears of a death a moment after the caller
 
 
-def is_lost(error: BaseException | None) -> bool:
-    """Whether a replica on the request's way is gone or out of reach: the one that was asked, or one that it asked.
+def _is_lost(error: BaseException | None) -> bool:
+    """Return whether a replica on the request's way is gone or out of reach: the called one, or one that it called.
 
     Out of reach (ActorUnavailableError) is not dead: it may still be working on the request. To ask again is safe all
     the same, since a request changes nothing, and `ReplicaCalls` has cancelled the first call.
@@ -41,7 +42,7 @@ def is_lost(error: BaseException | None) -> bool:
 
 
 class Retries:
-    """How often one request may be asked again, never begun after its deadline."""
+    """The count of retries of one request. None begins after its deadline."""
 
     def __init__(self, deadline: Deadline, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep) -> None:
         self._deadline = deadline
@@ -50,13 +51,13 @@ class Retries:
         self.is_suspect = False
 
     async def after(self, error: Exception, num_pieces: int = 0) -> None:
-        """Returns when the request may be asked again.
+        """Wait until the request may be sent again.
 
         Raises the replica's own error when there is one, DeadlineExceeded, and ReplicaLost when the request was on too
         many replicas that died, or when `num_pieces` of a stream have gone out already: another replica would begin
         anew.
         """
-        if not is_lost(error):
+        if not _is_lost(error):
             raise error
         if num_pieces:
             raise ReplicaLost(
@@ -71,21 +72,21 @@ class Retries:
 
 
 class RetriedCalls:
-    """Calls of one deployment that end with an answer, of a second replica if need be. Lives on one event loop."""
+    """Calls of one deployment that are answered by a second replica if need be. Lives on one event loop."""
 
     def __init__(self, calls: ReplicaCalls, timeout_s: float) -> None:
-        """`timeout_s` is what a request has in all."""
+        """Make the calls. A request has `timeout_s` in all."""
         self._calls = calls
         self._timeout_s = timeout_s
         self._suspects = asyncio.Lock()
 
     async def call(self, method: str, *arguments: Any) -> Any:
-        """Raises what the replica raises, and DeadlineExceeded, NoReplica, ReplicaLost."""
+        """Call a method. Raises: the replica's errors, DeadlineExceeded, NoReplica, ReplicaLost."""
         deadline = self.deadline()
         return await self.answered(lambda: self._calls.call(method, *arguments, deadline=deadline), deadline)
 
     async def stream(self, method: str, *arguments: Any) -> AsyncGenerator[Any]:
-        """Raises as `call` does. To be closed by who stops early."""
+        """Yield the pieces of a stream. A caller that stops early closes it. Raises as `call` does."""
         deadline = self.deadline()
         retries, num_pieces = Retries(deadline), 0
         while True:
@@ -102,29 +103,29 @@ class RetriedCalls:
                 await retries.after(error, num_pieces)
 
     def begin(self, method: str, *arguments: Any) -> Any:
-        """Serve's response; nothing is asked again before it is awaited with `answer_begun`."""
+        """Begin a call and return Serve's response. Retries begin when it is awaited with `answer_begun`."""
         return self._calls.begin(method, *arguments)
 
     async def answer_begun(self, response: Any, deadline: Deadline) -> Any:
-        """Raises Ray's errors when the replica dies."""
+        """Await a response of `begin`. Raises: Ray's errors when the replica dies."""
         return await self._calls.answer(response, deadline)
 
     def deadline(self) -> Deadline:
-        """Of a request that comes now."""
+        """Return the deadline of a request that comes now."""
         return Deadline(self._timeout_s)
 
-    async def answered(self, ask: Callable[[], Awaitable[Any]], deadline: Deadline) -> Any:
-        """What `ask` gives, of a second replica if need be."""
+    async def answered(self, send: Callable[[], Awaitable[Any]], deadline: Deadline) -> Any:
+        """Return the result of `send`, of a second replica if need be."""
         retries = Retries(deadline)
         while True:
             try:
                 async with self._turn(retries, deadline):
-                    return await ask()
+                    return await send()
             except Exception as error:
                 await retries.after(error)
 
     def _turn(self, retries: Retries, deadline: Deadline) -> AbstractAsyncContextManager[None]:
-        """Suspects wait for each other, all others for nobody."""
+        """Return the turn of a try: suspects go one at a time, all others at once."""
         return self._alone(deadline) if retries.is_suspect else contextlib.nullcontext()
 
     @contextlib.asynccontextmanager
@@ -139,3 +140,46 @@ class RetriedCalls:
             yield
         finally:
             self._suspects.release()
+
+
+class EncoderReply:
+    """The reply of a segment, asked again elsewhere when the replica that worked on it dies.
+
+    `send` begins a call of `encoder`, with the responses of `upstream` as they are then, and returns Serve's
+    response, which may be handed on without coming here.
+    """
+
+    def __init__(self, encoder: RetriedCalls, send: Callable[[], Any], upstream: Sequence[EncoderReply] = ()) -> None:
+        self._encoder = encoder
+        self._send = send
+        self._deadline = encoder.deadline()
+        self._upstream = upstream
+        self._has_failed = False
+        self.response = send()
+
+    def __await__(self) -> Generator[Any, None, SegmentResult]:
+        return self._answered().__await__()
+
+    def cancel(self) -> None:
+        """Cancel the call."""
+        self.response.cancel()
+
+    def send_again(self) -> None:
+        """Send the call again, and those of earlier segments too: the replica that died may be any on the way."""
+        for reply in self._upstream:
+            reply.send_again()
+        self.response = self._send()
+        self._has_failed = False
+
+    async def _answered(self) -> SegmentResult:
+        result: SegmentResult = await self._encoder.answered(lambda: self._try(self._deadline), self._deadline)
+        return result
+
+    async def _try(self, deadline: Deadline) -> Any:
+        if self._has_failed:
+            self.send_again()
+        try:
+            return await self._encoder.answer_begun(self.response, deadline)
+        except Exception:
+            self._has_failed = True
+            raise

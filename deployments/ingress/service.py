@@ -1,4 +1,4 @@
-"""Where requests of every protocol meet: check, find the model, ask the replicas, time the stages.
+"""The service: requests of every protocol are checked, get their model, go to the replicas, and are timed.
 
 HTTP routes, handle calls and pipelines all call these methods. Nothing here knows HTTP.
 """
@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -21,8 +21,7 @@ from deployments.defaults import text_rules, with_image_defaults, with_text_defa
 from deployments.ingress.admin.operations import Operations
 from deployments.ingress.catalog import Catalog, card_of
 from deployments.ingress.pipeline_models import KnownModels, PipelineModels
-from deployments.ingress.retries import RetriedCalls
-from deployments.ingress.segment_reply import EncoderReply
+from deployments.ingress.retries import EncoderReply, RetriedCalls
 from deployments.limits import check_embedding, check_head, check_image, check_text
 from deployments.pipelines.pipelines import Pipelines
 from deployments.pipelines.plans import SegmentCall
@@ -43,9 +42,11 @@ from deployments.records import (
 )
 from deployments.services.replica_calls import ReplicaCalls, WhyNone, nobody_knows
 
+PROBE_TIMEOUT_S: Final = 2.0  # probes do not wait until the models are known
+
 
 class Service:
-    """`encoder` and `worker` are deployment handles. `operations` is for operators, the rest for everybody.
+    """The methods of every protocol. `operations` is for operators. `encoder` and `worker` are deployment handles.
 
     `why_none(deployment)` makes what tells why no replica of it can answer.
     """
@@ -78,15 +79,15 @@ class Service:
         self._pipeline_models = PipelineModels(self.pipelines)
 
     async def generate(self, request: ImageRequest | Mapping[str, Any]) -> ImageResult:
-        """Pictures. Raises the ServiceErrors of `deployments.errors`."""
+        """Make images. Raises: the ServiceErrors of `deployments.errors`."""
         request = as_record(ImageRequest, request)
         if await self._is_pipeline(request.model):
             check_image(request, self._config.ingress.limits)
             return await self._pipeline_models.generate(request)
-        record = await self._catalog.usable(request.model, "diffusion")
+        record = await self._catalog.find_usable(request.model, "diffusion")
         asked, request = request, with_image_defaults(request, record.defaults, record.class_name)
         check_image(request, self._config.ingress.limits, asked)
-        adapters = {use.name: await self._catalog.adapter(use.name, request.model) for use in request.lora}
+        adapters = {use.name: await self._catalog.find_adapter(use.name, request.model) for use in request.lora}
         versions = {name: adapter.fingerprint for name, adapter in adapters.items()}
         update = {"model_version": record.fingerprint, "adapter_versions": versions, **text_rules(record)}
         request = request.model_copy(update=update)
@@ -96,12 +97,12 @@ class Service:
         return result
 
     async def embed(self, request: EmbeddingRequest | Mapping[str, Any]) -> EmbeddingResult:
-        """Embeddings. Raises the ServiceErrors of `deployments.errors`."""
+        """Embed texts. Raises: the ServiceErrors of `deployments.errors`."""
         request = as_record(EmbeddingRequest, request)
         check_embedding(request, self._config.ingress.limits)
         if await self._is_pipeline(request.model):
             return await self._pipeline_models.embed(request)
-        record = await self._catalog.usable(request.model, "embedding")
+        record = await self._catalog.find_usable(request.model, "embedding")
         update = {"model_version": record.fingerprint, "long_text": text_rules(record)["long_text"]}
         request = request.model_copy(update=update)
         start = time.perf_counter()
@@ -110,23 +111,23 @@ class Service:
         return result
 
     async def chat(self, request: ChatRequest | Mapping[str, Any]) -> TextResult:
-        """A whole answer of a chat model. Raises the ServiceErrors of `deployments.errors`."""
+        """Return a whole answer of a chat model. Raises: the ServiceErrors of `deployments.errors`."""
         return await self._whole(as_record(ChatRequest, request))
 
     async def complete(self, request: CompletionRequest | Mapping[str, Any]) -> TextResult:
-        """A whole continuation of a text."""
+        """Return a whole continuation of a text."""
         return await self._whole(as_record(CompletionRequest, request))
 
     async def chat_stream(self, request: ChatRequest | Mapping[str, Any]) -> AsyncGenerator[TextChunk]:
-        """The same answer, piece by piece. To be closed by who stops early."""
+        """Yield the answer piece by piece. A caller that stops early closes the generator."""
         async with aclosing(self.stream(as_record(ChatRequest, request))) as chunks:
             async for chunk in chunks:
                 yield chunk
 
     async def stream(self, request: ChatRequest | CompletionRequest) -> AsyncGenerator[TextChunk]:
-        """Pieces of text; the last one has the finish reason and the timings. To be closed by who stops early.
+        """Yield pieces of text; the last one has the finish reason and the timings.
 
-        Raises ReplicaLost when the replica dies after the first piece.
+        A caller that stops early closes the generator. Raises: ReplicaLost when the replica dies after the first piece.
         """
         if await self._is_pipeline(request.model):
             yield _as_chunk(await self._whole(request))
@@ -140,15 +141,15 @@ class Service:
                 yield chunk
 
     async def apply_head(self, request: HeadRequest) -> npt.NDArray[np.float32]:
-        """(n, in) features -> (n, out), by a linear layer that is served on its own."""
+        """Apply a linear layer that is served on its own: (n, in) features -> (n, out)."""
         check_head(request, self._config.ingress.limits)
-        record = await self._catalog.usable(request.model, "head")
+        record = await self._catalog.find_usable(request.model, "head")
         versioned = replace(request, model_version=record.fingerprint)
         result: npt.NDArray[np.float32] = await self._encoder.call("apply_head", versioned)
         return result
 
     def run_segment(self, call: SegmentCall, upstream: tuple[SegmentReply, ...], /) -> SegmentReply:
-        """Steps of a pipeline that one replica of the embedding service runs in one call. Returns at once."""
+        """Begin the stages of a pipeline that one text encoder runs in one call. Returns at once."""
         records = [record for model in call.plan.models if (record := self._snapshot.find_model(model))]
         versioned = replace(
             call,
@@ -174,30 +175,30 @@ class Service:
 
     async def _checked_text(self, request: ChatRequest | CompletionRequest) -> ChatRequest | CompletionRequest:
         check_text(request, self._config.ingress.limits)
-        record = await self._catalog.usable(request.model, "llm")
+        record = await self._catalog.find_usable(request.model, "llm")
         request = request.model_copy(update={"model_version": record.fingerprint})
         return with_text_defaults(request, record.defaults)
 
     async def models(self) -> list[ModelCard]:
-        """Every model, adapter and pipeline: the configured ones in the order of the config, then those registered
-        since, then the pipelines.
+        """Return every model, adapter and pipeline: the configured ones in the order of the config, then those
+        registered since, then the pipelines.
         """
-        cards = [card_of(record) for record in await self._catalog.records()]
+        cards = [card_of(record) for record in await self._catalog.all_records()]
         return cards + [self._pipeline_card(name) for name in self.pipelines.names()]
 
     async def model(self, id_: str) -> ModelCard:
-        """Raises UnknownModel with the known names."""
+        """Return one model, adapter or pipeline. Raises: UnknownModel with the known names."""
         if await self._is_pipeline(id_):
             return self._pipeline_card(id_)
-        return card_of(await self._catalog.record(id_))
+        return card_of(await self._catalog.find_record(id_))
 
     async def merging(self) -> MergeConfig:
-        """What the text encoders merge requests by now."""
+        """Return the batch policy of the text encoders."""
         return await self.operations.merging()
 
     async def entering(self) -> list[str]:
-        """Configured models that are not in the store yet. One that is registered later keeps nobody waiting."""
-        records = await self._catalog.records()
+        """Return the configured models that are not in the store yet. Models that are registered later do not count."""
+        records = await self._catalog.all_records()
         return [record.id for record in records if record.state == "registering" and record.id in self._configured]
 
     def _pipeline_card(self, name: str) -> ModelCard:
@@ -211,7 +212,7 @@ class Service:
         )
 
     async def _is_pipeline(self, model: str) -> bool:
-        """What a pipeline can do depends on the models that are known."""
+        """Return whether `model` is a pipeline. Waits for the directory: a pipeline's signature depends on it."""
         if model in self.pipelines:
             await self._snapshot.ready()
         return model in self.pipelines
@@ -229,7 +230,7 @@ def _as_chunk(result: TextResult) -> TextChunk:
 
 
 def _account(timings_ms: TimingsMs, start: float) -> None:
-    """What passed here but not in the replica is queueing: transport and waiting for a place."""
+    """Count the time that passed here but not in the replica as queueing: transport and waiting for a place."""
     elapsed_ms = (time.perf_counter() - start) * 1e3
     inside_ms = timings_ms.get("total", elapsed_ms)
     timings_ms["queue"] = timings_ms.get("queue", 0.0) + max(0.0, elapsed_ms - inside_ms)

@@ -15,7 +15,7 @@ from deployments.engines.diffusion.rows import BatchBounds
 from deployments.engines.llm.engine import LLMEngine
 from deployments.engines.skeletons import SkeletonPool
 from deployments.modules.built_modules import object_footprint
-from deployments.text.keyed_encoders import KeyedEncoder, TextEncoderBuilder, is_text_encoder
+from deployments.text.keyed_encoders import KeyedEncoder, TextEncoderBuilder
 from weights.adapters import parse_adapter
 from weights.manifest import Component
 
@@ -81,5 +81,8 @@ def batch_bounds(settings: WorkerConfig) -> BatchBounds:
 
 
 def is_denoise_component(component: Component) -> bool:
-    """Return whether this service builds it: of a pipeline all but its text encoders, of a single model everything."""
-    return component.name == "model" or not is_text_encoder(component)
+    """Return whether the worker builds it: of a pipeline diffusers' modules, of a single model everything.
+
+    A Stable Diffusion's safety checker is of neither library that a replica knows, and nobody builds it.
+    """
+    return component.name == "model" or component.library in ("diffusers", "peft")

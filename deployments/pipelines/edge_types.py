@@ -1,4 +1,4 @@
-"""Types of what flows along the edges of a pipeline, and values of them.
+"""Types and values of the edges of a pipeline.
 
 A *batch* is the value of one edge: one entry per item of the request. Texts are a list of str and tokens a list of
 tuples, because that is what models and functions take; everything else is a numpy array.
@@ -23,17 +23,17 @@ PADDING: Final = -1  # of token rows in a tensor; no token has this id
 
 @dataclass(frozen=True, slots=True)
 class EdgeType:
-    """`shape` counts the items first; -1 is any size."""
+    """The type of an edge. `shape` counts the items first; -1 is any size."""
 
     datatype: Datatype
     shape: tuple[int, ...]
 
     def __str__(self) -> str:
-        names = {type_: name for name, type_ in NAMED.items()}
+        names = {type_: name for name, type_ in _NAMED.items()}
         return names.get(self) or f"{self.datatype}[{','.join(str(size) for size in self.shape)}]"
 
     def accepts(self, other: EdgeType) -> bool:
-        """Whether values of `other` may be ones of this. Texts and tokens are nothing else's."""
+        """Return whether values of `other` may be ones of this. Texts and tokens are no other types' values."""
         if self == other:
             return True
         if {self, other} & {TEXT, TOKENS} or self.datatype != other.datatype or len(self.shape) != len(other.shape):
@@ -41,6 +41,7 @@ class EdgeType:
         return all(-1 in (mine, theirs) or mine == theirs for mine, theirs in zip(self.shape, other.shape, strict=True))
 
     def spec(self, name: str, *, optional: bool = False) -> TensorSpec:
+        """Return the tensor of that name that travels along such an edge."""
         return TensorSpec(name, self.datatype, self.shape, optional)
 
 
@@ -51,17 +52,17 @@ BOOL: Final = EdgeType("BOOL", (-1,))
 TOKENS: Final = EdgeType("INT64", (-1, -1))
 IMAGE: Final = EdgeType("UINT8", (-1, -1, -1, 3))
 VECTOR: Final = EdgeType("FP32", (-1, -1))
-NAMED: Final = {"text": TEXT, "int": INT, "float": FLOAT, "tokens": TOKENS, "image": IMAGE}
+_NAMED: Final = {"text": TEXT, "int": INT, "float": FLOAT, "tokens": TOKENS, "image": IMAGE}
 
 
 def edge_type(text: str) -> EdgeType:
-    """Of a type as `configs.pipeline` has checked it, without `optional`."""
+    """Return the type of a name that `configs.pipeline` has checked, without `optional`."""
     parsed = parse_tensor_type(text)
-    return NAMED[text] if parsed is None else EdgeType(cast("Datatype", parsed[0]), parsed[1])
+    return _NAMED[text] if parsed is None else EdgeType(cast("Datatype", parsed[0]), parsed[1])
 
 
 def batch_of(tensor: TensorValue, type_: EdgeType) -> Batch:
-    """What a request gave for an input of `type_`. Raises InvalidRequest."""
+    """Return the batch that a request gave for an input of `type_`. Raises: InvalidRequest."""
     if tensor.datatype != type_.datatype or not _fits(tensor.shape, type_.shape):
         given = f"{tensor.datatype}{list(tensor.shape)}"
         expected = f"{type_.datatype}{list(type_.shape)}"
@@ -74,7 +75,7 @@ def batch_of(tensor: TensorValue, type_: EdgeType) -> Batch:
 
 
 def tensor_of(name: str, batch: Batch, type_: EdgeType) -> TensorValue:
-    """A batch as the outside sees it."""
+    """Return a batch as a tensor."""
     if type_ == TEXT:
         return text_tensor(name, cast("list[str]", batch))
     if type_ == TOKENS:
@@ -88,7 +89,7 @@ def tensor_of(name: str, batch: Batch, type_: EdgeType) -> TensorValue:
 
 
 def stacked(rows: Sequence[Any], type_: EdgeType) -> Batch:
-    """One batch of the items' values. Raises ValueError for arrays of different shapes."""
+    """Return one batch of the items' values. Raises: ValueError for arrays of different shapes."""
     if type_ in (TEXT, TOKENS):
         return list(rows)
     arrays = [np.asarray(row, dtype=NUMPY_DTYPES[type_.datatype]) for row in rows]
@@ -99,7 +100,7 @@ def stacked(rows: Sequence[Any], type_: EdgeType) -> Batch:
 
 
 def items_of(batch: Batch) -> list[Any]:
-    """The items one by one: Python numbers where an item is one number, rows of the array otherwise."""
+    """Return the items one by one: Python numbers where an item is one number, rows of the array otherwise."""
     if isinstance(batch, np.ndarray):
         return batch.tolist() if batch.ndim == 1 else list(batch)
     return list(batch)

@@ -12,7 +12,7 @@ _PREFIX = "stages."
 
 @contextlib.contextmanager
 def named_failures(pipeline: str, stage: str) -> Iterator[None]:
-    """What `stage` raises becomes a ServiceError of the same class whose message begins with pipeline and stage.
+    """Turn what `stage` raises into a ServiceError of the same class whose message begins with pipeline and stage.
 
     One that has a stage's name already keeps it: `param` shows that, also on the way out of another process.
     """
@@ -31,6 +31,7 @@ def named_failures(pipeline: str, stage: str) -> Iterator[None]:
 
 
 def stage_warnings(stage: str, warnings: Iterable[str]) -> list[str]:
+    """Return the warnings with the name of their stage."""
     return [f"stage {stage!r}: {warning}" for warning in warnings]
 
 

@@ -27,7 +27,7 @@ class Classification(NamedTuple):
 
 
 def sum_question(text: str) -> str:
-    """The sum in a text, as a question: "3+4" -> "What is 3 + 4?"."""
+    """Return the sum in a text as a question: "3+4" -> "What is 3 + 4?"."""
     match = _SUM.fullmatch(text)
     if match is None:
         raise ValueError(f"expected a sum of two whole numbers below 100 such as 3 + 4, got {text[:80]!r}")
@@ -35,7 +35,7 @@ def sum_question(text: str) -> str:
 
 
 def whole_number(text: str) -> int:
-    """The only whole number in a text: "It is 12." -> 12."""
+    """Return the only whole number in a text: "It is 12." -> 12."""
     found = re.findall(r"-?[0-9]+", text)
     if len(found) != 1 or len(found[0]) > 18:
         raise ValueError(f"expected a text with one whole number, got {text[:80]!r}")
@@ -43,7 +43,7 @@ def whole_number(text: str) -> int:
 
 
 def single_digit(text: str) -> int:
-    """The same, from 0 to 9."""
+    """Return the only whole number in a text, which must be from 0 to 9."""
     number = whole_number(text)
     if not 0 <= number <= 9:
         raise ValueError(f"expected a number from 0 to 9, got {number}")
@@ -51,7 +51,7 @@ def single_digit(text: str) -> int:
 
 
 def number_word(number: int) -> str:
-    """7 -> "seven", 42 -> "forty-two"."""
+    """Spell a number: 7 -> "seven", 42 -> "forty-two"."""
     if not 0 <= number < 100:
         raise ValueError(f"expected a number from 0 to 99, got {number}")
     if number < len(_ONES):
@@ -61,7 +61,7 @@ def number_word(number: int) -> str:
 
 
 def fill_template(template: str, **values: str | int | float) -> str:
-    """ "a {size} house" with size=big -> "a big house". Nothing but names is read in the braces."""
+    """Fill in a template: "a {size} house" with size=big -> "a big house". Only names are read in the braces."""
 
     def value(match: re.Match[str]) -> str:
         if match[1] not in values:
@@ -72,18 +72,19 @@ def fill_template(template: str, **values: str | int | float) -> str:
 
 
 def join_texts(first: str, second: str, separator: str = " ") -> str:
+    """Join two texts."""
     return f"{first}{separator}{second}"
 
 
 def softmax(scores: Vector) -> Vector:
-    """Any scores -> positive ones that add up to 1."""
+    """Turn scores into positive ones that add up to 1."""
     exponentials = np.exp(scores.astype(np.float64) - scores.max())
     probabilities: Vector = (exponentials / exponentials.sum()).astype(np.float32)
     return probabilities
 
 
 def classify(logits: Vector, labels: tuple[str, ...]) -> Classification:
-    """Softmax, and the name of the highest one."""
+    """Return the label of the highest score, and the softmax of all."""
     if len(logits) != len(labels):
         # Not the fault of who asks: a mistake in the config that only the model's answer shows.
         raise RuntimeError(f"the model gives {len(logits)} scores, but the config has {len(labels)} labels")

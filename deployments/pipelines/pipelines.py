@@ -1,4 +1,4 @@
-"""The pipelines of a cluster: which there are, what they take and give, and running them."""
+"""The pipelines of a cluster: their names, their signatures, and running them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ KnownModels = Callable[[], Mapping[str, KnownModel]]
 
 
 class Pipelines:
-    """Plans follow the models: `models` tells those that can be used now, and is asked at every call.
+    """The pipelines of a config. `models` returns the models that can be used now.
+
+    It is called for every request: plans follow the models.
 
     `limits` bound the items of one request, `max_timeout_s` how long any takes.
     """
@@ -48,11 +50,11 @@ class Pipelines:
         return name in self._configs
 
     def names(self) -> list[str]:
-        """In the order of the config, those included that cannot run now."""
+        """Return the names in the order of the config, those included that cannot run now."""
         return list(self._configs)
 
     def problem(self, name: str) -> str | None:
-        """Why the pipeline cannot run now; None if it can."""
+        """Return the reason why the pipeline cannot run now; None if it can."""
         try:
             self.plan(name)
         except ModelUnavailable as error:
@@ -60,14 +62,18 @@ class Pipelines:
         return None
 
     def signature(self, name: str) -> Signature:
-        """Raises UnknownModel, or ModelUnavailable with the reasons: what a pipeline gives depends on its models."""
+        """Return what the pipeline takes and gives, which depends on its models.
+
+        Raises: UnknownModel, or ModelUnavailable with the reasons.
+        """
         return self.plan(name).signature
 
     def description(self, name: str) -> str:
+        """Return the text that the config has about the pipeline. Raises: UnknownModel."""
         return self._config(name).description
 
     def plan(self, name: str) -> PipelinePlan:
-        """Raises UnknownModel or ModelUnavailable."""
+        """Return the plan, made anew when a model of it has changed. Raises: UnknownModel, ModelUnavailable."""
         config = self._config(name)
         models = self._models()
         used = {stage.model or stage.tokenizer or "" for stage in config.stages} & models.keys()
@@ -81,15 +87,15 @@ class Pipelines:
             self._plans[name] = known
         return known[1]
 
-    async def run(self, request: PipelineRequest) -> PipelineResult:
-        """Raises the ServiceErrors of `deployments.errors`; those of a stage begin with its name."""
+    async def run_pipeline(self, request: PipelineRequest) -> PipelineResult:
+        """Run a pipeline. Raises: the ServiceErrors of `deployments.errors`; those of a stage begin with its name."""
         plan = self.plan(request.pipeline)
         inputs, num_items = self._inputs(plan, request)
         if request.timeout_s is not None and not 0 < request.timeout_s < float("inf"):
             raise InvalidRequest(f"timeout_s must be a positive number of seconds, got {request.timeout_s}", "timeout")
         run = PipelineRun(plan, inputs, num_items, self._ask, priority=request.priority, timeout_s=request.timeout_s)
         async with Deadline(self._max_timeout_s).bounding():
-            await run.run()
+            await run.run_stages()
         outputs = {
             spec.name: tensor_of(spec.name, run.values[plan.outputs[spec.name]], plan.output_types[spec.name])
             for spec in plan.signature.outputs
@@ -97,7 +103,7 @@ class Pipelines:
         return PipelineResult(outputs, run.timings_ms, run.warnings)
 
     def _most_items(self, plan: PipelinePlan) -> int:
-        """Every item is a request of its own for each model that makes images or text."""
+        """Return the most items of one request: each is a request of its own for models that make images or text."""
         limits = self._limits
         per_action = {"generate": limits.max_images, "write": limits.max_prompts}
         return min(per_action.get(stage.action, limits.max_pipeline_items) for stage in plan.stages())
@@ -108,7 +114,7 @@ class Pipelines:
         return self._configs[name]
 
     def _inputs(self, plan: PipelinePlan, request: PipelineRequest) -> tuple[dict[str, Batch], int]:
-        """Batches of one length; an input of one item goes for all."""
+        """Return batches of one length, and the length. An input of one item is repeated."""
         for name in request.inputs:
             if name not in plan.inputs:
                 known = nearest_name(name, plan.inputs)

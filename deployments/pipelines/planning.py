@@ -1,6 +1,6 @@
-"""Config -> plan, or every mistake in it. Pure but for the import of functions.
+"""Plans of pipelines from their configs, or every mistake in them. Pure but for the import of functions.
 
-Two stages, because the kinds of models are known only once they are in the store: `check_functions` when the config
+Checked twice, because the kinds of models are known only once they are in the store: `check_functions` when the config
 is loaded, `plan_pipeline` when the models are known. Both report what `configs.pipeline` could not know.
 """
 
@@ -31,7 +31,7 @@ DEFAULT_MAX_BATCH_SIZE = 32
 
 
 class PipelineUnusable(ValueError):
-    """A pipeline that cannot run as it is written. `problems` say where."""
+    """A pipeline cannot run as it is written; `problems` say where."""
 
     def __init__(self, pipeline: str, problems: list[PipelineProblem]) -> None:
         lines = "; ".join(f"{'.'.join(map(str, problem.location))}: {problem.text}" for problem in problems)
@@ -40,18 +40,18 @@ class PipelineUnusable(ValueError):
 
 
 def check_functions(config: PipelineConfig) -> list[PipelineProblem]:
-    """What is wrong with the pipeline whatever its models turn out to be."""
-    return check_pipeline(config, None).problems
+    """Return what is wrong with the pipeline whatever its models turn out to be."""
+    return _check_pipeline(config, None).problems
 
 
 def plan_pipeline(
     config: PipelineConfig, models: Mapping[str, KnownModel], max_batch_size: int = DEFAULT_MAX_BATCH_SIZE
 ) -> PipelinePlan:
-    """`models`: all that are known, by id. `max_batch_size`: items that segments have memory planned for.
+    """Return the plan of a pipeline. `models` are all known ones, by id.
 
-    Raises PipelineUnusable with all problems.
+    Segments have memory planned for `max_batch_size` items. Raises: PipelineUnusable with all problems.
     """
-    checked = check_pipeline(config, models)
+    checked = _check_pipeline(config, models)
     if checked.problems:
         raise PipelineUnusable(config.id, checked.problems)
     by_name = {stage.name: _stage_plan(checked, stage) for stage in config.stages}
@@ -73,7 +73,7 @@ def plan_pipeline(
 def plan_segments(
     configs: Iterable[PipelineConfig], models: Mapping[str, KnownModel], max_batch_size: int
 ) -> list[SegmentPlan]:
-    """Of all pipelines that can run with these models: what a replica has to have memory for."""
+    """Return the segments of all pipelines that can run with these models: a replica needs memory for them."""
     segments: list[SegmentPlan] = []
     for config in configs:
         with contextlib.suppress(PipelineUnusable):  # who asks for it is told why
@@ -81,7 +81,7 @@ def plan_segments(
     return segments
 
 
-def _stage_plan(checked: CheckedPipeline, stage: StageConfig) -> StagePlan:
+def _stage_plan(checked: _CheckedPipeline, stage: StageConfig) -> StagePlan:
     ports = checked.ports[stage.name]
     assert ports is not None
     edges = {name: checked.edge(reference) for name, reference in stage.references.items()}
@@ -93,8 +93,8 @@ _ACTIONS: Mapping[str, Action] = {"diffusion": "generate", "llm": "write", "embe
 
 
 @dataclass(slots=True)
-class CheckedPipeline:
-    """What is known of a pipeline. `ports` has None for a stage that nothing is known of."""
+class _CheckedPipeline:
+    """A pipeline with the types of its edges. `ports` has None for a stage of unknown ports."""
 
     inputs: dict[str, EdgeType]
     optional: frozenset[str]
@@ -117,11 +117,11 @@ class CheckedPipeline:
         return ports.outputs[edge.name]
 
 
-def check_pipeline(config: PipelineConfig, models: Mapping[str, KnownModel] | None) -> CheckedPipeline:
-    """`models` None: not known yet, and nothing said about them. Collects every problem."""
+def _check_pipeline(config: PipelineConfig, models: Mapping[str, KnownModel] | None) -> _CheckedPipeline:
+    """Check all stages and edges, and collect every problem. `models` None: not known yet, nothing is said of them."""
     inputs = {name: edge_type(plain_type(text)) for name, text in config.inputs.items()}
     optional = frozenset(name for name, text in config.inputs.items() if is_optional(text))
-    checked = CheckedPipeline(inputs, optional)
+    checked = _CheckedPipeline(inputs, optional)
     for index, stage in enumerate(config.stages):
         try:
             checked.ports[stage.name], checked.actions[stage.name] = _ports_of_stage(stage, models)
@@ -173,7 +173,7 @@ def _ports_of_stage(stage: StageConfig, models: Mapping[str, KnownModel] | None)
     return ports, _ACTIONS[kind]
 
 
-def _parameter_problems(checked: CheckedPipeline, stage: StageConfig, ports: Ports) -> Iterator[PipelineProblem]:
+def _parameter_problems(checked: _CheckedPipeline, stage: StageConfig, ports: Ports) -> Iterator[PipelineProblem]:
     target = stage.function or stage.tokenizer or stage.model
     for name in stage.inputs:
         parameter = ports.parameters.get(name) or ports.extra
@@ -204,7 +204,7 @@ def _parameter_problems(checked: CheckedPipeline, stage: StageConfig, ports: Por
 
 
 def _edge_problems(
-    checked: CheckedPipeline, name: str, parameter: Parameter, reference: Reference
+    checked: _CheckedPipeline, name: str, parameter: Parameter, reference: Reference
 ) -> Iterator[PipelineProblem]:
     where = ("inputs", name)
     if parameter.element is not None:
@@ -219,7 +219,7 @@ def _edge_problems(
         yield PipelineProblem(where, f"expected {parameter}, but {reference} is {given}")
 
 
-def _is_known(checked: CheckedPipeline, reference: Reference) -> bool:
+def _is_known(checked: _CheckedPipeline, reference: Reference) -> bool:
     if reference.source in checked.inputs:
         return True
     ports = checked.ports.get(reference.source)
@@ -229,9 +229,9 @@ def _is_known(checked: CheckedPipeline, reference: Reference) -> bool:
 
 
 def _output_problems(
-    checked: CheckedPipeline, references: Mapping[tuple[str, str], Reference]
+    checked: _CheckedPipeline, references: Mapping[tuple[str, str], Reference]
 ) -> Iterator[PipelineProblem]:
-    """References to stages that have no such output, or several to choose from."""
+    """Yield references to stages that have no such output, or several to choose from."""
     for where, reference in references.items():
         ports = checked.ports.get(reference.source)
         if reference.source in checked.inputs or ports is None or _is_known(checked, reference):

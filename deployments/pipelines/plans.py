@@ -1,4 +1,7 @@
-"""A checked pipeline: what runs, from what, where. Values only; segments of it travel to other processes."""
+"""Plans: the stages of a checked pipeline, their inputs, and where they run. Values only.
+
+Segments of a plan travel to other processes.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ PIPELINE_INPUT: Final = ""
 
 
 class Edge(NamedTuple):
-    """One named value: an output of a stage, or an input of the pipeline (stage PIPELINE_INPUT)."""
+    """A named value: an output of a stage, or an input of the pipeline (stage PIPELINE_INPUT)."""
 
     stage: str
     name: str
@@ -25,7 +28,7 @@ class Edge(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StagePlan:
-    """`target` is the model, or the function's name. `edges` and `literals` are by parameter."""
+    """A stage. `target` is the model, or the function's name. `edges` and `literals` are by parameter."""
 
     name: str
     action: Action
@@ -36,7 +39,7 @@ class StagePlan:
 
     @property
     def needs(self) -> frozenset[str]:
-        """The stages that it takes something from."""
+        """Return the stages that it takes something from."""
         return frozenset(edge.stage for edge in self.edges.values()) - {PIPELINE_INPUT}
 
 
@@ -73,7 +76,7 @@ class SegmentPlan:
 
     @property
     def needs(self) -> frozenset[str]:
-        """Stages outside that it takes something from."""
+        """Return the stages outside that it takes something from."""
         inside = {stage.name for stage in self.stages}
         return frozenset(name for stage in self.stages for name in stage.needs) - inside
 
@@ -87,7 +90,7 @@ Unit: TypeAlias = StagePlan | SegmentPlan
 
 @dataclass(frozen=True, slots=True)
 class PipelinePlan:
-    """`units` are in an order in which they could run one after the other."""
+    """A checked pipeline. `units` are in an order in which they could run one after the other."""
 
     id: str
     signature: Signature
@@ -122,7 +125,7 @@ class SegmentCall:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SegmentResult:
-    """`timings_ms` by stage, and `warnings`, those of earlier segments whose results came along included."""
+    """The results of a segment. `timings_ms` (by stage) and `warnings` include those of earlier segments that came."""
 
     outputs: Mapping[Edge, Batch]
     timings_ms: Mapping[str, float]

@@ -1,22 +1,21 @@
-"""What a stage takes and gives: parameters and outputs of models by kind, with their types."""
+"""Ports of stages: the parameters and outputs of models by kind, with their types."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Final, Literal, TypeAlias
+from typing import Final
 
 from cluster.registry.directory import ModelRecord
 from configs.pipeline import Argument
 from deployments.pipelines.edge_types import BOOL, FLOAT, IMAGE, INT, TEXT, TOKENS, EdgeType
 
-ModelKind: TypeAlias = Literal["diffusion", "llm", "embedding", "head"]
 MODEL_KINDS: Final = ("diffusion", "llm", "embedding", "head")
 
 
 @dataclass(frozen=True, slots=True)
 class KnownModel:
-    """What the directory says of a model. Sizes are of one item, None where nobody has said.
+    """A model of the directory as a pipeline sees it. Sizes are of one item, None where unknown.
 
     `problem` says why it cannot be used now ("is still being registered", say).
     """
@@ -29,7 +28,7 @@ class KnownModel:
 
 
 def known_model(record: ModelRecord) -> KnownModel:
-    """What a pipeline has to know of it."""
+    """Return the model as a pipeline sees it."""
     kind, sizes = record.kind or "", record.features
     if not record.serves:
         return KnownModel(kind, problem=f"is {record.state}{record.error and ': '}{record.error}")
@@ -40,7 +39,7 @@ def known_model(record: ModelRecord) -> KnownModel:
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """`types` may come along an edge. `element` is for parameters that are a list in the config, and no edge."""
+    """A parameter. `types` may come along an edge; `element` is the type in a list, which only the config can give."""
 
     types: tuple[EdgeType, ...] = ()
     required: bool = True
@@ -50,6 +49,7 @@ class Parameter:
         return f"list of {self.element.__name__}" if self.element else " or ".join(str(type_) for type_ in self.types)
 
     def takes_literal(self, value: Argument) -> bool:
+        """Return whether `value`, written in the config, is of this parameter's type."""
         if self.element is not None:
             return isinstance(value, tuple) and all(_is(item, self.element) for item in value)
         return any(_is(value, _LITERALS[type_]) for type_ in self.types if type_ in _LITERALS)
@@ -57,7 +57,9 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Ports:
-    """`extra` is the type of any further parameter; of each set in `one_of`, exactly one is given; a key of
+    """Parameters and outputs of a stage.
+
+    `extra` is the type of any further parameter; of each set in `one_of`, exactly one is given; a key of
     `goes_with` is given only together with its value.
     """
 
@@ -115,7 +117,7 @@ _LLM: Final = Ports(
 
 
 def ports_of(model: KnownModel) -> Ports | None:
-    """None for a kind that a pipeline has no use for."""
+    """Return the ports of a model; None for a kind that a pipeline has no use for."""
     if model.kind == "embedding":
         return Ports(
             {"text": _optional(TEXT), "tokens": _optional(TOKENS)},

@@ -51,7 +51,7 @@ NUMPY_DTYPES: Final[dict[Datatype, np.dtype[Any]]] = {
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """What a model takes or gives under one name. `shape` has -1 where any size goes, batch dimension included.
+    """A tensor that a model takes or gives. `shape` has -1 where any size goes, batch dimension included.
 
     `optional` inputs may be left out of a request.
     """
@@ -64,7 +64,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorValue:
-    """One named tensor. `data` has the dtype of NUMPY_DTYPES[datatype] and its shape is the tensor's."""
+    """A named tensor. `data` has the dtype of NUMPY_DTYPES[datatype] and its shape is the tensor's."""
 
     name: str
     datatype: Datatype
@@ -76,7 +76,7 @@ class TensorValue:
 
 
 def bytes_data(elements: Sequence[bytes]) -> npt.NDArray[np.object_]:
-    """Data of a BYTES tensor of shape (len(elements),)."""
+    """Return the data of a BYTES tensor of shape (len(elements),)."""
     # np.array(list of bytes) would make a fixed-width dtype that drops trailing zero bytes.
     array = np.empty(len(elements), np.object_)
     array[:] = elements
@@ -84,13 +84,13 @@ def bytes_data(elements: Sequence[bytes]) -> npt.NDArray[np.object_]:
 
 
 def text_tensor(name: str, texts: Sequence[str]) -> TensorValue:
-    """BYTES of shape (len(texts),): UTF-8, a question mark for half of a surrogate pair."""
+    """Return BYTES of shape (len(texts),): UTF-8, a question mark for half of a surrogate pair."""
     return TensorValue(name, "BYTES", bytes_data([text.encode(errors="replace") for text in texts]))
 
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """What a pipeline takes and gives, in the order in which the config declares it.
+    """The inputs and outputs of a model or pipeline, of the latter in the order of its config.
 
     Optional inputs have a default in the config.
     """
@@ -102,7 +102,10 @@ class Signature:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PipelineRequest:
-    """`priority` 1 is the most urgent, 0 every stage's default; `timeout_s` bounds the whole run."""
+    """A request for a pipeline.
+
+    `priority` 1 is the most urgent, 0 every stage's default; `timeout_s` bounds the whole run.
+    """
 
     pipeline: str
     inputs: Mapping[str, TensorValue]
@@ -112,7 +115,10 @@ class PipelineRequest:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PipelineResult:
-    """`timings_ms` has one entry per stage, by its name, and "total". `warnings` begin with their stage's name."""
+    """The answer of a pipeline.
+
+    `timings_ms` has one entry per stage, by its name, and "total". `warnings` begin with their stage's name.
+    """
 
     outputs: dict[str, TensorValue]
     timings_ms: dict[str, float] = field(default_factory=dict)

@@ -44,12 +44,12 @@ class SegmentReply(Protocol):
 
     @property
     def response(self) -> Any:
-        """What stands for the result among the arguments of the next call."""
+        """Return what stands for the result among the arguments of the next call."""
 
     def __await__(self) -> Generator[Any, None, SegmentResult]: ...
 
     def cancel(self) -> object:
-        """Nobody waits for it any more; nothing happens if it is there already."""
+        """Cancel the call; nothing happens if the result is there already."""
 
 
 class ModelCalls(Protocol):
@@ -62,14 +62,17 @@ class ModelCalls(Protocol):
     async def complete(self, request: CompletionRequest, /) -> TextResult: ...
 
     def run_segment(self, call: SegmentCall, upstream: tuple[SegmentReply, ...], /) -> SegmentReply:
-        """Returns at once. `upstream` are results that hold inputs of the segment, and may not be there yet."""
+        """Begin a segment and return at once.
+
+        `upstream` are results that hold inputs of the segment, and may not be there yet.
+        """
 
 
 ResultT = TypeVar("ResultT")
 
 
 class PipelineRun:
-    """Values of one request. `values` holds the inputs that were given, and after `run` the outputs too.
+    """One run. `values` holds the inputs that were given, and after `run_stages` the outputs too.
 
     Results of segments that only other segments need never come here: their replies are handed on. If such a segment
     fails, that shows when the next one is asked.
@@ -104,15 +107,15 @@ class PipelineRun:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Each begins with its stage's name."""
+        """Return the warnings. Each begins with its stage's name."""
         return tuple(dict.fromkeys(self._warnings))  # results of one segment may come along several ways
 
-    async def run(self) -> None:
-        """Raises the ServiceError of the stage that failed first, its name in front, or DeadlineExceeded."""
+    async def run_stages(self) -> None:
+        """Run all stages. Raises: the error of the stage that failed first, its name in front, or DeadlineExceeded."""
         deadline = asyncio.timeout(self._timeout_s)
         try:
             async with deadline:
-                await together([self._run_unit(unit) for unit in self._plan.units])
+                await run_together([self._run_unit(unit) for unit in self._plan.units])
             self._open.clear()  # all of them went into what is here now
         except TimeoutError:
             if not deadline.expired():
@@ -182,20 +185,20 @@ class PipelineRun:
         self._ready[stage.name].set()
 
     async def _ask_model(self, stage: StagePlan, batches: Mapping[str, Batch]) -> dict[str, Batch]:
-        """One request per item, all at once: the engines merge them."""
+        """Send one request per item, all at once: the engines batch them."""
         columns = {name: items_of(batch) for name, batch in batches.items()}
         items = [
             {**stage.literals, **{name: column[index] for name, column in columns.items()}, "model": stage.target}
             for index in range(self._num_items)
         ]
         if stage.action == "generate":
-            pictures = await together([self._ask.generate(as_record(ImageRequest, item)) for item in items])
-            self._note(stage, pictures)
+            results = await run_together([self._ask.generate(as_record(ImageRequest, item)) for item in items])
+            self._note(stage, results)
             try:
-                return {"image": stacked([picture.images[0] for picture in pictures], IMAGE)}
+                return {"image": stacked([result.images[0] for result in results], IMAGE)}
             except ValueError as error:
                 raise InvalidRequest(f"images of one request have one size; {error}", "width") from None
-        texts = await together([self._text(item) for item in items])
+        texts = await run_together([self._text(item) for item in items])
         self._note(stage, texts)
         return {"text": [text.text for text in texts]}
 
@@ -210,14 +213,14 @@ class PipelineRun:
         self._warnings += stage_warnings(stage.name, warnings_by_item([result.warnings for result in results]))
 
     def _remaining_s(self) -> float | None:
-        """At least a little: zero would be refused as no time at all, while the deadline here says it better."""
+        """Return the time left, at least a little: zero would be refused, while the deadline here says it better."""
         if self._timeout_s is None:
             return None
         return max(1e-3, self._timeout_s - (self._clock() - self._start))
 
 
-async def together(work: Sequence[Coroutine[Any, Any, ResultT]]) -> list[ResultT]:
-    """All at once. When one fails, the others are cancelled, and that one's error is raised."""
+async def run_together(work: Sequence[Coroutine[Any, Any, ResultT]]) -> list[ResultT]:
+    """Run coroutines side by side and return their results. The first failure cancels the others and is raised."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(coroutine) for coroutine in work]

@@ -1,4 +1,8 @@
-"""Which stages of a pipeline run together in one call of the text-encoder service, and in which memory. Pure."""
+"""Segments: stages that run together in one call of the text-encoder service, and their memory plan. Pure.
+
+The memory plan is greedy by size, as in ggml's allocator and TFLite's memory planner: the largest tensor first, each at
+the lowest place that is free for as long as it lives. All share one arena.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ from deployments.pipelines.records import NUMPY_DTYPES
 
 
 def form_units(pipeline: str, stages: Sequence[StagePlan], outputs: Sequence[Edge], max_batch_size: int) -> list[Unit]:
-    """`stages` in an order in which they can run. The units come in such an order too.
+    """Return the units of a pipeline. `stages` are in an order in which they can run, and so are the units.
 
     A stage joins the segment that it takes something from when that makes the segment wait for nothing more: what
     can run side by side still does, and no cycle of segments can come to be.
@@ -77,7 +81,7 @@ def _unit(
 
 
 def _buffers(group: Sequence[StagePlan], max_batch_size: int) -> dict[Edge, tuple[int, ...]]:
-    """Of what models give: texts and token ids are Python's, what functions give is numpy's."""
+    """Return the shapes of what models give. Texts and token ids are Python's, what functions give is numpy's."""
     shapes = {}
     for stage in group:
         if stage.action not in ("embed", "head"):
@@ -112,11 +116,12 @@ class BufferNeed:
     last: int
 
     def meets(self, other: BufferNeed) -> bool:
-        """Whether both are alive during some stage. What a stage reads lives while it writes."""
+        """Return whether both are alive during some stage. The inputs of a stage live while it writes."""
         return self.first <= other.last and other.first <= self.last
 
 
 def plan_memory(needs: Sequence[BufferNeed]) -> MemoryPlan:
+    """Return places for all tensors; those that meet do not overlap."""
     offsets: dict[Edge, int] = {}
     placed: list[BufferNeed] = []
     for need in sorted(needs, key=lambda need: (-need.nbytes, need.first)):

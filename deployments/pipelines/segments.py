@@ -1,4 +1,8 @@
-"""Device memory for the intermediate tensors of segments, allocated before requests come."""
+"""Segments of pipelines inside one replica: their intermediate tensors stay on the device. Free of Ray.
+
+The places of tensors were decided when the pipeline was planned (`segmenting.py`); a run allocates none of those whose
+sizes are known. Requests larger than the plan run in chunks.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +26,9 @@ from deployments.pipelines.stage_functions import find_function
 
 
 class ArenaPool:
-    """`num_arenas` runs at once have an arena each; all segments share them, so each is as large as the largest needs.
+    """Device memory for intermediate tensors, allocated before requests come.
+
+    `num_arenas` runs at once have an arena each. All segments share them, so each is as large as the largest needs.
 
     Further runs, and those of a segment nobody has prepared, get temporary memory, which is counted.
     """
@@ -34,15 +40,15 @@ class ArenaPool:
         self._device = device
         self._free: list[torch.Tensor] = []
 
-    def prepare(self, nbytes: int) -> None:
-        """Have arenas for runs that need so much. Smaller ones that are in use are not taken back."""
+    def prepare_arenas(self, nbytes: int) -> None:
+        """Allocate arenas of `nbytes`. Smaller ones that are in use are not taken back."""
         if nbytes > self.nbytes:
             self.nbytes = nbytes
             self._free = [self._allocated(nbytes) for _ in range(self._num_arenas)]
 
     @contextlib.contextmanager
     def arena(self, nbytes: int) -> Iterator[torch.Tensor]:
-        """At least `nbytes` of uint8."""
+        """Lend an arena: at least `nbytes` of uint8."""
         if self._free and 0 < nbytes <= self.nbytes:
             taken = self._free.pop()
         else:
@@ -66,26 +72,26 @@ _Value = Batch | torch.Tensor
 
 
 class SegmentOps(Protocol):
-    """What the replica does for one call: its leases, its cache, its merger, the call's priority and time."""
+    """The operations of a replica for one call: its leases, cache and batcher, the call's priority and time."""
 
     async def tokenize(self, model: str, texts: Sequence[str], first: int) -> list[tuple[int, ...]]:
-        """`first` is the number of the first text among the items of the request; so for `encode`."""
+        """Return token ids. `first` is the number of the first text among the items of the request; so for `encode`."""
 
     async def encode(
         self, model: str, texts: Sequence[str] | Sequence[tuple[int, ...]], first: int
     ) -> Sequence[torch.Tensor]:
-        """One embedding (D,) per text or token ids, on any device."""
+        """Return one embedding (D,) per text or token ids, on any device."""
 
     async def head(self, model: str, features: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
-        """(n, in) -> (n, out), both on the device; written to `out` and that returned, if it is given."""
+        """Apply a linear layer: (n, in) -> (n, out), both on the device; written to `out` if it is given."""
 
     def take_warnings(self) -> Sequence[str]:
-        """What the caller should be told of the calls since it was asked last."""
+        """Return the warnings of the calls since the last time."""
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentStats:
-    """Since the replica began. `num_temporary`: arenas beyond the prepared ones, and tensors of unknown size."""
+    """Figures since the replica began. `num_temporary`: arenas beyond the prepared ones, tensors of unknown size."""
 
     num_calls: int
     num_chunks: int
@@ -94,23 +100,24 @@ class SegmentStats:
 
 
 class SegmentRunner:
-    """One per replica; lives on one event loop. `num_arenas` calls at once run without allocating."""
+    """The runner of one replica. `num_arenas` calls at once run without allocating. Lives on one event loop."""
 
     def __init__(self, device: torch.device | str = "cpu", num_arenas: int = 8) -> None:
         self._pool = ArenaPool(num_arenas, torch.device(device))
         self._num_calls = self._num_chunks = self._num_unplanned = 0
 
-    def prepare(self, plan: SegmentPlan) -> None:
-        """Allocate what it needs now, rather than with its first request."""
-        self._pool.prepare(plan.memory.nbytes)
+    def prepare_segment(self, plan: SegmentPlan) -> None:
+        """Allocate the memory of a segment now, rather than with its first request."""
+        self._pool.prepare_arenas(plan.memory.nbytes)
 
     def stats(self) -> SegmentStats:
+        """Return the figures so far."""
         num_temporary = self._pool.num_temporary + self._num_unplanned
         return SegmentStats(self._num_calls, self._num_chunks, num_temporary, self._pool.nbytes)
 
-    async def run(self, call: SegmentCall, upstream: Sequence[SegmentResult], ops: SegmentOps) -> SegmentResult:
-        """Raises ServiceErrors that begin with the stage's name."""
-        self.prepare(call.plan)
+    async def run_segment(self, call: SegmentCall, upstream: Sequence[SegmentResult], ops: SegmentOps) -> SegmentResult:
+        """Run a segment. Raises: ServiceErrors that begin with the stage's name."""
+        self.prepare_segment(call.plan)
         self._num_calls += 1
         given = dict(call.inputs)
         timings_ms: dict[str, float] = {}
@@ -127,7 +134,7 @@ class SegmentRunner:
             chunk = {edge: batch[rows] for edge, batch in given.items()}
             with self._pool.arena(call.plan.memory.nbytes) as arena:
                 work = _Chunk(call.plan, chunk, rows, arena, ops, spent_ms, warnings)
-                for edge, batch in (await work.run()).items():
+                for edge, batch in (await work.run_stages()).items():
                     collected[edge].append(batch)
                 self._num_unplanned += sum(edge not in call.plan.buffers for edge in _model_edges(call.plan))
         outputs = {edge: _joined(batches) for edge, batches in collected.items()}
@@ -157,7 +164,7 @@ class _Chunk:
         self._first = rows.start
         self._num_items = rows.stop - rows.start
 
-    async def run(self) -> dict[Edge, Batch]:
+    async def run_stages(self) -> dict[Edge, Batch]:
         results: dict[Edge, Batch] = {}
         for stage in self._plan.stages:
             start = time.perf_counter()
@@ -194,7 +201,7 @@ class _Chunk:
         return self._stacked(type_, await self._ops.encode(stage.target, texts, self._first), place)
 
     def _place(self, edge: Edge) -> torch.Tensor | None:
-        """Where the plan puts the tensor; None when its size is not known before it is there."""
+        """Return the tensor's place of the plan; None when its size is not known before it is there."""
         shape = self._plan.buffers.get(edge)
         if shape is None:
             return None

@@ -37,7 +37,7 @@ from deployments.pipelines.edge_types import (
 from deployments.pipelines.functions import SHIPPED
 from deployments.pipelines.ports import Parameter, Ports
 
-ONLY_OUTPUT: Final = "output"
+_ONLY_OUTPUT: Final = "output"
 _EDGES: Final[dict[Any, EdgeType]] = {
     str: TEXT,
     int: INT,
@@ -61,7 +61,7 @@ _ITEM_TYPES: Final[dict[EdgeType, type | tuple[type, ...]]] = {
 
 
 class FunctionUnusable(ValueError):
-    """No function of that name can be a stage; says why."""
+    """A name that is no function for a stage; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +74,9 @@ class StageFunction:
     several: bool
 
     def __call__(self, arguments: Mapping[str, Batch], literals: Mapping[str, Any], num_items: int) -> dict[str, Batch]:
-        """All items, one after the other. Blocking.
+        """Call the function for all items, one after the other. Blocking.
 
-        Raises InvalidRequest where the function raises ValueError, GenerationFailed for anything else.
+        Raises: InvalidRequest where the function raises ValueError, GenerationFailed for anything else.
         """
         columns = {name: self._items(name, batch) for name, batch in arguments.items()}
         rows = []
@@ -131,7 +131,7 @@ class StageFunction:
 
 @lru_cache(maxsize=256)
 def find_function(name: str) -> StageFunction:
-    """A shipped function, or that of `module:function`. Raises FunctionUnusable."""
+    """Return a shipped function, or that of `module:function`. Raises: FunctionUnusable."""
     function = _imported(name) if ":" in name else SHIPPED.get(name)
     if function is None:
         raise FunctionUnusable(f"unknown function {name!r}{nearest_name(name, SHIPPED)}, or module:function")
@@ -181,7 +181,7 @@ def _parameter(function: str, parameter: inspect.Parameter, annotation: Any) -> 
 
 def _outputs(function: str, annotation: Any) -> tuple[dict[str, EdgeType], bool]:
     several = inspect.isclass(annotation) and issubclass(annotation, tuple) and hasattr(annotation, "_fields")
-    hints = typing.get_type_hints(annotation) if several else {ONLY_OUTPUT: annotation}
+    hints = typing.get_type_hints(annotation) if several else {_ONLY_OUTPUT: annotation}
     outputs = {}
     for name, hint in hints.items():
         type_ = _edge(hint)

@@ -66,7 +66,7 @@ class TextEncoderService(ModelReplica):
         if config.pipelines:
             models = {record.id: known_model(record) for record in await self._registry.statuses.remote()}
             for segment in plan_segments(config.pipelines, models, settings.merging.max_batch_size):
-                self._segments.prepare(segment)
+                self._segments.prepare_segment(segment)
         self._metrics = RequestMetrics()
 
     async def condition(self, request: ConditioningRequest) -> Conditioning:
@@ -118,7 +118,7 @@ class TextEncoderService(ModelReplica):
     async def run_segment(self, call: SegmentCall, *upstream: SegmentResult) -> SegmentResult:
         """Steps of a pipeline, one after the other; what they hand on stays on the device."""
         with as_service_errors():
-            return await self._segments.run(call, upstream, EncoderOps(self._host, self._encoders, call))
+            return await self._segments.run_segment(call, upstream, EncoderOps(self._host, self._encoders, call))
 
     async def retune(self, merging: MergeConfig) -> None:
         """From now on, for those who wait as well."""

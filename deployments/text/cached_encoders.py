@@ -68,6 +68,7 @@ class CachedEncoders:
                 item.padding,
                 item.long_text,
                 keep=item.role == "negative" or not item.text,
+                layer=item.layer,
             )
             for item in plan
         ]

@@ -13,6 +13,7 @@ from deployments.services.step_loop import DeviceThread
 from deployments.text.cache import EmbeddingCache, Encoding
 from deployments.text.cached_encoders import CachedEncoders
 from deployments.text.encode_jobs import EncodeJob, encoded_or_raised
+from deployments.text.keyed_encoders import is_text_encoder
 from deployments.text.records import Conditioning, ConditioningRequest
 from deployments.text.tensor_records import pack
 from weights.manifest import Component
@@ -47,4 +48,4 @@ class OwnEncoder:
 
 
 def _is_encoder(component: Component) -> bool:
-    return not is_denoise_component(component)
+    return is_text_encoder(component) and not is_denoise_component(component)

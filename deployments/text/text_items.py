@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from configs.model import LongText, TextPadding
-from deployments.engines.protocol import EngineError
+from deployments.engines.protocol import ClipLayer, EngineError
 from deployments.engines.text.chunks import level_chunks
 from deployments.engines.text.tokens import TokenizedText
 from deployments.text.keyed_encoders import KeyedEncoder
@@ -29,6 +29,7 @@ class TextItem:
     long_text: LongText = "truncate"
     as_embedding: bool = False
     keep: bool = False
+    layer: ClipLayer = "penultimate"
 
 
 def embedding_items(
@@ -57,7 +58,7 @@ def tokenize_items(items: Sequence[TextItem]) -> list[tuple[TokenizedText, ...]]
         elif item.long_text == "chunk":
             found[number] = tuple(encoder.tokenize_chunks(item.text, item.max_length))
         else:
-            alike.setdefault((encoder, item.max_length, item.padding, item.as_embedding), []).append(number)
+            alike.setdefault((encoder, item.max_length, item.padding, item.as_embedding, item.layer), []).append(number)
     for numbers in alike.values():
         first = items[numbers[0]]
         texts = first.keyed.encoder.tokenize(
@@ -65,6 +66,7 @@ def tokenize_items(items: Sequence[TextItem]) -> list[tuple[TokenizedText, ...]]
             first.max_length,
             padding=first.padding,
             as_embedding=first.as_embedding,
+            layer=first.layer,
         )
         for number, text in zip(numbers, texts, strict=True):
             _check_whole(items[number], text)

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from safetensors.torch import load_file
 
 from weights.formats.kuiper import KuiperHeader, write_kuiper
-from weights.loading.stage_transforms import DEFAULT_GROUP_SIZE, quantize
+from weights.loading.stage_transforms import DEFAULT_GROUP_SIZE, quantize_int8
 
 DEFAULT_MODEL = Path(__file__).resolve().parent / "models" / "adder"
 Q8_0 = gguf.GGMLQuantizationType.Q8_0
@@ -133,7 +133,7 @@ def export_kuiper(model: Path, file: Path) -> None:
         if weight.ndim == 1 or name == "tok_embeddings":
             arrays[f"{name}.weight"] = weight
         else:
-            arrays[f"{name}.weight"], arrays[f"{name}.scales"] = quantize(weight)
+            arrays[f"{name}.weight"], arrays[f"{name}.scales"] = quantize_int8(weight)
     write_kuiper(file, header, {name: array.tobytes for name, array in arrays.items()})
 
 

@@ -20,7 +20,7 @@ def test_a_module_is_cleared_and_bound_again_on_the_card() -> None:
     before = torch.cuda.memory_allocated()
     first.clear()
     assert torch.cuda.memory_allocated() < before
-    binding.put(second)
+    binding.put_tensors(second)
     x = torch.randn(2, 8, device="cuda")
     with torch.no_grad():
         expected = nn.functional.layer_norm(

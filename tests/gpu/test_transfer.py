@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import torch
 
+from weights.manifest import TensorRef
 from weights.memory.cuda_transfer import CudaCopy
 from weights.memory.device_arena import DeviceArena
-from weights.memory.device_records import DerivedTensor, DeviceKey
+from weights.memory.device_records import DeviceKey
 from weights.memory.transfer import Pair
 
 pytestmark = pytest.mark.gpu
@@ -75,9 +76,10 @@ def model(seed: int) -> Tensors:
 
 
 def keys_of(tensors: Tensors) -> dict[str, DeviceKey]:
-    def key(tensor: torch.Tensor) -> DerivedTensor:
+    def key(tensor: torch.Tensor) -> TensorRef:
         sha256 = hashlib.sha256(tensor.view(torch.uint8).numpy().tobytes()).hexdigest()
-        return DerivedTensor(sha256, tensor.nbytes, "BF16", tuple(tensor.shape))
+        shape = tuple(tensor.shape)
+        return TensorRef(extent="e", offset=0, nbytes=tensor.nbytes, dtype="BF16", shape=shape, sha256=sha256)
 
     return {name: key(tensor) for name, tensor in tensors.items()}
 
@@ -90,7 +92,7 @@ def test_a_switch_moves_the_difference_and_gives_the_memory_back(transfer: CudaC
     tensors, report = arena.acquire(keys_of(a), a, "a")
     assert report.moved_bytes == sum(tensor.nbytes for tensor in a.values())
     del tensors
-    arena.release_all("a")
+    arena.release([key.sha256 for key in keys_of(a).values()], "a")
     tensors, report = arena.acquire(keys_of(b), b, "b")
     assert report.moved_bytes == b["w7"].nbytes
     assert len(report.evicted) == 1
@@ -98,7 +100,7 @@ def test_a_switch_moves_the_difference_and_gives_the_memory_back(transfer: CudaC
         assert tensors[name].device == CUDA
         assert torch.equal(tensors[name].cpu(), tensor)
     del tensors, tensor
-    arena.release_all("b")
+    arena.release([key.sha256 for key in keys_of(b).values()], "b")
     arena.resize(0)
     assert torch.cuda.memory_allocated(CUDA) == before
     assert arena.stats().lingering_bytes == 0

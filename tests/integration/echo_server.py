@@ -21,8 +21,8 @@ from deployments.ingress import errors
 from deployments.ingress.kserve.grpc.server import start_grpc_server
 from deployments.ingress.kserve.inference import Inference
 from deployments.ingress.kserve.repository import Repository
-from deployments.ingress.kserve.rest import errors as rest_errors
-from deployments.ingress.kserve.rest import routes as http
+from deployments.ingress.kserve.rest import routing
+from deployments.ingress.kserve.rest.routes import create_inference_router
 from deployments.ingress.kserve.statistics import Statistics
 from deployments.pipelines.records import Datatype, PipelineRequest, PipelineResult, Signature, TensorSpec
 from deployments.records import ModelCard
@@ -49,7 +49,7 @@ class EchoBackend:
         spec = TensorSpec("value", cast("Datatype", datatype), (-1,) * int(rank))
         return Signature((spec,), (spec,))
 
-    async def run(self, request: PipelineRequest) -> PipelineResult:
+    async def run_pipeline(self, request: PipelineRequest) -> PipelineResult:
         return PipelineResult(dict(request.inputs), {"total": 0.0})
 
     async def models(self) -> list[ModelCard]:
@@ -103,7 +103,7 @@ def _app(grpc_ports: list[int]) -> FastAPI:
             await server.stop(0)
 
     app = FastAPI(lifespan=lifespan)
-    errors.install(app)
-    rest_errors.install(app)
-    app.include_router(http.create_router(inference, limits))
+    errors.install_error_handlers(app)
+    routing.install_error_handlers(app)
+    app.include_router(create_inference_router(inference, limits))
     return app

@@ -90,7 +90,7 @@ GGML_TYPES: dict[int, str] = {
 }
 
 
-class HeaderCursor:
+class _HeaderCursor:
     """Reads a header from its start and keeps its bytes. No length is believed before it fits what is left."""
 
     def __init__(self, path: Path, file: BinaryIO, file_bytes: int) -> None:
@@ -185,7 +185,7 @@ class HeaderCursor:
             )
 
 
-def _read_value(cursor: HeaderCursor, key: str) -> GgufValue:
+def _read_value(cursor: _HeaderCursor, key: str) -> GgufValue:
     """Read a typed value. Raises FormatError for an unknown type, a bool not 0 or 1, an array of arrays."""
     what = f"value of {shown(key)}"
     kind = cursor.u32(f"type of {shown(key)}")
@@ -203,7 +203,7 @@ def _read_value(cursor: HeaderCursor, key: str) -> GgufValue:
     return bool(number)
 
 
-def _read_array(cursor: HeaderCursor, key: str) -> GgufValue:
+def _read_array(cursor: _HeaderCursor, key: str) -> GgufValue:
     what = f"array {shown(key)}"
     kind = cursor.u32(f"type of {what}")
     if kind == _ARRAY:
@@ -274,7 +274,7 @@ def write_gguf(path: Path, header: bytes, tensors: Iterable[tuple[int, Callable[
 
 
 def _parse(path: Path, file: BinaryIO, file_bytes: int) -> GgufHeader:
-    cursor = HeaderCursor(path, file, file_bytes)
+    cursor = _HeaderCursor(path, file, file_bytes)
     version = _read_version(cursor)
     num_tensors = cursor.count("tensor count", _MIN_INFO_BYTES)
     num_keys = cursor.count("key count", _MIN_KEY_BYTES)
@@ -302,7 +302,7 @@ def _parse(path: Path, file: BinaryIO, file_bytes: int) -> GgufHeader:
     return GgufHeader(version, alignment, metadata, tensors, bytes(cursor.buffer[: cursor.position]))
 
 
-def _read_version(cursor: HeaderCursor) -> int:
+def _read_version(cursor: _HeaderCursor) -> int:
     magic = cursor.numbers(np.dtype("u1"), 4, "magic").tobytes()
     if magic != b"GGUF":
         raise cursor.error(f"begins with {magic!r}, expected b'GGUF'; not a GGUF file")
@@ -315,14 +315,14 @@ def _read_version(cursor: HeaderCursor) -> int:
     raise cursor.error(f"GGUF version {version} (known: 2, 3)")
 
 
-def _alignment(cursor: HeaderCursor, metadata: Mapping[str, GgufValue]) -> int:
+def _alignment(cursor: _HeaderCursor, metadata: Mapping[str, GgufValue]) -> int:
     alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
     if type(alignment) is not int or alignment <= 0 or alignment & (alignment - 1) or alignment >= 2**32:
         raise cursor.error(f"general.alignment is {shown(alignment)}, expected a power of two")
     return alignment
 
 
-def _read_infos(cursor: HeaderCursor, num_tensors: int) -> dict[str, tuple[str, tuple[int, ...], int, int]]:
+def _read_infos(cursor: _HeaderCursor, num_tensors: int) -> dict[str, tuple[str, tuple[int, ...], int, int]]:
     """Name -> dtype, shape, bytes, offset in the data section; in declared order."""
     infos: dict[str, tuple[str, tuple[int, ...], int, int]] = {}
     for _ in range(num_tensors):

@@ -10,11 +10,9 @@ from typing import Protocol
 from weights.errors import FormatError
 
 
-class SourceTensor(Protocol):
-    """A tensor of a checkpoint. `dtype` is a name of `weights.dtypes`; its bytes are C order, little-endian."""
+class ReadableTensor(Protocol):
+    """A tensor whose bytes can be read. `dtype` is a name of `weights.dtypes`; bytes are C order, little-endian."""
 
-    @property
-    def file(self) -> Path: ...
     @property
     def dtype(self) -> str: ...
     @property
@@ -25,6 +23,13 @@ class SourceTensor(Protocol):
     def read(self) -> bytes | memoryview:
         """Return the bytes. Raises FormatError naming the file when they cannot be had."""
         ...
+
+
+class SourceTensor(ReadableTensor, Protocol):
+    """A tensor in a file of a checkpoint."""
+
+    @property
+    def file(self) -> Path: ...
 
 
 @dataclass(frozen=True, slots=True)

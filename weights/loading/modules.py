@@ -14,6 +14,19 @@ from torch.overrides import TorchFunctionMode
 
 from weights.errors import WeightsError
 
+__all__ = [
+    "Binding",
+    "Place",
+    "UninitializedOnMeta",
+    "assign",
+    "copy_structure",
+    "find_places",
+    "listed",
+    "materialize",
+    "tied_groups",
+    "without_value",
+]
+
 _ATOMS = (int, float, str, bytes, type(None), torch.dtype, type)
 _TABLES = (dict, set, OrderedDict)
 _RANDOM_FILLS = frozenset({"normal_", "uniform_", "kaiming_uniform_", "trunc_normal_"})
@@ -91,7 +104,7 @@ class Binding:
         self._computed = tuple(computed)
         self._parameters: dict[str, nn.Parameter] = {}  # by the names of their tensors
 
-    def put(self, named: Mapping[str, torch.Tensor]) -> None:
+    def put_tensors(self, named: Mapping[str, torch.Tensor]) -> None:
         """Bind these tensors, which must have the names and shapes that the module was checked for."""
         parameters = self._parameters
         for name, parameter in parameters.items():
@@ -165,7 +178,7 @@ def _copied(module: nn.Module, copies: dict[int, Any]) -> nn.Module:
 def assign(module: nn.Module, named: Mapping[str, torch.Tensor]) -> Binding:
     """Rebind parameters and buffers (as load_state_dict(assign=True) does, ten times faster)."""
     binding = find_places(module, named.keys())
-    binding.put(named)
+    binding.put_tensors(named)
     return binding
 
 

@@ -20,6 +20,8 @@ from weights.manifest import Manifest, TensorRef
 from weights.reading.blocks import resolve_pack
 from weights.reading.extents import read_extent
 
+__all__ = ["TensorSlice", "read_slice", "slice_view"]
+
 # Two runs with no more than this between them are one read: storage gives whole blocks of 4 KiB in any case.
 MAX_GAP_BYTES: Final = 4096
 _MAX_BUFFERS: Final = 1024  # IOV_MAX of Linux: runs and gaps of one preadv

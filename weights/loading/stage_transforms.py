@@ -12,6 +12,17 @@ import torch
 
 from weights.errors import WeightsError
 
+__all__ = [
+    "Cast",
+    "Fp8Scaled",
+    "Int8Group",
+    "StageTransform",
+    "apply_stage",
+    "dequantize_int8",
+    "quantize_fp8",
+    "quantize_int8",
+]
+
 DEFAULT_GROUP_SIZE = 64
 _MAX_E4M3 = 448.0
 _TARGETS = {
@@ -77,7 +88,7 @@ class Int8Group:
         if not _is_matrix(tensor):
             return {"": tensor}
         try:
-            values, scales = quantize(_as_f32(tensor), self.group_size)
+            values, scales = quantize_int8(_as_f32(tensor), self.group_size)
         except WeightsError as error:
             raise WeightsError(f"tensor {name!r}: {error}") from None
         return {"": torch.from_numpy(values).to(tensor.device), ".scales": torch.from_numpy(scales).to(tensor.device)}
@@ -116,7 +127,7 @@ def quantize_fp8(array: npt.NDArray[np.float32]) -> tuple[bytes, float]:
     return (values / scale).clip(-_MAX_E4M3, _MAX_E4M3).astype(ml_dtypes.float8_e4m3fn).tobytes(), float(scale)
 
 
-def quantize(
+def quantize_int8(
     array: npt.NDArray[np.float32], group_size: int = DEFAULT_GROUP_SIZE
 ) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.float32]]:
     """Quantize to int8 of the same shape and scales [size / group_size]: absmax / 127, rounded half to even.
@@ -134,7 +145,7 @@ def quantize(
     return np.rint(quotients).clip(-127, 127).astype(np.int8).reshape(array.shape), scales
 
 
-def dequantize(
+def dequantize_int8(
     values: npt.NDArray[np.int8], scales: npt.NDArray[np.float32], group_size: int = DEFAULT_GROUP_SIZE
 ) -> npt.NDArray[np.float32]:
     """Return float32 of the shape of `values`. Raises WeightsError when the scales are not one per group."""

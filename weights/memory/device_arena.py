@@ -10,29 +10,44 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Final
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from weights.errors import WeightsError
-from weights.memory.device_ledger import DeviceLedger, Entry
+from weights.errors import BudgetExceeded, WeightsError
 from weights.memory.device_records import Acquired, ArenaReport, ArenaStats, DeviceKey, HostViews
 from weights.memory.device_space import DeviceSpace, bytes_of, tensor_of
 from weights.memory.transfer import Transfer
-from weights.residency import Resident
+from weights.residency.admission import refusal_text
+from weights.residency.entries import Book, Entry
 
-HALF_LIFE_S: Final = 600.0
+PER_TENSOR_S: Final = 10e-6  # to allocate it, start its copy and bind it, whatever its size
+USUAL_S_PER_BYTE: Final = 1e-10  # until an upload was measured
+_RECENT_SHARE: Final = 0.2  # of the latest upload in the mean
+
+
+@dataclass(eq=False, slots=True)
+class _Copy:
+    """A tensor that is on the device or on its way there; `key` says where it was uploaded from.
+
+    `arrived` is of all that are uploaded together; False: that failed, and the entry is no more.
+    """
+
+    key: DeviceKey
+    arrived: Future[bool]
+    base: torch.Tensor | None = None  # 1-D uint8; None while it is on its way
 
 
 class DeviceArena:
     """Tensors of one device by the hash of their bytes, under a byte budget. Thread-safe.
 
-    Uploads run outside the lock; of several callers that need the same tensor, one uploads it. `reload_s` says what
-    it takes to get a tensor back (None: all cost alike per byte). `on_evict` hears of hashes that are about to go, so
-    that whoever keeps views without a lease, such as a module skeleton, lets go of them; it is called under the lock
-    and must not call the arena.
+    Uploads run outside the lock; of several callers that need the same tensor, one uploads it. What goes first is
+    decided by the residency core; the seconds to get a tensor back are those that uploads took, per byte, and a
+    little for each tensor: a large one goes before many small ones of equally many bytes.
 
     HAZARD: torch keeps memory as long as a tensor uses it. A tensor that is used without a lease may be evicted and
     stays valid, but its memory is not free; it counts against the budget until the last user lets go. On CUDA, work
@@ -45,21 +60,18 @@ class DeviceArena:
         budget_bytes: int,
         transfer: Transfer | None = None,
         clock: Callable[[], float] = time.monotonic,
-        *,
-        half_life_s: float = HALF_LIFE_S,
-        reload_s: Callable[[DeviceKey], float] | None = None,
-        on_evict: Callable[[Sequence[str]], None] = lambda hashes: None,
     ) -> None:
         self._space = DeviceSpace(device, transfer)
-        self._ledger = DeviceLedger(
-            self._space.name, budget_bytes, half_life_s, reload_s, on_evict, owns_memory=self._space.copies
-        )
+        self._budget_bytes = budget_bytes
         self._clock = clock
         self._lock = threading.Lock()
+        self._book: Book[_Copy] = Book(budget_bytes, clock, on_gone=self._linger, rate_of=self._seconds_per_byte)
+        self._lingering: list[tuple[StorageWeakRef, int]] = []
+        self._upload_s_per_byte: float | None = None
         self._moved_bytes = 0
 
     def acquire(self, wanted: Mapping[str, DeviceKey], views: HostViews, holder: str) -> Acquired:
-        """The tensors by name, each hash leased to `holder` once more until it is released.
+        """Return the tensors by name, each hash leased to `holder` once more until it is released.
 
         Only what is missing is asked of `views` and uploaded. Raises BudgetExceeded when there is no room for all of
         it (then nothing is uploaded and nothing more is leased), WeightsError when a view is not what `wanted` says,
@@ -67,39 +79,36 @@ class DeviceArena:
         """
         start_s = self._clock()
         names = _names_by_hash(wanted)
-        leased: dict[str, Entry] = {}
+        leased: dict[str, Entry[_Copy]] = {}
         evicted: list[str] = []
         added_bytes = 0
         try:
             while missing := [hash_ for hash_ in names if hash_ not in leased]:
                 with self._lock:
-                    here = {hash_: self._ledger.entries[hash_] for hash_ in missing if hash_ in self._ledger.entries}
+                    here = {hash_: self._book.entries[hash_] for hash_ in missing if hash_ in self._book.entries}
                     # First, so that making room for the others does not evict them.
                     for hash_, entry in here.items():
-                        entry.holders[holder] += 1
+                        self._book.lease(entry, holder)
                         leased[hash_] = entry
-                    absent = [wanted[names[hash_]] for hash_ in missing if hash_ not in here]
+                    absent = {hash_: wanted[names[hash_]] for hash_ in missing if hash_ not in here}
                     if absent:
-                        what = f"{len(absent)} tensors for {holder} ({_some(names[key.sha256] for key in absent)})"
-                        evicted += self._ledger.make_room(sum(key.nbytes for key in absent), what, start_s)
-                    fresh = self._ledger.claim(absent, start_s, holder)
+                        what = f"{len(absent)} tensors for {holder} ({_some(names[hash_] for hash_ in absent)})"
+                        evicted += self._make_room({hash_: key.nbytes for hash_, key in absent.items()}, what)
+                    fresh = self._expect(absent)
+                    for entry in fresh.values():
+                        self._book.lease(entry, holder)
                     leased |= fresh
                 added_bytes += self._upload(fresh, names, wanted, views)
                 # After our own: two callers may wait for each other's. What somebody else failed at, we try ourselves.
-                failed = {arrived for arrived in {entry.arrived for entry in here.values()} if not arrived.result()}
                 for hash_, entry in here.items():
-                    if entry.arrived in failed:
+                    if (copy := entry.thing) is None or not copy.arrived.result():
                         del leased[hash_]
             tensors = {name: self._tensor(leased.get(key.sha256), key) for name, key in wanted.items()}
         except BaseException:
             with self._lock:
                 for entry in leased.values():
-                    entry.holders -= Counter([holder])
+                    self._book.unlease(entry, holder)
             raise
-        now_s = self._clock()
-        with self._lock:
-            for hash_, entry in leased.items():
-                self._ledger.use(hash_, entry, now_s)
         wanted_bytes = sum(entry.nbytes for entry in leased.values())
         return Acquired(tensors, self._report(wanted_bytes, wanted_bytes - added_bytes, added_bytes, start_s, evicted))
 
@@ -107,14 +116,7 @@ class DeviceArena:
         """Give back one lease of each. Unknown hashes and holders are ignored: releasing twice is not an error."""
         with self._lock:
             for hash_ in set(hashes):
-                if entry := self._ledger.entries.get(hash_):
-                    entry.holders -= Counter([holder])
-
-    def release_all(self, holder: str) -> None:
-        """Everything that `holder` leases, however often: it is done, or it died."""
-        with self._lock:
-            for entry in self._ledger.entries.values():
-                del entry.holders[holder]
+                self._book.release(hash_, holder)
 
     def prefetch(self, wanted: Mapping[str, DeviceKey], views: HostViews) -> ArenaReport:
         """Upload, without a lease, as much of `wanted` as has room that costs nothing leased, pinned, more valuable
@@ -126,22 +128,24 @@ class DeviceArena:
         names = _names_by_hash(wanted)
         keys = {hash_: wanted[name] for hash_, name in names.items()}
         with self._lock:
-            reused_bytes = sum(key.nbytes for hash_, key in keys.items() if hash_ in self._ledger.entries)
-            take, evicted = self._ledger.make_spare_room(keys, start_s)
-            fresh = self._ledger.claim([keys[hash_] for hash_ in take], start_s, None)
-            self._ledger.expect((hash_ for hash_ in keys if hash_ in self._ledger.entries), start_s)
+            here = [entry for hash_ in keys if (entry := self._book.entries.get(hash_)) is not None]
+            take, victims = self._plan_prefetch({hash_: key.nbytes for hash_, key in keys.items()})
+            for entry in here:
+                self._book.announce(entry)
+            fresh = self._expect({hash_: keys[hash_] for hash_ in take}, prefetched=True)
         added_bytes = self._upload(fresh, names, wanted, views)
         wanted_bytes = sum(key.nbytes for key in keys.values())
-        return self._report(wanted_bytes, reused_bytes, added_bytes, start_s, evicted)
+        return self._report(wanted_bytes, sum(entry.nbytes for entry in here), added_bytes, start_s, victims)
 
     def pin(self, hashes: Iterable[str]) -> None:
         """Never evict these, nor when they come only later."""
         with self._lock:
-            self._ledger.pinned.update(hashes)
+            self._book.pin(hashes)
 
     def unpin(self, hashes: Iterable[str]) -> None:
+        """Let these be evicted again."""
         with self._lock:
-            self._ledger.pinned.difference_update(hashes)
+            self._book.unpin(hashes)
 
     def condemn(self, is_damaged: Callable[[DeviceKey], bool]) -> list[str]:
         """Give out no more what was uploaded, or is being, for these keys: the host's bytes were not theirs.
@@ -150,7 +154,10 @@ class DeviceArena:
         their hashes.
         """
         with self._lock:
-            return self._ledger.condemn(is_damaged)
+            found = [entry for entry in self._book.entries.values() if entry.thing and is_damaged(entry.thing.key)]
+            for entry in found:
+                self._book.condemn(entry)
+            return [entry.key for entry in found]
 
     def resize(self, budget_bytes: int) -> tuple[str, ...]:
         """Change the budget and evict what no longer fits; returns what.
@@ -158,66 +165,133 @@ class DeviceArena:
         Raises BudgetExceeded when too much is leased or pinned; the budget stays as it was.
         """
         with self._lock:
-            before, self._ledger.budget_bytes = self._ledger.budget_bytes, budget_bytes
+            before, self._budget_bytes = self._budget_bytes, budget_bytes
             try:
-                return tuple(self._ledger.make_room(0, "the tensors that are there", self._clock()))
+                return tuple(self._make_room({}, "the tensors that are there"))
             except BaseException:
-                self._ledger.budget_bytes = before
+                self._budget_bytes = before
+                self._book.budget_bytes = before
                 raise
 
-    def residents(self) -> tuple[Resident, ...]:
-        """What is there or on its way (that counts as pinned), by hash."""
-        with self._lock:
-            return tuple(self._ledger.residents(self._clock()))
-
-    def bytes_by_holder(self) -> dict[str, int]:
-        """Bytes that each holder leases; what two of them share counts for both."""
-        with self._lock:
-            return self._ledger.bytes_by_holder()
-
     def stats(self) -> ArenaStats:
+        """Return a snapshot. Looks at every tensor."""
         with self._lock:
-            entries = self._ledger.entries
             return ArenaStats(
                 device=self._space.name,
-                budget_bytes=self._ledger.budget_bytes,
-                num_tensors=len(entries),
-                resident_bytes=self._ledger.resident_bytes,
-                leased_bytes=sum(entry.nbytes for entry in entries.values() if entry.holders),
-                pinned_bytes=sum(entry.nbytes for hash_, entry in entries.items() if hash_ in self._ledger.pinned),
-                arriving_bytes=sum(entry.nbytes for entry in entries.values() if entry.base is None),
-                lingering_bytes=self._ledger.lingering_bytes,
+                budget_bytes=self._budget_bytes,
+                num_tensors=len(self._book.entries),
+                resident_bytes=self._book.used_bytes,
+                leased_bytes=self._book.leased_bytes,
+                pinned_bytes=self._book.pinned_bytes,
+                arriving_bytes=sum(entry.nbytes for entry in self._book.entries.values() if not entry.is_here),
+                lingering_bytes=self._lingering_bytes(),
                 moved_bytes=self._moved_bytes,
-                num_evicted=self._ledger.num_evicted,
+                num_evicted=self._book.num_evicted,
             )
 
+    def _expect(self, keys: Mapping[str, DeviceKey], *, prefetched: bool = False) -> dict[str, Entry[_Copy]]:
+        """New entries, for which there is room already, by hash. Who made them uploads them together."""
+        arrived: Future[bool] = Future()
+        fresh: dict[str, Entry[_Copy]] = {}
+        for hash_, key in keys.items():
+            fresh[hash_] = self._book.expect(hash_, key.nbytes, prefetched=prefetched)
+            fresh[hash_].thing = _Copy(key, arrived)
+        return fresh
+
+    def _make_room(self, wanted: Mapping[str, int], what: str) -> list[str]:
+        """Evict until `wanted` fits; returns what. Raises BudgetExceeded saying who holds the memory."""
+        evicted: list[str] = []
+        while True:
+            # Again when somebody still uses what went, so that its memory is not free.
+            lingering_bytes = self._lingering_bytes()
+            self._book.budget_bytes = self._budget_bytes - lingering_bytes
+            plan = self._book.plan_room(wanted) if wanted else self._book.plan_shrink()
+            if plan.missing_bytes:
+                lingering = f"{lingering_bytes} bytes more are evicted but still in use" if lingering_bytes else ""
+                raise BudgetExceeded(
+                    refusal_text(self._book, what, wanted, plan.missing_bytes, self._space.name, lingering)
+                )
+            if not plan.evict:
+                return evicted
+            self._book.evict(plan.evict)
+            evicted += [entry.key for entry in plan.evict]
+
+    def _plan_prefetch(self, wanted: Mapping[str, int]) -> tuple[list[str], list[str]]:
+        """Make room for those of `wanted` that are worth more than what has to go; returns (with room, evicted)."""
+        self._book.budget_bytes = self._budget_bytes - self._lingering_bytes()
+        take, evict = self._book.plan_prefetch(wanted)
+        self._book.evict(evict)
+        free_bytes = self._budget_bytes - self._lingering_bytes() - self._book.used_bytes
+        while sum(wanted[hash_] for hash_ in take) > free_bytes:  # what went is still in use
+            take.pop()
+        return take, [entry.key for entry in evict]
+
+    def _linger(self, gone: Sequence[Entry[_Copy]]) -> None:
+        """Their memory is free when nobody uses it any more."""
+        for entry in gone:
+            if self._space.copies and entry.thing and entry.thing.base is not None:
+                storage = StorageWeakRef(entry.thing.base.untyped_storage())  # type: ignore[no-untyped-call]
+                self._lingering.append((storage, entry.nbytes))
+
+    def _lingering_bytes(self) -> int:
+        """Of tensors that are out of the book and that somebody still uses."""
+        self._lingering = [(weak, nbytes) for weak, nbytes in self._lingering if not weak.expired()]  # type: ignore[no-untyped-call]
+        return sum(nbytes for _, nbytes in self._lingering)
+
+    def _seconds_per_byte(self, nbytes: Hashable) -> float:
+        """What a byte of a tensor of this size takes to get again; sizes are the origins of this book's entries."""
+        assert isinstance(nbytes, int)
+        return PER_TENSOR_S / nbytes + (self._upload_s_per_byte or USUAL_S_PER_BYTE)
+
     def _upload(
-        self, fresh: Mapping[str, Entry], names: Mapping[str, str], wanted: Mapping[str, DeviceKey], views: HostViews
+        self,
+        fresh: Mapping[str, Entry[_Copy]],
+        names: Mapping[str, str],
+        wanted: Mapping[str, DeviceKey],
+        views: HostViews,
     ) -> int:
         """Bytes added. Whatever happens, those who wait for these entries hear of it."""
         if not fresh:
             return 0
+        copies = {hash_: entry.thing for hash_, entry in fresh.items() if entry.thing}
+        arrived = next(iter(copies.values())).arrived
         try:
             missing = [names[hash_] for hash_ in fresh]
             found = views(missing) if callable(views) else views
             for name in missing:
                 if name not in found:
                     raise WeightsError(f"tensor {name!r}: there is no host view of it (given: {len(found)} others)")
-            bases = self._space.place([bytes_of(name, wanted[name], found[name]) for name in missing])
+            hosts = [bytes_of(name, wanted[name], found[name]) for name in missing]
+            start_s = self._clock()
+            bases = self._space.place(hosts)
+            upload_s = self._clock() - start_s
         except BaseException:
             with self._lock:
-                self._ledger.abandon(fresh)
+                for entry in fresh.values():
+                    self._book.fail(entry)
+            arrived.set_result(False)
             raise
         added_bytes = sum(entry.nbytes for entry in fresh.values())
         with self._lock:
-            self._ledger.fill(fresh, bases)
-            self._moved_bytes += added_bytes if self._space.copies else 0
+            for (hash_, entry), base in zip(fresh.items(), bases, strict=True):
+                copies[hash_].base = base
+                self._book.arrive(entry, copies[hash_], 1 << (entry.nbytes.bit_length() - 1))
+            self._note_upload(added_bytes, upload_s)
+        arrived.set_result(True)
         return added_bytes
 
-    def _tensor(self, entry: Entry | None, key: DeviceKey) -> torch.Tensor:
-        if entry is None or entry.base is None:  # a tensor without bytes
+    def _note_upload(self, nbytes: int, seconds: float) -> None:
+        latest = seconds / nbytes
+        before = self._upload_s_per_byte
+        self._upload_s_per_byte = latest if before is None else before + _RECENT_SHARE * (latest - before)
+        self._moved_bytes += nbytes if self._space.copies else 0
+
+    def _tensor(self, entry: Entry[_Copy] | None, key: DeviceKey) -> torch.Tensor:
+        if entry is None:  # a tensor without bytes
             return tensor_of(torch.empty(0, dtype=torch.uint8, device=self._space.device), key)
-        return tensor_of(entry.base, key)
+        assert entry.thing
+        assert entry.thing.base is not None
+        return tensor_of(entry.thing.base, key)
 
     def _report(
         self, wanted_bytes: int, reused_bytes: int, added_bytes: int, start_s: float, evicted: Sequence[str]

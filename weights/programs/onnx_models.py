@@ -29,6 +29,8 @@ from weights.programs.storing import COMPONENT, published, store_program, stored
 from weights.provider import ExtentProvider, LocalExtents
 from weights.store import WeightStore
 
+__all__ = ["externalize_onnx", "load_onnx", "write_onnx"]
+
 if TYPE_CHECKING:
     from onnx import ModelProto, TensorProto
 

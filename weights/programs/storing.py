@@ -19,7 +19,7 @@ from weights.manifest import Component, Layout, Manifest, WeightFormat
 from weights.provider import ExtentProvider, LocalExtents
 from weights.storage.durable import disk_errors
 from weights.storage.hashing import hash_tensors
-from weights.storage.publishing import Draft, DraftComponent, publish
+from weights.storage.publishing import Draft, DraftComponent, publish_draft
 from weights.store import WeightStore, check_model_name
 
 COMPONENT = "program"
@@ -97,7 +97,7 @@ def store_program(
         write_skeleton=write_skeleton,
         recheck=known,
     )
-    return publish(store, draft, layout)
+    return publish_draft(store, draft, layout)
 
 
 def stored_program(store: WeightStore, model: str, file: str, format_name: str) -> tuple[Component, Path, bytes]:

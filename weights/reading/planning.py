@@ -126,11 +126,11 @@ class ReadPlanner:
             medium = medium_of(pack, self._mountinfo())
         except OSError:  # no /proc here
             medium = UNKNOWN
-        probe = self._cache.get(medium)
+        probe = self._cache.get_probe(medium)
         if probe is None and may_probe and self._override is None and medium.kind in DIRECT:
             probe = self._prober(pack)
             if probe is not None:
-                self._cache.put(medium, probe)
+                self._cache.put_probe(medium, probe)
         return ReadPlan(choose_strategy(medium, probe, self._override), medium, probe, nfs_advice(medium))
 
 
@@ -146,10 +146,10 @@ class _ProbeCache:
     def __init__(self, folder: Path) -> None:
         self._file = folder / "probes.json"
 
-    def get(self, medium: Medium) -> Probe | None:
+    def get_probe(self, medium: Medium) -> Probe | None:
         return self._read().probes.get(_key(medium))
 
-    def put(self, medium: Medium, probe: Probe) -> None:
+    def put_probe(self, medium: Medium, probe: Probe) -> None:
         contents = self._read()
         contents.probes[_key(medium)] = probe
         staged = self._file.with_name(f"{self._file.name}.{os.getpid()}.{threading.get_ident()}")

@@ -1,52 +1,24 @@
-"""The book of one memory tier: what is here or coming, who leases it, what is pinned, what goes when room is needed.
+"""The book of one memory tier: its entries and leases, and the room that is made for more.
 
 A tier is an adapter: it moves the bytes and keeps what it made of them in `Entry.thing`. The book decides and counts.
-What is asked often is counted as it changes, so that a lease, a release or an eviction costs the same however much is
-here. Nothing here is thread-safe, and callbacks must be quick and must not call the book.
+Not thread-safe; callbacks must be quick and must not call the book.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Final, Generic, TypeVar
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, Generic
 
-from weights.residency.policy import NEVER_USED, Candidate, EvictionOrder, Popularity, class_rate, value_of
+from weights.residency.leases import Entry as Entry
+from weights.residency.leases import Leases
+from weights.residency.leases import Thing as Thing
+from weights.residency.policy import value_of
+from weights.residency.sizes import DistinctBytes
+from weights.residency.sizes import Size as Size
+from weights.residency.sizes import bytes_of as bytes_of
 
-MAX_REMEMBERED: Final = 20_000  # entries that are not here and whose popularity is still known
 MAX_NAMED: Final = 5  # holders in a refusal
-
-Thing = TypeVar("Thing")
-
-# Bytes; or the bytes of each part, where entries may share parts: a part that several have counts once.
-Size = int | Mapping[str, int]
-
-
-@dataclass(eq=False, slots=True)
-class Entry(Candidate, Generic[Thing]):
-    """An entry of the book, by identity: after a failure or a condemnation another one may have its key.
-
-    `thing` is the tier's, set when the entry arrives or before, and None once it is gone. `firm` counts leases by
-    holder, `callable` those that the book may ask back; `called` names the holders that were asked and have not
-    answered. `is_current`: whoever asks for the key gets this one. `is_expected`: prefetched, and not used since.
-    """
-
-    size: Size = 0
-    thing: Thing | None = None
-    firm: Counter[str] = field(default_factory=Counter)
-    callable: Counter[str] = field(default_factory=Counter)
-    called: set[str] = field(default_factory=set)
-    num_uses: int = 0
-    is_here: bool = False
-    is_current: bool = True
-    is_gone: bool = False
-    is_expected: bool = False
-
-    @property
-    def is_leased(self) -> bool:
-        return bool(self.firm or self.callable)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,231 +33,8 @@ class RoomPlan(Generic[Thing]):
     missing_bytes: int = 0
 
 
-class Book(Generic[Thing]):
-    """Entries under a byte budget. What has a firm lease, is pinned or is coming is never evicted.
-
-    `on_gone` hears of entries that leave memory, before their things are dropped; not of those that failed to come.
-    `on_recall(holder, keys)` asks a holder for its callable leases: it answers with `give_up` or `make_firm`, and one
-    that does not answer in time is ended with `end_holder`. `rate_of` is that of `EvictionOrder`.
-    """
-
-    def __init__(
-        self,
-        budget_bytes: int,
-        clock: Callable[[], float],
-        *,
-        on_gone: Callable[[Sequence[Entry[Thing]]], None] = lambda entries: None,
-        on_recall: Callable[[str, Sequence[str]], None] = lambda holder, keys: None,
-        rate_of: Callable[[Hashable], float | None] = class_rate,
-        never_used: Popularity = NEVER_USED,
-    ) -> None:
-        self.budget_bytes = budget_bytes
-        self.entries: dict[str, Entry[Thing]] = {}
-        self.num_evicted = 0
-        # Of what is here and current; an entry counts whole, whatever it shares.
-        self.here_bytes = self.leased_bytes = self.pinned_bytes = 0
-        self._clock = clock
-        self._on_gone = on_gone
-        self._on_recall = on_recall
-        self._never_used = never_used
-        self._pinned: set[str] = set()
-        self._apart: dict[str, list[Entry[Thing]]] = {}  # no longer current, in memory until its leases end
-        self._used = DistinctBytes()
-        self._movable_bytes = 0
-        self._num_divided = 0
-        self._order: EvictionOrder[Entry[Thing]] = EvictionOrder(rate_of)
-        self._bytes_of_origin: Counter[Hashable] = Counter()
-        self._leases: dict[str, dict[Entry[Thing], None]] = {}
-        self._leased_by: Counter[str] = Counter()
-        self._past: OrderedDict[str, Popularity] = OrderedDict()
-        self._ticks = itertools.count(1)
-
-    @property
-    def used_bytes(self) -> int:
-        """Bytes of all that is in memory or on the way there; shared parts count once."""
-        return self._used.total
-
-    @property
-    def pinned(self) -> Collection[str]:
-        """Keys that are pinned, here or not."""
-        return self._pinned
-
-    @property
-    def apart(self) -> list[Entry[Thing]]:
-        """What nobody new gets and somebody still leases, or that is still coming."""
-        return [entry for entries in self._apart.values() for entry in entries]
-
-    # what comes and goes
-
-    def expect(self, key: str, size: Size, *, prefetched: bool = False) -> Entry[Thing]:
-        """Enter one that is coming, for which there should be room; whoever calls loads it: `arrive` or `fail`.
-
-        A prefetch counts as the use that it announces.
-        """
-        entry = self._enter(key, size)
-        if prefetched:
-            self.announce(entry)
-        return entry
-
-    def arrive(self, entry: Entry[Thing], thing: Thing, origin: Hashable = None) -> None:
-        """It is here; `origin` says what it costs to get it again. If it was condemned meanwhile it may go at once."""
-        entry.thing, entry.origin, entry.is_here = thing, origin, True
-        if entry.is_current:
-            self._count_here(entry, 1)
-            self._sort(entry)
-        elif not entry.is_leased:
-            self._bury(entry)
-
-    def fail(self, entry: Entry[Thing]) -> None:
-        """It does not come. Leases on it end."""
-        for holder in list(entry.firm | entry.callable):
-            self._end_leases(entry, holder)
-        self._take_out(entry)
-
-    def adopt(self, key: str, size: Size, thing: Thing, origin: Hashable = None) -> Entry[Thing]:
-        """Enter one that is here already, over the budget if need be: the bytes are in memory whatever is decided."""
-        entry = self._enter(key, size)
-        self.arrive(entry, thing, origin)
-        return entry
-
-    def set_apart(self, key: str, size: Size, thing: Thing, holder: str, count: int = 1) -> Entry[Thing]:
-        """Enter a copy that `holder` has and nobody else gets; its bytes count until its leases end."""
-        entry: Entry[Thing] = Entry(key, bytes_of(size), size=bytes_of(size), thing=thing, is_here=True)
-        entry.is_current = False
-        self._used.add(entry.size)
-        self._apart.setdefault(key, []).append(entry)
-        self.lease(entry, holder, count)
-        return entry
-
-    def condemn(self, entry: Entry[Thing]) -> None:
-        """Nobody new gets it. It goes with its last lease; one that is coming, when it has come."""
-        if not entry.is_current:
-            return
-        self._unsort(entry)
-        if entry.is_here:
-            self._count_here(entry, -1)
-        del self.entries[entry.key]
-        entry.is_current = False
-        self._remember(entry)
-        # Its parts are its own now, beside the fresh ones that others share.
-        self._divide(entry, -1)
-        self._used.remove(entry.size)
-        entry.size = entry.nbytes
-        self._used.add(entry.size)
-        self._apart.setdefault(entry.key, []).append(entry)
-        if entry.is_here and not entry.is_leased:
-            self._bury(entry)
-
-    def evict(self, entries: Sequence[Entry[Thing]]) -> None:
-        """Let go of entries that nobody leases, whatever is pinned: a plan's, or what an operator drops."""
-        if not entries:
-            return
-        for entry in entries:
-            assert entry.is_here
-            assert not entry.is_leased
-            self._take_out(entry)
-            self.num_evicted += 1
-        self._let_go(entries)
-
-    def pin(self, keys: Iterable[str]) -> None:
-        """Never evict these, nor when they come only later."""
-        for key in set(keys) - self._pinned:
-            self._pinned.add(key)
-            self._pin_changed(key, 1)
-
-    def unpin(self, keys: Iterable[str]) -> None:
-        """Let these be evicted again."""
-        for key in self._pinned.intersection(keys):
-            self._pinned.discard(key)
-            self._pin_changed(key, -1)
-
-    # leases and uses
-
-    def lease(self, entry: Entry[Thing], holder: str, count: int = 1) -> None:
-        """Count a use, and add so many firm leases."""
-        if holder not in entry.firm:
-            if holder not in entry.callable:
-                self._leases.setdefault(holder, {})[entry] = None
-                self._leased_by[holder] += entry.nbytes
-            if not entry.firm:
-                self._unsort(entry)
-                if entry.is_here and entry.is_current and not entry.callable:
-                    self.leased_bytes += entry.nbytes
-        entry.firm[holder] += count
-        self.use(entry)
-
-    def use(self, entry: Entry[Thing]) -> None:
-        """Count a use, of a copy elsewhere too. The use that a prefetch announced counted then."""
-        if not entry.is_expected:
-            entry.popularity = entry.popularity.touch(self._clock())
-        entry.is_expected = False
-        entry.num_uses += 1
-        entry.last_used = next(self._ticks)
-
-    def announce(self, entry: Entry[Thing]) -> None:
-        """Count the use that is to come, once."""
-        if not entry.is_expected:
-            self.use(entry)
-            entry.num_uses -= 1
-            entry.is_expected = True
-
-    def release(self, key: str, holder: str, count: int = 1) -> None:
-        """Give back leases on a key, of a copy set apart before the current one. Ignores unknown keys and holders."""
-        current = self.entries.get(key)
-        for entry in (*self._apart.get(key, ()), *([current] if current else [])):
-            if entry.firm[holder] or entry.callable[holder]:
-                self.unlease(entry, holder, count)
-                return
-
-    def unlease(self, entry: Entry[Thing], holder: str, count: int = 1) -> None:
-        """Give back so many leases, or as many as there are, the firm ones first."""
-        firm = min(count, entry.firm[holder])
-        _subtract(entry.firm, holder, firm)
-        _subtract(entry.callable, holder, min(count - firm, entry.callable[holder]))
-        self._lease_ended(entry, holder)
-
-    def make_callable(self, entry: Entry[Thing], holder: str) -> None:
-        """Let the book ask for one of the holder's firm leases: it keeps the entry and does not need it."""
-        if entry.firm[holder]:
-            _subtract(entry.firm, holder, 1)
-            entry.callable[holder] += 1
-            self._sort(entry)
-
-    def make_firm(self, entry: Entry[Thing], holder: str) -> None:
-        """The holder needs all that it keeps of it: its answer to a recall, or before one comes."""
-        if entry.callable[holder]:
-            self._unsort(entry)
-            entry.firm[holder] += entry.callable.pop(holder)
-            entry.called.discard(holder)
-
-    def give_up(self, entry: Entry[Thing], holder: str) -> None:
-        """The holder keeps it no longer, its other answer to a recall. What it leases firmly it goes on leasing."""
-        if entry.callable.pop(holder, 0):
-            self._lease_ended(entry, holder)
-
-    def recall(self, entries: Iterable[Entry[Thing]]) -> None:
-        """Ask for the callable leases on these, each holder once until it answers."""
-        asked: dict[str, list[str]] = {}
-        for entry in entries:
-            for holder in entry.callable.keys() - entry.called:
-                entry.called.add(holder)
-                asked.setdefault(holder, []).append(entry.key)
-        for holder, keys in asked.items():
-            self._on_recall(holder, keys)
-
-    def end_holder(self, holder: str) -> None:
-        """End all leases of a holder: it is done, or it died."""
-        for entry in list(self._leases.get(holder, ())):
-            self._end_leases(entry, holder)
-
-    def has_leases(self, holder: str) -> bool:
-        return holder in self._leases
-
-    def bytes_by_holder(self) -> dict[str, int]:
-        """Return the bytes that each has a lease on, the most first; what two of them share counts for both."""
-        return dict(self._leased_by.most_common())
-
-    # room
+class Book(Leases[Thing]):
+    """Entries under a byte budget. What has a firm lease, is pinned or is coming is never evicted."""
 
     def plan_room(self, wanted: Mapping[str, Size]) -> RoomPlan[Thing]:
         """Plan room for what is missing of `wanted`; what is here of it stays.
@@ -303,14 +52,18 @@ class Book(Generic[Thing]):
             for size in missing:
                 self._used.remove(size)
 
+    def plan_shrink(self) -> RoomPlan[Thing]:
+        """Plan what goes for the budget itself."""
+        return self._plan_room(())
+
     def shrink(self) -> None:
         """Evict and recall what is over the budget, as far as it may go."""
-        plan = self._plan_room(())
+        plan = self.plan_shrink()
         if plan.missing_bytes:
             budget_bytes = self.budget_bytes
             self.budget_bytes += plan.missing_bytes
             try:
-                plan = self._plan_room(())
+                plan = self.plan_shrink()
             finally:
                 self.budget_bytes = budget_bytes
         self.evict(plan.evict)
@@ -386,8 +139,6 @@ class Book(Generic[Thing]):
                 text += f"; {label}: {nbytes} bytes"
         return text
 
-    # inside
-
     def _plan_room(self, spare: Collection[str]) -> RoomPlan[Thing]:
         """Plan what goes of all but `spare` for what is counted as used now. Leaves the books as they were."""
         lacking_bytes = self._used.total - self.budget_bytes
@@ -395,7 +146,7 @@ class Book(Generic[Thing]):
             return RoomPlan()
         if not self._num_divided:
             kept = (entry for key in spare if (entry := self.entries.get(key)) is not None)
-            may_go_bytes = self._movable_bytes - sum(entry.nbytes for entry in kept if entry in self._order)
+            may_go_bytes = self._movable_bytes - sum(entry.nbytes for entry in kept if entry.is_movable)
             if lacking_bytes > may_go_bytes:
                 return RoomPlan(missing_bytes=lacking_bytes - may_go_bytes)
         return self._choose_victims(spare)
@@ -436,141 +187,3 @@ class Book(Generic[Thing]):
                 self._used.remove(victim.size)
                 needed.append(victim)
         return tuple(reversed(needed))
-
-    def _enter(self, key: str, size: Size) -> Entry[Thing]:
-        assert key not in self.entries
-        entry: Entry[Thing] = Entry(key, bytes_of(size), size=size)
-        entry.popularity = self._past.pop(key, self._never_used)
-        entry.last_used = next(self._ticks)
-        self.entries[key] = entry
-        self._used.add(size)
-        self._divide(entry, 1)
-        return entry
-
-    def _take_out(self, entry: Entry[Thing]) -> None:
-        """Out of the book, whatever form it has."""
-        if entry.is_gone:
-            return
-        if entry.is_current:
-            self._unsort(entry)
-            if entry.is_here:
-                self._count_here(entry, -1)
-            del self.entries[entry.key]
-            self._divide(entry, -1)
-            self._remember(entry)
-        else:
-            copies = self._apart[entry.key]
-            copies.remove(entry)
-            if not copies:
-                del self._apart[entry.key]
-        self._used.remove(entry.size)
-        entry.is_gone = True
-
-    def _bury(self, entry: Entry[Thing]) -> None:
-        self._take_out(entry)
-        self._let_go([entry])
-
-    def _let_go(self, entries: Sequence[Entry[Thing]]) -> None:
-        self._on_gone(entries)
-        for entry in entries:
-            entry.thing = None  # the order may know the entry for a while
-
-    def _end_leases(self, entry: Entry[Thing], holder: str) -> None:
-        entry.firm.pop(holder, None)
-        entry.callable.pop(holder, None)
-        self._lease_ended(entry, holder)
-
-    def _lease_ended(self, entry: Entry[Thing], holder: str) -> None:
-        if holder not in entry.callable:
-            entry.called.discard(holder)
-        if holder not in entry.firm and holder not in entry.callable and entry in self._leases.get(holder, ()):
-            self._leased_by[holder] -= entry.nbytes
-            del self._leases[holder][entry]
-            if not self._leases[holder]:
-                del self._leases[holder], self._leased_by[holder]
-            if not entry.is_leased and entry.is_here:
-                if not entry.is_current:
-                    self._bury(entry)
-                    return
-                self.leased_bytes -= entry.nbytes
-        self._sort(entry)
-
-    def _pin_changed(self, key: str, sign: int) -> None:
-        if (entry := self.entries.get(key)) is None:
-            return
-        if entry.is_here:
-            self.pinned_bytes += sign * entry.nbytes
-        if sign > 0:
-            self._unsort(entry)
-        else:
-            self._sort(entry)
-
-    def _count_here(self, entry: Entry[Thing], sign: int) -> None:
-        nbytes = sign * entry.nbytes
-        self.here_bytes += nbytes
-        self.leased_bytes += nbytes if entry.is_leased else 0
-        self.pinned_bytes += nbytes if entry.key in self._pinned else 0
-        self._bytes_of_origin[entry.origin] += nbytes
-        if not self._bytes_of_origin[entry.origin]:
-            del self._bytes_of_origin[entry.origin]
-
-    def _sort(self, entry: Entry[Thing]) -> None:
-        """Into the order, if it may go and is not there."""
-        may_go = entry.is_here and entry.is_current and not entry.firm and entry.key not in self._pinned
-        if may_go and entry not in self._order and not entry.is_gone:
-            self._order.add(entry)
-            self._movable_bytes += entry.nbytes
-
-    def _unsort(self, entry: Entry[Thing]) -> None:
-        if entry in self._order:
-            self._order.discard(entry)
-            self._movable_bytes -= entry.nbytes
-
-    def _divide(self, entry: Entry[Thing], sign: int) -> None:
-        self._num_divided += sign if not isinstance(entry.size, int) else 0
-
-    def _remember(self, entry: Entry[Thing]) -> None:
-        self._past[entry.key] = entry.popularity
-        self._past.move_to_end(entry.key)
-        if len(self._past) > MAX_REMEMBERED:
-            self._past.popitem(last=False)
-
-
-class DistinctBytes:
-    """Bytes in use, where what several entries share counts once."""
-
-    def __init__(self) -> None:
-        self.total = 0
-        self._uses: Counter[str] = Counter()
-
-    def add(self, size: Size) -> None:
-        """Count one user more of these bytes."""
-        if isinstance(size, int):
-            self.total += size
-            return
-        for part, nbytes in size.items():
-            if not self._uses[part]:
-                self.total += nbytes
-            self._uses[part] += 1
-
-    def remove(self, size: Size) -> None:
-        """Undo one `add` of the same size."""
-        if isinstance(size, int):
-            self.total -= size
-            return
-        for part, nbytes in size.items():
-            self._uses[part] -= 1
-            if not self._uses[part]:
-                self.total -= nbytes
-                del self._uses[part]
-
-
-def bytes_of(size: Size) -> int:
-    """Return all bytes of a size."""
-    return size if isinstance(size, int) else sum(size.values())
-
-
-def _subtract(leases: Counter[str], holder: str, count: int) -> None:
-    leases[holder] -= count
-    if leases[holder] <= 0:
-        del leases[holder]

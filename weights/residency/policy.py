@@ -103,9 +103,6 @@ class EvictionOrder(Generic[CandidateT]):
     def __len__(self) -> int:
         return len(self._members)
 
-    def __contains__(self, candidate: object) -> bool:
-        return candidate in self._members
-
     def add(self, candidate: CandidateT) -> None:
         """Let it go when its turn comes. `origin` must not change from now on, and uses only add to popularity."""
         self._members[candidate] = None
@@ -113,7 +110,8 @@ class EvictionOrder(Generic[CandidateT]):
         if heaps is None:
             heaps = self._heaps[candidate.origin] = (_Heap(_count_rank, self._members), _Heap(_age, self._members))
         for heap in heaps:
-            heap.add(candidate)
+            if candidate not in heap.placed:
+                heap.add(candidate)
 
     def discard(self, candidate: CandidateT) -> None:
         """Let it stay. What is not here is ignored. Its places in the heaps stay until they come to the top."""
@@ -153,14 +151,12 @@ class _Heap(Generic[CandidateT]):
         self._rank = rank
         self._members = members
         self._places: list[tuple[float, int, CandidateT]] = []
-        self._placed: set[CandidateT] = set()
+        self.placed: set[CandidateT] = set()
 
     def add(self, candidate: CandidateT) -> None:
-        if candidate in self._placed:
-            return
         if len(self._places) > 2 * len(self._members) + _SLACK:
             self._sweep()
-        self._placed.add(candidate)
+        self.placed.add(candidate)
         heapq.heappush(self._places, (self._rank(candidate), candidate.last_used, candidate))
 
     def least(self) -> CandidateT | None:
@@ -168,7 +164,7 @@ class _Heap(Generic[CandidateT]):
             _, last_used, candidate = self._places[0]
             if candidate not in self._members:
                 heapq.heappop(self._places)
-                self._placed.discard(candidate)
+                self.placed.discard(candidate)
             elif last_used != candidate.last_used:
                 heapq.heapreplace(self._places, (self._rank(candidate), candidate.last_used, candidate))
             else:
@@ -177,8 +173,8 @@ class _Heap(Generic[CandidateT]):
 
     def _sweep(self) -> None:
         """Forget what may not go. Costs as much as was added since the last time."""
-        self._placed = {candidate for candidate in self._placed if candidate in self._members}
-        self._places = [(self._rank(candidate), candidate.last_used, candidate) for candidate in self._placed]
+        self.placed = {candidate for candidate in self.placed if candidate in self._members}
+        self._places = [(self._rank(candidate), candidate.last_used, candidate) for candidate in self.placed]
         heapq.heapify(self._places)
 
 

@@ -88,7 +88,7 @@ class Bucket:
         self._refuse_file_as_folder(found)
         return found
 
-    def read(self, remote: RemoteObject, start: int, stop: int) -> Iterator[bytes]:
+    def read_range(self, remote: RemoteObject, start: int, stop: int) -> Iterator[bytes]:
         """Yield bytes `start` to `stop` in chunks. Raises ObjectChanged, or StoreError when the client gave up."""
         with self._told(remote.key):
             try:

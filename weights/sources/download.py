@@ -69,7 +69,7 @@ class Journal:
             os.close(self._descriptor)
         self._rewrite()
 
-    def put(self, record: FileRecord) -> None:
+    def put_file(self, record: FileRecord) -> None:
         """Begin a file, or say that it is done."""
         with self._lock:
             self.records[record.name] = record
@@ -178,7 +178,7 @@ class Download:
         record = FileRecord(
             name=self._remote.name, etag=self._remote.etag, nbytes=self._remote.nbytes, part_bytes=part_bytes
         )
-        self._journal.put(record)
+        self._journal.put_file(record)
         return record
 
     def _ensure(self, part: int) -> None:
@@ -197,7 +197,7 @@ class Download:
         position, digest = start, xxhash.xxh3_128()
         with self._part_file.open("r+b", buffering=0) as file:
             file.seek(start)
-            for chunk in self._bucket.read(self._remote, start, stop):
+            for chunk in self._bucket.read_range(self._remote, start, stop):
                 position += len(chunk)
                 if position > stop:
                     break
@@ -233,4 +233,4 @@ class Download:
                         f"{md5[1]}; damaged on the way, or encrypted by SSE-KMS or SSE-C (then set verify_md5: false)"
                     )
         self._part_file.replace(self._file)
-        self._journal.put(self._record.model_copy(update={"parts": {}, "done": True}))
+        self._journal.put_file(self._record.model_copy(update={"parts": {}, "done": True}))

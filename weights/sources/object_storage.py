@@ -29,6 +29,8 @@ from weights.sources.bucket import Bucket, ObjectChanged, RemoteObject
 from weights.sources.download import Download, Journal
 from weights.sources.mirrors import locked, mirror_folder
 
+__all__ = ["LocalSource", "MirrorReport", "OnProgress", "localized", "mirror"]
+
 # Pickles (.bin, .pt, .ckpt) are not taken along: most folders that have them have the same weights as safetensors.
 # A URL that names one such object gets it.
 _CHECKPOINT_SUFFIXES: Final = frozenset(
@@ -96,7 +98,7 @@ def _bring(
     changed = ""
     for _ in range(_MAX_LISTINGS):
         try:
-            return _Mirror(bucket, target, part_bytes, progress).run(num_connections)
+            return _Mirror(bucket, target, part_bytes, progress).bring_files(num_connections)
         except ObjectChanged as change:
             changed = str(change)
     raise StoreError(
@@ -121,7 +123,7 @@ class _Mirror:
         self._present_bytes = 0
         self._fetched_bytes = 0
 
-    def run(self, num_connections: int) -> MirrorReport:
+    def bring_files(self, num_connections: int) -> MirrorReport:
         wanted = [remote for remote in self._objects if not self._is_done(remote)]
         stale = self._journal.records.keys() - {remote.name for remote in self._objects}
         self._arrived(self._nbytes - sum(remote.nbytes for remote in wanted), 0)

@@ -64,7 +64,7 @@ def copy_tree(source: Path, target: Path) -> None:
         shutil.copyfile(source, target)
 
 
-def remove(path: Path) -> None:
+def remove_path(path: Path) -> None:
     """Delete a file, a folder or a symlink (never what it points to); nothing there is fine."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)

@@ -19,7 +19,7 @@ from typing import Final, NamedTuple, Self
 
 from weights.errors import StoreError, StoreVersionError
 from weights.manifest import ExtentRef, Manifest
-from weights.storage.durable import remove
+from weights.storage.durable import remove_path
 from weights.storage.meta import StoredExtent, StoreMeta, meta_of
 
 INDEX_VERSION: Final = 3  # versions 1 and 2 of the store had only a meta.json
@@ -123,7 +123,7 @@ class StoreIndex:
             unneeded = ((path, WHOLE_END) for path in needed_paths)
             self._connection.executemany("DELETE FROM unneeded WHERE path = ? AND end = ?", unneeded)
 
-    def forget(self, extents: Iterable[ExtentRef]) -> None:
+    def forget_extents(self, extents: Iterable[ExtentRef]) -> None:
         """Take out these extents, unless the index has them in other places."""
         query = "SELECT pack, offset FROM extents WHERE id = ?"
         with self._transaction():
@@ -223,7 +223,7 @@ class StoreIndex:
 def remove_index(path: Path) -> None:
     """Delete a damaged index. HAZARD: the file first; a log without its file is ignored, but would go into another."""
     for suffix in ("", "-wal", "-shm", "-journal"):
-        remove(path.with_name(path.name + suffix))
+        remove_path(path.with_name(path.name + suffix))
 
 
 def _users(manifests: Iterable[Manifest]) -> set[tuple[str, str]]:

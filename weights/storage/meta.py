@@ -57,7 +57,7 @@ class StoreMeta(BaseModel):
         stored = self.extents[id_]
         return ExtentRef(id=id_, pack=stored.pack, offset=stored.offset, nbytes=stored.nbytes, checksum=stored.checksum)
 
-    def add(self, extent: ExtentRef, tensors: Mapping[str, int]) -> None:
+    def add_extent(self, extent: ExtentRef, tensors: Mapping[str, int]) -> None:
         """Enter tensors (offset by sha256) that lie in `extent`. Equal ids are equal bytes: the latest place counts."""
         known = self.extents.get(extent.id)
         before = known.tensors if known else {}
@@ -65,7 +65,7 @@ class StoreMeta(BaseModel):
         for sha256 in tensors.keys() - before.keys():
             self._extents_of.setdefault(sha256, []).append(extent.id)
 
-    def forget(self, ids: Iterable[str]) -> None:
+    def forget_extents(self, ids: Iterable[str]) -> None:
         """Take extents out, with their tensors. Their bytes stay until `gc`."""
         for id_ in ids:
             for sha256 in self.extents.pop(id_).tensors:
@@ -91,5 +91,5 @@ def meta_of(manifests: Iterable[Manifest], before: StoreMeta | None = None) -> S
         for id_, offsets in tensors.items():
             extent = manifest.extents[id_]
             is_preferred = before is not None and id_ in before.extents and before.extent(id_) == extent
-            meta.add(extent if id_ not in meta.extents or is_preferred else meta.extent(id_), offsets)
+            meta.add_extent(extent if id_ not in meta.extents or is_preferred else meta.extent(id_), offsets)
     return meta

@@ -66,7 +66,7 @@ def write_separate(
         for sha256, tensor in by_hash.items():
             if sha256 not in placement:
                 extent = _separate_extent(tensor)
-                meta.add(extent, {sha256: 0})
+                meta.add_extent(extent, {sha256: 0})
                 placement[sha256] = extent.id
                 unknown[sha256] = tensor
         placements.append(placement)
@@ -165,7 +165,7 @@ class _CombinedPack:
             nbytes=self._file.tell() - extent.start,
             checksum=self._digest.hexdigest(),
         )
-        self._meta.add(ref, extent.offsets)
+        self._meta.add_extent(ref, extent.offsets)
         placement |= dict.fromkeys(extent.offsets, ref.id)
 
     def _pad(self, alignment: int, *, in_extent: bool) -> None:

@@ -83,7 +83,7 @@ class _Placed:
     damaged: Iterable[str] = ()
 
 
-def publish(store: WeightStore, draft: Draft, layout: Layout, staging: Path | None = None) -> Manifest:
+def publish_draft(store: WeightStore, draft: Draft, layout: Layout, staging: Path | None = None) -> Manifest:
     """Write what the store lacks of `draft` and publish it. Packs are staged in `staging`, or inside the store.
 
     What is shared with other models is read first: a damaged copy is not shared, and written anew. Raises FormatError
@@ -129,7 +129,7 @@ def _known(store: WeightStore, draft: Draft, layout: Layout, shared: SharedExten
         known = index.find(shared.hashes)
         if draft.relocates:
             moved = {id_ for id_, extent in known.extents.items() if _layout_of(extent) != layout}
-            known.forget(moved - index.used_by_others(moved, draft.model))
+            known.forget_extents(moved - index.used_by_others(moved, draft.model))
         return known
 
     return store.indexed(look_up)

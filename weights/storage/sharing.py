@@ -76,9 +76,9 @@ class SharedExtents:
             chosen = set(self._wanted_ids(known))
             broken = self._broken([known.extent(id_) for id_ in sorted(chosen)], known)
             if not broken:
-                known.forget(known.extents.keys() - chosen)
+                known.forget_extents(known.extents.keys() - chosen)
                 return damaged
-            known.forget(broken)
+            known.forget_extents(broken)
             damaged |= broken
 
     def _wanted_ids(self, known: StoreMeta) -> Iterator[str]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, Final
 
 from weights.errors import StoreError
-from weights.storage.durable import disk_errors, make_folder, remove
+from weights.storage.durable import disk_errors, make_folder, remove_path
 
 _WORK_PATH: Final = "ATELIER_WORK_PATH"
 _TEMPORARY: Final = "tmp_weight_*"
@@ -104,7 +104,7 @@ def _remove(path: Path) -> None:
     with contextlib.suppress(OSError):
         for child in path.iterdir():
             if child.name != SIGN_OF_LIFE:
-                remove(child)
+                remove_path(child)
         (path / SIGN_OF_LIFE).unlink(missing_ok=True)
         path.rmdir()
 

@@ -12,24 +12,12 @@ from weights.errors import FormatError, StoreError
 from weights.formats.gguf import read_gguf, write_gguf
 from weights.formats.kuiper import parse_kuiper, read_kuiper, write_kuiper
 from weights.formats.safetensors import read_header, write_safetensors
-from weights.formats.tensors import FileTensor
+from weights.formats.tensors import FileTensor, ReadableTensor
 from weights.formats.weight_files import read_json
 from weights.manifest import Component, WeightFormat
 
 WRITABLE_FORMATS = ("safetensors", "gguf", "kuiper")
 _INDEX_FILES = "*.safetensors.index*.json"  # with a variant: model.safetensors.index.fp16.json
-
-
-class ReadableTensor(Protocol):
-    """A tensor as the writers of files need it."""
-
-    @property
-    def dtype(self) -> str: ...
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    @property
-    def nbytes(self) -> int: ...
-    def read(self) -> bytes | memoryview: ...
 
 
 class _Header(Protocol):

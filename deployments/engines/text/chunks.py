@@ -24,7 +24,7 @@ def level_chunks(chunked: Sequence[Sequence[T]], empty: Callable[[int], T]) -> l
 
 
 def join_chunks(encodings: Sequence[Mapping[str, torch.Tensor]]) -> Mapping[str, torch.Tensor]:
-    """One encoding: "penultimate" (L, D) of all chunks behind each other; "pooled" is the first one's."""
+    """Return one encoding: "penultimate" (L, D) of all chunks behind each other; "pooled" is the first one's."""
     if len(encodings) == 1:
         return encodings[0]
     joined = torch.cat([encoding["penultimate"] for encoding in encodings])

@@ -14,7 +14,7 @@ from torch import nn
 
 from configs.model import TextPadding
 from deployments.engines.memory_limits import MemoryLimits, run_in_parts
-from deployments.engines.protocol import ComputationFailed, EngineError, check_choice
+from deployments.engines.protocol import ClipLayer, ComputationFailed, EngineError, check_choice
 from deployments.engines.text.forward_plan import DEFAULT_LIMITS, ForwardLimits, plan_forwards
 from deployments.engines.text.forwards import PER_TOKEN, family_of, filler_id
 from deployments.engines.text.padding_counts import EncodeCounter
@@ -79,7 +79,8 @@ class TextEncoder:
             return "trimmed"
         # Tokenizers of the same weights may pad with other ids.
         side = "left:" if self._tokenizer.pads_left else ""
-        return f"stock:{text.padded_length}:{side}{self._tokenizer.pad_id}"
+        layer = "last:" if text.layer == "last" else ""
+        return f"{layer}stock:{text.padded_length}:{side}{self._tokenizer.pad_id}"
 
     def tokenize(
         self,
@@ -88,6 +89,7 @@ class TextEncoder:
         *,
         padding: TextPadding = "stock",
         as_embedding: bool = False,
+        layer: ClipLayer = "penultimate",
     ) -> list[TokenizedText]:
         """Token ids per text, truncated to `max_length` (None: the model's limit); each knows what it lost.
 
@@ -96,7 +98,7 @@ class TextEncoder:
         """
         check_choice("padding", padding, TextPadding)
         found = self._tokenizer.tokenize(texts, max_length)
-        return [self._as_asked(text, max_length, padding, as_embedding) for text in found]
+        return [replace(self._as_asked(text, max_length, padding, as_embedding), layer=layer) for text in found]
 
     def tokenize_chunks(self, text: str, max_length: int | None = None) -> list[TokenizedText]:
         """The whole text in padded pieces, as `TextTokenizer.chunk` cuts it. Raises EngineError if this is no CLIP."""
@@ -114,12 +116,12 @@ class TextEncoder:
         return text
 
     def encode(self, texts: Sequence[TokenizedText]) -> list[dict[str, torch.Tensor]]:
-        """Embeddings per text, without batch axis, in few forwards.
+        """Return the embeddings of each text, without batch axis, in few forwards.
 
-        CLIP gives "pooled" (P,) and "penultimate" (L, D), with projection "pooled" is the projected one; T5 gives
-        "hidden" (L, D); sentence encoders, and all for `as_embedding`, "embedding" (D,). L is the text's own
-        `run_length`. Raises EngineError for ids that the model cannot take, ComputationFailed for numbers that are not
-        finite.
+        CLIP gives "pooled" (P,), with projection the projected one, and the text's layer: "penultimate" or "hidden",
+        which is the last (L, D). T5 gives "hidden" (L, D); sentence encoders, and all for `as_embedding`, "embedding"
+        (D,). L is the text's own `run_length`. Raises EngineError for ids that the model cannot take, ComputationFailed
+        for numbers that are not finite.
         """
         for text in texts:
             self._check(text)
@@ -180,10 +182,9 @@ class TextEncoder:
         mask_BL = (torch.arange(longest, device=device) < lengths_B[:, None]).long()
         with torch.no_grad():
             outputs = self._family.run(module=self.module, ids_BL=ids_BL, mask_BL=mask_BL, pooling=self._pooling)
-        if all(text.as_embedding for text in texts):
-            outputs = {name: output for name, output in outputs.items() if name not in PER_TOKEN}
+        wanted = {source for text in texts for source in self._sources_of(text).values()}
         # Embeddings are cached and sent to other processes, and a card's memory is for weights.
-        outputs = {name: output.cpu() for name, output in outputs.items()}
+        outputs = {name: output.cpu() for name, output in outputs.items() if name in wanted}
         if counter:
             counter.add([len(text.token_ids) for text in texts], lengths)
         return [self._outputs_of(text, row, outputs) for row, text in enumerate(texts)]
@@ -191,13 +192,18 @@ class TextEncoder:
     def _outputs_of(
         self, text: TokenizedText, row: int, outputs: Outputs
     ) -> dict[str, torch.Tensor] | ComputationFailed:
-        names = {name: name for name in self._family.outputs}
-        if text.as_embedding:
-            names = {"embedding": "pooled" if self._family.is_clip else "embedding"}
-        own = {name: _own_rows(outputs[source][row], text, source) for name, source in names.items()}
+        own = {name: _own_rows(outputs[source][row], text, source) for name, source in self._sources_of(text).items()}
         if not all(output.isfinite().all() for output in own.values()):  # in a cache they would spoil every picture
             return ComputationFailed(f"the {type(self.module).__name__} made numbers of the text that are not finite")
         return own
+
+    def _sources_of(self, text: TokenizedText) -> dict[str, str]:
+        """Return the names of what a text gets, and those of the family's outputs that they are made of."""
+        if text.as_embedding:
+            return {"embedding": "pooled" if self._family.is_clip else "embedding"}
+        if self._family.is_clip and text.layer == "last":
+            return {"pooled": "pooled", "hidden": "hidden"}
+        return {name: name for name in self._family.outputs}
 
     def _as_asked(
         self, text: TokenizedText, max_length: int | None, padding: TextPadding, as_embedding: bool

@@ -60,7 +60,7 @@ def _run_clip(
 ) -> dict[str, torch.Tensor]:
     out = module(ids_BL, output_hidden_states=True)
     pooled = out.text_embeds if hasattr(out, "text_embeds") else out.pooler_output
-    return {"pooled": pooled, "penultimate": out.hidden_states[-2]}
+    return {"pooled": pooled, "penultimate": out.hidden_states[-2], "hidden": out.last_hidden_state}
 
 
 def _run_t5(

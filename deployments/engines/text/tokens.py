@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from deployments.engines.protocol import EngineError
+from deployments.engines.protocol import ClipLayer, EngineError
 
 TokenIds = tuple[int, ...]
 # What tokenizers without a limit of their own get: the length that the stock Flux pipeline pads T5 to.
@@ -22,12 +22,14 @@ class TokenizedText:
 
     `token_ids` have the special tokens and no padding. `padded_length`: the length to which stock pipelines pad them,
     with padding that the model attends to and that is part of the output; None runs the tokens alone.
-    `as_embedding` asks for one vector instead of one per token. `num_ignored` tokens were cut off.
+    `as_embedding` asks for one vector instead of one per token; `layer` says whose token vectors a CLIP gives.
+    `num_ignored` tokens were cut off.
     """
 
     token_ids: TokenIds
     padded_length: int | None = None
     as_embedding: bool = False
+    layer: ClipLayer = "penultimate"
     num_ignored: int = field(default=0, compare=False)
 
     @property

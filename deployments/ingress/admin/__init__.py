@@ -1,1 +1,1 @@
-"""What operators ask of a cluster, over HTTP."""
+"""The HTTP routes of operators."""

@@ -1,12 +1,12 @@
-"""What operators do to a running cluster: register and remove models, prefetch and pin them, look at all of it."""
+"""Operations on a running cluster: register and remove models, prefetch and pin them, describe all of it."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Literal, ParamSpec, TypeVar
+from typing import Any, Final, ParamSpec, TypeVar
 
 from ray.exceptions import RayActorError
 
@@ -24,27 +24,38 @@ from deployments.errors import (
     UnknownModel,
     Unprocessable,
 )
-from deployments.ingress.admin.replica_report import built_models, last_switches
-from deployments.ingress.catalog import Catalog, card_of, plain
+from deployments.ingress.admin.answers import (
+    BuiltModel,
+    ClusterAnswer,
+    MergingAnswer,
+    ModelStatus,
+    PinAnswer,
+    PrefetchAnswer,
+    RetunedAnswer,
+    Tier,
+    Unreachable,
+)
+from deployments.ingress.catalog import Catalog, card_of
 from deployments.records import ModelCard
 from weights.errors import WeightsError
 
-Tier = Literal["host", "device"]
 MAX_MODELS: Final = 1000
 MAX_NODES: Final = 100
-DESCRIBE_TIMEOUT_S: Final = 10.0
-PREFETCH_TIMEOUT_S: Final = 120.0
-HEAR_S: Final = 2.0
-HEAR_PAUSE_S: Final = 0.005
-DEFAULT_MERGING: Final = MergeConfig()
-
+_DESCRIBE_TIMEOUT_S: Final = 10.0
+_PREFETCH_TIMEOUT_S: Final = 120.0
+_HEAR_S: Final = 2.0
+_HEAR_PAUSE_S: Final = 0.005
+_DEFAULT_MERGING: Final = MergeConfig()
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True)
 class Registered:
-    """`is_new`: no model of that id was there before. `card.state` is `registering` or `updating` if not waited for."""
+    """A registered model. `is_new`: no model of that id was there before.
+
+    `card.state` is `registering` or `updating` if nobody waited for it.
+    """
 
     card: ModelCard
     is_new: bool
@@ -52,7 +63,7 @@ class Registered:
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """The models, in the order in which they came, and the nodes, by id, that are asked about."""
+    """A page of models, in the order in which they came, and of nodes, by id."""
 
     model_offset: int = 0
     max_models: int = MAX_MODELS
@@ -61,10 +72,13 @@ class Page:
 
 
 class Operations:
-    """`encoder` and `worker` are deployment handles. `merging` is the config's, of the text encoders."""
+    """The operations. `encoder` and `worker` are deployment handles.
+
+    `merging` is the batch policy that the config gives the text encoders.
+    """
 
     def __init__(
-        self, name: str, snapshot: RegistrySnapshot, encoder: Any, worker: Any, merging: MergeConfig = DEFAULT_MERGING
+        self, name: str, snapshot: RegistrySnapshot, encoder: Any, worker: Any, merging: MergeConfig = _DEFAULT_MERGING
     ) -> None:
         self._name = name
         self._snapshot = snapshot
@@ -73,12 +87,14 @@ class Operations:
         self._worker = worker
         self._merging = merging
 
-    async def register(self, entry: Entry, *, wait: bool) -> Registered:
-        """Raises InvalidRequest, Conflict, or Unprocessable when it was waited for and the checkpoint is unusable.
+    async def register_model(self, entry: Entry, *, wait: bool) -> Registered:
+        """Register a model or adapter, or a new version of one.
 
         A new model that is unusable leaves nothing behind; an update that is leaves the version before.
+
+        Raises: InvalidRequest, Conflict, or Unprocessable when it was waited for and the checkpoint is unusable.
         """
-        is_new = entry.id not in {record.id for record in await self._catalog.records()}
+        is_new = entry.id not in {record.id for record in await self._catalog.all_records()}
         record = await self._call_registry(WeightRegistry.register, entry, wait)
         if wait and record.error:
             if is_new:
@@ -86,85 +102,90 @@ class Operations:
             raise Unprocessable(f"{entry.id}: {record.error}", "path")
         return Registered(card_of(record), is_new)
 
-    async def unregister(self, model: str, *, purge: bool) -> tuple[str, ...]:
-        """The adapters that have no base left. Raises UnknownModel, or Conflict for a model of the cluster config."""
+    async def unregister_model(self, model: str, *, purge: bool) -> tuple[str, ...]:
+        """Remove a model and return the adapters that have no base left.
+
+        Raises: UnknownModel, or Conflict for a model of the cluster config.
+        """
         orphans = await self._call_registry(WeightRegistry.unregister, model, purge)
-        await self._in_replicas("unpin", model, DESCRIBE_TIMEOUT_S)
+        await self._in_replicas("unpin", model, _DESCRIBE_TIMEOUT_S)
         return orphans
 
-    async def prefetch(self, model: str, tier: Tier) -> dict[str, Any]:
-        """Bring the model nearer, into room that nothing needs. What went wrong by node, and by replica."""
+    async def prefetch_model(self, model: str, tier: Tier) -> PrefetchAnswer:
+        """Bring the model nearer, into room that nothing needs. The answer says what went wrong by node and replica."""
         nodes = await self._call_registry(WeightRegistry.prefetch, model)
         await self._call_registry(WeightRegistry.want, model)
-        await self._heard(model, "ready")
-        answer = {"model": model, "tier": tier, "nodes": nodes}
-        return answer if tier == "host" else answer | await self._in_replicas("prefetch", model, PREFETCH_TIMEOUT_S)
+        await self._await_state(model, "ready")
+        if tier == "host":
+            return PrefetchAnswer(model=model, tier=tier, nodes=nodes)
+        replicas = await self._in_replicas("prefetch", model, _PREFETCH_TIMEOUT_S)
+        return PrefetchAnswer(model=model, tier=tier, nodes=nodes, **replicas)
 
-    async def pin(self, model: str, *, pinned: bool) -> dict[str, Any]:
+    async def pin_model(self, model: str, *, pinned: bool) -> PinAnswer:
         """Keep the model where it is resident, on nodes and in replicas, or no longer."""
         nodes = await self._call_registry(WeightRegistry.pin, model, pinned)
-        replicas = await self._in_replicas("pin" if pinned else "unpin", model, DESCRIBE_TIMEOUT_S)
-        return {"model": model, "pinned": pinned, "nodes": nodes, **replicas}
+        replicas = await self._in_replicas("pin" if pinned else "unpin", model, _DESCRIBE_TIMEOUT_S)
+        return PinAnswer(model=model, pinned=pinned, nodes=nodes, **replicas)
 
-    async def evict(self, model: str) -> dict[str, Any]:
-        """Take the model out of replicas and nodes; the next request brings it back. Raises Conflict when running
-        requests or pins hold some of it: what nothing holds is gone then, too.
+    async def evict_model(self, model: str) -> None:
+        """Take the model out of replicas and nodes; the next request brings it back.
+
+        Raises: Conflict when running requests or pins hold some of it; what nothing holds is gone then, too.
         """
-        await self._catalog.record(model)
+        await self._catalog.find_record(model)
         workers, encoders = await asyncio.gather(
-            _of_all(self._worker, "evict", model), _of_all(self._encoder, "evict", model)
+            _call_all(self._worker, "evict", model), _call_all(self._encoder, "evict", model)
         )
         stays = sorted({name for answer in (*workers, *encoders) if isinstance(answer, list) for name in answer})
         if stays:
             raise Conflict(f"model {model!r}: running requests or pins hold {', '.join(stays)}", "model")
         if holders := await self._call_registry(WeightRegistry.evict, model):
             raise Conflict(f"model {model!r}: its weights are held by {', '.join(holders)}", "model")
-        await self._heard(model, "unloaded")
-        return {"model": model, "workers": _problems(workers), "text_encoders": _problems(encoders)}
+        await self._await_state(model, "unloaded")
 
     async def merging(self) -> MergeConfig:
-        """What text encoders merge requests by: the config's, unless it was changed since."""
+        """Return the batch policy of the text encoders: the config's, unless it was changed since."""
         try:
             changed = await self._snapshot.call_registry(WeightRegistry.encoder_merging)
         except RayActorError:  # with the registry the change is forgotten, too
             return self._merging
         return changed or self._merging
 
-    async def retune(self, merging: MergeConfig) -> dict[str, Any]:
-        """From now on, in all text encoders. What went wrong by replica, "" for nothing.
+    async def retune(self, merging: MergeConfig) -> RetunedAnswer:
+        """Set the batch policy of all text encoders from now on.
 
         Those that start later begin with it as well, for as long as the registry lives; then with the config's.
         """
         await self._call_registry(WeightRegistry.set_encoder_merging, merging)
-        problems = _problems(await _of_all(self._encoder, "retune", merging))
-        return {"merging": merging.model_dump(mode="json"), "text_encoders": problems}
+        problems = _problems(await _call_all(self._encoder, "retune", merging))
+        return RetunedAnswer(merging=_with_defaults_set(merging), text_encoders=problems)
 
-    async def describe_merging(self) -> dict[str, Any]:
-        """What is asked for, and what each text encoder has: its `config`, and its figures since it began."""
-        merging, encoders = await asyncio.gather(self.merging(), _of_all(self._encoder, "describe"))
+    async def describe_merging(self) -> MergingAnswer:
+        """Return the batch policy, and that of each text encoder with its figures since it began."""
+        merging, encoders = await asyncio.gather(self.merging(), _call_all(self._encoder, "describe"))
         replicas = [
             replica if "unreachable" in replica else {"config": replica["merge_config"], "stats": replica["merging"]}
             for replica in _shown(encoders)
         ]
-        return {"merging": merging.model_dump(mode="json"), "text_encoders": replicas}
+        return MergingAnswer(merging=_with_defaults_set(merging), text_encoders=replicas)
 
-    async def _heard(self, model: str, state: str) -> None:
-        """The copy of the directory here follows in milliseconds; whoever asks next should not see the old state."""
+    async def _await_state(self, model: str, state: str) -> None:
+        """Wait until the copy of the directory here has followed: the next caller must not see the old state."""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(HEAR_S):
+            async with asyncio.timeout(_HEAR_S):
                 while (record := self._snapshot.find_model(model)) and record.state in ("ready", "unloaded"):
                     if record.state == state:
                         return
-                    await asyncio.sleep(HEAR_PAUSE_S)
+                    await asyncio.sleep(_HEAR_PAUSE_S)
 
-    async def describe(self, page: Page) -> dict[str, Any]:
-        """The cluster at a glance as JSON-able values; what does not answer is shown as unreachable."""
-        records = await self._catalog.records()
+    async def describe_cluster(self, page: Page) -> ClusterAnswer:
+        """Describe the cluster at a glance; what does not answer is shown as unreachable."""
+        records = await self._catalog.all_records()
         shown = records[page.model_offset : page.model_offset + page.max_models]
         residency, workers, encoders = await asyncio.gather(
             self._residency([record.id for record in shown], page),
-            _of_all(self._worker, "describe"),
-            _of_all(self._encoder, "describe"),
+            _call_all(self._worker, "describe"),
+            _call_all(self._encoder, "describe"),
         )
         replicas = {"workers": _shown(workers), "text_encoders": _shown(encoders)}
         named = [
@@ -172,39 +193,47 @@ class Operations:
             for role, found in (("worker", replicas["workers"]), ("text encoder", replicas["text_encoders"]))
             for number, replica in enumerate(found)
         ]
-        built, switches = built_models(named), last_switches(named)
+        built, switches = _built_models(named), _last_switches(named)
         models = [
-            plain(card_of(record))
-            | {
-                "resident": residency["models"].get(record.id, {}),
-                "built": built.get(record.id, []),
-                "last_switch": switches.get(record.id),
-            }
+            ModelStatus(
+                **_fields(card_of(record)),
+                resident=residency["models"].get(record.id, {}),
+                built=built.get(record.id, []),
+                last_switch=switches.get(record.id),
+            )
             for record in shown
         ]
-        problem = {"registry": residency["registry"]} if "registry" in residency else {}
-        totals = {"num_models": len(records), "num_nodes": residency["num_nodes"]}
-        return {"cluster": self._name, **problem, **totals, "models": models, "nodes": residency["nodes"], **replicas}
+        answer = ClusterAnswer(
+            cluster=self._name,
+            num_models=len(records),
+            num_nodes=residency["num_nodes"],
+            models=models,
+            nodes=residency["nodes"],
+            **replicas,
+        )
+        if "registry" in residency:
+            answer.registry = residency["registry"]
+        return answer
 
     async def _in_replicas(self, method: str, model: str, timeout_s: float) -> dict[str, list[str]]:
-        """What went wrong, by kind of replica: one text per replica, "" for nothing."""
+        """Call `method` of all replicas. Return what went wrong by kind: one text per replica, "" for nothing."""
         workers, encoders = await asyncio.gather(
-            _of_all(self._worker, method, model, timeout_s=timeout_s),
-            _of_all(self._encoder, method, model, timeout_s=timeout_s),
+            _call_all(self._worker, method, model, timeout_s=timeout_s),
+            _call_all(self._encoder, method, model, timeout_s=timeout_s),
         )
         return {"workers": _problems(workers), "text_encoders": _problems(encoders)}
 
     async def _residency(self, models: list[str], page: Page) -> dict[str, Any]:
         try:
-            async with asyncio.timeout(DESCRIBE_TIMEOUT_S):
+            async with asyncio.timeout(_DESCRIBE_TIMEOUT_S):
                 return await self._snapshot.call_registry(
                     WeightRegistry.residency, models, page.node_offset, page.max_nodes
                 )
         except (RayActorError, TimeoutError) as error:
-            return {"registry": {"unreachable": _text(error)}, "num_nodes": 0, "nodes": [], "models": {}}
+            return {"registry": Unreachable(unreachable=_text(error)), "num_nodes": 0, "nodes": [], "models": {}}
 
     async def _call_registry(self, method: Method[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Call the registry, and raise its errors in the service's own terms."""
+        """Call `method` of the registry. Its errors become the service's own."""
         try:
             return await self._snapshot.call_registry(method, *args, **kwargs)
         except ModelUnknown as error:
@@ -219,8 +248,8 @@ class Operations:
             raise ModelUnavailable("the directory of models is restarting; try again") from error
 
 
-async def _of_all(handle: Any, method: str, *arguments: Any, timeout_s: float = DESCRIBE_TIMEOUT_S) -> list[Any]:
-    """What each replica answers, an exception for one that does not."""
+async def _call_all(handle: Any, method: str, *arguments: Any, timeout_s: float = _DESCRIBE_TIMEOUT_S) -> list[Any]:
+    """Call `method` of all replicas. Return their answers, an exception for one that does not answer."""
     try:
         response = handle.broadcast(method, *arguments)
         answers: list[Any] = await response.results_async(timeout_s=timeout_s, return_exceptions=True)
@@ -229,12 +258,21 @@ async def _of_all(handle: Any, method: str, *arguments: Any, timeout_s: float = 
     return answers
 
 
+def _with_defaults_set(merging: MergeConfig) -> MergeConfig:
+    """Return the same values, none of which counts as left out: an answer shows all of them."""
+    return MergeConfig(**merging.model_dump())
+
+
+def _fields(card: ModelCard) -> dict[str, Any]:
+    return {name: getattr(card, name) for name in card.__slots__}
+
+
 def _shown(answers: Iterable[Any]) -> list[dict[str, Any]]:
     return [{"unreachable": _text(answer)} if isinstance(answer, BaseException) else answer for answer in answers]
 
 
 def _problems(answers: Iterable[Any]) -> list[str]:
-    """One per replica, "" for none."""
+    """Return one text per replica, "" for no problem."""
     return [_text(answer) if isinstance(answer, BaseException) else "" for answer in answers]
 
 
@@ -245,6 +283,34 @@ def _text(error: BaseException) -> str:
 
 
 def _field(message: str) -> str | None:
-    """Refusals begin with the field that they are about."""
+    """Return the field that a refusal is about, its first word."""
     name, colon, _ = message.partition(": ")
     return name if colon and name.isidentifier() else None
+
+
+def _built_models(replicas: Iterable[tuple[str, Mapping[str, Any]]]) -> dict[str, list[BuiltModel]]:
+    """Return by model what each replica (by name, with its description) has built of it.
+
+    Replicas that did not answer have no modules.
+    """
+    found: dict[str, list[BuiltModel]] = {}
+    for name, replica in replicas:
+        mine: dict[str, BuiltModel] = {}
+        for module in replica.get("modules", []):
+            for model in module["models"]:
+                part = mine.setdefault(model, {"replica": name, "bytes": 0, "leases": 0, "pinned": False})
+                part["bytes"] += module["bytes"]
+                part["leases"] += module["leases"]
+                part["pinned"] |= module["pinned"]
+        for model, part in mine.items():
+            found.setdefault(model, []).append(part)
+    return found
+
+
+def _last_switches(replicas: Iterable[tuple[str, Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
+    """Return by model the report of the first replica that has switched to it."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, replica in replicas:
+        for model, report in replica.get("last_switches", {}).items():
+            found.setdefault(model, {"replica": name, **report})
+    return found

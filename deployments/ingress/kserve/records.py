@@ -1,22 +1,22 @@
-"""What one call of the Open Inference Protocol says, whichever way it came: REST, gRPC or a handle.
+"""Records of the Open Inference Protocol, the same for REST and gRPC.
 
-The codecs (`tensors.py`, `rest.py`, gRPC's) make these values and read them; `inference.py` answers them.
+The codecs (`tensors.py`, `rest/messages.py`, `grpc/codec.py`) make and read them; `inference.py` answers them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib import metadata as packages
 from typing import Final, TypeAlias
 
 from deployments.pipelines.records import TensorSpec, TensorValue
 
 Parameters: TypeAlias = Mapping[str, bool | int | float | str]
-SERVER_NAME: Final = "atelier"
 # The only version of every model: a changed model takes its place, requests under way finish on the old one.
 VERSION: Final = "1"
 # Triton's names of what this server does beyond the protocol itself.
-EXTENSIONS: Final = (
+_EXTENSIONS: Final = (
     "binary_tensor_data",
     "classification",
     "model_configuration",
@@ -29,7 +29,7 @@ EXTENSIONS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class OutputWish:
-    """One output that the request names.
+    """An output that the request names.
 
     `binary`: its data is to travel as raw bytes (REST only). `num_classes` above 0 asks for the classification
     extension: the so many highest values with their indices, as text, instead of the tensor.
@@ -43,7 +43,7 @@ class OutputWish:
 
 @dataclass(frozen=True, slots=True)
 class InferRequest:
-    """`version` "" is the one that is served. No `outputs` means all of them."""
+    """A request for inference. `version` "" is the one that is served. No `outputs` means all of them."""
 
     model: str
     inputs: tuple[TensorValue, ...]
@@ -55,8 +55,9 @@ class InferRequest:
 
 @dataclass(frozen=True, slots=True)
 class InferResponse:
-    """`outputs` in the order that the request named them, or in the model's own; `id` is the request's.
+    """The answer to one request, or a piece of it. `id` is the request's.
 
+    `outputs` are in the order that the request named them, or in the model's own.
     `timings_ms` by stage, of the slowest part where the request had several; "queue" and "total" are always there.
     """
 
@@ -70,7 +71,7 @@ class InferResponse:
 
 @dataclass(frozen=True, slots=True)
 class ModelMetadata:
-    """What a model takes and gives. Shapes include the batch dimension; -1 is any size.
+    """The metadata of a model: what it takes and gives. Shapes include the batch dimension; -1 is any size.
 
     `parameters` is text about the model that the protocol leaves to the server: kind, fingerprint, description.
     """
@@ -81,3 +82,21 @@ class ModelMetadata:
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     parameters: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ServerMetadata:
+    """The metadata of the server: its version, and the extensions of the protocol that it has."""
+
+    name: str
+    version: str
+    extensions: tuple[str, ...]
+
+
+def server_metadata() -> ServerMetadata:
+    """Return the metadata of this server."""
+    try:
+        version = packages.version("atelier")
+    except packages.PackageNotFoundError:  # run from a tree that is not installed
+        version = "0"
+    return ServerMetadata("atelier", version, _EXTENSIONS)

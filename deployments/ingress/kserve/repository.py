@@ -12,12 +12,12 @@ Where it differs from Triton, which loads and unloads on an operator's word only
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Literal, Protocol
+from typing import Final, Literal
 
 from deployments.errors import InvalidRequest, ModelUnavailable, UnknownModel
 from deployments.ingress.kserve.records import VERSION, Parameters
+from deployments.ingress.service import Service
 from deployments.records import ModelCard
 
 State = Literal["READY", "LOADING", "UNAVAILABLE"]
@@ -25,34 +25,9 @@ _STATES: Final[dict[str, State]] = {"ready": "READY", "updating": "READY", "regi
 _UNLOAD_PARAMETERS: Final = frozenset({"unload_dependents"})
 
 
-class Operations(Protocol):
-    async def prefetch(self, model: str, tier: Literal["device"]) -> Mapping[str, Any]: ...
-
-    async def evict(self, model: str) -> Mapping[str, Any]:
-        """Raises Conflict when something holds the model's weights; what nothing holds has gone then, too."""
-
-
-class Pipelines(Protocol):
-    def names(self) -> list[str]: ...
-
-
-class Service(Protocol):
-    """What is needed of `deployments.ingress.service.Service`."""
-
-    @property
-    def operations(self) -> Operations: ...
-
-    @property
-    def pipelines(self) -> Pipelines: ...
-
-    async def models(self) -> list[ModelCard]: ...
-
-    async def model(self, id_: str) -> ModelCard: ...
-
-
 @dataclass(frozen=True, slots=True)
 class ModelIndex:
-    """One entry. `reason` says why the state is what it is, where there is something to say."""
+    """An entry of the index. `reason` says why the state is what it is, where there is something to say."""
 
     name: str
     version: str
@@ -61,19 +36,22 @@ class ModelIndex:
 
 
 class Repository:
-    """Raises the ServiceErrors of `deployments.errors`."""
+    """The model repository of the cluster. All methods raise the ServiceErrors of `deployments.errors`."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
 
     async def index(self, *, ready: bool = False, repository: str = "") -> list[ModelIndex]:
-        """All models and pipelines, or those that are READY."""
+        """Return all models and pipelines, or those that are READY."""
         _check_repository(repository)
         models = [_entry(card) for card in await self._service.models() if not card.base]
         return [entry for entry in models if entry.state == "READY" or not ready]
 
     async def names(self, model: str = "", version: str = "") -> list[str]:
-        """Of all models and pipelines, or only `model`, checked. Raises UnknownModel with the known names."""
+        """Return the names of all models and pipelines, or only `model`, checked.
+
+        Raises: UnknownModel with the known names, also for a version that is not served.
+        """
         if version not in ("", VERSION):
             raise UnknownModel(f"model {model!r} has no version {version!r} (known: {VERSION})", "model_version")
         if not model:
@@ -83,9 +61,9 @@ class Repository:
         return [model]
 
     async def load(self, model: str, parameters: Parameters | None = None, repository: str = "") -> None:
-        """Bring it to the replicas that run it; returns when it is usable, also for one that is being registered.
+        """Bring the model to the replicas that run it, and return when it is usable. Waits while it is registered.
 
-        Raises ModelUnavailable with the reason when no replica can have it.
+        Raises: ModelUnavailable with the reason when no replica can have it.
         """
         _check_repository(repository)
         _check_parameters("load", parameters or {}, frozenset())
@@ -95,13 +73,13 @@ class Repository:
         _check_is_model(card)
         if card.kind is None:
             raise ModelUnavailable(f"model {model!r} is unavailable: {card.error or 'still being registered'}", "model")
-        answer = await self._service.operations.prefetch(model, "device")
-        for replicas in (answer["workers"], answer["text_encoders"]):
+        answer = await self._service.operations.prefetch_model(model, "device")
+        for replicas in (answer.workers, answer.text_encoders):
             if replicas and all(replicas):
                 raise ModelUnavailable(f"model {model!r} was not loaded: {replicas[0]}", "model")
 
     async def unload(self, model: str, parameters: Parameters | None = None, repository: str = "") -> None:
-        """Let it go. Raises Conflict when running requests or pins hold it.
+        """Take the model out of memory. Raises: Conflict when running requests or pins hold it.
 
         `unload_dependents` changes nothing: no model here is unloaded by another's unloading.
         """
@@ -112,7 +90,7 @@ class Repository:
                 f"pipeline {model!r} has no weights of its own: unload the models that it uses", "model"
             )
         _check_is_model(await self._service.model(model))
-        await self._service.operations.evict(model)
+        await self._service.operations.evict_model(model)
 
 
 def _entry(card: ModelCard) -> ModelIndex:

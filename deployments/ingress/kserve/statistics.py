@@ -1,11 +1,11 @@
-"""What each model has done, in the terms of Triton's statistics extension.
+"""Statistics of each model in the terms of Triton's statistics extension.
 
 Counted where requests pass, so the figures are those of one ingress replica since it started: with several, add them
 up, or read Prometheus instead. What Triton's durations mean here, from the stage times that results bring along:
 
     queue           waiting for a turn and for a place in a replica (`queue`)
     compute_input   bringing the model's weights to where they are used (`switch`)
-    compute_infer   every other stage: encode, denoise, prefill, generate, decode, steps of a pipeline
+    compute_infer   every other stage: encode, denoise, prefill, generate, decode, stages of a pipeline
     compute_output  what is left of the whole: making protocol tensors of results, and transport
 
 Stages that run side by side count in full each, so the parts may add up to more than the whole. One request is one
@@ -19,50 +19,33 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import Final
 
 from deployments.ingress.kserve.records import VERSION
+from deployments.ingress.kserve.repository import Repository
 
-MAX_MODELS: Final = 1024
-MAX_EXACT_BATCH_SIZE: Final = 32
+_MAX_MODELS: Final = 1024
+_MAX_EXACT_BATCH_SIZE: Final = 32
 _SWITCH, _QUEUE, _TOTAL = "switch", "queue", "total"
-
-
-class Recorder(Protocol):
-    """What `Inference` tells of every request."""
-
-    def succeeded(
-        self,
-        model: str,
-        *,
-        timings_ms: Mapping[str, float],
-        batch_size: int = 1,
-        cache_hits: int = 0,
-        cache_misses: int = 0,
-    ) -> None:
-        """`timings_ms` by stage, with the whole under "total"; `batch_size` is the items that the request carried."""
-
-    def failed(self, model: str, total_ms: float) -> None: ...
-
-
-class KnownModels(Protocol):
-    async def names(self, model: str = "", version: str = "") -> list[str]:
-        """Raises UnknownModel, also for a version that is not served."""
 
 
 @dataclass(slots=True)
 class Duration:
+    """Events and their time in all, in nanoseconds."""
+
     count: int = 0
     ns: int = 0
 
     def add(self, ms: float, count: int = 1) -> None:
-        """Less than nothing, as differences of stages side by side may be, adds no time."""
+        """Count `count` events of `ms` in all. Negative times, differences of stages side by side, count as 0."""
         self.count += count
         self.ns += max(0, round(ms * 1e6))
 
 
 @dataclass(slots=True)
 class InferStatistics:
+    """Durations of the parts of a request, defined at the top of this file."""
+
     success: Duration = field(default_factory=Duration)
     fail: Duration = field(default_factory=Duration)
     queue: Duration = field(default_factory=Duration)
@@ -75,7 +58,7 @@ class InferStatistics:
 
 @dataclass(slots=True)
 class BatchStatistics:
-    """Of requests that carried `batch_size` items; from MAX_EXACT_BATCH_SIZE on, up to that many (powers of two)."""
+    """Durations of requests with `batch_size` items; above _MAX_EXACT_BATCH_SIZE, of up to that many (powers of 2)."""
 
     batch_size: int
     compute_input: Duration = field(default_factory=Duration)
@@ -85,7 +68,10 @@ class BatchStatistics:
 
 @dataclass(slots=True)
 class ModelStatistics:
-    """`last_inference` is in milliseconds since the epoch, 0 for never. Fields are those of the protocol."""
+    """Statistics of one model. Fields are those of the protocol.
+
+    `last_inference` is in milliseconds since the epoch, 0 for never.
+    """
 
     name: str
     version: str = VERSION
@@ -97,9 +83,9 @@ class ModelStatistics:
 
 
 class Statistics:
-    """Constant memory per model, for at most `max_models`: those used longest ago are forgotten. One event loop."""
+    """Statistics of at most `max_models` models: those used longest ago are forgotten. Lives on one event loop."""
 
-    def __init__(self, clock_s: Callable[[], float] = time.time, max_models: int = MAX_MODELS) -> None:
+    def __init__(self, clock_s: Callable[[], float] = time.time, max_models: int = _MAX_MODELS) -> None:
         self._clock_s = clock_s
         self._max_models = max_models
         self._models: OrderedDict[str, ModelStatistics] = OrderedDict()
@@ -113,6 +99,7 @@ class Statistics:
         cache_hits: int = 0,
         cache_misses: int = 0,
     ) -> None:
+        """Count an answered request of `batch_size` items. `timings_ms` are by stage, the whole under "total"."""
         found = self._touched(model)
         found.inference_count += batch_size
         found.execution_count += 1
@@ -131,10 +118,11 @@ class Statistics:
             durations.compute_output.add(total_ms - known_ms)
 
     def failed(self, model: str, total_ms: float) -> None:
+        """Count a request that was not answered."""
         self._touched(model).inference_stats.fail.add(total_ms)
 
     def of(self, model: str) -> ModelStatistics:
-        """All zero for a model that nobody has used here."""
+        """Return the statistics of `model`, all zero when nobody has used it here."""
         return self._models.get(model) or ModelStatistics(model)
 
     def _touched(self, model: str) -> ModelStatistics:
@@ -147,14 +135,14 @@ class Statistics:
 
 
 async def statistics_of(
-    names: KnownModels, statistics: Statistics, model: str = "", version: str = ""
+    repository: Repository, statistics: Statistics, model: str = "", version: str = ""
 ) -> list[ModelStatistics]:
-    """Of `model`, or of all that there are, used or not. Raises UnknownModel."""
-    return [statistics.of(name) for name in await names.names(model, version)]
+    """Return the statistics of `model`, or of all models and pipelines, used or not. Raises: UnknownModel."""
+    return [statistics.of(name) for name in await repository.names(model, version)]
 
 
 def _of_size(batches: list[BatchStatistics], batch_size: int) -> BatchStatistics:
-    """The entry for that size, put in order of size when it is new."""
+    """Return the entry for that size, inserted in order of size when it is new."""
     for batch in batches:
         if batch.batch_size == batch_size:
             return batch
@@ -168,4 +156,4 @@ def _size(batch: BatchStatistics) -> int:
 
 
 def _rounded(batch_size: int) -> int:
-    return batch_size if batch_size <= MAX_EXACT_BATCH_SIZE else 1 << (batch_size - 1).bit_length()
+    return batch_size if batch_size <= _MAX_EXACT_BATCH_SIZE else 1 << (batch_size - 1).bit_length()

@@ -1,4 +1,4 @@
-"""Tensor data as the Open Inference Protocol writes it, JSON or raw bytes, to arrays and back. Pure.
+"""Codec of tensor data as the Open Inference Protocol writes it, JSON or raw bytes, to arrays and back. Pure.
 
 Sources: KServe v2, "Tensor Data"; Triton, "Binary Tensor Data Extension". Everything is checked before memory of the
 claimed size is taken, and whatever comes, the only error is InvalidRequest. Raw data is little-endian, as is every
@@ -20,7 +20,7 @@ from deployments.pipelines.records import NUMPY_DTYPES, Datatype, TensorValue, b
 
 MAX_RANK: Final = 32
 MAX_ELEMENTS: Final = 2**31 - 1
-# Writing JSON takes about 50 bytes of memory for an element: for ten large pictures that would be gigabytes.
+# Writing JSON takes about 50 bytes of memory for an element: for ten large images that would be gigabytes.
 MAX_JSON_ELEMENTS: Final = 2**22
 # JSON has no notation for them: both specifications send them as raw bytes only.
 BINARY_ONLY: Final = ("FP16", "BF16")
@@ -35,6 +35,7 @@ _INTEGERS: Final = (frozenset({int}), "whole numbers")
 
 
 def checked_datatype(name: str, datatype: object) -> Datatype:
+    """Return the datatype. Raises: InvalidRequest naming the known ones."""
     for known in get_args(Datatype):
         if datatype == known:
             return known
@@ -42,7 +43,7 @@ def checked_datatype(name: str, datatype: object) -> Datatype:
 
 
 def checked_shape(name: str, shape: Sequence[object]) -> tuple[int, ...]:
-    """Raises InvalidRequest for dimensions that are no sizes, and for more elements than anything here takes.
+    """Return the shape. Raises: InvalidRequest for dimensions that are no sizes, and for too many elements.
 
     A size of 0 does not excuse the others: numpy makes no array of shape (0, 2**62).
     """
@@ -59,12 +60,13 @@ def checked_shape(name: str, shape: Sequence[object]) -> tuple[int, ...]:
 
 
 def check_count(name: str, shape: Sequence[int], num_elements: int) -> None:
+    """Raise InvalidRequest unless a tensor of `shape` has `num_elements`."""
     if num_elements != math.prod(shape):
         raise InvalidRequest(f"{name}: {num_elements} elements, but shape {list(shape)} has {math.prod(shape)}", name)
 
 
 def from_json(name: str, datatype: Datatype, shape: tuple[int, ...], data: Sequence[Any]) -> TensorValue:
-    """`data` is flat in row-major order, or nested as the shape says. `shape` is a checked one."""
+    """Return JSON data as a tensor. `data` is flat in row-major order, or nested like `shape`, a checked one."""
     if datatype in BINARY_ONLY:
         raise InvalidRequest(f"{name}: {datatype} cannot be written as JSON; send it as binary data", name)
     flat = _flattened(name, shape, data)
@@ -77,7 +79,10 @@ def from_json(name: str, datatype: Datatype, shape: tuple[int, ...], data: Seque
 
 
 def to_json(value: TensorValue) -> list[Any]:
-    """Flat, row-major. Raises InvalidRequest for what JSON cannot say: the message names binary data as the way."""
+    """Return the elements, flat and row-major.
+
+    Raises: InvalidRequest for what JSON cannot say; the message names binary data as the way.
+    """
     check_json(value)
     flat = value.data.reshape(-1)
     if value.datatype == "BYTES":
@@ -92,7 +97,7 @@ def to_json(value: TensorValue) -> list[Any]:
 
 
 def check_json(value: TensorValue) -> None:
-    """Raises InvalidRequest for a datatype or a size that is never written as JSON."""
+    """Raise InvalidRequest for a datatype or a size that is never written as JSON."""
     if value.datatype in BINARY_ONLY:
         raise InvalidRequest(f"{_way(value)}; {value.datatype} cannot be written as JSON", value.name)
     if value.data.size > MAX_JSON_ELEMENTS:
@@ -100,7 +105,7 @@ def check_json(value: TensorValue) -> None:
 
 
 def from_bytes(name: str, datatype: Datatype, shape: tuple[int, ...], data: bytes | memoryview) -> TensorValue:
-    """The array is a view of `data`, save for BYTES. `shape` is a checked one."""
+    """Return raw data as a tensor, whose array is a view of `data` save for BYTES. `shape` is a checked one."""
     if datatype == "BYTES":
         return TensorValue(name, datatype, bytes_data(_elements(name, shape, data)).reshape(shape))
     dtype = NUMPY_DTYPES[datatype]
@@ -113,6 +118,7 @@ def from_bytes(name: str, datatype: Datatype, shape: tuple[int, ...], data: byte
 
 
 def to_bytes(value: TensorValue) -> bytes:
+    """Return the data as raw bytes; each element of BYTES has its length before it."""
     if value.datatype != "BYTES":
         return value.data.tobytes()
     elements = [bytes(element) for element in value.data.reshape(-1)]
@@ -120,7 +126,7 @@ def to_bytes(value: TensorValue) -> bytes:
 
 
 def texts(value: TensorValue) -> list[str]:
-    """The elements of a BYTES tensor as text. Raises InvalidRequest when one is not UTF-8."""
+    """Return the elements of a BYTES tensor as text. Raises: InvalidRequest when one is not UTF-8."""
     try:
         return [bytes(element).decode() for element in value.data.reshape(-1)]
     except UnicodeDecodeError:
@@ -201,7 +207,7 @@ def _way(value: TensorValue) -> str:
 
 
 def shown(value: object) -> str:
-    """A wrong value for a message: short, whatever came."""
+    """Return a wrong value as a message shows it: short, whatever came."""
     if isinstance(value, list | dict):
         return f"a {type(value).__name__} of {len(value)}"
     if isinstance(value, int) and value.bit_length() > 128:  # Python refuses to write down very long ones

@@ -14,11 +14,10 @@ from pydantic_core import to_json
 from starlette.responses import Response
 
 from deployments.errors import GenerationFailed, InvalidRequest
-from deployments.ingress.api_docs import INFERENCE_ERRORS, documented
-from deployments.ingress.json_answers import aside, json_answer, with_list
-from deployments.ingress.openai.answers import EmbeddingsAnswer
+from deployments.ingress.errors import INFERENCE_ERRORS, documented
+from deployments.ingress.openai.answers import EmbeddingData, EmbeddingsAnswer
+from deployments.ingress.responses import call_aside, json_with_list, large_json_response, server_timing
 from deployments.ingress.service import Service
-from deployments.ingress.timing import rounded, server_timing
 from deployments.records import (
     Count,
     EmbeddingRequest,
@@ -43,7 +42,8 @@ class EmbeddingsBody(RequestModel):
     dimensions: Count | None = None
     user: UserName | None = None
 
-    def record(self) -> EmbeddingRequest:
+    def to_record(self) -> EmbeddingRequest:
+        """Return the request as the service takes it. Raises: InvalidRequest."""
         value: Any = self.input
         if isinstance(value, str) or isinstance(value[0], int):
             value = [value]
@@ -51,46 +51,40 @@ class EmbeddingsBody(RequestModel):
         return as_record(EmbeddingRequest, {"model": self.model, "input": texts})
 
 
-def create_router(service: Service) -> APIRouter:
+def create_embeddings_router(service: Service) -> APIRouter:
+    """Return the route."""
     router = APIRouter(tags=["embeddings"])
 
     @router.post("/v1/embeddings", response_model=EmbeddingsAnswer, responses=documented(*INFERENCE_ERRORS))
     async def embed(body: EmbeddingsBody) -> Response:
         """Embed texts."""
-        result = await service.embed(await aside(8 * _num_ids(body.input), body.record))
+        result = await service.embed(await call_aside(8 * _num_ids(body.input), body.to_record))
         size = len(result.embeddings[0])
         if body.dimensions not in (None, size):
             raise InvalidRequest(f"dimensions: {body.dimensions}, but {body.model!r} has {size}", "dimensions")
         num_bytes = sum(vector.nbytes for vector in result.embeddings)
-        write = partial(_answer, result, body.encoding_format)
-        return await json_answer(num_bytes, write, server_timing(result.timings_ms))
+        write = partial(_write_answer, result, body.encoding_format)
+        return await large_json_response(num_bytes, write, server_timing(result.timings_ms))
 
     return router
 
 
 def _num_ids(input_: Any) -> int:
-    """Token ids of a request, which are checked one by one; of texts, their number."""
+    """Return the number of token ids of a request, which are checked one by one; of texts, their number."""
     return sum(len(item) if isinstance(item, list) else 1 for item in input_)
 
 
-def _answer(result: EmbeddingResult, format_: EncodingFormat) -> bytes:
-    form = {
-        "object": "list",
-        "model": result.model,
-        "usage": {"prompt_tokens": result.num_tokens, "total_tokens": result.num_tokens},
-        "timings_ms": rounded(result.timings_ms),
-        "encoder_cache": {"hits": result.cache.hits, "misses": result.cache.misses},
-        "warnings": result.warnings,
-    }
-    parts = (
-        to_json({"object": "embedding", "index": index, "embedding": _encoded(index, vector, format_)})
-        for index, vector in enumerate(result.embeddings)
-    )
-    return with_list(form, "data", parts)
+def _write_answer(result: EmbeddingResult, format_: EncodingFormat) -> bytes:
+    parts = (to_json(_data(index, vector, format_)) for index, vector in enumerate(result.embeddings))
+    return json_with_list(EmbeddingsAnswer.without_data(result), "data", parts)
+
+
+def _data(index: int, vector: npt.NDArray[np.float32], format_: EncodingFormat) -> EmbeddingData:
+    return {"object": "embedding", "index": index, "embedding": _encoded(index, vector, format_)}
 
 
 def _encoded(index: int, vector: npt.NDArray[np.float32], format_: EncodingFormat) -> list[float] | str:
-    """base64 is of little-endian float32, as OpenAI's client decodes it."""
+    """Return the numbers, or base64 of them as little-endian float32, as OpenAI's client decodes it."""
     if not np.isfinite(vector).all():
         raise GenerationFailed(f"the embedding of input {index} has numbers that are not finite")
     if format_ == "base64":

@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
-import time
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -18,14 +17,11 @@ from pydantic_core import to_json
 from starlette.responses import Response
 
 from deployments.errors import InvalidRequest
-from deployments.ingress.api_docs import INFERENCE_ERRORS, documented
-from deployments.ingress.json_answers import json_answer, with_list
-from deployments.ingress.openai.answers import ImagesAnswer
+from deployments.ingress.errors import INFERENCE_ERRORS, documented
+from deployments.ingress.openai.answers import ImageData, ImageFormat, ImagesAnswer
+from deployments.ingress.responses import json_with_list, large_json_response, server_timing
 from deployments.ingress.service import Service
-from deployments.ingress.timing import rounded, server_timing
-from deployments.records import ImageOptions, ImageRequest, ImageResult, UserName, as_record
-
-ImageFormat = Literal["png", "jpeg", "webp"]
+from deployments.records import ImageOptions, ImageRequest, UserName, as_record
 
 
 class ImagesBody(ImageOptions):
@@ -47,7 +43,8 @@ class ImagesBody(ImageOptions):
             raise ValueError("out of range")
         return size
 
-    def record(self) -> ImageRequest:
+    def to_record(self) -> ImageRequest:
+        """Return the request as the service takes it. Raises: InvalidRequest."""
         fields = {name: getattr(self, name) for name in ImageOptions.model_fields}
         if self.size != "auto":
             if self.width or self.height:
@@ -57,43 +54,31 @@ class ImagesBody(ImageOptions):
         return as_record(ImageRequest, fields)
 
 
-def create_router(service: Service) -> APIRouter:
+def create_images_router(service: Service) -> APIRouter:
+    """Return the route."""
     router = APIRouter(tags=["images"])
 
     @router.post("/v1/images/generations", response_model=ImagesAnswer, responses=documented(*INFERENCE_ERRORS))
     async def generate(body: ImagesBody) -> Response:
-        """Make pictures from a prompt."""
-        result = await service.generate(body.record())
+        """Make images from a prompt."""
+        result = await service.generate(body.to_record())
         images = await asyncio.gather(
             *(asyncio.to_thread(_image_json, image, body.output_format) for image in result.images)
         )
-        write = partial(with_list, _form(result, body.output_format), "data", images)
-        return await json_answer(sum(map(len, images)), write, server_timing(result.timings_ms))
+        answer = ImagesAnswer.without_data(result, body.output_format)
+        write = partial(json_with_list, answer, "data", images)
+        return await large_json_response(sum(map(len, images)), write, server_timing(result.timings_ms))
 
     return router
 
 
 def encode_image(image: npt.NDArray[np.uint8], format_: ImageFormat) -> bytes:
-    """(height, width, 3) uint8 as a file of that format."""
+    """Return an image, (height, width, 3) uint8, as a file of that format."""
     buffer = io.BytesIO()
     Image.fromarray(image).save(buffer, format_.upper())
     return buffer.getvalue()
 
 
 def _image_json(image: npt.NDArray[np.uint8], format_: ImageFormat) -> bytes:
-    return to_json({"b64_json": base64.b64encode(encode_image(image, format_)).decode()})
-
-
-def _form(result: ImageResult, format_: str) -> dict[str, Any]:
-    """The answer without its images."""
-    return {
-        "created": int(time.time()),
-        "output_format": format_,
-        "model": result.model,
-        "seed": result.seed,
-        "num_inference_steps": result.num_inference_steps,
-        "timings_ms": rounded(result.timings_ms),
-        "switch": result.switch and {name: getattr(result.switch, name) for name in result.switch.__slots__},
-        "encoder_cache": {"hits": result.cache.hits, "misses": result.cache.misses},
-        "warnings": result.warnings,
-    }
+    data: ImageData = {"b64_json": base64.b64encode(encode_image(image, format_)).decode()}
+    return to_json(data)

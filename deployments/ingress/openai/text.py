@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncIterator
 from typing import Annotated, Any, Final, Literal
 
 from fastapi import APIRouter
-from fastapi.responses import JSONResponse
 from pydantic import Field, field_validator
 from starlette.responses import Response
 
-from deployments.ingress.api_docs import INFERENCE_ERRORS, documented
-from deployments.ingress.errors import error_response
-from deployments.ingress.event_stream import EventStream
-from deployments.ingress.openai.answers import ChatAnswer, CompletionAnswer
-from deployments.ingress.openai.forms import AnswerForm, ChatForm, CompletionForm
+from deployments.ingress.errors import INFERENCE_ERRORS, documented, error_response
+from deployments.ingress.openai.answers import ChatAnswer, ChatForm, CompletionAnswer, CompletionForm, TextForm
+from deployments.ingress.responses import EventStream, event_of, json_response, json_text, server_timing
 from deployments.ingress.service import Service
-from deployments.ingress.timing import rounded, server_timing
 from deployments.records import (
     ChatRequest,
     CompletionRequest,
@@ -33,28 +28,33 @@ from deployments.records import (
 
 
 class StreamOptions(RequestModel):
+    """Options of a stream. `include_usage`: a last piece has the token counts."""
+
     include_usage: bool = False
 
 
 class TextPart(RequestModel):
+    """A part of a message."""
+
     type: Literal["text"]
     text: str
 
 
 class ChatMessage(RequestModel):
-    """OpenAI lets the content be a list of parts; only text parts mean something to a text model."""
+    """One turn of a chat. Of a content in parts, only text parts mean something to a text model."""
 
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[TextPart]
     name: Name | None = None
 
-    def record(self) -> Message:
+    def to_record(self) -> Message:
+        """Return the turn with its parts joined."""
         parts = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
         return Message(role=self.role, content=parts)
 
 
 class TextBody(TextOptions):
-    """What both endpoints share. Options that would change the answer and are not supported may only be neutral."""
+    """The options of both endpoints. Unsupported ones that would change the answer may only be neutral."""
 
     model: Name
     stop: str | tuple[str, ...] | None = None  # type: ignore[assignment]  # OpenAI's wider type, narrowed in `options`
@@ -73,6 +73,7 @@ class TextBody(TextOptions):
         return int(value) if value == 0 else value
 
     def options(self) -> dict[str, Any]:
+        """Return the fields of the record that both endpoints have."""
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         return {
             "model": self.model,
@@ -102,10 +103,11 @@ class ChatBody(TextBody):
     metadata: dict[Name, Annotated[str, Field(max_length=512)]] | None = Field(None, max_length=16)
     store: Literal[False] | None = None
 
-    def record(self) -> ChatRequest:
+    def to_record(self) -> ChatRequest:
+        """Return the request as the service takes it. Raises: InvalidRequest."""
         options = self.options()
         options["max_tokens"] = self.max_completion_tokens or self.max_tokens
-        return as_record(ChatRequest, {"messages": [message.record() for message in self.messages], **options})
+        return as_record(ChatRequest, {"messages": [message.to_record() for message in self.messages], **options})
 
 
 class CompletionBody(TextBody):
@@ -116,7 +118,8 @@ class CompletionBody(TextBody):
     best_of: Literal[1] | None = None
     suffix: None = None
 
-    def record(self) -> CompletionRequest:
+    def to_record(self) -> CompletionRequest:
+        """Return the request as the service takes it. Raises: InvalidRequest."""
         return as_record(CompletionRequest, {"prompt": self.prompt, **self.options()})
 
 
@@ -124,61 +127,50 @@ class CompletionBody(TextBody):
 _RESPONSES: Final = documented(*INFERENCE_ERRORS) | {200: {"content": {"text/event-stream": {}}}}
 
 
-def create_router(service: Service) -> APIRouter:
+def create_text_router(service: Service) -> APIRouter:
+    """Return the routes."""
     router = APIRouter(tags=["text"])
 
     @router.post("/v1/chat/completions", response_model=ChatAnswer, responses=_RESPONSES)
     async def chat(body: ChatBody) -> Response:
         """The next turn of a chat."""
-        return await _respond(service, body, body.record(), ChatForm(body.model))
+        return await _respond(service, body, body.to_record(), ChatForm(body.model))
 
     @router.post("/v1/completions", response_model=CompletionAnswer, responses=_RESPONSES)
     async def complete(body: CompletionBody) -> Response:
         """The continuation of a text."""
-        return await _respond(service, body, body.record(), CompletionForm(body.model))
+        return await _respond(service, body, body.to_record(), CompletionForm(body.model))
 
     return router
 
 
 async def _respond(
-    service: Service, body: TextBody, record: ChatRequest | CompletionRequest, form: AnswerForm
+    service: Service, body: TextBody, record: ChatRequest | CompletionRequest, form: TextForm
 ) -> Response:
     if not body.stream:
         result = await (service.chat(record) if isinstance(record, ChatRequest) else service.complete(record))
-        return JSONResponse(form.whole(result), headers=server_timing(result.timings_ms))
+        return json_response(form.whole(result), headers=server_timing(result.timings_ms))
     chunks = service.stream(record)
     # The first piece is awaited here, so that a refused request is a 4xx and not an event in a 200.
-    opening = await anext(chunks)
+    first = await anext(chunks)
     include_usage = bool(body.stream_options and body.stream_options.include_usage)
-    events = _events(form, opening, chunks, include_usage)
+    events = _events(form, first, chunks, include_usage)
     return EventStream(events, chunks, headers={"Cache-Control": "no-cache"})
 
 
 async def _events(
-    form: AnswerForm, opening: TextChunk, rest: AsyncIterator[TextChunk], include_usage: bool
+    form: TextForm, first: TextChunk, rest: AsyncIterator[TextChunk], include_usage: bool
 ) -> AsyncIterator[str]:
-    for event in form.first():
-        yield _sse(event)
-    last = opening
-    yield _sse(_chunk_event(form, opening))
+    for answer in (*form.opening(), form.piece(first)):
+        yield event_of(json_text(answer))
+    last = first
     try:
         async for chunk in rest:
             last = chunk
-            yield _sse(_chunk_event(form, chunk))
+            yield event_of(json_text(form.piece(chunk)))
     except Exception as error:
-        yield f"data: {bytes(error_response(error).body).decode()}\n\n"
+        yield event_of(bytes(error_response(error).body).decode())
         return
     if include_usage:
-        yield _sse(form.usage_chunk(last))
-    yield "data: [DONE]\n\n"
-
-
-def _chunk_event(form: AnswerForm, chunk: TextChunk) -> dict[str, Any]:
-    more: dict[str, Any] = {"timings_ms": rounded(chunk.timings_ms)} if chunk.timings_ms else {}
-    if chunk.warnings:
-        more["warnings"] = chunk.warnings
-    return form.chunk(chunk.text, chunk.finish_reason, **more)
-
-
-def _sse(event: dict[str, Any]) -> str:
-    return f"data: {json.dumps(event)}\n\n"
+        yield event_of(json_text(form.usage(last)))
+    yield event_of("[DONE]")

@@ -103,10 +103,13 @@ def test_drawn_seeds_are_what_every_json_reader_keeps() -> None:
         assert all(seed is not None and 0 <= seed < 2**32 and int(float(seed)) == seed for seed in drawn)
 
 
-@pytest.mark.parametrize(("class_name", "steps", "guidance"), [(FLUX, 28, 3.5), (SDXL, 50, 5.0)])
-def test_families_fill_in_what_stock_does(class_name: str, steps: int, guidance: float) -> None:
+@pytest.mark.parametrize(
+    ("class_name", "steps", "guidance", "side"),
+    [(FLUX, 28, 3.5, 1024), (SDXL, 50, 5.0, 1024), ("StableDiffusionPipeline", 50, 7.5, 512)],
+)
+def test_families_fill_in_what_stock_does(class_name: str, steps: int, guidance: float, side: int) -> None:
     filled = with_image_defaults(ImageRequest(**IMAGE), GenerationDefaults(), class_name)
-    assert (filled.width, filled.height) == (1024, 1024)
+    assert (filled.width, filled.height) == (side, side)
     assert (filled.num_inference_steps, filled.guidance_scale, filled.max_sequence_length) == (steps, guidance, None)
     pipeline = inspect.signature(getattr(diffusers, class_name).__call__).parameters
     assert (pipeline["num_inference_steps"].default, pipeline["guidance_scale"].default) == (steps, guidance)

@@ -11,6 +11,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from weights.store import WeightStore
+
 torch.set_num_threads(1)
 
 Tensors = Mapping[str, torch.Tensor]
@@ -57,3 +59,8 @@ def write_pipeline(tmp_path: Path) -> WritePipeline:
         return folder
 
     return write
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> WeightStore:
+    return WeightStore(tmp_path / "store")

@@ -246,7 +246,7 @@ def test_indices_are_published_before_bytes_go(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("weights.maintenance.remove", remove_one)
+        patch.setattr("weights.maintenance.remove_path", remove_one)
         for _ in range(4):
             with pytest.raises(KeyboardInterrupt):
                 gc(store)

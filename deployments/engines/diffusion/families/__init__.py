@@ -11,6 +11,7 @@ from typing import Final
 from deployments.engines.diffusion.families.base import Family
 from deployments.engines.diffusion.families.flux import Flux
 from deployments.engines.diffusion.families.sdxl import StableDiffusionXL
+from deployments.engines.diffusion.families.stable_diffusion import StableDiffusion
 from deployments.engines.protocol import EngineError
 
 FAMILIES: Final[Mapping[str, Family]] = {
@@ -18,6 +19,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
     for family in (
         Flux(),
         StableDiffusionXL(),
+        StableDiffusion(),
     )
 }
 

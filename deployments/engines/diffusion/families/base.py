@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from configs.model import LongText, TextPadding
-from deployments.engines.protocol import DiffusionRequest, EngineError, check_choice
+from deployments.engines.protocol import ClipLayer, DiffusionRequest, EngineError, check_choice
 
 if TYPE_CHECKING:  # the ingress has no torch
     import torch
@@ -41,14 +41,16 @@ class EncodeItem:
     role: Role
     padding: TextPadding = "stock"
     long_text: LongText = "truncate"
+    layer: ClipLayer = "penultimate"
 
 
 class EncoderUse(NamedTuple):
-    """A text encoder of a pipeline: the most tokens that it gets, and its rule for longer texts."""
+    """A text encoder of a pipeline: the most tokens that it gets, its rule for longer texts, its layer if a CLIP."""
 
     component: str
     max_length: int | None = None
     long_text: LongText = "truncate"
+    layer: ClipLayer = "penultimate"
 
 
 class ImageSize(NamedTuple):
@@ -154,7 +156,7 @@ class Family(ABC):
             texts.append(("negative", ""))
         uses = self.text_encoders(max_sequence_length, long_text)
         return tuple(
-            EncodeItem(use.component, text, use.max_length, role, text_padding, use.long_text)
+            EncodeItem(use.component, text, use.max_length, role, text_padding, use.long_text, use.layer)
             for role, text in texts
             for use in uses
         )

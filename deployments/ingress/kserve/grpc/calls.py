@@ -1,27 +1,42 @@
-"""How a handler of this server looks to gRPC: messages in and out of bytes, errors as status codes."""
+"""Calls of gRPC as handlers see them: messages instead of bytes, exceptions instead of status codes."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from typing import Any, Final
 
 import grpc
 from google.protobuf.message import DecodeError
 from google.protobuf.message_factory import GetMessageClass
+from grpc import StatusCode
 
 from deployments.errors import InvalidRequest
-from deployments.ingress.json_answers import aside
+from deployments.ingress.errors import failure_of
 from deployments.ingress.kserve.grpc import codec as grpc_codec
-from deployments.ingress.kserve.grpc.errors import status_of
 from deployments.ingress.kserve.grpc.protos import POOL
 from deployments.ingress.kserve.grpc.protos import open_inference as messages
 from deployments.ingress.kserve.records import InferRequest, InferResponse
+from deployments.ingress.responses import call_aside
 
 Method = Callable[[Any, grpc.aio.ServicerContext], Awaitable[Any]]
+_MAX_DETAIL_CHARS: Final = 2_000  # details travel in a header, and clients take 8 KiB of headers by default
+# Where Triton has a code for the case, it is this one.
+_CODES: Final[dict[int, StatusCode]] = {
+    400: StatusCode.INVALID_ARGUMENT,
+    404: StatusCode.NOT_FOUND,
+    409: StatusCode.FAILED_PRECONDITION,
+    413: StatusCode.INVALID_ARGUMENT,  # RESOURCE_EXHAUSTED would ask to be tried again
+    422: StatusCode.FAILED_PRECONDITION,
+    429: StatusCode.RESOURCE_EXHAUSTED,
+    500: StatusCode.INTERNAL,
+    501: StatusCode.UNIMPLEMENTED,
+    503: StatusCode.UNAVAILABLE,
+    504: StatusCode.DEADLINE_EXCEEDED,
+}
 
 
 def service_handler(service: str, methods: Mapping[str, Method]) -> grpc.GenericRpcHandler:
-    """Handlers for the methods of a service of the private pool, by the names that it has in the .proto.
+    """Return gRPC's handler of a service of the private pool. `methods` are by the names that the .proto has.
 
     A method gets the request and gives the answer; where the service says `stream` it gets the iterator of requests
     or writes its answers with `context.write`. What it raises goes to the client as a status.
@@ -40,21 +55,22 @@ def service_handler(service: str, methods: Mapping[str, Method]) -> grpc.Generic
 
 
 def parsed(request: Any) -> Any:
-    """The message, or InvalidRequest for bytes that are none: what a handler's request may be."""
+    """Return the message that a handler got. Raises: InvalidRequest for bytes that are none."""
     if isinstance(request, DecodeError):
         raise InvalidRequest("the request is not a message of the type that this method takes")
     return request
 
 
 async def read_infer(request: Any) -> InferRequest:
-    """Raises InvalidRequest."""
+    """Return the record of a request. Raises: InvalidRequest."""
     message = parsed(request)
-    return await aside(message.ByteSize(), grpc_codec.read_request, message)
+    return await call_aside(message.ByteSize(), grpc_codec.read_request, message)
 
 
 async def write_infer(response: InferResponse) -> messages.ModelInferResponse:
+    """Return the message of a response."""
     num_bytes = sum(output.data.nbytes for output in response.outputs)
-    return await aside(num_bytes, grpc_codec.write_response, response)
+    return await call_aside(num_bytes, grpc_codec.write_response, response)
 
 
 def _reader(message: Any) -> Callable[[bytes], Any]:
@@ -77,3 +93,10 @@ def _with_status(method: Method) -> Method:
             await context.abort(*status_of(error))
 
     return handle
+
+
+def status_of(error: Exception) -> tuple[StatusCode, str]:
+    """Return code and text of any exception, by way of the one table that HTTP has."""
+    failure = failure_of(error)
+    text = failure.message
+    return _CODES[failure.status], text if len(text) <= _MAX_DETAIL_CHARS else text[: _MAX_DETAIL_CHARS - 3] + "..."

@@ -1,4 +1,4 @@
-"""gRPC messages of the Open Inference Protocol to the values of `records.py`, and back. Pure.
+"""Codec of gRPC messages to the records of the Open Inference Protocol, and back. Pure.
 
 Whatever arrives, the only error is InvalidRequest. Answers carry their tensors raw, as Triton's do.
 """
@@ -26,7 +26,7 @@ from deployments.ingress.kserve.tensors import (
 from deployments.pipelines.records import NUMPY_DTYPES, Datatype, TensorSpec, TensorValue
 
 # By datatype, the one field of InferTensorContents that may hold its values.
-CONTENTS: Final[dict[Datatype, str]] = {
+_CONTENTS: Final[dict[Datatype, str]] = {
     "BOOL": "bool_contents",
     "INT8": "int_contents",
     "INT16": "int_contents",
@@ -46,7 +46,7 @@ Scalar = bool | int | float | str
 
 
 def read_request(message: messages.ModelInferRequest) -> InferRequest:
-    """Raises InvalidRequest naming the tensor or parameter."""
+    """Return the record of a request. Raises: InvalidRequest naming the tensor or parameter."""
     return InferRequest(
         model=message.model_name,
         inputs=tuple(_inputs(message)),
@@ -58,7 +58,10 @@ def read_request(message: messages.ModelInferRequest) -> InferRequest:
 
 
 def read_parameters(parameters: Mapping[str, Any]) -> dict[str, Scalar]:
-    """Raises InvalidRequest for one without a value. `bytes_param`, which only repositories know, is no scalar."""
+    """Return the parameters. Raises: InvalidRequest for one without a value.
+
+    `bytes_param`, which only repositories know, is no scalar and counts as none.
+    """
     values: dict[str, Scalar] = {}
     for name, parameter in parameters.items():
         choice = parameter.WhichOneof("parameter_choice")
@@ -70,6 +73,7 @@ def read_parameters(parameters: Mapping[str, Any]) -> dict[str, Scalar]:
 
 
 def write_response(response: InferResponse) -> messages.ModelInferResponse:
+    """Return the message of a response, its tensors raw."""
     message = messages.ModelInferResponse(
         model_name=response.model,
         model_version=response.version,
@@ -83,6 +87,7 @@ def write_response(response: InferResponse) -> messages.ModelInferResponse:
 
 
 def write_metadata(metadata: ModelMetadata) -> messages.ModelMetadataResponse:
+    """Return the message of a model's metadata."""
     return messages.ModelMetadataResponse(
         name=metadata.name,
         versions=metadata.versions,
@@ -93,12 +98,12 @@ def write_metadata(metadata: ModelMetadata) -> messages.ModelMetadataResponse:
 
 
 def write_config(configuration: Mapping[str, Any]) -> messages.ModelConfig:
-    """Triton's model configuration, as REST has it."""
+    """Return Triton's model configuration, which REST writes as JSON, as a message."""
     return ParseDict(configuration, messages.ModelConfig())
 
 
 def write_statistics(found: Iterable[ModelStatistics]) -> messages.ModelStatisticsResponse:
-    """The records have the message's own field names."""
+    """Return statistics as a message. The records have its field names."""
     return messages.ModelStatisticsResponse(model_stats=[asdict(model) for model in found])
 
 
@@ -122,9 +127,9 @@ def _inputs(message: messages.ModelInferRequest) -> Iterable[TensorValue]:
 
 
 def _from_contents(name: str, datatype: Datatype, shape: tuple[int, ...], contents: Any) -> TensorValue:
-    if datatype not in CONTENTS:
+    if datatype not in _CONTENTS:
         raise InvalidRequest(f"{name}: {datatype} travels in raw_input_contents only", name)
-    field = CONTENTS[datatype]
+    field = _CONTENTS[datatype]
     wrong = [given.name for given, _ in contents.ListFields() if given.name != field]
     if wrong:
         raise InvalidRequest(f"{name}: {datatype} goes into {field}, got {', '.join(wrong)}", name)

@@ -3,43 +3,97 @@
 It runs on the replica's own event loop and not behind Serve's gRPC proxy, which binds all interfaces and costs a hop.
 Ingress replicas of one node share the port (SO_REUSEPORT): the kernel deals connections out to them. So would a
 second cluster with the same port, unnoticed; give each its own.
+
+`grpc.health.v1.Health` is not that of the package grpcio-health-checking, which answers what somebody has told it
+before: readiness lies with the directory of models, so it is asked for each answer.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import sys
-from typing import Final
+from collections.abc import Awaitable, Callable
+from typing import Any, Final
 
 import grpc
 from grpc_reflection.v1alpha import reflection
 
-from deployments.ingress.admission import Admission
-from deployments.ingress.kserve.grpc import health as grpc_health
-from deployments.ingress.kserve.grpc.calls import service_handler
-from deployments.ingress.kserve.grpc.health import HealthServicer
+from deployments.ingress.kserve.grpc.calls import Method, service_handler
 from deployments.ingress.kserve.grpc.protos import POOL
+from deployments.ingress.kserve.grpc.protos import health as messages
 from deployments.ingress.kserve.grpc.servicer import SERVICE, InferenceServicer, unsupported_handlers
 from deployments.ingress.kserve.inference import Inference
 from deployments.ingress.kserve.repository import Repository
 from deployments.ingress.kserve.statistics import Statistics
+from deployments.ingress.limits import Admission
 
-logger = logging.getLogger("atelier.ingress")
+_logger = logging.getLogger("atelier.ingress")
 
-GRACE_S: Final = 5.0
-SPARE_CALLS: Final = 4096  # probes, open streams, and inference that is just being refused
-MAX_CALLS: Final = 2**31 - 1
+_HEALTH_SERVICE: Final = "grpc.health.v1.Health"
+_WATCH_INTERVAL_S: Final = 1.0  # how late a watcher may hear of a change
+_GRACE_S: Final = 5.0
+_SPARE_CALLS: Final = 4096  # probes, open streams, and inference that is just being refused
+_MAX_CALLS: Final = 2**31 - 1
+
+
+class HealthServicer:
+    """The methods of the health service.
+
+    `is_ready` is asked for every known service: all of them answer as soon as the server as a whole does.
+    """
+
+    def __init__(
+        self,
+        is_ready: Callable[[], Awaitable[bool]],
+        services: tuple[str, ...],
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self._is_ready = is_ready
+        self._services = ("", *services)
+        self._sleep = sleep
+
+    def methods(self) -> dict[str, Method]:
+        """Return the methods by the names that the .proto has."""
+        return {"Check": self.check, "Watch": self.watch}
+
+    async def check(
+        self, request: messages.HealthCheckRequest, context: grpc.aio.ServicerContext
+    ) -> messages.HealthCheckResponse:
+        status = await self._status(request.service)
+        if status == "SERVICE_UNKNOWN":
+            known = ", ".join(self._services[1:])
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"no service {request.service!r} (known: {known})")
+        return messages.HealthCheckResponse(status=status)
+
+    async def watch(self, request: messages.HealthCheckRequest, context: grpc.aio.ServicerContext) -> None:
+        """Write the status at once and whenever it has changed, until the client goes."""
+        last = None
+        while True:
+            status = await self._status(request.service)
+            if status != last:
+                await context.write(messages.HealthCheckResponse(status=status))
+                last = status
+            await self._sleep(_WATCH_INTERVAL_S)
+
+    async def _status(self, service: str) -> Any:
+        if service not in self._services:
+            return "SERVICE_UNKNOWN"
+        try:
+            return "SERVING" if await self._is_ready() else "NOT_SERVING"
+        except Exception:  # the directory of models is restarting, say
+            return "NOT_SERVING"
 
 
 class GrpcServer:
-    """A server that listens; `port` is the one that it has, also where 0 was asked for."""
+    """A listening server. `port` is the one that it has, also where 0 was asked for."""
 
     def __init__(self, server: grpc.aio.Server, port: int) -> None:
         self.port = port
         self._server = server
 
-    async def stop(self, grace_s: float = GRACE_S) -> None:
-        """No new calls at once; those that run are cancelled after `grace_s`."""
+    async def stop(self, grace_s: float = _GRACE_S) -> None:
+        """Refuse new calls at once, and cancel the running ones after `grace_s`."""
         await self._server.stop(grace_s)
 
 
@@ -53,26 +107,28 @@ async def start_grpc_server(
     max_message_bytes: int,
     admission: Admission | None = None,
 ) -> GrpcServer:
-    """Larger requests are refused by gRPC itself, before anything is decoded, and so are calls of any kind, probes too,
-    when there are `SPARE_CALLS` more of them than `admission` has places for. None: it has enough for all.
+    """Listen on `host` and `port`, and return the server.
 
-    Raises OSError when it cannot listen there.
+    gRPC itself refuses larger messages before anything is decoded, and calls of any kind, probes too, when there are
+    `_SPARE_CALLS` more of them than `admission` takes. None takes all.
+
+    Raises: OSError when it cannot listen there.
     """
     admission = admission or Admission(sys.maxsize)
     server = grpc.aio.server(
         options=[
             ("grpc.max_receive_message_length", max_message_bytes),
-            ("grpc.max_send_message_length", -1),  # of answers: pictures are as large as their request said
+            ("grpc.max_send_message_length", -1),  # of answers: images are as large as their request said
             ("grpc.so_reuseport", 1),
         ],
-        maximum_concurrent_rpcs=min(admission.max_requests + SPARE_CALLS, MAX_CALLS),
+        maximum_concurrent_rpcs=min(admission.max_requests + _SPARE_CALLS, _MAX_CALLS),
     )
-    services = (SERVICE, grpc_health.SERVICE)
+    services = (SERVICE, _HEALTH_SERVICE)
     health = HealthServicer(inference.server_ready, services)
     server.add_generic_rpc_handlers(
         (
             service_handler(SERVICE, InferenceServicer(inference, repository, statistics, admission).methods()),
-            service_handler(grpc_health.SERVICE, health.methods()),
+            service_handler(_HEALTH_SERVICE, health.methods()),
             unsupported_handlers(),
         )
     )
@@ -83,5 +139,5 @@ async def start_grpc_server(
     except RuntimeError as error:
         raise OSError(f"gRPC cannot listen on {address}: {error}") from None
     await server.start()
-    logger.info("gRPC listens on %s", f"{host}:{bound}")
+    _logger.info("gRPC listens on %s", f"{host}:{bound}")
     return GrpcServer(server, bound)

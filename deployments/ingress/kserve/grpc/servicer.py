@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
 from dataclasses import asdict
 from typing import Any, Final
 
 import grpc
 
-from deployments.ingress.admission import Admission
 from deployments.ingress.kserve.grpc import codec as grpc_codec
-from deployments.ingress.kserve.grpc.calls import Method, read_infer, write_infer
+from deployments.ingress.kserve.grpc.calls import Method, parsed, read_infer, status_of, write_infer
 from deployments.ingress.kserve.grpc.protos import open_inference as messages
-from deployments.ingress.kserve.grpc.stream import InferStream
 from deployments.ingress.kserve.inference import Inference
+from deployments.ingress.kserve.models import is_decoupled
+from deployments.ingress.kserve.records import server_metadata
 from deployments.ingress.kserve.repository import Repository
-from deployments.ingress.kserve.rest.routes import server_metadata
 from deployments.ingress.kserve.statistics import Statistics, statistics_of
-from deployments.ingress.timing import server_timing
+from deployments.ingress.limits import Admission
+from deployments.ingress.responses import server_timing
 
 SERVICE: Final = "inference.GRPCInferenceService"
 # Of Triton's service, but not of this one: clients that try hear why instead of "method not found".
-UNSUPPORTED: Final = {
+_UNSUPPORTED: Final = {
     "shared memory": (
         "SystemSharedMemoryStatus",
         "SystemSharedMemoryRegister",
@@ -34,10 +36,13 @@ UNSUPPORTED: Final = {
     "changing the log": ("LogSettings",),
 }
 _ERRORS_END_STREAMS: Final = "triton_grpc_error"
+MAX_CONCURRENT: Final = 64  # requests of one stream in work; the next ones wait in gRPC's own flow control
+_Turn = asyncio.Future[None]
+_Write = Callable[[messages.ModelStreamInferResponse], Awaitable[None]]
 
 
 class InferenceServicer:
-    """One per ingress replica."""
+    """The methods of one ingress replica."""
 
     def __init__(
         self, inference: Inference, repository: Repository, statistics: Statistics, admission: Admission
@@ -48,78 +53,79 @@ class InferenceServicer:
         self._statistics = statistics
 
     def methods(self) -> dict[str, Method]:
+        """Return the methods by the names that the .proto has."""
         return {
-            "ServerLive": self.server_live,
-            "ServerReady": self.server_ready,
-            "ModelReady": self.model_ready,
-            "ServerMetadata": self.server_metadata,
-            "ModelMetadata": self.model_metadata,
-            "ModelConfig": self.model_config,
-            "ModelInfer": self.model_infer,
-            "ModelStreamInfer": self.model_stream_infer,
-            "ModelStatistics": self.model_statistics,
-            "RepositoryIndex": self.repository_index,
-            "RepositoryModelLoad": self.repository_model_load,
-            "RepositoryModelUnload": self.repository_model_unload,
+            "ServerLive": self._server_live,
+            "ServerReady": self._server_ready,
+            "ModelReady": self._model_ready,
+            "ServerMetadata": self._server_metadata,
+            "ModelMetadata": self._model_metadata,
+            "ModelConfig": self._model_config,
+            "ModelInfer": self._model_infer,
+            "ModelStreamInfer": self._model_stream_infer,
+            "ModelStatistics": self._model_statistics,
+            "RepositoryIndex": self._repository_index,
+            "RepositoryModelLoad": self._repository_model_load,
+            "RepositoryModelUnload": self._repository_model_unload,
         }
 
-    async def server_live(self, request: Any, context: Any) -> messages.ServerLiveResponse:
+    async def _server_live(self, request: Any, context: Any) -> messages.ServerLiveResponse:
         return messages.ServerLiveResponse(live=True)
 
-    async def server_ready(self, request: Any, context: Any) -> messages.ServerReadyResponse:
+    async def _server_ready(self, request: Any, context: Any) -> messages.ServerReadyResponse:
         return messages.ServerReadyResponse(ready=await self._inference.server_ready())
 
-    async def model_ready(self, request: messages.ModelReadyRequest, context: Any) -> messages.ModelReadyResponse:
+    async def _model_ready(self, request: messages.ModelReadyRequest, context: Any) -> messages.ModelReadyResponse:
         return messages.ModelReadyResponse(ready=await self._inference.ready(request.name, request.version))
 
-    async def server_metadata(self, request: Any, context: Any) -> messages.ServerMetadataResponse:
-        return messages.ServerMetadataResponse(**server_metadata())
+    async def _server_metadata(self, request: Any, context: Any) -> messages.ServerMetadataResponse:
+        return messages.ServerMetadataResponse(**asdict(server_metadata()))
 
-    async def model_metadata(
+    async def _model_metadata(
         self, request: messages.ModelMetadataRequest, context: Any
     ) -> messages.ModelMetadataResponse:
         return grpc_codec.write_metadata(await self._inference.metadata(request.name, request.version))
 
-    async def model_config(self, request: messages.ModelConfigRequest, context: Any) -> messages.ModelConfigResponse:
+    async def _model_config(self, request: messages.ModelConfigRequest, context: Any) -> messages.ModelConfigResponse:
         configuration = await self._inference.configuration(request.name, request.version)
         return messages.ModelConfigResponse(config=grpc_codec.write_config(configuration))
 
-    async def model_infer(
+    async def _model_infer(
         self, request: messages.ModelInferRequest, context: grpc.aio.ServicerContext
     ) -> messages.ModelInferResponse:
         """The stage times are in the trailing metadata, in the form of the HTTP header."""
-        with self._admission.place():
+        with self._admission.admit_request():
             response = await self._inference.infer(await read_infer(request))
             timing = server_timing(response.timings_ms)
             context.set_trailing_metadata([(name.lower(), text) for name, text in timing.items()])
             return await write_infer(response)
 
-    async def model_stream_infer(self, requests: AsyncIterator[Any], context: grpc.aio.ServicerContext) -> None:
+    async def _model_stream_infer(self, requests: AsyncIterator[Any], context: grpc.aio.ServicerContext) -> None:
         asked = dict(context.invocation_metadata() or ())
         errors_end_it = asked.get(_ERRORS_END_STREAMS) == "true"
         stream = InferStream(self._inference, context.write, self._admission, errors_end_it=errors_end_it)
-        await stream.run(requests)
+        await stream.answer_requests(requests)
 
-    async def model_statistics(
+    async def _model_statistics(
         self, request: messages.ModelStatisticsRequest, context: Any
     ) -> messages.ModelStatisticsResponse:
         found = await statistics_of(self._repository, self._statistics, request.name, request.version)
         return grpc_codec.write_statistics(found)
 
-    async def repository_index(
+    async def _repository_index(
         self, request: messages.RepositoryIndexRequest, context: Any
     ) -> messages.RepositoryIndexResponse:
         index = await self._repository.index(ready=request.ready, repository=request.repository_name)
         return messages.RepositoryIndexResponse(models=[asdict(entry) for entry in index])
 
-    async def repository_model_load(
+    async def _repository_model_load(
         self, request: messages.RepositoryModelLoadRequest, context: Any
     ) -> messages.RepositoryModelLoadResponse:
         parameters = grpc_codec.read_parameters(request.parameters)
         await self._repository.load(request.model_name, parameters, request.repository_name)
         return messages.RepositoryModelLoadResponse()
 
-    async def repository_model_unload(
+    async def _repository_model_unload(
         self, request: messages.RepositoryModelUnloadRequest, context: Any
     ) -> messages.RepositoryModelUnloadResponse:
         parameters = grpc_codec.read_parameters(request.parameters)
@@ -128,8 +134,8 @@ class InferenceServicer:
 
 
 def unsupported_handlers() -> grpc.GenericRpcHandler:
-    """For what of Triton's service is not here; requests are not decoded."""
-    named = [(method, topic) for topic, methods in UNSUPPORTED.items() for method in methods]
+    """Return handlers for the methods of Triton's service that are not here; requests are not decoded."""
+    named = [(method, topic) for topic, methods in _UNSUPPORTED.items() for method in methods]
     handlers = {method: grpc.unary_unary_rpc_method_handler(_refusing(topic)) for method, topic in named}
     return grpc.method_handlers_generic_handler(SERVICE, handlers)
 
@@ -139,3 +145,97 @@ def _refusing(topic: str) -> Method:
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, f"{topic} is not supported by this server")
 
     return refuse
+
+
+class InferStream:
+    """One ModelStreamInfer call: requests as they come, each with one response or, of a text model, one per piece.
+
+    As in Triton, responses of text models (decoupled ones) go out when they are there, and all others in the order of
+    their requests. An error is a response with `error_message`, and the stream goes on; a client that sends the header
+    `triton_grpc_error: true` gets it as the status of the whole stream instead. `triton_final_response` is true on the
+    last response of each request, error or not, so no empty one has to follow it.
+
+    `write` sends one response. With `errors_end_it`, `answer_requests` raises what a request raises.
+    """
+
+    def __init__(self, inference: Inference, write: _Write, admission: Admission, *, errors_end_it: bool) -> None:
+        self._admission = admission
+        self._inference = inference
+        self._write = write
+        self._errors_end_it = errors_end_it
+        self._room = asyncio.Semaphore(MAX_CONCURRENT)
+        self._writing = asyncio.Lock()  # gRPC takes one write of a call at a time
+
+    async def answer_requests(self, requests: AsyncIterator[Any]) -> None:
+        """Answer all requests until the client sends no more. A cancellation ends all work on them."""
+        before = _settled()
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                async for request in requests:
+                    await self._room.acquire()
+                    done = asyncio.get_running_loop().create_future()
+                    task = tasks.create_task(self._answer(request, before, done))
+                    task.add_done_callback(self._make_room)
+                    before = done
+        except* Exception as group:
+            raise _first(group) from None
+
+    async def _answer(self, request: Any, before: _Turn, done: _Turn) -> None:
+        """`before` is done when the responses that go first are out, `done` when the next request's may go."""
+        if await self._is_decoupled(request):
+            before.add_done_callback(lambda _: _settle(done))
+            await self._respond(request, _settled())
+        else:
+            await self._respond(request, before)
+            _settle(done)
+
+    async def _respond(self, request: Any, before: _Turn) -> None:
+        try:
+            with self._admission.admit_request():
+                asked = await read_infer(request)
+                async with aclosing(self._inference.infer_stream(asked)) as responses:
+                    async for response in responses:
+                        await self._send(before, infer_response=await write_infer(response))
+        except Exception as error:
+            if self._errors_end_it:
+                raise
+            _, text = status_of(error)
+            await self._send(before, error_message=text, infer_response=_end_of(request))
+
+    async def _send(self, before: _Turn, **fields: Any) -> None:
+        await asyncio.shield(before)
+        async with self._writing:
+            await self._write(messages.ModelStreamInferResponse(**fields))
+
+    async def _is_decoupled(self, request: Any) -> bool:
+        try:
+            return is_decoupled(await self._inference.metadata(parsed(request).model_name))
+        except Exception:  # the request's own answer says what is wrong
+            return False
+
+    def _make_room(self, _: asyncio.Task[None]) -> None:
+        self._room.release()
+
+
+def _end_of(request: Any) -> messages.ModelInferResponse:
+    """Return what stands beside an error: whose it is, and that no more will come."""
+    if not isinstance(request, messages.ModelInferRequest):
+        return messages.ModelInferResponse()
+    final = {"triton_final_response": messages.InferParameter(bool_param=True)}
+    return messages.ModelInferResponse(model_name=request.model_name, id=request.id, parameters=final)
+
+
+def _settled() -> _Turn:
+    turn: _Turn = asyncio.get_running_loop().create_future()
+    turn.set_result(None)
+    return turn
+
+
+def _settle(turn: _Turn) -> None:
+    if not turn.done():
+        turn.set_result(None)
+
+
+def _first(group: BaseExceptionGroup[Exception]) -> Exception:
+    error = group.exceptions[0]
+    return _first(error) if isinstance(error, BaseExceptionGroup) else error

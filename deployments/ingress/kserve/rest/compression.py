@@ -1,22 +1,47 @@
-"""Bodies that are compressed on the way (RFC 9110, "Content Codings"): gzip, and deflate, which means zlib's format."""
+"""Compressed bodies (RFC 9110, "Content Codings"): gzip, and deflate, which means zlib's format."""
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import zlib
 from typing import Final
 
+from starlette.requests import Request
+
 from deployments.errors import InvalidRequest, RequestTooLarge
 
-MIN_COMPRESSED_BYTES: Final = 1024  # below, the answer would hardly get smaller
+_MIN_COMPRESSED_BYTES: Final = 1024  # below, the answer would hardly get smaller
 _WINDOW_BITS: Final = {"gzip": 16 + zlib.MAX_WBITS, "x-gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
 _LEVEL: Final = 1  # tensors gain little from more
 
 
-def decompressed(body: bytes, encoding: str, max_bytes: int) -> bytes:
-    """Never makes more than `max_bytes`, however much the body would become.
+async def read_body(request: Request, max_bytes: int) -> bytes:
+    """Return the body as it was before it was compressed.
 
-    Raises RequestTooLarge for more, InvalidRequest for damage and for codings that are not known.
+    Raises: RequestTooLarge above `max_bytes`, InvalidRequest for damage and for codings that are not known.
+    """
+    body = await request.body()
+    encoding = request.headers.get("content-encoding", "")
+    if not encoding:
+        return body
+    return await asyncio.to_thread(decompressed, body, encoding, max_bytes)
+
+
+async def compressed_if_accepted(request: Request, body: bytes, headers: dict[str, str]) -> bytes:
+    """Return the body of a response, compressed if it is worth it and the client accepts it; `headers` then say so."""
+    headers["Vary"] = "Accept-Encoding"
+    coding = _accepted_coding(request.headers.get("accept-encoding", ""))
+    if coding is None or len(body) < _MIN_COMPRESSED_BYTES:
+        return body
+    headers["Content-Encoding"] = coding
+    return await asyncio.to_thread(_compressed, body, coding)
+
+
+def decompressed(body: bytes, encoding: str, max_bytes: int) -> bytes:
+    """Return the decompressed body. Never makes more than `max_bytes`, however much the body would become.
+
+    Raises: RequestTooLarge for more, InvalidRequest for damage and for codings that are not known.
     """
     name = encoding.strip().lower()
     if name in ("", "identity"):
@@ -37,8 +62,8 @@ def decompressed(body: bytes, encoding: str, max_bytes: int) -> bytes:
     return plain
 
 
-def accepted_coding(accept_encoding: str) -> str | None:
-    """The first of the codings we know that the header does not refuse; None: as it is."""
+def _accepted_coding(accept_encoding: str) -> str | None:
+    """Return the first known coding that the header accepts; None for the body as it is."""
     for part in accept_encoding.lower().split(","):
         name, _, weight = part.partition(";")
         refused = weight.replace(" ", "").rstrip("0") in ("q=", "q=0.")
@@ -47,5 +72,5 @@ def accepted_coding(accept_encoding: str) -> str | None:
     return None
 
 
-def compressed(body: bytes, coding: str) -> bytes:
+def _compressed(body: bytes, coding: str) -> bytes:
     return gzip.compress(body, _LEVEL) if coding == "gzip" else zlib.compress(body, _LEVEL)

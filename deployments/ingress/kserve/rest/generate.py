@@ -2,36 +2,38 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from typing import Any, Final
 
 from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import Response, StreamingResponse
 
 from deployments.errors import InvalidRequest
-from deployments.ingress.event_stream import EventStream
 from deployments.ingress.kserve import tensors
 from deployments.ingress.kserve.inference import Inference
+from deployments.ingress.kserve.models import LLM
 from deployments.ingress.kserve.records import InferRequest, InferResponse
-from deployments.ingress.kserve.rest.bodies import ParametersBody
-from deployments.ingress.kserve.rest.errors import documented, protocol_error
-from deployments.ingress.kserve.rest.messages import read_json, read_parameters
-from deployments.ingress.kserve.rest.model_routes import add_model_route
-from deployments.ingress.kserve.signatures import LLM
-from deployments.ingress.timing import server_timing
+from deployments.ingress.kserve.rest.compression import read_body
+from deployments.ingress.kserve.rest.messages import ParametersBody, read_json, read_parameters
+from deployments.ingress.kserve.rest.routing import (
+    INFERENCE_ERRORS,
+    add_model_route,
+    documented,
+    protocol_error_response,
+)
+from deployments.ingress.responses import Answer, EventStream, event_of, json_response, json_text, server_timing
 
 _OPTIONS: Final = {spec.name: spec for spec in LLM.inputs if spec.optional}
-# `stream` is what clients send out of habit: the endpoint's name has decided already.
 _EVENT: Final = {"type": "object", "properties": {"data": {"type": "string", "contentMediaType": "application/json"}}}
+# `stream` is what clients send out of habit: the endpoint's name has decided already.
 _STEERING: Final = ("priority", "timeout", "stream")
 _JSON_TYPES: Final = {"BYTES": "string", "BOOL": "boolean", "INT32": "integer", "INT64": "integer", "FP32": "number"}
 
 
 class GenerateBody(BaseModel):
-    """Options of the model may stand in `parameters` or beside it."""
+    """A text to go on with. Options of the model may stand in `parameters` or beside it."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
@@ -40,8 +42,8 @@ class GenerateBody(BaseModel):
     parameters: ParametersBody | None = None
 
 
-class GenerateResponseBody(BaseModel):
-    model_config = ConfigDict(protected_namespaces=())
+class GenerateAnswer(Answer):
+    """A text, or the next piece of one."""
 
     model_name: str
     model_version: str
@@ -52,27 +54,27 @@ class GenerateResponseBody(BaseModel):
     num_output_tokens: int
 
 
-def add_generate_routes(
-    router: APIRouter, inference: Inference, read_body: Callable[[Request], Awaitable[bytes]]
-) -> None:
+def add_generate_routes(router: APIRouter, inference: Inference, max_body_bytes: int) -> None:
+    """Add the routes `/generate` and `/generate_stream` of each model."""
+
     async def generate(request: Request, model: str, version: str) -> Response:
         """The whole continuation of a text."""
         await inference.metadata(model, version)  # an unknown model is said before anything about the body
-        response = await inference.infer(_asked(model, version, await read_body(request)))
-        return JSONResponse(_form(response), headers=server_timing(response.timings_ms))
+        response = await inference.infer(_asked(model, version, await read_body(request, max_body_bytes)))
+        return json_response(_answer(response), headers=server_timing(response.timings_ms))
 
     async def generate_stream(request: Request, model: str, version: str) -> Response:
         """The continuation of a text, piece by piece, as server-sent events. An error in between is an event too."""
         await inference.metadata(model, version)
-        pieces = inference.infer_stream(_asked(model, version, await read_body(request)))
+        pieces = inference.infer_stream(_asked(model, version, await read_body(request, max_body_bytes)))
         opening = await anext(pieces)  # awaited here: a refused request is a 4xx and not an event in a 200
         return EventStream(_events(opening, pieces), pieces)
 
     docs: dict[str, Any] = {
-        "responses": documented(400, 404, 413, 429, 500, 503, 504),
+        "responses": documented(*INFERENCE_ERRORS),
         "openapi_extra": {"requestBody": {"required": True, "content": {"application/json": {"schema": _schema()}}}},
     }
-    add_model_route(router, "POST", "/generate", generate, response_model=GenerateResponseBody, **docs)
+    add_model_route(router, "POST", "/generate", generate, response_model=GenerateAnswer, **docs)
     stream_docs = {"content": {"text/event-stream": {"schema": _EVENT}}}
     docs["responses"] = docs["responses"] | {200: stream_docs}
     add_model_route(router, "POST", "/generate_stream", generate_stream, response_class=StreamingResponse, **docs)
@@ -96,15 +98,15 @@ def _asked(model: str, version: str, body: bytes) -> InferRequest:
     return InferRequest(model, tuple(inputs), version, form.id, read_parameters("parameters", options))
 
 
-def _form(response: InferResponse) -> dict[str, Any]:
-    form: dict[str, Any] = {"model_name": response.model, "model_version": response.version}
+def _answer(response: InferResponse) -> GenerateAnswer:
+    fields: dict[str, Any] = {value.name: tensors.to_json(value)[0] for value in response.outputs}
     if response.id:
-        form["id"] = response.id
-    return form | {value.name: tensors.to_json(value)[0] for value in response.outputs}
+        fields["id"] = response.id
+    return GenerateAnswer(model_name=response.model, model_version=response.version, **fields)
 
 
 def _schema() -> dict[str, Any]:
-    """Of a request, for the OpenAPI page: with the options that text models have."""
+    """Return the schema of a request with the options that text models have, for the OpenAPI page."""
     options: dict[str, Any] = {name: {"type": _JSON_TYPES[spec.datatype]} for name, spec in _OPTIONS.items()}
     options["stop"] = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
     options |= {"priority": {"type": "integer"}, "timeout": {"type": "integer", "description": "microseconds"}}
@@ -120,9 +122,9 @@ def _schema() -> dict[str, Any]:
 
 
 async def _events(opening: InferResponse, pieces: AsyncIterator[InferResponse]) -> AsyncIterator[str]:
-    yield f"data: {json.dumps(_form(opening))}\n\n"
+    yield event_of(json_text(_answer(opening)))
     try:
         async for piece in pieces:
-            yield f"data: {json.dumps(_form(piece))}\n\n"
+            yield event_of(json_text(_answer(piece)))
     except Exception as error:
-        yield f"data: {bytes(protocol_error(error).body).decode()}\n\n"
+        yield event_of(bytes(protocol_error_response(error).body).decode())

@@ -1,6 +1,7 @@
-"""Bodies of inference over REST to records and back: JSON alone, or JSON followed by raw tensors. Pure.
+"""Bodies of the REST side: their classes, which the OpenAPI page shows, and the codec of inference. Pure.
 
-Sources: KServe v2, "Inference Request JSON Object"; Triton, "Binary Tensor Data Extension".
+A body of inference is JSON alone, or JSON followed by raw tensors. Sources: KServe v2, "Inference Request JSON
+Object"; Triton, "Binary Tensor Data Extension".
 """
 
 from __future__ import annotations
@@ -8,13 +9,12 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
-from typing import Any, Final, NoReturn, TypeVar
+from typing import Annotated, Any, Final, Literal, NoReturn, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 from pydantic_core import to_json
 
 from deployments.errors import InvalidRequest
-from deployments.ingress.json_answers import with_list
 from deployments.ingress.kserve import tensors
 from deployments.ingress.kserve.records import (
     VERSION,
@@ -23,16 +23,93 @@ from deployments.ingress.kserve.records import (
     OutputWish,
     Parameters,
 )
-from deployments.ingress.kserve.rest.bodies import InferBody, InputBody, OutputBody
-from deployments.pipelines.records import TensorValue
+from deployments.ingress.responses import Answer, json_text, json_with_list
+from deployments.pipelines.records import Datatype, TensorValue
 
-MAX_CLASSES: Final = 2**31 - 1
+_MAX_CLASSES: Final = 2**31 - 1
 _PIECE_ELEMENTS: Final = 2**14
 BodyT = TypeVar("BodyT", bound=BaseModel)
+Scalar = bool | int | float | str
+# The members are checked one by one where they are read, so that a wrong one gets a sentence of its own.
+ParametersBody = Annotated[
+    dict[str, Any],
+    Field(json_schema_extra={"additionalProperties": {"type": ["string", "number", "boolean"]}}),
+]
+TensorData = Annotated[list[Any], Field(description="the elements in row-major order, flat or nested like the shape")]
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
+
+
+class InputBody(_Body):
+    """An input: `data`, or the parameter `binary_data_size` and that many bytes after the JSON."""
+
+    name: str
+    datatype: str = Field(examples=["BYTES"])
+    shape: list[Any] = Field(json_schema_extra={"items": {"type": "integer", "minimum": 0}})
+    parameters: ParametersBody | None = None
+    data: TensorData | None = None
+
+
+class OutputBody(_Body):
+    """An output that is wanted. Parameters: `binary_data` (bool), `classification` (number of classes)."""
+
+    name: str
+    parameters: ParametersBody | None = None
+
+
+class InferBody(_Body):
+    """A request for inference. Parameters: `priority`, `timeout` (microseconds), `binary_data_output`, options of the
+    model. Others are ignored.
+    """
+
+    id: str | None = None
+    model_name: str | None = Field(None, description="if given, that of the path")
+    model_version: str | None = Field(None, description="if given, that of the path")
+    parameters: ParametersBody | None = None
+    inputs: list[InputBody]
+    outputs: list[OutputBody] | None = None
+
+
+class LiveAnswer(Answer):
+    live: Literal[True]
+
+
+class ServerReadyAnswer(Answer):
+    ready: bool
+
+
+class ModelReadyAnswer(Answer):
+    name: str
+    ready: bool
+
+
+class OutputAnswer(Answer):
+    """An output: `data`, or the parameter `binary_data_size` and that many bytes after the JSON."""
+
+    name: str
+    datatype: Datatype
+    shape: tuple[int, ...]
+    parameters: dict[str, Scalar] | None = None
+    data: list[JsonValue] | None = None
+
+
+class InferAnswer(Answer):
+    """The outputs, and the parameters `warnings` and `triton_final_response` where there is something to say."""
+
+    model_name: str
+    model_version: str
+    id: str | None = None
+    parameters: dict[str, Scalar] | None = None
+    outputs: list[OutputAnswer]
 
 
 def read_request(model: str, version: str, body: bytes, json_length: str | None = None) -> InferRequest:
-    """`json_length` is the header Inference-Header-Content-Length. Raises InvalidRequest, whatever comes."""
+    """Return the record of a body. `json_length` is the header Inference-Header-Content-Length.
+
+    Raises: InvalidRequest, whatever comes.
+    """
     num_json_bytes = _json_length(json_length, len(body))
     form = read_json(InferBody, body[:num_json_bytes])
     if form.model_name not in (None, model) or form.model_version not in (None, "", version or VERSION):
@@ -50,28 +127,32 @@ def read_request(model: str, version: str, body: bytes, json_length: str | None 
 
 
 def write_response(request: InferRequest, response: InferResponse) -> tuple[bytes, int | None]:
-    """The body, and the length of its JSON part when raw tensors follow."""
+    """Return the body, and the length of its JSON part when raw tensors follow.
+
+    Raises: InvalidRequest for a tensor that JSON cannot say and that was not asked for as binary data.
+    """
     default = _flag("binary_data_output", request.parameters)
     binary = {wish.name: wish.binary for wish in request.outputs}
     outputs, raw = [], []
     for value in response.outputs:
-        output: dict[str, Any] = {"name": value.name, "datatype": value.datatype, "shape": list(value.shape)}
+        output = OutputAnswer(name=value.name, datatype=value.datatype, shape=value.shape)
         if binary.get(value.name, default):
             raw.append(tensors.to_bytes(value))
-            outputs.append(to_json(output | {"parameters": {"binary_data_size": len(raw[-1])}}))
+            output.parameters = {"binary_data_size": len(raw[-1])}
+            outputs.append(json_text(output).encode())
         else:
-            outputs.append(with_list(output, "data", _data_parts(value)))
-    form: dict[str, Any] = {"model_name": response.model, "model_version": response.version}
+            outputs.append(json_with_list(output, "data", _data_parts(value)))
+    answer = InferAnswer(model_name=response.model, model_version=response.version, outputs=[])
     if response.id:
-        form["id"] = response.id
+        answer.id = response.id
     if response.parameters:
-        form["parameters"] = dict(response.parameters)
-    head = with_list(form, "outputs", outputs)
+        answer.parameters = dict(response.parameters)
+    head = json_with_list(answer, "outputs", outputs)
     return b"".join((head, *raw)), len(head) if raw else None
 
 
 def _data_parts(value: TensorValue) -> Iterator[bytes]:
-    """The elements as JSON, some at a time: their writer holds Python's lock for as long as it writes."""
+    """Yield the elements as JSON, some at a time: their writer holds Python's lock for as long as it writes."""
     tensors.check_json(value)
     flat = value.data.reshape(-1)
     for start in range(0, flat.size, _PIECE_ELEMENTS):
@@ -80,7 +161,7 @@ def _data_parts(value: TensorValue) -> Iterator[bytes]:
 
 
 def read_json(class_: type[BodyT], body: bytes) -> BodyT:
-    """Strict JSON of that form. Raises InvalidRequest naming the member."""
+    """Return strict JSON of that form. Raises: InvalidRequest naming the member."""
     try:
         return class_.model_validate(json.loads(body, parse_constant=_not_json))
     except ValidationError as error:
@@ -95,7 +176,7 @@ def read_json(class_: type[BodyT], body: bytes) -> BodyT:
 
 
 def read_parameters(where: str, parameters: dict[str, Any] | None) -> Parameters:
-    """Raises InvalidRequest for values that are no plain ones."""
+    """Return the parameters. Raises: InvalidRequest for values that are no plain ones."""
     for name, value in (parameters or {}).items():
         if not isinstance(value, bool | int | float | str) or (isinstance(value, float) and not math.isfinite(value)):
             raise InvalidRequest(
@@ -138,7 +219,7 @@ def _wish(form: OutputBody, default: bool) -> OutputWish:
     if "shared_memory_region" in parameters:
         raise InvalidRequest(f"output {form.name!r}: shared memory is not supported", form.name)
     num_classes = parameters.get("classification", 0)
-    if type(num_classes) is not int or not 0 <= num_classes <= MAX_CLASSES:
+    if type(num_classes) is not int or not 0 <= num_classes <= _MAX_CLASSES:
         raise InvalidRequest(
             f"output {form.name!r}: classification takes a number of classes, got {tensors.shown(num_classes)}",
             form.name,

@@ -1,54 +1,53 @@
 """Triton's model repository and statistics extensions over REST.
 
-Sources: Triton, "Model Repository Extension" and "Statistics Extension". This router goes before `http.py`'s, in whose
-paths `stats` would be a model's name.
+Sources: Triton, "Model Repository Extension" and "Statistics Extension". This router goes before that of `routes.py`,
+in whose paths `stats` would be a model's name.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from typing import Any
 
 from fastapi import APIRouter
 from pydantic import BaseModel, Field
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from deployments.errors import InvalidRequest
 from deployments.ingress.kserve.records import Parameters
-from deployments.ingress.kserve.repository import Repository
-from deployments.ingress.kserve.rest.errors import PREFIX, documented
-from deployments.ingress.kserve.rest.model_routes import ModelName, add_model_route, create_protocol_router
+from deployments.ingress.kserve.repository import ModelIndex, Repository
+from deployments.ingress.kserve.rest.routing import (
+    PREFIX,
+    ModelName,
+    add_model_route,
+    create_protocol_router,
+    documented,
+    request_body,
+)
 from deployments.ingress.kserve.statistics import ModelStatistics, Statistics, statistics_of
+from deployments.ingress.responses import Answer, json_response
 
 
 class IndexBody(BaseModel):
-    """What the index may be asked."""
+    """The request for the index."""
 
     ready: bool = Field(False, description="only models that are")
 
 
-class IndexEntryBody(BaseModel):
-    name: str
-    version: str
-    state: str = Field(description="READY, LOADING or UNAVAILABLE")
-    reason: str
-
-
 class LoadBody(BaseModel):
-    """Of load and unload."""
+    """The request to load or unload a model."""
 
     parameters: dict[str, Any] = {}
 
 
-class StatisticsBody(BaseModel):
-    """Of this ingress replica since it started; durations are cumulative, in nanoseconds."""
+class StatisticsAnswer(Answer):
+    """The statistics of this ingress replica since it started. Durations are cumulative, in nanoseconds."""
 
     model_stats: list[ModelStatistics]
 
 
-def create_router(repository: Repository, statistics: Statistics) -> APIRouter:
+def create_repository_router(repository: Repository, statistics: Statistics) -> APIRouter:
     router = create_protocol_router()
     _add_repository_routes(router, repository)
     _add_statistics_routes(router, repository, statistics)
@@ -58,9 +57,9 @@ def create_router(repository: Repository, statistics: Statistics) -> APIRouter:
 def _add_repository_routes(router: APIRouter, repository: Repository) -> None:
     @router.post(
         f"{PREFIX}/repository/index",
-        response_model=list[IndexEntryBody],
+        response_model=list[ModelIndex],
         responses=documented(400, 503),
-        openapi_extra=_optional_body(IndexBody),
+        openapi_extra=request_body(IndexBody, required=False),
     )
     async def index(request: Request) -> Response:
         """Every model and pipeline with its state."""
@@ -68,13 +67,13 @@ def _add_repository_routes(router: APIRouter, repository: Repository) -> None:
         ready = body.get("ready", False)
         if not isinstance(ready, bool):
             raise InvalidRequest(f"ready: expected true or false, got {ready!r}", "ready")
-        return JSONResponse([asdict(entry) for entry in await repository.index(ready=ready)])
+        return json_response(await repository.index(ready=ready))
 
     @router.post(
         f"{PREFIX}/repository/models/{{model}}/load",
         response_class=Response,  # empty, as Triton's
         responses=documented(400, 404, 503),
-        openapi_extra=_optional_body(LoadBody),
+        openapi_extra=request_body(LoadBody, required=False),
     )
     async def load(request: Request, model: ModelName) -> Response:
         """Bring the model to the replicas that run it; answers when it is usable."""
@@ -84,8 +83,8 @@ def _add_repository_routes(router: APIRouter, repository: Repository) -> None:
     @router.post(
         f"{PREFIX}/repository/models/{{model}}/unload",
         response_class=Response,
-        responses=documented(400, 404, 503) | {409: {"description": "running requests or pins hold the model"}},
-        openapi_extra=_optional_body(LoadBody),
+        responses=documented(400, 404, 409, 503),
+        openapi_extra=request_body(LoadBody, required=False),
     )
     async def unload(request: Request, model: ModelName) -> Response:
         """Take the model out of memory; the next request for it, or `load`, brings it back."""
@@ -95,20 +94,21 @@ def _add_repository_routes(router: APIRouter, repository: Repository) -> None:
 
 def _add_statistics_routes(router: APIRouter, repository: Repository, statistics: Statistics) -> None:
     async def stats(_: Request, model: str, version: str) -> Response:
-        """What the model has done: counts and cumulative durations of this ingress replica."""
+        """Return the statistics of a model: counts and cumulative durations of this ingress replica."""
         found = await statistics_of(repository, statistics, model, version)
-        return JSONResponse({"model_stats": [asdict(entry) for entry in found]})
+        return json_response(StatisticsAnswer(model_stats=found))
 
-    @router.get(f"{PREFIX}/models/stats", response_model=StatisticsBody, responses=documented(503))
+    @router.get(f"{PREFIX}/models/stats", response_model=StatisticsAnswer, responses=documented(503))
     async def all_stats(request: Request) -> Response:
-        """What every model and pipeline has done."""
+        """Return the statistics of every model and pipeline."""
         return await stats(request, "", "")
 
-    add_model_route(router, "GET", "/stats", stats, response_model=StatisticsBody, responses=documented(400, 404, 503))
+    errors = documented(400, 404, 503)
+    add_model_route(router, "GET", "/stats", stats, response_model=StatisticsAnswer, responses=errors)
 
 
 async def _object(request: Request) -> dict[str, Any]:
-    """The body as a JSON object; clients send none at all where nothing is to be said."""
+    """Return the body as a JSON object; clients send none at all where nothing is to be said."""
     text = await request.body()
     try:
         body = json.loads(text) if text else {}
@@ -124,7 +124,3 @@ def _parameters(body: dict[str, Any]) -> Parameters:
     if not isinstance(parameters, dict):
         raise InvalidRequest("parameters: expected an object", "parameters")
     return parameters
-
-
-def _optional_body(class_: type[BaseModel]) -> dict[str, Any]:
-    return {"requestBody": {"required": False, "content": {"application/json": {"schema": class_.model_json_schema()}}}}

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.encodings.eviction import CostAwareEviction
-from weights.residency import entries
+from weights.residency import leases
 from weights.residency.policy import HALF_LIFE_S, NEVER_USED, Popularity, class_rate, rate_class
 
 
@@ -109,7 +109,7 @@ def test_what_was_popular_once_does_not_stay_for_ever() -> None:
 
 
 def test_counts_of_what_went_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(entries, "MAX_REMEMBERED", 10)
+    monkeypatch.setattr(leases, "MAX_REMEMBERED", 10)
     queue = CostAwareEviction(1)
     for key in range(100):
         queue.add(str(key), 1, 1.0, float(key))

@@ -173,7 +173,7 @@ def test_a_node_that_has_it_is_asked_before_storage_is_touched(
 
 
 @pytest.mark.parametrize("gbps", [1e-3, 0.1, 1 / 3, 0.7, 3.0, 59.669921875])
-def test_storage_that_nobody_measured_is_no_better_than_a_slow_peer(
+def test_unmeasured_storage_is_no_better_than_a_slow_peer(
     loader, extent, reader: SlowReader, peers: FakePeers, gbps: float
 ) -> None:
     peers.gbps = gbps

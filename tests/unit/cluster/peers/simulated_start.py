@@ -15,11 +15,12 @@ from dataclasses import dataclass, field
 from cluster.keeper.extent_loading import MAX_CLAIMS
 from cluster.peers.client import GRACE_S, MIN_GBPS
 from cluster.peers.fetch_queue import Ask, Fetch, FetchQueue, Read
-from cluster.peers.messages import RENEW_S, ResidencyReport
+from cluster.peers.messages import ResidencyReport
 from cluster.peers.protocol import MAX_TRANSFERS, PeerAddress
 from cluster.peers.server import LINGER_S, TransferSlots
 from cluster.peers.sources import Fetched, PeerShare
 from cluster.registry.residency import ResidencyMap
+from weights.residency.claims import RENEW_S
 
 MIB = 2**20
 QUESTION_S = 0.002  # there and back to the registry
@@ -120,7 +121,7 @@ class SimulatedStart:
         """All extents, now."""
         for node in nodes:
             node.wanted = len(self.ids)
-            node.queue.add(dict.fromkeys(self.ids, self.extent_bytes), self.now_s)
+            node.queue.add_extents(dict.fromkeys(self.ids, self.extent_bytes), self.now_s)
             self._pump(node)
 
     def at(self, time_s: float, action: Callable[[], None]) -> None:
@@ -177,7 +178,7 @@ class SimulatedStart:
 
     def _told(self, node: Node, step: Ask, answer: object) -> None:
         node.num_idle += 1
-        node.queue.located(step.question, answer, self.now_s)  # type: ignore[arg-type]
+        node.queue.apply_answer(step.question, answer, self.now_s)  # type: ignore[arg-type]
         self._pump(node)
 
     def _renew(self, flow: Flow) -> None:
@@ -208,7 +209,7 @@ class SimulatedStart:
 
     def _refused(self, flow: Flow) -> None:
         flow.target.num_idle += 1
-        flow.target.queue.refused(flow.id, flow.tried, self.now_s)
+        flow.target.queue.end_refused_fetch(flow.id, flow.tried, self.now_s)
         self._pump(flow.target)
 
     def _check(self, flow: Flow, number: int) -> None:
@@ -271,9 +272,9 @@ class SimulatedStart:
         seconds = self.now_s - flow.start_s
         if flow.source and flow.fetch:
             flow.tried.shares.append(PeerShare(flow.source.address, self.extent_bytes, seconds, load))
-            node.queue.fetched(flow.id, flow.tried, self.now_s)
+            node.queue.end_fetch(flow.id, flow.tried, self.now_s)
         else:
-            node.queue.read(flow.id, seconds, self.now_s)
+            node.queue.end_read(flow.id, seconds, self.now_s)
         self.at(self.now_s + QUESTION_S / 2, lambda: self._report(node, flow.id))
         if len(node.has) == node.wanted:
             node.done_s = self.now_s

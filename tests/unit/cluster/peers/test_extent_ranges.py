@@ -30,7 +30,7 @@ def test_cover_the_extent_once_and_in_order() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_the_checksum_does_not_depend_on_who_comes_first(seed: int) -> None:
+def test_the_checksum_does_not_depend_on_the_order_of_arrival(seed: int) -> None:
     data = bytearray(os.urandom(10_000))
     ranges = ExtentRanges(memoryview(data), 128)
     parts = take_all(ranges, 79)
@@ -42,7 +42,7 @@ def test_the_checksum_does_not_depend_on_who_comes_first(seed: int) -> None:
     assert ranges.take_range() is None
 
 
-def test_who_finds_nothing_to_do_waits_for_what_another_gives_back() -> None:
+def test_an_idle_thread_waits_for_a_range_that_another_returns() -> None:
     ranges = ExtentRanges(memoryview(bytearray(20)), 10)
     first, last = take_all(ranges, 2)
     with ThreadPoolExecutor(1) as threads:

@@ -37,7 +37,7 @@ NBYTES = 10**8
 
 def queue(*ids: str, now_s: float = 0.0) -> FetchQueue:
     found = FetchQueue(random.Random(1), max_claims=8)
-    found.add(dict.fromkeys(ids, NBYTES), now_s)
+    found.add_extents(dict.fromkeys(ids, NBYTES), now_s)
     return found
 
 
@@ -53,7 +53,7 @@ def ask(found: FetchQueue, answer: Located | None, now_s: float = 0.0) -> Questi
     """What it asks, which is answered at once."""
     step = found.next_step(now_s)
     assert isinstance(step, Ask), step
-    found.located(step.question, answer, now_s)
+    found.apply_answer(step.question, answer, now_s)
     return step.question
 
 
@@ -62,13 +62,13 @@ def step_id(step: object) -> str:
     return step.id
 
 
-def test_what_nobody_knows_of_is_asked_for_once_and_others_wait_for_the_answer() -> None:
+def test_an_unknown_extent_is_asked_for_once_while_other_threads_wait() -> None:
     found = queue("a", "b")
     step = found.next_step(0.0)
     assert isinstance(step, Ask)
     assert (sorted(step.question.ids), step.question.max_claims, step.question.insist) == (["a", "b"], 8, None)
     assert found.next_step(0.0) == Wait(math.inf)
-    found.located(step.question, Located(claimed=("a",), reading={"b": "other"}), 0.0)
+    found.apply_answer(step.question, Located(claimed=("a",), reading={"b": "other"}), 0.0)
     assert step_id(found.next_step(0.0)) == "a"
 
 
@@ -77,7 +77,7 @@ def test_every_node_begins_elsewhere() -> None:
     begun = set()
     for seed in range(50):
         found = FetchQueue(random.Random(seed), 1)
-        found.add(dict.fromkeys(ids, NBYTES), 0.0)
+        found.add_extents(dict.fromkeys(ids, NBYTES), 0.0)
         step = found.next_step(0.0)
         assert isinstance(step, Ask)
         begun.add(step.question.ids[0])
@@ -85,7 +85,7 @@ def test_every_node_begins_elsewhere() -> None:
     assert len(begun) > 20
 
 
-def test_what_is_claimed_comes_first_because_others_wait_for_it_and_then_what_fewest_have() -> None:
+def test_claims_come_first_because_others_wait_and_then_the_rarest_extent() -> None:
     found = queue(*"abcd")
     ask(found, Located(offers={"a": offers("wxyz"), "b": offers("w"), "c": offers("xy")}, claimed=("d",)))
     assert [step_id(found.next_step(0.0)) for _ in range(4)] == ["d", "b", "c", "a"]
@@ -98,7 +98,7 @@ def test_no_more_is_fetched_at_once_than_a_node_gives_and_storage_is_read_beside
     steps = [found.next_step(0.0) for _ in range(MAX_FETCHES + 1)]
     assert [type(step) for step in steps] == [Read] + [Fetch] * MAX_FETCHES
     assert found.next_step(0.0) == Wait(math.inf)
-    found.fetched(step_id(steps[1]), Fetched([PeerShare(at("x"), NBYTES, 0.1)]), 0.1)
+    found.end_fetch(step_id(steps[1]), Fetched([PeerShare(at("x"), NBYTES, 0.1)]), 0.1)
     assert isinstance(found.next_step(0.1), Fetch)
 
 
@@ -108,7 +108,7 @@ def test_without_an_answer_there_is_only_storage() -> None:
     assert {step_id(found.next_step(0.0)), step_id(found.next_step(0.0))} == {"a", "b"}
 
 
-def test_who_waits_asks_again_less_and_less_often() -> None:
+def test_a_waiting_node_asks_less_and_less_often() -> None:
     found, now_s, times = queue("a"), 0.0, []
     for _ in range(50):
         step = found.next_step(now_s)
@@ -119,7 +119,7 @@ def test_who_waits_asks_again_less_and_less_often() -> None:
             ask_again = Located(reading={"a": "other"})
             assert isinstance(step, Ask)
             assert step.question.insist is None  # somebody reads it: there is no hurry to do the same
-            found.located(step.question, ask_again, now_s)
+            found.apply_answer(step.question, ask_again, now_s)
             times.append(now_s)
     pauses = [later - earlier for earlier, later in itertools.pairwise(times)]
     assert pauses[0] <= 0.15
@@ -131,7 +131,7 @@ def test_a_busy_peer_is_left_alone_for_a_moment_and_asked_again_while_another_ex
     found = queue("a", "b")
     ask(found, Located(offers={"a": offers("x"), "b": offers("xy")}))
     assert step_id(found.next_step(0.0)) == "a"
-    found.refused("a", Fetched(busy=[at("x")]), 0.0)
+    found.end_refused_fetch("a", Fetched(busy=[at("x")]), 0.0)
     step = found.next_step(0.0)
     assert isinstance(step, Fetch)
     assert (step.id, step.plan.addresses) == ("b", (at("y"),))
@@ -142,11 +142,11 @@ def test_a_busy_peer_is_left_alone_for_a_moment_and_asked_again_while_another_ex
     assert isinstance(later, Fetch | Wait)
 
 
-def test_when_all_who_have_it_failed_storage_is_asked_for_and_not_when_there_are_more() -> None:
+def test_storage_is_asked_for_when_all_holders_failed_and_not_when_there_are_more() -> None:
     found = queue("a")
     ask(found, Located(offers={"a": offers("x")}))
     assert step_id(found.next_step(0.0)) == "a"
-    found.refused("a", Fetched(failed=[at("x")]), 0.0)
+    found.end_refused_fetch("a", Fetched(failed=[at("x")]), 0.0)
     assert ask(found, Located(offers={"a": offers("x")})).insist is None  # somebody else may have it by now
     assert ask(found, Located(reading={"a": "other"})).insist == "a"
     wait = found.next_step(0.0)
@@ -156,7 +156,7 @@ def test_when_all_who_have_it_failed_storage_is_asked_for_and_not_when_there_are
     assert isinstance(found.next_step(AVOID_S + 1), Fetch)
 
 
-def test_of_many_who_have_it_others_are_asked_when_the_first_have_failed_but_not_for_ever() -> None:
+def test_of_many_holders_others_are_asked_after_the_first_failed_but_not_for_ever() -> None:
     many, now_s = "abcd", 0.0
     assert len(many) == MAX_OFFERS
     found = queue("a")
@@ -178,9 +178,9 @@ def test_peers_that_have_it_and_never_give_it_are_waited_for_with_patience() -> 
             case Ask() if step.question.insist:
                 break
             case Ask():
-                found.located(step.question, Located(offers={"a": offers("x")}), now_s)
+                found.apply_answer(step.question, Located(offers={"a": offers("x")}), now_s)
             case Fetch():
-                found.refused("a", Fetched(busy=[at("x")]), now_s)
+                found.end_refused_fetch("a", Fetched(busy=[at("x")]), now_s)
             case Wait():
                 now_s = step.until_s
             case _:
@@ -188,12 +188,12 @@ def test_peers_that_have_it_and_never_give_it_are_waited_for_with_patience() -> 
     assert PATIENCE_S < now_s < PATIENCE_S + 2
 
 
-def test_storage_that_is_clearly_faster_is_read_whoever_reads_it_already() -> None:
+def test_clearly_faster_storage_is_read_although_another_node_reads_already() -> None:
     found = queue("a", "b")
     found.storage = BandwidthEstimate(3e9, 1.0)
     ask(found, Located(offers={"a": offers("x")}, reading={"b": "other"}))
     assert step_id(found.next_step(0.0)) == "a"  # nothing is known of the peer: it is tried
-    found.fetched("a", Fetched([PeerShare(at("x"), NBYTES, NBYTES / 1e9)]), 0.1)
+    found.end_fetch("a", Fetched([PeerShare(at("x"), NBYTES, NBYTES / 1e9)]), 0.1)
     ask(found, Located(reading={"b": "other"}), 1.0)
     assert isinstance(found.next_step(1.0), Read)
 
@@ -202,20 +202,20 @@ def test_a_transfer_is_counted_as_if_it_had_been_alone_with_its_link() -> None:
     found = queue("a", "b")
     ask(found, Located(offers={"a": offers("x"), "b": offers("y")}))
     assert {step_id(found.next_step(0.0)), step_id(found.next_step(0.0))} == {"a", "b"}
-    found.fetched("a", Fetched([PeerShare(at("x"), NBYTES, 0.2, load=1.0)]), 0.2)
-    found.fetched("b", Fetched([PeerShare(at("y"), NBYTES, 0.2, load=4.0)]), 0.2)
+    found.end_fetch("a", Fetched([PeerShare(at("x"), NBYTES, 0.2, load=1.0)]), 0.2)
+    found.end_fetch("b", Fetched([PeerShare(at("y"), NBYTES, 0.2, load=4.0)]), 0.2)
     # The first began alone and ended with another; the second shared the other's link with four.
     assert found.peers[at("x")].gbps(0.2) == pytest.approx(1.5 * 0.5)
     assert found.peers[at("y")].gbps(0.2) == pytest.approx(4 * 0.5)
 
 
-def test_what_is_known_of_peers_does_not_grow_for_ever() -> None:
+def test_the_records_of_peers_are_bounded() -> None:
     found = FetchQueue(random.Random(1), 8)
     for number in range(2 * MAX_PEERS):
         now_s = number * 0.1
-        found.add({"a": NBYTES}, now_s)
+        found.add_extents({"a": NBYTES}, now_s)
         ask(found, Located(offers={"a": [PeerOffer(PeerAddress("10.0.0.1", number), "x")]}), now_s)
         assert step_id(found.next_step(now_s)) == "a"
-        found.fetched("a", Fetched([PeerShare(PeerAddress("10.0.0.1", number), NBYTES, 0.1)]), now_s)
+        found.end_fetch("a", Fetched([PeerShare(PeerAddress("10.0.0.1", number), NBYTES, 0.1)]), now_s)
     assert len(found.peers) <= MAX_PEERS + 1
     assert not found._sizes

@@ -1,4 +1,4 @@
-"""The registry hears what a node holds, soon and in full now and then, and nothing waits for it."""
+"""A node reports its extents soon, and in full now and then, and nothing waits for the registry."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_now_and_then_everything_is_told_anyway(node: Node, directory: FakeRegis
     assert directory.reports[-1][1:] == (["a", "b"], [], True)
 
 
-def test_what_is_here_is_served_to_who_knows_the_secret(node: Node, directory: FakeRegistry) -> None:
+def test_resident_extents_are_served_to_a_client_with_the_secret(node: Node, directory: FakeRegistry) -> None:
     node.put("a")
     eventually(lambda: node.link.address is not None)
     host, _, port = str(node.link.address).rpartition(":")
@@ -155,7 +155,7 @@ def test_a_registry_that_does_not_answer_is_left_alone_for_a_while(node: Node, d
     assert node.link.locate(QUESTION) == Located(claimed=("a",))
 
 
-def test_what_is_being_read_is_claimed_until_it_is_here_or_has_failed(
+def test_claims_are_renewed_until_the_extent_is_resident_or_failed(
     node: Node, directory: FakeRegistry, monkeypatch: Any
 ) -> None:
     monkeypatch.setattr("cluster.peers.link.RENEW_S", 0.02)

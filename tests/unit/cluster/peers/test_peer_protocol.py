@@ -16,7 +16,7 @@ numbers = st.integers(0, 2**64 - 1)
 
 
 @given(st.from_regex(r"[A-Za-z0-9_-]{1,64}", fullmatch=True), numbers, numbers, numbers)
-def test_a_request_says_what_was_asked(id_: str, offset: int, nbytes: int, transfer: int) -> None:
+def test_a_request_is_decoded_as_it_was_encoded(id_: str, offset: int, nbytes: int, transfer: int) -> None:
     frame = protocol.encode_request(Request(id_, offset, nbytes, transfer))
     assert len(frame) == protocol.REQUEST_BYTES
     assert protocol.decode_request(frame) == Request(id_, offset, nbytes, transfer)

@@ -1,4 +1,4 @@
-"""Extents from peer to peer: the right bytes, from whoever is left, and nothing of a failure stays."""
+"""Extents from peer to peer: the right bytes, from any peer that is left, and no traces of a failure."""
 
 from __future__ import annotations
 
@@ -284,7 +284,7 @@ class TestConnections:
         eventually(lambda: server.stats().num_connections == 0)
         connect().fetch_extent([server.address], extent_of(data), data.copy())
 
-    def test_closing_the_client_ends_what_is_under_way(self, serve: Serve, connect: Connect) -> None:
+    def test_closing_the_client_ends_fetches_under_way(self, serve: Serve, connect: Connect) -> None:
         data, gate, asked = random_bytes(1_000_000), threading.Event(), threading.Event()
 
         def lookup(_: str) -> ByteArray:
@@ -376,7 +376,7 @@ class TestRefusals:
         with pytest.raises(PeerUnavailable, match="OUT_OF_RANGE"):
             connect().fetch_extent([serve({"e": data[:999]}).address], extent_of(data), data.copy())
 
-    def test_nobody_was_offered(self, connect: Connect) -> None:
+    def test_no_peer_was_offered(self, connect: Connect) -> None:
         with pytest.raises(PeerUnavailable, match="extent e: 10 of 10 bytes are missing; no peer was offered"):
             connect().fetch_extent([], extent_of(random_bytes(10)), np.empty(10, np.uint8))
 
@@ -501,7 +501,7 @@ class TestFailures:
         with pytest.raises(PeerUnavailable, match=f"peer {address}: .*timed out"):
             connect(timeout_s=0.05).fetch_extent([address], extent_of(random_bytes(9)), np.empty(9, np.uint8))
 
-    def test_those_who_wait_for_a_silent_peer_find_out_together(
+    def test_all_threads_that_wait_for_a_silent_peer_fail_together(
         self, scripted: Callable[[Script], PeerAddress], connect: Connect
     ) -> None:
         extent, address = extent_of(random_bytes(9)), scripted(closed_by_peer)
@@ -582,19 +582,19 @@ class TestTheServer:
             socket.create_connection(server.address, WAIT_S)
         server.close()
 
-    def test_drops_who_takes_nothing_in(self, serve: Serve) -> None:
+    def test_drops_a_peer_that_does_not_receive(self, serve: Serve) -> None:
         data = np.zeros(protocol.MAX_RANGE_BYTES, np.uint8)
         server = serve({"e": data}, timeout_s=0.05)
         with log_in(server) as connection:
             connection.sendall(protocol.encode_request(Request("e", 0, data.nbytes, 1)))
             eventually(lambda: server.stats().num_connections == 0)
 
-    def test_drops_who_says_nothing(self, serve: Serve) -> None:
+    def test_drops_a_peer_that_sends_nothing(self, serve: Serve) -> None:
         server = serve({}, hello_timeout_s=0.05)
         with socket.create_connection(server.address, WAIT_S) as connection:
             assert closed_by_peer(connection)
 
-    def test_strangers_that_say_nothing_keep_nobody_out(self, serve: Serve, connect: Connect) -> None:
+    def test_silent_strangers_do_not_keep_peers_out(self, serve: Serve, connect: Connect) -> None:
         data = random_bytes(300_000)
         server = serve({"e": data}, hello_timeout_s=60.0)
         silent = [socket.create_connection(server.address, WAIT_S) for _ in range(256)]

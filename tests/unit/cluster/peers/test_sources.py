@@ -71,7 +71,7 @@ class TestBandwidthEstimate:
     def test_the_first_transfer_is_the_estimate(self) -> None:
         assert UNKNOWN.observe(3 * GB, 2.0).gbps == pytest.approx(1.5)
 
-    def test_what_took_no_time_or_moved_nothing_says_nothing(self) -> None:
+    def test_a_transfer_without_time_or_bytes_is_ignored(self) -> None:
         known = measured(2)
         for nbytes, seconds in [(0, 1.0), (-1, 1.0), (GB, 0.0), (GB, -1.0), (GB, math.inf), (GB, math.nan)]:
             assert known.observe(nbytes, seconds) == known
@@ -112,7 +112,7 @@ class TestChooseSource:
         assert isinstance(choose(measured(2), {"a": 1.01 * 2 / STORAGE_MARGIN}), FromPeers)
         assert isinstance(choose(measured(2), {"a": 0.99 * 2 / STORAGE_MARGIN}), FromStorage)
 
-    def test_storage_that_nobody_measured_is_no_better_than_a_slow_peer(self) -> None:
+    def test_unmeasured_storage_is_no_better_than_a_slow_peer(self) -> None:
         assert isinstance(choose(UNKNOWN, {"a": 1e-3}), FromPeers)
 
     def test_that_peers_are_busy_is_no_reason_to_read_storage(self) -> None:
@@ -138,13 +138,13 @@ class TestChooseSource:
         record = PeerRecord(measured(0.01), NOW_S).observe(GB, 0.5, 1, NOW_S + FORGET_S)
         assert record.gbps(NOW_S + FORGET_S) == pytest.approx(2)  # and what was forgotten does not count any more
 
-    def test_who_has_failed_is_not_asked_for_a_while(self) -> None:
+    def test_a_peer_that_failed_is_not_asked_for_a_while(self) -> None:
         offers, failed = [PeerOffer(at("a"), "a")], {at("a"): PeerRecord().failed(NOW_S)}
         assert choose_source(GB, UNKNOWN, offers, failed, NOW_S) == NobodyLeft()
         assert isinstance(choose_source(GB, UNKNOWN, offers, failed, NOW_S + AVOID_S), FromPeers)
         assert choose_source(GB, UNKNOWN, [], {}, NOW_S) == NobodyLeft()
 
-    def test_who_was_busy_is_not_asked_for_a_moment(self) -> None:
+    def test_a_busy_peer_is_not_asked_for_a_moment(self) -> None:
         offers = [PeerOffer(at(node), node) for node in "ab"]
         records = {at("a"): PeerRecord().busy(NOW_S + 2), at("b"): PeerRecord().busy(NOW_S + 1)}
         assert choose_source(GB, measured(1), offers, records, NOW_S) == AllBusy(NOW_S + 1)
@@ -158,7 +158,7 @@ class TestChooseSource:
         }
         assert choose_source(GB, UNKNOWN, offers, records, NOW_S) == AllBusy(NOW_S + 1)
 
-    def test_the_floor_below_which_a_peer_is_given_up_allows_for_who_shares_the_link(self) -> None:
+    def test_the_minimum_rate_of_a_peer_allows_for_transfers_that_share_the_link(self) -> None:
         offers, records = [PeerOffer(at("a"), "a")], {at("a"): PeerRecord(measured(2), NOW_S)}
         for num_sharing in (1, 8):
             plan = choose_source(GB, measured(1), offers, records, NOW_S, num_sharing)
@@ -169,7 +169,7 @@ class TestChooseSource:
         assert plan.min_gbps == 0  # nothing is known
 
     @given(rates, st.dictionaries(st.sampled_from("abcdefgh"), st.none() | rates, min_size=1), st.randoms())
-    def test_a_plan_has_the_best_first_and_nobody_far_below_it(
+    def test_a_plan_has_the_best_peer_first_and_none_far_below_it(
         self, storage_gbps: float, known: dict[str, float | None], chance: random.Random
     ) -> None:
         active = {node: chance.randrange(5) for node in known}

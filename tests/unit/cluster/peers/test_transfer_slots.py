@@ -1,4 +1,4 @@
-"""A bounded number of extents go out at once, and no slot is lost to who says nothing more."""
+"""A bounded number of extents are sent at once, and a silent transfer loses its slot."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_a_transfer_keeps_its_slot_over_many_ranges_until_all_bytes_are_sent() -
     assert slots.begin_range(2, 100)
 
 
-def test_who_asks_for_nothing_for_a_while_has_none_any_more_but_a_slow_reader_has() -> None:
+def test_a_silent_transfer_loses_its_slot_and_a_slow_reader_does_not() -> None:
     clock = Clock()
     slots = TransferSlots(2, linger_s=0.5, clock=clock)
     assert slots.begin_range(1, 100)

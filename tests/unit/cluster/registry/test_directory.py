@@ -41,7 +41,7 @@ def test_a_newcomer_is_told_everything_in_order() -> None:
     assert not heard(copy, source)
 
 
-def test_later_only_what_changed_is_told() -> None:
+def test_later_changes_alone_are_sent() -> None:
     source, copy = directory("abc"), Directory("")
     heard(copy, source)
     source.apply(ready("b", "two"))
@@ -54,7 +54,7 @@ def test_later_only_what_changed_is_told() -> None:
     assert by_id(copy) == by_id(source)
 
 
-def test_what_was_removed_and_came_again_is_there() -> None:
+def test_a_model_that_was_removed_and_registered_again_is_there() -> None:
     source, copy = directory("ab"), Directory("")
     heard(copy, source)
     source.remove("a")
@@ -77,7 +77,7 @@ def test_a_revision_from_the_future_is_not_believed() -> None:
     assert directory("a").changes_since(99, "first").full
 
 
-def test_what_is_being_looked_at_by_a_restarted_registry_goes_on_serving() -> None:
+def test_a_known_version_serves_while_a_restarted_registry_looks_at_it() -> None:
     copy = Directory("")
     heard(copy, directory("ab"))
     restarted = Directory("second")
@@ -95,7 +95,7 @@ def test_what_is_being_looked_at_by_a_restarted_registry_goes_on_serving() -> No
     assert copy.get("a") == restarted.get("a")
 
 
-def test_who_was_away_for_too_many_removals_is_told_everything() -> None:
+def test_a_watcher_that_missed_too_many_removals_is_sent_everything() -> None:
     source, copy = directory(["stays"]), Directory("")
     heard(copy, source)
     for number in range(MAX_REMEMBERED_REMOVALS + 1):
@@ -122,7 +122,7 @@ def test_watchers_that_listen_now_and_then_end_with_the_same_records(seed: int) 
         assert by_id(copy) == by_id(source)
 
 
-def test_records_say_what_requests_need_of_their_entry() -> None:
+def test_a_record_has_the_defaults_and_base_of_its_entry() -> None:
     model = ModelConfig.model_validate({"id": "m", "path": "/m", "description": "adds", "defaults": {"max_tokens": 3}})
     record = ModelRecord("m", "registering", entry=model)
     assert (record.description, record.defaults.max_tokens, record.base) == ("adds", 3, ())
@@ -131,7 +131,7 @@ def test_records_say_what_requests_need_of_their_entry() -> None:
     assert ModelRecord("d", "unavailable", error="damaged").base == ()
 
 
-def test_ten_thousand_models_cost_a_watcher_only_what_changed() -> None:
+def test_with_ten_thousand_models_a_watcher_is_sent_only_changes() -> None:
     source, copy = directory(f"m{number}" for number in range(10_000)), Directory("")
     heard(copy, source)
     start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Extents that shall leave every node: who still holds some of them, and for how long that is waited for."""
+"""Dropping extents on every node: holders are named, and releases on their way are waited for."""
 
 from __future__ import annotations
 
@@ -64,7 +64,9 @@ def keepers_of(monkeypatch: pytest.MonkeyPatch, *nodes: Keeper) -> NodeKeepers:
     return keepers
 
 
-async def test_what_nobody_holds_goes_at_once(monkeypatch: pytest.MonkeyPatch, slept_s: list[float]) -> None:
+async def test_an_extent_without_holders_is_dropped_at_once(
+    monkeypatch: pytest.MonkeyPatch, slept_s: list[float]
+) -> None:
     first, second = Keeper({"a": [], "other": ["w"]}), Keeper({"b": []})
     assert await keepers_of(monkeypatch, first, second).drop(["a", "b"]) == []
     assert first.dropped == second.dropped == [["a", "b"]]
@@ -81,14 +83,16 @@ async def test_a_release_that_is_on_its_way_is_waited_for(
     assert slept_s == list(RELEASE_PAUSES_S[:3])
 
 
-async def test_who_holds_on_is_named_once_pins_too(monkeypatch: pytest.MonkeyPatch, slept_s: list[float]) -> None:
+async def test_each_holder_is_named_once_and_pins_as_well(
+    monkeypatch: pytest.MonkeyPatch, slept_s: list[float]
+) -> None:
     first, second = Keeper({"a": ["w2", "w1"], "b": [], "x": ["not asked"]}), Keeper({"a": ["w1"], "c": []}, ["c"])
     assert await keepers_of(monkeypatch, first, second).drop(["a", "b", "c"]) == ["w1", "w2", "a pin"]
     assert slept_s == list(RELEASE_PAUSES_S)
     assert "b" not in first.holders  # what could go is gone
 
 
-async def test_a_keeper_that_does_not_answer_holds_nobody_up(
+async def test_a_keeper_that_does_not_answer_does_not_delay_the_others(
     monkeypatch: pytest.MonkeyPatch, slept_s: list[float]
 ) -> None:
     """It is restarting, and begins empty."""

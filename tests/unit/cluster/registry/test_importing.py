@@ -80,7 +80,7 @@ def entry(tmp_path: Path) -> ModelConfig:
     return ModelConfig(id="m", path=folder)
 
 
-def test_what_comes_in_is_what_an_import_in_this_process_says(start: Start, entry: ModelConfig, tmp_path: Path) -> None:
+def test_the_summary_equals_that_of_an_import_in_this_process(start: Start, entry: ModelConfig, tmp_path: Path) -> None:
     found = start().import_model(entry)
     assert found == import_model(WeightStore(tmp_path / "other"), entry)
     assert (found.kind, found.nbytes) == ("llm", 60)

@@ -1,4 +1,4 @@
-"""A keeper that was restarted is told again what its node was told before, and what it was loading is up for others."""
+"""A restarted keeper gets its pins and budget again, and its claims are free for others."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ async def test_a_pin_follows_its_model_to_the_next_version_and_lets_go_of_the_on
     assert nodes["n1"].pinned_ids == ""
 
 
-async def test_what_was_pinned_while_a_keeper_was_away_or_in_another_life_of_the_registry_holds_on_every_node(
+async def test_a_pin_holds_on_every_node_after_an_absent_keeper_or_a_restarted_registry(
     start: Callable[[], NodeKeepers], nodes: dict[str, Keeper], models: dict[str, tuple[str, ...]]
 ) -> None:
     before = start()
@@ -240,9 +240,7 @@ async def test_of_two_changes_at_once_the_last_one_holds(keepers: NodeKeepers, n
     assert nodes["n1"].pinned_ids == ""
 
 
-async def test_nobody_waits_for_what_a_restarted_keeper_was_loading(
-    keepers: NodeKeepers, nodes: dict[str, Keeper]
-) -> None:
+async def test_the_claims_of_a_restarted_keeper_end(keepers: NodeKeepers, nodes: dict[str, Keeper]) -> None:
     await keepers.follow(["n1", "n2"])
     question = Question(("a", "b"), max_claims=4)
     assert keepers.residency.locate("n1", question, 0).claimed == ("a", "b")

@@ -128,9 +128,7 @@ async def test_a_watcher_that_waits_for_nothing_gets_nothing(tmp_path: Path, che
 
 
 @pytest.mark.usefixtures("imports_here")
-async def test_keepers_tell_what_they_hold_and_others_are_sent_there(
-    tmp_path: Path, checkpoint: Path, endpoint: str
-) -> None:
+async def test_a_reported_extent_is_offered_to_other_nodes(tmp_path: Path, checkpoint: Path, endpoint: str) -> None:
     models = await registry(tmp_path, checkpoint, endpoint)
     await models.report_residency("n1", ResidencyReport(at("10.0.0.1:7000"), ["a", "b"], is_full=True))
     await models.report_residency("n2", ResidencyReport(at("[fd00::1]:7001"), ["b"]))
@@ -145,7 +143,7 @@ async def test_keepers_tell_what_they_hold_and_others_are_sent_there(
 
 
 @pytest.mark.usefixtures("imports_here")
-async def test_one_node_gets_what_nobody_has_and_the_others_hear_who(
+async def test_one_node_claims_a_missing_extent_and_the_others_are_told_which(
     tmp_path: Path, checkpoint: Path, endpoint: str
 ) -> None:
     models = await registry(tmp_path, checkpoint, endpoint)
@@ -272,7 +270,7 @@ def test_a_method_of_a_part_is_exposed_under_its_own_name() -> None:
     assert WeightRegistry.status.__doc__ == ServedModels.status.__doc__
 
 
-def test_those_who_watch_or_wait_count_among_their_own_calls() -> None:
+def test_calls_that_watch_or_wait_have_groups_of_their_own() -> None:
     """As Ray understands it: whatever is not named here has a limit of its own."""
     groups = registry_class().__ray_metadata__.method_meta.concurrency_group_for_methods
     assert groups == {"watch": WATCHING} | dict.fromkeys(["register", "unregister", "status", "prefetch"], WAITING)

@@ -1,4 +1,4 @@
-"""Which node is said to hold what, and who may read what nobody holds."""
+"""The map of residency: offers of holders, and claims on extents that nobody holds."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_reports_add_remove_and_replace() -> None:
     assert list(found._nodes["one"].extents) == ["a"]
 
 
-def test_a_node_without_a_server_is_sent_to_nobody() -> None:
+def test_a_node_without_a_server_is_offered_to_nobody() -> None:
     found = directory()
     found.report_residency("one", ResidencyReport(None, ["a"], [], is_full=True))
     assert found.locate("two", ask("a")).offers == {}
@@ -119,13 +119,13 @@ def num_read(num_holders: int, num_extents: int = 200) -> int:
     return CountedList.num_read
 
 
-def test_what_a_question_costs_does_not_grow_with_the_number_of_holders() -> None:
+def test_the_cost_of_a_question_does_not_grow_with_the_number_of_holders() -> None:
     assert num_read(10) <= 10 * 200
     assert num_read(1000) <= (MAX_OFFERS + 1) * 200
     assert num_read(4000) <= (MAX_OFFERS + 1) * 200
 
 
-def test_offers_are_drawn_at_random_and_never_name_who_asks() -> None:
+def test_offers_are_drawn_at_random_and_never_name_the_asker() -> None:
     found = directory()
     for number in range(20):
         found.report_residency(f"n{number}", ResidencyReport(PeerAddress("10.0.0.1", number), ["a"], [], is_full=True))
@@ -159,7 +159,7 @@ def test_a_load_is_told_with_the_offer_as_long_as_it_is_fresh() -> None:
     assert [offer.active_transfers for offer in found.locate("two", ask("a")).offers["a"]] == [0]
 
 
-def test_what_nobody_has_is_shared_out_among_the_nodes() -> None:
+def test_missing_extents_are_shared_out_among_the_nodes() -> None:
     found = directory()
     for number in range(4):
         found.report_residency(f"n{number}", ResidencyReport(PeerAddress("10.0.0.1", number), [], [], is_full=True))
@@ -178,7 +178,7 @@ def test_a_node_that_is_alone_reads_as_much_as_it_asks_for() -> None:
     assert found.locate("n0", ask(*"abcdef", max_claims=8)).claimed == tuple("abcdef")
 
 
-def test_who_gets_it_from_nobody_may_read_it_unless_somebody_does_already() -> None:
+def test_a_node_that_no_peer_serves_may_read_unless_another_reads_already() -> None:
     found = directory()
     found.report_residency("dead", ResidencyReport(ONE, ["a"], [], is_full=True))
     found.report_residency("n1", ResidencyReport(TWO, [], [], is_full=True))

@@ -1,4 +1,4 @@
-"""The picture of what is resident where."""
+"""The report of what is resident on which node."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def extent(id_: str, *holders: str, pinned: bool = False) -> Any:
     return SimpleNamespace(id=id_, nbytes=10, holders=holders, pinned=pinned, source="storage", hits=2)
 
 
-def test_models_have_what_is_resident_of_them_on_each_node() -> None:
+def test_the_report_has_the_resident_bytes_of_each_model_by_node() -> None:
     residents = {
         "n1": [extent("a", "worker-1"), extent("shared", "worker-2", "worker-1", pinned=True)],
         "n2": [extent("shared", pinned=True)],

@@ -212,7 +212,7 @@ async def test_adapters_without_their_base_are_named_and_go_on(life: Life, tmp_p
         (ModelConfig(id="x", path=Path("some/where")), RegistrationRefused, "'some/where' is relative"),
     ],
 )
-async def test_what_does_not_fit_is_refused_before_anything_changes(
+async def test_an_entry_that_does_not_fit_is_refused_before_anything_changes(
     life: Life, tmp_path: Path, entry: Entry, error: type[Exception], text: str
 ) -> None:
     configured = [model(checkpoint(tmp_path / "c")), AdapterConfig(id="lora", path=tmp_path / "l", base=("m",))]
@@ -267,7 +267,7 @@ async def test_a_folder_that_cannot_be_written_refuses_registration(life: Life, 
         await (await life.begin()).register(model(checkpoint(tmp_path / "c")))
 
 
-async def test_what_the_store_has_is_served_without_its_checkpoint(life: Life, tmp_path: Path) -> None:
+async def test_a_stored_model_is_served_without_its_checkpoint(life: Life, tmp_path: Path) -> None:
     configured = model(checkpoint(tmp_path / "c"))
     before = await (await life.begin(configured)).status("m")
     (tmp_path / "c").rename(tmp_path / "gone")
@@ -278,7 +278,7 @@ async def test_what_the_store_has_is_served_without_its_checkpoint(life: Life, t
     assert other.state == "unavailable"
 
 
-async def test_what_a_replica_reports_shows_and_never_hides_an_update(life: Life, tmp_path: Path) -> None:
+async def test_a_replicas_report_is_shown_and_never_hides_an_update(life: Life, tmp_path: Path) -> None:
     models = await life.begin(model(checkpoint(tmp_path / "c")))
     await models.status("m")
     await models.report_attach("m", "tensor w is torn")

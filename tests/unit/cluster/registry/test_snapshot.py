@@ -1,4 +1,4 @@
-"""The copy follows the registry, through its death and its restart."""
+"""The registry snapshot follows the registry, through its death and its restart."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ async def test_a_watch_that_was_not_begun_can_ask(place: Place) -> None:
     assert (await RegistrySnapshot(lambda: place.registry).call_registry(WeightRegistry.status, "b")).id == "b"
 
 
-async def test_who_cannot_connect_tries_again(place: Place) -> None:
+async def test_a_snapshot_that_cannot_connect_tries_again(place: Place) -> None:
     tries: list[int] = []
 
     def connect() -> Registry:

@@ -1,4 +1,4 @@
-"""Models that were told to go: what is said of them, and which of their extents are nobody else's."""
+"""Evicted models: their state, and the extents that no other loaded model shares."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def state(models: ServedModels, id_: str) -> str:
     return found.state
 
 
-async def test_only_what_is_ready_can_be_unloaded_and_back(models: ServedModels) -> None:
+async def test_only_a_ready_model_can_be_unloaded_and_loaded_again(models: ServedModels) -> None:
     revision = models.directory.revision
     models.set_loaded("a", True)  # it is
     models.set_loaded("broken", False)

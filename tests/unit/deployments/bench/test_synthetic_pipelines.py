@@ -10,7 +10,7 @@ import torch
 from diffusers import DiffusionPipeline
 from safetensors.torch import load_file
 
-from deployments.bench.synthetic_pipelines import ALIAS, FLUX, SDXL, TUNED, Scale, write_pipelines
+from deployments.bench.synthetic import ALIAS, FLUX, SDXL, TUNED, Scale, write_pipelines
 from weights.externalize import externalize
 from weights.store import WeightStore
 

@@ -5,12 +5,17 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import httpx
 import pytest
+from fastapi import APIRouter, FastAPI
+from pydantic import ValidationError
+from starlette.responses import JSONResponse
 
 from cluster.registry.snapshot import RegistrySnapshot
 from configs.cluster import ClusterConfig
-from deployments.ingress.api_docs import documented
+from deployments.ingress.errors import documented
 from deployments.ingress.http import create_http_app
+from deployments.ingress.responses import Answer
 from deployments.ingress.service import Service
 
 CONFIG = ClusterConfig.model_validate({"models": [{"id": "flux", "path": "/f"}]})
@@ -74,3 +79,30 @@ def test_a_status_can_mean_something_else_on_a_route() -> None:
 def test_a_status_without_a_reason_is_a_mistake() -> None:
     with pytest.raises(KeyError):
         documented(418)
+
+
+class Numbers(Answer):
+    first: int
+    second: int = 0
+
+
+@pytest.mark.parametrize(
+    ("path", "problem"), [("/right", None), ("/more", "third"), ("/less", "first"), ("/other", "does not document")]
+)
+async def test_an_answer_that_is_not_as_described_is_noticed(as_described: Any, path: str, problem: str | None) -> None:
+    answers = {"/right": {"first": 1}, "/more": {"first": 1, "third": 3}, "/less": {}, "/other": {"first": 1}}
+    router = APIRouter()
+
+    @router.get(path, response_model=Numbers)
+    async def answer() -> JSONResponse:
+        return JSONResponse(answers[path], 404 if path == "/other" else 200)
+
+    app = FastAPI()
+    app.include_router(router)
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://test", event_hooks=as_described(app)) as client:
+        if problem is None:
+            await client.get(path)
+        else:
+            with pytest.raises((ValidationError, AssertionError), match=problem):
+                await client.get(path)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from deployments.ingress.event_stream import EventStream
+from deployments.ingress.responses import EventStream
 
 
 class Source:

@@ -27,6 +27,7 @@ from configs.model import ModelConfig
 from deployments.errors import GenerationFailed, InvalidRequest, Overloaded
 from deployments.ingress.http import create_http_app
 from deployments.ingress.openai import embeddings as openai_embeddings
+from deployments.ingress.openai.answers import ChatChunk, CompletionChunk
 from deployments.ingress.service import Service
 from deployments.records import (
     CacheUse,
@@ -177,12 +178,13 @@ def replicas() -> Replicas:
 
 
 @pytest.fixture
-async def http(replicas: Replicas) -> AsyncIterator[httpx.AsyncClient]:
+async def http(replicas: Replicas, as_described: Any) -> AsyncIterator[httpx.AsyncClient]:
     watch = RegistrySnapshot(lambda: replicas)
     handle = FakeHandle(replicas)
     app = create_http_app(Service(CONFIG, watch, handle, handle), CONFIG)
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+    hooks = as_described(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://test", event_hooks=hooks) as client:
         yield client
     watch.close()
 
@@ -619,6 +621,24 @@ async def test_an_error_in_the_middle_of_a_stream_is_an_event(
     assert (whole.status_code, problem(whole)["code"]) == (500, "generation_failed")
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "class_"), [(CHATS, CHAT, ChatChunk), (COMPLETIONS, COMPLETION, CompletionChunk)]
+)
+async def test_pieces_of_a_stream_are_of_their_class(
+    http: httpx.AsyncClient, path: str, body: dict[str, Any], class_: type[ChatChunk | CompletionChunk]
+) -> None:
+    asked = {**body, "stream": True, "stream_options": {"include_usage": True}}
+    response = await http.post(f"/v1/{path}", json=asked)
+    *events, end = [event.removeprefix("data: ") for event in response.text.split("\n\n") if event]
+    pieces = [class_.model_validate_json(event, strict=True) for event in events]
+    assert end == "[DONE]"
+    assert {piece.id for piece in pieces} == {pieces[0].id}
+    assert [bool(piece.choices) for piece in pieces] == [True] * (len(pieces) - 1) + [False]
+    assert pieces[-1].usage
+    assert pieces[-2].choices[0].finish_reason == "stop"
+    assert pieces[-2].timings_ms
+
+
 # Large answers
 
 
@@ -866,8 +886,8 @@ async def test_health(http: httpx.AsyncClient, replicas: Replicas, states: list[
 
 
 async def test_health_does_not_wait_for_a_directory_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deployments.ingress.admin.cluster.PROBE_TIMEOUT_S", 0.01)
-    monkeypatch.setattr("deployments.ingress.kserve.targets.PROBE_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("deployments.ingress.admin.routes.PROBE_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("deployments.ingress.kserve.models.PROBE_TIMEOUT_S", 0.01)
 
     class Silent(Replicas):
         async def on_watch(self, revision: int, epoch: str, timeout_s: float) -> DirectoryChange:

@@ -10,8 +10,7 @@ from ray.exceptions import ActorDiedError
 from unit.deployments.serve_fakes import FakeHandle
 
 from deployments.errors import InvalidRequest, ReplicaLost
-from deployments.ingress.retries import MAX_RETRIES, RetriedCalls
-from deployments.ingress.segment_reply import EncoderReply
+from deployments.ingress.retries import MAX_RETRIES, EncoderReply, RetriedCalls
 from deployments.pipelines.plans import SegmentResult
 from deployments.services.replica_calls import ReplicaCalls
 
@@ -99,7 +98,7 @@ async def test_cancelling_reaches_the_replica_that_works_on_it(is_awaited: bool)
         with pytest.raises(asyncio.CancelledError):
             await waiting
     else:
-        reply.ask_again()
+        reply.send_again()
         await asyncio.sleep(0)
         reply.cancel()
     with pytest.raises(asyncio.CancelledError):

@@ -139,7 +139,7 @@ def texts(name: str, *values: str) -> dict[str, TensorValue]:
 
 
 async def run(pipelines: Pipelines, inputs: dict[str, TensorValue], **options: Any) -> PipelineResult:
-    return await asyncio.wait_for(pipelines.run(PipelineRequest("p", inputs, **options)), 10)
+    return await asyncio.wait_for(pipelines.run_pipeline(PipelineRequest("p", inputs, **options)), 10)
 
 
 TWO_BRANCHES = [

@@ -97,7 +97,7 @@ def call(texts: list[str], plan: SegmentPlan = PLAN) -> SegmentCall:
 async def test_results_are_those_of_the_stages(num_items: int) -> None:
     ops, runner = Ops(), SegmentRunner()
     texts = [f"text {index * 7}" for index in range(num_items)]
-    result = await runner.run(call(texts), (), ops)
+    result = await runner.run_segment(call(texts), (), ops)
     scores = result.outputs[SCORES]
     assert isinstance(scores, np.ndarray)
     np.testing.assert_allclose(scores, [ops.expected(text) for text in texts], rtol=1e-4)
@@ -111,21 +111,21 @@ async def test_results_are_those_of_the_stages(num_items: int) -> None:
 async def test_warnings_name_stage_and_item_and_come_once() -> None:
     ops, runner = Ops(), SegmentRunner()
     texts = ["x" * (LONGEST + (number in (2, 9))) for number in range(11)]
-    first = await runner.run(call(texts), (), ops)
+    first = await runner.run_segment(call(texts), (), ops)
     assert first.warnings == ("stage 'ids': input 2 was cut", "stage 'ids': input 9 was cut")
     earlier = SegmentResult({}, {}, ("stage 'before': input 0 was cut",))
-    second = await runner.run(call(["short"]), (earlier, earlier), ops)
+    second = await runner.run_segment(call(["short"]), (earlier, earlier), ops)
     assert second.warnings == earlier.warnings
-    assert (await runner.run(call(["short"]), (), ops)).warnings == ()
+    assert (await runner.run_segment(call(["short"]), (), ops)).warnings == ()
 
 
 async def test_intermediate_tensors_lie_in_the_arena() -> None:
     ops, runner = Ops(), SegmentRunner(num_arenas=1)
-    runner.prepare(PLAN)
+    runner.prepare_segment(PLAN)
     stats = runner.stats()
     assert stats.arena_bytes == PLAN.memory.nbytes < 4 * (256 * 3)
     for _ in range(3):
-        await runner.run(call(["x", "y"]), (), ops)
+        await runner.run_segment(call(["x", "y"]), (), ops)
     assert len(set(ops.pointers)) == 2  # the inputs of two heads, at the same place every time
     first, second = sorted(set(ops.pointers))
     offsets = sorted(PLAN.memory.offsets[edge] for edge in (Edge("vector", "embedding"), Edge("hidden", "output")))
@@ -138,9 +138,9 @@ async def test_intermediate_results_are_copies() -> None:
     ops, runner = Ops(), SegmentRunner(num_arenas=1)
     vector = Edge("vector", "embedding")
     plan = segment([vector, SCORES])
-    first = await runner.run(call(["one"], plan), (), ops)
+    first = await runner.run_segment(call(["one"], plan), (), ops)
     kept = np.array(first.outputs[vector])
-    await runner.run(call(["another"], plan), (), ops)
+    await runner.run_segment(call(["another"], plan), (), ops)
     np.testing.assert_array_equal(first.outputs[vector], kept)
     np.testing.assert_allclose(kept[0], ops.embedding(b"one"), rtol=1e-6)
 
@@ -149,7 +149,7 @@ async def test_runs_side_by_side_do_not_share_memory() -> None:
     ops, runner = Ops(), SegmentRunner(num_arenas=1)
     ops.hold = asyncio.Event()
     texts = [[f"{index}a", f"{index}b"] for index in range(5)]
-    runs = [asyncio.create_task(runner.run(call(some), (), ops)) for some in texts]
+    runs = [asyncio.create_task(runner.run_segment(call(some), (), ops)) for some in texts]
     while len(ops.batch_sizes) < 5:
         await asyncio.sleep(0)
     ops.hold.set()
@@ -161,7 +161,7 @@ async def test_runs_side_by_side_do_not_share_memory() -> None:
 def test_memory_of_a_failed_run_is_not_used_again() -> None:
     """A thread or kernel of a run that was cancelled may write there still."""
     pool = ArenaPool(1, torch.device("cpu"))
-    pool.prepare(1000)
+    pool.prepare_arenas(1000)
     with pytest.raises(KeyError), pool.arena(1000) as failed:
         raise KeyError
     with pool.arena(1000) as fresh:
@@ -175,7 +175,7 @@ async def test_tensors_of_unknown_size_are_counted() -> None:
     ops, runner = Ops(), SegmentRunner()
     plan = segment([SCORES], width=-1)
     assert Edge("hidden", "output") not in plan.buffers
-    result = await runner.run(call(["x"], plan), (), ops)
+    result = await runner.run_segment(call(["x"], plan), (), ops)
     np.testing.assert_allclose(result.outputs[SCORES], [ops.expected("x")], rtol=1e-4)
     assert runner.stats().num_temporary == 1
 
@@ -185,7 +185,7 @@ async def test_inputs_come_from_earlier_segments_too() -> None:
     vectors = np.random.default_rng().normal(size=(2, WIDTH)).astype(np.float32)
     unit = replace(PLAN, stages=(stages()[2],), results=(Edge("hidden", "output"),))
     earlier = SegmentResult({Edge("vector", "embedding"): vectors}, {"vector": 3.0})
-    result = await runner.run(SegmentCall(unit, {}, 2), (earlier,), ops)
+    result = await runner.run_segment(SegmentCall(unit, {}, 2), (earlier,), ops)
     expected = vectors @ ops.heads["h1"].numpy()
     np.testing.assert_allclose(result.outputs[Edge("hidden", "output")], expected, rtol=1e-4, atol=1e-5)
     assert result.timings_ms["vector"] == 3.0
@@ -197,7 +197,7 @@ async def test_failures_name_pipeline_and_stage() -> None:
     with pytest.raises(
         GenerationFailed, match=r"pipeline 'p', stage 'vector': the model gives \(7,\) per item"
     ) as caught:
-        await runner.run(call(["x"]), (), ops)
+        await runner.run_segment(call(["x"]), (), ops)
     assert caught.value.param == "stages.vector"
 
     async def refused(model: str, texts: Sequence[str], first: int) -> list[tuple[int, ...]]:
@@ -205,5 +205,5 @@ async def test_failures_name_pipeline_and_stage() -> None:
 
     ops.tokenize = refused  # type: ignore[method-assign]
     with pytest.raises(InvalidRequest, match="stage 'ids': too long") as refusal:
-        await runner.run(call(["x"]), (), ops)
+        await runner.run_segment(call(["x"]), (), ops)
     assert refusal.value.param == "stages.ids.text"

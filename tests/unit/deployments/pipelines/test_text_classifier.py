@@ -63,7 +63,7 @@ class InProcess:
         return self.head_module.apply(features, out)
 
     def run_segment(self, call: SegmentCall, upstream: tuple[()]) -> asyncio.Task[SegmentResult]:
-        return asyncio.create_task(self.segments.run(call, upstream, self))
+        return asyncio.create_task(self.segments.run_segment(call, upstream, self))
 
 
 async def test_labels_and_scores_are_those_of_the_stock_library() -> None:
@@ -81,7 +81,9 @@ async def test_labels_and_scores_are_those_of_the_stock_library() -> None:
     words = (MODELS / "texts-bert/README.md").read_text().split()
     texts = [" ".join(random.choices(words, k=random.randint(1, 60))) for _ in range(10)]
     data = np.array([text.encode() for text in texts], dtype=object)
-    result = await pipelines.run(PipelineRequest("text-classifier", {"text": TensorValue("text", "BYTES", data)}))
+    result = await pipelines.run_pipeline(
+        PipelineRequest("text-classifier", {"text": TensorValue("text", "BYTES", data)})
+    )
 
     stock = SentenceTransformer(str(MODELS / "texts-bert"), device="cpu").float()
     vectors = stock.encode(texts, convert_to_tensor=True)

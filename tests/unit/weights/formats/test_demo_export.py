@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from weights.formats.checkpoint import read_checkpoint
 from weights.formats.gguf import read_gguf
 from weights.formats.kuiper import read_kuiper
-from weights.loading.stage_transforms import dequantize
+from weights.loading.stage_transforms import dequantize_int8
 
 pytestmark = pytest.mark.slow
 
@@ -107,5 +107,5 @@ def test_the_kuiper_file_has_the_weights_within_its_precision(
             assert np.array_equal(np.frombuffer(weight.read(), np.float32).reshape(weight.shape), original)
             continue
         scales = np.frombuffer(header.tensors[f"{name}.scales"].read(), np.float32)
-        restored = dequantize(np.frombuffer(weight.read(), np.int8).reshape(weight.shape), scales)
+        restored = dequantize_int8(np.frombuffer(weight.read(), np.int8).reshape(weight.shape), scales)
         assert np.all(np.abs(restored - original).reshape(-1, 64) <= scales[:, None] * 0.5001)

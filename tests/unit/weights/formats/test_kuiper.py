@@ -11,7 +11,7 @@ import pytest
 
 from weights.errors import FormatError
 from weights.formats.kuiper import KuiperHeader, parse_kuiper, read_kuiper, write_kuiper
-from weights.loading.stage_transforms import dequantize, quantize
+from weights.loading.stage_transforms import dequantize_int8, quantize_int8
 
 RNG = np.random.default_rng()
 DIM, HIDDEN, LAYERS, HEADS, KV_HEADS, VOCAB, SEQ, GROUP = 48, 64, 3, 4, 2, 20, 7, 64
@@ -85,7 +85,7 @@ def test_every_int8_tensor_is_where_the_writer_put_it(file: Path, shared: bool) 
             assert (found.dtype, found.read()) == ("F32", expected.tobytes())
             continue
         scales = np.frombuffer(tensors[f"{name}.scales"].read(), np.float32)
-        values = dequantize(np.frombuffer(found.read(), np.int8).reshape(found.shape), scales, GROUP)
+        values = dequantize_int8(np.frombuffer(found.read(), np.int8).reshape(found.shape), scales, GROUP)
         assert found.dtype == "I8"
         assert np.abs(values - expected).max() <= scales.max() * 0.501
 
@@ -149,7 +149,7 @@ def test_groups_may_cross_rows(file: Path) -> None:
     file.write_bytes(as_int8(model))
     tensors = read_kuiper(file).tensors
     wq = tensors["layers.1.wq.weight"]
-    values, scales = quantize(model["layers.1.wq"], GROUP)
+    values, scales = quantize_int8(model["layers.1.wq"], GROUP)
     assert wq.read() == values.tobytes()
     assert tensors["layers.1.wq.scales"].read() == scales.tobytes()
 

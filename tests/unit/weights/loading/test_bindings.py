@@ -46,7 +46,7 @@ IDS = torch.randint(0, 20, (2, 5))
 def test_other_tensors_are_bound_without_copies() -> None:
     net, first, second = Net().eval(), tensors(), tensors()
     binding = assign(net, first)
-    binding.put(second)
+    binding.put_tensors(second)
     with torch.no_grad():
         assert torch.equal(net(IDS), stock(second)(IDS))
     assert {t.data_ptr() for t in net.state_dict().values()} == {t.data_ptr() for t in second.values()}
@@ -60,7 +60,7 @@ def test_what_is_cleared_holds_no_tensor_until_others_are_put_in() -> None:
     binding.clear()
     assert all(tensor.is_meta for tensor in net.state_dict().values())
     assert not net.freqs.is_meta
-    binding.put(weights)
+    binding.put_tensors(weights)
     with torch.no_grad():
         assert torch.equal(net(IDS), stock(weights)(IDS))
 
@@ -69,7 +69,7 @@ def test_tensors_may_have_other_names() -> None:
     net, weights = Net().eval(), tensors()
     binding = assign(net, weights).renamed({name: f"old.{name}" for name in weights})
     second = tensors()
-    binding.put({f"old.{name}": tensor for name, tensor in second.items()})
+    binding.put_tensors({f"old.{name}": tensor for name, tensor in second.items()})
     with torch.no_grad():
         assert torch.equal(net(IDS), stock(second)(IDS))
 
@@ -78,7 +78,7 @@ def test_a_copy_has_places_of_its_own() -> None:
     net, first, second = Net().eval(), tensors(), tensors()
     binding = assign(net, first)
     copied, copied_binding = copy_structure(net, binding)
-    copied_binding.put(second)
+    copied_binding.put_tensors(second)
     with torch.no_grad():
         assert torch.equal(net(IDS), stock(first)(IDS))
         assert torch.equal(copied(IDS), stock(second)(IDS))

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import random
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 import pytest
 import torch
 
 from weights.errors import BudgetExceeded, ExtentCorrupt, WeightsError
 from weights.manifest import TensorRef
-from weights.memory import device_ledger
 from weights.memory.device_arena import DeviceArena
-from weights.memory.device_records import DerivedTensor, DeviceKey, derive, derived_hash
+from weights.memory.device_records import DeviceKey
 from weights.memory.transfer import HostCopy, Pair, TransferReport
+from weights.residency import leases
 
 NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.uint8: "U8", torch.int64: "I64", torch.float16: "F16"}
 Tensors = dict[str, torch.Tensor]
@@ -43,6 +43,20 @@ def keys_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, DeviceKey]:
 
 def hashes_of(tensors: Mapping[str, torch.Tensor]) -> list[str]:
     return [key_of(tensor).sha256 for tensor in tensors.values()]
+
+
+class Key(NamedTuple):
+    """An identity that is no TensorRef."""
+
+    sha256: str
+    nbytes: int
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def release_all(arena: DeviceArena, holder: str) -> None:
+    with arena._lock:
+        arena._book.end_holder(holder)
 
 
 def component(num_tensors: int, nbytes: int) -> Tensors:
@@ -104,8 +118,8 @@ def transfer() -> CountingCopy:
 
 @pytest.fixture
 def make_arena(clock: Clock, transfer: CountingCopy) -> Callable[..., DeviceArena]:
-    def make(budget_bytes: int = BIG, device: str = "cpu-private", **options: object) -> DeviceArena:
-        return DeviceArena(device, budget_bytes, transfer, clock, **options)  # type: ignore[arg-type]
+    def make(budget_bytes: int = BIG, device: str = "cpu-private") -> DeviceArena:
+        return DeviceArena(device, budget_bytes, transfer, clock)
 
     return make
 
@@ -176,7 +190,7 @@ def test_scalars_empty_tensors_and_block_quantized_ones_have_their_forms(make_ar
     arena = make_arena()
     acquire(arena, plain)
     blocks = torch.randint(0, 255, (2, 34), dtype=torch.uint8)
-    key = DerivedTensor("q", 68, "Q8_0", (2, 32))
+    key = Key("q", 68, "Q8_0", (2, 32))
     tensors, _ = arena.acquire({"q": key}, {"q": blocks}, "h")
     assert torch.equal(tensors["q"], blocks)
     assert arena.stats().resident_bytes == 4 + 30 + 68
@@ -215,18 +229,35 @@ def test_the_least_valuable_goes_and_leased_things_stay(make_arena, clock: Clock
     arena.release(hashes_of(cold), "h")
     report = acquire(arena, new).report
     assert report.evicted == tuple(hashes_of(cold))
-    assert {resident.key for resident in arena.residents()} == {*hashes_of(hot), *hashes_of(leased), *hashes_of(new)}
+    assert set(arena._book.entries) == {*hashes_of(hot), *hashes_of(leased), *hashes_of(new)}
     assert arena.stats().num_evicted == 1
 
 
 def test_what_is_dear_to_reload_stays(make_arena) -> None:
-    dear, cheap = component(1, 100), component(1, 100)
-    cost = {hashes_of(dear)[0]: 5.0}
-    arena = make_arena(200, reload_s=lambda key: cost.get(key.sha256, 0.1))
-    for weights in (dear, cheap):
+    """Each tensor costs something whatever its size, so of equally many bytes the small ones stay."""
+    small, large = component(100, 40), component(1, 4000)
+    arena = make_arena(8000)
+    for weights in (small, large):
         acquire(arena, weights)
-        arena.release_all("h")
-    assert acquire(arena, component(1, 50)).report.evicted == tuple(hashes_of(cheap))
+        release_all(arena, "h")
+    assert acquire(arena, component(1, 40)).report.evicted == tuple(hashes_of(large))
+
+
+def test_the_slower_the_uploads_the_less_it_matters_how_small_a_tensor_is(make_arena, clock: Clock, transfer) -> None:
+    """What they took is measured: at 1 s per byte, a large tensor that was used once more outlives small ones."""
+    slow_copy = transfer.copy
+
+    def copy(pairs: Sequence[Pair]) -> TransferReport:
+        clock.now_s += sum(len(target) for _, target in pairs) * 1.0
+        return slow_copy(pairs)
+
+    transfer.copy = copy
+    small, large = component(10, 4), component(1, 40)
+    arena = make_arena(80)
+    for weights in (large, small, large):
+        acquire(arena, weights)
+        release_all(arena, "h")
+    assert set(acquire(arena, component(1, 40)).report.evicted) == set(hashes_of(small))
 
 
 def test_what_comes_back_keeps_its_past(make_arena) -> None:
@@ -234,12 +265,12 @@ def test_what_comes_back_keeps_its_past(make_arena) -> None:
     often, once = component(1, 100), component(1, 100)
     for _ in range(5):
         acquire(arena, often)
-    arena.release_all("h")
+    release_all(arena, "h")
     acquire(arena, component(1, 200), "large")
-    arena.release_all("large")
+    release_all(arena, "large")
     for weights in (often, once):
         acquire(arena, weights)
-        arena.release_all("h")
+        release_all(arena, "h")
     assert acquire(arena, component(1, 100)).report.evicted == tuple(hashes_of(once))
 
 
@@ -250,17 +281,17 @@ def test_what_does_not_fit_changes_nothing_and_says_who_holds_the_room(make_aren
     for weights in (free, pinned):
         acquire(arena, weights)
     arena.pin(hashes_of(pinned))
-    arena.release_all("h")
+    release_all(arena, "h")
     moved_bytes = transfer.nbytes
     large = {f"l{i}": torch.rand(10) for i in range(5)} | held
     with pytest.raises(BudgetExceeded) as failure:
         arena.acquire(keys_of(large), large, "sdxl")
     assert str(failure.value) == (
-        "5 tensors for sdxl (l0, l1, l2, ...) need 200 bytes on cpu-private; 50 bytes are missing under its budget of "
-        "350 (held by: flux 100, sdxl 100, pinned 100)"
+        "5 tensors for sdxl (l0, l1, l2, ...) need 200 bytes; 50 bytes are missing under the budget of cpu-private, "
+        "350 bytes (leased by: flux (100 bytes), sdxl (100 bytes); pinned: 100 bytes)"
     )
     assert (transfer.nbytes, arena.stats().num_tensors) == (moved_bytes, 3)
-    assert arena.bytes_by_holder() == {"flux": 100}
+    assert arena._book.bytes_by_holder() == {"flux": 100}
     arena.unpin(hashes_of(pinned))
     acquire(arena, large, "sdxl")
 
@@ -273,8 +304,8 @@ def test_a_lease_per_acquire(make_arena) -> None:
     acquire(arena, weights, "b")
     for holder in ("a", "b", "nobody"):
         arena.release([*hashes_of(weights), "unknown"], holder)
-    assert arena.bytes_by_holder() == {"a": 100}
-    with pytest.raises(BudgetExceeded, match="held by: a 100"):
+    assert arena._book.bytes_by_holder() == {"a": 100}
+    with pytest.raises(BudgetExceeded, match=r"leased by: a \(100 bytes\)"):
         arena.acquire(keys_of(other := component(1, 40)), other, "c")
     arena.release(hashes_of(weights), "a")
     arena.release(hashes_of(weights), "a")
@@ -286,7 +317,7 @@ def test_evicted_memory_comes_back_even_when_the_arena_knows_of_it_still(make_ar
     weights = component(1, 100)
     tensors = acquire(arena, weights).tensors
     storage = torch.multiprocessing.reductions.StorageWeakRef(tensors["w0"].untyped_storage())
-    arena.release_all("h")
+    release_all(arena, "h")
     del tensors
     acquire(arena, component(1, 100))
     assert storage.expired()
@@ -298,29 +329,17 @@ def test_memory_that_somebody_uses_without_a_lease_counts_until_they_let_go(make
     used, idle = component(1, 100), component(1, 100)
     tensors = acquire(arena, used).tensors
     acquire(arena, idle)
-    arena.release_all("h")
+    release_all(arena, "h")
     first = component(1, 100)
     # `used` would have to go first, but its room does not become free; so the other one goes as well.
     assert acquire(arena, first, "f").report.evicted == (*hashes_of(used), *hashes_of(idle))
     assert torch.equal(tensors["w0"], used["w0"])
     assert arena.stats().lingering_bytes == 100
     second = component(1, 100)
-    with pytest.raises(BudgetExceeded, match=r"held by: f 100, evicted but still in use 100"):
+    with pytest.raises(BudgetExceeded, match=r"100 bytes \(100 bytes more are evicted but still in use; leased by: f"):
         arena.acquire(keys_of(second), second, "s")
     del tensors
     acquire(arena, second, "s")
-    assert arena.stats().lingering_bytes == 0
-
-
-def test_who_keeps_views_without_a_lease_is_told_to_let_go(make_arena) -> None:
-    skeleton: dict[str, torch.Tensor] = {}
-    arena = make_arena(100, on_evict=lambda hashes: [skeleton.pop(hash_) for hash_ in hashes])
-    weights = component(1, 100)
-    skeleton[hashes_of(weights)[0]] = acquire(arena, weights).tensors["w0"]
-    arena.release_all("h")
-    gc.collect()
-    acquire(arena, component(1, 100))
-    assert skeleton == {}
     assert arena.stats().lingering_bytes == 0
 
 
@@ -329,7 +348,7 @@ def test_a_prefetch_saves_the_upload_and_leases_nothing(make_arena, transfer: Co
     weights = component(4, 100)
     report = arena.prefetch(keys_of(weights), weights)
     assert (report.added_bytes, report.moved_bytes, report.wanted_bytes) == (400, 400, 400)
-    assert arena.bytes_by_holder() == {}
+    assert arena._book.bytes_by_holder() == {}
     assert acquire(arena, weights).report.moved_bytes == 0
     assert arena.prefetch(keys_of(weights), weights).reused_bytes == transfer.nbytes == 400
 
@@ -341,14 +360,14 @@ def test_a_prefetch_costs_nothing_leased_more_valuable_or_prefetched(make_arena,
     for _ in range(3):
         acquire(arena, hot)
     acquire(arena, cold)
-    arena.release_all("h")
+    release_all(arena, "h")
     clock.now_s = 60.0
     assert arena.prefetch(keys_of(next_), next_).evicted == ()
     large = {"x": torch.rand(25), "y": torch.rand(25), "z": torch.rand(25)}
     report = arena.prefetch(keys_of(large), large)
     assert (report.wanted_bytes, report.added_bytes, report.evicted) == (300, 200, tuple(hashes_of(cold)))
     assert arena.prefetch(keys_of(soon), soon).added_bytes == 0
-    assert {resident.key for resident in arena.residents()} == {
+    assert set(arena._book.entries) == {
         *hashes_of(leased),
         *hashes_of(hot),
         *hashes_of(next_),
@@ -361,10 +380,10 @@ def test_a_prefetch_does_not_evict_its_own(make_arena, clock: Clock) -> None:
     shared, own = component(1, 100), {"own": torch.rand(25)}
     acquire(arena, shared)
     acquire(arena, component(1, 100))
-    arena.release_all("h")
+    release_all(arena, "h")
     clock.now_s = 10.0
     arena.prefetch(keys_of(shared | own), shared | own)
-    assert {*hashes_of(shared), *hashes_of(own)} == {resident.key for resident in arena.residents()}
+    assert {*hashes_of(shared), *hashes_of(own)} == set(arena._book.entries)
 
 
 def test_a_prefetch_and_its_use_count_as_one_use(make_arena) -> None:
@@ -373,9 +392,9 @@ def test_a_prefetch_and_its_use_count_as_one_use(make_arena) -> None:
     arena.prefetch(keys_of(weights), weights)
     arena.prefetch(keys_of(weights), weights)
     acquire(arena, weights)
-    assert [resident.popularity for resident in arena.residents()] == [1.0]
+    assert [entry.popularity.count for entry in arena._book.entries.values()] == [1.0]
     acquire(arena, weights)
-    assert [resident.popularity for resident in arena.residents()] == [2.0]
+    assert [entry.popularity.count for entry in arena._book.entries.values()] == [2.0]
 
 
 def test_what_a_prefetch_is_bringing_is_not_evicted(make_arena, transfer: CountingCopy) -> None:
@@ -386,7 +405,7 @@ def test_what_a_prefetch_is_bringing_is_not_evicted(make_arena, transfer: Counti
         prefetch = threads.submit(arena.prefetch, keys_of(coming), coming)
         try:
             assert transfer.started.wait(30)
-            with pytest.raises(BudgetExceeded, match=r"20 bytes are missing .* \(held by: prefetches under way 60\)"):
+            with pytest.raises(BudgetExceeded, match=r"20 bytes are missing .*; prefetches under way: 60 bytes"):
                 arena.acquire(keys_of(wanted), wanted, "h")
             assert arena.stats().arriving_bytes == 60
         finally:
@@ -399,7 +418,7 @@ def test_a_prefetch_leaves_out_what_has_no_room_after_all(make_arena, clock: Clo
     arena = make_arena(200)
     used, new = component(1, 200), component(2, 100)
     tensors = acquire(arena, used).tensors
-    arena.release_all("h")
+    release_all(arena, "h")
     clock.now_s = 60.0
     assert arena.prefetch(keys_of(new), new).added_bytes == 0
     assert (arena.stats().resident_bytes, arena.stats().lingering_bytes) == (0, 200)
@@ -411,34 +430,39 @@ def test_views_of_the_host_are_its_memory_and_do_not_linger(make_arena) -> None:
     arena = make_arena(100, device="cpu")
     weights = component(1, 100)
     tensors = acquire(arena, weights).tensors
-    arena.release_all("h")
+    release_all(arena, "h")
     acquire(arena, component(1, 100))
     assert tensors["w0"].data_ptr() == weights["w0"].data_ptr()
     assert arena.stats().lingering_bytes == 0
 
 
 def test_what_is_remembered_of_the_past_is_bounded(make_arena, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_ledger, "MAX_REMEMBERED", 4)
+    monkeypatch.setattr(leases, "MAX_REMEMBERED", 30)
     arena = make_arena(200)
+
+    def acquire_others(count: int) -> None:
+        for _ in range(count):
+            release_all(arena, "h")
+            acquire(arena, component(1, 200))
+        release_all(arena, "h")
+
     often = component(1, 100)
     for _ in range(3):
         acquire(arena, often)
-    arena.release_all("h")
-    for _ in range(30):
-        acquire(arena, component(1, 200))
-        arena.release_all("h")
-    assert len(arena._ledger._popularity) <= 1 + 2 * 4
+    acquire_others(29)
     acquire(arena, often)
-    assert [resident.popularity for resident in arena.residents()] == [4.0]
+    assert [entry.popularity.count for entry in arena._book.entries.values()] == [4.0]
+    acquire_others(60)
+    assert len(arena._book._past) <= 30
 
 
 def test_a_smaller_budget_evicts_what_may_go(make_arena) -> None:
     arena = make_arena()
     leased, idle = component(1, 100), component(1, 100)
     acquire(arena, idle)
-    arena.release_all("h")
+    release_all(arena, "h")
     acquire(arena, leased, "busy")
-    with pytest.raises(BudgetExceeded, match="1 bytes are missing under its budget of 99"):
+    with pytest.raises(BudgetExceeded, match="1 bytes are missing under the budget of cpu-private, 99 bytes"):
         arena.resize(99)
     assert arena.stats().budget_bytes == BIG
     assert arena.resize(100) == tuple(hashes_of(idle))
@@ -456,7 +480,7 @@ def test_concurrent_calls_upload_a_tensor_once(make_arena, transfer: CountingCop
     with ThreadPoolExecutor(8) as threads:
         list(threads.map(work, range(40)))
     assert transfer.nbytes == 6 * 4000
-    assert len(arena.bytes_by_holder()) == 40
+    assert len(arena._book.bytes_by_holder()) == 40
     assert arena.stats().arriving_bytes == 0
 
 
@@ -479,7 +503,7 @@ def test_threads_that_switch_under_pressure_end_within_the_budget(make_arena) ->
 
     with ThreadPoolExecutor(4) as threads:
         assert sum(threads.map(work, range(4))) < 160
-    assert arena.bytes_by_holder() == {}
+    assert arena._book.bytes_by_holder() == {}
     assert arena.stats().resident_bytes + arena.stats().lingering_bytes <= 1500
 
 
@@ -492,7 +516,7 @@ def test_a_failed_upload_leaves_nothing_behind(make_arena, transfer: CountingCop
         acquire(arena, there | {"n": new["w1"]})
     with pytest.raises(RuntimeError, match="link down"):
         arena.prefetch(keys_of(new), new)
-    assert arena.bytes_by_holder() == {"other": 100}
+    assert arena._book.bytes_by_holder() == {"other": 100}
     assert arena.stats().resident_bytes == 100
     acquire(arena, new)
 
@@ -516,14 +540,14 @@ def test_who_waits_for_an_upload_that_fails_does_it_itself(make_arena, transfer:
         failing = threads.submit(arena.prefetch, keys_of(weights), broken)
         assert fetching.wait(30)
         waiting = threads.submit(arena.acquire, keys_of(weights | own), views, "waiting")
-        wait_until(lambda: arena.bytes_by_holder() == {"waiting": 200})
+        wait_until(lambda: arena._book.bytes_by_holder() == {"waiting": 200})
         lost.set()
         with pytest.raises(ExtentCorrupt, match="gone"):
             failing.result(30)
         report = waiting.result(30).report
     assert asked == [["own"], ["w0"]]
     assert (report.moved_bytes, report.reused_bytes, transfer.nbytes) == (200, 0, 200)
-    assert arena.bytes_by_holder() == {"waiting": 200}
+    assert arena._book.bytes_by_holder() == {"waiting": 200}
 
 
 def test_a_host_view_that_cannot_be_had_leaves_nothing_behind(make_arena) -> None:
@@ -537,7 +561,7 @@ def test_a_host_view_that_cannot_be_had_leaves_nothing_behind(make_arena) -> Non
         arena.acquire(keys, lost, "h")
     with pytest.raises(WeightsError, match=r"tensor 'w0': there is no host view of it \(given: 0 others\)"):
         arena.acquire(keys, lambda names: {}, "h")
-    assert (arena.stats().num_tensors, arena.bytes_by_holder()) == (0, {})
+    assert (arena.stats().num_tensors, arena._book.bytes_by_holder()) == (0, {})
 
 
 @pytest.mark.parametrize(
@@ -556,10 +580,10 @@ def test_a_view_that_is_not_what_was_wanted_is_named(make_arena, view: torch.Ten
 
 def test_two_sizes_for_one_hash_are_refused(make_arena) -> None:
     arena = make_arena()
-    keys = {"a": DerivedTensor("x", 4, "F32", (1,)), "b": DerivedTensor("x", 2, "F16", (1,))}
+    keys = {"a": Key("x", 4, "F32", (1,)), "b": Key("x", 2, "F16", (1,))}
     with pytest.raises(WeightsError, match=r"F16 \[1\] has 2 bytes, tensor x has 4"):
         arena.acquire(keys, {"a": torch.rand(1), "b": torch.rand(1).half()}, "h")
-    assert arena.bytes_by_holder() == {}
+    assert arena._book.bytes_by_holder() == {}
 
 
 @pytest.mark.parametrize("device", ["tpu", "meta", "cuda:99", "cpu-public", ""])
@@ -583,17 +607,3 @@ def test_a_device_with_less_memory_than_its_budget_says_so(make_arena, monkeypat
         ):
             arena.acquire(keys, weights, "h")
     assert arena.stats().resident_bytes == 0
-
-
-def test_derived_tensors_are_shared_by_what_made_them(make_arena) -> None:
-    base = key_of(torch.rand(6))
-    half = derive(base, "cast to F16", dtype="F16")
-    assert (half.nbytes, half.dtype, half.shape) == (12, "F16", (6,))
-    assert half.sha256 == derived_hash(base.sha256, "cast to F16") == derive(base, "cast to F16", dtype="F16").sha256
-    other = derived_hash(key_of(torch.rand(6)).sha256, "cast to F16")
-    assert len({base.sha256, half.sha256, other, derived_hash(base.sha256, "lora x 0.5")}) == 4
-    with pytest.raises(WeightsError, match=r"merge of .*: unknown dtype 'F7'"):
-        derive(base, "merge", dtype="F7")
-    arena = make_arena()
-    arena.acquire({"w": half}, {"w": torch.rand(6).half()}, "a")
-    assert arena.acquire({"v": half}, {}, "b").report.moved_bytes == 0

@@ -130,19 +130,19 @@ def test_what_cannot_be_found_out_gets_a_default(planner, small: Path, tmp_path:
 def test_a_damaged_cache_is_as_good_as_none(tmp_path: Path, text: bytes) -> None:
     (tmp_path / "probes.json").write_bytes(text)
     cache = _ProbeCache(tmp_path)
-    assert cache.get(MEDIUM) is None
-    cache.put(MEDIUM, PROBE)
-    assert cache.get(MEDIUM) == PROBE
+    assert cache.get_probe(MEDIUM) is None
+    cache.put_probe(MEDIUM, PROBE)
+    assert cache.get_probe(MEDIUM) == PROBE
 
 
 def test_devices_and_file_systems_are_told_apart(tmp_path: Path) -> None:
     cache = _ProbeCache(tmp_path / "made" / "on demand")
     other = Probe(direct_gbps=None, buffered_gbps=7.0)
-    cache.put(MEDIUM, PROBE)
-    cache.put(Medium("local", "xfs", "/x", "/dev/vda"), other)
-    assert cache.get(MEDIUM) == PROBE
-    assert cache.get(Medium("local", "xfs", "/y", "/dev/vda")) == other
-    assert cache.get(Medium("local", "ext4", "/", "/dev/vdb")) is None
+    cache.put_probe(MEDIUM, PROBE)
+    cache.put_probe(Medium("local", "xfs", "/x", "/dev/vda"), other)
+    assert cache.get_probe(MEDIUM) == PROBE
+    assert cache.get_probe(Medium("local", "xfs", "/y", "/dev/vda")) == other
+    assert cache.get_probe(Medium("local", "ext4", "/", "/dev/vdb")) is None
     assert [file.name for file in (tmp_path / "made" / "on demand").iterdir()] == ["probes.json"]
 
 
@@ -163,15 +163,15 @@ def test_a_cache_that_somebody_else_may_have_made_is_neither_read_nor_written(
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     cache = _ProbeCache(_cache_folder({}))
-    cache.put(MEDIUM, PROBE)
-    assert cache.get(MEDIUM) == PROBE
+    cache.put_probe(MEDIUM, PROBE)
+    assert cache.get_probe(MEDIUM) == PROBE
     folder = temporary_folder()
     assert folder.stat().st_mode & 0o777 == 0o700
     folder.chmod(0o777)
-    assert cache.get(MEDIUM) is None
+    assert cache.get_probe(MEDIUM) is None
     folder.rename(tmp_path / "theirs")
     folder.symlink_to(tmp_path / "theirs")
     before = (tmp_path / "theirs/probes.json").read_bytes()
-    cache.put(MEDIUM, Probe(direct_gbps=None, buffered_gbps=7.0))
+    cache.put_probe(MEDIUM, Probe(direct_gbps=None, buffered_gbps=7.0))
     assert (tmp_path / "theirs/probes.json").read_bytes() == before
-    assert cache.get(MEDIUM) is None
+    assert cache.get_probe(MEDIUM) is None

@@ -9,9 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deployments.bench.eviction import ratios
 from weights.residency.plans import EvictionPlan, Resident, keep_values, plan_eviction, plan_prefetch
-from weights.residency.policy import Popularity
 
 ROWS = st.tuples(
     st.integers(0, 100),
@@ -116,53 +114,3 @@ def test_a_prefetch_takes_what_has_room() -> None:
     assert plan_prefetch(residents, newcomers, 75).take == ("next", "small")
     assert plan_prefetch(residents, newcomers, 75).evict == ("cold",)
     assert plan_prefetch(residents, newcomers, 60).take == ("small",)
-
-
-@given(st.lists(st.floats(0, 1e4), min_size=1, max_size=20), st.floats(0.1, 1e4), st.floats(0, 1e5))
-def test_popularity_is_a_use_count_that_only_a_use_raises(at: list[float], half_life: float, later: float) -> None:
-    popularity = Popularity(half_life)
-    times = sorted(at)
-    for now in times:
-        before = popularity.value(now)
-        popularity = popularity.touch(now)
-        assert popularity.value(now) >= before + 1
-    counted = sum(2.0 ** (-(times[-1] - now) / half_life) for now in times)
-    assert popularity.value(times[-1]) == pytest.approx(counted)
-    assert popularity.value(times[-1] + later) <= popularity.value(times[-1] + later / 2) <= counted * (1 + 1e-9)
-
-
-def test_one_use_halves_in_a_half_life() -> None:
-    assert Popularity(60.0).touch(1000.0).value(1060.0) == pytest.approx(0.5)
-    assert Popularity(60.0).value(1000.0) == 0.0
-
-
-def test_what_was_used_often_and_is_not_any_more_falls_sooner_than_its_count_does() -> None:
-    often = Popularity(1000.0)
-    for second in range(1000):
-        often = often.touch(float(second))
-    assert often.value(999.0) > 600
-    assert often.value(1099.0) < 30  # no use in 100 s: not more than one in 50 s is believed of it
-
-
-def test_a_clock_that_goes_back_does_no_harm() -> None:
-    popularity = Popularity(10.0).touch(100.0).touch(50.0)
-    assert popularity == Popularity(10.0, 2.0, 100.0)
-    assert popularity.value(0.0) == 2.0
-
-
-@pytest.mark.parametrize(("share", "goal"), [(0.75, 3.0), (1.0, 6.0)])
-def test_a_heavy_tailed_trace_moves_a_third_of_the_bytes_of_a_count(share: float, goal: float) -> None:
-    by_count, by_bytes = ratios(share, None)
-    assert by_count >= goal
-    assert by_bytes >= 1.1
-
-
-@pytest.mark.parametrize("share", [0.75, 1.0])
-def test_it_follows_when_other_models_become_popular(share: float) -> None:
-    by_count, by_bytes = ratios(share, change_every=500)
-    assert by_count >= 2.5
-    assert by_bytes >= 1.0
-
-
-def test_shared_components_move_once() -> None:
-    assert ratios(0.75, None, shared_bytes=0.5)[1] > ratios(0.75, None)[1]

@@ -334,7 +334,7 @@ class Tier(RuleBasedStateMachine):
         assert {holder for holder in HOLDERS if self.book.has_leases(holder)} == set(by_holder)
         for known in self.known:
             assert known.popularity == known.entry.popularity
-            assert (known.entry in self.book._order) == self._may_go(known)
+            assert (known.entry in self.book._order._members) == known.entry.is_movable == self._may_go(known)
         assert self.book._movable_bytes == sum(known.nbytes for known in self.known if self._may_go(known))
 
     @invariant()

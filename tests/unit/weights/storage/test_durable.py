@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from weights.errors import StoreError
-from weights.storage.durable import copy_tree, disk_errors, make_folder, remove
+from weights.storage.durable import copy_tree, disk_errors, make_folder, remove_path
 
 
 def refuse(code: int):
@@ -46,8 +46,8 @@ def test_removing_never_follows_links(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "kept").touch()
     (tmp_path / "link").symlink_to("folder")
-    remove(tmp_path / "link")
-    remove(tmp_path / "gone")
+    remove_path(tmp_path / "link")
+    remove_path(tmp_path / "gone")
     assert (tmp_path / "folder" / "kept").exists()
-    remove(tmp_path / "folder")
+    remove_path(tmp_path / "folder")
     assert list(tmp_path.iterdir()) == []

@@ -72,7 +72,7 @@ def test_a_place_is_forgotten_but_not_another_of_the_same_extent(path: Path) -> 
     with StoreIndex.opened(path, list) as index:
         index.enter("m", {"x": stored("a"), "y": stored("b")}, [])
         x, y = (index.everything().extent(id_) for id_ in "xy")
-        index.forget([x, y.model_copy(update={"pack": "q"}), y.model_copy(update={"id": "z"})])
+        index.forget_extents([x, y.model_copy(update={"pack": "q"}), y.model_copy(update={"id": "z"})])
         assert index.everything() == StoreMeta(extents={"y": stored("b")})
 
 

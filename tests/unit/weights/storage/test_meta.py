@@ -49,8 +49,8 @@ def places(meta: StoreMeta, name: str) -> list[tuple[ExtentRef, int]]:
 
 def test_what_is_added_is_found_also_after_a_round_trip() -> None:
     meta = StoreMeta()
-    meta.add(extent("a", "b"), {sha("a"): 0, sha("b"): 512})
-    meta.add(extent("c"), {sha("c"): 0})
+    meta.add_extent(extent("a", "b"), {sha("a"): 0, sha("b"): 512})
+    meta.add_extent(extent("c"), {sha("c"): 0})
     for found in (meta, StoreMeta.model_validate_json(meta.model_dump_json())):
         assert set(found.tensors) == {sha("a"), sha("b"), sha("c")}
         assert places(found, "b") == [(extent("a", "b"), 512)]
@@ -59,19 +59,19 @@ def test_what_is_added_is_found_also_after_a_round_trip() -> None:
 
 def test_a_tensor_may_be_in_several_extents() -> None:
     meta = StoreMeta()
-    meta.add(extent("a"), {sha("a"): 0})
-    meta.add(extent("a", "b"), {sha("a"): 0, sha("b"): 512})
+    meta.add_extent(extent("a"), {sha("a"): 0})
+    meta.add_extent(extent("a", "b"), {sha("a"): 0, sha("b"): 512})
     assert places(meta, "a") == [(extent("a"), 0), (extent("a", "b"), 0)]
-    meta.forget([extent("a").id])
+    meta.forget_extents([extent("a").id])
     assert places(meta, "a") == [(extent("a", "b"), 0)]
-    meta.forget([extent("a", "b").id])
+    meta.forget_extents([extent("a", "b").id])
     assert (dict(meta.tensors), meta.extents) == ({}, {})
 
 
 def test_the_latest_place_of_an_extent_counts() -> None:
     meta = StoreMeta()
-    meta.add(extent("a", "b"), {sha("a"): 0})
-    meta.add(extent("a", "b", pack="q"), {sha("b"): 512})
+    meta.add_extent(extent("a", "b"), {sha("a"): 0})
+    meta.add_extent(extent("a", "b", pack="q"), {sha("b"): 512})
     assert places(meta, "a") == [(extent("a", "b", pack="q"), 0)]
     assert places(meta, "b") == [(extent("a", "b", pack="q"), 512)]
 

@@ -21,7 +21,7 @@ def meta_with(**extents: dict[str, int]) -> StoreMeta:
     meta = StoreMeta()
     for id_, tensors in extents.items():
         ref = ExtentRef(id=id_, pack=id_, offset=0, nbytes=512 * sum(tensors.values()), checksum="0" * 32)
-        meta.add(ref, {sha(name): 0 for name in tensors})
+        meta.add_extent(ref, {sha(name): 0 for name in tensors})
     return meta
 
 
@@ -42,7 +42,7 @@ def test_what_takes_more_room_than_it_has_bytes_is_shared_all_the_same(nbytes: i
     names = [sha(f"t{i}") for i in range(10)]
     ref = ExtentRef(id="x", pack="x", offset=0, nbytes=9 * 512 + nbytes, checksum="0" * 32)
     meta = StoreMeta()
-    meta.add(ref, {name: 512 * i for i, name in enumerate(names)})
+    meta.add_extent(ref, {name: 512 * i for i, name in enumerate(names)})
     assert shared_extents(dict.fromkeys(names, nbytes), meta) == dict.fromkeys(names, "x")
     assert shared_extents(dict.fromkeys(names[:2], nbytes), meta) == {}
 

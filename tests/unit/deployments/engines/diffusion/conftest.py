@@ -140,13 +140,44 @@ def make_sdxl(folder: Path, solver: str = "EulerDiscreteScheduler", **vae: Any) 
     return Pair(stock, load_ours(folder, "StableDiffusionXLPipeline", "unet"), folder, _conditioner(12, 6))
 
 
-def _conditioner(width: int, pooled_width: int) -> Callable[..., Conditioning]:
+def make_stable_diffusion(folder: Path, solver: str = "PNDMScheduler") -> Pair:
+    torch.manual_seed(0)
+    model = UNet2DConditionModel(
+        block_out_channels=(8, 16),
+        layers_per_block=1,
+        in_channels=4,
+        out_channels=4,
+        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+        attention_head_dim=4,
+        cross_attention_dim=12,
+        norm_num_groups=4,
+    ).eval()
+    config = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
+    skip = {"skip_prk_steps": True, "steps_offset": 1} if solver == "PNDMScheduler" else {}
+    stock = diffusers.StableDiffusionPipeline(
+        random_vae(shift_factor=None),
+        None,
+        None,
+        model,
+        getattr(diffusers, solver)(**config, **skip),
+        None,
+        None,
+        requires_safety_checker=False,
+    )
+    stock.set_progress_bar_config(disable=True)
+    stock.save_pretrained(folder)
+    return Pair(stock, load_ours(folder, "StableDiffusionPipeline", "unet"), folder, _conditioner(12, None))
+
+
+def _conditioner(width: int, pooled_width: int | None) -> Callable[..., Conditioning]:
     def make(seed: int = 0, negative: bool = False, length: int = TEXT_LENGTH) -> Conditioning:
         generator = torch.Generator().manual_seed(seed)
         conditioning = {}
         for prefix in ("", "negative_") if negative else ("",):
             conditioning[f"{prefix}prompt_embeds"] = torch.randn(1, length, width, generator=generator)
-            conditioning[f"{prefix}pooled_prompt_embeds"] = torch.randn(1, pooled_width, generator=generator)
+            if pooled_width is not None:
+                conditioning[f"{prefix}pooled_prompt_embeds"] = torch.randn(1, pooled_width, generator=generator)
         return conditioning
 
     return make
@@ -189,7 +220,17 @@ def sdxl(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     return make_sdxl(tmp_path_factory.mktemp("sdxl"))
 
 
-@pytest.fixture(params=["flux", "sdxl"])
+@pytest.fixture(scope="session")
+def stable_diffusion(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return make_stable_diffusion(tmp_path_factory.mktemp("stable_diffusion"), "DDIMScheduler")
+
+
+@pytest.fixture(scope="session")
+def make_stable_diffusion_pair() -> Callable[..., Pair]:
+    return make_stable_diffusion
+
+
+@pytest.fixture(params=["flux", "sdxl", "stable_diffusion"])
 def pair(request: pytest.FixtureRequest) -> Pair:
     return request.getfixturevalue(request.param)
 

@@ -39,11 +39,10 @@ def test_bad_request(pair, make_request, changes, message):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"prompt_embeds": None}, r"conditioning lacks 'prompt_embeds' \(given: pooled_prompt_embeds"),
+        ({"prompt_embeds": None}, r"conditioning lacks 'prompt_embeds' \(given: (pooled|negative)_prompt_embeds"),
         ({"prompt_embeds": torch.zeros(1, 5, 99)}, r"shape \(1, 5, 99\), expected \(1, any, 12\)"),
         ({"prompt_embeds": torch.zeros(2, 5, 12)}, r"shape \(2, 5, 12\)"),
         ({"prompt_embeds": torch.zeros(1, 0, 12)}, r"shape \(1, 0, 12\)"),
-        ({"pooled_prompt_embeds": torch.zeros(1, 7)}, r"shape \(1, 7\), expected \(1, 6\)"),
     ],
 )
 def test_bad_conditioning(pair, make_request, change, message):
@@ -51,6 +50,14 @@ def test_bad_conditioning(pair, make_request, change, message):
     conditioning = {name: tensor for name, tensor in conditioning.items() if tensor is not None}
     with pytest.raises(EngineError, match=message):
         pair.ours.start(make_request(guidance_scale=2.0, true_cfg_scale=2.0), conditioning)
+
+
+@pytest.mark.parametrize("name", ["flux", "sdxl"])
+def test_bad_pooled_text(request, make_request, name):
+    pair = request.getfixturevalue(name)
+    conditioning = {**pair.conditioning(), "pooled_prompt_embeds": torch.zeros(1, 7)}
+    with pytest.raises(EngineError, match=r"shape \(1, 7\), expected \(1, 6\)"):
+        pair.ours.start(make_request(), conditioning)
 
 
 def test_sdxl_guidance_needs_a_negative(sdxl, make_request):
@@ -67,7 +74,10 @@ def test_resuming_outside_of_the_schedule(pair, make_request):
 
 
 def test_unknown_pipeline_class(flux):
-    with pytest.raises(EngineError, match=r"'PixelPipeline' \(known: FluxPipeline, StableDiffusionXLPipeline\)"):
+    with pytest.raises(
+        EngineError,
+        match=r"'PixelPipeline' \(known: FluxPipeline, StableDiffusionXLPipeline, StableDiffusionPipeline\)",
+    ):
         create_pipeline("PixelPipeline", flux.folder, {})
 
 

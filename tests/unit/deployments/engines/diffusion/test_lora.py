@@ -19,11 +19,22 @@ FLUX_TARGETS = (
     "transformer_blocks.0.ff.net.0.proj",
     "single_transformer_blocks.0.proj_mlp",
 )
+STABLE_DIFFUSION_TARGETS = (
+    "down_blocks.0.attentions.0.transformer_blocks.0.attn2.to_k",
+    "up_blocks.1.attentions.0.proj_in",
+    "down_blocks.1.resnets.0.conv1",  # a convolution
+)
 SDXL_TARGETS = (
     "down_blocks.1.attentions.0.transformer_blocks.0.attn2.to_k",
     "up_blocks.0.attentions.0.proj_in",
     "down_blocks.0.resnets.0.conv1",  # a convolution
 )
+
+TARGETS = {
+    "FluxPipeline": FLUX_TARGETS,
+    "StableDiffusionXLPipeline": SDXL_TARGETS,
+    "StableDiffusionPipeline": STABLE_DIFFUSION_TARGETS,
+}
 
 
 def random_lora(module: torch.nn.Module, targets: tuple[str, ...], ranks: tuple[int, ...], seed: int = 0):
@@ -42,7 +53,7 @@ def random_lora(module: torch.nn.Module, targets: tuple[str, ...], ranks: tuple[
 @pytest.fixture
 def bold(pair, tmp_path):
     """(folder of a saved LoRA, the pipeline pair); ranks differ, so a wrong alpha shows."""
-    targets = FLUX_TARGETS if pair.denoiser_name == "transformer" else SDXL_TARGETS
+    targets = TARGETS[pair.ours.family.class_name]
     tensors = random_lora(getattr(pair.stock, pair.denoiser_name), targets, (2, 3, 2))
     pair.stock.save_lora_weights(tmp_path, **{f"{pair.denoiser_name}_lora_layers": tensors})
     yield tmp_path, pair
@@ -65,7 +76,7 @@ def test_equals_stock(bold, make_request, scale):
 
 def test_two_adapters_equal_stock(bold, make_request, tmp_path):
     folder, pair = bold
-    targets = FLUX_TARGETS[:1] if pair.denoiser_name == "transformer" else SDXL_TARGETS[:1]
+    targets = TARGETS[pair.ours.family.class_name][:1]
     thin = random_lora(pair.ours.denoiser, targets, (4,), seed=1)
     pair.stock.save_lora_weights(tmp_path / "thin", **{f"{pair.denoiser_name}_lora_layers": thin})
     paths = {"bold": folder, "thin": tmp_path / "thin"}

@@ -61,6 +61,22 @@ def test_sdxl_vae_with_latent_statistics(make_sdxl_pair, make_request, tmp_path)
     assert_same_picture(pair.ours.generate(request, conditioning), pair.stock_images(request, conditioning))
 
 
+@pytest.mark.parametrize("guidance_scale", [1.0, 7.5])
+def test_stable_diffusion(stable_diffusion, make_request, guidance_scale):
+    request = make_request(num_images=2, guidance_scale=guidance_scale, height=48)
+    conditioning = stable_diffusion.conditioning(negative=True)
+    ours = stable_diffusion.ours.generate(request, conditioning)
+    assert_same_picture(ours, stable_diffusion.stock_images(request, conditioning))
+
+
+@pytest.mark.parametrize("solver", ["PNDMScheduler", *SOLVERS])
+def test_stable_diffusion_solvers(make_stable_diffusion_pair, make_request, tmp_path, solver):
+    pair = make_stable_diffusion_pair(tmp_path, solver)
+    request = make_request(num_images=2, guidance_scale=4.0, num_inference_steps=4)
+    conditioning = pair.conditioning(negative=True)
+    assert_same_picture(pair.ours.generate(request, conditioning), pair.stock_images(request, conditioning))
+
+
 def test_a_float16_vae_that_overflows_decodes_in_float32(sdxl, load_pipeline, make_request):
     half = load_pipeline(sdxl.folder, "StableDiffusionXLPipeline", "unet", torch.float16)
     half.denoiser = sdxl.ours.denoiser  # the UNet in float32, so that only the VAE differs

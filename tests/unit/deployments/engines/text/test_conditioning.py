@@ -11,6 +11,7 @@ from deployments.engines.diffusion.families.base import EncodeItem
 from deployments.engines.protocol import DiffusionRequest, EngineError
 
 FLUX, SDXL = family_of("FluxPipeline"), family_of("StableDiffusionXLPipeline")
+STABLE_DIFFUSION = family_of("StableDiffusionPipeline")
 PROMPT = "a small 7 and more words than fit"
 
 
@@ -21,7 +22,7 @@ def run(encoders, family, model_index, prompt, negative_prompt, **options):
     outputs = {}
     for item in plan:
         encoder = encoders[item.component].ours
-        [ids] = encoder.tokenize([item.text], item.max_length)
+        [ids] = encoder.tokenize([item.text], item.max_length, layer=item.layer)
         if (item.component, ids) not in cache:
             [cache[item.component, ids]] = encoder.encode([ids])
         outputs[item] = cache[item.component, ids]
@@ -83,6 +84,32 @@ def test_sdxl_equals_stock(clip, clip_projection, negative, force_zeros):
     assert_equal(ours, names, expected)
 
 
+@pytest.mark.parametrize("negative", [None, "", "blurry"])
+def test_stable_diffusion_equals_stock(clip, negative):
+    stock = diffusers.StableDiffusionPipeline(
+        None,
+        clip.stock,
+        clip.tokenizer,
+        None,
+        diffusers.PNDMScheduler(),
+        None,
+        None,
+        requires_safety_checker=False,
+    )
+    ours = run({"text_encoder": clip}, STABLE_DIFFUSION, {}, PROMPT, negative, use_negative=True)
+    with torch.no_grad():
+        expected = stock.encode_prompt(PROMPT, "cpu", 1, True, negative_prompt=negative)
+    assert_equal(ours, ["prompt_embeds", "negative_prompt_embeds"], expected)
+
+
+def test_the_layers_of_one_clip_are_told_apart(clip):
+    [penultimate], [last] = (clip.ours.tokenize(["7"], layer=layer) for layer in ("penultimate", "last"))
+    assert clip.ours.variant(penultimate) != clip.ours.variant(last)
+    first, second = clip.ours.encode([penultimate, last])
+    assert (sorted(first), sorted(second)) == (["penultimate", "pooled"], ["hidden", "pooled"])
+    assert torch.equal(first["pooled"], second["pooled"])
+
+
 def test_no_guidance_no_negative(clip, clip_projection):
     encoders = {"text_encoder": clip, "text_encoder_2": clip_projection}
     ours = run(encoders, SDXL, {}, PROMPT, "blurry", use_negative=False)
@@ -106,6 +133,8 @@ def test_the_plan_is_data():
         (FLUX, 7.0, 2.0, None, False),
         (SDXL, 7.0, 1.0, None, True),
         (SDXL, 1.0, 9.0, "no", False),
+        (STABLE_DIFFUSION, 7.0, 1.0, None, True),
+        (STABLE_DIFFUSION, 1.0, 9.0, "no", False),
     ],
 )
 def test_when_guidance_needs_a_negative(family, guidance, true_cfg, negative, expected):
@@ -114,7 +143,10 @@ def test_when_guidance_needs_a_negative(family, guidance, true_cfg, negative, ex
 
 
 def test_refusals():
-    with pytest.raises(EngineError, match=r"'PixelPipeline' \(known: FluxPipeline, StableDiffusionXLPipeline\)"):
+    with pytest.raises(
+        EngineError,
+        match=r"'PixelPipeline' \(known: FluxPipeline, StableDiffusionXLPipeline, StableDiffusionPipeline\)",
+    ):
         family_of("PixelPipeline")
     with pytest.raises(EngineError, match="max_sequence_length 513: expected 1 to 512"):
         FLUX.plan_texts({}, "7", None, max_sequence_length=513, use_negative=False)

@@ -89,11 +89,12 @@ def encoders() -> Encoders:
 
 
 @pytest.fixture
-async def http(registry: Registry, encoders: Encoders) -> AsyncIterator[httpx.AsyncClient]:
+async def http(registry: Registry, encoders: Encoders, as_described: Any) -> AsyncIterator[httpx.AsyncClient]:
     watch = RegistrySnapshot(lambda: registry)
     app = create_http_app(Service(CONFIG, watch, encoders, None), CONFIG)
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+    hooks = as_described(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://test", event_hooks=hooks) as client:
         yield client
     watch.close()
 

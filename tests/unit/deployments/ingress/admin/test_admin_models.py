@@ -140,12 +140,13 @@ def worker() -> Replicas:
 
 
 @pytest.fixture
-async def http(registry: Registry, worker: Replicas) -> AsyncIterator[httpx.AsyncClient]:
+async def http(registry: Registry, worker: Replicas, as_described: Any) -> AsyncIterator[httpx.AsyncClient]:
     watch = RegistrySnapshot(lambda: registry)
     encoder = Replicas({"modules": [], "last_switches": {"base": {"switch_ms": 9.0}, "other": {"switch_ms": 1.0}}})
     app = create_http_app(Service(CONFIG, watch, encoder, worker), CONFIG)
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+    hooks = as_described(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://test", event_hooks=hooks) as client:
         yield client
     watch.close()
 

@@ -63,7 +63,7 @@ class FakePipelines:
         assert name == "scale"
         return self.SIGNATURE
 
-    async def run(self, request: PipelineRequest) -> PipelineResult:
+    async def run_pipeline(self, request: PipelineRequest) -> PipelineResult:
         self.requests.append(request)
         factor = request.inputs["factor"].data[0] if "factor" in request.inputs else 2.0
         y = (request.inputs["x"].data * factor).astype(np.float32)

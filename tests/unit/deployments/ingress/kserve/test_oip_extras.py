@@ -14,14 +14,14 @@ from fastapi import FastAPI
 from configs.cluster import LimitsConfig
 from configs.merging import MergeConfig
 from deployments.errors import InvalidRequest
-from deployments.ingress.kserve.classification import classified
+from deployments.ingress.kserve.answers import classify_output
 from deployments.ingress.kserve.grpc.protos import open_inference as messages
 from deployments.ingress.kserve.grpc.server import start_grpc_server
 from deployments.ingress.kserve.inference import Inference
 from deployments.ingress.kserve.records import InferRequest, OutputWish
 from deployments.ingress.kserve.repository import Repository
-from deployments.ingress.kserve.rest import errors as rest_errors
-from deployments.ingress.kserve.rest import routes as http
+from deployments.ingress.kserve.rest import routing
+from deployments.ingress.kserve.rest.routes import create_inference_router
 from deployments.ingress.kserve.statistics import Statistics
 from deployments.pipelines.records import TensorValue, text_tensor
 from deployments.records import ModelCard, TextChunk
@@ -39,8 +39,8 @@ def _head(service: Any) -> None:
 @pytest.fixture
 async def client(inference: Inference, limits: LimitsConfig) -> AsyncIterator[httpx.AsyncClient]:
     app = FastAPI()
-    rest_errors.install(app)
-    app.include_router(http.create_router(inference, limits))
+    routing.install_error_handlers(app)
+    app.include_router(create_inference_router(inference, limits))
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
         yield client
@@ -67,8 +67,8 @@ async def test_classes_of_a_head_have_their_labels(inference: Inference) -> None
 
 def test_labels_that_do_not_fit_are_left_out() -> None:
     value = TensorValue("scores", "FP32", np.array([[1.0, 2.0]], np.float32))
-    assert classified(value, 1, ("only one",)).data.tolist() == [[b"2.0:1"]]
-    assert classified(value, 1, ("a", "b")).data.tolist() == [[b"2.0:1:b"]]
+    assert classify_output(value, 1, ("only one",)).data.tolist() == [[b"2.0:1"]]
+    assert classify_output(value, 1, ("a", "b")).data.tolist() == [[b"2.0:1:b"]]
 
 
 @pytest.mark.parametrize(

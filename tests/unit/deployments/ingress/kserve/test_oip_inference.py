@@ -14,7 +14,7 @@ import pytest
 
 from configs.cluster import LimitsConfig
 from deployments.errors import DeadlineExceeded, InvalidRequest, ModelUnavailable, ServiceError, UnknownModel
-from deployments.ingress.kserve.classification import classified
+from deployments.ingress.kserve.answers import classify_output
 from deployments.ingress.kserve.inference import Inference
 from deployments.ingress.kserve.records import InferRequest, InferResponse, OutputWish
 from deployments.pipelines.records import NUMPY_DTYPES, Datatype, TensorValue, text_tensor
@@ -169,7 +169,7 @@ async def test_classification_of_an_output(inference: Inference) -> None:
 @pytest.mark.parametrize("shape", [(3, 5), (1, 2, 3), (4,), (0, 3), (3, 0)])
 def test_classes_are_the_highest_first(dtype: Any, shape: tuple[int, ...]) -> None:
     data = np.random.default_rng().integers(0, 4, shape).astype(dtype)  # few values: many are equal
-    cells = classified(TensorValue("y", "FP32", data), 4).data
+    cells = classify_output(TensorValue("y", "FP32", data), 4).data
     rows = [list(np.ravel(item)) for item in data]
     expected = [sorted(range(len(row)), key=lambda index: (-float(row[index]), index))[:4] for row in rows]
     assert [[int(cell.split(b":")[1]) for cell in row] for row in cells] == expected
@@ -180,7 +180,7 @@ def test_classes_are_the_highest_first(dtype: Any, shape: tuple[int, ...]) -> No
 
 def test_what_is_no_number_is_no_class_before_others() -> None:
     data = np.array([[np.nan, -5.0, np.inf]], np.float32)
-    assert classified(TensorValue("y", "FP32", data), 2).data.tolist() == [[b"inf:2", b"-5.0:1"]]
+    assert classify_output(TensorValue("y", "FP32", data), 2).data.tolist() == [[b"inf:2", b"-5.0:1"]]
 
 
 WRONG: list[tuple[InferRequest, str]] = [
@@ -197,7 +197,7 @@ WRONG: list[tuple[InferRequest, str]] = [
     (image_request(parameters={"seed": True}), "seed: expected a whole number, got True"),
     (image_request(parameters={"guidance_scale": "x"}), "guidance_scale: expected a number, got 'x'"),
     (image_request(tensor("guidance_scale", "FP32", [np.nan])), "guidance_scale"),
-    (image_request(tensor("width", "INT32", [1, 2, 3])), "width: the pictures of one request"),
+    (image_request(tensor("width", "INT32", [1, 2, 3])), "width: the images of one request"),
     (image_request(parameters={"lora": "bold:x"}), "lora: expected name:scale"),
     (image_request(parameters={"lora": "bold:99"}), "lora: expected name:scale"),
     (image_request(prompts=["a"] * 5), "prompt: 5 items, from 1 to 4 are allowed"),

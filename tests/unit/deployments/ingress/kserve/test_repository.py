@@ -10,8 +10,9 @@ import pytest
 from fastapi import FastAPI
 
 from deployments.errors import Conflict, InvalidRequest, ModelUnavailable, UnknownModel
+from deployments.ingress.admin.answers import PrefetchAnswer, Tier
 from deployments.ingress.kserve.repository import ModelIndex, Repository
-from deployments.ingress.kserve.rest import repository_routes as repository_http
+from deployments.ingress.kserve.rest.repository_routes import create_repository_router
 from deployments.ingress.kserve.statistics import Statistics
 from deployments.records import ModelCard
 
@@ -25,17 +26,16 @@ class FakeOperations:
         self.held: set[str] = set()
         self.calls: list[tuple[str, str]] = []
 
-    async def prefetch(self, model: str, tier: str) -> dict[str, Any]:
+    async def prefetch_model(self, model: str, tier: Tier) -> PrefetchAnswer:
         self.calls.append(("prefetch", model))
         self._service.cards[model] = ModelCard(model, "diffusion", "ready")
-        return {"model": model, "tier": tier, "nodes": {}, **self.problems}
+        return PrefetchAnswer(model=model, tier=tier, nodes={}, **self.problems)
 
-    async def evict(self, model: str) -> dict[str, Any]:
+    async def evict_model(self, model: str) -> None:
         self.calls.append(("evict", model))
         if model in self.held:
             raise Conflict(f"{model}: 3 bytes are in use")
         self._service.cards[model] = ModelCard(model, "diffusion", "unavailable", error="unloaded")
-        return {}
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ async def web(repository: Repository) -> AsyncIterator[httpx.AsyncClient]:
     app = FastAPI()
     statistics = Statistics()
     statistics.succeeded("flux", timings_ms={"denoise": 2.0, "total": 3.0}, batch_size=2)
-    app.include_router(repository_http.create_router(repository, statistics))
+    app.include_router(create_repository_router(repository, statistics))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
         yield client
 

@@ -17,7 +17,7 @@ from deployments.errors import InvalidRequest
 from deployments.ingress.kserve.grpc import codec as grpc_codec
 from deployments.ingress.kserve.grpc.protos import POOL, health
 from deployments.ingress.kserve.grpc.protos import open_inference as messages
-from deployments.ingress.kserve.model_configuration import model_configuration
+from deployments.ingress.kserve.models import model_configuration
 from deployments.ingress.kserve.records import InferResponse, ModelMetadata
 from deployments.pipelines.records import NUMPY_DTYPES, TensorSpec, TensorValue
 

@@ -17,15 +17,15 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from configs.cluster import LimitsConfig
 from deployments import errors
-from deployments.ingress.admission import Admission
-from deployments.ingress.kserve.grpc.errors import status_of
-from deployments.ingress.kserve.grpc.health import HealthServicer
+from deployments.ingress.admin.answers import PrefetchAnswer, Tier
+from deployments.ingress.kserve.grpc.calls import status_of
 from deployments.ingress.kserve.grpc.protos import POOL, health
 from deployments.ingress.kserve.grpc.protos import open_inference as messages
-from deployments.ingress.kserve.grpc.server import GrpcServer, start_grpc_server
+from deployments.ingress.kserve.grpc.server import GrpcServer, HealthServicer, start_grpc_server
 from deployments.ingress.kserve.inference import Inference
 from deployments.ingress.kserve.repository import Repository
 from deployments.ingress.kserve.statistics import Statistics
+from deployments.ingress.limits import Admission
 from deployments.records import ModelCard
 
 MAX_MESSAGE_BYTES = 10_000
@@ -38,13 +38,12 @@ class FakeOperations:
     def __init__(self) -> None:
         self.calls: list[tuple[str, str]] = []
 
-    async def prefetch(self, model: str, tier: str) -> dict[str, Any]:
+    async def prefetch_model(self, model: str, tier: Tier) -> PrefetchAnswer:
         self.calls.append((f"prefetch to {tier}", model))
-        return {"model": model, "tier": tier, "nodes": {"n": ""}, "workers": [""], "text_encoders": [""]}
+        return PrefetchAnswer(model=model, tier=tier, nodes={"n": ""}, workers=[""], text_encoders=[""])
 
-    async def evict(self, model: str) -> dict[str, Any]:
+    async def evict_model(self, model: str) -> None:
         self.calls.append(("evict", model))
-        return {}
 
 
 class Client:

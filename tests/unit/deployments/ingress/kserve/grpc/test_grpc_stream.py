@@ -11,11 +11,11 @@ import pytest
 from google.protobuf.message import DecodeError
 
 from deployments.errors import InvalidRequest, QueueFull, UnknownModel
-from deployments.ingress.admission import Admission
-from deployments.ingress.kserve.grpc import stream as grpc_stream
+from deployments.ingress.kserve.grpc import servicer
 from deployments.ingress.kserve.grpc.protos import open_inference as messages
-from deployments.ingress.kserve.grpc.stream import InferStream
+from deployments.ingress.kserve.grpc.servicer import InferStream
 from deployments.ingress.kserve.inference import Inference
+from deployments.ingress.limits import Admission
 
 
 def text(content: str) -> bytes:
@@ -41,7 +41,7 @@ class Stream:
         self._changed = asyncio.Condition()
         self.num_reads = 0
         stream = InferStream(inference, self._write, Admission(99), errors_end_it=errors_end_it)
-        self.task = asyncio.create_task(stream.run(self._read()))
+        self.task = asyncio.create_task(stream.answer_requests(self._read()))
 
     def send(self, *requests: Any) -> None:
         for request in requests:
@@ -211,7 +211,7 @@ async def test_a_client_that_goes_ends_all_work_on_its_stream(inference: Inferen
 async def test_only_so_many_requests_of_a_stream_are_in_work(
     inference: Inference, service: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grpc_stream, "MAX_CONCURRENT", 2)
+    monkeypatch.setattr(servicer, "MAX_CONCURRENT", 2)
     service.gate.clear()
     stream = Stream(inference)
     stream.send(*(embed(str(number)) for number in range(5)))

@@ -22,9 +22,9 @@ from configs.cluster import LimitsConfig
 from deployments.errors import GenerationFailed, InvalidRequest, ModelUnavailable, Overloaded, QueueFull
 from deployments.ingress import errors
 from deployments.ingress.kserve.inference import Inference
-from deployments.ingress.kserve.rest import errors as rest_errors
-from deployments.ingress.kserve.rest import routes as http
+from deployments.ingress.kserve.rest import routing
 from deployments.ingress.kserve.rest.messages import read_request
+from deployments.ingress.kserve.rest.routes import create_inference_router
 from deployments.ingress.limits import BodyLimit
 
 PROMPT = {"name": "prompt", "datatype": "BYTES", "shape": [1], "data": ["a"]}
@@ -32,14 +32,15 @@ X = {"name": "x", "datatype": "FP32", "shape": [1, 3], "data": [1, 2.5, -3]}
 
 
 @pytest.fixture
-async def client(inference: Inference, limits: LimitsConfig) -> AsyncIterator[httpx.AsyncClient]:
+async def client(inference: Inference, limits: LimitsConfig, as_described: Any) -> AsyncIterator[httpx.AsyncClient]:
     app = FastAPI()
-    errors.install(app)
-    rest_errors.install(app)
-    app.include_router(http.create_router(inference, limits))
+    errors.install_error_handlers(app)
+    routing.install_error_handlers(app)
+    app.include_router(create_inference_router(inference, limits))
     app.add_middleware(BodyLimit, max_bytes=limits.max_body_bytes)
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+    hooks = as_described(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://test", event_hooks=hooks) as client:
         yield client
 
 

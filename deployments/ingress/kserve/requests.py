@@ -1,17 +1,18 @@
-"""Named tensors of a request as the options of its prompts, in the words of `deployments/records.py`.
+"""Tensors and parameters of a request as the service's records: prompts with their options, priority, timeout.
 
-An option that a model has may come as an optional input (one element for all prompts, or one for each) or, for all,
-as a request parameter of the same name; the generate extension knows no other way.
+An option of a model is an optional input (one element for all prompts, or one for each) or, for all prompts, a request
+parameter of the same name. The generate extension knows parameters only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
+from configs.merging import MAX_PRIORITY_LEVELS
 from deployments.errors import InvalidRequest
 from deployments.ingress.kserve.records import Parameters
-from deployments.ingress.kserve.schedule import Schedule
 from deployments.ingress.kserve.tensors import shown, texts
 from deployments.pipelines.records import TensorSpec, TensorValue
 from deployments.records import ChatRequest, CompletionRequest, ImageRequest, LoraUse, as_record
@@ -32,12 +33,15 @@ def image_requests(
     parameters: Parameters,
     schedule: Schedule,
 ) -> list[ImageRequest]:
-    """One for each prompt. Raises InvalidRequest, also when the pictures would not fit into one tensor."""
+    """Return one request for each prompt.
+
+    Raises: InvalidRequest, also when the images would not fit into one tensor.
+    """
     prompts = texts(given["prompt"])
     options = _options(len(prompts), given, specs[1:], parameters)
     for name in ("width", "height"):
         if len({option.get(name) for option in options}) > 1:
-            raise InvalidRequest(f"{name}: the pictures of one request are one tensor, so all have one size", name)
+            raise InvalidRequest(f"{name}: the images of one request are one tensor, so all have one size", name)
     for option in options:
         option["lora"] = _lora(option.get("lora", ""))
     fields = {"model": model, "priority": schedule.priority, "timeout_s": schedule.timeout_s}
@@ -50,7 +54,7 @@ def image_requests(
 def text_requests(
     model: str, given: Mapping[str, TensorValue], specs: Sequence[TensorSpec], parameters: Parameters
 ) -> list[ChatRequest | CompletionRequest]:
-    """One for each prompt: the continuation of the text, or with `chat` the answer to it."""
+    """Return one request for each prompt: to continue the text, or with `chat` to answer it."""
     prompts = texts(given["text_input"])
     per_prompt = [spec for spec in specs[1:] if spec.name != "stop"]
     stop = _stop(given, parameters)
@@ -106,14 +110,14 @@ def _parameter(spec: TensorSpec, given: TensorValue | None, parameter: Any) -> A
 
 
 def _stop(given: Mapping[str, TensorValue], parameters: Parameters) -> list[str]:
-    """Every element is for every prompt."""
+    """Return the stop strings: every element is for every prompt."""
     if "stop" in parameters:
         return [_parameter(TensorSpec("stop", "BYTES", (-1,)), given.get("stop"), parameters["stop"])]
     return texts(given["stop"]) if "stop" in given else []
 
 
 def _lora(text: str) -> tuple[LoraUse, ...]:
-    """`bold:0.8,thin` -> bold at 0.8, thin at 1."""
+    """Parse `bold:0.8,thin`: bold at 0.8, thin at 1."""
     uses = []
     for part in text.split(",") if text.strip() else ():
         name, _, scale = part.strip().partition(":")
@@ -124,3 +128,38 @@ def _lora(text: str) -> tuple[LoraUse, ...]:
                 f"lora: expected name:scale with scales from -10 to 10, got {shown(part)}", "lora"
             ) from None
     return tuple(uses)
+
+
+_MAX_TIMEOUT_US: Final = 2**63 - 1
+_SEQUENCE: Final = ("sequence_id", "sequence_start", "sequence_end")
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """The priority and time limit of a request, of Triton's schedule policy.
+
+    `priority` 1 is the most urgent, 0 the model's default. `timeout_s` bounds the whole request.
+    """
+
+    priority: int = 0
+    timeout_s: float | None = None
+
+
+def schedule_of(parameters: Parameters) -> Schedule:
+    """Return the schedule. Unknown parameters are ignored, as the protocol says.
+
+    Raises: InvalidRequest, also for the parameters of sequences, which are not supported.
+    """
+    for name in _SEQUENCE:
+        if parameters.get(name, 0) not in (0, "", "0"):
+            raise InvalidRequest(f"{name}: no model here keeps a state between requests; leave it out", name)
+    timeout_us = _whole("timeout", parameters, _MAX_TIMEOUT_US, " microseconds")
+    priority = _whole("priority", parameters, MAX_PRIORITY_LEVELS)
+    return Schedule(priority, timeout_us / 1e6 if timeout_us else None)
+
+
+def _whole(name: str, parameters: Parameters, most: int, unit: str = "") -> int:
+    value = parameters.get(name, 0)
+    if type(value) is not int or not 0 <= value <= most:
+        raise InvalidRequest(f"{name}: expected a whole number from 0 to {most}{unit}, got {shown(value)}", name)
+    return value

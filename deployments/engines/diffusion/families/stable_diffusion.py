@@ -1,0 +1,65 @@
+"""Stable Diffusion 1 and 2: a UNet that attends to one CLIP's tokens.
+
+Source: diffusers 0.42, `pipelines/stable_diffusion/pipeline_stable_diffusion.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from configs.model import LongText
+from deployments.engines.diffusion.families.base import (
+    Encoded,
+    EncoderUse,
+    Family,
+    ImageDefaults,
+    ImageSize,
+    Role,
+    Rows,
+    output_of,
+)
+
+if TYPE_CHECKING:  # the ingress has no torch
+    import torch
+
+
+class StableDiffusion(Family):
+    """StableDiffusionPipeline. CLIP's last layer is the text; no negative prompt is the empty one.
+
+    Latents are images: (num_images, C, h, w). A checkpoint's safety checker is not run: no image is looked at.
+    """
+
+    class_name: ClassVar[str] = "StableDiffusionPipeline"
+    denoiser_name: ClassVar[str] = "unet"
+    # The stock pipeline takes the side from the UNet: 512 pixels for version 1.
+    defaults: ClassVar[ImageDefaults] = ImageDefaults(num_inference_steps=50, guidance_scale=7.5, side=512)
+    refused_text_rules: ClassVar[Mapping[str, str]] = {
+        "trimmed": "text_padding 'trimmed' is for T5: the UNet of StableDiffusionPipeline was trained on CLIP's "
+        "padding; use stock",
+        "chunk": "long_text 'chunk' is for StableDiffusionXLPipeline; use truncate or error",
+    }
+
+    def text_encoders(self, max_sequence_length: int | None, long_text: LongText) -> Sequence[EncoderUse]:
+        return (EncoderUse("text_encoder", None, long_text, layer="last"),)
+
+    def join_encodings(self, role: Role, encodings: Mapping[str, Encoded]) -> dict[str, torch.Tensor]:
+        return {"prompt_embeds": output_of(role, encodings, "text_encoder", "hidden").unsqueeze(0)}
+
+    def size_multiple(self, pixels_per_latent: int) -> int:
+        return math.lcm(8, pixels_per_latent)  # stock asks for 8 whatever the VAE
+
+    def refusal(self, denoiser: Any) -> str | None:
+        if denoiser.config.time_cond_proj_dim is None:
+            return None
+        return "a UNet with embedded guidance (time_cond_proj_dim) is not supported"
+
+    def text_widths(self, denoiser: Any) -> tuple[int, int | None]:
+        return denoiser.config.cross_attention_dim, None
+
+    def predict_noise(self, denoiser: Any, rows: Rows, size: ImageSize) -> torch.Tensor:
+        noise: torch.Tensor = denoiser(
+            rows.latents, rows.timesteps, encoder_hidden_states=rows.prompts, return_dict=False
+        )[0]
+        return noise

@@ -1,0 +1,111 @@
+"""Answers under /admin, and of the probes: one class each, which the OpenAPI page shows and which writes the JSON."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from typing_extensions import TypedDict  # pydantic wants this one before Python 3.12
+
+from configs.merging import MergeConfig
+from deployments.ingress.responses import Answer
+
+Tier = Literal["host", "device"]
+
+
+class BuiltModel(TypedDict):
+    """The modules of a model in one replica. A module that models share counts for each of them."""
+
+    replica: str
+    bytes: int
+    leases: int
+    pinned: bool
+
+
+class ModelStatus(Answer):
+    """A model: its card, where it is resident by node, which replicas have built it, and its last switch."""
+
+    id: str
+    kind: str | None
+    state: str
+    nbytes: int
+    base: tuple[str, ...]
+    description: str
+    error: str
+    defaults: dict[str, Any]
+    fingerprint: str
+    labels: tuple[str, ...]
+    resident: dict[str, Any]
+    built: list[BuiltModel]
+    last_switch: dict[str, Any] | None
+
+
+class Unreachable(Answer):
+    """The reason why something did not answer."""
+
+    unreachable: str
+
+
+class ClusterAnswer(Answer):
+    """The cluster at a glance: a page of its models and nodes, and all replicas; each may be `unreachable` instead.
+
+    `registry` is there only when it did not answer.
+    """
+
+    cluster: str
+    registry: Unreachable | None = None
+    num_models: int
+    num_nodes: int
+    models: list[ModelStatus]
+    nodes: list[dict[str, Any]]
+    workers: list[dict[str, Any]]
+    text_encoders: list[dict[str, Any]]
+
+
+class UnregisteredAnswer(Answer):
+    """The removed model. `orphans` are adapters that have lost a base."""
+
+    id: str
+    deleted: Literal[True]
+    orphans: tuple[str, ...]
+
+
+class PrefetchAnswer(Answer):
+    """The problems by node and, for the tier `device`, by replica; "" for nothing."""
+
+    model: str
+    tier: Tier
+    nodes: dict[str, str]
+    workers: list[str] | None = None
+    text_encoders: list[str] | None = None
+
+
+class PinAnswer(Answer):
+    """The problems by node and by replica; "" for nothing."""
+
+    model: str
+    pinned: bool
+    nodes: dict[str, str]
+    workers: list[str]
+    text_encoders: list[str]
+
+
+class RetunedAnswer(Answer):
+    """The batch policy from now on, and the problems by replica; "" for nothing."""
+
+    merging: MergeConfig
+    text_encoders: list[str]
+
+
+class MergingAnswer(Answer):
+    """The batch policy, and by replica its own `config` and `stats`, or `unreachable`."""
+
+    merging: MergeConfig
+    text_encoders: list[dict[str, Any]]
+
+
+class HealthAnswer(Answer):
+    """The state of the service. `models_ready` of `models` can be asked."""
+
+    status: Literal["starting", "ok", "degraded"]
+    models_ready: int
+    models: int

@@ -1,0 +1,183 @@
+"""Routes of operators and probes: health and metrics; register, replace, remove, prefetch and pin models; batch policy.
+
+`GET /admin/cluster` shows what is resident where.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated, Any
+
+import httpx
+from fastapi import APIRouter, Body, Query
+from fastapi.responses import PlainTextResponse
+from pydantic import Discriminator, Tag
+from starlette.responses import Response
+
+from cluster.telemetry import metrics_urls
+from configs.merging import MergeConfig
+from configs.model import AdapterConfig, ModelConfig
+from deployments.ingress.admin.answers import (
+    ClusterAnswer,
+    HealthAnswer,
+    MergingAnswer,
+    PinAnswer,
+    PrefetchAnswer,
+    RetunedAnswer,
+    Tier,
+    UnregisteredAnswer,
+)
+from deployments.ingress.admin.operations import MAX_MODELS, MAX_NODES, Operations, Page
+from deployments.ingress.errors import Failure, documented, failure_response
+from deployments.ingress.openai.answers import ModelAnswer
+from deployments.ingress.responses import json_response
+from deployments.ingress.service import PROBE_TIMEOUT_S, Service
+from deployments.records import RequestModel
+
+_METRICS_TIMEOUT_S = 5.0
+
+
+class PrefetchBody(RequestModel):
+    """The tier: `host` is the memory of every node, `device` every worker as well."""
+
+    tier: Tier = "host"
+
+
+def _sort_of(body: Any) -> str:
+    """Tell adapters from models: only an adapter has a base, and it must have one."""
+    return "adapter" if isinstance(body, AdapterConfig) or (isinstance(body, dict) and "base" in body) else "model"
+
+
+_EntryBody = Annotated[
+    Annotated[ModelConfig, Tag("model")] | Annotated[AdapterConfig, Tag("adapter")], Discriminator(_sort_of)
+]
+_Wait = Annotated[bool, Query(description="answer when the model is ready, or is known to be unusable")]
+_Purge = Annotated[bool, Query(description="take it out of the store, too; its bytes go with the next gc")]
+_Offset = Annotated[int, Query(ge=0, le=2**31)]
+_RESTARTING = "the directory of models is restarting; try again"
+
+
+def create_admin_router(service: Service) -> APIRouter:
+    """Return the routes of operators and probes."""
+    router = APIRouter(tags=["operations"])
+    _add_probe_routes(router, service)
+    _add_cluster_routes(router, service.operations)
+    return router
+
+
+def _add_probe_routes(router: APIRouter, service: Service) -> None:
+    @router.get("/healthz", response_model=HealthAnswer, responses={503: {"model": HealthAnswer}})
+    async def healthz() -> Response:
+        """Answer 200 when requests can be answered; 503 while configured models are still entering the store, or
+        nothing is known of them yet.
+        """
+        try:
+            async with asyncio.timeout(PROBE_TIMEOUT_S):
+                cards, entering = await service.models(), await service.entering()
+        except TimeoutError:
+            return json_response(HealthAnswer(status="starting", models_ready=0, models=0), 503)
+        ready = [card.id for card in cards if card.state in ("ready", "updating", "unloaded")]
+        health = HealthAnswer(
+            status="starting" if entering else "ok" if len(ready) == len(cards) else "degraded",
+            models_ready=len(ready),
+            models=len(cards),
+        )
+        return json_response(health, 503 if entering or not ready else 200)
+
+    @router.get(
+        "/metrics",
+        response_class=PlainTextResponse,
+        responses=documented(_503="a node's exporter did not answer"),
+    )
+    async def metrics() -> Response:
+        """Prometheus text of every node of the cluster, as Ray exports it."""
+        pages = []
+        async with httpx.AsyncClient(timeout=_METRICS_TIMEOUT_S) as client:
+            for url in metrics_urls():
+                try:
+                    pages.append((await client.get(url)).raise_for_status().text)
+                except httpx.HTTPError as error:
+                    return failure_response(Failure(503, f"{url} did not answer: {error}", code="metrics_unavailable"))
+        return PlainTextResponse("".join(pages), media_type="text/plain; version=0.0.4")
+
+
+def _add_cluster_routes(router: APIRouter, operations: Operations) -> None:
+    @router.get("/admin/cluster", response_model=ClusterAnswer, responses=documented(400))
+    async def cluster(
+        model_offset: _Offset = 0,
+        max_models: Annotated[int, Query(ge=0, le=MAX_MODELS)] = MAX_MODELS,
+        node_offset: _Offset = 0,
+        max_nodes: Annotated[int, Query(ge=0, le=MAX_NODES)] = MAX_NODES,
+    ) -> Response:
+        """Show what is resident where, and who holds it; what does not answer is shown as `unreachable`.
+
+        A page of `num_models` models, in the order in which they came, and of `num_nodes` nodes, by id.
+        """
+        answer = await operations.describe_cluster(Page(model_offset, max_models, node_offset, max_nodes))
+        return json_response(answer)
+
+    @router.post(
+        "/admin/models",
+        status_code=201,
+        response_model=ModelAnswer,
+        responses={
+            200: {"model": ModelAnswer, "description": "the model was there: this version of it is served now"},
+            202: {"model": ModelAnswer, "description": "not waited for: the model's `state` tells how it goes on"},
+            **documented(
+                400,
+                _409="the id belongs to another sort of model",
+                _422="the checkpoint cannot be used; a version before goes on serving",
+                _503=_RESTARTING,
+            ),
+        },
+    )
+    async def register(entry: Annotated[_EntryBody, Body()], wait: _Wait = True) -> Response:
+        """Register a model or adapter, or another version of one. Fields as in a cluster config.
+
+        `path` is absolute, on a disk that the cluster's head sees and inside of the config's `model_roots`, or an
+        s3:// URL. Requests go on with the version before until the new one is in the store.
+        """
+        registered = await operations.register_model(entry, wait=wait)
+        status = (201 if registered.is_new else 200) if wait else 202
+        return json_response(ModelAnswer.of(registered.card), status)
+
+    @router.delete(
+        "/admin/models/{model}",
+        response_model=UnregisteredAnswer,
+        responses=documented(400, 404, _409="a model of the cluster config", _503=_RESTARTING),
+    )
+    async def unregister(model: str, purge: _Purge = False) -> Response:
+        """Remove a model; running requests finish. `orphans` are adapters that have lost a base."""
+        orphans = await operations.unregister_model(model, purge=purge)
+        return json_response(UnregisteredAnswer(id=model, deleted=True, orphans=orphans))
+
+    @router.post("/admin/models/{model}/prefetch", response_model=PrefetchAnswer, responses=documented(400, 404, 503))
+    async def prefetch(model: str, body: PrefetchBody | None = None) -> Response:
+        """Bring the model nearer, into room that nothing leased or pinned needs; says by node what went wrong."""
+        return json_response(await operations.prefetch_model(model, (body or PrefetchBody()).tier))
+
+    @router.post("/admin/models/{model}/pin", response_model=PinAnswer, responses=documented(404, 503))
+    async def pin(model: str) -> Response:
+        """Keep the model where it is resident."""
+        return json_response(await operations.pin_model(model, pinned=True))
+
+    @router.delete("/admin/models/{model}/pin", response_model=PinAnswer, responses=documented(404, 503))
+    async def unpin(model: str) -> Response:
+        """Let the model be evicted again."""
+        return json_response(await operations.pin_model(model, pinned=False))
+
+    @router.get("/admin/text-encoders/merging", response_model=MergingAnswer)
+    async def merging() -> Response:
+        """Show the batch policy of the text encoders, and figures by replica."""
+        return json_response(await operations.describe_merging())
+
+    @router.put(
+        "/admin/text-encoders/merging", response_model=RetunedAnswer, responses=documented(400, _503=_RESTARTING)
+    )
+    async def retune(body: MergeConfig) -> Response:
+        """Set the batch policy of the text encoders, also for waiting requests; says by replica what went wrong.
+
+        Fields as in a cluster config (`text_encoder.merging`); what is left out has its default. Replicas that start
+        later begin with it, until the cluster or its registry ends: write it into the config to keep it.
+        """
+        return json_response(await operations.retune(body))

@@ -1,0 +1,176 @@
+"""The book by example: sharing, recalls, condemned copies, prefetches and refusals."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import pytest
+
+from weights.residency.admission import PATIENCE_S, Admission
+from weights.residency.entries import MAX_NAMED, Book, Entry, Size
+from weights.residency.policy import rate_class
+
+
+class Node:
+    """A book with its queue, whose entries arrive at once."""
+
+    def __init__(self, budget_bytes: int) -> None:
+        self.now_s = 0.0
+        self.gone: list[str] = []
+        self.recalled: list[tuple[str, list[str]]] = []
+        self.book: Book[str] = Book(budget_bytes, lambda: self.now_s, on_gone=self._gone, on_recall=self._recall)
+        self.queue = Admission(self.book, lambda: self.now_s, "the node")
+
+    def ask(self, holder: str, **wanted: Size):
+        ticket = self.queue.ask(" and ".join(wanted), wanted, holder)
+        for entry in ticket.fresh:
+            self.book.arrive(entry, entry.key, rate_class(1.0, entry.nbytes))
+        return ticket
+
+    def idle(self, **sizes: Size) -> None:
+        for key, size in sizes.items():
+            self.book.use(self.book.adopt(key, size, key))
+
+    def _gone(self, entries: Sequence[Entry[str]]) -> None:
+        self.gone += [entry.key for entry in entries]
+
+    def _recall(self, holder: str, keys: Sequence[str]) -> None:
+        self.recalled.append((holder, list(keys)))
+
+
+def test_what_two_share_counts_once_and_goes_with_the_last() -> None:
+    node = Node(100)
+    vae: Mapping[str, int] = {"vae": 40}
+    node.idle(a=vae | {"a": 30}, b=vae | {"b": 30})
+    assert node.book.used_bytes == 100
+    node.ask("h", c={"c": 30})
+    assert (node.gone, node.book.used_bytes) == (["a"], 100)
+    node.queue.end(node.ask("i", d=vae | {"d": 10}))
+    assert node.gone == ["a", "b"]
+
+
+def test_what_is_not_needed_after_all_is_spared() -> None:
+    node = Node(120)
+    node.idle(older=20, old=10, new=90)
+    node.ask("h", wanted=90)
+    assert node.gone == ["new"]
+
+
+def test_value_is_reload_time_times_popularity_per_byte() -> None:
+    node = Node(110)
+    node.book.use(node.book.adopt("small", 10, "", rate_class(2.0, 10)))
+    large = node.book.adopt("large", 100, "", rate_class(2.0, 100))
+    node.book.use(large)
+    assert [entry.key for entry in node.book.plan_room({"new": 10}).evict] == ["large"]
+    for _ in range(11):
+        node.book.use(large)
+    assert [entry.key for entry in node.book.plan_room({"new": 10}).evict] == ["small"]
+
+
+def test_kept_copies_are_called_back_for_room_and_go_when_their_holder_agrees() -> None:
+    node = Node(100)
+    for entry in node.ask("replica", a=60, b=40).entries or ():
+        node.book.make_callable(entry, "replica")
+    waiting = node.ask("other", c=50)
+    assert waiting.is_waiting
+    assert (node.recalled, node.gone) == ([("replica", ["a"])], [])
+    node.queue.serve()
+    assert len(node.recalled) == 1  # asked once
+    node.book.give_up(node.book.entries["a"], "replica")
+    node.queue.serve()
+    assert not waiting.is_waiting
+    assert node.gone == ["a"]
+
+
+def test_a_holder_that_needs_it_again_keeps_it_and_another_is_asked() -> None:
+    node = Node(100)
+    for entry in node.ask("replica", a=60, b=40).entries or ():
+        node.book.make_callable(entry, "replica")
+    waiting = node.ask("other", c=40)
+    assert node.recalled == [("replica", ["a"])] or node.recalled == [("replica", ["b"])]
+    (asked,) = node.recalled[0][1]
+    node.book.make_firm(node.book.entries[asked], "replica")
+    node.queue.serve()
+    assert [keys for _, keys in node.recalled] == [[asked], ["b" if asked == "a" else "a"]]
+    node.book.end_holder("replica")  # it did not answer in time
+    node.queue.serve()
+    assert not waiting.is_waiting
+
+
+def test_a_smaller_budget_calls_back_what_is_kept() -> None:
+    node = Node(100)
+    (entry,) = node.ask("replica", a=60).entries or ()
+    node.book.make_callable(entry, "replica")
+    node.book.budget_bytes = 50
+    node.queue.serve()
+    assert (node.recalled, node.gone) == ([("replica", ["a"])], [])
+    node.book.give_up(entry, "replica")
+    node.queue.serve()
+    assert node.gone == ["a"]
+
+
+def test_a_prefetch_takes_what_has_room_and_calls_nothing_back() -> None:
+    node = Node(75)
+    node.idle(cold=30)
+    node.now_s = 600.0
+    node.idle(hot=30)
+    take, evict = node.book.plan_prefetch({"big": 50, "next": 40, "small": 5})
+    assert (take, [entry.key for entry in evict]) == (["next", "small"], ["cold"])
+    cold = node.book.entries["cold"]
+    node.book.lease(cold, "replica")
+    node.book.make_callable(cold, "replica")
+    assert node.book.plan_prefetch({"next": 40, "small": 5}) == (["small"], ())
+
+
+def test_a_condemned_copy_stays_for_its_holders_only() -> None:
+    node = Node(100)
+    ticket = node.ask("replica", a=40)
+    (entry,) = ticket.entries or ()
+    node.book.condemn(entry)
+    fresh = node.ask("other", a=40)
+    assert (fresh.fresh[0] is entry, node.book.used_bytes, node.gone) == (False, 80, [])
+    node.queue.end(ticket)
+    assert (node.gone, node.book.used_bytes) == (["a"], 40)
+
+
+def test_a_refusal_says_what_was_wanted_and_who_has_the_room() -> None:
+    node = Node(100)
+    for number in range(MAX_NAMED + 2):
+        node.ask(f"h{number}", **{f"k{number}": 10})
+    node.book.pin(["k0", "later"])
+    never = node.ask("x", large=95)
+    assert never.refusal == (
+        "large need 95 bytes; 65 bytes are missing under the budget of the node, 100 bytes (it can never fit beside "
+        "what is pinned; leased by: h0 (10 bytes), h1 (10 bytes), h2 (10 bytes), h3 (10 bytes), h4 (10 bytes) and 2 "
+        "more; pinned: 10 bytes)"
+    )
+    late = node.ask("x", b=40)
+    node.now_s = 60.0
+    node.queue.end(late)
+    assert "b need 40 bytes; 10 bytes are missing" in (late.refusal or "")
+    assert "waited 60.0 s" in (late.refusal or "")
+
+
+@pytest.mark.parametrize(("pause_s", "passes"), [(0.0, True), (PATIENCE_S, False)])
+def test_what_needs_no_room_overtakes_for_a_bounded_time(pause_s: float, passes: bool) -> None:
+    node = Node(100)
+    running = node.ask("a", resident=60)
+    first = node.ask("b", other=50)
+    node.now_s = pause_s
+    newcomer = node.ask("c", resident=60)
+    assert first.is_waiting
+    assert newcomer.is_waiting != passes
+    for ticket in (running, newcomer) if passes else (running,):
+        node.queue.end(ticket)
+    assert not first.is_waiting
+
+
+def test_what_fits_beside_the_first_overtakes_it_however_long_it_has_waited() -> None:
+    node = Node(100)
+    node.ask("a", resident=30)
+    blocking = node.ask("d", blocking=50)
+    first = node.ask("b", other=50)
+    node.now_s = 10 * PATIENCE_S
+    assert not node.ask("c", resident=30).is_waiting
+    node.queue.end(blocking)
+    assert not first.is_waiting
