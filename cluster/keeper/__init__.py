@@ -1,1 +1,1 @@
-"""What a keeper is made of."""
+"""The keeper of one node: `actor.py` is its face, `ray_extents.py` the replica's side."""

@@ -73,7 +73,7 @@ Result = TypeVar("Result")
 
 
 class Store(Protocol):
-    """Where extents are shared from."""
+    """A store that shares extents with other processes."""
 
     capacity_bytes: int
 
@@ -216,7 +216,7 @@ class NodeKeeper:
 
     @ray.method(concurrency_group="control")
     def pins(self) -> Mapping[str, Sequence[str]]:
-        """As `pin` was told last."""
+        """Return the pins as `pin` was told last."""
         return self._pins
 
     @ray.method(concurrency_group="control")
@@ -226,7 +226,10 @@ class NodeKeeper:
 
     @ray.method(concurrency_group="control")
     def set_budget(self, budget_bytes: int) -> None:
-        """At once for what may go, later for the rest. Raises BudgetExceeded when Ray's store is too small for it."""
+        """Change the budget: what may go goes at once, the rest later.
+
+        Raises BudgetExceeded when Ray's store is too small for it.
+        """
         capacity_bytes = self._store.capacity_bytes
         largest_bytes = max_budget_bytes(capacity_bytes)
         if not 0 <= budget_bytes <= largest_bytes:
@@ -266,12 +269,12 @@ class NodeKeeper:
 
     @ray.method(concurrency_group="control")
     def residents(self, ids: Sequence[str] | None = None) -> list[ResidentExtent]:
-        """Those of `ids` that are here; without them, all."""
+        """Return those of `ids` that are here; without them, all."""
         return self._held.residents(ids)
 
     @ray.method(concurrency_group="control")
     def holders(self) -> Mapping[str, tuple[str, ...]]:
-        """Who leases which extent."""
+        """Return the holders of leases, by extent id."""
         return {found.id: tuple(found.holders) for found in self._held.residents()}
 
     @ray.method(concurrency_group="control")
@@ -374,7 +377,7 @@ class NodeKeeper:
 
     @property
     def _used_bytes(self) -> int:
-        """Of the object store, with what is being written."""
+        """Bytes used of the object store, with what is being written."""
         return self._held.totals().resident_bytes + self._writing_bytes
 
     def _count_writing(self, nbytes: int) -> None:
@@ -406,7 +409,7 @@ class NodeKeeper:
             self._condemned.append(copy_name(ref))
 
     def _generation(self, life: int) -> str:
-        """What leases of a holder's life are known by."""
+        """Return the name of the leases of one life of a holder."""
         return f"{self.generation}-{life}"
 
     def _life(self, generation: str) -> int | None:

@@ -1,4 +1,4 @@
-"""How a restarted keeper gets back what replicas still have mapped, before it reads anything again."""
+"""Adoption: a restarted keeper gets back what replicas still have mapped, before it reads anything again."""
 
 from __future__ import annotations
 

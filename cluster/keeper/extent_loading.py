@@ -76,7 +76,7 @@ class LoadClock(StageClock):
             self._sources[source] += nbytes
 
     def report(self, extents: Sequence[ExtentRef]) -> LoadReport:
-        """Of the extents, now that they are here."""
+        """Return the report on these extents, now that they are here."""
         plan = self._plan_of(extents) if self._sources["storage"] else self._plan
         return LoadReport(
             what="",

@@ -1,4 +1,4 @@
-"""Who may have which extent, and when: leases, pins and the byte budget of a node, shared by many threads. Ray-free.
+"""The extents of a node, shared by many threads: leases, pins, waiting for room, and the byte budget. Ray-free.
 
 The lock is held for as long as it takes to look at what is asked for, not at all that is here.
 
@@ -56,7 +56,7 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """What is here at one moment; what is set apart or on its way is not counted."""
+    """Counts of what is here at one moment; what is set apart or on its way is not counted."""
 
     num_extents: int
     resident_bytes: int
@@ -276,7 +276,7 @@ class HeldExtents:
             return self._lives.revive(holder)
 
     def life(self, holder: str) -> int:
-        """Of its leases; 0 for one that counts as dead."""
+        """Return the life of the holder's leases; 0 for one that counts as dead."""
         with self._changed:
             return self._lives.number(holder)
 
@@ -295,13 +295,13 @@ class HeldExtents:
             self._freed()
 
     def set_budget(self, budget_bytes: int) -> None:
-        """What is over it and may go does; the rest goes when it is given back."""
+        """Change the budget. What is over it goes at once if it may, else when it is given back."""
         with self._changed:
             self._book.budget_bytes = budget_bytes
             self._freed()
 
     def drop(self, ids: Sequence[str]) -> list[str]:
-        """Those that went: what is leased or pinned stays. What is only kept for later is called back."""
+        """Free extents; returns those that went. What is leased or pinned stays, what is only kept is called back."""
         with self._changed:
             if not self._waiting:
                 self._recalls.forget_declined()
@@ -350,7 +350,7 @@ class HeldExtents:
             return [entry.key for entry in self._book.entries.values() if entry.is_here]
 
     def residents(self, ids: Iterable[str] | None = None) -> list[ResidentExtent]:
-        """Those of `ids` that are here; without them, all: that takes as long as there are many."""
+        """Return those of `ids` that are here; without them, all: that takes as long as there are many."""
         with self._changed:
             entries, pinned = self._book.entries, self._book.pinned
             chosen = entries.values() if ids is None else [entries[id_] for id_ in dict.fromkeys(ids) if id_ in entries]
@@ -385,7 +385,7 @@ class HeldExtents:
 
     @property
     def wanted_bytes(self) -> int:
-        """What the first of those who wait lacks, or what is over the budget."""
+        """Bytes that the first waiter lacks; without one, bytes over the budget."""
         with self._changed:
             if self._waiting:
                 plan = self._book.plan_room(self._waiting[0].sizes)

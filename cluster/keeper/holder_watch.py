@@ -103,7 +103,7 @@ class HolderWatch:
 
     @property
     def num_holders(self) -> int:
-        """Who was heard, and is not known to have died."""
+        """The number of holders that were heard and are not known to have died."""
         with self._lock:
             return len(self._heard)
 

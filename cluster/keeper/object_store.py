@@ -56,7 +56,7 @@ class NewObject:
 
 
 def let_go(error: BaseException) -> None:
-    """Of what the frames that `error` came through refer to: an object that was being written would stay with them."""
+    """Drop what the frames that `error` came through refer to: an object being written would stay with them."""
     pending: list[BaseException | None] = [error]
     seen: set[int] = set()
     while pending:
@@ -119,7 +119,7 @@ class ObjectStore:
 
 
 def capacity_bytes(node_id: str) -> int:
-    """Of the object store of a node; 0 when Ray does not know the node."""
+    """Return the bytes of the object store of a node; 0 when Ray does not know the node."""
     sizes = [node["Resources"].get("object_store_memory", 0) for node in ray.nodes() if node["NodeID"] == node_id]
     return int(sizes[0]) if sizes else 0
 
@@ -154,20 +154,20 @@ class _MappedFile:
 
 
 def in_shared_memory(view: ByteArray, maps: Callable[[], str] = lambda: MAPS.read_text(errors="replace")) -> bool:
-    """Whether the bytes are in no file, or in one of shared memory."""
+    """Return whether the bytes are in no file, or in one of shared memory."""
     found = _mapped_file(view, maps())
     # None: it went between the two looks.
     return found is None or found.inode == 0 or found.device == os.stat(SHARED_MEMORY).st_dev
 
 
 def is_mapped_for_writing(view: ByteArray, maps: Callable[[], str] = lambda: MAPS.read_text(errors="replace")) -> bool:
-    """Whether what is written to the bytes' address arrives in the file that other processes map."""
+    """Return whether what is written to the bytes' address arrives in the file that other processes map."""
     found = _mapped_file(view, maps())
     return found is not None and found.permissions.startswith("rw") and found.permissions.endswith("s")
 
 
 def _mapped_file(view: ByteArray, maps: str) -> _MappedFile | None:
-    """What lies behind the bytes. Format of `maps`: proc_pid_maps(5)."""
+    """Return the mapping behind the bytes. Format of `maps`: proc_pid_maps(5)."""
     address = view.ctypes.data
     for line in maps.splitlines():
         span, permissions, _, device, inode, *_ = line.split(maxsplit=5)

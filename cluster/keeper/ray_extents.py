@@ -92,7 +92,7 @@ class RayExtents:
 
     @property
     def last_report(self) -> LoadReport | None:
-        """What the latest `fetch` had loaded; None when everything was resident."""
+        """The report of what the latest `fetch` had loaded; None when everything was resident."""
         return self._last_report
 
     def fetch(self, extents: Sequence[ExtentRef]) -> Mapping[str, ByteArray]:

@@ -21,7 +21,7 @@ CHECK_S: Final = 0.05
 
 @dataclass(eq=False)
 class _Line:
-    """What one holder is to be asked, was asked and has not answered, and how long it has been silent."""
+    """The questions to one holder, not delivered yet or not answered, and how long it has been silent."""
 
     wake: Callable[[], None]
     number: int = 0

@@ -1,4 +1,4 @@
-"""What a keeper tells: who has what, how it came here, and what was loaded for whom."""
+"""The records that keeper and replicas exchange."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class RecallAnswer:
 
 
 def copy_name(ref: Any) -> str:
-    """Of one copy of an extent in shared memory, the same in every process: that of its reference (ray.ObjectRef)."""
+    """Return the name of one copy of an extent, the same in every process: that of its reference (ray.ObjectRef)."""
     name: str = ref.hex()
     return name
 

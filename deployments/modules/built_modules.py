@@ -1,4 +1,4 @@
-"""What a replica has built: the modules, who uses them, and what it took to have them."""
+"""The records of a replica: slots of built modules, requests for them, and their past."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ class Part:
 
     @property
     def extents(self) -> tuple[ExtentRef, ...]:
-        """Those that hold it."""
+        """The extents that hold it."""
         return self.manifest.extents_of([self.component.name])
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What a request needs, all at once: two that each hold half of what they need would wait for ever."""
+    """The parts that a request needs, taken all at once: two that each hold half of theirs would wait for ever."""
 
     model: str
     parts: Mapping[PartName, Part]
@@ -149,7 +149,7 @@ class Slot:
 
     @property
     def thing(self) -> Any:
-        """What was built: of a slot that is ready."""
+        """The thing that was built, of a slot that is ready."""
         assert self.result
         return self.result.thing
 
@@ -166,7 +166,7 @@ class Slot:
         self.built.set_result(error)
 
     def describe(self) -> dict[str, Any]:
-        """As JSON-able values."""
+        """Return a description as JSON-able values."""
         return {
             "component": self.component.name,
             "models": sorted(self.models),
@@ -178,7 +178,7 @@ class Slot:
 
 
 class ModulePast:
-    """How popular modules are and what they took the last time, by key: a module that comes back keeps its past."""
+    """The popularity of modules and what they took the last time, by key: a module that comes back keeps its past."""
 
     def __init__(self) -> None:
         self._popularity: OrderedDict[str, Popularity] = OrderedDict()

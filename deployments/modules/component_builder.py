@@ -68,7 +68,7 @@ class ComponentBuilder:
         return {component.module_key: min(nbytes + self._settings.kv_cache_bytes, budget_bytes)}
 
     def retire(self, thing: Any) -> None:
-        """What was built here and is not used any more."""
+        """Take back what was built here and is not used any more."""
         if isinstance(thing, nn.Module):
             self.skeletons.retire(thing)
         elif isinstance(thing, KeyedEncoder):
@@ -76,7 +76,7 @@ class ComponentBuilder:
 
 
 def batch_bounds(settings: WorkerConfig) -> BatchBounds:
-    """As the pipelines of this service take them."""
+    """Return the batch bounds of the pipelines of this service."""
     return BatchBounds(settings.max_batch_rows, settings.max_batch_pixels, settings.max_decode_pixels)
 
 

@@ -1,4 +1,4 @@
-"""Where a replica's tensors are: views of the node's shared memory, or copies on a device that tensors share by hash.
+"""The tensors of a replica: views of the node's shared memory, or copies on a device that tensors share by hash.
 
 `cpu` maps the keeper's extents and leases them as long as a module uses them. `cpu-private` and `cuda` upload the
 tensors that are not there yet, and need the extents only while they do.
@@ -76,7 +76,7 @@ class Fetched:
 
 
 class Placement(Protocol):
-    """What was placed: a component, the extents that hold it, and the name of its lease."""
+    """A placement: a component, the extents that hold it, and the name of its lease."""
 
     @property
     def component(self) -> Component: ...
@@ -287,6 +287,6 @@ class _Uploads:
 
 
 def loaded_bytes(provider: ExtentProvider) -> int:
-    """What the provider's latest fetch had to load, if it tells. Fetches side by side may count for each other."""
+    """Return the bytes that the provider's latest fetch had to load, if it tells. Fetches side by side may mix."""
     report = getattr(provider, "last_report", None)
     return report.nbytes if report else 0

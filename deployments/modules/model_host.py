@@ -132,7 +132,7 @@ class ModelHost:
         self._reports: OrderedDict[str, SwitchReport] = OrderedDict()
 
     async def manifest(self, model: str, version: str | None = None) -> Manifest:
-        """Of `version`, or of any that is known. Raises what the registry raises."""
+        """Return the manifest of `version`, or of any that is known. Raises what the registry raises."""
         return await self.manifests.get(model, version)
 
     def skeleton(self, manifest: Manifest) -> Path:
@@ -236,11 +236,11 @@ class ModelHost:
         self._queue.serve()
 
     def bound(self, settings: str, serials: tuple[int, ...], make: Callable[[], Any]) -> Any:
-        """What was made with these settings over the modules of these numbers; it goes when one of them does."""
+        """Return what was made with these settings over the modules of these numbers; it goes when one of them does."""
         return self._modules.bound(settings, serials, make)
 
     def serials(self) -> set[int]:
-        """Of all that is here; a rebuilt module has a new one."""
+        """Return the numbers of all modules that are here; a rebuilt one has a new one."""
         return self._modules.serials()
 
     async def has_room_for(self, manifest: Manifest, wanted: Wants) -> bool:
@@ -252,7 +252,7 @@ class ModelHost:
         return self._kept is None or await asyncio.to_thread(self._kept.has_room_for, list(extents.values()))
 
     def holds(self, model: str) -> bool:
-        """Whether anything of `model` is resident."""
+        """Return whether anything of `model` is resident."""
         return any(model in slot.models for slot in list(self._modules.slots.values()))
 
     def resident(self) -> dict[str, int]:

@@ -37,10 +37,10 @@ def _locked(
 
 
 class ResidentModules:
-    """Under a byte budget, counted in distinct tensors. Lives on one event loop; `give_up` comes from another thread.
+    """The modules that are here, under a byte budget that counts what they share once.
 
-    `let_go` hears of the slots that are dropped, once nothing knows them any more. `is_called_back` says whether the
-    node waits for some of these extents.
+    Lives on one event loop, but `give_up` comes from another thread. `let_go` hears of the slots that are
+    dropped, once nothing knows them any more. `is_called_back` says whether the node waits for some of these extents.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class ResidentModules:
 
     @_locked
     def fits_beside(self, wanted: Wanted) -> bool:
-        """Whether there is room without evicting anything."""
+        """Return whether there is room without evicting anything."""
         return distinct_bytes(wanted.footprint, *self._charges()) <= self.budget_bytes
 
     @_locked
@@ -207,12 +207,12 @@ class ResidentModules:
 
     @_locked
     def serials(self) -> set[int]:
-        """Of all that is here, for somebody at least; a rebuilt module has a new one."""
+        """Return the numbers of all that is here, for somebody at least; a rebuilt module has a new one."""
         return {slot.serial for slot in self._all()}
 
     @_locked
     def drop(self, keys: Iterable[str]) -> None:
-        """Unknown ones are ignored."""
+        """Drop these modules. Unknown ones are ignored."""
         gone = [self.slots.pop(key) for key in keys if key in self.slots]
         for slot in gone:
             self._unbind(slot)
@@ -233,7 +233,7 @@ class ResidentModules:
         self.pins[model] = pins
 
     def bound(self, settings: str, serials: tuple[int, ...], make: Callable[[], Any]) -> Any:
-        """What was made with these settings over the modules of these numbers; it goes when one of them does."""
+        """Return what was made with these settings over the modules of these numbers; it goes when one of them does."""
         key = (settings, serials)
         if key not in self._bound:
             self._bound[key] = make()
@@ -241,7 +241,7 @@ class ResidentModules:
 
     @_locked
     def describe(self) -> dict[str, Any]:
-        """As JSON-able values."""
+        """Return a description as JSON-able values."""
         pinned = self._pinned_keys()
         return {
             "budget_bytes": self.budget_bytes,

@@ -88,7 +88,7 @@ def merged(tensors: Iterable[TensorBytes]) -> dict[str, int]:
 
 
 def _uses_of_shared(everything: Sequence[TensorBytes]) -> Counter[str]:
-    """How many have it, of the hashes that more than one has: few, of thousands."""
+    """Count how many have it, of the hashes that more than one has: few, of thousands."""
     seen: set[str] = set()
     shared: set[str] = set()
     for tensors in everything:
@@ -98,7 +98,7 @@ def _uses_of_shared(everything: Sequence[TensorBytes]) -> Counter[str]:
 
 
 def _unused_bytes(tensors: TensorBytes, uses: Counter[str]) -> int:
-    """What goes with them. `uses` counts the others' uses, of what is shared."""
+    """Return the bytes that go with them. `uses` counts the others' uses, of what is shared."""
     return sum(tensors.values()) - sum(tensors[hash_] for hash_ in tensors.keys() & uses.keys() if uses[hash_])
 
 

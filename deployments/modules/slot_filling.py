@@ -24,7 +24,7 @@ Filling = tuple[Slot, Part]
 
 @dataclass(frozen=True, slots=True)
 class FetchedTogether:
-    """What the slots of one request got in one call, and its cost, which the first of them carries."""
+    """The extents that one call got for all slots of a request, and its cost, which the first of them carries."""
 
     fetched: Fetched
     first: Slot
