@@ -178,7 +178,7 @@ async def test_the_replicas_budget_bounds_what_is_private(node) -> None:
     await replica.use("a")
     assert replica.node.keeper.stats().num_evicted == before
     small = replica.node.replica("small", budget_bytes=8192)
-    with pytest.raises(BudgetExceeded, match="this replica's budget"):
+    with pytest.raises(BudgetExceeded, match="the budget of this replica"):
         await small.use("a")
 
 
