@@ -64,6 +64,17 @@ def test_equals_go_by_least_recent_use() -> None:
     assert [entry.key for entry in node.book.plan_room({"d": 20}).evict] == ["b", "c"]
 
 
+def test_what_nobody_measured_counts_as_the_mean_of_the_others() -> None:
+    node = Node(60)
+    for key, nbytes, origin in (
+        ("cheap", 10, rate_class(1.0, 10)),
+        ("dear", 10, rate_class(3.0, 10)),
+        ("new", 40, None),
+    ):
+        node.book.use(node.book.adopt(key, nbytes, "", origin))
+    assert [entry.key for entry in node.book.plan_room({"d": 60}).evict] == ["cheap", "new", "dear"]
+
+
 def test_what_saves_the_least_time_per_byte_goes_first() -> None:
     node = Node(30)
     for key, reload_s, num_uses in (("slow", 9.0, 1), ("popular", 1.0, 20), ("plain", 1.0, 1)):
