@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 from deployments.engines.memory_limits import forget_frames
-from deployments.modules.room import merged
 from weights.manifest import Component, ExtentRef, Manifest
-from weights.residency import Popularity
-
-HALF_LIFE_S: Final = 600.0
-MAX_REMEMBERED: Final = 4096  # modules that are gone and whose past is still known
+from weights.residency.entries import Entry
 
 
 class PartName(NamedTuple):
@@ -42,6 +37,11 @@ def object_footprint(component: Component) -> Mapping[str, int]:
     return {component.module_key: OBJECT_BYTES * len(component.tensors)}
 
 
+def distinct_bytes(*sizes: Mapping[str, int]) -> int:
+    """Return the bytes of all names, those of one name once."""
+    return sum({name: nbytes for size in sizes for name, nbytes in size.items()}.values())
+
+
 @dataclass(frozen=True, slots=True)
 class Part:
     """A component of a manifest. `footprint` is what it counts against the replica's budget."""
@@ -64,13 +64,9 @@ class Wanted:
     parts: Mapping[PartName, Part]
 
     @property
-    def keys(self) -> set[str]:
-        return {part.component.module_key for part in self.parts.values()}
-
-    @property
-    def footprint(self) -> dict[str, int]:
-        """Return what counts against the budget, bytes by name."""
-        return merged(part.footprint for part in self.parts.values())
+    def sizes(self) -> dict[str, Mapping[str, int]]:
+        """Return what each counts against the budget, by module key."""
+        return {part.component.module_key: part.footprint for part in self.parts.values()}
 
     def __str__(self) -> str:
         return f"{', '.join(name.name for name in self.parts)} of {self.model!r}"
@@ -97,36 +93,34 @@ class Built:
 class Slot:
     """One module that is there or on its way."""
 
+    entry: Entry[Slot]
     component: Component
     extents: tuple[ExtentRef, ...]
     serial: int
-    footprint: Mapping[str, int]
-    last_used: int = 0
-    leases: int = 0
     num_running: int = 0  # of the leases: requests that have all they need, and compute
     models: set[str] = field(default_factory=set)
     built: asyncio.Future[Built | Exception] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     is_placed: bool = False
     is_adapter: bool = False
-    is_condemned: bool = False  # over weights that were written to: nobody new may have it
-    is_closed: bool = False  # called back while it was used: nobody new may have it
-    is_gone: bool = False  # given back: those who wait for it must take it anew
+    is_condemned: bool = False  # over weights that were written to: what was computed with it is withheld
 
     @property
     def tensors(self) -> Mapping[str, int]:
-        """Return the bytes of its tensors, by hash."""
-        return self._apart(self.component.bytes_by_hash)
+        """Return the bytes of its tensors, by hash. What nobody new may have is there beside the next of its kind."""
+        by_hash = self.component.bytes_by_hash
+        if self.entry.is_current:
+            return by_hash
+        return {f"{name}#{self.serial}": count for name, count in by_hash.items()}
 
     @property
-    def charges(self) -> Mapping[str, int]:
-        """Return what counts against the budget, bytes by name."""
-        return self._apart(self.footprint)
+    def leases(self) -> int:
+        """Requests that have a lease on it."""
+        return self.entry.firm.total()
 
-    def _apart(self, nbytes: Mapping[str, int]) -> Mapping[str, int]:
-        """What nobody new may have is there beside the next one of its kind."""
-        if self.is_condemned or self.is_closed:
-            return {f"{name}#{self.serial}": count for name, count in nbytes.items()}
-        return nbytes
+    @property
+    def is_needed(self) -> bool:
+        """Leased, or on its way."""
+        return self.entry.is_leased or not self.entry.is_here
 
     @property
     def key(self) -> str:
@@ -175,28 +169,3 @@ class Slot:
             "ready": self.result is not None,
             "condemned": self.is_condemned,
         }
-
-
-class ModulePast:
-    """The popularity of modules and what they took the last time, by key: a module that comes back keeps its past."""
-
-    def __init__(self) -> None:
-        self._popularity: OrderedDict[str, Popularity] = OrderedDict()
-        self._reload_s: dict[str, float] = {}
-
-    def touch(self, key: str, now_s: float) -> None:
-        self._popularity[key] = self._popularity.get(key, Popularity(HALF_LIFE_S)).touch(now_s)
-        self._popularity.move_to_end(key)
-        while len(self._popularity) > MAX_REMEMBERED:
-            gone, _ = self._popularity.popitem(last=False)
-            self._reload_s.pop(gone, None)
-
-    def took(self, key: str, reload_s: float) -> None:
-        self._reload_s[key] = reload_s
-
-    def popularity(self, key: str, now_s: float) -> float:
-        found = self._popularity.get(key)
-        return found.value(now_s) if found else 0.0
-
-    def reload_s(self, key: str) -> float | None:
-        return self._reload_s.get(key)

@@ -12,7 +12,7 @@ import contextlib
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
@@ -31,7 +31,6 @@ from deployments.modules.built_modules import (
 from deployments.modules.device_tier import DeviceTier, KeptExtents, LeasedExtents, open_tier
 from deployments.modules.manifest_versions import FetchManifest, ManifestVersions
 from deployments.modules.resident_modules import ResidentModules, Taken
-from deployments.modules.room import RoomQueue, merged
 from deployments.modules.slot_filling import (
     Builder,
     FetchedTogether,
@@ -72,11 +71,6 @@ class Lease:
     @property
     def adapters(self) -> dict[str, Any]:
         return {name: slot.thing for name, slot in self._adapters.items()}
-
-    @property
-    def adapter_serials(self) -> dict[str, int]:
-        """Another version of an adapter, or one that was evicted in between, has another number."""
-        return {name: slot.serial for name, slot in self._adapters.items()}
 
     def bound(self, make: Callable[[], Any], settings: str = "") -> Any:
         """A pipeline over exactly these modules (not the adapters): made once, kept as long as all of them stay.
@@ -122,10 +116,7 @@ class ModelHost:
         self._footprint = private_footprint if kept else tensor_footprint
         self._loop: asyncio.AbstractEventLoop | None = None
         is_called_back = kept.is_called_back if kept else lambda extents: False
-        self._modules = ResidentModules(budget_bytes, self._let_go, clock, is_called_back)
-        self._queue = RoomQueue(
-            self._take, self._give_back, self._modules.is_hopeless, self._modules.may_pass, self._fetch_ahead, clock
-        )
+        self._modules = ResidentModules(budget_bytes, self._start_filling, self._let_go, clock, is_called_back)
         self._damaged: set[str] = set()
         self._pinned: dict[str, tuple[str, Wants]] = {}  # by model the version, and what of it
         self._tasks: set[asyncio.Task[None]] = set()
@@ -164,10 +155,10 @@ class ModelHost:
             (component,) = adapter_manifest.components.values()
             parts[PartName(adapter, is_adapter=True)] = Part(adapter_manifest, component, self._footprint(component))
         taken, built = await self._take_built(Wanted(model, parts))
-        slots, fresh = taken
+        slots = taken.slots
         try:
-            report = switch_report(model, (self._clock() - start) * 1e3, slots, fresh, built)
-            if fresh:
+            report = switch_report(model, (self._clock() - start) * 1e3, slots, taken.fresh, built)
+            if taken.fresh:
                 self._reports[model] = report
                 self._reports.move_to_end(model)
                 while len(self._reports) > MAX_REPORTS:
@@ -181,12 +172,12 @@ class ModelHost:
                 )
         finally:
             self._modules.stop(slots.values())
-            self._give_back(taken)
+            self._modules.end(taken)
 
     async def prefetch(self, model: str, wanted: Wants) -> None:
         """Build it where that evicts nothing and nobody waits for the room; else bring it as near as there is room."""
         manifest = await self.manifests.newest(model)
-        if await self.has_room_for(manifest, wanted) and not len(self._queue):
+        if await self.has_room_for(manifest, wanted) and not self._modules.num_waiting:
             async with self.lease(model, wanted, version=manifest.fingerprint):
                 return
         for part in self._parts(manifest, wanted).values():
@@ -203,21 +194,16 @@ class ModelHost:
     def unpin(self, model: str) -> None:
         """Let it be evicted again. What another model pins stays pinned."""
         self._pinned.pop(model, None)
-        self._let_unpinned_go(self._modules.pins.pop(model, {}))
-        self._queue.serve()
+        self._let_unpinned_go(self._modules.unpin(model))
+        self._modules.serve()
 
     def evict(self, model: str) -> list[str]:
         """Let go of what is here for this model alone. Returns the components that stay: leased, or pinned."""
-        stays = self._modules.evict(model)
-        self._queue.serve()
-        return stays
+        return self._modules.evict(model)
 
     def set_budget(self, budget_bytes: int) -> None:
         """Raises BudgetExceeded when more than that is leased or pinned; then the budget stays."""
-        self._modules.shrink(budget_bytes)
-        self._tier.resize(budget_bytes)
-        self._modules.budget_bytes = budget_bytes
-        self._queue.serve()
+        self._modules.set_budget(budget_bytes, self._tier.resize)
 
     def give_up(self, extents: Collection[str], is_overdue: bool) -> None:
         """The node needs these extents: let go of what is over them and only kept for later. Thread-safe.
@@ -225,23 +211,18 @@ class ModelHost:
         What is in use goes when its requests have ended; `is_overdue`: no new request joins them.
         """
         self._modules.give_up(extents, is_overdue)
-        if self._loop and len(self._queue):
-            self._loop.call_soon_threadsafe(self._queue.serve)
+        if self._loop and self._modules.num_waiting:
+            self._loop.call_soon_threadsafe(self._modules.serve)
 
     def condemn(self, extents: Collection[str]) -> None:
         """Copies of these extents were written to: what was made of them serves no new request, and is built anew."""
         hashes = self._tier.condemn(extents)
         for slot in self._modules.condemn(extents, hashes):
             logger.error("%s of %s is built anew: its weights were damaged", slot.component.name, sorted(slot.models))
-        self._queue.serve()
 
     def bound(self, settings: str, serials: tuple[int, ...], make: Callable[[], Any]) -> Any:
         """Return what was made with these settings over the modules of these numbers; it goes when one of them does."""
         return self._modules.bound(settings, serials, make)
-
-    def serials(self) -> set[int]:
-        """Return the numbers of all modules that are here; a rebuilt one has a new one."""
-        return self._modules.serials()
 
     async def has_room_for(self, manifest: Manifest, wanted: Wants) -> bool:
         """Return whether the wanted components fit beside all that is resident, here and on the node."""
@@ -253,18 +234,18 @@ class ModelHost:
 
     def holds(self, model: str) -> bool:
         """Return whether anything of `model` is resident."""
-        return any(model in slot.models for slot in list(self._modules.slots.values()))
+        return any(model in slot.models for slot in self._modules.slots.values())
 
     def resident(self) -> dict[str, int]:
         """Bytes by module key of what is built."""
-        return {key: slot.nbytes for key, slot in list(self._modules.slots.items())}
+        return {key: slot.nbytes for key, slot in self._modules.slots.items()}
 
     def describe(self) -> dict[str, Any]:
         """A snapshot as JSON-able values: what is here, for whom, who uses it, and the last switches by model."""
         arena = self._tier.stats()
         return self._modules.describe() | {
             "device": self._device,
-            "num_waiting": len(self._queue),
+            "num_waiting": self._modules.num_waiting,
             "arena": asdict(arena) if arena else None,
             "last_switches": {model: asdict(report) for model, report in self._reports.items()},
         }
@@ -273,13 +254,12 @@ class ModelHost:
 
     def _pin(self, manifest: Manifest, wanted: Wants) -> None:
         model, parts = manifest.model, list(self._parts(manifest, wanted).values())
-        before = self._modules.pins.get(model, {})
-        self._modules.pin(model, parts)
+        before = self._modules.pin(model, parts)
         self._pinned[model] = (manifest.fingerprint, wanted)
         self._let_unpinned_go(before)
         for part in parts:
             self._tier.pin(part.component)
-        self._queue.serve()
+        self._modules.serve()
 
     def _follow_pin(self, manifest: Manifest) -> None:
         """A request came for another version than the pinned one: perhaps that is the one that is served now."""
@@ -305,31 +285,20 @@ class ModelHost:
         part was waited for, is taken once more."""
         self._loop = asyncio.get_running_loop()
         while True:
-            taken = await self._queue.take(wanted, MAX_WAIT_FOR_ROOM_S)
+            taken = await self._modules.take(wanted, MAX_WAIT_FOR_ROOM_S, self._fetch_ahead)
             try:
-                built = {name: await slot.ready() for name, slot in taken[0].items()}
+                built = {name: await slot.ready() for name, slot in taken.slots.items()}
             except BaseException:
-                self._give_back(taken)
+                self._modules.end(taken)
                 raise
-            if self._modules.start(taken[0].values()):
+            if self._modules.start(taken.slots.values()):
                 self._note_uses(taken)
                 return taken, built
-            self._give_back(taken)
-
-    def _take(self, wanted: Wanted) -> Taken:
-        """What is new begins to be built at once: whoever asked may be cancelled before it hears of it."""
-        slots, fresh = self._modules.take(wanted)
-        if fresh:
-            filling = [(slots[name], part) for name, part in wanted.parts.items() if name in fresh]
-            # With leases that may be called back, whoever waits for a part must not hold the others firmly: all that
-            # a request needs is asked for at once.
-            beside = [slot.extents for name, slot in slots.items() if name not in fresh] if self._kept else []
-            self._run(self._fill(filling, beside))
-        return slots, fresh
+            self._modules.end(taken)
 
     def _fetch_ahead(self, wanted: Wanted) -> None:
         """While it waits for room on the device, what it lacks can come into the node's memory."""
-        here = merged(slot.tensors for slot in list(self._modules.slots.values()))
+        here = {hash_ for slot in self._modules.slots.values() for hash_ in slot.tensors}
         lacking: dict[str, ExtentRef] = {}
         for part in wanted.parts.values():
             ids = {ref.extent for ref in part.component.tensors.values() if ref.sha256 not in here}
@@ -339,17 +308,9 @@ class ModelHost:
 
     def _note_uses(self, taken: Taken) -> None:
         """Of what the node did not see to be used: it was here."""
-        slots, fresh = taken
-        if self._kept and len(fresh) < len(slots):
-            here = [slot for name, slot in slots.items() if name not in fresh]
+        if self._kept and len(taken.fresh) < len(taken.slots):
+            here = [slot for name, slot in taken.slots.items() if name not in taken.fresh]
             self._kept.note_uses([extent for slot in here for extent in slot.extents])
-
-    def _give_back(self, taken: Taken) -> None:
-        self._end_leases(taken[0].values())
-
-    def _end_leases(self, slots: Iterable[Slot]) -> None:
-        self._modules.end_leases(slots)
-        self._queue.serve()
 
     def _let_go(self, slots: Sequence[Slot]) -> None:
         for slot in slots:
@@ -358,15 +319,21 @@ class ModelHost:
         # A fetch that failed leased nothing, and another slot may lease the same extents.
         self._tier.release([slot for slot in slots if slot.is_placed])
 
-    def _let_unpinned_go(self, parts: Mapping[str, Part]) -> None:
+    def _let_unpinned_go(self, parts: Collection[Part]) -> None:
         """The device's pins are of tensors, which others may pin too."""
-        for part in parts.values():
+        for part in parts:
             self._tier.unpin(part.component)
-        for pins in self._modules.pins.values():
-            for part in pins.values():
-                self._tier.pin(part.component)
+        for part in self._modules.pinned_parts():
+            self._tier.pin(part.component)
 
     # building
+
+    def _start_filling(self, wanted: Wanted, slots: Mapping[PartName, Slot], fresh: Collection[PartName]) -> None:
+        filling = [(slots[name], part) for name, part in wanted.parts.items() if name in fresh]
+        # With leases that may be called back, whoever waits for a part must not hold the others firmly: all that a
+        # request needs is asked for at once.
+        beside = [slot.extents for name, slot in slots.items() if name not in fresh] if self._kept else []
+        self._run(self._fill(filling, beside))
 
     async def _fill(self, filling: Sequence[Filling], beside: Sequence[Sequence[ExtentRef]]) -> None:
         """One after the other: in threads side by side they would mostly wait for the interpreter lock."""
@@ -390,8 +357,7 @@ class ModelHost:
             built = await asyncio.to_thread(
                 fill_slot, slot, part, self._tier, together, self._build, skeleton, self._clock
             )
-            self._modules.past.took(slot.key, built.reload_s)
-            slot.built.set_result(built)
+            self._modules.arrive(slot, built)
             if part.manifest.model in self._damaged:
                 self._damaged.remove(part.manifest.model)
                 self._report(part.manifest.model, None)
@@ -399,12 +365,8 @@ class ModelHost:
             if isinstance(error, ExtentCorrupt | ModelUnavailable):
                 self._damaged.add(part.manifest.model)
                 self._report(part.manifest.model, str(error))
-            if not slot.is_condemned:  # then its key is another's
-                self._modules.drop([slot.key])
             logger.info("%s of %r is not built", part.component.name, part.manifest.model, exc_info=True)
-            slot.fail(error)
-        finally:
-            self._end_leases([slot])
+            self._modules.fail(slot, error)
 
     async def _locate(self, filling: Sequence[Filling]) -> list[Filling]:
         """Find the bytes where they are now: a slot may be of a manifest that was fetched before they were moved."""

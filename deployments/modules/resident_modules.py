@@ -1,22 +1,30 @@
-"""The books of a replica: which modules are there or on their way, who uses them, what goes when room is needed."""
+"""The books of a replica: which modules are there or on their way, who uses them, and who waits for their room."""
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, Concatenate, Final, ParamSpec, TypeVar
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from deployments.modules.built_modules import ModulePast, Part, PartName, Slot, Wanted
-from deployments.modules.room import Holding, TensorBytes, Waiter, distinct_bytes, merged, plan_room
+from deployments.modules.built_modules import Built, Part, PartName, Slot, Wanted, distinct_bytes
 from weights.errors import BudgetExceeded
 from weights.manifest import ExtentRef
-from weights.residency import Resident
+from weights.residency.admission import Admission, Ticket
+from weights.residency.entries import Book, Entry
+from weights.residency.policy import rate_class
 
-# All slots, and the names of those that are new and must be filled for this request.
-Taken = tuple[dict[PartName, Slot], set[PartName]]
-# So long may requests for what is resident go before somebody who waits for its room: that saves switches.
-PATIENCE_S: Final = 1.0
+
+@dataclass(eq=False, frozen=True, slots=True)
+class Taken:
+    """All slots of a request, leased until `end`, and the names of those that are built for it."""
+
+    ticket: Ticket[Slot]
+    slots: Mapping[PartName, Slot]
+    fresh: Collection[PartName]
 
 
 P = ParamSpec("P")
@@ -37,52 +45,64 @@ def _locked(
 
 
 class ResidentModules:
-    """The modules that are here, under a byte budget that counts what they share once.
+    """The modules that are here, under a byte budget that counts what they share once, and the queue for its room.
 
-    Lives on one event loop, but `give_up` comes from another thread. `let_go` hears of the slots that are
-    dropped, once nothing knows them any more. `is_called_back` says whether the node waits for some of these extents.
+    Lives on one event loop, but `give_up` comes from another thread. `fill` is told of the slots that are new for a
+    request, with all that it takes; `let_go`, of those that are dropped. `is_called_back` says whether the node waits
+    for some of these extents.
     """
 
     def __init__(
         self,
         budget_bytes: int,
+        fill: Callable[[Wanted, Mapping[PartName, Slot], Collection[PartName]], None],
         let_go: Callable[[Sequence[Slot]], None],
         clock: Callable[[], float],
         is_called_back: Callable[[Sequence[ExtentRef]], bool] = lambda extents: False,
     ) -> None:
         self._lock = threading.RLock()
-        self.slots: dict[str, Slot] = {}
-        self._leaving: list[Slot] = []  # condemned or closed, and leased still
-        self._is_called_back = is_called_back
-        self.pins: dict[str, dict[str, Part]] = {}
-        self.past = ModulePast()
-        self.budget_bytes = budget_bytes
+        self._fill = fill
         self._let_go = let_go
-        self._clock = clock
+        self._is_called_back = is_called_back
+        self._book: Book[Slot] = Book(budget_bytes, clock, on_gone=self._gone)
+        self._queue = Admission(self._book, clock, "this replica")
+        self._pins: dict[str, dict[str, Part]] = {}  # by model and key
         self._serials = itertools.count(1)
         self._bound: dict[tuple[str, tuple[int, ...]], Any] = {}
 
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for room."""
+        return len(self._queue)
+
+    @property
     @_locked
-    def take(self, wanted: Wanted) -> Taken:
-        """Lease every slot or none; a new one is leased once more, for the one who fills it. Raises BudgetExceeded."""
-        if not wanted.keys <= self.slots.keys():
-            self._make_room(wanted)
-        slots: dict[PartName, Slot] = {}
-        fresh: set[PartName] = set()
-        for name, part in wanted.parts.items():
-            key = part.component.module_key
-            if key not in self.slots:
-                self.slots[key] = Slot(
-                    part.component, part.extents, next(self._serials), part.footprint, is_adapter=name.is_adapter
-                )
-                self.slots[key].leases += 1  # what is being built stays, even when nobody waits any more
-                fresh.add(name)
-            slots[name] = slot = self.slots[key]
-            slot.leases += 1
-            slot.last_used = next(self._serials)
-            slot.models.add(part.manifest.model)
-            self.past.touch(key, self._clock())
-        return slots, fresh
+    def slots(self) -> dict[str, Slot]:
+        """The modules that the next request gets, built or not yet, by key."""
+        return {key: entry.thing for key, entry in self._book.entries.items() if entry.thing}
+
+    # requests
+
+    async def take(self, wanted: Wanted, max_wait_s: float, on_wait: Callable[[Wanted], None]) -> Taken:
+        """Lease every slot or none; `on_wait` is told of what has to wait for room.
+
+        Raises BudgetExceeded when there can be no room, or is none in time.
+        """
+        settled: asyncio.Future[dict[PartName, Slot]] = asyncio.get_running_loop().create_future()
+        ticket = self._ask(wanted, settled)
+        if ticket.is_waiting:
+            on_wait(wanted)
+            try:
+                await asyncio.wait([settled], timeout=max_wait_s)
+            except asyncio.CancelledError:
+                self._end(ticket)
+                raise
+            if ticket.is_waiting:
+                self._end(ticket)
+        if ticket.refusal:
+            raise BudgetExceeded(ticket.refusal)
+        slots = settled.result()
+        return Taken(ticket, slots, _names_of(wanted, ticket.fresh))
 
     @_locked
     def start(self, slots: Collection[Slot]) -> bool:
@@ -90,7 +110,7 @@ class ResidentModules:
 
         False when one of them was condemned or given up since it was taken.
         """
-        if any(slot.is_condemned or slot.is_gone for slot in slots):
+        if any(slot.is_condemned or slot.entry.is_gone for slot in slots):
             return False
         for slot in slots:
             slot.num_running += 1
@@ -102,14 +122,34 @@ class ResidentModules:
         for slot in slots:
             slot.num_running -= 1
 
+    def end(self, taken: Taken) -> None:
+        """Give the leases back. What nobody leases any more and the node waits for goes at once."""
+        self._end(taken.ticket)
+
     @_locked
-    def end_leases(self, slots: Iterable[Slot]) -> None:
-        """What nobody leases any more and the node waits for goes at once."""
-        for slot in slots:
-            slot.leases -= 1
-            if not slot.leases and self._is_called_back(slot.extents):
-                self._give_up_slot(slot)
-        self.bury()
+    def serve(self) -> None:
+        """Let those go on that wait for what became free."""
+        self._queue.serve()
+
+    # building
+
+    @_locked
+    def arrive(self, slot: Slot, built: Built) -> None:
+        """Note that it is built. It may go at once, when nobody wants it any more."""
+        slot.built.set_result(built)
+        self._book.arrive(slot.entry, slot, rate_class(built.reload_s, slot.entry.nbytes))
+        self._give_up_called([slot.entry])
+        self._queue.serve()
+
+    @_locked
+    def fail(self, slot: Slot, error: Exception) -> None:
+        """Drop what could not be built, and tell all who wait for it."""
+        self._book.fail(slot.entry)
+        self._let_go([slot])
+        slot.fail(error)
+        self._queue.serve()
+
+    # what goes
 
     @_locked
     def give_up(self, extents: Collection[str], is_overdue: bool) -> None:
@@ -117,120 +157,104 @@ class ResidentModules:
 
         `is_overdue`: then what is leased goes too where nobody computes with it yet, and nobody new gets the rest.
         """
-        for slot in [slot for slot in self.slots.values() if slot.result and _is_over(slot, extents, ())]:
-            if not slot.leases or (is_overdue and not slot.num_running):
-                self._give_up_slot(slot)
-            elif is_overdue and slot.key not in self._pinned_keys():
-                slot.is_closed = True
-                del self.slots[slot.key]
-                self._leaving.append(slot)
-
-    def _give_up_slot(self, slot: Slot) -> None:
-        if self.slots.get(slot.key) is slot and slot.key not in self._pinned_keys():
-            slot.is_gone = True
-            self.drop([slot.key])
+        for entry, slot in self._current():
+            if not entry.is_here or entry.key in self._book.pinned or not _is_over(slot, extents, ()):
+                continue
+            if not entry.is_leased:
+                self._book.evict([entry])
+            elif is_overdue:
+                self._book.condemn(entry)
+                if not slot.num_running:
+                    for holder in list(entry.firm):
+                        self._book.unlease(entry, holder)
 
     @_locked
-    def is_hopeless(self, wanted: Wanted) -> bool:
-        """No lease ends that could make room."""
-        too_large = distinct_bytes(wanted.footprint, *self._pinned_charges()) > self.budget_bytes
-        return too_large or not (self._leaving or any(slot.leases for slot in self.slots.values()))
+    def condemn(self, extents: Collection[str], hashes: Collection[str]) -> list[Slot]:
+        """Give nobody new what was built over these extents or tensors; return it. It goes with its last lease."""
+        found = [(entry, slot) for entry, slot in self._current() if _is_over(slot, extents, hashes)]
+        for entry, slot in found:
+            slot.is_condemned = True
+            self._book.condemn(entry)
+        self._queue.serve()
+        return [slot for _, slot in found]
 
     @_locked
-    def may_pass(self, wanted: Wanted, first: Waiter[Wanted, Taken]) -> bool:
-        """What is resident need not wait for its turn, until that would keep the first in line waiting for ever.
+    def evict(self, model: str) -> list[str]:
+        """Drop what only `model` has used. Return the components that stay: leased, on their way, or pinned."""
+        stays: list[str] = []
+        gone: list[Entry[Slot]] = []
+        for entry, slot in self._all():
+            if model in slot.models:
+                if slot.is_needed or entry.key in self._book.pinned:
+                    stays.append(slot.component.name)
+                elif len(slot.models) == 1:
+                    gone.append(entry)
+                else:
+                    slot.models.discard(model)
+        self._book.evict(gone)
+        self._queue.serve()
+        return stays
 
-        From then on only as much as fits beside it goes past: when all older leases have ended, there is room.
+    @_locked
+    def set_budget(self, budget_bytes: int, resize: Callable[[int], None]) -> None:
+        """Evict what is too much for that budget, then let the device `resize`.
+
+        Raises BudgetExceeded when too much is leased or pinned; then the budget stays.
         """
-        if not wanted.keys <= self.slots.keys():
-            return False
-        if self._clock() - first.since_s < PATIENCE_S:
-            return True
-        passed = merged((first.passed, wanted.footprint))
-        if distinct_bytes(first.wanted.footprint, passed, *self._pinned_charges()) > self.budget_bytes:
-            return False
-        first.passed = passed
-        return True
+        before, self._book.budget_bytes = self._book.budget_bytes, budget_bytes
+        try:
+            plan = self._book.plan_shrink()
+            if plan.missing_bytes:
+                raise BudgetExceeded(
+                    f"a budget of {budget_bytes} bytes is {plan.missing_bytes} bytes less than what is leased or pinned"
+                )
+            self._book.evict(plan.evict)
+            resize(budget_bytes)
+        except BaseException:
+            self._book.budget_bytes = before
+            raise
+        self._queue.serve()
+
+    # pins
+
+    @_locked
+    def pin(self, model: str, parts: Iterable[Part]) -> Collection[Part]:
+        """Never evict these, nor when they come only later. Return what was pinned for the model before.
+
+        Raises BudgetExceeded when the pinned ones do not fit; then nothing changes.
+        """
+        pins = {part.component.module_key: part for part in parts}
+        others = [part for name, known in self._pins.items() if name != model for part in known.values()]
+        needed_bytes = distinct_bytes(*(part.footprint for part in (*pins.values(), *others)))
+        if needed_bytes > self._book.budget_bytes:
+            raise BudgetExceeded(
+                f"{model!r} cannot be pinned: {needed_bytes} bytes would be, under this replica's budget of "
+                f"{self._book.budget_bytes} (pinned: {', '.join(self._pins) or 'nothing'})"
+            )
+        before = self._pins.get(model, {})
+        self._pins[model] = pins
+        self._pins_changed()
+        return before.values()
+
+    @_locked
+    def unpin(self, model: str) -> Collection[Part]:
+        """Let it be evicted, but for what another model pins. Return what was pinned for it."""
+        before = self._pins.pop(model, {})
+        self._pins_changed()
+        return before.values()
+
+    @_locked
+    def pinned_parts(self) -> list[Part]:
+        """Return what is pinned, here or not."""
+        return [part for pins in self._pins.values() for part in pins.values()]
+
+    # what is here
 
     @_locked
     def fits_beside(self, wanted: Wanted) -> bool:
         """Return whether there is room without evicting anything."""
-        return distinct_bytes(wanted.footprint, *self._charges()) <= self.budget_bytes
-
-    @_locked
-    def shrink(self, budget_bytes: int) -> None:
-        """Evict what is too much for that budget. Raises BudgetExceeded when too much is leased or pinned."""
-        plan = plan_room(self._holdings(), {}, budget_bytes)
-        if plan.missing_bytes:
-            raise BudgetExceeded(
-                f"a budget of {budget_bytes} bytes is {plan.missing_bytes} bytes less than what is leased or pinned"
-            )
-        self.drop(plan.evict)
-
-    @_locked
-    def evict(self, model: str) -> list[str]:
-        """Drop what only `model` has used. Returns the components that stay: leased, or pinned."""
-        pinned = self._pinned_keys()
-        stays: list[str] = []
-        gone: list[str] = []
-        for slot in self._all():
-            if model in slot.models:
-                if slot.leases or slot.key in pinned:
-                    stays.append(slot.component.name)
-                elif len(slot.models) == 1:
-                    gone.append(slot.key)
-                else:
-                    slot.models.discard(model)
-        self.drop(gone)
-        return stays
-
-    @_locked
-    def condemn(self, extents: Collection[str], hashes: Collection[str]) -> list[Slot]:
-        """No new lease gets what was built over these extents or tensors; returns it. What is leased goes when its
-        leases have ended."""
-        found = [slot for slot in self.slots.values() if _is_over(slot, extents, hashes)]
-        for slot in found:
-            slot.is_condemned = True
-            del self.slots[slot.key]
-        self._leaving += found
-        self.bury()
-        return found
-
-    @_locked
-    def bury(self) -> None:
-        """Let go of those condemned that nobody leases any more."""
-        if gone := [slot for slot in self._leaving if not slot.leases]:
-            self._leaving = [slot for slot in self._leaving if slot.leases]
-            for slot in gone:
-                self._unbind(slot)
-            self._let_go(gone)
-
-    @_locked
-    def serials(self) -> set[int]:
-        """Return the numbers of all that is here, for somebody at least; a rebuilt module has a new one."""
-        return {slot.serial for slot in self._all()}
-
-    @_locked
-    def drop(self, keys: Iterable[str]) -> None:
-        """Drop these modules. Unknown ones are ignored."""
-        gone = [self.slots.pop(key) for key in keys if key in self.slots]
-        for slot in gone:
-            self._unbind(slot)
-        if gone:
-            self._let_go(gone)
-
-    @_locked
-    def pin(self, model: str, parts: Iterable[Part]) -> None:
-        """Raises BudgetExceeded when the pinned ones do not fit; then nothing changes."""
-        pins = {part.component.module_key: part for part in parts}
-        others = [part for name, known in self.pins.items() if name != model for part in known.values()]
-        needed_bytes = distinct_bytes(*(part.footprint for part in (*pins.values(), *others)))
-        if needed_bytes > self.budget_bytes:
-            raise BudgetExceeded(
-                f"{model!r} cannot be pinned: {needed_bytes} bytes would be, under this replica's budget of "
-                f"{self.budget_bytes} (pinned: {', '.join(self.pins) or 'nothing'})"
-            )
-        self.pins[model] = pins
+        plan = self._book.plan_room(wanted.sizes)
+        return not plan.evict and not plan.missing_bytes
 
     def bound(self, settings: str, serials: tuple[int, ...], make: Callable[[], Any]) -> Any:
         """Return what was made with these settings over the modules of these numbers; it goes when one of them does."""
@@ -242,64 +266,83 @@ class ResidentModules:
     @_locked
     def describe(self) -> dict[str, Any]:
         """Return a description as JSON-able values."""
-        pinned = self._pinned_keys()
+        slots = [slot for _, slot in self._all()]
         return {
-            "budget_bytes": self.budget_bytes,
-            "charged_bytes": distinct_bytes(*self._charges()),
-            "resident_bytes": distinct_bytes(*(slot.tensors for slot in self._all())),
-            "leased_bytes": distinct_bytes(*(slot.tensors for slot in self._all() if slot.leases)),
-            "modules": [slot.describe() | {"pinned": slot.key in pinned} for slot in self._all()],
-            "pinned_models": sorted(self.pins),
+            "budget_bytes": self._book.budget_bytes,
+            "charged_bytes": self._book.used_bytes,
+            "resident_bytes": distinct_bytes(*(slot.tensors for slot in slots)),
+            "leased_bytes": distinct_bytes(*(slot.tensors for slot in slots if slot.is_needed)),
+            "modules": [slot.describe() | {"pinned": slot.key in self._book.pinned} for slot in slots],
+            "pinned_models": sorted(self._pins),
         }
 
-    def _make_room(self, wanted: Wanted) -> None:
-        plan = plan_room(self._holdings(staying=wanted.keys), wanted.footprint, self.budget_bytes)
-        if plan.missing_bytes:
-            raise BudgetExceeded(
-                f"{wanted} need {distinct_bytes(wanted.footprint)} bytes; {plan.missing_bytes} bytes are missing under "
-                f"this replica's budget of {self.budget_bytes}"
-            )
-        self.drop(plan.evict)
+    # inside
 
-    def _holdings(self, staying: Iterable[str] = ()) -> list[Holding]:
-        now_s, pinned = self._clock(), self._pinned_keys() | set(staying)
-        return [
-            Holding(
-                Resident(
-                    slot.key,
-                    sum(slot.footprint.values()),
-                    slot.last_used,
-                    slot.leases,
-                    self.past.reload_s(slot.key),
-                    self.past.popularity(slot.key, now_s),
-                    slot.key in pinned,
-                ),
-                slot.charges,
-            )
-            for slot in self._all()
-        ]
+    @_locked
+    def _ask(self, wanted: Wanted, settled: asyncio.Future[dict[PartName, Slot]]) -> Ticket[Slot]:
+        holder = f"{wanted.model}#{next(self._serials)}"
+        return self._queue.ask(str(wanted), wanted.sizes, holder, partial(self._settle, wanted, settled))
+
+    def _settle(self, wanted: Wanted, settled: asyncio.Future[dict[PartName, Slot]], ticket: Ticket[Slot]) -> None:
+        """Begin to build what is new, at once: whoever asked may be cancelled before it hears of it."""
+        slots: dict[PartName, Slot] = {}
+        for name, part in wanted.parts.items() if ticket.entries else ():
+            entry = self._book.entries[part.component.module_key]
+            if entry.thing is None:
+                entry.thing = Slot(entry, part.component, part.extents, next(self._serials), is_adapter=name.is_adapter)
+            slots[name] = entry.thing
+            entry.thing.models.add(part.manifest.model)
+        if ticket.fresh:
+            self._fill(wanted, slots, _names_of(wanted, ticket.fresh))
+        settled.set_result(slots)
+
+    @_locked
+    def _end(self, ticket: Ticket[Slot]) -> None:
+        entries = ticket.entries or ()
+        self._book.end_holder(ticket.holder)
+        self._give_up_called(entries)
+        self._queue.end(ticket)
+
+    def _give_up_called(self, entries: Iterable[Entry[Slot]]) -> None:
+        """Drop those that nobody leases and the node waits for, before somebody leases them again."""
+        for entry in entries:
+            may_go = entry.is_here and not entry.is_gone and not entry.is_leased and entry.key not in self._book.pinned
+            if may_go and entry.thing and self._is_called_back(entry.thing.extents):
+                self._book.evict([entry])
+
+    def _pins_changed(self) -> None:
+        pinned = {key for pins in self._pins.values() for key in pins}
+        self._book.unpin(set(self._book.pinned) - pinned)
+        self._book.pin(pinned)
+
+    def _gone(self, entries: Sequence[Entry[Slot]]) -> None:
+        slots = [entry.thing for entry in entries if entry.thing]
+        for slot in slots:
+            self._unbind(slot)
+        self._let_go(slots)
 
     def _unbind(self, gone: Slot) -> None:
         """Forget what was made over it. A pipeline may also know an adapter: then those go that nobody uses now."""
-        in_use = {slot.serial for slot in self._all() if slot.leases}
+        in_use = {slot.serial for _, slot in self._all() if slot.is_needed}
         self._bound = {
             (settings, serials): thing
             for (settings, serials), thing in self._bound.items()
             if gone.serial not in serials and (not gone.is_adapter or in_use.issuperset(serials))
         }
 
-    def _all(self) -> Iterable[Slot]:
-        return (*self.slots.values(), *self._leaving)
+    def _current(self) -> list[tuple[Entry[Slot], Slot]]:
+        return [(entry, entry.thing) for entry in self._book.entries.values() if entry.thing]
 
-    def _charges(self) -> Iterable[TensorBytes]:
-        return (slot.charges for slot in self._all())
+    def _all(self) -> list[tuple[Entry[Slot], Slot]]:
+        return [*self._current(), *((entry, entry.thing) for entry in self._book.apart if entry.thing)]
 
-    def _pinned_keys(self) -> set[str]:
-        return {key for pins in self.pins.values() for key in pins}
 
-    def _pinned_charges(self) -> Iterable[Mapping[str, int]]:
-        pinned = self._pinned_keys()
-        return (slot.charges for key, slot in self.slots.items() if key in pinned)
+def _names_of(wanted: Wanted, entries: Iterable[Entry[Slot]]) -> Collection[PartName]:
+    """Return the first part of the request for each entry: equal parts are built once."""
+    by_key: dict[str, PartName] = {}
+    for name, part in wanted.parts.items():
+        by_key.setdefault(part.component.module_key, name)
+    return {by_key[entry.key] for entry in entries}
 
 
 def _is_over(slot: Slot, extents: Collection[str], hashes: Collection[str]) -> bool:

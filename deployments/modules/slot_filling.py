@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from deployments.errors import ModelUnavailable
-from deployments.modules.built_modules import Built, Part, PartName, Slot
+from deployments.modules.built_modules import Built, Part, PartName, Slot, distinct_bytes
 from deployments.modules.device_tier import DeviceTier, Fetched, Tensors
-from deployments.modules.room import distinct_bytes
 from deployments.records import SwitchReport
 from weights.errors import ExtentCorrupt
 from weights.manifest import Component, ExtentRef

@@ -61,11 +61,6 @@ class Admission(Generic[Thing]):
     def __len__(self) -> int:
         return len(self._waiting)
 
-    @property
-    def lacking_bytes(self) -> int:
-        """The bytes that the first in the queue lacks even when everything that may go has gone."""
-        return self._book.plan_room(self._waiting[0].wanted).missing_bytes if self._waiting else 0
-
     def ask(
         self,
         what: str,

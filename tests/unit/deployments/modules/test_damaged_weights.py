@@ -145,6 +145,7 @@ async def test_a_request_that_runs_on_damaged_weights_is_told_and_the_next_is_no
             bound = running.bound(object)
             # On a device of its own the extents are given back by now, and still here.
             assert (node.keeper.stats().leased_bytes > 0) == (device == "cpu")
+            damaged_key = running.manifest.components["transformer"].module_key
             node.damage()
             node.find()
             await replica.beat()
@@ -156,13 +157,13 @@ async def test_a_request_that_runs_on_damaged_weights_is_told_and_the_next_is_no
             # Nobody took the weights away from the one that runs.
             for parameter, was in zip(running.modules["transformer"].parameters(), before, strict=True):
                 assert torch.equal(parameter, was)
-            assert replica.serials() > {slot.serial for slot in replica._modules.slots.values()}
+            assert [entry.key for entry in replica._modules._book.apart] == [damaged_key]
             shown = [entry["condemned"] for entry in replica.describe()["modules"] if entry["leases"]]
             assert sorted(shown) == [False, True]
 
     with pytest.raises(ModelUnavailable, match=r"'digits-flux' \(transformer\) were damaged .* withheld; try again"):
         await run()
-    assert replica._modules._leaving == []
+    assert replica._modules._book.apart == []
     assert node.keeper.stats().leased_bytes == (node.keeper.stats().resident_bytes if device == "cpu" else 0)
     assert await replica.use()
 
@@ -203,7 +204,7 @@ async def test_what_is_damaged_while_it_is_built_is_built_again_before_it_serves
         go_on.set()
         lease = await asyncio.wait_for(using, WAIT_S)
         assert replica.is_sound(lease)
-        assert replica._modules._leaving == []
+        assert replica._modules._book.apart == []
 
 
 async def test_a_condemned_module_counts_as_long_as_it_is_used(node: Node) -> None:
@@ -219,7 +220,7 @@ async def test_a_condemned_module_counts_as_long_as_it_is_used(node: Node) -> No
             await replica.beat()
             waiting.append(asyncio.ensure_future(replica.use()))
             await asyncio.sleep(0)
-            assert len(replica._queue) == 1
+            assert replica._modules.num_waiting == 1
             assert replica.evict(MODEL)
 
     with pytest.raises(ModelUnavailable):

@@ -49,6 +49,42 @@ def test_what_two_share_counts_once_and_goes_with_the_last() -> None:
     assert node.gone == ["a", "b"]
 
 
+def test_what_shares_all_with_others_frees_nothing_and_stays() -> None:
+    node = Node(50)
+    node.ask("h", base={"vae": 10, "unet": 20})
+    node.book.arrive(node.book.expect("shared", {"vae": 10}), "", rate_class(1e-6, 10))
+    node.idle(other={"x": 20})
+    node.ask("i", wanted={"y": 20})
+    assert node.gone == ["other"]
+
+
+def test_equals_go_by_least_recent_use() -> None:
+    node = Node(30)
+    node.idle(b=10, c=10, a=10)
+    assert [entry.key for entry in node.book.plan_room({"d": 20}).evict] == ["b", "c"]
+
+
+def test_what_nobody_measured_counts_as_the_mean_of_the_others() -> None:
+    node = Node(60)
+    for key, nbytes, origin in (
+        ("cheap", 10, rate_class(1.0, 10)),
+        ("dear", 10, rate_class(3.0, 10)),
+        ("new", 40, None),
+    ):
+        node.book.use(node.book.adopt(key, nbytes, "", origin))
+    assert [entry.key for entry in node.book.plan_room({"d": 60}).evict] == ["cheap", "new", "dear"]
+
+
+def test_what_saves_the_least_time_per_byte_goes_first() -> None:
+    node = Node(30)
+    for key, reload_s, num_uses in (("slow", 9.0, 1), ("popular", 1.0, 20), ("plain", 1.0, 1)):
+        entry = node.book.adopt(key, {key: 10}, "", rate_class(reload_s, 10))
+        for _ in range(num_uses):
+            node.book.use(entry)
+    assert [entry.key for entry in node.book.plan_room({"d": {"d": 10}}).evict] == ["plain"]
+    assert [entry.key for entry in node.book.plan_room({"d": {"d": 20}}).evict] == ["plain", "slow"]
+
+
 def test_what_is_not_needed_after_all_is_spared() -> None:
     node = Node(120)
     node.idle(older=20, old=10, new=90)
