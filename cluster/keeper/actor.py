@@ -8,29 +8,23 @@ when the byte budget needs room. A keeper that dies loses only what no replica h
 from __future__ import annotations
 
 import concurrent.futures
-import contextlib
-import functools
-import logging
 import threading
 import uuid
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final
 
 import ray
 
 from cluster.keeper.adoption import ADOPTION_S, Adoption
-from cluster.keeper.audit import AUDIT_BYTES_PER_S, Audit
-from cluster.keeper.extent_loading import ExtentLoader, LoadClock, Writing
+from cluster.keeper.audit import AUDIT_BYTES_PER_S, Audit, DamageLog
+from cluster.keeper.extent_loading import ExtentLoader, LoadClock
 from cluster.keeper.held_extents import MAX_WAIT_S, HeldExtents
 from cluster.keeper.holder_watch import HolderProcess, HolderWatch
 from cluster.keeper.object_store import (
     MAX_SHARE,
-    NewObject,
     ObjectStore,
-    StoreFull,
     budget_within_store,
     let_go,
     max_budget_bytes,
@@ -45,8 +39,8 @@ from cluster.keeper.records import (
     RecallAnswer,
     ResidentExtent,
     Source,
-    copy_name,
 )
+from cluster.keeper.store_writing import Store, StoreWriter
 from cluster.peers.link import PeerLink, RegistryClient
 from cluster.telemetry import LoadMetrics
 from weights.errors import BudgetExceeded
@@ -64,22 +58,6 @@ CALL_THREADS: Final = 128  # callers that wait for an extent, or for room, each 
 CONTROL_THREADS: Final = 4  # and those that give back never wait behind them
 RECALL_THREADS: Final = 128  # replicas that listen each hold one; leases of those beyond that are never called back
 RECALL_POLL_S: Final = 30.0
-MAX_NAMED_CORRUPT: Final = 20
-MAX_CONDEMNED: Final = 1000  # copies that are told to replicas, which ask every second
-
-logger = logging.getLogger("atelier.keeper")
-
-Result = TypeVar("Result")
-
-
-class Store(Protocol):
-    """A store that shares extents with other processes."""
-
-    capacity_bytes: int
-
-    def create(self, nbytes: int, used_bytes: int) -> NewObject: ...
-
-    def populate(self) -> None: ...
 
 
 def keeper_class() -> Any:
@@ -131,6 +109,8 @@ class NodeKeeper:
             on_change=self._on_change,
             reload_rate=lambda source: self._loader.reload_rate(source),
         )
+        self._writer = StoreWriter(self._store, self._held)
+        self._damage = DamageLog()
         self._pool = HostBufferPool(staging_bytes)
         self._planner = ReadPlanner()
         self._packs = Path(packs)
@@ -141,14 +121,10 @@ class NodeKeeper:
         self._stages = StageClock()
         self._metrics = LoadMetrics(node_id) if in_actor else None
         self._counting = threading.Lock()
-        self._writing_bytes = 0
         self._bytes: dict[Source, int] = {"storage": 0, "peer": 0, "adopted": 0}
-        self._corrupt: deque[str] = deque(maxlen=MAX_NAMED_CORRUPT)
-        self._condemned: deque[str] = deque(maxlen=MAX_CONDEMNED)
         self._pins: Mapping[str, Sequence[str]] = {}
-        self._num_corrupt = 0
         was_restarted = in_actor and store is None and ray.get_runtime_context().was_current_actor_reconstructed
-        self._adoption = Adoption(self._held, self._refuse, verify=verify, wait_s=adoption_s if was_restarted else 0.0)
+        self._adoption = Adoption(self._held, self._damage, verify=verify, wait_s=adoption_s if was_restarted else 0.0)
         directory = directory or (RegistryClient(*registry) if registry else None)
         if host is None:
             host = ray.util.get_node_ip_address() if in_actor else "127.0.0.1"
@@ -251,8 +227,7 @@ class NodeKeeper:
         self._watch.heard(holder, process)
         if uses:
             self._held.note_uses(uses)
-        with self._counting:
-            condemned = tuple(self._condemned)
+        condemned = self._damage.condemned
         return Greeting(self._generation(self._held.greet(holder)), self._held.wanted_bytes, condemned)
 
     @ray.method(concurrency_group="control")
@@ -264,7 +239,7 @@ class NodeKeeper:
         others wait for what is adopted here.
         """
         generation = self._generation(self._held.life(holder))
-        self._count("adopted", self._adoption.take(holder, offers))
+        self._count("adopted", self._adoption.take_offers(holder, offers))
         return generation
 
     @ray.method(concurrency_group="control")
@@ -306,8 +281,8 @@ class NodeKeeper:
             num_waiting=self._held.num_waiting,
             wanted_bytes=self._held.wanted_bytes,
             audited_bytes=self._audit.audited_bytes,
-            num_corrupt=self._num_corrupt,
-            corrupt=tuple(self._corrupt),
+            num_corrupt=self._damage.num_corrupt,
+            corrupt=self._damage.corrupt,
             object_store_bytes=self._store.capacity_bytes,
             num_holders=self._watch.num_holders,
         )
@@ -333,7 +308,7 @@ class NodeKeeper:
 
     def _load_next(self) -> None:
         """In a reader thread. Whatever happens, those who wait hear of it."""
-        loaded = self._loader.load_next(self._writing)
+        loaded = self._loader.load_next(self._writer.begin_writing)
         if loaded is None:
             return
         id_, nbytes = loaded.extent.id, loaded.extent.nbytes
@@ -347,43 +322,6 @@ class NodeKeeper:
         if self._metrics:
             self._metrics.count_loads(self._stages.figures())
 
-    @contextlib.contextmanager
-    def _writing(self, extent: ExtentRef) -> Iterator[Writing]:
-        """Room in the store, made when there are bytes for it."""
-
-        @functools.cache
-        def created() -> NewObject:
-            found = self._with_room(extent, lambda: self._store.create(extent.nbytes, self._used_bytes))
-            self._count_writing(found.reserved_bytes)
-            return found
-
-        def seal() -> tuple[Any, ByteArray]:
-            return self._with_room(extent, lambda: created().seal(self._used_bytes))
-
-        try:
-            yield Writing(lambda: created().out, seal)
-        finally:
-            if created.cache_info().currsize:
-                self._count_writing(-created().reserved_bytes)
-
-    def _with_room(self, extent: ExtentRef, put: Callable[[], Result]) -> Result:
-        while True:
-            try:
-                return put()
-            except StoreFull as error:
-                # Within the budget, but not in one piece, or something that is not weights is in the way.
-                if not self._held.shed(extent.nbytes):
-                    raise BudgetExceeded(f"{error} ({self._held.holders_text()})") from None
-
-    @property
-    def _used_bytes(self) -> int:
-        """Bytes used of the object store, with what is being written."""
-        return self._held.totals().resident_bytes + self._writing_bytes
-
-    def _count_writing(self, nbytes: int) -> None:
-        with self._counting:
-            self._writing_bytes += nbytes
-
     def _view(self, id_: str) -> ByteArray | None:
         held = self._held.held(id_)
         return held.view if held else None
@@ -392,21 +330,11 @@ class NodeKeeper:
         if self._link:
             self._link.changed(added, removed)
 
-    def _condemn(self, held: Held, checksum: str) -> None:
+    def _condemn(self, held: Held) -> None:
         holders = [holder for found in self._held.residents([held.extent.id]) for holder in found.holders]
         if self._held.condemn(held.extent.id, held.view):
             where = f"in shared memory, leased by {', '.join(holders) or 'nobody'}"
-            self._note_corrupt(held.extent.id, held.ref, where)
-
-    def _refuse(self, offer: HeldOffer, where: str) -> None:
-        self._note_corrupt(offer.extent.id, offer.ref, where)
-
-    def _note_corrupt(self, id_: str, ref: Any, where: str) -> None:
-        logger.error("extent %s was written to (%s): whoever asks next gets a fresh copy", id_, where)
-        with self._counting:
-            self._num_corrupt += 1
-            self._corrupt.append(id_)
-            self._condemned.append(copy_name(ref))
+            self._damage.note_damage(held.extent.id, held.ref, where)
 
     def _generation(self, life: int) -> str:
         """Return the name of the leases of one life of a holder."""

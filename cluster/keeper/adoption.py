@@ -11,6 +11,7 @@ import numpy as np
 import ray
 import xxhash
 
+from cluster.keeper.audit import DamageLog
 from cluster.keeper.held_extents import HeldExtents
 from cluster.keeper.records import Held, HeldOffer
 from cluster.ray_calls import get
@@ -24,32 +25,32 @@ logger = logging.getLogger("atelier.keeper")
 
 
 class Adoption:
-    """Thread-safe. `damaged` hears of offers whose bytes are not the extent's any more: nobody else gets those."""
+    """The offers of replicas to a keeper that was restarted. Thread-safe. Nobody else gets what is damaged."""
 
     def __init__(
         self,
         held: HeldExtents,
-        damaged: Callable[[HeldOffer, str], None],
+        damage: DamageLog,
         *,
         verify: bool,
         wait_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._held = held
-        self._damaged = damaged
+        self._damage = damage
         self._verify = verify
         self._clock = clock
         self._wait_s = wait_s
         self._until_s = clock() + wait_s
 
     def wait_for(self, ids: Sequence[str]) -> None:
-        """Until all of them are here, or no offer is to be expected any more."""
+        """Wait until all of them are here, or no offer is to be expected any more."""
         while (left_s := self._until_s - self._clock()) > 0:
             if self._held.wait_until_known(ids, left_s):
                 return
 
-    def take(self, holder: str, offers: Sequence[HeldOffer]) -> int:
-        """The bytes that were not here. Leases are taken over in any case, on the very copy that the holder has."""
+    def take_offers(self, holder: str, offers: Sequence[HeldOffer]) -> int:
+        """Take over the offers, with their leases on the very copies of the holder. Return the bytes that are new."""
         self._expect_more()
         taken_bytes = 0
         for offer in offers:
@@ -65,19 +66,19 @@ class Adoption:
         return taken_bytes
 
     def _expect_more(self) -> None:
-        """Only as long as somebody may still wait: an offer that comes late has lost."""
+        """Give offers more time, as long as somebody may still wait: an offer that comes late has lost."""
         now_s = self._clock()
         if now_s < self._until_s:
             self._until_s = max(self._until_s, now_s + self._wait_s)
 
     def _sound_view(self, offer: HeldOffer, holder: str) -> ByteArray | None:
-        """None for what cannot be mapped here, or is damaged."""
+        """Return the bytes; None for what cannot be mapped here, or is damaged."""
         try:
             view: ByteArray = get(offer.ref, ADOPTION_S)
         except ray.exceptions.RayError as error:
             logger.warning("extent %s of %s cannot be adopted: %s", offer.extent.id, holder, error)
             return None
         if self._verify and xxhash.xxh3_128_hexdigest(view.data) != offer.extent.checksum:
-            self._damaged(offer, f"as {holder} has it")
+            self._damage.note_damage(offer.extent.id, offer.ref, f"as {holder} has it")
             return None
         return view

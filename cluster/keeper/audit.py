@@ -1,4 +1,4 @@
-"""Looks again and again whether the extents in memory are still what was loaded.
+"""The audit of the extents in memory, again and again, and the log of those that were found damaged.
 
 Shared memory cannot be made read-only for the processes that map it: one wrong in-place operation in one replica
 changes the weights of all.
@@ -10,22 +10,55 @@ import logging
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
 from xxhash import xxh3_128
 
-from cluster.keeper.records import Held
+from cluster.keeper.records import Held, copy_name
 
 AUDIT_BYTES_PER_S: Final = 64 * 2**20
 BLOCK_BYTES: Final = 4 * 2**20
 IDLE_S: Final = 1.0
+MAX_NAMED_CORRUPT: Final = 20
+MAX_CONDEMNED: Final = 1000  # copies that are told to replicas, which ask every second
 
 logger = logging.getLogger("atelier.keeper")
 
 
+class DamageLog:
+    """The copies of extents whose shared bytes somebody changed; only the last ones by name. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._corrupt: deque[str] = deque(maxlen=MAX_NAMED_CORRUPT)
+        self._condemned: deque[str] = deque(maxlen=MAX_CONDEMNED)
+        self.num_corrupt = 0
+
+    @property
+    def corrupt(self) -> tuple[str, ...]:
+        """The ids of the extents."""
+        with self._lock:
+            return tuple(self._corrupt)
+
+    @property
+    def condemned(self) -> tuple[str, ...]:
+        """The names of the copies, by `copy_name`."""
+        with self._lock:
+            return tuple(self._condemned)
+
+    def note_damage(self, id_: str, ref: Any, where: str) -> None:
+        """Log that the copy `ref` of an extent is damaged, and `where` it was found."""
+        logger.error("extent %s was written to (%s): whoever asks next gets a fresh copy", id_, where)
+        with self._lock:
+            self.num_corrupt += 1
+            self._corrupt.append(id_)
+            self._condemned.append(copy_name(ref))
+
+
 class Audit:
-    """One extent after the other, at most `bytes_per_s`. `damaged` hears of each whose checksum is another.
+    """A thread that hashes one extent after the other, at most `bytes_per_s`. `damaged` hears of wrong checksums.
 
     `ids` and `held` say what is in memory. Between two blocks nothing is kept, so that what is evicted goes at once.
     """
@@ -34,7 +67,7 @@ class Audit:
         self,
         ids: Callable[[], list[str]],
         held: Callable[[str], Held | None],
-        damaged: Callable[[Held, str], None],
+        damaged: Callable[[Held], None],
         bytes_per_s: float,
         *,
         clock: Callable[[], float] = time.monotonic,
@@ -54,7 +87,7 @@ class Audit:
         self._closed.set()
 
     def round(self) -> None:
-        """Every extent that is here now, once."""
+        """Check every extent that is here now, once."""
         for id_ in self._ids():
             if self._closed.is_set():
                 return
@@ -85,4 +118,4 @@ class Audit:
             if first is not same():
                 return  # evicted and loaded again meanwhile
         if first is not None and digest.hexdigest() != first.extent.checksum:
-            self._damaged(first, digest.hexdigest())
+            self._damaged(first)

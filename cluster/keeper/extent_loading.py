@@ -214,13 +214,11 @@ class ExtentLoader:
             self._queue.apply_answer(question, answer, self._clock())
 
     def _fetch(self, extent: ExtentRef, stages: LoadClock, plan: FromPeers, begin: Begin) -> Loaded | None:
-        """None when no peer gave it."""
+        """Return the extent from a peer; None when no peer gave it."""
         fetched = Fetched()
         try:
             with begin(extent) as writing:
-                with stages.measure("put", extent.nbytes):
-                    out = writing.place()
-                fetched, is_here = self._fetch_into(out, extent, plan, stages)
+                fetched, is_here = self._fetch_into(writing, extent, plan, stages)
                 if not is_here:
                     with self._told():
                         self._queue.end_refused_fetch(extent.id, fetched, self._clock())
@@ -235,18 +233,33 @@ class ExtentLoader:
         return loaded
 
     def _fetch_into(
-        self, out: ByteArray, extent: ExtentRef, plan: FromPeers, stages: LoadClock
+        self, writing: Writing, extent: ExtentRef, plan: FromPeers, stages: LoadClock
     ) -> tuple[Fetched, bool]:
+        """Return what the peers did, and whether the extent is here. Raises only what making the place does."""
         client = self._peers.client() if self._peers else None
+        reading = contextlib.ExitStack()
+        is_placing = False
+
+        def place() -> ByteArray:
+            nonlocal is_placing
+            is_placing = True
+            with stages.measure("put", extent.nbytes):
+                out = writing.place()
+            is_placing = False
+            reading.enter_context(stages.measure("read", extent.nbytes))
+            return out
+
         try:
             if client:
-                with stages.measure("read", extent.nbytes):
-                    return client.fetch_extent(plan.addresses, extent, out, min_gbps=plan.min_gbps), True
+                with reading:
+                    return client.fetch_extent(plan.addresses, extent, place, min_gbps=plan.min_gbps), True
         except FetchFailed as error:
             if error.fetched.failed:
                 logger.warning("peers do not give it: %s", error)
             return error.fetched, False
         except Exception as error:
+            if is_placing:
+                raise
             log = logger.warning if isinstance(error, ExtentCorrupt) else logger.exception
             log("peers do not give it: %s", error)
         return Fetched(failed=list(plan.addresses)), False

@@ -1,11 +1,7 @@
-"""The extents of a node, shared by many threads: leases, pins, waiting for room, and the byte budget. Ray-free.
+"""The extents of a node, shared by many threads: leases, pins, and the byte budget. Ray-free.
 
-The lock is held for as long as it takes to look at what is asked for, not at all that is here.
-
-Room is given in the order in which it was asked for. Who only wants what is here already passes those who wait, for
-`OVERTAKE_S`; then it queues as well, or two models that do not fit together would never change places. Who has leases
-always passes: the one in front may be waiting for just those. Not so who gives back what it keeps when it is asked
-to: that has no firm lease while it waits. What is called back for the one in front, nobody takes before it.
+The lock is held for as long as it takes to look at what is asked for, not at all that is here. `room_queue` says whose
+turn it is when room is short.
 """
 
 from __future__ import annotations
@@ -14,36 +10,28 @@ import concurrent.futures
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
 from cluster.keeper.holder_watch import HolderLives
 from cluster.keeper.recalls import CHECK_S, Recalls
-from cluster.keeper.records import Held, Recall, RecallAnswer, ResidentExtent, Source
+from cluster.keeper.records import Held, Recall, RecallAnswer, ResidentExtent, Source, Totals
+from cluster.keeper.room_queue import RoomQueue
 from weights.errors import BudgetExceeded
 from weights.manifest import ExtentRef
 from weights.memory.pages import ByteArray
-from weights.residency.entries import Book, Entry, RoomPlan
+from weights.residency.entries import Book, Entry
 
 MAX_WAIT_S: Final = 60.0
-OVERTAKE_S: Final = 2.0
-# So long a request for what is being used may join, once somebody waits for its room.
-PATIENCE_S: Final = 0.3
 MAX_USES: Final = 32  # of one extent that one report counts: more are one burst
-MAX_NAMED: Final = 5
 
 logger = logging.getLogger("atelier.keeper")
-
-# Extents that came and that went. Called with the lock held: it must be quick and must not call back.
-OnChange = Callable[[Sequence[str], Sequence[str]], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """Leases on `entries`, which `arrivals` has or will have; the claimant loads `to_load` and tells `loaded` or
-    `failed` of each.
+    """Leases on `entries`, which arrive as `arrivals`. The claimant loads `to_load`, and tells `loaded` or `failed`.
 
     `life` is that of the holder's leases: 0 for a dead one, which got none.
     """
@@ -54,25 +42,12 @@ class Claim:
     life: int
 
 
-@dataclass(frozen=True, slots=True)
-class Totals:
-    """Counts of what is here at one moment; what is set apart or on its way is not counted."""
-
-    num_extents: int
-    resident_bytes: int
-    leased_bytes: int
-    pinned_bytes: int
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Ticket:
-    since_s: float
-    wanted: Mapping[str, ExtentRef]
-    sizes: Mapping[str, int]
-
-
 class HeldExtents:
-    """Thread-safe. A request for room that others have leased waits at most `max_wait_s` for it."""
+    """The extents of a node, by id. Thread-safe.
+
+    A request for room that others have leased waits at most `max_wait_s` for it. `on_change` hears of extents that came
+    and that went, with the lock held: it must be quick and must not call back.
+    """
 
     def __init__(
         self,
@@ -80,7 +55,7 @@ class HeldExtents:
         *,
         max_wait_s: float = MAX_WAIT_S,
         clock: Callable[[], float] = time.monotonic,
-        on_change: OnChange = lambda added, removed: None,
+        on_change: Callable[[Sequence[str], Sequence[str]], None] = lambda added, removed: None,
         reload_rate: Callable[[Source], float | None] = lambda source: None,
     ) -> None:
         self._max_wait_s = max_wait_s
@@ -88,7 +63,6 @@ class HeldExtents:
         self._on_change = on_change
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
-        self._waiting: deque[_Ticket] = deque()
         self._book: Book[Held] = Book(
             budget_bytes,
             clock,
@@ -100,8 +74,7 @@ class HeldExtents:
         self._coming: dict[str, tuple[ExtentRef, concurrent.futures.Future[Held]]] = {}
         self._lives = HolderLives()
         self._recalls = Recalls(self._book, clock)
-        self._called: set[str] = set()  # for the first who waits
-        self._urged_s = clock()
+        self._queue = RoomQueue(self._book, self._recalls, clock)
 
     @property
     def budget_bytes(self) -> int:
@@ -117,26 +90,25 @@ class HeldExtents:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        return len(self._queue)
 
     def claim(self, extents: Sequence[ExtentRef], holder: str) -> Claim:
-        """One lease for each of the extents, for all of them or none.
+        """Lease each of the extents to the holder once: all of them or none.
 
         Raises BudgetExceeded at once when they cannot fit beside what is pinned, and after the wait when others
         still have the room.
         """
-        wanted = {extent.id: extent for extent in extents}
-        ticket = _Ticket(self._clock(), wanted, {id_: extent.nbytes for id_, extent in wanted.items()})
         with self._changed:
-            self._waiting.append(ticket)
+            ticket = self._queue.join(extents)
             try:
-                while not self._may_go(ticket, holder):
+                while not self._queue.may_go(ticket, holder):
                     left_s = ticket.since_s + self._max_wait_s - self._clock()
-                    if left_s <= 0 or self._never_fits(ticket):
-                        raise BudgetExceeded(self._refusal(ticket))
-                    is_waiting_for_answers = self._waiting[0] is ticket and self._call_back(ticket)
-                    self._changed.wait(min(left_s, CHECK_S) if is_waiting_for_answers else left_s)
-                to_load = self._missing(ticket)
+                    if left_s <= 0 or self._queue.never_fits(ticket):
+                        raise BudgetExceeded(self._queue.refusal(ticket))
+                    self._end_silent()
+                    is_asking = self._queue.call_back(ticket)
+                    self._changed.wait(min(left_s, CHECK_S) if is_asking else left_s)
+                to_load = self._queue.missing(ticket)
                 self._book.evict(self._book.plan_room(ticket.sizes).evict)
                 for extent in to_load:
                     self._expect(extent)
@@ -145,32 +117,21 @@ class HeldExtents:
                     self._lease(entry, holder)
                 return Claim(entries, tuple(map(self._arrival, entries)), tuple(to_load), self._lives.number(holder))
             finally:
-                if self._waiting[0] is ticket:
-                    self._called.clear()
-                    self._recalls.forget_declined()
-                self._waiting.remove(ticket)
+                self._queue.leave(ticket)
                 self._changed.notify_all()
 
     def settle(self, claim: Claim, holder: str) -> dict[str, Any]:
-        """References by id, once all of the claim is here. Raises what loading raised; then its leases are gone."""
+        """Return references by id, once all of the claim is here. Raises what loading raised; the leases end then."""
         try:
             return {held.extent.id: held.ref for held in (arrival.result() for arrival in claim.arrivals)}
         except BaseException:
-            self.give_back(claim, holder)
+            self._give_back(claim, holder)
             raise
 
-    def give_back(self, claim: Claim, holder: str) -> None:
-        """The leases of a claim that came to nothing."""
-        # From the entries themselves: an extent that failed may be loading anew for somebody by now.
-        with self._changed:
-            for entry in claim.entries:
-                self._book.unlease(entry, holder)
-            self._freed()
-
     def prefetch(self, extents: Sequence[ExtentRef]) -> list[ExtentRef]:
-        """The caller loads these. They have no lease, and take no room that anything more valuable has."""
+        """Return what the caller is to load: without a lease, and in no room that anything more valuable has."""
         with self._changed:
-            if self._waiting:
+            if self._queue:
                 return []  # who waits for room comes first
             wanted = {extent.id: extent for extent in extents}
             take, evict = self._book.plan_prefetch({id_: extent.nbytes for id_, extent in wanted.items()})
@@ -183,7 +144,7 @@ class HeldExtents:
         """Return whether they fit, now, without calling anything back."""
         with self._changed:
             plan = self._book.plan_room({extent.id: extent.nbytes for extent in extents})
-            return not (self._waiting or plan.missing_bytes or plan.recall)
+            return not (self._queue or plan.missing_bytes or plan.recall)
 
     def loaded(self, id_: str, ref: Any, view: ByteArray, source: Source) -> None:
         with self._changed:
@@ -203,7 +164,7 @@ class HeldExtents:
         arrival.set_exception(error)
 
     def lease_same(self, id_: str, ref: Any, holder: str, num_leases: int) -> bool:
-        """Lease that very copy. False: it is not the one that is here, and nothing was done."""
+        """Lease that very copy. Return False, with nothing done, when it is not the one that is here."""
         with self._changed:
             held = self.held(id_)
             if held is None or held.ref != ref:
@@ -213,7 +174,7 @@ class HeldExtents:
             return True
 
     def adopt(self, held: Held, holder: str, num_leases: int) -> bool:
-        """Lease `held` to the holder that has it mapped. False when it is not what others get: another copy is here.
+        """Lease `held` to the holder that has it mapped. Return False when others get another copy, which is here.
 
         Over the budget, too, if need be: the bytes are in memory whatever is decided here.
         """
@@ -224,24 +185,25 @@ class HeldExtents:
                 self._on_change([extent.id], [])
                 self._lease(entry, holder, num_leases)
             elif not self.lease_same(extent.id, held.ref, holder, num_leases):
-                self._set_apart(held, holder, num_leases)
+                self.set_apart(held, holder, num_leases)
             self._freed()
             return is_new
 
     def set_apart(self, held: Held, holder: str, num_leases: int) -> None:
-        """A copy that `holder` has mapped and that nobody else may get: its bytes count until it gives it back."""
+        """Count a copy that `holder` has mapped, and that nobody else may get, until the holder gives it back."""
         with self._changed:
-            self._set_apart(held, holder, num_leases)
+            if self._lives.number(holder):  # the dead give nothing back
+                entry = self._book.set_apart(held.extent.id, held.extent.nbytes, held, holder, num_leases)
+                self._recalls.lend(entry, holder)
             self._freed()
 
     def wait_until_known(self, ids: Sequence[str], timeout_s: float) -> bool:
-        """Until all of them are here or coming, and no longer than the time given. False when some are not."""
+        """Wait until all of them are here or coming. Return False when some are not after `timeout_s`."""
         with self._changed:
             return self._changed.wait_for(lambda: all(id_ in self._book.entries for id_ in ids), max(timeout_s, 0.0))
 
     def release(self, ids: Sequence[str], holder: str, life: int | None = None) -> None:
-        """Give back one lease per id, of that life or whichever. Unknown ids and holders are ignored: releasing twice
-        is not an error."""
+        """Give back one lease per id, of that life or of any. Unknown ids and holders are ignored."""
         with self._changed:
             if life is None or self._lives.is_of(life, holder):
                 for id_ in ids:
@@ -251,8 +213,7 @@ class HeldExtents:
     def next_recall(self, holder: str, answer: RecallAnswer | None, life: int | None, timeout_s: float) -> Recall:
         """Wait until something is wanted back from the holder. Empty after the time, or when it counts as dead.
 
-        `answer` is to the recall before, `life` the one of its leases; None for leases of another keeper. From the
-        first call on, the holder's leases may be called back.
+        `answer` is to the recall before, `life` that of its leases (None: another keeper's). See `Recalls.open_poll`.
         """
         with self._changed:
             heard = threading.Condition(self._lock)
@@ -271,7 +232,7 @@ class HeldExtents:
                         self._book.use(entry)
 
     def greet(self, holder: str) -> int:
-        """The holder lives, whatever was thought of it. Returns the life of its leases."""
+        """Count the holder as living from now on. Return the life of its leases."""
         with self._changed:
             return self._lives.revive(holder)
 
@@ -281,13 +242,15 @@ class HeldExtents:
             return self._lives.number(holder)
 
     def end_holder(self, holder: str) -> None:
-        """The holder is dead: its leases end, those that are just being given too."""
+        """Count the holder as dead: its leases end, also those that are being given just now."""
         with self._changed:
-            self._end_holder(holder)
+            self._recalls.end(holder)
+            self._lives.end(holder)
+            self._book.end_holder(holder)
             self._freed()
 
     def pin(self, ids: Iterable[str]) -> None:
-        """These and no others, here or not yet: what is pinned is not evicted."""
+        """Pin these extents and no others, here or not yet: what is pinned is not evicted."""
         with self._changed:
             pinned = set(ids)
             self._book.unpin(set(self._book.pinned) - pinned)
@@ -301,9 +264,9 @@ class HeldExtents:
             self._freed()
 
     def drop(self, ids: Sequence[str]) -> list[str]:
-        """Free extents; returns those that went. What is leased or pinned stays, what is only kept is called back."""
+        """Evict extents; return those that went. What is leased or pinned stays, what is only kept is called back."""
         with self._changed:
-            if not self._waiting:
+            if not self._queue:
                 self._recalls.forget_declined()
             asked = [entry for id_ in dict.fromkeys(ids) if (entry := self._book.entries.get(id_)) and entry.is_here]
             free = [entry for entry in asked if entry.key not in self._book.pinned]
@@ -314,7 +277,7 @@ class HeldExtents:
             return [entry.key for entry in gone]
 
     def shed(self, nbytes: int) -> bool:
-        """Give up so many bytes of what may go, whatever the budget says. False when there is nothing."""
+        """Evict so many bytes of what may go, whatever the budget says. Return False when nothing may go."""
         with self._changed:
             while True:
                 before, budget_bytes = self._book.num_evicted, self._book.budget_bytes
@@ -330,7 +293,7 @@ class HeldExtents:
                 self._changed.wait(CHECK_S)
 
     def condemn(self, id_: str, view: ByteArray) -> bool:
-        """The bytes of `view` are not the extent's any more: who asks next gets a fresh copy. False if it is gone."""
+        """Let the next request load a fresh copy: the bytes of `view` are damaged. Return False if they are gone."""
         with self._changed:
             held = self.held(id_)
             if held is None or held.view is not view:
@@ -387,43 +350,23 @@ class HeldExtents:
     def wanted_bytes(self) -> int:
         """Bytes that the first waiter lacks; without one, bytes over the budget."""
         with self._changed:
-            if self._waiting:
-                plan = self._book.plan_room(self._waiting[0].sizes)
-                return plan.missing_bytes or sum(entry.nbytes for entry in plan.recall)
-            return max(0, self._book.used_bytes - self._book.budget_bytes)
+            return self._queue.wanted_bytes
 
     def holders_text(self) -> str:
         """Return who has leases on how much, the greatest first, and how much is pinned."""
         with self._changed:
-            holders = [f"{holder} ({nbytes} bytes)" for holder, nbytes in self._book.bytes_by_holder().items()]
-            pinned = f"; pinned: {self._book.pinned_bytes} bytes" if self._book.pinned_bytes else ""
-            return f"leased by: {_named(holders) or 'nobody'}{pinned}"
+            return self._queue.holders_text()
 
-    def _may_go(self, ticket: _Ticket, holder: str) -> bool:
-        first = self._waiting[0]
-        if not self._missing(ticket):
-            overtakes = self._clock() - first.since_s < OVERTAKE_S and self._called.isdisjoint(ticket.wanted)
-            is_never_called = self._book.has_leases(holder) and holder not in self._recalls
-            return first is ticket or overtakes or is_never_called
-        return first is ticket and _is_room(self._book.plan_room(ticket.sizes))
-
-    def _missing(self, ticket: _Ticket) -> list[ExtentRef]:
-        return [extent for id_, extent in ticket.wanted.items() if id_ not in self._book.entries]
-
-    def _call_back(self, ticket: _Ticket) -> bool:
-        """Ask for the room that the first ticket lacks. Returns whether somebody may have to be asked again soon."""
-        self._end_silent()
-        plan = self._book.plan_room(ticket.sizes)
-        self._book.recall(plan.recall)
-        self._called.update(entry.key for entry in plan.recall)
-        now_s = self._clock()
-        if plan.missing_bytes and min(now_s - ticket.since_s, now_s - self._urged_s) >= PATIENCE_S:
-            self._urged_s = now_s
-            self._called.update(self._recalls.urge(ticket.wanted))
-        return bool(plan.recall) or self._recalls.is_pending
+    def _give_back(self, claim: Claim, holder: str) -> None:
+        """Give back the leases of a claim that came to nothing."""
+        # From the entries themselves: an extent that failed may be loading anew for somebody by now.
+        with self._changed:
+            for entry in claim.entries:
+                self._book.unlease(entry, holder)
+            self._freed()
 
     def _on_gone(self, entries: Sequence[Entry[Held]]) -> None:
-        """What was condemned has been told before."""
+        """Tell of extents that went. What was condemned has been told before."""
         if gone := [entry.key for entry in entries if entry.is_current]:
             self._on_change([], gone)
 
@@ -449,47 +392,8 @@ class HeldExtents:
     def _end_silent(self) -> None:
         for holder in self._recalls.silent():
             logger.warning("%s does not answer: it counts as dead until it is heard of", holder)
-            self._end_holder(holder)
-            self._freed()
-
-    def _end_holder(self, holder: str) -> None:
-        self._recalls.end(holder)
-        self._lives.end(holder)
-        self._book.end_holder(holder)
-
-    def _set_apart(self, held: Held, holder: str, num_leases: int) -> None:
-        if self._lives.number(holder):  # the dead give nothing back
-            entry = self._book.set_apart(held.extent.id, held.extent.nbytes, held, holder, num_leases)
-            self._recalls.lend(entry, holder)
+            self.end_holder(holder)
 
     def _freed(self) -> None:
         self._book.shrink()
         self._changed.notify_all()
-
-    def _never_fits(self, ticket: _Ticket) -> bool:
-        return self._book.bytes_beside_pins(ticket.sizes) > self._book.budget_bytes
-
-    def _refusal(self, ticket: _Ticket) -> str:
-        missing = self._missing(ticket)
-        needed_bytes = sum(extent.nbytes for extent in missing)
-        if self._never_fits(ticket):
-            lacking_bytes = self._book.bytes_beside_pins(ticket.sizes) - self._book.budget_bytes
-            reason = f"{sum(ticket.sizes.values())} bytes at once can never fit"
-        else:
-            plan = self._book.plan_room(ticket.sizes)
-            lacking_bytes = plan.missing_bytes or sum(entry.nbytes for entry in plan.recall)
-            reason = f"waited {self._clock() - ticket.since_s:.1f} s"
-        packs = _named(sorted({extent.pack for extent in missing}))
-        return (
-            f"{len(missing)} extents of {packs} need {needed_bytes} bytes; {lacking_bytes} bytes are missing under the "
-            f"node's budget of {self._book.budget_bytes} ({reason}; {self.holders_text()})"
-        )
-
-
-def _named(names: Sequence[str]) -> str:
-    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
-    return ", ".join(names[:MAX_NAMED]) + more
-
-
-def _is_room(plan: RoomPlan[Held]) -> bool:
-    return not plan.missing_bytes and not plan.recall

@@ -1,4 +1,4 @@
-"""The records that keeper and replicas exchange."""
+"""The records of a keeper: what it holds, and what it and replicas exchange."""
 
 from __future__ import annotations
 
@@ -20,6 +20,16 @@ class Held:
     ref: Any
     view: ByteArray
     source: Source
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """Counts of what is here at one moment; what is set apart or on its way is not counted."""
+
+    num_extents: int
+    resident_bytes: int
+    leased_bytes: int
+    pinned_bytes: int
 
 
 class HeldOffer(NamedTuple):

@@ -19,6 +19,7 @@ from cluster.peers.sources import Fetched, PeerShare
 from weights.errors import ExtentCorrupt
 from weights.manifest import ExtentRef
 from weights.memory.pages import ByteArray
+from weights.reading.extents import Place
 
 GRACE_S: Final = 1.0  # of each range before its rate counts: TCP starts slowly, a peer may be busy for a moment
 MIN_GBPS: Final = 0.002  # the share that each of a few transfers gets on a slow link
@@ -60,41 +61,55 @@ class PeerClient:
         self._connections = PeerConnections(check_secret(secret), num_connections, timeout_s)
 
     def fetch_extent(
-        self, addresses: Sequence[PeerAddress], extent: ExtentRef, out: ByteArray, *, min_gbps: float = 0.0
+        self, addresses: Sequence[PeerAddress], extent: ExtentRef, place: Place, *, min_gbps: float = 0.0
     ) -> Fetched:
-        """Fill `out` (contiguous, as long as the extent) from the first peer; when it fails, the rest from the next.
+        """Fill what `place` gives from the first peer; when it fails, the rest from the next.
 
-        `min_gbps` raises the client's own floor for this fetch. After an error the bytes of `out` are undefined.
+        `place` is asked once, in this thread, when a peer has a slot for the extent: not for a peer that is busy. It
+        gives contiguous memory as long as the extent, whose bytes are undefined after an error. The time that it takes
+        does not count against the peer. HAZARD: the peer holds the slot for `server.LINGER_S` meanwhile, no longer.
+        `min_gbps` raises the client's own floor for this fetch.
 
         Raises:
             FetchFailed: no peer is left; the message has each peer's reason.
             ExtentCorrupt: the bytes do not have the manifest's checksum; the message names the peers.
-            ValueError: `out` is not writable, contiguous bytes of the extent's size.
+            ValueError: the place is not writable, contiguous bytes of the extent's size.
+            Exception: whatever `place` raises.
         """
-        ranges = ExtentRanges(_writable(out, extent), self._range_bytes)
+        ranges: ExtentRanges | None = None
+        missing_bytes = extent.nbytes
         min_bytes_per_s = max(min_gbps, self._min_gbps) * 1e9 / self._num_connections
         fetched = Fetched()
         reasons: list[str] = []
         for address in addresses:
-            if not ranges.missing_bytes:
+            if not missing_bytes:
                 break
             source = _Source(self._connections, address, extent.id, min_bytes_per_s, self._grace_s)
-            start_s, missing_bytes = self._clock(), ranges.missing_bytes
-            reasons += self._fetch_from(source, ranges)
-            if missing_bytes > ranges.missing_bytes:
-                seconds, nbytes = self._clock() - start_s, missing_bytes - ranges.missing_bytes
-                fetched.shares.append(PeerShare(address, nbytes, seconds, source.load))
-            if ranges.missing_bytes and source.is_busy:
+            start_s = self._clock()
+            try:
+                source.take_slot()
+            except PeerUnavailable as error:
+                reasons.append(str(error))
+            else:
+                slot_s = self._clock()
+                ranges = ranges or self._ranges_in(place(), extent)
+                start_s += self._clock() - slot_s
+                reasons += self._fetch_from(source, ranges)
+                if arrived_bytes := missing_bytes - ranges.missing_bytes:
+                    fetched.shares.append(PeerShare(address, arrived_bytes, self._clock() - start_s, source.load))
+                missing_bytes = ranges.missing_bytes
+            if missing_bytes and source.is_busy:
                 fetched.busy.append(address)
-            elif ranges.missing_bytes:
+            elif missing_bytes:
                 self._connections.drop_idle(address)
                 fetched.failed.append(address)
-        if ranges.missing_bytes:
+        if missing_bytes:
             raise FetchFailed(
-                f"extent {extent.id}: {ranges.missing_bytes} of {extent.nbytes} bytes are missing; "
+                f"extent {extent.id}: {missing_bytes} of {extent.nbytes} bytes are missing; "
                 f"{'; '.join(dict.fromkeys(reasons)) or 'no peer was offered'}",
                 fetched,
             )
+        ranges = ranges or self._ranges_in(place(), extent)  # an empty extent needs no peer
         if ranges.checksum() != extent.checksum:
             raise ExtentCorrupt(
                 f"extent {extent.id} from {', '.join(str(share.address) for share in fetched.shares) or 'nobody'} has "
@@ -112,6 +127,9 @@ class PeerClient:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
+    def _ranges_in(self, out: ByteArray, extent: ExtentRef) -> ExtentRanges:
+        return ExtentRanges(_writable(out, extent), self._range_bytes)
+
     def _fetch_from(self, source: _Source, ranges: ExtentRanges) -> list[str]:
         """Fetch as many ranges as this peer gives. Return the reasons why connections failed."""
 
@@ -128,10 +146,6 @@ class PeerClient:
                 ranges.mark_arrived(part)
             return None
 
-        try:
-            source.fetch_range(0, memoryview(b""))  # takes a slot, or is refused, before more connections are opened
-        except PeerUnavailable as error:
-            return [str(error)]
         num_workers = min(self._num_connections, ranges.num_missing)
         with ThreadPoolExecutor(max(num_workers - 1, 1), thread_name_prefix="peer-fetch") as threads:
             others = [threads.submit(work) for _ in range(num_workers - 1)]
@@ -237,6 +251,10 @@ class _Source:
     def load(self) -> float:
         """The mean load that the peer's replies have named."""
         return sum(self._loads) / len(self._loads)
+
+    def take_slot(self) -> None:
+        """Begin the transfer, before more connections are opened. Raises PeerUnavailable when the peer refuses."""
+        self.fetch_range(0, memoryview(b""))
 
     def fetch_range(self, offset: int, view: memoryview) -> None:
         """Fill `view` with the extent's bytes from `offset`. Raises PeerUnavailable, also when the peer refuses."""

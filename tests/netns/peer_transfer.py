@@ -93,7 +93,7 @@ def fetch() -> None:
     with PeerClient(SECRET) as client:
         for _ in range(3):
             out = np.ones(NBYTES, np.uint8)
-            (share,) = client.fetch_extent([PeerAddress(HOST, PORT)], extent("whole"), out).shares
+            (share,) = client.fetch_extent([PeerAddress(HOST, PORT)], extent("whole"), lambda out=out: out).shares
             assert np.array_equal(out, DATA)
             print(f"fetched {share.nbytes} bytes at {share.nbytes / share.seconds / 1e9:.2f} GB/s")
 
@@ -104,13 +104,13 @@ def fetch_cut() -> None:
     ip("link set lo up")
     start_s = time.monotonic()
     with PeerServer({"cut": DATA}.get, SECRET, host="127.0.0.1") as second, PeerClient(SECRET, timeout_s=1.0) as client:
-        shares = client.fetch_extent([PeerAddress(HOST, PORT), second.address], extent("cut"), out).shares
+        shares = client.fetch_extent([PeerAddress(HOST, PORT), second.address], extent("cut"), lambda: out).shares
         assert np.array_equal(out, DATA)
         assert sum(share.nbytes for share in shares) == NBYTES
         assert shares[-1].address == second.address
         took_s = time.monotonic() - start_s
         try:
-            client.fetch_extent([PeerAddress(HOST, PORT)], extent("cut"), out)
+            client.fetch_extent([PeerAddress(HOST, PORT)], extent("cut"), lambda: out)
         except PeerUnavailable as error:
             print(f"cut off: {[share.nbytes for share in shares]} bytes from either peer in {took_s:.2f} s; {error}")
         else:

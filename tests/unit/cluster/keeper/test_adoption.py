@@ -13,6 +13,7 @@ import xxhash
 
 from cluster.keeper import adoption
 from cluster.keeper.adoption import Adoption
+from cluster.keeper.audit import DamageLog
 from cluster.keeper.held_extents import HeldExtents
 from cluster.keeper.records import HeldOffer
 from weights.manifest import ExtentRef
@@ -55,14 +56,14 @@ def offer(id_: str, data: bytes) -> HeldOffer:
 
 
 def adopting(held: Any, clock: Clock, wait_s: float = WAIT_S) -> Adoption:
-    return Adoption(held, lambda id_, where: None, verify=True, wait_s=wait_s, clock=clock)
+    return Adoption(held, DamageLog(), verify=True, wait_s=wait_s, clock=clock)
 
 
 def test_each_offer_gives_the_next_one_more_time() -> None:
     clock, later = Clock(), []
     held = Waiting(clock, later)
     taking = adopting(held, clock)
-    later += [lambda: taking.take("v", [offer("a", b"1")]), lambda: taking.take("w", [offer("b", b"2")])]
+    later += [lambda: taking.take_offers("v", [offer("a", b"1")]), lambda: taking.take_offers("w", [offer("b", b"2")])]
     taking.wait_for(["c"])
     assert clock.now_s == pytest.approx(100 + 1 + 1 + WAIT_S)
     assert held.waited_s == pytest.approx(WAIT_S)
@@ -73,7 +74,7 @@ def test_an_offer_that_comes_too_late_keeps_nobody_waiting() -> None:
     held = Waiting(clock, [])
     taking = adopting(held, clock)
     clock.now_s += WAIT_S
-    taking.take("v", [offer("a", b"1")])
+    taking.take_offers("v", [offer("a", b"1")])
     taking.wait_for(["c"])
     assert held.waited_s == 0
 
@@ -82,10 +83,10 @@ def test_who_wants_what_is_offered_goes_on_at_once(monkeypatch: pytest.MonkeyPat
     data = secrets.token_bytes(64)
     monkeypatch.setattr(ray, "get", lambda ref, timeout: np.frombuffer(ref, np.uint8))
     held = HeldExtents(1000)
-    taking = Adoption(held, lambda id_, where: None, verify=True, wait_s=60.0)
+    taking = Adoption(held, DamageLog(), verify=True, wait_s=60.0)
     waiting = threading.Thread(target=taking.wait_for, args=(["a"],))
     waiting.start()
-    assert taking.take("v", [offer("a", data)]) == len(data)
+    assert taking.take_offers("v", [offer("a", data)]) == len(data)
     waiting.join(10)
     assert not waiting.is_alive()
     assert adoption.ADOPTION_S < 60.0

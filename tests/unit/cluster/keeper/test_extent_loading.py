@@ -65,6 +65,7 @@ class FakePeers:
         self.data = data
         self.gbps = 1.0
         self.errors: list[Exception] = []
+        self.fails_late = False  # when it has a slot already
         self.fetched: list[tuple[PeerAddress, ...]] = []
         self.questions: list[Question] = []
         self.located: list[Located | None] = []
@@ -80,9 +81,12 @@ class FakePeers:
         return self.located.pop(0) if len(self.located) > 1 else self.located[0]
 
     def fetch_extent(
-        self, addresses: Sequence[PeerAddress], extent: ExtentRef, out: Any, *, min_gbps: float
+        self, addresses: Sequence[PeerAddress], extent: ExtentRef, place: Any, *, min_gbps: float
     ) -> Fetched:
         self.fetched.append(tuple(addresses))
+        if self.errors and not self.fails_late:
+            raise self.errors.pop(0)
+        out = place()
         if self.errors:
             raise self.errors.pop(0)
         out[:] = memoryview(self.data)
@@ -256,21 +260,30 @@ def test_a_place_that_cannot_be_made_is_no_detour(
     assert loader.reload_rate("storage") is None
 
 
-def test_a_place_that_no_peer_has_filled_is_given_back(loader, extent, data: bytes, peers: FakePeers) -> None:
+@pytest.mark.parametrize(("fails_late", "num_places"), [(False, 1), (True, 4)])
+def test_a_place_is_made_for_a_peer_with_a_slot_and_given_back_when_it_is_not_filled(
+    loader, extent, data: bytes, peers: FakePeers, fails_late: bool, num_places: int
+) -> None:
     held: list[int] = []
+    places: list[Any] = []
 
     @contextlib.contextmanager
     def counted(extent: ExtentRef) -> Iterator[Writing]:
         held.append(len(held))
         with copy(extent) as writing:
-            yield writing
+            yield Writing(lambda: places.append(writing.place()) or places[-1], writing.seal)
         held.pop()
 
     peers.errors = [FetchFailed("no slot", Fetched(busy=[HERE])) for _ in range(3)]
+    peers.fails_late = fails_late
     peers.located = [HAS_IT]
-    loader.expect([extent], Stages())
+    stages = Stages()
+    loader.expect([extent], stages)
     loaded = loader.load_next(counted)
     assert (loaded.result, loaded.source, len(peers.fetched), held) == (data, "peer", 4, [])
+    assert len(places) == num_places
+    figures = stages.figures()
+    assert (figures["put"].nbytes, figures["read"].nbytes) == (num_places * NBYTES, NBYTES)
 
 
 def test_what_storage_does_not_have_is_said_and_may_be_wanted_again(

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 from unit.cluster.counting import operations
 
-from cluster.keeper.held_extents import OVERTAKE_S, Claim, HeldExtents
+from cluster.keeper.held_extents import Claim, HeldExtents
 from cluster.keeper.records import Held
+from cluster.keeper.room_queue import OVERTAKE_S
 from weights.errors import BudgetExceeded, ExtentCorrupt
 from weights.manifest import ExtentRef
 
@@ -393,10 +394,10 @@ def test_half_of_a_claim_that_fails_leaves_the_other_half_to_others(held: HeldEx
     held.failed("b", ExtentCorrupt("other bytes"))
     with pytest.raises(ExtentCorrupt):
         held.settle(Claim(first.entries[1:], first.arrivals[1:], (), first.life), "v")
-    held.give_back(Claim(first.entries[:1], first.arrivals[:1], (), first.life), "v")
+    held._give_back(Claim(first.entries[:1], first.arrivals[:1], (), first.life), "v")
     for id_ in "ac":
         held.loaded(id_, f"ref-{id_}", np.zeros(100, np.uint8), "storage")
-    held.give_back(first, "v")  # once more than it has: nobody else's goes
+    held._give_back(first, "v")  # once more than it has: nobody else's goes
     assert held.settle(second, "w") == {"a": "ref-a"}
     assert held.bytes_by_holder() == {"w": 100}
 

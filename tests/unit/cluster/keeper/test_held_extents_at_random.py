@@ -13,8 +13,9 @@ import numpy as np
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from cluster.keeper.held_extents import OVERTAKE_S, Claim, HeldExtents
+from cluster.keeper.held_extents import Claim, HeldExtents
 from cluster.keeper.records import Held
+from cluster.keeper.room_queue import OVERTAKE_S
 from weights.errors import BudgetExceeded, ExtentCorrupt
 from weights.manifest import ExtentRef
 from weights.residency.entries import Entry
@@ -88,7 +89,7 @@ class Books(RuleBasedStateMachine):
         self.held.failed(id_, ExtentCorrupt(id_))
         for asked in [one for one in self.loading if coming in one.future.result().entries]:
             self.loading.remove(asked)
-            self.held.give_back(asked.future.result(), asked.holder)
+            self.held._give_back(asked.future.result(), asked.holder)
 
     @rule(ids=some_ids, holder=holders)
     def give(self, ids: list[str], holder: str) -> None:

@@ -486,7 +486,7 @@ def test_room_is_counted_from_the_moment_that_it_is_made(
     assert sorted(store.used_bytes) in ([0, 0], [0, 100])  # at the same moment, or one after the other
     node.acquire([extents["c"], extents["d"]], "w")
     assert max(store.used_bytes) in (200, 300)
-    assert node._used_bytes == 400
+    assert node._writer.used_bytes == 400
 
 
 def test_pages_are_made_beforehand_on_request(keeper, store: FakeStore) -> None:

@@ -139,7 +139,7 @@ def test_resident_extents_are_served_to_a_client_with_the_secret(node: Node, dir
     extent = ExtentRef(id="a", pack="p", offset=0, nbytes=1000, checksum=xxhash.xxh3_128_hexdigest(data))
     out = np.empty(1000, np.uint8)
     with PeerClient(SECRET) as client:
-        client.fetch_extent([PeerAddress(host, int(port))], extent, out)
+        client.fetch_extent([PeerAddress(host, int(port))], extent, lambda: out)
     assert out.tobytes() == data.tobytes()
     eventually(lambda: node.link.served_bytes == 1000)
 

@@ -183,7 +183,9 @@ class TestTheBytes:
     def test_arrive_as_they_were(self, serve: Serve, connect: Connect, nbytes: int, num_connections: int) -> None:
         data, out = random_bytes(nbytes), np.empty(nbytes, np.uint8)
         server = serve({"e": data})
-        shares = connect(num_connections=num_connections).fetch_extent([server.address], extent_of(data), out).shares
+        shares = (
+            connect(num_connections=num_connections).fetch_extent([server.address], extent_of(data), lambda: out).shares
+        )
         assert out.tobytes() == data.tobytes()
         assert [(share.address, share.nbytes) for share in shares] == ([(server.address, nbytes)] if nbytes else [])
         # The server counts a range when it is sent, which the client may notice first.
@@ -191,7 +193,7 @@ class TestTheBytes:
 
     def test_arrive_in_their_place_and_nowhere_else(self, serve: Serve, connect: Connect) -> None:
         data, around = random_bytes(1_000_000), np.full(1_000_200, 7, np.uint8)
-        connect().fetch_extent([serve({"e": data}).address], extent_of(data), around[100:-100])
+        connect().fetch_extent([serve({"e": data}).address], extent_of(data), lambda: around[100:-100])
         assert around[100:-100].tobytes() == data.tobytes()
         assert set(around[:100]) | set(around[-100:]) == {7}
 
@@ -201,7 +203,7 @@ class TestTheBytes:
         damaged[777_777] ^= 16
         server = serve({"e": damaged})
         with pytest.raises(ExtentCorrupt, match=rf"extent e from {server.address} has checksum .* expected"):
-            connect().fetch_extent([server.address], extent_of(data), np.empty(1_000_000, np.uint8))
+            connect().fetch_extent([server.address], extent_of(data), lambda: np.empty(1_000_000, np.uint8))
 
     def test_go_to_many_at_once(self, serve: Serve, connect: Connect) -> None:
         extents = {f"e{index}": random_bytes(200_000 + 40_000 * index) for index in range(8)}
@@ -211,7 +213,7 @@ class TestTheBytes:
         def fetch(index: int) -> bool:
             id_ = f"e{index % 8}"
             out = np.empty_like(extents[id_])
-            clients[index % 4].fetch_extent([server.address], extent_of(extents[id_], id_), out)
+            clients[index % 4].fetch_extent([server.address], extent_of(extents[id_], id_), lambda: out)
             return out.tobytes() == extents[id_].tobytes()
 
         with ThreadPoolExecutor(16) as threads:
@@ -219,8 +221,9 @@ class TestTheBytes:
         assert server.stats().num_connections <= 8
         eventually(lambda: server.stats().active_transfers == 0)
 
-    def test_need_a_place_that_fits(self, connect: Connect) -> None:
-        extent = extent_of(random_bytes(100))
+    def test_need_a_place_that_fits(self, serve: Serve, connect: Connect) -> None:
+        data = random_bytes(100)
+        extent, server = extent_of(data), serve({"e": data}, max_transfers=64)
         readonly = np.empty(100, np.uint8)
         readonly.flags.writeable = False
         for out in [
@@ -232,7 +235,7 @@ class TestTheBytes:
             readonly,
         ]:
             with pytest.raises(ValueError, match="extent e needs 100 writable, contiguous bytes"):
-                connect().fetch_extent([], extent, out)
+                connect().fetch_extent([server.address], extent, lambda out=out: out)
 
 
 class TestConnections:
@@ -245,7 +248,7 @@ class TestConnections:
                 together.wait()
             return data
 
-        connect(num_connections=4).fetch_extent([serve(lookup).address], extent_of(data), np.empty_like(data))
+        connect(num_connections=4).fetch_extent([serve(lookup).address], extent_of(data), lambda: np.empty_like(data))
 
     def test_are_kept_and_bounded_however_many_fetch(self, serve: Serve, connect: Connect) -> None:
         data = random_bytes(10 * 64 * KIB)
@@ -258,31 +261,29 @@ class TestConnections:
         server, client = serve(lookup, max_transfers=8), connect(num_connections=3)
         with ThreadPoolExecutor(8) as threads:
             for _ in range(3):
-                list(
-                    threads.map(lambda _: client.fetch_extent([server.address], extent_of(data), data.copy()), range(8))
-                )
+                list(threads.map(lambda _: client.fetch_extent([server.address], extent_of(data), data.copy), range(8)))
         assert len(serving) == 3
 
     def test_that_the_peer_let_go_are_opened_again(self, serve: Serve, connect: Connect) -> None:
         data = random_bytes(100_000)
         server, client = serve({"e": data}, idle_timeout_s=0.02), connect()
         for _ in range(3):
-            client.fetch_extent([server.address], extent_of(data), data.copy())
+            client.fetch_extent([server.address], extent_of(data), data.copy)
             eventually(lambda: server.stats().num_connections == 0)
 
     def test_a_peer_that_takes_only_one_is_used_over_one(self, serve: Serve, connect: Connect) -> None:
         data, client = random_bytes(1_000_000), connect(num_connections=4)
         server = serve({"e": data}, max_connections=1)
-        client.fetch_extent([server.address], extent_of(data), data.copy())
+        client.fetch_extent([server.address], extent_of(data), data.copy)
         assert server.stats().num_connections == 1
 
     def test_a_busy_peer_says_so(self, serve: Serve, connect: Connect) -> None:
         data = random_bytes(100)
         server = serve({"e": data}, max_connections=1)
         with log_in(server), pytest.raises(PeerUnavailable, match=f"peer {server.address}: .*BUSY"):
-            connect().fetch_extent([server.address], extent_of(data), data.copy())
+            connect().fetch_extent([server.address], extent_of(data), data.copy)
         eventually(lambda: server.stats().num_connections == 0)
-        connect().fetch_extent([server.address], extent_of(data), data.copy())
+        connect().fetch_extent([server.address], extent_of(data), data.copy)
 
     def test_closing_the_client_ends_fetches_under_way(self, serve: Serve, connect: Connect) -> None:
         data, gate, asked = random_bytes(1_000_000), threading.Event(), threading.Event()
@@ -294,14 +295,14 @@ class TestConnections:
 
         server, client = serve(lookup), connect(num_connections=2)
         with ThreadPoolExecutor(1) as threads:
-            fetching = threads.submit(client.fetch_extent, [server.address], extent_of(data), data.copy())
+            fetching = threads.submit(client.fetch_extent, [server.address], extent_of(data), data.copy)
             assert asked.wait(WAIT_S)
             client.close()
             with pytest.raises(PeerUnavailable):
                 fetching.result(WAIT_S)
         gate.set()
         with pytest.raises(PeerUnavailable, match="client is closed"):
-            client.fetch_extent([server.address], extent_of(data), data.copy())
+            client.fetch_extent([server.address], extent_of(data), data.copy)
 
 
 class TestTheSecret:
@@ -309,10 +310,10 @@ class TestTheSecret:
         data = random_bytes(100)
         server = serve({"e": data})
         with pytest.raises(PeerUnavailable, match=f"{server.address}: refuses the connection: NOT_ALLOWED"):
-            connect(os.urandom(32)).fetch_extent([server.address], extent_of(data), data.copy())
+            connect(os.urandom(32)).fetch_extent([server.address], extent_of(data), data.copy)
         stats = server.stats()
         assert (stats.served_bytes, stats.num_refused) == (0, 1)
-        connect().fetch_extent([server.address], extent_of(data), data.copy())
+        connect().fetch_extent([server.address], extent_of(data), data.copy)
 
     def test_a_proof_is_worth_nothing_on_another_connection(self, serve: Serve) -> None:
         server = serve({})
@@ -328,7 +329,7 @@ class TestTheSecret:
     def test_a_server_must_know_it_too(self, scripted: Callable[[Script], PeerAddress], connect: Connect) -> None:
         address = scripted(lambda connection: greet(connection, secret=bytes(32)))
         with pytest.raises(PeerUnavailable, match=f"{address}: does not know the cluster's secret"):
-            connect().fetch_extent([address], extent_of(random_bytes(9)), np.empty(9, np.uint8))
+            connect().fetch_extent([address], extent_of(random_bytes(9)), lambda: np.empty(9, np.uint8))
 
     def test_must_be_one(self) -> None:
         with pytest.raises(ValueError, match="a secret of 5 bytes, expected at least 16"):
@@ -353,7 +354,7 @@ class TestRefusals:
                 assert reply[:2] == (expected, 0)
         assert len(serving) == 1
         with pytest.raises(PeerUnavailable, match=f"peer {server.address}: .*'gone'.*UNKNOWN_EXTENT"):
-            client.fetch_extent([server.address], extent_of(data, "gone"), data.copy())
+            client.fetch_extent([server.address], extent_of(data, "gone"), data.copy)
 
     @pytest.mark.parametrize(
         ("offset", "nbytes"),
@@ -374,11 +375,11 @@ class TestRefusals:
     def test_a_peer_with_less_of_the_extent(self, serve: Serve, connect: Connect) -> None:
         data = random_bytes(1000)
         with pytest.raises(PeerUnavailable, match="OUT_OF_RANGE"):
-            connect().fetch_extent([serve({"e": data[:999]}).address], extent_of(data), data.copy())
+            connect().fetch_extent([serve({"e": data[:999]}).address], extent_of(data), data.copy)
 
     def test_no_peer_was_offered(self, connect: Connect) -> None:
         with pytest.raises(PeerUnavailable, match="extent e: 10 of 10 bytes are missing; no peer was offered"):
-            connect().fetch_extent([], extent_of(random_bytes(10)), np.empty(10, np.uint8))
+            connect().fetch_extent([], extent_of(random_bytes(10)), lambda: np.empty(10, np.uint8))
 
     def test_ranges_that_no_server_would_send(self) -> None:
         for range_bytes in (0, -1, protocol.MAX_RANGE_BYTES + 1):
@@ -415,7 +416,7 @@ class TestFailures:
             assert process.stdout is not None
             killed = PeerAddress("127.0.0.1", int(process.stdout.readline()))
             second, out = serve({"e": data}), np.empty_like(data)
-            shares = connect().fetch_extent([killed, second.address], extent_of(data), out).shares
+            shares = connect().fetch_extent([killed, second.address], extent_of(data), lambda: out).shares
             assert process.wait(WAIT_S) == -signal.SIGKILL
         assert out.tobytes() == data.tobytes()
         assert [share.address for share in shares] == [killed, second.address]
@@ -436,10 +437,10 @@ class TestFailures:
         closing.start()
         client = connect(range_bytes=KIB)
         with pytest.raises(PeerUnavailable, match=rf"bytes are missing; peer {server.address}: "):
-            client.fetch_extent([server.address], extent_of(data), data.copy())
+            client.fetch_extent([server.address], extent_of(data), data.copy)
         closing.join()
         with pytest.raises(PeerUnavailable, match="refused"):
-            client.fetch_extent([server.address], extent_of(data), data.copy())
+            client.fetch_extent([server.address], extent_of(data), data.copy)
 
     def test_one_connection_that_breaks_is_made_up_for_by_the_others(
         self, scripted: Callable[[Script], PeerAddress], connect: Connect
@@ -459,7 +460,7 @@ class TestFailures:
                 connection.sendall(part)
 
         out = np.empty_like(data)
-        connect().fetch_extent([scripted(script)], extent_of(data), out)
+        connect().fetch_extent([scripted(script)], extent_of(data), lambda: out)
         assert out.tobytes() == data.tobytes()
 
     def test_a_slow_peer_is_given_up_for_the_next(
@@ -485,8 +486,8 @@ class TestFailures:
         )
         start_s = time.monotonic()
         with pytest.raises(PeerUnavailable, match=f"peer {slow}: too slow: .*expected 5.000 MB/s per connection"):
-            client.fetch_extent([slow], extent_of(data), out)
-        shares = client.fetch_extent([slow, serve({"e": data}).address], extent_of(data), out).shares
+            client.fetch_extent([slow], extent_of(data), lambda: out)
+        shares = client.fetch_extent([slow, serve({"e": data}).address], extent_of(data), lambda: out).shares
         assert time.monotonic() - start_s < WAIT_S / 2
         assert out.tobytes() == data.tobytes()
         assert [share.nbytes for share in shares] == [data.nbytes]
@@ -494,12 +495,12 @@ class TestFailures:
     def test_the_floor_of_a_fetch_is_the_caller_s(self, serve: Serve, connect: Connect) -> None:
         data = random_bytes(64 * KIB)
         with pytest.raises(PeerUnavailable, match="too slow"):
-            connect(grace_s=0.0).fetch_extent([serve({"e": data}).address], extent_of(data), data.copy(), min_gbps=1e6)
+            connect(grace_s=0.0).fetch_extent([serve({"e": data}).address], extent_of(data), data.copy, min_gbps=1e6)
 
     def test_a_silent_peer_is_given_up(self, scripted: Callable[[Script], PeerAddress], connect: Connect) -> None:
         address = scripted(closed_by_peer)
         with pytest.raises(PeerUnavailable, match=f"peer {address}: .*timed out"):
-            connect(timeout_s=0.05).fetch_extent([address], extent_of(random_bytes(9)), np.empty(9, np.uint8))
+            connect(timeout_s=0.05).fetch_extent([address], extent_of(random_bytes(9)), lambda: np.empty(9, np.uint8))
 
     def test_all_threads_that_wait_for_a_silent_peer_fail_together(
         self, scripted: Callable[[Script], PeerAddress], connect: Connect
@@ -509,7 +510,7 @@ class TestFailures:
 
         def fetch(_: int) -> str:
             with pytest.raises(PeerUnavailable) as caught:
-                client.fetch_extent([address], extent, np.empty(9, np.uint8))
+                client.fetch_extent([address], extent, lambda: np.empty(9, np.uint8))
             return str(caught.value)
 
         start_s = time.monotonic()
@@ -540,7 +541,7 @@ class TestFailures:
             closed_by_peer(connection)
 
         with pytest.raises(PeerUnavailable, match=reason):
-            connect().fetch_extent([scripted(script)], extent_of(random_bytes(9)), np.empty(9, np.uint8))
+            connect().fetch_extent([scripted(script)], extent_of(random_bytes(9)), lambda: np.empty(9, np.uint8))
 
     def test_a_load_that_no_server_has_makes_a_peer_no_faster(
         self, scripted: Callable[[Script], PeerAddress], connect: Connect
@@ -554,12 +555,14 @@ class TestFailures:
                 nbytes = protocol.decode_request(frame).nbytes
                 connection.sendall(protocol.encode_reply(Status.OK, nbytes, 65535) + data.tobytes()[:nbytes])
 
-        (share,) = connect().fetch_extent([scripted(script)], extent_of(data), data.copy()).shares
+        (share,) = connect().fetch_extent([scripted(script)], extent_of(data), data.copy).shares
         assert share.load == MAX_TRANSFERS
 
     def test_a_host_that_does_not_exist(self, connect: Connect) -> None:
         with pytest.raises(PeerUnavailable, match=r"peer host\.\.invalid:1: "):
-            connect().fetch_extent([PeerAddress("host..invalid", 1)], extent_of(random_bytes(9)), np.empty(9, np.uint8))
+            connect().fetch_extent(
+                [PeerAddress("host..invalid", 1)], extent_of(random_bytes(9)), lambda: np.empty(9, np.uint8)
+            )
 
 
 class TestTheServer:
@@ -602,7 +605,7 @@ class TestTheServer:
         assert (server.stats().num_connections, server.stats().num_strangers) == (0, MAX_STRANGERS)
         out = np.empty_like(data)
         # None of them leaves by itself within the time that the client waits for an answer.
-        connect(timeout_s=5.0).fetch_extent([server.address], extent_of(data), out)
+        connect(timeout_s=5.0).fetch_extent([server.address], extent_of(data), lambda: out)
         assert out.tobytes() == data.tobytes()
         for connection in silent:
             connection.close()
@@ -639,7 +642,7 @@ class TestTheServer:
         with log_in(server) as oldest, log_in(server) as other:
             eventually(lambda: server.stats().num_connections == 2)
             threading.Event().wait(2 * MIN_IDLE_S)  # idle is a matter of time
-            connect(num_connections=1).fetch_extent([server.address], extent_of(data), data.copy())
+            connect(num_connections=1).fetch_extent([server.address], extent_of(data), data.copy)
             assert closed_by_peer(oldest)
             other.sendall(protocol.encode_request(Request("e", 0, 0, 1)))
             assert (
@@ -649,7 +652,7 @@ class TestTheServer:
     def test_a_client_whose_connection_had_to_yield_opens_another(self, serve: Serve, connect: Connect) -> None:
         data = random_bytes(100)
         server, client = serve({"e": data}), connect(num_connections=1)
-        client.fetch_extent([server.address], extent_of(data), data.copy())
+        client.fetch_extent([server.address], extent_of(data), data.copy)
         (kept,) = client._connections._idle[server.address]
         ended = 0
 
@@ -668,7 +671,7 @@ class TestTheServer:
                 stream.sendall(frame)
 
         stream, kept._socket = kept._socket, Unlucky()
-        client.fetch_extent([server.address], extent_of(data), data.copy())
+        client.fetch_extent([server.address], extent_of(data), data.copy)
         assert ended == 1
 
     def test_sends_a_bounded_number_of_extents_at_once_and_says_how_many(self, serve: Serve, connect: Connect) -> None:
@@ -682,17 +685,24 @@ class TestTheServer:
                 assert reply == (Status.OK, 4, load)
                 protocol.receive_frame(connection, 4, WAIT_S)
             assert server.active_transfers == 2
-            client = connect()
+            client, places = connect(), []
+
+            def place() -> ByteArray:
+                places.append(np.empty(10, np.uint8))
+                return places[-1]
+
             with pytest.raises(FetchFailed, match=f"{server.address}: has no slot for extent c: BUSY") as caught:
-                client.fetch_extent([server.address], extent_of(data, "c"), data.copy())
+                client.fetch_extent([server.address], extent_of(data, "c"), place)
             assert (caught.value.fetched.busy, caught.value.fetched.failed) == ([server.address], [])
-            fetched = client.fetch_extent([server.address, other.address], extent_of(data, "c"), data.copy())
+            assert places == []  # nothing was made for a peer without a slot
+            fetched = client.fetch_extent([server.address, other.address], extent_of(data, "c"), place)
+            assert [len(made) for made in places] == [10]
             assert (fetched.busy, [share.address for share in fetched.shares]) == ([server.address], [other.address])
             # What has begun goes on, and makes room when its last byte is sent.
             first.sendall(protocol.encode_request(Request("a", 4, 6, 1)))
             protocol.receive_frame(first, protocol.REPLY_BYTES + 6, WAIT_S)
             eventually(lambda: server.active_transfers < 2)
-            client.fetch_extent([server.address], extent_of(data, "c"), data.copy())
+            client.fetch_extent([server.address], extent_of(data, "c"), data.copy)
 
     @given(st.binary(max_size=300))
     def test_survives_any_bytes_of_strangers(self, noise: bytes) -> None:
@@ -718,7 +728,7 @@ class TestTheServer:
             with log_in(server) as connection:
                 connection.sendall(noise)
                 assert closed_by_peer(connection)
-            client.fetch_extent([server.address], extent_of(data), data.copy())
+            client.fetch_extent([server.address], extent_of(data), data.copy)
 
     def test_outlives_a_lookup_that_fails_and_says_so(
         self, serve: Serve, connect: Connect, caplog: pytest.LogCaptureFixture
@@ -730,9 +740,9 @@ class TestTheServer:
 
         server, client = serve(lookup), connect()
         with pytest.raises(PeerUnavailable, match="closed after 0"):
-            client.fetch_extent([server.address], extent_of(data, "other"), data.copy())
+            client.fetch_extent([server.address], extent_of(data, "other"), data.copy)
         eventually(lambda: "KeyError: 'other'" in caplog.text)
-        client.fetch_extent([server.address], extent_of(data), data.copy())
+        client.fetch_extent([server.address], extent_of(data), data.copy)
 
     def test_says_when_its_port_is_taken(self, serve: Serve) -> None:
         taken = serve({}).address.port
