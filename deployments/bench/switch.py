@@ -99,7 +99,7 @@ def _new_attaches(node: Node, number: int, prepare: bool) -> list[float]:
         replicas = node.replicas(min(REPLICAS_AT_ONCE, number - len(samples)), node.models.nbytes(), prepare=prepare)
         wait_for_quiet()
         samples += [ray.get(replica.switch.remote(FLUX))["ms"] for replica in replicas]
-        node.end(replicas)
+        node.end_replicas(replicas)
     return samples
 
 
@@ -135,7 +135,7 @@ def _legs(models: Models, rounds: int) -> dict[str, Any]:
                     "diffusers_touched_ms": _peer_third_leg(peer, models, touch=True)[0],
                     "moved_ms": _peer_move(peer),
                     "everything_ms": _third_leg(keeping, touch=False)["ms"],
-                    "lookup_ms": peer.ask("find", model=f"kept-{FLUX}"),
+                    "lookup_ms": peer.run_order("find_model", model=f"kept-{FLUX}"),
                 }
                 for name, ms in turns.items() if number else ():  # the first round is for lazy imports
                     samples.setdefault(name, []).append(ms)
@@ -160,23 +160,23 @@ def _peer_third_leg(peer: Peer, models: Models, touch: bool) -> tuple[float, flo
     """Return milliseconds to load, and before that to free the memory of the other."""
     loading = freeing = 0.0
     for name in (FLUX, SDXL, FLUX):
-        freeing = peer.ask("drop", models=[FLUX, SDXL])
+        freeing = peer.run_order("drop_models", models=[FLUX, SDXL])
         path = str(models.sources[name])
-        loading = peer.ask("load", model=name, path=path, drop=[], dtype="bfloat16", touch=touch)
+        loading = peer.run_order("load_model", model=name, path=path, drop=[], dtype="bfloat16", touch=touch)
     return loading, freeing
 
 
 def _keep(peer: Peer, models: Models) -> None:
     for name in (FLUX, SDXL):
         path = str(models.sources[name])
-        peer.ask("load", model=f"kept-{name}", path=path, drop=[], dtype="bfloat16")
-        peer.ask("keep", model=f"kept-{name}")
+        peer.run_order("load_model", model=f"kept-{name}", path=path, drop=[], dtype="bfloat16")
+        peer.run_order("keep_weights", model=f"kept-{name}")
 
 
 def _peer_move(peer: Peer) -> float:
     kept = {name: f"kept-{name}" for name in (FLUX, SDXL)}
-    peer.ask("move", model=kept[SDXL], away=[kept[FLUX]])
-    return peer.ask("move", model=kept[FLUX], away=[kept[SDXL]])
+    peer.run_order("move_weights", model=kept[SDXL], away=[kept[FLUX]])
+    return peer.run_order("move_weights", model=kept[FLUX], away=[kept[SDXL]])
 
 
 def print_switch_figures(figures: dict[str, Any], as_json: bool) -> None:
