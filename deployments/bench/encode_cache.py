@@ -162,10 +162,10 @@ def _lookups(folder: Path, texts: Texts) -> dict[str, Any]:
     (away,) = {node["NodeID"] for node in ray.nodes()} - {home}
     first, second, other = (_replica(folder, node) for node in (home, home, away))
     found: dict[str, Any] = {}
-    embed = partial(_by_place, first, second, other, "embed")
+    embed = partial(_by_place, first, second, other, "embed_texts")
     found["sentence embedding"] = embed([texts.draw(NUM_TEXTS), texts.draw(NUM_TEXTS)])
     numbers = range(2 * NUM_LARGE)
-    keep = partial(_by_place, first, second, other, "keep")
+    keep = partial(_by_place, first, second, other, "keep_encodings")
     found["4 MiB"] = keep([numbers[:NUM_LARGE], numbers[NUM_LARGE:]], LARGE_SHAPE)
     for replica in (first, second, other):
         ray.kill(replica)
@@ -207,7 +207,7 @@ class _EncodeReplica:
         self._keyed = KeyedEncoder(cluster, encoder)
         self._encoders = CachedEncoders(self._cache, _encode_jobs)
 
-    async def embed(self, texts: Sequence[str]) -> list[_Lookup]:
+    async def embed_texts(self, texts: Sequence[str]) -> list[_Lookup]:
         """Encode one after the other, from the text on: what a service's replica does, tokenization and all."""
         found: list[_Lookup] = []
         for text in texts:
@@ -216,7 +216,7 @@ class _EncodeReplica:
             found.append((source, (time.perf_counter() - start) * 1e3))
         return found
 
-    async def keep(self, numbers: Sequence[int], shape: tuple[int, ...]) -> list[_Lookup]:
+    async def keep_encodings(self, numbers: Sequence[int], shape: tuple[int, ...]) -> list[_Lookup]:
         """Keep encodings of `shape` in bfloat16, as another encoder would make; only the cache is timed."""
 
         async def compute_many(keys: Sequence[EncodingKey]) -> list[Encoding]:

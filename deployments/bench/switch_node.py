@@ -74,7 +74,7 @@ class Node:
         """Make these models resident, leased for as long as this process lives."""
         ray.get(self.keeper.acquire.remote(self.models.extents(*names), HOLDER))
 
-    def stats(self) -> KeeperStats:
+    def keeper_stats(self) -> KeeperStats:
         stats: KeeperStats = ray.get(self.keeper.stats.remote())
         return stats
 
