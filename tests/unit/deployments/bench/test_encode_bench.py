@@ -1,4 +1,4 @@
-"""What encoding is measured on, how callers ask, and how counts become figures."""
+"""Texts that encoding is measured on, callers over HTTP, and figures from counts."""
 
 from __future__ import annotations
 
