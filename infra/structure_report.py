@@ -4,7 +4,8 @@
 
 Names are matched without type inference: a method counts as used when another module mentions an attribute (or a
 string) of its name. The counts are therefore lower bounds. What a framework calls by name is left out: decorated routes
-and commands, validators, methods of classes with a base outside the tree.
+and commands, validators, methods of classes with a base outside the tree. A method that a base class or a protocol of
+the tree declares has the sense of that declaration: with it, it counts as one definition of its name.
 """
 
 from __future__ import annotations
@@ -66,6 +67,9 @@ class Module:
     attributes: set[str] = field(default_factory=set)
     strings: set[str] = field(default_factory=set)
     raised: set[str] = field(default_factory=set)
+    bases: dict[str, set[str]] = field(default_factory=dict)  # of each class, by name
+    members: dict[str, set[str]] = field(default_factory=dict)  # methods, properties and fields of each class
+    protocols: set[str] = field(default_factory=set)
     attributes_by_class: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))  # "" outside of classes
     calls: list[str] = field(default_factory=list)
 
@@ -109,6 +113,8 @@ def _collect_definitions(module: Module) -> None:
                 module.exported |= {str(leaf.value) for leaf in ast.walk(node) if isinstance(leaf, ast.Constant)}
                 module.exposed |= module.exported
             module.definitions += [Definition(module.name, name, node.lineno) for name in names]
+            if any(map(_is_public, names)) and isinstance(node.value, ast.Subscript | ast.BinOp):
+                module.exposed |= _names(node.value)  # an alias of types
     for node in ast.walk(module.tree):
         if isinstance(node, ast.Module | ast.ClassDef | Function) and (text := ast.get_docstring(node)):
             module.docstrings.append((getattr(node, "lineno", 1), text.splitlines()[0]))
@@ -116,6 +122,12 @@ def _collect_definitions(module: Module) -> None:
 
 def _collect_class(module: Module, node: ast.ClassDef) -> None:
     is_public = _is_public(node.name)
+    module.bases[node.name] = {_last_name(base) for base in node.bases}
+    if "Protocol" in module.bases[node.name]:
+        module.protocols.add(node.name)
+    module.members[node.name] = {each.name for each in node.body if isinstance(each, Function)} | {
+        each.target.id for each in node.body if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)
+    }
     if is_public:
         for base in node.bases:
             module.exposed |= _names(base)
@@ -223,6 +235,13 @@ class Structure:
             for source, name in package.imports
             if source in self.modules
         }
+        self._bases: dict[str, set[str]] = defaultdict(set)
+        self._members: dict[str, set[str]] = defaultdict(set)
+        for module in self.modules.values():
+            for name, bases in module.bases.items():
+                self._bases[name] |= bases
+                self._members[name] |= module.members[name]
+        self._protocols = {name for module in self.modules.values() for name in module.protocols}
         scripts = [path for path in (root / "pyproject.toml", root / "Makefile") if path.exists()]
         self._scripts = " ".join(path.read_text() for path in scripts)
 
@@ -274,11 +293,31 @@ class Structure:
         return unused
 
     def repeated_verbs(self) -> dict[str, list[Definition]]:
-        """Map names of public functions and methods with more than four definitions to these."""
+        """Map names of public functions and methods with more than four definitions to these.
+
+        Methods that a base class or a protocol of the tree declares, too, count once with its declaration.
+        """
         verbs = defaultdict(list)
         for each in (each for module in self.modules.values() for each in module.verbs if _is_public(each.name)):
             verbs[each.name].append(each)
-        return {name: found for name, found in verbs.items() if len(found) > MAX_DEFINITIONS}
+        senses = {name: self._distinct(found) for name, found in verbs.items() if len(found) > MAX_DEFINITIONS}
+        return {name: found for name, found in senses.items() if len(found) > MAX_DEFINITIONS}
+
+    def _distinct(self, definitions: list[Definition]) -> list[Definition]:
+        """Leave out methods that another of the definitions declares: of a base class, or of a protocol they meet."""
+        owners = {each.owner for each in definitions if each.owner}
+        return [each for each in definitions if not self._declarers(each.owner) & (owners - {each.owner})]
+
+    def _declarers(self, owner: str) -> set[str]:
+        """Return the base classes of a class, all the way up, and the protocols of which it has every member."""
+        found: set[str] = set()
+        unseen = [owner]
+        while unseen:
+            bases = self._bases.get(unseen.pop(), set()) - found
+            found |= bases
+            unseen += bases
+        own = {member for name in (owner, *found) for member in self._members.get(name, ())}
+        return found | {name for name in self._protocols if self._members[name] and self._members[name] <= own}
 
     def records_by_constructions(self) -> list[tuple[Definition, int]]:
         """List records (dataclasses, NamedTuples, TypedDicts, pydantic models), each with its calls in the product."""

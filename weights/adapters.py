@@ -47,11 +47,6 @@ class LoraAdapter:
     path: Path
     components: Mapping[str, Mapping[str, LoraPair]]
 
-    @property
-    def num_bytes(self) -> int:
-        pairs = [pair for component in self.components.values() for pair in component.values()]
-        return sum(pair.down.nbytes + pair.up.nbytes for pair in pairs)
-
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> LoraAdapter:
         """Return the adapter with its tensors elsewhere; tensors that are there already are not copied."""
         moved = {

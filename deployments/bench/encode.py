@@ -24,18 +24,29 @@ from ray import serve
 from rich.console import Console
 from rich.table import Table
 
-from deployments.bench.encode_cluster import (
+from deployments.bench.encode_cache import live_entries, measure_nodes
+from deployments.bench.encode_load import (
+    Load,
+    Texts,
+    embeddings_load,
+    interleaved,
+    load_figures,
+    post_all,
+    ratio_figures,
+    vocabulary,
+)
+from deployments.bench.encode_reload import reload_ms
+from deployments.bench.encode_servers import (
     EncoderCounts,
     arrival_padding,
     cluster_config,
     deploy_empty,
     encoder_counts,
+    infinity_environment,
+    infinity_server,
+    minilm_folder,
+    write_t5,
 )
-from deployments.bench.encode_load import Load, embeddings_load, interleaved, load_figures, post_all, ratio_figures
-from deployments.bench.encode_memory import live_entries
-from deployments.bench.encode_models import Texts, minilm_folder, vocabulary, write_t5
-from deployments.bench.encode_nodes import measure_nodes
-from deployments.bench.encode_peers import infinity_environment, infinity_server, reload_ms
 from deployments.bench.figures import percentile, summary
 from deployments.cli.running import cluster_up
 
@@ -50,7 +61,7 @@ EMBEDDING_WIDTH: Final = 384  # of MiniLM
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How much is measured. `requests`: per round, by the number of callers."""
+    """The number of repetitions of each measurement. `requests`: per round, by the number of callers."""
 
     rounds: int = 3
     requests: tuple[tuple[int, int], ...] = ((1, 20), (8, 48), (64, 128))
@@ -64,10 +75,10 @@ class Effort:
 def measure_encode(effort: Effort, seed: int, cache: Path) -> dict[str, Any]:
     """Measure, and return JSON-able figures. `cache` keeps the peer's environment for the next time."""
     with contextlib.redirect_stdout(sys.stderr):  # Ray prints when a process of it dies, and stdout is for figures
-        return _run(effort, seed, cache)
+        return _measure(effort, seed, cache)
 
 
-def _run(effort: Effort, seed: int, cache: Path) -> dict[str, Any]:
+def _measure(effort: Effort, seed: int, cache: Path) -> dict[str, Any]:
     environment = infinity_environment(cache)
     load_average = [os.getloadavg()]
     with tempfile.TemporaryDirectory() as name:
@@ -75,14 +86,14 @@ def _run(effort: Effort, seed: int, cache: Path) -> dict[str, Any]:
         models = {MINILM: minilm, T5: write_t5(folder / "t5", minilm, seed)}
         words = vocabulary(minilm)
         texts = Texts(words, seed)
-        memory = live_entries(models[T5], Texts(words, seed, 5, 40).take(64), EMBEDDING_WIDTH)
+        memory = live_entries(models[T5], Texts(words, seed, 5, 40).draw(64), EMBEDDING_WIDTH)
         with contextlib.ExitStack() as running:
             peer = running.enter_context(infinity_server(environment, models, effort.num_threads))
             ours = running.enter_context(cluster_up(cluster_config(folder, models, effort.num_threads), ""))
             load_average.append(os.getloadavg())
             urls = {OURS: ours, INFINITY: peer}
             found = {model: _throughput(urls, model, texts, effort) for model in models}
-            reloads = {model: reload_ms(path, texts.take(effort.num_reloads), 1) for model, path in models.items()}
+            reloads = {model: reload_ms(path, texts.draw(effort.num_reloads), 1) for model, path in models.items()}
             hits = {model: _hits(ours, model, texts, effort.num_hits) for model in models}
             overhead = _overhead(ours, texts, effort)
             serve.shutdown()  # here: Serve would connect to another Ray to do it later
@@ -106,7 +117,7 @@ def _throughput(urls: Mapping[str, str], model: str, texts: Texts, effort: Effor
     same = _same_vectors(urls, model, texts)
     found: dict[str, Any] = {"least_cosine": same, "callers": {}}
     for num_callers, number in effort.requests:
-        inputs = [texts.take(number) for _ in range(effort.rounds)]
+        inputs = [texts.draw(number) for _ in range(effort.rounds)]
         counts: list[EncoderCounts] = []
         ways = {name: partial(_round, url, model, inputs, num_callers) for name, url in urls.items()}
         ways[OURS] = partial(_counted, urls[OURS], ways[OURS], counts)
@@ -149,8 +160,8 @@ def _padding(counts: Sequence[EncoderCounts], loads: Sequence[Load]) -> dict[str
 
 
 def _same_vectors(urls: Mapping[str, str], model: str, texts: Texts) -> float:
-    """The least cosine between vectors of the same text; warms both sides up."""
-    inputs = texts.take(WARM_TEXTS)
+    """Return the least cosine between vectors of the same text; warms both sides up."""
+    inputs = texts.draw(WARM_TEXTS)
     loads = [embeddings_load(url, model, inputs, 8) for url in urls.values()]
     ours, theirs = (
         np.array([answer["data"][0]["embedding"] for answer in load.answers], dtype=np.float64) for load in loads
@@ -160,8 +171,8 @@ def _same_vectors(urls: Mapping[str, str], model: str, texts: Texts) -> float:
 
 
 def _hits(url: str, model: str, texts: Texts, number: int) -> dict[str, Any]:
-    """The same text again, by one caller: milliseconds over HTTP, and inside the replica."""
-    load = embeddings_load(url, model, texts.take(1) * (number + 1), 1)
+    """Ask for the same text again, by one caller; return milliseconds over HTTP, and inside the replica."""
+    load = embeddings_load(url, model, texts.draw(1) * (number + 1), 1)
     if [answer["encoder_cache"]["misses"] for answer in load.answers] != [1] + [0] * number:
         raise RuntimeError("a text that had been encoded was not found in the cache")
     inside = [answer["timings_ms"]["switch"] + answer["timings_ms"]["encode"] for answer in load.answers[1:]]
@@ -169,20 +180,20 @@ def _hits(url: str, model: str, texts: Texts, number: int) -> dict[str, Any]:
 
 
 def _overhead(url: str, texts: Texts, effort: Effort) -> dict[str, Any]:
-    """Latencies of cached texts beside empty applications behind the same proxy, by 64 callers and by one."""
-    cached = [{"model": MINILM, "input": text} for text in texts.take(64, 20)]
+    """Return latencies of cached texts beside empty applications behind the same proxy, by 64 callers and by one."""
+    cached = [{"model": MINILM, "input": text} for text in texts.draw(64, 20)]
     asyncio.run(post_all(f"{url}/v1/embeddings", cached, 8))
     targets = {"cached embedding": f"{url}/v1/embeddings"}
     targets |= {name: url + prefix for name, prefix in deploy_empty().items()}
 
-    def ask(target: str, num_callers: int, _: int) -> Load:
+    def post_cached(target: str, num_callers: int, _: int) -> Load:
         number = effort.num_overhead if num_callers > 1 else effort.num_overhead // 4
         bodies = list(islice(cycle(cached), number))
         return asyncio.run(post_all(target, bodies, num_callers))
 
     found: dict[str, Any] = {}
     for num_callers in (64, 1):
-        ways = {name: partial(ask, target, num_callers) for name, target in targets.items()}
+        ways = {name: partial(post_cached, target, num_callers) for name, target in targets.items()}
         loads = interleaved(ways, effort.rounds + 1)
         figures = {name: load_figures(rounds[1:]) for name, rounds in loads.items()}  # the first meets the replicas
         empty_ms = {name: one["p50_ms"] for name, one in figures.items()}

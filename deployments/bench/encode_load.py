@@ -1,20 +1,52 @@
-"""Callers over HTTP, each of which asks again when it has its answer, and what they see."""
+"""The load of `atelier bench encode`: distinct texts, callers over HTTP that ask again when answered, and figures."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import math
+import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
 import aiohttp
 
 from deployments.bench.figures import percentile
 
-TIMEOUT_S = 300.0
+TIMEOUT_S: Final = 300.0
+
+
+def vocabulary(folder: Path) -> list[str]:
+    """Return the whole words of a WordPiece tokenizer: one token each."""
+    words = json.loads((folder / "tokenizer.json").read_text("utf-8"))["model"]["vocab"]
+    return sorted(word for word in words if word.isascii() and word.isalpha() and len(word) > 2)
+
+
+class Texts:
+    """Random texts that were never given out before, from `seed`. Lengths are log-uniform: short ones are common."""
+
+    def __init__(self, words: list[str], seed: int, least: int = 5, most: int = 200) -> None:
+        self._words = words
+        self._rng = random.Random(seed)
+        self._lengths = (least, most)
+        self._given: set[str] = set()
+
+    def draw(self, number: int, num_words: int | None = None) -> list[str]:
+        """Return new texts, of `num_words` each instead of mixed lengths where it is given."""
+        return [self._one(num_words) for _ in range(number)]
+
+    def _one(self, num_words: int | None) -> str:
+        least, most = self._lengths
+        while True:
+            length = num_words or round(math.exp(self._rng.uniform(math.log(least), math.log(most))))
+            text = " ".join(self._rng.choices(self._words, k=length))
+            if text not in self._given:
+                self._given.add(text)
+                return text
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The encoder is loaded for every request and dropped after it: `python -m deployments.bench.encode_reload FOLDER N`.
+"""A load of the encoder for every request: `reload_ms` runs `python -m deployments.bench.encode_reload FOLDER N`.
 
 N torch threads. Reads a JSON list of texts from stdin, prints a JSON list of milliseconds; imports are not counted,
 and neither is a first load, which imports some more.
@@ -8,15 +8,26 @@ from __future__ import annotations
 
 import gc
 import json
+import subprocess
 import sys
 import time
+from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from transformers import AutoTokenizer, T5EncoderModel
 from transformers.models.auto import AutoConfig, AutoModel
 
 
-def main(folder: str, num_threads: int) -> None:
+def reload_ms(folder: Path, texts: Sequence[str], num_threads: int) -> list[float]:
+    """Return milliseconds per text when each request loads the encoder for itself, in a process of its own."""
+    command = [sys.executable, "-m", "deployments.bench.encode_reload", str(folder), str(num_threads)]
+    done = subprocess.run(command, input=json.dumps(list(texts)), capture_output=True, text=True, check=True)
+    found: list[float] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def _print_times(folder: str, num_threads: int) -> None:
     torch.set_num_threads(num_threads)
     texts = json.load(sys.stdin)
     times_ms = []
@@ -29,7 +40,7 @@ def main(folder: str, num_threads: int) -> None:
 
 
 def _encode(folder: str, text: str) -> list[float]:
-    """The mean over a text's tokens, as both models pool."""
+    """Return the mean over a text's tokens, as both models pool."""
     is_t5 = AutoConfig.from_pretrained(folder).model_type == "t5"
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = (T5EncoderModel if is_t5 else AutoModel).from_pretrained(folder).eval()
@@ -40,4 +51,4 @@ def _encode(folder: str, text: str) -> list[float]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    _print_times(sys.argv[1], int(sys.argv[2]))

@@ -23,7 +23,7 @@ NUM_REQUESTS, NUM_SEEDS = 5000, 3
 Model = tuple[str, ...]  # the components of a model
 
 
-def heavy_tailed_trace(rng: random.Random, num_requests: int, change_every: int | None = None) -> list[int]:
+def _draw_trace(rng: random.Random, num_requests: int, change_every: int | None = None) -> list[int]:
     models = rng.sample(range(NUM_MODELS), NUM_MODELS)
     zipf = [1 / rank for rank in range(1, NUM_POPULAR + 1)]
     weights = [(1 - TAIL_SHARE) * share / sum(zipf) for share in zipf]
@@ -36,7 +36,7 @@ def heavy_tailed_trace(rng: random.Random, num_requests: int, change_every: int 
     return trace
 
 
-def bytes_moved_by_lru(trace: Sequence[Model], sizes: dict[str, int], max_models: float, budget: float) -> int:
+def _bytes_moved_by_lru(trace: Sequence[Model], sizes: dict[str, int], max_models: float, budget: float) -> int:
     """Simulate LRU of whole models, bounded by their number and by their bytes; return the bytes moved."""
     resident: OrderedDict[Model, int] = OrderedDict()
     moved = 0
@@ -51,7 +51,7 @@ def bytes_moved_by_lru(trace: Sequence[Model], sizes: dict[str, int], max_models
     return moved
 
 
-def bytes_moved_by_value(trace: Sequence[Model], sizes: dict[str, int], budget: int, half_life: float) -> int:
+def _bytes_moved_by_value(trace: Sequence[Model], sizes: dict[str, int], budget: int, half_life: float) -> int:
     now = [0.0]
     book: Book[None] = Book(budget, lambda: now[0], never_used=Popularity(half_life))
     moved = 0
@@ -69,7 +69,7 @@ def bytes_moved_by_value(trace: Sequence[Model], sizes: dict[str, int], budget: 
     return moved
 
 
-def ratios(share: float, change_every: int | None, shared_bytes: float = 0.0) -> tuple[float, float]:
+def moved_bytes_ratios(share: float, change_every: int | None, shared_bytes: float = 0.0) -> tuple[float, float]:
     """Return (count-LRU / ours, byte-LRU / ours) in bytes moved, with a budget of `share` of the popular bytes.
 
     Serve's multiplexing takes a number of models and no bytes, so it is set to what fits whatever the models are.
@@ -77,7 +77,7 @@ def ratios(share: float, change_every: int | None, shared_bytes: float = 0.0) ->
     by_count = by_bytes = ours = 0
     for seed in range(NUM_SEEDS):
         rng = random.Random(seed)
-        numbers = heavy_tailed_trace(rng, NUM_REQUESTS, change_every)
+        numbers = _draw_trace(rng, NUM_REQUESTS, change_every)
         whole = [round(math.exp(rng.uniform(math.log(1000), math.log(24_000)))) for _ in range(NUM_MODELS)]
         # Families of ten fine-tunes share encoders and VAE when `shared_bytes` is not 0.
         sizes = {f"family{i // 10}": round(whole[i] * shared_bytes) for i in range(0, NUM_MODELS, 10)}
@@ -89,15 +89,15 @@ def ratios(share: float, change_every: int | None, shared_bytes: float = 0.0) ->
         popular = sorted(range(NUM_MODELS), key=numbers[:1000].count)[-NUM_POPULAR:]
         budget = max(int(share * sum(bytes_of[i] for i in popular)), 2 * max(bytes_of))
         trace = [models[i] for i in numbers]
-        by_count += bytes_moved_by_lru(trace, sizes, budget // max(bytes_of), budget)
-        by_bytes += bytes_moved_by_lru(trace, sizes, math.inf, budget)
-        ours += bytes_moved_by_value(trace, sizes, budget, half_life=500)
+        by_count += _bytes_moved_by_lru(trace, sizes, budget // max(bytes_of), budget)
+        by_bytes += _bytes_moved_by_lru(trace, sizes, math.inf, budget)
+        ours += _bytes_moved_by_value(trace, sizes, budget, half_life=500)
     return by_count / ours, by_bytes / ours
 
 
 def measure_eviction() -> dict[str, Any]:
     """Return ratios by share, with models popular all the time."""
-    found = {share: ratios(share, None) for share in SHARES}
+    found = {share: moved_bytes_ratios(share, None) for share in SHARES}
     return {
         "models": NUM_MODELS,
         "popular": NUM_POPULAR,

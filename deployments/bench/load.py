@@ -210,7 +210,7 @@ def measure_load(
         bench = _Bench(given, Path(folder), peers)
         if source is None:
             shutil.rmtree(given)  # every loader has its own by now
-        orders = draw_orders([RAW, RAW_BUSY, *KEEPERS, *peers], rounds, seed)
+        orders = _draw_orders([RAW, RAW_BUSY, *KEEPERS, *peers], rounds, seed)
         touch_memory(4 * bench.manifest.nbytes)
         bench.try_raw()
         # A model and a half: while one keeper's copy is freed, the next one's is made.
@@ -232,7 +232,7 @@ def measure_load(
     }
 
 
-def draw_orders(names: Sequence[str], rounds: int, seed: int) -> dict[str, list[list[str]]]:
+def _draw_orders(names: Sequence[str], rounds: int, seed: int) -> dict[str, list[list[str]]]:
     """Draw the order of the loaders in each round, by mode."""
     rng = random.Random(seed)
     return {mode: [rng.sample(names, len(names)) for _ in range(rounds)] for mode in MODES}

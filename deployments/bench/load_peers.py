@@ -20,14 +20,14 @@ import xxhash
 Tensors = Mapping[str, torch.Tensor]
 
 
-def load_mmap(files: list[Path]) -> Tensors:
+def _load_mmap(files: list[Path]) -> Tensors:
     """Load with safetensors' defaults: a mapping, whose pages are read when they are touched."""
     from safetensors.torch import load_file
 
     return _touched({name: tensor for file in files for name, tensor in load_file(file).items()})
 
 
-def load_runai(files: list[Path]) -> Tensors:
+def _load_runai(files: list[Path]) -> Tensors:
     """Load with runai-model-streamer's defaults; it lends tensors, so owned ones are requested."""
     from runai_model_streamer import SafetensorsStreamer
 
@@ -36,7 +36,7 @@ def load_runai(files: list[Path]) -> Tensors:
         return dict(streamer.get_tensors())
 
 
-def load_fastsafetensors(files: list[Path]) -> Tensors:
+def _load_fastsafetensors(files: list[Path]) -> Tensors:
     """Load with fastsafetensors without GPU direct storage, into host memory."""
     from fastsafetensors import SafeTensorsFileLoader, SingleGroup
 
@@ -47,7 +47,7 @@ def load_fastsafetensors(files: list[Path]) -> Tensors:
     return {name: buffers.get_tensor(name) for name in loader.get_keys()}
 
 
-def load_tensorizer(files: list[Path]) -> Tensors:
+def _load_tensorizer(files: list[Path]) -> Tensors:
     """Load tensorizer's own format (written before, beside the weights), by default without hash checks."""
     from tensorizer import TensorDeserializer
 
@@ -56,12 +56,12 @@ def load_tensorizer(files: list[Path]) -> Tensors:
     return dict(deserializer.items())
 
 
-def load_torch_mmap(files: list[Path]) -> Tensors:
+def _load_torch_mmap(files: list[Path]) -> Tensors:
     """Load a .pt file of the same tensors with torch.load(mmap=True)."""
     return _touched(torch.load(files[0], mmap=True, weights_only=True))  # noqa: TID251  our own file
 
 
-def load_diffusers(files: list[Path]) -> Tensors:
+def _load_diffusers(files: list[Path]) -> Tensors:
     """Load the model folder with diffusers' from_pretrained, as its users do."""
     from diffusers import FluxTransformer2DModel
 
@@ -71,12 +71,12 @@ def load_diffusers(files: list[Path]) -> Tensors:
 
 
 LOADERS: dict[str, Callable[[list[Path]], Tensors]] = {
-    "safetensors-mmap": load_mmap,
-    "runai-model-streamer": load_runai,
-    "fastsafetensors": load_fastsafetensors,
-    "tensorizer": load_tensorizer,
-    "torch-mmap": load_torch_mmap,
-    "diffusers": load_diffusers,
+    "safetensors-mmap": _load_mmap,
+    "runai-model-streamer": _load_runai,
+    "fastsafetensors": _load_fastsafetensors,
+    "tensorizer": _load_tensorizer,
+    "torch-mmap": _load_torch_mmap,
+    "diffusers": _load_diffusers,
 }
 OWN_FORMATS = {"tensorizer": "peer.tensors", "torch-mmap": "peer.pt"}  # files that are written for them before
 _MODULES = {"runai-model-streamer": "runai_model_streamer", "fastsafetensors": "fastsafetensors"}
@@ -84,7 +84,7 @@ _MODULES |= {"tensorizer": "tensorizer", "diffusers": "diffusers", "safetensors-
 _KEEP: list[object] = []  # loaders that own what they lend: they must outlive the digest
 
 
-def read_files(name: str, folder: Path) -> list[Path]:
+def _weight_files(name: str, folder: Path) -> list[Path]:
     """Return the files that a loader reads: the stock ones, or its own."""
     return [folder / OWN_FORMATS[name]] if name in OWN_FORMATS else sorted(folder.glob("*.safetensors"))
 
@@ -131,10 +131,10 @@ def _touched(tensors: Tensors) -> Tensors:
     return tensors
 
 
-def main(name: str, folder: str, mode: str) -> None:
+def _print_load(name: str, folder: str, mode: str) -> None:
     """Import first, load on the clock."""
     torch.set_num_threads(1)
-    files = read_files(name, Path(folder))
+    files = _weight_files(name, Path(folder))
     __import__(_MODULES.get(name, "torch"))
     if name == "diffusers":
         from diffusers import FluxTransformer2DModel  # noqa: F401  its import takes seconds and is lazy
@@ -154,4 +154,4 @@ def main(name: str, folder: str, mode: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    _print_load(*sys.argv[1:])

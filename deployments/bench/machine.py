@@ -8,9 +8,12 @@ import os
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import ray
+
+from deployments.bench.figures import private_bytes, pss_bytes
 
 
 def touch_memory(nbytes: int) -> None:
@@ -48,3 +51,19 @@ def private_ray(object_store_bytes: int, *, preallocate: bool = True) -> Iterato
             yield
         finally:
             ray.shutdown()
+
+
+def own_memory_bytes(pid: int) -> int:
+    """Return a process's own memory, without files and shared memory."""
+    return private_bytes(Path(f"/proc/{pid}/smaps_rollup").read_text())
+
+
+def object_store_bytes() -> int:
+    """Return the bytes of the object store's pages, over this process and its children: all of this Ray."""
+    total = 0
+    for process in [psutil.Process(), *psutil.Process().children(recursive=True)]:
+        try:
+            total += pss_bytes(Path(f"/proc/{process.pid}/smaps").read_text(), "plasma")
+        except (FileNotFoundError, ProcessLookupError):  # it ended meanwhile
+            continue
+    return total

@@ -22,8 +22,17 @@ from rich.table import Table
 
 from deployments.bench.figures import summary
 from deployments.bench.machine import private_ray
-from deployments.bench.merge_replica import MAX_ONGOING, AtArrival, AtDispatch, Empty, MergeReplica, Outcome
-from deployments.bench.merge_traffic import Pattern, grid, scenario
+from deployments.bench.merge_replica import (
+    MAX_ONGOING,
+    AtArrival,
+    AtDispatch,
+    Empty,
+    MergeReplica,
+    Outcome,
+    Pattern,
+    grid,
+    scenario,
+)
 
 DEFAULT_WAIT_S: Final = 0.01  # of `@serve.batch`
 WAITS: Final = (0.0, 0.03, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5)  # of a batch's time
@@ -34,7 +43,7 @@ WORST: Final = 10  # patterns shown
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How much is measured. `unit_s` is a batch of one item in the grid."""
+    """The number of repetitions of each measurement. `unit_s` is a batch of one item in the grid."""
 
     unit_s: float = 0.1
     num_requests: int = 64
@@ -130,7 +139,7 @@ async def _overhead(replica: Any, effort: Effort) -> dict[str, Any]:
 async def _ask_us(handle: Any, num_requests: int, num_callers: int) -> float:
     async def caller() -> None:
         for item in range(num_requests // num_callers):
-            await handle.ask.remote(item)
+            await handle.answer_item.remote(item)
 
     start = time.perf_counter()
     await asyncio.gather(*(caller() for _ in range(num_callers)))

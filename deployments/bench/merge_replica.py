@@ -1,23 +1,93 @@
-"""Replicas of `atelier bench merge`: arrivals are generated inside a replica, so that only batching counts."""
+"""Patterns of arrivals and batch times for `atelier bench merge`, and the replicas that serve them.
+
+Arrivals are generated inside a replica, so that only batching counts. Times are in seconds.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import accumulate
+from typing import Any, Final
 
 from ray import serve
 
 from configs.batching import BatchingConfig
 from deployments.batching.batcher import Batcher
 from deployments.batching.serve_adapter import ServeAdapter
-from deployments.bench.merge_traffic import Pattern, Service
 
 MAX_ONGOING = 256
+BURST_GAP: Final = 0.03  # between requests of one burst, of a batch's time
+ARRIVALS: Final = ("even", "poisson", "bursts of 3", "bursts of 8", "on and off")
+LOADS: Final = (0.3, 0.9, 1.67, 3.0)  # requests per time of a batch of one
+LINEAR_LOADS: Final = (0.3, 0.7)  # where batching gains next to nothing, more would be overload
 _Submit = Callable[[int], Awaitable[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """A model whose batch of n items takes first_s + further_s * (n - 1)."""
+
+    name: str
+    first_s: float
+    further_s: float
+
+    def duration_s(self, num_items: int) -> float:
+        return self.first_s + self.further_s * (num_items - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Pattern:
+    """Requests by their arrivals in seconds from the start; the first `num_warm` are served and not measured."""
+
+    name: str
+    service: Service
+    max_batch_size: int
+    arrivals_s: tuple[float, ...]
+    num_warm: int = 0
+
+
+def scenario() -> Pattern:
+    """Return 24 requests at 10 per second, 0.5 s for one and 0.01 s for each further item, at most 8 together."""
+    return Pattern("scenario", Service("scenario", 0.5, 0.01), 8, tuple(0.1 * index for index in range(24)))
+
+
+def grid(unit_s: float, num_requests: int, num_warm: int, seed: int) -> list[Pattern]:
+    """Return 50 patterns; a batch of one takes `unit_s`."""
+    services = {
+        Service("flat", unit_s, 0.02 * unit_s): LOADS,
+        Service("steep", unit_s, 0.2 * unit_s): LOADS,
+        Service("linear", unit_s, 0.95 * unit_s): LINEAR_LOADS,
+    }
+    rng = random.Random(seed)
+    return [
+        Pattern(
+            f"{arrivals}, load {load}, {service.name}",
+            service,
+            8,
+            tuple(accumulate(_gaps_s(arrivals, unit_s / load, unit_s, num_warm + num_requests, rng))),
+            num_warm,
+        )
+        for service, loads in services.items()
+        for load in loads
+        for arrivals in ARRIVALS
+    ]
+
+
+def _gaps_s(arrivals: str, mean_s: float, unit_s: float, number: int, rng: random.Random) -> Sequence[float]:
+    if arrivals == "even":
+        return [mean_s] * number
+    if arrivals == "poisson":
+        return [rng.expovariate(1 / mean_s) for _ in range(number)]
+    if arrivals == "on and off":
+        return [mean_s * (0.25 if index // 20 % 2 else 1.75) for index in range(number)]
+    size, within_s = int(arrivals.split()[-1]), BURST_GAP * unit_s
+    between_s = max(mean_s * size - within_s * (size - 1), within_s)
+    return [within_s if index % size else between_s for index in range(number)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,14 +141,14 @@ class MergeReplica:
 class Empty:
     """An empty deployment: Serve's own cost."""
 
-    async def ask(self, item: int) -> int:
+    async def answer_item(self, item: int) -> int:
         return item
 
 
 class AtArrival:
     """Serve's own batching, which does not wait."""
 
-    async def ask(self, item: int) -> int:
+    async def answer_item(self, item: int) -> int:
         return await self._run_batch(item)
 
     @serve.batch(max_batch_size=32, batch_wait_timeout_s=0)
@@ -95,7 +165,7 @@ class AtDispatch:
 
         self._serve_adapter = ServeAdapter(Batcher(run_batch, BatchingConfig(max_batch_size=32)), MAX_ONGOING)
 
-    async def ask(self, item: int) -> int:
+    async def answer_item(self, item: int) -> int:
         return (await self._serve_adapter.submit([item]))[0]
 
 

@@ -18,7 +18,7 @@ class Peer:
         )
         self._read()
 
-    def ask(self, do: str, **order: Any) -> float:
+    def run_order(self, do: str, **order: Any) -> float:
         """Return the milliseconds that the order took inside the peer, without the pipe."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps({"do": do, **order}) + "\n")

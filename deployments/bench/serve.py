@@ -57,7 +57,7 @@ SEED = 0  # of the noise
 
 
 @dataclass(frozen=True)
-class Line:
+class _Line:
     """A figure: ours and the peer's in milliseconds; `ratio` is peer / ours, above 1 means that ours is faster.
 
     `num_cached` of the `num_answers` needed no encoder, as all their texts were in our cache; None: no encoder at all.
@@ -85,7 +85,7 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Answer:
+class _Answer:
     """An answer of ours, and the peer's time for the same."""
 
     details: dict[str, Any]
@@ -99,14 +99,14 @@ class Answer:
         return use["hits"] > 0 and use["misses"] == 0 if use else None
 
 
-def fresh_prompts(seed: int) -> Iterator[str]:
+def _fresh_prompts(seed: int) -> Iterator[str]:
     """Yield short texts in a drawn order, each once."""
     texts = [" ".join(["a", *words]) for words in itertools.product(LOOKS, WAYS, DIGITS)]
     random.Random(seed).shuffle(texts)
     return iter(texts)
 
 
-def fresh_questions(seed: int) -> Iterator[str]:
+def _fresh_questions(seed: int) -> Iterator[str]:
     """Yield sums of two-digit numbers in a drawn order, each once."""
     sums = list(itertools.product(range(10, 50), repeat=2))
     random.Random(seed).shuffle(sums)
@@ -118,14 +118,14 @@ def measure_serve(config: ClusterConfig, config_path: str, rounds: int = 15, see
 
     `seed` is that of the texts, of which there are enough for 80 rounds.
     """
-    prompts, questions = fresh_prompts(seed), fresh_questions(seed)
+    prompts, questions = _fresh_prompts(seed), _fresh_questions(seed)
     paths = {model.id: str(model.path) for model in config.models}
     with tempfile.TemporaryDirectory() as folder:
         fresh = config.model_copy(update={"store": config.store.model_copy(update={"path": Path(folder) / "store"})})
         peer, stock_start_ms = _timed(lambda: _start_peer(fresh, paths))
         start = time.perf_counter()
         with cluster_up(fresh, config_path) as url:
-            lines = [Line("cold start until every model answers", (time.perf_counter() - start) * 1e3, stock_start_ms)]
+            lines = [_Line("cold start until every model answers", (time.perf_counter() - start) * 1e3, stock_start_ms)]
             client = Client(url)
             lines += _first_and_warm(client, peer, rounds, prompts, questions)
             lines += _switches(client, peer, paths, rounds, prompts)
@@ -142,12 +142,12 @@ def measure_serve(config: ClusterConfig, config_path: str, rounds: int = 15, see
 
 def _start_peer(config: ClusterConfig, paths: dict[str, str]) -> Peer:
     peer = Peer(config.worker.num_threads or max(1, round(config.worker.num_cpus)))
-    for id_ in stock_models(config):
-        peer.ask("load", model=id_, path=paths[id_], drop=[])
+    for id_ in _stock_models(config):
+        peer.run_order("load_model", model=id_, path=paths[id_], drop=[])
     return peer
 
 
-def stock_models(config: ClusterConfig) -> list[str]:
+def _stock_models(config: ClusterConfig) -> list[str]:
     """List the whole models of the config that are a pipeline or a language model: the peer loads these."""
     whole = [model.id for model in config.models if isinstance(model, ModelConfig) and model.component is None]
     return [id_ for id_ in whole if id_ not in NOT_STOCK]
@@ -155,15 +155,19 @@ def stock_models(config: ClusterConfig) -> list[str]:
 
 def _first_and_warm(
     client: Client, peer: Peer, rounds: int, prompts: Iterator[str], questions: Iterator[str]
-) -> list[Line]:
+) -> list[_Line]:
     kinds: dict[str, tuple[Iterator[str], Callable[[str], Any], Callable[[str], float]]] = {
         "image, Flux": (prompts, partial(_image, client, "digits-flux"), partial(_stock_image, peer, "digits-flux")),
         "image, SDXL": (prompts, partial(_image, client, "digits-sdxl"), partial(_stock_image, peer, "digits-sdxl")),
-        "chat": (questions, partial(_chat, client), lambda text: peer.ask("chat", model="adder", question=text)),
+        "chat": (
+            questions,
+            partial(_chat, client),
+            lambda text: peer.run_order("answer_question", model="adder", question=text),
+        ),
         "embedding": (
             prompts,
             lambda text: client.embed(model="digits-clip", input=text),
-            lambda text: peer.ask("embed", model="digits-flux", text=text),
+            lambda text: peer.run_order("embed_text", model="digits-flux", text=text),
         ),
     }
     lines = []
@@ -174,34 +178,34 @@ def _first_and_warm(
     return lines
 
 
-def _both(text: str, ours: Callable[[str], Any], stock: Callable[[str], float]) -> Answer:
+def _both(text: str, ours: Callable[[str], Any], stock: Callable[[str], float]) -> _Answer:
     stock_ms = stock(text)
     details, ours_ms = _timed(partial(ours, text))
-    return Answer(details, ours_ms, stock_ms)
+    return _Answer(details, ours_ms, stock_ms)
 
 
-def _line(what: str, answers: list[Answer]) -> Line:
+def _line(what: str, answers: list[_Answer]) -> _Line:
     cached = [answer.is_cached for answer in answers if answer.is_cached is not None]
     ours_ms, stock_ms = _medians([(answer.ours_ms, answer.stock_ms) for answer in answers])
-    return Line(what, ours_ms, stock_ms, len(answers), sum(cached) if cached else None)
+    return _Line(what, ours_ms, stock_ms, len(answers), sum(cached) if cached else None)
 
 
-def _switches(client: Client, peer: Peer, paths: dict[str, str], rounds: int, prompts: Iterator[str]) -> list[Line]:
+def _switches(client: Client, peer: Peer, paths: dict[str, str], rounds: int, prompts: Iterator[str]) -> list[_Line]:
     """Measure the third leg of flux -> sdxl -> flux: the switch alone, and the whole request.
 
     A process with room for one pipeline also has to free the other, which for stock is a garbage collection: its
     time stands apart.
     """
     switch, request = "flux -> sdxl -> flux: third leg, switch alone", "flux -> sdxl -> flux: third leg, whole request"
-    found: dict[str, list[Answer]] = {}
+    found: dict[str, list[_Answer]] = {}
     for _ in range(rounds):
         _image(client, "digits-flux", next(prompts))
         _image(client, "digits-sdxl", next(prompts))
         prompt = next(prompts)
         details, ours_ms = _timed(partial(_image, client, "digits-flux", prompt))
-        peer.ask("load", model="digits-sdxl", path=paths["digits-sdxl"], drop=["digits-flux"])
-        free_ms = peer.ask("drop", models=["digits-sdxl"])
-        load_ms = peer.ask("load", model="digits-flux", path=paths["digits-flux"], drop=[])
+        peer.run_order("load_model", model="digits-sdxl", path=paths["digits-sdxl"], drop=["digits-flux"])
+        free_ms = peer.run_order("drop_models", models=["digits-sdxl"])
+        load_ms = peer.run_order("load_model", model="digits-flux", path=paths["digits-flux"], drop=[])
         image_ms = _stock_image(peer, "digits-flux", prompt)
         switch_ms = float(details["timings_ms"]["switch"])
         for what, ours, stock in (
@@ -210,7 +214,7 @@ def _switches(client: Client, peer: Peer, paths: dict[str, str], rounds: int, pr
             (f"{request}; stock loads", ours_ms, load_ms + image_ms),
             (f"{request}; stock frees and loads", ours_ms, free_ms + load_ms + image_ms),
         ):
-            found.setdefault(what, []).append(Answer(details, ours, stock))
+            found.setdefault(what, []).append(_Answer(details, ours, stock))
     return [_line(what, answers) for what, answers in found.items()]
 
 
@@ -243,7 +247,7 @@ def _image(client: Client, model: str, prompt: str) -> dict[str, Any]:
 def _stock_image(peer: Peer, model: str, prompt: str) -> float:
     options: dict[str, Any] = {"height": 32, "width": 32, "num_inference_steps": STEPS}
     options |= {"guidance_scale": SDXL_GUIDANCE} if "sdxl" in model else {"max_sequence_length": 16}
-    return peer.ask("image", model=model, prompt=prompt, seed=SEED, options=options)
+    return peer.run_order("make_image", model=model, prompt=prompt, seed=SEED, options=options)
 
 
 def _chat(client: Client, question: str) -> dict[str, Any]:

@@ -18,18 +18,18 @@ from diffusers import DiffusionPipeline
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
-class StockModels:
+class _StockModels:
     """Models as a user without a serving system keeps them in a process."""
 
     def __init__(self) -> None:
         self._loaded: dict[str, Any] = {}
         self._kept: dict[str, dict[str, torch.Tensor]] = {}
 
-    def load(self, model: str, path: str, drop: list[str], dtype: str = "float32", touch: bool = False) -> None:
+    def load_model(self, model: str, path: str, drop: list[str], dtype: str = "float32", touch: bool = False) -> None:
         """Load with `from_pretrained`, after dropping the models in `drop`. Tensors may be mapped files that nobody has
         read: `touch` reads every byte of them."""
         if drop:
-            self.drop(drop)
+            self.drop_models(drop)
         if (Path(path) / "model_index.json").exists():
             pipeline = DiffusionPipeline.from_pretrained(path, torch_dtype=getattr(torch, dtype))
             pipeline.set_progress_bar_config(disable=True)
@@ -40,18 +40,18 @@ class StockModels:
             language_model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
             self._loaded[model] = (language_model, AutoTokenizer.from_pretrained(path))
 
-    def drop(self, models: list[str]) -> None:
+    def drop_models(self, models: list[str]) -> None:
         """Let go of them. Their modules are in reference cycles: the memory is free when those have been found."""
         for name in models:
             self._loaded.pop(name, None)
         gc.collect()
 
-    def keep(self, model: str) -> None:
-        """Hold a loaded pipeline's weights in memory of their own, which `move` copies from."""
+    def keep_weights(self, model: str) -> None:
+        """Hold a loaded pipeline's weights in memory of their own, which `move_weights` copies from."""
         weights = _parameters(self._loaded[model])
         self._kept[model] = {name: parameter.data.clone() for name, parameter in weights.items()}
 
-    def move(self, model: str, away: list[str]) -> None:
+    def move_weights(self, model: str, away: list[str]) -> None:
         """Copy every weight of `model`, as `pipeline.to(device)` does, with the CPU as the device.
 
         In the peer's favour, models in `away` only lose their copies: nothing is copied back.
@@ -60,14 +60,14 @@ class StockModels:
             self._point(name, copy=False)
         self._point(model, copy=True)
 
-    def find(self, model: str) -> None:
+    def find_model(self, model: str) -> None:
         """Look the model up: a switch when everything stays resident."""
         self._loaded[model]
 
-    def image(self, model: str, prompt: str, seed: int, options: dict[str, Any]) -> None:
+    def make_image(self, model: str, prompt: str, seed: int, options: dict[str, Any]) -> None:
         self._loaded[model](prompt, generator=torch.Generator("cpu").manual_seed(seed), **options)
 
-    def chat(self, model: str, question: str) -> str:
+    def answer_question(self, model: str, question: str) -> str:
         language_model, tokenizer = self._loaded[model]
         messages = [{"role": "user", "content": question}]
         inputs = tokenizer.apply_chat_template(
@@ -76,7 +76,7 @@ class StockModels:
         output = language_model.generate(**inputs, max_new_tokens=16, do_sample=False)
         return str(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
 
-    def embed(self, model: str, text: str) -> None:
+    def embed_text(self, model: str, text: str) -> None:
         """Encode with the CLIP half of a loaded Flux pipeline."""
         pipeline = self._loaded[model]
         with torch.no_grad():
@@ -98,9 +98,9 @@ def _touch(pipeline: Any) -> None:
         np.bitwise_or.reduce(parameter.detach().reshape(-1).view(torch.uint8).numpy())
 
 
-def main() -> None:
+def _serve_orders() -> None:
     torch.set_num_threads(int(sys.argv[1]))
-    models = StockModels()
+    models = _StockModels()
     sys.stdout.write(json.dumps({"ms": 0.0, "answer": "imported"}) + "\n")
     sys.stdout.flush()
     for line in sys.stdin:
@@ -113,4 +113,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    _serve_orders()

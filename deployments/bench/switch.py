@@ -1,14 +1,19 @@
 """`atelier bench switch`: what it takes to change from one model to another, beside diffusers, in one run.
 
 Ours is a replica's own way: its host of built modules, its node's keeper, shared memory. Ours and the peer take turns,
-each in one process with one thread; figures are medians with ranges, times in milliseconds.
+each in one process with one thread; figures are medians with ranges, times in milliseconds. Memory is measured with an
+object store whose pages come with their use: what is counted is what is there.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import random
+import signal
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,9 +23,8 @@ import ray
 from rich.console import Console
 from rich.table import Table
 
-from deployments.bench import switch_bytes
 from deployments.bench.figures import summary
-from deployments.bench.machine import private_ray, touch_memory, wait_for_quiet
+from deployments.bench.machine import object_store_bytes, own_memory_bytes, private_ray, touch_memory, wait_for_quiet
 from deployments.bench.peer import Peer
 from deployments.bench.switch_node import Models, Node, node_of
 from deployments.bench.synthetic import ALIAS, FLUX, SDXL, TUNED, write_pipelines
@@ -38,6 +42,12 @@ LEGS = {
     "moved_ms": "diffusers, kept in RAM and copied",
     "lookup_ms": "diffusers, both built",
 }
+NUM_CALLERS = 64
+PRIVATE = "cpu-private"
+NUM_REPLICAS = 4
+NODE_SHARE = 0.6  # of all models' bytes: what the keeper may hold while there is random switching
+WARM_UP = 40  # switches: every model several times
+STORE_SHARE = 0.7  # of the object store is a keeper's budget where nothing else is configured
 
 
 @dataclass(frozen=True)
@@ -61,14 +71,14 @@ def measure_switch(stock: Path, effort: Effort, work: Path | None = None) -> dic
             found = {
                 "attach_ms": _attaches(models, effort),
                 **_legs(models, effort.rounds),
-                "sibling": switch_bytes.sibling(models, effort.rounds),
-                "flood": switch_bytes.flood(models),
-                "recovery": switch_bytes.recovery(models, effort.num_kills),
-                "demo": _legs(demo, effort.rounds) | {"sibling": switch_bytes.sibling(demo, effort.rounds)},
+                "sibling": _sibling(models, effort.rounds),
+                "flood": _flood(models),
+                "recovery": _recovery(models, effort.num_kills),
+                "demo": _legs(demo, effort.rounds) | {"sibling": _sibling(demo, effort.rounds)},
             }
-        with private_ray(switch_bytes.store_bytes(models), preallocate=False):
-            found["pss"] = switch_bytes.shared(models)
-            found["churn"] = switch_bytes.churn(models, effort.num_switches)
+        with private_ray(_store_bytes(models), preallocate=False):
+            found["pss"] = _shared(models)
+            found["churn"] = _churn(models, effort.num_switches)
     flux = models.manifests[FLUX]
     return found | {
         "pss_ratio": found["pss"]["ratio"],
@@ -80,8 +90,11 @@ def measure_switch(stock: Path, effort: Effort, work: Path | None = None) -> dic
 
 
 def _attaches(models: Models, effort: Effort) -> dict[str, Any]:
-    """Of the resident Flux pipeline, in a new process that has done its imports; in one that has made the structures as
-    well, as a replica of the cluster has; and in one that had it before."""
+    """Measure attaches of the resident Flux pipeline in three kinds of process.
+
+    A new one that has done its imports, one that has made the structures too, as a replica of the cluster has, and one
+    that had the pipeline before.
+    """
     with node_of(models) as node:
         node.bring_in(FLUX)
         new = {"imports_only": False, "new_replica": True}
@@ -99,7 +112,7 @@ def _new_attaches(node: Node, number: int, prepare: bool) -> list[float]:
         replicas = node.replicas(min(REPLICAS_AT_ONCE, number - len(samples)), node.models.nbytes(), prepare=prepare)
         wait_for_quiet()
         samples += [ray.get(replica.switch.remote(FLUX))["ms"] for replica in replicas]
-        node.end(replicas)
+        node.end_replicas(replicas)
     return samples
 
 
@@ -109,8 +122,10 @@ def _attach_again(replica: Any) -> float:
 
 
 def _legs(models: Models, rounds: int) -> dict[str, Any]:
-    """flux -> sdxl -> flux with resident weights: the third leg. Ours keeps what it has built (`switch`), or gives its
-    weights back to the node at each leg and keeps the structures (`attach`).
+    """Measure the third leg of flux -> sdxl -> flux with resident weights.
+
+    Ours keeps what it has built (`switch`), or gives its weights back to the node at each leg and keeps the structures
+    (`attach`).
 
     `touched` legs end when every byte of the pipeline has been read once: diffusers maps files that nobody has read.
     Ours includes giving up the other pipeline; what that takes diffusers is `diffusers_freeing_ms`, on top.
@@ -135,7 +150,7 @@ def _legs(models: Models, rounds: int) -> dict[str, Any]:
                     "diffusers_touched_ms": _peer_third_leg(peer, models, touch=True)[0],
                     "moved_ms": _peer_move(peer),
                     "everything_ms": _third_leg(keeping, touch=False)["ms"],
-                    "lookup_ms": peer.ask("find", model=f"kept-{FLUX}"),
+                    "lookup_ms": peer.run_order("find_model", model=f"kept-{FLUX}"),
                 }
                 for name, ms in turns.items() if number else ():  # the first round is for lazy imports
                     samples.setdefault(name, []).append(ms)
@@ -160,23 +175,163 @@ def _peer_third_leg(peer: Peer, models: Models, touch: bool) -> tuple[float, flo
     """Return milliseconds to load, and before that to free the memory of the other."""
     loading = freeing = 0.0
     for name in (FLUX, SDXL, FLUX):
-        freeing = peer.ask("drop", models=[FLUX, SDXL])
+        freeing = peer.run_order("drop_models", models=[FLUX, SDXL])
         path = str(models.sources[name])
-        loading = peer.ask("load", model=name, path=path, drop=[], dtype="bfloat16", touch=touch)
+        loading = peer.run_order("load_model", model=name, path=path, drop=[], dtype="bfloat16", touch=touch)
     return loading, freeing
 
 
 def _keep(peer: Peer, models: Models) -> None:
     for name in (FLUX, SDXL):
         path = str(models.sources[name])
-        peer.ask("load", model=f"kept-{name}", path=path, drop=[], dtype="bfloat16")
-        peer.ask("keep", model=f"kept-{name}")
+        peer.run_order("load_model", model=f"kept-{name}", path=path, drop=[], dtype="bfloat16")
+        peer.run_order("keep_weights", model=f"kept-{name}")
 
 
 def _peer_move(peer: Peer) -> float:
     kept = {name: f"kept-{name}" for name in (FLUX, SDXL)}
-    peer.ask("move", model=kept[SDXL], away=[kept[FLUX]])
-    return peer.ask("move", model=kept[FLUX], away=[kept[SDXL]])
+    peer.run_order("move_weights", model=kept[SDXL], away=[kept[FLUX]])
+    return peer.run_order("move_weights", model=kept[FLUX], away=[kept[SDXL]])
+
+
+def _sibling(models: Models, rounds: int) -> dict[str, Any]:
+    """Measure flux -> flux-tuned, and the same weights under another name, at each tier."""
+    different = models.different_bytes(TUNED, FLUX)
+    with node_of(models) as node:
+        (replica,) = node.replicas(1, models.nbytes())
+        host = _host_sibling(node, replica)
+        (private,) = node.replicas(1, models.nbytes(), device=PRIVATE)
+        ray.get(private.switch.remote(FLUX))
+        moved = ray.get(private.switch.remote(TUNED))["device_bytes"]
+        device = {"bytes_moved": moved, "ratio": moved / different}
+        same = {tier: _same_weights(who, rounds) for tier, who in (("host", replica), (PRIVATE, private))}
+    return {"bytes_different": different, "host": host, PRIVATE: device, "same_weights": same}
+
+
+def _host_sibling(node: Node, replica: Any) -> dict[str, Any]:
+    """Return `bytes_moved` from storage to the node, `mapped_bytes` into the replica, in whole extents."""
+    different = node.models.different_bytes(TUNED, FLUX)
+    ray.get(replica.switch.remote(FLUX))
+    before = node.keeper_stats().read_bytes
+    report = ray.get(replica.switch.remote(TUNED))
+    moved = node.keeper_stats().read_bytes - before
+    return {
+        "bytes_moved": moved,
+        "ratio": moved / different,
+        "mapped_bytes": report["host_bytes"],
+        "mapped_ratio": report["host_bytes"] / different,
+    }
+
+
+def _same_weights(replica: Any, rounds: int) -> dict[str, Any]:
+    """Measure a switch to the same weights under another name while the first one is built."""
+    reports = []
+    for _ in range(rounds):
+        ray.get(replica.forget.remote())
+        ray.get(replica.switch.remote(FLUX))
+        reports.append(ray.get(replica.switch.remote(ALIAS)))
+    moved = sum(report[f"{tier}_bytes"] for report in reports for tier in ("storage", "host", "device"))
+    return {"bytes_moved": moved, "ms": summary([report["ms"] for report in reports])}
+
+
+def _flood(models: Models) -> dict[str, Any]:
+    """Let many callers at once ask one keeper for a model that it does not have."""
+    extents = models.extents(FLUX)
+    with node_of(models) as node:
+        node.keeper_stats()  # it is up
+        start = time.perf_counter()
+        ray.get([node.keeper.acquire.remote(extents, f"caller-{number}") for number in range(NUM_CALLERS)])
+        seconds = time.perf_counter() - start
+        read_bytes = node.keeper_stats().read_bytes
+    return {"callers": NUM_CALLERS, "read_ratio": read_bytes / models.nbytes(FLUX), "seconds": seconds}
+
+
+def _recovery(models: Models, num_kills: int) -> dict[str, Any]:
+    """Kill an idle keeper whose weights one replica uses; time until another replica has them attached."""
+    samples, read_bytes, adopted_bytes = [], [], []
+    with node_of(models) as node:
+        # Without leases that may be called back: a replica that keeps its weights does not notice the death.
+        user, newcomer = node.replicas(2, models.nbytes(), keeps=False)
+        ray.get([user.switch.remote(FLUX), newcomer.switch.remote(FLUX)])
+        for _ in range(num_kills):
+            ray.get(newcomer.forget.remote())
+            wait_for_quiet()
+            pid = node.keeper_pid()
+            start = time.perf_counter()
+            os.kill(pid, signal.SIGKILL)
+            ray.get(newcomer.switch.remote(FLUX))
+            samples.append((time.perf_counter() - start) * 1e3)
+            stats = node.keeper_stats()  # of the new life
+            read_bytes.append(stats.read_bytes)
+            adopted_bytes.append(stats.adopted_bytes)
+    return {"ms": summary(samples), "read_bytes": max(read_bytes), "adopted_bytes": min(adopted_bytes)}
+
+
+def _store_bytes(models: Models) -> int:
+    """Return the bytes of the object store of a node whose keeper has the budget that `_churn` wants."""
+    return int(models.nbytes() * NODE_SHARE / STORE_SHARE)
+
+
+def _shared(models: Models) -> dict[str, Any]:
+    """Measure the memory of four replicas that have the Flux pipeline and read every byte of it.
+
+    `ratio`: the object store's pages, counted once over all processes that map them (Ray's own among them), and by how
+    much more private memory the replicas have with the pipeline than without; by one copy's bytes.
+    """
+    with node_of(models, models.nbytes(FLUX)) as node:
+        replicas = node.replicas(NUM_REPLICAS, models.nbytes())
+        pids = ray.get([replica.pid.remote() for replica in replicas])
+        ray.get([replica.switch.remote(FLUX, True) for replica in replicas])
+        # What came with the first use, libraries and structures, is no weights: it is there before and after.
+        ray.get([replica.forget.remote() for replica in replicas])
+        ray.get([replica.collect.remote() for replica in replicas])
+        without_bytes = sum(map(own_memory_bytes, pids))
+        ray.get([replica.switch.remote(FLUX, True) for replica in replicas])
+        private, store = sum(map(own_memory_bytes, pids)) - without_bytes, object_store_bytes()
+    one_copy = models.nbytes(FLUX)
+    return {
+        "ratio": (store + max(0, private)) / one_copy,
+        "store_bytes": store,
+        "private_bytes": private,
+        "one_copy_bytes": one_copy,
+        "replicas": NUM_REPLICAS,
+    }
+
+
+def _churn(models: Models, num_switches: int, seed: int = 0) -> dict[str, Any]:
+    """Switch at random where neither the node nor the replica can hold all models; measure the growth of memory."""
+    chosen = random.Random(seed)
+    names = list(models.manifests)
+    one = max(models.manifests[name].nbytes for name in (FLUX, SDXL))
+    with node_of(models, int(models.nbytes() * NODE_SHARE)) as node:
+        (replica,) = node.replicas(1, one)
+        ray.get(replica.switch_many.remote(chosen.choices(names, k=WARM_UP)))
+        before = _settled(node, replica)
+        seconds = ray.get(replica.switch_many.remote(chosen.choices(names, k=num_switches)))
+        after = _settled(node, replica)
+        stats = node.keeper_stats()
+    return {
+        "switches": num_switches,
+        "switches_per_s": num_switches / seconds,
+        "before": before,
+        "after": after,
+        "growth_bytes": {name: after[name] - before[name] for name in before},
+        "read_bytes": stats.read_bytes,
+        "num_evicted": stats.num_evicted,
+        "budget_bytes": stats.budget_bytes,
+    }
+
+
+def _settled(node: Node, replica: Any) -> dict[str, int]:
+    """Return memory with the Flux pipeline attached and nothing else going on."""
+    ray.get(replica.switch.remote(FLUX, True))
+    ray.get(replica.collect.remote())
+    return {
+        "replica_private": own_memory_bytes(ray.get(replica.pid.remote())),
+        "keeper_private": own_memory_bytes(node.keeper_pid()),
+        "keeper_resident": node.keeper_stats().resident_bytes,
+        "store": object_store_bytes(),
+    }
 
 
 def print_switch_figures(figures: dict[str, Any], as_json: bool) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import ray
 
 from cluster.keeper.actor import KeeperStats, keeper_class
-from deployments.bench.switch_replica import replica_class
+from deployments.bench.switch_replica import BenchReplica
 from weights.externalize import externalize
 from weights.manifest import ExtentRef, Manifest
 from weights.store import WeightStore
@@ -56,7 +56,7 @@ class Node:
 
     def replicas(self, number: int, budget_bytes: int, **options: Any) -> list[Any]:
         """Start fresh processes and wait for them; `options` as `BenchReplica` takes them."""
-        cls, models = replica_class(), self.models
+        cls, models = ray.remote(num_cpus=0)(BenchReplica), self.models
         started = [
             cls.remote(self.keeper, models.store.models, models.manifests, budget_bytes, **options)
             for _ in range(number)
@@ -65,7 +65,7 @@ class Node:
         ray.get([replica.pid.remote() for replica in started])
         return started
 
-    def end(self, replicas: Sequence[Any]) -> None:
+    def end_replicas(self, replicas: Sequence[Any]) -> None:
         for replica in replicas:
             self._replicas.remove(replica)
             ray.kill(replica)
@@ -74,7 +74,7 @@ class Node:
         """Make these models resident, leased for as long as this process lives."""
         ray.get(self.keeper.acquire.remote(self.models.extents(*names), HOLDER))
 
-    def stats(self) -> KeeperStats:
+    def keeper_stats(self) -> KeeperStats:
         stats: KeeperStats = ray.get(self.keeper.stats.remote())
         return stats
 
@@ -83,7 +83,7 @@ class Node:
         return pid
 
     def close(self) -> None:
-        self.end(list(self._replicas))
+        self.end_replicas(list(self._replicas))
         ray.kill(self.keeper)
 
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import ray
 import torch
 
 from cluster.keeper.ray_extents import RayExtents
@@ -22,11 +21,6 @@ from deployments.modules.model_host import ModelHost
 from deployments.services.model_replica import limit_torch_threads, prepare_models
 from deployments.text.encoders import KeyedEncoder, TextEncoderBuilder, is_text_encoder
 from weights.manifest import Component, Manifest
-
-
-def replica_class() -> Any:
-    """Return BenchReplica as an actor class."""
-    return ray.remote(num_cpus=0)(BenchReplica)
 
 
 class BenchReplica:

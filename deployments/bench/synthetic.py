@@ -31,10 +31,10 @@ HEAD_SIZE = 64  # of every attention but that of Flux, whose heads have 128
 def write_flux_transformer(folder: Path, shape: str, seed: int = 0) -> int:
     """Write a stock FluxTransformer2DModel folder with random bf16 weights; returns tensor bytes."""
     config = {"guidance_embeds": True, **FLUX_SHAPES[shape]}
-    return write_module(folder, "diffusers", "FluxTransformer2DModel", config, seed)
+    return _write_module(folder, "diffusers", "FluxTransformer2DModel", config, seed)
 
 
-def write_module(folder: Path, library: str, class_name: str, config: dict[str, Any], seed: int) -> int:
+def _write_module(folder: Path, library: str, class_name: str, config: dict[str, Any], seed: int) -> int:
     """Write a model of diffusers or transformers with random bf16 weights; returns its tensors' bytes.
 
     Takes the memory of the one module that it writes.
@@ -117,7 +117,7 @@ def _write(folder: Path, stock: Path, changes: dict[str, Any], seed: int) -> Non
     library, class_name = json.loads((stock / "model_index.json").read_text())[folder.name]
     config = json.loads((stock / folder.name / "config.json").read_text())
     known = {key: value for key, value in config.items() if not key.startswith("_") and key != "architectures"}
-    write_module(folder, library, class_name, known | changes, seed)
+    _write_module(folder, library, class_name, known | changes, seed)
 
 
 def _configs(scale: Scale, name: str) -> dict[str, dict[str, Any]]:

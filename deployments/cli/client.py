@@ -19,7 +19,7 @@ Url = Annotated[str | None, typer.Option(help="Where the cluster listens; defaul
 
 
 class ClientError(Exception):
-    """The cluster did not answer, or answered with an error; the message is what the server said."""
+    """An error when the cluster does not answer, or answers with an error; the message is what the server said."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +41,11 @@ class Client:
             raise ClientError(f"{url!r} is no URL: {error}") from None
 
     def models(self) -> list[dict[str, Any]]:
+        """Return the models and adapters that the cluster serves."""
         return self._checked("GET", "/v1/models", "data")["data"]
 
     def cluster(self) -> dict[str, Any]:
+        """Return the state of nodes, replicas and models, as `/admin/cluster` shows it."""
         return self._checked("GET", "/admin/cluster", "cluster")
 
     def register(self, entry: dict[str, Any], *, wait: bool = True) -> dict[str, Any]:
@@ -51,22 +53,28 @@ class Client:
         return self._checked("POST", "/admin/models", "id", json=entry, params={"wait": wait})
 
     def unregister(self, model: str, *, purge: bool = False) -> dict[str, Any]:
+        """Serve a model no more; `purge` takes it out of the store, too."""
         return self._checked("DELETE", f"/admin/models/{quote(model, safe='')}", "deleted", params={"purge": purge})
 
     def prefetch(self, model: str, tier: str) -> dict[str, Any]:
+        """Bring a model into memory before it is asked for."""
         return self._checked("POST", f"/admin/models/{quote(model, safe='')}/prefetch", "nodes", json={"tier": tier})
 
     def pin(self, model: str, *, pinned: bool = True) -> dict[str, Any]:
+        """Keep a model in memory where it is resident, or with `pinned` False let it be evicted again."""
         return self._checked("POST" if pinned else "DELETE", f"/admin/models/{quote(model, safe='')}/pin", "nodes")
 
     def generate(self, **body: Any) -> Images:
+        """Return images; `body` is that of `/v1/images/generations`."""
         details = self._post("/v1/images/generations", "data", body)
         return Images([base64.b64decode(item.pop("b64_json")) for item in details["data"]], details)
 
     def embed(self, **body: Any) -> dict[str, Any]:
+        """Return embeddings; `body` is that of `/v1/embeddings`."""
         return self._post("/v1/embeddings", "data", body)
 
     def chat(self, **body: Any) -> dict[str, Any]:
+        """Return a chat completion; `body` is that of `/v1/chat/completions`."""
         return self._post("/v1/chat/completions", "choices", body)
 
     def chat_stream(self, **body: Any) -> Iterator[str]:

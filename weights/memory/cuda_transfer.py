@@ -146,7 +146,7 @@ class RingCopy:
             self._ring.put(slot)
 
 
-class CudaQueue:
+class _CudaQueue:
     """A side stream of a CUDA device."""
 
     def __init__(self, device: torch.device) -> None:
@@ -189,4 +189,4 @@ class CudaCopy(RingCopy):
         # HAZARD: torch's pinned allocator rounds each buffer up to a power of two.
         count = num_buffers or 2 * threads  # one is staged while another is on its way
         buffers = [torch.empty(chunk_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(count)]
-        super().__init__([CudaQueue(device) for _ in range(NUM_STREAMS)], buffers, num_threads=threads)
+        super().__init__([_CudaQueue(device) for _ in range(NUM_STREAMS)], buffers, num_threads=threads)

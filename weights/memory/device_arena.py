@@ -234,12 +234,12 @@ class DeviceArena:
                 self._lingering.append((storage, entry.nbytes))
 
     def _lingering_bytes(self) -> int:
-        """Of tensors that are out of the book and that somebody still uses."""
+        """Return the bytes of tensors that are out of the book and that somebody still uses."""
         self._lingering = [(weak, nbytes) for weak, nbytes in self._lingering if not weak.expired()]  # type: ignore[no-untyped-call]
         return sum(nbytes for _, nbytes in self._lingering)
 
     def _seconds_per_byte(self, nbytes: Hashable) -> float:
-        """What a byte of a tensor of this size takes to get again; sizes are the origins of this book's entries."""
+        """Return the seconds that a byte of a tensor of this size takes to reload; sizes are the origins of entries."""
         assert isinstance(nbytes, int)
         return PER_TENSOR_S / nbytes + (self._upload_s_per_byte or USUAL_S_PER_BYTE)
 

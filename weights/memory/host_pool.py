@@ -83,7 +83,7 @@ class HostBufferPool:
     def _take(self, nbytes: int) -> ByteArray:
         if nbytes > self.max_bytes:
             raise BudgetExceeded(f"a buffer of {nbytes} bytes is more than the pool's bound of {self.max_bytes} bytes")
-        size = min(size_class(nbytes), self.max_bytes)
+        size = min(_size_class(nbytes), self.max_bytes)
         ticket = object()
         with self._changed:
             self._waiting.append(ticket)
@@ -134,7 +134,7 @@ class HostBufferPool:
                 self._held_bytes -= size
 
 
-def size_class(nbytes: int) -> int:
+def _size_class(nbytes: int) -> int:
     """Return the smallest class that holds `nbytes`: at least a page; eight classes per octave."""
     pages = max(1, -(-nbytes // PAGE_BYTES))
     step = max(1, 2 ** (pages - 1).bit_length() // (2 * _CLASSES_PER_OCTAVE))

@@ -104,6 +104,27 @@ def test_records_fragments_and_repeated_verbs_are_listed(report: ModuleType, tre
     assert {name: len(found) for name, found in structure.repeated_verbs().items()} == {"run": 5}
 
 
+def test_a_verb_counts_once_with_its_protocol_or_base_class_and_not_as_a_command(
+    report: ModuleType, tree: Path
+) -> None:
+    protocol = "class Runner(Protocol):\n    size: int\n    def run(self): ...\n"
+    meets = "".join(f"class M{number}:\n    size: int\n    def run(self): ...\n" for number in range(2))
+    derived = "class D(M0):\n    def run(self): ...\n"
+    others = "".join(f"class C{number}:\n    def run(self): ...\n" for number in range(3))
+    command = "@app.command()\ndef run(): ...\n"
+    (tree / "deployments/verbs.py").write_text(protocol + meets + derived + others + command)
+    assert report.Structure(tree).repeated_verbs() == {}
+    (tree / "deployments/more.py").write_text("def run(): ...\n")
+    (names,) = report.Structure(tree).repeated_verbs().values()
+    assert {each.owner for each in names} == {"Runner", "C0", "C1", "C2", ""}
+
+
+def test_what_an_alias_of_types_names_is_used(report: ModuleType, tree: Path) -> None:
+    (tree / "configs/alias.py").write_text("class Part: ...\nParts = tuple[Part, ...]\n")
+    (tree / "deployments/parts.py").write_text("from configs.alias import Parts\n")
+    assert "Part" not in {each.name for each, _ in report.Structure(tree).unused_symbols()}
+
+
 def test_the_table_and_the_lists_are_printed(
     report: ModuleType, tree: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -49,7 +49,8 @@ def test_pairs_by_component_and_module_path(tmp_path):
     }
     pair = adapter.components["transformer"]["blocks.0.to_q"]
     assert (pair.rank, pair.scale, pair.down.shape, pair.up.shape) == (4, 1.0, (4, 8), (6, 4))
-    assert adapter.num_bytes == 4 * (4 * 8 + 6 * 4 + 2 * 3 + 3 * 2)
+    other_pair = adapter.components["text_encoder"]["q"]
+    assert (other_pair.down.shape, other_pair.up.shape) == ((2, 3), (3, 2))
 
 
 def test_moving_copies_only_what_must_change(tmp_path):

@@ -1,4 +1,4 @@
-"""What encoding is measured on, how callers ask, and how counts become figures."""
+"""Texts that encoding is measured on, callers over HTTP, and figures from counts."""
 
 from __future__ import annotations
 
@@ -14,28 +14,27 @@ import pytest
 from aiohttp import web
 
 from deployments.bench.encode import print_encode_figures
-from deployments.bench.encode_cluster import EncoderCounts, arrival_padding
-from deployments.bench.encode_load import Load, interleaved, load_figures, post_all, ratio_figures
-from deployments.bench.encode_memory import ENTRY_BYTES, TENSOR_BYTES, _entry_bytes, _filled
-from deployments.bench.encode_models import Texts
+from deployments.bench.encode_cache import ENTRY_BYTES, TENSOR_BYTES, _entry_bytes, _filled
+from deployments.bench.encode_load import Load, Texts, interleaved, load_figures, post_all, ratio_figures
+from deployments.bench.encode_servers import EncoderCounts, arrival_padding
 
 WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight"]
 
 
 def test_texts_are_distinct_mixed_and_those_of_their_seed() -> None:
-    texts = Texts(WORDS, 7).take(400)
+    texts = Texts(WORDS, 7).draw(400)
     assert len(set(texts)) == 400
     lengths = [len(text.split()) for text in texts]
     assert min(lengths) >= 5
     assert max(lengths) <= 200
     below = sum(length <= math.sqrt(5 * 200) for length in lengths)  # the middle of log-uniform lengths
     assert 0.4 < below / 400 < 0.6
-    assert Texts(WORDS, 7).take(400) == texts != Texts(WORDS, 8).take(400)
-    assert {len(text.split()) for text in Texts(WORDS, 7).take(20, 33)} == {33}
+    assert Texts(WORDS, 7).draw(400) == texts != Texts(WORDS, 8).draw(400)
+    assert {len(text.split()) for text in Texts(WORDS, 7).draw(20, 33)} == {33}
 
 
 def test_texts_are_not_given_out_twice_even_if_there_are_few() -> None:
-    assert sorted(Texts(["a", "b"], 0).take(4, 2)) == ["a a", "a b", "b a", "b b"]
+    assert sorted(Texts(["a", "b"], 0).draw(4, 2)) == ["a a", "a b", "b a", "b b"]
 
 
 def test_padding_in_the_order_of_arrival() -> None:

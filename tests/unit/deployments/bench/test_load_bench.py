@@ -11,19 +11,19 @@ import torch
 from safetensors.torch import save_file
 
 from deployments.bench import load_peers
-from deployments.bench.load import MODES, _copy_for, _read_raw, draw_orders
+from deployments.bench.load import MODES, _copy_for, _draw_orders, _read_raw
 
 NAMES = ["raw", "ours", "other", "third"]
 
 
 def test_each_round_has_everybody_once_in_an_order_of_its_own() -> None:
-    orders = draw_orders(NAMES, 12, seed=4)
+    orders = _draw_orders(NAMES, 12, seed=4)
     assert set(orders) == set(MODES)
     rounds = [order for mode in MODES for order in orders[mode]]
     assert len(rounds) == 24
     assert all(sorted(order) == sorted(NAMES) for order in rounds)
     assert len({tuple(order) for order in rounds}) > 6
-    assert orders == draw_orders(NAMES, 12, seed=4) != draw_orders(NAMES, 12, seed=5)
+    assert orders == _draw_orders(NAMES, 12, seed=4) != _draw_orders(NAMES, 12, seed=5)
 
 
 @pytest.mark.parametrize("name", [name for name in load_peers.LOADERS if name != "diffusers"])
@@ -33,7 +33,7 @@ def test_each_peer_loads_the_same_tensors_from_files_of_its_own(tmp_path: Path, 
     tensors = {"a": torch.randn(17, 3), "b": torch.arange(50, dtype=torch.int16)}
     save_file(tensors, source / "model.safetensors", {"format": "pt"})
     folder = _copy_for(name, source, tmp_path)
-    files = load_peers.read_files(name, folder)
+    files = load_peers._weight_files(name, folder)
     assert not any(os.path.samefile(file, source / "model.safetensors") for file in files)
     (source / "model.safetensors").unlink()
     assert load_peers.digest(load_peers.LOADERS[name](files)) == load_peers.digest(tensors)

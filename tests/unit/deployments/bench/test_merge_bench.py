@@ -10,8 +10,7 @@ import pytest
 
 from deployments.bench import merge_replica
 from deployments.bench.merge import LIMIT, _compared, _in_all, print_merge_figures
-from deployments.bench.merge_replica import Outcome
-from deployments.bench.merge_traffic import Pattern, Service, grid, scenario
+from deployments.bench.merge_replica import Outcome, Pattern, Service, grid, scenario
 
 
 def test_the_grid_has_50_different_patterns_of_the_load_that_they_name() -> None:

@@ -40,7 +40,7 @@ Run = Callable[..., tuple[int, str, str]]
 
 
 class Answers(BaseHTTPRequestHandler):
-    """Keeps what was asked in `server.asked`, and answers from `server.answers`."""
+    """A handler that keeps requests in `server.asked`, and answers from `server.answers`."""
 
     def do_GET(self) -> None:
         length = int(self.headers.get("content-length", 0))
@@ -79,7 +79,7 @@ def server() -> Iterator[Any]:
 
 @pytest.fixture
 def run(server: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
-    """Exit code, stdout and stderr of one command."""
+    """Return exit code, stdout and stderr of one command."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")
 

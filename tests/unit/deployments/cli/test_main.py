@@ -52,7 +52,7 @@ Run = Callable[..., tuple[int, str, str]]
 
 
 class Cluster(BaseHTTPRequestHandler):
-    """Answers as a cluster does. Bodies that arrived are in `server.bodies`."""
+    """A handler that answers as a cluster does. Bodies that arrived are in `server.bodies`."""
 
     answers: ClassVar[dict[str, tuple[int, Any]]] = {
         "/v1/models": (200, MODELS),
@@ -103,7 +103,7 @@ def nowhere() -> str:
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
-    """Exit code, stdout and stderr of one command."""
+    """Return exit code, stdout and stderr of one command."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
     monkeypatch.chdir(tmp_path)
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weights.errors import BudgetExceeded, StoreError
-from weights.memory.host_pool import HostBufferPool, size_class
+from weights.memory.host_pool import HostBufferPool, _size_class
 from weights.memory.pages import allocate_pages
 
 WAIT_S = 10
@@ -55,16 +55,16 @@ def use(pool: HostBufferPool, nbytes: int) -> int:
 
 @given(st.integers(0, 2**40))
 def test_a_class_holds_what_was_asked_for_and_wastes_an_eighth_at_most(nbytes: int) -> None:
-    size = size_class(nbytes)
+    size = _size_class(nbytes)
     assert nbytes <= size
     assert size % PAGE == 0
     assert size - nbytes <= PAGE + nbytes / 8
-    assert size_class(size) == size
-    assert size_class(size + 1) > size
+    assert _size_class(size) == size
+    assert _size_class(size + 1) > size
 
 
 def test_there_are_eight_classes_to_the_octave() -> None:
-    classes = {size_class(nbytes) for nbytes in range(2**20 + 1, 2**21 + 1, 512)}
+    classes = {_size_class(nbytes) for nbytes in range(2**20 + 1, 2**21 + 1, 512)}
     assert classes == {2**20 + step * 2**17 for step in range(1, 9)}
 
 

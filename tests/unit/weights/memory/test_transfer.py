@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from weights.errors import WeightsError
 from weights.memory import cuda_transfer
-from weights.memory.cuda_transfer import CudaCopy, CudaQueue, RingCopy
+from weights.memory.cuda_transfer import CudaCopy, RingCopy, _CudaQueue
 from weights.memory.transfer import PIECE_ALIGNMENT, Chunk, HostCopy, Pair, Transfer, plan_chunks, run_all
 
 CHUNK = 4 * PIECE_ALIGNMENT
@@ -254,7 +254,7 @@ def test_a_cuda_queue_orders_its_stream_after_the_callers(monkeypatch: pytest.Mo
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"the caller's on {device}")
-    queue = CudaQueue(torch.device("cuda", 1))
+    queue = _CudaQueue(torch.device("cuda", 1))
     queue.follow()
     (pinned, target), *_ = random_pairs([9])
     assert isinstance(pinned, torch.Tensor)
