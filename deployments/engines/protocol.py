@@ -46,7 +46,7 @@ class EngineRequest(Protocol):
 
 
 class EngineOutput(Protocol):
-    """What one step gave one request."""
+    """The output of one step for one request."""
 
     @property
     def request_id(self) -> str:
@@ -157,7 +157,7 @@ class DenoiseTimes:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DiffusionOutput:
-    """How far a request is and, at its end, its images: uint8 (num_images, height, width, 3)."""
+    """The progress of a request and, at its end, its images: uint8 (num_images, height, width, 3)."""
 
     request_id: str
     step_index: int
@@ -172,7 +172,7 @@ class DiffusionOutput:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are picked. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 switch those filters off.
+    """The parameters of sampling. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 switch those filters off.
 
     `seed` None draws a fresh one. `stop` strings end the text and are not part of it.
     """
@@ -197,7 +197,7 @@ class TextRequest:
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """What one step added to the text of one request.
+    """The text that one step added to that of one request.
 
     `text` may be empty (an unfinished UTF-8 sequence or the possible beginning of a stop string is held
     back). `finish_reason` is None while the request runs, else "stop" or "length".

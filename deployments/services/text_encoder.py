@@ -23,7 +23,7 @@ from configs.cluster import ClusterConfig
 from configs.model import LongText
 from deployments.batching.batcher import Batcher
 from deployments.batching.serve_adapter import ServeAdapter
-from deployments.engines.text.padding_counts import EncodeCounter
+from deployments.engines.text.forward_plan import EncodeCounter
 from deployments.errors import as_service_errors
 from deployments.modules.model_host import ModelHost
 from deployments.pipelines.planning import plan_segments

@@ -31,7 +31,7 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BatchBounds:
-    """What one forward of the denoiser and one of the VAE may have, so that their activations stay bounded.
+    """The bounds of one forward of the denoiser and of one of the VAE, which bound their activations.
 
     Pixels are those of all rows. One row always runs, whatever its size.
     """

@@ -117,7 +117,7 @@ class LLMEngine:
         return self._blocks.num_blocks
 
     @property
-    def num_free_blocks(self) -> int:
+    def _num_free_blocks(self) -> int:
         return self._blocks.num_free
 
     def encode_chat(self, messages: list[dict[str, Any]]) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ from deployments.engines.protocol import EngineError
 
 @dataclass(frozen=True, slots=True)
 class CachePlan:
-    """How many blocks are made and the greatest sequence length (prompt and completion) that is served."""
+    """The plan of a KV cache: the number of blocks, and the greatest sequence length (prompt and completion)."""
 
     num_blocks: int
     max_model_len: int

@@ -1,4 +1,4 @@
-"""How each family of encoders is run over texts of several lengths at once.
+"""The forward of each family of encoders, over texts of several lengths at once.
 
 Texts are padded at the end to the longest of the forward. What keeps the padding out of their outputs:
 

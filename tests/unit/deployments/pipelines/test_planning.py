@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from configs.pipeline import PipelineConfig
-from deployments.ingress.pipeline_models import OpenAiRole, openai_role
+from deployments.ingress.pipeline_models import _openai_role, _OpenAiRole
 from deployments.pipelines.edge_types import TEXT, EdgeType
 from deployments.pipelines.planning import PipelineUnusable, check_functions, plan_pipeline, plan_segments
 from deployments.pipelines.plans import Edge, SegmentPlan, StagePlan
@@ -232,5 +232,5 @@ SEED_IN = TensorSpec("seed", "INT64", (-1,), optional=True)
 )
 def test_which_endpoint_a_pipeline_serves(inputs: Any, output: TensorSpec, endpoint: Any) -> None:
     options = tuple(spec.name for spec in inputs if spec.optional)
-    expected = OpenAiRole(endpoint, "prompt", "o", options) if endpoint else None
-    assert openai_role(Signature(inputs, (output, TEXT_IN))) == expected
+    expected = _OpenAiRole(endpoint, "prompt", "o", options) if endpoint else None
+    assert _openai_role(Signature(inputs, (output, TEXT_IN))) == expected

@@ -15,7 +15,7 @@ from deployments.errors import GenerationFailed, InvalidRequest
 from deployments.pipelines.edge_types import TEXT, TOKENS, VECTOR, EdgeType
 from deployments.pipelines.plans import PIPELINE_INPUT, Edge, SegmentCall, SegmentPlan, SegmentResult, StagePlan
 from deployments.pipelines.segmenting import form_units
-from deployments.pipelines.segments import ArenaPool, SegmentRunner
+from deployments.pipelines.segments import SegmentRunner, _ArenaPool
 
 WIDTH, HIDDEN, CLASSES = 6, 5, 3
 LONGEST = 40  # characters
@@ -160,7 +160,7 @@ async def test_runs_side_by_side_do_not_share_memory() -> None:
 
 def test_memory_of_a_failed_run_is_not_used_again() -> None:
     """A thread or kernel of a run that was cancelled may write there still."""
-    pool = ArenaPool(1, torch.device("cpu"))
+    pool = _ArenaPool(1, torch.device("cpu"))
     pool.prepare_arenas(1000)
     with pytest.raises(KeyError), pool.arena(1000) as failed:
         raise KeyError

@@ -19,8 +19,8 @@ from cluster.encodings.records import Answer
 from deployments.engines.build import build_module
 from deployments.engines.diffusion.pipeline import create_pipeline
 from deployments.engines.protocol import ComputationFailed, DiffusionRequest, EngineError
+from deployments.engines.text.forward_plan import EncodeCounter
 from deployments.engines.text.loading import load_text_encoder
-from deployments.engines.text.padding_counts import EncodeCounter
 from deployments.errors import DeadlineExceeded
 from deployments.text.cache import Encoding, EncodingCache
 from deployments.text.encode import CachedEncoders, EncodeJob, TextItem, embedding_of, encode_batch

@@ -125,7 +125,7 @@ def test_a_request_goes_on_from_its_latents(pair, make_request):
 
 def test_a_solver_with_history_cannot_resume(make_sdxl_pair, make_request, tmp_path):
     pair = make_sdxl_pair(tmp_path, "DPMSolverMultistepScheduler")
-    assert not pair.ours.resumable
+    assert not pair.ours._is_resumable
     latents = torch.zeros(1, 4, 16, 16)
     with pytest.raises(EngineError, match="DPMSolverMultistepScheduler keeps history"):
         pair.ours.start(make_request(), pair.conditioning(), resume_from=(latents, 1))

@@ -108,7 +108,7 @@ def test_abort_frees_all_blocks(steps, model, request_of, prompt_of):
     assert {delta.request_id for delta in engine.step()} == {"0", "2"}
     engine.abort("0")
     engine.abort("2")
-    assert engine.num_free_blocks == engine.num_blocks
+    assert engine._num_free_blocks == engine.num_blocks
     assert (engine.has_work, engine.num_running, engine.num_waiting) == (False, 0, 0)
     engine.add(request_of("1", prompt_of(5), max_tokens=3))  # the id is free again
 
@@ -117,9 +117,9 @@ def test_abort_in_the_middle_of_a_long_prompt(model, run_all, request_of, prompt
     engine = model.engine(max_num_batched_tokens=16)
     engine.add(request_of("long", prompt_of(100)))
     assert engine.step() == []
-    assert engine.num_free_blocks < engine.num_blocks
+    assert engine._num_free_blocks < engine.num_blocks
     engine.abort("long")
-    assert engine.num_free_blocks == engine.num_blocks
+    assert engine._num_free_blocks == engine.num_blocks
     assert run_all(engine, [request_of("r", prompt_of(9), max_tokens=4)])["r"].token_ids == model.greedy(
         prompt_of(9), 4
     )
@@ -137,7 +137,7 @@ def test_preemption_gives_the_same_tokens(model, run_all, request_of, prompt_of)
     assert tight.num_preemptions >= 2
     assert {i: o.token_ids for i, o in found.items()} == {i: o.token_ids for i, o in expected.items()}
     assert {i: o.text for i, o in found.items()} == {i: o.text for i, o in expected.items()}
-    assert tight.num_free_blocks == 10
+    assert tight._num_free_blocks == 10
 
 
 def test_the_same_seed_gives_the_same_text_in_any_company(model, run_all, request_of, prompt_of):
@@ -266,7 +266,7 @@ def test_a_failing_request_ends_alone(model, request_of, prompt_of, monkeypatch)
             tokens[delta.request_id] += delta.token_ids
     assert tokens == {"good": model.greedy(prompt_of(9), 6), "also good": model.greedy(prompt_of(5), 6)}
     assert engine.failures == {}
-    assert engine.num_free_blocks == engine.num_blocks
+    assert engine._num_free_blocks == engine.num_blocks
 
 
 def test_logits_that_are_not_finite_end_the_request(model, request_of, prompt_of):
@@ -294,7 +294,7 @@ def test_text_that_cannot_be_made_ends_its_request_alone(model, request_of, prom
         for delta in engine.step():
             tokens[delta.request_id] += delta.token_ids
     assert tokens == {"good": model.greedy(prompt_of(9), 3), "also good": model.greedy(prompt_of(5), 3)}
-    assert engine.num_free_blocks == engine.num_blocks
+    assert engine._num_free_blocks == engine.num_blocks
 
 
 class SpoilingRunner:
@@ -335,7 +335,7 @@ def test_logits_of_one_request_that_are_not_finite_end_it_alone(model, request_o
     assert failures == ["bad"]
     expected = {"good": model.greedy(prompt_of(9), 6), "bad": [], "also good": model.greedy(prompt_of(5), 6)}
     assert tokens == expected
-    assert engine.num_free_blocks == engine.num_blocks
+    assert engine._num_free_blocks == engine.num_blocks
 
 
 def test_a_step_that_finds_no_memory_is_tried_once(model, run_all, request_of, prompt_of, monkeypatch):

@@ -28,8 +28,7 @@ from transformers import (
 
 from deployments.engines.protocol import ComputationFailed, EngineError
 from deployments.engines.text.encoder import TextEncoder
-from deployments.engines.text.forward_plan import ForwardLimits
-from deployments.engines.text.padding_counts import EncodeCounter, EncodeStats
+from deployments.engines.text.forward_plan import EncodeCounter, EncodeStats, ForwardLimits
 from deployments.engines.text.pooling import Pooling
 from deployments.engines.text.tokens import TokenizedText
 
