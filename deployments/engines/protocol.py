@@ -64,8 +64,8 @@ OutputT = TypeVar("OutputT", bound=EngineOutput, covariant=True)
 class Engine(Protocol[RequestT, OutputT]):
     """A model that moves many requests on together, step by step. Requests join and leave between steps.
 
-    HAZARD: an engine has no locks. `add`, `abort` and `step` are called by one thread at a time, the one that may touch
-    the device; `has_work` and `failures` may be read by any while none of the three runs.
+    HAZARD: an engine has no locks. `add_request`, `abort` and `step` are called by one thread at a time, the one that
+    may touch the device; `has_work` and `failures` may be read by any while none of the three runs.
 
     What a request gets depends on the requests that share its steps by rounding at most (the engines say how far), and
     one that fails takes no other with it.
@@ -82,7 +82,7 @@ class Engine(Protocol[RequestT, OutputT]):
         ComputationFailed is the model's; an error of the device's memory, or another, is passed on as it came.
         """
 
-    def add(self, request: RequestT) -> None:
+    def add_request(self, request: RequestT) -> None:
         """Take a request in; it joins the next step.
 
         Raises:

@@ -110,7 +110,7 @@ class SegmentRunner:
         """Allocate the memory of a segment now, rather than with its first request."""
         self._pool.prepare_arenas(plan.memory.nbytes)
 
-    def stats(self) -> SegmentStats:
+    def segment_stats(self) -> SegmentStats:
         """Return the figures so far."""
         num_temporary = self._pool.num_temporary + self._num_unplanned
         return SegmentStats(self._num_calls, self._num_chunks, num_temporary, self._pool.nbytes)

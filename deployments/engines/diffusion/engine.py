@@ -54,7 +54,7 @@ class DiffusionEngine:
     def has_work(self) -> bool:
         return bool(self._requests)
 
-    def add(self, request: ConditionedRequest) -> None:
+    def add_request(self, request: ConditionedRequest) -> None:
         """Take a request in, its noise drawn.
 
         Raises:

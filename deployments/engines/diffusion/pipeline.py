@@ -27,12 +27,12 @@ from deployments.engines.diffusion.rows import (
     DEFAULT_BOUNDS,
     BatchBounds,
     Part,
+    batch_key,
     build_rows,
     grouped,
     guided,
     image_size,
     memory_kind,
-    merge_key,
     parts_of,
     split_rows,
 )
@@ -112,7 +112,7 @@ class DenoisePipeline:
             raise EngineError(f"{self.model_index['scheduler'][1]} keeps history: the request must start again")
         begin_index = resume_from[1] if resume_from else 0
         schedule = family.schedule(request, self._solvers.config, size)
-        solver = self._solvers.create(self.device, begin_index, **schedule)
+        solver = self._solvers.create_solver(self.device, begin_index, **schedule)
         generator = torch.Generator("cpu").manual_seed(request.seed)
         shape = (
             request.num_images,
@@ -149,7 +149,7 @@ class DenoisePipeline:
                 raise EngineError(f"request {state.request.request_id!r} has no steps left")
         noises: dict[int, torch.Tensor] = {}  # by branch, each of which belongs to one state
         with torch.no_grad():
-            for group in grouped(parts_of(states), merge_key):
+            for group in grouped(parts_of(states), batch_key):
                 with applied_adapters(self.denoiser, group[0].state.adapters):
                     noise = self._predict(group)
                 noises |= {id(part.branch): own for part, own in zip(group, split_rows(noise, group), strict=True)}

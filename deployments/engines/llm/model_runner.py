@@ -110,17 +110,17 @@ class _StepAttention:
 
     def __call__(self, layer: int, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor) -> torch.Tensor:
         num_tokens = len(self.slots)
-        self.cache.write(layer, self.slots, k_TKD[:num_tokens], v_TKD[:num_tokens])
+        self.cache.write_slots(layer, self.slots, k_TKD[:num_tokens], v_TKD[:num_tokens])
         out_THD = torch.zeros_like(q_THD)
         for part in self.parts:
             rows = slice(part.first, part.last)
             if part.context is None:
                 keys, values = k_TKD[rows], v_TKD[rows]
             else:
-                keys, values = self.cache.read(layer, part.context)
+                keys, values = self.cache.read_slots(layer, part.context)
             out_THD[rows] = _attend_part(q_THD[rows], keys, values, part.mask)
         for group in self.groups:
-            keys, values = self.cache.read(layer, group.slots)
+            keys, values = self.cache.read_slots(layer, group.slots)
             out_THD[group.rows] = _attend_group(q_THD[group.rows], keys, values, group.mask)
         return out_THD
 

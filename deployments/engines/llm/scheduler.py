@@ -91,7 +91,7 @@ class Scheduler:
     def num_running(self) -> int:
         return len(self._running)
 
-    def add(self, sequence: Sequence) -> None:
+    def add_sequence(self, sequence: Sequence) -> None:
         """Put a sequence at the end of the line."""
         self._waiting.append(sequence)
 
@@ -160,6 +160,6 @@ class Scheduler:
         self.num_preemptions += 1
 
     def _release(self, sequence: Sequence) -> None:
-        self._blocks.release(sequence.block_table)
+        self._blocks.release_blocks(sequence.block_table)
         sequence.block_table.clear()
         sequence.num_computed_tokens = 0

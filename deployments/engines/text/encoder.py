@@ -187,14 +187,14 @@ class TextEncoder:
         # Embeddings are cached and sent to other processes, and a card's memory is for weights.
         outputs = {name: output.cpu() for name, output in outputs.items() if name in wanted}
         if counter:
-            counter.add([len(text.token_ids) for text in texts], lengths)
+            counter.count_forward([len(text.token_ids) for text in texts], lengths)
         return [self._outputs_of(text, row, outputs) for row, text in enumerate(texts)]
 
     def _outputs_of(
         self, text: TokenizedText, row: int, outputs: _Outputs
     ) -> dict[str, torch.Tensor] | ComputationFailed:
         own = {name: _own_rows(outputs[source][row], text, source) for name, source in self._sources_of(text).items()}
-        if not all(output.isfinite().all() for output in own.values()):  # in a cache they would spoil every picture
+        if not all(output.isfinite().all() for output in own.values()):  # in a cache they would spoil every image
             return ComputationFailed(f"the {type(self.module).__name__} made numbers of the text that are not finite")
         return own
 

@@ -17,7 +17,7 @@ from itertools import accumulate, pairwise
 
 @dataclass(frozen=True, slots=True)
 class ForwardLimits:
-    """`max_padding` is the share of a plan's positions that may be padding; 0 merges equal lengths only.
+    """`max_padding` is the share of a plan's positions that may be padding; 0 batches equal lengths only.
 
     `max_tokens` bounds the positions of one forward, and with them its activations; a longer text goes alone. With 1
     all do, and then outputs do not depend on batch-mates in a single bit.
@@ -105,7 +105,7 @@ class EncodeCounter:
         self._lock = threading.Lock()
         self._stats = EncodeStats()
 
-    def add(self, token_counts: Sequence[int], run_lengths: Sequence[int]) -> None:
+    def count_forward(self, token_counts: Sequence[int], run_lengths: Sequence[int]) -> None:
         """Count one forward: tokens of each text, and its length with the stock padding."""
         with self._lock:
             old = self._stats
@@ -118,5 +118,5 @@ class EncodeCounter:
                 batch_padding_tokens=old.batch_padding_tokens + len(run_lengths) * max(run_lengths) - sum(run_lengths),
             )
 
-    def stats(self) -> EncodeStats:
+    def encode_stats(self) -> EncodeStats:
         return self._stats
