@@ -12,9 +12,9 @@
           - {name: digit, function: single_digit, inputs: {text: $adder}}
           - {name: word, function: number_word, inputs: {number: $digit}}
           - {name: caption, function: fill_template, inputs: {template: "a handwritten {word}", word: $word}}
-          - {name: picture, model: digits-flux, inputs: {prompt: $caption, seed: $seed}}
+          - {name: digit_image, model: digits-flux, inputs: {prompt: $caption, seed: $seed}}
         outputs:
-          image: $picture
+          image: $digit_image
 
 A stage is one of `model` (an id), `tokenizer` (of a model) and `function` (a shipped one, or `module:function`). Its
 `inputs` map parameters to references or literals. `$name` is an input of the pipeline or the only output of a stage,

@@ -25,7 +25,7 @@ from cluster.actor_names import cluster_key
 from cluster.encodings.actor import connect_shared_encodings
 from cluster.registry.actor import connect_registry
 from configs.cluster import ClusterConfig, ReplicaConfig
-from deployments.ingress.deployment import Ingress
+from deployments.ingress.http import Ingress
 from deployments.pipelines.checked_config import load_checked_config
 from deployments.services.text_encoder import TextEncoderService
 from deployments.services.worker import Worker

@@ -14,11 +14,11 @@ from deployments.records import ImageRequest, RequestModel, TextOptions
 DEFAULT_TEMPERATURE = 1.0  # OpenAI's
 SEED_BITS: Final = 32  # of drawn seeds
 
-RequestT = TypeVar("RequestT", bound=RequestModel)
+_RequestT = TypeVar("_RequestT", bound=RequestModel)
 TextT = TypeVar("TextT", bound=TextOptions)
 
 
-def drawn_seed() -> int:
+def _draw_seed() -> int:
     """Draw a seed of 32 bits: JavaScript, and JSON tools that read numbers as doubles, lose bits beyond 53."""
     return random.getrandbits(SEED_BITS)
 
@@ -46,7 +46,7 @@ def with_image_defaults(request: ImageRequest, defaults: GenerationDefaults, cla
     }
     update = {name: value for name, value in stock.items() if getattr(request, name) is None}
     if request.seed is None:
-        update["seed"] = drawn_seed()
+        update["seed"] = _draw_seed()
     return request.model_copy(update=update)
 
 
@@ -57,7 +57,7 @@ def with_text_defaults(request: TextT, defaults: GenerationDefaults) -> TextT:
     """
     request = _filled(request, defaults, ("max_tokens", "temperature"))
     temperature = DEFAULT_TEMPERATURE if request.temperature is None else request.temperature
-    seed = drawn_seed() if request.seed is None else request.seed
+    seed = _draw_seed() if request.seed is None else request.seed
     return request.model_copy(update={"temperature": temperature, "seed": seed})
 
 
@@ -69,6 +69,6 @@ def text_rules(model: ModelRecord | ModelConfig | AdapterConfig) -> dict[str, An
     return {"text_padding": entry.text_padding, "long_text": entry.long_text}
 
 
-def _filled(request: RequestT, defaults: GenerationDefaults, names: tuple[str, ...]) -> RequestT:
+def _filled(request: _RequestT, defaults: GenerationDefaults, names: tuple[str, ...]) -> _RequestT:
     update: dict[str, Any] = {name: getattr(defaults, name) for name in names if getattr(request, name) is None}
     return request.model_copy(update=update)

@@ -55,7 +55,7 @@ class RequestTooLarge(ServiceError):
 
 
 class Overloaded(ServiceError):
-    """What the request needs does not fit beside the work that is running."""
+    """The needs of the request do not fit beside the work that is running."""
 
 
 class QueueFull(ServiceError):

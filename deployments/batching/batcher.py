@@ -130,9 +130,9 @@ class Batcher(Generic[ItemT, ResultT]):
         self._queue.retune(config)
         self._pump()
 
-    def stats(self) -> BatchingStats:
+    def batching_stats(self) -> BatchingStats:
         """Return a snapshot."""
-        return self._counts.stats(self._queue.num_by_priority)
+        return self._counts.batching_stats(self._queue.num_by_priority)
 
     async def close(self) -> None:
         """Refuse waiting requests with BatcherClosed; return when running batches have ended."""
@@ -147,7 +147,7 @@ class Batcher(Generic[ItemT, ResultT]):
     def _add(self, request: _Request) -> None:
         if not self._queue.has_room(request.priority):
             self._pump()  # requests that could have started do not count as waiting
-        self._policy.add(request)
+        self._policy.add_request(request)
         request.num_missing = len(request.items)
         request.future.on_cancel = partial(self._take_back, request)
         if request.deadline_s < self._look_again_s:
@@ -199,7 +199,7 @@ class Batcher(Generic[ItemT, ResultT]):
     def _take_back(self, request: _Request) -> None:
         self._counts.cancelled += 1
         if request.is_queued:
-            self._queue.remove(request)
+            self._queue.remove_request(request)
             self._start_soon()  # others may have waited behind it
 
     def _start_batch(self, batch: Batch[_Request], now_s: float) -> None:
@@ -211,7 +211,7 @@ class Batcher(Generic[ItemT, ResultT]):
             counts.items += len(part)
             if not part.start:
                 counts.requests += 1
-                counts.queue_wait.add(now_s - request.arrived_s)
+                counts.queue_wait.add_duration(now_s - request.arrived_s)
             if not request.num_running:
                 request.running_priority = request.priority
                 counts.running[request.priority] += 1
@@ -272,7 +272,7 @@ class Batcher(Generic[ItemT, ResultT]):
         except Exception as error:
             return error
         finally:
-            self._counts.execution.add(self._clock() - start_s)
+            self._counts.execution.add_duration(self._clock() - start_s)
         done = 0
         for part in parts:
             self._finish_part(part, results[done : done + len(part)])
@@ -294,7 +294,7 @@ class Batcher(Generic[ItemT, ResultT]):
 
     def _fail(self, request: _Request, error: BaseException) -> None:
         """End the request with the error; items of it that still wait are of no use any more."""
-        self._queue.remove(request)
+        self._queue.remove_request(request)
         if not request.future.done():
             self._counts.failed += 1
             request.future.refuse(error)

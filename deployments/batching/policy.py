@@ -94,9 +94,9 @@ class BatchPolicy(Generic[RequestT]):
         self._delays: OrderedDict[Hashable, BatchingDelay] = OrderedDict()
         self._memory = MemoryLimits()
 
-    def add(self, request: RequestT) -> None:
-        """Queue a request, as `RequestQueue.add` does, and learn from when it came."""
-        self.queue.add(request)
+    def add_request(self, request: RequestT) -> None:
+        """Queue a request, as `RequestQueue.add_request` does, and learn from when it came."""
+        self.queue.add_request(request)
         self._delay(request.group).note_arrival(request.arrived_s)
 
     def note_served(self, batch: Batch[RequestT], duration_s: float) -> None:
@@ -124,7 +124,7 @@ class BatchPolicy(Generic[RequestT]):
             decided = self._by_latency(batch, now_s, num_free) if is_latency else _by_batch(batch, config, now_s)
             if isinstance(decided, Batch):
                 for part in decided.parts:
-                    self.queue.take(part.request, len(part))
+                    self.queue.take_items(part.request, len(part))
                 return decided
             look_again_s = min(look_again_s, decided)
         return look_again_s

@@ -106,7 +106,7 @@ class RequestQueue(Generic[RequestT]):
         limit = self._policy(priority).max_queue_size
         return limit is None or self.num_by_priority[priority] < limit
 
-    def add(self, request: RequestT) -> None:
+    def add_request(self, request: RequestT) -> None:
         """Queue a request. Raises InvalidRequest for an unknown priority, QueueFull when too many wait at it."""
         if not 1 <= request.priority <= self.config.priority_levels:
             raise InvalidRequest(
@@ -120,7 +120,7 @@ class RequestQueue(Generic[RequestT]):
         self._num_added += 1
         self._insert(request)
 
-    def remove(self, request: RequestT) -> None:
+    def remove_request(self, request: RequestT) -> None:
         """Take a request out that was cancelled or has failed. Nothing happens when it does not wait."""
         if not request.is_queued:
             return
@@ -135,12 +135,12 @@ class RequestQueue(Generic[RequestT]):
             del self._groups[request.group]
         self._overtaking.forget_before(next(iter(self._all), self._num_added))
 
-    def take(self, request: RequestT, num_items: int) -> None:
+    def take_items(self, request: RequestT, num_items: int) -> None:
         """Note that its next items are started. It leaves with its last one."""
         if not request.next_item:
             self._overtaking.note_start(request.number)
         if num_items == request.num_left:
-            self.remove(request)
+            self.remove_request(request)
             request.next_item += num_items
         else:
             request.next_item += num_items
@@ -154,7 +154,7 @@ class RequestQueue(Generic[RequestT]):
             if not request.is_queued:
                 continue
             if self._policy(request.priority).timeout_action == "reject":
-                self.remove(request)
+                self.remove_request(request)
                 refused.append(request)
             else:
                 self._leave_line(request)
@@ -198,7 +198,7 @@ class RequestQueue(Generic[RequestT]):
         """Return all requests, which leave the queue."""
         everybody = list(self._all.values())
         for request in everybody:
-            self.remove(request)
+            self.remove_request(request)
         return everybody
 
     def retune(self, config: BatchingConfig) -> None:

@@ -53,13 +53,13 @@ class _Durations:
         self._count, self._sum_s, self._max_s = 0, 0.0, 0.0
         self._recent: deque[float] = deque(maxlen=RECENT)
 
-    def add(self, duration_s: float) -> None:
+    def add_duration(self, duration_s: float) -> None:
         self._count += 1
         self._sum_s += duration_s
         self._max_s = max(self._max_s, duration_s)
         self._recent.append(duration_s)
 
-    def stats(self) -> DurationStats:
+    def duration_stats(self) -> DurationStats:
         recent = sorted(self._recent)
         return DurationStats(self._count, self._sum_s, self._max_s, _nearest(recent, 0.5), _nearest(recent, 0.99))
 
@@ -81,15 +81,15 @@ class BatchingCounts:
     queue_wait: _Durations = field(default_factory=_Durations)
     execution: _Durations = field(default_factory=_Durations)
 
-    def stats(self, queued: Counter[int]) -> BatchingStats:
+    def batching_stats(self, queued: Counter[int]) -> BatchingStats:
         """Return a snapshot. `queued`: requests by priority."""
         return BatchingStats(
             batches=self.batches,
             requests=self.requests,
             items=self.items,
             batch_sizes=dict(sorted(self.batch_sizes.items())),
-            queue_wait=self.queue_wait.stats(),
-            execution=self.execution.stats(),
+            queue_wait=self.queue_wait.duration_stats(),
+            execution=self.execution.duration_stats(),
             rejected=self.rejected,
             expired=self.expired,
             cancelled=self.cancelled,

@@ -94,14 +94,14 @@ def _filled(max_bytes: int, tensor: Callable[[int], torch.Tensor], number: int |
 
     async def fill() -> CacheStats:
         cache, index = EncodingCache(max_bytes), 0
-        while index < number if number else _let_go(cache.stats()) <= cache.stats().entries:
+        while index < number if number else _let_go(cache.cache_stats()) <= cache.cache_stats().entries:
 
             async def compute_many(_: Sequence[EncodingKey], index: int = index) -> list[Encoding]:
                 return [{"hidden": tensor(index)}]
 
             await cache.get_all([EncodingKey("m", "bfloat16", "none", (index,))], compute_many)
             index += 1
-        return cache.stats()
+        return cache.cache_stats()
 
     return asyncio.run(fill())
 

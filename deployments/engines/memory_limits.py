@@ -1,4 +1,4 @@
-"""How much work fits into memory at once, learned from what ran out of it. Free of torch and of clocks.
+"""Limits on the work that fits into memory at once, learned from what ran out of it. Free of torch and of clocks.
 
 HAZARD: the frames of an error hold the tensors of the call that failed. Retry after the `except` block, not within it.
 """

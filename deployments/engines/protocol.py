@@ -46,7 +46,7 @@ class EngineRequest(Protocol):
 
 
 class EngineOutput(Protocol):
-    """What one step gave one request."""
+    """The output of one step for one request."""
 
     @property
     def request_id(self) -> str:
@@ -64,8 +64,8 @@ OutputT = TypeVar("OutputT", bound=EngineOutput, covariant=True)
 class Engine(Protocol[RequestT, OutputT]):
     """A model that moves many requests on together, step by step. Requests join and leave between steps.
 
-    HAZARD: an engine has no locks. `add`, `abort` and `step` are called by one thread at a time, the one that may touch
-    the device; `has_work` and `failures` may be read by any while none of the three runs.
+    HAZARD: an engine has no locks. `add_request`, `abort` and `step` are called by one thread at a time, the one that
+    may touch the device; `has_work` and `failures` may be read by any while none of the three runs.
 
     What a request gets depends on the requests that share its steps by rounding at most (the engines say how far), and
     one that fails takes no other with it.
@@ -82,7 +82,7 @@ class Engine(Protocol[RequestT, OutputT]):
         ComputationFailed is the model's; an error of the device's memory, or another, is passed on as it came.
         """
 
-    def add(self, request: RequestT) -> None:
+    def add_request(self, request: RequestT) -> None:
         """Take a request in; it joins the next step.
 
         Raises:
@@ -157,7 +157,7 @@ class DenoiseTimes:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DiffusionOutput:
-    """How far a request is and, at its end, its images: uint8 (num_images, height, width, 3)."""
+    """The progress of a request and, at its end, its images: uint8 (num_images, height, width, 3)."""
 
     request_id: str
     step_index: int
@@ -172,7 +172,7 @@ class DiffusionOutput:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are picked. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 switch those filters off.
+    """The parameters of sampling. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 switch those filters off.
 
     `seed` None draws a fresh one. `stop` strings end the text and are not part of it.
     """
@@ -197,7 +197,7 @@ class TextRequest:
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """What one step added to the text of one request.
+    """The text that one step added to that of one request.
 
     `text` may be empty (an unfinished UTF-8 sequence or the possible beginning of a stop string is held
     back). `finish_reason` is None while the request runs, else "stop" or "length".

@@ -74,7 +74,7 @@ class SkeletonPool:
             self._lent[skeleton.module] = (key, skeleton.binding)
         return skeleton.module
 
-    def prepare(self, component: Component, folder: Path, optional_parts: Collection[str] = ()) -> None:
+    def prepare_skeleton(self, component: Component, folder: Path, optional_parts: Collection[str] = ()) -> None:
         """Make a structure before it is needed: its first module is there then, a second one is a copy of it.
 
         Raises EngineError.
@@ -91,7 +91,7 @@ class SkeletonPool:
         if (first := _copy(skeleton)) is not None:
             self._keep(key, first)
 
-    def retire(self, module: nn.Module) -> None:
+    def retire_module(self, module: nn.Module) -> None:
         """Take the weights out of a module that nobody runs any more, and keep it for others.
 
         HAZARD: nobody else may use it from here on, since it may get other weights. Unknown modules are ignored.
@@ -104,7 +104,7 @@ class SkeletonPool:
         if key:
             self._keep(key, Skeleton(module, binding))
 
-    def stats(self) -> SkeletonStats:
+    def skeleton_stats(self) -> SkeletonStats:
         with self._lock:
             templates = sum(template is not None for template in self._templates.values())
             return SkeletonStats(len(self._free), templates, self._num_built, self._num_copied, self._num_rebound)

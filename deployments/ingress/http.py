@@ -1,12 +1,21 @@
-"""The HTTP application: routes, limits and errors over a Service. The gRPC server starts and stops with it."""
+"""The ingress: its deployment, and its HTTP application over a Service. The gRPC server starts and stops with it.
+
+Light on purpose: no torch, so that this replica starts fast and stays small.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import aclosing
+from typing import Any
 
 from fastapi import FastAPI
+from ray import serve
+from ray.serve.handle import DeploymentHandle
 
+from cluster.registry.actor import connect_registry
+from cluster.registry.snapshot import RegistrySnapshot
 from configs.cluster import ClusterConfig
 from deployments.ingress import errors
 from deployments.ingress.admin.routes import create_admin_router
@@ -23,6 +32,19 @@ from deployments.ingress.openai.images import create_images_router
 from deployments.ingress.openai.models import create_models_router
 from deployments.ingress.openai.text import create_text_router
 from deployments.ingress.service import Service
+from deployments.records import (
+    ChatRequest,
+    CompletionRequest,
+    EmbeddingRequest,
+    EmbeddingResult,
+    ImageRequest,
+    ImageResult,
+    TextChunk,
+    TextResult,
+)
+from deployments.services.replica_calls import ReplicaStates
+
+__all__ = ["Ingress", "create_http_app"]
 
 _DESCRIPTION = """Images, text and embeddings from one cluster, in the OpenAI protocol (`/v1`) and in the Open Inference
 Protocol of KServe and Triton (`/v2`). Every answer says how long each stage took: in the `Server-Timing` header, and
@@ -73,3 +95,40 @@ def create_http_app(service: Service, config: ClusterConfig, admission: Admissio
     app.add_middleware(BodyLimit, max_bytes=limits.max_body_bytes)
     app.add_middleware(AdmissionGate, admission=admission)
     return app
+
+
+@serve.ingress()
+class Ingress:
+    """The HTTP edge, and the methods of `serve.get_app_handle("atelier")`: those of `Service`, with a bound."""
+
+    def __init__(self, config: ClusterConfig, encoder: DeploymentHandle, worker: DeploymentHandle) -> None:
+        snapshot = RegistrySnapshot(lambda: connect_registry(config))
+        self._config = config
+        self._admission = Admission(config.ingress.max_ongoing_requests)
+        self._service = Service(config, snapshot, encoder, worker, lambda name: ReplicaStates(name).why_none_can)
+
+    def __serve_build_asgi_app__(self) -> Any:
+        return create_http_app(self._service, self._config, self._admission)
+
+    async def generate(self, request: ImageRequest | Mapping[str, Any]) -> ImageResult:
+        with self._admission.admit_request():
+            return await self._service.generate(request)
+
+    async def embed(self, request: EmbeddingRequest | Mapping[str, Any]) -> EmbeddingResult:
+        with self._admission.admit_request():
+            return await self._service.embed(request)
+
+    async def chat(self, request: ChatRequest | Mapping[str, Any]) -> TextResult:
+        with self._admission.admit_request():
+            return await self._service.chat(request)
+
+    async def complete(self, request: CompletionRequest | Mapping[str, Any]) -> TextResult:
+        with self._admission.admit_request():
+            return await self._service.complete(request)
+
+    async def chat_stream(self, request: ChatRequest | Mapping[str, Any]) -> AsyncGenerator[TextChunk]:
+        """Over a handle: `handle.options(stream=True).chat_stream.remote(...)`."""
+        with self._admission.admit_request():
+            async with aclosing(self._service.chat_stream(request)) as chunks:
+                async for chunk in chunks:
+                    yield chunk

@@ -101,7 +101,7 @@ class PipelineModels:
         )
 
     async def _run(
-        self, model: str, role: OpenAiRole, texts: list[str], given: dict[str, Any], request: Any
+        self, model: str, role: _OpenAiRole, texts: list[str], given: dict[str, Any], request: Any
     ) -> PipelineResult:
         signature = self._pipelines.signature(model)
         specs = {spec.name: spec for spec in signature.inputs}
@@ -114,8 +114,8 @@ class PipelineModels:
         priority, timeout_s = getattr(request, "priority", 0), getattr(request, "timeout_s", None)
         return await self._pipelines.run_pipeline(PipelineRequest(model, inputs, priority, timeout_s))
 
-    def _role(self, model: str, endpoint: _Endpoint) -> OpenAiRole:
-        role = openai_role(self._pipelines.signature(model))
+    def _role(self, model: str, endpoint: _Endpoint) -> _OpenAiRole:
+        role = _openai_role(self._pipelines.signature(model))
         if role is None or role.endpoint != endpoint:
             fits = f"is one of {role.endpoint}" if role else "fits no endpoint of /v1; ask /v2/models"
             raise InvalidRequest(f"pipeline {model!r} does not make {endpoint}: it {fits}", "model")
@@ -161,7 +161,7 @@ def _tensor(spec: TensorSpec, value: Any, count: int) -> TensorValue:
 
 
 @dataclass(frozen=True, slots=True)
-class OpenAiRole:
+class _OpenAiRole:
     """The endpoint that a pipeline fits.
 
     `input` takes the prompt, `output` is the answer. `options` are inputs that may be left out: those of
@@ -174,7 +174,7 @@ class OpenAiRole:
     options: tuple[str, ...]
 
 
-def openai_role(signature: Signature) -> OpenAiRole | None:
+def _openai_role(signature: Signature) -> _OpenAiRole | None:
     """Return the role of a pipeline by its first output; None unless its only required input is a text."""
     required = [spec for spec in signature.inputs if not spec.optional]
     if len(required) != 1 or EdgeType(required[0].datatype, required[0].shape) != TEXT:
@@ -183,9 +183,9 @@ def openai_role(signature: Signature) -> OpenAiRole | None:
     given = EdgeType(output.datatype, output.shape)
     options = tuple(spec.name for spec in signature.inputs if spec.optional)
     if given == IMAGE:
-        return OpenAiRole("images", required[0].name, output.name, options)
+        return _OpenAiRole("images", required[0].name, output.name, options)
     if given == TEXT:
-        return OpenAiRole("text", required[0].name, output.name, options)
+        return _OpenAiRole("text", required[0].name, output.name, options)
     if given.datatype == "FP32" and len(given.shape) == 2:
-        return OpenAiRole("embeddings", required[0].name, output.name, options)
+        return _OpenAiRole("embeddings", required[0].name, output.name, options)
     return None

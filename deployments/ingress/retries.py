@@ -41,7 +41,7 @@ def _is_lost(error: BaseException | None) -> bool:
     return error is not None and isinstance(error.__cause__, RayActorError)
 
 
-class Retries:
+class _Retries:
     """The count of retries of one request. None begins after its deadline."""
 
     def __init__(self, deadline: Deadline, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep) -> None:
@@ -88,7 +88,7 @@ class RetriedCalls:
     async def stream(self, method: str, *arguments: Any) -> AsyncGenerator[Any]:
         """Yield the pieces of a stream. A caller that stops early closes it. Raises as `call` does."""
         deadline = self.deadline()
-        retries, num_pieces = Retries(deadline), 0
+        retries, num_pieces = _Retries(deadline), 0
         while True:
             try:
                 async with (
@@ -116,7 +116,7 @@ class RetriedCalls:
 
     async def answered(self, send: Callable[[], Awaitable[Any]], deadline: Deadline) -> Any:
         """Return the result of `send`, of a second replica if need be."""
-        retries = Retries(deadline)
+        retries = _Retries(deadline)
         while True:
             try:
                 async with self._turn(retries, deadline):
@@ -124,7 +124,7 @@ class RetriedCalls:
             except Exception as error:
                 await retries.after(error)
 
-    def _turn(self, retries: Retries, deadline: Deadline) -> AbstractAsyncContextManager[None]:
+    def _turn(self, retries: _Retries, deadline: Deadline) -> AbstractAsyncContextManager[None]:
         """Return the turn of a try: suspects go one at a time, all others at once."""
         return self._alone(deadline) if retries.is_suspect else contextlib.nullcontext()
 
@@ -164,10 +164,10 @@ class EncoderReply:
         """Cancel the call."""
         self.response.cancel()
 
-    def send_again(self) -> None:
+    def _send_again(self) -> None:
         """Send the call again, and those of earlier segments too: the replica that died may be any on the way."""
         for reply in self._upstream:
-            reply.send_again()
+            reply._send_again()
         self.response = self._send()
         self._has_failed = False
 
@@ -177,7 +177,7 @@ class EncoderReply:
 
     async def _try(self, deadline: Deadline) -> Any:
         if self._has_failed:
-            self.send_again()
+            self._send_again()
         try:
             return await self._encoder.answer_begun(self.response, deadline)
         except Exception:

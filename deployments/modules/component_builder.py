@@ -53,7 +53,7 @@ class ComponentBuilder:
     def prepare(self, component: Component, skeleton: Path) -> None:
         """Make its structure before it is needed. Raises EngineError."""
         if component.library == "diffusers":
-            self.skeletons.prepare(component, skeleton / component.folder)
+            self.skeletons.prepare_skeleton(component, skeleton / component.folder)
 
     def private_footprint(self, component: Component) -> Mapping[str, int]:
         """Return what a component costs beside the node's shared memory: Python's objects, and an LLM's KV cache.
@@ -70,7 +70,7 @@ class ComponentBuilder:
     def retire(self, thing: Any) -> None:
         """Take back what was built here and is not used any more."""
         if isinstance(thing, nn.Module):
-            self.skeletons.retire(thing)
+            self.skeletons.retire_module(thing)
         elif isinstance(thing, KeyedEncoder):
             self._encoders.retire(thing)
 

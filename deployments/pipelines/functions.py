@@ -8,6 +8,19 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+__all__ = [
+    "SHIPPED",
+    "Classification",
+    "classify",
+    "fill_template",
+    "join_texts",
+    "number_word",
+    "single_digit",
+    "softmax",
+    "sum_question",
+    "whole_number",
+]
+
 Vector = npt.NDArray[np.float32]
 _ONES = (
     *("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"),

@@ -76,7 +76,7 @@ def _unit(
     wanted = {edge for stage in stages if stage.name not in inside for edge in stage.edges.values()} | set(outputs)
     results = tuple(sorted(edge for edge in wanted if edge.stage in inside))
     buffers = _buffers(group, max_batch_size)
-    memory = plan_memory(_needs(group, buffers))
+    memory = _plan_memory(_needs(group, buffers))
     return SegmentPlan(pipeline, tuple(group), results, max_batch_size, buffers, memory)
 
 
@@ -92,14 +92,14 @@ def _buffers(group: Sequence[StagePlan], max_batch_size: int) -> dict[Edge, tupl
     return shapes
 
 
-def _needs(group: Sequence[StagePlan], buffers: Mapping[Edge, tuple[int, ...]]) -> list[BufferNeed]:
+def _needs(group: Sequence[StagePlan], buffers: Mapping[Edge, tuple[int, ...]]) -> list[_BufferNeed]:
     types = {Edge(stage.name, name): type_ for stage in group for name, type_ in stage.outputs.items()}
     needs = []
     for edge, shape in buffers.items():
         first = next(at for at, stage in enumerate(group) if stage.name == edge.stage)
         last = max((at for at, stage in enumerate(group) if edge in stage.edges.values()), default=first)
         nbytes = math.prod(shape) * NUMPY_DTYPES[types[edge].datatype].itemsize
-        needs.append(BufferNeed(edge, nbytes, first, last))
+        needs.append(_BufferNeed(edge, nbytes, first, last))
     return needs
 
 
@@ -107,7 +107,7 @@ ALIGNMENT_BYTES = 256  # what CUDA's allocator gives too, so kernels may load ve
 
 
 @dataclass(frozen=True, slots=True)
-class BufferNeed:
+class _BufferNeed:
     """A tensor of at most `nbytes`, written by stage `first` and read last by stage `last` (positions, inclusive)."""
 
     key: Edge
@@ -115,15 +115,15 @@ class BufferNeed:
     first: int
     last: int
 
-    def meets(self, other: BufferNeed) -> bool:
+    def meets(self, other: _BufferNeed) -> bool:
         """Return whether both are alive during some stage. The inputs of a stage live while it writes."""
         return self.first <= other.last and other.first <= self.last
 
 
-def plan_memory(needs: Sequence[BufferNeed]) -> MemoryPlan:
+def _plan_memory(needs: Sequence[_BufferNeed]) -> MemoryPlan:
     """Return places for all tensors; those that meet do not overlap."""
     offsets: dict[Edge, int] = {}
-    placed: list[BufferNeed] = []
+    placed: list[_BufferNeed] = []
     for need in sorted(needs, key=lambda need: (-need.nbytes, need.first)):
         neighbours = sorted((offsets[other.key], other.nbytes) for other in placed if other.meets(need))
         offset = 0
@@ -141,5 +141,5 @@ def _aligned(offset: int) -> int:
     return -(-offset // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
-def _most_alive(needs: Sequence[BufferNeed]) -> int:
+def _most_alive(needs: Sequence[_BufferNeed]) -> int:
     return max((sum(n.nbytes for n in needs if n.first <= at <= n.last) for at in {n.first for n in needs}), default=0)

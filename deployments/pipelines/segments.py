@@ -25,7 +25,7 @@ from deployments.pipelines.plans import Edge, SegmentCall, SegmentPlan, SegmentR
 from deployments.pipelines.stage_functions import find_function
 
 
-class ArenaPool:
+class _ArenaPool:
     """Device memory for intermediate tensors, allocated before requests come.
 
     `num_arenas` runs at once have an arena each. All segments share them, so each is as large as the largest needs.
@@ -103,14 +103,14 @@ class SegmentRunner:
     """The runner of one replica. `num_arenas` calls at once run without allocating. Lives on one event loop."""
 
     def __init__(self, device: torch.device | str = "cpu", num_arenas: int = 8) -> None:
-        self._pool = ArenaPool(num_arenas, torch.device(device))
+        self._pool = _ArenaPool(num_arenas, torch.device(device))
         self._num_calls = self._num_chunks = self._num_unplanned = 0
 
     def prepare_segment(self, plan: SegmentPlan) -> None:
         """Allocate the memory of a segment now, rather than with its first request."""
         self._pool.prepare_arenas(plan.memory.nbytes)
 
-    def stats(self) -> SegmentStats:
+    def segment_stats(self) -> SegmentStats:
         """Return the figures so far."""
         num_temporary = self._pool.num_temporary + self._num_unplanned
         return SegmentStats(self._num_calls, self._num_chunks, num_temporary, self._pool.nbytes)

@@ -26,7 +26,7 @@ from deployments.text.requests import Conditioning, ConditioningRequest, unpack
 
 EncodeText = Callable[[ConditioningRequest], Awaitable[Conditioning]]
 OnStep = Callable[[int, int], None]  # steps done, steps in all
-DiffusionLoop = EngineLoop[ConditionedRequest, DiffusionOutput]
+_DiffusionLoop = EngineLoop[ConditionedRequest, DiffusionOutput]
 MAX_SETTINGS: Final = 1024
 _NumberT = TypeVar("_NumberT", int, float)
 
@@ -107,7 +107,7 @@ class ImageService:
                 on_step(output.step_index, output.num_steps)
 
         settings = await self._settings_of(lease)
-        loop: DiffusionLoop = lease.bound(
+        loop: _DiffusionLoop = lease.bound(
             lambda: EngineLoop(self._device, DiffusionEngine(self._pipeline(lease))), settings
         )
         self.num_running += 1

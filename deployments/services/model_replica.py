@@ -17,8 +17,8 @@ import torch
 
 from cluster.errors import ClusterError
 from cluster.keeper.ray_extents import RayExtents
-from cluster.ray_calls import get
-from cluster.registry.actor import connect_registry
+from cluster.ray_calls import call_actor, get
+from cluster.registry.actor import WeightRegistry, connect_registry
 from configs.cluster import ClusterConfig, ModelReplicaConfig
 from configs.model import ModelConfig
 from deployments.engines.build import import_class
@@ -80,7 +80,7 @@ class ModelReplica:
         self._registry: Any = connect_registry(config)
         node_id = ray.get_runtime_context().get_node_id()
         # HAZARD: asking for the keeper is what starts it, on a node whose first replica this is.
-        keeper: Any = await self._registry.keeper.remote(node_id)
+        keeper: Any = await call_actor(self._registry, WeightRegistry.keeper, node_id)
         loop = asyncio.get_running_loop()
 
         def on_recall(extents: Sequence[str], is_overdue: bool) -> None:
@@ -90,7 +90,10 @@ class ModelReplica:
             loop.call_soon_threadsafe(self._condemn, extents)
 
         def reconnect() -> Any:
-            return get(self._registry.keeper.remote(node_id), KEEPER_TIMEOUT_S)
+            return get(call_actor(self._registry, WeightRegistry.keeper, node_id), KEEPER_TIMEOUT_S)
+
+        def report_attach(model: str, error: str | None) -> None:
+            call_actor(self._registry, WeightRegistry.report_attach, model, error)
 
         keeps = settings.device == "cpu"  # other devices need the node's memory only while they upload
         recall = on_recall if keeps else None
@@ -101,7 +104,7 @@ class ModelReplica:
             WeightStore(config.store.path).models,
             settings.weights_budget_bytes,
             builder,
-            report=lambda model, error: self._registry.report_attach.remote(model, error),
+            report=report_attach,
             device=settings.device,
             kept=provider if keeps else None,
             private_footprint=private_footprint,
@@ -112,10 +115,9 @@ class ModelReplica:
 
     async def _fetch_manifest(self, model: str, version: str | None) -> Manifest:
         try:
-            manifest: Manifest = await self._registry.manifest.remote(model, version)
+            return await call_actor(self._registry, WeightRegistry.manifest, model, version)
         except ray.exceptions.RayTaskError as error:
             raise error.cause if isinstance(error.cause, Exception) else error from None
-        return manifest
 
     def _condemn(self, extents: Sequence[str]) -> None:
         """Serve nothing that was made of these extents: they were found damaged. On the event loop."""
@@ -148,7 +150,7 @@ class ModelReplica:
 
     async def describe(self) -> dict[str, Any]:
         """Return a snapshot of this replica, as JSON-able values."""
-        return self._host.describe() | {"skeletons": asdict(self._builder.skeletons.stats())}
+        return self._host.describe() | {"skeletons": asdict(self._builder.skeletons.skeleton_stats())}
 
     async def _runs(self, model: str) -> bool:
         return (await self._host.manifests.newest(model)).kind in self._kinds

@@ -65,10 +65,10 @@ class EngineLoop(Generic[RequestT, OutputT]):
             ComputationFailed: the engine failed as a whole; other errors are the request's own (`Engine.failures`).
         """
         queue: asyncio.Queue[OutputT | Exception] = asyncio.Queue()
-        self._queues[request.request_id] = queue  # before `add`: a step may run between the two
+        self._queues[request.request_id] = queue  # before `add_request`: a step may run between the two
         is_running = True
         try:
-            await self._device.run(self._engine.add, request)
+            await self._device.run(self._engine.add_request, request)
             if self._task is None or self._task.done():
                 self._task = asyncio.ensure_future(self._run_steps())
             while is_running:

@@ -17,13 +17,15 @@ import torch
 from cluster.actor_names import cluster_key
 from cluster.encodings.actor import connect_shared_encodings
 from cluster.encodings.ray_tier import RaySharedTier
+from cluster.ray_calls import call_actor
+from cluster.registry.actor import WeightRegistry
 from cluster.telemetry import RequestMetrics
 from configs.batching import BatchingConfig
 from configs.cluster import ClusterConfig
 from configs.model import LongText
 from deployments.batching.batcher import Batcher
 from deployments.batching.serve_adapter import ServeAdapter
-from deployments.engines.text.padding_counts import EncodeCounter
+from deployments.engines.text.forward_plan import EncodeCounter
 from deployments.errors import as_service_errors
 from deployments.modules.model_host import ModelHost
 from deployments.pipelines.planning import plan_segments
@@ -65,13 +67,15 @@ class TextEncoderService(ModelReplica):
         self._cache = EncodingCache(settings.cache_bytes, shared)
         await self._open(config, "text-encoder", settings, TextEncoderBuilder())
         self._padding = EncodeCounter()
-        self._batching: BatchingConfig = await self._registry.encoder_batching.remote() or settings.batching
+        tuned = await call_actor(self._registry, WeightRegistry.encoder_batching)
+        self._batching: BatchingConfig = tuned or settings.batching
         self._batcher: Batcher[EncodeJob, Encoding] = Batcher(self._encode_batch, self._batching)
         self._serve_adapter = ServeAdapter(self._batcher, settings.max_ongoing_requests)
         self._encoders = CachedEncoders(self._cache, self._run_batch)
         self._segments = SegmentRunner(settings.torch_device)
         if config.pipelines:
-            models = {record.id: known_model(record) for record in await self._registry.statuses.remote()}
+            records = await call_actor(self._registry, WeightRegistry.statuses)
+            models = {record.id: known_model(record) for record in records}
             for segment in plan_segments(config.pipelines, models, settings.batching.max_batch_size):
                 self._segments.prepare_segment(segment)
         self._metrics = RequestMetrics()
@@ -123,7 +127,7 @@ class TextEncoderService(ModelReplica):
         return result
 
     async def run_segment(self, call: SegmentCall, *upstream: SegmentResult) -> SegmentResult:
-        """Run steps of a pipeline, one after the other; what they hand on stays on the device."""
+        """Run stages of a pipeline, one after the other; what they hand on stays on the device."""
         with as_service_errors():
             return await self._segments.run_segment(call, upstream, _EncoderOps(self._host, self._encoders, call))
 
@@ -135,11 +139,11 @@ class TextEncoderService(ModelReplica):
     async def describe(self) -> dict[str, Any]:
         """Add the cache, the batches and the pipelines' segments to what every replica tells of itself."""
         return await super().describe() | {
-            "cache": asdict(self._cache.stats()),
-            "batching": asdict(self._batcher.stats()),
+            "cache": asdict(self._cache.cache_stats()),
+            "batching": asdict(self._batcher.batching_stats()),
             "batching_config": self._batching.model_dump(mode="json"),
-            "padding": asdict(self._padding.stats()),
-            "segments": asdict(self._segments.stats()),
+            "padding": asdict(self._padding.encode_stats()),
+            "segments": asdict(self._segments.segment_stats()),
         }
 
     def _condemn(self, extents: Sequence[str]) -> None:

@@ -192,7 +192,7 @@ class EncodingCache:
         if self._shared:
             self._tell(self._shared.forget_all())
 
-    def stats(self) -> CacheStats:
+    def cache_stats(self) -> CacheStats:
         """Return a snapshot."""
         return CacheStats(
             **self._counts,

@@ -18,10 +18,9 @@ from configs.model import LongText, TextPadding
 from deployments.engines.build import read_config
 from deployments.engines.diffusion.families import family_of
 from deployments.engines.protocol import ClipLayer, EngineError
-from deployments.engines.text.chunks import join_chunks, level_chunks
 from deployments.engines.text.encoder import TextEncoder
-from deployments.engines.text.padding_counts import EncodeCounter
-from deployments.engines.text.tokens import TokenizedText
+from deployments.engines.text.forward_plan import EncodeCounter
+from deployments.engines.text.tokens import TokenizedText, join_chunks, level_chunks
 from deployments.records import CacheUse
 from deployments.tasks import in_thread
 from deployments.text.cache import Encoding, EncodingCache, EncodingKey

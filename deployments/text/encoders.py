@@ -54,7 +54,7 @@ class KeyedEncoder:
             with self._lock:
                 self.num_computing -= 1
 
-    def retire(self) -> bool:
+    def retire_encoder(self) -> bool:
         """Let no computation begin any more. Return False, and change nothing, while some run."""
         with self._lock:
             self.is_retired = self.is_retired or not self.num_computing
@@ -100,14 +100,14 @@ class TextEncoderBuilder:
         """Make its structure, and load its tokenizer, before they are needed. Raises EngineError."""
         if component.library == dense_head.LIBRARY:
             return
-        self.skeletons.prepare(component, skeleton / component.folder, OPTIONAL_PARTS)
+        self.skeletons.prepare_skeleton(component, skeleton / component.folder, OPTIONAL_PARTS)
         folder = skeleton / encoder_files.tokenizer_folder(component.folder)
         self._keep(folder, load_tokenizer(folder))
 
     def retire(self, thing: KeyedEncoder | DenseHead) -> None:
         """Take back what nobody leases any more, unless it still computes for a request that was cancelled."""
-        if isinstance(thing, KeyedEncoder) and thing.retire():
-            self.skeletons.retire(thing.encoder.module)
+        if isinstance(thing, KeyedEncoder) and thing.retire_encoder():
+            self.skeletons.retire_module(thing.encoder.module)
             if thing.tokenizer_folder is not None:
                 self._keep(thing.tokenizer_folder, thing.tokenizer)
 

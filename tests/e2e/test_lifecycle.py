@@ -121,14 +121,14 @@ def test_a_typo_in_the_config_is_one_readable_line(environment: dict[str, str], 
 
 
 def test_generate_without_a_cluster(environment: dict[str, str], tmp_path: Path) -> None:
-    picture = tmp_path / "seven.png"
+    image = tmp_path / "seven.png"
     result = atelier(
-        "generate", "a handwritten seven", "--local", "--steps", "2", "--seed", "1", "--json", "-o", str(picture),
+        "generate", "a handwritten seven", "--local", "--steps", "2", "--seed", "1", "--json", "-o", str(image),
         env=environment, cwd=ROOT,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
-    assert json.loads(result.stdout)["files"] == [str(picture)]
-    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert json.loads(result.stdout)["files"] == [str(image)]
+    assert image.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.slow

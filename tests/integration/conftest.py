@@ -48,7 +48,7 @@ def asked() -> dict[str, Any]:
         "sum": "What is 12 + 7?",
         "sums": [f"What is {first} + {second}?" for first, second in rng.integers(0, 100, (8, 2))],
         "texts": [" ".join(rng.choice(SENTENCE.split(), rng.integers(1, 40))) for _ in range(8)],
-        "picture": {"prompt": "a handwritten three", "seed": int(rng.integers(2**40)), "num_inference_steps": 8},
+        "image": {"prompt": "a handwritten three", "seed": int(rng.integers(2**40)), "num_inference_steps": 8},
         "digit_sums": [f"{first} + {second}" for first, second in digits],
         "digits": [first + second for first, second in digits],
         "digit_seeds": list(range(len(digits))),

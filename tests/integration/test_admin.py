@@ -24,7 +24,7 @@ from cluster.actor_names import NAMESPACE, registry_name
 from weights.store import WeightStore
 
 PROMPT = "What is 4"
-PICTURE = {"model": "digits-flux", "prompt": "a handwritten seven", "seed": 3, "num_inference_steps": 3}
+IMAGE = {"model": "digits-flux", "prompt": "a handwritten seven", "seed": 3, "num_inference_steps": 3}
 
 
 class Admin:
@@ -47,8 +47,8 @@ class Admin:
         assert answer.status_code == 200, answer.text
         return answer.json()["choices"][0]["text"]
 
-    def picture(self, **more: Any) -> str:
-        answer = self.http.post("/v1/images/generations", json=PICTURE | more)
+    def image(self, **more: Any) -> str:
+        answer = self.http.post("/v1/images/generations", json=IMAGE | more)
         assert answer.status_code == 200, answer.text
         return answer.json()["data"][0]["b64_json"]
 
@@ -112,11 +112,11 @@ def test_a_lora_registered_while_the_cluster_runs_is_used(admin: Admin, tmp_path
     save_file({name: tensor * 2 if "lora_B" in name else tensor for name, tensor in tensors.items()}, file)
     made = admin.register(id="bolder", path=str(folder), base=["digits-flux"], dtype="float32")
     assert (made.status_code, made.json()["kind"]) == (201, "adapter")
-    strong = admin.picture(lora=[{"name": "bold", "scale": 2.0}])
-    assert admin.picture(lora=[{"name": "bolder"}]) == strong != admin.picture()
+    strong = admin.image(lora=[{"name": "bold", "scale": 2.0}])
+    assert admin.image(lora=[{"name": "bolder"}]) == strong != admin.image()
     save_file(tensors, file)
     assert admin.register(id="bolder", path=str(folder), base=["digits-flux"], dtype="float32").status_code == 200
-    assert admin.picture(lora=[{"name": "bolder"}]) == admin.picture(lora=[{"name": "bold"}]) != strong
+    assert admin.image(lora=[{"name": "bolder"}]) == admin.image(lora=[{"name": "bold"}]) != strong
 
 
 def test_a_version_is_replaced_under_running_requests_without_a_failed_one(admin: Admin, tmp_path: Path) -> None:
@@ -214,13 +214,13 @@ def test_requests_whose_worker_is_killed_are_answered_by_another(cluster: Cluste
     def workers() -> list[dict[str, Any]]:
         return admin.http.get("/admin/cluster").json()["workers"]
 
-    def picture(seed: int) -> httpx.Response:
-        body = PICTURE | {"seed": seed, "num_inference_steps": 40}
+    def image(seed: int) -> httpx.Response:
+        body = IMAGE | {"seed": seed, "num_inference_steps": 40}
         return admin.http.post("/v1/images/generations", json=body)
 
-    expected = [pixels(picture(seed)) for seed in range(8)]
+    expected = [pixels(image(seed)) for seed in range(8)]
     with ThreadPoolExecutor(8) as pool:
-        answers = [pool.submit(picture, seed) for seed in range(8)]
+        answers = [pool.submit(image, seed) for seed in range(8)]
         wait_for(lambda: any(worker.get("denoising", 0) for worker in workers()), "the requests' start")
         victim = max(replica_processes("worker"), key=lambda process: process.cpu_times().user)
         victim.kill()

@@ -20,7 +20,7 @@ from cluster.actor_names import NAMESPACE, registry_name
 from deployments.errors import InvalidRequest, UnknownModel
 from weights.store import WeightStore
 
-PROBE_S = 5.0  # on a machine whose cores all make pictures; behind the pictures it would be a minute
+PROBE_S = 5.0  # on a machine whose cores all make images; behind the images it would be a minute
 
 
 def post(cluster: Cluster, path: str, **options: Any) -> httpx.Response:

@@ -1,6 +1,6 @@
 """kill -9 of any process of the cluster, at rest and under load: every request is answered, nothing is left behind.
 
-Beside these: test_admin.py kills the registry at rest and a worker full of pictures, test_keeper_faults.py keepers.
+Beside these: test_admin.py kills the registry at rest and a worker full of images, test_keeper_faults.py keepers.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def vector(answer: httpx.Response) -> np.ndarray:
     return np.frombuffer(base64.b64decode(data), "<f4") if isinstance(data, str) else np.array(data, np.float32)
 
 
-def picture(model: str, seed: int) -> Question:
+def image(model: str, seed: int) -> Question:
     body = {"model": model, "prompt": f"a handwritten {seed}", "seed": seed, "num_inference_steps": 6}
     return Question("/v1/images/generations", body, pixels, 1)
 
@@ -63,10 +63,10 @@ def embedding(model: str, words: str) -> Question:
 
 
 QUESTIONS = (
-    picture("digits-flux", 7),
+    image("digits-flux", 7),
     chat("12 + 7"),
     embedding("digits-clip", "a handwritten four"),
-    picture("digits-sdxl", 4),  # does not fit beside the other: workers switch, and ask the keeper, all the time
+    image("digits-sdxl", 4),  # does not fit beside the other: workers switch, and ask the keeper, all the time
     chat("41 + 38"),
     embedding("minilm", "who stays when others go?"),
 )

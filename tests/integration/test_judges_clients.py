@@ -58,14 +58,14 @@ def test_kserve_hears_what_is_wrong(kserve: Observed, transport: str) -> None:
     assert "unknown input 'text_input'; model 'minilm' takes text BYTES [-1]" in kserve[f"{transport}.refusal"]
 
 
-def test_openai_gets_pictures_of_sums(cluster: Cluster, asked: dict[str, Any]) -> None:
-    def picture(prompt: str, seed: int) -> np.ndarray:
+def test_openai_gets_images_of_sums(cluster: Cluster, asked: dict[str, Any]) -> None:
+    def image(prompt: str, seed: int) -> np.ndarray:
         answer = cluster.openai.images.generate(model="sum-to-digit", prompt=prompt, extra_body={"seed": seed})
         return np.asarray(Image.open(io.BytesIO(base64.b64decode(answer.data[0].b64_json))))
 
     with ThreadPoolExecutor(4) as pool:
-        pictures = list(pool.map(picture, asked["digit_sums"], asked["digit_seeds"]))
-    read = digit_judge().read(pictures)
+        images = list(pool.map(image, asked["digit_sums"], asked["digit_seeds"]))
+    read = digit_judge().read(images)
     assert (read == np.array(asked["digits"])).mean() >= 0.95, read
 
 

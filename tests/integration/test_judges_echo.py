@@ -66,16 +66,16 @@ def test_pipelines_of_the_cluster_give_back_what_they_got(cluster: Cluster, pipe
     assert output["data"] == np.array(data, dtype=object).reshape(-1).tolist()
 
 
-def test_a_large_picture_passes_a_pipeline(cluster: Cluster) -> None:
-    picture = np.random.default_rng().integers(0, 256, (1, 591, 591, 3), dtype=np.uint8)  # a mebibyte
-    parameters = {"binary_data_size": picture.nbytes}
-    tensor = {"name": "value", "datatype": "UINT8", "shape": picture.shape, "parameters": parameters}
+def test_a_large_image_passes_a_pipeline(cluster: Cluster) -> None:
+    image = np.random.default_rng().integers(0, 256, (1, 591, 591, 3), dtype=np.uint8)  # a mebibyte
+    parameters = {"binary_data_size": image.nbytes}
+    tensor = {"name": "value", "datatype": "UINT8", "shape": image.shape, "parameters": parameters}
     head = httpx.Request("POST", cluster.url, json={"inputs": [tensor], "parameters": {"binary_data_output": True}})
     length = "Inference-Header-Content-Length"
     answer = httpx.post(
         f"{cluster.url}/v2/models/echo-image/infer",
-        content=head.content + picture.tobytes(),
+        content=head.content + image.tobytes(),
         headers={length: str(len(head.content))},
         timeout=60,
     )
-    assert answer.content[int(answer.headers[length]) :] == picture.tobytes()
+    assert answer.content[int(answer.headers[length]) :] == image.tobytes()

@@ -152,26 +152,26 @@ def test_compressed_bodies_say_the_same(observed: Observed, transport: str) -> N
         np.testing.assert_array_equal(compressed, plain)
 
 
-def test_a_picture_equals_that_of_the_openai_route(
+def test_an_image_equals_that_of_the_openai_route(
     observed: Observed, transport: str, cluster: Cluster, asked: dict[str, Any]
 ) -> None:
-    body = {"model": "digits-flux", **asked["picture"]}
+    body = {"model": "digits-flux", **asked["image"]}
     theirs = pixels(httpx.post(f"{cluster.url}/v1/images/generations", json=body, timeout=60))
-    ours = observed.array(f"{transport}.picture", f"{transport}_picture")
+    ours = observed.array(f"{transport}.image", f"{transport}_image")
     assert ours.dtype == np.uint8
     np.testing.assert_array_equal(ours[0], theirs)
 
 
-def test_a_picture_as_json_is_the_same(observed: Observed) -> None:
-    binary, json = (observed.array("http.picture", name) for name in ("http_picture", "http_json_picture"))
+def test_an_image_as_json_is_the_same(observed: Observed) -> None:
+    binary, json = (observed.array("http.image", name) for name in ("http_image", "http_json_image"))
     np.testing.assert_array_equal(binary, json)
 
 
 def test_sum_to_digit_draws_the_sum(observed: Observed, transport: str, asked: dict[str, Any]) -> None:
-    answers = observed[f"{transport}.pipeline_pictures"]["answers"]
+    answers = observed[f"{transport}.pipeline_images"]["answers"]
     assert answers == [f"{digit}." for digit in asked["digits"]]
-    pictures = observed.array(f"{transport}.pipeline_pictures", f"{transport}_digits")
-    read = digit_judge().read(list(pictures))
+    images = observed.array(f"{transport}.pipeline_images", f"{transport}_digits")
+    read = digit_judge().read(list(images))
     assert (read == np.array(asked["digits"])).mean() >= 0.95, read
 
 

@@ -24,7 +24,7 @@ REFUSED = {
     "unknown_output": (400, "INVALID_ARGUMENT", "unknown output 'colour'; model 'minilm' gives embedding"),
     "no_items": (400, "INVALID_ARGUMENT", "0 items"),
     "too_many_items": (400, "INVALID_ARGUMENT", "2049 items"),
-    "too_many_pictures": (400, "INVALID_ARGUMENT", "11 items, from 1 to 10"),
+    "too_many_images": (400, "INVALID_ARGUMENT", "11 items, from 1 to 10"),
     "unequal_items": (400, "INVALID_ARGUMENT", "prompt 2, seed 3"),
     "no_sum": (400, "INVALID_ARGUMENT", "expected a sum of two whole numbers"),
     "empty_text": (400, "INVALID_ARGUMENT", "empty text"),
@@ -132,7 +132,7 @@ def test_a_client_that_goes_away_leaves_the_server_as_it_was(observed: Observed,
 
 @pytest.mark.parametrize("name", ["http.cancelled", "grpc.cancelled", "grpc.stream_cancelled"])
 def test_a_client_that_goes_away_ends_the_work(observed: Observed, name: str) -> None:
-    """Whatever is left of eight pictures is not made."""
+    """Whatever is left of eight images is not made."""
     assert observed["waited_for"] == [8, 32, 32, 3]
     assert observed[name]["ended_s"] < observed.seconds("waited_for") / 3
 

@@ -35,10 +35,10 @@ class Doubling:
         return await self._serve_adapter.submit(items, group=group)
 
     async def num_queued(self) -> int:
-        return sum(self._batcher.stats().queued.values())
+        return sum(self._batcher.batching_stats().queued.values())
 
     async def num_running(self) -> int:
-        return sum(self._batcher.stats().running.values())
+        return sum(self._batcher.batching_stats().running.values())
 
     async def let_go(self) -> list[list[int]]:
         self._gate.set()

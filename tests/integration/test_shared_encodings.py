@@ -61,7 +61,7 @@ class Replica:
         return self._computed
 
     async def num_shared_errors(self) -> int:
-        return self.cache.stats().shared_errors
+        return self.cache.cache_stats().shared_errors
 
     async def shared_stats(self) -> SharedStats:
         return await self._tier.stats()

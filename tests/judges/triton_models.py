@@ -39,8 +39,8 @@ def of_both(client: Client) -> Iterator[Observation]:
     yield "many_at_once", lambda: _many_at_once(client)
     yield "embeddings", lambda: WHERE.keep(f"{client.name}_batch", _embedded(client, ASKED["texts"]))
     yield "embeddings_singly", lambda: WHERE.keep(f"{client.name}_singly", _embedded_singly(client))
-    yield "picture", lambda: WHERE.keep(f"{client.name}_picture", _picture(client))
-    yield "pipeline_pictures", lambda: _pipeline_pictures(client)
+    yield "image", lambda: WHERE.keep(f"{client.name}_image", _image(client))
+    yield "pipeline_images", lambda: _pipeline_images(client)
     yield "labels", lambda: _labels(client)
     yield "by_hand", lambda: _by_hand(client)
     yield "classification", lambda: _classification(client)
@@ -56,7 +56,7 @@ def of_both(client: Client) -> Iterator[Observation]:
 
 def of_http(client: Http) -> Iterator[Observation]:
     yield "json_embeddings", lambda: WHERE.keep("http_json", _embedded(client, ASKED["texts"], binary=False))
-    yield "json_picture", lambda: WHERE.keep("http_json_picture", _picture(client, binary=False))
+    yield "json_image", lambda: WHERE.keep("http_json_image", _image(client, binary=False))
     for coding in ("gzip", "deflate"):
         options = {"request_compression_algorithm": coding, "response_compression_algorithm": coding}
         yield f"compressed_{coding}", lambda coding=coding, options=options: _compressed(client, coding, options)
@@ -106,25 +106,25 @@ def _embedded_singly(client: Client) -> np.ndarray:
     return np.concatenate([_embedded(client, [text]) for text in ASKED["texts"]])
 
 
-def _picture(client: Client, **options: Any) -> np.ndarray:
+def _image(client: Client, **options: Any) -> np.ndarray:
     inputs = {
-        "prompt": texts(ASKED["picture"]["prompt"]),
-        "seed": np.array([ASKED["picture"]["seed"]], np.int64),
-        "num_inference_steps": np.array([ASKED["picture"]["num_inference_steps"]], np.int32),
+        "prompt": texts(ASKED["image"]["prompt"]),
+        "seed": np.array([ASKED["image"]["seed"]], np.int64),
+        "num_inference_steps": np.array([ASKED["image"]["num_inference_steps"]], np.int32),
     }
     return client.infer("digits-flux", inputs, ["images"], **options).as_numpy("images")
 
 
-def _pipeline_pictures(client: Client) -> dict[str, Any]:
+def _pipeline_images(client: Client) -> dict[str, Any]:
     """In requests of ten, as many as one may have."""
-    pictures, answers = [], []
+    images, answers = [], []
     for start in range(0, len(ASKED["digit_sums"]), 10):
         sums = ASKED["digit_sums"][start : start + 10]
         seeds = np.array(ASKED["digit_seeds"][start : start + 10], np.int64)
         answer = client.infer("sum-to-digit", {"prompt": texts(*sums), "seed": seeds})
-        pictures.append(answer.as_numpy("image"))
+        images.append(answer.as_numpy("image"))
         answers += decoded(answer.as_numpy("answer"))
-    return {"shape": WHERE.keep(f"{client.name}_digits", np.concatenate(pictures)), "answers": answers}
+    return {"shape": WHERE.keep(f"{client.name}_digits", np.concatenate(images)), "answers": answers}
 
 
 def _labels(client: Client) -> dict[str, Any]:
@@ -209,7 +209,7 @@ def _loading(client: Client) -> dict[str, bool]:
 def _unload_in_use(client: Client) -> dict[str, Any]:
     """While a long request runs, unloading is refused; the request is answered all the same."""
     steps = np.array([200], np.int32)
-    prompt = texts(*[ASKED["picture"]["prompt"]] * 4)
+    prompt = texts(*[ASKED["image"]["prompt"]] * 4)
     running, refusal = Running(client, "digits-flux-inverted", {"prompt": prompt, "num_inference_steps": steps}), ""
     while not running.is_done() and not refusal:  # accepted as long as the request has not begun
         refusal = _refusal(lambda: client.client.unload_model("digits-flux-inverted"))

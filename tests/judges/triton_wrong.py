@@ -42,7 +42,7 @@ def refused_by_both(client: Client) -> Iterator[Observation]:
         "unknown_output": embed(outputs=["colour"]),
         "no_items": infer("minilm", text=texts()),
         "too_many_items": infer("minilm", text=texts(*["a"] * 2049)),
-        "too_many_pictures": infer("digits-flux", prompt=texts(*["a"] * 11)),
+        "too_many_images": infer("digits-flux", prompt=texts(*["a"] * 11)),
         "unequal_items": infer("sum-to-digit", prompt=texts("1 + 1", "2 + 2"), seed=np.arange(3)),
         "no_sum": infer("sum-to-digit", prompt=texts("a poem")),
         "empty_text": infer("minilm", text=texts("")),
@@ -132,10 +132,10 @@ def refused_over_grpc(client: Grpc) -> Iterator[Observation]:
 
 
 def gone_away(http_client: Http, grpc_client: Grpc) -> Iterator[Observation]:
-    """How long pictures take that are waited for. Then clients that go: how long the server still works on theirs, and
+    """How long images take that are waited for. Then clients that go: how long the server still works on theirs, and
     a request that must be answered as ever.
     """
-    yield "waited_for", lambda: list(http_client.infer("digits-flux", _long_pictures()).as_numpy("images").shape)
+    yield "waited_for", lambda: list(http_client.infer("digits-flux", _long_images()).as_numpy("images").shape)
     yield "http.cancelled", lambda: (_hang_up(), _is_fine(http_client))[1]
     yield "grpc.cancelled", lambda: (_cancel(grpc_client), _is_fine(grpc_client))[1]
     yield "grpc.stream_cancelled", lambda: (_cancel_stream(grpc_client), _is_fine(grpc_client))[1]
@@ -155,12 +155,12 @@ def _called(client: Grpc, request: Any) -> str:
     return error_text(lambda: client.client._client_stub.ModelInfer(request, timeout=SLOW_S))
 
 
-def _long_pictures() -> dict[str, np.ndarray]:
+def _long_images() -> dict[str, np.ndarray]:
     return {"prompt": texts(*["a handwritten two"] * 8), "num_inference_steps": np.array([200], np.int32)}
 
 
 def _hang_up() -> None:
-    """The connection is closed while the pictures are being made."""
+    """The connection is closed while the images are being made."""
     inputs = [
         {"name": "prompt", "datatype": "BYTES", "shape": [8], "data": ["a handwritten two"] * 8},
         {"name": "num_inference_steps", "datatype": "INT32", "shape": [1], "data": [200]},
@@ -174,7 +174,7 @@ def _hang_up() -> None:
 
 
 def _cancel(client: Grpc) -> None:
-    tensors = [client.tensor(name, array) for name, array in _long_pictures().items()]
+    tensors = [client.tensor(name, array) for name, array in _long_images().items()]
     call = client.client.async_infer("digits-flux", tensors, lambda result, error: None)
     _until_denoising(lambda number: number > 0)
     call.cancel()
@@ -182,14 +182,14 @@ def _cancel(client: Grpc) -> None:
 
 def _cancel_stream(client: Grpc) -> None:
     client.client.start_stream(lambda result, error: None)
-    tensors = [client.tensor(name, array) for name, array in _long_pictures().items()]
+    tensors = [client.tensor(name, array) for name, array in _long_images().items()]
     client.client.async_stream_infer("digits-flux", tensors)
     _until_denoising(lambda number: number > 0)
     client.client.stop_stream(cancel_requests=True)
 
 
 def _until_denoising(condition: Callable[[int], bool]) -> float:
-    """Seconds until the number of pictures in work is as wanted."""
+    """Seconds until the number of images in work is as wanted."""
     start = time.perf_counter()
     while time.perf_counter() < start + SLOW_S:
         connection = http.client.HTTPConnection(WHERE.host, timeout=SLOW_S)

@@ -1,17 +1,25 @@
-"""The diffusion engine: choose a batch, denoise it, decode what has ended. Single-threaded; the caller decides when."""
+"""The diffusion engine: choose a batch, denoise it, decode what has ended. Single-threaded; the caller decides when.
+
+The scheduler of denoise steps (`_choose_batch`) is pure. When not all requests fit into a batch, those with the least
+work left go first: of equal requests some run to their end while the others wait, which answers them sooner on average
+than if all advanced at the same pace and ended last together. Now and then the first place goes to the request that has
+waited the longest since its last step, so that a long one moves on under many short ones.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from deployments.engines.diffusion.pipeline import DenoisePipeline
-from deployments.engines.diffusion.scheduler import Candidate, choose_batch
 from deployments.engines.diffusion.state import DenoiseState
 from deployments.engines.memory_limits import forget_frames, is_out_of_memory
 from deployments.engines.protocol import ConditionedRequest, DenoiseTimes, DiffusionOutput, EngineError
+
+ROTATION: Final = 4  # every so many batches the first place goes to the request that has waited the longest
+WHOLE: Final = 1 + 1e-9  # ten tenths are a little more or less than one
 
 T = TypeVar("T")
 
@@ -46,7 +54,7 @@ class DiffusionEngine:
     def has_work(self) -> bool:
         return bool(self._requests)
 
-    def add(self, request: ConditionedRequest) -> None:
+    def add_request(self, request: ConditionedRequest) -> None:
         """Take a request in, its noise drawn.
 
         Raises:
@@ -72,10 +80,10 @@ class DiffusionEngine:
         self._batch_number += 1
         waiting = list(self._requests.values())
         candidates = [
-            Candidate(self.pipeline.share_of_batch(one.state), one.state.num_steps_left, one.last_batch)
+            _Candidate(self.pipeline.share_of_batch(one.state), one.state.num_steps_left, one.last_batch)
             for one in waiting
         ]
-        chosen = [waiting[place] for place in choose_batch(candidates, self._batch_number)]
+        chosen = [waiting[place] for place in _choose_batch(candidates, self._batch_number)]
         for running in chosen:
             running.last_batch = self._batch_number
         return chosen
@@ -134,3 +142,37 @@ def _run_or_retry(
         if len(states) == 1:
             return [error]
     return [outcome for state in states for outcome in _run_or_retry(work, [state])]
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    """A request that could step. `share`: the part of a batch that a step of it takes; more than 1 is one by itself.
+
+    `last_batch` is the number of the batch of its last step, or that of its arrival.
+    """
+
+    share: float
+    num_steps_left: int
+    last_batch: int
+
+    @property
+    def work_left(self) -> float:
+        return self.num_steps_left * self.share
+
+
+def _choose_batch(candidates: Sequence[_Candidate], number: int) -> list[int]:
+    """Return the ascending places in `candidates`, which are in the order of arrival, that form batch `number`."""
+    if sum(candidate.share for candidate in candidates) <= WHOLE:
+        return list(range(len(candidates)))
+    order = sorted(range(len(candidates)), key=lambda place: candidates[place].work_left)
+    if number % ROTATION == 0:
+        longest = min(order, key=lambda place: (candidates[place].last_batch, place))
+        order.remove(longest)
+        order.insert(0, longest)
+    chosen: list[int] = []
+    taken = 0.0
+    for place in order:
+        if not chosen or taken + candidates[place].share <= WHOLE:
+            chosen.append(place)
+            taken += candidates[place].share
+    return sorted(chosen)

@@ -1,4 +1,4 @@
-"""The denoise loop: requests join and leave a running batch at step boundaries.
+"""The denoise loop, in which requests join and leave a batch at step boundaries, and the decoding of latents.
 
 A family (`families/`) says how latents look and how its denoiser is called; the rest is here, and rows.py says which
 requests share a forward.
@@ -6,6 +6,7 @@ requests share a forward.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import logging
 import weakref
@@ -15,23 +16,23 @@ from typing import Any, Final
 
 import numpy as np
 import torch
+from diffusers.image_processor import VaeImageProcessor
 from diffusers.utils.torch_utils import randn_tensor
 from torch import nn
 
 from deployments.engines.build import read_config
-from deployments.engines.diffusion.decoding import ImageDecoder
 from deployments.engines.diffusion.families import family_of
 from deployments.engines.diffusion.families.base import Family, ImageSize, Rows
 from deployments.engines.diffusion.rows import (
     DEFAULT_BOUNDS,
     BatchBounds,
     Part,
+    batch_key,
     build_rows,
     grouped,
     guided,
     image_size,
     memory_kind,
-    merge_key,
     parts_of,
     split_rows,
 )
@@ -71,7 +72,7 @@ class DenoisePipeline:
         self.model_index = read_config(folder / "model_index.json")
         self.denoiser: Any = modules[family.denoiser_name]
         self.device = torch.device(device)
-        self._decoder = ImageDecoder(modules["vae"])
+        self._decoder = _ImageDecoder(modules["vae"])
         self._solvers = SolverFactory(folder, self.model_index)
         self._pairs: weakref.WeakKeyDictionary[LoraAdapter, Pairs] = weakref.WeakKeyDictionary()
         self._bounds = bounds
@@ -80,7 +81,7 @@ class DenoisePipeline:
             raise EngineError(f"{folder}: {reason}")
 
     @property
-    def resumable(self) -> bool:
+    def _is_resumable(self) -> bool:
         """Return whether latents and a step index are all that a request needs to go on in another process."""
         return self._solvers.stateless
 
@@ -107,11 +108,11 @@ class DenoisePipeline:
         is_guided = family.uses_negative(request, "negative_prompt_embeds" in conditioning)
         widths = family.text_widths(self.denoiser)
         branches = take_branches(conditioning, widths, is_guided, self.device, self.denoiser.dtype)
-        if resume_from is not None and not self.resumable:
+        if resume_from is not None and not self._is_resumable:
             raise EngineError(f"{self.model_index['scheduler'][1]} keeps history: the request must start again")
         begin_index = resume_from[1] if resume_from else 0
         schedule = family.schedule(request, self._solvers.config, size)
-        solver = self._solvers.create(self.device, begin_index, **schedule)
+        solver = self._solvers.create_solver(self.device, begin_index, **schedule)
         generator = torch.Generator("cpu").manual_seed(request.seed)
         shape = (
             request.num_images,
@@ -148,7 +149,7 @@ class DenoisePipeline:
                 raise EngineError(f"request {state.request.request_id!r} has no steps left")
         noises: dict[int, torch.Tensor] = {}  # by branch, each of which belongs to one state
         with torch.no_grad():
-            for group in grouped(parts_of(states), merge_key):
+            for group in grouped(parts_of(states), batch_key):
                 with applied_adapters(self.denoiser, group[0].state.adapters):
                     noise = self._predict(group)
                 noises |= {id(part.branch): own for part, own in zip(group, split_rows(noise, group), strict=True)}
@@ -187,9 +188,9 @@ class DenoisePipeline:
             self.step([state])
             if on_step is not None:
                 on_step(state)
-        return self.decode_alone(state)
+        return self._decode_alone(state)
 
-    def decode_alone(self, state: DenoiseState) -> np.ndarray:
+    def _decode_alone(self, state: DenoiseState) -> np.ndarray:
         """Decode one state, as `decode` does. Raises ComputationFailed."""
         (outcome,) = self.decode([state])
         if isinstance(outcome, ComputationFailed):
@@ -237,7 +238,7 @@ class DenoisePipeline:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _decode_latents(self, latents: torch.Tensor, like: DenoiseState) -> tuple[np.ndarray, np.ndarray]:
-        """As `ImageDecoder.decode`, for latents of states of the size of `like`."""
+        """Decode as `_ImageDecoder.decode` does, for latents of states of the size of `like`."""
         height, width = image_size(like)
         parts = run_in_parts(
             lambda start, stop: self._decoder.decode(self._latent_images(latents[start:stop], height, width)),
@@ -290,3 +291,34 @@ def settings_hash(folder: Path) -> str:
         except OSError as error:
             raise EngineError(f"{file}: {error.strerror or error}") from None
     return digest.hexdigest()
+
+
+class _ImageDecoder:
+    """A VAE's decoding half.
+
+    A float16 VAE that its config calls unsafe in float16 (`force_upcast`, SDXL's own) decodes in float32,
+    with a private copy made at the first use, because the given weights may not be changed.
+    """
+
+    def __init__(self, vae: Any) -> None:
+        self.vae = vae
+        self.scale_factor = 2 ** (len(self.vae.config.block_out_channels) - 1)  # pixels per latent
+        self._processor = VaeImageProcessor(vae_scale_factor=self.scale_factor)
+        self._upcast_vae: Any = None
+
+    def decode(self, latents_BCHW: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+        """Decode unscaled latents: uint8 (B, H, W, 3), and bool (B,), whether all that the VAE gave was finite."""
+        vae = self._safe_vae()
+        with torch.no_grad():
+            image_BCHW = vae.decode(latents_BCHW.to(vae.device, vae.dtype), return_dict=False)[0]
+            is_finite_B: np.ndarray = image_BCHW.isfinite().flatten(1).all(1).cpu().numpy()
+            image_BHWC: np.ndarray = self._processor.postprocess(image_BCHW, output_type="np")
+        with np.errstate(invalid="ignore"):  # NaN as uint8 is nothing, and `is_finite_B` tells
+            return (image_BHWC * 255).round().astype(np.uint8), is_finite_B
+
+    def _safe_vae(self) -> Any:
+        if self.vae.dtype != torch.float16 or not self.vae.config.get("force_upcast"):
+            return self.vae
+        if self._upcast_vae is None:
+            self._upcast_vae = copy.deepcopy(self.vae).to(torch.float32)
+        return self._upcast_vae

@@ -1,11 +1,11 @@
-"""States -> rows of one merged forward -> guided predictions per state.
+"""States -> rows of one forward -> guided predictions per state.
 
 Each image of each request is one row, two under classifier-free guidance. Rows of one image size, text
 length and adapter set go through the denoiser together, whatever their step, schedule, guidance or seed.
 
 A row's prediction is that of the row alone up to rounding, not bit for bit: torch chooses the kernels of matrix
 products and convolutions by the number of rows. Images differ by at most 1 of 255 from those with other batch-mates,
-or of another split (tests/unit/deployments/engines/diffusion/test_merging.py, in float32 on the CPU).
+or of another split (tests/unit/deployments/engines/diffusion/test_denoise_batches.py, in float32 on the CPU).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BatchBounds:
-    """What one forward of the denoiser and one of the VAE may have, so that their activations stay bounded.
+    """The bounds of one forward of the denoiser and of one of the VAE, which bound their activations.
 
     Pixels are those of all rows. One row always runs, whatever its size.
     """
@@ -60,7 +60,7 @@ def parts_of(states: Sequence[DenoiseState]) -> list[Part]:
     return [Part(state, branch) for state in states for branch in state.branches]
 
 
-def merge_key(part: Part) -> Hashable:
+def batch_key(part: Part) -> Hashable:
     """Return the key of a part: those with equal keys share a forward.
 
     The size and not the latents' shape, which is the same for packed latents of 64x32 and 32x64 pixels.

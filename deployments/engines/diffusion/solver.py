@@ -35,7 +35,7 @@ class SolverFactory:
         accepted = inspect.signature(cls.step).parameters
         self._step_options = {name for name in ("eta", "generator") if name in accepted}
 
-    def create(self, device: torch.device, begin_index: int = 0, **schedule: Any) -> Any:
+    def create_solver(self, device: torch.device, begin_index: int = 0, **schedule: Any) -> Any:
         """Return a solver with its timesteps set by `schedule` (arguments of `set_timesteps`), about to do
         `begin_index`.
 

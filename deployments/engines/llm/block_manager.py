@@ -16,8 +16,8 @@ def blocks_for(num_tokens: int) -> int:
 class BlockPool:
     """Hands out block numbers 0 to `num_blocks - 1`.
 
-    A block is free when nobody references it. `allocate` gives blocks with one reference, `retain` adds one
-    (a second sequence that shares a prefix), `release` takes one away.
+    A block is free when nobody references it. `allocate` gives blocks with one reference, `retain_blocks` adds one
+    (a second sequence that shares a prefix), `release_blocks` takes one away.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -42,13 +42,13 @@ class BlockPool:
             self._references[block] = 1
         return blocks
 
-    def retain(self, blocks: Iterable[int]) -> None:
+    def retain_blocks(self, blocks: Iterable[int]) -> None:
         """Add a reference to blocks that are in use."""
         for block in blocks:
             self._check_in_use(block)
             self._references[block] += 1
 
-    def release(self, blocks: Iterable[int]) -> None:
+    def release_blocks(self, blocks: Iterable[int]) -> None:
         """Take a reference away; blocks without any are free again.
 
         Raises:

@@ -34,8 +34,8 @@ logger = logging.getLogger(__name__)
 class LLMEngine:
     """Generates text for many requests at once with one model.
 
-    Requests join with `add` and leave when they finish or with `abort`; `step` moves all of them on. Nothing
-    here is thread-safe: call `add`, `abort` and `step` from one thread, or with a lock around them.
+    Requests join with `add_request` and leave when they finish or with `abort`; `step` moves all of them on. Nothing
+    here is thread-safe: call `add_request`, `abort` and `step` from one thread, or with a lock around them.
 
     On the CPU the tokens of a request do not depend on its batch-mates: neither greedy ones nor, with a seed, sampled
     ones. On CUDA nothing is padded for that: kernels are chosen by the number of rows and round differently, so a
@@ -117,7 +117,7 @@ class LLMEngine:
         return self._blocks.num_blocks
 
     @property
-    def num_free_blocks(self) -> int:
+    def _num_free_blocks(self) -> int:
         return self._blocks.num_free
 
     def encode_chat(self, messages: list[dict[str, Any]]) -> tuple[int, ...]:
@@ -128,7 +128,7 @@ class LLMEngine:
         """Return the token ids of a plain prompt."""
         return encode_text(self.tokenizer, text)
 
-    def add(self, request: TextRequest) -> None:
+    def add_request(self, request: TextRequest) -> None:
         """Take a request in, at the end of the line. `max_tokens` is clipped to what fits behind the prompt.
 
         Raises:
@@ -146,7 +146,7 @@ class LLMEngine:
             eos_token_ids=self._eos_token_ids,
         )
         self._requests[request.request_id] = state
-        self._scheduler.add(state.sequence)
+        self._scheduler.add_sequence(state.sequence)
 
     def abort(self, request_id: str) -> None:
         """Drop a request and free its blocks at once; no delta of it follows. Unknown ids are ignored."""

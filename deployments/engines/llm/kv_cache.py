@@ -18,7 +18,7 @@ from deployments.engines.protocol import EngineError
 
 @dataclass(frozen=True, slots=True)
 class CachePlan:
-    """How many blocks are made and the greatest sequence length (prompt and completion) that is served."""
+    """The plan of a KV cache: the number of blocks, and the greatest sequence length (prompt and completion)."""
 
     num_blocks: int
     max_model_len: int
@@ -69,12 +69,12 @@ class KVCache:
         self._keys_LSKD = _zeros(shape, dtype, device)
         self._values_LSKD = _zeros(shape, dtype, device)
 
-    def write(self, layer: int, slots_N: torch.Tensor, k_NKD: torch.Tensor, v_NKD: torch.Tensor) -> None:
+    def write_slots(self, layer: int, slots_N: torch.Tensor, k_NKD: torch.Tensor, v_NKD: torch.Tensor) -> None:
         """Store N tokens' keys and values."""
         self._keys_LSKD[layer].index_copy_(0, slots_N, k_NKD)
         self._values_LSKD[layer].index_copy_(0, slots_N, v_NKD)
 
-    def read(self, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def read_slots(self, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys and values of the slots, each (*slots.shape, K, D)."""
         flat = slots.flatten()
         keys = self._keys_LSKD[layer].index_select(0, flat)

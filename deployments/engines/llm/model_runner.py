@@ -1,21 +1,33 @@
-"""Runs the model for the chunks of one step. Owns the KV cache; knows no queue and no text."""
+"""The model runner: runs the model for the chunks of one step. Owns the KV cache; knows no queue and no text.
+
+Attention over the paged KV cache is planned once per step and run once per layer. On the CPU a token's result must not
+depend on which other sequences are in the step, bit for bit. So prompts attend one by one, and decoding sequences are
+padded to a length that follows from their own length alone, then batched with those of the same padded length (there a
+batch dimension does not change the arithmetic of its members, padding does). CUDA kernels are chosen by the batch as
+well, and promise no such thing.
+
+Suffixes: T tokens of the step, N tokens of a part, G sequences of a group, L padded length, H query heads,
+K key/value heads, R query heads per key/value head, D head dimension.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 
 import torch
 from torch.nn import functional as F
 
-from deployments.engines.llm.attention import plan_attention
+from deployments.engines.llm.block_manager import BLOCK_SIZE
 from deployments.engines.llm.kv_cache import KVCache
 from deployments.engines.llm.models.registry import LoadedModel
-from deployments.engines.llm.scheduler import Chunk
+from deployments.engines.llm.scheduler import Chunk, Sequence
 
 # On the CPU, matrix products of 1 to 11 rows take other kernels, with other rounding, than products of more,
 # unless the rows are a multiple of 4 (measured: torch 2.13, MKL, AVX-512; larger products agree bit for bit).
 # Padding to it makes a token's logits independent of how many others share the step.
 CPU_ROW_MULTIPLE = 4
+MAX_GATHER_TOKENS = 16384  # of one group: bounds the copy of keys and values that a decode step makes
 
 
 class ModelRunner:
@@ -27,7 +39,7 @@ class ModelRunner:
         self._row_multiple = CPU_ROW_MULTIPLE if model.device.type == "cpu" else 1
 
     @torch.inference_mode()
-    def run(self, chunks: Sequence[Chunk]) -> torch.Tensor:
+    def run(self, chunks: Collection[Chunk]) -> torch.Tensor:
         """Store the chunks' keys and values and return float32 logits on the CPU.
 
         The result is (N, vocabulary) with one row per chunk that is its sequence's last, in order. Running
@@ -37,7 +49,7 @@ class ModelRunner:
         tokens = [token for chunk in chunks for token in chunk.sequence.token_ids[chunk.start : chunk.end]]
         positions = [position for chunk in chunks for position in range(chunk.start, chunk.end)]
         angles = model.rotary.angles(self._padded(torch.tensor(positions)).to(model.device), model.dtype)
-        attend = plan_attention(chunks, self._cache, model.device)
+        attend = _plan_attention(chunks, self._cache, model.device)
         hidden = model.module(self._padded(torch.tensor(tokens)).to(model.device), angles, attend)
         rows = _last_rows(chunks)
         if not rows:
@@ -51,7 +63,7 @@ class ModelRunner:
         return F.pad(rows, (0, 0) * (rows.dim() - 1) + (0, missing)) if missing else rows
 
 
-def _last_rows(chunks: Sequence[Chunk]) -> list[int]:
+def _last_rows(chunks: Collection[Chunk]) -> list[int]:
     """The row of the last token of every chunk after which a token is sampled."""
     rows, end = [], 0
     for chunk in chunks:
@@ -59,3 +71,128 @@ def _last_rows(chunks: Sequence[Chunk]) -> list[int]:
         if chunk.is_last:
             rows.append(end - 1)
     return rows
+
+
+@dataclass(frozen=True, slots=True)
+class _PromptPart:
+    """A chunk of several tokens: rows `first` to `last` of the step.
+
+    `context` is None for the beginning of a prompt, else the slots of all tokens up to the end of the chunk,
+    with the mask (N, len(context)) that keeps attention causal.
+    """
+
+    first: int
+    last: int
+    context: torch.Tensor | None
+    mask: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class _DecodeGroup:
+    """Sequences that decode one token each and have the same padded length."""
+
+    rows: torch.Tensor  # (G,) of the step
+    slots: torch.Tensor  # (G, L), the null slot behind the end
+    mask: torch.Tensor  # (G, 1, 1, L), True where there is a token
+
+
+@dataclass(frozen=True, slots=True)
+class _StepAttention:
+    """`Attend` for the chunks of one step; `slots` is where its (N,) tokens are stored.
+
+    Rows behind the last chunk are padding and give zeros.
+    """
+
+    cache: KVCache
+    slots: torch.Tensor
+    parts: tuple[_PromptPart, ...]
+    groups: tuple[_DecodeGroup, ...]
+
+    def __call__(self, layer: int, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor) -> torch.Tensor:
+        num_tokens = len(self.slots)
+        self.cache.write_slots(layer, self.slots, k_TKD[:num_tokens], v_TKD[:num_tokens])
+        out_THD = torch.zeros_like(q_THD)
+        for part in self.parts:
+            rows = slice(part.first, part.last)
+            if part.context is None:
+                keys, values = k_TKD[rows], v_TKD[rows]
+            else:
+                keys, values = self.cache.read_slots(layer, part.context)
+            out_THD[rows] = _attend_part(q_THD[rows], keys, values, part.mask)
+        for group in self.groups:
+            keys, values = self.cache.read_slots(layer, group.slots)
+            out_THD[group.rows] = _attend_group(q_THD[group.rows], keys, values, group.mask)
+        return out_THD
+
+
+def _plan_attention(chunks: Iterable[Chunk], cache: KVCache, device: torch.device) -> _StepAttention:
+    """Plan where the step's tokens are stored and what each of them attends to."""
+    parts: list[_PromptPart] = []
+    decoding: dict[int, list[tuple[int, torch.Tensor]]] = {}
+    written: list[torch.Tensor] = []
+    first = 0
+    for chunk in chunks:
+        slots = _slots(chunk.sequence, chunk.end)
+        written.append(slots[chunk.start :])
+        if chunk.num_tokens == 1:
+            decoding.setdefault(_padded_length(chunk.end), []).append((first, slots))
+        else:
+            parts.append(_prompt_part(chunk, first, slots, device))
+        first += chunk.num_tokens
+    groups = []
+    for length, members in decoding.items():
+        size = max(1, MAX_GATHER_TOKENS // length)
+        for i in range(0, len(members), size):
+            groups.append(_decode_group(members[i : i + size], length, cache.null_slot, device))
+    return _StepAttention(cache, torch.cat(written).to(device), tuple(parts), tuple(groups))
+
+
+def _padded_length(length: int) -> int:
+    """Return the next power of two from 32 to 512, then the next multiple of 512."""
+    return max(32, 1 << (length - 1).bit_length()) if length <= 512 else -(-length // 512) * 512
+
+
+def _slots(sequence: Sequence, end: int) -> torch.Tensor:
+    """The slots of the tokens 0 to `end`, (end,)."""
+    first_slots = torch.tensor(sequence.block_table) * BLOCK_SIZE
+    return (first_slots[:, None] + torch.arange(BLOCK_SIZE)).flatten()[:end]
+
+
+def _prompt_part(chunk: Chunk, first: int, slots: torch.Tensor, device: torch.device) -> _PromptPart:
+    last = first + chunk.num_tokens
+    if chunk.start == 0:
+        return _PromptPart(first, last, None, None)
+    mask = torch.ones(chunk.num_tokens, chunk.end, dtype=torch.bool, device=device).tril(chunk.start)
+    return _PromptPart(first, last, slots.to(device), mask)
+
+
+def _decode_group(
+    members: list[tuple[int, torch.Tensor]], length: int, null_slot: int, device: torch.device
+) -> _DecodeGroup:
+    slots = torch.full((len(members), length), null_slot)
+    for padded, (_, own) in zip(slots, members, strict=True):
+        padded[: len(own)] = own
+    rows = torch.tensor([row for row, _ in members], device=device)
+    mask = (slots != null_slot)[:, None, None, :]
+    return _DecodeGroup(rows, slots.to(device), mask.to(device))
+
+
+def _attend_part(
+    q_NHD: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None
+) -> torch.Tensor:
+    out_1HND = F.scaled_dot_product_attention(
+        q_NHD.transpose(0, 1)[None],
+        keys.transpose(0, 1)[None],
+        values.transpose(0, 1)[None],
+        attn_mask=mask,
+        is_causal=mask is None,
+        enable_gqa=True,
+    )
+    return out_1HND[0].transpose(0, 1)
+
+
+def _attend_group(q_GHD: torch.Tensor, k_GLKD: torch.Tensor, v_GLKD: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    # The query heads of one key/value head stand in for query positions: no repeated keys and values.
+    q_GKRD = q_GHD.view(len(q_GHD), k_GLKD.shape[2], -1, q_GHD.shape[2])
+    out_GKRD = F.scaled_dot_product_attention(q_GKRD, k_GLKD.transpose(1, 2), v_GLKD.transpose(1, 2), attn_mask=mask)
+    return out_GKRD.flatten(1, 2)

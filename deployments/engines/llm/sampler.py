@@ -43,25 +43,25 @@ def sample(logits_NV: torch.Tensor, pickers: Sequence[TokenPicker]) -> list[int 
         if not is_finite
         else int(token_ids[row])
         if picker.is_greedy
-        else draw(logits_NV[row], picker)
+        else _draw(logits_NV[row], picker)
         for row, (picker, is_finite) in enumerate(zip(pickers, best.isfinite().tolist(), strict=True))
     ]
 
 
-def draw(logits_V: torch.Tensor, picker: TokenPicker) -> int:
+def _draw(logits_V: torch.Tensor, picker: TokenPicker) -> int:
     """Draw one token from the filtered distribution, by inverting its cumulative sum.
 
     The sum runs in the order of token ids, not of probability: then a rounding difference in the logits moves
     the borders between tokens by as little, and never exchanges two of them.
     """
-    token_ids, probabilities = filtered(logits_V, picker.params)
+    token_ids, probabilities = _filter_logits(logits_V, picker.params)
     cumulative = probabilities.cumsum(0)
     point = torch.rand(1, generator=picker.generator, dtype=torch.float64) * cumulative[-1]
     index = int(torch.searchsorted(cumulative, point, right=True))
     return int(token_ids[min(index, len(token_ids) - 1)])
 
 
-def filtered(logits_V: torch.Tensor, params: SamplingParams) -> tuple[torch.Tensor, torch.Tensor]:
+def _filter_logits(logits_V: torch.Tensor, params: SamplingParams) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the tokens that top-k and then top-p leave, by ascending id, with their unnormalized float64
     probabilities.
 

@@ -10,7 +10,7 @@ from deployments.engines.llm.block_manager import BlockPool, blocks_for
 
 
 class SequenceStatus(Enum):
-    """Where a sequence stands. A preempted sequence is WAITING again."""
+    """The state of a sequence. A preempted sequence is WAITING again."""
 
     WAITING = auto()
     RUNNING = auto()
@@ -68,7 +68,7 @@ class Scheduler:
     - Waiting prompts come first, in order of arrival, as long as the token budget, a seat and blocks last.
       Nobody overtakes the first in line. Without a prompt to run, every running sequence decodes one token.
     - A prompt within the budget is never split; a longer one runs in chunks of the whole budget. So where a
-      prompt is split does not depend on its batch-mates (nor, on the CPU, does the arithmetic: `attention.py`).
+      prompt is split does not depend on its batch-mates (nor, on the CPU, does the arithmetic: `model_runner.py`).
     - When blocks run out, the newest running sequence is preempted: it gives up its blocks, goes back to the
       head of the line and recomputes all its tokens later.
 
@@ -91,7 +91,7 @@ class Scheduler:
     def num_running(self) -> int:
         return len(self._running)
 
-    def add(self, sequence: Sequence) -> None:
+    def add_sequence(self, sequence: Sequence) -> None:
         """Put a sequence at the end of the line."""
         self._waiting.append(sequence)
 
@@ -160,6 +160,6 @@ class Scheduler:
         self.num_preemptions += 1
 
     def _release(self, sequence: Sequence) -> None:
-        self._blocks.release(sequence.block_table)
+        self._blocks.release_blocks(sequence.block_table)
         sequence.block_table.clear()
         sequence.num_computed_tokens = 0

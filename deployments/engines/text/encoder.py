@@ -15,13 +15,12 @@ from torch import nn
 from configs.model import TextPadding
 from deployments.engines.memory_limits import MemoryLimits, run_in_parts
 from deployments.engines.protocol import ClipLayer, ComputationFailed, EngineError, check_choice
-from deployments.engines.text.forward_plan import DEFAULT_LIMITS, ForwardLimits, plan_forwards
+from deployments.engines.text.forward_plan import DEFAULT_LIMITS, EncodeCounter, ForwardLimits, plan_forwards
 from deployments.engines.text.forwards import PER_TOKEN, family_of, filler_id
-from deployments.engines.text.padding_counts import EncodeCounter
 from deployments.engines.text.pooling import Pooling
 from deployments.engines.text.tokens import TextTokenizer, TokenizedText
 
-Outputs = Mapping[str, torch.Tensor]
+_Outputs = Mapping[str, torch.Tensor]
 
 
 class TextEncoder:
@@ -60,7 +59,7 @@ class TextEncoder:
         return self._tokenizer.max_tokens
 
     @property
-    def chunks(self) -> bool:
+    def _takes_chunks(self) -> bool:
         """Return whether long texts can be encoded in pieces: what reads CLIP's output takes any number of them."""
         return self._family.is_clip
 
@@ -102,7 +101,7 @@ class TextEncoder:
 
     def tokenize_chunks(self, text: str, max_length: int | None = None) -> list[TokenizedText]:
         """Cut the whole text into padded pieces, as `TextTokenizer.chunk`. Raises EngineError if this is no CLIP."""
-        if not self.chunks:
+        if not self._takes_chunks:
             raise EngineError(
                 f"long_text 'chunk': a {type(self.module).__name__} takes a text in one piece; use truncate or error"
             )
@@ -188,14 +187,14 @@ class TextEncoder:
         # Embeddings are cached and sent to other processes, and a card's memory is for weights.
         outputs = {name: output.cpu() for name, output in outputs.items() if name in wanted}
         if counter:
-            counter.add([len(text.token_ids) for text in texts], lengths)
+            counter.count_forward([len(text.token_ids) for text in texts], lengths)
         return [self._outputs_of(text, row, outputs) for row, text in enumerate(texts)]
 
     def _outputs_of(
-        self, text: TokenizedText, row: int, outputs: Outputs
+        self, text: TokenizedText, row: int, outputs: _Outputs
     ) -> dict[str, torch.Tensor] | ComputationFailed:
         own = {name: _own_rows(outputs[source][row], text, source) for name, source in self._sources_of(text).items()}
-        if not all(output.isfinite().all() for output in own.values()):  # in a cache they would spoil every picture
+        if not all(output.isfinite().all() for output in own.values()):  # in a cache they would spoil every image
             return ComputationFailed(f"the {type(self.module).__name__} made numbers of the text that are not finite")
         return own
 

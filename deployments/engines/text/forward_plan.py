@@ -1,4 +1,4 @@
-"""Which texts share a forward: as few forwards as pay off, with little padding. Pure: lengths in, groups out.
+"""The plan of forwards: texts share as few as pay off, with little padding; a counter of both. The plan is pure.
 
 Cost model. A forward over n texts padded to L tokens works on n * L token positions, and costs as much as
 `overhead_tokens` more positions for being a forward at all: weights are read once per forward, kernels are launched
@@ -9,6 +9,7 @@ by length, an optimal partition is contiguous, so dynamic programming over the d
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -16,7 +17,7 @@ from itertools import accumulate, pairwise
 
 @dataclass(frozen=True, slots=True)
 class ForwardLimits:
-    """`max_padding` is the share of a plan's positions that may be padding; 0 merges equal lengths only.
+    """`max_padding` is the share of a plan's positions that may be padding; 0 batches equal lengths only.
 
     `max_tokens` bounds the positions of one forward, and with them its activations; a longer text goes alone. With 1
     all do, and then outputs do not depend on batch-mates in a single bit.
@@ -79,3 +80,43 @@ def _split(group: Sequence[int], longest: int, max_tokens: int) -> list[tuple[in
     num_parts = math.ceil(len(group) / max(1, max_tokens // longest))
     cuts = [len(group) * part // num_parts for part in range(num_parts + 1)]
     return [tuple(group[begin:end]) for begin, end in pairwise(cuts)]
+
+
+@dataclass(frozen=True, slots=True)
+class EncodeStats:
+    """Since the start. Positions that forwards worked on are the sum of the three kinds of tokens.
+
+    `stock_padding_tokens` is padding that stock pipelines have too, and that models attend to; `batch_padding_tokens`
+    was added to bring the texts of one forward to one length, and is masked. `max_texts` is the largest forward.
+    """
+
+    forwards: int = 0
+    texts: int = 0
+    max_texts: int = 0
+    text_tokens: int = 0
+    stock_padding_tokens: int = 0
+    batch_padding_tokens: int = 0
+
+
+class EncodeCounter:
+    """Adds up forwards of any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._stats = EncodeStats()
+
+    def count_forward(self, token_counts: Sequence[int], run_lengths: Sequence[int]) -> None:
+        """Count one forward: tokens of each text, and its length with the stock padding."""
+        with self._lock:
+            old = self._stats
+            self._stats = EncodeStats(
+                forwards=old.forwards + 1,
+                texts=old.texts + len(run_lengths),
+                max_texts=max(old.max_texts, len(run_lengths)),
+                text_tokens=old.text_tokens + sum(token_counts),
+                stock_padding_tokens=old.stock_padding_tokens + sum(run_lengths) - sum(token_counts),
+                batch_padding_tokens=old.batch_padding_tokens + len(run_lengths) * max(run_lengths) - sum(run_lengths),
+            )
+
+    def encode_stats(self) -> EncodeStats:
+        return self._stats

@@ -1,4 +1,4 @@
-"""How each family of encoders is run over texts of several lengths at once.
+"""The forward of each family of encoders, over texts of several lengths at once.
 
 Texts are padded at the end to the longest of the forward. What keeps the padding out of their outputs:
 
@@ -9,7 +9,7 @@ Texts are padded at the end to the longest of the forward. What keeps the paddin
   that are not padding.
 
 Outputs equal those of each text alone up to rounding (measured: 2e-6 of the largest value in float32, 2 units in the
-last place in bfloat16). Bitwise equality is not to be had from merging, not even of equal lengths: torch chooses the
+last place in bfloat16). Bitwise equality is not to be had in a batch, not even of equal lengths: torch chooses the
 kernel of a matrix product by its number of rows. Sources: transformers 5.23, `modeling_clip.py`, `modeling_t5.py`,
 `modeling_bert.py`, `modeling_roberta.py`.
 """

@@ -1,4 +1,4 @@
-"""How a sentence encoder makes one vector of many token vectors, read from a sentence-transformers folder.
+"""Pooling: one vector of many token vectors, as a sentence encoder makes it, read from a sentence-transformers folder.
 
 Format: modules.json lists the stages; the Pooling stage has a folder with config.json. Source: sentence-
 transformers 6.2, `sentence_transformer/modules/pooling.py`.
@@ -58,7 +58,7 @@ def load_pooling(folder: Path) -> Pooling:
 
 
 def _way(stages: list[tuple[str, str]]) -> str:
-    """What can be done about a layer behind the pooling."""
+    """Return what can be done about a layer behind the pooling, or nothing when there is none."""
     folder = next((subfolder for name, subfolder in stages if name == "Dense"), None)
     if folder is None:
         return ""

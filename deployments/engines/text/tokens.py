@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
+
+import torch
 
 from deployments.engines.protocol import ClipLayer, EngineError
 
@@ -18,7 +20,7 @@ MAX_CHUNKS = 16  # of one text: 1,200 CLIP tokens. Each one lengthens every deno
 
 @dataclass(frozen=True, slots=True)
 class TokenizedText:
-    """What an encoder runs and a cache is keyed on.
+    """A tokenized text: the input of an encoder, and the key of a cache.
 
     `token_ids` have the special tokens and no padding. `padded_length`: the length to which stock pipelines pad them,
     with padding that the model attends to and that is part of the output; None runs the tokens alone.
@@ -107,3 +109,27 @@ class TextTokenizer:
         with self._lock:
             rows = self._tokenizer(list(texts), verbose=False, **options)["input_ids"]
         return [tuple(ids) for ids in rows]
+
+
+T = TypeVar("T")
+
+
+def level_chunks(chunked: Sequence[Sequence[T]], empty: Callable[[int], T]) -> list[tuple[T, ...]]:
+    """Bring all texts to as many chunks as the longest has: `empty(index)` is one without text for text `index`.
+
+    Classifier-free guidance runs prompt and negative prompt as rows of one batch, and SDXL joins two encoders' rows
+    side by side: all four need one length.
+    """
+    most = max(len(chunks) for chunks in chunked)
+    return [
+        (*chunks, *[empty(index)] * (most - len(chunks))) if len(chunks) < most else tuple(chunks)
+        for index, chunks in enumerate(chunked)
+    ]
+
+
+def join_chunks(encodings: Sequence[Mapping[str, torch.Tensor]]) -> Mapping[str, torch.Tensor]:
+    """Return one encoding: "penultimate" (L, D) of all chunks behind each other; "pooled" is the first one's."""
+    if len(encodings) == 1:
+        return encodings[0]
+    joined = torch.cat([encoding["penultimate"] for encoding in encodings])
+    return {"pooled": encodings[0]["pooled"], "penultimate": joined}

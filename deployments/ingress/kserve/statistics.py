@@ -36,7 +36,7 @@ class Duration:
     count: int = 0
     ns: int = 0
 
-    def add(self, ms: float, count: int = 1) -> None:
+    def add_duration(self, ms: float, count: int = 1) -> None:
         """Count `count` events of `ms` in all. Negative times, differences of stages side by side, count as 0."""
         self.count += count
         self.ns += max(0, round(ms * 1e6))
@@ -108,18 +108,18 @@ class Statistics:
         known_ms = queue_ms + input_ms + infer_ms
         total_ms = timings_ms.get(_TOTAL, known_ms)
         stats, batch = found.inference_stats, _of_size(found.batch_stats, _rounded(batch_size))
-        stats.success.add(total_ms)
-        stats.queue.add(queue_ms)
-        stats.cache_hit.add(0.0, cache_hits)
-        stats.cache_miss.add(0.0, cache_misses)
+        stats.success.add_duration(total_ms)
+        stats.queue.add_duration(queue_ms)
+        stats.cache_hit.add_duration(0.0, cache_hits)
+        stats.cache_miss.add_duration(0.0, cache_misses)
         for durations in (stats, batch):
-            durations.compute_input.add(input_ms)
-            durations.compute_infer.add(infer_ms)
-            durations.compute_output.add(total_ms - known_ms)
+            durations.compute_input.add_duration(input_ms)
+            durations.compute_infer.add_duration(infer_ms)
+            durations.compute_output.add_duration(total_ms - known_ms)
 
     def failed(self, model: str, total_ms: float) -> None:
         """Count a request that was not answered."""
-        self._touched(model).inference_stats.fail.add(total_ms)
+        self._touched(model).inference_stats.fail.add_duration(total_ms)
 
     def of(self, model: str) -> ModelStatistics:
         """Return the statistics of `model`, all zero when nobody has used it here."""

@@ -47,7 +47,7 @@ class ChatMessage(RequestModel):
     content: str | list[TextPart]
     name: Name | None = None
 
-    def to_record(self) -> Message:
+    def to_message(self) -> Message:
         """Return the turn with its parts joined."""
         parts = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
         return Message(role=self.role, content=parts)
@@ -107,7 +107,7 @@ class ChatBody(TextBody):
         """Return the request as the service takes it. Raises: InvalidRequest."""
         options = self.options()
         options["max_tokens"] = self.max_completion_tokens or self.max_tokens
-        return as_record(ChatRequest, {"messages": [message.to_record() for message in self.messages], **options})
+        return as_record(ChatRequest, {"messages": [message.to_message() for message in self.messages], **options})
 
 
 class CompletionBody(TextBody):

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from deployments.engines.nn.rotary import RotaryAngles, rotate
 
 
-class RMSNorm(nn.Module):
+class _RMSNorm(nn.Module):
     """`x / rms(x) * weight` over the last dimension; the mean is taken in float32 for any dtype of `x`."""
 
     def __init__(self, size: int, eps: float) -> None:
@@ -61,7 +61,7 @@ class Attend(Protocol):
         """The attention output, (T, H, D)."""
 
 
-class Attention(nn.Module):
+class _Attention(nn.Module):
     """Projections, optional q/k norm and rotary of one layer, around `Attend`."""
 
     def __init__(self, spec: DecoderSpec, layer: int) -> None:
@@ -73,8 +73,8 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(spec.hidden_size, kv_size, bias=spec.qkv_bias)
         self.v_proj = nn.Linear(spec.hidden_size, kv_size, bias=spec.qkv_bias)
         self.o_proj = nn.Linear(query_size, spec.hidden_size, bias=spec.output_bias)
-        self.q_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps) if spec.qk_norm else nn.Identity()
-        self.k_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps) if spec.qk_norm else nn.Identity()
+        self.q_norm = _RMSNorm(spec.head_dim, spec.rms_norm_eps) if spec.qk_norm else nn.Identity()
+        self.k_norm = _RMSNorm(spec.head_dim, spec.rms_norm_eps) if spec.qk_norm else nn.Identity()
 
     def forward(self, x_TC: torch.Tensor, angles: RotaryAngles, attend: Attend) -> torch.Tensor:
         q_THD = self.q_norm(self.q_proj(x_TC).unflatten(-1, (-1, self.head_dim)))
@@ -84,7 +84,7 @@ class Attention(nn.Module):
         return self.o_proj(out_THD.flatten(1))
 
 
-class MLP(nn.Module):
+class _MLP(nn.Module):
     """The gated feed-forward: `down(silu(gate(x)) * up(x))`."""
 
     def __init__(self, spec: DecoderSpec) -> None:
@@ -97,29 +97,29 @@ class MLP(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x_TC)) * self.up_proj(x_TC))
 
 
-class DecoderLayer(nn.Module):
-    """Attention and feed-forward, each normalized before and added to its input."""
+class _DecoderLayer(nn.Module):
+    """_Attention and feed-forward, each normalized before and added to its input."""
 
     def __init__(self, spec: DecoderSpec, layer: int) -> None:
         super().__init__()
-        self.self_attn = Attention(spec, layer)
-        self.mlp = MLP(spec)
-        self.input_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+        self.self_attn = _Attention(spec, layer)
+        self.mlp = _MLP(spec)
+        self.input_layernorm = _RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+        self.post_attention_layernorm = _RMSNorm(spec.hidden_size, spec.rms_norm_eps)
 
     def forward(self, x_TC: torch.Tensor, angles: RotaryAngles, attend: Attend) -> torch.Tensor:
         x_TC = x_TC + self.self_attn(self.input_layernorm(x_TC), angles, attend)
         return x_TC + self.mlp(self.post_attention_layernorm(x_TC))
 
 
-class Decoder(nn.Module):
+class _Decoder(nn.Module):
     """Embedding, layers and final norm (`model.*` in the checkpoints)."""
 
     def __init__(self, spec: DecoderSpec) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(spec.vocab_size, spec.hidden_size)
-        self.layers = nn.ModuleList(DecoderLayer(spec, layer) for layer in range(spec.num_layers))
-        self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+        self.layers = nn.ModuleList(_DecoderLayer(spec, layer) for layer in range(spec.num_layers))
+        self.norm = _RMSNorm(spec.hidden_size, spec.rms_norm_eps)
 
     def forward(self, token_ids_T: torch.Tensor, angles: RotaryAngles, attend: Attend) -> torch.Tensor:
         x_TC = self.embed_tokens(token_ids_T)
@@ -133,7 +133,7 @@ class LlamaForCausalLM(nn.Module):
 
     def __init__(self, spec: DecoderSpec) -> None:
         super().__init__()
-        self.model = Decoder(spec)
+        self.model = _Decoder(spec)
         self.lm_head = nn.Linear(spec.hidden_size, spec.vocab_size, bias=False)
 
     def forward(self, token_ids_T: torch.Tensor, angles: RotaryAngles, attend: Attend) -> torch.Tensor:

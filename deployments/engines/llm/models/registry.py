@@ -1,4 +1,4 @@
-"""From a model folder's config and tensors to a decoder: the known architectures, rotary frequencies, assignment."""
+"""Decoders from a model folder's config and tensors: the known architectures, rotary frequencies, assignment."""
 
 from __future__ import annotations
 

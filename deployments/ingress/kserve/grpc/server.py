@@ -37,7 +37,7 @@ _SPARE_CALLS: Final = 4096  # probes, open streams, and inference that is just b
 _MAX_CALLS: Final = 2**31 - 1
 
 
-class HealthServicer:
+class _HealthServicer:
     """The methods of the health service.
 
     `is_ready` is asked for every known service: all of them answer as soon as the server as a whole does.
@@ -124,7 +124,7 @@ async def start_grpc_server(
         maximum_concurrent_rpcs=min(admission.max_requests + _SPARE_CALLS, _MAX_CALLS),
     )
     services = (SERVICE, _HEALTH_SERVICE)
-    health = HealthServicer(inference.server_ready, services)
+    health = _HealthServicer(inference.server_ready, services)
     server.add_generic_rpc_handlers(
         (
             service_handler(SERVICE, InferenceServicer(inference, repository, statistics, admission).methods()),

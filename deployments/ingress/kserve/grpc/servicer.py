@@ -103,7 +103,7 @@ class InferenceServicer:
     async def _model_stream_infer(self, requests: AsyncIterator[Any], context: grpc.aio.ServicerContext) -> None:
         asked = dict(context.invocation_metadata() or ())
         errors_end_it = asked.get(_ERRORS_END_STREAMS) == "true"
-        stream = InferStream(self._inference, context.write, self._admission, errors_end_it=errors_end_it)
+        stream = _InferStream(self._inference, context.write, self._admission, errors_end_it=errors_end_it)
         await stream.answer_requests(requests)
 
     async def _model_statistics(
@@ -147,7 +147,7 @@ def _refusing(topic: str) -> Method:
     return refuse
 
 
-class InferStream:
+class _InferStream:
     """One ModelStreamInfer call: requests as they come, each with one response or, of a text model, one per piece.
 
     As in Triton, responses of text models (decoupled ones) go out when they are there, and all others in the order of

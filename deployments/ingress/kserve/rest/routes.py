@@ -1,20 +1,23 @@
-"""The Open Inference Protocol over REST: health, metadata, configuration and inference under /v2.
+"""The Open Inference Protocol over REST: health, metadata, configuration, inference and generation under /v2.
 
 Sources: KServe v2 REST; Triton's binary, classification, schedule policy and model configuration extensions.
 """
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import AsyncIterator
+from typing import Any, Final
 
 from fastapi import APIRouter
+from pydantic import BaseModel, ConfigDict
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 
 from configs.cluster import LimitsConfig
-from deployments.errors import ModelUnavailable
+from deployments.errors import InvalidRequest, ModelUnavailable
+from deployments.ingress.kserve import tensors
 from deployments.ingress.kserve.inference import Inference
-from deployments.ingress.kserve.models import ModelConfiguration
+from deployments.ingress.kserve.models import LLM, ModelConfiguration
 from deployments.ingress.kserve.records import (
     InferRequest,
     InferResponse,
@@ -23,13 +26,15 @@ from deployments.ingress.kserve.records import (
     server_metadata,
 )
 from deployments.ingress.kserve.rest.compression import compressed_if_accepted, read_body
-from deployments.ingress.kserve.rest.generate import add_generate_routes
 from deployments.ingress.kserve.rest.messages import (
     InferAnswer,
     InferBody,
     LiveAnswer,
     ModelReadyAnswer,
+    ParametersBody,
     ServerReadyAnswer,
+    read_json,
+    read_parameters,
     read_request,
     write_response,
 )
@@ -40,9 +45,18 @@ from deployments.ingress.kserve.rest.routing import (
     add_model_route,
     create_protocol_router,
     documented,
+    protocol_error_response,
     request_body,
 )
-from deployments.ingress.responses import call_aside, json_response, server_timing
+from deployments.ingress.responses import (
+    Answer,
+    EventStream,
+    call_aside,
+    event_of,
+    json_response,
+    json_text,
+    server_timing,
+)
 
 _JSON_LENGTH_HEADER: Final = "Inference-Header-Content-Length"
 _LENGTH_HEADER: Final = {
@@ -54,6 +68,14 @@ _UNSUPPORTED: Final = {
     "/trace": "tracing",
     "/logging": "changing the log",
 }
+_GENERATE_OPTIONS: Final = {spec.name: spec for spec in LLM.inputs if spec.optional}
+_GENERATE_EVENT: Final = {
+    "type": "object",
+    "properties": {"data": {"type": "string", "contentMediaType": "application/json"}},
+}
+# `stream` is what clients send out of habit: the endpoint's name has decided already.
+_GENERATE_STEERING: Final = ("priority", "timeout", "stream")
+_JSON_TYPES: Final = {"BYTES": "string", "BOOL": "boolean", "INT32": "integer", "INT64": "integer", "FP32": "number"}
 
 
 def create_inference_router(inference: Inference, limits: LimitsConfig) -> APIRouter:
@@ -61,7 +83,7 @@ def create_inference_router(inference: Inference, limits: LimitsConfig) -> APIRo
     router = create_protocol_router()
     _add_server_routes(router, inference)
     _add_model_routes(router, inference)
-    add_generate_routes(router, inference, limits.max_body_bytes)
+    _add_generate_routes(router, inference, limits.max_body_bytes)
 
     async def infer(request: Request, model: str, version: str) -> Response:
         """Named tensors in, named tensors out: as JSON, or as JSON with raw bytes behind it."""
@@ -149,3 +171,105 @@ async def _written(request: Request, asked: InferRequest, response: InferRespons
     body = await compressed_if_accepted(request, body, headers)
     media_type = "application/json" if json_length is None else "application/octet-stream"
     return Response(body, headers=headers, media_type=media_type)
+
+
+class GenerateBody(BaseModel):
+    """A text to go on with. Options of the model may stand in `parameters` or beside it."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    text_input: str
+    id: str = ""
+    parameters: ParametersBody | None = None
+
+
+class GenerateAnswer(Answer):
+    """A text, or the next piece of one."""
+
+    model_name: str
+    model_version: str
+    id: str | None = None
+    text_output: str
+    finish_reason: str
+    num_input_tokens: int
+    num_output_tokens: int
+
+
+def _add_generate_routes(router: APIRouter, inference: Inference, max_body_bytes: int) -> None:
+    """Add the routes `/generate` and `/generate_stream` of each model."""
+
+    async def generate(request: Request, model: str, version: str) -> Response:
+        """The whole continuation of a text."""
+        await inference.metadata(model, version)  # an unknown model is said before anything about the body
+        response = await inference.infer(_generate_request(model, version, await read_body(request, max_body_bytes)))
+        return json_response(_generate_answer(response), headers=server_timing(response.timings_ms))
+
+    async def generate_stream(request: Request, model: str, version: str) -> Response:
+        """The continuation of a text, piece by piece, as server-sent events. An error in between is an event too."""
+        await inference.metadata(model, version)
+        pieces = inference.infer_stream(_generate_request(model, version, await read_body(request, max_body_bytes)))
+        opening = await anext(pieces)  # awaited here: a refused request is a 4xx and not an event in a 200
+        return EventStream(_generate_events(opening, pieces), pieces)
+
+    docs: dict[str, Any] = {
+        "responses": documented(*INFERENCE_ERRORS),
+        "openapi_extra": {
+            "requestBody": {"required": True, "content": {"application/json": {"schema": _generate_schema()}}}
+        },
+    }
+    add_model_route(router, "POST", "/generate", generate, response_model=GenerateAnswer, **docs)
+    stream_docs = {"content": {"text/event-stream": {"schema": _GENERATE_EVENT}}}
+    docs["responses"] = docs["responses"] | {200: stream_docs}
+    add_model_route(router, "POST", "/generate_stream", generate_stream, response_class=StreamingResponse, **docs)
+
+
+def _generate_request(model: str, version: str, body: bytes) -> InferRequest:
+    form = read_json(GenerateBody, body)
+    beside, inside = form.model_extra or {}, form.parameters or {}
+    options = beside | inside
+    for name in options:
+        if name not in _GENERATE_OPTIONS and name not in _GENERATE_STEERING:
+            raise InvalidRequest(
+                f"unknown option {name!r} (known: {', '.join((*_GENERATE_OPTIONS, *_GENERATE_STEERING))})", name
+            )
+        if name in beside and name in inside:
+            raise InvalidRequest(f"{name}: given in parameters and beside them", name)
+    inputs = [tensors.from_json("text_input", "BYTES", (1,), [form.text_input])]
+    if isinstance(options.get("stop"), list):  # the one option of which a text can have several
+        stop = options.pop("stop")
+        inputs.append(tensors.from_json("stop", "BYTES", (len(stop),), stop))
+    if not isinstance(options.pop("stream", False), bool):
+        raise InvalidRequest("stream: expected true or false", "stream")
+    return InferRequest(model, tuple(inputs), version, form.id, read_parameters("parameters", options))
+
+
+def _generate_answer(response: InferResponse) -> GenerateAnswer:
+    fields: dict[str, Any] = {value.name: tensors.to_json(value)[0] for value in response.outputs}
+    if response.id:
+        fields["id"] = response.id
+    return GenerateAnswer(model_name=response.model, model_version=response.version, **fields)
+
+
+def _generate_schema() -> dict[str, Any]:
+    """Return the schema of a request with the options that text models have, for the OpenAPI page."""
+    options: dict[str, Any] = {name: {"type": _JSON_TYPES[spec.datatype]} for name, spec in _GENERATE_OPTIONS.items()}
+    options["stop"] = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
+    options |= {"priority": {"type": "integer"}, "timeout": {"type": "integer", "description": "microseconds"}}
+    options["stream"] = {"type": "boolean"}
+    parameters = {"type": "object", "properties": options, "additionalProperties": False}
+    own = {"text_input": {"type": "string"}, "id": {"type": "string"}, "parameters": parameters}
+    return {
+        "type": "object",
+        "required": ["text_input"],
+        "properties": own | options,
+        "additionalProperties": False,
+    }
+
+
+async def _generate_events(opening: InferResponse, pieces: AsyncIterator[InferResponse]) -> AsyncIterator[str]:
+    yield event_of(json_text(_generate_answer(opening)))
+    try:
+        async for piece in pieces:
+            yield event_of(json_text(_generate_answer(piece)))
+    except Exception as error:
+        yield event_of(bytes(protocol_error_response(error).body).decode())

@@ -22,7 +22,7 @@ def policy_of(**settings: Any) -> Policy:
 def add(policy: Policy, num_items: int = 1, at: float = 0.0, **more: Any) -> QueuedRequest:
     settings = {"costs": None, "group": None, "priority": 1, **more}
     request = QueuedRequest(items=range(num_items), arrived_s=at, **settings)
-    policy.add(request)
+    policy.add_request(request)
     return request
 
 
@@ -260,6 +260,6 @@ def test_retuning_moves_requests_of_a_level_that_is_gone() -> None:
 def test_deadlines_of_those_who_left_do_not_pile_up() -> None:
     policy = policy_of()
     for _ in range(1000):
-        policy.queue.remove(add(policy, timeout_s=60.0))
+        policy.queue.remove_request(add(policy, timeout_s=60.0))
     assert len(policy.queue._deadlines) <= 66
     assert policy.queue.next_deadline_s() == math.inf

@@ -92,7 +92,7 @@ async def test_who_comes_while_a_batch_runs_joins_the_next() -> None:
         others.append(ours.batcher.submit([item]))
         await turns()
     assert ours.batches == [[0]]
-    assert (ours.batcher.stats().queued, ours.batcher.stats().running) == ({1: 6}, {1: 1})
+    assert (ours.batcher.batching_stats().queued, ours.batcher.batching_stats().running) == ({1: 6}, {1: 1})
     ours.gate.set()
     assert await asyncio.gather(first, *others) == [[item * 2] for item in range(7)]
     assert ours.batches == [[0], [1, 2, 3, 4], [5, 6]]
@@ -131,7 +131,7 @@ async def test_an_error_in_place_of_a_result_is_of_its_request_alone() -> None:
     with pytest.raises(ValueError, match="mine"):
         await bad
     assert await other == [10]
-    assert (len(ours.batches), ours.batcher.stats().failed, ours.batcher.stats().retried) == (1, 1, 0)
+    assert (len(ours.batches), ours.batcher.batching_stats().failed, ours.batcher.batching_stats().retried) == (1, 1, 0)
 
 
 @in_virtual_time
@@ -144,7 +144,7 @@ async def test_a_batch_that_fails_is_tried_one_request_at_a_time() -> None:
         await answers[1]
     assert await answers[2] == [8]
     assert ours.batches == [[1, 2, 3, 4], [1, 2], [3], [4]]
-    stats = ours.batcher.stats()
+    stats = ours.batcher.batching_stats()
     assert (stats.batches, stats.retried, stats.failed, stats.execution.count) == (1, 3, 1, 4)
 
 
@@ -156,7 +156,7 @@ async def test_a_batch_that_finds_no_memory_is_halved_and_the_next_ones_are_smal
         answers = [ours.batcher.submit([item]) for item in range(16)]
         assert await asyncio.gather(*answers) == [[item * 2] for item in range(16)]
     assert [len(batch) for batch in ours.batches] == [16] + [8] * 40
-    assert ours.batcher.stats().retried == 16
+    assert ours.batcher.batching_stats().retried == 16
 
 
 @in_virtual_time
@@ -224,12 +224,12 @@ async def test_cancelling_a_request_that_waits_takes_it_out_at_once() -> None:
     with pytest.raises(QueueFull):
         await ours.batcher.submit([2])
     waiting.cancel()
-    assert ours.batcher.stats().queued == {}
+    assert ours.batcher.batching_stats().queued == {}
     third = ours.batcher.submit([3])
     ours.gate.set()
     assert await asyncio.gather(first, third) == [[0], [6]]
     assert ours.batches == [[0], [3]]
-    stats = ours.batcher.stats()
+    stats = ours.batcher.batching_stats()
     assert (stats.cancelled, stats.rejected) == (1, 1)
 
 
@@ -265,7 +265,7 @@ async def test_time_that_is_over_is_noticed_by_itself() -> None:
     ours.gate.set()
     assert await first == [0]
     assert ours.batches == [[0]]
-    assert ours.batcher.stats().expired == 2
+    assert ours.batcher.batching_stats().expired == 2
 
 
 @in_virtual_time
@@ -307,7 +307,7 @@ async def test_what_cannot_be_meant_is_refused_through_the_future() -> None:
             await answer
     with pytest.raises(InvalidRequest):
         await ours.batcher.submit([1], timeout_s=float("nan"))
-    assert ours.batcher.stats().rejected == 6
+    assert ours.batcher.batching_stats().rejected == 6
     assert await ours.batcher.submit([1]) == [2]
 
 
@@ -332,7 +332,7 @@ async def test_retuning_holds_for_who_waits() -> None:
         await late
     ours.gate.set()
     assert await asyncio.gather(low, high) == [[6], [2]]
-    assert ours.batcher.stats().running == {}
+    assert ours.batcher.batching_stats().running == {}
 
 
 @in_virtual_time
@@ -388,7 +388,7 @@ async def test_stats_add_up_and_are_json() -> None:
     ours.gate.set()
     await asyncio.gather(first, *answers)
     await turns()
-    stats = ours.batcher.stats()
+    stats = ours.batcher.batching_stats()
     assert (stats.batches, stats.requests, stats.items, stats.batch_sizes) == (3, 4, 7, {1: 1, 2: 1, 4: 1})
     wait = stats.queue_wait
     assert (wait.count, wait.sum_s, wait.max_s, wait.p50_s, wait.p99_s) == (

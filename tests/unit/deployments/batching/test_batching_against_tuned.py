@@ -25,13 +25,13 @@ def ours(pattern: Pattern, config: BatchingConfig | None = None) -> Figures:
     coming, now = 0, arrivals[0]
     while len(ends) < len(arrivals):
         while coming < len(arrivals) and arrivals[coming] <= now:
-            policy.add(QueuedRequest([coming], None, None, 1, arrivals[coming]))
+            policy.add_request(QueuedRequest([coming], None, None, 1, arrivals[coming]))
             coming += 1
         batch = policy.next_batch(now, 1)
         if isinstance(batch, Batch):
             duration = pattern.service.duration_s(batch.num_items)
             while coming < len(arrivals) and arrivals[coming] <= now + duration:
-                policy.add(QueuedRequest([coming], None, None, 1, arrivals[coming]))
+                policy.add_request(QueuedRequest([coming], None, None, 1, arrivals[coming]))
                 coming += 1
             now += duration
             policy.note_served(batch, duration)

@@ -90,7 +90,7 @@ class Run:
             costs, group, priority, timeout = more
             request = QueuedRequest(range(len(costs)), costs, group, priority, self.now, timeout)
             try:
-                self.policy.add(request)
+                self.policy.add_request(request)
                 schedule.requests.append(request)
             except QueueFull:
                 pass
@@ -101,7 +101,7 @@ class Run:
             self.policy.note_served(batch, self.now - start)
         elif name == "cancel" and more[0] < len(schedule.requests) and schedule.requests[more[0]].is_queued:
             schedule.cancelled.append(schedule.requests[more[0]])
-            self.policy.queue.remove(schedule.requests[more[0]])
+            self.policy.queue.remove_request(schedule.requests[more[0]])
         elif name == "retune":
             schedule.config = more[0]
             self.max_overtakes = max(self.max_overtakes, more[0].max_overtakes)

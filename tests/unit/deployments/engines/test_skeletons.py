@@ -156,12 +156,12 @@ def clip(tmp_path: Path) -> Case:
 def test_a_retired_module_is_bound_to_the_weights_of_another(case: Case) -> None:
     module = case.build(case.first)
     case.check(module, case.first)
-    case.pool.retire(module)
+    case.pool.retire_module(module)
     assert all(parameter.is_meta for parameter in module.parameters())
     again = case.build(case.second)
     assert again is module
     case.check(again, case.second)
-    stats = case.pool.stats()
+    stats = case.pool.skeleton_stats()
     assert (stats.num_built, stats.num_rebound, stats.num_free) == (1, 1, 0)
 
 
@@ -171,15 +171,15 @@ def test_two_of_one_structure_that_are_there_together_are_two_modules(case: Case
     assert len({id(first), id(second), id(third)}) == 3
     for module, tensors in ((first, case.first), (second, case.second), (third, case.first)):
         case.check(module, tensors)
-    assert (case.pool.stats().num_built, case.pool.stats().num_copied) == (2, 1)
+    assert (case.pool.skeleton_stats().num_built, case.pool.skeleton_stats().num_copied) == (2, 1)
 
 
 def test_what_was_prepared_is_not_built_any_more(case: Case) -> None:
-    case.pool.prepare(case.component, case.folder)
+    case.pool.prepare_skeleton(case.component, case.folder)
     (case.folder / "config.json").write_text("{}")  # not looked at again
     module = case.build(case.first)
     second = case.build(case.first)
-    stats = case.pool.stats()
+    stats = case.pool.skeleton_stats()
     assert (stats.num_built, stats.num_rebound, stats.num_copied) == (0, 1, 1)
     case.folder.joinpath("config.json").unlink()
     for made in (module, second):
@@ -206,24 +206,24 @@ def test_the_structure_is_told_by_class_config_and_shapes(clip: Case) -> None:
 def test_without_a_config_nothing_is_kept(clip: Case) -> None:
     assert clip.component.model_copy(update={"config_hash": ""}).structure_key == ""
     module = clip.pool.build_module("", "transformers", "CLIPTextModel", clip.folder, clip.first)
-    clip.pool.retire(module)
+    clip.pool.retire_module(module)
     assert all(parameter.is_meta for parameter in module.parameters())
-    assert clip.pool.stats().num_free == 0
+    assert clip.pool.skeleton_stats().num_free == 0
 
 
 def test_the_number_of_kept_modules_is_bounded(clip: Case) -> None:
     clip.pool = SkeletonPool(max_free=2, max_templates=1)
     modules = [clip.build(clip.first) for _ in range(4)]
     for module in modules:
-        clip.pool.retire(module)
-        clip.pool.retire(module)  # once more is nothing
-    assert (clip.pool.stats().num_free, clip.pool.stats().num_templates) == (2, 1)
+        clip.pool.retire_module(module)
+        clip.pool.retire_module(module)  # once more is nothing
+    assert (clip.pool.skeleton_stats().num_free, clip.pool.skeleton_stats().num_templates) == (2, 1)
     assert {id(clip.build(clip.first)) for _ in range(2)} == {id(module) for module in modules[2:]}
 
 
 def test_a_module_that_nobody_lent_is_left_alone(clip: Case) -> None:
     module = build_module("transformers", "CLIPTextModel", clip.folder, clip.first)
-    clip.pool.retire(module)
+    clip.pool.retire_module(module)
     clip.check(module, clip.first)
 
 

@@ -28,8 +28,8 @@ from deployments.ingress.openai import embeddings as openai_embeddings
 async def test_images(client: openai.AsyncOpenAI, replicas: Replicas) -> None:
     extra = {"seed": 5, "num_inference_steps": 2, "lora": [{"name": "bold", "scale": 0.5}]}
     found = await client.images.generate(model="flux", prompt="a seven", n=2, size="24x16", extra_body=extra)  # type: ignore[call-overload]
-    pictures = [Image.open(io.BytesIO(base64.b64decode(item.b64_json))) for item in found.data]
-    assert [(picture.size, picture.format, picture.getpixel((0, 0))) for picture in pictures] == [
+    images = [Image.open(io.BytesIO(base64.b64decode(item.b64_json))) for item in found.data]
+    assert [(image.size, image.format, image.getpixel((0, 0))) for image in images] == [
         ((24, 16), "PNG", (0, 0, 0)),
         ((24, 16), "PNG", (10, 10, 10)),
     ]

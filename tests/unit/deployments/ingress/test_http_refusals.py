@@ -179,8 +179,8 @@ async def test_a_bad_request_is_refused_with_its_field(
 
 async def test_defaults_of_a_family_are_bounded_by_every_way_in(replicas: Replicas) -> None:
     """`other-flux` draws 1,024 x 1,024 when nobody says otherwise, and 64 x 64 are allowed."""
-    step = {"name": "picture", "model": "other-flux", "inputs": {"prompt": "$prompt"}}
-    pipeline = {"id": "p", "inputs": {"prompt": "text"}, "stages": [step], "outputs": {"image": "$picture"}}
+    step = {"name": "digit_image", "model": "other-flux", "inputs": {"prompt": "$prompt"}}
+    pipeline = {"id": "p", "inputs": {"prompt": "text"}, "stages": [step], "outputs": {"image": "$digit_image"}}
     config = ClusterConfig.model_validate(CONFIG.model_dump(mode="json") | {"pipelines": [pipeline]})
     watch = RegistrySnapshot(lambda: replicas)
     service = Service(config, watch, replicas, replicas)

@@ -35,11 +35,11 @@ from deployments.records import (
 )
 from weights.feature_sizes import FeatureSizes
 
-PICTURES = {
-    "id": "pictures",
+IMAGES = {
+    "id": "images",
     "inputs": {"caption": "text", "seed": "optional int"},
-    "stages": [{"name": "picture", "model": "flux", "inputs": {"prompt": "$caption", "seed": "$seed"}}],
-    "outputs": {"image": "$picture"},
+    "stages": [{"name": "digit_image", "model": "flux", "inputs": {"prompt": "$caption", "seed": "$seed"}}],
+    "outputs": {"image": "$digit_image"},
 }
 WORDS = {
     "id": "words",
@@ -73,7 +73,7 @@ class Reply:
 
 
 class Models:
-    """Pictures as bright as their seed; texts in brackets; vectors of a text's length. All have something to tell."""
+    """Images as bright as their seed; texts in brackets; vectors of a text's length. All have something to tell."""
 
     def __init__(self) -> None:
         self.calls: list[SegmentCall] = []
@@ -103,17 +103,17 @@ def ask() -> Models:
 
 @pytest.fixture
 def models(ask: Models) -> PipelineModels:
-    configs = [PipelineConfig.model_validate(config) for config in (PICTURES, WORDS, VECTORS)]
+    configs = [PipelineConfig.model_validate(config) for config in (IMAGES, WORDS, VECTORS)]
     return PipelineModels(Pipelines(configs, ask, lambda: KNOWN))
 
 
-async def test_pictures_have_seeds_in_a_row(models: PipelineModels) -> None:
-    result = await models.generate(ImageRequest(model="pictures", prompt="x", n=3, seed=7))
+async def test_images_have_seeds_in_a_row(models: PipelineModels) -> None:
+    result = await models.generate(ImageRequest(model="images", prompt="x", n=3, seed=7))
     assert [int(image[0, 0, 0]) for image in result.images] == [7, 8, 9]
-    assert (result.seed, result.model, result.switch) == (7, "pictures", None)
-    assert result.warnings == tuple(f"stage 'picture': item {number}: cut" for number in range(3))
-    unseeded = await models.generate(ImageRequest(model="pictures", prompt="x"))
-    assert (unseeded.seed, len(unseeded.images), unseeded.warnings) == (None, 1, ("stage 'picture': cut",))
+    assert (result.seed, result.model, result.switch) == (7, "images", None)
+    assert result.warnings == tuple(f"stage 'digit_image': item {number}: cut" for number in range(3))
+    unseeded = await models.generate(ImageRequest(model="images", prompt="x"))
+    assert (unseeded.seed, len(unseeded.images), unseeded.warnings) == (None, 1, ("stage 'digit_image': cut",))
 
 
 async def test_the_last_turn_of_a_chat_is_asked(models: PipelineModels) -> None:
@@ -144,13 +144,13 @@ async def test_vectors_that_are_not_finite_are_no_embeddings(models: PipelineMod
 @pytest.mark.parametrize(
     ("request_", "param", "message"),
     [
-        (ImageRequest(model="pictures", prompt="x", width=32), "width", r"does not take it \(options: seed\)"),
+        (ImageRequest(model="images", prompt="x", width=32), "width", r"does not take it \(options: seed\)"),
         (ImageRequest(model="words", prompt="x"), "model", "does not make images: it is one of text"),
-        (ChatRequest(model="pictures", messages=(Message(role="user", content="x"),)), "model", "does not make text"),
+        (ChatRequest(model="images", messages=(Message(role="user", content="x"),)), "model", "does not make text"),
         (CompletionRequest(model="words", prompt="x", top_k=3), "top_k", r"does not take it \(options: none\)"),
         (EmbeddingRequest(model="words", input=("x",)), "model", "does not make embeddings"),
         (EmbeddingRequest(model="vectors", input=((1, 2),)), "input", "takes text, not token ids"),
-        (ImageRequest(model="pictures", prompt="x", n=2, seed=2**63 - 1), "seed", "not a INT64|too large|too big"),
+        (ImageRequest(model="images", prompt="x", n=2, seed=2**63 - 1), "seed", "not a INT64|too large|too big"),
     ],
 )
 async def test_what_a_pipeline_does_not_do_is_refused(
@@ -163,7 +163,7 @@ async def test_what_a_pipeline_does_not_do_is_refused(
 
 
 async def test_options_that_say_what_holds_anyway_are_none(models: PipelineModels) -> None:
-    await models.generate(ImageRequest(model="pictures", prompt="x", true_cfg_scale=1.0, negative_prompt=None, lora=()))
+    await models.generate(ImageRequest(model="images", prompt="x", true_cfg_scale=1.0, negative_prompt=None, lora=()))
     await models.write(CompletionRequest(model="words", prompt="x", top_p=1.0, stop=()))
 
 

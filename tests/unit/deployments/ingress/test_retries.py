@@ -13,7 +13,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError
 from unit.deployments.serve_fakes import FakeHandle
 
 from deployments.errors import DeadlineExceeded, ReplicaLost
-from deployments.ingress.retries import RetriedCalls, Retries
+from deployments.ingress.retries import RetriedCalls, _Retries
 from deployments.services.deadlines import Deadline
 from deployments.services.replica_calls import ReplicaCalls
 
@@ -176,7 +176,7 @@ async def test_a_suspect_that_takes_long_holds_the_others_up_for_a_while_only(mo
 
 @pytest.mark.parametrize(("error", "is_suspect"), [(ActorDiedError(), True), (ActorUnavailableError("x", None), False)])
 async def test_out_of_reach_is_no_proof_of_death(error: Exception, is_suspect: bool) -> None:
-    retries = Retries(Deadline(LONG_S))
+    retries = _Retries(Deadline(LONG_S))
     await retries.after(error)
     assert retries.is_suspect == is_suspect
     with pytest.raises(ReplicaLost, match="2 replicas were lost"):
@@ -185,7 +185,7 @@ async def test_out_of_reach_is_no_proof_of_death(error: Exception, is_suspect: b
 
 async def test_what_has_gone_out_is_not_begun_anew() -> None:
     with pytest.raises(ReplicaLost, match="died after 3 pieces"):
-        await Retries(Deadline(LONG_S)).after(ActorDiedError(), 3)
+        await _Retries(Deadline(LONG_S)).after(ActorDiedError(), 3)
 
 
 async def test_a_retry_does_not_begin_after_the_requests_time() -> None:
@@ -193,4 +193,4 @@ async def test_a_retry_does_not_begin_after_the_requests_time() -> None:
         await asyncio.Event().wait()
 
     with pytest.raises(DeadlineExceeded):
-        await Retries(Deadline(0.005), long_pause).after(ActorDiedError())
+        await _Retries(Deadline(0.005), long_pause).after(ActorDiedError())

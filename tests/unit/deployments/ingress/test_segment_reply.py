@@ -98,7 +98,7 @@ async def test_cancelling_reaches_the_replica_that_works_on_it(is_awaited: bool)
         with pytest.raises(asyncio.CancelledError):
             await waiting
     else:
-        reply.send_again()
+        reply._send_again()
         await asyncio.sleep(0)
         reply.cancel()
     with pytest.raises(asyncio.CancelledError):

@@ -140,7 +140,7 @@ async def test_the_way_back_moves_only_what_was_evicted(store: WeightStore) -> N
     assert 1000 <= evicted_bytes < host.bytes_of(flux)
     assert (await host.use(flux)).report.device_bytes == evicted_bytes
     assert host.arena["lingering_bytes"] == 0
-    assert host.builder.skeletons.stats().num_rebound >= 1
+    assert host.builder.skeletons.skeleton_stats().num_rebound >= 1
 
 
 async def test_host_memory_is_leased_only_during_the_upload(store: WeightStore) -> None:
@@ -174,7 +174,7 @@ async def test_many_switches_leave_nothing_behind(store: WeightStore) -> None:
         arena = host.arena
         assert arena["resident_bytes"] + arena["lingering_bytes"] <= arena["budget_bytes"]
     assert host.arena["lingering_bytes"] == 0
-    stats = host.builder.skeletons.stats()
+    stats = host.builder.skeletons.skeleton_stats()
     assert stats.num_built + stats.num_copied <= 6
     assert not +host.provider.leases
 

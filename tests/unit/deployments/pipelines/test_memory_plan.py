@@ -8,17 +8,17 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deployments.pipelines.segmenting import ALIGNMENT_BYTES, BufferNeed, plan_memory
+from deployments.pipelines.segmenting import ALIGNMENT_BYTES, _BufferNeed, _plan_memory
 
 NEEDS = st.lists(st.tuples(st.integers(1, 5000), st.integers(0, 9), st.integers(0, 5)), max_size=12).map(
-    lambda rows: [BufferNeed(at, size, first, first + more) for at, (size, first, more) in enumerate(rows)]
+    lambda rows: [_BufferNeed(at, size, first, first + more) for at, (size, first, more) in enumerate(rows)]
 )
 
 
 @settings(max_examples=60, deadline=None)
 @given(NEEDS)
-def test_no_two_live_buffers_overlap(needs: list[BufferNeed[int]]) -> None:
-    plan = plan_memory(needs)
+def test_no_two_live_buffers_overlap(needs: list[_BufferNeed[int]]) -> None:
+    plan = _plan_memory(needs)
     for need in needs:
         offset = plan.offsets[need.key]
         assert offset % ALIGNMENT_BYTES == 0
@@ -32,8 +32,8 @@ def test_no_two_live_buffers_overlap(needs: list[BufferNeed[int]]) -> None:
 
 def test_a_chain_shares_two_places() -> None:
     """a -> b -> c -> d: only neighbours live together, whatever the length of the chain."""
-    needs = [BufferNeed(at, 4096, at, at + 1) for at in range(20)]
-    plan = plan_memory(needs)
+    needs = [_BufferNeed(at, 4096, at, at + 1) for at in range(20)]
+    plan = _plan_memory(needs)
     assert plan.nbytes == plan.live_bytes == 2 * 4096
 
 
@@ -42,11 +42,11 @@ def test_the_arena_is_near_the_least_possible() -> None:
     over = []
     for _ in range(50):
         rows = [(draw.randint(1, 64) * ALIGNMENT_BYTES, draw.randint(0, 9), draw.randint(0, 4)) for _ in range(15)]
-        plan = plan_memory([BufferNeed(at, size, first, first + more) for at, (size, first, more) in enumerate(rows)])
+        plan = _plan_memory([_BufferNeed(at, size, first, first + more) for at, (size, first, more) in enumerate(rows)])
         over.append(plan.nbytes / plan.live_bytes)
     assert sum(over) / len(over) < 1.15
 
 
 def test_nothing_needs_nothing() -> None:
-    plan = plan_memory([])
+    plan = _plan_memory([])
     assert (plan.nbytes, plan.live_bytes, plan.offsets) == (0, 0, {})

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from configs.pipeline import PipelineConfig
-from deployments.ingress.pipeline_models import OpenAiRole, openai_role
+from deployments.ingress.pipeline_models import _openai_role, _OpenAiRole
 from deployments.pipelines.edge_types import TEXT, EdgeType
 from deployments.pipelines.planning import PipelineUnusable, check_functions, plan_pipeline, plan_segments
 from deployments.pipelines.plans import Edge, SegmentPlan, StagePlan
@@ -72,9 +72,9 @@ def test_a_replica_knows_at_its_start_what_memory_pipelines_need() -> None:
 
 def test_optional_inputs_are_optional_outside() -> None:
     config = pipeline(
-        stage("picture", {"prompt": "$text", "seed": "$seed"}, model="flux"),
+        stage("digit_image", {"prompt": "$text", "seed": "$seed"}, model="flux"),
         inputs={"text": "text", "seed": "optional int"},
-        image="$picture",
+        image="$digit_image",
     )
     plan = plan_pipeline(config, MODELS)
     assert plan.signature.inputs[1] == TensorSpec("seed", "INT64", (-1,), optional=True)
@@ -121,10 +121,10 @@ def test_mistakes_name_stage_edge_and_both_types(wrong: dict[str, Any], location
         stage("vector", {"text": "$text"}, model="bert"),
         stage("classes", {"logits": "$vector", "labels": LABELS}, function="classify"),
         wrong,
-        stage("picture", {"prompt": "$text", "negative_prompt": "$maybe"}, model="flux"),
+        stage("digit_image", {"prompt": "$text", "negative_prompt": "$maybe"}, model="flux"),
         inputs={"text": "text", "maybe": "optional text"},
         label="$classes.label",
-        image="$picture",
+        image="$digit_image",
         s="$s.label" if wrong.get("function") == "classify" else "$s",
     )
     found = problems(config)
@@ -139,7 +139,7 @@ def test_all_mistakes_are_told_at_once() -> None:
         stage("a", {"message": "$text", "temperature": "hot"}, model="adder"),
         stage("b", {"text": "$a"}, function="nothing"),
         stage("c", {"prompt": "$b", "width": "$a"}, model="flux"),
-        image="$c.picture",
+        image="$c.digit_image",
     )
     assert problems(config).keys() == {
         "stages.0.inputs.temperature",
@@ -153,8 +153,8 @@ def test_before_the_models_are_known_functions_are_checked_already() -> None:
     config = pipeline(
         stage("number", {"text": "$text"}, function="whole_number"),
         stage("word", {"text": "$number"}, function="whole_number"),
-        stage("picture", {"prompt": "$word", "anything": "$number"}, model="not-there-yet"),
-        stage("end", {"text": "$picture.image"}, function="single_digit"),
+        stage("digit_image", {"prompt": "$word", "anything": "$number"}, model="not-there-yet"),
+        stage("end", {"text": "$digit_image.image"}, function="single_digit"),
         out="$end",
     )
     (problem,) = check_functions(config)
@@ -232,5 +232,5 @@ SEED_IN = TensorSpec("seed", "INT64", (-1,), optional=True)
 )
 def test_which_endpoint_a_pipeline_serves(inputs: Any, output: TensorSpec, endpoint: Any) -> None:
     options = tuple(spec.name for spec in inputs if spec.optional)
-    expected = OpenAiRole(endpoint, "prompt", "o", options) if endpoint else None
-    assert openai_role(Signature(inputs, (output, TEXT_IN))) == expected
+    expected = _OpenAiRole(endpoint, "prompt", "o", options) if endpoint else None
+    assert _openai_role(Signature(inputs, (output, TEXT_IN))) == expected

@@ -233,13 +233,13 @@ async def test_a_deadline_names_what_was_not_done() -> None:
     assert (ask.running, ask.cancelled) == (0, 2)
 
 
-async def test_pictures_take_seeds_by_item_and_only_where_given() -> None:
+async def test_images_take_seeds_by_item_and_only_where_given() -> None:
     ask = Models()
     pipelines = served(
         ask,
-        stage("picture", {"prompt": "$text", "seed": "$seed", "num_inference_steps": 2}, model="flux"),
+        stage("digit_image", {"prompt": "$text", "seed": "$seed", "num_inference_steps": 2}, model="flux"),
         inputs={"text": "text", "seed": "optional int"},
-        image="$picture",
+        image="$digit_image",
     )
     seeds = {"seed": TensorValue("seed", "INT64", np.array([3, 5]))}
     result = await run(pipelines, texts("text", "a", "b") | seeds)
@@ -257,7 +257,7 @@ async def test_pictures_take_seeds_by_item_and_only_where_given() -> None:
     ask.sizes = [4, 8]
     with pytest.raises(InvalidRequest, match="one size"):
         await run(pipelines, texts("text", "a", "b"))
-    with pytest.raises(InvalidRequest, match=r"stage 'picture': prompt"):
+    with pytest.raises(InvalidRequest, match=r"stage 'digit_image': prompt"):
         await run(pipelines, texts("text", ""))
 
 
@@ -389,19 +389,19 @@ async def test_warnings_of_all_stages_arrive_once_with_their_names() -> None:
     pipelines = served(
         ask,
         stage("answer", {"message": "$text"}, model="adder"),
-        stage("picture", {"prompt": "$answer"}, model="flux"),
+        stage("digit_image", {"prompt": "$answer"}, model="flux"),
         stage("vector", {"text": "$text"}, model="bert"),
-        image="$picture",
+        image="$digit_image",
         vector="$vector",
     )
     result = await run(pipelines, texts("text", "a", "b"))
     assert set(result.warnings) == {
         "stage 'answer': item 1: the message was long",
-        "stage 'picture': item 1: the prompt was cut",
+        "stage 'digit_image': item 1: the prompt was cut",
         "stage 'vector': cut",
     }
     assert len(result.warnings) == 3
     one = await run(pipelines, texts("text", "b"))
-    assert "stage 'picture': the prompt was cut" in one.warnings
+    assert "stage 'digit_image': the prompt was cut" in one.warnings
     ask.long.clear()
     assert (await run(pipelines, texts("text", "b"))).warnings == ()

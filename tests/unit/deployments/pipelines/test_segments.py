@@ -15,7 +15,7 @@ from deployments.errors import GenerationFailed, InvalidRequest
 from deployments.pipelines.edge_types import TEXT, TOKENS, VECTOR, EdgeType
 from deployments.pipelines.plans import PIPELINE_INPUT, Edge, SegmentCall, SegmentPlan, SegmentResult, StagePlan
 from deployments.pipelines.segmenting import form_units
-from deployments.pipelines.segments import ArenaPool, SegmentRunner
+from deployments.pipelines.segments import SegmentRunner, _ArenaPool
 
 WIDTH, HIDDEN, CLASSES = 6, 5, 3
 LONGEST = 40  # characters
@@ -122,7 +122,7 @@ async def test_warnings_name_stage_and_item_and_come_once() -> None:
 async def test_intermediate_tensors_lie_in_the_arena() -> None:
     ops, runner = Ops(), SegmentRunner(num_arenas=1)
     runner.prepare_segment(PLAN)
-    stats = runner.stats()
+    stats = runner.segment_stats()
     assert stats.arena_bytes == PLAN.memory.nbytes < 4 * (256 * 3)
     for _ in range(3):
         await runner.run_segment(call(["x", "y"]), (), ops)
@@ -130,7 +130,7 @@ async def test_intermediate_tensors_lie_in_the_arena() -> None:
     first, second = sorted(set(ops.pointers))
     offsets = sorted(PLAN.memory.offsets[edge] for edge in (Edge("vector", "embedding"), Edge("hidden", "output")))
     assert second - first == offsets[1] - offsets[0]
-    assert runner.stats().num_temporary == 0
+    assert runner.segment_stats().num_temporary == 0
 
 
 async def test_intermediate_results_are_copies() -> None:
@@ -155,12 +155,12 @@ async def test_runs_side_by_side_do_not_share_memory() -> None:
     ops.hold.set()
     for some, result in zip(texts, await asyncio.gather(*runs), strict=True):
         np.testing.assert_allclose(result.outputs[SCORES], [ops.expected(text) for text in some], rtol=1e-4)
-    assert runner.stats().num_temporary == 4
+    assert runner.segment_stats().num_temporary == 4
 
 
 def test_memory_of_a_failed_run_is_not_used_again() -> None:
     """A thread or kernel of a run that was cancelled may write there still."""
-    pool = ArenaPool(1, torch.device("cpu"))
+    pool = _ArenaPool(1, torch.device("cpu"))
     pool.prepare_arenas(1000)
     with pytest.raises(KeyError), pool.arena(1000) as failed:
         raise KeyError
@@ -177,7 +177,7 @@ async def test_tensors_of_unknown_size_are_counted() -> None:
     assert Edge("hidden", "output") not in plan.buffers
     result = await runner.run_segment(call(["x"], plan), (), ops)
     np.testing.assert_allclose(result.outputs[SCORES], [ops.expected("x")], rtol=1e-4)
-    assert runner.stats().num_temporary == 1
+    assert runner.segment_stats().num_temporary == 1
 
 
 async def test_inputs_come_from_earlier_segments_too() -> None:

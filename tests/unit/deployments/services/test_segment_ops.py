@@ -17,7 +17,7 @@ from deployments.engines.protocol import EngineError
 from deployments.engines.text.dense import DenseHead
 from deployments.modules.model_host import ModelHost
 from deployments.pipelines.plans import SegmentCall, SegmentPlan, StagePlan
-from deployments.pipelines.segmenting import plan_memory
+from deployments.pipelines.segmenting import _plan_memory
 from deployments.services.text_encoder import _EncoderOps
 from deployments.text.cache import Encoding, EncodingCache
 from deployments.text.encode import CachedEncoders, EncodeJob, encode_batch_or_raise
@@ -42,7 +42,7 @@ class Bench:
 
     def ops(self, long_text: LongText = "truncate") -> _EncoderOps:
         stage = StagePlan("s", "embed", "bert", {}, {}, {})
-        plan = SegmentPlan("p", (stage,), (), 4, {}, plan_memory([]))
+        plan = SegmentPlan("p", (stage,), (), 4, {}, _plan_memory([]))
         return _EncoderOps(self.host, self.encoders, SegmentCall(plan, {}, 1, 2, 3.5, {}, {"bert": long_text}))
 
     def is_idle(self) -> bool:

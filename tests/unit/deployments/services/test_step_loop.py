@@ -163,9 +163,9 @@ async def test_every_step_is_reported_to_those_who_ask() -> None:
 async def test_a_request_of_an_id_that_is_under_way_is_refused() -> None:
     engine = DiffusionEngine(Pipeline())  # type: ignore[arg-type]
     conditioned = ConditionedRequest(DiffusionRequest("a", 2, 2, 1, 1.0, 0), State("a", 1))  # type: ignore[arg-type]
-    engine.add(conditioned)
+    engine.add_request(conditioned)
     with pytest.raises(EngineError, match="'a' is in use"):
-        engine.add(conditioned)
+        engine.add_request(conditioned)
     engine.abort("a")
     engine.abort("never heard of")
     assert not engine.has_work
@@ -308,7 +308,7 @@ async def test_who_is_cancelled_while_others_have_their_turn_leaves() -> None:
 
 async def test_a_broken_pipeline_leaves_nobody_waiting() -> None:
     class Lossy(Pipeline):
-        """Loses a picture."""
+        """Loses an image."""
 
         def decode(self, states: list[State]) -> list[Any]:
             return super().decode(states)[1:]
@@ -342,7 +342,7 @@ class Engine:
     def has_work(self) -> bool:
         return bool(self.running)
 
-    def add(self, request: TextRequest) -> None:
+    def add_request(self, request: TextRequest) -> None:
         if not request.prompt_token_ids:
             raise ValueError("no tokens")
         self.running[request.request_id] = [0, request.sampling.max_tokens]

@@ -35,7 +35,7 @@ class Engine:
             assert self.gate.wait(30)
         return (1, 2, 3)
 
-    def add(self, request: TextRequest) -> None:
+    def add_request(self, request: TextRequest) -> None:
         self._waiting.append(request)
 
     @property

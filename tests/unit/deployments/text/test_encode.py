@@ -19,8 +19,8 @@ from cluster.encodings.records import Answer
 from deployments.engines.build import build_module
 from deployments.engines.diffusion.pipeline import create_pipeline
 from deployments.engines.protocol import ComputationFailed, DiffusionRequest, EngineError
+from deployments.engines.text.forward_plan import EncodeCounter
 from deployments.engines.text.loading import load_text_encoder
-from deployments.engines.text.padding_counts import EncodeCounter
 from deployments.errors import DeadlineExceeded
 from deployments.text.cache import Encoding, EncodingCache
 from deployments.text.encode import CachedEncoders, EncodeJob, TextItem, embedding_of, encode_batch
@@ -114,7 +114,7 @@ def draw(guidance: float) -> DiffusionRequest:
     return DiffusionRequest("r", 32, 32, num_inference_steps=3, guidance_scale=guidance, seed=5)
 
 
-def stock_picture(demo: Demo, tensors: dict[str, torch.Tensor], request: DiffusionRequest) -> np.ndarray:
+def stock_image(demo: Demo, tensors: dict[str, torch.Tensor], request: DiffusionRequest) -> np.ndarray:
     images = demo.stock(
         **tensors,
         width=32,
@@ -152,18 +152,18 @@ async def test_trimmed_flux_equals_stock_with_a_mask(flux):
             assert tensors[name].shape == tensor.shape
             assert torch.allclose(tensors[name], tensor, atol=1e-5)
         assert encoded.num_tokens == sum(job.num_tokens for jobs in calls.made[-2:] for job in jobs)
-    stats = calls.counter.stats()
+    stats = calls.counter.encode_stats()
     assert stats.stock_padding_tokens == stats.batch_padding_tokens == 0
     small = max(job.num_tokens for jobs in calls.made for job in jobs)
     assert small < 30
 
 
-async def test_a_picture_of_a_trimmed_prompt_equals_stock(flux):
+async def test_an_image_of_a_trimmed_prompt_equals_stock(flux):
     encoders, _ = service()
     tensors, _ = await flux.condition(encoders, "a handwritten seven", text_padding="trimmed")
     request = draw(guidance=1.0)
     ours = flux.pipeline("transformer").generate(request, tensors)
-    stock = stock_picture(flux, masked_and_cut(flux, "a handwritten seven"), request)
+    stock = stock_image(flux, masked_and_cut(flux, "a handwritten seven"), request)
     assert ours.std() > 10
     assert np.abs(ours.astype(int) - stock.astype(int)).max() <= 1
 
@@ -216,7 +216,7 @@ async def test_chunks_equal_transformers_and_draw_what_stock_draws(sdxl):
         assert torch.allclose(tensors[name], tensor, atol=1e-5), name
     request = draw(guidance=4.0)
     ours = sdxl.pipeline("unet").generate(request, tensors)
-    stock = stock_picture(sdxl, expected, request)
+    stock = stock_image(sdxl, expected, request)
     assert np.abs(ours.astype(int) - stock.astype(int)).max() <= 1
     # A changed end changes the last chunk only; the first, and the empty ones, are in the cache.
     before = len(calls.made)
@@ -367,10 +367,10 @@ async def test_what_is_not_finite_reaches_no_tier_of_the_cache(flux, monkeypatch
     with pytest.raises(ComputationFailed, match="T5EncoderModel made numbers of the text that are not finite"):
         await flux.condition(encoders, "a handwritten five")
     await asyncio.sleep(0.01)
-    assert (cache.stats().entries, len(tier.published), len(tier.abandoned)) == (1, 1, 1), "CLIP's alone"
+    assert (cache.cache_stats().entries, len(tier.published), len(tier.abandoned)) == (1, 1, 1), "CLIP's alone"
     monkeypatch.setattr(encoder, "_family", family)
     await flux.condition(encoders, "a handwritten five")
-    assert cache.stats().entries == 2
+    assert cache.cache_stats().entries == 2
 
 
 async def test_the_timeout_of_one_request_is_not_that_of_those_who_joined(sdxl):

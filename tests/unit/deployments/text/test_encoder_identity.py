@@ -54,5 +54,5 @@ async def test_equal_weights_with_another_pooling_are_another_encoder(
     hidden = found["mean"].encoder.module(input_ids=torch.tensor([tokens.token_ids])).last_hidden_state[0]
     torch.testing.assert_close(vectors["cls"], hidden[0], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(vectors["mean"], hidden.mean(dim=0), rtol=1e-4, atol=1e-5)
-    stats: SkeletonStats = builder.skeletons.stats()
+    stats: SkeletonStats = builder.skeletons.skeleton_stats()
     assert stats.num_built + stats.num_copied == 3  # of one structure: the others may be copies

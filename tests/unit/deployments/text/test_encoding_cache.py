@@ -147,7 +147,7 @@ async def test_the_same_tokens_are_encoded_once() -> None:
     for other in (key(2), key(1, "other")):
         assert (await get(cache, other, encoder)).source == "computed"
     assert encoder.count == 3
-    stats = cache.stats()
+    stats = cache.cache_stats()
     assert (stats.local, stats.computed, stats.joined, stats.shared, stats.entries) == (1, 3, 0, 0, 3)
     assert stats.nbytes == 3 * COST_BYTES
 
@@ -161,7 +161,7 @@ async def test_who_asks_meanwhile_waits_for_the_same_computation() -> None:
     found = await asyncio.gather(*waiting)
     assert [one.source for one in found] == ["computed"] + ["joined"] * 999
     assert len({id(one.encoding) for one in found}) == 1
-    assert (encoder.count, cache.stats().joined) == (1, 999)
+    assert (encoder.count, cache.cache_stats().joined) == (1, 999)
 
 
 async def test_a_failure_is_not_remembered_and_those_who_waited_try_themselves() -> None:
@@ -178,7 +178,7 @@ async def test_a_failure_is_not_remembered_and_those_who_waited_try_themselves()
     assert not shared.claims  # another replica may try
     encoder.error = None
     assert (await get(cache, key(1), encoder)).encoding["pooled"][0] == encoder.count == 4
-    assert (cache.stats().entries, cache.stats().failed) == (1, 3)
+    assert (cache.cache_stats().entries, cache.cache_stats().failed) == (1, 3)
 
 
 @pytest.mark.parametrize("cancelled", [{0}, {1}, {0, 1}])
@@ -207,12 +207,12 @@ async def test_what_took_longest_to_compute_stays() -> None:
     cache = EncodingCache(3 * COST_BYTES, clock=clock)
     for number, encoder.cost_s in ((1, 5.0), (2, 0.1), (3, 3.0), (4, 1.0)):
         await get(cache, key(number), encoder)
-    stats = cache.stats()
+    stats = cache.cache_stats()
     assert (stats.entries, stats.evicted, stats.nbytes) == (3, 1, 3 * COST_BYTES)
     assert [await source(cache, number, encoder) for number in (1, 3, 4)] == ["local"] * 3
     encoder.cost_s = 0.01
     assert await source(cache, 2, encoder) == "computed"
-    assert cache.stats().refused == 1
+    assert cache.cache_stats().refused == 1
     assert await source(cache, 4, encoder) == "local"
 
 
@@ -228,11 +228,11 @@ async def test_negative_and_empty_prompts_stay_however_cheap() -> None:
     for number in range(2, 40):
         await get(cache, key(number), encoder)
     assert [await source(cache, number, encoder) for number in (0, 1)] == ["local"] * 2
-    stats = cache.stats()
+    stats = cache.cache_stats()
     assert (stats.entries, stats.kept, stats.kept_bytes) == (8, 2, 2 * COST_BYTES)
     for number in range(100, 120):
         await get(cache, key(number), encoder, keep=True)
-    assert cache.stats().kept == 2  # a quarter of eight, whatever is asked for
+    assert cache.cache_stats().kept == 2  # a quarter of eight, whatever is asked for
 
 
 async def test_what_is_larger_than_the_cache_is_not_kept_and_evicts_nothing() -> None:
@@ -254,7 +254,7 @@ async def test_a_row_of_a_batch_does_not_keep_the_batch() -> None:
 
     encoding = (await get(cache, key(1), compute)).encoding
     held = sum(tensor.untyped_storage().nbytes() for tensor in encoding.values())
-    assert cache.stats().nbytes == ENTRY_BYTES + 3 * TENSOR_BYTES + held == ENTRY_BYTES + 3 * TENSOR_BYTES + 600
+    assert cache.cache_stats().nbytes == ENTRY_BYTES + 3 * TENSOR_BYTES + held == ENTRY_BYTES + 3 * TENSOR_BYTES + 600
     batch.zero_()
     assert (await get(cache, key(1), compute)).encoding["hidden"].any()
 
@@ -291,7 +291,7 @@ async def test_a_write_into_a_cached_encoding_is_found_and_harms_nobody_later(wr
     again = await get(cache, key(1), compute)
     assert again.source == "computed"
     assert torch.equal(again.encoding["pooled"], torch.ones(100))
-    stats = cache.stats()
+    stats = cache.cache_stats()
     assert (stats.mutated, stats.entries, stats.nbytes) == (2, 1, COST_BYTES)
 
 
@@ -316,7 +316,7 @@ async def test_what_another_replica_has_computed_is_not_computed_again() -> None
     assert torch.equal(found.encoding["pooled"], torch.ones(100))
     assert await source(second, 1, encoder) == "local"
     assert shared.used == [key(1).digest()]
-    assert (second.stats().shared, second.stats().local, second.stats().computed) == (1, 1, 0)
+    assert (second.cache_stats().shared, second.cache_stats().local, second.cache_stats().computed) == (1, 1, 0)
 
 
 async def test_what_damaged_weights_may_have_made_is_in_no_tier_afterwards() -> None:
@@ -331,7 +331,7 @@ async def test_what_damaged_weights_may_have_made_is_in_no_tier_afterwards() -> 
     encoder.open.set()
     assert (await computing).source == "computed"
     await settle()
-    assert (shared.entries, shared.claims, cache.stats().entries, cache.stats().nbytes) == ({}, set(), 0, 0)
+    assert (shared.entries, shared.claims, cache.cache_stats().entries, cache.cache_stats().nbytes) == ({}, set(), 0, 0)
     assert [await source(cache, number, encoder) for number in (1, 2, 2)] == ["computed", "computed", "local"]
     await settle()
     assert len(shared.entries) == 2
@@ -342,7 +342,7 @@ async def test_with_the_other_tier_gone_everything_is_computed_and_nothing_fails
     cache, encoder = EncodingCache(10**6, shared), Encoder()
     shared.error = RuntimeError("the actor died")
     assert [await source(cache, number, encoder) for number in (1, 2, 1)] == ["computed", "computed", "local"]
-    assert cache.stats().shared_errors == 2
+    assert cache.cache_stats().shared_errors == 2
     shared.error = None
     encoder.open.clear()
     getting = asyncio.ensure_future(get(cache, key(3), encoder))
@@ -351,7 +351,7 @@ async def test_with_the_other_tier_gone_everything_is_computed_and_nothing_fails
     encoder.open.set()
     assert (await getting).source == "computed"
     await settle()
-    assert (cache.stats().shared_errors, cache.stats().failed) == (3, 0)
+    assert (cache.cache_stats().shared_errors, cache.cache_stats().failed) == (3, 0)
     assert await source(cache, 3, encoder) == "local"
 
 
@@ -363,14 +363,14 @@ async def test_what_the_other_tier_gives_is_checked_by_using_it() -> None:
     )
     cache, encoder = EncodingCache(10**6, shared), Encoder()
     assert await source(cache, 1, encoder) == "computed"
-    assert cache.stats().shared_errors == 1
+    assert cache.cache_stats().shared_errors == 1
 
 
 async def test_stats_are_plain_values() -> None:
     cache = EncodingCache(10**6)
-    assert cache.stats().entries_per_gib == 0
+    assert cache.cache_stats().entries_per_gib == 0
     await get(cache, key(1), Encoder())
-    stats = json.loads(json.dumps(asdict(cache.stats())))
+    stats = json.loads(json.dumps(asdict(cache.cache_stats())))
     assert stats["entries_per_gib"] == pytest.approx(2**30 / COST_BYTES)
 
 
@@ -481,7 +481,7 @@ async def test_a_copy_is_not_used_any_more_when_another_replica_has_forgotten_ev
     assert await source(other, 2, encoder) == "local", "it was computed there, by weights of its own"
     assert await source(other, 1, encoder) == "computed"
     assert await source(other, 1, encoder) == "local"
-    assert other.stats().mutated == 0
+    assert other.cache_stats().mutated == 0
 
 
 async def test_nobody_joins_what_was_begun_before_everything_was_forgotten() -> None:
@@ -505,4 +505,4 @@ async def test_a_copy_that_arrives_after_everything_was_forgotten_is_not_kept() 
     layout, data = join_tensors(pack({"pooled": torch.ones(3)}))
     shared.entries[key(1).digest()] = SharedEncoding(layout, data, 1.0, "an earlier one")
     assert await source(cache, 1, Encoder()) == "shared"
-    assert cache.stats().entries == 0
+    assert cache.cache_stats().entries == 0

@@ -1,4 +1,4 @@
-"""The trained demo models, from prompt to picture, against stock diffusers on the same files."""
+"""The trained demo models, from prompt to image, against stock diffusers on the same files."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def request(**changes: Any) -> DiffusionRequest:
     return DiffusionRequest(**{**values, "seed": 11, "num_images": 2, **changes})
 
 
-def assert_same_picture(ours: np.ndarray, stock: np.ndarray) -> None:
+def assert_same_image(ours: np.ndarray, stock: np.ndarray) -> None:
     assert ours.shape == stock.shape
     assert np.abs(ours.astype(int) - stock.astype(int)).max() <= 1
 
@@ -123,7 +123,7 @@ def test_a_demo_model_equals_stock(demos, name, guidance, negative):
     prompt = "a handwritten seven"
     ours = demo.our_images(job, prompt, negative)
     assert ours.std() > 10
-    assert_same_picture(ours, demo.stock_images(job, prompt, negative))
+    assert_same_image(ours, demo.stock_images(job, prompt, negative))
 
 
 @pytest.mark.parametrize("scale", [0.6, 1.0])
@@ -135,7 +135,7 @@ def test_the_bold_lora_equals_stock(demos, scale):
         demo.stock.set_adapters("bold", scale)
         job = request(adapters=(AdapterUse("bold", scale),))
         ours = demo.our_images(job, prompt, None, {"bold": bold})
-        assert_same_picture(ours, demo.stock_images(job, prompt, None))
+        assert_same_image(ours, demo.stock_images(job, prompt, None))
         assert np.abs(ours.astype(int) - demo.our_images(request(), prompt, None).astype(int)).max() > 4
     finally:
         demo.stock.unload_lora_weights()

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import pytest
 
-from deployments.engines.diffusion import scheduler
-from deployments.engines.diffusion.scheduler import Candidate, choose_batch
+from deployments.engines.diffusion import engine
+from deployments.engines.diffusion.engine import _Candidate, _choose_batch
 
-Chooses = Callable[[Sequence[Candidate], int], list[int]]
+Chooses = Callable[[Sequence[_Candidate], int], list[int]]
 
 
 @dataclass
@@ -25,11 +25,11 @@ class Job:
     ended: int | None = None
     longest_wait: int = 0
 
-    def candidate(self) -> Candidate:
-        return Candidate(self.share, self.num_steps, self.last_batch)
+    def candidate(self) -> _Candidate:
+        return _Candidate(self.share, self.num_steps, self.last_batch)
 
 
-def simulate(jobs: list[Job], choose: Chooses = choose_batch, most: int = 100_000) -> None:
+def simulate(jobs: list[Job], choose: Chooses = _choose_batch, most: int = 100_000) -> None:
     batch, waiting, coming = 0, list[Job](), sorted(jobs, key=lambda job: job.arrival)
     while (waiting or coming) and batch < most:
         while coming and coming[0].arrival <= batch:
@@ -47,7 +47,7 @@ def simulate(jobs: list[Job], choose: Chooses = choose_batch, most: int = 100_00
         waiting = [job for job in waiting if job.ended is None]
 
 
-def round_robin(candidates: Sequence[Candidate], batch: int) -> list[int]:
+def round_robin(candidates: Sequence[_Candidate], batch: int) -> list[int]:
     """Choose eight requests of an eighth each."""
     return sorted(range(len(candidates)), key=lambda place: candidates[place].last_batch)[:8]
 
@@ -58,22 +58,22 @@ def mean_latency(jobs: list[Job]) -> float:
 
 @pytest.mark.parametrize("parts", [1, 3, 7, 10, 49])
 def test_all_step_while_they_fit(parts: int) -> None:
-    candidates = [Candidate(1 / parts, steps, 0) for steps in range(1, parts + 1)]
+    candidates = [_Candidate(1 / parts, steps, 0) for steps in range(1, parts + 1)]
     for batch in range(8):
-        assert choose_batch(candidates, batch) == list(range(parts))
-        assert len(choose_batch([*candidates, Candidate(1 / parts, 1, 0)], batch)) == parts
-    assert choose_batch([], 1) == []
+        assert _choose_batch(candidates, batch) == list(range(parts))
+        assert len(_choose_batch([*candidates, _Candidate(1 / parts, 1, 0)], batch)) == parts
+    assert _choose_batch([], 1) == []
 
 
 def test_the_least_work_goes_first() -> None:
-    candidates = [Candidate(0.25, 9, 0), Candidate(0.5, 1, 0), Candidate(0.25, 4, 0), Candidate(0.25, 5, 0)]
-    assert choose_batch(candidates, 1) == [1, 2, 3]
+    candidates = [_Candidate(0.25, 9, 0), _Candidate(0.5, 1, 0), _Candidate(0.25, 4, 0), _Candidate(0.25, 5, 0)]
+    assert _choose_batch(candidates, 1) == [1, 2, 3]
 
 
 def test_what_is_larger_than_a_batch_runs_by_itself() -> None:
-    assert choose_batch([Candidate(25.0, 1, 0), Candidate(25.0, 2, 0)], 1) == [0]
-    assert choose_batch([Candidate(25.0, 1, 0), Candidate(0.1, 2, 0)], 1) == [1]
-    assert choose_batch([Candidate(25.0, 1, 0), Candidate(0.1, 2, 3)], 4) == [0], "its batch comes"
+    assert _choose_batch([_Candidate(25.0, 1, 0), _Candidate(25.0, 2, 0)], 1) == [0]
+    assert _choose_batch([_Candidate(25.0, 1, 0), _Candidate(0.1, 2, 0)], 1) == [1]
+    assert _choose_batch([_Candidate(25.0, 1, 0), _Candidate(0.1, 2, 3)], 4) == [0], "its batch comes"
 
 
 def test_equal_requests_end_sooner_than_side_by_side() -> None:
@@ -92,7 +92,7 @@ def test_a_long_request_moves_on_under_a_stream_of_short_ones(monkeypatch: pytes
         return long.ended is not None
 
     assert ends()
-    monkeypatch.setattr(scheduler, "ROTATION", 10**9)
+    monkeypatch.setattr(engine, "ROTATION", 10**9)
     assert not ends(), "the rotation is what moves it on"
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from deployments.engines.diffusion.rows import merge_key, parts_of
+from deployments.engines.diffusion.rows import batch_key, parts_of
 from deployments.engines.nn.lora import applied_adapters
 from deployments.engines.protocol import AdapterUse, EngineError
 from weights.adapters import LoraAdapter, LoraPair, load_adapter
@@ -101,8 +101,8 @@ def test_adapted_and_plain_requests_run_side_by_side(bold, make_request):
         pair.ours.step(states)
     together = pair.ours.decode(states)
     again = {"bold": load_adapter(folder)}
-    for job, picture in zip(jobs, together, strict=True):
-        assert np.array_equal(picture, pair.ours.generate(job, pair.conditioning(), adapters=again))
+    for job, image in zip(jobs, together, strict=True):
+        assert np.array_equal(image, pair.ours.generate(job, pair.conditioning(), adapters=again))
 
 
 def test_requests_share_a_forward_when_they_use_the_same_version(bold, make_request):
@@ -110,7 +110,7 @@ def test_requests_share_a_forward_when_they_use_the_same_version(bold, make_requ
     request = make_request(adapters=(AdapterUse("bold"),))
     old, new = load_adapter(folder), load_adapter(folder)
     states = [pair.ours.start(request, pair.conditioning(), {"bold": version}) for version in (old, old, new)]
-    keys = [merge_key(part) for part in parts_of(states)]
+    keys = [batch_key(part) for part in parts_of(states)]
     assert keys[0] == keys[1]
     assert keys[0] != keys[2]
 

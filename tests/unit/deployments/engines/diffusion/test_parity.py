@@ -1,4 +1,4 @@
-"""The loop gives the stock pipelines' pictures."""
+"""The loop gives the stock pipelines' images."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SOLVERS = [
 ]
 
 
-def assert_same_picture(ours: np.ndarray, stock: np.ndarray) -> None:
+def assert_same_image(ours: np.ndarray, stock: np.ndarray) -> None:
     assert ours.dtype == np.uint8
     assert ours.shape == stock.shape
     assert np.abs(ours.astype(int) - stock.astype(int)).max() <= 1
@@ -29,14 +29,14 @@ def test_flux(flux, make_request, true_cfg_scale):
     request = make_request(num_images=2, guidance_scale=3.5, true_cfg_scale=true_cfg_scale, height=48)
     conditioning = flux.conditioning(negative=True)
     ours = flux.ours.generate(request, conditioning)
-    assert_same_picture(ours, flux.stock_images(request, conditioning))
+    assert_same_image(ours, flux.stock_images(request, conditioning))
 
 
 def test_flux_without_guidance_embedding(make_flux_pair, make_request, tmp_path):
     pair = make_flux_pair(tmp_path, guidance_embeds=False)
     request = make_request(true_cfg_scale=3.0)  # no negative prompt: no guidance, as in stock
     conditioning = pair.conditioning()
-    assert_same_picture(pair.ours.generate(request, conditioning), pair.stock_images(request, conditioning))
+    assert_same_image(pair.ours.generate(request, conditioning), pair.stock_images(request, conditioning))
 
 
 @pytest.mark.parametrize("guidance_scale", [1.0, 6.0])
@@ -44,7 +44,7 @@ def test_sdxl(sdxl, make_request, guidance_scale):
     request = make_request(num_images=2, guidance_scale=guidance_scale, height=48)
     conditioning = sdxl.conditioning(negative=True)
     ours = sdxl.ours.generate(request, conditioning)
-    assert_same_picture(ours, sdxl.stock_images(request, conditioning))
+    assert_same_image(ours, sdxl.stock_images(request, conditioning))
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
@@ -52,13 +52,13 @@ def test_sdxl_solvers(make_sdxl_pair, make_request, tmp_path, solver):
     pair = make_sdxl_pair(tmp_path, solver)
     request = make_request(num_images=2, guidance_scale=4.0, num_inference_steps=4)
     conditioning = pair.conditioning(negative=True)
-    assert_same_picture(pair.ours.generate(request, conditioning), pair.stock_images(request, conditioning))
+    assert_same_image(pair.ours.generate(request, conditioning), pair.stock_images(request, conditioning))
 
 
 def test_sdxl_vae_with_latent_statistics(make_sdxl_pair, make_request, tmp_path):
     pair = make_sdxl_pair(tmp_path, latents_mean=[0.1, -0.2, 0.3, 0.0], latents_std=[1.5, 0.5, 1.0, 2.0])
     request, conditioning = make_request(), pair.conditioning()
-    assert_same_picture(pair.ours.generate(request, conditioning), pair.stock_images(request, conditioning))
+    assert_same_image(pair.ours.generate(request, conditioning), pair.stock_images(request, conditioning))
 
 
 @pytest.mark.parametrize("guidance_scale", [1.0, 7.5])
@@ -66,7 +66,7 @@ def test_stable_diffusion(stable_diffusion, make_request, guidance_scale):
     request = make_request(num_images=2, guidance_scale=guidance_scale, height=48)
     conditioning = stable_diffusion.conditioning(negative=True)
     ours = stable_diffusion.ours.generate(request, conditioning)
-    assert_same_picture(ours, stable_diffusion.stock_images(request, conditioning))
+    assert_same_image(ours, stable_diffusion.stock_images(request, conditioning))
 
 
 @pytest.mark.parametrize("solver", ["PNDMScheduler", *SOLVERS])
@@ -74,7 +74,7 @@ def test_stable_diffusion_solvers(make_stable_diffusion_pair, make_request, tmp_
     pair = make_stable_diffusion_pair(tmp_path, solver)
     request = make_request(num_images=2, guidance_scale=4.0, num_inference_steps=4)
     conditioning = pair.conditioning(negative=True)
-    assert_same_picture(pair.ours.generate(request, conditioning), pair.stock_images(request, conditioning))
+    assert_same_image(pair.ours.generate(request, conditioning), pair.stock_images(request, conditioning))
 
 
 def test_a_float16_vae_that_overflows_decodes_in_float32(sdxl, load_pipeline, make_request):
@@ -98,7 +98,7 @@ def test_bfloat16_is_stock_in_bfloat16(flux, load_pipeline, make_request):
     request = make_request(guidance_scale=2.0)
     conditioning = {name: tensor.bfloat16() for name, tensor in flux.conditioning().items()}
     flux_bfloat16 = type(flux)(stock, ours, flux.folder, flux.conditioning)
-    assert_same_picture(ours.generate(request, conditioning), flux_bfloat16.stock_images(request, conditioning))
+    assert_same_image(ours.generate(request, conditioning), flux_bfloat16.stock_images(request, conditioning))
 
 
 def test_weights_are_not_written(pair, make_request):

@@ -40,7 +40,7 @@ def plain_loop(stock, state, texts):
     return latents
 
 
-def test_equals_a_plain_loop_and_merges(flux, monkeypatch):
+def test_equals_a_plain_loop_and_shares_forwards(flux, monkeypatch):
     requests = [
         DiffusionRequest(str(seed), 32, 32, 3, guidance_scale=2.0, seed=seed, num_images=count, true_cfg_scale=3.0)
         for seed, count in ((1, 2), (2, 1))

@@ -156,7 +156,7 @@ def run_all() -> Callable[..., dict[str, Outcome]]:
         while engine.has_work or step <= max(steps):
             for request, at in zip(requests, steps, strict=True):
                 if at == step:
-                    engine.add(request)
+                    engine.add_request(request)
             for delta in engine.step():
                 outcome = outcomes[delta.request_id]
                 assert outcome.finish_reason is None

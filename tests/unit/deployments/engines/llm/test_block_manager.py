@@ -30,21 +30,21 @@ def test_blocks_are_neither_lost_nor_given_twice(num_blocks, actions):
             held.append(blocks)
         elif held and action == "retain":
             held.append(list(held[number % len(held)]))
-            pool.retain(held[-1])
+            pool.retain_blocks(held[-1])
         elif held:
-            pool.release(held.pop(number % len(held)))
+            pool.release_blocks(held.pop(number % len(held)))
         in_use = {block for group in held for block in group}
         assert pool.num_free == num_blocks - len(in_use)
     for blocks in held:
-        pool.release(blocks)
+        pool.release_blocks(blocks)
     assert sorted(pool.allocate(num_blocks)) == list(range(num_blocks))
 
 
 def test_a_free_block_cannot_be_released_or_retained():
     pool = BlockPool(2)
     blocks = pool.allocate(1)
-    pool.release(blocks)
+    pool.release_blocks(blocks)
     with pytest.raises(ValueError, match="not in use"):
-        pool.release(blocks)
+        pool.release_blocks(blocks)
     with pytest.raises(ValueError, match="not in use"):
-        pool.retain(blocks)
+        pool.retain_blocks(blocks)

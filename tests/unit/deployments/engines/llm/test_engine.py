@@ -99,7 +99,7 @@ def test_stop_strings_across_token_borders(tiny, run_all, request_of, prompt_of)
 def test_abort_frees_all_blocks(steps, model, request_of, prompt_of):
     engine = model.engine()
     for i, length in enumerate((5, 40, 17)):
-        engine.add(request_of(str(i), prompt_of(length), max_tokens=50))
+        engine.add_request(request_of(str(i), prompt_of(length), max_tokens=50))
     for _ in range(steps):
         engine.step()
     engine.abort("1")
@@ -108,18 +108,18 @@ def test_abort_frees_all_blocks(steps, model, request_of, prompt_of):
     assert {delta.request_id for delta in engine.step()} == {"0", "2"}
     engine.abort("0")
     engine.abort("2")
-    assert engine.num_free_blocks == engine.num_blocks
+    assert engine._num_free_blocks == engine.num_blocks
     assert (engine.has_work, engine.num_running, engine.num_waiting) == (False, 0, 0)
-    engine.add(request_of("1", prompt_of(5), max_tokens=3))  # the id is free again
+    engine.add_request(request_of("1", prompt_of(5), max_tokens=3))  # the id is free again
 
 
 def test_abort_in_the_middle_of_a_long_prompt(model, run_all, request_of, prompt_of):
     engine = model.engine(max_num_batched_tokens=16)
-    engine.add(request_of("long", prompt_of(100)))
+    engine.add_request(request_of("long", prompt_of(100)))
     assert engine.step() == []
-    assert engine.num_free_blocks < engine.num_blocks
+    assert engine._num_free_blocks < engine.num_blocks
     engine.abort("long")
-    assert engine.num_free_blocks == engine.num_blocks
+    assert engine._num_free_blocks == engine.num_blocks
     assert run_all(engine, [request_of("r", prompt_of(9), max_tokens=4)])["r"].token_ids == model.greedy(
         prompt_of(9), 4
     )
@@ -137,7 +137,7 @@ def test_preemption_gives_the_same_tokens(model, run_all, request_of, prompt_of)
     assert tight.num_preemptions >= 2
     assert {i: o.token_ids for i, o in found.items()} == {i: o.token_ids for i, o in expected.items()}
     assert {i: o.text for i, o in found.items()} == {i: o.text for i, o in expected.items()}
-    assert tight.num_free_blocks == 10
+    assert tight._num_free_blocks == 10
 
 
 def test_the_same_seed_gives_the_same_text_in_any_company(model, run_all, request_of, prompt_of):
@@ -159,7 +159,7 @@ def test_top_k_1_equals_greedy(model, run_all, request_of, prompt_of):
 def test_seats_are_limited(model, request_of, prompt_of):
     engine = model.engine(max_num_seqs=2)
     for i in range(3):
-        engine.add(request_of(str(i), prompt_of(5), max_tokens=4))
+        engine.add_request(request_of(str(i), prompt_of(5), max_tokens=4))
     engine.step()
     assert (engine.num_running, engine.num_waiting) == (2, 1)
 
@@ -184,15 +184,15 @@ def test_seats_are_limited(model, request_of, prompt_of):
 def test_bad_requests_are_refused(prompt, sampling, message, model):
     engine = model.engine()
     with pytest.raises(EngineError, match=message):
-        engine.add(TextRequest("r", prompt, SamplingParams(**sampling)))
+        engine.add_request(TextRequest("r", prompt, SamplingParams(**sampling)))
     assert not engine.has_work
 
 
 def test_a_duplicate_id_is_refused(model, request_of):
     engine = model.engine()
-    engine.add(request_of("twice", (5,)))
+    engine.add_request(request_of("twice", (5,)))
     with pytest.raises(EngineError, match="'twice'"):
-        engine.add(request_of("twice", (6,)))
+        engine.add_request(request_of("twice", (6,)))
 
 
 @pytest.mark.parametrize(
@@ -253,7 +253,7 @@ class FailingRunner:
 def test_a_failing_request_ends_alone(model, request_of, prompt_of, monkeypatch):
     engine = model.engine()
     for request_id, length in (("good", 9), ("bad", 20), ("also good", 5)):
-        engine.add(request_of(request_id, prompt_of(length), max_tokens=6))
+        engine.add_request(request_of(request_id, prompt_of(length), max_tokens=6))
     first = {delta.request_id: delta for delta in engine.step()}
     monkeypatch.setattr(engine, "_runner", FailingRunner(engine._runner, "bad"))
     second = {delta.request_id: delta for delta in engine.step()}
@@ -266,14 +266,14 @@ def test_a_failing_request_ends_alone(model, request_of, prompt_of, monkeypatch)
             tokens[delta.request_id] += delta.token_ids
     assert tokens == {"good": model.greedy(prompt_of(9), 6), "also good": model.greedy(prompt_of(5), 6)}
     assert engine.failures == {}
-    assert engine.num_free_blocks == engine.num_blocks
+    assert engine._num_free_blocks == engine.num_blocks
 
 
 def test_logits_that_are_not_finite_end_the_request(model, request_of, prompt_of):
     broken = dict(model.tensors)
     broken["model.norm.weight"] = broken["model.norm.weight"] * float("nan")
     engine = LLMEngine(model.folder, broken)
-    engine.add(request_of("r", prompt_of(4), temperature=1.0))
+    engine.add_request(request_of("r", prompt_of(4), temperature=1.0))
     assert engine.step() == []
     assert isinstance(engine.failures["r"], ComputationFailed)
     assert "after 0 tokens: the logits are not finite" in str(engine.failures["r"])
@@ -283,7 +283,7 @@ def test_logits_that_are_not_finite_end_the_request(model, request_of, prompt_of
 def test_text_that_cannot_be_made_ends_its_request_alone(model, request_of, prompt_of, monkeypatch):
     engine = model.engine()
     for request_id, length in (("good", 9), ("bad", 20), ("also good", 5)):
-        engine.add(request_of(request_id, prompt_of(length), max_tokens=3))
+        engine.add_request(request_of(request_id, prompt_of(length), max_tokens=3))
     monkeypatch.setattr(engine._requests["bad"].decoder, "feed", lambda token_id: 1 / 0)
     first = {delta.request_id: delta for delta in engine.step()}
     assert {name: delta.finish_reason for name, delta in first.items()} == {"good": None, "also good": None}
@@ -294,7 +294,7 @@ def test_text_that_cannot_be_made_ends_its_request_alone(model, request_of, prom
         for delta in engine.step():
             tokens[delta.request_id] += delta.token_ids
     assert tokens == {"good": model.greedy(prompt_of(9), 3), "also good": model.greedy(prompt_of(5), 3)}
-    assert engine.num_free_blocks == engine.num_blocks
+    assert engine._num_free_blocks == engine.num_blocks
 
 
 class SpoilingRunner:
@@ -322,7 +322,7 @@ def test_logits_of_one_request_that_are_not_finite_end_it_alone(model, request_o
     """And nobody's forward runs again for it."""
     engine = model.engine()
     for request_id, length in (("good", 9), ("bad", 20), ("also good", 5)):
-        engine.add(request_of(request_id, prompt_of(length), max_tokens=6))
+        engine.add_request(request_of(request_id, prompt_of(length), max_tokens=6))
     runner = SpoilingRunner(engine._runner, "bad")
     monkeypatch.setattr(engine, "_runner", runner)
     tokens = {"good": [], "bad": [], "also good": []}
@@ -335,7 +335,7 @@ def test_logits_of_one_request_that_are_not_finite_end_it_alone(model, request_o
     assert failures == ["bad"]
     expected = {"good": model.greedy(prompt_of(9), 6), "bad": [], "also good": model.greedy(prompt_of(5), 6)}
     assert tokens == expected
-    assert engine.num_free_blocks == engine.num_blocks
+    assert engine._num_free_blocks == engine.num_blocks
 
 
 def test_a_step_that_finds_no_memory_is_tried_once(model, run_all, request_of, prompt_of, monkeypatch):

@@ -98,7 +98,7 @@ def runner_logits(model, prompts, budget=2048):
     scheduler = Scheduler(BlockPool(64), max_num_seqs=64, max_num_batched_tokens=budget)
     runner = ModelRunner(loaded, 64)
     for i, prompt in enumerate(prompts):
-        scheduler.add(Sequence(str(i), list(prompt), len(prompt)))
+        scheduler.add_sequence(Sequence(str(i), list(prompt), len(prompt)))
     found = []
     while scheduler.num_waiting:
         chunks = scheduler.schedule()

@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 import torch
 
-from deployments.engines.llm.sampler import TokenPicker, filtered, sample
+from deployments.engines.llm.sampler import TokenPicker, _filter_logits, sample
 from deployments.engines.protocol import ComputationFailed, SamplingParams
 
 
@@ -39,7 +39,7 @@ def plain_distribution(logits, temperature=1.0, top_k=0, top_p=1.0):
 )
 def test_the_distribution_is_the_plain_formula(seed, params):
     logits = torch.randn(40, generator=torch.Generator().manual_seed(seed)) * 2
-    token_ids, probabilities = filtered(logits, SamplingParams(**params))
+    token_ids, probabilities = _filter_logits(logits, SamplingParams(**params))
     expected = plain_distribution(logits, **params)
     assert token_ids.tolist() == sorted(expected)
     normalized = (probabilities / probabilities.sum()).tolist()

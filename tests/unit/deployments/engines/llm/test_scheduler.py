@@ -26,7 +26,7 @@ def step(subject: Scheduler) -> list[tuple[str, int, int]]:
 def test_prompts_come_first_within_the_budget_in_order():
     subject, _ = scheduler(budget=20)
     for name, length in (("a", 10), ("b", 9), ("c", 5)):
-        subject.add(sequence(name, length))
+        subject.add_sequence(sequence(name, length))
     assert step(subject) == [("a", 0, 10), ("b", 0, 9)]  # c would fit neither now nor before b
     assert step(subject) == [("c", 0, 5)]
     assert step(subject) == [("a", 10, 11), ("b", 9, 10), ("c", 5, 6)]
@@ -35,9 +35,9 @@ def test_prompts_come_first_within_the_budget_in_order():
 
 def test_a_long_prompt_is_split_by_the_budget_and_only_its_rest_is_shared():
     subject, _ = scheduler(budget=16)
-    subject.add(sequence("short", 3))
-    subject.add(sequence("long", 40))
-    subject.add(sequence("next", 8))
+    subject.add_sequence(sequence("short", 3))
+    subject.add_sequence(sequence("long", 40))
+    subject.add_sequence(sequence("next", 8))
     assert step(subject) == [("short", 0, 3)]
     assert step(subject) == [("long", 0, 16)]
     assert step(subject) == [("long", 16, 32)]
@@ -47,9 +47,9 @@ def test_a_long_prompt_is_split_by_the_budget_and_only_its_rest_is_shared():
 def test_the_first_in_line_waits_for_blocks_and_is_not_overtaken():
     subject, blocks = scheduler(num_blocks=4)
     first = sequence("first", 40)  # 3 blocks
-    subject.add(first)
-    subject.add(sequence("big", 20))
-    subject.add(sequence("small", 1))
+    subject.add_sequence(first)
+    subject.add_sequence(sequence("big", 20))
+    subject.add_sequence(sequence("small", 1))
     assert step(subject) == [("first", 0, 40)]
     assert step(subject) == [("first", 40, 41)]
     subject.finish(first)
@@ -60,14 +60,14 @@ def test_the_first_in_line_waits_for_blocks_and_is_not_overtaken():
 def test_the_newest_is_preempted_and_recomputes_from_the_head_of_the_line():
     subject, blocks = scheduler(num_blocks=2)
     old, new = sequence("old", 16), sequence("new", 15)
-    subject.add(old)
-    subject.add(new)
+    subject.add_sequence(old)
+    subject.add_sequence(new)
     assert step(subject) == [("old", 0, 16), ("new", 0, 15)]
     assert step(subject) == [("old", 16, 17)]  # needs a second block
     assert new.status is SequenceStatus.WAITING
     assert new.block_table == []
     assert subject.num_preemptions == 1
-    subject.add(sequence("later", 1))
+    subject.add_sequence(sequence("later", 1))
     subject.finish(old)
     assert step(subject) == [
         ("new", 0, 16),
@@ -96,7 +96,7 @@ def test_every_sequence_is_computed_in_order_and_ends(num_blocks, max_num_seqs, 
     for now in range(3000):
         for at, made, _, _ in waiting:
             if at == now:
-                subject.add(made)
+                subject.add_sequence(made)
         chunks = subject.schedule()
         assert len({chunk.sequence.request_id for chunk in chunks}) == len(chunks)
         assert sum(chunk.num_tokens for chunk in chunks) <= budget

@@ -1,4 +1,4 @@
-"""CLIP and T5 encoders: stock outputs, merged forwards, refusals."""
+"""CLIP and T5 encoders: stock outputs, shared forwards, refusals."""
 
 from __future__ import annotations
 

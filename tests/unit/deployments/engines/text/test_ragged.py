@@ -28,8 +28,7 @@ from transformers import (
 
 from deployments.engines.protocol import ComputationFailed, EngineError
 from deployments.engines.text.encoder import TextEncoder
-from deployments.engines.text.forward_plan import ForwardLimits
-from deployments.engines.text.padding_counts import EncodeCounter, EncodeStats
+from deployments.engines.text.forward_plan import EncodeCounter, EncodeStats, ForwardLimits
 from deployments.engines.text.pooling import Pooling
 from deployments.engines.text.tokens import TokenizedText
 
@@ -94,9 +93,9 @@ def test_company_does_not_matter(modules, name):
     lengths = [7, 1, 77, 30, 2, 76, 12]
     texts = random_texts(name, lengths)
     counter = EncodeCounter()
-    merged = encoder.encode_each(texts, limits=ONE_FORWARD, counter=counter)
-    assert counter.stats().forwards == 1
-    for text, ours, reference in zip(texts, merged, alone(encoder, texts), strict=True):
+    together = encoder.encode_each(texts, limits=ONE_FORWARD, counter=counter)
+    assert counter.encode_stats().forwards == 1
+    for text, ours, reference in zip(texts, together, alone(encoder, texts), strict=True):
         assert ours.keys() == reference.keys()
         for output, expected in reference.items():
             assert ours[output].shape == expected.shape
@@ -108,9 +107,9 @@ def test_one_text_per_forward_is_bitwise_the_same(modules, name):
     encoder = TextEncoder(modules[name], Tokenizer())
     texts = random_texts(name, [9, 20, 9, 20, 9])
     counter = EncodeCounter()
-    merged = encoder.encode_each(texts, limits=ForwardLimits(max_tokens=1), counter=counter)
-    assert counter.stats().forwards == 5
-    for ours, reference in zip(merged, alone(encoder, texts), strict=True):
+    together = encoder.encode_each(texts, limits=ForwardLimits(max_tokens=1), counter=counter)
+    assert counter.encode_stats().forwards == 5
+    for ours, reference in zip(together, alone(encoder, texts), strict=True):
         assert all(torch.equal(ours[output], expected) for output, expected in reference.items())
 
 
@@ -121,8 +120,8 @@ def test_half_precision_is_as_near_to_the_truth(modules, name):
     doubles.load_state_dict(halves.state_dict())
     half, truth = TextEncoder(halves, Tokenizer()), TextEncoder(doubles, Tokenizer())
     texts = random_texts(name, [5, 1, 60, 33, 17], seed=4)
-    merged = half.encode_each(texts, limits=ONE_FORWARD)
-    for ours, single, exact in zip(merged, alone(half, texts), alone(truth, texts), strict=True):
+    together = half.encode_each(texts, limits=ONE_FORWARD)
+    for ours, single, exact in zip(together, alone(half, texts), alone(truth, texts), strict=True):
         for output, expected in exact.items():
             room = 2 * (single[output] - expected).abs().max() + torch.finfo(torch.bfloat16).eps * expected.abs().max()
             assert (ours[output] - expected).abs().max() <= room
@@ -143,8 +142,10 @@ def test_stock_padding_and_trimmed_texts_share_a_forward(modules):
         stock = modules["t5"](torch.tensor([[5, 6, 7, *[1] * 17]]))[0][0]
     assert torch.allclose(padded["hidden"], stock, atol=1e-5)
     assert not torch.allclose(trimmed["hidden"], stock[:3], atol=1e-3)  # it makes a difference, so it is no default
-    assert counter.stats() == EncodeStats(1, 3, 3, text_tokens=7, stock_padding_tokens=20, batch_padding_tokens=33)
-    assert json.loads(json.dumps(dataclasses.asdict(counter.stats())))["forwards"] == 1
+    assert counter.encode_stats() == EncodeStats(
+        1, 3, 3, text_tokens=7, stock_padding_tokens=20, batch_padding_tokens=33
+    )
+    assert json.loads(json.dumps(dataclasses.asdict(counter.encode_stats())))["forwards"] == 1
 
 
 def test_padding_on_the_left_is_the_tokenizers_business(modules):
@@ -173,7 +174,7 @@ def test_an_error_stays_with_its_text(modules, monkeypatch):
     assert isinstance(unknown, EngineError)
     assert isinstance(empty, EngineError)
     assert [good["hidden"].shape, also_good["hidden"].shape] == [(2, 32), (1, 32)]
-    assert counter.stats().texts == counter.stats().forwards == 2
+    assert counter.encode_stats().texts == counter.encode_stats().forwards == 2
     with pytest.raises(FloatingPointError):
         encoder.encode(texts[:2])
 
@@ -216,7 +217,7 @@ def test_a_forward_that_finds_no_memory_is_tried_once(modules, monkeypatch):
     for _ in range(20):
         found = encoder.encode_each(texts, limits=ONE_FORWARD, counter=counter)
     assert sizes == [16] + [8] * 40
-    assert (counter.stats().forwards, counter.stats().texts) == (40, 320)
+    assert (counter.encode_stats().forwards, counter.encode_stats().texts) == (40, 320)
     for one, other in zip(found, expected, strict=True):
         assert torch.allclose(one["hidden"], other["hidden"], atol=1e-5)
 

@@ -99,7 +99,7 @@ def test_company_does_not_matter_at_real_widths(name):
         TokenizedText(tuple(torch.randint(3, 30000, (length,)).tolist()), as_embedding=cls is RobertaModel)
         for length in (12, 1, 77, 31)
     ]
-    merged = encoder.encode_each(texts, limits=ForwardLimits(max_padding=0.9, overhead_tokens=10**6))
-    for text, ours in zip(texts, merged, strict=True):
+    together = encoder.encode_each(texts, limits=ForwardLimits(max_padding=0.9, overhead_tokens=10**6))
+    for text, ours in zip(texts, together, strict=True):
         for output, expected in encoder.encode([text])[0].items():
             assert (ours[output] - expected).abs().max() <= 1e-5 * expected.abs().max()

@@ -7,8 +7,7 @@ import random
 import pytest
 
 from deployments.engines.protocol import EngineError
-from deployments.engines.text.chunks import level_chunks
-from deployments.engines.text.tokens import MAX_CHUNKS, TokenizedText
+from deployments.engines.text.tokens import MAX_CHUNKS, TokenizedText, level_chunks
 
 
 def random_text(length):

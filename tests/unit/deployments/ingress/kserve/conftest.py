@@ -90,7 +90,7 @@ class FakeService:
         self.cards = {
             card.id: card
             for card in (
-                ModelCard("flux", "diffusion", "ready", description="pictures"),
+                ModelCard("flux", "diffusion", "ready", description="images"),
                 ModelCard("adder", "llm", "ready"),
                 ModelCard("minilm", "embedding", "updating", fingerprint="9f"),
                 ModelCard("bold", "adapter", "ready", base=("flux",)),

@@ -57,7 +57,7 @@ class Book:
         self.lines.append((model, total_ms))
 
 
-async def test_pictures_come_in_the_order_of_their_prompts(inference: Inference, service: Any) -> None:
+async def test_images_come_in_the_order_of_their_prompts(inference: Inference, service: Any) -> None:
     names = ["num_inference_steps", "width", "height"]
     more = [tensor("num_inference_steps", "INT32", [2, 3, 4])]
     more += [tensor("guidance_scale", "FP32", [0.7]), tensor("seed", "INT64", [5, 6, 7])]
@@ -325,4 +325,4 @@ async def test_readiness_and_metadata(inference: Inference, service: Any) -> Non
     metadata = await inference.metadata("scale", "1")
     assert (metadata.platform, metadata.versions) == ("atelier_pipeline", ("1",))
     assert [spec.name for spec in metadata.outputs] == ["y", "half", "note"]
-    assert (await inference.metadata("flux")).parameters == {"kind": "diffusion", "description": "pictures"}
+    assert (await inference.metadata("flux")).parameters == {"kind": "diffusion", "description": "images"}

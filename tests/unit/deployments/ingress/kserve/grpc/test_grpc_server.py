@@ -21,7 +21,7 @@ from deployments.ingress.admin.answers import PrefetchAnswer, Tier
 from deployments.ingress.kserve.grpc.calls import status_of
 from deployments.ingress.kserve.grpc.protos import POOL, health
 from deployments.ingress.kserve.grpc.protos import open_inference as messages
-from deployments.ingress.kserve.grpc.server import GrpcServer, HealthServicer, start_grpc_server
+from deployments.ingress.kserve.grpc.server import GrpcServer, _HealthServicer, start_grpc_server
 from deployments.ingress.kserve.inference import Inference
 from deployments.ingress.kserve.repository import Repository
 from deployments.ingress.kserve.statistics import Statistics
@@ -319,7 +319,7 @@ async def test_a_watcher_hears_of_changes_only() -> None:
     async def write(answer: health.HealthCheckResponse) -> None:
         told.append(answer.status)
 
-    servicer = HealthServicer(is_ready, (), sleep)
+    servicer = _HealthServicer(is_ready, (), sleep)
     with pytest.raises(asyncio.CancelledError):
         await servicer.watch(health.HealthCheckRequest(), SimpleNamespace(write=write))  # type: ignore[arg-type]
     assert told == [1, 2, 1]

@@ -141,7 +141,7 @@ async def test_raw_bytes_in_and_out(client: httpx.AsyncClient) -> None:
                 assert (output["name"], output["data"]) == ("y", y.reshape(-1).tolist())
 
 
-async def test_pictures_as_raw_bytes_compressed(client: httpx.AsyncClient, service: Any) -> None:
+async def test_images_as_raw_bytes_compressed(client: httpx.AsyncClient, service: Any) -> None:
     body = {
         "inputs": [PROMPT | {"shape": [2], "data": ["a", "b"]}],
         "outputs": [{"name": "images", "parameters": {"binary_data": True}}],

@@ -1,4 +1,4 @@
-"""Pictures of the cluster against the stock diffusers pipelines on the same folders."""
+"""Images of the cluster against the stock diffusers pipelines on the same folders."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def sdxl() -> Any:
     )
 
 
-def stock_pictures(pipeline: Any, request: ImageRequest, **options: Any) -> list[np.ndarray]:
+def stock_images(pipeline: Any, request: ImageRequest, **options: Any) -> list[np.ndarray]:
     """What diffusers makes of the same request."""
     pipeline.set_progress_bar_config(disable=True)
     result = pipeline(
@@ -68,7 +68,7 @@ def assert_same(ours: list[np.ndarray], stock: list[np.ndarray]) -> None:
 def test_flux_equals_stock(cluster: Cluster, flux: Any) -> None:
     request = draw_request("digits-flux", n=2)
     result = cluster.handle.generate.remote(request).result(timeout_s=120)
-    assert_same(result.images, stock_pictures(flux, request, max_sequence_length=16))
+    assert_same(result.images, stock_images(flux, request, max_sequence_length=16))
 
 
 def test_sdxl_equals_stock_with_and_without_a_negative_prompt(cluster: Cluster, sdxl: Any) -> None:
@@ -76,7 +76,7 @@ def test_sdxl_equals_stock_with_and_without_a_negative_prompt(cluster: Cluster, 
     negative = draw_request("digits-sdxl", negative_prompt="a handwritten one")
     for request in (plain, negative):
         result = cluster.handle.generate.remote(request).result(timeout_s=120)
-        assert_same(result.images, stock_pictures(sdxl, request, negative_prompt=request.negative_prompt))
+        assert_same(result.images, stock_images(sdxl, request, negative_prompt=request.negative_prompt))
 
 
 def test_flux_with_lora_equals_stock(cluster: Cluster) -> None:
@@ -86,7 +86,7 @@ def test_flux_with_lora_equals_stock(cluster: Cluster) -> None:
         pipeline.set_adapters("bold", scale)
         request = draw_request("digits-flux", lora=(LoraUse(name="bold", scale=scale),))
         result = cluster.handle.generate.remote(request).result(timeout_s=120)
-        assert_same(result.images, stock_pictures(pipeline, request, max_sequence_length=16))
+        assert_same(result.images, stock_images(pipeline, request, max_sequence_length=16))
 
 
 def test_a_lora_leaves_no_trace_in_the_shared_weights(cluster: Cluster, flux: Any) -> None:
@@ -95,22 +95,22 @@ def test_a_lora_leaves_no_trace_in_the_shared_weights(cluster: Cluster, flux: An
     for _ in range(2):  # once for each worker, most likely
         cluster.handle.generate.remote(bold).result(timeout_s=120)
         result = cluster.handle.generate.remote(plain).result(timeout_s=120)
-        assert_same(result.images, stock_pictures(flux, plain, max_sequence_length=16))
+        assert_same(result.images, stock_images(flux, plain, max_sequence_length=16))
 
 
-def test_company_does_not_change_a_picture(cluster: Cluster, flux: Any, sdxl: Any) -> None:
-    """Different models, steps, seeds and LoRAs at once: each picture is the one that it is alone."""
+def test_batch_mates_do_not_change_an_image(cluster: Cluster, flux: Any, sdxl: Any) -> None:
+    """Different models, steps, seeds and LoRAs at once: each image is the one that it is alone."""
     requests = [draw_request("digits-flux") for _ in range(4)] + [draw_request("digits-sdxl") for _ in range(3)]
     with ThreadPoolExecutor(len(requests)) as pool:
         results = list(pool.map(lambda r: cluster.handle.generate.remote(r).result(timeout_s=120), requests))
     for request, result in zip(requests, results, strict=True):
         if request.model == "digits-flux":
-            assert_same(result.images, stock_pictures(flux, request, max_sequence_length=16))
+            assert_same(result.images, stock_images(flux, request, max_sequence_length=16))
         else:
-            assert_same(result.images, stock_pictures(sdxl, request))
+            assert_same(result.images, stock_images(sdxl, request))
 
 
-def test_the_openai_client_gets_the_same_picture(cluster: Cluster, flux: Any) -> None:
+def test_the_openai_client_gets_the_same_image(cluster: Cluster, flux: Any) -> None:
     request = draw_request("digits-flux")
     answer = cluster.openai.images.generate(
         model=request.model,
@@ -122,7 +122,7 @@ def test_the_openai_client_gets_the_same_picture(cluster: Cluster, flux: Any) ->
             "guidance_scale": request.guidance_scale,
         },
     )
-    picture = np.asarray(Image.open(io.BytesIO(base64.b64decode(answer.data[0].b64_json))))
-    assert_same([picture], stock_pictures(flux, request, max_sequence_length=16))
+    image = np.asarray(Image.open(io.BytesIO(base64.b64decode(answer.data[0].b64_json))))
+    assert_same([image], stock_images(flux, request, max_sequence_length=16))
     assert answer.timings_ms["denoise"] > 0
     assert answer.seed == request.seed

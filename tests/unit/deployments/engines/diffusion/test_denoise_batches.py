@@ -1,4 +1,4 @@
-"""Requests that share forwards get the pictures that they get alone, and fail by themselves."""
+"""Requests that share forwards get the images that they get alone, and fail by themselves."""
 
 from __future__ import annotations
 
@@ -86,8 +86,8 @@ def test_equal_patch_counts_of_other_shapes_stay_apart(flux, make_request, count
     sizes = count_forwards(flux.ours)
     together = run_together(flux.ours, jobs)
     assert max(sizes) == 1
-    for job, picture in zip(jobs, together, strict=True):
-        assert np.array_equal(picture, flux.ours.generate(*job))
+    for job, image in zip(jobs, together, strict=True):
+        assert np.array_equal(image, flux.ours.generate(*job))
 
 
 def test_no_state_moves_when_a_forward_fails(pair, make_request, monkeypatch):
@@ -125,7 +125,7 @@ def test_a_request_goes_on_from_its_latents(pair, make_request):
 
 def test_a_solver_with_history_cannot_resume(make_sdxl_pair, make_request, tmp_path):
     pair = make_sdxl_pair(tmp_path, "DPMSolverMultistepScheduler")
-    assert not pair.ours.resumable
+    assert not pair.ours._is_resumable
     latents = torch.zeros(1, 4, 16, 16)
     with pytest.raises(EngineError, match="DPMSolverMultistepScheduler keeps history"):
         pair.ours.start(make_request(), pair.conditioning(), resume_from=(latents, 1))
@@ -178,8 +178,8 @@ async def test_a_solver_that_fails_takes_no_neighbour_with_it(pair, make_request
     first, error, last = await outcomes(pair.ours, states)
     assert isinstance(error, ComputationFailed)
     assert str(error) == f"step {fails_at} of 3: the solver failed: ArithmeticError: singular"
-    for picture, expected in ((first, alone[0]), (last, alone[2])):
-        assert np.abs(picture.astype(int) - expected.astype(int)).max() <= 1
+    for image, expected in ((first, alone[0]), (last, alone[2])):
+        assert np.abs(image.astype(int) - expected.astype(int)).max() <= 1
 
 
 def test_a_state_that_failed_is_not_stepped_again(pair, make_request, monkeypatch):
@@ -190,7 +190,7 @@ def test_a_state_that_failed_is_not_stepped_again(pair, make_request, monkeypatc
         pair.ours.step([state])
 
 
-async def test_latents_that_are_not_finite_are_no_picture(pair, make_request, monkeypatch):
+async def test_latents_that_are_not_finite_are_no_image(pair, make_request, monkeypatch):
     alone = [pair.ours.generate(make_request(seed=seed), pair.conditioning(seed)) for seed in range(3)]
     states = start(pair, make_request, 3)
     step = states[1].solver.step
@@ -205,12 +205,12 @@ async def test_latents_that_are_not_finite_are_no_picture(pair, make_request, mo
     first, error, last = await outcomes(pair.ours, states)
     assert isinstance(error, ComputationFailed)
     assert str(error) == "the latents are not finite from step 2 of 3 on"
-    for picture, expected in ((first, alone[0]), (last, alone[2])):
-        assert np.abs(picture.astype(int) - expected.astype(int)).max() <= 1
+    for image, expected in ((first, alone[0]), (last, alone[2])):
+        assert np.abs(image.astype(int) - expected.astype(int)).max() <= 1
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_picture_that_is_not_finite_is_none(pair, make_request, monkeypatch, value):
+def test_an_image_that_is_not_finite_is_none(pair, make_request, monkeypatch, value):
     states = start(pair, make_request, 2, num_inference_steps=1)
     pair.ours.step(states)
     decode = pair.ours._decoder.vae.decode
@@ -260,11 +260,11 @@ def test_forwards_and_decodes_are_bounded_from_the_start(
     states = [ours.start(*job) for job in jobs]
     for _ in range(3):
         ours.step(states)
-    pictures = ours.decode(states)
+    images = ours.decode(states)
     assert sizes == [4, 4, 4, 4, 2] * 3
     assert decoded == [3] * 6
-    for picture, alone in zip(pictures, expected, strict=True):
-        assert np.abs(picture.astype(int) - alone.astype(int)).max() <= 1
+    for image, alone in zip(images, expected, strict=True):
+        assert np.abs(image.astype(int) - alone.astype(int)).max() <= 1
 
 
 async def test_a_crowd_is_served_in_bounded_batches(sdxl, make_request, load_pipeline, count_forwards, monkeypatch):
@@ -287,7 +287,7 @@ async def test_a_crowd_is_served_in_bounded_batches(sdxl, make_request, load_pip
         assert np.abs(output.images.astype(int) - sdxl.ours.generate(*job).astype(int)).max() <= 1
 
 
-def test_a_large_picture_is_a_forward_of_its_own():
+def test_a_large_image_is_a_forward_of_its_own():
     bounds = BatchBounds(max_rows=64, max_pixels=2**20, max_decode_pixels=2**19)
     assert [bounds.denoise_rows(side * side) for side in (32, 512, 2048)] == [64, 4, 1]
     assert [bounds.decode_rows(side * side) for side in (32, 512, 2048)] == [512, 2, 1]
@@ -304,7 +304,7 @@ def test_batches_are_as_large_as_bounds_and_memory_allow(pair, make_request, loa
     assert [ours.share_of_batch(state) for state in (small, large, twice)] == [2 / 4, 2 / 8, 4 / 4]
 
 
-def test_a_merge_that_finds_no_memory_is_tried_once(pair, make_request, load_pipeline, monkeypatch):
+def test_a_batch_that_finds_no_memory_is_tried_once(pair, make_request, load_pipeline, monkeypatch):
     """16 requests of 20 steps where 8 fit."""
     ours = bounded(pair, load_pipeline, BatchBounds())
     calls = {"fits": 0, "fails": 0}
@@ -322,10 +322,10 @@ def test_a_merge_that_finds_no_memory_is_tried_once(pair, make_request, load_pip
     monkeypatch.setattr(ours, "_forward", limited(ours._forward))
     states = start(pair, make_request, 16, num_inference_steps=20)
     expected = pair.ours.generate(make_request(seed=15, num_inference_steps=20), pair.conditioning(15))
-    pictures = asyncio.run(outcomes(ours, states))
+    images = asyncio.run(outcomes(ours, states))
     assert calls["fails"] == 1
     assert 2 * 20 <= calls["fits"] <= 2 * 20 + 4, "the last batches need not be full"
-    assert np.abs(pictures[15].astype(int) - expected.astype(int)).max() <= 1
+    assert np.abs(images[15].astype(int) - expected.astype(int)).max() <= 1
     monkeypatch.setattr(ours._decoder, "decode", limited(ours._decoder.decode))
     calls |= {"fits": 0, "fails": 0}
     for _ in range(3):
