@@ -73,7 +73,7 @@ class Lease:
         return {name: slot.thing for name, slot in self._adapters.items()}
 
     def bound(self, make: Callable[[], Any], settings: str = "") -> Any:
-        """A pipeline over exactly these modules (not the adapters): made once, kept as long as all of them stay.
+        """Return the pipeline over exactly these modules (not the adapters): made once, kept while all of them stay.
 
         `settings` is the identity of what `make` depends on beside them: models may share all modules and no solver.
         """
@@ -81,7 +81,7 @@ class Lease:
 
 
 class ModelHost:
-    """Lives on one event loop. Attaching and building run in threads, so running work goes on meanwhile."""
+    """A cache of built modules. Lives on one event loop; attaching and building run in threads, beside running work."""
 
     def __init__(
         self,
@@ -127,7 +127,7 @@ class ModelHost:
         return await self.manifests.get(model, version)
 
     def skeleton(self, manifest: Manifest) -> Path:
-        """The folder with everything of it but the weights."""
+        """Return the folder with everything of it but the weights."""
         return self._models / manifest.skeleton
 
     @contextlib.asynccontextmanager
@@ -140,7 +140,7 @@ class ModelHost:
         version: str | None = None,
         adapter_versions: Mapping[str, str] | None = None,
     ) -> AsyncIterator[Lease]:
-        """The components of `model` that are `wanted`, and the adapters, built and held.
+        """Lease the components of `model` that are `wanted`, and the adapters, built.
 
         Raises what the registry, the provider and the builder raise, and BudgetExceeded when the room does not
         become free within MAX_WAIT_FOR_ROOM_S. Raises ModelUnavailable at its end when the weights turned out to be
@@ -202,11 +202,11 @@ class ModelHost:
         return self._modules.evict(model)
 
     def set_budget(self, budget_bytes: int) -> None:
-        """Raises BudgetExceeded when more than that is leased or pinned; then the budget stays."""
+        """Change the budget. Raises BudgetExceeded when more is leased or pinned; then the budget stays."""
         self._modules.set_budget(budget_bytes, self._tier.resize)
 
     def give_up(self, extents: Collection[str], is_overdue: bool) -> None:
-        """The node needs these extents: let go of what is over them and only kept for later. Thread-safe.
+        """Let go of what is over these extents and only kept for later: the node needs them. Thread-safe.
 
         What is in use goes when its requests have ended; `is_overdue`: no new request joins them.
         """
@@ -215,7 +215,7 @@ class ModelHost:
             self._loop.call_soon_threadsafe(self._modules.serve)
 
     def condemn(self, extents: Collection[str]) -> None:
-        """Copies of these extents were written to: what was made of them serves no new request, and is built anew."""
+        """Build anew what was made of these extents, whose copies were written to: it serves no new request."""
         hashes = self._tier.condemn(extents)
         for slot in self._modules.condemn(extents, hashes):
             logger.error("%s of %s is built anew: its weights were damaged", slot.component.name, sorted(slot.models))
@@ -237,11 +237,11 @@ class ModelHost:
         return any(model in slot.models for slot in self._modules.slots.values())
 
     def resident(self) -> dict[str, int]:
-        """Bytes by module key of what is built."""
+        """Return bytes by module key of what is built."""
         return {key: slot.nbytes for key, slot in self._modules.slots.items()}
 
     def describe(self) -> dict[str, Any]:
-        """A snapshot as JSON-able values: what is here, for whom, who uses it, and the last switches by model."""
+        """Return a snapshot as JSON-able values: what is here, for whom, who uses it, and the last switches."""
         arena = self._tier.stats()
         return self._modules.describe() | {
             "device": self._device,
@@ -262,7 +262,7 @@ class ModelHost:
         self._modules.serve()
 
     def _follow_pin(self, manifest: Manifest) -> None:
-        """A request came for another version than the pinned one: perhaps that is the one that is served now."""
+        """Renew the pin for a request of another version: perhaps that is the one that is served now."""
         model = manifest.model
         if model in self._pinned and self._pinned[model][0] != manifest.fingerprint:
             self._run(self._renew_pin(model))
@@ -281,8 +281,11 @@ class ModelHost:
     # leases
 
     async def _take_built(self, wanted: Wanted) -> tuple[Taken, dict[PartName, Built]]:
-        """Leased, ready and started. What is found damaged while it is being built, or has been given up while another
-        part was waited for, is taken once more."""
+        """Lease all parts, wait until they are built, and start.
+
+        What is found damaged while it is being built, or has been given up while another part was waited for, is taken
+        once more.
+        """
         self._loop = asyncio.get_running_loop()
         while True:
             taken = await self._modules.take(wanted, MAX_WAIT_FOR_ROOM_S, self._fetch_ahead)
@@ -297,7 +300,7 @@ class ModelHost:
             self._modules.end(taken)
 
     def _fetch_ahead(self, wanted: Wanted) -> None:
-        """While it waits for room on the device, what it lacks can come into the node's memory."""
+        """Bring what a request lacks into the node's memory while it waits for room on the device."""
         here = {hash_ for slot in self._modules.slots.values() for hash_ in slot.tensors}
         lacking: dict[str, ExtentRef] = {}
         for part in wanted.parts.values():
@@ -307,7 +310,7 @@ class ModelHost:
             self._run(asyncio.to_thread(self._provider.prefetch, list(lacking.values())))
 
     def _note_uses(self, taken: Taken) -> None:
-        """Of what the node did not see to be used: it was here."""
+        """Tell the node of uses that it did not see: those of modules that were here."""
         if self._kept and len(taken.fresh) < len(taken.slots):
             here = [slot for name, slot in taken.slots.items() if name not in taken.fresh]
             self._kept.note_uses([extent for slot in here for extent in slot.extents])
@@ -320,7 +323,7 @@ class ModelHost:
         self._tier.release([slot for slot in slots if slot.is_placed])
 
     def _let_unpinned_go(self, parts: Collection[Part]) -> None:
-        """The device's pins are of tensors, which others may pin too."""
+        """Unpin their tensors on the device, but for those that others pin too."""
         for part in parts:
             self._tier.unpin(part.component)
         for part in self._modules.pinned_parts():
@@ -336,7 +339,7 @@ class ModelHost:
         self._run(self._fill(filling, beside))
 
     async def _fill(self, filling: Sequence[Filling], beside: Sequence[Sequence[ExtentRef]]) -> None:
-        """One after the other: in threads side by side they would mostly wait for the interpreter lock."""
+        """Fill one slot after the other: in threads side by side they would mostly wait for the interpreter lock."""
         together: FetchedTogether | None = None
         failure: Exception | None = None
         try:
