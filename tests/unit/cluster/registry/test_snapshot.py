@@ -52,7 +52,7 @@ class Registry:
             raise ActorDiedError()
         if found := self.directory.get(model):
             return found
-        raise RayTaskError("status", "Traceback of the actor", ModelUnknown(f"no model {model!r}"))
+        raise RayTaskError("find_model", "Traceback of the actor", ModelUnknown(f"no model {model!r}"))
 
 
 class Place:
