@@ -89,9 +89,9 @@ def check_can_start(config: ClusterConfig, folder: Path) -> None:
             raise SessionError(
                 f"cluster {record.name!r} is already up at {record.url} (process {record.pid}); `atelier down` stops it"
             )
-    check_port_free(config.http)
+    _check_port_free(config.http)
     if config.grpc:  # replicas share this port on purpose, so that another cluster there would go unnoticed later
-        check_port_free(config.grpc)
+        _check_port_free(config.grpc)
     pids = _ray_processes()
     if config.ray.address is None and pids:
         raise SessionError(
@@ -100,7 +100,7 @@ def check_can_start(config: ClusterConfig, folder: Path) -> None:
         )
 
 
-def check_port_free(where: HttpConfig | GrpcConfig) -> None:
+def _check_port_free(where: HttpConfig | GrpcConfig) -> None:
     """Raise SessionError when the port is taken, naming the process that listens there if it can be seen."""
     section, option = ("http", " or --port") if isinstance(where, HttpConfig) else ("grpc", "")
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:

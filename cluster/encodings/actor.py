@@ -26,6 +26,8 @@ from cluster.encodings.packed import ByteArray, Layout
 from cluster.encodings.records import INLINE_BYTES, Answer, SharedEncoding, SharedStats
 from cluster.keeper.object_store import ObjectStore, StoreFull, capacity_bytes
 
+__all__ = ["SharedEncodings", "connect_shared_encodings"]
+
 MAX_STORE_SHARE: Final = 0.1  # of the node's object store, most of which is for weights
 ENTRY_BYTES: Final = 1024  # digest, dictionaries and layout of one entry
 REFERENCE_BYTES: Final = 3072  # what Ray keeps of an object in its owner

@@ -13,6 +13,8 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+__all__ = ["ALIGN_BYTES", "ByteArray", "Layout", "PackedTensor", "TensorPlace", "join_tensors", "split_tensors"]
+
 ALIGN_BYTES: Final = 64
 
 ByteArray = npt.NDArray[np.uint8]

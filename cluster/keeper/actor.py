@@ -307,7 +307,7 @@ class NodeKeeper:
         return clock
 
     def _load_next(self) -> None:
-        """In a reader thread. Whatever happens, those who wait hear of it."""
+        """Load one extent, in a reader thread. Whatever happens, those who wait hear of it."""
         loaded = self._loader.load_next(self._writer.begin_writing)
         if loaded is None:
             return

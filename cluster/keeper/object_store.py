@@ -75,16 +75,16 @@ class ObjectStore:
         self._touched_bytes = self.capacity_bytes if environ.get(PREALLOCATE) in ("1", "true") else 0
         # A store that is not in shared memory by its own configuration is slow, but it is what there is.
         probe = ray.get(ray.put(np.zeros(PROBE_BYTES, np.uint8)))
-        self._is_shared = in_shared_memory(probe)
+        self._is_shared = _in_shared_memory(probe)
         if not self._is_shared:
             logger.warning("Ray's object store is not in %s", SHARED_MEMORY)
-        self.writes_in_place = is_mapped_for_writing(probe)
+        self.writes_in_place = _is_mapped_for_writing(probe)
         if not self.writes_in_place:
             logger.warning("Ray's object store is mapped read-only: an extent takes twice its size while it loads")
 
     def populate(self) -> None:
         """Make and map every page of the store now, so that no put has to. Takes seconds; puts may go on meanwhile."""
-        self._touched_bytes = max(self._touched_bytes, populate_store())
+        self._touched_bytes = max(self._touched_bytes, _populate_store())
 
     def create(self, nbytes: int, used_bytes: int) -> NewObject:
         """Room for an object, to be written by who asked and by nobody else. Raises StoreFull."""
@@ -110,7 +110,7 @@ class ObjectStore:
             view = ray.get(ref)
         except ray.exceptions.ObjectStoreFullError as error:
             raise StoreFull(f"Ray's object store has no room for {array.nbytes} bytes: {error}") from None
-        if self._is_shared and not in_shared_memory(view):
+        if self._is_shared and not _in_shared_memory(view):
             raise StoreFull(
                 f"Ray's object store of {self.capacity_bytes} bytes has no room in memory for {array.nbytes} bytes "
                 f"beside {used_bytes} bytes of weights and what else is in it"
@@ -153,14 +153,14 @@ class _MappedFile:
     inode: int
 
 
-def in_shared_memory(view: ByteArray, maps: Callable[[], str] = lambda: MAPS.read_text(errors="replace")) -> bool:
+def _in_shared_memory(view: ByteArray, maps: Callable[[], str] = lambda: MAPS.read_text(errors="replace")) -> bool:
     """Return whether the bytes are in no file, or in one of shared memory."""
     found = _mapped_file(view, maps())
     # None: it went between the two looks.
     return found is None or found.inode == 0 or found.device == os.stat(SHARED_MEMORY).st_dev
 
 
-def is_mapped_for_writing(view: ByteArray, maps: Callable[[], str] = lambda: MAPS.read_text(errors="replace")) -> bool:
+def _is_mapped_for_writing(view: ByteArray, maps: Callable[[], str] = lambda: MAPS.read_text(errors="replace")) -> bool:
     """Return whether what is written to the bytes' address arrives in the file that other processes map."""
     found = _mapped_file(view, maps())
     return found is not None and found.permissions.startswith("rw") and found.permissions.endswith("s")
@@ -202,7 +202,7 @@ def _free_bytes() -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class SharedMapping:
+class _SharedMapping:
     """A shared mapping of this process."""
 
     address: int
@@ -210,13 +210,13 @@ class SharedMapping:
     file: str
 
 
-def store_mappings(maps: str) -> Iterator[SharedMapping]:
+def _store_mappings(maps: str) -> Iterator[_SharedMapping]:
     """Ray's object store in the text of /proc/self/maps; it is there once the process has put something large."""
     for begin, end, file in _MAPPING.findall(maps):
-        yield SharedMapping(int(begin, 16), int(end, 16) - int(begin, 16), file)
+        yield _SharedMapping(int(begin, 16), int(end, 16) - int(begin, 16), file)
 
 
-def populate_mapping(mapping: SharedMapping, stop: Callable[[], bool] = lambda: False) -> int:
+def _populate_mapping(mapping: _SharedMapping, stop: Callable[[], bool] = lambda: False) -> int:
     """Make and map the pages of `mapping`, step by step until `stop()`; returns the bytes that are done.
 
     Contents stay as they are. Fewer bytes than asked for mean that memory is short or the kernel does not know how:
@@ -233,6 +233,6 @@ def populate_mapping(mapping: SharedMapping, stop: Callable[[], bool] = lambda: 
     return done
 
 
-def populate_store(stop: Callable[[], bool] = lambda: False) -> int:
+def _populate_store(stop: Callable[[], bool] = lambda: False) -> int:
     """All of the object store that this process has mapped; returns the bytes that are done."""
-    return sum(populate_mapping(mapping, stop) for mapping in store_mappings(MAPS.read_text()))
+    return sum(_populate_mapping(mapping, stop) for mapping in _store_mappings(MAPS.read_text()))

@@ -1,4 +1,4 @@
-"""Which extents a node wants back from whom, and who does not answer. Pure: the clock is given.
+"""The extents that a node wants back from replicas, and the replicas that do not answer. Pure: the clock is given.
 
 A replica keeps what it has mapped under a lease that the node may call back. It asks for recalls by a long poll in a
 thread of its own, and answers one with the next poll: nothing is sent while nobody needs room, and no request of the

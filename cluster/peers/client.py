@@ -21,6 +21,8 @@ from weights.manifest import ExtentRef
 from weights.memory.pages import ByteArray
 from weights.reading.extents import Place
 
+__all__ = ["GRACE_S", "MIN_GBPS", "ExtentRange", "ExtentRanges", "FetchFailed", "PeerClient"]
+
 GRACE_S: Final = 1.0  # of each range before its rate counts: TCP starts slowly, a peer may be busy for a moment
 MIN_GBPS: Final = 0.002  # the share that each of a few transfers gets on a slow link
 

@@ -33,6 +33,8 @@ from cluster.peers.protocol import (
 )
 from weights.memory.pages import ByteArray
 
+__all__ = ["LINGER_S", "Lookup", "PeerServer", "PeerServerStats", "TransferSlots"]
+
 # Returns all bytes of an extent as a 1-D array, or None when it is not resident. The array is referenced until the
 # range is sent, so that an eviction meanwhile does no harm. Called from many threads.
 Lookup = Callable[[str], ByteArray | None]

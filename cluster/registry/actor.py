@@ -40,6 +40,8 @@ from weights.formats.folder import check_inside
 from weights.sources.mirrors import SOURCES_FOLDER, mirror_folder, remove_mirror
 from weights.store import WeightStore
 
+__all__ = ["WAITING", "WATCHING", "Method", "WeightRegistry", "connect_registry", "registry_class"]
+
 _NODE_POLL_S: Final = 5.0
 _SECRET_BYTES: Final = 32
 _IMPORT_MEMORY_SHARE: Final = 0.5  # of the machine's
@@ -151,8 +153,8 @@ class WeightRegistry:
     # models
 
     register = _in_group(WAITING)(_expose("_models", ServedModels.register))
-    status = _in_group(WAITING)(_expose("_models", ServedModels.status))
-    statuses = _expose("_models", ServedModels.statuses)
+    find_model = _in_group(WAITING)(_expose("_models", ServedModels.find_model))
+    list_models = _expose("_models", ServedModels.list_models)
     watch = _in_group(WATCHING)(_expose("_models", ServedModels.watch))
     manifest = _expose("_models", ServedModels.manifest)
     report_attach = _expose("_models", ServedModels.report_attach)
@@ -189,7 +191,7 @@ class WeightRegistry:
 
         A pin follows the model to its next version, and ends with it.
         """
-        await (self._models.manifest(model) if pinned else self._models.status(model))
+        await (self._models.manifest(model) if pinned else self._models.find_model(model))
         return _errors(await self._keepers.pin(model, pinned))
 
     async def evict(self, model: str) -> list[str]:

@@ -41,6 +41,8 @@ from weights.sources.mirrors import SOURCES_FOLDER
 from weights.sources.object_storage import localized
 from weights.store import WeightStore
 
+__all__ = ["ImportLimits", "ImportProcess", "ImportSettings", "import_checkpoint"]
+
 IDLE_S: Final = 60.0  # an import process without work ends after this
 POLL_S: Final = 1.0
 MODULE: Final = "cluster.registry.importing"
@@ -93,7 +95,7 @@ class _Report(StrictModel):
     failure: _Failure | None = None
 
 
-def import_model(
+def import_checkpoint(
     store: WeightStore,
     entry: Entry,
     options: Mapping[str, str] = MappingProxyType({}),
@@ -177,7 +179,7 @@ class ImportProcess:
         self._connection: Connection | None = None
 
     def import_model(self, entry: Entry, roots: tuple[Path, ...] | None = None) -> ModelSummary:
-        """Import the checkpoint and block until that is done. Raises the errors of `import_model`, and ImportFailed."""
+        """Import the checkpoint; block until that is done. Raises what `import_checkpoint` does, and ImportFailed."""
         with self._lock:
             report = self._await_outcome(self._send_job(_Job(entry=entry, roots=roots)))
         if report.summary is None:
@@ -282,7 +284,7 @@ def _serve_imports(connection: Connection, settings: ImportSettings) -> None:
             return
         send_report(_Report(begun=True))
         try:
-            summary = import_model(
+            summary = import_checkpoint(
                 store,
                 job.entry,
                 settings.options,
@@ -314,7 +316,7 @@ def _limit_process(memory_bytes: int, parent: int) -> None:
         Path("/proc/self/oom_score_adj").write_text("1000")
 
 
-def main(descriptor: int, parent: int) -> None:
+def _main(descriptor: int, parent: int) -> None:
     """Run an import process that talks over the socket `descriptor` and ends with the process `parent`."""
     connection = Connection(descriptor)
     settings = ImportSettings.model_validate_json(connection.recv_bytes())
@@ -324,4 +326,4 @@ def main(descriptor: int, parent: int) -> None:
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    _main(*map(int, sys.argv[1:]))

@@ -124,7 +124,7 @@ class ServedModels:
             await asyncio.shield(self._queue(id_, self._purge(id_, self._tasks.get(id_))))
         return tuple(record.id for record in self.directory if id_ in record.base)
 
-    async def status(self, model: str) -> ModelRecord:
+    async def find_model(self, model: str) -> ModelRecord:
         """Return the model's record; wait while its first version is imported. Raises ModelUnknown with known names."""
         while (record := self.directory.get(model)) and record.state == "registering" and model in self._tasks:
             await asyncio.wait([self._tasks[model]])
@@ -138,7 +138,7 @@ class ServedModels:
         Raises ModelUnknown, or ModelUnavailable with the reason.
         """
         if not version or not self._manifests.has(model, version):
-            record = await self.status(model)
+            record = await self.find_model(model)
             if not record.serves:
                 raise ModelUnavailable(f"model {model!r} is unavailable: {record.error}")
             version = record.fingerprint
@@ -148,7 +148,7 @@ class ServedModels:
             self._extents[model] = tuple(map(sys.intern, manifest.extents))  # `weights convert` makes other extents
         return manifest
 
-    async def statuses(self) -> list[ModelRecord]:
+    async def list_models(self) -> list[ModelRecord]:
         """Return the records of all models, in the order in which they came."""
         return list(self.directory)
 

@@ -52,7 +52,7 @@ class RegistrySnapshot:
         return iter(self._copy)
 
     async def call_registry(self, method: Method[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Call a method of the registry, as in `call_registry(WeightRegistry.status, id_)`.
+        """Call a method of the registry, as in `call_registry(WeightRegistry.find_model, id_)`.
 
         Raises the registry's own errors, and RayActorError while it is gone.
         """

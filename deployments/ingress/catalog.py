@@ -32,7 +32,7 @@ class Catalog:
         if found is not None and found.state != "registering":
             return found
         try:
-            asked = await self._snapshot.call_registry(WeightRegistry.status, id_)
+            asked = await self._snapshot.call_registry(WeightRegistry.find_model, id_)
         except ModelUnknown as error:
             raise UnknownModel(str(error), "model") from None
         except RayActorError:

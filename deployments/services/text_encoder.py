@@ -74,7 +74,7 @@ class TextEncoderService(ModelReplica):
         self._encoders = CachedEncoders(self._cache, self._run_batch)
         self._segments = SegmentRunner(settings.torch_device)
         if config.pipelines:
-            records = await call_actor(self._registry, WeightRegistry.statuses)
+            records = await call_actor(self._registry, WeightRegistry.list_models)
             models = {record.id: known_model(record) for record in records}
             for segment in plan_segments(config.pipelines, models, settings.batching.max_batch_size):
                 self._segments.prepare_segment(segment)

@@ -63,10 +63,10 @@ def watched(config: ClusterConfig) -> dict[str, Any]:
     """A registry that may have two calls of a sort at once, and twelve who watch it."""
     registry = registry_class(max_calls=2).remote(config, b"x" * 32)
     (first,) = ray.get([registry.watch.remote(0, "", 30.0)], timeout=60)
-    until(lambda: ray.get(registry.statuses.remote(), timeout=30)[0].state == "unavailable")
+    until(lambda: ray.get(registry.list_models.remote(), timeout=30)[0].state == "unavailable")
     now = ray.get(registry.watch.remote(0, "", 30.0), timeout=30)
     watchers = [registry.watch.remote(now.revision, now.epoch, 60.0) for _ in range(12)]
-    found = [record.id for _ in range(5) for record in ray.get(registry.statuses.remote(), timeout=30)]
+    found = [record.id for _ in range(5) for record in ray.get(registry.list_models.remote(), timeout=30)]
     waiting = len(ray.wait(watchers, num_returns=len(watchers), timeout=0)[1])
     model = ModelConfig(id="later", path=config.allowed_roots[0] / "nowhere")
     ray.get(registry.register.remote(model), timeout=30)
@@ -81,7 +81,7 @@ def serve(new: ClusterConfig, store: Path) -> dict[str, Any]:
     store.mkdir()
     packs.symlink_to("packs")
     registry, node_id = connect_registry(new), ray.get_runtime_context().get_node_id()
-    alone = roles(until(lambda: ray.get(registry.statuses.remote()) and actors()))
+    alone = roles(until(lambda: ray.get(registry.list_models.remote()) and actors()))
     ray.get(registry.keeper.remote(node_id))
 
     def why() -> str:

@@ -217,7 +217,7 @@ def test_metrics_are_prometheus_text(cluster: Cluster) -> None:
 
 def test_the_registry_answers_by_name(cluster: Cluster) -> None:
     registry = ray.get_actor(registry_name(cluster.config), namespace=NAMESPACE)
-    statuses = {status.id: status.state for status in ray.get(registry.statuses.remote())}
+    statuses = {status.id: status.state for status in ray.get(registry.list_models.remote())}
     assert statuses["digits-flux"] == "ready"
     assert statuses["truncated"] == "unavailable"
 

@@ -19,8 +19,8 @@ from cluster.errors import SessionError
 from cluster.session import (
     SessionFile,
     SessionRecord,
+    _check_port_free,
     check_can_start,
-    check_port_free,
     end_actors,
     record_folder,
     running_sessions,
@@ -131,12 +131,12 @@ def test_a_port_that_is_taken_is_said_with_the_process(tmp_path: Path) -> None:
             SessionError, match=rf"cannot listen on 127\.0\.0\.1:{port}.*process {os.getpid()}, .*--port"
         ):
             check_can_start(config(http={"port": port}), tmp_path)
-    check_port_free(HttpConfig(port=port))
+    _check_port_free(HttpConfig(port=port))
 
 
 def test_a_host_that_is_not_ours_is_said() -> None:
     with pytest.raises(SessionError, match=r"cannot listen on 192\.0\.2\.1:"):
-        check_port_free(HttpConfig(host="192.0.2.1", port=free_port()))
+        _check_port_free(HttpConfig(host="192.0.2.1", port=free_port()))
 
 
 def test_another_ray_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,8 +18,8 @@ from cluster.keeper.object_store import (
     PROBE_BYTES,
     ObjectStore,
     StoreFull,
-    in_shared_memory,
-    is_mapped_for_writing,
+    _in_shared_memory,
+    _is_mapped_for_writing,
     let_go,
 )
 
@@ -37,12 +37,12 @@ def mapped(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[boo
 
 def test_the_mapping_of_an_object_tells_where_it_is(mapped: tuple[bool, Any]) -> None:
     expected, array = mapped
-    assert in_shared_memory(array) == expected
-    assert in_shared_memory(array[NBYTES - 1 :]) == expected
+    assert _in_shared_memory(array) == expected
+    assert _in_shared_memory(array[NBYTES - 1 :]) == expected
 
 
 def test_memory_of_no_file_is_memory() -> None:
-    assert in_shared_memory(np.zeros(100, np.uint8))
+    assert _in_shared_memory(np.zeros(100, np.uint8))
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_a_mapping_tells_whether_others_see_what_is_written(flags: int, protecti
     with tempfile.TemporaryFile(dir="/dev/shm") as file:
         file.truncate(NBYTES)
         array = np.frombuffer(mmap.mmap(file.fileno(), NBYTES, flags=flags, prot=protection), np.uint8)
-        assert is_mapped_for_writing(array) == expected
+        assert _is_mapped_for_writing(array) == expected
 
 
 class FakeRay:
@@ -73,8 +73,8 @@ class FakeRay:
         monkeypatch.setattr("cluster.keeper.object_store.ray.nodes", lambda: [node])
         monkeypatch.setattr("cluster.keeper.object_store.ray.put", self.put)
         monkeypatch.setattr("cluster.keeper.object_store.ray.get", lambda ref: ref)
-        monkeypatch.setattr("cluster.keeper.object_store.in_shared_memory", lambda view: self.is_shared)
-        monkeypatch.setattr("cluster.keeper.object_store.is_mapped_for_writing", lambda view: self.is_writable)
+        monkeypatch.setattr("cluster.keeper.object_store._in_shared_memory", lambda view: self.is_shared)
+        monkeypatch.setattr("cluster.keeper.object_store._is_mapped_for_writing", lambda view: self.is_writable)
         monkeypatch.setattr(
             "cluster.keeper.object_store.os.statvfs",
             lambda path: SimpleNamespace(f_bavail=self.free_bytes, f_frsize=1),
@@ -129,7 +129,7 @@ def test_a_full_dev_shm_is_refused_before_it_is_touched(fake: FakeRay, monkeypat
         store.put(DATA, 450)
     assert store.put(DATA, 400)  # pages that have been used before are there
     assert ObjectStore("n", environ={"RAY_preallocate_plasma_memory": "1"}).put(DATA, 900)
-    monkeypatch.setattr("cluster.keeper.object_store.populate_store", lambda: 1000)
+    monkeypatch.setattr("cluster.keeper.object_store._populate_store", lambda: 1000)
     store.populate()
     assert store.put(DATA, 900)
 

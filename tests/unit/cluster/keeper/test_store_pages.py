@@ -12,10 +12,10 @@ import pytest
 
 from cluster.keeper.object_store import (
     STEP_BYTES,
-    SharedMapping,
-    populate_mapping,
-    populate_store,
-    store_mappings,
+    _populate_mapping,
+    _populate_store,
+    _SharedMapping,
+    _store_mappings,
 )
 
 NBYTES = 3 * 2**20
@@ -42,14 +42,14 @@ def test_only_the_object_store_is_found() -> None:
 7f3745100000-7f3745101000 rw-s 00000000 00:1b 45                         /dev/shm/other
 7f3745200000-7f3745201000 rw-p 00000000 00:00 0
 """
-    assert list(store_mappings(maps)) == [SharedMapping(0x7F36458BA000, 2**32, "/dev/shm/plasmayIK6BF")]
+    assert list(_store_mappings(maps)) == [_SharedMapping(0x7F36458BA000, 2**32, "/dev/shm/plasmayIK6BF")]
 
 
 def test_pages_are_made_and_keep_their_contents(shared: tuple[mmap.mmap, Path]) -> None:
     mapped, path = shared
     mapped[5000:5005] = b"bytes"
     assert path.stat().st_blocks * 512 < NBYTES
-    assert populate_store() >= NBYTES
+    assert _populate_store() >= NBYTES
     assert path.stat().st_blocks * 512 == NBYTES
     assert mapped[5000:5005] == b"bytes"
     assert not any(mapped[:5000])
@@ -58,9 +58,9 @@ def test_pages_are_made_and_keep_their_contents(shared: tuple[mmap.mmap, Path]) 
 def test_it_can_be_stopped(shared: tuple[mmap.mmap, Path]) -> None:
     mapped, path = shared
     address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
-    assert populate_mapping(SharedMapping(address, NBYTES, str(path)), stop=lambda: True) == 0
+    assert _populate_mapping(_SharedMapping(address, NBYTES, str(path)), stop=lambda: True) == 0
     assert path.stat().st_blocks == 0
 
 
 def test_memory_that_is_not_there_is_no_error() -> None:
-    assert populate_mapping(SharedMapping(0, STEP_BYTES, "nothing")) == 0
+    assert _populate_mapping(_SharedMapping(0, STEP_BYTES, "nothing")) == 0

@@ -18,7 +18,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from cluster.errors import ImportFailed, ModelUnavailable
-from cluster.registry.importing import ImportLimits, ImportProcess, ImportSettings, import_model
+from cluster.registry.importing import ImportLimits, ImportProcess, ImportSettings, import_checkpoint
 from cluster.registry.registrations import Registrations
 from cluster.registry.served_models import ServedModels
 from configs.model import ModelConfig
@@ -34,14 +34,14 @@ from weights.errors import StoreError
 class Strange(Exception):
     pass
 
-sound = importing.import_model
+sound = importing.import_checkpoint
 
-def import_model(store, entry, *rest):
+def import_checkpoint(store, entry, *rest):
     exec(entry.description)
     return sound(store, entry, *rest)
 
-importing.import_model = import_model
-importing.main(*map(int, sys.argv[1:]))
+importing.import_checkpoint = import_checkpoint
+importing._main(*map(int, sys.argv[1:]))
 """
 GIL_HELD = "re.match('(a+)+b', 'a' * 60)"
 
@@ -82,7 +82,7 @@ def entry(tmp_path: Path) -> ModelConfig:
 
 def test_the_summary_equals_that_of_an_import_in_this_process(start: Start, entry: ModelConfig, tmp_path: Path) -> None:
     found = start().import_model(entry)
-    assert found == import_model(WeightStore(tmp_path / "other"), entry)
+    assert found == import_checkpoint(WeightStore(tmp_path / "other"), entry)
     assert (found.kind, found.nbytes) == ("llm", 60)
 
 
@@ -156,8 +156,8 @@ async def test_the_others_are_served_while_one_model_takes_for_ever_and_then_it_
     store = WeightStore(tmp_path / "store")
     models = ServedModels({"m": entry, "bad": bad}, store, Registrations(tmp_path / "r"), take_in, "e")
     await models.start()
-    assert (await models.status("m")).state == "ready"
-    waiting, num_turns = asyncio.ensure_future(models.status("bad")), 0
+    assert (await models.find_model("m")).state == "ready"
+    waiting, num_turns = asyncio.ensure_future(models.find_model("bad")), 0
     while not waiting.done():
         assert (await models.manifest("m")).model == "m"
         await asyncio.sleep(0)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from cluster.registry.importing import import_model
+from cluster.registry.importing import import_checkpoint
 from cluster.registry.manifests import ManifestCache
 from cluster.registry.registrations import Registrations
 from cluster.registry.served_models import ServedModels
@@ -46,7 +46,7 @@ def store(tmp_path: Path) -> CountingStore:
 
 @pytest.fixture
 def version(store: CountingStore, tmp_path: Path) -> str:
-    fingerprint = import_model(store, write_checkpoint(tmp_path / "m")).fingerprint
+    fingerprint = import_checkpoint(store, write_checkpoint(tmp_path / "m")).fingerprint
     store.num_reads = 0
     return fingerprint
 
@@ -81,10 +81,10 @@ async def test_the_registry_hands_out_the_new_places_and_pins_the_new_extents(
 ) -> None:
     entry = write_checkpoint(tmp_path / "m")
     models = ServedModels(
-        {"m": entry}, store, Registrations(tmp_path / "r"), lambda found: import_model(store, found), "epoch"
+        {"m": entry}, store, Registrations(tmp_path / "r"), lambda found: import_checkpoint(store, found), "epoch"
     )
     await models.start()
-    await models.status("m")
+    await models.find_model("m")
     before = await models.manifest("m")
     convert(store, "m", "separate")
     after = await models.manifest("m", before.fingerprint)
@@ -97,7 +97,7 @@ async def test_a_version_that_the_store_has_replaced_or_lost_is_kept(
 ) -> None:
     cache = ManifestCache(store)
     before = await cache.get("m", version)
-    newer = import_model(store, write_checkpoint(tmp_path / "m", seed=1)).fingerprint
+    newer = import_checkpoint(store, write_checkpoint(tmp_path / "m", seed=1)).fingerprint
     assert newer != version
     assert (await cache.get("m", version)).extents == before.extents
     assert (await cache.get("m", newer)).fingerprint == newer
@@ -126,7 +126,9 @@ async def test_an_unreadable_manifest_is_tried_again(store: CountingStore, versi
 
 async def test_the_least_recently_used_manifest_goes_first(store: CountingStore, tmp_path: Path) -> None:
     entry = write_checkpoint(tmp_path / "m")
-    versions = {id_: import_model(store, entry.model_copy(update={"id": id_})).fingerprint for id_ in ("a", "b", "c")}
+    versions = {
+        id_: import_checkpoint(store, entry.model_copy(update={"id": id_})).fingerprint for id_ in ("a", "b", "c")
+    }
     cache = ManifestCache(store, max_manifests=2)
     for id_ in ("a", "b", "a", "c"):
         await cache.get(id_, versions[id_])

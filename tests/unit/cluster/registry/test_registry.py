@@ -23,7 +23,7 @@ from cluster.peers.messages import Located, Question, ResidencyReport
 from cluster.peers.protocol import PeerAddress
 from cluster.registry.actor import WAITING, WATCHING, WeightRegistry, registry_class
 from cluster.registry.directory import DirectoryChange, Entry
-from cluster.registry.importing import ImportSettings, import_model
+from cluster.registry.importing import ImportSettings, import_checkpoint
 from cluster.registry.manifests import ModelSummary
 from cluster.registry.residency import ResidencyMap
 from cluster.registry.served_models import ServedModels
@@ -64,7 +64,7 @@ def imports_here(monkeypatch: pytest.MonkeyPatch) -> None:
             self._settings = settings
 
         def import_model(self, entry: Entry, roots: tuple[Path, ...] | None) -> ModelSummary:
-            return import_model(WeightStore(self._settings.store), entry, self._settings.options, roots)
+            return import_checkpoint(WeightStore(self._settings.store), entry, self._settings.options, roots)
 
     monkeypatch.setattr("cluster.registry.actor.ImportProcess", Here)
 
@@ -86,7 +86,7 @@ async def test_a_model_in_a_bucket_is_the_same_as_on_disk(tmp_path: Path, checkp
     for file in checkpoint.iterdir():
         client.upload_file(str(file), "models", f"team/far/{file.name}")
     models = await registry(tmp_path, checkpoint, endpoint)
-    assert (await models.status("far")).state == "ready"
+    assert (await models.find_model("far")).state == "ready"
     far, near = await models.manifest("far"), await models.manifest("near")
     assert far.components == near.components
     assert far.source == "s3://models/team/far"
@@ -97,8 +97,8 @@ async def test_a_bucket_out_of_reach_makes_its_own_model_unavailable(tmp_path: P
     with socket.socket() as probe:  # bound, but nobody listens
         probe.bind(("127.0.0.1", 0))
         models = await registry(tmp_path, checkpoint, f"http://127.0.0.1:{probe.getsockname()[1]}")
-        assert (await models.status("near")).state == "ready"
-        status = await models.status("far")
+        assert (await models.find_model("near")).state == "ready"
+        status = await models.find_model("far")
     assert status.state == "unavailable"
     assert "s3://models/team/far: " in status.error
     with pytest.raises(ModelUnavailable, match=r"s3://models/team/far"):
@@ -108,7 +108,7 @@ async def test_a_bucket_out_of_reach_makes_its_own_model_unavailable(tmp_path: P
 @pytest.mark.usefixtures("imports_here")
 async def test_watchers_hear_of_a_change_when_it_happens(tmp_path: Path, checkpoint: Path, endpoint: str) -> None:
     models = await registry(tmp_path, checkpoint, endpoint)
-    await asyncio.gather(models.status("near"), models.status("far"))
+    await asyncio.gather(models.find_model("near"), models.find_model("far"))
     first = await models.watch(0, "", 20)
     assert [record.id for record in first.changed] == ["far", "near"]
     watchers = [asyncio.ensure_future(models.watch(first.revision, first.epoch, 20)) for _ in range(200)]
@@ -121,7 +121,7 @@ async def test_watchers_hear_of_a_change_when_it_happens(tmp_path: Path, checkpo
 @pytest.mark.usefixtures("imports_here")
 async def test_a_watcher_that_waits_for_nothing_gets_nothing(tmp_path: Path, checkpoint: Path, endpoint: str) -> None:
     models = await registry(tmp_path, checkpoint, endpoint)
-    await asyncio.gather(models.status("near"), models.status("far"))
+    await asyncio.gather(models.find_model("near"), models.find_model("far"))
     first = await models.watch(0, "", 20)
     again = await models.watch(first.revision, first.epoch, 0.01)
     assert (bool(again), again.revision, again.epoch) == (False, first.revision, first.epoch)
@@ -201,13 +201,13 @@ async def test_a_model_may_be_registered_from_beside_a_configured_one_and_from_n
     models = await registry(
         tmp_path / "c", Path(shutil.copytree(checkpoint, tmp_path / "c/near")), "http://127.0.0.1:1"
     )
-    await models.status("near")
+    await models.find_model("near")
     for path in ("/", "/etc", checkpoint, tmp_path / "nowhere", tmp_path / "c/near/../../near"):
         with pytest.raises(RegistrationRefused) as caught:
             await models.register(ModelConfig(id="x", path=Path(path)))
         why = f"outside of the folders that models may come from (model_roots: {tmp_path / 'c'})"
         assert str(caught.value) == f"path: {path}: {why}"
-    assert {record.id for record in await models.statuses()} == {"far", "near"}
+    assert {record.id for record in await models.list_models()} == {"far", "near"}
     sibling = Path(shutil.copytree(checkpoint, tmp_path / "c/sibling"))
     assert (await models.register(ModelConfig(id="x", path=sibling))).state == "ready"
     (sibling / "tokenizer.json").symlink_to(tmp_path / "secret.json")
@@ -229,7 +229,7 @@ async def test_a_copy_of_object_storage_goes_with_the_last_model_from_there(
         for prefix in ("team/far", "team/other"):
             client.upload_file(str(file), "models", f"{prefix}/{file.name}")
     models = await registry(tmp_path, checkpoint, endpoint)
-    await models.status("far")
+    await models.find_model("far")
 
     def copies() -> set[str]:
         return {file.parent.name for file in (tmp_path / "store/sources").glob("*/*/model.safetensors")}
@@ -255,9 +255,9 @@ async def test_a_model_from_object_storage_is_served_while_that_is_out_of_reach(
     client.create_bucket(Bucket="models")
     for file in checkpoint.iterdir():
         client.upload_file(str(file), "models", f"team/far/{file.name}")
-    first = await (await registry(tmp_path, checkpoint, endpoint)).status("far")
+    first = await (await registry(tmp_path, checkpoint, endpoint)).find_model("far")
     monkeypatch.setattr("weights.sources.bucket.MAX_RETRIES", 0)
-    again = await (await registry(tmp_path, checkpoint, "http://127.0.0.1:1")).status("far")
+    again = await (await registry(tmp_path, checkpoint, "http://127.0.0.1:1")).find_model("far")
     assert (again.state, again.fingerprint) == ("ready", first.fingerprint)
     assert "the version in the store is served" in again.error
 
@@ -267,19 +267,19 @@ def test_a_method_of_a_part_is_exposed_under_its_own_name() -> None:
     methods = {name: method for name, method in vars(WeightRegistry).items() if inspect.isfunction(method)}
     assert {name: method.__name__ for name, method in methods.items()} == {name: name for name in methods}
     assert str(inspect.signature(WeightRegistry.locate)) == str(inspect.signature(ResidencyMap.locate))
-    assert WeightRegistry.status.__doc__ == ServedModels.status.__doc__
+    assert WeightRegistry.find_model.__doc__ == ServedModels.find_model.__doc__
 
 
 def test_calls_that_watch_or_wait_have_groups_of_their_own() -> None:
     """As Ray understands it: whatever is not named here has a limit of its own."""
     groups = registry_class().__ray_metadata__.method_meta.concurrency_group_for_methods
-    assert groups == {"watch": WATCHING} | dict.fromkeys(["register", "unregister", "status", "prefetch"], WAITING)
+    assert groups == {"watch": WATCHING} | dict.fromkeys(["register", "unregister", "find_model", "prefetch"], WAITING)
 
 
 @pytest.mark.usefixtures("imports_here")
 async def test_calls_of_another_group_come_from_another_loop(tmp_path: Path, checkpoint: Path, endpoint: str) -> None:
     models = await registry(tmp_path, checkpoint, endpoint)
-    await asyncio.gather(models.status("near"), models.status("far"))
+    await asyncio.gather(models.find_model("near"), models.find_model("far"))
     first = await models.watch(0, "", 20)
 
     def watch_elsewhere() -> DirectoryChange:

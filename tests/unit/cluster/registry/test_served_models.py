@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 
 from cluster.errors import ModelUnavailable, ModelUnknown, RegistrationConflict, RegistrationRefused
 from cluster.registry.directory import Entry, ModelRecord
-from cluster.registry.importing import import_model
+from cluster.registry.importing import import_checkpoint
 from cluster.registry.manifests import ModelSummary
 from cluster.registry.registrations import Registrations
 from cluster.registry.served_models import ServedModels
@@ -63,7 +63,7 @@ class Life:
         return models
 
     def import_checkpoint(self, entry: Entry) -> ModelSummary:
-        return import_model(self.store, entry)
+        return import_checkpoint(self.store, entry)
 
 
 class Gate:
@@ -96,7 +96,7 @@ async def test_a_registered_model_is_there_and_known_after_a_kill(life: Life, tm
     made = await models.register(entry)
     assert (made.state, made.kind, made.nbytes, made.entry) == ("ready", "llm", 60, entry)
     assert (await models.manifest("m")).fingerprint == made.fingerprint
-    again = await (await life.begin()).status("m")
+    again = await (await life.begin()).find_model("m")
     assert (again.state, again.fingerprint, again.defaults.max_tokens) == ("ready", made.fingerprint, 3)
 
 
@@ -111,16 +111,16 @@ async def test_a_changed_checkpoint_is_another_version_and_the_one_before_serves
     life: Life, tmp_path: Path
 ) -> None:
     models = await life.begin(model(checkpoint(tmp_path / "c")))
-    before = await models.status("m")
+    before = await models.find_model("m")
     models._import_model = gate = Gate(life.import_checkpoint)
     checkpoint(tmp_path / "c", seed=1)
     updating = await models.register(model(tmp_path / "c"), wait=False)
     assert (updating.state, updating.fingerprint, updating.kind) == ("updating", before.fingerprint, "llm")
-    assert (await models.status("m")).state == "updating"
+    assert (await models.find_model("m")).state == "updating"
     assert (await models.manifest("m")).fingerprint == before.fingerprint
     gate.open.set()
     await models.register(model(tmp_path / "c"))
-    after = await models.status("m")
+    after = await models.find_model("m")
     assert (after.state, after.nbytes) == ("ready", 72)
     assert after.fingerprint != before.fingerprint
     assert (await models.manifest("m")).fingerprint == after.fingerprint
@@ -134,7 +134,7 @@ async def test_an_update_that_fails_leaves_the_version_before_and_says_why(life:
     failed = await models.register(model(tmp_path / "nowhere"))
     assert (failed.state, failed.fingerprint, failed.defaults) == ("ready", before.fingerprint, before.defaults)
     assert "nowhere: no such folder" in failed.error
-    again = await (await life.begin()).status("m")
+    again = await (await life.begin()).find_model("m")
     assert (again.state, again.fingerprint, again.error) == ("ready", before.fingerprint, "")
 
 
@@ -155,7 +155,7 @@ async def test_of_many_versions_at_once_the_last_one_wins(life: Life, tmp_path: 
     await asyncio.to_thread(gate.began.wait)
     gate.open.set()
     await asyncio.gather(*waiting)
-    last = await models.status("m")
+    last = await models.find_model("m")
     assert (last.state, last.nbytes, (await models.manifest("m")).nbytes) == ("ready", 108, 108)
     assert life.store.manifest("m").fingerprint == last.fingerprint
 
@@ -217,7 +217,7 @@ async def test_an_entry_that_does_not_fit_is_refused_before_anything_changes(
 ) -> None:
     configured = [model(checkpoint(tmp_path / "c")), AdapterConfig(id="lora", path=tmp_path / "l", base=("m",))]
     models = await life.begin(*configured)
-    await asyncio.gather(*(models.status(item.id) for item in configured))
+    await asyncio.gather(*(models.find_model(item.id) for item in configured))
     revision = models.directory.revision
     with pytest.raises(error, match=text):
         await models.register(entry)
@@ -231,10 +231,10 @@ async def test_a_configured_model_can_be_replaced_but_not_removed(life: Life, tm
     await models.register(replacement)
     with pytest.raises(RegistrationConflict, match="cluster config"):
         await models.unregister("m")
-    assert (await (await life.begin(configured)).status("m")).entry == replacement
+    assert (await (await life.begin(configured)).find_model("m")).entry == replacement
     changed = model(tmp_path / "c", description="edited since")
-    assert (await (await life.begin(changed)).status("m")).entry == changed
-    assert (await (await life.begin(configured)).status("m")).entry == configured
+    assert (await (await life.begin(changed)).find_model("m")).entry == changed
+    assert (await (await life.begin(configured)).find_model("m")).entry == configured
 
 
 @pytest.mark.parametrize(
@@ -247,8 +247,8 @@ async def test_a_damaged_registration_takes_down_its_own_model_only(life: Life, 
     (life.folder / "m.json").write_text(damage, encoding="latin-1")
     (life.folder / "no id.json").write_text("{}")
     again = await life.begin()
-    assert (await again.status("n")).state == "ready"
-    broken = await again.status("m")
+    assert (await again.find_model("n")).state == "ready"
+    broken = await again.find_model("m")
     assert broken.state == "unavailable"
     assert f"{life.folder / 'm.json'}: damaged registration" in broken.error
     assert (await again.register(model(tmp_path / "c"))).state == "ready"
@@ -269,18 +269,18 @@ async def test_a_folder_that_cannot_be_written_refuses_registration(life: Life, 
 
 async def test_a_stored_model_is_served_without_its_checkpoint(life: Life, tmp_path: Path) -> None:
     configured = model(checkpoint(tmp_path / "c"))
-    before = await (await life.begin(configured)).status("m")
+    before = await (await life.begin(configured)).find_model("m")
     (tmp_path / "c").rename(tmp_path / "gone")
-    found = await (await life.begin(configured)).status("m")
+    found = await (await life.begin(configured)).find_model("m")
     assert (found.state, found.fingerprint) == ("ready", before.fingerprint)
     assert "the checkpoint cannot be read" in found.error
-    other = await (await life.begin(model(tmp_path / "elsewhere"))).status("m")
+    other = await (await life.begin(model(tmp_path / "elsewhere"))).find_model("m")
     assert other.state == "unavailable"
 
 
 async def test_a_replicas_report_is_shown_and_never_hides_an_update(life: Life, tmp_path: Path) -> None:
     models = await life.begin(model(checkpoint(tmp_path / "c")))
-    await models.status("m")
+    await models.find_model("m")
     await models.report_attach("m", "tensor w is torn")
     assert (record(models).state, record(models).error) == ("unavailable", "tensor w is torn")
     assert await models.manifest("m")
@@ -299,7 +299,7 @@ async def test_any_error_of_a_source_is_told_and_the_others_come_in(life: Life, 
 
     path = checkpoint(tmp_path / "c")
     models = await life.begin(*(model(path, id_) for id_ in "mno"), import_checkpoint=import_checkpoint)
-    found = {id_: (await models.status(id_)) for id_ in "mno"}
+    found = {id_: (await models.find_model(id_)) for id_ in "mno"}
     assert [found[id_].state for id_ in "mno"] == ["ready", "unavailable", "unavailable"]
     assert [found[id_].error for id_ in "no"] == ["model.safetensors: tensor 'w' is torn", "MemoryError()"]
 
@@ -314,7 +314,7 @@ async def test_ten_thousand_models_start_linearly_and_are_looked_up_at_once(life
         entries = [model(tmp_path / "c", f"m{number}") for number in range(num_models)]
         start = time.perf_counter()
         models = await life.begin(*entries, import_checkpoint=import_checkpoint)
-        await models.status(f"m{num_models - 1}")
+        await models.find_model(f"m{num_models - 1}")
         return time.perf_counter() - start, models
 
     few_s, _ = await started(1000)
@@ -322,20 +322,20 @@ async def test_ten_thousand_models_start_linearly_and_are_looked_up_at_once(life
     assert many_s < 10 * few_s * 3
     start = time.perf_counter()
     for number in range(0, 10_000, 100):
-        assert (await models.status(f"m{number}")).state == "ready"
+        assert (await models.find_model(f"m{number}")).state == "ready"
     assert (time.perf_counter() - start) / 100 < 5e-3
     with pytest.raises(ModelUnknown, match="and 9970 more"):
-        await models.status("nope")
+        await models.find_model("nope")
 
 
 async def test_a_url_is_forgotten_with_the_last_model_from_there(life: Life, tmp_path: Path) -> None:
     local = checkpoint(tmp_path / "c")
 
-    def import_checkpoint(entry: Entry) -> ModelSummary:
-        return import_model(life.store, entry.model_copy(update={"path": local}))
+    def import_local(entry: Entry) -> ModelSummary:
+        return import_checkpoint(life.store, entry.model_copy(update={"path": local}))
 
-    gate = Gate(import_checkpoint)
-    models = await life.begin(model("s3://bucket/kept", "configured"), import_checkpoint=import_checkpoint)
+    gate = Gate(import_local)
+    models = await life.begin(model("s3://bucket/kept", "configured"), import_checkpoint=import_local)
     for id_ in ("x", "y"):
         await models.register(model("s3://bucket/a", id_))
     await models.register(model("s3://bucket/kept", "x"))

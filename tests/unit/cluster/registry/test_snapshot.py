@@ -47,12 +47,12 @@ class Registry:
             raise ActorDiedError()
         return change
 
-    async def on_status(self, model: str) -> ModelRecord:
+    async def on_find_model(self, model: str) -> ModelRecord:
         if self.dead:
             raise ActorDiedError()
         if found := self.directory.get(model):
             return found
-        raise RayTaskError("status", "Traceback of the actor", ModelUnknown(f"no model {model!r}"))
+        raise RayTaskError("find_model", "Traceback of the actor", ModelUnknown(f"no model {model!r}"))
 
 
 class Place:
@@ -109,7 +109,7 @@ async def test_the_copy_serves_while_the_registry_is_dead_and_finds_the_next_one
     await until(lambda: len(place.pauses_s) > 8)
     assert version(snapshot, "a") == "one"
     with pytest.raises(ActorDiedError):
-        await snapshot.call_registry(WeightRegistry.status, "a")
+        await snapshot.call_registry(WeightRegistry.find_model, "a")
     assert place.pauses_s[:3] == [0.05, 0.1, 0.2]
     assert max(place.pauses_s) == 2.0
     place.registry = Registry("second", "a", "z")
@@ -118,13 +118,13 @@ async def test_the_copy_serves_while_the_registry_is_dead_and_finds_the_next_one
 
 
 async def test_asking_raises_the_registrys_own_error(snapshot: RegistrySnapshot) -> None:
-    assert (await snapshot.call_registry(WeightRegistry.status, "a")).id == "a"
+    assert (await snapshot.call_registry(WeightRegistry.find_model, "a")).id == "a"
     with pytest.raises(ModelUnknown, match="no model 'x'"):
-        await snapshot.call_registry(WeightRegistry.status, "x")
+        await snapshot.call_registry(WeightRegistry.find_model, "x")
 
 
 async def test_a_watch_that_was_not_begun_can_ask(place: Place) -> None:
-    assert (await RegistrySnapshot(lambda: place.registry).call_registry(WeightRegistry.status, "b")).id == "b"
+    assert (await RegistrySnapshot(lambda: place.registry).call_registry(WeightRegistry.find_model, "b")).id == "b"
 
 
 async def test_a_snapshot_that_cannot_connect_tries_again(place: Place) -> None:

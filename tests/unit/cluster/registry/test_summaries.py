@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from cluster.registry.importing import import_model
+from cluster.registry.importing import import_checkpoint
 from cluster.registry.manifests import SummaryFiles
 from cluster.registry.registrations import Registrations
 from cluster.registry.served_models import ServedModels
@@ -52,9 +52,9 @@ def test_an_unchanged_model_is_known_again_without_its_manifest(
     store: WeightStore, tmp_path: Path, opened: list[Path]
 ) -> None:
     entry = model(tmp_path / "m", num_tensors=300)
-    first = import_model(store, entry)
+    first = import_checkpoint(store, entry)
     opened.clear()
-    assert import_model(store, entry) == first
+    assert import_checkpoint(store, entry) == first
     assert opened == []
     manifest = store.manifest("m")
     assert (first.fingerprint, first.extents, first.nbytes) == (manifest.fingerprint, tuple(manifest.extents), 3600)
@@ -67,9 +67,9 @@ async def test_a_registry_that_starts_again_opens_no_manifest_until_one_is_asked
 
     async def begin() -> ServedModels:
         registrations = Registrations(tmp_path / "r")
-        models = ServedModels(entries, store, registrations, lambda entry: import_model(store, entry), "e")
+        models = ServedModels(entries, store, registrations, lambda entry: import_checkpoint(store, entry), "e")
         await models.start()
-        assert {(await models.status(id_)).state for id_ in entries} == {"ready"}
+        assert {(await models.find_model(id_)).state for id_ in entries} == {"ready"}
         return models
 
     before = await begin()
@@ -123,17 +123,17 @@ def test_a_summary_does_not_count_when_something_else_is_there(
     store: WeightStore, tmp_path: Path, opened: list[Path], happens: Callable[[WeightStore, Any], None]
 ) -> None:
     entry = model(tmp_path / "m")
-    before = import_model(store, entry)
+    before = import_checkpoint(store, entry)
     happens(store, entry)
     opened.clear()
-    found = import_model(store, entry)
+    found = import_checkpoint(store, entry)
     manifest = store.manifest("m")
     assert (found.fingerprint, found.extents) == (manifest.fingerprint, tuple(manifest.extents))
     assert store.has_packs(manifest)
     assert opened
     assert (found.fingerprint == before.fingerprint) == (happens is not change_source)
     opened.clear()
-    assert import_model(store, entry) == found  # and now there is a new one
+    assert import_checkpoint(store, entry) == found  # and now there is a new one
     assert opened == []
 
 
@@ -141,7 +141,7 @@ def test_a_summary_goes_with_its_model_and_a_store_that_cannot_be_written_has_no
     store: WeightStore, tmp_path: Path
 ) -> None:
     entry = model(tmp_path / "m")
-    found = import_model(store, entry)
+    found = import_checkpoint(store, entry)
     files, mark = SummaryFiles(store), store.manifest("m").source_mark
     assert files.find("m", mark) == found
     assert files.find("m", "another") is files.find("other", mark) is None
@@ -150,4 +150,4 @@ def test_a_summary_goes_with_its_model_and_a_store_that_cannot_be_written_has_no
     assert files.find("m", mark) is None
     (store.path / "summaries").rmdir()
     (store.path / "summaries").touch()
-    assert import_model(store, entry) == found
+    assert import_checkpoint(store, entry) == found

@@ -9,7 +9,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from cluster.registry.directory import Entry
-from cluster.registry.importing import import_model
+from cluster.registry.importing import import_checkpoint
 from cluster.registry.manifests import ModelSummary
 from cluster.registry.registrations import Registrations
 from cluster.registry.served_models import ServedModels
@@ -33,17 +33,17 @@ async def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ServedModel
     entries = [write(tmp_path / "a", w=shared), write(tmp_path / "b", w=shared), write(tmp_path / "own", w=own)]
     entries.append(ModelConfig(id="broken", path=tmp_path / "broken"))
 
-    def import_checkpoint(entry: Entry) -> ModelSummary:
+    def import_or_fail(entry: Entry) -> ModelSummary:
         if entry.id == "broken":
             raise FormatError("it is torn")
-        return import_model(store, entry)
+        return import_checkpoint(store, entry)
 
     served = ServedModels(
-        {entry.id: entry for entry in entries}, store, Registrations(tmp_path / "r"), import_checkpoint, "e"
+        {entry.id: entry for entry in entries}, store, Registrations(tmp_path / "r"), import_or_fail, "e"
     )
     await served.start()
     for entry in entries:
-        await served.status(entry.id)
+        await served.find_model(entry.id)
     return served
 
 

@@ -106,11 +106,11 @@ class Replicas:
             directory.apply(found)
         return directory.changes_since(revision, epoch)
 
-    async def on_status(self, model: str) -> ModelRecord:
+    async def on_find_model(self, model: str) -> ModelRecord:
         self.questions.append(model)
         if model not in self.states:
             cause = ModelUnknown(f"no model {model!r} (known: {', '.join(self.states)})")
-            raise RayTaskError("status", "Traceback of the actor", cause)
+            raise RayTaskError("find_model", "Traceback of the actor", cause)
         return self.states[model]
 
     async def on_residency(self, *_: Any) -> dict[str, Any]:

@@ -68,8 +68,8 @@ class Registry:
     async def on_watch(self, revision: int, epoch: str, timeout_s: float) -> DirectoryChange:
         return await self.models.watch(revision, epoch, timeout_s)
 
-    async def on_status(self, model: str) -> Any:
-        return await self.models.status(model)
+    async def on_find_model(self, model: str) -> Any:
+        return await self.models.find_model(model)
 
     async def on_register(self, entry: Entry, wait: bool) -> Any:
         return await self.models.register(entry, wait=wait)
@@ -79,7 +79,7 @@ class Registry:
         return await self.models.unregister(model, purge=purge)
 
     async def on_prefetch(self, model: str) -> dict[str, str]:
-        await self.models.status(model)
+        await self.models.find_model(model)
         self.calls.append(("prefetch", model))
         return {"n1": "", "n2": "the keeper is gone"}
 
@@ -93,7 +93,7 @@ class Registry:
         return self.holders
 
     async def on_pin(self, model: str, pinned: bool) -> dict[str, str]:
-        await self.models.status(model)
+        await self.models.find_model(model)
         self.calls.append(("pin", model, pinned))
         return {"n1": ""}
 
@@ -126,7 +126,7 @@ async def registry(tmp_path: Path) -> Registry:
         CONFIG.entries, WeightStore(tmp_path / "store"), registrations, take_in, "first", check_source=check_source
     )
     await models.start()
-    await models.status("base")
+    await models.find_model("base")
     return Registry(models)
 
 
