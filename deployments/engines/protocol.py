@@ -93,7 +93,7 @@ class Engine(Protocol[RequestT, OutputT]):
         """Drop a request and free what it held at once; no output of it follows. Unknown ids are ignored."""
 
     def step(self) -> Sequence[OutputT]:
-        """Move requests on, and return what they got: nothing for those that had no turn or have nothing to tell.
+        """Move requests on, and return what they got: nothing for those that were in no batch or have nothing to tell.
 
         Raises only what is no single request's fault; the caller then aborts them all.
         """

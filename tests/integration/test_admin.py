@@ -227,5 +227,5 @@ def test_requests_whose_worker_is_killed_are_answered_by_another(cluster: Cluste
         found = [answer.result() for answer in answers]
     assert [answer.status_code for answer in found] == [200] * 8
     for answer, alone in zip(found, expected, strict=True):
-        assert np.abs(pixels(answer) - alone).max() <= 1  # of 255: company may change the last bit of a float
+        assert np.abs(pixels(answer) - alone).max() <= 1  # of 255: batch-mates may change the last bit of a float
     wait_for(lambda: sum("denoising" in worker for worker in workers()) == 2, "a worker in its place")

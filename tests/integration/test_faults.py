@@ -31,7 +31,7 @@ MARGIN_BYTES = 2**20  # of the object store: messages of Ray's own come and go
 
 @dataclass(frozen=True, eq=False)
 class Question:
-    """`tolerance`: in company a batch has another shape, which may change the last bit of a float."""
+    """`tolerance`: beside batch-mates a batch has another shape, which may change the last bit of a float."""
 
     path: str
     body: Mapping[str, Any]
