@@ -136,11 +136,11 @@ class DeviceTier(Protocol):
 def open_tier(device: str, provider: LeasedExtents, budget_bytes: int) -> DeviceTier:
     """`device`: cpu, cpu-private, cuda, cuda:<n>. Raises WeightsError for one that is not there."""
     if device == "cpu":
-        return SharedTier(provider)
-    return ArenaTier(provider, DeviceArena(device, budget_bytes))
+        return _SharedTier(provider)
+    return _ArenaTier(provider, DeviceArena(device, budget_bytes))
 
 
-class SharedTier:
+class _SharedTier:
     """The views are the device's tensors; the store has equal tensors once, so extents are what is shared."""
 
     def __init__(self, provider: LeasedExtents) -> None:
@@ -153,7 +153,7 @@ class SharedTier:
         buffers = self._provider.fetch([*(extent for extents in wants for extent in extents), *others])
         if others:
             self._provider.release(others)
-        return Fetched(buffers, loaded_bytes(self._provider))
+        return Fetched(buffers, _loaded_bytes(self._provider))
 
     def place(
         self, component: Component, extents: Sequence[ExtentRef], holder: str, fetched: Fetched | None = None
@@ -200,7 +200,7 @@ class SharedTier:
         return None
 
 
-class ArenaTier:
+class _ArenaTier:
     """Copies by hash. A component that is released stays until its room is needed, tensor by tensor."""
 
     def __init__(self, provider: LeasedExtents, arena: DeviceArena) -> None:
@@ -277,7 +277,7 @@ class _Uploads:
         needed = [self._extents[id_] for id_ in sorted({ref.extent for ref in refs.values()})]
         buffers = self._provider.fetch(needed)
         self._leased += needed
-        self.storage_bytes += loaded_bytes(self._provider)
+        self.storage_bytes += _loaded_bytes(self._provider)
         bases = {id_: bytes_tensor(buffer) for id_, buffer in buffers.items()}
         return {name: view_of(bases[ref.extent], ref) for name, ref in refs.items()}
 
@@ -286,7 +286,7 @@ class _Uploads:
             self._provider.release(self._leased)
 
 
-def loaded_bytes(provider: ExtentProvider) -> int:
+def _loaded_bytes(provider: ExtentProvider) -> int:
     """Return the bytes that the provider's latest fetch had to load, if it tells. Fetches side by side may mix."""
     report = getattr(provider, "last_report", None)
     return report.nbytes if report else 0

@@ -28,15 +28,15 @@ class Taken:
 
 
 P = ParamSpec("P")
-ResultT = TypeVar("ResultT")
+_ResultT = TypeVar("_ResultT")
 
 
 def _locked(
-    method: Callable[Concatenate[ResidentModules, P], ResultT],
-) -> Callable[Concatenate[ResidentModules, P], ResultT]:
+    method: Callable[Concatenate[ResidentModules, P], _ResultT],
+) -> Callable[Concatenate[ResidentModules, P], _ResultT]:
     """Hold the books' lock during the call."""
 
-    def locked(self: ResidentModules, /, *args: P.args, **kwargs: P.kwargs) -> ResultT:
+    def locked(self: ResidentModules, /, *args: P.args, **kwargs: P.kwargs) -> _ResultT:
         with self._lock:
             return method(self, *args, **kwargs)
 
