@@ -16,8 +16,8 @@ from configs.model import ModelConfig
 from deployments.defaults import text_rules, with_image_defaults
 from deployments.errors import UnknownModel, as_service_errors
 from deployments.limits import check_image
-from deployments.modules.component_builder import ComponentBuilder
-from deployments.modules.model_host import ModelHost
+from deployments.modules.cache import ModuleCache
+from deployments.modules.loading import ComponentBuilder
 from deployments.records import ImageRequest, ImageResult
 from deployments.services.image_service import ImageService, OnStep
 from deployments.services.step_loop import DeviceThread
@@ -63,8 +63,8 @@ class LocalModels:
 
     def _host(
         self, extents: _UnleasedExtents, settings: ModelReplicaConfig, builder: ComponentBuilder | TextEncoderBuilder
-    ) -> ModelHost:
-        return ModelHost(
+    ) -> ModuleCache:
+        return ModuleCache(
             self._manifest,
             extents,
             self._store.models,

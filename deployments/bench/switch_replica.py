@@ -16,8 +16,8 @@ import torch
 from cluster.keeper.ray_extents import RayExtents
 from configs.cluster import WorkerConfig
 from configs.model import ModelConfig
-from deployments.modules.component_builder import ComponentBuilder
-from deployments.modules.model_host import ModelHost
+from deployments.modules.cache import ModuleCache
+from deployments.modules.loading import ComponentBuilder
 from deployments.services.model_replica import limit_torch_threads, prepare_models
 from deployments.text.encoders import KeyedEncoder, TextEncoderBuilder, is_text_encoder
 from weights.manifest import Component, Manifest
@@ -87,7 +87,7 @@ async def _open_host(
     device: str,
     prepare: bool,
     keeps: bool,
-) -> ModelHost:
+) -> ModuleCache:
     """Open a host that builds what a worker and a text encoder build; the models' classes are imported."""
     limit_torch_threads(1, 1)
     builder = _PipelineBuilder(prepare)
@@ -95,7 +95,7 @@ async def _open_host(
     async def fetch_manifest(model: str, version: str | None) -> Manifest:
         return manifests[model]
 
-    host = ModelHost(
+    host = ModuleCache(
         fetch_manifest,
         extents,
         skeletons,

@@ -18,8 +18,8 @@ from deployments.engines.diffusion.families import family_of
 from deployments.engines.diffusion.pipeline import DenoisePipeline, create_pipeline, settings_hash
 from deployments.engines.protocol import AdapterUse, ConditionedRequest, DenoiseTimes, DiffusionOutput, DiffusionRequest
 from deployments.errors import InvalidRequest, as_service_errors
-from deployments.modules.component_builder import batch_bounds, is_denoise_component
-from deployments.modules.model_host import Lease, ModelHost
+from deployments.modules.cache import Lease, ModuleCache
+from deployments.modules.loading import batch_bounds, is_denoise_component
 from deployments.records import ImageRequest, ImageResult
 from deployments.services.step_loop import DeviceThread, EngineLoop
 from deployments.text.requests import Conditioning, ConditioningRequest, unpack
@@ -34,7 +34,7 @@ _NumberT = TypeVar("_NumberT", int, float)
 class ImageService:
     """Denoises and decodes on one device thread, in batches of all requests of a pipeline. Lives on one event loop."""
 
-    def __init__(self, host: ModelHost, settings: WorkerConfig, device: DeviceThread) -> None:
+    def __init__(self, host: ModuleCache, settings: WorkerConfig, device: DeviceThread) -> None:
         self._host = host
         self._settings = settings
         self._device = device

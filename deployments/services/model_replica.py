@@ -26,7 +26,7 @@ from deployments.engines.protocol import EngineError
 from deployments.engines.skeletons import SkeletonPool
 from deployments.errors import ServiceError, as_service_errors
 from deployments.modules.built_modules import Footprint, object_footprint
-from deployments.modules.model_host import ModelHost
+from deployments.modules.cache import ModuleCache
 from weights.errors import WeightsError
 from weights.manifest import Component, Manifest, ModelKind
 from weights.store import WeightStore
@@ -98,7 +98,7 @@ class ModelReplica:
         keeps = settings.device == "cpu"  # other devices need the node's memory only while they upload
         recall = on_recall if keeps else None
         provider = RayExtents(keeper, f"{role}-{uuid.uuid4().hex[:8]}", on_damage, reconnect, recall)
-        self._host = ModelHost(
+        self._host = ModuleCache(
             self._fetch_manifest,
             provider,
             WeightStore(config.store.path).models,
@@ -157,7 +157,7 @@ class ModelReplica:
 
 
 async def prepare_models(
-    host: ModelHost,
+    host: ModuleCache,
     models: Iterable[ModelConfig],
     kinds: Collection[ModelKind],
     wanted: Callable[[Component], bool],

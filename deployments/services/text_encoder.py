@@ -27,7 +27,7 @@ from deployments.batching.batcher import Batcher
 from deployments.batching.serve_adapter import ServeAdapter
 from deployments.engines.text.forward_plan import EncodeCounter
 from deployments.errors import as_service_errors
-from deployments.modules.model_host import ModelHost
+from deployments.modules.cache import ModuleCache
 from deployments.pipelines.planning import plan_segments
 from deployments.pipelines.plans import SegmentCall, SegmentResult
 from deployments.pipelines.ports import known_model
@@ -166,7 +166,7 @@ class _EncoderOps:
     A model is leased for its own stage only: two calls that each hold what the other waits for would never end.
     """
 
-    def __init__(self, host: ModelHost, encoders: CachedEncoders, call: SegmentCall) -> None:
+    def __init__(self, host: ModuleCache, encoders: CachedEncoders, call: SegmentCall) -> None:
         self._host = host
         self._encoders = encoders
         self._call = call

@@ -19,7 +19,7 @@ from configs.cluster import ClusterConfig
 from deployments.engines.llm.engine import LLMEngine
 from deployments.engines.protocol import SamplingParams, TextDelta, TextRequest
 from deployments.errors import ModelUnavailable, as_service_errors
-from deployments.modules.component_builder import ComponentBuilder, is_denoise_component
+from deployments.modules.loading import ComponentBuilder, is_denoise_component
 from deployments.records import (
     ChatRequest,
     CompletionRequest,

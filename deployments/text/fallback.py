@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Final
 
 from cluster.encodings.packed import PackedTensor
-from deployments.modules.component_builder import is_denoise_component
-from deployments.modules.model_host import ModelHost
+from deployments.modules.cache import ModuleCache
+from deployments.modules.loading import is_denoise_component
 from deployments.services.step_loop import DeviceThread
 from deployments.text.cache import Encoding, EncodingCache
 from deployments.text.encode import CachedEncoders, EncodeJob, encode_batch_or_raise
@@ -26,7 +26,7 @@ class FallbackEncoder:
     `warnings` go with every answer.
     """
 
-    def __init__(self, host: ModelHost, device: DeviceThread, warnings: tuple[str, ...] = (WARNING,)) -> None:
+    def __init__(self, host: ModuleCache, device: DeviceThread, warnings: tuple[str, ...] = (WARNING,)) -> None:
         self._host = host
         self._device = device
         self._warnings = warnings

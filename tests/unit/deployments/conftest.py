@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from deployments.modules.model_host import ModelHost
+from deployments.modules.cache import ModuleCache
 from weights.externalize import externalize
 from weights.manifest import ExtentRef, Manifest
 from weights.provider import LocalExtents
@@ -35,7 +35,7 @@ class CountedExtents(LocalExtents):
         """There is no memory of the node to bring them into."""
 
 
-OpenHost = Callable[..., ModelHost]
+OpenHost = Callable[..., ModuleCache]
 
 
 @pytest.fixture
@@ -44,13 +44,13 @@ def open_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> OpenHost:
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
     store = WeightStore(tmp_path / "store")
 
-    def open_(builder: Any, folders: Mapping[str, Path], budget_bytes: int = 2**30) -> ModelHost:
+    def open_(builder: Any, folders: Mapping[str, Path], budget_bytes: int = 2**30) -> ModuleCache:
         manifests = {name: externalize(store, name, folder, dtype="float32") for name, folder in folders.items()}
 
         async def fetch_manifest(model: str, version: str | None) -> Manifest:
             return manifests[model]
 
         extents = CountedExtents(store.packs)
-        return ModelHost(fetch_manifest, extents, store.models, budget_bytes, builder, retire=builder.retire)
+        return ModuleCache(fetch_manifest, extents, store.models, budget_bytes, builder, retire=builder.retire)
 
     return open_

@@ -19,8 +19,8 @@ from cluster.keeper.actor import NodeKeeper
 from cluster.keeper.ray_extents import RayExtents
 from configs.cluster import WorkerConfig
 from deployments.errors import ModelUnavailable
-from deployments.modules.component_builder import ComponentBuilder, is_denoise_component
-from deployments.modules.model_host import Lease, ModelHost
+from deployments.modules.cache import Lease, ModuleCache
+from deployments.modules.loading import ComponentBuilder, is_denoise_component
 from weights.externalize import externalize
 from weights.loader import load_from_store
 from weights.manifest import Manifest
@@ -63,7 +63,7 @@ class Node:
         self.keeper._audit.round()
 
 
-class Replica(ModelHost):
+class Replica(ModuleCache):
     """On one event loop, as replicas are; gives a sign of life when it is told to."""
 
     def __init__(self, node: Node, device: str, name: str, budget_bytes: int = 2**30) -> None:

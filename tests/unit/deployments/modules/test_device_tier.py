@@ -22,8 +22,8 @@ from deployments.engines.diffusion.pipeline import create_pipeline, settings_has
 from deployments.engines.protocol import SamplingParams, TextRequest
 from deployments.local import LocalModels
 from deployments.modules.built_modules import OBJECT_BYTES
-from deployments.modules.component_builder import ComponentBuilder, is_denoise_component
-from deployments.modules.model_host import Lease, ModelHost
+from deployments.modules.cache import Lease, ModuleCache
+from deployments.modules.loading import ComponentBuilder, is_denoise_component
 from deployments.records import ImageRequest, LoraUse
 from deployments.text.encoders import TextEncoderBuilder, is_text_encoder
 from weights.externalize import externalize
@@ -65,7 +65,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> WeightStore:
     return store
 
 
-class Host(ModelHost):
+class Host(ModuleCache):
     def __init__(self, store: WeightStore, device: str, budget_bytes: int = 2**30, builder: Any = None) -> None:
         self.store = store
         self.provider = Provider(store.packs)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from unit.deployments.modules.test_model_host import manifest
+from unit.deployments.modules.test_module_cache import manifest
 
 from deployments.modules.manifest_versions import ManifestVersions
 from weights.manifest import Manifest

@@ -23,7 +23,7 @@ from unit.cluster.keeper.local_keeper import ActorHandle, FakeStore, ray_get
 
 from cluster.keeper.actor import NodeKeeper
 from cluster.keeper.ray_extents import RayExtents
-from deployments.modules.model_host import Lease, ModelHost
+from deployments.modules.cache import Lease, ModuleCache
 from weights.errors import BudgetExceeded
 from weights.manifest import Component, ExtentRef, Manifest, TensorRef
 
@@ -98,7 +98,7 @@ class Node:
         )
 
 
-class Replica(ModelHost):
+class Replica(ModuleCache):
     """One replica; `slow` blocks builds until it is set."""
 
     def __init__(self, node: Node, name: str, budget_bytes: int = 2**20) -> None:

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from configs.model import LongText
 from deployments.engines.protocol import EngineError
 from deployments.engines.text.dense import DenseHead
-from deployments.modules.model_host import ModelHost
+from deployments.modules.cache import ModuleCache
 from deployments.pipelines.plans import SegmentCall, SegmentPlan, StagePlan
 from deployments.pipelines.segmenting import _plan_memory
 from deployments.services.text_encoder import _EncoderOps
@@ -31,7 +31,7 @@ LONG = "many words and more of them " * 100
 class Bench:
     """`terms` are what the calls of the encoder were made with."""
 
-    def __init__(self, host: ModelHost) -> None:
+    def __init__(self, host: ModuleCache) -> None:
         self.host = host
         self.terms: list[tuple[int, float | None]] = []
         self.encoders = CachedEncoders(EncodingCache(10**7), self._run)
@@ -50,7 +50,7 @@ class Bench:
 
 
 @pytest.fixture
-def bench(open_host: Callable[..., ModelHost]) -> Bench:
+def bench(open_host: Callable[..., ModuleCache]) -> Bench:
     return Bench(open_host(TextEncoderBuilder(), {"bert": BERT, "head": HEAD}))
 
 

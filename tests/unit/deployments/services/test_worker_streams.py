@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from configs.cluster import WorkerConfig
-from deployments.modules.component_builder import ComponentBuilder, is_denoise_component
+from deployments.modules.loading import ComponentBuilder, is_denoise_component
 from deployments.records import ChatRequest
 from deployments.services.step_loop import DeviceThread
 from deployments.services.worker import Worker

@@ -12,7 +12,7 @@ import torch
 
 from configs.cluster import WorkerConfig
 from deployments.engines.protocol import EngineError
-from deployments.modules.component_builder import ComponentBuilder, is_denoise_component
+from deployments.modules.loading import ComponentBuilder, is_denoise_component
 from deployments.services.step_loop import DeviceThread
 from deployments.text.cache import EncodingCache
 from deployments.text.encode import CachedEncoders, encode_batch_or_raise

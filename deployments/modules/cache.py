@@ -29,9 +29,7 @@ from deployments.modules.built_modules import (
     tensor_footprint,
 )
 from deployments.modules.device_tier import DeviceTier, KeptExtents, LeasedExtents, open_tier
-from deployments.modules.manifest_versions import FetchManifest, ManifestVersions
-from deployments.modules.resident_modules import ResidentModules, Taken
-from deployments.modules.slot_filling import (
+from deployments.modules.loading import (
     Builder,
     FetchedTogether,
     Filling,
@@ -39,6 +37,8 @@ from deployments.modules.slot_filling import (
     fill_slot,
     switch_report,
 )
+from deployments.modules.manifest_versions import FetchManifest, ManifestVersions
+from deployments.modules.resident_modules import ResidentModules, Taken
 from deployments.records import SwitchReport
 from deployments.tasks import shared_task
 from weights.errors import BudgetExceeded, ExtentCorrupt
@@ -55,12 +55,17 @@ class Lease:
     """The built components of a model and the adapters asked for, held until the `async with` ends."""
 
     def __init__(
-        self, host: ModelHost, manifest: Manifest, skeleton: Path, slots: Mapping[PartName, Slot], report: SwitchReport
+        self,
+        cache: ModuleCache,
+        manifest: Manifest,
+        skeleton: Path,
+        slots: Mapping[PartName, Slot],
+        report: SwitchReport,
     ) -> None:
         self.manifest = manifest
         self.skeleton = skeleton
         self.report = report
-        self._host = host
+        self._cache = cache
         self._slots = {part.name: slot for part, slot in slots.items() if not part.is_adapter}
         self._adapters = {part.name: slot for part, slot in slots.items() if part.is_adapter}
 
@@ -77,10 +82,10 @@ class Lease:
 
         `settings` is the identity of what `make` depends on beside them: models may share all modules and no solver.
         """
-        return self._host.bound(settings, tuple(slot.serial for slot in self._slots.values()), make)
+        return self._cache.bound(settings, tuple(slot.serial for slot in self._slots.values()), make)
 
 
-class ModelHost:
+class ModuleCache:
     """A cache of built modules. Lives on one event loop; attaching and building run in threads, beside running work."""
 
     def __init__(

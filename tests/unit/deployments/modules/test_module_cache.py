@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from deployments.errors import ModelUnavailable
-from deployments.modules.model_host import Lease, ModelHost
+from deployments.modules.cache import Lease, ModuleCache
 from weights.errors import BudgetExceeded, ExtentCorrupt
 from weights.manifest import Component, ExtentRef, Manifest, TensorRef
 
@@ -118,7 +118,7 @@ class Builder:
         return self.make() if self.make else (ref.extent, self.counts[ref.extent])
 
 
-class Host(ModelHost):
+class Host(ModuleCache):
     """A host over the fakes."""
 
     def __init__(self, budget_bytes: int = 100) -> None:
@@ -304,7 +304,7 @@ async def test_what_could_not_be_built_keeps_no_memory(failing: set[str]) -> Non
 
 
 async def test_waiting_for_room_ends_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deployments.modules.model_host.MAX_WAIT_FOR_ROOM_S", 0.02)
+    monkeypatch.setattr("deployments.modules.cache.MAX_WAIT_FOR_ROOM_S", 0.02)
     host = Host(100)
     holder = host.hold("a")
     await holder.got.wait()

@@ -1,4 +1,4 @@
-"""From a component to the thing that runs: its tensors onto the device, the module around them, and what that took."""
+"""Load a component: its tensors onto the device, the module, engine or adapter around them, and what that took."""
 
 from __future__ import annotations
 
@@ -7,16 +7,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
+
+from configs.cluster import WorkerConfig
+from deployments.engines.build import IMPORT_LOCK
+from deployments.engines.diffusion.rows import BatchBounds
+from deployments.engines.llm.engine import LLMEngine
+from deployments.engines.skeletons import SkeletonPool
 from deployments.errors import ModelUnavailable
-from deployments.modules.built_modules import Built, Part, PartName, Slot, distinct_bytes
+from deployments.modules.built_modules import Built, Part, PartName, Slot, distinct_bytes, object_footprint
 from deployments.modules.device_tier import DeviceTier, Fetched, Tensors
 from deployments.records import SwitchReport
+from deployments.text.encoders import KeyedEncoder, TextEncoderBuilder
+from weights.adapters import parse_adapter
 from weights.errors import ExtentCorrupt
 from weights.manifest import Component, ExtentRef
 
 # Component, its skeleton folder, its tensors (HAZARD: maybe views on shared memory) -> the thing that runs.
 Builder = Callable[[Component, Path, Tensors], Any]
-
 
 Filling = tuple[Slot, Part]
 
@@ -33,7 +42,7 @@ class FetchedTogether:
 def fetch_together(
     filling: Sequence[Filling], beside: Sequence[Sequence[ExtentRef]], tier: DeviceTier, clock: Callable[[], float]
 ) -> FetchedTogether | None:
-    """One round trip to the keeper instead of one per component. Blocking. Raises what `tier` raises.
+    """Fetch the extents of all slots in one round trip to the keeper. Blocking. Raises what `tier` raises.
 
     Extents `beside` are asked for together with the others and released: their modules are here. None when each slot
     has to ask for itself: the tier wants it so, or damage must be found and named.
@@ -55,7 +64,10 @@ def fill_slot(
     skeleton: Path,
     clock: Callable[[], float],
 ) -> Built:
-    """Blocking. Raises what `tier` raises, ExtentCorrupt naming the tensors, and ModelUnavailable."""
+    """Place the tensors of a part on the device and build it. Blocking.
+
+    Raises what `tier` raises, ExtentCorrupt naming the tensors, and ModelUnavailable.
+    """
     pays = together is not None and together.first is slot
     start = clock() - (together.fetch_s if together and pays else 0.0)
     try:
@@ -87,7 +99,7 @@ def switch_report(
     fresh: Collection[PartName],
     built: Mapping[PartName, Built],
 ) -> SwitchReport:
-    """`fresh` names those of `slots` that were built for this switch."""
+    """Sum up a switch; `fresh` names those of `slots` that were built for it."""
     new = [built[name] for name in slots if name in fresh]
     kept_bytes = distinct_bytes(*(slot.tensors for name, slot in slots.items() if name not in fresh))
     return SwitchReport(
@@ -110,3 +122,71 @@ def _tensor_names(component: Component, extents: Sequence[ExtentRef], message: s
     named = {extent.id for extent in extents if extent.id in message}
     names = [f"{component.name}.{name}" for name, ref in component.tensors.items() if ref.extent in named]
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more tensors" if len(names) > 4 else "")
+
+
+class ComponentBuilder:
+    """Makes a component of any kind: a module of a pipeline, an LLM engine, an adapter.
+
+    Modules come from `skeletons` where one of their structure is kept. An LLM engine is made anew each time: its KV
+    cache and its sequences belong to the weights that computed them, and it takes less than 10 ms.
+    """
+
+    def __init__(self, settings: WorkerConfig) -> None:
+        self._settings = settings
+        self.skeletons = SkeletonPool()
+        self._encoders = TextEncoderBuilder()
+
+    def __call__(self, component: Component, skeleton: Path, tensors: dict[str, torch.Tensor]) -> Any:
+        if not is_denoise_component(component):
+            return self._encoders(component, skeleton, tensors)
+        folder = skeleton / component.folder
+        if component.library == "peft":
+            return parse_adapter(folder, tensors, component.metadata)
+        if component.library == "diffusers":
+            key = component.structure_key
+            return self.skeletons.build_module(key, component.library, component.class_name, folder, tensors)
+        with IMPORT_LOCK:
+            return LLMEngine(
+                folder,
+                tensors,
+                device=self._settings.torch_device,
+                max_num_seqs=self._settings.max_num_seqs,
+                kv_cache_bytes=self._settings.kv_cache_bytes,
+            )
+
+    def prepare(self, component: Component, skeleton: Path) -> None:
+        """Make its structure before it is needed. Raises EngineError."""
+        if component.library == "diffusers":
+            self.skeletons.prepare_skeleton(component, skeleton / component.folder)
+
+    def private_footprint(self, component: Component) -> Mapping[str, int]:
+        """Return what a component costs beside the node's shared memory: Python's objects, and an LLM's KV cache.
+
+        One LLM always fits, however large its cache: the replica's budget is of what is kept for later, too.
+        """
+        footprint = object_footprint(component)
+        if not is_denoise_component(component) or component.library in ("diffusers", "peft"):
+            return footprint
+        (nbytes,) = footprint.values()
+        budget_bytes = self._settings.weights_budget_bytes
+        return {component.module_key: min(nbytes + self._settings.kv_cache_bytes, budget_bytes)}
+
+    def retire(self, thing: Any) -> None:
+        """Take back what was built here and is not used any more."""
+        if isinstance(thing, nn.Module):
+            self.skeletons.retire_module(thing)
+        elif isinstance(thing, KeyedEncoder):
+            self._encoders.retire(thing)
+
+
+def batch_bounds(settings: WorkerConfig) -> BatchBounds:
+    """Return the batch bounds of the pipelines of this service."""
+    return BatchBounds(settings.max_batch_rows, settings.max_batch_pixels, settings.max_decode_pixels)
+
+
+def is_denoise_component(component: Component) -> bool:
+    """Return whether the worker builds it: of a pipeline diffusers' modules, of a single model everything.
+
+    A Stable Diffusion's safety checker is of neither library that a replica knows, and nobody builds it.
+    """
+    return component.name == "model" or component.library in ("diffusers", "peft")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from deployments.modules.component_builder import is_denoise_component
+from deployments.modules.loading import is_denoise_component
 from deployments.text.encoders import is_text_encoder
 from weights.manifest import Component
 
