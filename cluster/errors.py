@@ -10,7 +10,8 @@ ClusterError
 ├── PeerUnavailable              another node's keeper cannot give an extent; storage or another peer may
 │   ├── PeerBusy                 it has no free connection or slot now (peers/connections.py)
 │   └── FetchFailed              no peer is left, and bytes are missing (peers/client.py)
-└── SessionError                 the Ray session cannot be started, reached or stopped
+├── SessionError                 the Ray session cannot be started, reached or stopped
+└── ProxyUnavailable             HAProxy cannot be used here; names the reason, and Serve's own proxy takes its place
 """
 
 from __future__ import annotations
@@ -50,3 +51,7 @@ class PeerUnavailable(ClusterError):
 
 class SessionError(ClusterError):
     """The Ray session cannot be started, reached or stopped."""
+
+
+class ProxyUnavailable(ClusterError):
+    """HAProxy cannot be used on this machine. Serve's own proxy can."""

@@ -21,7 +21,9 @@ import psutil
 import ray
 
 from cluster.actor_names import NAMESPACE, names_of_cluster
+from cluster.door.door_plan import check_helper_ports
 from cluster.errors import SessionError
+from cluster.loopback import ray_on_loopback
 from configs.cluster import ClusterConfig, GrpcConfig, HttpConfig
 from weights.private_folder import private_folder, temporary_folder
 
@@ -90,6 +92,8 @@ def check_can_start(config: ClusterConfig, folder: Path) -> None:
                 f"cluster {record.name!r} is already up at {record.url} (process {record.pid}); `atelier down` stops it"
             )
     _check_port_free(config.http)
+    if config.http.proxy == "haproxy":
+        check_helper_ports(config.http.haproxy)
     if config.grpc:  # replicas share this port on purpose, so that another cluster there would go unnoticed later
         _check_port_free(config.grpc)
     pids = _ray_processes()
@@ -126,15 +130,16 @@ def ray_session(config: ClusterConfig) -> Iterator[None]:
     private = config.ray.address is None
     try:
         if private:
-            ray.init(
-                address="local",
-                num_cpus=config.ray.num_cpus,
-                object_store_memory=config.ray.object_store_bytes,
-                include_dashboard=config.ray.dashboard,
-                namespace=NAMESPACE,
-                log_to_driver=False,
-                logging_level="error",
-            )
+            with ray_on_loopback():
+                ray.init(
+                    address="local",
+                    num_cpus=config.ray.num_cpus,
+                    object_store_memory=config.ray.object_store_bytes,
+                    include_dashboard=config.ray.dashboard,
+                    namespace=NAMESPACE,
+                    log_to_driver=False,
+                    logging_level="error",
+                )
         else:
             ray.init(address=config.ray.address, namespace=NAMESPACE, log_to_driver=False, logging_level="error")
     except (ConnectionError, ValueError, RuntimeError, OSError) as error:

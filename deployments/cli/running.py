@@ -12,11 +12,15 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
+import ray
 from ray import serve
 
-from cluster.errors import SessionError
+from cluster.door.door_plan import DoorPlan, plan_door
+from cluster.errors import ProxyUnavailable, SessionError
 from cluster.session import SessionFile, check_can_start, end_actors, ray_session, record_folder
 from configs.cluster import ClusterConfig
+
+_logger = logging.getLogger("atelier")
 
 APP_NAME = "atelier"
 START_TIMEOUT_S = 300.0
@@ -38,8 +42,8 @@ def cluster_up(config: ClusterConfig, config_path: str, stop: threading.Event | 
         if stop:
             stop_on_signals(stop)  # again: Ray has put a handler of its own in place
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
-        with left_clean(config):
-            _start_serve(config)
+        with _http_door(config) as door, left_clean(config):
+            _start_serve(config, door)
             _wait_ready(url, START_TIMEOUT_S, stop)
             session.mark_ready()
             yield url
@@ -66,7 +70,26 @@ def left_clean(config: ClusterConfig) -> Iterator[None]:
             end_actors(config.name)
 
 
-def _start_serve(config: ClusterConfig) -> None:
+@contextlib.contextmanager
+def _http_door(config: ClusterConfig) -> Iterator[DoorPlan | None]:
+    """Yield the plan of HAProxy, or None for Serve's own proxy. Says why when the config asks for HAProxy.
+
+    Raises SessionError when a port that the config asks for is taken.
+    """
+    door = None
+    if config.http.proxy == "haproxy":
+        try:
+            door = plan_door(config, sum(node["Alive"] for node in ray.nodes()))
+        except ProxyUnavailable as reason:
+            _logger.warning(f"Serve's own proxy answers, which is slower than HAProxy: {reason}")
+    try:
+        yield door
+    finally:
+        if door:
+            door.remove_files()
+
+
+def _start_serve(config: ClusterConfig, door: DoorPlan | None) -> None:
     """Start Serve with the config's HTTP options, and the application on it. Needs a connected Ray.
 
     Raises SessionError when a deployment does not start.
@@ -75,10 +98,11 @@ def _start_serve(config: ClusterConfig) -> None:
 
     serve.start(
         http_options={
-            "host": config.http.host,
+            "host": config.http.haproxy.replica_host if door else config.http.host,
             "port": config.http.port,
             "request_timeout_s": config.http.proxy_timeout_s,
-        }
+        },
+        controller_options={"runtime_env": {"env_vars": door.environment(config)}} if door else None,
     )
     app = build_app(AppArgs(config=config.model_dump(mode="json")))
     try:

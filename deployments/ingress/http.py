@@ -14,6 +14,7 @@ from fastapi import FastAPI
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
+from cluster.loopback import replica_calls_on_loopback
 from cluster.registry.actor import connect_registry
 from cluster.registry.snapshot import RegistrySnapshot
 from configs.cluster import ClusterConfig
@@ -102,6 +103,7 @@ class Ingress:
     """The HTTP edge, and the methods of `serve.get_app_handle("atelier")`: those of `Service`, with a bound."""
 
     def __init__(self, config: ClusterConfig, encoder: DeploymentHandle, worker: DeploymentHandle) -> None:
+        replica_calls_on_loopback()
         snapshot = RegistrySnapshot(lambda: connect_registry(config))
         self._config = config
         self._admission = Admission(config.ingress.max_ongoing_requests)

@@ -17,6 +17,7 @@ import torch
 
 from cluster.errors import ClusterError
 from cluster.keeper.ray_extents import RayExtents
+from cluster.loopback import replica_calls_on_loopback
 from cluster.ray_calls import call_actor, get
 from cluster.registry.actor import WeightRegistry, connect_registry
 from configs.cluster import ClusterConfig, ModelReplicaConfig
@@ -75,6 +76,7 @@ class ModelReplica:
         `role` names this replica as a holder of leases. `private_footprint` says what a component costs beside the
         node's shared memory.
         """
+        replica_calls_on_loopback()
         limit_torch_threads(num_threads, settings.num_cpus)
         self._builder = builder
         self._registry: Any = connect_registry(config)

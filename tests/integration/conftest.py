@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from integration.echo_functions import echo_pipelines
-from integration.harness import DEMO_MODELS, MINILM, ROOT, Cluster
+from integration.harness import DEMO_MODELS, MINILM, ROOT, Cluster, free_port
 from integration.judging import held_out_texts
 from safetensors.torch import load_file, save_file
 
@@ -61,7 +60,7 @@ def _config(folder: Path) -> ClusterConfig:
     """The demo config, two workers on one node, its own store and port, and more models."""
     demo = load_cluster_config(ROOT / "configs/clusters/demo.yaml").model_dump(mode="json")
     truncated = _truncated_model(folder / "truncated")
-    ports = {"http": {"port": _free_port()}, "grpc": {"port": _free_port()}}
+    ports = {"http": {"port": free_port()}, "grpc": {"port": free_port()}}
     demo |= {"name": "integration", **ports, "store": {"path": str(folder / "store")}}
     demo["model_roots"] = [str(folder.parent), str(DEMO_MODELS)]  # tests register from folders of their own
     demo["ingress"] |= {"max_ongoing_requests": 300}
@@ -100,9 +99,3 @@ def _adder_with_other_weights(folder: Path) -> Path:
     tensors = load_file(folder / "model.safetensors")
     save_file({name: tensor * 1.5 for name, tensor in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
     return folder
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

