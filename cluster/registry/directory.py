@@ -6,7 +6,7 @@ life of the registry: revisions of another life mean nothing, and everything is 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final, Literal
@@ -90,6 +90,11 @@ class Directory:
         self._changed: dict[str, int] = {}
         self._removed: dict[str, int] = {}
         self._complete_since = 0
+
+    @property
+    def records(self) -> Mapping[str, ModelRecord]:
+        """The records by id, as they are now."""
+        return self._records
 
     def __iter__(self) -> Iterator[ModelRecord]:
         return iter(self._records.values())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any, Final, ParamSpec, TypeVar
 
 from ray.exceptions import RayActorError, RayTaskError
@@ -43,6 +43,11 @@ class RegistrySnapshot:
         if self._task is None or self._task.done():
             self._task = asyncio.ensure_future(self._follow_registry())
         await self._is_ready.wait()
+
+    @property
+    def records(self) -> Mapping[str, ModelRecord]:
+        """The records by id, as last heard."""
+        return self._copy.records
 
     def find_model(self, id_: str) -> ModelRecord | None:
         """Return the model's record as last heard, None for a model that the copy does not have."""

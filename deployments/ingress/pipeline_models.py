@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 
-from cluster.registry.snapshot import RegistrySnapshot
 from deployments.errors import GenerationFailed, InvalidRequest
 from deployments.pipelines.edge_types import IMAGE, TEXT, EdgeType
 from deployments.pipelines.pipelines import Pipelines
-from deployments.pipelines.ports import KnownModel, known_model
 from deployments.pipelines.records import (
     NUMPY_DTYPES,
     PipelineRequest,
@@ -120,25 +117,6 @@ class PipelineModels:
             fits = f"is one of {role.endpoint}" if role else "fits no endpoint of /v1; ask /v2/models"
             raise InvalidRequest(f"pipeline {model!r} does not make {endpoint}: it {fits}", "model")
         return role
-
-
-class KnownModels(Mapping[str, KnownModel]):
-    """The models that pipelines may use now, by the local copy of the directory."""
-
-    def __init__(self, snapshot: RegistrySnapshot) -> None:
-        self._snapshot = snapshot
-
-    def __getitem__(self, id_: str) -> KnownModel:
-        record = self._snapshot.find_model(id_)
-        if record is None:
-            raise KeyError(id_)
-        return known_model(record)
-
-    def __iter__(self) -> Iterator[str]:
-        return (record.id for record in self._snapshot)
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
 
 
 def _given(request: Any, *, without: set[str]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from configs.cluster import ClusterConfig
 from deployments.defaults import text_rules, with_image_defaults, with_text_defaults
 from deployments.ingress.admin.operations import Operations
 from deployments.ingress.catalog import Catalog, card_of
-from deployments.ingress.pipeline_models import KnownModels, PipelineModels
+from deployments.ingress.pipeline_models import PipelineModels
 from deployments.ingress.retries import EncoderReply, RetriedCalls
 from deployments.limits import check_embedding, check_head, check_image, check_text
 from deployments.pipelines.pipelines import Pipelines
@@ -67,11 +67,10 @@ class Service:
         timeout_s = config.http.request_timeout_s
         self._encoder = RetriedCalls(ReplicaCalls(encoder, why_none("text_encoder")), timeout_s)
         self._worker = RetriedCalls(ReplicaCalls(worker, why_none("worker")), timeout_s)
-        known = KnownModels(snapshot)
         self.pipelines = Pipelines(
             config.pipelines,
             self,
-            lambda: known,
+            lambda: snapshot.records,
             max_batch_size=config.text_encoder.batching.max_batch_size,
             limits=config.ingress.limits,
             max_timeout_s=timeout_s,

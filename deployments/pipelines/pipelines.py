@@ -6,22 +6,20 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
+from cluster.registry.directory import ModelRecord
 from configs.cluster import LimitsConfig
 from configs.pipeline import PipelineConfig, nearest_name
 from deployments.errors import InvalidRequest, ModelUnavailable, UnknownModel
 from deployments.pipelines.edge_types import Batch, batch_of, tensor_of
 from deployments.pipelines.planning import DEFAULT_MAX_BATCH_SIZE, PipelineUnusable, plan_pipeline
 from deployments.pipelines.plans import PipelinePlan
-from deployments.pipelines.ports import KnownModel
 from deployments.pipelines.records import PipelineRequest, PipelineResult, Signature
 from deployments.pipelines.runner import ModelCalls, PipelineRun
 from deployments.services.deadlines import Deadline
 
-KnownModels = Callable[[], Mapping[str, KnownModel]]
-
 
 class Pipelines:
-    """The pipelines of a config. `models` returns the models that can be used now.
+    """The pipelines of a config. `models` returns all models as they are now, by id.
 
     It is called for every request: plans follow the models.
 
@@ -32,7 +30,7 @@ class Pipelines:
         self,
         configs: Sequence[PipelineConfig],
         ask: ModelCalls,
-        models: KnownModels,
+        models: Callable[[], Mapping[str, ModelRecord]],
         *,
         max_batch_size: int = DEFAULT_MAX_BATCH_SIZE,
         limits: LimitsConfig | None = None,
@@ -44,7 +42,7 @@ class Pipelines:
         self._max_batch_size = max_batch_size
         self._limits = limits or LimitsConfig()
         self._max_timeout_s = max_timeout_s
-        self._plans: dict[str, tuple[dict[str, KnownModel], PipelinePlan]] = {}
+        self._plans: dict[str, tuple[dict[str, ModelRecord], PipelinePlan]] = {}
 
     def __contains__(self, name: object) -> bool:
         return name in self._configs

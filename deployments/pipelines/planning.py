@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from graphlib import TopologicalSorter
 
+from cluster.registry.directory import ModelRecord
 from configs.pipeline import (
     PipelineConfig,
     PipelineProblem,
@@ -21,10 +22,9 @@ from configs.pipeline import (
     plain_type,
 )
 from deployments.pipelines.edge_types import EdgeType, edge_type
-from deployments.pipelines.plans import PIPELINE_INPUT, Action, Edge, PipelinePlan, SegmentPlan, StagePlan
-from deployments.pipelines.ports import MODEL_KINDS, TOKENIZER, KnownModel, Parameter, Ports, ports_of
+from deployments.pipelines.plans import PIPELINE_INPUT, Action, Edge, PipelinePlan, SegmentPlan, StagePlan, form_units
+from deployments.pipelines.ports import MODEL_KINDS, TOKENIZER, Parameter, Ports, ports_of
 from deployments.pipelines.records import Signature
-from deployments.pipelines.segmenting import form_units
 from deployments.pipelines.stage_functions import FunctionUnusable, find_function
 
 DEFAULT_MAX_BATCH_SIZE = 32
@@ -45,7 +45,7 @@ def check_functions(config: PipelineConfig) -> list[PipelineProblem]:
 
 
 def plan_pipeline(
-    config: PipelineConfig, models: Mapping[str, KnownModel], max_batch_size: int = DEFAULT_MAX_BATCH_SIZE
+    config: PipelineConfig, models: Mapping[str, ModelRecord], max_batch_size: int = DEFAULT_MAX_BATCH_SIZE
 ) -> PipelinePlan:
     """Return the plan of a pipeline. `models` are all known ones, by id.
 
@@ -71,7 +71,7 @@ def plan_pipeline(
 
 
 def plan_segments(
-    configs: Iterable[PipelineConfig], models: Mapping[str, KnownModel], max_batch_size: int
+    configs: Iterable[PipelineConfig], models: Mapping[str, ModelRecord], max_batch_size: int
 ) -> list[SegmentPlan]:
     """Return the segments of all pipelines that can run with these models: a replica needs memory for them."""
     segments: list[SegmentPlan] = []
@@ -117,7 +117,7 @@ class _CheckedPipeline:
         return ports.outputs[edge.name]
 
 
-def _check_pipeline(config: PipelineConfig, models: Mapping[str, KnownModel] | None) -> _CheckedPipeline:
+def _check_pipeline(config: PipelineConfig, models: Mapping[str, ModelRecord] | None) -> _CheckedPipeline:
     """Check all stages and edges, and collect every problem. `models` None: not known yet, nothing is said of them."""
     inputs = {name: edge_type(plain_type(text)) for name, text in config.inputs.items()}
     optional = frozenset(name for name, text in config.inputs.items() if is_optional(text))
@@ -148,7 +148,7 @@ class _Unknown(Exception):
         self.key = key
 
 
-def _ports_of_stage(stage: StageConfig, models: Mapping[str, KnownModel] | None) -> tuple[Ports | None, Action]:
+def _ports_of_stage(stage: StageConfig, models: Mapping[str, ModelRecord] | None) -> tuple[Ports | None, Action]:
     if stage.function is not None:
         try:
             return find_function(stage.function).ports, "function"
@@ -160,17 +160,17 @@ def _ports_of_stage(stage: StageConfig, models: Mapping[str, KnownModel] | None)
         return (TOKENIZER, "tokenize") if stage.tokenizer else (None, "generate")
     if id_ not in models:
         raise _Unknown(key, f"unknown model {id_!r}{nearest_name(id_, models)}")
-    if models[id_].problem:
-        raise _Unknown(key, f"model {id_!r} {models[id_].problem}")
-    kind = models[id_].kind
+    model = models[id_]
+    if model.kind is None:
+        raise _Unknown(key, f"model {id_!r} is {model.state}{model.error and ': '}{model.error}")
     if stage.tokenizer is not None:
-        if kind != "embedding":
-            raise _Unknown(key, f"model {id_!r} ({kind}) is no embedding model; only those lend their tokenizer")
+        if model.kind != "embedding":
+            raise _Unknown(key, f"model {id_!r} ({model.kind}) is no embedding model; only those lend their tokenizer")
         return TOKENIZER, "tokenize"
-    ports = ports_of(models[id_])
+    ports = ports_of(model)
     if ports is None:
-        raise _Unknown(key, f"model {id_!r} ({kind}) cannot be a stage; kinds that can: {', '.join(MODEL_KINDS)}")
-    return ports, _ACTIONS[kind]
+        raise _Unknown(key, f"model {id_!r} ({model.kind}) cannot be a stage; kinds that can: {', '.join(MODEL_KINDS)}")
+    return ports, _ACTIONS[model.kind]
 
 
 def _parameter_problems(checked: _CheckedPipeline, stage: StageConfig, ports: Ports) -> Iterator[PipelineProblem]:

@@ -14,30 +14,6 @@ MODEL_KINDS: Final = ("diffusion", "llm", "embedding", "head")
 
 
 @dataclass(frozen=True, slots=True)
-class KnownModel:
-    """A model of the directory as a pipeline sees it. Sizes are of one item, None where unknown.
-
-    `problem` says why it cannot be used now ("is still being registered", say).
-    """
-
-    kind: str
-    embedding_size: int | None = None
-    in_features: int | None = None
-    out_features: int | None = None
-    problem: str = ""
-
-
-def known_model(record: ModelRecord) -> KnownModel:
-    """Return the model as a pipeline sees it."""
-    kind, sizes = record.kind or "", record.features
-    if not record.serves:
-        return KnownModel(kind, problem=f"is {record.state}{record.error and ': '}{record.error}")
-    if kind == "embedding":
-        return KnownModel(kind, embedding_size=sizes.out_features)
-    return KnownModel(kind, in_features=sizes.in_features, out_features=sizes.out_features)
-
-
-@dataclass(frozen=True, slots=True)
 class Parameter:
     """A parameter. `types` may come along an edge; `element` is the type in a list, which only the config can give."""
 
@@ -116,15 +92,16 @@ _LLM: Final = Ports(
 )
 
 
-def ports_of(model: KnownModel) -> Ports | None:
-    """Return the ports of a model; None for a kind that a pipeline has no use for."""
+def ports_of(model: ModelRecord) -> Ports | None:
+    """Return the ports of a model; None for a kind that a pipeline has no use for. Unknown sizes are -1."""
+    sizes = model.features
     if model.kind == "embedding":
         return Ports(
             {"text": _optional(TEXT), "tokens": _optional(TOKENS)},
-            {"embedding": EdgeType("FP32", (-1, model.embedding_size or -1))},
+            {"embedding": EdgeType("FP32", (-1, sizes.out_features or -1))},
             one_of=(frozenset({"text", "tokens"}),),
         )
     if model.kind == "head":
-        features = EdgeType("FP32", (-1, model.in_features or -1))
-        return Ports({"features": Parameter((features,))}, {"output": EdgeType("FP32", (-1, model.out_features or -1))})
-    return {"diffusion": _DIFFUSION, "llm": _LLM}.get(model.kind)
+        features = EdgeType("FP32", (-1, sizes.in_features or -1))
+        return Ports({"features": Parameter((features,))}, {"output": EdgeType("FP32", (-1, sizes.out_features or -1))})
+    return {"diffusion": _DIFFUSION, "llm": _LLM}.get(model.kind or "")

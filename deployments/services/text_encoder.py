@@ -30,7 +30,6 @@ from deployments.errors import as_service_errors
 from deployments.modules.cache import ModuleCache
 from deployments.pipelines.planning import plan_segments
 from deployments.pipelines.plans import SegmentCall, SegmentResult
-from deployments.pipelines.ports import known_model
 from deployments.pipelines.segments import SegmentRunner
 from deployments.records import EmbeddingRequest, EmbeddingResult, HeadRequest
 from deployments.services.model_replica import ModelReplica
@@ -75,7 +74,7 @@ class TextEncoderService(ModelReplica):
         self._segments = SegmentRunner(settings.torch_device)
         if config.pipelines:
             records = await call_actor(self._registry, WeightRegistry.list_models)
-            models = {record.id: known_model(record) for record in records}
+            models = {record.id: record for record in records}
             for segment in plan_segments(config.pipelines, models, settings.batching.max_batch_size):
                 self._segments.prepare_segment(segment)
         self._metrics = RequestMetrics()

@@ -109,12 +109,12 @@ class Family(ABC):
         """Return the encoders that every text goes to. Raises EngineError for a length that one cannot have."""
 
     @abstractmethod
-    def _join_encodings(self, role: Role, encodings: Mapping[str, Encoded]) -> dict[str, torch.Tensor]:
+    def join_encodings(self, role: Role, encodings: Mapping[str, Encoded]) -> dict[str, torch.Tensor]:
         """Return one text's conditioning from its encodings by component: "prompt_embeds" (1, L, D) and, for a family
         that has pooled text, "pooled_prompt_embeds" (1, P). Raises EngineError for outputs that are missing.
         """
 
-    def _no_negative(self, model_index: Mapping[str, Any]) -> NoNegative:
+    def no_negative(self, model_index: Mapping[str, Any]) -> NoNegative:
         """Return what the stock pipeline guides away from when the request has no negative prompt at all."""
         return "empty text"
 
@@ -139,7 +139,7 @@ class Family(ABC):
     ) -> tuple[EncodeItem, ...]:
         """Plan what is encoded. Nothing runs, so a plan can be made and cached anywhere.
 
-        A negative prompt of None is what `_no_negative` says; an empty *string* is a text and is encoded.
+        A negative prompt of None is what `no_negative` says; an empty *string* is a text and is encoded.
         `max_sequence_length` is for families whose prompt has a length of its own (Flux's T5); others ignore it.
         `text_padding` "trimmed" gives the rows of the prompt's own tokens, computed under a mask. `long_text` is for
         texts beyond the limit. Raises EngineError for what the pipeline cannot take.
@@ -152,7 +152,7 @@ class Family(ABC):
         texts: list[tuple[Role, str]] = [("prompt", prompt)]
         if use_negative and negative_prompt is not None:
             texts.append(("negative", negative_prompt))
-        elif use_negative and self._no_negative(model_index) == "empty text":
+        elif use_negative and self.no_negative(model_index) == "empty text":
             texts.append(("negative", ""))
         uses = self.text_encoders(max_sequence_length, long_text)
         return tuple(
@@ -164,7 +164,7 @@ class Family(ABC):
     def assemble_conditioning(
         self, model_index: Mapping[str, Any], outputs: Mapping[EncodeItem, Encoded], *, use_negative: bool = True
     ) -> dict[str, torch.Tensor]:
-        """Return the tensors that `DenoisePipeline.start` takes: those of `_join_encodings`, and the same with
+        """Return the tensors that `DenoisePipeline.start` takes: those of `join_encodings`, and the same with
         `negative_` in front where guidance has something to guide away from.
 
         `outputs` maps the plan's items to what `TextEncoder.encode` gave. `use_negative` False saves the zeros of a
@@ -173,11 +173,11 @@ class Family(ABC):
         by_role: dict[Role, dict[str, Encoded]] = {"prompt": {}}
         for item, encoded in outputs.items():
             by_role.setdefault(item.role, {})[item.component] = encoded
-        prompt = self._join_encodings("prompt", by_role["prompt"])
+        prompt = self.join_encodings("prompt", by_role["prompt"])
         negative: dict[str, torch.Tensor] = {}
         if "negative" in by_role:
-            negative = self._join_encodings("negative", by_role["negative"])
-        elif use_negative and self._no_negative(model_index) == "zeros":
+            negative = self.join_encodings("negative", by_role["negative"])
+        elif use_negative and self.no_negative(model_index) == "zeros":
             negative = {name: tensor.new_zeros(tensor.shape) for name, tensor in prompt.items()}
         return prompt | {f"negative_{name}": tensor for name, tensor in negative.items()}
 

@@ -54,12 +54,12 @@ class Flux(Family):
             raise EngineError(f"max_sequence_length {t5_tokens}: expected 1 to {MAX_T5_TOKENS}")
         return EncoderUse("text_encoder"), EncoderUse("text_encoder_2", t5_tokens, long_text)
 
-    def _join_encodings(self, role: Role, encodings: Mapping[str, Encoded]) -> dict[str, torch.Tensor]:
+    def join_encodings(self, role: Role, encodings: Mapping[str, Encoded]) -> dict[str, torch.Tensor]:
         hidden = output_of(role, encodings, "text_encoder_2", "hidden")
         pooled = output_of(role, encodings, "text_encoder", "pooled")
         return {"prompt_embeds": hidden.unsqueeze(0), "pooled_prompt_embeds": pooled.unsqueeze(0)}
 
-    def _no_negative(self, model_index: Mapping[str, Any]) -> NoNegative:
+    def no_negative(self, model_index: Mapping[str, Any]) -> NoNegative:
         return "unguided"
 
     def uses_negative(self, request: DiffusionRequest, has_negative: bool) -> bool:

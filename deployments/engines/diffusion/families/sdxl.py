@@ -47,7 +47,7 @@ class StableDiffusionXL(Family):
     def text_encoders(self, max_sequence_length: int | None, long_text: LongText) -> Sequence[EncoderUse]:
         return EncoderUse("text_encoder", None, long_text), EncoderUse("text_encoder_2", None, long_text)
 
-    def _join_encodings(self, role: Role, encodings: Mapping[str, Encoded]) -> dict[str, torch.Tensor]:
+    def join_encodings(self, role: Role, encodings: Mapping[str, Encoded]) -> dict[str, torch.Tensor]:
         import torch
 
         first = output_of(role, encodings, "text_encoder", "penultimate")
@@ -61,7 +61,7 @@ class StableDiffusionXL(Family):
         prompt = torch.cat([first, second.to(first.device)], dim=-1).to(second.dtype)
         return {"prompt_embeds": prompt.unsqueeze(0), "pooled_prompt_embeds": pooled.unsqueeze(0)}
 
-    def _no_negative(self, model_index: Mapping[str, Any]) -> NoNegative:
+    def no_negative(self, model_index: Mapping[str, Any]) -> NoNegative:
         return "zeros" if model_index.get("force_zeros_for_empty_prompt", True) else "empty text"
 
     def size_multiple(self, pixels_per_latent: int) -> int:

@@ -44,7 +44,7 @@ class StableDiffusion(Family):
     def text_encoders(self, max_sequence_length: int | None, long_text: LongText) -> Sequence[EncoderUse]:
         return (EncoderUse("text_encoder", None, long_text, layer="last"),)
 
-    def _join_encodings(self, role: Role, encodings: Mapping[str, Encoded]) -> dict[str, torch.Tensor]:
+    def join_encodings(self, role: Role, encodings: Mapping[str, Encoded]) -> dict[str, torch.Tensor]:
         return {"prompt_embeds": output_of(role, encodings, "text_encoder", "hidden").unsqueeze(0)}
 
     def size_multiple(self, pixels_per_latent: int) -> int:

@@ -18,11 +18,10 @@ from configs.model import ModelConfig
 from configs.pipeline import PipelineConfig
 from deployments.errors import GenerationFailed, InvalidRequest, ModelUnavailable
 from deployments.ingress.kserve.inference import Inference
-from deployments.ingress.pipeline_models import KnownModels, PipelineModels
+from deployments.ingress.pipeline_models import PipelineModels
 from deployments.ingress.service import Service
 from deployments.pipelines.pipelines import Pipelines
 from deployments.pipelines.plans import SegmentCall, SegmentResult
-from deployments.pipelines.ports import KnownModel
 from deployments.records import (
     CacheUse,
     ChatRequest,
@@ -54,9 +53,9 @@ VECTORS = {
     "outputs": {"vector": "$vector"},
 }
 KNOWN = {
-    "flux": KnownModel("diffusion"),
-    "adder": KnownModel("llm"),
-    "bert": KnownModel("embedding", embedding_size=2),
+    "flux": ModelRecord("flux", "ready", "diffusion"),
+    "adder": ModelRecord("adder", "ready", "llm"),
+    "bert": ModelRecord("bert", "ready", "embedding", features=FeatureSizes(out_features=2)),
 }
 
 
@@ -220,19 +219,14 @@ async def watch(registry: Registry) -> AsyncIterator[RegistrySnapshot]:
     watch.close()
 
 
-async def test_models_are_known_by_the_directory(registry: Registry, watch: RegistrySnapshot) -> None:
-    known = KnownModels(watch)
-    assert (list(known), "bert" in known) == ([], False)
+async def test_pipelines_follow_the_directory(registry: Registry, watch: RegistrySnapshot) -> None:
+    service = service_of(watch)
+    assert "unknown model 'bert'" in (service.pipelines.problem("vectors") or "")
     registry.open(BERT, HEAD, TORN)
     await watch.ready()
-    assert dict(known) == {
-        "bert": KnownModel("embedding", embedding_size=2),
-        "head": KnownModel("head", in_features=2, out_features=3),
-        "torn": KnownModel("", problem="is unavailable: it is torn"),
-    }
-    assert len(known) == 3
-    with pytest.raises(KeyError):
-        known["unheard-of"]
+    assert watch.records == {"bert": BERT, "head": HEAD, "torn": TORN}
+    assert service.pipelines.problem("vectors") is None
+    assert service.pipelines.signature("vectors").outputs[0].shape == (-1, 2)
 
 
 def service_of(watch: RegistrySnapshot, encoder: Any = None) -> Service:

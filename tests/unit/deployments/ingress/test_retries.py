@@ -125,21 +125,29 @@ async def test_innocents_do_not_wait_for_suspects() -> None:
         assert await calls.call("work", "b") == "b"
 
 
-async def test_a_suspect_waits_for_its_turn_no_longer_than_its_time() -> None:
-    """The one before it hangs."""
+async def test_a_suspect_waits_for_its_turn_no_longer_than_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one before it hangs. Their time passes only when both are where they have to wait."""
 
     class Hanging:
         num_asked = 0
+        hangs = asyncio.Event()
 
         async def on_work(self, name: str) -> None:
             self.num_asked += 1
             if self.num_asked <= 2:
                 raise ActorDiedError
+            self.hangs.set()
             await asyncio.Event().wait()
 
+    loop, passed_s = asyncio.get_running_loop(), 0.0
+    now_s = loop.time
+    monkeypatch.setattr(loop, "time", lambda: now_s() + passed_s)
     replica = Hanging()
-    calls = calls_of(replica, 0.05)  # type: ignore[arg-type]
-    outcomes = await asyncio.gather(calls.call("work", "a"), calls.call("work", "b"), return_exceptions=True)
+    calls = calls_of(replica, LONG_S / 2)  # type: ignore[arg-type]
+    asking = [asyncio.create_task(calls.call("work", name)) for name in "ab"]
+    await replica.hangs.wait()
+    passed_s = LONG_S / 2
+    outcomes = await asyncio.gather(*asking, return_exceptions=True)
     assert [type(outcome) for outcome in outcomes] == [DeadlineExceeded] * 2
     assert replica.num_asked == 3
 

@@ -8,7 +8,7 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deployments.pipelines.segmenting import ALIGNMENT_BYTES, _BufferNeed, _plan_memory
+from deployments.pipelines.plans import ALIGNMENT_BYTES, _BufferNeed, _plan_memory
 
 NEEDS = st.lists(st.tuples(st.integers(1, 5000), st.integers(0, 9), st.integers(0, 5)), max_size=12).map(
     lambda rows: [_BufferNeed(at, size, first, first + more) for at, (size, first, more) in enumerate(rows)]

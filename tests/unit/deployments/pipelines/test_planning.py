@@ -9,23 +9,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cluster.registry.directory import ModelRecord
 from configs.pipeline import PipelineConfig
 from deployments.ingress.pipeline_models import _openai_role, _OpenAiRole
 from deployments.pipelines.edge_types import TEXT, EdgeType
 from deployments.pipelines.planning import PipelineUnusable, check_functions, plan_pipeline, plan_segments
-from deployments.pipelines.plans import Edge, SegmentPlan, StagePlan
-from deployments.pipelines.ports import KnownModel
+from deployments.pipelines.plans import Edge, SegmentPlan, StagePlan, form_units
 from deployments.pipelines.records import Signature, TensorSpec
-from deployments.pipelines.segmenting import form_units
+from weights.feature_sizes import FeatureSizes
 
 MODELS = {
-    "flux": KnownModel("diffusion"),
-    "adder": KnownModel("llm"),
-    "bert": KnownModel("embedding", embedding_size=8),
-    "head": KnownModel("head", in_features=8, out_features=3),
-    "wide-head": KnownModel("head", in_features=9),
-    "lora": KnownModel("adapter"),
-    "late": KnownModel("", problem="is still being registered"),
+    "flux": ModelRecord("flux", "ready", "diffusion"),
+    "adder": ModelRecord("adder", "ready", "llm"),
+    "bert": ModelRecord("bert", "ready", "embedding", features=FeatureSizes(out_features=8)),
+    "head": ModelRecord("head", "ready", "head", features=FeatureSizes(8, 3)),
+    "wide-head": ModelRecord("wide-head", "ready", "head", features=FeatureSizes(9)),
+    "lora": ModelRecord("lora", "ready", "adapter"),
+    "late": ModelRecord("late", "registering"),
+    "torn": ModelRecord("torn", "unavailable", error="it is torn"),
 }
 LABELS = ["a", "b", "c"]
 
@@ -106,7 +107,8 @@ def problems(config: PipelineConfig) -> dict[str, str]:
         (stage("s", {"message": "$text", "prompt": "$text"}, model="adder"), "inputs", ["one of message and prompt"]),
         (stage("s", {"stop": ["$text"], "seed": 1}, model="adder"), "inputs", ["got none"]),
         (stage("s", {"prompt": "$text", "system": "x"}, model="adder"), "inputs.system", ["with 'message' only"]),
-        (stage("s", {"prompt": "$text"}, model="late"), "model", ["model 'late' is still being registered"]),
+        (stage("s", {"prompt": "$text"}, model="late"), "model", ["model 'late' is registering"]),
+        (stage("s", {"prompt": "$text"}, model="torn"), "model", ["model 'torn' is unavailable: it is torn"]),
         (stage("s", {"message": "$maybe", "system": "$text"}, model="adder"), "inputs.message", ["may be left out"]),
         (stage("s", {"prompt": "$maybe", "seed": 1}, model="flux"), "inputs.prompt", ["may be left out"]),
         (stage("s", {"logits": "$vector", "labels": "$text"}, function="classify"), "inputs.labels", ["list of str"]),

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cluster.registry.directory import ModelRecord
 from configs.cluster import LimitsConfig
 from configs.pipeline import PipelineConfig
 from deployments.errors import (
@@ -21,7 +22,6 @@ from deployments.errors import (
 )
 from deployments.pipelines.pipelines import Pipelines
 from deployments.pipelines.plans import Edge, SegmentCall, SegmentResult
-from deployments.pipelines.ports import KnownModel
 from deployments.pipelines.records import PipelineRequest, PipelineResult, TensorValue
 from deployments.records import (
     CacheUse,
@@ -32,11 +32,12 @@ from deployments.records import (
     SwitchReport,
     TextResult,
 )
+from weights.feature_sizes import FeatureSizes
 
 MODELS = {
-    "flux": KnownModel("diffusion"),
-    "adder": KnownModel("llm"),
-    "bert": KnownModel("embedding", embedding_size=2),
+    "flux": ModelRecord("flux", "ready", "diffusion"),
+    "adder": ModelRecord("adder", "ready", "llm"),
+    "bert": ModelRecord("bert", "ready", "embedding", features=FeatureSizes(out_features=2)),
 }
 SWITCH = SwitchReport("m", 0, 0, 0, 0, (), ())
 
@@ -367,17 +368,17 @@ async def test_a_pipeline_comes_and_goes_with_its_models() -> None:
     config = PipelineConfig.model_validate(
         {"id": "p", "inputs": {"text": "text"}, "stages": TWO_BRANCHES, "outputs": {"out": "$both"}, "description": "d"}
     )
-    known: dict[str, KnownModel] = {}
+    known: dict[str, ModelRecord] = {}
     pipelines = Pipelines([config], Models(), lambda: known)
     assert pipelines.names() == ["p"]
     assert "unknown model 'adder'" in (pipelines.problem("p") or "")
     with pytest.raises(ModelUnavailable, match=r"stages\.0\.model.*unknown model 'adder'"):
         await run(pipelines, texts("text", "a"))
-    known["adder"] = KnownModel("llm")
+    known["adder"] = ModelRecord("adder", "ready", "llm")
     assert pipelines.problem("p") is None
     assert pipelines.signature("p").description == "d"
     assert pipelines.plan("p") is pipelines.plan("p")
-    known["adder"] = KnownModel("diffusion")
+    known["adder"] = ModelRecord("adder", "ready", "diffusion")
     assert "no parameter 'message'" in (pipelines.problem("p") or "")
     with pytest.raises(UnknownModel, match="unknown pipeline 'q'"):
         pipelines.signature("q")

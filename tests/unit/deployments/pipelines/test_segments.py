@@ -13,8 +13,15 @@ import torch
 
 from deployments.errors import GenerationFailed, InvalidRequest
 from deployments.pipelines.edge_types import TEXT, TOKENS, VECTOR, EdgeType
-from deployments.pipelines.plans import PIPELINE_INPUT, Edge, SegmentCall, SegmentPlan, SegmentResult, StagePlan
-from deployments.pipelines.segmenting import form_units
+from deployments.pipelines.plans import (
+    PIPELINE_INPUT,
+    Edge,
+    SegmentCall,
+    SegmentPlan,
+    SegmentResult,
+    StagePlan,
+    form_units,
+)
 from deployments.pipelines.segments import SegmentRunner, _ArenaPool
 
 WIDTH, HIDDEN, CLASSES = 6, 5, 3

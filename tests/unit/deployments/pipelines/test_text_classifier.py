@@ -12,14 +12,15 @@ import numpy as np
 import pytest
 import torch
 
+from cluster.registry.directory import ModelRecord
 from configs.pipeline import PipelineConfig
 from deployments.engines.text.dense import DenseHead, load_dense_head
 from deployments.engines.text.loading import load_text_encoder
 from deployments.pipelines.pipelines import Pipelines
 from deployments.pipelines.plans import SegmentCall, SegmentResult
-from deployments.pipelines.ports import KnownModel
 from deployments.pipelines.records import PipelineRequest, TensorValue
 from deployments.pipelines.segments import SegmentRunner
+from weights.feature_sizes import FeatureSizes
 
 pytestmark = pytest.mark.slow
 
@@ -72,9 +73,14 @@ async def test_labels_and_scores_are_those_of_the_stock_library() -> None:
 
     ask = InProcess()
     head = ask.head_module
+    vectors, scores = FeatureSizes(None, head.in_features), FeatureSizes(head.in_features, head.out_features)
     known = {
-        "texts-bert": KnownModel("embedding", embedding_size=head.in_features),
-        "texts-head": KnownModel("head", in_features=head.in_features, out_features=head.out_features),
+        "texts-bert": ModelRecord(
+            "texts-bert", "ready", "embedding", features=FeatureSizes(out_features=head.in_features)
+        ),
+        "texts-head": ModelRecord(
+            "texts-head", "ready", "head", features=FeatureSizes(head.in_features, head.out_features)
+        ),
     }
     pipelines = Pipelines([PipelineConfig.model_validate(CONFIG)], ask, lambda: known, max_batch_size=4)
     assert len(pipelines.plan("text-classifier").units) == 1

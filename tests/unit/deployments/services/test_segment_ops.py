@@ -16,8 +16,7 @@ from configs.model import LongText
 from deployments.engines.protocol import EngineError
 from deployments.engines.text.dense import DenseHead
 from deployments.modules.cache import ModuleCache
-from deployments.pipelines.plans import SegmentCall, SegmentPlan, StagePlan
-from deployments.pipelines.segmenting import _plan_memory
+from deployments.pipelines.plans import SegmentCall, SegmentPlan, StagePlan, _plan_memory
 from deployments.services.text_encoder import _EncoderOps
 from deployments.text.cache import Encoding, EncodingCache
 from deployments.text.encode import CachedEncoders, EncodeJob, encode_batch_or_raise
