@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
+from configs.access import AccessConfig, is_loopback
 from configs.batching import BatchingConfig
 from configs.model import AdapterConfig, GenerationDefaults, ModelConfig, ModelId, StrictModel
 from configs.pipeline import PipelineConfig
@@ -261,6 +262,7 @@ class ClusterConfig(StrictModel):
     name: ModelId = "atelier"
     http: HttpConfig = HttpConfig()
     grpc: GrpcConfig | None = Field(None, description="no gRPC without it")
+    access: AccessConfig = AccessConfig()
     ray: RayConfig = RayConfig()
     store: StoreConfig = StoreConfig()
     ingress: IngressConfig = IngressConfig()
@@ -295,6 +297,22 @@ class ClusterConfig(StrictModel):
         """Models, then adapters, by id."""
         models: dict[str, ModelConfig | AdapterConfig] = {model.id: model for model in self.models}
         return models | {adapter.id: adapter for adapter in self.adapters}
+
+    def open_hosts(self, http_host: str | None = None) -> dict[str, str]:
+        """Return why the sections ("http", "grpc") may not listen where they do: beyond this machine, without keys.
+
+        `http_host` is the address that HTTP really has, when Serve was told another one than this config.
+        """
+        if self.access.insecure or self.access.keys_file is not None:
+            return {}
+        hosts = {"http": http_host or self.http.host} | ({"grpc": self.grpc.host} if self.grpc else {})
+        return {
+            section: f"other machines reach {host}, and nobody needs a key: make one with `atelier keys add NAME "
+            "--admin --file FILE` and set `access: {keys_file: FILE}`, or say --insecure "
+            "(`access: {insecure: true}`) to let everybody in"
+            for section, host in hosts.items()
+            if not is_loopback(host)
+        }
 
     @property
     def allowed_roots(self) -> tuple[Path, ...]:

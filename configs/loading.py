@@ -67,6 +67,9 @@ def _resolve_paths(config: ClusterConfig, folder: Path) -> ClusterConfig:
 
     return config.model_copy(
         update={
+            "access": config.access.model_copy(
+                update={"keys_file": config.access.keys_file and absolute(config.access.keys_file)}
+            ),
             "store": config.store.model_copy(update={"path": absolute(config.store.path)}),
             "model_roots": config.model_roots and tuple(map(absolute, config.model_roots)),
             "models": tuple(m.model_copy(update={"path": located(m.path)}) for m in config.models),

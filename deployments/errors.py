@@ -2,9 +2,12 @@
 
     ServiceError
     ├── InvalidRequest       400  a value of the request is out of range, or a combination is not supported
+    ├── NotAuthenticated     401  no API key, or one that does not hold
+    ├── NotAllowed           403  this key, or the web page that asks, may not do that
     ├── UnknownModel         404  no such model or adapter; the message has the known names
     ├── RequestTooLarge      413  the body is larger than the cluster allows
     ├── Overloaded           503  running work takes the memory that this model needs
+    ├── RateLimited          429  the API key has used up its rate, or has as much in progress as it may
     ├── QueueFull            429  the admission queue of this priority is full
     ├── DeadlineExceeded     504  the request's time was over before its work was done
     ├── ModelUnavailable     503  the model's weights cannot be used
@@ -46,6 +49,14 @@ class InvalidRequest(ServiceError):
     """A value of the request is out of range, or a combination of them is not supported."""
 
 
+class NotAuthenticated(ServiceError):
+    """The request has no API key, or one that does not hold."""
+
+
+class NotAllowed(ServiceError):
+    """The API key, or the web page that asks, may not do that."""
+
+
 class UnknownModel(ServiceError):
     """No model or adapter of that name is served."""
 
@@ -56,6 +67,17 @@ class RequestTooLarge(ServiceError):
 
 class Overloaded(ServiceError):
     """The needs of the request do not fit beside the work that is running."""
+
+
+class RateLimited(ServiceError):
+    """The API key has used up its rate, or has as many requests in progress as it may.
+
+    `retry_after_s` is when the rate allows one more; None when nobody knows.
+    """
+
+    def __init__(self, message: str, param: str | None = None, *, retry_after_s: float | None = None) -> None:
+        super().__init__(message, param)
+        self.retry_after_s = retry_after_s
 
 
 class QueueFull(ServiceError):

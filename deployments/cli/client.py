@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import base64
 import json
+import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Final
@@ -15,7 +17,12 @@ import typer
 REQUEST_TIMEOUT_S: Final = 600.0
 DEFAULT_URL: Final = "http://127.0.0.1:8000"
 
+KEY_VARIABLE: Final = "ATELIER_API_KEY"
+
 Url = Annotated[str | None, typer.Option(help="Where the cluster listens; default: the one that is up.")]
+Key = Annotated[
+    str | None, typer.Option(help=f"API key; default: ${KEY_VARIABLE}, which the list of processes does not show.")
+]
 
 
 class ClientError(Exception):
@@ -31,12 +38,16 @@ class Images:
 
 
 class Client:
-    """The API of the cluster at `url`. All methods raise ClientError."""
+    """The API of the cluster at `url`. All methods raise ClientError. `key` is by default $ATELIER_API_KEY, if set."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, key: str | None = None) -> None:
         self.url = url.rstrip("/")
+        key = key or os.environ.get(KEY_VARIABLE)
+        if key and not re.fullmatch(r"[!-~]+", key):  # not shown: it may be a key all the same
+            raise ClientError("the API key has characters that no key has (a line break, a space?)")
+        headers = {"authorization": f"Bearer {key}"} if key else None
         try:
-            self._http = httpx.Client(base_url=self.url, timeout=REQUEST_TIMEOUT_S)
+            self._http = httpx.Client(base_url=self.url, timeout=REQUEST_TIMEOUT_S, headers=headers)
         except httpx.InvalidURL as error:
             raise ClientError(f"{url!r} is no URL: {error}") from None
 
@@ -117,14 +128,14 @@ class Client:
         return ClientError(f"no answer from {self.url}: {error}. Is the cluster up? (`atelier status`)")
 
 
-def find_client(url: str | None) -> Client:
+def find_client(url: str | None, key: str | None = None) -> Client:
     """Return a client of the cluster at `url`, or of the first one that is up on this machine."""
     from cluster.session import record_folder, running_sessions
 
     if url is None:
         sessions = running_sessions(record_folder())
         url = sessions[0].url if sessions else DEFAULT_URL
-    return Client(url)
+    return Client(url, key)
 
 
 def _pieces(line: str) -> Iterator[str]:

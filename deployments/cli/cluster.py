@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -13,7 +14,7 @@ import typer
 import yaml
 from rich.console import Console
 
-from deployments.cli.client import Client
+from deployments.cli.client import KEY_VARIABLE, Client
 from deployments.cli.models import print_models
 
 if TYPE_CHECKING:
@@ -38,9 +39,12 @@ def up(
     config: ConfigPath = DEFAULT_CONFIG,
     detach: Annotated[bool, typer.Option("--detach", "-d", help="Return when the cluster is ready.")] = False,
     port: Annotated[int | None, typer.Option(min=1, max=65535, help="Instead of the config's http.port.")] = None,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Let everybody in who reaches an address beyond this machine.")
+    ] = False,
 ) -> None:
     """Start a cluster and keep it up until Ctrl-C or `atelier down`."""
-    (_start_detached if detach else _start_attached)(config, port)
+    (_start_detached if detach else _start_attached)(config, port, insecure)
 
 
 @app.command()
@@ -100,19 +104,32 @@ def render_serve_yaml(config: ClusterConfig) -> str:
     return _HEADER + yaml.safe_dump(document, sort_keys=False)
 
 
-def _load_with_port(path: Path, port: int | None) -> ClusterConfig:
+def _load_for_start(path: Path, port: int | None, insecure: bool) -> ClusterConfig:
+    """Load the config with the options of `up`. Raises ConfigError when it may not start so."""
+    from configs.loading import located_problems
+    from deployments.ingress.access.keys_file import KeysFileError, read_book
     from deployments.pipelines.checked_config import load_checked_config
 
     config = load_checked_config(path)
-    if port is None:
-        return config
-    http = type(config.http).model_validate(config.http.model_dump() | {"port": port})
-    return config.model_copy(update={"http": http})
+    if port is not None:
+        http = type(config.http).model_validate(config.http.model_dump() | {"port": port})
+        config = config.model_copy(update={"http": http})
+    if insecure:
+        config = config.model_copy(update={"access": config.access.model_copy(update={"insecure": True})})
+    problems = [((section, "host"), text) for section, text in config.open_hosts().items()]
+    if config.access.keys_file:
+        try:
+            read_book(config.access.keys_file)
+        except KeysFileError as error:
+            problems.append((("access", "keys_file"), f"{error}; `atelier keys add NAME --admin` makes a key"))
+    if problems:
+        raise located_problems(path, problems)
+    return config
 
 
-def _start_attached(path: Path, port: int | None) -> None:
+def _start_attached(path: Path, port: int | None, insecure: bool) -> None:
     """Start the cluster in this process and wait for Ctrl-C, SIGTERM or `atelier down`."""
-    config = _load_with_port(path, port)
+    config = _load_for_start(path, port, insecure)
     start = time.monotonic()
     stop = threading.Event()
     status = _out.status(f"starting cluster {config.name!r}")
@@ -124,7 +141,8 @@ def _start_attached(path: Path, port: int | None) -> None:
         with cluster_up(config, str(path.resolve()), stop) as url:
             status.stop()
             _out.print(f"cluster {config.name!r} is up at {url} after {time.monotonic() - start:.1f} s")
-            print_models(Client(url).models())
+            if config.access.keys_file is None or os.environ.get(KEY_VARIABLE):
+                print_models(Client(url).models())
             _out.print(f"docs: {url}/docs   stop: Ctrl-C or `atelier down`")
             stop.wait()
             _out.print(f"stopping cluster {config.name!r}")
@@ -132,15 +150,17 @@ def _start_attached(path: Path, port: int | None) -> None:
         status.stop()
 
 
-def _start_detached(path: Path, port: int | None) -> None:
+def _start_detached(path: Path, port: int | None, insecure: bool) -> None:
     """Start the cluster in a process of its own and return when it answers. Its output goes to a log file."""
     from cluster.session import record_folder
 
-    config = _load_with_port(path, port)
+    config = _load_for_start(path, port, insecure)
     log = record_folder() / f"{config.name}.log"
     command = [sys.executable, "-m", "deployments.cli.main", "up", str(path)]
     if port is not None:
         command += ["--port", str(port)]
+    if insecure:
+        command.append("--insecure")
     with log.open("w") as file:
         process = subprocess.Popen(command, stdout=file, stderr=file, stdin=subprocess.DEVNULL, start_new_session=True)
     with _out.status(f"starting cluster {config.name!r} (log: {log})"):

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from deployments.cli.client import Client, ClientError, Images, Url, find_client
+from deployments.cli.client import Client, ClientError, Images, Key, Url, find_client
 from deployments.cli.cluster import DEFAULT_CONFIG
 from deployments.cli.output import Json, print_json
 
@@ -40,6 +40,7 @@ def generate(
     local: Annotated[bool, typer.Option("--local", help="In this process, without a cluster.")] = False,
     config: Annotated[Path, typer.Option(help="Cluster YAML, for --local.")] = DEFAULT_CONFIG,
     url: Url = None,
+    key: Key = None,
     as_json: Json = False,
 ) -> None:
     """Make images from a prompt."""
@@ -54,7 +55,9 @@ def generate(
         "seed": seed,
         "lora": [_lora(text) for text in lora or []],
     }
-    images = _generate_locally(body, config, quiet=as_json) if local else _generate_in_cluster(body, find_client(url))
+    images = (
+        _generate_locally(body, config, quiet=as_json) if local else _generate_in_cluster(body, find_client(url, key))
+    )
     paths = _save(images.files, output)
     details = images.details | {"files": [str(path) for path in paths]}
     details.pop("data", None)
@@ -74,9 +77,10 @@ def chat(
     message: Annotated[str | None, typer.Argument(help="One question; without it, a conversation.")] = None,
     model: Annotated[str, typer.Option("--model", "-m", help="Model id.")] = "adder",
     url: Url = None,
+    key: Key = None,
 ) -> None:
     """Talk to a language model."""
-    client = find_client(url)
+    client = find_client(url, key)
     history: list[dict[str, str]] = []
     while (text := _read_line() if message is None else message) is not None:
         history.append({"role": "user", "content": text})

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from configs.errors import ConfigError
-from deployments.cli import bench, cluster, generate, models, status, weights
+from deployments.cli import bench, cluster, generate, keys, models, status, weights
 from deployments.cli.client import ClientError
 from deployments.cli.generate import OptionError
 
@@ -26,6 +26,7 @@ _app = typer.Typer(
 )
 for group in (cluster, status, models, generate):
     _app.add_typer(group.app)
+_app.add_typer(keys.app, name="keys")
 _app.add_typer(weights.app, name="weights")
 _app.add_typer(bench.app, name="bench")
 
@@ -34,13 +35,14 @@ def main() -> None:
     """Run the command line. Errors that people cause are one readable line, never a traceback."""
     from cluster.errors import ClusterError
     from deployments.errors import ServiceError
+    from deployments.ingress.access.keys_file import KeysFileError
     from weights.errors import WeightsError
 
     try:
         _app()
     except (ConfigError, OptionError) as error:
         _fail(error, 2)
-    except (ClientError, ClusterError, ServiceError, WeightsError) as error:
+    except (ClientError, ClusterError, KeysFileError, ServiceError, WeightsError) as error:
         _fail(error, 1)
     except BrokenPipeError:
         os._exit(1)  # the reader of our output is gone; there is nobody to tell

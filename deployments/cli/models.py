@@ -9,7 +9,7 @@ from typing import Annotated, Any, Final
 import typer
 from rich.console import Console
 
-from deployments.cli.client import Url, find_client
+from deployments.cli.client import Key, Url, find_client
 from deployments.cli.output import SHORT_HASH, Column, Json, Wide, print_json, print_table, size
 
 app = typer.Typer()
@@ -32,9 +32,9 @@ class Tier(StrEnum):
 
 
 @app.command()
-def models(url: Url = None, wide: Wide = False, as_json: Json = False) -> None:
+def models(url: Url = None, key: Key = None, wide: Wide = False, as_json: Json = False) -> None:
     """List the models and adapters that the cluster serves."""
-    found = find_client(url).models()
+    found = find_client(url, key).models()
     if as_json:
         print_json({"models": found})
     else:
@@ -51,12 +51,13 @@ def register(
     description: Annotated[str | None, typer.Option(help="For the listing.")] = None,
     wait: Annotated[bool, typer.Option(help="Return when it is ready, or is known to be unusable.")] = True,
     url: Url = None,
+    key: Key = None,
     as_json: Json = False,
 ) -> None:
     """Serve one more model or LoRA, or another version of one, without a restart."""
     given = {"base": base or None, "dtype": dtype, "component": component, "description": description}
     entry = {"id": model, "path": _located(path)} | {key: value for key, value in given.items() if value is not None}
-    client = find_client(url)
+    client = find_client(url, key)
     with Console(stderr=True).status(f"registering {model!r}"):
         found = client.register(entry, wait=wait)
     _print_answer(found, f"{model} is {found['state']} ({found['kind'] or 'kind not known yet'})", as_json)
@@ -67,10 +68,11 @@ def unregister(
     model: Model,
     purge: Annotated[bool, typer.Option("--purge", help="Take it out of the store, too.")] = False,
     url: Url = None,
+    key: Key = None,
     as_json: Json = False,
 ) -> None:
     """Serve a model no more. Requests that run with it finish."""
-    answer = find_client(url).unregister(model, purge=purge)
+    answer = find_client(url, key).unregister(model, purge=purge)
     orphans = ", ".join(answer["orphans"])
     text = f"{model} is served no more" + (f"; adapters without it: {orphans}" if orphans else "")
     _print_answer(answer, text, as_json)
@@ -81,22 +83,23 @@ def prefetch(
     model: Model,
     tier: Annotated[Tier, typer.Option(help="host: memory of every node; device: every worker, too.")] = Tier.host,
     url: Url = None,
+    key: Key = None,
     as_json: Json = False,
 ) -> None:
     """Bring a model nearer before it is asked for, into room that nothing else needs."""
-    _print_outcome(find_client(url).prefetch(model, tier.value), f"{model} is prefetched", as_json)
+    _print_outcome(find_client(url, key).prefetch(model, tier.value), f"{model} is prefetched", as_json)
 
 
 @app.command()
-def pin(model: Model, url: Url = None, as_json: Json = False) -> None:
+def pin(model: Model, url: Url = None, key: Key = None, as_json: Json = False) -> None:
     """Keep a model in memory where it is resident."""
-    _print_outcome(find_client(url).pin(model), f"{model} is pinned", as_json)
+    _print_outcome(find_client(url, key).pin(model), f"{model} is pinned", as_json)
 
 
 @app.command()
-def unpin(model: Model, url: Url = None, as_json: Json = False) -> None:
+def unpin(model: Model, url: Url = None, key: Key = None, as_json: Json = False) -> None:
     """Let a model be evicted again."""
-    _print_outcome(find_client(url).pin(model, pinned=False), f"{model} may be evicted", as_json)
+    _print_outcome(find_client(url, key).pin(model, pinned=False), f"{model} may be evicted", as_json)
 
 
 def print_models(models: list[dict[str, Any]], *, wide: bool = False, title: str = "") -> None:

@@ -6,7 +6,7 @@ from typing import Any, Final
 
 import typer
 
-from deployments.cli.client import Url, find_client
+from deployments.cli.client import Key, Url, find_client
 from deployments.cli.models import print_models
 from deployments.cli.output import SHORT_HASH, Column, Json, Wide, print_json, print_line, print_table, size
 
@@ -34,9 +34,9 @@ RESIDENCY_COLUMNS: Final = (
 
 
 @app.command()
-def status(url: Url = None, wide: Wide = False, as_json: Json = False) -> None:
+def status(url: Url = None, key: Key = None, wide: Wide = False, as_json: Json = False) -> None:
     """Show what is up, and what is resident where."""
-    client = find_client(url)
+    client = find_client(url, key)
     cluster = client.cluster()
     if as_json:
         print_json(cluster)

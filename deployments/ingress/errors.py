@@ -8,6 +8,7 @@ KServe's routes and gRPC put the same `Failure` into their own forms.
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -26,8 +27,11 @@ from deployments.errors import (
     InvalidRequest,
     ModelUnavailable,
     NoReplica,
+    NotAllowed,
+    NotAuthenticated,
     Overloaded,
     QueueFull,
+    RateLimited,
     ReplicaLost,
     RequestTooLarge,
     ServiceError,
@@ -38,15 +42,18 @@ from deployments.ingress.responses import Answer, json_response
 
 _logger = logging.getLogger("atelier.ingress")
 
-_RETRY_AFTER_S: Final = "1"
+_RETRY_AFTER_S: Final = 1.0  # where nobody knows better
 # error class -> HTTP status, OpenAI type, OpenAI code; the first class that fits wins
 _TABLE: Final[tuple[tuple[type[Exception], int, str, str], ...]] = (
     (InvalidRequest, 400, "invalid_request_error", "invalid_value"),
+    (NotAuthenticated, 401, "invalid_request_error", "invalid_api_key"),
+    (NotAllowed, 403, "permission_error", "not_allowed"),
     (UnknownModel, 404, "invalid_request_error", "model_not_found"),
     (Conflict, 409, "invalid_request_error", "conflict"),
     (Unprocessable, 422, "invalid_request_error", "unusable_checkpoint"),
     (RequestTooLarge, 413, "invalid_request_error", "request_too_large"),
     (Overloaded, 503, "server_error", "overloaded"),
+    (RateLimited, 429, "rate_limit_error", "rate_limit_exceeded"),
     (QueueFull, 429, "rate_limit_error", "queue_full"),
     (DeadlineExceeded, 504, "timeout_error", "deadline_exceeded"),
     (ModelUnavailable, 503, "server_error", "model_unavailable"),
@@ -96,11 +103,14 @@ class Failure:
     type: str = "server_error"
     code: str = "internal"
     param: str | None = None
+    retry_after_s: float = _RETRY_AFTER_S
 
     @property
     def headers(self) -> dict[str, str] | None:
-        """`Retry-After` where trying again may help."""
-        return {"retry-after": _RETRY_AFTER_S} if self.status in (429, 503) else None
+        """`Retry-After` where trying again may help, in whole seconds; with 401, how to say who asks."""
+        if self.status == 401:
+            return {"www-authenticate": "Bearer"}
+        return {"retry-after": str(math.ceil(self.retry_after_s))} if self.status in (429, 503) else None
 
 
 def failure_of(error: Exception) -> Failure:
@@ -115,7 +125,8 @@ def failure_of(error: Exception) -> Failure:
     for class_, status, type_, code in _TABLE:
         if isinstance(error, class_):
             if isinstance(error, ServiceError):
-                return Failure(status, str(error), type_, code, error.param)
+                retry_after_s = getattr(error, "retry_after_s", None) or _RETRY_AFTER_S
+                return Failure(status, str(error), type_, code, error.param, retry_after_s)
             return Failure(status, "the replica that worked on this request is gone; try again", type_, code)
     _logger.error("unexpected error", exc_info=error)
     return Failure(500, "internal error; the server's log has the details")

@@ -12,13 +12,18 @@ from typing import Any
 
 from fastapi import FastAPI
 from ray import serve
+from ray.serve.context import _get_global_client
 from ray.serve.handle import DeploymentHandle
+from starlette.middleware.cors import CORSMiddleware
 
 from cluster.loopback import replica_calls_on_loopback
 from cluster.registry.actor import connect_registry
 from cluster.registry.snapshot import RegistrySnapshot
 from configs.cluster import ClusterConfig
+from configs.errors import ConfigError
 from deployments.ingress import errors
+from deployments.ingress.access.callers import Callers
+from deployments.ingress.access.http import AccessGate
 from deployments.ingress.admin.routes import create_admin_router
 from deployments.ingress.kserve.grpc.server import start_grpc_server
 from deployments.ingress.kserve.inference import Inference
@@ -52,12 +57,16 @@ Protocol of KServe and Triton (`/v2`). Every answer says how long each stage too
 under `/v1` in the field `timings_ms`."""
 
 
-def create_http_app(service: Service, config: ClusterConfig, admission: Admission | None = None) -> FastAPI:
+def create_http_app(
+    service: Service, config: ClusterConfig, admission: Admission | None = None, http_host: str | None = None
+) -> FastAPI:
     """Return the application. It needs no Ray: a test gives it a Service over fakes.
 
-    `admission` counts the requests that come over handles as well.
+    `admission` counts the requests that come over handles as well. `http_host` is the address that Serve listens on,
+    where that is not the config's.
     """
     limits = config.ingress.limits
+    callers = Callers(config.access, config.ingress.num_replicas)
     admission = admission or Admission(config.ingress.max_ongoing_requests)
     statistics, repository = Statistics(), Repository(service)
     inference = Inference(service, limits, statistics)
@@ -75,6 +84,7 @@ def create_http_app(service: Service, config: ClusterConfig, admission: Admissio
             port=config.grpc.port,
             max_message_bytes=limits.max_body_bytes,
             admission=admission,
+            callers=callers,
         )
         try:
             yield
@@ -95,6 +105,21 @@ def create_http_app(service: Service, config: ClusterConfig, admission: Admissio
     app.include_router(create_admin_router(service))
     app.add_middleware(BodyLimit, max_bytes=limits.max_body_bytes)
     app.add_middleware(AdmissionGate, admission=admission)
+    app.add_middleware(
+        AccessGate,
+        callers=callers,
+        config=config.access,
+        http_host=config.http.host if http_host is None else http_host,
+    )
+    if config.access.cors_origins:  # around all else: browsers show a page no refusal without its headers
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=config.access.cors_origins,
+            allow_methods=["GET", "POST", "PUT", "DELETE"],
+            allow_headers=["*"],
+            allow_private_network=True,
+            expose_headers=["Retry-After", "Server-Timing"],
+        )
     return app
 
 
@@ -104,13 +129,16 @@ class Ingress:
 
     def __init__(self, config: ClusterConfig, encoder: DeploymentHandle, worker: DeploymentHandle) -> None:
         replica_calls_on_loopback()
+        self._http_host = str(_get_global_client().http_config.host or config.http.host)
+        for section, problem in config.open_hosts(self._http_host).items():  # `serve run` and `serve deploy` end here
+            raise ConfigError(f"{section}.host: {problem}")
         snapshot = RegistrySnapshot(lambda: connect_registry(config))
         self._config = config
         self._admission = Admission(config.ingress.max_ongoing_requests)
         self._service = Service(config, snapshot, encoder, worker, lambda name: ReplicaStates(name).why_none_can)
 
     def __serve_build_asgi_app__(self) -> Any:
-        return create_http_app(self._service, self._config, self._admission)
+        return create_http_app(self._service, self._config, self._admission, self._http_host)
 
     async def generate(self, request: ImageRequest | Mapping[str, Any]) -> ImageResult:
         with self._admission.admit_request():

@@ -70,7 +70,7 @@ def test_relative_paths_are_relative_to_the_file(tmp_path: Path, monkeypatch: py
             ["unknown key; did you mean 'batching'?"],
         ),
         (MODELS + "    defaults: {widht: 8}\n", 4, "models.0.defaults.widht", ["'width'", "height"]),
-        (MODELS + "zzzzzz: 1\n", 4, "zzzzzz", ["unknown key", "known: adapters"]),
+        (MODELS + "zzzzzz: 1\n", 4, "zzzzzz", ["unknown key", "known: access, adapters"]),
         ("models:\n  - id: m\n", 2, "models.0.path", ["required"]),
         ("name: x\n", 1, "models", ["required"]),
         ("models: []\n", 1, "models", ["at least 1"]),

@@ -23,6 +23,8 @@ _MAX_DETAIL_CHARS: Final = 2_000  # details travel in a header, and clients take
 # Where Triton has a code for the case, it is this one.
 _CODES: Final[dict[int, StatusCode]] = {
     400: StatusCode.INVALID_ARGUMENT,
+    401: StatusCode.UNAUTHENTICATED,
+    403: StatusCode.PERMISSION_DENIED,
     404: StatusCode.NOT_FOUND,
     409: StatusCode.FAILED_PRECONDITION,
     413: StatusCode.INVALID_ARGUMENT,  # RESOURCE_EXHAUSTED would ask to be tried again

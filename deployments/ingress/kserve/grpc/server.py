@@ -19,6 +19,8 @@ from typing import Any, Final
 import grpc
 from grpc_reflection.v1alpha import reflection
 
+from deployments.ingress.access.callers import Callers
+from deployments.ingress.access.grpc import AccessInterceptor
 from deployments.ingress.kserve.grpc.calls import Method, service_handler
 from deployments.ingress.kserve.grpc.protos import POOL
 from deployments.ingress.kserve.grpc.protos import health as messages
@@ -106,8 +108,9 @@ async def start_grpc_server(
     port: int,
     max_message_bytes: int,
     admission: Admission | None = None,
+    callers: Callers | None = None,
 ) -> GrpcServer:
-    """Listen on `host` and `port`, and return the server.
+    """Listen on `host` and `port`, and return the server. Without `callers` nobody needs a key.
 
     gRPC itself refuses larger messages before anything is decoded, and calls of any kind, probes too, when there are
     `_SPARE_CALLS` more of them than `admission` takes. None takes all.
@@ -116,6 +119,7 @@ async def start_grpc_server(
     """
     admission = admission or Admission(sys.maxsize)
     server = grpc.aio.server(
+        interceptors=[AccessInterceptor(callers)] if callers else [],
         options=[
             ("grpc.max_receive_message_length", max_message_bytes),
             ("grpc.max_send_message_length", -1),  # of answers: images are as large as their request said

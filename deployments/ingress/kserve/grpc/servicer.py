@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import grpc
 
+from deployments.ingress.access.callers import begin_current_request
 from deployments.ingress.kserve.grpc import codec as grpc_codec
 from deployments.ingress.kserve.grpc.calls import Method, parsed, read_infer, status_of, write_infer
 from deployments.ingress.kserve.grpc.protos import open_inference as messages
@@ -191,7 +192,7 @@ class _InferStream:
 
     async def _respond(self, request: Any, before: _Turn) -> None:
         try:
-            with self._admission.admit_request():
+            with begin_current_request(), self._admission.admit_request():
                 asked = await read_infer(request)
                 async with aclosing(self._inference.infer_stream(asked)) as responses:
                     async for response in responses:

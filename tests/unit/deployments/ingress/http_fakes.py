@@ -34,6 +34,7 @@ IMAGES, CHATS, COMPLETIONS, EMBEDDINGS = "images/generations", "chat/completions
 SWITCH = SwitchReport("m", 1.0, 0.5, 0.5, 10, ("vae",), ())
 CONFIG = ClusterConfig.model_validate(
     {
+        "access": {"allowed_hosts": ["test"]},
         "ingress": {
             "limits": {
                 "max_images": 4,

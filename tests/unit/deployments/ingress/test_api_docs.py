@@ -100,7 +100,9 @@ async def test_an_answer_that_is_not_as_described_is_noticed(as_described: Any, 
     app = FastAPI()
     app.include_router(router)
     transport = httpx.ASGITransport(app)
-    async with httpx.AsyncClient(transport=transport, base_url="http://test", event_hooks=as_described(app)) as client:
+    async with httpx.AsyncClient(
+        transport=transport, base_url="http://localhost", event_hooks=as_described(app)
+    ) as client:
         if problem is None:
             await client.get(path)
         else:

@@ -94,7 +94,7 @@ async def http(registry: Registry, encoders: Encoders, as_described: Any) -> Asy
     app = create_http_app(Service(CONFIG, watch, encoders, None), CONFIG)
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     hooks = as_described(app)
-    async with httpx.AsyncClient(transport=transport, base_url="http://test", event_hooks=hooks) as client:
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost", event_hooks=hooks) as client:
         yield client
     watch.close()
 

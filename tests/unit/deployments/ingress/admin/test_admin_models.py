@@ -146,7 +146,7 @@ async def http(registry: Registry, worker: Replicas, as_described: Any) -> Async
     app = create_http_app(Service(CONFIG, watch, encoder, worker), CONFIG)
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     hooks = as_described(app)
-    async with httpx.AsyncClient(transport=transport, base_url="http://test", event_hooks=hooks) as client:
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost", event_hooks=hooks) as client:
         yield client
     watch.close()
 

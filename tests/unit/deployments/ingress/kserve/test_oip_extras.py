@@ -42,7 +42,7 @@ async def client(inference: Inference, limits: LimitsConfig) -> AsyncIterator[ht
     routing.install_error_handlers(app)
     app.include_router(create_inference_router(inference, limits))
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
         yield client
 
 

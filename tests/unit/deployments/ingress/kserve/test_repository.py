@@ -55,7 +55,7 @@ async def web(repository: Repository) -> AsyncIterator[httpx.AsyncClient]:
     statistics = Statistics()
     statistics.succeeded("flux", timings_ms={"denoise": 2.0, "total": 3.0}, batch_size=2)
     app.include_router(create_repository_router(repository, statistics))
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
         yield client
 
 

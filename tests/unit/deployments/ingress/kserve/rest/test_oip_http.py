@@ -40,7 +40,7 @@ async def client(inference: Inference, limits: LimitsConfig, as_described: Any) 
     app.add_middleware(BodyLimit, max_bytes=limits.max_body_bytes)
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     hooks = as_described(app)
-    async with httpx.AsyncClient(transport=transport, base_url="http://test", event_hooks=hooks) as client:
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost", event_hooks=hooks) as client:
         yield client
 
 

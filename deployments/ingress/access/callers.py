@@ -1,0 +1,135 @@
+"""Who asks: a request's key becomes a caller with a tenant, rights and limits. HTTP and gRPC ask the same questions."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Final, Literal
+
+from configs.access import AccessConfig
+from deployments.errors import NotAllowed, NotAuthenticated
+from deployments.ingress.access.keys import KeyEntry
+from deployments.ingress.access.keys_file import KeysFile
+from deployments.ingress.access.limits import KeyLimits, KeyUse
+
+# What a request needs: nothing, any key, or an admin key.
+Need = Literal["nothing", "key", "admin"]
+
+# Of the request that this task works on: the tenant of its key, "" without keys; and who asks.
+current_tenant: ContextVar[str] = ContextVar("current_tenant", default="")
+_current_caller: ContextVar[Caller | None] = ContextVar("_current_caller", default=None)
+
+_BEARER: Final = re.compile(r"bearer +(\S+) *", re.IGNORECASE)
+_NO_KEY: Final = "no API key; send one as `Authorization: Bearer KEY` or `x-api-key: KEY`"
+_WRONG_KEY: Final = "this API key does not hold: it is wrong, or was revoked"
+_NO_ADMIN: Final = "this needs an admin key; `atelier keys add NAME --admin` makes one"
+
+
+class Callers:
+    """The callers that one replica knows, by the keys file of the config. Lives on one event loop."""
+
+    def __init__(
+        self, config: AccessConfig, num_replicas: int = 1, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._config = config
+        self._num_replicas = num_replicas
+        self._clock = clock
+        self._file = KeysFile(config.keys_file) if config.keys_file else None
+        self._uses: dict[str, KeyUse] = {}
+        self._revision = 0
+
+    @property
+    def need_keys(self) -> bool:
+        """True when callers need a key at all."""
+        return self._file is not None
+
+    def identify(self, key: str | None, need: Need) -> Caller | None:
+        """Return who asks, None where nobody needs a key.
+
+        Raises: NotAuthenticated without a key that holds, NotAllowed when it is no admin's and one is needed.
+        """
+        if self._file is None or need == "nothing":
+            return None
+        if key is None:
+            raise NotAuthenticated(_NO_KEY)
+        entry = self._find(key)
+        if need == "admin" and not entry.admin:
+            raise NotAllowed(_NO_ADMIN)
+        return Caller(self, key, entry.share)
+
+    def _find(self, key: str) -> KeyEntry:
+        assert self._file is not None
+        entry = self._file.book().find(key)
+        if entry is None:
+            raise NotAuthenticated(_WRONG_KEY)
+        return entry
+
+    def count_request(self, key: str) -> KeyUse:
+        """Begin a request of the key. Raises: NotAuthenticated when it does not hold (any more), RateLimited."""
+        entry = self._find(key)
+        self._forget_revoked()
+        use = self._uses.setdefault(entry.sha256, KeyUse())
+        use.begin_request(self._limits_of(entry), self._clock())
+        return use
+
+    def _limits_of(self, entry: KeyEntry) -> KeyLimits:
+        rate, concurrent = entry.requests_per_s, entry.max_concurrent
+        if not entry.admin:
+            rate = rate if rate is not None else self._config.requests_per_s
+            concurrent = concurrent if concurrent is not None else self._config.max_concurrent
+        return KeyLimits.share_of(rate, concurrent, self._num_replicas)
+
+    def _forget_revoked(self) -> None:
+        assert self._file is not None
+        if self._revision != self._file.revision:
+            self._revision = self._file.revision
+            held = self._file.book().entries
+            self._uses = {digest: use for digest, use in self._uses.items() if digest in held or use.num_in_progress}
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who asks, by a key that held when the request or stream began."""
+
+    callers: Callers
+    key: str = field(repr=False)
+    tenant: str
+
+    @contextlib.contextmanager
+    def begin_request(self) -> Iterator[None]:
+        """Count one request of the key for as long as the context lasts.
+
+        Raises: NotAuthenticated when the key was revoked since, RateLimited.
+        """
+        use = self.callers.count_request(self.key)
+        try:
+            yield
+        finally:
+            use.end_request()
+
+
+@contextlib.contextmanager
+def acting_for(caller: Caller | None) -> Iterator[None]:
+    """Set `current_tenant`, and whom `begin_current_request` counts for, in this task and its children."""
+    tokens = current_tenant.set(caller.tenant if caller else ""), _current_caller.set(caller)
+    try:
+        yield
+    finally:
+        current_tenant.reset(tokens[0])
+        _current_caller.reset(tokens[1])
+
+
+def begin_current_request() -> contextlib.AbstractContextManager[None]:
+    """Count one request for whoever this task acts for: of a stream that carries many. Raises like `begin_request`."""
+    caller = _current_caller.get()
+    return caller.begin_request() if caller else contextlib.nullcontext()
+
+
+def shown_key(authorization: str | None, x_api_key: str | None) -> str | None:
+    """Return the key of a request's headers, None without one. `Authorization` of another scheme is a proxy's."""
+    found = _BEARER.fullmatch(authorization or "")
+    return found[1] if found else (x_api_key or "").strip() or None

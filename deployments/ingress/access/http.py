@@ -1,0 +1,119 @@
+"""Access over HTTP: an ASGI middleware around everything else. It decides before a body is read.
+
+A server without keys answers whoever reaches it, and every web page that its user opens reaches a loopback address.
+Browsers say which page asks (`Origin`, for all but plain reading) and by which name (`Host`): a page that has its own
+name resolve to 127.0.0.1 (DNS rebinding) cannot hide that name. With keys, a page would have to know one.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Collection
+from typing import Final
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from configs.access import AccessConfig, is_loopback
+from deployments.errors import NotAllowed, ServiceError
+from deployments.ingress.access.callers import Callers, Need, acting_for, shown_key
+from deployments.ingress.errors import error_response
+from deployments.ingress.kserve.rest.routing import is_protocol_path, protocol_error_response
+
+# Probes, and the description of the API, which is the same on every server.
+_OPEN: Final = frozenset({"/healthz", "/v2/health/live", "/v2/health/ready", "/docs", "/openapi.json"})
+_READING: Final = frozenset({"GET", "HEAD", "OPTIONS"})
+
+
+def need_of(path: str) -> Need:
+    """Return what a request for `path` needs. What is not known to be for everybody is for operators."""
+    if path in _OPEN:
+        return "nothing"
+    if path.startswith("/v2/repository/models/"):  # load and unload
+        return "admin"
+    return "key" if path == "/v2" or path.startswith(("/v1/", "/v2/")) else "admin"
+
+
+class AccessGate:
+    """ASGI middleware that knows who asks, and refuses whom the config does not let in.
+
+    It puts the tenant of the key into `scope["state"]["tenant"]`; without keys it puts nothing there.
+    `http_host` is the address that the server listens on.
+    """
+
+    def __init__(self, app: ASGIApp, callers: Callers, config: AccessConfig, http_host: str) -> None:
+        self._app = app
+        self._callers = callers
+        self._check_origin = not callers.need_keys and "*" not in config.cors_origins
+        self._check_host = bool(config.allowed_hosts) or (is_loopback(http_host) and not callers.need_keys)
+        self._origins = frozenset(config.cors_origins)
+        self._hosts = config.allowed_hosts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or (need := need_of(scope["path"])) == "nothing":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        try:
+            self._check_page(scope["method"], headers)
+            key = shown_key(headers.get("authorization"), headers.get("x-api-key"))
+            caller = self._callers.identify(key, need)
+            if caller is None:
+                await self._app(scope, receive, send)
+                return
+            with caller.begin_request(), acting_for(caller):
+                scope["state"] = {**scope.get("state", {}), "tenant": caller.tenant}
+                await self._app(scope, receive, send)
+        except ServiceError as error:  # of this gate: what the app raises has become an answer in there
+            respond = protocol_error_response if is_protocol_path(scope["path"]) else error_response
+            await respond(error)(scope, receive, send)
+
+    def _check_page(self, method: str, headers: Headers) -> None:
+        """Raise NotAllowed when a web page asks that may not."""
+        host, origin = headers.get("host", "").lower(), headers.get("origin", "").lower()
+        if self._check_host and host and not is_known_host(_name_of(host), self._hosts):
+            raise NotAllowed(
+                f"the header Host has the name {_name_of(host)[:100]!r}, which this server does not go by; "
+                "`access: {allowed_hosts: [...]}` of the cluster config adds names"
+            )
+        if not self._check_origin or method in _READING or not origin or origin in self._origins:
+            return
+        if not is_same_origin(origin, host):
+            raise NotAllowed(
+                f"web pages of {origin[:100]!r} may not ask this server; "
+                "`access: {cors_origins: [...]}` of the cluster config lets them"
+            )
+
+
+def is_known_host(name: str, allowed: Collection[str]) -> bool:
+    """Return whether a lower-case name is one of `allowed`, or cannot be another's: an address, or localhost."""
+    try:
+        ipaddress.ip_address(name)
+        return True
+    except ValueError:
+        pass
+    if name == "localhost" or name.endswith(".localhost"):  # RFC 6761: never another machine
+        return True
+    return any(name == known or (known.startswith("*.") and name.endswith(known[1:])) for known in allowed)
+
+
+def is_same_origin(origin: str, host: str) -> bool:
+    """Return whether the page of `origin` came from the server of `host`, whose scheme a proxy may have changed."""
+    try:
+        page = urlsplit(origin)
+        server = urlsplit(f"{page.scheme}://{host}")
+        default = {"http": 80, "https": 443}[page.scheme]
+        return bool(page.hostname) and (page.hostname, page.port or default) == (
+            server.hostname,
+            server.port or default,
+        )
+    except (ValueError, KeyError):
+        return False
+
+
+def _name_of(host: str) -> str:
+    """Return the header Host without its port, and an IPv6 address without brackets."""
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host.partition(":")[0].removesuffix(".")

@@ -1,0 +1,221 @@
+"""Who is let in over gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf.message_factory import GetMessageClass
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from configs.access import AccessConfig
+from configs.cluster import LimitsConfig
+from deployments.ingress.access.callers import Callers, current_tenant
+from deployments.ingress.access.keys import KeyEntry, hash_of
+from deployments.ingress.access.keys_file import add_key, revoke_key
+from deployments.ingress.kserve.grpc.protos import POOL
+from deployments.ingress.kserve.grpc.protos import open_inference as messages
+from deployments.ingress.kserve.grpc.server import GrpcServer, start_grpc_server
+from deployments.ingress.kserve.inference import Inference
+from deployments.ingress.kserve.repository import Repository
+from deployments.ingress.kserve.statistics import Statistics
+
+SERVICE, HEALTH = "inference.GRPCInferenceService", "grpc.health.v1.Health"
+TIMEOUT_S = 5.0
+USER, ADMIN = (("authorization", "Bearer atl_user"),), (("x-api-key", "atl_admin"),)
+Metadata = tuple[tuple[str, str], ...]
+
+
+class Clock:
+    """Seconds that pass when a test says so."""
+
+    now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Path:
+    tmp_path.chmod(0o700)
+    path = tmp_path / "keys"
+    add_key(path, KeyEntry(name="user", sha256=hash_of("atl_user"), tenant="team", max_concurrent=2))
+    add_key(path, KeyEntry(name="root", sha256=hash_of("atl_admin"), admin=True))
+    add_key(path, KeyEntry(name="slow", sha256=hash_of("atl_slow"), requests_per_s=0.5))
+    return path
+
+
+@pytest.fixture
+async def server(service: Any, limits: LimitsConfig, keys: Path, clock: Clock) -> AsyncIterator[GrpcServer]:
+    async def nothing(*_: Any) -> None:
+        return None
+
+    service.operations = SimpleNamespace(evict_model=nothing)
+    service.tenants = []
+    embed_as_before = service.embed
+
+    async def embed(request: Any) -> Any:
+        service.tenants.append(current_tenant.get())
+        return await embed_as_before(request)
+
+    service.embed = embed
+    statistics = Statistics()
+    server = await start_grpc_server(
+        Inference(service, limits, statistics),
+        Repository(service),
+        statistics,
+        host="127.0.0.1",
+        port=0,
+        max_message_bytes=10_000,
+        callers=Callers(AccessConfig(keys_file=keys), clock=clock),
+    )
+    yield server
+    await server.stop(0)
+
+
+@pytest.fixture
+async def channel(server: GrpcServer) -> AsyncIterator[grpc.aio.Channel]:
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+        yield channel
+
+
+def call(channel: grpc.aio.Channel, method: str, metadata: Metadata = (), service: str = SERVICE, **fields: Any) -> Any:
+    described = POOL.FindServiceByName(service).FindMethodByName(method)
+    request, answer = GetMessageClass(described.input_type), GetMessageClass(described.output_type)
+    ask = channel.unary_unary(f"/{service}/{method}", request.SerializeToString, answer.FromString)
+    return ask(request(**fields), timeout=TIMEOUT_S, metadata=metadata)
+
+
+def embedding(id_: str = "") -> dict[str, Any]:
+    inputs = [{"name": "text", "datatype": "BYTES", "shape": [1], "contents": {"bytes_contents": [b"Hi"]}}]
+    return {"model_name": "minilm", "id": id_, "inputs": inputs}
+
+
+def stream(channel: grpc.aio.Channel, metadata: Metadata) -> Any:
+    described = POOL.FindServiceByName(SERVICE).FindMethodByName("ModelStreamInfer")
+    answer = GetMessageClass(described.output_type)
+    make = channel.stream_stream(
+        f"/{SERVICE}/ModelStreamInfer", messages.ModelInferRequest.SerializeToString, answer.FromString
+    )
+    return make(metadata=metadata, timeout=TIMEOUT_S)
+
+
+async def code(asked: Any) -> str:
+    try:
+        await asked
+    except grpc.aio.AioRpcError as error:
+        return str(error.code().name)
+    return "OK"
+
+
+WRONG: list[Metadata] = [
+    (),
+    (("authorization", "Bearer wrong"),),
+    (("authorization", "Basic atl_user"),),
+    (("authorization", "Bearer atl_userx"),),
+    (("x-api-key", hash_of("atl_user")),),
+    (("x-api-key", "x" * 5_000),),
+]
+
+
+@pytest.mark.parametrize("metadata", WRONG)
+async def test_without_a_key_that_holds_only_health_is_told(
+    channel: grpc.aio.Channel, service: Any, metadata: Metadata
+) -> None:
+    for method in ("ServerLive", "ServerReady"):
+        assert await code(call(channel, method, metadata)) == "OK"
+    assert await code(call(channel, "Check", metadata, HEALTH)) == "OK"
+    for method in ("ServerMetadata", "ModelReady", "ModelInfer", "RepositoryIndex", "RepositoryModelUnload"):
+        assert await code(call(channel, method, metadata)) == "UNAUTHENTICATED"
+    assert await code(channel.unary_unary(f"/{SERVICE}/LogSettings")(b"", metadata=metadata)) == "UNAUTHENTICATED"
+    assert await code(channel.unary_unary(f"/{SERVICE}/Nothing")(b"", metadata=metadata)) == "UNIMPLEMENTED"
+    asked = stream(channel, metadata)
+    assert await code(asked.read()) == "UNAUTHENTICATED"
+    assert "key" in await asked.details()
+    reflected = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(
+        iter([reflection_pb2.ServerReflectionRequest(list_services="")]), metadata=metadata
+    )
+    assert await code(reflected.read()) == "UNAUTHENTICATED"
+    assert not service.requests
+
+
+async def test_rights_and_tenants(channel: grpc.aio.Channel, service: Any) -> None:
+    for metadata in (USER, ADMIN, (*USER, ("x-tenant", "forged"))):
+        assert await code(call(channel, "ModelInfer", metadata, **embedding())) == "OK"
+        assert await code(call(channel, "RepositoryIndex", metadata)) == "OK"
+    for method in ("RepositoryModelLoad", "RepositoryModelUnload"):
+        assert await code(call(channel, method, USER, model_name="minilm")) == "PERMISSION_DENIED"
+    assert await code(call(channel, "RepositoryModelUnload", ADMIN, model_name="minilm")) == "OK"
+    assert service.tenants == ["team", "root", "team"]
+    reflected = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(
+        iter([reflection_pb2.ServerReflectionRequest(list_services="")]), metadata=USER
+    )
+    assert SERVICE in {found.name for found in (await reflected.read()).list_services_response.service}
+
+
+async def test_a_rate_is_told_with_the_time_to_wait(channel: grpc.aio.Channel, clock: Clock) -> None:
+    slow = (("x-api-key", "atl_slow"),)
+    assert await code(call(channel, "ModelInfer", slow, **embedding())) == "OK"
+    clock.now_s += 0.5
+    refused = call(channel, "ModelInfer", slow, **embedding())
+    assert await code(refused) == "RESOURCE_EXHAUSTED"
+    assert dict(await refused.trailing_metadata())["retry-after"] == "2"  # 1.5 in whole seconds
+    assert await code(call(channel, "ModelInfer", USER, **embedding())) == "OK"
+    clock.now_s += 1.5
+    assert await code(call(channel, "ModelInfer", slow, **embedding())) == "OK"
+
+
+async def test_calls_in_progress_are_counted_until_they_end(channel: grpc.aio.Channel, service: Any) -> None:
+    service.gate.clear()
+    running = [asyncio.ensure_future(code(call(channel, "ModelInfer", USER, **embedding()))) for _ in range(2)]
+    while len(service.requests) < 2:
+        await asyncio.sleep(0.001)
+    assert await code(call(channel, "ModelInfer", USER, **embedding())) == "RESOURCE_EXHAUSTED"
+    assert await code(call(channel, "ServerLive", USER)) == "OK"
+    cancelled = call(channel, "ModelInfer", ADMIN, **embedding())
+    while len(service.requests) < 3:
+        await asyncio.sleep(0.001)
+    cancelled.cancel()
+    service.gate.set()
+    assert await asyncio.gather(*running) == ["OK", "OK"]
+    service.error = lambda _: ValueError("broken")
+    for _ in range(3):
+        assert await code(call(channel, "ModelInfer", USER, **embedding())) == "INTERNAL"
+    service.error = lambda _: None
+    assert await code(call(channel, "ModelInfer", USER, **embedding())) == "OK"
+
+
+async def test_each_request_of_a_stream_counts_and_a_revoked_key_begins_no_more(
+    channel: grpc.aio.Channel, service: Any, keys: Path
+) -> None:
+    service.gate.clear()
+    asked = stream(channel, USER)
+    for number in range(3):
+        await asked.write(messages.ModelInferRequest(**embedding(str(number))))
+    while len(service.requests) < 2:
+        await asyncio.sleep(0.001)
+    revoke_key(keys, "user")  # what runs on the stream finishes
+    await asked.write(messages.ModelInferRequest(**embedding("late")))
+    service.gate.set()
+    found = {}
+    for _ in range(4):
+        answer = await asked.read()
+        found[answer.infer_response.id] = answer.error_message
+    assert [number for number, text in found.items() if not text] == ["0", "1"]
+    assert "as it may (2)" in found["2"] or "revoked" in found["2"]  # one of them, by when it was read
+    assert "revoked" in found["late"]
+    assert len(service.requests) == 2
+    assert set(service.tenants) == {"team"}
+    await asked.done_writing()
+    assert await asked.read() is grpc.aio.EOF
+    assert await code(stream(channel, USER).read()) == "UNAUTHENTICATED"
