@@ -8,10 +8,10 @@ ONCE ?=
 TIMES ?= 10
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: help setup judges demo test faults unit check format lint types contracts bench quality clean
+.PHONY: help setup judges demo test test-gpu faults unit check format lint types contracts bench quality clean
 
 help:            ## Show the targets
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## */\t/'
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## */\t/'
 
 setup: $(STAMP)  ## Create .venv with everything that demo, tests and checks need
 
@@ -33,6 +33,7 @@ demo: setup      ## Start the demo cluster, ask it for everything once, stay up 
 
 test: check judges  ## Lint, types, contracts, unit and Ray tests
 	$(PYTEST) tests/unit -n 2
+	$(PYTEST) tests/device
 	$(PYTEST) tests/e2e tests/integration -m "not faults"
 
 faults: setup    ## kill -9 of every process of a cluster, TIMES times over
@@ -40,6 +41,9 @@ faults: setup    ## kill -9 of every process of a cluster, TIMES times over
 	  $(PYTEST) tests/integration/test_faults.py tests/integration/test_keeper_faults.py \
 	    tests/integration/test_admin.py -k "kill or keeper or registry or 64" || exit 1; \
 	done
+
+test-gpu: setup  ## The device tests on this machine's CUDA cards instead of a simulated one
+	$(PYTEST) tests/device --device cuda
 
 unit: setup      ## The quick tests without Ray, in under a minute
 	$(PYTEST) tests/unit -m "not slow"

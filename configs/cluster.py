@@ -4,52 +4,27 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from decimal import Decimal
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from configs.access import AccessConfig, is_loopback
 from configs.batching import BatchingConfig
-from configs.model import AdapterConfig, GenerationDefaults, ModelConfig, ModelId, StrictModel
+from configs.model import AdapterConfig, Bytes, GenerationDefaults, ModelConfig, ModelId, StrictModel
 from configs.pipeline import PipelineConfig
+from configs.simulated import SimulatedConfig
 
-_UNITS = {
-    "B": 1,
-    "KIB": 2**10,
-    "MIB": 2**20,
-    "GIB": 2**30,
-    "TIB": 2**40,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-}
 _SECRET = re.compile("key|secret|token|password|credential", re.IGNORECASE)
 
 
-def _parse_bytes(value: Any) -> Any:
-    """Parse `"2 GiB"` to 2147483648. Numbers pass through; anything else is left to pydantic to refuse."""
-    if not isinstance(value, str):
-        return value
-    text = value.strip().upper()
-    for unit in sorted(_UNITS, key=len, reverse=True):
-        number = text.removesuffix(unit).strip()
-        if text.endswith(unit) and number.replace(".", "", 1).isdecimal():
-            return int(Decimal(number) * _UNITS[unit])
-    if text.isdecimal():
-        return int(text)
-    raise ValueError(f"not a size in bytes: {value!r} (expected a number or e.g. 512 MiB, 2 GiB)")
-
-
 def _known_device(value: str) -> str:
-    if not re.fullmatch(r"cpu|cpu-private|cuda(:[0-9]{1,2})?", value):
-        raise ValueError(f"not a device: {value!r} (expected 'cpu', 'cpu-private', 'cuda' or 'cuda:<number>')")
+    if not re.fullmatch(r"cpu|cpu-private|(cuda|sim)(:[0-9]{1,2})?", value):
+        raise ValueError(f"not a device: {value!r} (expected 'cpu', 'cpu-private', 'cuda', 'sim', or with ':<number>')")
     return value
 
 
 Device = Annotated[str, AfterValidator(_known_device)]
-Bytes = Annotated[int, BeforeValidator(_parse_bytes), Field(gt=0)]
 
 
 class HaproxyConfig(StrictModel):
@@ -195,7 +170,8 @@ class IngressConfig(ReplicaConfig):
 class ModelReplicaConfig(ReplicaConfig):
     """Settings of every deployment that runs models.
 
-    `cpu` maps the node's shared weights; `cpu-private` copies what it needs, as a card would: for measuring.
+    `cpu` maps the node's shared weights; `cpu-private` copies what it needs, as a card would: for measuring. `sim` is a
+    simulated accelerator (`simulated`): for tests and demos.
     """
 
     device: Device = "cpu"
@@ -273,6 +249,9 @@ class ClusterConfig(StrictModel):
         description="folders that models and adapters may be registered from while the cluster runs, with all that "
         "their symlinks lead to; default: those that the local ones of this config lie in",
     )
+    simulated: SimulatedConfig = Field(
+        SimulatedConfig(), description="the accelerators that `device: sim` means, in each replica that has it"
+    )
     models: tuple[ModelConfig, ...] = Field(min_length=1)
     adapters: tuple[AdapterConfig, ...] = ()
     pipelines: tuple[PipelineConfig, ...] = ()
@@ -290,6 +269,14 @@ class ClusterConfig(StrictModel):
             if unknown:
                 names, models = ", ".join(unknown), ", ".join(sorted(known))
                 raise ValueError(f"adapter {adapter.id!r} names unknown base {names}; models: {models}")
+        return self
+
+    @model_validator(mode="after")
+    def _simulated_devices_are_there(self) -> Self:
+        for service in (self.text_encoder, self.worker):
+            kind, _, index = service.device.partition(":")
+            if kind == "sim" and int(index or 0) >= self.simulated.num_devices:
+                raise ValueError(f"no device {service.device!r}: simulated.num_devices is {self.simulated.num_devices}")
         return self
 
     @property

@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import re
+from decimal import Decimal
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, StringConstraints
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, StringConstraints
 
 # Ids become file names in the store and path segments in URLs, so they are kept to one plain word.
 ModelId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
+_UNITS = {
+    "B": 1,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+}
 
 
 def _parse_source(value: Any) -> Any:
@@ -31,7 +42,22 @@ def _parse_source(value: Any) -> Any:
     return value
 
 
+def _parse_bytes(value: Any) -> Any:
+    """Parse `"2 GiB"` to 2147483648. Numbers pass through; anything else is left to pydantic to refuse."""
+    if not isinstance(value, str):
+        return value
+    text = value.strip().upper()
+    for unit in sorted(_UNITS, key=len, reverse=True):
+        number = text.removesuffix(unit).strip()
+        if text.endswith(unit) and number.replace(".", "", 1).isdecimal():
+            return int(Decimal(number) * _UNITS[unit])
+    if text.isdecimal():
+        return int(text)
+    raise ValueError(f"not a size in bytes: {value!r} (expected a number or e.g. 512 MiB, 2 GiB)")
+
+
 Source = Annotated[Path | str, PlainValidator(_parse_source)]
+Bytes = Annotated[int, BeforeValidator(_parse_bytes), Field(gt=0)]
 
 
 class StrictModel(BaseModel):

@@ -63,7 +63,7 @@ def load_model(
 
     `external_weights` are files that the caller has in memory, by location (`ExtentRef.pack`): their tensors are
     views of it on whatever device it is, and the provider is not asked; `verify` checks their checksums.
-    `device` is "cpu" (views of what the provider gives), "cpu-private" (copies that may be written) or "cuda[:n]".
+    `device` is "cpu" (views of what the provider gives), "cpu-private" (copies that may be written), or an accelerator.
     `loaded` shares what is on a device already, by (device, file and extent); private copies are never shared.
     `stage` makes private tensors of every tensor, a window of extents at a time; equal references stay tied.
     Raises WeightsError for unknown components or devices, and for external memory that does not fit.

@@ -11,9 +11,9 @@ from typing import Any, Final
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from weights.errors import WeightsError
 from weights.loading.external_memory import bytes_tensor
 from weights.manifest import ExtentRef
+from weights.memory.devices import open_device
 from weights.provider import ExtentProvider
 
 _Key = tuple[str, str]
@@ -122,7 +122,7 @@ class ExtentSource:
     ) -> None:
         is_private = device == "cpu-private"
         self._provider = provider
-        self._device = target = torch.device("cpu") if is_private else _device(device)
+        self._device = target = open_device(device)
         self._loaded = None if is_private else loaded  # memory that may be written is nobody else's
         self._place: Callable[[torch.Tensor], torch.Tensor] | None = None
         if target.type != "cpu":
@@ -171,18 +171,3 @@ def windows(extents: Sequence[ExtentRef], max_bytes: int = _WINDOW_BYTES) -> Ite
 def _tensors(provider: ExtentProvider, extents: Sequence[ExtentRef]) -> dict[str, torch.Tensor]:
     buffers = provider.fetch(extents)
     return {extent.id: bytes_tensor(buffers[extent.id]) for extent in extents}
-
-
-def _device(name: str) -> torch.device:
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        device = torch.device("meta")
-    if device.type not in ("cpu", "cuda"):
-        raise WeightsError(f"cannot load onto device {name!r} (known: cpu, cpu-private, cuda, cuda:<n>)")
-    if device.type == "cuda":
-        count = torch.cuda.device_count()
-        if (device.index or 0) >= count:
-            raise WeightsError(f"cannot load onto device {name!r}: {count} CUDA devices here")
-        return torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
-    return device

@@ -93,7 +93,7 @@ class DeviceArena:
                     absent = {hash_: wanted[names[hash_]] for hash_ in missing if hash_ not in here}
                     if absent:
                         what = f"{len(absent)} tensors for {holder} ({_some(names[hash_] for hash_ in absent)})"
-                        evicted += self._make_room({hash_: key.nbytes for hash_, key in absent.items()}, what)
+                        evicted += self._make_room(self._sizes(absent), what)
                     fresh = self._expect(absent)
                     for entry in fresh.values():
                         self._book.lease(entry, holder)
@@ -109,7 +109,7 @@ class DeviceArena:
                 for entry in leased.values():
                     self._book.unlease(entry, holder)
             raise
-        wanted_bytes = sum(entry.nbytes for entry in leased.values())
+        wanted_bytes = sum(wanted[names[hash_]].nbytes for hash_ in leased)
         return Acquired(tensors, self._report(wanted_bytes, wanted_bytes - added_bytes, added_bytes, start_s, evicted))
 
     def release(self, hashes: Iterable[str], holder: str) -> None:
@@ -129,13 +129,14 @@ class DeviceArena:
         keys = {hash_: wanted[name] for hash_, name in names.items()}
         with self._lock:
             here = [entry for hash_ in keys if (entry := self._book.entries.get(hash_)) is not None]
-            take, victims = self._plan_prefetch({hash_: key.nbytes for hash_, key in keys.items()})
+            take, victims = self._plan_prefetch(self._sizes(keys))
             for entry in here:
                 self._book.announce(entry)
             fresh = self._expect({hash_: keys[hash_] for hash_ in take}, prefetched=True)
         added_bytes = self._upload(fresh, names, wanted, views)
         wanted_bytes = sum(key.nbytes for key in keys.values())
-        return self._report(wanted_bytes, sum(entry.nbytes for entry in here), added_bytes, start_s, victims)
+        here_bytes = sum(keys[entry.key].nbytes for entry in here)
+        return self._report(wanted_bytes, here_bytes, added_bytes, start_s, victims)
 
     def pin(self, hashes: Iterable[str]) -> None:
         """Never evict these, nor when they come only later."""
@@ -189,12 +190,16 @@ class DeviceArena:
                 num_evicted=self._book.num_evicted,
             )
 
+    def _sizes(self, keys: Mapping[str, DeviceKey]) -> dict[str, int]:
+        """Return the bytes that these tensors take on the device, by hash."""
+        return {hash_: self._space.size_of(key.nbytes) for hash_, key in keys.items()}
+
     def _expect(self, keys: Mapping[str, DeviceKey], *, prefetched: bool = False) -> dict[str, Entry[_Copy]]:
         """New entries, for which there is room already, by hash. Who made them uploads them together."""
         arrived: Future[bool] = Future()
         fresh: dict[str, Entry[_Copy]] = {}
         for hash_, key in keys.items():
-            fresh[hash_] = self._book.expect(hash_, key.nbytes, prefetched=prefetched)
+            fresh[hash_] = self._book.expect(hash_, self._space.size_of(key.nbytes), prefetched=prefetched)
             fresh[hash_].thing = _Copy(key, arrived)
         return fresh
 
@@ -271,7 +276,7 @@ class DeviceArena:
                     self._book.fail(entry)
             arrived.set_result(False)
             raise
-        added_bytes = sum(entry.nbytes for entry in fresh.values())
+        added_bytes = sum(wanted[names[hash_]].nbytes for hash_ in fresh)
         with self._lock:
             for (hash_, entry), base in zip(fresh.items(), bases, strict=True):
                 copies[hash_].base = base

@@ -51,8 +51,11 @@ class Acquired(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ArenaStats:
-    """A snapshot. `arriving_bytes` are part of `resident_bytes`. `lingering_bytes` were evicted, but somebody without
-    a lease still uses them, so they occupy the device and count against the budget."""
+    """A snapshot. Tensors count as much as the device's allocator takes for them, but in `moved_bytes`.
+
+    `arriving_bytes` are part of `resident_bytes`. `lingering_bytes` were evicted, but somebody without a lease still
+    uses them, so they occupy the device and count against the budget.
+    """
 
     device: str
     budget_bytes: int

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
 
 import torch
 
 from weights.errors import BudgetExceeded, WeightsError
 from weights.loader import memory_form
-from weights.memory.cuda_transfer import CudaCopy
 from weights.memory.device_records import DeviceKey
+from weights.memory.device_transfer import DeviceCopy
+from weights.memory.devices import allocated_bytes, open_device
 from weights.memory.transfer import HostCopy, Transfer
-
-DEVICES: Final = "cpu, cpu-private, cuda, cuda:<n>"
 
 
 class DeviceSpace:
@@ -26,7 +24,7 @@ class DeviceSpace:
     """
 
     def __init__(self, name: str, transfer: Transfer | None = None) -> None:
-        self.device = _device(name)
+        self.device = open_device(name)
         self.name = name if name == "cpu-private" else str(self.device)
         self._transfer = None if self.name == "cpu" else transfer or _fitting_transfer(self.device)
 
@@ -34,6 +32,10 @@ class DeviceSpace:
     def copies(self) -> bool:
         """False where the host's views are the tensors."""
         return self._transfer is not None
+
+    def size_of(self, nbytes: int) -> int:
+        """Return the bytes of memory that a tensor of `nbytes` bytes takes here."""
+        return allocated_bytes(self.device, nbytes)
 
     def place(self, hosts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the same bytes on the device, each in an allocation of its own; 1-D uint8 in and out.
@@ -79,18 +81,4 @@ def tensor_of(base: torch.Tensor, key: DeviceKey) -> torch.Tensor:
 
 
 def _fitting_transfer(device: torch.device) -> Transfer:
-    return CudaCopy(device) if device.type == "cuda" else HostCopy()
-
-
-def _device(name: str) -> torch.device:
-    if name in ("cpu", "cpu-private"):
-        return torch.device("cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        device = torch.device("meta")
-    if device.type != "cuda":
-        raise WeightsError(f"no arena for device {name!r} (known: {DEVICES})")
-    if (device.index or 0) >= torch.cuda.device_count():
-        raise WeightsError(f"no arena for device {name!r}: {torch.cuda.device_count()} CUDA devices here")
-    return torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+    return HostCopy() if device.type == "cpu" else DeviceCopy(device)

@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from configs.cluster import _parse_bytes
 from configs.errors import ConfigFileError, Problem
 from configs.loading import load_cluster_config
-from configs.model import ModelConfig
+from configs.model import ModelConfig, _parse_bytes
 
 PRESETS = sorted((Path(__file__).parents[3] / "configs/clusters").glob("*.yaml"))
 MODELS = "models:\n  - id: m\n    path: ./m\n"

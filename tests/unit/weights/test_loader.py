@@ -119,8 +119,10 @@ def test_unknown_components_and_devices_are_refused(stored) -> None:
     manifest, provider = stored
     with pytest.raises(WeightsError, match=r"p has no component 'decoder' \(known: vae, unet\)"):
         load_model(manifest, provider, ["decoder"])
-    for device in ("tpu:0", "meta", "cpu:private", ""):
-        with pytest.raises(WeightsError, match=rf"device '{device}' \(known: cpu, cpu-private, cuda, cuda:<n>\)"):
+    for device in ("tpu:0", "meta", "cpu:private", "", "cuda:", "cuda:x", "sim:-1", "simulated"):
+        with pytest.raises(
+            WeightsError, match=rf"device '{device}' \(known: cpu, cpu-private, cuda, cuda:<n>, sim, sim:<n>\)"
+        ):
             load_model(manifest, provider, device=device)
     with pytest.raises(WeightsError, match=rf"device 'cuda:99': {torch.cuda.device_count()} CUDA devices here"):
         load_model(manifest, provider, device="cuda:99")

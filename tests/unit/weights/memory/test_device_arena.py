@@ -588,7 +588,7 @@ def test_two_sizes_for_one_hash_are_refused(make_arena) -> None:
 
 @pytest.mark.parametrize("device", ["tpu", "meta", "cuda:99", "cpu-public", ""])
 def test_a_device_that_is_not_there_is_refused(device: str) -> None:
-    with pytest.raises(WeightsError, match=f"no arena for device '{device}'"):
+    with pytest.raises(WeightsError, match=f"no device '{device}'"):
         DeviceArena(device, 1)
 
 

@@ -14,8 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weights.errors import WeightsError
-from weights.memory import cuda_transfer
-from weights.memory.cuda_transfer import CudaCopy, RingCopy, _CudaQueue
+from weights.memory.device_transfer import DeviceCopy, RingCopy, _StreamQueue
 from weights.memory.transfer import PIECE_ALIGNMENT, Chunk, HostCopy, Pair, Transfer, plan_chunks, run_all
 
 CHUNK = 4 * PIECE_ALIGNMENT
@@ -227,7 +226,7 @@ def test_after_an_error_no_further_chunk_is_begun(monkeypatch: pytest.MonkeyPatc
     assert len(begun) <= 4
 
 
-def test_a_cuda_queue_orders_its_stream_after_the_callers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_queue_orders_its_stream_after_the_callers(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
 
     class Stream:
@@ -254,7 +253,7 @@ def test_a_cuda_queue_orders_its_stream_after_the_callers(monkeypatch: pytest.Mo
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"the caller's on {device}")
-    queue = _CudaQueue(torch.device("cuda", 1))
+    queue = _StreamQueue(torch.device("cuda", 1))
     queue.follow()
     (pinned, target), *_ = random_pairs([9])
     assert isinstance(pinned, torch.Tensor)
@@ -264,7 +263,7 @@ def test_a_cuda_queue_orders_its_stream_after_the_callers(monkeypatch: pytest.Mo
     assert torch.equal(pinned, target)
 
 
-def test_without_a_card_there_is_no_cuda_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_transfer.torch.cuda, "is_available", lambda: False)
-    with pytest.raises(WeightsError, match="cannot copy to cuda:0: this torch has no CUDA device"):
-        CudaCopy(torch.device("cuda", 0))
+def test_without_a_card_there_is_no_copy_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(WeightsError, match="cannot copy to cuda:0: this torch has no such device"):
+        DeviceCopy(torch.device("cuda", 0))

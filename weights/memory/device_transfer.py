@@ -1,4 +1,4 @@
-"""Transfer from host to CUDA device through a bounded ring of pinned buffers.
+"""Transfer from host to device through a bounded ring of pinned buffers.
 
 Worker threads copy from the host views (shared, pageable, often read-only, which cards refuse to register) into
 pinned buffers, and the copy engines take them from there, on several streams. Page-locking the weights themselves
@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from weights.errors import WeightsError
+from weights.memory.devices import pinned_buffers
 from weights.memory.pages import ByteArray
 from weights.memory.transfer import (
     CHUNK_BYTES,
@@ -37,7 +38,7 @@ MAX_THREADS: Final = 8  # a core fills pinned memory at about 10 GB/s, a PCIe 5 
 
 
 class Fence(Protocol):
-    """A point in a queue, such as a CUDA event."""
+    """A point in a queue, such as an event of CUDA."""
 
     def synchronize(self) -> None:
         """Block until everything before it is done. Raises what failed on the device."""
@@ -45,7 +46,7 @@ class Fence(Protocol):
 
 
 class CopyQueue(Protocol):
-    """A queue of copies that a device does one after the other, such as a CUDA stream. Thread-safe."""
+    """A queue of copies that a device does one after the other, such as a stream of CUDA. Thread-safe."""
 
     def follow(self) -> None:
         """Let later copies wait for the work that the calling thread has given the device already."""
@@ -146,30 +147,31 @@ class RingCopy:
             self._ring.put(slot)
 
 
-class _CudaQueue:
-    """A side stream of a CUDA device."""
+class _StreamQueue:
+    """A side stream of a device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._module = torch.get_device_module(device)
+        self._stream = self._module.Stream(device)
 
     def follow(self) -> None:
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        self._stream.wait_stream(self._module.current_stream(self._device))
 
     def upload(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        with torch.cuda.stream(self._stream):
+        with self._module.stream(self._stream):
             for target, pinned in copies:
                 target.copy_(pinned, non_blocking=True)
 
     def fence(self) -> Fence:
         # Sleeps instead of spinning: the cores are busy staging.
-        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        event.record(self._stream)
+        event: Fence = self._module.Event(blocking=True)
+        event.record(self._stream)  # type: ignore[attr-defined]
         return event
 
 
-class CudaCopy(RingCopy):
-    """A transfer to one CUDA device. Locks `num_buffers` x `chunk_bytes` of host memory, for as long as it lives.
+class DeviceCopy(RingCopy):
+    """A transfer to one device. Locks `num_buffers` x `chunk_bytes` of host memory for CUDA, for as long as it lives.
 
     HAZARD: a target must have been allocated on the calling thread's current stream. Work on other streams that used
     its memory before must be done, or recorded with `record_stream`; after `copy` every stream may read it.
@@ -183,10 +185,10 @@ class CudaCopy(RingCopy):
         num_threads: int | None = None,
         num_buffers: int | None = None,
     ) -> None:
-        if not torch.cuda.is_available():
-            raise WeightsError(f"cannot copy to {device}: this torch has no CUDA device")
+        if not torch.get_device_module(device).is_available():
+            raise WeightsError(f"cannot copy to {device}: this torch has no such device")
         threads = num_threads or min(MAX_THREADS, num_cores())
         # HAZARD: torch's pinned allocator rounds each buffer up to a power of two.
         count = num_buffers or 2 * threads  # one is staged while another is on its way
-        buffers = [torch.empty(chunk_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(count)]
-        super().__init__([_CudaQueue(device) for _ in range(NUM_STREAMS)], buffers, num_threads=threads)
+        buffers = pinned_buffers(device, count, chunk_bytes)
+        super().__init__([_StreamQueue(device) for _ in range(NUM_STREAMS)], buffers, num_threads=threads)

@@ -1,0 +1,37 @@
+"""Simulated accelerators: devices `sim:0` and on, which compute on the host and have memories of their own."""
+
+from __future__ import annotations
+
+from pydantic import Field, ValidationError
+
+from configs.model import Bytes, StrictModel
+
+
+class SimulatedConfig(StrictModel):
+    """The simulated accelerators of a process. Names of ops are those of torch's dispatcher, such as aten::_softmax."""
+
+    num_devices: int = Field(1, ge=1, le=16)
+    memory_bytes: Bytes = Field(2 * 2**30, validate_default=True, description="of each device")
+    link_gbps: float = Field(25.0, gt=0, allow_inf_nan=False, description="10^9 bytes per second, host to device")
+    unsupported_ops: frozenset[str] = Field(frozenset(), description="ops that raise NotImplementedError")
+    host_ops: frozenset[str] = Field(frozenset(), description="ops that copy to the host and back, and are counted")
+
+
+def parse_simulated(text: str) -> SimulatedConfig:
+    """Parse "num_devices=2, memory_bytes=512MiB"; several ops are joined by "+".
+
+    Raises ValueError in one line for what is no such text.
+    """
+    values: dict[str, str | list[str]] = {}
+    for item in filter(None, (part.strip() for part in text.split(","))):
+        key, equals, value = (part.strip() for part in item.partition("="))
+        if not equals:
+            raise ValueError(f"{item!r}: expected key=value (keys: {', '.join(SimulatedConfig.model_fields)})")
+        values[key] = value.split("+") if key.endswith("_ops") else value
+    try:
+        return SimulatedConfig.model_validate(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        known = f" (known: {', '.join(SimulatedConfig.model_fields)})" if first["type"] == "extra_forbidden" else ""
+        raise ValueError(f"{key}={first['input']}: {first['msg']}{known}") from None

@@ -1,0 +1,81 @@
+"""The same tests on a simulated accelerator (the default) and on a card: `pytest tests/device --device cuda`.
+
+A process meets one kind of device, because simulating one patches torch. So nothing here is collected when other tests
+are to run in the same process.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from configs.simulated import SimulatedConfig
+
+SIMULATED = SimulatedConfig(num_devices=2, memory_bytes=256 * 2**20)
+_met: dict[str, str] = {}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--device", choices=("sim", "cuda"), default="sim", help="what the device tests run on")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--device") == "sim":
+        from weights.memory.simulated import simulate
+
+        simulate(SIMULATED)
+    elif not torch.cuda.is_available():
+        raise pytest.UsageError("--device cuda: torch sees no CUDA device here (without the option: a simulated one)")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    chosen = config.getoption("--device", None)  # None: this file was not loaded first, so others run here too
+    if chosen is None:
+        return True
+    if chosen != "sim" and collection_path.name.startswith("test_simulated"):
+        return True
+    return None
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    met = ", ".join(f"{name} ({what})" for name, what in sorted(_met.items())) or "none"
+    terminalreporter.write_line(f"devices met: {met}")
+
+
+@pytest.fixture(scope="session")
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """The first device."""
+    return _meet(request, 0)
+
+
+@pytest.fixture
+def second_device(request: pytest.FixtureRequest) -> torch.device:
+    """Another one of the same kind; the test is skipped on a machine with one card."""
+    return _meet(request, 1)
+
+
+@pytest.fixture
+def module(device: torch.device) -> Iterator[Any]:
+    """torch.cuda or torch.sim; the test must leave as much allocated as it found."""
+    found = torch.get_device_module(device)
+    before = found.memory_allocated(device)
+    yield found
+    if found.memory_allocated(device) != before:
+        gc.collect()
+        assert found.memory_allocated(device) == before
+
+
+def _meet(request: pytest.FixtureRequest, index: int) -> torch.device:
+    device = torch.device(request.config.getoption("--device"), index)
+    module = torch.get_device_module(device)
+    if index >= module.device_count():
+        pytest.skip(f"there is no {device}")
+    total_bytes = module.mem_get_info(device)[1]
+    name = module.get_device_name(device) if device.type == "cuda" else f"simulated, {SIMULATED.link_gbps:g} GB/s"
+    _met[str(device)] = f"{name}, {total_bytes / 2**30:.2f} GiB"
+    return device

@@ -1,0 +1,55 @@
+"""Devices: the one place that opens one, draws random numbers for it, and makes the pinned buffers that feed it.
+
+Other code asks `device.type != "cpu"` and `torch.get_device_module(device)`, never for a vendor, unless it means one.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+
+from configs.simulated import SimulatedConfig
+from weights.errors import WeightsError
+
+DEVICES: Final = "cpu, cpu-private, cuda, cuda:<n>, sim, sim:<n>"
+_ALLOCATION_BYTES: Final = 512  # what the allocators of CUDA and of simulated devices round up to
+
+
+def open_device(name: str, simulated: SimulatedConfig | None = None) -> torch.device:
+    """Return the device of this name, with its index. "cpu-private" is host memory that copies are made in.
+
+    `sim` simulates an accelerator in this process, as `simulated` or the environment says (`weights.memory.simulated`).
+    Raises WeightsError for a name that is not known, and for a device that is not here.
+    """
+    if name in ("cpu", "cpu-private"):
+        return torch.device("cpu")
+    kind, colon, number = name.partition(":")
+    if kind not in ("cuda", "sim") or (colon and not (number.isdecimal() and number.isascii())):
+        raise WeightsError(f"no device {name!r} (known: {DEVICES})")
+    if kind == "sim":
+        # Only then: what it does to torch is for tests and demos.
+        from weights.memory.simulated import simulate
+
+        simulate(simulated)
+    module = torch.get_device_module(kind)
+    count = module.device_count()
+    index = int(number) if colon else (module.current_device() if count else 0)
+    if index >= count:
+        raise WeightsError(f"no device {name!r}: {count} {'CUDA' if kind == 'cuda' else 'simulated'} devices here")
+    return torch.device(kind, index)
+
+
+def allocated_bytes(device: torch.device, nbytes: int) -> int:
+    """Return the bytes of the device's memory that a tensor of `nbytes` bytes takes."""
+    return nbytes if device.type == "cpu" else -(-nbytes // _ALLOCATION_BYTES) * _ALLOCATION_BYTES
+
+
+def host_generator(seed: int) -> torch.Generator:
+    """Return a random stream of this seed: the host's, so that a seed means the same on all devices."""
+    return torch.Generator("cpu").manual_seed(seed)
+
+
+def pinned_buffers(device: torch.device, count: int, nbytes: int) -> list[torch.Tensor]:
+    """Return host memory that the device's copy engines read directly: 1-D uint8. Only CUDA wants it locked."""
+    return [torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda") for _ in range(count)]
