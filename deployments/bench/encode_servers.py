@@ -88,7 +88,7 @@ def cluster_config(
     return ClusterConfig.model_validate(
         {
             "name": "bench-encode",
-            "http": {"port": _free_port()},
+            "http": {"port": free_port()},
             "ray": ray | {"preallocate": False},
             "store": {"path": str(folder / "store")},
             "text_encoder": {"num_replicas": num_replicas, "num_cpus": num_threads, "shared_cache_bytes": "32 MiB"},
@@ -206,7 +206,7 @@ def infinity_server(environment: Path, models: Mapping[str, Path], num_threads: 
 
     Default settings but for what is not installed with it (BetterTransformer).
     """
-    port = _free_port()
+    port = free_port()
     options = [
         option for name, folder in models.items() for option in ("--model-id", str(folder), "--served-model-name", name)
     ]
@@ -231,7 +231,8 @@ def infinity_server(environment: Path, models: Mapping[str, Path], num_threads: 
             process.wait()
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Return a port of 127.0.0.1 that nobody listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -1,4 +1,4 @@
-"""The peer of `atelier bench serve` and `switch`: stock diffusers and transformers in one process, driven over stdin.
+"""The peer of `atelier bench serve`, `switch` and `door`: stock libraries in one process, driven over stdin.
 
 Run as a program. Each line in is a JSON object with `do`; each line out is a JSON object with `ms` and the answer.
 """
@@ -67,13 +67,13 @@ class _StockModels:
     def make_image(self, model: str, prompt: str, seed: int, options: dict[str, Any]) -> None:
         self._loaded[model](prompt, generator=torch.Generator("cpu").manual_seed(seed), **options)
 
-    def answer_question(self, model: str, question: str) -> str:
+    def answer_question(self, model: str, question: str, max_new_tokens: int = 16) -> str:
         language_model, tokenizer = self._loaded[model]
         messages = [{"role": "user", "content": question}]
         inputs = tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
         )
-        output = language_model.generate(**inputs, max_new_tokens=16, do_sample=False)
+        output = language_model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False)
         return str(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
 
     def embed_text(self, model: str, text: str) -> None:
@@ -81,6 +81,15 @@ class _StockModels:
         pipeline = self._loaded[model]
         with torch.no_grad():
             pipeline._get_clip_prompt_embeds(text)
+
+    def load_sentence_model(self, model: str, path: str) -> None:
+        """Load with sentence-transformers."""
+        from sentence_transformers import SentenceTransformer
+
+        self._loaded[model] = SentenceTransformer(path, device="cpu")
+
+    def embed_sentence(self, model: str, text: str) -> None:
+        self._loaded[model].encode(text)
 
     def _point(self, model: str, copy: bool) -> None:
         kept = self._kept[model]

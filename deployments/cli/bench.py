@@ -93,6 +93,25 @@ def bench_encode(
     print_encode_figures(figures, as_json)
 
 
+@app.command("door")
+def bench_door(
+    config: ConfigPath = DEFAULT_CONFIG,
+    quick: Annotated[bool, typer.Option("--quick", help="One round of few requests: whether it works.")] = False,
+    seed: Annotated[int, typer.Option(help="Of texts, arrivals and cancels.")] = 0,
+    cache: Annotated[Path, typer.Option(help="Keeps the peer's environment.")] = Path("~/.cache/atelier/bench"),
+    as_json: Json = False,
+) -> None:
+    """Measure what a request costs on its way in and out, and what the cluster does when too many come."""
+    from configs.loading import load_cluster_config
+    from deployments.bench.door import QUICK, Effort, measure_door
+    from deployments.bench.door_report import print_door_figures
+
+    with _err.status("measuring: takes about eight minutes, a minute and a half with --quick"):
+        effort = QUICK if quick else Effort()
+        figures = measure_door(load_cluster_config(config), str(config), effort, seed, cache.expanduser())
+    print_door_figures(figures, as_json)
+
+
 @app.command("dedup")
 def bench_dedup(models: Path = Path("infra/demo/models"), as_json: Json = False) -> None:
     """Count the bytes that a store keeps of the demo pipelines and one more fine-tune, by layout."""

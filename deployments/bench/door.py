@@ -1,0 +1,189 @@
+"""`atelier bench door`: what a request pays between its client and the model, and what happens when too many come.
+
+The demo cluster with a MiniLM is measured through our door and through Serve's own proxy, a cluster after the other;
+beside each, in turn with it, one stock process and infinity-emb. No text of a measured request was there before,
+unless the row says so. Loads come from a process of its own. All share the machine's cores.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+from ray import serve
+
+from configs.cluster import ClusterConfig
+from deployments.bench.door_figures import latency_figures
+from deployments.bench.door_load import Ask, LoadGenerator, Outcome
+from deployments.bench.door_overload import (
+    OverloadEffort,
+    measure_cancelled_step,
+    measure_cancels,
+    measure_kill,
+    measure_overload,
+)
+from deployments.bench.door_report import DOORS, INFINITY, STOCK, find_targets
+from deployments.bench.door_requests import ADDER, FLUX, MINILM, NUM_CACHED, STEPS, Requests
+from deployments.bench.encode_servers import free_port, infinity_environment, infinity_server, minilm_folder
+from deployments.bench.peer import Peer
+from deployments.cli.running import cluster_up
+
+MOST_REPEATED: Final = 64  # callers; loads of more are measured once
+CHEAP_KINDS: Final = ("empty endpoint", "cached embedding")
+CHEAP: Final = 4  # times as many requests of these
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """The sizes of the measurement. `requests`: of a round, by the number of callers."""
+
+    rounds: int = 3
+    requests: tuple[tuple[int, int], ...] = ((1, 12), (8, 32), (64, 128), (512, 512))
+    doors: tuple[str, ...] = ("serve", "haproxy")
+    overload: OverloadEffort = field(default_factory=OverloadEffort)
+    step_rounds: int = 5
+    kill_s: float = 8.0
+    kill_callers: int = 16
+
+
+QUICK: Final = Effort(
+    rounds=1,
+    requests=((1, 6), (8, 16), (64, 64)),
+    doors=("haproxy",),
+    overload=OverloadEffort(num_costs=32, capacity_s=2.0, factors=(3.0,), load_s=4.0, bursts=(500,), num_cancels=500),
+    step_rounds=2,
+    kill_s=4.0,
+)
+
+
+def measure_door(config: ClusterConfig, config_path: str, effort: Effort, seed: int, cache: Path) -> dict[str, Any]:
+    """Measure, and return the figures and targets as one JSON-able object. `cache` keeps infinity-emb's environment."""
+    environment, requests = infinity_environment(cache), Requests(seed)
+    load_average, start_s = [os.getloadavg()], time.monotonic()
+    found: dict[str, Any] = {"doors": {}}
+    with contextlib.redirect_stdout(sys.stderr), contextlib.ExitStack() as running:  # Ray prints when a process dies
+        folder = Path(running.enter_context(tempfile.TemporaryDirectory()))
+        peer, load = Peer(num_threads=1), LoadGenerator()
+        running.callback(peer.close)
+        running.callback(load.close)
+        _load_stock(peer, config)
+        infinity = running.enter_context(infinity_server(environment, {MINILM: minilm_folder()}, 1))
+        for door in effort.doors:
+            with _cluster(_bench_config(config, folder, door), config_path) as url:
+                sides = _Sides(load, peer, {DOORS[door]: url, INFINITY: infinity})
+                found["doors"][door] = _latencies(sides, requests, effort)
+                if door == effort.doors[-1]:
+                    found |= _under_load(load, url, requests, effort)
+        with _cluster(_bench_config(config, folder, effort.doors[-1], num_ingresses=2), config_path) as url:
+            _warm(load, url, requests)
+            found["kill"] = measure_kill(load, url, requests, effort.kill_s, effort.kill_callers)
+    load_average.append(os.getloadavg())
+    targets = [target.as_dict() for target in find_targets(found)]
+    run = {"seed": seed, "rounds": effort.rounds, "load_average": load_average, "took_s": time.monotonic() - start_s}
+    return found | {"targets": targets} | run
+
+
+@contextlib.contextmanager
+def _cluster(config: ClusterConfig, config_path: str) -> Iterator[str]:
+    with cluster_up(config, config_path) as url:
+        yield url
+        serve.shutdown()  # here: Serve would connect to the next Ray to do it later
+
+
+def _bench_config(config: ClusterConfig, folder: Path, door: str, num_ingresses: int = 1) -> ClusterConfig:
+    """Return the demo's config with free ports, a store of the bench, the MiniLM, and this proxy."""
+    fields = config.model_dump(mode="json")
+    fields |= {"name": "bench-door", "store": fields["store"] | {"path": str(folder / "store")}}
+    fields["http"] |= {"port": free_port()} | ({"proxy": door} if "proxy" in fields["http"] else {})
+    fields["grpc"] = fields["grpc"] and fields["grpc"] | {"port": free_port()}
+    fields["ingress"] |= {"num_replicas": num_ingresses}
+    fields["models"] += [{"id": MINILM, "path": str(minilm_folder()), "dtype": "float32", "preload": True}]
+    return ClusterConfig.model_validate(fields)
+
+
+def _load_stock(peer: Peer, config: ClusterConfig) -> None:
+    paths = {model.id: str(model.path) for model in config.models}
+    for model in (FLUX, ADDER):
+        peer.run_order("load_model", model=model, path=paths[model], drop=[])
+    peer.run_order("load_sentence_model", model=MINILM, path=str(minilm_folder()))
+
+
+@dataclass(frozen=True, slots=True)
+class _Sides:
+    """What is measured in turn: servers by name, and the stock process."""
+
+    load: LoadGenerator
+    peer: Peer
+    urls: Mapping[str, str]
+
+    def ways(self, asks: Sequence[Ask], num_callers: int) -> Mapping[str, Callable[[], list[Outcome]]]:
+        """Return what can answer requests of one kind: servers, and for one caller the model in a process."""
+        kind = asks[0].kind
+        found = {
+            name: partial(self.load.run, "closed", url, asks, num_callers=num_callers)
+            for name, url in self.urls.items()
+            if name != INFINITY or "embedding" in kind
+        }
+        return found | ({STOCK: partial(self._call_stock, asks)} if num_callers == 1 and asks[0].body else {})
+
+    def _call_stock(self, asks: Sequence[Ask]) -> list[Outcome]:
+        """Call stock for each request, one after the other. An answer of one token says when a stream's first comes."""
+        outcomes, now_s = list[Outcome](), 0.0
+        for ask in asks:
+            body = ask.body or {}
+            if "messages" in body:
+                limit = 1 if body["stream"] else body["max_tokens"]
+                order = {"do": "answer_question", "question": body["messages"][-1]["content"], "max_new_tokens": limit}
+            elif "prompt" in body:
+                options = {"height": 32, "width": 32, "num_inference_steps": STEPS, "max_sequence_length": 16}
+                order = {"do": "make_image", "prompt": body["prompt"], "seed": 0, "options": options}
+            else:
+                order = {"do": "embed_sentence", "text": body["input"]}
+            end_s = now_s + self.peer.run_order(model=body["model"], **order) / 1e3
+            outcomes.append(Outcome(ask.kind, 200, now_s, end_s, end_s))
+            now_s = end_s
+        return outcomes
+
+
+def _latencies(sides: _Sides, requests: Requests, effort: Effort) -> dict[str, Any]:
+    """Return figures by kind, number of callers and side. Sides take turns, and none is always first."""
+    for url in sides.urls.values():
+        if url != sides.urls.get(INFINITY):
+            _warm(sides.load, url, requests)
+    found: dict[str, Any] = {}
+    for kind, draw in requests.makers.items():
+        found[kind] = {}
+        for num_callers, number in effort.requests:
+            rounds: dict[str, list[list[Outcome]]] = {}
+            for turn in range(effort.rounds if num_callers <= MOST_REPEATED else 1):
+                # A side's texts are new to it: of the servers, only ours keeps what it has encoded.
+                ways = sides.ways(draw(number * (CHEAP if kind in CHEAP_KINDS else 1)), num_callers)
+                for name in list(ways)[:: -1 if turn % 2 else 1]:
+                    rounds.setdefault(name, []).append(ways[name]())
+            found[kind][str(num_callers)] = {name: latency_figures(outcomes) for name, outcomes in rounds.items()}
+    return found
+
+
+def _warm(load: LoadGenerator, url: str, requests: Requests) -> None:
+    """Ask for everything that is measured until it was there: builds models, fills the cache, imports classes."""
+    for draw in requests.makers.values():
+        latency_figures([load.run("closed", url, draw(NUM_CACHED), num_callers=8)])
+    for asks in requests.draw_kinds(16).values():
+        latency_figures([load.run("closed", url, asks, num_callers=8)])
+
+
+def _under_load(load: LoadGenerator, url: str, requests: Requests, effort: Effort) -> dict[str, Any]:
+    sizes = effort.overload
+    return {
+        "cancelled_step": measure_cancelled_step(url, FLUX, effort.step_rounds),
+        "overload": measure_overload(load, url, requests, sizes),
+        "cancels": measure_cancels(load, url, requests, sizes),
+    }

@@ -1,0 +1,258 @@
+"""The load generator of `atelier bench door`: a process of its own, so that the client's work delays nobody else.
+
+Run as a program. Each line in is an order as JSON, each line out its outcomes. The line `stop` ends a watch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Final
+
+import aiohttp
+
+REFUSED: Final = 429
+GONE: Final = 0  # the status of a request whose connection broke
+CANCELLED: Final = -1  # the status of a request that its caller gave up
+TIMEOUT_S: Final = 300.0
+PROBE_SHARE: Final = 0.1  # of the time in Retry-After, between two questions of a prober
+MAX_PROBE_SHARE: Final = 4.0  # of that time; who is refused even then is counted as refused for ever
+CALLER_HEADER: Final = "x-request-timeout-seconds"
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A request to send. `at_s`: after the start, in an open loop. `cancel_s`: when its caller gives up."""
+
+    kind: str
+    path: str
+    body: dict[str, Any] | None = None
+    at_s: float = 0.0
+    timeout_s: float | None = None
+    cancel_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A request's end. Times are seconds after the start of the load; `gaps_s` lie between the pieces of a stream.
+
+    `first_s` is the first byte of the body. `admitted_after_s` is the time from a refusal to the first admission of a
+    prober who asked again and again; None without one.
+    """
+
+    kind: str
+    status: int
+    sent_s: float
+    first_s: float
+    done_s: float
+    timeout_s: float | None = None
+    gaps_s: tuple[float, ...] = ()
+    retry_after_s: float | None = None
+    admitted_after_s: float | None = None
+    problem: str = ""
+
+    @property
+    def latency_s(self) -> float:
+        return self.done_s - self.sent_s
+
+    @property
+    def is_good(self) -> bool:
+        """True when it was answered, and within its deadline where it had one."""
+        return self.status == 200 and (self.timeout_s is None or self.latency_s <= self.timeout_s)
+
+
+class Sender:
+    """Sends requests to one server. Lives on one event loop, within a session."""
+
+    def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
+        self._session = session
+        self._url = url
+        self._start_s = time.perf_counter()
+
+    async def run_closed(self, asks: Iterable[Ask], num_callers: int, max_s: float | None = None) -> list[Outcome]:
+        """Send each request once, by the first caller that is free; no new ones after `max_s`."""
+        rest, outcomes = iter(asks), list[Outcome]()
+
+        async def caller() -> None:
+            for ask in rest:
+                outcomes.append(await self._send(ask))
+                if max_s is not None and self._now_s() >= max_s:
+                    return
+
+        await asyncio.gather(*(caller() for _ in range(num_callers)))
+        return outcomes
+
+    async def run_open(self, asks: Sequence[Ask], probe_every: int) -> list[Outcome]:
+        """Send each request at its time, whatever became of the others. Every `probe_every`th that is refused asks
+        again until it is admitted; 0: none does.
+        """
+        refused = itertools.count()
+
+        async def one(ask: Ask) -> Outcome:
+            await asyncio.sleep(ask.at_s - self._now_s())
+            outcome = await self._send(ask)
+            is_prober = outcome.status == REFUSED and bool(probe_every) and next(refused) % probe_every == 0
+            return await self._probe(ask, outcome) if is_prober else outcome
+
+        return await asyncio.gather(*(one(ask) for ask in asks))
+
+    async def watch(self, ask: Ask, period_s: float, stop: asyncio.Event) -> list[Outcome]:
+        """Send the request every `period_s`, or as often as it is answered, until told to stop."""
+        outcomes = list[Outcome]()
+        while not stop.is_set():
+            outcomes.append(await self._send(ask))
+            await asyncio.sleep(outcomes[-1].sent_s + period_s - self._now_s())
+        return outcomes
+
+    async def _probe(self, ask: Ask, outcome: Outcome) -> Outcome:
+        """Ask again, ten times within the time that the server gave, and so on, until admitted."""
+        told_s = outcome.retry_after_s
+        if told_s is None:
+            return outcome
+        for number in range(1, round(MAX_PROBE_SHARE / PROBE_SHARE) + 1):
+            asked_s = outcome.done_s + number * PROBE_SHARE * told_s
+            await asyncio.sleep(asked_s - self._now_s())
+            again = await self._send(ask)
+            if again.status != REFUSED:
+                return replace(outcome, admitted_after_s=again.sent_s - outcome.done_s)
+        return outcome
+
+    async def _send(self, ask: Ask) -> Outcome:
+        sent_s = self._now_s()
+        trace: dict[str, float] = {}
+        first_s, status, gaps_s, retry_after_s, problem = 0.0, GONE, list[float](), None, ""
+        headers = {} if ask.timeout_s is None else {CALLER_HEADER: f"{ask.timeout_s:g}"}
+        try:
+            async with asyncio.timeout(ask.cancel_s):
+                request = self._session.request(
+                    "GET" if ask.body is None else "POST",
+                    self._url + ask.path,
+                    json=ask.body,
+                    headers=headers,
+                    trace_request_ctx=trace,
+                )
+                async with request as response:
+                    last_s = 0.0
+                    async for _ in response.content.iter_any():
+                        now_s = self._now_s()
+                        first_s = first_s or now_s
+                        gaps_s += [now_s - last_s] if last_s else []
+                        last_s = now_s
+                    status = response.status
+                    told = response.headers.get("retry-after", "")
+                    retry_after_s = float(told) if told.replace(".", "", 1).isdecimal() else None
+        except TimeoutError:
+            status = CANCELLED if ask.cancel_s is not None else GONE
+        except (aiohttp.ClientError, OSError) as error:
+            problem = f"{type(error).__name__}: {error}"[:120]
+        if "sent" in trace:  # a new connection is not the request's time: a thousand at once take a client a while
+            sent_s = trace["sent"] - self._start_s
+        done_s = self._now_s()
+        return Outcome(
+            ask.kind,
+            status,
+            sent_s,
+            first_s or done_s,
+            done_s,
+            ask.timeout_s,
+            tuple(gaps_s),
+            retry_after_s,
+            None,
+            problem,
+        )
+
+    def _now_s(self) -> float:
+        return time.perf_counter() - self._start_s
+
+
+async def run_order(order: dict[str, Any], stop: asyncio.Event) -> list[Outcome]:
+    """Run one order: `do` is closed, open or watch, the other fields are arguments of `Sender`'s methods.
+
+    A watch opens a connection for each request, as a prober from outside does; the others keep theirs open.
+    """
+    do, url, asks = order["do"], order["url"], [Ask(**fields) for fields in order["asks"]]
+    connector = aiohttp.TCPConnector(limit=0, force_close=do == "watch")
+    trace = aiohttp.TraceConfig()
+    trace.on_request_headers_sent.append(_note_sent)
+    timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout, trace_configs=[trace]) as session:
+        sender = Sender(session, url)
+        if do == "closed":
+            return await sender.run_closed(asks, order["num_callers"], order.get("max_s"))
+        if do == "open":
+            return await sender.run_open(asks, order["probe_every"])
+        return await sender.watch(asks[0], order["period_s"], stop)
+
+
+async def _note_sent(_: aiohttp.ClientSession, context: Any, __: aiohttp.TraceRequestHeadersSentParams) -> None:
+    context.trace_request_ctx["sent"] = time.perf_counter()
+
+
+class LoadGenerator:
+    """The driver's end of a load generator. One order at a time."""
+
+    def __init__(self) -> None:
+        command = [sys.executable, "-m", "deployments.bench.door_load"]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def begin(self, do: str, url: str, asks: Sequence[Ask], **options: Any) -> None:
+        """Start an order: see `run_order`."""
+        self._write(json.dumps({"do": do, "url": url, "asks": [asdict(ask) for ask in asks], **options}))
+
+    def finish(self) -> list[Outcome]:
+        """Wait for the end of the order. Raises RuntimeError when the generator broke down."""
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError("the load generator ended; its error is above")
+        return [Outcome(**(fields | {"gaps_s": tuple(fields["gaps_s"])})) for fields in json.loads(line)]
+
+    def stop(self) -> list[Outcome]:
+        """End a watch."""
+        self._write("stop")
+        return self.finish()
+
+    def run(self, do: str, url: str, asks: Sequence[Ask], **options: Any) -> list[Outcome]:
+        self.begin(do, url, asks, **options)
+        return self.finish()
+
+    def close(self) -> None:
+        self._process.terminate()
+        self._process.wait()
+
+    def _write(self, line: str) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(line + "\n")
+        self._process.stdin.flush()
+
+
+async def _serve_orders() -> None:
+    loop = asyncio.get_running_loop()
+    line = await loop.run_in_executor(None, sys.stdin.readline)
+    while line:
+        stop = asyncio.Event()
+        running = asyncio.create_task(run_order(json.loads(line), stop))
+        following = asyncio.ensure_future(loop.run_in_executor(None, sys.stdin.readline))
+        await asyncio.wait({running, following}, return_when=asyncio.FIRST_COMPLETED)
+        if following.done():  # `stop`, or the end of the input
+            stop.set()
+            if not following.result():
+                running.cancel()
+                return
+        sys.stdout.write(json.dumps([asdict(outcome) for outcome in await running]) + "\n")
+        sys.stdout.flush()
+        line = await following
+        if line == "stop\n":
+            line = await loop.run_in_executor(None, sys.stdin.readline)
+
+
+if __name__ == "__main__":
+    import uvloop
+
+    uvloop.run(_serve_orders())

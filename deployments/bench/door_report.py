@@ -1,0 +1,127 @@
+"""What `atelier bench door` found, beside the targets of it, as tables."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from rich.console import Console
+from rich.table import Table
+
+from deployments.bench.door_figures import Target
+
+DOORS: Final = {"haproxy": "atelier", "serve": "Serve's proxy"}
+STOCK, INFINITY = "stock", "infinity-emb"
+MIB: Final = 2**20
+MAX_GROWTH_BYTES: Final = 128 * MIB  # of the ingress under overload
+MAX_MORE_FILES: Final = 8
+
+
+def find_targets(found: Mapping[str, Any]) -> list[Target]:
+    """Return the targets of the issue beside the figures: where there are several, the worst one."""
+    own = DOORS["haproxy"] if "haproxy" in found["doors"] else DOORS["serve"]
+    kinds = found["doors"].get("haproxy") or found["doors"]["serve"]
+    targets = []
+    for kind in ("chat", "image"):
+        ratio = _ratio(kinds[kind], "1", own, STOCK, "p50_ms")
+        targets.append(Target(f"{kind}, one caller: p50 / stock's", ratio, 1.15))
+    for num_callers, floor in (("1", 1.0), ("8", 1.0), ("64", 1.5)):
+        ratio = _ratio(kinds["new embedding"], num_callers, own, INFINITY, "requests_per_s")
+        targets.append(Target(f"new embeddings/s / infinity-emb's, {num_callers} callers", ratio, floor, is_floor=True))
+    loads, health = found["overload"]["loads"], found["overload"]["health"]
+    for name, load in loads.items():
+        targets.append(Target(f"{name}: goodput / peak", load["goodput_share"], 0.9, is_floor=True))
+        targets.append(Target(f"{name}: admitted in time", load["in_time_share"], 0.95, is_floor=True))
+        targets.append(Target(f"{name}: error of Retry-After, median", load["retry_after"]["median_error"], 0.25))
+        unsaid = load["without_retry_after"] if load["num_refused"] else None
+        targets.append(Target(f"{name}: refused without Retry-After", unsaid, 0))
+    targets.append(Target("/healthz under overload, p99", health["p99_ms"], 100, unit="ms"))
+    targets.append(Target("/healthz under overload, failed", health["failed"], 0))
+    memory, cancels, step = found["overload"]["ingress_bytes"], found["cancels"], found["cancelled_step"]
+    growth = memory["most"] - memory["before"]
+    targets.append(
+        Target("ingress under overload: growth at the most", growth / MIB, MAX_GROWTH_BYTES / MIB, unit="MiB")
+    )
+    limit_ms = step["step_ms"] + step["poll_ms"]
+    targets.append(Target("cancelled work runs on, at most a step and a poll", step["gone_ms"], limit_ms, unit="ms"))
+    left = sum(cancels["after"][name] for name in ("denoising", "num_waiting", "leased_bytes"))
+    targets.append(Target(f"{cancels['cancelled']} cancels: requests and leases left", left, 0))
+    files = cancels["after"]["open_files"] - cancels["before"]["open_files"]
+    targets.append(Target(f"{cancels['cancelled']} cancels: more open files", files, MAX_MORE_FILES))
+    targets.append(Target("one of two ingress replicas killed: requests lost", found["kill"]["num_lost"], 0))
+    return targets
+
+
+def _ratio(figures: Mapping[str, Any], num_callers: str, one: str, other: str, name: str) -> float | None:
+    sides = figures.get(num_callers, {})
+    return sides[one][name] / sides[other][name] if one in sides and other in sides else None
+
+
+def print_door_figures(figures: dict[str, Any], as_json: bool) -> None:
+    """Print tables, or the figures as one JSON object."""
+    if as_json:
+        sys.stdout.write(json.dumps(figures) + "\n")
+        return
+    console = Console()
+    for table in (
+        _show_latencies(figures["doors"]),
+        _show_loads(figures["overload"]),
+        _show_targets(figures["targets"]),
+    ):
+        console.print(table)
+    for line in _show_lines(figures):
+        console.print(line)
+
+
+def _show_latencies(doors: Mapping[str, Any]) -> Table:
+    table = Table("request", "callers", "side", "requests/s", "p50 ms", "p99 ms", "first byte ms", "gap ms")
+    for kinds in doors.values():
+        for kind, by_callers in kinds.items():
+            for num_callers, sides in by_callers.items():
+                for side, one in sides.items():
+                    streamed = [one["first_p50_ms"], one["gap_p50_ms"]] if kind.startswith("streamed") else [None, None]
+                    cells = [f"{one['requests_per_s']:.1f}", f"{one['p50_ms']:.1f}", f"{one['p99_ms']:.1f}"]
+                    table.add_row(kind, num_callers, side, *cells, *map(_shown, streamed))
+    return table
+
+
+def _show_loads(overload: Mapping[str, Any]) -> Table:
+    table = Table(
+        "load", "requests", "in time", "429", "goodput / peak", "of admitted", "p50 ms", "429 p50 ms", "Retry-After"
+    )
+    for name, load in overload["loads"].items():
+        counts = [str(load[key]) for key in ("num_requests", "num_good", "num_refused")]
+        shares = [_shown(load["goodput_share"], "{:.0%}"), _shown(load["in_time_share"], "{:.0%}")]
+        retry = _shown(load["retry_after"]["median_error"], "{:.0%} off")
+        table.add_row(name, *counts, *shares, _shown(load["p50_ms"]), _shown(load["refused_p50_ms"]), retry)
+    return table
+
+
+def _show_targets(targets: Sequence[Mapping[str, Any]]) -> Table:
+    table = Table("target", "figure", "bound", "")
+    for one in targets:
+        sign, bound = (">=", one["at_least"]) if "at_least" in one else ("<=", one["at_most"])
+        table.add_row(one["what"], _shown(one["figure"], "{:.2f}"), f"{sign} {bound:.4g} {one['unit']}", one["verdict"])
+    return table
+
+
+def _show_lines(figures: Mapping[str, Any]) -> list[str]:
+    peak, cancels, kill = figures["overload"]["peak"], figures["cancels"], figures["kill"]
+    costs = ", ".join(f"{kind} {cost_s * 1e3:.1f} ms" for kind, cost_s in peak["costs_s"].items())
+    memory = {name: nbytes / MIB for name, nbytes in figures["overload"]["ingress_bytes"].items()}
+    return [
+        f"capacity of the mix: {peak['requests_per_s']:.1f} requests/s; one request costs: {costs}",
+        f"ingress: {memory['before']:.0f} MiB before, {memory['most']:.0f} at the most, {memory['after']:.0f} after",
+        f"{cancels['cancelled']} cancelled in {cancels['wall_s']:.0f} s; {cancels['answered']} were answered before, "
+        f"{cancels['refused']} refused, {cancels['other']} ended otherwise",
+        f"took {figures['took_s']:.0f} s; load average {figures['load_average'][0][0]:.1f} before, "
+        f"{figures['load_average'][1][0]:.1f} after",
+        f"one of {kill['num_ingresses']} ingress replicas killed: {kill['num_lost']} of {kill['num_requests']} "
+        f"requests lost {kill['problems'] or ''}",
+    ]
+
+
+def _shown(figure: float | None, form: str = "{:.1f}") -> str:
+    return "" if figure is None else form.format(figure)
