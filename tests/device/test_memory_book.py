@@ -72,7 +72,7 @@ def test_allocated_memory_is_what_the_book_says(device: torch.device, module: An
             elif kind < 0.52:
                 moved_bytes += arena.prefetch(keys, tensors).moved_bytes
             elif kind < 0.57:
-                with pytest.raises((BadDisk, BudgetExceeded)):
+                with pytest.raises((BadDisk, BudgetExceeded)):  # noqa: PT012
                     arena.acquire(keys, _bad_views(tensors), f"bad{event}")
                     raise BadDisk  # all of it was there
                 arena.release([key.sha256 for key in keys.values()], f"bad{event}")
