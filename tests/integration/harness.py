@@ -61,8 +61,14 @@ def free_port() -> int:
 
 def replica_processes(deployment: str) -> list[psutil.Process]:
     title = f"ray::ServeReplica:atelier:{deployment}"
-    mine = psutil.Process().children(recursive=True)
-    return [process for process in mine if process.cmdline()[:1] and process.cmdline()[0].startswith(title)]
+    return [process for process in psutil.Process().children(recursive=True) if _title(process).startswith(title)]
+
+
+def _title(process: psutil.Process) -> str:
+    try:
+        return next(iter(process.cmdline()), "")
+    except psutil.NoSuchProcess:  # it has ended just now
+        return ""
 
 
 def wait_for(condition: Any, what: str, timeout_s: float = 40.0) -> None:
