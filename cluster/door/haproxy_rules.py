@@ -9,7 +9,8 @@ from __future__ import annotations
 import re
 from typing import Final
 
-MAX_RETRIES: Final = 2  # a request that kills its replica kills three at most
+# Kept connections to a replica that died can use up several; a request that kills replicas kills five at most.
+MAX_RETRIES: Final = 4
 RETRY_ON: Final = "conn-failure empty-response"
 _NO_LOG: Final = r"^ +log 127\.0\.0\.1:514 local0 info\n"  # Serve's default, where usually nobody listens
 _REQUEST_TIMEOUT_S: Final = 30  # for the head and the first of the body: slow clients hold nothing for longer

@@ -25,6 +25,7 @@ from ray.serve._private import haproxy as serve_haproxy
 from ray.serve._private.haproxy import BackendConfig, HAProxyConfig, ServerConfig
 from ray.serve.config import HTTPOptions
 
+from cluster.door import haproxy_rules
 from cluster.door.haproxy import HTTP_ADDRESS, DoorProcess
 from cluster.door.haproxy_rules import MAX_RETRIES, RETRY_ON, rewrite_config
 
@@ -58,6 +59,15 @@ class Replica:
     async def __aexit__(self, *_: object) -> None:
         await self._runner.cleanup()
 
+    async def die(self) -> None:
+        """End as a process that is killed: nobody listens, and every connection is closed, also those in use."""
+        server = self._runner.server
+        assert server is not None
+        await next(iter(self._runner.sites)).stop()
+        for connection in server.connections:
+            if connection.transport:
+                connection.transport.abort()
+
     async def _handle(self, request: web.Request) -> web.StreamResponse:
         if request.path == "/-/healthz":
             return web.Response(text="success")
@@ -78,7 +88,7 @@ async def dies(request: web.Request) -> web.Response:
 
 
 @asynccontextmanager
-async def door(*replicas: Replica | int, **settings: Any) -> AsyncIterator[tuple[str, DoorProcess]]:
+async def door(*replicas: Replica | int, fallback: Replica | None = None) -> AsyncIterator[tuple[str, DoorProcess]]:
     """HAProxy before the replicas, or before ports where nobody listens."""
     ports = [replica if isinstance(replica, int) else replica.port for replica in replicas]
     port = free_port()
@@ -97,10 +107,12 @@ async def door(*replicas: Replica | int, **settings: Any) -> AsyncIterator[tuple
             stats_port=free_port(),
             metrics_port=free_port(),
             is_head=True,
-            **settings,
         )
         servers = [ServerConfig(name=f"r{index}", host="127.0.0.1", port=port) for index, port in enumerate(ports)]
-        process = DoorProcess(config, {"app": BackendConfig("app", "/", servers=servers)}, f"{folder}/haproxy.cfg")
+        backend = BackendConfig("app", "/", servers=servers)
+        if fallback:
+            backend.fallback_server = ServerConfig("fallback", "127.0.0.1", fallback.port)
+        process = DoorProcess(config, {"app": backend}, f"{folder}/haproxy.cfg")
         await process.start()
         try:
             yield f"http://127.0.0.1:{port}", process
@@ -153,6 +165,33 @@ async def test_a_request_that_kills_every_replica_ends(client: aiohttp.ClientSes
         assert len(first.seen) + len(second.seen) == 1 + MAX_RETRIES
 
 
+async def test_no_request_is_lost_with_the_only_replica_while_serves_own_proxy_stands_by(
+    client: aiohttp.ClientSession,
+) -> None:
+    async def takes_a_moment(request: web.Request) -> web.Response:
+        await asyncio.sleep(0.005)
+        return await says_yes(request)
+
+    async with (
+        Replica(takes_a_moment) as replica,
+        Replica(says_yes) as stand_by,
+        door(replica, fallback=stand_by) as (url, _),
+    ):
+
+        async def ask() -> None:
+            while len(stand_by.seen) < 200:
+                async with client.post(url + "/v1/embeddings", data=b"x" * 3000) as answer:
+                    assert (answer.status, await answer.text()) == (200, "yes 3000")
+
+        asking = [asyncio.create_task(ask()) for _ in range(16)]
+        async with asyncio.timeout(20):
+            while len(replica.seen) < 100:
+                await asyncio.sleep(0.01)
+            assert not stand_by.seen
+            await replica.die()
+            await asyncio.gather(*asking)
+
+
 async def test_nobody_there_is_said_in_the_words_of_the_protocol(client: aiohttp.ClientSession) -> None:
     async with door(free_port()) as (url, _):
         async with client.post(url + "/v1/embeddings", data=b"x") as answer:
@@ -179,6 +218,79 @@ async def test_a_stream_that_has_begun_is_not_begun_again(client: aiohttp.Client
             with pytest.raises(aiohttp.ClientPayloadError):
                 await answer.read()
         assert len(first.seen) + len(second.seen) == 1
+
+
+async def test_a_stream_arrives_piece_by_piece(client: aiohttp.ClientSession) -> None:
+    heard = asyncio.Event()
+
+    async def waits_to_be_heard(request: web.Request) -> web.StreamResponse:
+        stream = web.StreamResponse()
+        await stream.prepare(request)
+        await stream.write(b"data: 1\n\n")
+        await heard.wait()
+        await stream.write(b"data: 2\n\n")
+        return stream
+
+    async with Replica(waits_to_be_heard) as replica, door(replica) as (url, _):
+        answer = await client.post(url + "/v1/chat/completions", data=b"x")
+        assert await answer.content.readline() == b"data: 1\n"
+        heard.set()
+        assert await answer.content.read() == b"\ndata: 2\n\n"
+
+
+@pytest.mark.parametrize("begun", [False, True])
+async def test_a_client_that_leaves_is_noticed(client: aiohttp.ClientSession, begun: bool) -> None:
+    arrived, gone = asyncio.Event(), asyncio.Event()
+
+    async def works_for_long(request: web.Request) -> web.StreamResponse:
+        stream = web.StreamResponse()
+        if begun:
+            await stream.prepare(request)
+            await stream.write(b"data: 1\n\n")
+        arrived.set()
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            gone.set()
+        return stream
+
+    async with Replica(works_for_long) as replica, door(replica) as (url, _):
+        asking = asyncio.create_task(client.post(url + "/v1/chat/completions", data=b"x"))
+        await asyncio.wait_for(arrived.wait(), 10)
+        if begun:
+            (await asking).close()
+        else:
+            asking.cancel()
+        await asyncio.wait_for(gone.wait(), 10)
+
+
+async def test_a_refusal_arrives_while_the_body_is_still_being_sent(client: aiohttp.ClientSession) -> None:
+    async def refuses(request: web.Request) -> web.Response:
+        answer = web.Response(status=413, text="too large")
+        answer.force_close()
+        return answer
+
+    async def pieces() -> AsyncIterator[bytes]:
+        for _ in range(2**10):
+            yield b"x" * 2**14
+
+    async with Replica(refuses) as replica, door(replica) as (url, _):
+        for body in (b"x" * 2**24, pieces()):
+            async with client.post(url + "/v1/embeddings", data=body) as answer:
+                assert (answer.status, await answer.text()) == (413, "too large")
+
+
+async def test_a_request_that_does_not_come_to_its_end_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    rules = haproxy_rules._DEFAULT_RULES.replace(f"{haproxy_rules._REQUEST_TIMEOUT_S}s", "300ms")
+    monkeypatch.setattr(haproxy_rules, "_DEFAULT_RULES", rules)
+    async with Replica(says_yes) as replica, door(replica) as (url, _):
+        for begun in (b"POST /v1/emb", b"POST /v1/embeddings HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\nabc"):
+            reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+            writer.write(begun)
+            answer = await asyncio.wait_for(reader.read(), 10)
+            assert answer.startswith(b"HTTP/1.1 408 ")
+            writer.close()
+        assert replica.seen == []
 
 
 async def test_haproxy_that_was_killed_is_back_at_once_and_reloads_go_on(client: aiohttp.ClientSession) -> None:
