@@ -9,8 +9,8 @@ import gc
 import importlib
 from typing import Any, Final
 
-WORKER: Final = f"{__name__}:Worker"
-TEXT_ENCODER: Final = f"{__name__}:TextEncoderService"
+WORKER: Final = f"{__name__}.Worker"
+TEXT_ENCODER: Final = f"{__name__}.TextEncoderService"
 
 _MODULES: Final = {"Worker": "deployments.services.worker", "TextEncoderService": "deployments.services.text_encoder"}
 
