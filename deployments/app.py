@@ -27,8 +27,7 @@ from cluster.registry.actor import connect_registry
 from configs.cluster import ClusterConfig, ReplicaConfig
 from deployments.ingress.http import Ingress
 from deployments.pipelines.checked_config import load_checked_config
-from deployments.services.text_encoder import TextEncoderService
-from deployments.services.worker import Worker
+from deployments.services.replica_classes import TEXT_ENCODER, WORKER
 
 ENCODER_CHECK_S: Final = 2.0  # workers that wait for it learn from Serve's own checks that it is gone
 
@@ -53,17 +52,18 @@ def build_app(args: AppArgs) -> Application:
         if config.text_encoder.shared_cache_bytes:
             connect_shared_encodings(cluster_key(config), config.text_encoder.shared_cache_bytes)
 
-    encoder = _deployment(TextEncoderService, "text_encoder", config.text_encoder)
+    encoder = _deployment(TEXT_ENCODER, "text_encoder", config.text_encoder)
     encoder = encoder.options(health_check_period_s=ENCODER_CHECK_S).bind(config)
-    worker = _deployment(Worker, "worker", config.worker).bind(config, encoder)
+    worker = _deployment(WORKER, "worker", config.worker).bind(config, encoder)
     return _deployment(Ingress, "ingress", config.ingress).bind(config, encoder, worker)
 
 
-def _deployment(class_: type, name: str, settings: ReplicaConfig) -> serve.Deployment:
+def _deployment(class_: type | str, name: str, settings: ReplicaConfig) -> serve.Deployment:
+    """Return the deployment of a class, which Serve also takes as an import path that only replicas follow."""
     resources = {"num_cpus": settings.num_cpus, "num_gpus": settings.num_gpus}
-    return serve.deployment(class_).options(
+    return serve.deployment(
         name=name,
         num_replicas=settings.num_replicas,
         max_ongoing_requests=settings.num_places,
         ray_actor_options=resources,
-    )
+    )(class_)

@@ -189,6 +189,7 @@ async def prepare_models(
     # makes a switch pause for 300 ms now and then.
     gc.collect()
     gc.freeze()
+    gc.enable()  # see `replica_classes.py`
 
 
 def limit_torch_threads(num_threads: int | None, num_cpus: float) -> None:

@@ -28,8 +28,10 @@ def modules(package: str) -> list[str]:
         (["deployments.cli.main"], ["torch", "ray", "transformers", "diffusers", "fastapi"]),
         (["deployments.cli.client", "deployments.records"], ["torch", "ray"]),
         (["deployments.local"], ["ray", "fastapi"]),
+        (["deployments.app", "deployments.cli.running"], ["torch", "transformers", "diffusers", "scipy"]),
+        (["deployments.ingress.http"], ["torch", "transformers", "diffusers", "scipy"]),
     ],
-    ids=["configs", "weights and engines", "cluster", "cli", "client", "local"],
+    ids=["configs", "weights and engines", "cluster", "cli", "client", "local", "driver", "ingress"],
 )
 def test_an_import_stays_light(imported: list[str], unwanted: list[str]) -> None:
     assert imported
