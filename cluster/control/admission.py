@@ -1,0 +1,323 @@
+"""The admission queue: which requests may wait, which one starts where and when, and which ones leave. Pure.
+
+Requests wait here until a replica can start them. One is refused when it comes
+- because the queue is full, of its model or of all (`lanes.py` says who goes when tenants or priorities differ),
+- because it would not be done by its deadline, by what requests took so far (`service_times.py`).
+Requests that wait already leave as soon as they cannot be done in time any more. A refusal says when the request could
+have been served: the place in time of one that is told to come back is kept free from the next ones that are told.
+
+`pump` returns what has to happen; times are parameters. `Placement` is how a controller orders the queue, and
+`AdmissionSnapshot` what it reads.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from cluster.control.admission_records import AdmissionSnapshot, ModelLoad, Placement, Refusal, Refused, Started
+from cluster.control.lanes import Ask, Lanes, Waiting
+from cluster.control.places import Places
+from cluster.control.service_times import ArrivalRate, ModelTimes, ServiceTimes
+from configs.admission import AdmissionConfig
+
+REVIEW_S: Final = 0.25  # how often those that wait are predicted anew
+MARGIN: Final = 1.1  # predictions are this much longer than the mean: half of all requests take longer than that
+SWITCHED_S: Final = 0.02  # a switch that took longer shows that the model was not at hand
+_FRESH_S: Final = 30.0  # what was measured longer ago refuses nobody while there is nothing to do
+_ENOUGH: Final = 3  # measurements
+_MAX_TOLD: Final = 1024  # tenants
+
+
+@dataclass(slots=True)
+class _Counts:
+    pool: str
+    arrivals: ArrivalRate = field(default_factory=ArrivalRate)
+    started: int = 0
+    refused: int = 0
+
+
+class _Pool:
+    """The requests for one deployment: those that wait, and its replicas."""
+
+    def __init__(self, config: AdmissionConfig) -> None:
+        self.lanes = Lanes(config.weight_of, config.max_overtakes)
+        self.places = Places()
+        self.num_by_model: Counter[str] = Counter()  # waiting
+        self.told_s: OrderedDict[str, float] = OrderedDict()  # by tenant: when the last one refused may come back
+
+
+class AdmissionQueue:
+    """The queue of the whole cluster. `config` can be changed at any time with `retune`."""
+
+    def __init__(self, config: AdmissionConfig) -> None:
+        self._config = config
+        self._pools: dict[str, _Pool] = {}
+        self._times = ServiceTimes()
+        self._pool_of: dict[int, str] = {}  # of every ticket, waiting or running
+        self._counts: OrderedDict[str, _Counts] = OrderedDict()
+        self._placement = Placement()
+        self._refused: list[Refused] = []
+        self._num_arrived = 0
+        self._reviewed_s = -math.inf
+
+    @property
+    def config(self) -> AdmissionConfig:
+        return self._config
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(len(pool.lanes) for pool in self._pools.values())
+
+    @property
+    def num_running(self) -> int:
+        return sum(pool.places.num_running for pool in self._pools.values())
+
+    def submit(self, ticket: int, ask: Ask, now_s: float) -> None:
+        """Let a request in, or refuse it: `pump` tells. `ticket` is a number that none has that is here."""
+        if ticket in self._pool_of:
+            raise ValueError(f"ticket {ticket} is in the queue already")
+        pool = self._pool(ask.pool)
+        counts = self._counts_of(ask)
+        counts.arrivals.note_arrival(now_s)
+        self._num_arrived += 1
+        waiting = Waiting(ticket, ask, self._num_arrived, now_s, self._cost_s(ask))
+        refusal = self._untimely(pool, ask, now_s) or self._make_room(pool, waiting, now_s)
+        if refusal is not None:
+            counts.refused += 1
+            self._refused.append(Refused(ticket, refusal))
+            return
+        pool.lanes.add(waiting)
+        pool.num_by_model[ask.model] += 1
+        self._pool_of[ticket] = ask.pool
+
+    def give_back(self, ticket: int, now_s: float) -> None:
+        """Let a running request wait again, before all others: its replica died."""
+        pool = self._pools[self._pool_of[ticket]]
+        ended = pool.places.end(ticket, now_s)
+        pool.places.forget_model(ended.replica, ended.waiting.ask.model)
+        pool.lanes.settle(ended.waiting, ended.busy_s)
+        pool.lanes.add_returned(ended.waiting)
+        pool.num_by_model[ended.waiting.ask.model] += 1
+
+    def leave(self, ticket: int, now_s: float, *, is_answered: bool = False, switch_s: float = 0.0) -> None:
+        """End a request: one that waits is given up, one that runs has `is_answered` or was given up.
+
+        `switch_s` is what its replica needed to switch to the model. A ticket that has left already does nothing.
+        """
+        name = self._pool_of.pop(ticket, None)
+        if name is None:
+            return
+        pool = self._pools[name]
+        if ticket in pool.lanes:
+            self._take_out(pool, pool.lanes.remove(ticket))
+            return
+        ended = pool.places.end(ticket, now_s)
+        ask = ended.waiting.ask
+        pool.lanes.settle(ended.waiting, ended.busy_s)
+        if switch_s > SWITCHED_S:
+            self._times.note_switch(ask.model, switch_s)
+        if is_answered:
+            self._times.note_served(ask.model, now_s, ask.work, ended.busy_s, ended.latency_s)
+
+    def set_replicas(self, pool: str, names: Collection[str], now_s: float) -> None:
+        """Say which replicas there are."""
+        self._pool(pool).places.set_replicas(names, now_s)
+
+    def set_resident(self, pool: str, resident: Mapping[str, Iterable[str]]) -> None:
+        """Say which models are at hand, by replica."""
+        self._pool(pool).places.set_resident(resident)
+
+    def set_placement(self, placement: Placement) -> None:
+        """Start requests only where `placement` lets them."""
+        self._placement = placement
+
+    def retune(self, config: AdmissionConfig) -> None:
+        """Use other bounds and weights from now on. Who waits already stays."""
+        self._config = config
+        for pool in self._pools.values():
+            pool.lanes.weight_of = config.weight_of
+            pool.lanes.max_overtakes = config.max_overtakes
+            pool.lanes.reweigh()
+
+    def pump(self, now_s: float) -> list[Started | Refused]:
+        """Return what happens now. Call it after every change, and again at `look_again_s`."""
+        happened: list[Started | Refused] = []
+        if self.num_waiting and now_s >= self._reviewed_s + REVIEW_S:
+            self._reviewed_s = now_s
+            for pool in self._pools.values():
+                self._review(pool, now_s)
+        for pool in self._pools.values():
+            happened += self._start_all(pool, now_s)
+        happened += self._refused
+        self._refused = []
+        return happened
+
+    def look_again_s(self) -> float:
+        """Return when `pump` is due if nothing changes before."""
+        return self._reviewed_s + REVIEW_S if self.num_waiting else math.inf
+
+    def finish_in_s(self, ask: Ask, now_s: float) -> float | None:
+        """Return how long a request that came now would take in all; None when nothing is known of its model."""
+        times = self._times.times(ask.model)
+        if times is None:
+            return None
+        pool = self._pool(ask.pool)
+        start_s = self._start_in_s(pool, ask, pool.lanes.ahead_s(ask), now_s)
+        return start_s + times.latency_s * ask.work
+
+    def snapshot(self, now_s: float) -> AdmissionSnapshot:
+        """Return the state of the queue."""
+        oldest: dict[str, float] = {}
+        waiting: Counter[str] = Counter()
+        running: Counter[str] = Counter()
+        tenants: Counter[str] = Counter()
+        for pool in self._pools.values():
+            running += pool.places.running()
+            waiting += pool.num_by_model
+            for one in pool.lanes:
+                tenants[one.ask.tenant] += 1
+                oldest[one.ask.model] = min(one.arrived_s, oldest.get(one.ask.model, math.inf))
+        loads = []
+        for model, counts in self._counts.items():
+            times = self._times.times(model) or ModelTimes()
+            loads.append(
+                ModelLoad(
+                    counts.pool,
+                    model,
+                    waiting[model],
+                    now_s - oldest.get(model, now_s),
+                    running[model],
+                    *counts.arrivals.per_s(now_s),
+                    times.busy_s * times.work,
+                    times.latency_s * times.work,
+                    self._times.switch_s(model),
+                    counts.started,
+                    counts.refused,
+                )
+            )
+        return AdmissionSnapshot(
+            tuple(loads), {name: pool.places.load() for name, pool in self._pools.items()}, dict(tenants)
+        )
+
+    def _untimely(self, pool: _Pool, ask: Ask, now_s: float) -> Refusal | None:
+        """Return why the request cannot be done in time; None if it can, or if nobody knows."""
+        budget_s = ask.deadline_s - now_s
+        if budget_s <= 0:
+            return Refusal("expired")
+        times = self._times.times(ask.model)
+        if times is None or budget_s == math.inf:
+            return None
+        is_idle = not len(pool.lanes) and not pool.places.num_running
+        if is_idle and now_s - times.measured_s > _FRESH_S:
+            return None  # things may have changed: this one will tell
+        if times.num_measured >= _ENOUGH and times.fastest_s * ask.work > budget_s:
+            return Refusal("hopeless", needs_s=times.fastest_s * ask.work)
+        needs_s = self.finish_in_s(ask, now_s) or 0.0
+        if is_idle or needs_s * MARGIN <= budget_s or needs_s == math.inf:
+            return None
+        return self._told(pool, ask, now_s, Refusal("late", needs_s * MARGIN - budget_s, needs_s=needs_s))
+
+    def _make_room(self, pool: _Pool, waiting: Waiting, now_s: float) -> Refusal | None:
+        """Return why the request has no place in the queue; None if it has one, perhaps that of another one."""
+        ask = waiting.ask
+        if ask.is_inner or (not len(pool.lanes) and pool.places.has_room(ask.share)):
+            return None
+        config = self._config
+        if pool.num_by_model[ask.model] >= config.max_waiting_per_model:
+            refusal, model, crowd = Refusal("model_full", limit=config.max_waiting_per_model), ask.model, [pool]
+        elif self.num_waiting >= config.max_waiting:
+            refusal, model, crowd = Refusal("queue_full", limit=config.max_waiting), None, [*self._pools.values()]
+        else:
+            return None
+        leaving = [(found, other) for other in crowd if (found := other.lanes.displaced_by(ask, model))]
+        if not leaving:
+            return self._told(pool, ask, now_s, refusal)
+        displaced, other = max(leaving, key=lambda pair: (pair[0].ask.priority, pair[0].number))
+        self._refuse(other, displaced, self._told(other, displaced.ask, now_s, refusal))
+        return None
+
+    def _told(self, pool: _Pool, ask: Ask, now_s: float, refusal: Refusal) -> Refusal:
+        """Return the refusal with the time to come back: behind all of the tenant's who were told to, too."""
+        cost_s = self._cost_s(ask) / max(1, pool.places.num_replicas)
+        soonest_s = refusal.retry_after_s or pool.places.start_in_s(0.0, now_s) + cost_s
+        at_s = max(now_s + soonest_s, pool.told_s.get(ask.tenant, -math.inf) + cost_s)
+        pool.told_s[ask.tenant] = at_s
+        pool.told_s.move_to_end(ask.tenant)
+        if len(pool.told_s) > _MAX_TOLD:
+            pool.told_s.popitem(last=False)
+        return Refusal(refusal.reason, at_s - now_s, refusal.limit, refusal.needs_s)
+
+    def _review(self, pool: _Pool, now_s: float) -> None:
+        """Let those leave that cannot be done in time any more."""
+        for waiting, ahead_s in pool.lanes.walk(self._cost_s):
+            ask = waiting.ask
+            budget_s = ask.deadline_s - now_s
+            if budget_s <= 0:
+                self._refuse(pool, waiting, Refusal("expired"))
+            elif budget_s < math.inf and (times := self._times.times(ask.model)):
+                needs_s = self._start_in_s(pool, ask, ahead_s, now_s) + times.latency_s * ask.work
+                if budget_s < needs_s < math.inf:
+                    refusal = Refusal("late", needs_s * MARGIN - budget_s, needs_s=needs_s)
+                    self._refuse(pool, waiting, self._told(pool, ask, now_s, refusal))
+
+    def _start_all(self, pool: _Pool, now_s: float) -> Iterable[Started]:
+        held: set[str] = set()
+        while len(pool.lanes) and (waiting := pool.lanes.next_up(held)) is not None:
+            ask = waiting.ask
+            times = self._times.times(ask.model)
+            if ask.deadline_s <= now_s:
+                self._refuse(pool, waiting, Refusal("expired"))
+                continue
+            among = self._placement.of(ask.pool, ask.model, now_s)
+            replica = pool.places.choose(ask.share, ask.model, self._times.switch_s(ask.model), among)
+            if replica is None:
+                if among is None:
+                    return  # nobody slips past: a large request would wait for ever
+                held.add(ask.model)
+                continue
+            pool.lanes.start(waiting.ticket, self._cost_s(ask))
+            pool.num_by_model[ask.model] -= 1
+            pool.places.start(waiting, replica, now_s, times.latency_s * ask.work if times else 0.0)
+            self._counts_of(ask).started += 1
+            yield Started(waiting.ticket, replica)
+
+    def _refuse(self, pool: _Pool, waiting: Waiting, refusal: Refusal) -> None:
+        pool.lanes.remove(waiting.ticket)
+        self._take_out(pool, waiting)
+        del self._pool_of[waiting.ticket]
+        self._counts_of(waiting.ask).refused += 1
+        self._refused.append(Refused(waiting.ticket, refusal))
+
+    def _start_in_s(self, pool: _Pool, ask: Ask, ahead_s: float, now_s: float) -> float:
+        """Return when a request would start that has `ahead_s` replica seconds of work before it."""
+        if not pool.places.num_replicas:
+            return math.inf
+        if not ahead_s and pool.places.has_room(ask.share):
+            return 0.0
+        return pool.places.start_in_s(ahead_s, now_s)
+
+    def _cost_s(self, ask: Ask) -> float:
+        """Return the replica seconds that a request may take; before any was measured, as many as its share."""
+        times = self._times.times(ask.model)
+        return times.busy_s * ask.work if times else ask.share
+
+    def _take_out(self, pool: _Pool, waiting: Waiting) -> None:
+        pool.num_by_model[waiting.ask.model] -= 1
+        if not pool.num_by_model[waiting.ask.model]:
+            del pool.num_by_model[waiting.ask.model]
+
+    def _pool(self, name: str) -> _Pool:
+        if name not in self._pools:
+            self._pools[name] = _Pool(self._config)
+        return self._pools[name]
+
+    def _counts_of(self, ask: Ask) -> _Counts:
+        counts = self._counts.setdefault(ask.model, _Counts(ask.pool))
+        self._counts.move_to_end(ask.model)
+        if len(self._counts) > 4096:
+            self._counts.popitem(last=False)
+        return counts

@@ -1,0 +1,88 @@
+"""Records of the admission queue: what `pump` tells, what a controller reads, and how it orders the queue."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from cluster.control.places import ReplicaLoad
+
+Reason = Literal["model_full", "queue_full", "late", "hopeless", "expired"]
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A request that leaves unserved. `limit` is the bound that was reached, `needs_s` what it is predicted to take.
+
+    `retry_after_s` is when it could be served, None where nothing would change. "hopeless": it takes longer than its
+    time even alone; "expired": its time is over.
+    """
+
+    reason: Reason
+    retry_after_s: float | None = None
+    limit: int = 0
+    needs_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A request that may go to its replica now."""
+
+    ticket: int
+    replica: str
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A request that will not be served."""
+
+    ticket: int
+    refusal: Refusal
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """A controller's orders: the replicas on which a model may start, by pool and model. () lets it wait.
+
+    Models that are not named may start anywhere. Nothing of it holds after `until_s`: a controller that is gone holds
+    nobody up.
+    """
+
+    replicas: Mapping[tuple[str, str], tuple[str, ...]] = field(default_factory=dict)
+    until_s: float = math.inf
+
+    def of(self, pool: str, model: str, now_s: float) -> tuple[str, ...] | None:
+        """Return the replicas for a model; None for all."""
+        return self.replicas.get((pool, model)) if now_s < self.until_s else None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLoad:
+    """One model's requests. Rates are arrivals per second over a short and a long window.
+
+    `service_s` are replica seconds and `latency_s` the time in a replica of a mean request; 0 when none was measured.
+    """
+
+    pool: str
+    model: str
+    waiting: int
+    oldest_age_s: float
+    running: int
+    rate_short: float
+    rate_long: float
+    service_s: float
+    latency_s: float
+    switch_s: float
+    started: int
+    refused: int
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionSnapshot:
+    """The queue at one moment. `tenants` are waiting requests by tenant."""
+
+    models: tuple[ModelLoad, ...] = ()
+    replicas: Mapping[str, tuple[ReplicaLoad, ...]] = field(default_factory=dict)
+    tenants: Mapping[str, int] = field(default_factory=dict)

@@ -1,0 +1,191 @@
+"""The places of one pool of replicas: who runs what, where there is room, and where a request would end first. Pure.
+
+A request takes a share of a replica, and a replica is full when the shares of what it runs add up to 1. A request
+whose share does not fit beside others starts on a replica that runs nothing.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from cluster.control.lanes import Waiting
+
+MAX_RECENT: Final = 4  # models that a replica is believed to have at hand: the ones that it ran last
+_ROUNDING: Final = 1e-9  # of shares that add up to 1
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A request that has left its replica: seconds of the whole replica that it had, and seconds from start to end."""
+
+    waiting: Waiting
+    replica: str
+    busy_s: float
+    latency_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaLoad:
+    """A replica: the part of it that is used, running requests by model, and the models believed to be at hand."""
+
+    name: str
+    used: float
+    running: dict[str, int]
+    recent: tuple[str, ...]
+    is_gone: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    waiting: Waiting
+    replica: str
+    started_s: float
+    began: float  # the replica's `clock` then
+    expected_end_s: float
+
+
+@dataclass(slots=True)
+class _Replica:
+    """One replica. `clock` counts seconds per unit of share: it is slower the more runs beside each other."""
+
+    used: float = 0.0
+    load_s: float = 0.0
+    clock: float = 0.0
+    clock_at_s: float = 0.0
+    is_gone: bool = False
+    models: Counter[str] = field(default_factory=Counter)  # running
+    recent: OrderedDict[str, None] = field(default_factory=OrderedDict)
+
+    def advance(self, now_s: float) -> None:
+        if self.used > _ROUNDING:
+            self.clock += max(0.0, now_s - self.clock_at_s) / self.used
+        self.clock_at_s = now_s
+
+    def has_room(self, share: float) -> bool:
+        return not self.is_gone and (self.used + share <= 1 + _ROUNDING or not self.models)
+
+
+class Places:
+    """The replicas of one pool."""
+
+    def __init__(self) -> None:
+        self._replicas: dict[str, _Replica] = {}
+        self._runs: dict[int, _Run] = {}
+        self._ends: list[float] | None = None  # expected, sorted; None when they have to be sorted again
+
+    def __contains__(self, ticket: int) -> bool:
+        return ticket in self._runs
+
+    @property
+    def num_running(self) -> int:
+        return len(self._runs)
+
+    @property
+    def num_replicas(self) -> int:
+        """The number of replicas that can be given work."""
+        return sum(not replica.is_gone for replica in self._replicas.values())
+
+    def set_replicas(self, names: Collection[str], now_s: float) -> None:
+        """Give work to these replicas from now on. What others run stays theirs until it ends."""
+        for name, replica in list(self._replicas.items()):
+            replica.is_gone = name not in names
+            if replica.is_gone and not replica.models:
+                del self._replicas[name]
+        for name in names:
+            self._replicas.setdefault(name, _Replica(clock_at_s=now_s))
+
+    def choose(self, share: float, model: str, switch_s: float, among: Collection[str] | None = None) -> str | None:
+        """Return the replica with room where the wait is shortest; None when there is no room.
+
+        The wait is the work that it has, and the switch to a model that it is not believed to have at hand. `among`:
+        the replicas that the model may start on, None for all.
+        """
+        best: tuple[float, float, str] | None = None
+        for name, replica in self._replicas.items() if among is None else self._named(among):
+            if replica.has_room(share):
+                missing_s = 0.0 if model in replica.recent else switch_s
+                wait = replica.load_s + missing_s, replica.used, name
+                if best is None or wait < best:
+                    best = wait
+        return best[2] if best else None
+
+    def has_room(self, share: float) -> bool:
+        """Return whether any replica could start a request of that share."""
+        return any(replica.has_room(share) for replica in self._replicas.values())
+
+    def start(self, waiting: Waiting, name: str, now_s: float, latency_s: float) -> None:
+        """Count a request as running on a replica, where it is expected to take `latency_s`."""
+        replica = self._replicas[name]
+        replica.advance(now_s)
+        replica.used += waiting.ask.share
+        replica.load_s += waiting.cost_s
+        replica.models[waiting.ask.model] += 1
+        replica.recent[waiting.ask.model] = None
+        replica.recent.move_to_end(waiting.ask.model)
+        if len(replica.recent) > MAX_RECENT:
+            replica.recent.popitem(last=False)
+        self._runs[waiting.ticket] = _Run(waiting, name, now_s, replica.clock, now_s + latency_s)
+        self._ends = None
+
+    def end(self, ticket: int, now_s: float) -> Ended:
+        """Count a request as running no longer, however it ended."""
+        run = self._runs.pop(ticket)
+        self._ends = None
+        replica, waiting = self._replicas[run.replica], run.waiting
+        replica.advance(now_s)
+        busy_s = waiting.ask.share * (replica.clock - run.began)
+        replica.models[waiting.ask.model] -= 1
+        if not replica.models[waiting.ask.model]:
+            del replica.models[waiting.ask.model]
+        is_idle = not replica.models
+        replica.used = 0.0 if is_idle else replica.used - waiting.ask.share
+        replica.load_s = 0.0 if is_idle else max(0.0, replica.load_s - waiting.cost_s)
+        if is_idle and replica.is_gone:
+            del self._replicas[run.replica]
+        return Ended(waiting, run.replica, busy_s, now_s - run.started_s)
+
+    def forget_model(self, name: str, model: str) -> None:
+        """Believe no longer that the replica has the model at hand."""
+        if name in self._replicas:
+            self._replicas[name].recent.pop(model, None)
+
+    def set_resident(self, resident: Mapping[str, Iterable[str]]) -> None:
+        """Believe that these models are at hand, by replica, and no others."""
+        for name, models in resident.items():
+            if name in self._replicas:
+                self._replicas[name].recent = OrderedDict.fromkeys(models)
+
+    def start_in_s(self, ahead_s: float, now_s: float) -> float:
+        """Return when a request would start that finds no room and has `ahead_s` replica seconds of work before it.
+
+        Places become free in the order in which the running requests are expected to end, round by round: requests
+        that began together as a batch end together, too.
+        """
+        num_replicas = max(1, self.num_replicas)
+        wait_s = ahead_s / num_replicas
+        if not self._runs:
+            return wait_s
+        if self._ends is None:
+            self._ends = sorted(run.expected_end_s for run in self._runs.values())
+        round_s = sum(replica.load_s for replica in self._replicas.values()) / num_replicas
+        num_rounds = int(wait_s / round_s) if round_s else 0
+        part = wait_s / round_s - num_rounds if round_s else 0.0
+        end_s = self._ends[min(int(part * len(self._ends) + _ROUNDING), len(self._ends) - 1)]
+        return num_rounds * round_s + max(0.0, end_s - now_s)
+
+    def running(self) -> Counter[str]:
+        """Return the number of running requests by model."""
+        return Counter(run.waiting.ask.model for run in self._runs.values())
+
+    def load(self) -> tuple[ReplicaLoad, ...]:
+        """Return what every replica does."""
+        return tuple(
+            ReplicaLoad(name, replica.used, dict(replica.models), tuple(replica.recent), replica.is_gone)
+            for name, replica in self._replicas.items()
+        )
+
+    def _named(self, names: Collection[str]) -> list[tuple[str, _Replica]]:
+        return [(name, self._replicas[name]) for name in names if name in self._replicas]

@@ -1,0 +1,197 @@
+"""Overload on a virtual clock: shares of tenants, goodput, deadlines and Retry-After."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+import pytest
+from unit.cluster.control.simulated_replicas import POOL, Simulation
+
+from cluster.control.admission import AdmissionQueue
+from cluster.control.admission_records import Placement, Refusal
+from cluster.control.lanes import Ask
+from configs.admission import AdmissionConfig
+
+SECONDS_PER_WORK = 0.05
+
+
+def ask(now_s: float = 0.0, **fields: Any) -> Ask:
+    values: dict[str, Any] = {
+        "pool": POOL,
+        "model": "m",
+        "work": 1.0,
+        "share": 1 / 8,
+        "priority": 2,
+        "tenant": "default",
+        "deadline_s": math.inf,
+    }
+    return Ask(**(values | fields))
+
+
+def simulation(num_replicas: int = 2, **config: Any) -> Simulation:
+    queue = AdmissionQueue(AdmissionConfig(**config))
+    return Simulation(queue, num_replicas, lambda asked: asked.work * SECONDS_PER_WORK)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_tenants_with_work_share_the_replicas_by_weight(seed: int) -> None:
+    weights = {"small": 1.0, "middle": 2.0, "large": 5.0}
+    tenants = {name: {"weight": weight} for name, weight in weights.items()}
+    sim = simulation(tenants=tenants, max_waiting=10**6, max_waiting_per_model=10**6)
+    rng = random.Random(seed)
+    for tenant in weights:
+        # Requests of one tenant are larger than those of another: shares are of time, not of requests.
+        mean = rng.uniform(0.5, 4.0)
+        for _ in range(int(1600 / mean)):
+            work, model = rng.uniform(0.1, 2) * mean, rng.choice("ab")
+            sim.at(rng.uniform(0, 0.01), lambda now, t=tenant, w=work, m=model: ask(tenant=t, work=w, model=m))
+    sim.run_until(5.0)
+    sim.busy_s.clear()  # nothing was known of them
+    sim.run_until(45.0)
+    total = sum(sim.busy_s.values())
+    assert total == pytest.approx(2 * 40, rel=0.02)  # nobody idles meanwhile
+    for tenant, weight in weights.items():
+        assert sim.busy_s[tenant] / total == pytest.approx(weight / 8, rel=0.05)
+
+
+def test_a_tenant_alone_gets_all_and_saves_up_nothing() -> None:
+    tenants = {"early": {}, "late": {}}
+    sim = simulation(1, tenants=tenants, max_waiting=10**6, max_waiting_per_model=10**6)
+    for _ in range(1000):
+        sim.at(0.0, lambda now: ask(tenant="early"))
+        sim.at(20.0, lambda now: ask(tenant="late"))
+    sim.run_until(20.0)
+    assert sim.busy_s["early"] == pytest.approx(20.0, abs=0.5)
+    sim.run_until(50.0)
+    assert sim.busy_s["late"] == pytest.approx(15.0, rel=0.05)
+
+
+@pytest.mark.parametrize("overload", [1.5, 3.0, 10.0])
+@pytest.mark.parametrize("seed", range(2))
+def test_under_overload_replicas_work_for_answers_in_time_only(overload: float, seed: int) -> None:
+    sim, rng = simulation(), random.Random(seed)
+    capacity_per_s = 2 / SECONDS_PER_WORK
+    now_s, end_s = 0.0, 30.0
+    while now_s < end_s:
+        now_s += rng.expovariate(overload * capacity_per_s)
+        patience_s = rng.uniform(1.0, 4.0)
+        sim.at(now_s, lambda now, p=patience_s: ask(deadline_s=now + p))
+    sim.run_until(end_s)
+    in_time = [one for one in sim.served if one.ended_s <= one.ask.deadline_s]
+    assert len(in_time) >= 0.9 * capacity_per_s * end_s
+    assert len(in_time) >= 0.95 * len(sim.served)
+    started_late = [one for one in sim.served if one.started_s > one.ask.deadline_s]
+    assert not started_late
+
+
+@pytest.mark.parametrize("num_waiting", [20, 200])
+def test_who_comes_back_when_told_is_served(num_waiting: int) -> None:
+    """A thousand at once: all come back at the time that they were told, and few are told a second time."""
+    sim = simulation(max_waiting_per_model=num_waiting)
+    for n in range(40):  # it knows what a request takes
+        sim.at(n * 0.03, lambda now: ask())
+    sim.run_until()
+    begin_s = sim.now_s
+    told: list[tuple[float, float]] = []
+    tries = 0
+
+    def comes_back(again: Ask, refusal: Refusal) -> None:
+        nonlocal tries
+        assert refusal.retry_after_s is not None
+        tries += 1
+        told.append((sim.now_s, refusal.retry_after_s))
+        sim.at(sim.now_s + refusal.retry_after_s, lambda now: again)
+
+    sim.on_refused = comes_back
+    num_before = len(sim.served)
+    for _ in range(1000):
+        sim.at(begin_s, lambda now: ask())
+    sim.run_until()
+    assert len(sim.served) - num_before == 1000
+    assert tries <= 1000 * 1.25
+    makespan_s = sim.now_s - begin_s
+    ideal_s = 1000 * SECONDS_PER_WORK / 2
+    assert makespan_s <= 1.25 * ideal_s
+    # The last one that was told at once is told the truth about all of the work before it.
+    last_told_s = max(after for when, after in told if when == begin_s)
+    assert last_told_s == pytest.approx(ideal_s - num_waiting * SECONDS_PER_WORK / 2, rel=0.25)
+
+
+def test_who_would_be_late_is_told_when_it_would_not() -> None:
+    sim = simulation()
+    for n in range(40):
+        sim.at(n * 0.03, lambda now: ask())
+    sim.run_until()
+    for _ in range(400):  # 10 s of work
+        sim.at(sim.now_s, lambda now: ask())
+    sim.run_until(sim.now_s + 1.0)
+    sim.at(sim.now_s, lambda now: ask(deadline_s=now + 2.0, tenant="default"))
+    sim.run_until(sim.now_s + 1e-3)
+    (_, _, refusal), *others = sim.refused
+    assert not others
+    assert refusal.reason == "late"
+    assert refusal.retry_after_s == pytest.approx(9.0 - 2.0, rel=0.25)
+    sim.at(sim.now_s + refusal.retry_after_s, lambda now: ask(deadline_s=now + 2.0))
+    sim.run_until()
+    assert len(sim.refused) == 1
+    late = [one for one in sim.served if one.ask.deadline_s < one.ended_s]
+    assert not late
+
+
+def test_those_that_became_hopeless_leave_before_they_cost_work() -> None:
+    """Nothing is known of the model when they come, so all are let in."""
+    sim = simulation(1)
+    for _ in range(400):
+        sim.at(0.0, lambda now: ask(deadline_s=now + 2.2))
+    sim.run_until()
+    assert {refusal.reason for _, _, refusal in sim.refused} == {"late"}
+    assert max(when for _, when, _ in sim.refused) < 1.5  # and not when their time was over
+    in_time = [one for one in sim.served if one.ended_s <= one.ask.deadline_s]
+    assert len(in_time) >= 0.9 * 2.0 / SECONDS_PER_WORK  # in batches of 8
+    assert len(in_time) >= 0.9 * len(sim.served)
+
+
+def test_an_old_measurement_does_not_refuse_for_ever() -> None:
+    sim = simulation(1)
+    for n in range(5):
+        sim.at(n * 100.0, lambda now: ask(work=1.0))
+    sim.run_until()
+    slow_until_s = sim.now_s + 1.0
+    sim.seconds_of = lambda asked: 5.0 if sim.now_s < slow_until_s else 0.05
+    for _ in range(5):
+        sim.at(sim.now_s, lambda now: ask(share=1.0))
+    sim.run_until(sim.now_s + 30)
+    sim.at(sim.now_s + 60, lambda now: ask(deadline_s=now + 1.0))
+    sim.run_until()
+    assert sim.served[-1].ended_s - sim.served[-1].arrived_s == pytest.approx(0.05)
+
+
+def test_a_placement_says_where_and_whether_a_model_starts_and_holds_up_no_other() -> None:
+    queue = AdmissionQueue(AdmissionConfig())
+    queue.set_replicas(POOL, ["a", "b"], 0.0)
+    orders = {(POOL, "here"): ("b",), (POOL, "held"): ()}
+    queue.set_placement(Placement(orders, until_s=10.0))
+    for ticket, model in enumerate(["held", "here", "free", "here"]):
+        queue.submit(ticket, ask(model=model, share=1.0), 0.0)
+    assert {(event.ticket, event.replica) for event in queue.pump(1.0)} == {(1, "b"), (2, "a")}  # type: ignore[union-attr]
+    queue.leave(2, 2.0, is_answered=True)
+    assert queue.pump(3.0) == []  # "a" is free, and both that wait may not go there
+    assert [event.ticket for event in queue.pump(11.0)] == [0]  # the controller is gone
+
+
+def test_a_new_replica_gets_work_at_once() -> None:
+    queue = AdmissionQueue(AdmissionConfig())
+    queue.set_replicas(POOL, ["a"], 0.0)
+    for ticket in range(80):
+        queue.submit(ticket, ask(), 0.0)
+    assert len(queue.pump(0.0)) == 8
+    queue.set_replicas(POOL, ["a", "b"], 1.0)
+    assert [event.replica for event in queue.pump(1.0)] == ["b"] * 8  # type: ignore[union-attr]
+    queue.set_replicas(POOL, ["b"], 2.0)
+    for ticket in range(8):  # what still runs there ends there
+        queue.leave(ticket, 2.0)
+    assert queue.pump(2.0) == []
+    assert queue.num_running == 8
+    assert queue.num_waiting == 64
