@@ -20,6 +20,8 @@ from weights.formats.safetensors import read_header
 from weights.formats.untrusted import shown
 from weights.formats.weight_files import LORA_FILE
 
+__all__ = ["LoraAdapter", "LoraPair", "load_adapter", "parse_adapter"]
+
 COMPONENTS = ("transformer", "unet", "text_encoder", "text_encoder_2")
 _SUFFIXES = {"lora_A.weight": "down", "lora_B.weight": "up", "alpha": "alpha"}
 

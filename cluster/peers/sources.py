@@ -172,7 +172,7 @@ def choose_source(
         return AllBusy(min(known[offer.address].busy_until_s for offer in good))
     free.sort(
         key=lambda offer: (
-            seconds(nbytes, alone[offer.address]) * (1 + offer.active_transfers),
+            _seconds(nbytes, alone[offer.address]) * (1 + offer.active_transfers),
             measured[offer.address] is None,
         )
     )
@@ -194,9 +194,9 @@ def patience_s(nbytes: int, storage: BandwidthEstimate) -> float:
     The best forecast of the rest of a wait is its length so far: peers are waited for as long as that is less than
     `_PATIENCE` times what storage would take, since storage is shared by all nodes.
     """
-    return max(PATIENCE_S, _PATIENCE * seconds(nbytes, storage.gbps or ASSUMED_GBPS))
+    return max(PATIENCE_S, _PATIENCE * _seconds(nbytes, storage.gbps or ASSUMED_GBPS))
 
 
-def seconds(nbytes: int, gbps: float) -> float:
+def _seconds(nbytes: int, gbps: float) -> float:
     """Return how long `nbytes` take at `gbps` (10^9 bytes per second)."""
     return nbytes / (gbps * 1e9) if gbps > 0 else math.inf

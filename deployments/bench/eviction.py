@@ -20,7 +20,7 @@ SHARES: Final = (0.4, 0.6, 0.75, 1.0)  # the budget, of the popular models' byte
 # A trace as platforms see it: 12 of 200 models get 99 % of the requests, Zipf among them.
 NUM_MODELS, NUM_POPULAR, TAIL_SHARE = 200, 12, 0.01
 NUM_REQUESTS, NUM_SEEDS = 5000, 3
-Model = tuple[str, ...]  # the components of a model
+_Model = tuple[str, ...]  # the components of a model
 
 
 def _draw_trace(rng: random.Random, num_requests: int, change_every: int | None = None) -> list[int]:
@@ -36,9 +36,9 @@ def _draw_trace(rng: random.Random, num_requests: int, change_every: int | None 
     return trace
 
 
-def _bytes_moved_by_lru(trace: Sequence[Model], sizes: dict[str, int], max_models: float, budget: float) -> int:
+def _bytes_moved_by_lru(trace: Sequence[_Model], sizes: dict[str, int], max_models: float, budget: float) -> int:
     """Simulate LRU of whole models, bounded by their number and by their bytes; return the bytes moved."""
-    resident: OrderedDict[Model, int] = OrderedDict()
+    resident: OrderedDict[_Model, int] = OrderedDict()
     moved = 0
     for model in trace:
         if model not in resident:
@@ -51,7 +51,7 @@ def _bytes_moved_by_lru(trace: Sequence[Model], sizes: dict[str, int], max_model
     return moved
 
 
-def _bytes_moved_by_value(trace: Sequence[Model], sizes: dict[str, int], budget: int, half_life: float) -> int:
+def _bytes_moved_by_value(trace: Sequence[_Model], sizes: dict[str, int], budget: int, half_life: float) -> int:
     now = [0.0]
     book: Book[None] = Book(budget, lambda: now[0], never_used=Popularity(half_life))
     moved = 0
@@ -69,7 +69,7 @@ def _bytes_moved_by_value(trace: Sequence[Model], sizes: dict[str, int], budget:
     return moved
 
 
-def moved_bytes_ratios(share: float, change_every: int | None, shared_bytes: float = 0.0) -> tuple[float, float]:
+def _moved_bytes_ratios(share: float, change_every: int | None, shared_bytes: float = 0.0) -> tuple[float, float]:
     """Return (count-LRU / ours, byte-LRU / ours) in bytes moved, with a budget of `share` of the popular bytes.
 
     Serve's multiplexing takes a number of models and no bytes, so it is set to what fits whatever the models are.
@@ -97,7 +97,7 @@ def moved_bytes_ratios(share: float, change_every: int | None, shared_bytes: flo
 
 def measure_eviction() -> dict[str, Any]:
     """Return ratios by share, with models popular all the time."""
-    found = {share: moved_bytes_ratios(share, None) for share in SHARES}
+    found = {share: _moved_bytes_ratios(share, None) for share in SHARES}
     return {
         "models": NUM_MODELS,
         "popular": NUM_POPULAR,

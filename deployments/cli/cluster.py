@@ -68,10 +68,10 @@ def render(config: ConfigPath = DEFAULT_CONFIG) -> None:
     """Print the plain Ray Serve YAML of a cluster config, for `serve deploy`."""
     from configs.loading import load_cluster_config
 
-    sys.stdout.write(render_serve_yaml(load_cluster_config(config)))
+    sys.stdout.write(_render_serve_yaml(load_cluster_config(config)))
 
 
-def render_serve_yaml(config: ClusterConfig) -> str:
+def _render_serve_yaml(config: ClusterConfig) -> str:
     """Return the plain Ray Serve YAML that `serve deploy` and KubeRay take.
 
     The config travels inside as the builder's argument, so this one file is all that a deploy needs.

@@ -58,7 +58,7 @@ def print_table(
         return
     console = Console()
     shown = [index for index, column in enumerate(columns) if wide or not column.only_wide]
-    lines = layout(
+    lines = _layout(
         [columns[index] for index in shown],
         [[row[index] for index in shown] for row in rows],
         None if wide else console.width,
@@ -70,7 +70,7 @@ def print_table(
         console.print(Text(line, "dim" if number == 0 else ""), soft_wrap=True)
 
 
-def layout(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int | None) -> list[str]:
+def _layout(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int | None) -> list[str]:
     """Return the lines of a table, header first, at most `width` cells wide where the figures alone let it.
 
     `width` None is for one line per row, as wide as it comes.

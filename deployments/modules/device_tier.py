@@ -186,12 +186,12 @@ class _SharedTier:
         self._provider.prefetch(extents)
 
     def pin(self, component: Component) -> None:
-        """What is bound is leased, and so stays."""
+        """Do nothing: what is bound is leased, and so stays."""
 
     def unpin(self, component: Component) -> None: ...
 
     def condemn(self, extents: Collection[str]) -> list[str]:
-        """What is placed says itself which extents it lies in, and the provider gives fresh ones."""
+        """Name no tensors: what is placed says which extents it lies in, and the provider gives fresh ones."""
         return []
 
     def resize(self, budget_bytes: int) -> None: ...
@@ -208,7 +208,7 @@ class _ArenaTier:
         self._arena = arena
 
     def fetch(self, wants: Sequence[Sequence[ExtentRef]], beside: Sequence[Sequence[ExtentRef]] = ()) -> None:
-        """What is on the device already needs no host memory; `place` finds out."""
+        """Fetch nothing: what is on the device already needs no host memory, and `place` finds out."""
 
     def place(
         self, component: Component, extents: Sequence[ExtentRef], holder: str, fetched: Fetched | None = None
@@ -232,7 +232,7 @@ class _ArenaTier:
             uploads.release()
 
     def _acquire(self, component: Component, uploads: _Uploads, holder: str) -> Acquired:
-        """What was evicted may still be referred to for a moment, by a frame or an event that is just ending."""
+        """Acquire the tensors, again for a moment: a frame or event that is just ending may refer to evicted ones."""
         deadline_s = time.monotonic() + MAX_LINGER_S
         while True:
             try:

@@ -48,10 +48,6 @@ class LoadingClaims:
         num_allowed = 1 + int((self._clock() - oldest.since_s) // self._slow_s).bit_length()
         return holder if len(found) >= num_allowed else None
 
-    def has_claim(self, key: str, holder: str) -> bool:
-        """Return whether it is this holder's to load."""
-        return holder in self._alive(key)
-
     def claim(self, key: str, holder: str) -> bool:
         """Return whether it is this holder's to load, from now on or still."""
         now_s = self._clock()

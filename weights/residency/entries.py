@@ -180,7 +180,7 @@ class Book(Leases[Thing]):
         )
 
     def _spare_the_valuable(self, victims: Sequence[Entry[Thing]]) -> tuple[Entry[Thing], ...]:
-        """Of victims in order of value, all counted out, count in again those that need not go; return the others."""
+        """Count in again, of victims in order of value, all counted out, those that need not go; return the others."""
         needed: list[Entry[Thing]] = []
         for victim in reversed(victims):
             self._used.add(victim.size)

@@ -255,13 +255,13 @@ class ChatForm(TextForm):
         choice = ChatChunkChoice(index=0, finish_reason=None, logprobs=None, delta=delta)
         return [ChatChunk(object="chat.completion.chunk", choices=[choice], **self._head)]
 
-    def piece(self, chunk: TextChunk) -> Answer:
+    def piece(self, chunk: TextChunk) -> ChatChunk:
         delta = MessageDelta(content=chunk.text) if chunk.text else MessageDelta()
         reason = cast("FinishReason | None", chunk.finish_reason)
         choice = ChatChunkChoice(index=0, finish_reason=reason, logprobs=None, delta=delta)
         return ChatChunk(object="chat.completion.chunk", choices=[choice], **self._piece_fields(chunk))
 
-    def usage(self, last: TextChunk) -> Answer:
+    def usage(self, last: TextChunk) -> ChatChunk:
         return ChatChunk(object="chat.completion.chunk", choices=[], usage=TextUsage.of(last), **self._head)
 
 
@@ -278,12 +278,12 @@ class CompletionForm(TextForm):
     def opening(self) -> list[Answer]:
         return []
 
-    def piece(self, chunk: TextChunk) -> Answer:
+    def piece(self, chunk: TextChunk) -> CompletionChunk:
         reason = cast("FinishReason | None", chunk.finish_reason)
         choice = CompletionChunkChoice(index=0, finish_reason=reason, logprobs=None, text=chunk.text)
         return CompletionChunk(object="text_completion", choices=[choice], **self._piece_fields(chunk))
 
-    def usage(self, last: TextChunk) -> Answer:
+    def usage(self, last: TextChunk) -> CompletionChunk:
         return CompletionChunk(object="text_completion", choices=[], usage=TextUsage.of(last), **self._head)
 
 

@@ -58,6 +58,27 @@ def main() -> None:
     "deployments/other.py": "from configs.model import Model\n__all__ = ['exported']\ndef exported(): ...\n",
     "tests/test_model.py": "from configs.model import for_tests\n",
 }
+ROUTES = """
+class Body: ...
+class Answer: ...
+class Refusal: ...
+class Page: ...
+class Unnamed: ...
+
+class Form:
+    def hook(self): ...
+    def other_hook(self): ...
+    def show(self):
+        self.hook()
+        self.other_hook()
+
+def create_router(router):
+    @router.post("/", responses={400: {"model": Refusal}})
+    async def ask(body: Body | None = None): ...
+    @router.get("/", dependencies=[Page])
+    async def read(): ...
+    router.add_api_route("/all", read, response_model=list[Answer])
+"""
 
 
 @pytest.fixture(scope="module")
@@ -83,20 +104,47 @@ def test_importers_are_found_through_a_package_that_reexports(report: ModuleType
     importers = report.Structure(tree).importers()
     assert importers["configs.model"] == {"deployments.main", "deployments.other"}
     (tree / "deployments/other.py").unlink()
-    assert report.Structure(tree).one_importer_modules() == [("configs.model", "deployments.main")]
+    assert report.Structure(tree).one_importer_modules() == [("configs.model", "deployments.main", "others")]
 
 
 def test_unused_symbols_are_neither_commands_nor_exported_nor_in_a_signature(report: ModuleType, tree: Path) -> None:
-    unused = {(each.name, users) for each, users in report.Structure(tree).unused_symbols()}
-    assert unused == {("unused", "nobody"), ("nobody", "nobody"), ("for_tests", "tests"), ("app", "nobody")}
-    assert [each.name for each, _ in report.Structure(tree).private_constants()] == ["LIMIT"]
+    unused = {each.name: is_tested for each, is_tested in report.Structure(tree).unused_symbols()}
+    assert unused == {"unused": False, "nobody": False, "for_tests": True}
 
 
-def test_records_fragments_and_repeated_verbs_are_listed(report: ModuleType, tree: Path) -> None:
+def test_what_a_route_takes_and_gives_is_used_and_so_is_a_hook_that_a_subclass_overrides(
+    report: ModuleType, tree: Path
+) -> None:
+    (tree / "deployments/routes.py").write_text(ROUTES)
+    (tree / "deployments/words.py").write_text("""def body(): raise ValueError("Unnamed")\n""")
+    unused = {each.name for each, _ in report.Structure(tree).unused_symbols() if each.module == "deployments.routes"}
+    assert unused == {"Unnamed", "hook", "other_hook", "show", "create_router", "Form"}
+    (tree / "deployments/forms.py").write_text(
+        "from deployments.routes import Form, create_router\nclass Table(Form):\n    def hook(self): ...\n"
+    )
+    unused = {each.name for each, _ in report.Structure(tree).unused_symbols() if each.module == "deployments.routes"}
+    assert unused == {"Unnamed", "other_hook", "show"}
+
+
+def test_entries_of_a_list_and_parts_of_an_actor_are_counted_apart(report: ModuleType, tree: Path) -> None:
+    (tree / "deployments/cli").mkdir()
+    (tree / "cluster").mkdir()
+    (tree / "deployments/cli/main.py").write_text("from deployments.cli import chat\n")
+    (tree / "deployments/cli/chat.py").write_text("import deployments.other\n")
+    (tree / "cluster/actor.py").write_text("from cluster.part import run\nENTRY = 'deployments.main:main'\n")
+    (tree / "cluster/part.py").write_text("def run(): ...\n")
+    assert report.Structure(tree).one_importer_modules() == [
+        ("cluster.part", "cluster.actor", "parts of an actor"),
+        ("deployments.cli.chat", "deployments.cli.main", "entries of a list"),
+        ("deployments.main", "cluster.actor", "parts of an actor"),
+        ("deployments.other", "deployments.cli.chat", "others"),
+    ]
+
+
+def test_fragments_and_repeated_verbs_are_listed(report: ModuleType, tree: Path) -> None:
     classes = "".join(f"class C{number}:\n    def run(self): ...\n" for number in range(5))
     (tree / "deployments/verbs.py").write_text(classes)
     structure = report.Structure(tree)
-    assert {each.name: calls for each, calls in structure.records_by_constructions()} == {"Model": 2, "Description": 1}
     assert [(name, text) for name, _, text in structure.fragments()] == [
         ("configs.model", "What a model is."),
         ("deployments.main", "Of the program."),
@@ -131,6 +179,7 @@ def test_the_table_and_the_lists_are_printed(
     monkeypatch.setattr(sys, "argv", ["structure_report.py", "--root", str(tree), "--list", "configs"])
     report.main()
     printed = capsys.readouterr().out
-    assert "one-importer modules" in printed
-    assert "configs/model.py:23 nobody  (nobody)" in printed
+    assert "with one importer" in printed
+    assert "configs/model.py:23 nobody\n" in printed
+    assert "configs/model.py:25 for_tests (tests)" in printed
     assert "deployments/main.py" not in printed

@@ -25,7 +25,7 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
     encoding = request.headers.get("content-encoding", "")
     if not encoding:
         return body
-    return await asyncio.to_thread(decompressed, body, encoding, max_bytes)
+    return await asyncio.to_thread(_decompressed, body, encoding, max_bytes)
 
 
 async def compressed_if_accepted(request: Request, body: bytes, headers: dict[str, str]) -> bytes:
@@ -38,7 +38,7 @@ async def compressed_if_accepted(request: Request, body: bytes, headers: dict[st
     return await asyncio.to_thread(_compressed, body, coding)
 
 
-def decompressed(body: bytes, encoding: str, max_bytes: int) -> bytes:
+def _decompressed(body: bytes, encoding: str, max_bytes: int) -> bytes:
     """Return the decompressed body. Never makes more than `max_bytes`, however much the body would become.
 
     Raises: RequestTooLarge for more, InvalidRequest for damage and for codings that are not known.

@@ -173,7 +173,7 @@ async def _written(request: Request, asked: InferRequest, response: InferRespons
     return Response(body, headers=headers, media_type=media_type)
 
 
-class GenerateBody(BaseModel):
+class _GenerateBody(BaseModel):
     """A text to go on with. Options of the model may stand in `parameters` or beside it."""
 
     model_config = ConfigDict(extra="allow", strict=True)
@@ -224,7 +224,7 @@ def _add_generate_routes(router: APIRouter, inference: Inference, max_body_bytes
 
 
 def _generate_request(model: str, version: str, body: bytes) -> InferRequest:
-    form = read_json(GenerateBody, body)
+    form = read_json(_GenerateBody, body)
     beside, inside = form.model_extra or {}, form.parameters or {}
     options = beside | inside
     for name in options:

@@ -11,7 +11,7 @@ from ray.serve.schema import ServeDeploySchema
 
 from configs.cluster import ClusterConfig
 from configs.loading import load_cluster_config
-from deployments.cli.cluster import render_serve_yaml
+from deployments.cli.cluster import _render_serve_yaml
 
 PRESETS = sorted((Path(__file__).parents[4] / "configs/clusters").glob("*.yaml"))
 FULL: dict[str, Any] = {
@@ -32,7 +32,7 @@ def configs() -> list[ClusterConfig]:
 
 @pytest.mark.parametrize("config", configs(), ids=lambda config: config.name)
 def test_the_rendered_yaml_is_valid_and_gives_the_config_back(config: ClusterConfig) -> None:
-    document = yaml.safe_load(render_serve_yaml(config))
+    document = yaml.safe_load(_render_serve_yaml(config))
     schema = ServeDeploySchema.model_validate(document)
     (application,) = schema.applications
     assert application.import_path == "deployments.app:build_app"
@@ -40,7 +40,7 @@ def test_the_rendered_yaml_is_valid_and_gives_the_config_back(config: ClusterCon
 
 
 def test_resources_and_replicas_are_serves_own() -> None:
-    schema = ServeDeploySchema.model_validate(yaml.safe_load(render_serve_yaml(ClusterConfig.model_validate(FULL))))
+    schema = ServeDeploySchema.model_validate(yaml.safe_load(_render_serve_yaml(ClusterConfig.model_validate(FULL))))
     deployments = {deployment.name: deployment for deployment in schema.applications[0].deployments}
     assert set(deployments) == {"ingress", "text_encoder", "worker"}
     worker = deployments["worker"]

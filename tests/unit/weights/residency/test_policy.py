@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deployments.bench.eviction import moved_bytes_ratios
+from deployments.bench.eviction import _moved_bytes_ratios
 from weights.residency.policy import Candidate, EvictionOrder, Popularity, class_rate, rate_class, value_of
 
 
@@ -48,20 +48,20 @@ def test_a_clock_that_goes_back_does_no_harm() -> None:
 
 @pytest.mark.parametrize(("share", "goal"), [(0.75, 3.0), (1.0, 6.0)])
 def test_a_heavy_tailed_trace_moves_a_third_of_the_bytes_of_a_count(share: float, goal: float) -> None:
-    by_count, by_bytes = moved_bytes_ratios(share, None)
+    by_count, by_bytes = _moved_bytes_ratios(share, None)
     assert by_count >= goal
     assert by_bytes >= 1.1
 
 
 @pytest.mark.parametrize("share", [0.75, 1.0])
 def test_it_follows_when_other_models_become_popular(share: float) -> None:
-    by_count, by_bytes = moved_bytes_ratios(share, change_every=500)
+    by_count, by_bytes = _moved_bytes_ratios(share, change_every=500)
     assert by_count >= 2.5
     assert by_bytes >= 1.0
 
 
 def test_shared_components_move_once() -> None:
-    assert moved_bytes_ratios(0.75, None, shared_bytes=0.5)[1] > moved_bytes_ratios(0.75, None)[1]
+    assert _moved_bytes_ratios(0.75, None, shared_bytes=0.5)[1] > _moved_bytes_ratios(0.75, None)[1]
 
 
 @given(st.floats(1e-6, 1e5), st.integers(1, 2**40))

@@ -14,11 +14,11 @@ def test_blocks_for_is_the_smallest_that_suffices(num_tokens):
 
 @given(
     st.integers(0, 12),
-    st.lists(st.tuples(st.sampled_from(["allocate", "retain", "release"]), st.integers(0, 6))),
+    st.lists(st.tuples(st.sampled_from(["allocate", "release"]), st.integers(0, 6))),
 )
 def test_blocks_are_neither_lost_nor_given_twice(num_blocks, actions):
     pool = BlockPool(num_blocks)
-    held: list[list[int]] = []  # one list per reference
+    held: list[list[int]] = []  # one list per sequence
     for action, number in actions:
         if action == "allocate":
             if number > pool.num_free:
@@ -28,9 +28,6 @@ def test_blocks_are_neither_lost_nor_given_twice(num_blocks, actions):
             blocks = pool.allocate(number)
             assert not {block for group in held for block in group} & set(blocks)
             held.append(blocks)
-        elif held and action == "retain":
-            held.append(list(held[number % len(held)]))
-            pool.retain_blocks(held[-1])
         elif held:
             pool.release_blocks(held.pop(number % len(held)))
         in_use = {block for group in held for block in group}
@@ -40,11 +37,9 @@ def test_blocks_are_neither_lost_nor_given_twice(num_blocks, actions):
     assert sorted(pool.allocate(num_blocks)) == list(range(num_blocks))
 
 
-def test_a_free_block_cannot_be_released_or_retained():
+def test_a_free_block_cannot_be_released():
     pool = BlockPool(2)
     blocks = pool.allocate(1)
     pool.release_blocks(blocks)
     with pytest.raises(ValueError, match="not in use"):
         pool.release_blocks(blocks)
-    with pytest.raises(ValueError, match="not in use"):
-        pool.retain_blocks(blocks)
