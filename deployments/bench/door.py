@@ -103,7 +103,7 @@ def _bench_config(config: ClusterConfig, folder: Path, door: str, num_ingresses:
     """Return the demo's config with free ports, a store of the bench, the MiniLM, and this proxy."""
     fields = config.model_dump(mode="json")
     fields |= {"name": "bench-door", "store": fields["store"] | {"path": str(folder / "store")}}
-    fields["http"] |= {"port": free_port()} | ({"proxy": door} if "proxy" in fields["http"] else {})
+    fields["http"] |= {"port": free_port(), "proxy": door}
     fields["grpc"] = fields["grpc"] and fields["grpc"] | {"port": free_port()}
     fields["ingress"] |= {"num_replicas": num_ingresses}
     fields["models"] += [{"id": MINILM, "path": str(minilm_folder()), "dtype": "float32", "preload": True}]

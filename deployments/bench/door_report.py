@@ -21,9 +21,7 @@ MAX_MORE_FILES: Final = 8
 
 def find_targets(found: Mapping[str, Any]) -> list[Target]:
     """Return the targets of the issue beside the figures: where there are several, the worst one."""
-    own = DOORS["haproxy"] if "haproxy" in found["doors"] else DOORS["serve"]
-    kinds = found["doors"].get("haproxy") or found["doors"]["serve"]
-    targets = []
+    own, kinds, targets = DOORS["haproxy"], found["doors"]["haproxy"], list[Target]()
     for kind in ("chat", "image"):
         ratio = _ratio(kinds[kind], "1", own, STOCK, "p50_ms")
         targets.append(Target(f"{kind}, one caller: p50 / stock's", ratio, 1.15))
