@@ -37,8 +37,9 @@ from deployments.bench.peer import Peer
 from deployments.cli.running import cluster_up
 
 MOST_REPEATED: Final = 64  # callers; loads of more are measured once
-CHEAP_KINDS: Final = ("empty endpoint", "cached embedding")
+CHEAP_KINDS: Final = ("empty endpoint", "cached embedding")  # no model runs: there are no peers
 CHEAP: Final = 4  # times as many requests of these
+NUM_WARM: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +47,11 @@ class Effort:
     """The sizes of the measurement. `requests`: of a round, by the number of callers."""
 
     rounds: int = 3
-    requests: tuple[tuple[int, int], ...] = ((1, 12), (8, 32), (64, 128), (512, 512))
+    requests: tuple[tuple[int, int], ...] = ((1, 10), (8, 24), (64, 96), (512, 512))
     doors: tuple[str, ...] = ("serve", "haproxy")
     overload: OverloadEffort = field(default_factory=OverloadEffort)
     step_rounds: int = 5
-    kill_s: float = 8.0
+    kill_s: float = 12.0
     kill_callers: int = 16
 
 
@@ -102,7 +103,7 @@ def _bench_config(config: ClusterConfig, folder: Path, door: str, num_ingresses:
     """Return the demo's config with free ports, a store of the bench, the MiniLM, and this proxy."""
     fields = config.model_dump(mode="json")
     fields |= {"name": "bench-door", "store": fields["store"] | {"path": str(folder / "store")}}
-    fields["http"] |= {"port": free_port()} | ({"proxy": door} if "proxy" in fields["http"] else {})
+    fields["http"] |= {"port": free_port(), "proxy": door}
     fields["grpc"] = fields["grpc"] and fields["grpc"] | {"port": free_port()}
     fields["ingress"] |= {"num_replicas": num_ingresses}
     fields["models"] += [{"id": MINILM, "path": str(minilm_folder()), "dtype": "float32", "preload": True}]
@@ -124,15 +125,15 @@ class _Sides:
     peer: Peer
     urls: Mapping[str, str]
 
-    def ways(self, asks: Sequence[Ask], num_callers: int) -> Mapping[str, Callable[[], list[Outcome]]]:
+    def ways(self, kind: str, asks: Sequence[Ask], num_callers: int) -> Mapping[str, Callable[[], list[Outcome]]]:
         """Return what can answer requests of one kind: servers, and for one caller the model in a process."""
-        kind = asks[0].kind
-        found = {
+        has_peers = kind not in CHEAP_KINDS and num_callers <= MOST_REPEATED
+        ways = {
             name: partial(self.load.run, "closed", url, asks, num_callers=num_callers)
             for name, url in self.urls.items()
-            if name != INFINITY or "embedding" in kind
+            if name != INFINITY or (has_peers and kind == "new embedding")
         }
-        return found | ({STOCK: partial(self._call_stock, asks)} if num_callers == 1 and asks[0].body else {})
+        return ways | ({STOCK: partial(self._call_stock, asks)} if has_peers and num_callers == 1 else {})
 
     def _call_stock(self, asks: Sequence[Ask]) -> list[Outcome]:
         """Call stock for each request, one after the other. An answer of one token says when a stream's first comes."""
@@ -164,8 +165,8 @@ def _latencies(sides: _Sides, requests: Requests, effort: Effort) -> dict[str, A
         for num_callers, number in effort.requests:
             rounds: dict[str, list[list[Outcome]]] = {}
             for turn in range(effort.rounds if num_callers <= MOST_REPEATED else 1):
-                # A side's texts are new to it: of the servers, only ours keeps what it has encoded.
-                ways = sides.ways(draw(number * (CHEAP if kind in CHEAP_KINDS else 1)), num_callers)
+                # The same new texts for all sides. Only ours would know them again, and is asked once.
+                ways = sides.ways(kind, draw(number * (CHEAP if kind in CHEAP_KINDS else 1)), num_callers)
                 for name in list(ways)[:: -1 if turn % 2 else 1]:
                     rounds.setdefault(name, []).append(ways[name]())
             found[kind][str(num_callers)] = {name: latency_figures(outcomes) for name, outcomes in rounds.items()}
@@ -173,10 +174,11 @@ def _latencies(sides: _Sides, requests: Requests, effort: Effort) -> dict[str, A
 
 
 def _warm(load: LoadGenerator, url: str, requests: Requests) -> None:
-    """Ask for everything that is measured until it was there: builds models, fills the cache, imports classes."""
-    for draw in requests.makers.values():
-        latency_figures([load.run("closed", url, draw(NUM_CACHED), num_callers=8)])
-    for asks in requests.draw_kinds(16).values():
+    """Ask for everything that is measured: this builds models, fills the cache and imports classes."""
+    for kind, draw in requests.makers.items():
+        number = NUM_CACHED if kind in CHEAP_KINDS else NUM_WARM
+        latency_figures([load.run("closed", url, draw(number), num_callers=8)])
+    for asks in requests.draw_kinds(NUM_WARM).values():
         latency_figures([load.run("closed", url, asks, num_callers=8)])
 
 

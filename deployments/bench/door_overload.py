@@ -55,7 +55,7 @@ class OverloadEffort:
     burst_deadline_s: float = 8.0
     num_cancels: int = 10_000
     cancel_callers: int = 64
-    cancel_s: tuple[float, float] = (0.001, 2.0)
+    cancel_s: tuple[float, float] = (0.001, 4.0)
 
 
 def measure_overload(load: LoadGenerator, url: str, requests: Requests, effort: OverloadEffort) -> dict[str, Any]:
