@@ -1,1 +1,1 @@
-"""The control of a cluster: who is admitted, what starts where, and which model is on which worker."""
+"""The control of a cluster: who is admitted, what starts where, which model is on which worker. Pure."""

@@ -1,0 +1,397 @@
+"""The policy of switching: which worker gets ready for which model, when, and what goes for it. Pure.
+
+`plan_switches` is asked several times a second and has no memory; what it must remember is in the state (a worker
+that drains for a model says so, `WorkerState.reserved_for`). It looks at each model that lacks a worker, the most
+urgent first, and decides in request-seconds, the time that requests wait, added up and weighted by class of service:
+
+    gain   the waiting of the model's requests that ends earlier: requests x (wait now - time until ready there)
+    harm   the waiting that others pay: requests of the models that go x the time until they could be back
+
+1.  *Need.* A model lacks a worker when requests wait and no worker has it, or when its workers' queues are longer
+    than a switch of one more: so hot models spread, and idle copies are the first to go. A load that failed is
+    backed off. A worker that is getting ready counts as a worker: a thousand requests for a cold model are one load.
+2.  *Where.* On the worker with the least harm and wait together: the wait is the end of what must end first, and a
+    switch that moves only what the worker (and its node) lacks, so the model that differs least is the cheapest.
+3.  *What goes.* Free bytes first; then the models with the least harm, until the bytes suffice. Components that a
+    remaining model shares stay. What runs, is leased or pinned by hand never goes. The last worker of a model whose
+    requests wait is not taken: a queue is served before its worker switches away.
+4.  *Whether.* If the gain exceeds the harm by a margin: a model waits until its requests together weigh more than
+    what they would push aside. `throughput-first` also wants work for several times the switch's duration.
+5.  *Bounded wait.* A model without a worker whose oldest request has waited for its patience, some switch times or
+    what its class of service and deadline leave, is *due*: the margin and rule 3's last sentence do not hold
+    against it. The longest overdue comes first. At most half of the workers are on their way at a time because a
+    model is due, and fewer as the whole cluster's queue grows beyond patience: a cluster that is offered too much
+    does not end up switching only.
+6.  *How.* If what must go still runs requests, the worker *drains*: it starts nothing of that, its node prefetches
+    what is missing, and a later plan orders the switch. Otherwise it switches now.
+7.  *Ahead.* A worker without work gets ready for the most wanted model that no worker has, if that is wanted twice as
+    much as what goes: so nothing swings back and forth, and nothing moves while all that is wanted fits.
+
+Every order carries its reason. Workers that are stale, frozen by hand or leaving get no orders. What only leaving
+workers have counts as without a worker, so it is handed over.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from cluster.control.plans import Decision, SwitchPlan
+from cluster.control.state import ClusterState, ModelState, WorkerState
+
+MAX_NEEDS: Final = 256  # models that one plan looks at, the most urgent; the next plan is a moment away
+MAX_CANDIDATES: Final = 16  # workers that are weighed for one model where there are more of them
+WANTED_TWICE: Final = 2.0
+LEAST_RATE: Final = 1e-4  # requests per second; a model that is asked for less often is not prepared for
+
+
+@dataclass(frozen=True, slots=True)
+class SwitchingPolicy:
+    """The weights of the policy.
+
+    `max_wait_switches` is the patience of a model without a worker, in times of its switch. `margin` is the share by
+    which a gain must exceed what is paid for it. `amortization` is the work that a switch must bring, in times of its
+    duration. `max_due_share` of the workers at most are on their way to a model at once because it is due.
+    """
+
+    mode: str = "latency-first"
+    max_wait_switches: float = 3.0
+    margin: float = 0.25
+    amortization: float = 0.0
+    max_due_share: float = 0.5
+
+
+LATENCY_FIRST: Final = SwitchingPolicy()
+THROUGHPUT_FIRST: Final = SwitchingPolicy("throughput-first", margin=1.0, amortization=2.0)
+
+
+def plan_switches(state: ClusterState, policy: SwitchingPolicy = LATENCY_FIRST) -> SwitchPlan:
+    """Return the orders of this moment. `state` comes from `usable_state` (checking.py), so this does not raise."""
+    planning = _Planning(state, policy)
+    if not state.is_frozen:
+        planning.go_on_with_reservations()
+        planning.follow_pins()
+        planning.serve_needs()
+        planning.prepare_ahead()
+        planning.free_overfull_workers()
+    return SwitchPlan(tuple(planning.decisions), planning.planned(), tuple(planning.notes))
+
+
+@dataclass(slots=True)
+class _Need:
+    """A model that lacks a worker. `wait_s` is what its last request waits if nothing changes."""
+
+    model: ModelState
+    patience_s: float
+    wait_s: float
+    is_due: bool
+
+
+@dataclass(slots=True)
+class _Option:
+    """A worker for a model: what goes, what of that runs, the time until ready, and the harm in request-seconds."""
+
+    worker: WorkerState
+    evict: tuple[str, ...]
+    must_drain: bool
+    switch_s: float
+    ready_s: float
+    harm: float
+
+
+class _Planning:
+    """The working copy of a state in which each decision of a plan sees the ones before it."""
+
+    def __init__(self, state: ClusterState, policy: SwitchingPolicy) -> None:
+        self.decisions: list[Decision] = []
+        self.notes: list[str] = []
+        self._state = state
+        self._policy = policy
+        self._models = state.models
+        self._serving: dict[str, list[str]] = {}  # workers that have a model or get ready for it
+        self._leaving: dict[str, list[str]] = {}  # workers that have it and are about to go
+        self._busy_s: dict[str, float] = {}  # work that waits for each worker
+        self._claims: dict[str, float] = {}  # requests, waiting and expected, that count on each worker
+        self._open: list[WorkerState] = []  # those that can take an order, least claimed first
+        self._taken: set[str] = set()
+        self._first_open = 0
+        self._num_on_the_way = 0
+        self._note_workers()
+        self._note_work()
+        self._open.sort(key=lambda worker: self._claims[worker.id])
+        attach = sorted(worker.attach_bytes_per_s for worker in self._open)
+        self._usual_attach = attach[len(attach) // 2] if attach else 10e9
+        self._usual_fixed_s = max((worker.fixed_switch_s for worker in self._open), default=0.0)
+
+    def _note_workers(self) -> None:
+        serving, models = self._serving, self._models
+        for worker in self._state.workers.values():
+            id_, coming = worker.id, worker.switching_to
+            self._busy_s[id_] = worker.ready_in_s
+            self._claims[id_] = 0.0
+            for each, count in worker.running.items():
+                self._busy_s[id_] += 0.5 * count * models[each].service_s / worker.speed
+            for each in worker.models:
+                (self._leaving if worker.is_draining else serving).setdefault(each, []).append(id_)
+            if coming is not None:
+                self._num_on_the_way += 1
+                if coming not in worker.models and not worker.is_draining:
+                    serving.setdefault(coming, []).append(id_)
+            elif not (worker.is_draining or worker.is_frozen or worker.is_stale):
+                self._open.append(worker)
+
+    def _note_work(self) -> None:
+        busy, claims = self._busy_s, self._claims
+        for id_, workers in self._serving.items():
+            model = self._models[id_]
+            if model.waiting or model.rate_long or model.rate_short:
+                share = 1.0 / len(workers)
+                work_s = model.waiting * model.service_s * share
+                claim = (model.waiting + 10.0 * model.rate) * model.slo.weight * share
+                for worker in workers:
+                    busy[worker] += work_s
+                    claims[worker] += claim
+
+    # -- orders that are under way, or given by hand
+
+    def go_on_with_reservations(self) -> None:
+        """Order the switches whose workers have drained; give up those that nobody waits for any more."""
+        for worker in self._open:
+            if worker.reserved_for is None or worker.reserved_for in worker.models:
+                continue
+            model = self._models[worker.reserved_for]
+            option = self._option(model, worker, is_due=True)
+            if option is not None and model.waiting and not model.retry_in_s:
+                elsewhere_s = min((self._busy_s[other] for other in self._serving.get(model.id, ())), default=math.inf)
+                if option.ready_s < elsewhere_s:
+                    self._order(model, option, f"drained for {model.waiting} waiting requests of {model.id}")
+
+    def follow_pins(self) -> None:
+        """Bring models to the workers that they are pinned to by hand."""
+        for worker in self._open:
+            for id_ in worker.pinned.difference(worker.models) if worker.pinned else ():
+                model = self._models.get(id_)
+                if model is None or worker.id in self._taken or model.retry_in_s > 0:
+                    continue
+                option = self._option(model, worker, is_due=True)
+                if option is None:
+                    self.notes.append(f"{id_} is pinned to {worker.id} and does not fit beside what must stay there")
+                else:
+                    self._order(model, option, "pinned to this worker by hand")
+
+    # -- models whose requests wait
+
+    def serve_needs(self) -> None:
+        """Find a worker for each model that lacks one, the most urgent first."""
+        needs = self._needs()
+        holders = self._workers_by_component(needs)
+        max_due = self._max_due(needs)
+        for need in needs:
+            model, best, least = need.model, None, (math.inf, 0)
+            weight = model.slo.weight * model.waiting
+            for worker in self._candidates(model, holders):
+                option = self._option(model, worker, need.is_due)
+                if option is not None and (cost := (weight * option.ready_s + option.harm, len(option.evict))) < least:
+                    best, least = option, cost
+            if best is None:
+                if all(model.components.total_bytes > worker.budget_bytes for worker in self._state.workers.values()):
+                    self.notes.append(f"{model.id}: {model.components.total_bytes} bytes fit into no worker's budget")
+                continue
+            if self._num_on_the_way < max_due if need.is_due else self._is_worth_it(need, best):
+                self._order(model, best, self._reason(need, best))
+
+    def _needs(self) -> list[_Need]:
+        needs = []
+        for model in self._models.values():
+            if not model.waiting:
+                continue
+            if model.retry_in_s > 0:
+                self.notes.append(f"{model.id}: its load failed; tried again in {model.retry_in_s:.1f} s")
+                continue
+            switch_s = self._usual_fixed_s + model.components.total_bytes / self._usual_attach
+            workers = self._serving.get(model.id)
+            if workers:
+                wait_s = min(self._busy_s[worker] for worker in workers)
+                if wait_s > (1 + self._policy.margin) * switch_s:
+                    needs.append(_Need(model, math.inf, wait_s, is_due=False))
+                continue
+            patience_s = self._policy.max_wait_switches * max(switch_s, model.service_s)
+            patience_s = min(patience_s, max(model.slo.target_s - switch_s, switch_s))
+            is_late = 0 < model.slack_s < 1.5 * switch_s + model.service_s
+            is_due = model.oldest_age_s >= patience_s or is_late
+            needs.append(_Need(model, patience_s, max(patience_s, model.oldest_age_s), is_due))
+        needs.sort(key=_urgency, reverse=True)
+        return needs[:MAX_NEEDS]
+
+    def _max_due(self, needs: Sequence[_Need]) -> float:
+        """Return how many workers may be on their way when a due model takes another (rule 5)."""
+        patience_s = [need.patience_s for need in needs if need.patience_s < math.inf]
+        queue_s = max(self._state.queue_s(), 1e-9)
+        calm = min(1.0, sum(patience_s) / len(patience_s) / (2 * queue_s)) if patience_s else 1.0
+        return max(1.0, calm * self._policy.max_due_share * len(self._state.workers))
+
+    def _is_worth_it(self, need: _Need, option: _Option) -> bool:
+        """Weigh what the model's requests gain against what others pay (rule 4)."""
+        num_serving = len(self._serving.get(need.model.id, ()))
+        gain_s = need.wait_s - (1 + self._policy.margin) * option.ready_s
+        gain = need.model.slo.weight * need.model.waiting * gain_s / (num_serving + 1)
+        work_s = need.model.waiting * need.model.service_s / (num_serving + 1)
+        return gain > option.harm and work_s >= self._policy.amortization * option.switch_s
+
+    def _reason(self, need: _Need, option: _Option) -> str:
+        model = need.model
+        where = f"ready in {option.ready_s:.2f} s, costs others {option.harm:.1f} request-seconds"
+        if need.is_due:
+            return f"due: the oldest of {model.waiting} waited {model.oldest_age_s:.1f} s without a worker; {where}"
+        if workers := self._serving.get(model.id):
+            return f"{model.waiting} wait {need.wait_s:.1f} s for {len(workers)} busy workers; {where}"
+        return f"{model.waiting} wait without a worker; {where}"
+
+    # -- workers without work
+
+    def prepare_ahead(self) -> None:
+        """Let idle workers get ready for models that are wanted and that no worker has (rule 7)."""
+        idle = [worker for worker in self._open if worker.id not in self._taken and not self._busy_s[worker.id]]
+        wanted_models = [model for model in self._models.values() if model.rate_long > LEAST_RATE]
+        missing = [each for each in wanted_models if not each.retry_in_s and not self._serving.get(each.id)]
+        missing.sort(key=lambda model: model.rate_long * model.slo.weight * model.components.total_bytes, reverse=True)
+        for model in missing[:MAX_CANDIDATES] if idle else ():
+            best, best_value = None, math.inf
+            for worker in idle[:MAX_CANDIDATES]:
+                option = None if worker.id in self._taken else self._option(model, worker, is_due=False)
+                if option is None or option.must_drain or worker.idle_s < option.switch_s:
+                    continue
+                value = sum(self._value(self._models[each], worker) for each in option.evict)
+                if value < best_value:
+                    best, best_value = option, value
+            if best is None:
+                continue
+            wanted = model.rate_long * model.slo.weight * max(best.switch_s, 1e-9)
+            if wanted > WANTED_TWICE * best_value:
+                why = f"idle, and {model.rate_long:.3f} requests/s come for a model without a worker"
+                self._order(model, best, why)
+
+    def _value(self, model: ModelState, worker: WorkerState) -> float:
+        """Return the seconds of waiting per second that the model saves by being on the worker."""
+        others = len(self._serving.get(model.id, ())) - 1
+        if others > 0 and model.rate_long * model.service_s < 0.8 * others:
+            return 0.0
+        switch_s = worker.fixed_switch_s + model.components.total_bytes / worker.attach_bytes_per_s
+        return model.rate_long * model.slo.weight * switch_s
+
+    def free_overfull_workers(self) -> None:
+        """Let the least valued unused model go where more is resident than the budget allows."""
+        for worker in self._open:
+            if worker.resident.total_bytes > worker.budget_bytes and worker.id not in self._taken:
+                stay = worker.pinned.union(id_ for id_, count in worker.running.items() if count)
+                idle = [id_ for id_ in worker.models if id_ not in stay and not self._models[id_].waiting]
+                if idle:
+                    least = min(idle, key=lambda id_: self._value(self._models[id_], worker))
+                    why = "more is resident than the budget allows"
+                    self.decisions.append(Decision("evict", worker.id, least, why, (least,)))
+
+    # -- a worker for a model
+
+    def _candidates(self, model: ModelState, holders: Mapping[str, list[WorkerState]]) -> Iterator[WorkerState]:
+        """Yield workers that can take an order: all of a few, else the least claimed and some that share components."""
+        while self._first_open < len(self._open) and self._open[self._first_open].id in self._taken:
+            self._first_open += 1
+        seen: set[str] = set()
+        small = len(self._open) <= 4 * MAX_CANDIDATES
+        sharing = [holders.get(key, ()) for key in model.components.sizes]
+        for group in (*sharing, self._open[self._first_open : self._first_open + 4 * MAX_CANDIDATES]):
+            left = len(group) if small else MAX_CANDIDATES // 2
+            for worker in group:
+                if left <= 0:
+                    break
+                if worker.id not in seen and worker.id not in self._taken:
+                    seen.add(worker.id)
+                    left -= 1
+                    yield worker
+
+    def _workers_by_component(self, needs: list[_Need]) -> dict[str, list[WorkerState]]:
+        wanted = {key for need in needs for key in need.model.components.sizes}
+        found: dict[str, list[WorkerState]] = {}
+        for worker in self._open if len(self._open) > 4 * MAX_CANDIDATES else ():  # of a few, all are candidates
+            for key in wanted.intersection(worker.resident.sizes):
+                found.setdefault(key, []).append(worker)
+        return found
+
+    def _option(self, model: ModelState, worker: WorkerState, is_due: bool) -> _Option | None:
+        """Return what it takes to get the worker ready for the model; None if it has it, or cannot (rule 3)."""
+        if model.id in worker.models or model.components.total_bytes > worker.budget_bytes:
+            return None
+        switch_s = self._state.switch_s(model, worker)
+        evict: list[str] = []
+        harm = 0.0
+        if self._state.bytes_together(worker, (*worker.models, model.id)) > worker.budget_bytes:
+            away_s = 2 * switch_s + model.waiting * model.service_s / worker.speed
+            movable = [self._models[id_] for id_ in worker.models if id_ not in worker.pinned]
+            prices = {each.id: self._harm(each, worker, away_s, is_due) for each in movable}
+            stay = list(worker.models)
+            for id_ in sorted(prices, key=prices.__getitem__):
+                if prices[id_] == math.inf:
+                    return None
+                stay.remove(id_)
+                evict.append(id_)
+                if self._state.bytes_together(worker, (*stay, model.id)) <= worker.budget_bytes:
+                    break
+            else:
+                return None
+            for id_ in reversed(evict[:-1]):  # its components are shared with what stays: nothing is won by its going
+                if self._state.bytes_together(worker, (*stay, id_, model.id)) <= worker.budget_bytes:
+                    stay.append(id_)
+                    evict.remove(id_)
+            harm = sum(prices[id_] for id_ in evict)
+        drain_s = sum(worker.running.get(id_, 0) * self._models[id_].service_s for id_ in evict) / worker.speed
+        return _Option(worker, tuple(evict), drain_s > 0, switch_s, drain_s + switch_s, harm)
+
+    def _harm(self, model: ModelState, worker: WorkerState, away_s: float, is_due: bool) -> float:
+        """Return the request-seconds that the model's requests wait longer if it is off the worker for `away_s`."""
+        others = [other for other in self._serving.get(model.id, ()) if other != worker.id]
+        coming = model.rate * away_s
+        affected = model.slo.weight * (model.waiting + 0.5 * coming)
+        if model.waiting and not is_due and not any(model.id in self._state.workers[each].models for each in others):
+            return math.inf
+        if not others:
+            return affected * away_s
+        work_s = (model.waiting + coming) * model.service_s
+        return affected * (work_s / len(others) - work_s / (len(others) + 1))
+
+    # -- orders
+
+    def _order(self, model: ModelState, option: _Option, reason: str) -> None:
+        """Write down the order, and let what follows see it."""
+        worker = option.worker
+        action: Literal["switch", "drain"] = "drain" if option.must_drain else "switch"
+        self.decisions.append(Decision(action, worker.id, model.id, reason, option.evict, option.switch_s))
+        held = self._state.held.get(worker.node, ())
+        cold = [key for key in model.components.sizes if key not in held and key not in worker.resident.sizes]
+        if cold and option.must_drain:
+            why = f"{len(cold)} components are read while {worker.id} drains"
+            self.decisions.append(Decision("prefetch", worker.id, model.id, why))
+        self._taken.add(worker.id)
+        self._num_on_the_way += 1
+        for id_ in option.evict:
+            if worker.id in self._serving.get(id_, ()):
+                self._serving[id_].remove(worker.id)
+        self._serving.setdefault(model.id, []).append(worker.id)
+        self._busy_s[worker.id] = option.ready_s
+
+    def planned(self) -> dict[str, tuple[str, ...]]:
+        """Return the workers of each model; one that is about to leave serves on what no other has ready yet."""
+        planned = {id_: tuple(workers) for id_, workers in self._serving.items() if workers}
+        for id_, leaving in self._leaving.items():
+            workers = planned.get(id_, ())
+            if not any(id_ in self._state.workers[worker].models for worker in workers):
+                planned[id_] = (*workers, *leaving)
+        return planned
+
+
+def _urgency(need: _Need) -> tuple[bool, float]:
+    model = need.model
+    if need.is_due:
+        return True, model.slo.weight * model.oldest_age_s / need.patience_s
+    return False, model.slo.weight * model.waiting * model.oldest_age_s

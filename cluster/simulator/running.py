@@ -1,0 +1,121 @@
+"""A simulation from scenario to figures."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any, Final, Literal
+
+from cluster.control.switching import LATENCY_FIRST, THROUGHPUT_FIRST
+from cluster.simulator.controlled import Controlled
+from cluster.simulator.multiplexed import Multiplexed
+from cluster.simulator.queued import Queued
+from cluster.simulator.scenario import Scenario
+from cluster.simulator.world import Dispatcher, World
+
+PolicyName = Literal["latency-first", "throughput-first", "serve.multiplexed", "static", "least-loaded"]
+POLICIES: Final[tuple[PolicyName, ...]] = (
+    "latency-first",
+    "throughput-first",
+    "serve.multiplexed",
+    "static",
+    "least-loaded",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RunFigures:
+    """The outcome of a simulation. Latency is arrival to answer; requests without an answer count as never served.
+
+    `goodput` is answers within their class's target, per second of the trace. `jain` is Jain's index over models of
+    the share of their requests that were answered within the target. `coldest_wait_s` is the longest time from
+    arrival to start of any request of the least asked-for tenth of the models.
+    """
+
+    policy: str
+    requests: int
+    served: int
+    mean_s: float
+    p50_s: float
+    p95_s: float
+    p99_s: float
+    max_s: float
+    goodput: float
+    slo_attainment: float
+    switches: int
+    failed_loads: int
+    moved_bytes: int
+    read_bytes: int
+    jain: float
+    coldest_wait_s: float
+    ended_s: float
+
+    def as_record(self) -> dict[str, Any]:
+        """Return the figures as JSON-able values; what is infinite is None."""
+        return {
+            key: None if isinstance(value, float) and not math.isfinite(value) else value
+            for key, value in asdict(self).items()
+        }
+
+
+def simulate(scenario: Scenario, policy: PolicyName, seed: int = 0, patience: float = 4.0) -> tuple[RunFigures, World]:
+    """Run a scenario under a policy until all is answered, or for `patience` times the trace's duration and 60 s."""
+    world = World(scenario, _dispatcher(scenario, policy, seed))
+    world.run(until_s=patience * scenario.duration_s + 60.0)
+    return figures_of(world, policy), world
+
+
+def _dispatcher(scenario: Scenario, policy: PolicyName, seed: int) -> Callable[[World], Dispatcher]:
+    if policy == "serve.multiplexed":
+        # The number of models that fit whichever they are: Serve counts models, not bytes.
+        largest = max((model.components.total_bytes for model in scenario.models), default=1)
+        least = min((worker.budget_bytes for worker in scenario.workers), default=1)
+        return lambda world: Multiplexed(world, max(1, least // max(largest, 1)), seed)
+    if policy == "static" or policy == "least-loaded":
+        return lambda world: Queued(world, policy)
+    mode = LATENCY_FIRST if policy == "latency-first" else THROUGHPUT_FIRST
+    return lambda world: Controlled(world, mode)
+
+
+def figures_of(world: World, policy: str) -> RunFigures:
+    """Return the figures of a run that has ended."""
+    scenario = world.scenario
+    latencies = sorted(served.latency_s for served in world.served)
+    num_lost = len(scenario.requests) - len(latencies)
+    offered: dict[str, int] = defaultdict(int)
+    kept: dict[str, int] = defaultdict(int)
+    waits: dict[str, float] = defaultdict(float)
+    for request in scenario.requests:
+        offered[request.model] += 1
+    for served in world.served:
+        model = served.request.model
+        kept[model] += served.latency_s <= world.models[model].slo.target_s
+        waits[model] = max(waits[model], served.started_s - served.request.at_s)
+    shares = [kept[model] / count for model, count in offered.items()]
+    coldest = sorted(offered, key=lambda model: (offered[model], model))[: max(1, len(offered) // 10)]
+    full = [*latencies, *[math.inf] * num_lost]
+    return RunFigures(
+        policy=policy,
+        requests=len(scenario.requests),
+        served=len(latencies),
+        mean_s=sum(latencies) / len(latencies) if latencies and not num_lost else math.inf if full else 0.0,
+        p50_s=_percentile(full, 0.5),
+        p95_s=_percentile(full, 0.95),
+        p99_s=_percentile(full, 0.99),
+        max_s=full[-1] if full else 0.0,
+        goodput=sum(kept.values()) / max(scenario.duration_s, 1e-9),
+        slo_attainment=sum(kept.values()) / max(len(full), 1),
+        switches=world.num_switches,
+        failed_loads=world.num_failed_loads,
+        moved_bytes=world.moved_bytes,
+        read_bytes=world.read_bytes,
+        jain=sum(shares) ** 2 / (len(shares) * sum(share**2 for share in shares)) if any(shares) else 0.0,
+        coldest_wait_s=max((waits[model] for model in coldest), default=0.0) if not num_lost else math.inf,
+        ended_s=world.now_s,
+    )
+
+
+def _percentile(ordered: list[float], share: float) -> float:
+    return ordered[math.ceil(share * len(ordered)) - 1] if ordered else 0.0
