@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -88,7 +89,9 @@ async def dies(request: web.Request) -> web.Response:
 
 
 @asynccontextmanager
-async def door(*replicas: Replica | int, fallback: Replica | None = None) -> AsyncIterator[tuple[str, DoorProcess]]:
+async def door(
+    *replicas: Replica | int, fallback: Replica | None = None, **settings: Any
+) -> AsyncIterator[tuple[str, DoorProcess]]:
     """HAProxy before the replicas, or before ports where nobody listens."""
     ports = [replica if isinstance(replica, int) else replica.port for replica in replicas]
     port = free_port()
@@ -107,6 +110,7 @@ async def door(*replicas: Replica | int, fallback: Replica | None = None) -> Asy
             stats_port=free_port(),
             metrics_port=free_port(),
             is_head=True,
+            **settings,
         )
         servers = [ServerConfig(name=f"r{index}", host="127.0.0.1", port=port) for index, port in enumerate(ports)]
         backend = BackendConfig("app", "/", servers=servers)
