@@ -138,6 +138,11 @@ class Ingress:
         self._service = Service(config, snapshot, encoder, worker, lambda name: ReplicaStates(name).why_none_can)
 
     def __serve_build_asgi_app__(self) -> Any:
+        from ray.serve._private import replica
+
+        # Serve too obeys x-request-timeout-seconds: it would cut the request off in plain text, a moment before the
+        # ingress says what was not done in time.
+        replica.parse_request_timeout_header = lambda _, default_timeout_s: default_timeout_s
         return create_http_app(self._service, self._config, self._admission, self._http_host)
 
     async def generate(self, request: ImageRequest | Mapping[str, Any]) -> ImageResult:

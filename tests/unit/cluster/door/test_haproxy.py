@@ -161,6 +161,18 @@ async def test_what_changes_nothing_goes_to_another_replica_when_its_own_died(
         assert len(second.seen) == (2 if repeated else 1)
 
 
+async def test_what_does_not_fit_the_buffer_is_repeated_whole_or_not_at_all(client: aiohttp.ClientSession) -> None:
+    async with Replica(dies) as first, Replica(says_yes) as second, door(first, second) as (url, _):
+        statuses = []
+        for _ in range(4):
+            async with client.post(url + "/v1/embeddings", data=b"x" * 200_000) as answer:
+                statuses.append(answer.status)
+                if answer.status == 200:
+                    assert await answer.text() == "yes 200000"
+        assert set(statuses) == {200, 502}
+        assert (len(first.seen), len(second.seen)) == (statuses.count(502), statuses.count(200))
+
+
 async def test_a_request_that_kills_every_replica_ends(client: aiohttp.ClientSession) -> None:
     async with Replica(dies) as first, Replica(dies) as second, door(first, second) as (url, _):
         async with client.post(url + "/v1/embeddings", data=b"x") as answer:
