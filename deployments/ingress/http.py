@@ -6,6 +6,7 @@ Light on purpose: no torch, so that this replica starts fast and stays small.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing
 from typing import Any
@@ -16,6 +17,7 @@ from ray.serve.context import _get_global_client
 from ray.serve.handle import DeploymentHandle
 from starlette.middleware.cors import CORSMiddleware
 
+from cluster.door.door_plan import HTTP_ADDRESS
 from cluster.loopback import replica_calls_on_loopback
 from cluster.registry.actor import connect_registry
 from cluster.registry.snapshot import RegistrySnapshot
@@ -129,9 +131,7 @@ class Ingress:
 
     def __init__(self, config: ClusterConfig, encoder: DeploymentHandle, worker: DeploymentHandle) -> None:
         replica_calls_on_loopback()
-        self._http_host = str(_get_global_client().http_config.host or config.http.host)
-        for section, problem in config.open_hosts(self._http_host).items():  # `serve run` and `serve deploy` end here
-            raise ConfigError(f"{section}.host: {problem}")
+        self._http_host = _checked_host(config)
         snapshot = RegistrySnapshot(lambda: connect_registry(config))
         self._config = config
         self._admission = Admission(config.ingress.max_ongoing_requests)
@@ -162,3 +162,16 @@ class Ingress:
             async with aclosing(self._service.chat_stream(request)) as chunks:
                 async for chunk in chunks:
                     yield chunk
+
+
+def _checked_host(config: ClusterConfig) -> str:
+    """Return the address that clients reach: HAProxy's, or that of Serve, which may have been told another than this
+    config.
+
+    Raises: ConfigError when other machines reach it and nobody needs a key. `serve run` and `serve deploy` end here.
+    """
+    door = os.environ.get(HTTP_ADDRESS, "").rpartition(":")[0]
+    host = door or str(_get_global_client().http_config.host or config.http.host)
+    for key, problem in config.open_hosts(host).items():
+        raise ConfigError(f"{key}: {problem}")
+    return host
