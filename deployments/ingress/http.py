@@ -25,7 +25,7 @@ from configs.cluster import ClusterConfig
 from configs.errors import ConfigError
 from deployments.ingress import errors
 from deployments.ingress.access.callers import Callers
-from deployments.ingress.access.http import AccessGate
+from deployments.ingress.access.http import AccessGate, describe_keys
 from deployments.ingress.admin.routes import create_admin_router
 from deployments.ingress.kserve.grpc.server import start_grpc_server
 from deployments.ingress.kserve.inference import Inference
@@ -105,6 +105,8 @@ def create_http_app(
     app.include_router(create_repository_router(repository, statistics))  # `/v2/models/stats` is no model
     app.include_router(create_inference_router(inference, limits))
     app.include_router(create_admin_router(service))
+    if callers.need_keys:
+        describe_keys(app)
     app.add_middleware(BodyLimit, max_bytes=limits.max_body_bytes)
     app.add_middleware(AdmissionGate, admission=admission)
     app.add_middleware(

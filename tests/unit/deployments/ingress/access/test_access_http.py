@@ -456,6 +456,29 @@ async def test_every_page_may_ask_where_the_config_says_so(opened: Open) -> None
         assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, "*")
 
 
+async def test_the_page_of_the_api_asks_for_a_key_where_one_is_needed(opened: Open, keys: Path) -> None:
+    async with opened() as http:
+        page = (await http.get("/openapi.json")).json()
+        assert "securitySchemes" not in page["components"]
+        assert "401" not in page["paths"]["/v1/models"]["get"]["responses"]
+    async with opened(keys_file=keys) as http:
+        for _ in range(2):  # the page is kept
+            page = (await http.get("/openapi.json")).json()
+        assert page["components"]["securitySchemes"] == {"key": {"type": "http", "scheme": "bearer"}}
+        for path, operations in page["paths"].items():
+            for method, operation in operations.items():
+                refused = (await http.request(method, path.replace("{", "").replace("}", ""))).status_code == 401
+                assert ("security" in operation) == ("401" in operation["responses"]) == refused, path
+        for path, status, name in (
+            ("/v1/chat/completions", "429", "ErrorAnswer"),
+            ("/v2/models/{model}/infer", "401", "ProtocolError"),
+            ("/v2/repository/models/{model}/load", "403", "ProtocolError"),
+        ):
+            answer = page["paths"][path]["post"]["responses"][status]
+            assert answer["content"]["application/json"]["schema"]["$ref"].endswith(f"/{name}")
+            assert name in page["components"]["schemas"]
+
+
 @pytest.mark.parametrize(
     ("door", "serve_host", "config_host", "refused"),
     [
