@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import signal
 import socket
 import time
@@ -19,6 +20,7 @@ from typing import Self
 
 import psutil
 import ray
+from ray.exceptions import AuthenticationError
 
 from cluster.actor_names import NAMESPACE, names_of_cluster
 from cluster.door.door_plan import check_helper_ports
@@ -30,6 +32,7 @@ from weights.private_folder import private_folder, temporary_folder
 _STOP_TIMEOUT_S = 60.0
 _END_TIMEOUT_S = 20.0
 _POLL_S = 0.1
+_MODE, _TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH"  # of Ray's own reading
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +133,7 @@ def ray_session(config: ClusterConfig) -> Iterator[None]:
     private = config.ray.address is None
     try:
         if private:
+            _guard_ray_token()
             with ray_on_loopback():
                 ray.init(
                     address="local",
@@ -142,12 +146,42 @@ def ray_session(config: ClusterConfig) -> Iterator[None]:
                 )
         else:
             ray.init(address=config.ray.address, namespace=NAMESPACE, log_to_driver=False, logging_level="error")
-    except (ConnectionError, ValueError, RuntimeError, OSError) as error:
-        raise SessionError(f"Ray cannot be {'started' if private else 'reached'}: {error}") from error
+    except (ConnectionError, ValueError, RuntimeError, OSError, AuthenticationError) as error:
+        asked = "" if private or os.environ.get(_MODE) == "token" else f"; does it ask for a token? ({_MODE}=token)"
+        raise SessionError(f"Ray cannot be {'started' if private else 'reached'}: {error}{asked}") from error
     try:
         yield
     finally:
         ray.shutdown()
+
+
+def _guard_ray_token() -> None:
+    """Let nobody else join the Ray that this process starts: with a token in ~/.ray/auth_token, mode 0600.
+
+    Ray's ports are open to the network, and who joins can run any code. Ray makes such a token itself, but in a file
+    that everybody may read. It stays at that place, because there other drivers of this user find it
+    (`ray.init(address="auto")`). Where the home folder cannot be written it is in `record_folder`. An environment that
+    names a token, or wants none (RAY_AUTH_MODE=disabled), is left as it is. Raises OSError, SessionError.
+    """
+    mode = os.environ.setdefault(_MODE, "token")
+    if mode != "token" or os.environ.keys() & {"RAY_AUTH_TOKEN", _TOKEN_PATH}:
+        return
+    try:
+        _make_private_token(Path.home() / ".ray" / "auth_token")
+    except (OSError, RuntimeError):  # RuntimeError: a user without a home
+        path = record_folder() / "ray_token"
+        _make_private_token(path)
+        os.environ[_TOKEN_PATH] = str(path)
+
+
+def _make_private_token(path: Path) -> None:
+    """Create the token, or close the file of one that is there to everybody else."""
+    path.parent.mkdir(mode=0o700, exist_ok=True)
+    with open(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+") as file:
+        os.fchmod(file.fileno(), 0o600)
+        if not file.read().strip():
+            file.seek(0)
+            file.write(secrets.token_hex(32))
 
 
 def end_actors(cluster: str, timeout_s: float = _END_TIMEOUT_S) -> None:

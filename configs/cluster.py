@@ -286,18 +286,22 @@ class ClusterConfig(StrictModel):
         return models | {adapter.id: adapter for adapter in self.adapters}
 
     def open_hosts(self, http_host: str | None = None) -> dict[str, str]:
-        """Return why the sections ("http", "grpc") may not listen where they do: beyond this machine, without keys.
+        """Return the keys of this config whose address other machines reach although nobody needs a key, and why not.
 
         `http_host` is the address that HTTP really has, when Serve was told another one than this config.
         """
         if self.access.insecure or self.access.keys_file is not None:
             return {}
-        hosts = {"http": http_host or self.http.host} | ({"grpc": self.grpc.host} if self.grpc else {})
+        hosts = {"http.host": http_host or self.http.host}
+        if self.http.proxy == "haproxy":
+            hosts["http.haproxy.replica_host"] = self.http.haproxy.replica_host
+        if self.grpc:
+            hosts["grpc.host"] = self.grpc.host
         return {
-            section: f"other machines reach {host}, and nobody needs a key: make one with `atelier keys add NAME "
+            key: f"other machines reach {host}, and nobody needs a key: make one with `atelier keys add NAME "
             "--admin --file FILE` and set `access: {keys_file: FILE}`, or say --insecure "
             "(`access: {insecure: true}`) to let everybody in"
-            for section, host in hosts.items()
+            for key, host in hosts.items()
             if not is_loopback(host)
         }
 

@@ -18,6 +18,7 @@ from cluster.errors import ProxyUnavailable, SessionError
 from configs.cluster import ClusterConfig, HaproxyConfig
 from weights.private_folder import private_folder, temporary_folder
 
+HTTP_ADDRESS: Final = "ATELIER_HTTP_ADDRESS"  # of the frontend; Serve's own option says where the replicas listen
 _BINARY: Final = "RAY_SERVE_HAPROXY_BINARY_PATH"
 _LOG_TARGET: Final = "RAY_SERVE_HAPROXY_LOG_TARGET"
 _CHECK_TIMEOUT_S: Final = 10.0
@@ -58,7 +59,7 @@ class DoorPlan:
             "RAY_SERVE_ENABLE_HA_PROXY": "1",
             "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
             "RAY_SERVE_CONTROLLER_CALLBACK_IMPORT_PATH": "cluster.door.haproxy.install",
-            "ATELIER_HTTP_ADDRESS": f"{http.host}:{http.port}",
+            HTTP_ADDRESS: f"{http.host}:{http.port}",
             "RAY_SERVE_HAPROXY_STATS_PORT": str(self.stats_port),
             "RAY_SERVE_HAPROXY_METRICS_PORT": str(self.metrics_port),
             "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(self.fallback_port),

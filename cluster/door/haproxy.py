@@ -19,9 +19,9 @@ import ray
 from ray.serve._private import controller, haproxy
 from ray.serve._private.haproxy import HAProxyApi, HAProxyManager
 
+from cluster.door.door_plan import HTTP_ADDRESS
 from cluster.door.haproxy_rules import rewrite_config
 
-HTTP_ADDRESS: Final = "ATELIER_HTTP_ADDRESS"  # of the frontend; Serve's own option says where the replicas listen
 _RESTART_PAUSE_S: Final = 0.5
 _POLL_S: Final = 0.02
 _SPARE_FILES: Final = 512  # beside the two and a half (splicing) of each connection: listeners, checks, logs

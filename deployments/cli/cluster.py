@@ -116,7 +116,7 @@ def _load_for_start(path: Path, port: int | None, insecure: bool) -> ClusterConf
         config = config.model_copy(update={"http": http})
     if insecure:
         config = config.model_copy(update={"access": config.access.model_copy(update={"insecure": True})})
-    problems = [((section, "host"), text) for section, text in config.open_hosts().items()]
+    problems = [(tuple(key.split(".")), text) for key, text in config.open_hosts().items()]
     if config.access.keys_file:
         try:
             read_book(config.access.keys_file)

@@ -6,6 +6,7 @@ Light on purpose: no torch, so that this replica starts fast and stays small.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing
 from typing import Any
@@ -16,6 +17,7 @@ from ray.serve.context import _get_global_client
 from ray.serve.handle import DeploymentHandle
 from starlette.middleware.cors import CORSMiddleware
 
+from cluster.door.door_plan import HTTP_ADDRESS
 from cluster.loopback import replica_calls_on_loopback
 from cluster.registry.actor import connect_registry
 from cluster.registry.snapshot import RegistrySnapshot
@@ -23,7 +25,7 @@ from configs.cluster import ClusterConfig
 from configs.errors import ConfigError
 from deployments.ingress import errors
 from deployments.ingress.access.callers import Callers
-from deployments.ingress.access.http import AccessGate
+from deployments.ingress.access.http import AccessGate, describe_keys
 from deployments.ingress.admin.routes import create_admin_router
 from deployments.ingress.kserve.grpc.server import start_grpc_server
 from deployments.ingress.kserve.inference import Inference
@@ -103,6 +105,8 @@ def create_http_app(
     app.include_router(create_repository_router(repository, statistics))  # `/v2/models/stats` is no model
     app.include_router(create_inference_router(inference, limits))
     app.include_router(create_admin_router(service))
+    if callers.need_keys:
+        describe_keys(app)
     app.add_middleware(BodyLimit, max_bytes=limits.max_body_bytes)
     app.add_middleware(AdmissionGate, admission=admission)
     app.add_middleware(
@@ -129,9 +133,7 @@ class Ingress:
 
     def __init__(self, config: ClusterConfig, encoder: DeploymentHandle, worker: DeploymentHandle) -> None:
         replica_calls_on_loopback()
-        self._http_host = str(_get_global_client().http_config.host or config.http.host)
-        for section, problem in config.open_hosts(self._http_host).items():  # `serve run` and `serve deploy` end here
-            raise ConfigError(f"{section}.host: {problem}")
+        self._http_host = _checked_host(config)
         snapshot = RegistrySnapshot(lambda: connect_registry(config))
         self._config = config
         self._admission = Admission(config.ingress.max_ongoing_requests)
@@ -167,3 +169,16 @@ class Ingress:
             async with aclosing(self._service.chat_stream(request)) as chunks:
                 async for chunk in chunks:
                     yield chunk
+
+
+def _checked_host(config: ClusterConfig) -> str:
+    """Return the address that clients reach: HAProxy's, or that of Serve, which may have been told another than this
+    config.
+
+    Raises: ConfigError when other machines reach it and nobody needs a key. `serve run` and `serve deploy` end here.
+    """
+    door = os.environ.get(HTTP_ADDRESS, "").rpartition(":")[0]
+    host = door or str(_get_global_client().http_config.host or config.http.host)
+    for key, problem in config.open_hosts(host).items():
+        raise ConfigError(f"{key}: {problem}")
+    return host

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Collection
-from typing import Final
+from typing import Any, Final
 from urllib.parse import urlsplit
 
+from fastapi import FastAPI
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -23,6 +24,11 @@ from deployments.ingress.kserve.rest.routing import is_protocol_path, protocol_e
 
 # Probes, and the description of the API, which is the same on every server.
 _OPEN: Final = frozenset({"/healthz", "/v2/health/live", "/v2/health/ready", "/docs", "/openapi.json"})
+_REFUSALS: Final = {
+    "401": "no API key, or one that does not hold",
+    "403": "not an admin key",
+    "429": "the key has used up its rate, or has as much in progress as it may",
+}
 _READING: Final = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
@@ -84,6 +90,27 @@ class AccessGate:
                 f"web pages of {origin[:100]!r} may not ask this server; "
                 "`access: {cors_origins: [...]}` of the cluster config lets them"
             )
+
+
+def describe_keys(app: FastAPI) -> None:
+    """Make the OpenAPI page ask for a key, and say how its requests are refused."""
+    describe = app.openapi
+
+    def schema() -> dict[str, Any]:
+        page = describe()
+        page.setdefault("components", {})["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        for path, operations in page["paths"].items():
+            need = need_of(path)
+            name = "ProtocolError" if is_protocol_path(path) else "ErrorAnswer"
+            content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}}
+            for operation in operations.values() if need != "nothing" else ():
+                operation["security"] = [{"key": []}]
+                for status, meaning in _REFUSALS.items():
+                    if status != "403" or need == "admin":
+                        operation["responses"].setdefault(status, {"description": meaning, "content": content})
+        return page
+
+    app.openapi = schema  # type: ignore[method-assign]  # FastAPI's documented way
 
 
 def is_known_host(name: str, allowed: Collection[str]) -> bool:

@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
+from cluster import session
 from cluster.errors import SessionError
 from cluster.session import (
     SessionFile,
@@ -213,3 +214,67 @@ def test_an_actor_that_stays_is_named_and_the_others_end(actors: NamedActors) ->
     ):
         end_actors("one", timeout_s=0.05)
     assert actors.names == ["registry:one:a", "registry:two:a"]
+
+
+@pytest.fixture
+def ray_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Return an empty home folder, in an environment that says nothing of tokens."""
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.setenv(name, "")  # so that what the test leaves there is undone
+        monkeypatch.delenv(name)
+    home = tmp_path / "home"
+    home.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    return home
+
+
+def test_the_token_of_a_private_ray_is_random_and_for_its_user_alone(ray_environment: Path) -> None:
+    session._guard_ray_token()
+    path = ray_environment / ".ray/auth_token"
+    token = path.read_text()
+    assert len(bytes.fromhex(token)) == 32
+    assert (path.stat().st_mode & 0o777, path.parent.stat().st_mode & 0o777) == (0o600, 0o700)
+    assert os.environ["RAY_AUTH_MODE"] == "token"
+    session._guard_ray_token()
+    assert path.read_text() == token
+    path.unlink()
+    session._guard_ray_token()
+    assert path.read_text() != token
+
+
+@pytest.mark.parametrize("content", ["0" * 64, "", "\n"])
+def test_a_token_that_is_there_stays_and_its_file_is_closed_to_others(ray_environment: Path, content: str) -> None:
+    path = ray_environment / ".ray/auth_token"
+    path.parent.mkdir()
+    path.write_text(content)
+    path.chmod(0o644)
+    session._guard_ray_token()
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert len(path.read_text().strip()) == 64
+    assert content.strip() in path.read_text()
+
+
+@pytest.mark.parametrize(
+    "given", [{"RAY_AUTH_MODE": "disabled"}, {"RAY_AUTH_TOKEN": "x"}, {"RAY_AUTH_TOKEN_PATH": "p"}]
+)
+def test_an_environment_that_decides_about_tokens_is_left_alone(
+    ray_environment: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, str]
+) -> None:
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    session._guard_ray_token()
+    assert list(ray_environment.iterdir()) == []
+    assert {name: os.environ[name] for name in given} == given
+    assert os.environ["RAY_AUTH_MODE"] in ("token", given.get("RAY_AUTH_MODE"))
+
+
+def test_without_a_home_that_can_be_written_the_token_is_beside_the_records(
+    ray_environment: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", "/proc/nobody")
+    session._guard_ray_token()
+    path = Path(os.environ["RAY_AUTH_TOKEN_PATH"])
+    assert path.parent == session.record_folder()
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert len(path.read_text()) == 64

@@ -154,12 +154,15 @@ def test_where_a_cluster_may_listen() -> None:
         return ClusterConfig.model_validate(sections | {"models": [{"id": "m", "path": "m"}]}).open_hosts(actual)
 
     everywhere = {"http": {"host": "0.0.0.0"}, "grpc": {"host": "::"}}
-    assert set(why_not(**everywhere)) == {"http", "grpc"}
+    assert set(why_not(**everywhere)) == {"http.host", "grpc.host"}
+    replicas = {"haproxy": {"replica_host": "0.0.0.0"}}
+    assert set(why_not(http=replicas)) == {"http.haproxy.replica_host"}
+    assert why_not(http=replicas | {"proxy": "serve"}) == {}
     assert why_not(**everywhere, access={"keys_file": "k"}) == {}
     assert why_not(**everywhere, access={"insecure": True}) == {}
     for host in ("127.0.0.1", "127.1.2.3", "::1", "localhost", "LOCALHOST"):
         assert why_not(http={"host": host}, grpc={"host": host}) == {}
-    assert set(why_not("0.0.0.0")) == {"http"}  # `serve run` does not ask the config
+    assert set(why_not("0.0.0.0")) == {"http.host"}  # `serve run` does not ask the config
     assert why_not("127.0.0.1", http={"host": "0.0.0.0"}) == {}
 
 

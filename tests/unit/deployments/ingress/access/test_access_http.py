@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -27,6 +28,8 @@ from unit.deployments.serve_fakes import FakeHandle
 
 from cluster.registry.snapshot import RegistrySnapshot
 from configs.access import AccessConfig
+from configs.errors import ConfigError
+from deployments.ingress import http as http_module
 from deployments.ingress.access.callers import current_tenant
 from deployments.ingress.access.http import is_same_origin, need_of
 from deployments.ingress.access.keys import KeyEntry, hash_of
@@ -451,3 +454,59 @@ async def test_every_page_may_ask_where_the_config_says_so(opened: Open) -> None
     async with opened(cors_origins=["*"]) as http:
         answer = await http.post(f"/v1/{CHATS}", json=CHAT, headers={"origin": EVIL})
         assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, "*")
+
+
+async def test_the_page_of_the_api_asks_for_a_key_where_one_is_needed(opened: Open, keys: Path) -> None:
+    async with opened() as http:
+        page = (await http.get("/openapi.json")).json()
+        assert "securitySchemes" not in page["components"]
+        assert "401" not in page["paths"]["/v1/models"]["get"]["responses"]
+    async with opened(keys_file=keys) as http:
+        for _ in range(2):  # the page is kept
+            page = (await http.get("/openapi.json")).json()
+        assert page["components"]["securitySchemes"] == {"key": {"type": "http", "scheme": "bearer"}}
+        for path, operations in page["paths"].items():
+            for method, operation in operations.items():
+                refused = (await http.request(method, path.replace("{", "").replace("}", ""))).status_code == 401
+                assert ("security" in operation) == ("401" in operation["responses"]) == refused, path
+        for path, status, name in (
+            ("/v1/chat/completions", "429", "ErrorAnswer"),
+            ("/v2/models/{model}/infer", "401", "ProtocolError"),
+            ("/v2/repository/models/{model}/load", "403", "ProtocolError"),
+        ):
+            answer = page["paths"][path]["post"]["responses"][status]
+            assert answer["content"]["application/json"]["schema"]["$ref"].endswith(f"/{name}")
+            assert name in page["components"]["schemas"]
+
+
+@pytest.mark.parametrize(
+    ("door", "serve_host", "config_host", "refused"),
+    [
+        ("", "127.0.0.1", "0.0.0.0", False),
+        ("", "0.0.0.0", "127.0.0.1", True),
+        ("", None, "127.0.0.1", False),
+        ("127.0.0.1:8000", "127.0.0.1", "127.0.0.1", False),
+        ("0.0.0.0:8000", "127.0.0.1", "0.0.0.0", True),
+        ("::1:8000", "127.0.0.1", "::1", False),
+    ],
+)
+def test_a_replica_refuses_to_start_where_others_reach_it_without_keys(
+    monkeypatch: pytest.MonkeyPatch, door: str, serve_host: str | None, config_host: str, refused: bool
+) -> None:
+    """What Serve and HAProxy were told counts: `serve run` does not ask the config."""
+    client = SimpleNamespace(http_config=SimpleNamespace(host=serve_host))
+    monkeypatch.setattr(http_module, "_get_global_client", lambda: client)
+    monkeypatch.setenv("ATELIER_HTTP_ADDRESS", door)
+    http = CONFIG.http.model_copy(update={"host": config_host})
+
+    def start(**access: Any) -> str:
+        config = CONFIG.model_copy(update={"http": http, "access": AccessConfig.model_validate(access)})
+        return http_module._checked_host(config)
+
+    if refused:
+        with pytest.raises(ConfigError, match=r"http\.host: other machines reach 0\.0\.0\.0.*--insecure"):
+            start()
+    else:
+        assert start() == (door.rpartition(":")[0] or serve_host or config_host)
+    assert start(insecure=True)
+    assert start(keys_file="keys")
