@@ -59,7 +59,7 @@ QUICK: Final = Effort(
     rounds=1,
     requests=((1, 6), (8, 16), (64, 64)),
     doors=("haproxy",),
-    overload=OverloadEffort(num_costs=32, capacity_s=2.0, factors=(3.0,), load_s=4.0, bursts=(500,), num_cancels=500),
+    overload=OverloadEffort(num_costs=32, capacity_s=2.0, factors=(3.0,), load_s=6.0, bursts=(500,), num_cancels=500),
     step_rounds=2,
     kill_s=4.0,
 )

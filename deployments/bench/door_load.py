@@ -23,7 +23,7 @@ CANCELLED: Final = -1  # the status of a request that its caller gave up
 TIMEOUT_S: Final = 300.0
 PROBE_SHARE: Final = 0.1  # of the time in Retry-After, between two questions of a prober
 MAX_PROBE_SHARE: Final = 4.0  # of that time; who is refused even then is counted as refused for ever
-CALLER_HEADER: Final = "x-request-timeout-seconds"
+TIMEOUT_HEADER: Final = "x-request-timeout-seconds"
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +127,7 @@ class Sender:
         sent_s = self._now_s()
         trace: dict[str, float] = {}
         first_s, status, gaps_s, retry_after_s, problem = 0.0, GONE, list[float](), None, ""
-        headers = {} if ask.timeout_s is None else {CALLER_HEADER: f"{ask.timeout_s:g}"}
+        headers = {} if ask.timeout_s is None else {TIMEOUT_HEADER: f"{ask.timeout_s:g}"}
         try:
             async with asyncio.timeout(ask.cancel_s):
                 request = self._session.request(
@@ -148,10 +148,10 @@ class Sender:
                     told = response.headers.get("retry-after", "")
                     retry_after_s = float(told) if told.replace(".", "", 1).isdecimal() else None
         except TimeoutError:
-            status = CANCELLED if ask.cancel_s is not None else GONE
+            status, problem = (CANCELLED, "") if ask.cancel_s is not None else (GONE, "no answer in time")
         except (aiohttp.ClientError, OSError) as error:
             problem = f"{type(error).__name__}: {error}"[:120]
-        if "sent" in trace:  # a new connection is not the request's time: a thousand at once take a client a while
+        if "sent" in trace:  # a thousand connections at once take a client a while, which is not the server's time
             sent_s = trace["sent"] - self._start_s
         done_s = self._now_s()
         return Outcome(
@@ -174,12 +174,14 @@ class Sender:
 async def run_order(order: dict[str, Any], stop: asyncio.Event) -> list[Outcome]:
     """Run one order: `do` is closed, open or watch, the other fields are arguments of `Sender`'s methods.
 
-    A watch opens a connection for each request, as a prober from outside does; the others keep theirs open.
+    A watch opens a connection for each request, as a prober from outside does, and counts it as the request's time. The
+    others keep theirs open.
     """
     do, url, asks = order["do"], order["url"], [Ask(**fields) for fields in order["asks"]]
     connector = aiohttp.TCPConnector(limit=0, force_close=do == "watch")
     trace = aiohttp.TraceConfig()
-    trace.on_request_headers_sent.append(_note_sent)
+    if do != "watch":
+        trace.on_request_headers_sent.append(_note_sent)
     timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout, trace_configs=[trace]) as session:
         sender = Sender(session, url)

@@ -44,12 +44,15 @@ POLL_S: Final = 0.002
 
 @dataclass(frozen=True, slots=True)
 class OverloadEffort:
-    """The sizes of the overload. `deadline_s` and `burst_deadline_s`: of every request under load and in a burst."""
+    """The sizes of the overload. `deadline_s` and `burst_deadline_s`: of every request under load and in a burst.
+
+    A load lasts longer than its deadline.
+    """
 
     num_costs: int = 64
     capacity_s: float = 5.0
     factors: tuple[float, ...] = (1.5, 3.0, 10.0)
-    load_s: float = 8.0
+    load_s: float = 10.0
     deadline_s: float = 3.0
     bursts: tuple[int, ...] = (1000, 5000)
     burst_deadline_s: float = 8.0
@@ -71,8 +74,9 @@ def measure_overload(load: LoadGenerator, url: str, requests: Requests, effort: 
                 for ask, at_s in zip(requests.draw_mix(len(arrivals_s)), arrivals_s, strict=True)
             ]
             outcomes = _loaded(load, url, asks)
+            # From the first deadline on: until then there are fewer answers than later, because nothing was under way.
             loads[f"{factor:g} x capacity"] = overload_figures(
-                outcomes, costs_s, peak["work_rate"], min(1.0, effort.load_s / 4), effort.load_s
+                outcomes, costs_s, peak["work_rate"], effort.deadline_s, effort.load_s
             )
         for number in effort.bursts:
             asks = [replace(ask, timeout_s=effort.burst_deadline_s) for ask in requests.draw_mix(number)]

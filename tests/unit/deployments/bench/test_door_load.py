@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from deployments.bench.door_load import CALLER_HEADER, CANCELLED, GONE, Ask, LoadGenerator, Outcome, run_order
+from deployments.bench.door_load import CANCELLED, GONE, TIMEOUT_HEADER, Ask, LoadGenerator, Outcome, run_order
 
 
 @dataclass
@@ -36,7 +36,7 @@ async def server(open_after_s: float = 0.0) -> AsyncIterator[tuple[str, Seen]]:
 
     async def answer(request: web.Request) -> web.StreamResponse:
         seen.bodies.append(await request.json() if request.can_read_body else None)
-        seen.timeouts.append(request.headers.get(CALLER_HEADER))
+        seen.timeouts.append(request.headers.get(TIMEOUT_HEADER))
         seen.at_s.append(loop.time())
         seen.now += 1
         seen.most = max(seen.most, seen.now)
