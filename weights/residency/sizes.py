@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 
 # Bytes; or the bytes of each part, where entries may share parts: a part that several have counts once.
@@ -14,28 +13,33 @@ class DistinctBytes:
 
     def __init__(self) -> None:
         self.total = 0
-        self._uses: Counter[str] = Counter()
+        self._uses: dict[str, int] = {}
 
     def add(self, size: Size) -> None:
         """Count one user more of these bytes."""
         if isinstance(size, int):
             self.total += size
             return
-        for part, nbytes in size.items():
-            if not self._uses[part]:
-                self.total += nbytes
-            self._uses[part] += 1
+        # A model has a thousand parts and is counted several times for one switch: no call for each of them.
+        uses, fresh = self._uses, size.keys() - self._uses.keys()
+        self.total += sum(map(size.__getitem__, fresh))
+        for part in size.keys() - fresh:
+            uses[part] += 1
+        uses.update(dict.fromkeys(fresh, 1))
 
     def remove(self, size: Size) -> None:
         """Undo one `add` of the same size."""
         if isinstance(size, int):
             self.total -= size
             return
+        uses, freed = self._uses, 0
         for part, nbytes in size.items():
-            self._uses[part] -= 1
-            if not self._uses[part]:
-                self.total -= nbytes
-                del self._uses[part]
+            if uses[part] == 1:
+                del uses[part]
+                freed += nbytes
+            else:
+                uses[part] -= 1
+        self.total -= freed
 
 
 def bytes_of(size: Size) -> int:
