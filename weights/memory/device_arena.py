@@ -244,7 +244,7 @@ class DeviceArena:
         take, evict = self._book.plan_prefetch(wanted)
         self._book.evict(evict)
         free_bytes = self._budget_bytes - self._lingering_bytes() - self._book.used_bytes
-        while sum(wanted[hash_] for hash_ in take) > free_bytes:  # what went is still in use
+        while take and sum(wanted[hash_] for hash_ in take) > free_bytes:  # what went is still in use
             take.pop()
         return take, [entry.key for entry in evict]
 
