@@ -37,6 +37,7 @@ from deployments.modules.loading import (
     Filling,
     fetch_together,
     fill_slot,
+    locate_parts,
     switch_report,
 )
 from deployments.modules.manifest_versions import FetchManifest, ManifestVersions
@@ -353,7 +354,7 @@ class ModuleCache:
         together: FetchedTogether | None = None
         failure: Exception | None = None
         try:
-            filling = await self._locate(filling)
+            filling = await locate_parts(filling, self.manifests)
             together = await asyncio.to_thread(fetch_together, filling, beside, self._tier, self._clock)
         except Exception as error:
             failure = error
@@ -380,18 +381,6 @@ class ModuleCache:
                 self._report(part.manifest.model, str(error))
             logger.info("%s of %r is not built", part.component.name, part.manifest.model, exc_info=True)
             self._modules.fail(slot, error)
-
-    async def _locate(self, filling: Sequence[Filling]) -> list[Filling]:
-        """Find the bytes where they are now: a slot may be of a manifest that was fetched before they were moved."""
-        located: list[Filling] = []
-        for slot, part in filling:
-            manifest = await self.manifests.locate(part.manifest)
-            component = manifest.components.get(part.component.name)
-            if manifest is not part.manifest and component and component.module_key == slot.key:
-                part = Part(manifest, component, part.footprint, part.working_bytes)
-                slot.component, slot.extents = component, part.extents
-            located.append((slot, part))
-        return located
 
     def _parts(self, manifest: Manifest, wanted: Wants) -> dict[PartName, Part]:
         components = filter(wanted, manifest.components.values())

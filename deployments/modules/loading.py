@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from deployments.engines.skeletons import SkeletonPool
 from deployments.errors import ModelUnavailable
 from deployments.modules.built_modules import Built, Part, PartName, Slot, distinct_bytes, object_footprint
 from deployments.modules.device_tier import DeviceTier, Fetched, Tensors
+from deployments.modules.manifest_versions import ManifestVersions
 from deployments.records import SwitchReport
 from deployments.text.encoders import KeyedEncoder, TextEncoderBuilder
 from weights.adapters import parse_adapter
@@ -39,6 +40,19 @@ class FetchedTogether:
     fetched: Fetched
     first: Slot
     fetch_s: float
+
+
+async def locate_parts(filling: Sequence[Filling], manifests: ManifestVersions) -> list[Filling]:
+    """Find the bytes where they are now: a slot may be of a manifest that was fetched before they were moved."""
+    located: list[Filling] = []
+    for slot, part in filling:
+        manifest = await manifests.locate(part.manifest)
+        component = manifest.components.get(part.component.name)
+        if manifest is not part.manifest and component and component.module_key == slot.key:
+            part = replace(part, manifest=manifest, component=component)
+            slot.component, slot.extents = component, part.extents
+        located.append((slot, part))
+    return located
 
 
 def fetch_together(

@@ -22,8 +22,7 @@ from deployments.engines.llm.engine import LLMEngine
 from deployments.engines.memory_limits import is_out_of_memory
 from deployments.engines.protocol import ConditionedRequest, DiffusionRequest, SamplingParams, TextRequest
 from deployments.pipelines.edge_types import TOKENS, EdgeType
-from deployments.pipelines.plans import PIPELINE_INPUT, Edge, SegmentCall, StagePlan
-from deployments.pipelines.segmenting import form_units
+from deployments.pipelines.plans import PIPELINE_INPUT, Edge, SegmentCall, StagePlan, form_units
 from deployments.pipelines.segments import SegmentRunner
 from deployments.text.encoders import TextEncoderBuilder, is_text_encoder
 from weights.store import WeightStore
