@@ -182,7 +182,7 @@ class ModelReplicaConfig(ReplicaConfig):
         "on cpu, weights stay in the node's shared memory and count against store.node_budget_bytes only",
     )
     device_budget_bytes: Bytes | None = Field(
-        None, description="weights that one replica keeps on a device of its own; default resident_bytes"
+        None, description="weights and KV caches that one replica keeps on a device of its own; default resident_bytes"
     )
 
     @property

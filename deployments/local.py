@@ -16,6 +16,7 @@ from configs.model import ModelConfig
 from deployments.defaults import text_rules, with_image_defaults
 from deployments.errors import UnknownModel, as_service_errors
 from deployments.limits import check_image
+from deployments.modules.built_modules import no_working_memory
 from deployments.modules.cache import ModuleCache
 from deployments.modules.loading import ComponentBuilder
 from deployments.records import ImageRequest, ImageResult
@@ -25,6 +26,7 @@ from deployments.text.encoders import TextEncoderBuilder
 from deployments.text.fallback import FallbackEncoder
 from weights.intake import bring_in
 from weights.manifest import ExtentRef, Manifest
+from weights.memory.devices import open_device
 from weights.provider import LocalExtents
 from weights.store import WeightStore
 
@@ -35,6 +37,9 @@ class LocalModels:
     def __init__(self, config: ClusterConfig) -> None:
         self._config = config
         self._store = WeightStore(config.store.path)
+        with as_service_errors():
+            for settings in (config.text_encoder, config.worker):
+                open_device(settings.device, config.simulated)
 
     def generate(self, request: ImageRequest, on_step: OnStep | None = None) -> ImageResult:
         """Return images. Raises the ServiceErrors of `deployments.errors`.
@@ -70,6 +75,7 @@ class LocalModels:
             self._store.models,
             settings.weights_budget_bytes,
             builder,
+            working_memory=builder.working_memory if isinstance(builder, ComponentBuilder) else no_working_memory,
             device=settings.device,
         )
 

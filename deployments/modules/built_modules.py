@@ -6,6 +6,7 @@ import asyncio
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from deployments.engines.memory_limits import forget_frames
@@ -20,6 +21,15 @@ class PartName(NamedTuple):
     is_adapter: bool = False
 
 
+# The bytes of the device that what is built of a component and its skeleton folder allocates itself: a KV cache.
+WorkingMemory = Callable[[Component, Path], int]
+
+
+def no_working_memory(component: Component, skeleton: Path) -> int:
+    """Return 0: the built thing allocates nothing that lasts."""
+    return 0
+
+
 # What a component counts against a replica's budget: bytes by name, those of one name once.
 Footprint = Callable[[Component], Mapping[str, int]]
 
@@ -27,14 +37,15 @@ Footprint = Callable[[Component], Mapping[str, int]]
 OBJECT_BYTES: Final = 8 * 2**10
 
 
-def tensor_footprint(component: Component) -> Mapping[str, int]:
-    """Return the bytes of every distinct tensor, by hash."""
-    return component.bytes_by_hash
-
-
 def object_footprint(component: Component) -> Mapping[str, int]:
     """Return what a module costs whose tensors are views of the node's shared memory: its Python objects."""
     return {component.module_key: OBJECT_BYTES * len(component.tensors)}
+
+
+def device_footprint(component: Component, size_of: Callable[[int], int], working_bytes: int) -> Mapping[str, int]:
+    """Return what every distinct tensor takes on the device, by hash, and what the built thing allocates there."""
+    footprint = {hash_: size_of(nbytes) for hash_, nbytes in component.bytes_by_hash.items()}
+    return footprint | ({f"memory of {component.module_key}": working_bytes} if working_bytes else {})
 
 
 def distinct_bytes(*sizes: Mapping[str, int]) -> int:
@@ -49,6 +60,7 @@ class Part:
     manifest: Manifest
     component: Component
     footprint: Mapping[str, int]
+    working_bytes: int = 0  # of the device, that the built thing allocates itself; part of the footprint
 
     @property
     def extents(self) -> tuple[ExtentRef, ...]:

@@ -25,8 +25,10 @@ from deployments.modules.built_modules import (
     PartName,
     Slot,
     Wanted,
+    WorkingMemory,
+    device_footprint,
+    no_working_memory,
     object_footprint,
-    tensor_footprint,
 )
 from deployments.modules.device_tier import DeviceTier, KeptExtents, LeasedExtents, open_tier
 from deployments.modules.loading import (
@@ -35,6 +37,7 @@ from deployments.modules.loading import (
     Filling,
     fetch_together,
     fill_slot,
+    locate_parts,
     switch_report,
 )
 from deployments.modules.manifest_versions import FetchManifest, ManifestVersions
@@ -100,13 +103,15 @@ class ModuleCache:
         device: str = "cpu",
         kept: KeptExtents | None = None,
         private_footprint: Footprint = object_footprint,
+        working_memory: WorkingMemory = no_working_memory,
         retire: Callable[[Any], None] = lambda thing: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`report` hears (model, error) when weights cannot be attached, and (model, None) when they can again;
         `retire`, what was built and is needed no more; it may come from another thread. With `kept`, which is
         `provider`, weights stay in the node's shared memory until the node calls them back by `give_up`, and the
-        budget only bounds `private_footprint`. Raises WeightsError for a device that is not there.
+        budget only bounds `private_footprint`; else it bounds the device's weights and `working_memory`. Raises
+        WeightsError for a device that is not there.
         """
         self.manifests = ManifestVersions(fetch_manifest, models)
         self._provider = provider
@@ -118,7 +123,8 @@ class ModuleCache:
         self._device = device
         self._tier: DeviceTier = open_tier(device, provider, budget_bytes)
         self._kept = kept
-        self._footprint = private_footprint if kept else tensor_footprint
+        self._private_footprint = private_footprint
+        self._working_memory = working_memory
         self._loop: asyncio.AbstractEventLoop | None = None
         is_called_back = kept.is_called_back if kept else lambda extents: False
         self._modules = ResidentModules(budget_bytes, self._start_filling, self._let_go, clock, is_called_back)
@@ -158,7 +164,7 @@ class ModuleCache:
         for adapter in adapters:
             adapter_manifest = await self.manifest(adapter, (adapter_versions or {}).get(adapter))
             (component,) = adapter_manifest.components.values()
-            parts[PartName(adapter, is_adapter=True)] = Part(adapter_manifest, component, self._footprint(component))
+            parts[PartName(adapter, is_adapter=True)] = self._part(adapter_manifest, component)
         taken, built = await self._take_built(Wanted(model, parts))
         slots = taken.slots
         try:
@@ -348,7 +354,7 @@ class ModuleCache:
         together: FetchedTogether | None = None
         failure: Exception | None = None
         try:
-            filling = await self._locate(filling)
+            filling = await locate_parts(filling, self.manifests)
             together = await asyncio.to_thread(fetch_together, filling, beside, self._tier, self._clock)
         except Exception as error:
             failure = error
@@ -376,21 +382,16 @@ class ModuleCache:
             logger.info("%s of %r is not built", part.component.name, part.manifest.model, exc_info=True)
             self._modules.fail(slot, error)
 
-    async def _locate(self, filling: Sequence[Filling]) -> list[Filling]:
-        """Find the bytes where they are now: a slot may be of a manifest that was fetched before they were moved."""
-        located: list[Filling] = []
-        for slot, part in filling:
-            manifest = await self.manifests.locate(part.manifest)
-            component = manifest.components.get(part.component.name)
-            if manifest is not part.manifest and component and component.module_key == slot.key:
-                part = Part(manifest, component, part.footprint)
-                slot.component, slot.extents = component, part.extents
-            located.append((slot, part))
-        return located
-
     def _parts(self, manifest: Manifest, wanted: Wants) -> dict[PartName, Part]:
         components = filter(wanted, manifest.components.values())
-        return {PartName(one.name): Part(manifest, one, self._footprint(one)) for one in components}
+        return {PartName(one.name): self._part(manifest, one) for one in components}
+
+    def _part(self, manifest: Manifest, component: Component) -> Part:
+        if self._kept:
+            return Part(manifest, component, self._private_footprint(component))
+        working_bytes = self._working_memory(component, self.skeleton(manifest))
+        footprint = device_footprint(component, self._tier.size_of, working_bytes)
+        return Part(manifest, component, footprint, working_bytes)
 
     def _run(self, work: Coroutine[Any, Any, None]) -> None:
         self._tasks.add(task := shared_task(work))

@@ -21,6 +21,7 @@ from weights.loading.external_memory import bytes_tensor
 from weights.manifest import Component, ExtentRef
 from weights.memory.device_arena import DeviceArena
 from weights.memory.device_records import Acquired, ArenaStats
+from weights.memory.device_space import DeviceFull
 from weights.memory.pages import ByteArray
 from weights.provider import ExtentProvider
 
@@ -99,11 +100,17 @@ class DeviceTier(Protocol):
         ...
 
     def place(
-        self, component: Component, extents: Sequence[ExtentRef], holder: str, fetched: Fetched | None = None
+        self,
+        component: Component,
+        extents: Sequence[ExtentRef],
+        holder: str,
+        fetched: Fetched | None = None,
+        working_bytes: int = 0,
     ) -> Placed:
         """Leased until `release`. Raises what the provider raises, and BudgetExceeded; then nothing is leased.
 
-        What `fetched` had to load is not in the answer.
+        A device of its own has room for `working_bytes` more then, and counts them. What `fetched` had to load is not
+        in the answer.
         """
         ...
 
@@ -129,6 +136,10 @@ class DeviceTier(Protocol):
         ...
 
     def resize(self, budget_bytes: int) -> None: ...
+
+    def size_of(self, nbytes: int) -> int:
+        """Return the bytes that a tensor of `nbytes` bytes counts against the budget."""
+        ...
 
     def stats(self) -> ArenaStats | None: ...
 
@@ -156,7 +167,12 @@ class _SharedTier:
         return Fetched(buffers, _loaded_bytes(self._provider))
 
     def place(
-        self, component: Component, extents: Sequence[ExtentRef], holder: str, fetched: Fetched | None = None
+        self,
+        component: Component,
+        extents: Sequence[ExtentRef],
+        holder: str,
+        fetched: Fetched | None = None,
+        working_bytes: int = 0,
     ) -> Placed:
         own = fetched or self.fetch([extents])
         try:
@@ -196,6 +212,9 @@ class _SharedTier:
 
     def resize(self, budget_bytes: int) -> None: ...
 
+    def size_of(self, nbytes: int) -> int:
+        return nbytes
+
     def stats(self) -> ArenaStats | None:
         return None
 
@@ -211,11 +230,16 @@ class _ArenaTier:
         """Fetch nothing: what is on the device already needs no host memory, and `place` finds out."""
 
     def place(
-        self, component: Component, extents: Sequence[ExtentRef], holder: str, fetched: Fetched | None = None
+        self,
+        component: Component,
+        extents: Sequence[ExtentRef],
+        holder: str,
+        fetched: Fetched | None = None,
+        working_bytes: int = 0,
     ) -> Placed:
         uploads = _Uploads(self._provider, component, extents)
         try:
-            tensors, report = self._acquire(component, uploads, holder)
+            tensors, report = self._acquire(component, uploads, holder, working_bytes)
         finally:
             uploads.release()
         return Placed(tensors, uploads.storage_bytes, uploads.host_bytes, report.moved_bytes, report.reused_bytes)
@@ -231,14 +255,15 @@ class _ArenaTier:
         finally:
             uploads.release()
 
-    def _acquire(self, component: Component, uploads: _Uploads, holder: str) -> Acquired:
+    def _acquire(self, component: Component, uploads: _Uploads, holder: str, working_bytes: int) -> Acquired:
         """Acquire the tensors, again for a moment: a frame or event that is just ending may refer to evicted ones."""
         deadline_s = time.monotonic() + MAX_LINGER_S
         while True:
             try:
-                return self._arena.acquire(component.tensors, uploads.views, holder)
-            except BudgetExceeded:
-                if not self._arena.stats().lingering_bytes or time.monotonic() > deadline_s:
+                return self._arena.acquire(component.tensors, uploads.views, holder, working_bytes)
+            except BudgetExceeded as error:
+                may_pass = isinstance(error, DeviceFull) or self._arena.stats().lingering_bytes
+                if not may_pass or time.monotonic() > deadline_s:
                     raise
                 time.sleep(LINGER_POLL_S)
 
@@ -253,6 +278,9 @@ class _ArenaTier:
 
     def resize(self, budget_bytes: int) -> None:
         self._arena.resize(budget_bytes)
+
+    def size_of(self, nbytes: int) -> int:
+        return self._arena.size_of(nbytes)
 
     def stats(self) -> ArenaStats | None:
         return self._arena.stats()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +13,19 @@ from torch import nn
 from configs.cluster import WorkerConfig
 from deployments.engines.build import IMPORT_LOCK
 from deployments.engines.diffusion.rows import BatchBounds
-from deployments.engines.llm.engine import LLMEngine
+from deployments.engines.llm.engine import LLMEngine, working_bytes
+from deployments.engines.protocol import EngineError
 from deployments.engines.skeletons import SkeletonPool
 from deployments.errors import ModelUnavailable
 from deployments.modules.built_modules import Built, Part, PartName, Slot, distinct_bytes, object_footprint
 from deployments.modules.device_tier import DeviceTier, Fetched, Tensors
+from deployments.modules.manifest_versions import ManifestVersions
 from deployments.records import SwitchReport
 from deployments.text.encoders import KeyedEncoder, TextEncoderBuilder
 from weights.adapters import parse_adapter
 from weights.errors import ExtentCorrupt
 from weights.manifest import Component, ExtentRef
+from weights.torch_dtypes import TORCH_DTYPES
 
 # Component, its skeleton folder, its tensors (HAZARD: maybe views on shared memory) -> the thing that runs.
 Builder = Callable[[Component, Path, Tensors], Any]
@@ -37,6 +40,19 @@ class FetchedTogether:
     fetched: Fetched
     first: Slot
     fetch_s: float
+
+
+async def locate_parts(filling: Sequence[Filling], manifests: ManifestVersions) -> list[Filling]:
+    """Find the bytes where they are now: a slot may be of a manifest that was fetched before they were moved."""
+    located: list[Filling] = []
+    for slot, part in filling:
+        manifest = await manifests.locate(part.manifest)
+        component = manifest.components.get(part.component.name)
+        if manifest is not part.manifest and component and component.module_key == slot.key:
+            part = replace(part, manifest=manifest, component=component)
+            slot.component, slot.extents = component, part.extents
+        located.append((slot, part))
+    return located
 
 
 def fetch_together(
@@ -71,7 +87,9 @@ def fill_slot(
     pays = together is not None and together.first is slot
     start = clock() - (together.fetch_s if together and pays else 0.0)
     try:
-        placed = tier.place(part.component, slot.extents, slot.holder, together.fetched if together else None)
+        placed = tier.place(
+            part.component, slot.extents, slot.holder, together.fetched if together else None, part.working_bytes
+        )
         slot.is_placed = True
     except ExtentCorrupt as error:
         damaged = _tensor_names(part.component, slot.extents, str(error))
@@ -135,6 +153,7 @@ class ComponentBuilder:
         self._settings = settings
         self.skeletons = SkeletonPool()
         self._encoders = TextEncoderBuilder()
+        self._cache_bytes: dict[str, int] = {}  # by module key
 
     def __call__(self, component: Component, skeleton: Path, tensors: dict[str, torch.Tensor]) -> Any:
         if not is_denoise_component(component):
@@ -170,6 +189,28 @@ class ComponentBuilder:
         (nbytes,) = footprint.values()
         budget_bytes = self._settings.weights_budget_bytes
         return {component.module_key: min(nbytes + self._settings.kv_cache_bytes, budget_bytes)}
+
+    def working_memory(self, component: Component, skeleton: Path) -> int:
+        """Return the bytes that what is built of a component allocates on the device: an LLM's KV cache.
+
+        What cannot be built takes none; `__call__` says why.
+        """
+        if not is_denoise_component(component) or component.library in ("diffusers", "peft"):
+            return 0
+        if component.module_key not in self._cache_bytes:
+            dtype = TORCH_DTYPES.get(next(iter(component.tensors.values())).dtype, torch.float32)
+            try:
+                found = working_bytes(
+                    skeleton / component.folder,
+                    dtype,
+                    torch.device(self._settings.torch_device),
+                    kv_cache_bytes=self._settings.kv_cache_bytes,
+                    max_num_seqs=self._settings.max_num_seqs,
+                )
+            except EngineError:
+                found = 0
+            self._cache_bytes[component.module_key] = found
+        return self._cache_bytes[component.module_key]
 
     def retire(self, thing: Any) -> None:
         """Take back what was built here and is not used any more."""

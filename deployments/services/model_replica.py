@@ -26,10 +26,11 @@ from deployments.engines.build import import_class
 from deployments.engines.protocol import EngineError
 from deployments.engines.skeletons import SkeletonPool
 from deployments.errors import ServiceError, as_service_errors
-from deployments.modules.built_modules import Footprint, object_footprint
+from deployments.modules.built_modules import Footprint, WorkingMemory, no_working_memory, object_footprint
 from deployments.modules.cache import ModuleCache
 from weights.errors import WeightsError
 from weights.manifest import Component, Manifest, ModelKind
+from weights.memory.devices import open_device
 from weights.store import WeightStore
 
 MAX_PREPARED: Final = 64
@@ -70,14 +71,17 @@ class ModelReplica:
         builder: _Builder,
         num_threads: int | None = None,
         private_footprint: Footprint = object_footprint,
+        working_memory: WorkingMemory = no_working_memory,
     ) -> None:
         """Connect to the registry and to this node's keeper, open the model host and prepare the configured models.
 
         `role` names this replica as a holder of leases. `private_footprint` says what a component costs beside the
-        node's shared memory.
+        node's shared memory, and `working_memory` what it allocates on a device. Raises WeightsError for a device that
+        is not there.
         """
         replica_calls_on_loopback()
         limit_torch_threads(num_threads, settings.num_cpus)
+        open_device(settings.device, config.simulated)
         self._builder = builder
         self._registry: Any = connect_registry(config)
         node_id = ray.get_runtime_context().get_node_id()
@@ -110,6 +114,7 @@ class ModelReplica:
             device=settings.device,
             kept=provider if keeps else None,
             private_footprint=private_footprint,
+            working_memory=working_memory,
             retire=builder.retire,
         )
         provider.start_beating()

@@ -56,7 +56,7 @@ class Worker(ModelReplica):
         self._metrics = RequestMetrics()
         builder = ComponentBuilder(self._settings)
         threads, footprint = self._settings.num_threads, builder.private_footprint
-        await self._open(config, "worker", self._settings, builder, threads, footprint)
+        await self._open(config, "worker", self._settings, builder, threads, footprint, builder.working_memory)
         self._images = ImageService(self._host, self._settings, self._device)
         self._fallback_encoder = FallbackEncoder(self._host, self._device)
 

@@ -63,6 +63,8 @@ def second_device(request: pytest.FixtureRequest) -> torch.device:
 def module(device: torch.device) -> Iterator[Any]:
     """torch.cuda or torch.sim; the test must leave as much allocated as it found."""
     found = torch.get_device_module(device)
+    if found.memory_allocated(device):
+        gc.collect()
     before = found.memory_allocated(device)
     yield found
     if found.memory_allocated(device) != before:

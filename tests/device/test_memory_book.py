@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import hashlib
 import random
@@ -72,9 +73,8 @@ def test_allocated_memory_is_what_the_book_says(device: torch.device, module: An
             elif kind < 0.52:
                 moved_bytes += arena.prefetch(keys, tensors).moved_bytes
             elif kind < 0.57:
-                with pytest.raises((BadDisk, BudgetExceeded)):  # noqa: PT012
-                    arena.acquire(keys, _bad_views(tensors), f"bad{event}")
-                    raise BadDisk  # all of it was there
+                with contextlib.suppress(BadDisk):
+                    arena.acquire(keys, _bad_views, f"bad{event}")  # when all of it is there, nothing is read
                 arena.release([key.sha256 for key in keys.values()], f"bad{event}")
             elif kind < 0.60:
                 damaged = draw.choice(list(keys.values())).sha256
@@ -118,11 +118,8 @@ def _let_go(arena: DeviceArena, held: dict[str, tuple[list[str], Tensors]], name
     arena.release(hashes, name)
 
 
-def _bad_views(tensors: Tensors) -> Any:
-    def views(names: Sequence[str]) -> Mapping[str, torch.Tensor]:
-        raise BadDisk(names[0])
-
-    return views
+def _bad_views(names: Sequence[str]) -> Mapping[str, torch.Tensor]:
+    raise BadDisk(names[0])
 
 
 def test_a_full_device_is_refused_like_a_full_budget(device: torch.device, module: Any) -> None:

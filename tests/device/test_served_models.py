@@ -53,11 +53,8 @@ def _without_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
 
 
-@pytest.mark.parametrize("model", ["digits-flux", "digits-sdxl"])
-@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize(("model", "lora"), [("digits-flux", False), ("digits-flux", True), ("digits-sdxl", False)])
 def test_images_are_those_of_the_host(store: Path, model: str, lora: bool, device: torch.device, module: Any) -> None:
-    if lora and model != "digits-flux":
-        pytest.skip("the LoRA is of digits-flux")
     request = ImageRequest(
         model=model,
         prompt=f"a handwritten {random.choice(['two', 'five', 'nine'])}",
@@ -72,3 +69,14 @@ def test_images_are_those_of_the_host(store: Path, model: str, lora: bool, devic
     expected, found = (LocalModels(cluster_config(store, name)).generate(request) for name in ("cpu", str(device)))
     assert_same(found.images, expected.images, device)
     assert found.switch.device_bytes == found.switch.attached_bytes > 0
+
+
+def test_text_encoder_and_worker_on_different_devices_make_the_same_image(
+    store: Path, device: torch.device, second_device: torch.device, module: Any
+) -> None:
+    request = ImageRequest(
+        model="digits-sdxl", prompt="a handwritten six", seed=7, width=32, height=32, num_inference_steps=2
+    )
+    configs = cluster_config(store, "cpu"), cluster_config(store, str(device), str(second_device))
+    expected, found = (LocalModels(config).generate(request) for config in configs)
+    assert_same(found.images, expected.images, device)

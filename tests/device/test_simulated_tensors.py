@@ -230,3 +230,16 @@ def test_threads_count_together(device: torch.device, module: Any) -> None:
 
 def test_a_second_simulation_is_the_first_one() -> None:
     assert simulate() is torch.sim  # type: ignore[attr-defined]
+
+
+def test_inference_tensors_are_as_on_the_host(device: torch.device) -> None:
+    for where in (torch.device("cpu"), device):
+        with torch.inference_mode():
+            made = torch.ones(3, device=where)
+            made += 1
+        assert made.is_inference()
+        with pytest.raises(RuntimeError, match="Inplace update to inference tensor"):
+            made += 1
+        free = torch.ones(3, device=where)
+        free += made
+        assert not free.is_inference()

@@ -98,8 +98,8 @@ class Binding:
     HAZARD: its parameters stay the same objects, with other data. To make new ones takes eight times as long.
     """
 
-    def __init__(self, places: Sequence[Place], computed: Sequence[tuple[dict[str, Any], str]]) -> None:
-        """`computed` are the buffers that the module made itself: they stay, on the device of the tensors."""
+    def __init__(self, places: Sequence[Place], computed: Sequence[tuple[dict[str, Any], str, torch.Tensor]]) -> None:
+        """`computed` are the buffers that the module made itself: on the device of its tensors while it has some."""
         self._places = tuple(places)
         self._computed = tuple(computed)
         self._parameters: dict[str, nn.Parameter] = {}  # by the names of their tensors
@@ -117,9 +117,8 @@ class Binding:
                 parameters[name] = nn.Parameter(named[name], requires_grad=False)
             owner[leaf] = parameters[name]
         device = next(iter(named.values())).device if named else torch.device("cpu")
-        for owner, leaf in self._computed:
-            if owner[leaf].device != device:
-                owner[leaf] = owner[leaf].to(device)
+        for owner, leaf, made in self._computed:
+            owner[leaf] = made.to(device)
 
     def clear(self) -> None:
         """Let go of all tensors. The module cannot run until others are put in."""
@@ -130,11 +129,13 @@ class Binding:
         parameter = nn.Parameter(blank, requires_grad=False)
         for owner, leaf, _, is_parameter in self._places:
             owner[leaf] = parameter if is_parameter else blank
+        for owner, leaf, made in self._computed:
+            owner[leaf] = made
 
     def copied(self, copies: Mapping[int, Any]) -> Binding:
         """Return the binding of a copy: `copies` has its tables by the ids of these."""
         places = [place._replace(owner=copies[id(place.owner)]) for place in self._places]
-        return Binding(places, [(copies[id(owner)], leaf) for owner, leaf in self._computed])
+        return Binding(places, [(copies[id(owner)], leaf, made) for owner, leaf, made in self._computed])
 
     def renamed(self, names: Mapping[str, str]) -> Binding:
         """Return the binding for tensors called `names[name]`; what `names` lacks keeps its name."""
@@ -199,7 +200,7 @@ def find_places(module: nn.Module, names: Collection[str]) -> Binding:
             if (name := sources.get(prefix + leaf)) is not None and leaf not in owner._non_persistent_buffers_set:
                 places.append(Place(owner._buffers, leaf, name, False))
             elif buffer is not None and not buffer.is_meta:
-                computed.append((owner._buffers, leaf))
+                computed.append((owner._buffers, leaf, buffer))
     return Binding(places, computed)
 
 

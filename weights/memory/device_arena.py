@@ -65,21 +65,25 @@ class DeviceArena:
         self._budget_bytes = budget_bytes
         self._clock = clock
         self._lock = threading.Lock()
-        self._book: Book[_Copy] = Book(budget_bytes, clock, on_gone=self._linger, rate_of=self._seconds_per_byte)
+        self._book: Book[_Copy | None] = Book(budget_bytes, clock, on_gone=self._linger, rate_of=self._seconds_per_byte)
         self._lingering: list[tuple[StorageWeakRef, int]] = []
         self._upload_s_per_byte: float | None = None
         self._moved_bytes = 0
 
-    def acquire(self, wanted: Mapping[str, DeviceKey], views: HostViews, holder: str) -> Acquired:
+    def acquire(
+        self, wanted: Mapping[str, DeviceKey], views: HostViews, holder: str, working_bytes: int = 0
+    ) -> Acquired:
         """Return the tensors by name, each hash leased to `holder` once more until it is released.
 
+        With `working_bytes` it also makes room for what the holder itself allocates, a KV cache say, and counts that
+        until the holder releases anything.
         Only what is missing is asked of `views` and uploaded. Raises BudgetExceeded when there is no room for all of
         it (then nothing is uploaded and nothing more is leased), WeightsError when a view is not what `wanted` says,
         and what `views` raises.
         """
         start_s = self._clock()
         names = _names_by_hash(wanted)
-        leased: dict[str, Entry[_Copy]] = {}
+        leased: dict[str, Entry[_Copy | None]] = {}
         evicted: list[str] = []
         added_bytes = 0
         try:
@@ -104,6 +108,10 @@ class DeviceArena:
                     if (copy := entry.thing) is None or not copy.arrived.result():
                         del leased[hash_]
             tensors = {name: self._tensor(leased.get(key.sha256), key) for name, key in wanted.items()}
+            if working_bytes:  # last: what it evicts is none of the above
+                with self._lock:
+                    evicted += self._make_room({_working(holder): working_bytes}, f"the working memory of {holder}")
+                    self._book.set_apart(_working(holder), working_bytes, None, holder, 1)
         except BaseException:
             with self._lock:
                 for entry in leased.values():
@@ -115,8 +123,8 @@ class DeviceArena:
     def release(self, hashes: Iterable[str], holder: str) -> None:
         """Give back one lease of each. Unknown hashes and holders are ignored: releasing twice is not an error."""
         with self._lock:
-            for hash_ in set(hashes):
-                self._book.release(hash_, holder)
+            for key in {*hashes, _working(holder)}:
+                self._book.release(key, holder)
 
     def prefetch(self, wanted: Mapping[str, DeviceKey], views: HostViews) -> ArenaReport:
         """Upload, without a lease, as much of `wanted` as has room that costs nothing leased, pinned, more valuable
@@ -163,16 +171,25 @@ class DeviceArena:
     def resize(self, budget_bytes: int) -> tuple[str, ...]:
         """Change the budget and evict what no longer fits; returns what.
 
-        Raises BudgetExceeded when too much is leased or pinned; the budget stays as it was.
+        Raises BudgetExceeded when too much is leased or pinned; the budget stays as it was. What is evicted and still
+        in use does not count here: it goes by itself.
         """
         with self._lock:
-            before, self._budget_bytes = self._budget_bytes, budget_bytes
-            try:
-                return tuple(self._make_room({}, "the tensors that are there"))
-            except BaseException:
-                self._budget_bytes = before
+            before, self._book.budget_bytes = self._book.budget_bytes, budget_bytes
+            plan = self._book.plan_shrink()
+            if plan.missing_bytes:
+                refusal = refusal_text(
+                    self._book, "the tensors that are there", {}, plan.missing_bytes, self._space.name, ""
+                )
                 self._book.budget_bytes = before
-                raise
+                raise BudgetExceeded(refusal)
+            self._budget_bytes = budget_bytes
+            self._book.evict(plan.evict)
+            return tuple(entry.key for entry in plan.evict)
+
+    def size_of(self, nbytes: int) -> int:
+        """Return the bytes that a tensor of `nbytes` bytes takes on the device."""
+        return self._space.size_of(nbytes)
 
     def stats(self) -> ArenaStats:
         """Return a snapshot. Looks at every tensor."""
@@ -194,10 +211,10 @@ class DeviceArena:
         """Return the bytes that these tensors take on the device, by hash."""
         return {hash_: self._space.size_of(key.nbytes) for hash_, key in keys.items()}
 
-    def _expect(self, keys: Mapping[str, DeviceKey], *, prefetched: bool = False) -> dict[str, Entry[_Copy]]:
+    def _expect(self, keys: Mapping[str, DeviceKey], *, prefetched: bool = False) -> dict[str, Entry[_Copy | None]]:
         """New entries, for which there is room already, by hash. Who made them uploads them together."""
         arrived: Future[bool] = Future()
-        fresh: dict[str, Entry[_Copy]] = {}
+        fresh: dict[str, Entry[_Copy | None]] = {}
         for hash_, key in keys.items():
             fresh[hash_] = self._book.expect(hash_, self._space.size_of(key.nbytes), prefetched=prefetched)
             fresh[hash_].thing = _Copy(key, arrived)
@@ -210,7 +227,7 @@ class DeviceArena:
             # Again when somebody still uses what went, so that its memory is not free.
             lingering_bytes = self._lingering_bytes()
             self._book.budget_bytes = self._budget_bytes - lingering_bytes
-            plan = self._book.plan_room(wanted) if wanted else self._book.plan_shrink()
+            plan = self._book.plan_room(wanted)
             if plan.missing_bytes:
                 lingering = f"{lingering_bytes} bytes more are evicted but still in use" if lingering_bytes else ""
                 raise BudgetExceeded(
@@ -227,11 +244,11 @@ class DeviceArena:
         take, evict = self._book.plan_prefetch(wanted)
         self._book.evict(evict)
         free_bytes = self._budget_bytes - self._lingering_bytes() - self._book.used_bytes
-        while sum(wanted[hash_] for hash_ in take) > free_bytes:  # what went is still in use
+        while take and sum(wanted[hash_] for hash_ in take) > free_bytes:  # what went is still in use
             take.pop()
         return take, [entry.key for entry in evict]
 
-    def _linger(self, gone: Sequence[Entry[_Copy]]) -> None:
+    def _linger(self, gone: Sequence[Entry[_Copy | None]]) -> None:
         """Their memory is free when nobody uses it any more."""
         for entry in gone:
             if self._space.copies and entry.thing and entry.thing.base is not None:
@@ -250,7 +267,7 @@ class DeviceArena:
 
     def _upload(
         self,
-        fresh: Mapping[str, Entry[_Copy]],
+        fresh: Mapping[str, Entry[_Copy | None]],
         names: Mapping[str, str],
         wanted: Mapping[str, DeviceKey],
         views: HostViews,
@@ -291,7 +308,7 @@ class DeviceArena:
         self._upload_s_per_byte = latest if before is None else before + _RECENT_SHARE * (latest - before)
         self._moved_bytes += nbytes if self._space.copies else 0
 
-    def _tensor(self, entry: Entry[_Copy] | None, key: DeviceKey) -> torch.Tensor:
+    def _tensor(self, entry: Entry[_Copy | None] | None, key: DeviceKey) -> torch.Tensor:
         if entry is None:  # a tensor without bytes
             return tensor_of(torch.empty(0, dtype=torch.uint8, device=self._space.device), key)
         assert entry.thing
@@ -305,6 +322,11 @@ class DeviceArena:
         return ArenaReport(
             wanted_bytes, reused_bytes, added_bytes, moved_bytes, self._clock() - start_s, tuple(evicted)
         )
+
+
+def _working(holder: str) -> str:
+    """Return the key of a holder's own memory; no hash has a blank in it."""
+    return f"memory of {holder}"
 
 
 def _some(names: Iterable[str]) -> str:

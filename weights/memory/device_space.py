@@ -14,6 +14,10 @@ from weights.memory.devices import allocated_bytes, open_device
 from weights.memory.transfer import HostCopy, Transfer
 
 
+class DeviceFull(BudgetExceeded):
+    """The device has less memory free than the budget allows, for now or for good."""
+
+
 class DeviceSpace:
     """The memory of one device, allocated and filled.
 
@@ -40,7 +44,7 @@ class DeviceSpace:
     def place(self, hosts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the same bytes on the device, each in an allocation of its own; 1-D uint8 in and out.
 
-        Raises BudgetExceeded when the device has less memory than its budget promised.
+        Raises DeviceFull when the device has less memory than its budget promised.
         """
         if self._transfer is None:
             return list(hosts)
@@ -48,7 +52,7 @@ class DeviceSpace:
             targets = [torch.empty(len(host), dtype=torch.uint8, device=self.device) for host in hosts]
         except (RuntimeError, MemoryError) as error:  # torch's OutOfMemoryError is a RuntimeError
             wanted_bytes = sum(len(host) for host in hosts)
-            raise BudgetExceeded(
+            raise DeviceFull(
                 f"{self.name} has no memory for {wanted_bytes} bytes, though the arena's budget allows them: {error}"
             ) from None
         self._transfer.copy(list(zip(hosts, targets, strict=True)))

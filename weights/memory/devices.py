@@ -45,6 +45,11 @@ def allocated_bytes(device: torch.device, nbytes: int) -> int:
     return nbytes if device.type == "cpu" else -(-nbytes // _ALLOCATION_BYTES) * _ALLOCATION_BYTES
 
 
+def computes_on_host(device: torch.device) -> bool:
+    """Return whether the host's kernels compute there, and round as they do."""
+    return device.type in ("cpu", "sim")
+
+
 def host_generator(seed: int) -> torch.Generator:
     """Return a random stream of this seed: the host's, so that a seed means the same on all devices."""
     return torch.Generator("cpu").manual_seed(seed)

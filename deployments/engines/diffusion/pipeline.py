@@ -48,6 +48,7 @@ from deployments.engines.memory_limits import MemoryLimits, run_in_parts
 from deployments.engines.nn.lora import Pairs, applied_adapters, check_targets
 from deployments.engines.protocol import ComputationFailed, DiffusionRequest, EngineError
 from weights.adapters import LoraAdapter
+from weights.memory.devices import host_generator
 
 VAE_FAILED: Final = "the latents are finite, but the image that the VAE made of them is not"
 
@@ -113,7 +114,7 @@ class DenoisePipeline:
         begin_index = resume_from[1] if resume_from else 0
         schedule = family.schedule(request, self._solvers.config, size)
         solver = self._solvers.create_solver(self.device, begin_index, **schedule)
-        generator = torch.Generator("cpu").manual_seed(request.seed)
+        generator = host_generator(request.seed)
         shape = (
             request.num_images,
             family.latent_channels(self.denoiser.config),

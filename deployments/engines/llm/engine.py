@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,9 +13,9 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from deployments.engines.llm.block_manager import BlockPool
-from deployments.engines.llm.kv_cache import plan_cache
+from deployments.engines.llm.kv_cache import cache_shape, plan_cache
 from deployments.engines.llm.model_runner import ModelRunner
-from deployments.engines.llm.models.registry import create_model, load_config
+from deployments.engines.llm.models.registry import create_model, decoder_spec, load_config
 from deployments.engines.llm.sampler import TokenPicker, sample
 from deployments.engines.llm.scheduler import Chunk, Scheduler, Sequence
 from deployments.engines.llm.tokenizer import (
@@ -27,6 +28,7 @@ from deployments.engines.llm.tokenizer import (
 )
 from deployments.engines.memory_limits import MemoryLimits, run_in_parts
 from deployments.engines.protocol import ComputationFailed, EngineError, SamplingParams, TextDelta, TextRequest
+from weights.memory.devices import allocated_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -231,6 +233,20 @@ class LLMEngine:
         reason = self.failures[request_id]
         self.failures[request_id] = ComputationFailed(f"the model failed after {num_tokens} tokens: {reason}")
         self.abort(request_id)
+
+
+def working_bytes(
+    folder: Path, dtype: torch.dtype, device: torch.device, *, kv_cache_bytes: int, max_num_seqs: int
+) -> int:
+    """Return the bytes of its device that an engine of these settings takes beside its weights, all its life.
+
+    Raises EngineError as the engine does.
+    """
+    spec = decoder_spec(load_config(folder))
+    plan = plan_cache(spec, dtype, kv_cache_bytes=kv_cache_bytes, max_num_seqs=max_num_seqs, max_model_len=None)
+    half_bytes = math.prod(cache_shape(spec, plan.num_blocks)) * dtype.itemsize
+    frequencies_bytes = spec.head_dim // 2 * torch.float32.itemsize
+    return 2 * allocated_bytes(device, half_bytes) + allocated_bytes(device, frequencies_bytes)
 
 
 _SEED_LIMITS = (-(2**63), 2**64 - 1)  # what torch.Generator.manual_seed takes

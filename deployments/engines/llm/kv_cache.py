@@ -56,6 +56,11 @@ def plan_cache(
     return CachePlan(min(affordable, max_num_seqs * blocks_for(max_model_len)), max_model_len)
 
 
+def cache_shape(spec: DecoderSpec, num_blocks: int) -> tuple[int, int, int, int]:
+    """Return the shape (L, S, K, D) of the keys, and of the values, with one slot behind the last block."""
+    return spec.num_layers, num_blocks * BLOCK_SIZE + 1, spec.num_kv_heads, spec.head_dim
+
+
 class KVCache:
     """Keys and values of all layers. Block b holds the slots b * 16 to b * 16 + 15.
 
@@ -65,7 +70,7 @@ class KVCache:
 
     def __init__(self, spec: DecoderSpec, num_blocks: int, dtype: torch.dtype, device: torch.device) -> None:
         self.null_slot = num_blocks * BLOCK_SIZE
-        shape = (spec.num_layers, self.null_slot + 1, spec.num_kv_heads, spec.head_dim)
+        shape = cache_shape(spec, num_blocks)
         self._keys_LSKD = _zeros(shape, dtype, device)
         self._values_LSKD = _zeros(shape, dtype, device)
 

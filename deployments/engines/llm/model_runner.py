@@ -22,6 +22,7 @@ from deployments.engines.llm.block_manager import BLOCK_SIZE
 from deployments.engines.llm.kv_cache import KVCache
 from deployments.engines.llm.models.registry import LoadedModel
 from deployments.engines.llm.scheduler import Chunk, Sequence
+from weights.memory.devices import computes_on_host
 
 # On the CPU, matrix products of 1 to 11 rows take other kernels, with other rounding, than products of more,
 # unless the rows are a multiple of 4 (measured: torch 2.13, MKL, AVX-512; larger products agree bit for bit).
@@ -36,7 +37,7 @@ class ModelRunner:
     def __init__(self, model: LoadedModel, num_blocks: int) -> None:
         self._model = model
         self._cache = KVCache(model.spec, num_blocks, model.dtype, model.device)
-        self._row_multiple = CPU_ROW_MULTIPLE if model.device.type == "cpu" else 1
+        self._row_multiple = CPU_ROW_MULTIPLE if computes_on_host(model.device) else 1
 
     @torch.inference_mode()
     def run(self, chunks: Collection[Chunk]) -> torch.Tensor:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from deployments.engines.protocol import ComputationFailed, SamplingParams
+from weights.memory.devices import host_generator
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +26,7 @@ class TokenPicker:
     @classmethod
     def create(cls, params: SamplingParams) -> TokenPicker:
         seed = random.getrandbits(32) if params.seed is None else params.seed
-        return cls(params, torch.Generator("cpu").manual_seed(seed))
+        return cls(params, host_generator(seed))
 
     @property
     def is_greedy(self) -> bool:

@@ -238,7 +238,7 @@ class _Call:
         if isinstance(value, (list, tuple)):
             return [self.on_host(one, self._plan.takes_host_indices) for one in value]
         if isinstance(value, torch.device) and value.type == "sim":
-            self._note(value)
+            self._note(torch.device("sim", value.index or 0))
             return torch.device("cpu")
         return value
 

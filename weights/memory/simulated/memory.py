@@ -26,7 +26,7 @@ class DeviceMemory:
         self.uploaded_bytes = 0
         self.downloaded_bytes = 0
         self.num_transfers = 0
-        self.blanks: dict[torch.dtype, torch.Tensor] = {}
+        self.blanks: dict[tuple[torch.dtype, bool], torch.Tensor] = {}  # by type, and whether of inference mode
         self._link_bytes_per_s = link_bytes_per_s
         self._lock = threading.Lock()
         self._freed: deque[int] = deque()

@@ -59,13 +59,12 @@ def place(tensor: torch.Tensor, storage: torch.UntypedStorage, like: torch.Tenso
 
 
 def blank(memory: DeviceMemory, dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor of the device without elements; it has no memory."""
-    found = memory.blanks.get(dtype)
+    """Return a tensor of the device without elements; it has no memory. One made in inference mode stays in it."""
+    key = dtype, torch.is_inference_mode_enabled()
+    found = memory.blanks.get(key)
     if found is None:
-        raw = memory.blanks.get(torch.uint8)
-        if raw is None:
-            raw = memory.blanks[torch.uint8] = dlpack.from_dlpack(_empty_capsule(memory.index))
-        found = memory.blanks[dtype] = raw if dtype == torch.uint8 else _view_type.redispatch(HOST, raw, dtype)
+        raw = dlpack.from_dlpack(_empty_capsule(memory.index))
+        found = memory.blanks[key] = raw if dtype == torch.uint8 else _view_type.redispatch(HOST, raw, dtype)
     return found
 
 

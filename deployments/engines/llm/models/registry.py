@@ -72,13 +72,18 @@ def create_model(config: PretrainedConfig, tensors: Mapping[str, torch.Tensor], 
     Raises:
         EngineError: the config asks for something that is not supported, or the tensors do not fit it.
     """
-    spec = ARCHITECTURES[config.architectures[0]](config)
+    spec = decoder_spec(config)
     rotary = _create_rotary(config, spec.head_dim, device)
     with torch.device("meta"):
         module = LlamaForCausalLM(spec)
     placed = {name: tensor.to(device) for name, tensor in tensors.items()}
     _assign_tensors(module, placed, _TIED if spec.tied_embeddings else {})
     return LoadedModel(module.eval(), rotary, spec, module.lm_head.weight.dtype, device)
+
+
+def decoder_spec(config: PretrainedConfig) -> DecoderSpec:
+    """Return the sizes of a config's decoder. Raises EngineError for what is not supported."""
+    return ARCHITECTURES[config.architectures[0]](config)
 
 
 def _base_spec(config: PretrainedConfig, **differences: bool) -> DecoderSpec:
