@@ -163,8 +163,8 @@ def _guard_ray_token() -> None:
     (`ray.init(address="auto")`). Where the home folder cannot be written it is in `record_folder`. An environment that
     names a token, or wants none (RAY_AUTH_MODE=disabled), is left as it is. Raises OSError, SessionError.
     """
-    mode = os.environ.setdefault(_MODE, "token")
-    if mode != "token" or os.environ.keys() & {"RAY_AUTH_TOKEN", _TOKEN_PATH}:
+    # HAZARD: setting RAY_AUTH_MODE here would not reach Ray's own copy of it; `ray.init` sets both when it is unset.
+    if os.environ.get(_MODE, "token") != "token" or os.environ.keys() & {"RAY_AUTH_TOKEN", _TOKEN_PATH}:
         return
     try:
         _make_private_token(Path.home() / ".ray" / "auth_token")

@@ -235,7 +235,7 @@ def test_the_token_of_a_private_ray_is_random_and_for_its_user_alone(ray_environ
     token = path.read_text()
     assert len(bytes.fromhex(token)) == 32
     assert (path.stat().st_mode & 0o777, path.parent.stat().st_mode & 0o777) == (0o600, 0o700)
-    assert os.environ["RAY_AUTH_MODE"] == "token"
+    assert "RAY_AUTH_MODE" not in os.environ  # `ray.init` turns tokens on, but only where it is unset
     session._guard_ray_token()
     assert path.read_text() == token
     path.unlink()
@@ -266,7 +266,6 @@ def test_an_environment_that_decides_about_tokens_is_left_alone(
     session._guard_ray_token()
     assert list(ray_environment.iterdir()) == []
     assert {name: os.environ[name] for name in given} == given
-    assert os.environ["RAY_AUTH_MODE"] in ("token", given.get("RAY_AUTH_MODE"))
 
 
 def test_without_a_home_that_can_be_written_the_token_is_beside_the_records(
