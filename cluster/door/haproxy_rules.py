@@ -2,6 +2,7 @@
 
 Serve puts HAProxy's statistics and metrics on every interface and its admin socket into everybody's hands, repeats
 nothing that has reached a replica, answers errors in plain text, and waits for a slow request as long as it takes.
+Its replicas obey headers that are not for clients, and break on one that is no text.
 """
 
 from __future__ import annotations
@@ -15,6 +16,14 @@ RETRY_ON: Final = "conn-failure empty-response"
 _NO_LOG: Final = r"^ +log 127\.0\.0\.1:514 local0 info\n"  # Serve's default, where usually nobody listens
 _REQUEST_TIMEOUT_S: Final = 30  # for the head and the first of the body: slow clients hold nothing for longer
 
+# Headers that Serve's replicas read before the ingress does (Ray 2.60, `replica.py`). The first lets a request
+# go on whose client is gone. Bytes that are no ASCII text in the others would be a 500.
+_SERVE_HEADER_RULES: Final = r"""    http-request del-header x-request-disconnect-disabled
+    http-request del-header ^serve[-_]multiplexed[-_]model[-_]id$ -m reg
+    http-request del-header ^x[-_]session[-_]id$ -m reg
+    http-request del-header x-request-id if { req.fhdr(x-request-id) -m reg [^\x20-\x7e] }
+    http-request replace-header x-request-timeout-seconds .*[^\x20-\x7e].* not-text
+"""
 # Inference changes nothing, so that a request whose replica died without a word may be sent again. So may methods that
 # change nothing by definition (RFC 9110, 9.2.1). All others are not repeated, POST /admin say. A request that never
 # reached a replica is sent elsewhere in any case.
@@ -55,7 +64,10 @@ def rewrite_config(text: str, host: str, port: int) -> str:
         "metrics": (r"^( +bind ):(\d+)\n", r"\g<1>127.0.0.1:\2\n"),
         "statistics": (r"^( +bind )\*:(\d+)\n(?= +stats enable\n)", r"\g<1>127.0.0.1:\2\n"),
         "admin socket": (r"^( +stats socket .* mode )666 ", r"\g<1>600 "),
-        "frontend": (r"^(frontend http_frontend\n +bind ).*\n", rf"\g<1>{public}:{port}\n" + _literal(_FRONTEND_RULES)),
+        "frontend": (
+            r"^(frontend http_frontend\n +bind ).*\n",
+            rf"\g<1>{public}:{port}\n" + _literal(_SERVE_HEADER_RULES + _FRONTEND_RULES),
+        ),
         "defaults": (r"^defaults\n", "defaults\n" + _literal(_DEFAULT_RULES)),
         "errors": (r"^(?: +errorfile 50[234] .*\n)+", _literal(_ERROR_RULES)),
     }
