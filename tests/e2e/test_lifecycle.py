@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 import httpx
 import psutil
 import pytest
@@ -85,6 +86,48 @@ def test_up_talk_down(environment: dict[str, str], small_config: Path) -> None:
     gone = atelier("status", env=environment)
     assert gone.returncode == 1
     assert "no answer from" in gone.stderr
+
+
+def test_a_cluster_with_keys_asks_everybody_for_one(
+    environment: dict[str, str], small_config: Path, tmp_path: Path
+) -> None:
+    """Through the door that `up` starts, and with a key that is made and revoked while it is up."""
+    keys = str(tmp_path / "keys")
+    tmp_path.chmod(0o700)
+    config = yaml.safe_load(small_config.read_text()) | {"access": {"keys_file": keys}}
+    config["grpc"] = {"port": free_port()}
+    small_config.write_text(yaml.safe_dump(config))
+    refused = atelier("up", str(small_config), env=environment)
+    assert refused.returncode == 2
+    assert "No such file" in refused.stderr
+
+    def add(*options: str) -> dict[str, str]:
+        done = atelier("keys", "add", *options, "--config", str(small_config), env=environment)
+        return environment | {"ATELIER_API_KEY": done.stdout.strip()}
+
+    admin = add("root", "--admin")
+    up = atelier("up", str(small_config), "--detach", env=environment)
+    assert up.returncode == 0, up.stderr
+    try:
+        nobody = atelier("models", env=environment)
+        assert (nobody.returncode, nobody.stdout) == (1, "")
+        assert "no API key" in nobody.stderr
+        user = add("alice")
+        assert atelier("chat", "What is 12 + 7?", env=user).stdout.strip() == "19."
+        assert "needs an admin key" in atelier("status", env=user).stderr
+        assert "1 modules" in atelier("status", env=admin).stdout
+        url = f"http://127.0.0.1:{config['http']['port']}"
+        assert httpx.get(f"{url}/healthz").status_code == 200
+        assert httpx.get(f"{url}/metrics").status_code == 401
+        with grpc.insecure_channel(f"127.0.0.1:{config['grpc']['port']}") as channel:
+            ask = channel.unary_unary("/inference.GRPCInferenceService/ServerMetadata")
+            assert ask(b"", metadata=[("x-api-key", user["ATELIER_API_KEY"])], timeout=10)
+            atelier("keys", "revoke", "alice", "--config", str(small_config), env=environment)
+            with pytest.raises(grpc.RpcError, match="UNAUTHENTICATED"):
+                ask(b"", metadata=[("x-api-key", user["ATELIER_API_KEY"])], timeout=10)
+        assert "does not hold" in atelier("chat", "x", env=user).stderr
+    finally:
+        assert atelier("down", env=environment).returncode == 0
 
 
 def test_serve_run_works_as_well(environment: dict[str, str], small_config: Path) -> None:
