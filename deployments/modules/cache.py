@@ -127,7 +127,7 @@ class ModuleCache:
 
     async def manifest(self, model: str, version: str | None = None) -> Manifest:
         """Return the manifest of `version`, or of any that is known. Raises what the registry raises."""
-        return await self.manifests.get(model, version)
+        return await self.manifests.find_version(model, version)
 
     def skeleton(self, manifest: Manifest) -> Path:
         """Return the folder with everything of it but the weights."""
