@@ -244,8 +244,8 @@ class HeldExtents:
     def end_holder(self, holder: str) -> None:
         """Count the holder as dead: its leases end, also those that are being given just now."""
         with self._changed:
-            self._recalls.end(holder)
-            self._lives.end(holder)
+            self._recalls.end_holder(holder)
+            self._lives.end_life(holder)
             self._book.end_holder(holder)
             self._freed()
 

@@ -157,7 +157,7 @@ class HolderLives:
         self._ended.pop(holder, None)
         return self.number(holder)
 
-    def end(self, holder: str) -> None:
+    def end_life(self, holder: str) -> None:
         """The holder is dead until it is heard of again."""
         self._lives.pop(holder, None)
         self._ended[holder] = None

@@ -123,7 +123,7 @@ class Recalls:
             if holder in self._lines and not entry.is_gone:
                 self._make_callable(entry, holder)
 
-    def end(self, holder: str) -> None:
+    def end_holder(self, holder: str) -> None:
         """Forget a holder that has died; its poll ends."""
         if line := self._lines.pop(holder, None):
             line.wake()

@@ -102,7 +102,7 @@ class SummaryFiles:
             staged.write_text(file.model_dump_json(), encoding="utf-8")
             staged.replace(self._file(model))
 
-    def remove(self, model: str) -> None:
+    def remove_summary(self, model: str) -> None:
         """Remove the model's summary, if there is one."""
         with contextlib.suppress(OSError):
             self._file(model).unlink()

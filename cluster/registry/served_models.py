@@ -306,7 +306,7 @@ class ServedModels:
         if id_ not in self._wanted:
             with contextlib.suppress(ModelNotStored):
                 await asyncio.to_thread(remove_model, self._store, id_)
-            await asyncio.to_thread(SummaryFiles(self._store).remove, id_)
+            await asyncio.to_thread(SummaryFiles(self._store).remove_summary, id_)
 
     def _apply(self, record: ModelRecord) -> None:
         self.directory.apply(record)

@@ -31,15 +31,7 @@ from deployments.modules.built_modules import (
     object_footprint,
 )
 from deployments.modules.device_tier import DeviceTier, KeptExtents, LeasedExtents, open_tier
-from deployments.modules.loading import (
-    Builder,
-    FetchedTogether,
-    Filling,
-    fetch_together,
-    fill_slot,
-    locate_parts,
-    switch_report,
-)
+from deployments.modules.loading import Builder, Filling, fill_slots, locate_parts, switch_report
 from deployments.modules.manifest_versions import FetchManifest, ManifestVersions
 from deployments.modules.resident_modules import ResidentModules, Taken
 from deployments.records import SwitchReport
@@ -135,7 +127,7 @@ class ModuleCache:
 
     async def manifest(self, model: str, version: str | None = None) -> Manifest:
         """Return the manifest of `version`, or of any that is known. Raises what the registry raises."""
-        return await self.manifests.get(model, version)
+        return await self.manifests.find_version(model, version)
 
     def skeleton(self, manifest: Manifest) -> Path:
         """Return the folder with everything of it but the weights."""
@@ -350,37 +342,38 @@ class ModuleCache:
         self._run(self._fill(filling, beside))
 
     async def _fill(self, filling: Sequence[Filling], beside: Sequence[Sequence[ExtentRef]]) -> None:
-        """Fill one slot after the other: in threads side by side they would mostly wait for the interpreter lock."""
-        together: FetchedTogether | None = None
-        failure: Exception | None = None
+        loop = asyncio.get_running_loop()
         try:
-            filling = await locate_parts(filling, self.manifests)
-            together = await asyncio.to_thread(fetch_together, filling, beside, self._tier, self._clock)
+            located = await locate_parts(filling, self.manifests)
         except Exception as error:
-            failure = error
-        for slot, part in filling:
-            await self._fill_slot(slot, part, together, failure)
+            for slot, part in filling:
+                self._note_failed(slot, part, error)
+        else:
+            await asyncio.to_thread(self._fill_located, located, beside, loop.call_soon_threadsafe)
 
-    async def _fill_slot(
-        self, slot: Slot, part: Part, together: FetchedTogether | None, failure: Exception | None
+    def _fill_located(
+        self, filling: Sequence[Filling], beside: Sequence[Sequence[ExtentRef]], tell: Callable[..., object]
     ) -> None:
-        try:
-            if failure:
-                raise failure
-            skeleton = self.skeleton(part.manifest)
-            built = await asyncio.to_thread(
-                fill_slot, slot, part, self._tier, together, self._build, skeleton, self._clock
-            )
-            self._modules.arrive(slot, built)
-            if part.manifest.model in self._damaged:
-                self._damaged.remove(part.manifest.model)
-                self._report(part.manifest.model, None)
-        except Exception as error:
-            if isinstance(error, ExtentCorrupt | ModelUnavailable):
-                self._damaged.add(part.manifest.model)
-                self._report(part.manifest.model, str(error))
-            logger.info("%s of %r is not built", part.component.name, part.manifest.model, exc_info=True)
-            self._modules.fail(slot, error)
+        """Fill the slots; `tell` has the loop note each one at once. Blocking, in one thread for all: every change
+        between thread and loop costs a wait for the interpreter lock.
+        """
+        found = fill_slots(filling, beside, self._tier, self._build, self.skeleton, self._clock)
+        for (slot, part), built in zip(filling, found, strict=True):
+            note = self._note_failed if isinstance(built, Exception) else self._note_filled
+            tell(note, slot, part, built)
+
+    def _note_filled(self, slot: Slot, part: Part, built: Built) -> None:
+        self._modules.arrive(slot, built)
+        if part.manifest.model in self._damaged:
+            self._damaged.remove(part.manifest.model)
+            self._report(part.manifest.model, None)
+
+    def _note_failed(self, slot: Slot, part: Part, error: Exception) -> None:
+        if isinstance(error, ExtentCorrupt | ModelUnavailable):
+            self._damaged.add(part.manifest.model)
+            self._report(part.manifest.model, str(error))
+        logger.info("%s of %r is not built", part.component.name, part.manifest.model, exc_info=error)
+        self._modules.fail(slot, error)
 
     def _parts(self, manifest: Manifest, wanted: Wants) -> dict[PartName, Part]:
         components = filter(wanted, manifest.components.values())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from deployments.records import SwitchReport
 from deployments.text.encoders import KeyedEncoder, TextEncoderBuilder
 from weights.adapters import parse_adapter
 from weights.errors import ExtentCorrupt
-from weights.manifest import Component, ExtentRef
+from weights.manifest import Component, ExtentRef, Manifest
 from weights.torch_dtypes import TORCH_DTYPES
 
 # Component, its skeleton folder, its tensors (HAZARD: maybe views on shared memory) -> the thing that runs.
@@ -33,8 +33,35 @@ Builder = Callable[[Component, Path, Tensors], Any]
 Filling = tuple[Slot, Part]
 
 
+def fill_slots(
+    filling: Sequence[Filling],
+    beside: Sequence[Sequence[ExtentRef]],
+    tier: DeviceTier,
+    build: Builder,
+    skeleton: Callable[[Manifest], Path],
+    clock: Callable[[], float],
+) -> Iterator[Built | Exception]:
+    """Yield what each slot is filled with, or why it cannot be, one after the other. Blocking.
+
+    Extents `beside` are asked for together with the others and released: their modules are here. `skeleton` returns the
+    folder of a manifest. A slot fails with what `tier` raises, ExtentCorrupt naming the tensors, or ModelUnavailable.
+    """
+    try:
+        together = _fetch_together(filling, beside, tier, clock)
+    except Exception as error:
+        yield from [error] * len(filling)
+        return
+    for slot, part in filling:
+        found: Built | Exception
+        try:
+            found = _fill_slot(slot, part, tier, together, build, skeleton(part.manifest), clock)
+        except Exception as error:
+            found = error
+        yield found
+
+
 @dataclass(frozen=True, slots=True)
-class FetchedTogether:
+class _FetchedTogether:
     """The extents that one call got for all slots of a request, and its cost, which the first of them carries."""
 
     fetched: Fetched
@@ -55,9 +82,9 @@ async def locate_parts(filling: Sequence[Filling], manifests: ManifestVersions) 
     return located
 
 
-def fetch_together(
+def _fetch_together(
     filling: Sequence[Filling], beside: Sequence[Sequence[ExtentRef]], tier: DeviceTier, clock: Callable[[], float]
-) -> FetchedTogether | None:
+) -> _FetchedTogether | None:
     """Fetch the extents of all slots in one round trip to the keeper. Blocking. Raises what `tier` raises.
 
     Extents `beside` are asked for together with the others and released: their modules are here. None when each slot
@@ -68,14 +95,14 @@ def fetch_together(
         fetched = tier.fetch([slot.extents for slot, _ in filling], beside)
     except ExtentCorrupt:
         return None
-    return FetchedTogether(fetched, filling[0][0], clock() - start) if fetched else None
+    return _FetchedTogether(fetched, filling[0][0], clock() - start) if fetched else None
 
 
-def fill_slot(
+def _fill_slot(
     slot: Slot,
     part: Part,
     tier: DeviceTier,
-    together: FetchedTogether | None,
+    together: _FetchedTogether | None,
     build: Builder,
     skeleton: Path,
     clock: Callable[[], float],

@@ -40,7 +40,7 @@ class ManifestVersions:
         self._known: OrderedDict[tuple[str, str], _Known] = OrderedDict()
         self._latest: dict[str, str] = {}
 
-    async def get(self, model: str, version: str | None = None) -> Manifest:
+    async def find_version(self, model: str, version: str | None = None) -> Manifest:
         """Return the manifest of `version` (a fingerprint), None for any that is known. Raises what `fetch` raises.
 
         Where its bytes are may be out of date: what is to be read is asked for by `locate`.

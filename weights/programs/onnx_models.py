@@ -1,38 +1,31 @@
 """ONNX models with their initializers in the store.
 
 The skeleton's model.onnx has every stored tensor as external data whose location is the tensor's name in the
-manifest, so it stays true wherever the bytes move.
+manifest, so it stays true wherever the bytes move. Format: onnx.proto and ONNX's "External Data" document.
 """
 
 from __future__ import annotations
 
 import importlib
 import json
-from pathlib import Path
+from collections.abc import Iterable, Iterator
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, Final
 
+from weights.dtypes import ITEM_BYTES
 from weights.errors import FormatError, WeightsError
-from weights.formats.tensors import SourceTensor
+from weights.formats.tensors import FileTensor, SourceTensor
+from weights.formats.untrusted import MAX_RANK, is_shape, num_elements, shown
 from weights.loading.placement import windows
 from weights.manifest import Layout, Manifest, TensorRef
-from weights.programs.onnx_tensors import (
-    MAX_PROTOBUF_BYTES,
-    all_tensors,
-    bring_inline,
-    is_external,
-    location_of,
-    set_location,
-    set_raw,
-    tensor_source,
-)
-from weights.programs.storing import COMPONENT, published, store_program, stored_program
+from weights.programs.storing import COMPONENT, MemoryTensor, published, store_program, stored_program
 from weights.provider import ExtentProvider, LocalExtents
 from weights.store import WeightStore
 
 __all__ = ["externalize_onnx", "load_onnx", "write_onnx"]
 
 if TYPE_CHECKING:
-    from onnx import ModelProto, TensorProto
+    from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto
 
 _MODEL_FILE: Final = "model.onnx"
 # Smaller tensors of nodes stay in the graph, and smaller initializers return to it: shape inference reads them there.
@@ -40,6 +33,31 @@ _MODEL_FILE: Final = "model.onnx"
 MIN_EXTERNAL_BYTES: Final = 1024
 _PAGE_BYTES: Final = 4096  # ONNX recommends offsets that can be mapped
 _INLINE: Final = "inline"  # metadata: names of tensors that stayed in the graph, as JSON
+_MAX_PROTOBUF_BYTES: Final = 2**31 - 1
+# TensorProto.DataType -> our name. Source: onnx.proto.
+_DTYPES: Final = {
+    1: "F32",
+    2: "U8",
+    3: "I8",
+    4: "U16",
+    5: "I16",
+    6: "I32",
+    7: "I64",
+    9: "BOOL",
+    10: "F16",
+    11: "F64",
+    12: "U32",
+    13: "U64",
+    14: "C64",
+    16: "BF16",
+    17: "F8_E4M3",
+    19: "F8_E5M2",
+    24: "F8_E8M0",
+}
+# Bits of an element for what the store has no name for: COMPLEX128, FLOAT8E4M3FNUZ, FLOAT8E5M2FNUZ, UINT4, INT4,
+# FLOAT4E2M1, UINT2, INT2, FLOAT6E2M3, FLOAT6E3M2. Packed types fill bytes without gaps.
+_OTHER_BITS: Final = {15: 128, 18: 8, 20: 8, 21: 4, 22: 4, 23: 4, 25: 2, 26: 2, 27: 6, 28: 6}
+_DATA_FIELDS: Final = ("raw_data", "float_data", "int32_data", "int64_data", "double_data", "uint64_data")
 
 
 def externalize_onnx(store: WeightStore, model: str, path: Path, *, layout: Layout = "combined") -> Manifest:
@@ -54,15 +72,15 @@ def externalize_onnx(store: WeightStore, model: str, path: Path, *, layout: Layo
     proto = _parse(path, _read(path))
     tensors: dict[str, SourceTensor] = {}
     kept = []
-    for name, tensor, is_initializer in all_tensors(proto):
-        source = tensor_source(path, name, tensor)
+    for name, tensor, is_initializer in _all_tensors(proto):
+        source = _tensor_source(path, name, tensor)
         if source is None:
             kept.append(name)
         if source is None or source.nbytes == 0 or (not is_initializer and source.nbytes < MIN_EXTERNAL_BYTES):
-            bring_inline(path, name, tensor)
+            _bring_inline(path, name, tensor)
             continue
         tensors[name] = source
-        set_location(tensor, name, 0, source.nbytes)
+        _set_location(tensor, name, 0, source.nbytes)
     graph = (_MODEL_FILE, _serialized(path, proto))
     metadata = {_INLINE: json.dumps(kept)}
     return store_program(store, model, str(path), graph, tensors, "onnx", metadata=metadata, layout=layout)
@@ -73,13 +91,13 @@ def load_onnx(store: WeightStore, model: str, provider: ExtentProvider | None = 
     manifest = store.manifest(model)
     proto, stored = _stored(store, model)
     nbytes = sum(ref.nbytes for _, ref, _ in stored)
-    if nbytes + proto.ByteSize() > MAX_PROTOBUF_BYTES:
+    if nbytes + proto.ByteSize() > _MAX_PROTOBUF_BYTES:
         raise WeightsError(
             f"{model}: {nbytes} bytes of tensors do not fit into one ONNX file (2 GiB); write it with external data"
         )
     buffers = (provider or LocalExtents(store.packs)).fetch(manifest.extents_of([COMPONENT]))
     for tensor, ref, _ in stored:
-        set_raw(tensor, buffers[ref.extent][ref.offset : ref.offset + ref.nbytes].tobytes())
+        _set_raw(tensor, buffers[ref.extent][ref.offset : ref.offset + ref.nbytes].tobytes())
     return proto
 
 
@@ -101,7 +119,7 @@ def write_onnx(
             if ref.sha256 not in offsets:
                 offsets[ref.sha256] = end
                 end += ref.nbytes + -ref.nbytes % _PAGE_BYTES
-            set_location(tensor, data_file.name, offsets[ref.sha256], ref.nbytes)
+            _set_location(tensor, data_file.name, offsets[ref.sha256], ref.nbytes)
     if not offsets:
         write_onnx(store, model, target, external=False, provider=provider)
         return
@@ -111,11 +129,11 @@ def write_onnx(
             for tensor, ref, _ in stored:
                 if ref.extent in buffers:
                     data = buffers[ref.extent][ref.offset : ref.offset + ref.nbytes]
-                    if location_of(tensor).get("location") == data_file.name:
+                    if _location_of(tensor).get("location") == data_file.name:
                         file.seek(offsets[ref.sha256])
                         file.write(data.data)
                     else:
-                        set_raw(tensor, data.tobytes())
+                        _set_raw(tensor, data.tobytes())
     _write(target, _serialized(target, proto))
 
 
@@ -123,11 +141,11 @@ def _stored(store: WeightStore, model: str) -> tuple[ModelProto, list[tuple[Tens
     """Return the graph of the skeleton, and its tensors that are in the store."""
     component, path, contents = stored_program(store, model, _MODEL_FILE, "an ONNX model")
     proto, stored = _parse(path, contents), []
-    for name, tensor, is_initializer in all_tensors(proto):
-        if is_external(tensor):
-            ref = component.tensors.get(location_of(tensor).get("location", ""))
+    for name, tensor, is_initializer in _all_tensors(proto):
+        if _is_external(tensor):
+            ref = component.tensors.get(_location_of(tensor).get("location", ""))
             if ref is None:
-                raise FormatError(f"{path}: tensor {name!r} refers to {location_of(tensor)}, which the manifest lacks")
+                raise FormatError(f"{path}: tensor {name!r} refers to {_location_of(tensor)}, which the manifest lacks")
             stored.append((tensor, ref, is_initializer))
     return proto, stored
 
@@ -135,7 +153,7 @@ def _stored(store: WeightStore, model: str) -> tuple[ModelProto, list[tuple[Tens
 def _read(path: Path) -> bytes:
     try:
         nbytes = path.stat().st_size
-        if nbytes > MAX_PROTOBUF_BYTES:
+        if nbytes > _MAX_PROTOBUF_BYTES:
             raise FormatError(f"{path}: {nbytes} bytes, an ONNX model has 2 GiB at most")
         return path.read_bytes()
     except OSError as error:
@@ -153,7 +171,7 @@ def _parse(path: Path, contents: bytes) -> ModelProto:
 
 
 def _serialized(path: Path, proto: ModelProto) -> bytes:
-    if proto.ByteSize() > MAX_PROTOBUF_BYTES:
+    if proto.ByteSize() > _MAX_PROTOBUF_BYTES:
         raise WeightsError(f"{path}: the graph without stored tensors takes more than the 2 GiB of an ONNX file")
     return proto.SerializeToString(deterministic=True)
 
@@ -173,3 +191,179 @@ def _onnx() -> Any:
 def _decode_error() -> type[Exception]:
     error: type[Exception] = importlib.import_module("google.protobuf.message").DecodeError
     return error
+
+
+def _all_tensors(model: ModelProto) -> Iterator[tuple[str, TensorProto, bool]]:
+    """Yield (name, tensor, is an initializer), also of subgraphs, functions and training graphs, in stable order.
+
+    Names are paths of the graphs that they are in, and unique.
+    """
+    seen: dict[str, int] = {}
+    for name, tensor, is_initializer in _of_model(model):
+        seen[name] = seen.get(name, 0) + 1
+        yield (f"{name}#{seen[name]}" if seen[name] > 1 else name), tensor, is_initializer
+
+
+def _of_model(model: ModelProto) -> Iterator[tuple[str, TensorProto, bool]]:
+    yield from _of_graph(model.graph, "")
+    for function in model.functions:
+        yield from _of_nodes(function.node, f"{_text(function.domain)}:{_text(function.name)}/")
+    for number, training in enumerate(model.training_info):
+        yield from _of_graph(training.initialization, f"training_{number}/initialization/")
+        yield from _of_graph(training.algorithm, f"training_{number}/algorithm/")
+
+
+def _of_graph(graph: GraphProto, prefix: str) -> Iterator[tuple[str, TensorProto, bool]]:
+    for tensor in graph.initializer:
+        yield prefix + (_text(tensor.name) or "initializer"), tensor, True
+    for sparse in graph.sparse_initializer:
+        name = prefix + (_text(sparse.values.name) or "sparse")
+        yield f"{name}/values", sparse.values, False
+        yield f"{name}/indices", sparse.indices, False
+    yield from _of_nodes(graph.node, prefix)
+
+
+def _of_nodes(nodes: Iterable[NodeProto], prefix: str) -> Iterator[tuple[str, TensorProto, bool]]:
+    for node in nodes:
+        name = prefix + (_text(node.name) or _text(next(iter(node.output), "")) or _text(node.op_type))
+        for attribute in node.attribute:
+            yield from _of_attribute(attribute, f"{name}/{_text(attribute.name)}")
+
+
+def _of_attribute(attribute: AttributeProto, name: str) -> Iterator[tuple[str, TensorProto, bool]]:
+    for tensor in (*([attribute.t] if attribute.HasField("t") else []), *attribute.tensors):
+        yield name, tensor, False
+    for sparse in (
+        *([attribute.sparse_tensor] if attribute.HasField("sparse_tensor") else []),
+        *attribute.sparse_tensors,
+    ):
+        yield f"{name}/values", sparse.values, False
+        yield f"{name}/indices", sparse.indices, False
+    for graph in (*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs):
+        yield from _of_graph(graph, f"{name}/")
+
+
+def _text(value: str | bytes) -> str:
+    """Decode to text. HAZARD: protobuf gives a string that is not UTF-8 as bytes, whatever its annotations say."""
+    return value if isinstance(value, str) else value.decode("utf-8", "replace")
+
+
+def _tensor_source(path: Path, name: str, tensor: TensorProto) -> SourceTensor | None:
+    """Return the bytes of a tensor of the model at `path`; None when the store has no name for its dtype.
+
+    External data is not read yet. Raises FormatError for sizes that do not fit and for files outside the folder.
+    """
+    nbytes = _nbytes(path, name, tensor)
+    dtype = _DTYPES.get(tensor.data_type)
+    if dtype is None:
+        return None
+    shape = tuple(tensor.dims)
+    if _is_external(tensor):
+        return _external(path, name, tensor, nbytes, dtype, shape)
+    data = _own_bytes(path, name, tensor)
+    if len(data) != nbytes:
+        raise FormatError(
+            f"{path}: tensor {shown(name)}: {dtype} {shown(list(shape))} takes {nbytes} bytes, it has {len(data)}"
+        )
+    return MemoryTensor(path, dtype, shape, memoryview(data))
+
+
+def _bring_inline(path: Path, name: str, tensor: TensorProto) -> None:
+    """Move external data of any dtype into the tensor itself."""
+    if _is_external(tensor):
+        nbytes = _nbytes(path, name, tensor)
+        _set_raw(tensor, _external(path, name, tensor, nbytes, "U8", (nbytes,)).read())
+
+
+def _set_raw(tensor: TensorProto, data: bytes) -> None:
+    """Make `data` the tensor's own bytes."""
+    _clear(tensor)
+    tensor.raw_data = data
+
+
+def _set_location(tensor: TensorProto, location: str, offset: int, nbytes: int) -> None:
+    """Make the tensor refer to `nbytes` bytes of `location`."""
+    _clear(tensor)
+    tensor.data_location = tensor.EXTERNAL
+    for key, value in (("location", location), ("offset", str(offset)), ("length", str(nbytes))):
+        tensor.external_data.add(key=key, value=value)
+
+
+def _location_of(tensor: TensorProto) -> dict[str, str]:
+    """Return location, offset and length as they are in the file: strings that nobody checked."""
+    return {_text(entry.key): _text(entry.value) for entry in tensor.external_data}
+
+
+def _is_external(tensor: TensorProto) -> bool:
+    return tensor.data_location == tensor.EXTERNAL
+
+
+def _clear(tensor: TensorProto) -> None:
+    for field in (*_DATA_FIELDS, "external_data", "data_location"):
+        tensor.ClearField(field)
+
+
+def _nbytes(path: Path, name: str, tensor: TensorProto) -> int:
+    shape, dtype = list(tensor.dims), _DTYPES.get(tensor.data_type)
+    count = num_elements(shape) if is_shape(shape) else None
+    if count is None:
+        raise FormatError(
+            f"{path}: tensor {shown(name)}: shape {shown(shape)}, expected at most {MAX_RANK} sizes from 0 with a "
+            "product below 2^64"
+        )
+    if dtype is not None:
+        return count * ITEM_BYTES[dtype]
+    if _is_external(tensor) and tensor.data_type not in _OTHER_BITS:
+        raise FormatError(f"{path}: tensor {shown(name)}: data type {tensor.data_type} cannot be external")
+    return -(-count * _OTHER_BITS.get(tensor.data_type, 0) // 8)
+
+
+def _own_bytes(path: Path, name: str, tensor: TensorProto) -> bytes:
+    if tensor.HasField("raw_data"):
+        return tensor.raw_data
+    from onnx import numpy_helper
+
+    try:
+        return numpy_helper.to_array(tensor).tobytes()
+    except (ValueError, TypeError, OverflowError) as error:
+        raise FormatError(f"{path}: tensor {shown(name)}: {error}") from None
+
+
+def _external(
+    path: Path, name: str, tensor: TensorProto, nbytes: int, dtype: str, shape: tuple[int, ...]
+) -> FileTensor:
+    entries = _location_of(tensor)
+    file = _inside(path, name, entries.get("location", ""))
+    try:
+        offset, length = int(entries.get("offset", "0")), int(entries.get("length", str(nbytes)))
+    except ValueError:
+        raise FormatError(
+            f"{path}: tensor {shown(name)}: offset and length must be integers, got {shown(entries)}"
+        ) from None
+    if offset < 0 or length != nbytes:
+        raise FormatError(f"{path}: tensor {shown(name)}: {nbytes} bytes expected, external data has {shown(entries)}")
+    file_bytes = file.stat().st_size
+    if offset + nbytes > file_bytes:
+        raise FormatError(
+            f"{path}: tensor {shown(name)} ends at byte {offset + nbytes} of {file.name}, which has {file_bytes} bytes"
+        )
+    return FileTensor(file, offset, nbytes, dtype, shape)
+
+
+def _inside(path: Path, name: str, location: str) -> Path:
+    """Return the external file. HAZARD: a model can name any file; only plain ones in its folder are read."""
+    relative = PurePosixPath(location)
+    if not location or "\0" in location or "\\" in location or relative.is_absolute() or ".." in relative.parts:
+        raise FormatError(
+            f"{path}: tensor {shown(name)}: external data at {shown(location)} is not a path inside the folder"
+        )
+    file = path.parent
+    for part in relative.parts:
+        file /= part
+        if file.is_symlink():
+            raise FormatError(f"{path}: tensor {shown(name)}: external data at {shown(location)}: {file} is a symlink")
+    if not file.is_file():
+        raise FormatError(
+            f"{path}: tensor {shown(name)}: external data at {shown(location)} is no file beside the model"
+        )
+    return file

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import random
 import threading
 import time
 import weakref
@@ -352,3 +353,28 @@ def test_many_switches_of_two_replicas_never_exceed_the_budget_and_end(node, rep
     assert over == []
     assert longest_s[0] < 1.0
     assert node.stats().num_recalled > 0
+
+
+def test_a_keeper_is_after_many_switches_what_it_was_after_some(
+    node: NodeKeeper, replica: Callable[[str], Replica]
+) -> None:
+    """All that it notes of requests, leases, recalls and evictions ends with them: it runs for months."""
+    replicas, chosen = [replica("one"), replica("two")], random.Random()
+
+    def num_objects_after(num_switches: int) -> int:
+        for _ in range(num_switches):
+            one, ids = chosen.choice(replicas), "".join(chosen.sample("abcdef", 2))
+            one.use(ids)
+            one.leave(ids)
+            one.client.beat()
+            one.recalls.clear()
+        node._store.used_bytes.clear()  # type: ignore[attr-defined]  # the fake's own notes
+        gc.collect()
+        return len(gc.get_objects())
+
+    before = num_objects_after(100)
+    num_evicted, num_recalled = node.stats().num_evicted, node.stats().num_recalled
+    after = num_objects_after(400)
+    assert node.stats().num_evicted > num_evicted + 200
+    assert node.stats().num_recalled > num_recalled + 100
+    assert after - before < 200  # one object for every other switch; outdated places in a heap are fewer

@@ -145,8 +145,8 @@ def test_a_summary_goes_with_its_model_and_a_store_that_cannot_be_written_has_no
     files, mark = SummaryFiles(store), store.manifest("m").source_mark
     assert files.find("m", mark) == found
     assert files.find("m", "another") is files.find("other", mark) is None
-    files.remove("m")
-    files.remove("m")
+    files.remove_summary("m")
+    files.remove_summary("m")
     assert files.find("m", mark) is None
     (store.path / "summaries").rmdir()
     (store.path / "summaries").touch()

@@ -36,20 +36,20 @@ class Store:
 async def test_a_manifest_is_fetched_once_as_long_as_its_file_stays(tmp_path: Path) -> None:
     store = Store(tmp_path)
     versions = ManifestVersions(store.fetch, tmp_path)
-    first = await versions.get("a", "v1")
+    first = await versions.find_version("a", "v1")
     assert await versions.locate(first) is first
-    assert await versions.get("a") is first
+    assert await versions.find_version("a") is first
     assert store.asked == [("a", "v1")]
 
 
 async def test_bytes_that_were_moved_are_found_where_they_are_now(tmp_path: Path) -> None:
     store = Store(tmp_path)
     versions = ManifestVersions(store.fetch, tmp_path)
-    first = await versions.get("a")
+    first = await versions.find_version("a")
     store.move(4096)
     located = await versions.locate(first)
     assert {extent.offset for extent in located.extents.values()} == {4096}
-    assert await versions.get("a", "v1") is located
+    assert await versions.find_version("a", "v1") is located
     assert await versions.locate(first) is located
     assert len(store.asked) == 2
 
@@ -57,7 +57,7 @@ async def test_bytes_that_were_moved_are_found_where_they_are_now(tmp_path: Path
 async def test_a_version_that_was_replaced_keeps_its_places(tmp_path: Path) -> None:
     store = Store(tmp_path)
     versions = ManifestVersions(store.fetch, tmp_path)
-    first = await versions.get("a", "v1")
+    first = await versions.find_version("a", "v1")
     store.fingerprint = "v2"
     store.move(4096)
     assert await versions.locate(first) is first

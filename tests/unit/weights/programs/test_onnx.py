@@ -366,7 +366,7 @@ def test_without_the_package_it_is_named(store, tmp_path: Path, monkeypatch: pyt
 def test_models_too_large_for_one_file_are_refused(store, model, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     onnx.save(model, tmp_path / "m.onnx")
     externalize_onnx(store, "m", tmp_path / "m.onnx")
-    monkeypatch.setattr("weights.programs.onnx_models.MAX_PROTOBUF_BYTES", 8000)
+    monkeypatch.setattr("weights.programs.onnx_models._MAX_PROTOBUF_BYTES", 8000)
     with pytest.raises(WeightsError, match=r"m: \d+ bytes of tensors do not fit into one ONNX file"):
         write_onnx(store, "m", tmp_path / "back.onnx", external=False)
     assert not (tmp_path / "back.onnx").exists()
