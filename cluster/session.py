@@ -26,6 +26,7 @@ from cluster.actor_names import NAMESPACE, names_of_cluster
 from cluster.door.door_plan import check_helper_ports
 from cluster.errors import SessionError
 from cluster.loopback import ray_on_loopback
+from cluster.ray_processes import without_unneeded_processes
 from configs.cluster import ClusterConfig, GrpcConfig, HttpConfig
 from weights.private_folder import private_folder, temporary_folder
 
@@ -134,7 +135,7 @@ def ray_session(config: ClusterConfig) -> Iterator[None]:
     try:
         if private:
             _guard_ray_token()
-            with ray_on_loopback():
+            with ray_on_loopback(), contextlib.nullcontext() if config.ray.dashboard else without_unneeded_processes():
                 ray.init(
                     address="local",
                     num_cpus=config.ray.num_cpus,

@@ -8,6 +8,7 @@ when the byte budget needs room. A keeper that dies loses only what no replica h
 from __future__ import annotations
 
 import concurrent.futures
+import os
 import threading
 import uuid
 from collections.abc import Mapping, Sequence
@@ -58,6 +59,7 @@ CALL_THREADS: Final = 128  # callers that wait for an extent, or for room, each 
 CONTROL_THREADS: Final = 4  # and those that give back never wait behind them
 RECALL_THREADS: Final = 128  # replicas that listen each hold one; leases of those beyond that are never called back
 RECALL_POLL_S: Final = 30.0
+LOWEST_PRIORITY: Final = 19
 
 
 def keeper_class() -> Any:
@@ -136,7 +138,7 @@ class NodeKeeper:
         if audit_bytes_per_s:
             self._audit.start()
         if populate:
-            threading.Thread(target=self._store.populate, name="populate", daemon=True).start()
+            threading.Thread(target=self._populate_store, name="populate", daemon=True).start()
 
     def acquire(self, extents: Sequence[ExtentRef], holder: str) -> Acquired:
         """References to the extents by id, each leased to `holder` once more until `release`.
@@ -321,6 +323,11 @@ class NodeKeeper:
         self._held.loaded(id_, ref, view, loaded.source)
         if self._metrics:
             self._metrics.count_loads(self._stages.figures())
+
+    def _populate_store(self) -> None:
+        """Make the store's pages in the time that others leave: every process of the node starts now."""
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)  # on Linux, of this thread alone
+        self._store.populate()
 
     def _view(self, id_: str) -> ByteArray | None:
         held = self._held.held(id_)

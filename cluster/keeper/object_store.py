@@ -33,7 +33,7 @@ MAPS: Final = Path("/proc/self/maps")
 PREALLOCATE: Final = "RAY_preallocate_plasma_memory"
 PROBE_BYTES: Final = 2**20
 MADV_POPULATE_READ: Final = 22
-STEP_BYTES: Final = 64 * 2**20  # a step holds the address space's lock: short enough for others to get on
+STEP_BYTES: Final = 2 * 2**20  # a step holds the address space's lock: short enough even where it gets little time
 _MAPPING: Final = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) rw-s \S+ \S+ \S+ +(/\S*plasma\S*)", re.MULTILINE)
 
 logger = logging.getLogger("atelier.keeper")

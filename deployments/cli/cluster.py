@@ -16,6 +16,7 @@ from rich.console import Console
 
 from deployments.cli.client import KEY_VARIABLE, Client
 from deployments.cli.models import print_models
+from deployments.cli.progress import StartDisplay
 
 if TYPE_CHECKING:
     from cluster.session import SessionRecord
@@ -130,24 +131,19 @@ def _load_for_start(path: Path, port: int | None, insecure: bool) -> ClusterConf
 def _start_attached(path: Path, port: int | None, insecure: bool) -> None:
     """Start the cluster in this process and wait for Ctrl-C, SIGTERM or `atelier down`."""
     config = _load_for_start(path, port, insecure)
-    start = time.monotonic()
     stop = threading.Event()
-    status = _out.status(f"starting cluster {config.name!r}")
-    status.start()
-    from deployments.cli.running import cluster_up, stop_on_signals
+    with StartDisplay(f"starting cluster {config.name!r}", _out) as display:
+        from deployments.cli.running import cluster_up, stop_on_signals
 
-    stop_on_signals(stop)
-    try:
-        with cluster_up(config, str(path.resolve()), stop) as url:
-            status.stop()
-            _out.print(f"cluster {config.name!r} is up at {url} after {time.monotonic() - start:.1f} s")
+        stop_on_signals(stop)
+        with cluster_up(config, str(path.resolve()), stop, display.show) as url:
+            display.close()
+            _out.print(f"cluster {config.name!r} is up at {url} after {display.elapsed_s:.1f} s")
             if config.access.keys_file is None or os.environ.get(KEY_VARIABLE):
                 print_models(Client(url).models())
             _out.print(f"docs: {url}/docs   stop: Ctrl-C or `atelier down`")
             stop.wait()
             _out.print(f"stopping cluster {config.name!r}")
-    finally:
-        status.stop()
 
 
 def _start_detached(path: Path, port: int | None, insecure: bool) -> None:

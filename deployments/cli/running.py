@@ -8,43 +8,54 @@ import logging
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import httpx
 import ray
-from ray import serve
 
+from cluster.actor_names import NAMESPACE, registry_name
 from cluster.door.door_plan import DoorPlan, plan_door
 from cluster.errors import ProxyUnavailable, SessionError
+from cluster.registry.directory import ModelRecord
 from cluster.session import SessionFile, check_can_start, end_actors, ray_session, record_folder
 from configs.cluster import ClusterConfig
+from deployments.cli.progress import StartState
 
 _logger = logging.getLogger("atelier")
 
 APP_NAME = "atelier"
 START_TIMEOUT_S = 300.0
 _POLL_S = 0.2
+_PROGRESS_POLL_S = 0.5
+_ANSWER_TIMEOUT_S = 2.0
 
 
 @contextlib.contextmanager
-def cluster_up(config: ClusterConfig, config_path: str, stop: threading.Event | None = None) -> Iterator[str]:
+def cluster_up(
+    config: ClusterConfig,
+    config_path: str,
+    stop: threading.Event | None = None,
+    show: Callable[[StartState], None] | None = None,
+) -> Iterator[str]:
     """Run the cluster for the length of the block, and yield its URL once it answers; nothing of it stays after.
 
-    Raises SessionError when something is in the way, it does not come up, or `stop` is set before it does.
+    `show` is told of the progress meanwhile, in a thread. Raises SessionError when something is in the way, it does
+    not come up, or `stop` is set before it does.
     """
     folder = record_folder()
     check_can_start(config, folder)
     url = f"http://{config.http.host}:{config.http.port}"
-    # The application imports torch and diffusers, for seconds; Ray's own start is mostly waiting.
+    # Serve and the application take a second to import; Ray's own start is mostly waiting.
     threading.Thread(target=importlib.import_module, args=("deployments.app",), daemon=True).start()
     with SessionFile(config, url, config_path, folder) as session, ray_session(config):
         if stop:
             stop_on_signals(stop)  # again: Ray has put a handler of its own in place
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         with _http_door(config) as door, left_clean(config):
-            _start_serve(config, door)
-            _wait_ready(url, START_TIMEOUT_S, stop)
+            with _shown_progress(config, show):
+                _start_serve(config, door)
+                _wait_ready(url, START_TIMEOUT_S, stop)
             session.mark_ready()
             yield url
 
@@ -89,13 +100,62 @@ def _http_door(config: ClusterConfig) -> Iterator[DoorPlan | None]:
             door.remove_files()
 
 
+@contextlib.contextmanager
+def _shown_progress(config: ClusterConfig, show: Callable[[StartState], None] | None) -> Iterator[None]:
+    """Tell `show` of every change of the cluster's state, for the length of the block."""
+    if show is None:
+        yield
+        return
+    done = threading.Event()
+
+    def follow() -> None:
+        last = StartState()
+        while not done.wait(_PROGRESS_POLL_S):
+            state = _start_state(config)
+            if state != last:
+                show(state)
+            last = state
+
+    # HAZARD: it must end before Ray does, since calls without a Ray would start another one.
+    following = threading.Thread(target=follow, name="progress", daemon=True)
+    following.start()
+    try:
+        yield
+    finally:
+        done.set()
+        following.join()
+    show(_start_state(config))
+
+
+def _start_state(config: ClusterConfig) -> StartState:
+    """Ask Serve for the replicas and the registry for the models; who does not answer yet is left out."""
+    replicas: dict[str, tuple[int, int]] = {}
+    records: Sequence[ModelRecord] = ()
+    roles = {"ingress": config.ingress, "text_encoder": config.text_encoder, "worker": config.worker}
+    with contextlib.suppress(Exception):  # Serve's own, while its controller starts
+        from ray import serve
+        from ray.serve.schema import ReplicaState
+
+        deployments = serve.status().applications[APP_NAME].deployments
+        running = {name: found.replica_states.get(ReplicaState.RUNNING, 0) for name, found in deployments.items()}
+        replicas = {name: (running.get(name, 0), role.num_replicas) for name, role in roles.items()}
+    with contextlib.suppress(ValueError, ray.exceptions.RayError):
+        registry = ray.get_actor(registry_name(config), namespace=NAMESPACE)
+        records = ray.get(registry.list_models.remote(), timeout=_ANSWER_TIMEOUT_S)
+    states = {record.id: record.state for record in records}
+    return StartState(replicas, states, {record.id: record.error for record in records if record.error})
+
+
 def _start_serve(config: ClusterConfig, door: DoorPlan | None) -> None:
     """Start Serve with the config's HTTP options, and the application on it. Needs a connected Ray.
 
     Raises SessionError when a deployment does not start.
     """
+    from ray import serve
+
     from deployments.app import AppArgs, build_app
 
+    app = build_app(AppArgs(config=config.model_dump(mode="json")))  # models enter the store while Serve starts
     serve.start(
         http_options={
             "host": config.http.haproxy.replica_host if door else config.http.host,
@@ -104,7 +164,6 @@ def _start_serve(config: ClusterConfig, door: DoorPlan | None) -> None:
         },
         controller_options={"runtime_env": {"env_vars": door.environment(config)}} if door else None,
     )
-    app = build_app(AppArgs(config=config.model_dump(mode="json")))
     try:
         serve.run(app, name=APP_NAME, route_prefix="/")
     except RuntimeError as error:
@@ -113,6 +172,8 @@ def _start_serve(config: ClusterConfig, door: DoorPlan | None) -> None:
 
 def _stop_serving() -> None:
     """Take the application off a Ray that goes on, and Serve itself when nobody else serves there."""
+    from ray import serve
+
     if APP_NAME in serve.status().applications:
         serve.delete(APP_NAME)
     if not serve.status().applications:

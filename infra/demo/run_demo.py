@@ -23,6 +23,7 @@ from rich.table import Table
 
 from configs.loading import load_cluster_config
 from deployments.cli.client import Client
+from deployments.cli.progress import StartDisplay
 from deployments.cli.running import cluster_up
 from digits import WORDS, Judge, ink_of_images, load_split
 from ink_statistics import ink_areas
@@ -167,13 +168,15 @@ def main() -> int:
     if options.port:
         config = config.model_copy(update={"http": config.http.model_copy(update={"port": options.port})})
     stop = threading.Event()
-    start = time.monotonic()
-    with console.status("starting the cluster") as status, cluster_up(config, str(CONFIG), stop) as url:
-        console.print(f"the cluster is up at {url} after {time.monotonic() - start:.1f} s")
-        status.update("asking it for everything once")
+    with (
+        StartDisplay("starting the cluster", console) as display,
+        cluster_up(config, str(CONFIG), stop, display.show) as url,
+    ):
+        display.close()
+        console.print(f"the cluster is up at {url} after {display.elapsed_s:.1f} s")
         demo = Demo(Client(url))
-        right = demo.run()
-        status.stop()
+        with console.status("asking it for everything once"):
+            right = demo.run()
         print_rows(demo.rows)
         console.print(f"pictures: {', '.join(sorted(str(p.relative_to(ROOT)) for p in OUT.glob('digits*.png')))}")
         if not options.once:

@@ -1,0 +1,96 @@
+"""The progress of a start: what of a cluster is there already, on a terminal or as plain lines in a log."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Final, Self
+
+from rich.console import Console
+from rich.text import Text
+
+_STATES: Final = {"registering": "entering the store", "updating": "entering the store", "ready": "in the store"}
+MAX_MODELS: Final = 8  # that are named on a terminal at once
+
+
+@dataclass(frozen=True, slots=True)
+class StartState:
+    """What is known of a cluster that starts: running and wanted replicas by deployment, and the state of models.
+
+    `problems` has an error by model. Before Ray is up, nothing is known.
+    """
+
+    replicas: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    models: Mapping[str, str] = field(default_factory=dict)
+    problems: Mapping[str, str] = field(default_factory=dict)
+
+
+def progress_lines(state: StartState) -> list[str]:
+    """Return the whole state: a line per deployment, then the models that are not in the store yet."""
+    lines = [_replica_line(name, *count) for name, count in state.replicas.items()]
+    there = [model for model, found in state.models.items() if found == "ready"]
+    others = [_model_line(state, model) for model in state.models if model not in there]
+    if state.models:
+        lines.append(f"models: {len(there)} of {len(state.models)} in the store")
+    if len(others) > MAX_MODELS:
+        others = [*others[: MAX_MODELS - 1], f"… and {len(others) - MAX_MODELS + 1} more"]
+    return lines + others
+
+
+def progress_news(before: StartState, after: StartState) -> list[str]:
+    """Return a line for every deployment and every model of which `before` said something else."""
+    replicas = [
+        _replica_line(name, *count) for name, count in after.replicas.items() if before.replicas.get(name) != count
+    ]
+    models = [_model_line(after, model) for model, found in after.models.items() if before.models.get(model) != found]
+    return replicas + models
+
+
+def _replica_line(name: str, num_running: int, num_wanted: int) -> str:
+    if num_wanted == 1:
+        return f"{name}: {'running' if num_running else 'starting'}"
+    return f"{name}: {num_running} of {num_wanted} replicas running"
+
+
+def _model_line(state: StartState, model: str) -> str:
+    found = state.models[model]
+    problem = state.problems.get(model, "").partition("\n")[0]
+    return f"model {model}: {_STATES.get(found, found)}{f': {problem}' if problem else ''}"
+
+
+class StartDisplay:
+    """Shows the states of one start: the newest on a terminal, the changes with their time anywhere else."""
+
+    def __init__(self, title: str, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
+        self._title = title
+        self._console = console
+        self._clock = clock
+        self._start_s = clock()
+        self._last = StartState()
+        self._status = console.status(Text(title))
+
+    @property
+    def elapsed_s(self) -> float:
+        """The seconds since this display was made."""
+        return self._clock() - self._start_s
+
+    def show(self, state: StartState) -> None:
+        """Show a state. Called by one thread at a time."""
+        if self._console.is_terminal:
+            self._status.update(Text("\n".join([self._title, *(f"  {line}" for line in progress_lines(state))])))
+        else:
+            for line in progress_news(self._last, state):
+                self._console.print(f"{self.elapsed_s:6.1f} s  {line}", markup=False, highlight=False, soft_wrap=True)
+        self._last = state
+
+    def close(self) -> None:
+        """Take the display off the terminal; twice does nothing."""
+        self._status.stop()
+
+    def __enter__(self) -> Self:
+        self._status.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

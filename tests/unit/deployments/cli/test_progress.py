@@ -1,0 +1,85 @@
+"""Progress of a start: everything on a terminal, every change once in a log."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import random
+
+import pytest
+from rich.console import Console
+
+from deployments.cli.progress import MAX_MODELS, StartDisplay, StartState, progress_lines, progress_news
+
+NOTHING = StartState()
+HALF = StartState(
+    {"ingress": (1, 1), "worker": (1, 2)},
+    {"flux": "ready", "adder": "registering", "broken": "unavailable"},
+    {"broken": "no config.json in /models/broken\nTraceback ..."},
+)
+
+
+def test_a_terminal_shows_replicas_and_the_models_that_are_not_there() -> None:
+    assert progress_lines(NOTHING) == []
+    assert progress_lines(HALF) == [
+        "ingress: running",
+        "worker: 1 of 2 replicas running",
+        "models: 1 of 3 in the store",
+        "model adder: entering the store",
+        "model broken: unavailable: no config.json in /models/broken",
+    ]
+
+
+@pytest.mark.parametrize("num_models", [MAX_MODELS, MAX_MODELS + 1, 500])
+def test_a_terminal_has_room_for_any_number_of_models(num_models: int) -> None:
+    lines = progress_lines(StartState({}, {f"m{number}": "registering" for number in range(num_models)}))
+    assert len(lines) == 1 + MAX_MODELS
+    named = sum(line.startswith("model ") for line in lines)
+    hidden = sum(int(line.split()[2]) for line in lines if line.startswith("…"))
+    assert named + hidden == num_models
+
+
+def test_a_log_has_every_change_once() -> None:
+    """Whatever the order, replaying the news of each step gives the last line of everything."""
+    rng = random.Random()
+    states = [NOTHING]
+    for _ in range(30):
+        known = rng.randrange(4)
+        states.append(
+            StartState(
+                {name: (rng.randrange(3), 3) for name in ("ingress", "worker")[: known % 3]},
+                {f"m{number}": rng.choice(["registering", "ready", "unavailable"]) for number in range(known)},
+            )
+        )
+    for before, after in itertools.pairwise(states):
+        news = progress_news(before, after)
+        assert len(news) == sum(before.replicas.get(name) != count for name, count in after.replicas.items()) + sum(
+            before.models.get(model) != found for model, found in after.models.items()
+        )
+        assert progress_news(after, after) == []
+
+
+def test_a_log_has_plain_lines_with_the_time() -> None:
+    out, now = io.StringIO(), iter([10.0, 13.25, 13.25, 13.25, 13.25, 13.25, 20.0])
+    with StartDisplay("starting cluster 'one'", Console(file=out, width=40), lambda: next(now)) as display:
+        display.show(HALF)
+        display.show(HALF)
+    assert out.getvalue().splitlines() == [
+        "   3.2 s  ingress: running",
+        "   3.2 s  worker: 1 of 2 replicas running",
+        "   3.2 s  model flux: in the store",
+        "   3.2 s  model adder: entering the store",
+        "   3.2 s  model broken: unavailable: no config.json in /models/broken",
+    ]
+
+
+def test_a_terminal_is_left_as_it_was() -> None:
+    """Names with brackets are no markup, and the display is gone when it is closed."""
+    out = io.StringIO()
+    display = StartDisplay("starting cluster '[bold]'", Console(file=out, width=80, force_terminal=True))
+    with display:
+        display.show(StartState({"worker": (0, 1)}, {"[red]": "registering"}))
+        display.close()
+        shown = out.getvalue()
+    assert "[bold]" in shown
+    assert out.getvalue() == shown
