@@ -19,7 +19,7 @@ from starlette.responses import Response
 from deployments.errors import InvalidRequest
 from deployments.ingress.errors import INFERENCE_ERRORS, documented
 from deployments.ingress.openai.answers import ImageData, ImageFormat, ImagesAnswer
-from deployments.ingress.responses import json_with_list, large_json_response, server_timing
+from deployments.ingress.responses import call_aside, json_with_list, large_json_response, server_timing
 from deployments.ingress.service import Service
 from deployments.records import ImageOptions, ImageRequest, UserName, as_record
 
@@ -63,7 +63,7 @@ def create_images_router(service: Service) -> APIRouter:
         """Make images from a prompt."""
         result = await service.generate(body.to_record())
         images = await asyncio.gather(
-            *(asyncio.to_thread(_image_json, image, body.output_format) for image in result.images)
+            *(call_aside(image.nbytes, _image_json, image, body.output_format) for image in result.images)
         )
         answer = ImagesAnswer.without_data(result, body.output_format)
         write = partial(json_with_list, answer, "data", images)
