@@ -63,7 +63,7 @@ def create_images_router(service: Service) -> APIRouter:
         """Make images from a prompt."""
         result = await service.generate(body.to_record())
         images = await asyncio.gather(
-            *(asyncio.to_thread(_image_json, image, body.output_format) for image in result.images)
+            *(call_aside(image.nbytes, _image_json, image, body.output_format) for image in result.images)
         )
         answer = ImagesAnswer.without_data(result, body.output_format)
         write = partial(json_with_list, answer, "data", images)
