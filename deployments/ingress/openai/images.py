@@ -19,7 +19,7 @@ from starlette.responses import Response
 from deployments.errors import InvalidRequest
 from deployments.ingress.errors import INFERENCE_ERRORS, documented
 from deployments.ingress.openai.answers import ImageData, ImageFormat, ImagesAnswer
-from deployments.ingress.responses import json_with_list, large_json_response, server_timing
+from deployments.ingress.responses import call_aside, json_with_list, large_json_response, server_timing
 from deployments.ingress.service import Service
 from deployments.records import ImageOptions, ImageRequest, UserName, as_record
 
