@@ -27,6 +27,7 @@ from deployments.bench.figures import summary
 from deployments.bench.machine import object_store_bytes, own_memory_bytes, private_ray, touch_memory, wait_for_quiet
 from deployments.bench.peer import Peer
 from deployments.bench.switch_node import Models, Node, node_of
+from deployments.bench.switch_simulated import measure_simulated, simulated_tables
 from deployments.bench.synthetic import ALIAS, FLUX, SDXL, TUNED, write_pipelines
 
 DEMO = {FLUX: "digits-flux", TUNED: "digits-flux-inverted", ALIAS: "digits-flux", SDXL: "digits-sdxl"}
@@ -81,6 +82,7 @@ def measure_switch(stock: Path, effort: Effort, work: Path | None = None) -> dic
             found["churn"] = _churn(models, effort.num_switches)
     flux = models.manifests[FLUX]
     return found | {
+        "simulated": measure_simulated(stock),
         "pss_ratio": found["pss"]["ratio"],
         "bytes_moved": found["sibling"]["host"]["bytes_moved"],
         "bytes_different": found["sibling"]["bytes_different"],
@@ -348,6 +350,8 @@ def print_switch_figures(figures: dict[str, Any], as_json: bool) -> None:
     for title, legs in (("synthetic", figures), ("demo", figures["demo"])):
         console.print(_legs_table(title, legs))
         console.print(_bytes_table(title, legs["sibling"]))
+    for table in simulated_tables(figures["simulated"]):
+        console.print(table)
     for line in _lines(figures):
         console.print(line)
 

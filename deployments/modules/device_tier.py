@@ -114,6 +114,14 @@ class DeviceTier(Protocol):
         """
         ...
 
+    def hold(self, placements: Sequence[Placement]) -> None:
+        """Keep what is here of all that one request places, until each is placed: one must not evict the next one's."""
+        ...
+
+    def end_hold(self, placement: Placement) -> None:
+        """End what `hold` began: it is placed, or will not be."""
+        ...
+
     def release(self, placements: Sequence[Placement]) -> None:
         """All at once, since each call to the keeper takes a millisecond."""
         ...
@@ -192,6 +200,11 @@ class _SharedTier:
             reused_bytes=sum(reused.values()),
         )
 
+    def hold(self, placements: Sequence[Placement]) -> None:
+        """Nothing is evicted for it here."""
+
+    def end_hold(self, placement: Placement) -> None: ...
+
     def release(self, placements: Sequence[Placement]) -> None:
         extents = [extent for placement in placements for extent in placement.extents]
         with self._lock:
@@ -243,6 +256,14 @@ class _ArenaTier:
         finally:
             uploads.release()
         return Placed(tensors, uploads.storage_bytes, uploads.host_bytes, report.moved_bytes, report.reused_bytes)
+
+    def hold(self, placements: Sequence[Placement]) -> None:
+        for placement in placements:
+            hashes = [ref.sha256 for ref in placement.component.tensors.values()]
+            self._arena.hold(hashes, f"{placement.holder}, soon")
+
+    def end_hold(self, placement: Placement) -> None:
+        self._arena.end_holder(f"{placement.holder}, soon")
 
     def release(self, placements: Sequence[Placement]) -> None:
         for placement in placements:

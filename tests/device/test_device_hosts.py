@@ -126,6 +126,19 @@ async def test_a_sibling_moves_exactly_the_bytes_that_differ(
     assert (await host.use("digits-flux")).report.device_bytes == 0
 
 
+async def test_components_of_one_request_do_not_evict_each_others_tensors(
+    store: WeightStore, device: torch.device, module: Any
+) -> None:
+    """Where the room is just enough, what stays of the other model is what this one needs."""
+    first, second = (tensors_of(store, name) for name in ("digits-flux", "digits-flux-inverted"))
+    host = Host(store, str(device), max(sum(map(rounded, one.values())) for one in (first, second)))
+    await host.use("digits-flux")
+    for new, old, name in ((second, first, "digits-flux-inverted"), (first, second, "digits-flux")) * 2:
+        host._modules._book.evict([entry for entry in host._modules._book.entries.values() if entry.is_here])
+        different_bytes = sum(nbytes for hash_, nbytes in new.items() if hash_ not in old)
+        assert (await host.use(name)).report.device_bytes == different_bytes
+
+
 async def test_prefetch_and_pin_reach_the_device(store: WeightStore, device: torch.device, module: Any) -> None:
     flux_bytes = sum(map(rounded, tensors_of(store, "digits-flux").values()))
     host = Host(store, str(device), flux_bytes + 1000)

@@ -35,14 +35,20 @@ def test_a_cluster_on_simulated_devices_answers_as_one_without(tmp_path: Path) -
         image = pixels(client.post(f"{url}/v1/images/generations", json=IMAGE))
         chat = {"model": "adder", "messages": [{"role": "user", "content": "What is 12 + 7?"}], "temperature": 0}
         text = client.post(f"{url}/v1/chat/completions", json=chat).json()["choices"][0]["message"]["content"]
-        sum_ = client.post(f"{url}/v2/models/sum-to-digit/generate", json={"prompt": "3 + 4", "seed": 1}).json()
+        drawn = client.post(
+            f"{url}/v1/images/generations", json={"model": "sum-to-digit", "prompt": "3 + 4", "seed": 1}
+        )
+        tweet = "so tired of this rain, who else wants to be at the beach right now :)"
+        tensor = {"name": "text", "shape": [1], "datatype": "BYTES", "data": [tweet]}
+        classified = client.post(f"{url}/v2/models/text-classifier/infer", json={"inputs": [tensor]}).json()
         texts = {"model": "digits-clip", "input": ["a handwritten four", "nine"]}
         vectors = [item["embedding"] for item in client.post(f"{url}/v1/embeddings", json=texts).json()["data"]]
         shown = client.get(f"{url}/admin/cluster").json()
     expected = LocalModels(_config(tmp_path, "cpu", "cpu")).generate(ImageRequest(width=32, height=32, **IMAGE))
     assert np.array_equal(image, expected.images[0].astype(int))
     assert text == "19."
-    assert sum_["answer"] == "7."
+    assert pixels(drawn).shape == (32, 32, 3)
+    assert ["tweet"] in [output["data"] for output in classified["outputs"]], classified
     assert np.isfinite(vectors).all()
     devices = {key: value["device"] for key, value in _replicas(shown).items()}
     assert set(devices.values()) == {"sim", "sim:1"}

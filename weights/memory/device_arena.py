@@ -120,6 +120,18 @@ class DeviceArena:
         wanted_bytes = sum(wanted[names[hash_]].nbytes for hash_ in leased)
         return Acquired(tensors, self._report(wanted_bytes, wanted_bytes - added_bytes, added_bytes, start_s, evicted))
 
+    def hold(self, hashes: Iterable[str], holder: str) -> None:
+        """Lease those that are here or on their way, for what is acquired next: making room then spares them."""
+        with self._lock:
+            for hash_ in set(hashes):
+                if (entry := self._book.entries.get(hash_)) is not None:
+                    self._book.lease(entry, holder)
+
+    def end_holder(self, holder: str) -> None:
+        """Give back all leases of `holder`."""
+        with self._lock:
+            self._book.end_holder(holder)
+
     def release(self, hashes: Iterable[str], holder: str) -> None:
         """Give back one lease of each. Unknown hashes and holders are ignored: releasing twice is not an error."""
         with self._lock:
