@@ -19,14 +19,16 @@ STALE_PLAN_S: Final = 3.0  # a plan that is older is not waited for
 class WorkerLoad:
     """What a router knows of a worker: the models that are ready, its free slots, and seconds of work that it runs.
 
-    `evicting` are the models that it drains or lets go. `switch_s` is what getting ready for a model costs it, where
-    that is known. `is_usable` is False for a worker that is stale, leaves or is gone.
+    `busy_s` is at the worker's own speed, which is 1 for a usual one. `evicting` are the models that it drains or lets
+    go. `switch_s` is what getting ready for a model costs it, where that is known. `is_usable` is False
+    for a worker that is stale, leaves or is gone.
     """
 
     id: str
     models: Collection[str] = ()
     free_slots: int = 0
     busy_s: float = 0.0
+    speed: float = 1.0
     evicting: Collection[str] = ()
     switch_s: Mapping[str, float] = field(default_factory=dict)
     is_usable: bool = True
@@ -60,8 +62,8 @@ def choose_worker(
 ) -> Choice:
     """Return where the request starts now.
 
-    With a current plan a request starts on a planned worker that has the model ready and a free slot, the one with
-    the most of them. If all are full, it waits, unless its deadline is near: then it also starts on a worker that has
+    With a current plan a request starts on a planned worker that has the model ready and a free slot, the one that
+    ends it first. If all are full, it waits, unless its deadline is near: then it also starts on a worker that has
     the model ready and is about to switch away. With a plan older than `STALE_PLAN_S` (or an age that is no number)
     it starts wherever the model is ready, else where it is ready soonest.
     """
@@ -69,7 +71,7 @@ def choose_worker(
     named = planned.get(request.model, ()) if is_current else ()
     ready = [load for id_ in named if (load := loads.get(id_)) is not None and _can_start(load, request.model)]
     if ready:
-        best = _freest(ready)
+        best = _soonest(ready, request)
         return Choice(best.id, "planned", f"planned for {request.model}, {best.free_slots} free slots")
     is_pressing = request.slack_s < 2 * request.service_s
     if is_current and not is_pressing and named:
@@ -77,7 +79,7 @@ def choose_worker(
     going_too = is_pressing or not is_current
     resident = [load for load in loads.values() if _can_start(load, request.model, going_too)]
     if resident:
-        best = _freest(resident)
+        best = _soonest(resident, request)
         why = "its deadline is near" if is_pressing else "no planned worker" if is_current else "the plan is stale"
         return Choice(best.id, "resident", f"has {request.model} ready; {why}")
     if is_current:
@@ -103,5 +105,6 @@ def _can_start(load: WorkerLoad, model: str, going_too: bool = False) -> bool:
     return load.is_usable and load.free_slots > 0 and model in load.models and (going_too or model not in load.evicting)
 
 
-def _freest(loads: list[WorkerLoad]) -> WorkerLoad:
-    return max(loads, key=lambda load: (load.free_slots, -load.busy_s))
+def _soonest(loads: list[WorkerLoad], request: WaitingRequest) -> WorkerLoad:
+    """Return the worker that ends the request first if its work shares the worker with what runs there."""
+    return min(loads, key=lambda load: (load.busy_s + request.service_s / load.speed, -load.free_slots))

@@ -91,7 +91,7 @@ class _Need:
 
 @dataclass(slots=True)
 class _Option:
-    """A worker for a model: what goes, what of that runs, the time until ready, and the harm in request-seconds."""
+    """A worker for a model. `ready_s` is until ready, plus what a request takes longer than on the fastest worker."""
 
     worker: WorkerState
     evict: tuple[str, ...]
@@ -122,6 +122,7 @@ class _Planning:
         self._note_work()
         self._open.sort(key=lambda worker: self._claims[worker.id])
         attach = sorted(worker.attach_bytes_per_s for worker in self._open)
+        self._top_speed = max((worker.speed for worker in self._open), default=1.0)
         self._usual_attach = attach[len(attach) // 2] if attach else 10e9
         self._usual_fixed_s = max((worker.fixed_switch_s for worker in self._open), default=0.0)
 
@@ -190,6 +191,7 @@ class _Planning:
         max_due = self._max_due(needs)
         for need in needs:
             model, best, least = need.model, None, (math.inf, 0)
+            need.is_due &= self._num_on_the_way < max_due
             weight = model.slo.weight * model.waiting
             for worker in self._candidates(model, holders):
                 option = self._option(model, worker, need.is_due)
@@ -199,7 +201,7 @@ class _Planning:
                 if all(model.components.total_bytes > worker.budget_bytes for worker in self._state.workers.values()):
                     self.notes.append(f"{model.id}: {model.components.total_bytes} bytes fit into no worker's budget")
                 continue
-            if self._num_on_the_way < max_due if need.is_due else self._is_worth_it(need, best):
+            if need.is_due or self._is_worth_it(need, best):
                 self._order(model, best, self._reason(need, best))
 
     def _needs(self) -> list[_Need]:
@@ -346,7 +348,8 @@ class _Planning:
                     evict.remove(id_)
             harm = sum(prices[id_] for id_ in evict)
         drain_s = sum(worker.running.get(id_, 0) * self._models[id_].service_s for id_ in evict) / worker.speed
-        return _Option(worker, tuple(evict), drain_s > 0, switch_s, drain_s + switch_s, harm)
+        slower_s = model.service_s * (1 / worker.speed - 1 / self._top_speed)
+        return _Option(worker, tuple(evict), drain_s > 0, switch_s, drain_s + switch_s + slower_s, harm)
 
     def _harm(self, model: ModelState, worker: WorkerState, away_s: float, is_due: bool) -> float:
         """Return the request-seconds that the model's requests wait longer if it is off the worker for `away_s`."""

@@ -209,7 +209,8 @@ class Controlled:
             worker.spec.id,
             worker.models,
             worker.free_slots,
-            sum(run.left * self._world.models[run.request.model].service_s for run in worker.runs),
+            sum(run.left * self._world.models[run.request.model].service_s for run in worker.runs) / worker.spec.speed,
+            worker.spec.speed,
             self._evicting.get(worker.spec.id, ("", ()))[1],
             is_usable=worker.is_alive and not is_silent,
         )

@@ -126,3 +126,16 @@ def bench_evict(as_json: Json = False) -> None:
     from deployments.bench.eviction import measure_eviction, print_eviction_figures
 
     print_eviction_figures(measure_eviction(), as_json)
+
+
+@app.command("schedule")
+def bench_schedule(
+    seeds: Annotated[int, typer.Option(min=1, max=50, help="Traces that the figures are means of.")] = 3,
+    as_json: Json = False,
+) -> None:
+    """Measure the controller beside serve.multiplexed and plain queues, simulated, and the time of a tick."""
+    from deployments.bench.schedule import measure_schedule, print_schedule_figures
+
+    with _err.status("measuring: takes about ten minutes"):
+        figures = measure_schedule(seeds)
+    print_schedule_figures(figures, as_json)

@@ -19,10 +19,12 @@ def choose(
 ASKED = WaitingRequest("a", service_s=1.0)
 
 
-def test_a_planned_worker_with_the_most_free_slots() -> None:
+def test_the_planned_worker_that_ends_first() -> None:
     loads = [WorkerLoad("w0", {"a"}, 1), WorkerLoad("w1", {"a"}, 3), WorkerLoad("w2", {"a"}, 9)]
     choice = choose(ASKED, loads, {"a": ("w0", "w1")})
     assert (choice.worker, choice.rank) == ("w1", "planned")
+    fast, slow = WorkerLoad("w0", {"a"}, 1, busy_s=0.2, speed=2.0), WorkerLoad("w1", {"a"}, 4)
+    assert choose(ASKED, [fast, slow], {"a": ("w0", "w1")}).worker == "w0"
 
 
 def test_a_request_waits_for_its_planned_workers_unless_its_deadline_is_near() -> None:
@@ -62,6 +64,7 @@ def test_no_choice_names_a_worker_that_cannot_take_the_request() -> None:
                 {each for each in "abc" if chance.random() < 0.4},
                 chance.randrange(3),
                 chance.random() * 9,
+                chance.choice([0.5, 1.0]),
                 {each for each in "abc" if chance.random() < 0.2},
                 {"a": chance.random()} if chance.random() < 0.5 else {},
                 chance.random() < 0.8,

@@ -1,0 +1,149 @@
+"""`atelier simulate`: a trace under the controller and under what others do, with a virtual clock."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from cluster.simulator.running import POLICIES, PolicyName, RunFigures, simulate
+from cluster.simulator.scenario import Scenario, SimModel, SimRequest, SimWorker
+from cluster.simulator.trace_file import Trace, read_trace, trace_lines
+from cluster.simulator.traces import bursts, diurnal, poisson, zipf_shares
+from deployments.cli.generate import OptionError
+from deployments.cli.output import Column, Json, print_json, print_table
+
+app = typer.Typer()
+_err = Console(stderr=True)
+
+
+@app.command("simulate")
+def simulate_trace(
+    trace: Annotated[
+        Path | None, typer.Argument(help="JSON lines; cluster/simulator/trace_file.py has the fields.")
+    ] = None,
+    poisson_rate: Annotated[float, typer.Option("--poisson", min=0, help="Requests per second.")] = 0.0,
+    diurnal_rate: Annotated[float, typer.Option("--diurnal", min=0, help="Mean rate of a day of --duration.")] = 0.0,
+    burst: Annotated[int, typer.Option(min=0, help="Requests per burst, of each model in turn.")] = 0,
+    burst_every_s: Annotated[float, typer.Option(min=0.1)] = 10.0,
+    duration_s: Annotated[float, typer.Option(min=0.1, max=1e6)] = 300.0,
+    zipf: Annotated[float, typer.Option(min=0, max=10, help="Exponent of the models' shares; 0: equal.")] = 1.0,
+    models: Annotated[int, typer.Option(min=1, max=10_000)] = 12,
+    workers: Annotated[int, typer.Option(min=1, max=10_000)] = 4,
+    model_gb: Annotated[float, typer.Option(min=0.001, max=1e5, help="Bytes of a model.")] = 30.0,
+    shared: Annotated[float, typer.Option(min=0, max=1, help="Share of them that four models each share.")] = 0.0,
+    per_worker: Annotated[float, typer.Option(min=1, max=1e4, help="Models that a worker has room for.")] = 1.0,
+    gb_per_s: Annotated[float, typer.Option(min=0.001, max=1e6, help="From the node's memory to a worker.")] = 25.0,
+    service_s: Annotated[float, typer.Option(min=0.0001, max=1e5, help="Of a request alone.")] = 1.0,
+    batch_growth: Annotated[float, typer.Option(min=0, max=1, help="1: a batch gains nothing.")] = 0.6,
+    slots: Annotated[int, typer.Option(min=1, max=4096, help="Requests that a worker runs at once.")] = 4,
+    policy: Annotated[list[str] | None, typer.Option(help=f"One or more of {', '.join(POLICIES)}; all.")] = None,
+    seed: Annotated[int, typer.Option(help="Of arrivals and of draws.")] = 0,
+    picture: Annotated[Path | None, typer.Option(help="SVG of the first policy's run.")] = None,
+    record: Annotated[Path | None, typer.Option(help="Write the scenario as a trace file.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Simulate a trace under the controller's own functions, and beside them serve.multiplexed and plain queues."""
+    policies = _policies(policy)
+    read = _read(trace) if trace is not None else Trace((), (), (), (), ())
+    for problem in read.problems:
+        _err.print(f"{trace}: {problem}; left out", style="yellow", highlight=False, markup=False, soft_wrap=True)
+    if trace is not None and not read.requests:
+        raise OptionError(f"{trace}: no line is a request that can be used")
+    chance = random.Random(seed)
+    asked = dict.fromkeys(request.model for request in read.requests)
+    names = list(asked) or [f"m{number:03d}" for number in range(models)]
+    made = read.models or _models(names, model_gb, shared, service_s, batch_growth)
+    shares = zipf_shares([model.id for model in made], zipf)
+    requests = list(read.requests)
+    if poisson_rate:
+        requests += poisson(poisson_rate, shares, duration_s, chance)
+    if diurnal_rate:
+        requests += diurnal(diurnal_rate, 0.8, duration_s, shares, duration_s, chance)
+    if burst:
+        requests += bursts(burst, burst_every_s, [model.id for model in made], duration_s, chance)
+    if not requests:
+        raise OptionError("nothing to simulate: name a trace file, or give --poisson, --diurnal or --burst")
+    budget = int(model_gb * 1e9 * per_worker)
+    standard = tuple(
+        SimWorker(f"w{number:03d}", f"n{number // 8}", budget, slots, attach_bytes_per_s=gb_per_s * 1e9)
+        for number in range(workers)
+    )
+    requests.sort(key=_arrival)
+    scenario = Scenario(made, read.workers or standard, tuple(requests), read.faults)
+    if record is not None:
+        _write(record, "".join(trace_lines(scenario)))
+    found: list[RunFigures] = []
+    for name in policies:
+        with _err.status(f"simulating {len(requests)} requests under {name}"):
+            figures, world = simulate(scenario, name, seed)
+        found.append(figures)
+        if picture is not None and name == policies[0]:
+            from cluster.simulator.picture import picture_of
+
+            _write(picture, picture_of(world, f"{name}: {len(requests)} requests, {figures.switches} switches"))
+    if as_json:
+        print_json({"problems": list(read.problems), "runs": [figures.as_record() for figures in found]})
+    else:
+        print_figures(found)
+
+
+def print_figures(found: list[RunFigures]) -> None:
+    """Print runs beside each other, one row each."""
+    names = ("served", "mean s", "p50 s", "p95 s", "p99 s", "goodput/s", "in target", "switches", "GB moved", "Jain")
+    columns = [Column("policy", fit="name"), *(Column(name, align="right") for name in names)]
+    rows = [
+        [
+            each.policy,
+            f"{each.served}/{each.requests}",
+            *(f"{value:.2f}" for value in (each.mean_s, each.p50_s, each.p95_s, each.p99_s, each.goodput)),
+            f"{each.slo_attainment:.1%}",
+            str(each.switches),
+            f"{each.moved_bytes / 1e9:.1f}",
+            f"{each.jain:.2f}",
+        ]
+        for each in found
+    ]
+    print_table(columns, rows)
+
+
+def _policies(asked: list[str] | None) -> list[PolicyName]:
+    unknown = [name for name in asked or () if name not in POLICIES]
+    if unknown:
+        raise OptionError(f"unknown policy {unknown[0]!r}; known: {', '.join(POLICIES)}")
+    return [name for name in POLICIES if not asked or name in asked]
+
+
+def _models(names: list[str], gb: float, shared: float, service_s: float, growth: float) -> tuple[SimModel, ...]:
+    from cluster.control.state import Components
+
+    made = []
+    for number, name in enumerate(names):
+        sizes = {f"own-{name}": int(gb * 1e9 * (1 - shared))}
+        if shared:
+            sizes[f"family-{number // 4}"] = int(gb * 1e9 * shared)
+        made.append(SimModel(name, Components(sizes), service_s, growth))
+    return tuple(made)
+
+
+def _arrival(request: SimRequest) -> float:
+    return request.at_s
+
+
+def _read(path: Path) -> Trace:
+    try:
+        with path.open(encoding="utf-8", errors="replace") as lines:
+            return read_trace(lines)
+    except OSError as error:
+        raise OptionError(f"{path}: {error.strerror or error}") from None
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise OptionError(f"{path}: {error.strerror or error}") from None

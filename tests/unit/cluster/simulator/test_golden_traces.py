@@ -1,0 +1,129 @@
+"""Small traces whose right course is known, decision by decision; and what holds of every trace."""
+
+from __future__ import annotations
+
+import random
+
+from unit.cluster.simulator.random_scenarios import GB, random_scenario
+
+from cluster.control.state import Components, SloClass
+from cluster.simulator.controlled import Controlled
+from cluster.simulator.running import simulate
+from cluster.simulator.scenario import Fault, Scenario, SimModel, SimRequest, SimWorker
+from cluster.simulator.traces import poisson, zipf_shares
+from cluster.simulator.world import World
+
+
+def course(scenario: Scenario) -> tuple[list[tuple[float, str, str, str]], World]:
+    """Return (time, action, worker, model) of the decisions, repeated drains once, and the world afterwards."""
+    world = World(scenario, Controlled)
+    world.run(1e4)
+    controlled = world.dispatcher
+    assert isinstance(controlled, Controlled)
+    found: list[tuple[float, str, str, str]] = []
+    for each in controlled.decisions:
+        order = each.decision
+        line = (round(each.at_s, 2), order.action, order.worker, order.model)
+        if order.action != "drain" or line[1:] not in [other[1:] for other in found]:
+            found.append(line)
+    return found, world
+
+
+def models_of(*names: str, service_s: float = 1.0) -> tuple[SimModel, ...]:
+    return tuple(SimModel(name, Components({f"c-{name}": 4 * GB}), service_s) for name in names)
+
+
+def requests_of(*batches: tuple[float, str, int]) -> tuple[SimRequest, ...]:
+    return tuple(SimRequest(at_s, name) for at_s, name, count in batches for _ in range(count))
+
+
+ONE = SimWorker("w0", "n", 4 * GB, slots=1, attach_bytes_per_s=1e9)  # a switch takes 4 s
+TWO = (ONE, SimWorker("w1", "n", 4 * GB, slots=1, attach_bytes_per_s=1e9))
+
+
+def test_a_queue_ends_before_the_switch() -> None:
+    found, world = course(Scenario(models_of("a", "b"), (ONE,), requests_of((1.1, "a", 5), (1.2, "b", 1))))
+    # a is ready at 5.25 and ends at 10.25; b's gain outweighs what a, asked for five times lately, may lose at 11.25.
+    assert found == [(1.25, "switch", "w0", "a"), (11.25, "switch", "w0", "b")]
+    assert [each.request.model for each in world.served] == ["a"] * 5 + ["b"]
+
+
+def test_a_due_model_interrupts_a_queue_once_what_runs_has_ended() -> None:
+    found, world = course(Scenario(models_of("a", "b"), (ONE,), requests_of((0.0, "a", 30), (4.6, "b", 1))))
+    assert [line[1:] for line in found] == [
+        ("switch", "w0", "a"),
+        ("drain", "w0", "b"),
+        ("switch", "w0", "b"),
+        ("drain", "w0", "a"),
+        ("switch", "w0", "a"),
+    ]
+    (waited,) = [each.started_s - each.request.at_s for each in world.served if each.request.model == "b"]
+    assert 3 * 4 <= waited <= 5 * 4
+    assert found[1][0] == 16.75  # 4.6 + 3 switches, at the next tick
+
+
+def test_bursts_over_three_models_on_two_workers() -> None:
+    bursts = requests_of((1.1, "a", 8), (1.1, "b", 8), (1.1, "c", 8))
+    found, world = course(Scenario(models_of("a", "b", "c"), TWO, bursts))
+    orders = [line[1:] for line in found]
+    assert orders[:2] == [("switch", "w0", "a"), ("switch", "w1", "b")]
+    # c is due at 13.1 and takes one of them; at its end both are free, and nothing is loaded for a third time.
+    assert next(order for order in orders if order[2] == "c")[0] == "drain"
+    assert world.num_switches <= 5
+    assert len(world.served) == 24
+
+
+def test_a_worker_that_dies_while_it_switches_is_replaced_at_the_next_tick() -> None:
+    faults = (Fault(3.0, "worker_lost", "w0"),)
+    found, world = course(Scenario(models_of("a"), TWO, requests_of((1.1, "a", 1)), faults))
+    assert found == [(1.25, "switch", "w0", "a"), (3.0, "switch", "w1", "a")]
+    assert len(world.served) == 1
+
+
+def test_the_model_with_shared_components_comes_cheaper_than_the_other() -> None:
+    base, tuned = Components({"encoders": 3 * GB, "base": GB}), Components({"encoders": 3 * GB, "tuned": GB})
+    models = (SimModel("base", base), SimModel("tuned", tuned), SimModel("other", Components({"other": 4 * GB})))
+    batches = requests_of((0.0, "base", 1), (0.0, "other", 1), (20.0, "tuned", 1))
+    _, world = course(Scenario(models, TWO, batches))
+    assert world.moved_bytes == 9 * GB
+    (span,) = [span for span in world.spans if span.is_switch and span.model == "tuned"]
+    assert span.end_s - span.start_s == 1.0
+
+
+def test_the_wait_of_the_coldest_model_is_bounded_where_the_work_leaves_room() -> None:
+    slo = SloClass("test", 60.0)
+    models = tuple(SimModel(f"m{n:02d}", Components({f"c{n}": 30 * GB}), 1.0, 0.6, slo) for n in range(12))
+    workers = tuple(SimWorker(f"w{n}", "n", 30 * GB, 4, attach_bytes_per_s=6e9) for n in range(4))
+    shares = zipf_shares([model.id for model in models])
+    for seed in range(3):
+        requests = tuple(poisson(0.8, shares, 200.0, random.Random(seed)))
+        figures, _ = simulate(Scenario(models, workers, requests), "latency-first")
+        assert figures.served == figures.requests
+        assert figures.coldest_wait_s <= 5 * 5.0
+
+
+def test_a_steady_state_that_fits_has_no_switch_but_the_first() -> None:
+    for seed in range(3):
+        models = models_of("a", "b", service_s=0.2)
+        requests = tuple(poisson(2.0, {"a": 0.5, "b": 0.5}, 100.0, random.Random(seed)))
+        figures, _ = simulate(Scenario(models, TWO, requests), "latency-first")
+        assert figures.switches == 2
+        assert figures.served == len(requests)
+
+
+def test_more_capacity_does_not_hurt() -> None:
+    """Have every worker twice: no trace gets much worse (a little is what Graham 1969 allows), and most are faster."""
+    ratios = []
+    for seed in range(12):
+        scenario = random_scenario(seed)
+        copies = tuple(
+            SimWorker(f"{each.id}-copy", each.node, each.budget_bytes, each.slots, each.speed, each.fixed_switch_s,
+                      each.attach_bytes_per_s)
+            for each in scenario.workers
+        )  # fmt: skip
+        more = Scenario(scenario.models, (*scenario.workers, *copies), scenario.requests)
+        alike = Scenario(scenario.models, scenario.workers, scenario.requests)
+        few = simulate(alike, "latency-first", patience=60.0)[0].mean_s
+        ratios.append(simulate(more, "latency-first", patience=60.0)[0].mean_s / few)
+    assert max(ratios) <= 1.1
+    assert sum(ratios) / len(ratios) < 0.9

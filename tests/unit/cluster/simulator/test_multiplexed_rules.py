@@ -1,0 +1,74 @@
+"""The port of Serve's routing against Serve's own code, on random situations."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+
+from ray.serve._private.request_router import request_router as serve_router
+from unit.cluster.simulator.random_scenarios import GB
+
+from cluster.control.state import Components
+from cluster.simulator import multiplexed
+from cluster.simulator.scenario import Scenario, SimModel, SimRequest, SimWorker
+from cluster.simulator.world import World
+
+
+def test_candidates_are_those_of_serve(monkeypatch) -> None:
+    now = SimpleNamespace(s=0.0)
+    monkeypatch.setattr(serve_router.time, "time", lambda: now.s)
+    chance = random.Random(0)
+    num_compared = 0
+    for seed in range(300):
+        names = [f"m{n}" for n in range(4)]
+        workers = tuple(SimWorker(f"w{n}", "n", GB) for n in range(chance.randrange(1, 5)))
+        models = tuple(SimModel(name, Components({name: GB})) for name in names)
+        world = World(Scenario(models, workers, ()), lambda world: multiplexed.Multiplexed(world, 2))
+        ours = world.dispatcher
+        theirs = serve_router.MultiplexMixin()
+        now.s = 1000.0
+        asked: dict[str, tuple] = {}
+        for step in range(30):
+            now.s += chance.uniform(0, 0.7)
+            world.now_s = now.s
+            known = {each.id: frozenset(name for name in names if chance.random() < 0.3) for each in workers}
+            ours._known = known
+            replicas = {id_: SimpleNamespace(replica_id=id_, multiplexed_model_ids=have) for id_, have in known.items()}
+            theirs._replicas, theirs._replica_id_set = replicas, set(replicas)
+            theirs._update_multiplexed_model_ids_with_replicas(list(replicas.values()))
+            name = chance.choice(names)
+            if name not in asked or chance.random() < 0.3:
+                context = SimpleNamespace(
+                    multiplexed_start_matching_time=None,
+                    tried_first_multiplexed_models=False,
+                    tried_fewest_multiplexed_models=False,
+                    should_backoff=False,
+                )
+                metadata = SimpleNamespace(multiplexed_model_id=name)
+                pending = multiplexed._Pending(SimRequest(now.s, name))
+                asked[name] = (pending, SimpleNamespace(routing_context=context, metadata=metadata))
+            pending, request = asked[name]
+            drawn = chance.uniform(1, 2)
+            ours._chance = SimpleNamespace(uniform=lambda low, high, drawn=drawn: drawn)
+            monkeypatch.setattr(serve_router.random, "uniform", lambda low, high, drawn=drawn: drawn)
+            assert ours._candidates(pending) == theirs.apply_multiplex_routing(request), (seed, step)
+            num_compared += 1
+    assert num_compared == 9000
+
+
+def test_the_least_recently_used_goes_by_count_and_loads_are_serial() -> None:
+    models = tuple(SimModel(name, Components({name: GB}), 1.0, 0.0) for name in "abc")
+    worker = SimWorker("w", "n", 9 * GB, slots=9, attach_bytes_per_s=1e9)
+    requests = tuple(
+        SimRequest(at_s, name) for at_s, name in ((0, "a"), (3, "b"), (6, "a"), (7.5, "c"), (12, "a"), (14, "b"))
+    )
+    world = World(Scenario(models, (worker,), requests), lambda world: multiplexed.Multiplexed(world, 2))
+    world.run(100.0)
+    loads = [span.model for span in sorted(world.spans, key=lambda span: span.start_s) if span.is_switch]
+    assert loads == ["a", "b", "c", "b"]
+    assert len(world.served) == 6
+    both = tuple(SimRequest(0.0, name) for name in "ab")
+    world = World(Scenario(models, (worker,), both), lambda world: multiplexed.Multiplexed(world, 2))
+    world.run(100.0)
+    spans = sorted((span.start_s, span.end_s) for span in world.spans if span.is_switch)
+    assert spans == [(0.0, 1.0), (1.0, 2.0)]

@@ -1,0 +1,59 @@
+"""`atelier simulate`, from the outside."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from cluster.simulator.running import POLICIES
+from deployments.cli.main import main
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *words: str) -> None:
+    monkeypatch.setattr(sys, "argv", ["atelier", "simulate", *words])
+    with contextlib.suppress(SystemExit):  # typer ends with it; what was printed tells whether it went well
+        main()
+
+
+def test_a_recorded_trace_gives_the_same_figures(monkeypatch, tmp_path: Path, capsys) -> None:
+    trace, picture = tmp_path / "a/trace.jsonl", tmp_path / "run.svg"
+    words = ["--poisson", "1", "--duration-s", "30", "--models", "4", "--workers", "2", "--json"]
+    run(monkeypatch, *words, "--record", str(trace), "--picture", str(picture))
+    made = json.loads(capsys.readouterr().out)
+    assert [each["policy"] for each in made["runs"]] == list(POLICIES)
+    assert picture.read_text().startswith("<svg")
+    run(monkeypatch, str(trace), "--json")
+    assert json.loads(capsys.readouterr().out) == made
+
+
+def test_broken_lines_are_said_and_left_out(monkeypatch, tmp_path: Path, capsys) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_bytes(b'{"kind": "request", "at_s": 1, "model": "a"}\nnonsense\n\xff\xfe\n')
+    run(monkeypatch, str(trace), "--policy", "latency-first", "--json")
+    out, err = capsys.readouterr()
+    found = json.loads(out)
+    assert [problem.split(":")[0] for problem in found["problems"]] == ["line 2", "line 3"]
+    assert "line 2" in err
+    assert found["runs"][0]["served"] == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "nothing to simulate"),
+        (["no-such-file"], "No such file"),
+        (["--poisson", "1", "--policy", "magic"], "unknown policy 'magic'; known: latency-first"),
+    ],
+)
+def test_mistakes_are_one_line(monkeypatch, capsys, words: list[str], said: str) -> None:
+    monkeypatch.setattr(sys, "argv", ["atelier", "simulate", *words])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 2
+    err = capsys.readouterr().err
+    assert said in err
+    assert "Traceback" not in err
