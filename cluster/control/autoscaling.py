@@ -120,7 +120,9 @@ def can_leave(state: ClusterState, worker: WorkerState) -> bool:
 
 def _switching_load(state: ClusterState) -> float:
     """Return the workers that the wanted models without a worker keep busy with switches, one there and one back."""
-    held = {id_ for worker in state.workers.values() for id_ in (*worker.models, worker.switching_to or "")}
+    held = {worker.switching_to for worker in state.workers.values()}
+    for worker in state.workers.values():
+        held.update(worker.models)
     attach = max((worker.attach_bytes_per_s for worker in state.workers.values()), default=0.0)
     if not attach:
         return 0.0
@@ -141,12 +143,10 @@ def _workers_by_bytes(state: ClusterState) -> int:
 
 def _preloads(state: ClusterState, num_new: int) -> tuple[str, ...]:
     """Return the models with the most work for each worker that has them, each as often as it could use a worker."""
-    holders: Counter[str] = Counter()
+    holders = _holders(state)
     for worker in state.workers.values():
-        if not worker.is_draining:
-            holders.update(worker.models)
-            if worker.switching_to is not None and worker.switching_to not in worker.models:
-                holders[worker.switching_to] += 1
+        if worker.switching_to is not None and worker.switching_to not in worker.models:
+            holders[worker.switching_to] += 1
     wanted = []
     for model in state.models.values():
         work_s = (model.waiting + 10.0 * model.rate) * model.service_s * model.slo.weight
@@ -202,8 +202,9 @@ def _holders(state: ClusterState, going: Collection[str] = ()) -> Counter[str]:
     holders: Counter[str] = Counter()
     gone = set(going)
     for worker in state.workers.values():
-        if worker.id not in gone and not worker.is_draining:
-            holders.update(worker.models)
+        if not worker.is_draining and worker.id not in gone:
+            for id_ in worker.models:
+                holders[id_] += 1
     return holders
 
 

@@ -20,8 +20,8 @@ urgent first, and decides in request-seconds, the time that requests wait, added
 5.  *Bounded wait.* A model without a worker whose oldest request has waited for its patience, some switch times or
     what its class of service and deadline leave, is *due*: the margin and rule 3's last sentence do not hold
     against it. The longest overdue comes first. At most half of the workers are on their way at a time because a
-    model is due, and fewer as the whole cluster's queue grows beyond patience: a cluster that is offered too much
-    does not end up switching only.
+    model is due, and fewer as the whole cluster's queue grows beyond patience; due models beyond that are weighed
+    like others. So a cluster that is offered too much does not end up switching only.
 6.  *How.* If what must go still runs requests, the worker *drains*: it starts nothing of that, its node prefetches
     what is missing, and a later plan orders the switch. Otherwise it switches now.
 7.  *Ahead.* A worker without work gets ready for the most wanted model that no worker has, if that is wanted twice as
@@ -36,13 +36,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Final, Literal
 
 from cluster.control.plans import Decision, SwitchPlan
 from cluster.control.state import ClusterState, ModelState, WorkerState
 
-MAX_NEEDS: Final = 256  # models that one plan looks at, the most urgent; the next plan is a moment away
-MAX_CANDIDATES: Final = 16  # workers that are weighed for one model where there are more of them
+MAX_NEEDS: Final = 128  # models that one plan looks at, the most urgent; the next plan is a moment away
+FEW: Final = 64  # workers that are all weighed for a model; of more, the best of each kind
+MAX_CANDIDATES: Final = 6  # workers of a kind: those with one component of the model, and those with least to do
 WANTED_TWICE: Final = 2.0
 LEAST_RATE: Final = 1e-4  # requests per second; a model that is asked for less often is not prepared for
 
@@ -130,10 +132,11 @@ class _Planning:
         serving, models = self._serving, self._models
         for worker in self._state.workers.values():
             id_, coming = worker.id, worker.switching_to
-            self._busy_s[id_] = worker.ready_in_s
-            self._claims[id_] = 0.0
+            busy_s = worker.ready_in_s
             for each, count in worker.running.items():
-                self._busy_s[id_] += 0.5 * count * models[each].service_s / worker.speed
+                busy_s += 0.5 * count * models[each].service_s / worker.speed
+            self._busy_s[id_] = busy_s
+            self._claims[id_] = 0.0
             for each in worker.models:
                 (self._leaving if worker.is_draining else serving).setdefault(each, []).append(id_)
             if coming is not None:
@@ -259,9 +262,9 @@ class _Planning:
         wanted_models = [model for model in self._models.values() if model.rate_long > LEAST_RATE]
         missing = [each for each in wanted_models if not each.retry_in_s and not self._serving.get(each.id)]
         missing.sort(key=lambda model: model.rate_long * model.slo.weight * model.components.total_bytes, reverse=True)
-        for model in missing[:MAX_CANDIDATES] if idle else ():
+        for model in missing[: 2 * MAX_CANDIDATES] if idle else ():
             best, best_value = None, math.inf
-            for worker in idle[:MAX_CANDIDATES]:
+            for worker in idle[:FEW]:
                 option = None if worker.id in self._taken else self._option(model, worker, is_due=False)
                 if option is None or option.must_drain or worker.idle_s < option.switch_s:
                     continue
@@ -300,23 +303,18 @@ class _Planning:
         """Yield workers that can take an order: all of a few, else the least claimed and some that share components."""
         while self._first_open < len(self._open) and self._open[self._first_open].id in self._taken:
             self._first_open += 1
-        seen: set[str] = set()
-        small = len(self._open) <= 4 * MAX_CANDIDATES
+        seen = self._taken.copy()
+        most = FEW if len(self._open) <= FEW else MAX_CANDIDATES
         sharing = [holders.get(key, ()) for key in model.components.sizes]
-        for group in (*sharing, self._open[self._first_open : self._first_open + 4 * MAX_CANDIDATES]):
-            left = len(group) if small else MAX_CANDIDATES // 2
-            for worker in group:
-                if left <= 0:
-                    break
-                if worker.id not in seen and worker.id not in self._taken:
-                    seen.add(worker.id)
-                    left -= 1
-                    yield worker
+        for group in (*sharing, self._open[self._first_open : self._first_open + FEW]):
+            for worker in islice((worker for worker in group if worker.id not in seen), most):
+                seen.add(worker.id)
+                yield worker
 
     def _workers_by_component(self, needs: list[_Need]) -> dict[str, list[WorkerState]]:
         wanted = {key for need in needs for key in need.model.components.sizes}
         found: dict[str, list[WorkerState]] = {}
-        for worker in self._open if len(self._open) > 4 * MAX_CANDIDATES else ():  # of a few, all are candidates
+        for worker in self._open if len(self._open) > FEW else ():  # of a few, all are candidates
             for key in wanted.intersection(worker.resident.sizes):
                 found.setdefault(key, []).append(worker)
         return found
