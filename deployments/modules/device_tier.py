@@ -115,11 +115,11 @@ class DeviceTier(Protocol):
         ...
 
     def hold(self, placements: Sequence[Placement]) -> None:
-        """Keep what is here of all that one request places, until each is placed: one must not evict the next one's."""
+        """Keep what is here of all that one request places, until `end_hold`: one must not evict what the next needs."""
         ...
 
-    def end_hold(self, placement: Placement) -> None:
-        """End what `hold` began: it is placed, or will not be."""
+    def end_hold(self, placements: Sequence[Placement]) -> None:
+        """End what `hold` began: they are placed, or will not be."""
         ...
 
     def release(self, placements: Sequence[Placement]) -> None:
@@ -203,7 +203,7 @@ class _SharedTier:
     def hold(self, placements: Sequence[Placement]) -> None:
         """Nothing is evicted for it here."""
 
-    def end_hold(self, placement: Placement) -> None: ...
+    def end_hold(self, placements: Sequence[Placement]) -> None: ...
 
     def release(self, placements: Sequence[Placement]) -> None:
         extents = [extent for placement in placements for extent in placement.extents]
@@ -262,8 +262,9 @@ class _ArenaTier:
             hashes = [ref.sha256 for ref in placement.component.tensors.values()]
             self._arena.hold(hashes, f"{placement.holder}, soon")
 
-    def end_hold(self, placement: Placement) -> None:
-        self._arena.end_holder(f"{placement.holder}, soon")
+    def end_hold(self, placements: Sequence[Placement]) -> None:
+        for placement in placements:
+            self._arena.end_holder(f"{placement.holder}, soon")
 
     def release(self, placements: Sequence[Placement]) -> None:
         for placement in placements:

@@ -51,13 +51,18 @@ def fill_slots(
     except Exception as error:
         yield from [error] * len(filling)
         return
-    for slot, part in filling:
-        found: Built | Exception
-        try:
-            found = _fill_slot(slot, part, tier, together, build, skeleton(part.manifest), clock)
-        except Exception as error:
-            found = error
-        yield found
+    slots = [slot for slot, _ in filling]
+    tier.hold(slots)
+    try:
+        for slot, part in filling:
+            found: Built | Exception
+            try:
+                found = _fill_slot(slot, part, tier, together, build, skeleton(part.manifest), clock)
+            except Exception as error:
+                found = error
+            yield found
+    finally:
+        tier.end_hold(slots)
 
 
 @dataclass(frozen=True, slots=True)

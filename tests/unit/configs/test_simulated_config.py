@@ -1,0 +1,29 @@
+"""Simulated accelerators in a cluster's config: which of them a service may name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from configs.cluster import ClusterConfig
+
+
+def config(**given: Any) -> ClusterConfig:
+    return ClusterConfig.model_validate({"models": [{"id": "m", "path": "m"}]} | given)
+
+
+def test_a_service_names_a_simulated_device_that_is_there() -> None:
+    found = config(worker={"device": "sim:1"}, simulated={"num_devices": 2, "memory_bytes": "1 GiB"})
+    assert (found.worker.device, found.simulated.memory_bytes) == ("sim:1", 2**30)
+    with pytest.raises(ValidationError, match=r"no device 'sim:2': simulated\.num_devices is 2"):
+        config(text_encoder={"device": "sim:2"}, simulated={"num_devices": 2})
+
+
+@pytest.mark.parametrize(
+    "simulated", [{"memory_bytes": 0}, {"link_gbps": 0}, {"link_gbps": float("nan")}, {"num_devices": 0}, {"cores": 3}]
+)
+def test_what_no_device_can_have_is_refused(simulated: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError, match=next(iter(simulated))):
+        config(simulated=simulated)
