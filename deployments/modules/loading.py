@@ -99,7 +99,8 @@ def _fetch_together(
     try:
         fetched = tier.fetch([slot.extents for slot, _ in filling], beside)
     except ExtentCorrupt:
-        return None
+        fetched = None
+    tier.hold([slot for slot, _ in filling])
     return _FetchedTogether(fetched, filling[0][0], clock() - start) if fetched else None
 
 
@@ -126,6 +127,8 @@ def _fill_slot(
     except ExtentCorrupt as error:
         damaged = _tensor_names(part.component, slot.extents, str(error))
         raise ExtentCorrupt(f"{error}; it holds {damaged}") from error
+    finally:
+        tier.end_hold(slot)
     attached = clock()
     try:
         thing = build(part.component, skeleton, placed.tensors)
