@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, Field, model_validator
 
 from configs.access import AccessConfig, is_loopback
+from configs.admission import AdmissionConfig
 from configs.batching import BatchingConfig
 from configs.model import AdapterConfig, Bytes, GenerationDefaults, ModelConfig, ModelId, StrictModel
 from configs.pipeline import PipelineConfig
@@ -147,24 +148,20 @@ class ReplicaConfig(StrictModel):
     num_replicas: int = Field(1, ge=1)
     num_cpus: float = Field(0.5, ge=0)
     num_gpus: float = Field(0.0, ge=0)
-    max_ongoing_requests: int = Field(256, ge=1)
-
-    @property
-    def num_places(self) -> int:
-        """Requests that Serve lets into a replica at once; the others wait in its routers."""
-        return self.max_ongoing_requests
+    max_ongoing_requests: int = Field(
+        256, ge=1, description="that Serve lets into a replica at once, whatever they are"
+    )
 
 
 class IngressConfig(ReplicaConfig):
     """The HTTP edge."""
 
-    max_ongoing_requests: int = Field(1024, ge=1, description="in progress at once; more are refused with 429")
+    max_ongoing_requests: int = Field(
+        16_384,
+        ge=1,
+        description="of any kind, at once: more wait in Serve, and probes with them; `admission` bounds inference",
+    )
     limits: LimitsConfig = LimitsConfig()
-
-    @property
-    def num_places(self) -> int:
-        """Enough for all: the ingress itself refuses. What Serve makes wait, probes would wait behind."""
-        return self.max_ongoing_requests + 10_000
 
 
 class ModelReplicaConfig(ReplicaConfig):
@@ -203,6 +200,14 @@ class TextEncoderConfig(ModelReplicaConfig):
     shared_cache_bytes: Bytes | None = Field(
         256 * 2**20, validate_default=True, description="of encodings that all replicas share; null: none are"
     )
+    max_running_inputs: int | None = Field(
+        None, ge=1, description="inputs of requests that one replica holds; default: a batch, and the next one"
+    )
+
+    @property
+    def max_running(self) -> int:
+        """The inputs that one replica holds; more wait in the admission queue."""
+        return self.max_running_inputs or 2 * self.batching.max_batch_size
 
 
 class WorkerConfig(ModelReplicaConfig):
@@ -214,6 +219,9 @@ class WorkerConfig(ModelReplicaConfig):
     resident_bytes: Bytes = Field(4 * 2**30, validate_default=True)
     kv_cache_bytes: Bytes = Field(64 * 2**20, validate_default=True)
     max_num_seqs: int = Field(64, ge=1, description="LLM sequences that run at once")
+    max_running_images: int = Field(
+        16, ge=1, description="images that one worker has under way; more wait in the admission queue"
+    )
     max_batch_rows: int = Field(
         64, ge=1, description="rows of one denoise step, over all its requests: one per image, two under guidance"
     )
@@ -242,6 +250,7 @@ class ClusterConfig(StrictModel):
     ray: RayConfig = RayConfig()
     store: StoreConfig = StoreConfig()
     ingress: IngressConfig = IngressConfig()
+    admission: AdmissionConfig = AdmissionConfig()
     text_encoder: TextEncoderConfig = TextEncoderConfig()
     worker: WorkerConfig = WorkerConfig()
     model_roots: tuple[Path, ...] | None = Field(

@@ -20,6 +20,7 @@ import ray
 from pydantic import BaseModel, ConfigDict
 from ray import serve
 from ray.serve import Application
+from ray.serve.config import RequestRouterConfig
 
 from cluster.actor_names import cluster_key
 from cluster.encodings.actor import connect_shared_encodings
@@ -27,6 +28,7 @@ from cluster.registry.actor import connect_registry
 from configs.cluster import ClusterConfig, ReplicaConfig
 from deployments.ingress.http import Ingress
 from deployments.pipelines.checked_config import load_checked_config
+from deployments.services.placed_router import CLASS as PLACED_ROUTER
 from deployments.services.replica_classes import TEXT_ENCODER, WORKER
 
 ENCODER_CHECK_S: Final = 2.0  # workers that wait for it learn from Serve's own checks that it is gone
@@ -61,9 +63,11 @@ def build_app(args: AppArgs) -> Application:
 def _deployment(class_: type | str, name: str, settings: ReplicaConfig) -> serve.Deployment:
     """Return the deployment of a class, which Serve also takes as an import path that only replicas follow."""
     resources = {"num_cpus": settings.num_cpus, "num_gpus": settings.num_gpus}
+    placed = RequestRouterConfig(request_router_class=PLACED_ROUTER)
     return serve.deployment(
         name=name,
+        request_router_config=placed if class_ is not Ingress else RequestRouterConfig(),
         num_replicas=settings.num_replicas,
-        max_ongoing_requests=settings.num_places,
+        max_ongoing_requests=settings.max_ongoing_requests,
         ray_actor_options=resources,
     )(class_)

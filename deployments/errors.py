@@ -8,7 +8,7 @@
     ├── RequestTooLarge      413  the body is larger than the cluster allows
     ├── Overloaded           503  running work takes the memory that this model needs
     ├── RateLimited          429  the API key has used up its rate, or has as much in progress as it may
-    ├── QueueFull            429  the admission queue of this priority is full
+    ├── QueueFull            429  the request cannot wait: a queue is full, or it would not be done in time
     ├── DeadlineExceeded     504  the request's time was over before its work was done
     ├── ModelUnavailable     503  the model's weights cannot be used
     ├── NoReplica            503  no replica runs that could work on it; says why
@@ -81,7 +81,12 @@ class RateLimited(ServiceError):
 
 
 class QueueFull(ServiceError):
-    """The admission queue has no room for another request of this priority."""
+    """A queue has no room for the request, or would not serve it in time; `retry_after_s` is when it could."""
+
+    def __init__(self, message: str, param: str | None = None, retry_after_s: float | None = None) -> None:
+        super().__init__(message, param)
+        self.args = (message, param, retry_after_s)
+        self.retry_after_s = retry_after_s
 
 
 class DeadlineExceeded(ServiceError):

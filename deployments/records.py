@@ -30,6 +30,7 @@ MAX_INT32 = 2**31 - 1
 Name = Annotated[str, Field(max_length=256)]  # of a model, an adapter or a version
 UserName = Annotated[str, Field(max_length=1024)]  # OpenAI's `user`, which nobody here looks at
 Count = Annotated[int, Field(ge=1, le=MAX_INT32)]
+TenantName = Annotated[str, Field(max_length=128)]  # "" for none; the config knows them
 Priority = Annotated[int, Field(ge=0, le=MAX_PRIORITY_LEVELS)]
 Stop = Annotated[str, Field(min_length=1, max_length=256)]
 
@@ -87,10 +88,11 @@ class ImageRequest(ImageOptions):
 
     The ingress sets the last four fields. `model_version` and `adapter_versions` (by name) are the fingerprints of the
     versions that are current then, so that every replica on the way uses the same ones. `text_padding` and `long_text`
-    are the model's. `priority` and `timeout_s` are as in EmbeddingRequest.
+    are the model's. `priority`, `timeout_s` and `tenant` are as in EmbeddingRequest.
     """
 
     priority: Priority = 0
+    tenant: TenantName = ""
     timeout_s: float | None = Field(None, gt=0, allow_inf_nan=False)
     model_version: str | None = None
     adapter_versions: dict[str, str] = {}
@@ -101,13 +103,14 @@ class ImageRequest(ImageOptions):
 class EmbeddingRequest(RequestModel):
     """A request for the embeddings of texts, or of texts that are token ids already.
 
-    `priority` 1 is the most urgent, 0 the encoder's default. `timeout_s` bounds the time in its admission queue. The
-    ingress sets `model_version`.
+    `priority` 1 is the most urgent, 0 the default one. `timeout_s` is the time that the request has in all, and
+    `tenant` whose share of the cluster it takes. The ingress sets `model_version`.
     """
 
     model: Name
     input: tuple[str, ...] | tuple[tuple[int, ...], ...] = Field(min_length=1)
     priority: Priority = 0
+    tenant: TenantName = ""
     timeout_s: float | None = Field(None, gt=0, allow_inf_nan=False)
     model_version: str | None = None
     long_text: LongText = "truncate"
@@ -144,18 +147,24 @@ class TextOptions(RequestModel):
 
 
 class ChatRequest(TextOptions):
-    """A request for the next message of a chat. The ingress sets `model_version`."""
+    """A request for the next message of a chat. Its last four fields are as in EmbeddingRequest."""
 
     model: Name
     messages: tuple[Message, ...] = Field(min_length=1)
+    priority: Priority = 0
+    tenant: TenantName = ""
+    timeout_s: float | None = Field(None, gt=0, allow_inf_nan=False)
     model_version: str | None = None
 
 
 class CompletionRequest(TextOptions):
-    """A request for the continuation of a text. The ingress sets `model_version`."""
+    """A request for the continuation of a text. Its last four fields are as in EmbeddingRequest."""
 
     model: Name
     prompt: str = Field(min_length=1)
+    priority: Priority = 0
+    tenant: TenantName = ""
+    timeout_s: float | None = Field(None, gt=0, allow_inf_nan=False)
     model_version: str | None = None
 
 

@@ -29,6 +29,7 @@ MARGIN: Final = 1.1  # predictions are this much longer than the mean: half of a
 SWITCHED_S: Final = 0.02  # a switch that took longer shows that the model was not at hand
 _FRESH_S: Final = 30.0  # what was measured longer ago refuses nobody while there is nothing to do
 _ENOUGH: Final = 3  # measurements
+_MOSTLY: Final = 0.2  # of its time: a request that spent more of it switching says little about the next one
 _MAX_TOLD: Final = 1024  # tenants
 
 
@@ -94,14 +95,15 @@ class AdmissionQueue:
         pool.num_by_model[ask.model] += 1
         self._pool_of[ticket] = ask.pool
 
-    def give_back(self, ticket: int, now_s: float) -> None:
-        """Let a running request wait again, before all others: its replica died."""
+    def give_back(self, ticket: int, now_s: float) -> tuple[str, str]:
+        """Let a running request wait again, before all others: its replica died. Returns the pool and the replica."""
         pool = self._pools[self._pool_of[ticket]]
         ended = pool.places.end(ticket, now_s)
         pool.places.forget_model(ended.replica, ended.waiting.ask.model)
         pool.lanes.settle(ended.waiting, ended.busy_s)
         pool.lanes.add_returned(ended.waiting)
         pool.num_by_model[ended.waiting.ask.model] += 1
+        return ended.waiting.ask.pool, ended.replica
 
     def leave(self, ticket: int, now_s: float, *, is_answered: bool = False, switch_s: float = 0.0) -> None:
         """End a request: one that waits is given up, one that runs has `is_answered` or was given up.
@@ -120,12 +122,16 @@ class AdmissionQueue:
         pool.lanes.settle(ended.waiting, ended.busy_s)
         if switch_s > SWITCHED_S:
             self._times.note_switch(ask.model, switch_s)
-        if is_answered:
+        if is_answered and switch_s < _MOSTLY * ended.latency_s:
             self._times.note_served(ask.model, now_s, ask.work, ended.busy_s, ended.latency_s)
 
     def set_replicas(self, pool: str, names: Collection[str], now_s: float) -> None:
         """Say which replicas there are."""
         self._pool(pool).places.set_replicas(names, now_s)
+
+    def num_replicas(self, pool: str) -> int:
+        """Return the number of replicas that can be given work."""
+        return self._pool(pool).places.num_replicas
 
     def set_resident(self, pool: str, resident: Mapping[str, Iterable[str]]) -> None:
         """Say which models are at hand, by replica."""

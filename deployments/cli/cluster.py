@@ -94,7 +94,7 @@ def _render_serve_yaml(config: ClusterConfig) -> str:
                     {
                         "name": name,
                         "num_replicas": role.num_replicas,
-                        "max_ongoing_requests": role.num_places,
+                        "max_ongoing_requests": role.max_ongoing_requests,
                         "ray_actor_options": {"num_cpus": role.num_cpus, "num_gpus": role.num_gpus},
                     }
                     for name, role in roles.items()

@@ -69,7 +69,7 @@ _MEANINGS: Final = {
     400: "a field that is wrong; `param` names it",
     404: "no such model",
     413: "larger than the server allows",
-    429: "too many requests wait already",
+    429: "too many requests wait already, or this one would not be done in time; `Retry-After` says when it would",
     500: "the model broke down on this request",
     503: "the model or its replica is not available now; try again",
     504: "the request's own timeout is over",
@@ -110,7 +110,7 @@ class Failure:
         """`Retry-After` where trying again may help, in whole seconds; with 401, how to say who asks."""
         if self.status == 401:
             return {"www-authenticate": "Bearer"}
-        return {"retry-after": str(math.ceil(self.retry_after_s))} if self.status in (429, 503) else None
+        return {"retry-after": str(max(1, math.ceil(self.retry_after_s)))} if self.status in (429, 503) else None
 
 
 def failure_of(error: Exception) -> Failure:

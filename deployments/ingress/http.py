@@ -5,9 +5,10 @@ Light on purpose: no torch, so that this replica starts fast and stays small.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Mapping
 from contextlib import aclosing
 from typing import Any
 
@@ -17,6 +18,7 @@ from ray.serve.context import _get_global_client
 from ray.serve.handle import DeploymentHandle
 from starlette.middleware.cors import CORSMiddleware
 
+from cluster.control.dispatcher import Dispatcher
 from cluster.door.door_plan import HTTP_ADDRESS
 from cluster.loopback import replica_calls_on_loopback
 from cluster.registry.actor import connect_registry
@@ -27,6 +29,7 @@ from deployments.ingress import errors
 from deployments.ingress.access.callers import Callers
 from deployments.ingress.access.http import AccessGate, describe_keys
 from deployments.ingress.admin.routes import create_admin_router
+from deployments.ingress.asking import ENCODER, WORKER
 from deployments.ingress.kserve.grpc.server import start_grpc_server
 from deployments.ingress.kserve.inference import Inference
 from deployments.ingress.kserve.repository import Repository
@@ -34,12 +37,13 @@ from deployments.ingress.kserve.rest import routing
 from deployments.ingress.kserve.rest.repository_routes import create_repository_router
 from deployments.ingress.kserve.rest.routes import create_inference_router
 from deployments.ingress.kserve.statistics import Statistics
-from deployments.ingress.limits import Admission, AdmissionGate, BodyLimit
+from deployments.ingress.limits import BodyLimit
 from deployments.ingress.openai.embeddings import create_embeddings_router
 from deployments.ingress.openai.images import create_images_router
 from deployments.ingress.openai.models import create_models_router
 from deployments.ingress.openai.text import create_text_router
 from deployments.ingress.service import Service
+from deployments.ingress.terms import RequestTerms
 from deployments.records import (
     ChatRequest,
     CompletionRequest,
@@ -50,7 +54,8 @@ from deployments.records import (
     TextChunk,
     TextResult,
 )
-from deployments.services.replica_calls import ReplicaStates
+from deployments.services.replica_calls import ReplicaStates, WhyNone
+from deployments.services.replica_watch import watch_replicas
 
 __all__ = ["Ingress", "create_http_app"]
 
@@ -60,21 +65,24 @@ under `/v1` in the field `timings_ms`."""
 
 
 def create_http_app(
-    service: Service, config: ClusterConfig, admission: Admission | None = None, http_host: str | None = None
+    service: Service,
+    config: ClusterConfig,
+    http_host: str | None = None,
+    on_start: Callable[[], None] = lambda: None,
 ) -> FastAPI:
     """Return the application. It needs no Ray: a test gives it a Service over fakes.
 
-    `admission` counts the requests that come over handles as well. `http_host` is the address that Serve listens on,
-    where that is not the config's.
+    `http_host` is the address that Serve listens on, where that is not the config's. `on_start` is called on the event
+    loop of its requests, before the first one.
     """
     limits = config.ingress.limits
     callers = Callers(config.access, config.ingress.num_replicas)
-    admission = admission or Admission(config.ingress.max_ongoing_requests)
     statistics, repository = Statistics(), Repository(service)
     inference = Inference(service, limits, statistics)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        on_start()
         if config.grpc is None:
             yield
             return
@@ -85,7 +93,6 @@ def create_http_app(
             host=config.grpc.host,
             port=config.grpc.port,
             max_message_bytes=limits.max_body_bytes,
-            admission=admission,
             callers=callers,
         )
         try:
@@ -108,7 +115,7 @@ def create_http_app(
     if callers.need_keys:
         describe_keys(app)
     app.add_middleware(BodyLimit, max_bytes=limits.max_body_bytes)
-    app.add_middleware(AdmissionGate, admission=admission)
+    app.add_middleware(RequestTerms)
     app.add_middleware(
         AccessGate,
         callers=callers,
@@ -129,15 +136,16 @@ def create_http_app(
 
 @serve.ingress()
 class Ingress:
-    """The HTTP edge, and the methods of `serve.get_app_handle("atelier")`: those of `Service`, with a bound."""
+    """The HTTP edge, and the methods of `serve.get_app_handle("atelier")`: those of `Service`."""
 
     def __init__(self, config: ClusterConfig, encoder: DeploymentHandle, worker: DeploymentHandle) -> None:
         replica_calls_on_loopback()
         self._http_host = _checked_host(config)
         snapshot = RegistrySnapshot(lambda: connect_registry(config))
         self._config = config
-        self._admission = Admission(config.ingress.max_ongoing_requests)
-        self._service = Service(config, snapshot, encoder, worker, lambda name: ReplicaStates(name).why_none_can)
+        self._handles = {ENCODER: encoder, WORKER: worker}
+        self._queue = Dispatcher(config.admission)
+        self._service = Service(config, snapshot, encoder, worker, self._why_none, self._queue)
 
     def __serve_build_asgi_app__(self) -> Any:
         from ray.serve._private import replica
@@ -145,30 +153,44 @@ class Ingress:
         # Serve too obeys x-request-timeout-seconds: it would cut the request off in plain text, a moment before the
         # ingress says what was not done in time.
         replica.parse_request_timeout_header = lambda _, default_timeout_s: default_timeout_s
-        return create_http_app(self._service, self._config, self._admission, self._http_host)
+        return create_http_app(self._service, self._config, self._http_host, self._watch_replicas)
 
     async def generate(self, request: ImageRequest | Mapping[str, Any]) -> ImageResult:
-        with self._admission.admit_request():
-            return await self._service.generate(request)
+        return await self._service.generate(request)
 
     async def embed(self, request: EmbeddingRequest | Mapping[str, Any]) -> EmbeddingResult:
-        with self._admission.admit_request():
-            return await self._service.embed(request)
+        return await self._service.embed(request)
 
     async def chat(self, request: ChatRequest | Mapping[str, Any]) -> TextResult:
-        with self._admission.admit_request():
-            return await self._service.chat(request)
+        return await self._service.chat(request)
 
     async def complete(self, request: CompletionRequest | Mapping[str, Any]) -> TextResult:
-        with self._admission.admit_request():
-            return await self._service.complete(request)
+        return await self._service.complete(request)
 
     async def chat_stream(self, request: ChatRequest | Mapping[str, Any]) -> AsyncGenerator[TextChunk]:
         """Over a handle: `handle.options(stream=True).chat_stream.remote(...)`."""
-        with self._admission.admit_request():
-            async with aclosing(self._service.chat_stream(request)) as chunks:
-                async for chunk in chunks:
-                    yield chunk
+        async with aclosing(self._service.chat_stream(request)) as chunks:
+            async for chunk in chunks:
+                yield chunk
+
+    def _watch_replicas(self) -> None:
+        """Follow the replicas from now on: Serve's thread tells, and this event loop listens."""
+        loop = asyncio.get_running_loop()
+        for pool, handle in self._handles.items():
+
+            def on_replicas(names: Collection[str], pool: str = pool) -> None:
+                loop.call_soon_threadsafe(self._queue.set_replicas, pool, names)
+
+            watch_replicas(handle, on_replicas)
+
+    def _why_none(self, pool: str) -> WhyNone:
+        """Return what tells why no replica can answer. Serve's controller is asked when the queue knows none."""
+        states = ReplicaStates(pool)
+
+        async def why_none_can() -> str | None:
+            return None if self._queue.num_replicas(pool) else await states.why_none_can()
+
+        return why_none_can
 
 
 def _checked_host(config: ClusterConfig) -> str:

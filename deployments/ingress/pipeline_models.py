@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -39,8 +40,11 @@ class PipelineModels:
     Methods raise the ServiceErrors of `deployments.errors`, InvalidRequest for an option that the pipeline lacks.
     """
 
-    def __init__(self, pipelines: Pipelines) -> None:
+    def __init__(
+        self, pipelines: Pipelines, run_pipeline: Callable[[PipelineRequest], Awaitable[PipelineResult]]
+    ) -> None:
         self._pipelines = pipelines
+        self._run_pipeline = run_pipeline
 
     async def generate(self, request: ImageRequest) -> ImageResult:
         """Return images. Each image after the first has the next seed, where the pipeline takes one."""
@@ -109,7 +113,7 @@ class PipelineModels:
         inputs = {name: _tensor(specs[name], value, len(texts)) for name, value in given.items()}
         inputs[role.input] = text_tensor(role.input, texts)
         priority, timeout_s = getattr(request, "priority", 0), getattr(request, "timeout_s", None)
-        return await self._pipelines.run_pipeline(PipelineRequest(model, inputs, priority, timeout_s))
+        return await self._run_pipeline(PipelineRequest(model, inputs, priority, timeout_s))
 
     def _role(self, model: str, endpoint: _Endpoint) -> _OpenAiRole:
         role = _openai_role(self._pipelines.signature(model))
@@ -121,7 +125,7 @@ class PipelineModels:
 
 def _given(request: Any, *, without: set[str]) -> dict[str, Any]:
     """Return the fields that the request sets itself, but for the options that every request may have."""
-    ours = {"priority", "timeout_s", "model_version", "adapter_versions", "text_padding", "long_text"}
+    ours = {"priority", "timeout_s", "tenant", "model_version", "adapter_versions", "text_padding", "long_text"}
     said = request.model_fields_set - without - ours
     defaults = {name: field.default for name, field in type(request).model_fields.items()}
     values = {name: getattr(request, name) for name in said}

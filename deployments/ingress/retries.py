@@ -19,7 +19,10 @@ from typing import Any, Final
 from ray.exceptions import ActorDiedError, RayActorError
 from ray.serve.exceptions import ReplicaUnavailableError
 
+from cluster.control.dispatcher import Dispatcher
+from cluster.control.lanes import Ask
 from deployments.errors import ReplicaLost
+from deployments.ingress.admitted import Slot, admitted
 from deployments.pipelines.plans import SegmentResult
 from deployments.services.deadlines import Deadline
 from deployments.services.replica_calls import ReplicaCalls
@@ -74,33 +77,48 @@ class _Retries:
 class RetriedCalls:
     """Calls of one deployment that are answered by a second replica if need be. Lives on one event loop."""
 
-    def __init__(self, calls: ReplicaCalls, timeout_s: float) -> None:
-        """Make the calls. A request has `timeout_s` in all."""
+    def __init__(self, calls: ReplicaCalls, queue: Dispatcher, timeout_s: float) -> None:
+        """Make the calls. Those of segments, which are begun without waiting for a place, have `timeout_s` in all."""
         self._calls = calls
+        self._queue = queue
         self._timeout_s = timeout_s
         self._suspects = asyncio.Lock()
 
-    async def call(self, method: str, *arguments: Any) -> Any:
-        """Call a method. Raises: the replica's errors, DeadlineExceeded, NoReplica, ReplicaLost."""
-        deadline = self.deadline()
-        return await self.answered(lambda: self._calls.call(method, *arguments, deadline=deadline), deadline)
+    async def call(self, method: str, *arguments: Any, ask: Ask) -> Any:
+        """Call a method of a replica that has a place for the request. `ask.deadline_s` is from now.
 
-    async def stream(self, method: str, *arguments: Any) -> AsyncGenerator[Any]:
+        Raises: the replica's errors, QueueFull, DeadlineExceeded, NoReplica, ReplicaLost.
+        """
+        deadline = Deadline(ask.deadline_s)
+        async with admitted(self._queue, ask) as slot:
+
+            async def send() -> Any:
+                replica = await self._calls.wait_for_place(slot.place(), deadline)
+                return await self._calls.call(method, *arguments, deadline=deadline, replica=replica)
+
+            result = await self.answered(send, deadline)
+            _note_answer(slot, result)
+        return result
+
+    async def stream(self, method: str, *arguments: Any, ask: Ask) -> AsyncGenerator[Any]:
         """Yield the pieces of a stream. A caller that stops early closes it. Raises as `call` does."""
-        deadline = self.deadline()
+        deadline = Deadline(ask.deadline_s)
         retries, num_pieces = _Retries(deadline), 0
-        while True:
-            try:
-                async with (
-                    self._turn(retries, deadline),
-                    aclosing(self._calls.stream(method, *arguments, deadline=deadline)) as pieces,
-                ):
-                    async for piece in pieces:
-                        num_pieces += 1
-                        yield piece
-                return
-            except Exception as error:
-                await retries.after(error, num_pieces)
+        async with admitted(self._queue, ask) as slot:
+            while True:
+                try:
+                    async with self._turn(retries, deadline):
+                        replica = await self._calls.wait_for_place(slot.place(), deadline)
+                        stream = self._calls.stream(method, *arguments, deadline=deadline, replica=replica)
+                        async with aclosing(stream) as pieces:
+                            async for piece in pieces:
+                                num_pieces += 1
+                                yield piece
+                        if num_pieces:
+                            _note_answer(slot, piece)
+                    return
+                except Exception as error:
+                    await retries.after(error, num_pieces)
 
     def begin(self, method: str, *arguments: Any) -> Any:
         """Begin a call and return Serve's response. Retries begin when it is awaited with `answer_begun`."""
@@ -140,6 +158,13 @@ class RetriedCalls:
             yield
         finally:
             self._suspects.release()
+
+
+def _note_answer(slot: Slot, answer: Any) -> None:
+    """Tell the queue that the request was answered, and what its replica had to switch for it."""
+    slot.is_answered = True
+    switch = getattr(answer, "switch", None)
+    slot.switch_s = switch.switch_ms / 1e3 if switch else 0.0
 
 
 class EncoderReply:

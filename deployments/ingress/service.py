@@ -14,17 +14,23 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from cluster.control.dispatcher import Dispatcher
+from cluster.control.lanes import Ask
 from cluster.registry.snapshot import RegistrySnapshot
 from configs.batching import BatchingConfig
 from configs.cluster import ClusterConfig
 from deployments.defaults import text_rules, with_image_defaults, with_text_defaults
 from deployments.ingress.admin.operations import Operations
+from deployments.ingress.admitted import admitted
+from deployments.ingress.asking import ENCODER, PIPELINES, WORKER, Request, ask_of, ask_of_pipeline
 from deployments.ingress.catalog import Catalog, card_of
 from deployments.ingress.pipeline_models import PipelineModels
 from deployments.ingress.retries import EncoderReply, RetriedCalls
+from deployments.ingress.terms import Terms, current_terms, with_fields
 from deployments.limits import check_embedding, check_head, check_image, check_text
 from deployments.pipelines.pipelines import Pipelines
 from deployments.pipelines.plans import SegmentCall
+from deployments.pipelines.records import PipelineRequest, PipelineResult
 from deployments.pipelines.runner import SegmentReply
 from deployments.records import (
     ChatRequest,
@@ -40,6 +46,7 @@ from deployments.records import (
     TimingsMs,
     as_record,
 )
+from deployments.services.deadlines import Deadline
 from deployments.services.replica_calls import ReplicaCalls, WhyNone, nobody_knows
 
 PROBE_TIMEOUT_S: Final = 2.0  # probes do not wait until the models are known
@@ -48,7 +55,8 @@ PROBE_TIMEOUT_S: Final = 2.0  # probes do not wait until the models are known
 class Service:
     """The methods of every protocol. `operations` is for operators. `encoder` and `worker` are deployment handles.
 
-    `why_none(deployment)` makes what tells why no replica of it can answer.
+    `queue` is the admission queue; without it one is made for replicas whose names are not known, one of each kind, and
+    Serve chooses them. `why_none(deployment)` makes what tells why no replica of it can answer.
     """
 
     def __init__(
@@ -58,15 +66,22 @@ class Service:
         encoder: Any,
         worker: Any,
         why_none: Callable[[str], WhyNone] = lambda _: nobody_knows,
+        queue: Dispatcher | None = None,
     ) -> None:
-        self.operations = Operations(config.name, snapshot, encoder, worker, config.text_encoder.batching)
+        if queue is None:
+            queue = Dispatcher(config.admission)
+            for pool in (WORKER, ENCODER):
+                queue.set_replicas(pool, [""])
+        queue.set_replicas(PIPELINES, [""])  # they run here
+        self.queue = queue
+        self.operations = Operations(config.name, snapshot, encoder, worker, config.text_encoder.batching, queue)
         self._config = config
         self._configured = frozenset(config.entries)
         self._snapshot = snapshot
         self._catalog = Catalog(snapshot)
         timeout_s = config.http.request_timeout_s
-        self._encoder = RetriedCalls(ReplicaCalls(encoder, why_none("text_encoder")), timeout_s)
-        self._worker = RetriedCalls(ReplicaCalls(worker, why_none("worker")), timeout_s)
+        self._encoder = RetriedCalls(ReplicaCalls(encoder, why_none(ENCODER)), queue, timeout_s)
+        self._worker = RetriedCalls(ReplicaCalls(worker, why_none(WORKER)), queue, timeout_s)
         self.pipelines = Pipelines(
             config.pipelines,
             self,
@@ -75,7 +90,7 @@ class Service:
             limits=config.ingress.limits,
             max_timeout_s=timeout_s,
         )
-        self._pipeline_models = PipelineModels(self.pipelines)
+        self._pipeline_models = PipelineModels(self.pipelines, self.run_pipeline)
 
     async def generate(self, request: ImageRequest | Mapping[str, Any]) -> ImageResult:
         """Make images. Raises: the ServiceErrors of `deployments.errors`."""
@@ -88,10 +103,11 @@ class Service:
         check_image(request, self._config.ingress.limits, asked)
         adapters = {use.name: await self._catalog.find_adapter(use.name, request.model) for use in request.lora}
         versions = {name: adapter.fingerprint for name, adapter in adapters.items()}
+        terms = self._terms(request)
         update = {"model_version": record.fingerprint, "adapter_versions": versions, **text_rules(record)}
-        request = request.model_copy(update=update)
+        request = request.model_copy(update=update | {"priority": terms.priority})
         start = time.perf_counter()
-        result: ImageResult = await self._worker.call("generate", request)
+        result: ImageResult = await self._worker.call("generate", request, ask=self._ask(request, terms))
         _account(result.timings_ms, start)
         return result
 
@@ -102,10 +118,11 @@ class Service:
         if await self._is_pipeline(request.model):
             return await self._pipeline_models.embed(request)
         record = await self._catalog.find_usable(request.model, "embedding")
+        terms = self._terms(request)
         update = {"model_version": record.fingerprint, "long_text": text_rules(record)["long_text"]}
-        request = request.model_copy(update=update)
+        request = request.model_copy(update=update | {"priority": terms.priority})
         start = time.perf_counter()
-        result: EmbeddingResult = await self._encoder.call("embed", request)
+        result: EmbeddingResult = await self._encoder.call("embed", request, ask=self._ask(request, terms))
         _account(result.timings_ms, start)
         return result
 
@@ -132,8 +149,9 @@ class Service:
             yield _as_chunk(await self._whole(request))
             return
         request = await self._checked_text(request)
+        ask = self._ask(request, self._terms(request))
         start = time.perf_counter()
-        async with aclosing(self._worker.stream("stream_text", request)) as chunks:
+        async with aclosing(self._worker.stream("stream_text", request, ask=ask)) as chunks:
             async for chunk in chunks:
                 if chunk.timings_ms:
                     _account(chunk.timings_ms, start)
@@ -144,7 +162,22 @@ class Service:
         check_head(request, self._config.ingress.limits)
         record = await self._catalog.find_usable(request.model, "head")
         versioned = replace(request, model_version=record.fingerprint)
-        result: npt.NDArray[np.float32] = await self._encoder.call("apply_head", versioned)
+        ask = self._ask(versioned, self._terms(versioned))
+        result: npt.NDArray[np.float32] = await self._encoder.call("apply_head", versioned, ask=ask)
+        return result
+
+    async def run_pipeline(self, request: PipelineRequest) -> PipelineResult:
+        """Run a multi-model pipeline once it has its place. Its stages have its terms, and no bound refuses them."""
+        terms = self._terms(request)
+        timeout_s, config = self._timeout_s(terms), self.queue.config
+        ask = ask_of_pipeline(request.pipeline, terms.checked(config), timeout_s, config.max_running_pipelines)
+        deadline = Deadline(timeout_s)
+        async with admitted(self.queue, ask) as slot, deadline.bounding():
+            await slot.place()
+            left_s = deadline.left_s()
+            current_terms.set(replace(terms, timeout_s=left_s, is_inner=True))
+            result = await self.pipelines.run_pipeline(replace(request, timeout_s=left_s, priority=terms.priority))
+            slot.is_answered = True
         return result
 
     def run_segment(self, call: SegmentCall, upstream: tuple[SegmentReply, ...], /) -> SegmentReply:
@@ -167,8 +200,9 @@ class Service:
             check_text(request, self._config.ingress.limits)
             return await self._pipeline_models.write(request)
         request = await self._checked_text(request)
+        ask = self._ask(request, self._terms(request))
         start = time.perf_counter()
-        result: TextResult = await self._worker.call("write_text", request)
+        result: TextResult = await self._worker.call("write_text", request, ask=ask)
         _account(result.timings_ms, start)
         return result
 
@@ -177,6 +211,19 @@ class Service:
         record = await self._catalog.find_usable(request.model, "llm")
         request = request.model_copy(update={"model_version": record.fingerprint})
         return with_text_defaults(request, record.defaults)
+
+    def _terms(self, request: Request | PipelineRequest) -> Terms:
+        """Return the terms of a request as far as it or its headers say. Raises: InvalidRequest."""
+        terms = with_fields(current_terms.get(), request)
+        terms.checked(self.queue.config)
+        return terms
+
+    def _ask(self, request: Request, terms: Terms) -> Ask:
+        return ask_of(request, terms.checked(self.queue.config), self._timeout_s(terms), self._config)
+
+    def _timeout_s(self, terms: Terms) -> float:
+        most_s = self._config.http.request_timeout_s
+        return min(most_s, terms.timeout_s or self.queue.config.default_timeout_s or most_s)
 
     async def models(self) -> list[ModelCard]:
         """Return every model, adapter and pipeline: the configured ones in the order of the config, then those

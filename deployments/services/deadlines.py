@@ -16,6 +16,10 @@ class Deadline:
         self.timeout_s = timeout_s
         self.at = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
 
+    def left_s(self) -> float | None:
+        """Return the time that is left, at least a little: zero is refused where the deadline itself says it better."""
+        return None if self.at is None else max(1e-3, self.at - asyncio.get_running_loop().time())
+
     def exceeded(self) -> DeadlineExceeded:
         """Return the error that is raised when the time is over."""
         return DeadlineExceeded(f"the request's timeout of {self.timeout_s:g} s is over", "timeout")

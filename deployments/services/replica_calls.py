@@ -23,6 +23,7 @@ from deployments.errors import NoReplica, ReplicaLost
 from deployments.services.deadlines import Deadline
 from deployments.tasks import shared_task
 
+MAX_HANDLES: Final = 1024
 PATIENCE_S: Final = 2.0  # without any answer of the deployment before it is asked whether there is a replica
 
 logger = logging.getLogger("atelier.replica")
@@ -55,6 +56,7 @@ class ReplicaCalls:
         self._patience_s = patience_s
         self._clock = clock
         self._answered_s = clock()
+        self._placed: dict[tuple[str, bool], Any] = {}  # handles by the replica that they name, and streaming or not
         self._open: dict[asyncio.Timeout, str | None] = {}  # with the reason why it was given up
         self._watching: asyncio.Task[None] | None = None
 
@@ -65,24 +67,30 @@ class ReplicaCalls:
         """
         return getattr(self._handle, method).remote(*arguments)
 
-    async def call(self, method: str, *arguments: Any, deadline: Deadline) -> Any:
-        """Return what the replica answers.
+    async def call(self, method: str, *arguments: Any, deadline: Deadline, replica: str = "") -> Any:
+        """Return what the replica answers, the one of that name where one is given.
 
         Raises: What the replica raises, as itself; DeadlineExceeded; NoReplica; Ray's errors when the replica dies.
         """
-        return await self.answer(self.begin(method, *arguments), deadline)
+        response = getattr(self._of_replica(replica), method).remote(*arguments)
+        return await self.answer(response, deadline)
 
     async def answer(self, response: Any, deadline: Deadline) -> Any:
         """Return the answer to a call that was begun. Raises as `call` does."""
         with _ended_with_its_caller(response):
             return await self._within(deadline, response)
 
-    async def stream(self, method: str, *arguments: Any, deadline: Deadline) -> AsyncGenerator[Any]:
+    async def wait_for_place(self, place: Awaitable[str], deadline: Deadline) -> str:
+        """Return the place. Raises: DeadlineExceeded, and NoReplica as soon as no replica can have one."""
+        replica: str = await self._within(deadline, place, is_answer=False)
+        return replica
+
+    async def stream(self, method: str, *arguments: Any, deadline: Deadline, replica: str = "") -> AsyncGenerator[Any]:
         """Yield the pieces of a generator method. Raises as `call` does.
 
         Whoever stops early closes this generator (`contextlib.aclosing`), and with it the replica's.
         """
-        response = getattr(self._handle.options(stream=True), method).remote(*arguments)
+        response = getattr(self._of_replica(replica, stream=True), method).remote(*arguments)
         with _ended_with_its_caller(response):
             while True:
                 try:
@@ -91,7 +99,17 @@ class ReplicaCalls:
                     return
                 yield piece
 
-    async def _within(self, deadline: Deadline, answer: Awaitable[Any]) -> Any:
+    def _of_replica(self, name: str, *, stream: bool = False) -> Any:
+        if not name:
+            return self._handle.options(stream=True) if stream else self._handle
+        key = name, stream
+        if key not in self._placed:
+            if len(self._placed) >= MAX_HANDLES:
+                self._placed.clear()  # most of them name replicas that are gone
+            self._placed[key] = self._handle.options(stream=stream, session_id=name)
+        return self._placed[key]
+
+    async def _within(self, deadline: Deadline, answer: Awaitable[Any], *, is_answer: bool = True) -> Any:
         timeout = asyncio.timeout_at(deadline.at)
         try:
             async with timeout:
@@ -106,7 +124,8 @@ class ReplicaCalls:
             raise (NoReplica(reason) if reason else deadline.exceeded()) from None
         finally:
             self._open.pop(timeout, None)
-        self._answered_s = self._clock()
+        if is_answer:
+            self._answered_s = self._clock()
         return found
 
     async def _watch(self) -> None:

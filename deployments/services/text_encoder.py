@@ -153,6 +153,7 @@ class TextEncoderService(ModelReplica):
     async def _run_batch(self, jobs: Sequence[EncodeJob], priority: int, timeout_s: float | None) -> list[Encoding]:
         # By number: the batcher remembers groups, and must not keep an encoder's weights with them.
         group, costs = id(jobs[0].encoder), [job.num_tokens for job in jobs]
+        priority = min(priority, self._batching.priority_levels)  # the admission queue may know more of them
         return await self._serve_adapter.submit(jobs, group=group, costs=costs, priority=priority, timeout_s=timeout_s)
 
     async def _encode_batch(self, jobs: Sequence[EncodeJob]) -> Sequence[Encoding | Exception]:

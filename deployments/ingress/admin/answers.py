@@ -7,6 +7,7 @@ from typing import Any, Literal
 from typing_extensions import TypedDict  # pydantic wants this one before Python 3.12
 
 from configs.batching import BatchingConfig
+from deployments.ingress.admin.admission import AdmissionAnswer
 from deployments.ingress.responses import Answer
 
 Tier = Literal["host", "device"]
@@ -59,6 +60,7 @@ class ClusterAnswer(Answer):
     nodes: list[dict[str, Any]]
     workers: list[dict[str, Any]]
     text_encoders: list[dict[str, Any]]
+    admission: AdmissionAnswer | None = None
 
 
 class UnregisteredAnswer(Answer):

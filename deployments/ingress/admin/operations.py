@@ -10,6 +10,7 @@ from typing import Any, Final, ParamSpec, TypeVar
 
 from ray.exceptions import RayActorError
 
+from cluster.control.dispatcher import Dispatcher
 from cluster.errors import ClusterError, ModelUnknown, RegistrationConflict, RegistrationRefused
 from cluster.errors import ModelUnavailable as NotInStore
 from cluster.registry.actor import Method, WeightRegistry
@@ -24,6 +25,7 @@ from deployments.errors import (
     UnknownModel,
     Unprocessable,
 )
+from deployments.ingress.admin.admission import describe_admission
 from deployments.ingress.admin.answers import (
     BatchingAnswer,
     BuiltModel,
@@ -74,7 +76,7 @@ class Page:
 class Operations:
     """The operations. `encoder` and `worker` are deployment handles.
 
-    `batching` is the batch policy that the config gives the text encoders.
+    `batching` is the batch policy that the config gives the text encoders, `queue` the admission queue.
     """
 
     def __init__(
@@ -84,7 +86,9 @@ class Operations:
         encoder: Any,
         worker: Any,
         batching: BatchingConfig = _DEFAULT_BATCHING,
+        queue: Dispatcher | None = None,
     ) -> None:
+        self._queue = queue
         self._name = name
         self._snapshot = snapshot
         self._catalog = Catalog(snapshot)
@@ -218,6 +222,8 @@ class Operations:
             nodes=residency["nodes"],
             **replicas,
         )
+        if self._queue is not None:
+            answer.admission = describe_admission(self._queue)
         if "registry" in residency:
             answer.registry = residency["registry"]
         return answer

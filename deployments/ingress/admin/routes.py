@@ -17,6 +17,7 @@ from starlette.responses import Response
 from cluster.telemetry import metrics_urls
 from configs.batching import BatchingConfig
 from configs.model import AdapterConfig, ModelConfig
+from deployments.ingress.admin.admission import add_admission_routes, admission_metrics
 from deployments.ingress.admin.answers import (
     BatchingAnswer,
     ClusterAnswer,
@@ -62,6 +63,7 @@ def create_admin_router(service: Service) -> APIRouter:
     router = APIRouter(tags=["operations"])
     _add_probe_routes(router, service)
     _add_cluster_routes(router, service.operations)
+    add_admission_routes(router, service.queue)
     return router
 
 
@@ -90,8 +92,8 @@ def _add_probe_routes(router: APIRouter, service: Service) -> None:
         responses=documented(_503="a node's exporter did not answer"),
     )
     async def metrics() -> Response:
-        """Prometheus text of every node of the cluster, as Ray exports it."""
-        pages = []
+        """Prometheus text of every node of the cluster, as Ray exports it, and of the admission queue."""
+        pages = [admission_metrics(service.queue.snapshot())]
         async with httpx.AsyncClient(timeout=_METRICS_TIMEOUT_S) as client:
             for url in metrics_urls():
                 try:

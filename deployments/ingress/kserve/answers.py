@@ -108,7 +108,7 @@ async def infer_scores(service: Service, request: HeadRequest) -> Outputs:
 
 async def infer_pipeline(service: Service, request: PipelineRequest, batch_size: int) -> Outputs:
     """Return the outputs of a pipeline for a request of `batch_size` items."""
-    result = await service.pipelines.run_pipeline(request)
+    result = await service.run_pipeline(request)
     return Outputs(tuple(result.outputs.values()), result.timings_ms, batch_size, warnings=result.warnings)
 
 

@@ -34,6 +34,7 @@ from deployments.ingress.kserve.requests import Schedule, image_requests, schedu
 from deployments.ingress.kserve.statistics import Statistics
 from deployments.ingress.kserve.tensors import texts
 from deployments.ingress.service import Service
+from deployments.ingress.terms import current_terms, with_fields
 from deployments.pipelines.records import PipelineRequest, Signature, TensorValue
 from deployments.records import EmbeddingRequest, HeadRequest, ModelCard, as_record
 from deployments.services.deadlines import Deadline
@@ -161,7 +162,9 @@ class Inference:
         name, num_items = _items(card, signature, given)
         if not 1 <= num_items <= self._most(card.kind):
             raise InvalidRequest(f"{name}: {num_items} items, from 1 to {self._most(card.kind)} are allowed", name)
-        return given, schedule_of(request.parameters)
+        schedule = schedule_of(request.parameters)
+        current_terms.set(with_fields(current_terms.get(), schedule))
+        return given, schedule
 
     def _most(self, kind: str | None) -> int:
         limits = self._limits

@@ -79,7 +79,7 @@ class FakeHandle:
         self._stream = _stream
         self.responses: list[FakeResponse | FakeGenerator] = []
 
-    def options(self, *, stream: bool) -> FakeHandle:
+    def options(self, *, stream: bool, session_id: str = "") -> FakeHandle:
         handle = FakeHandle(self._replica, _stream=stream)
         handle.responses = self.responses
         return handle

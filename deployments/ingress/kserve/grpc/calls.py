@@ -92,6 +92,8 @@ def _with_status(method: Method) -> Method:
         except grpc.aio.AbortError:
             raise
         except Exception as error:
+            if (headers := failure_of(error).headers) is not None:
+                context.set_trailing_metadata(tuple(headers.items()))
             await context.abort(*status_of(error))
 
     return handle

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import sys
 from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
@@ -28,15 +27,13 @@ from deployments.ingress.kserve.grpc.servicer import SERVICE, InferenceServicer,
 from deployments.ingress.kserve.inference import Inference
 from deployments.ingress.kserve.repository import Repository
 from deployments.ingress.kserve.statistics import Statistics
-from deployments.ingress.limits import Admission
 
 _logger = logging.getLogger("atelier.ingress")
 
 _HEALTH_SERVICE: Final = "grpc.health.v1.Health"
 _WATCH_INTERVAL_S: Final = 1.0  # how late a watcher may hear of a change
 _GRACE_S: Final = 5.0
-_SPARE_CALLS: Final = 4096  # probes, open streams, and inference that is just being refused
-_MAX_CALLS: Final = 2**31 - 1
+MAX_CALLS: Final = 16_384  # at once, probes and open streams among them; the admission queue bounds inference
 
 
 class _HealthServicer:
@@ -107,17 +104,15 @@ async def start_grpc_server(
     host: str,
     port: int,
     max_message_bytes: int,
-    admission: Admission | None = None,
     callers: Callers | None = None,
+    max_calls: int = MAX_CALLS,
 ) -> GrpcServer:
     """Listen on `host` and `port`, and return the server. Without `callers` nobody needs a key.
 
-    gRPC itself refuses larger messages before anything is decoded, and calls of any kind, probes too, when there are
-    `_SPARE_CALLS` more of them than `admission` takes. None takes all.
+    gRPC itself refuses larger messages before anything is decoded, and calls beyond `max_calls`, of any kind.
 
     Raises: OSError when it cannot listen there.
     """
-    admission = admission or Admission(sys.maxsize)
     server = grpc.aio.server(
         interceptors=[AccessInterceptor(callers)] if callers else [],
         options=[
@@ -125,13 +120,13 @@ async def start_grpc_server(
             ("grpc.max_send_message_length", -1),  # of answers: images are as large as their request said
             ("grpc.so_reuseport", 1),
         ],
-        maximum_concurrent_rpcs=min(admission.max_requests + _SPARE_CALLS, _MAX_CALLS),
+        maximum_concurrent_rpcs=max_calls,
     )
     services = (SERVICE, _HEALTH_SERVICE)
     health = _HealthServicer(inference.server_ready, services)
     server.add_generic_rpc_handlers(
         (
-            service_handler(SERVICE, InferenceServicer(inference, repository, statistics, admission).methods()),
+            service_handler(SERVICE, InferenceServicer(inference, repository, statistics).methods()),
             service_handler(_HEALTH_SERVICE, health.methods()),
             unsupported_handlers(),
         )

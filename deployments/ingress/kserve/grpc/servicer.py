@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, Final
 
 import grpc
 
-from deployments.ingress.access.callers import begin_current_request
+from deployments.ingress.access.callers import begin_current_request, current_tenant
 from deployments.ingress.kserve.grpc import codec as grpc_codec
 from deployments.ingress.kserve.grpc.calls import Method, parsed, read_infer, status_of, write_infer
 from deployments.ingress.kserve.grpc.protos import open_inference as messages
@@ -19,8 +19,8 @@ from deployments.ingress.kserve.models import is_decoupled
 from deployments.ingress.kserve.records import server_metadata
 from deployments.ingress.kserve.repository import Repository
 from deployments.ingress.kserve.statistics import Statistics, statistics_of
-from deployments.ingress.limits import Admission
 from deployments.ingress.responses import server_timing
+from deployments.ingress.terms import Terms, current_terms, read_terms
 
 SERVICE: Final = "inference.GRPCInferenceService"
 # Of Triton's service, but not of this one: clients that try hear why instead of "method not found".
@@ -45,10 +45,7 @@ _Write = Callable[[messages.ModelStreamInferResponse], Awaitable[None]]
 class InferenceServicer:
     """The methods of one ingress replica."""
 
-    def __init__(
-        self, inference: Inference, repository: Repository, statistics: Statistics, admission: Admission
-    ) -> None:
-        self._admission = admission
+    def __init__(self, inference: Inference, repository: Repository, statistics: Statistics) -> None:
         self._inference = inference
         self._repository = repository
         self._statistics = statistics
@@ -95,16 +92,17 @@ class InferenceServicer:
         self, request: messages.ModelInferRequest, context: grpc.aio.ServicerContext
     ) -> messages.ModelInferResponse:
         """The stage times are in the trailing metadata, in the form of the HTTP header."""
-        with self._admission.admit_request():
-            response = await self._inference.infer(await read_infer(request))
-            timing = server_timing(response.timings_ms)
-            context.set_trailing_metadata([(name.lower(), text) for name, text in timing.items()])
-            return await write_infer(response)
+        current_terms.set(_terms_of(context))
+        response = await self._inference.infer(await read_infer(request))
+        timing = server_timing(response.timings_ms)
+        context.set_trailing_metadata([(name.lower(), text) for name, text in timing.items()])
+        return await write_infer(response)
 
     async def _model_stream_infer(self, requests: AsyncIterator[Any], context: grpc.aio.ServicerContext) -> None:
         asked = dict(context.invocation_metadata() or ())
         errors_end_it = asked.get(_ERRORS_END_STREAMS) == "true"
-        stream = _InferStream(self._inference, context.write, self._admission, errors_end_it=errors_end_it)
+        current_terms.set(_terms_of(context))
+        stream = _InferStream(self._inference, context.write, errors_end_it=errors_end_it)
         await stream.answer_requests(requests)
 
     async def _model_statistics(
@@ -159,8 +157,7 @@ class _InferStream:
     `write` sends one response. With `errors_end_it`, `answer_requests` raises what a request raises.
     """
 
-    def __init__(self, inference: Inference, write: _Write, admission: Admission, *, errors_end_it: bool) -> None:
-        self._admission = admission
+    def __init__(self, inference: Inference, write: _Write, *, errors_end_it: bool) -> None:
         self._inference = inference
         self._write = write
         self._errors_end_it = errors_end_it
@@ -192,7 +189,7 @@ class _InferStream:
 
     async def _respond(self, request: Any, before: _Turn) -> None:
         try:
-            with begin_current_request(), self._admission.admit_request():
+            with begin_current_request():
                 asked = await read_infer(request)
                 async with aclosing(self._inference.infer_stream(asked)) as responses:
                     async for response in responses:
@@ -216,6 +213,16 @@ class _InferStream:
 
     def _make_room(self, _: asyncio.Task[None]) -> None:
         self._room.release()
+
+
+def _terms_of(context: grpc.aio.ServicerContext) -> Terms:
+    """Return the terms of a call: its metadata, and gRPC's own deadline. Raises: InvalidRequest."""
+    metadata = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
+    terms = read_terms(metadata, current_tenant.get())
+    left_s = context.time_remaining()
+    if left_s is None:
+        return terms
+    return replace(terms, timeout_s=max(1e-3, min(left_s, terms.timeout_s or left_s)))
 
 
 def _end_of(request: Any) -> messages.ModelInferResponse:

@@ -27,6 +27,7 @@ from unit.deployments.serve_fakes import FakeHandle
 
 from cluster.registry.directory import DirectoryChange, ModelRecord
 from cluster.registry.snapshot import RegistrySnapshot
+from configs.admission import AdmissionConfig
 from configs.cluster import HttpConfig
 from configs.model import ModelConfig
 from deployments.errors import InvalidRequest, Overloaded
@@ -36,6 +37,8 @@ from deployments.records import (
     ImageRequest,
     ImageResult,
 )
+
+PROMPT = {"name": "prompt", "datatype": "BYTES", "shape": [1], "data": ["a"]}
 
 
 class Held(Replicas):
@@ -54,17 +57,23 @@ class Held(Replicas):
 async def test_what_is_too_much_is_refused_at_once_and_probes_answer() -> None:
     replicas = Held()
     watch, handle = RegistrySnapshot(lambda: replicas), FakeHandle(replicas)
-    few = CONFIG.model_copy(update={"ingress": CONFIG.ingress.model_copy(update={"max_ongoing_requests": 3})})
-    transport = httpx.ASGITransport(create_http_app(Service(few, watch, handle, handle), few))
+    admission = AdmissionConfig(max_waiting=2, max_waiting_per_model=1)
+    worker = CONFIG.worker.model_copy(update={"max_running_images": 2})
+    few = CONFIG.model_copy(update={"admission": admission, "worker": worker})
+    service = Service(few, watch, handle, handle)
+    transport = httpx.ASGITransport(create_http_app(service, few))
     async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=10) as http:
         running = [asyncio.create_task(http.post(f"/v1/{IMAGES}", json=IMAGE)) for _ in range(3)]
-        while len(replicas.requests) < 3:
+        while len(replicas.requests) < 2 or not service.queue.snapshot().tenants:
             await asyncio.sleep(0)
-        refused = await http.post(f"/v1/{CHATS}", json=CHAT)
+        refused = await http.post(f"/v1/{IMAGES}", json=IMAGE)
         assert (refused.status_code, problem(refused)["code"]) == (429, "queue_full")
-        assert refused.headers["retry-after"] == "1"
-        other = await http.post("/v2/models/chatty/generate", json={"text_input": "x"})
+        assert "1 requests wait for model 'flux'" in problem(refused)["message"]
+        assert int(refused.headers["retry-after"]) >= 1
+        other = await http.post("/v2/models/flux/infer", json={"inputs": [PROMPT]})
         assert (other.status_code, set(other.json())) == (429, {"error"})
+        assert int(other.headers["retry-after"]) >= 1
+        assert len(replicas.requests) == 2  # what waits, waits here
         for path in ("/healthz", "/v2/health/live", "/v2/health/ready", "/v1/models", "/admin/cluster"):
             assert (await http.get(path)).status_code == 200
         replicas.gate.set()

@@ -12,7 +12,11 @@ import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 from unit.deployments.serve_fakes import FakeHandle
 
+from cluster.control.dispatcher import Dispatcher
+from cluster.control.lanes import Ask
+from configs.admission import AdmissionConfig
 from deployments.errors import DeadlineExceeded, ReplicaLost
+from deployments.ingress.asking import WORKER
 from deployments.ingress.retries import RetriedCalls, _Retries
 from deployments.services.deadlines import Deadline
 from deployments.services.replica_calls import ReplicaCalls
@@ -67,16 +71,22 @@ def _without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("deployments.ingress.retries.PAUSE_S", 0.0)
 
 
-def calls_of(workers: Workers, timeout_s: float = LONG_S) -> RetriedCalls:
-    return RetriedCalls(ReplicaCalls(FakeHandle(workers)), timeout_s)
+def ask(timeout_s: float = LONG_S) -> Ask:
+    return Ask(WORKER, "m", 1.0, 0.01, 1, "default", timeout_s)
 
 
-async def whole(calls: RetriedCalls, name: Any) -> Any:
-    return await calls.call("work", name)
+def calls_of(workers: Any) -> RetriedCalls:
+    queue = Dispatcher(AdmissionConfig())
+    queue.set_replicas(WORKER, [""])
+    return RetriedCalls(ReplicaCalls(FakeHandle(workers)), queue, LONG_S)
+
+
+async def whole(calls: RetriedCalls, name: Any, timeout_s: float = LONG_S) -> Any:
+    return await calls.call("work", name, ask=ask(timeout_s))
 
 
 async def streamed(calls: RetriedCalls, name: Any) -> Any:
-    async with aclosing(calls.stream("pieces", name)) as pieces:
+    async with aclosing(calls.stream("pieces", name, ask=ask())) as pieces:
         (piece,) = [piece async for piece in pieces]
         return piece
 
@@ -114,7 +124,7 @@ async def test_a_poison_request_takes_two_workers_and_innocents_are_all_answered
 async def test_innocents_do_not_wait_for_suspects() -> None:
     workers = Workers(1, full=2)
     calls = calls_of(workers)
-    first = [asyncio.create_task(calls.call("work", name)) for name in ("poison", "a")]
+    first = [asyncio.create_task(whole(calls, name)) for name in ("poison", "a")]
     while not workers.num_deaths:
         await asyncio.sleep(0)
     for task in first:
@@ -122,7 +132,7 @@ async def test_innocents_do_not_wait_for_suspects() -> None:
     await asyncio.gather(*first, return_exceptions=True)
     workers.is_open = True
     async with asyncio.timeout(5):
-        assert await calls.call("work", "b") == "b"
+        assert await whole(calls, "b") == "b"
 
 
 async def test_a_suspect_waits_for_its_turn_no_longer_than_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,8 +153,8 @@ async def test_a_suspect_waits_for_its_turn_no_longer_than_its_time(monkeypatch:
     now_s = loop.time
     monkeypatch.setattr(loop, "time", lambda: now_s() + passed_s)
     replica = Hanging()
-    calls = calls_of(replica, LONG_S / 2)  # type: ignore[arg-type]
-    asking = [asyncio.create_task(calls.call("work", name)) for name in "ab"]
+    calls = calls_of(replica)
+    asking = [asyncio.create_task(whole(calls, name, LONG_S / 2)) for name in "ab"]
     await replica.hangs.wait()
     passed_s = LONG_S / 2
     outcomes = await asyncio.gather(*asking, return_exceptions=True)
@@ -169,9 +179,9 @@ async def test_a_suspect_that_takes_long_holds_the_others_up_for_a_while_only(mo
             return name
 
     replica = Long()
-    calls = RetriedCalls(ReplicaCalls(FakeHandle(replica)), LONG_S)
-    long = asyncio.create_task(calls.call("work", "long"))
-    others = [asyncio.create_task(calls.call("work", name)) for name in "abc"]
+    calls = calls_of(replica)
+    long = asyncio.create_task(whole(calls, "long"))
+    others = [asyncio.create_task(whole(calls, name)) for name in "abc"]
     async with asyncio.timeout(5):
         assert await asyncio.gather(*others) == ["a", "b", "c"]
     assert not long.done()
@@ -179,7 +189,7 @@ async def test_a_suspect_that_takes_long_holds_the_others_up_for_a_while_only(mo
     assert await long == "long"
     async with asyncio.timeout(5):
         replica.died.clear()
-        assert await calls.call("work", "d") == "d"  # whose turn it was has given it back
+        assert await whole(calls, "d") == "d"  # whose turn it was has given it back
 
 
 @pytest.mark.parametrize(("error", "is_suspect"), [(ActorDiedError(), True), (ActorUnavailableError("x", None), False)])

@@ -9,6 +9,8 @@ import pytest
 from ray.exceptions import ActorDiedError
 from unit.deployments.serve_fakes import FakeHandle
 
+from cluster.control.dispatcher import Dispatcher
+from configs.admission import AdmissionConfig
 from deployments.errors import InvalidRequest, ReplicaLost
 from deployments.ingress.retries import MAX_RETRIES, EncoderReply, RetriedCalls
 from deployments.pipelines.plans import SegmentResult
@@ -23,7 +25,7 @@ class Encoder:
     def __init__(self, *outcomes: Any) -> None:
         self.outcomes = list(outcomes)
         self.handle = FakeHandle(self)
-        self.calls = RetriedCalls(ReplicaCalls(self.handle), 5.0)
+        self.calls = RetriedCalls(ReplicaCalls(self.handle), Dispatcher(AdmissionConfig()), 5.0)
 
     async def on_run_segment(self) -> Any:
         outcome = self.outcomes.pop(0) if len(self.outcomes) > 1 else self.outcomes[0]

@@ -133,6 +133,9 @@ class FakeService:
             raise InvalidRequest(f"expected floating vectors (B, 2), got {list(request.features.shape)}")
         return (request.features @ np.array([[1, 1], [1, -1]], np.float32)).astype(np.float32)
 
+    async def run_pipeline(self, request: PipelineRequest) -> PipelineResult:
+        return await self.pipelines.run_pipeline(request)
+
     async def batching(self) -> BatchingConfig:
         return self.batching_config
 

@@ -25,7 +25,6 @@ from deployments.ingress.kserve.grpc.server import GrpcServer, _HealthServicer, 
 from deployments.ingress.kserve.inference import Inference
 from deployments.ingress.kserve.repository import Repository
 from deployments.ingress.kserve.statistics import Statistics
-from deployments.ingress.limits import Admission
 from deployments.records import ModelCard
 
 MAX_MESSAGE_BYTES = 10_000
@@ -241,28 +240,6 @@ async def test_a_client_that_goes_ends_the_work(client: Client, service: Any) ->
     with pytest.raises(asyncio.CancelledError):
         await asked
     await _until(lambda: service.num_cancelled == 1)
-
-
-async def test_more_requests_at_once_than_allowed_are_refused_and_probes_are_not(
-    edge: SimpleNamespace, service: Any
-) -> None:
-    options: dict[str, Any] = {"host": "127.0.0.1", "port": 0, "max_message_bytes": 1000, "admission": Admission(1)}
-    server = await start_grpc_server(**vars(edge), **options)
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
-        client = Client(channel)
-        service.gate.clear()
-        first = asyncio.ensure_future(client.call("ModelInfer", **embedding()))
-        await _until(lambda: len(service.requests) == 1)
-        code, text = await refusal(client.call("ModelInfer", **embedding()))
-        assert (code, text) == (
-            grpc.StatusCode.RESOURCE_EXHAUSTED,
-            "as many requests are in progress as may be (1); try again in a moment",
-        )
-        assert (await client.call("ServerLive")).live
-        assert (await client.call("ServerReady")).ready
-        service.gate.set()
-        assert (await first).model_name == "minilm"
-    await server.stop(0)
 
 
 async def test_what_runs_when_the_server_stops_may_finish(server: GrpcServer, client: Client, service: Any) -> None:

@@ -15,7 +15,6 @@ from deployments.ingress.kserve.grpc import servicer
 from deployments.ingress.kserve.grpc.protos import open_inference as messages
 from deployments.ingress.kserve.grpc.servicer import _InferStream
 from deployments.ingress.kserve.inference import Inference
-from deployments.ingress.limits import Admission
 
 
 def text(content: str) -> bytes:
@@ -40,7 +39,7 @@ class Stream:
         self._requests: asyncio.Queue[Any] = asyncio.Queue()
         self._changed = asyncio.Condition()
         self.num_reads = 0
-        stream = _InferStream(inference, self._write, Admission(99), errors_end_it=errors_end_it)
+        stream = _InferStream(inference, self._write, errors_end_it=errors_end_it)
         self.task = asyncio.create_task(stream.answer_requests(self._read()))
 
     def send(self, *requests: Any) -> None:

@@ -1,0 +1,130 @@
+"""The admission queue on an event loop: requests await their places, and leave however they end."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from typing import Final
+
+from cluster.control.admission import AdmissionQueue
+from cluster.control.admission_records import AdmissionSnapshot, Placement, Refusal, Refused
+from cluster.control.lanes import Ask
+from cluster.errors import ClusterError
+from configs.admission import AdmissionConfig
+
+AVOID_S: Final = 1.0  # a replica on which a request was lost
+
+
+class NotAdmitted(ClusterError):
+    """The request leaves the queue unserved: `refusal` says why."""
+
+    def __init__(self, refusal: Refusal) -> None:
+        super().__init__(refusal)
+        self.refusal = refusal
+
+
+class Dispatcher:
+    """The queue of one event loop. Times that callers give are seconds from now; `clock` is the queue's."""
+
+    def __init__(self, config: AdmissionConfig, clock: Callable[[], float] = time.monotonic) -> None:
+        self._queue = AdmissionQueue(config)
+        self._clock = clock
+        self._numbers = itertools.count(1)
+        self._places: dict[int, asyncio.Future[str]] = {}  # of the tickets that wait
+        self._timer: asyncio.TimerHandle | None = None
+        self._replicas: dict[str, frozenset[str]] = {}
+        self._avoided: dict[str, set[str]] = {}
+
+    @property
+    def config(self) -> AdmissionConfig:
+        return self._queue.config
+
+    async def submit(self, ask: Ask) -> int:
+        """Let a request in and return its ticket. `ask.deadline_s` is from now. Who has a ticket calls `leave` once."""
+        ticket = next(self._numbers)
+        now_s = self._clock()
+        self._queue.submit(ticket, replace(ask, deadline_s=now_s + ask.deadline_s), now_s)
+        self._places[ticket] = asyncio.get_running_loop().create_future()
+        self._pump()
+        return ticket
+
+    async def place(self, ticket: int) -> str:
+        """Wait until the request may start, and return the replica. Raises: NotAdmitted."""
+        place = self._places[ticket]
+        try:
+            return await place
+        finally:
+            self._places.pop(ticket, None)
+
+    async def place_again(self, ticket: int) -> str:
+        """Wait for another place, before all others: the replica died. Raises: NotAdmitted.
+
+        Nothing starts there for a moment, in which the list of replicas follows.
+        """
+        pool, replica = self._queue.give_back(ticket, self._clock())
+        if replica:  # one without a name is whichever Serve chooses
+            self._avoided.setdefault(pool, set()).add(replica)
+            asyncio.get_running_loop().call_later(AVOID_S, self._trust, pool, replica)
+            self._list_replicas(pool)
+        self._places[ticket] = asyncio.get_running_loop().create_future()
+        self._pump()
+        return await self.place(ticket)
+
+    def leave(self, ticket: int, *, is_answered: bool = False, switch_s: float = 0.0) -> None:
+        """End a request, wherever it is."""
+        self._places.pop(ticket, None)
+        self._queue.leave(ticket, self._clock(), is_answered=is_answered, switch_s=switch_s)
+        self._pump()
+
+    def set_replicas(self, pool: str, names: Collection[str]) -> None:
+        """Say which replicas there are."""
+        self._replicas[pool] = frozenset(names)
+        self._list_replicas(pool)
+        self._pump()
+
+    def num_replicas(self, pool: str) -> int:
+        """Return the number of replicas that can be given work."""
+        return self._queue.num_replicas(pool)
+
+    def set_placement(self, placement: Placement) -> None:
+        """Start requests where `placement` lets them. Its `until_s` is from now."""
+        self._queue.set_placement(replace(placement, until_s=self._clock() + placement.until_s))
+        self._pump()
+
+    def retune(self, config: AdmissionConfig) -> None:
+        """Use other bounds and weights from now on."""
+        self._queue.retune(config)
+        self._pump()
+
+    def snapshot(self) -> AdmissionSnapshot:
+        """Return the state of the queue."""
+        return self._queue.snapshot(self._clock())
+
+    def _list_replicas(self, pool: str) -> None:
+        names = self._replicas.get(pool, frozenset()) - self._avoided.get(pool, set())
+        self._queue.set_replicas(pool, names, self._clock())
+
+    def _trust(self, pool: str, replica: str) -> None:
+        self._avoided[pool].discard(replica)  # a second time does nothing
+        self._list_replicas(pool)
+        self._pump()
+
+    def _pump(self) -> None:
+        for event in self._queue.pump(self._clock()):
+            place = self._places.get(event.ticket)
+            if place is None or place.done():
+                continue  # its caller is about to leave
+            if isinstance(event, Refused):
+                place.set_exception(NotAdmitted(event.refusal))
+                place.exception()  # seen: its caller may leave without asking
+            else:
+                place.set_result(event.replica)
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._queue.num_waiting:
+            delay_s = max(0.0, self._queue.look_again_s() - self._clock())
+            self._timer = asyncio.get_running_loop().call_later(delay_s, self._pump)

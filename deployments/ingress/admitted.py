@@ -1,0 +1,66 @@
+"""A request on its way through the admission queue: its ticket, its places, and why it was refused."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+
+from cluster.control.admission_records import Refusal
+from cluster.control.dispatcher import Dispatcher, NotAdmitted
+from cluster.control.lanes import Ask
+from deployments.errors import DeadlineExceeded, QueueFull, ServiceError
+
+
+class Slot:
+    """The ticket of one request, and what became of it: the queue learns from that."""
+
+    def __init__(self, queue: Dispatcher, ticket: int) -> None:
+        self.is_answered = False
+        self.switch_s = 0.0
+        self._queue = queue
+        self._ticket = ticket
+        self._had_place = False
+
+    async def place(self) -> str:
+        """Wait for a place and return its replica; "" leaves it to Serve. Asked again, the first replica died."""
+        if self._had_place:
+            return await self._queue.place_again(self._ticket)
+        replica = await self._queue.place(self._ticket)
+        self._had_place = True
+        return replica
+
+
+@contextlib.asynccontextmanager
+async def admitted(queue: Dispatcher, ask: Ask) -> AsyncIterator[Slot]:
+    """Let a request in for as long as the context lasts, however it ends.
+
+    Raises: QueueFull or DeadlineExceeded when it is refused, at once or while it waits for its place.
+    """
+    ticket = await queue.submit(ask)
+    slot = Slot(queue, ticket)
+    try:
+        yield slot
+    except NotAdmitted as error:
+        raise _error_of(error.refusal, ask) from None
+    finally:
+        queue.leave(ticket, is_answered=slot.is_answered, switch_s=slot.switch_s)
+
+
+def _error_of(refusal: Refusal, ask: Ask) -> ServiceError:
+    """Return a refusal as the error that clients get."""
+    after_s = refusal.retry_after_s
+    if refusal.reason == "expired":
+        return DeadlineExceeded(f"the request's timeout of {ask.deadline_s:g} s is over", "timeout")
+    if refusal.reason == "hopeless":
+        return DeadlineExceeded(
+            f"the request takes about {refusal.needs_s:.3g} s, and its timeout of {ask.deadline_s:g} s leaves less",
+            "timeout",
+        )
+    when = f"; try again in {after_s:.3g} s" if after_s is not None else ""
+    if refusal.reason == "late":
+        text = f"it would take about {refusal.needs_s:.3g} s until this request is done, longer than its time{when}"
+    elif refusal.reason == "model_full":
+        text = f"{refusal.limit} requests wait for model {ask.model!r}, as many as may{when}"
+    else:
+        text = f"{refusal.limit} requests wait, as many as may{when}"
+    return QueueFull(text, retry_after_s=after_s)

@@ -1,0 +1,48 @@
+"""What a request asks of the replicas: where it runs, how much work it is, and which part of a replica it takes."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from cluster.control.lanes import Ask
+from configs.cluster import ClusterConfig
+from deployments.ingress.terms import Terms
+from deployments.records import ChatRequest, CompletionRequest, EmbeddingRequest, HeadRequest, ImageRequest
+
+WORKER: Final = "worker"
+ENCODER: Final = "text_encoder"
+PIPELINES: Final = "pipelines"
+_CHARS_PER_TOKEN: Final = 4
+_TOKENS_PER_TEXT: Final = 8  # what a text costs beside its tokens, in tokens
+_MANY_TOKENS: Final = 256  # of an answer whose request does not say
+_HEADS_AT_ONCE: Final = 64
+Request = ImageRequest | ChatRequest | CompletionRequest | EmbeddingRequest | HeadRequest
+
+
+def ask_of(request: Request, terms: Terms, timeout_s: float, config: ClusterConfig) -> Ask:
+    """Return what a request asks for. `terms` are checked, and `request` has its defaults."""
+    if isinstance(request, ImageRequest):
+        pool = WORKER
+        pixels = (request.width or 1) * (request.height or 1) * request.n
+        work = float(pixels * (request.num_inference_steps or 1))
+        share = request.n / config.worker.max_running_images
+    elif isinstance(request, ChatRequest | CompletionRequest):
+        pool, work = WORKER, float(request.max_tokens or _MANY_TOKENS)
+        share = 1 / config.worker.max_num_seqs
+    elif isinstance(request, EmbeddingRequest):
+        pool = ENCODER
+        work = sum(
+            _TOKENS_PER_TEXT + (len(text) / _CHARS_PER_TOKEN if isinstance(text, str) else len(text))
+            for text in request.input
+        )
+        share = len(request.input) / config.text_encoder.max_running
+    else:
+        pool, work, share = ENCODER, float(len(request.features)), 1 / _HEADS_AT_ONCE
+    return Ask(
+        pool, request.model, work, min(1.0, share), terms.priority, terms.tenant, timeout_s, is_inner=terms.is_inner
+    )
+
+
+def ask_of_pipeline(name: str, terms: Terms, timeout_s: float, max_running: int) -> Ask:
+    """Return what a pipeline asks for: its place among the pipelines. Its stages ask for themselves."""
+    return Ask(PIPELINES, name, 1.0, 1 / max_running, terms.priority, terms.tenant, timeout_s, terms.is_inner)

@@ -1,0 +1,113 @@
+"""The terms of a request: its priority, its tenant and its time, as headers, metadata or records say them.
+
+They accompany the request in a context variable: what it asks of other models on its way has the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from configs.admission import DEFAULT_TENANT, AdmissionConfig
+from deployments.errors import InvalidRequest
+from deployments.ingress.errors import error_response
+from deployments.ingress.kserve.rest.routing import is_protocol_path, protocol_error_response
+
+TIMEOUT: Final = "x-request-timeout-seconds"
+PRIORITY: Final = "x-priority"
+TENANT: Final = "x-tenant"
+_MAX_SHOWN: Final = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """`priority` 0 is the default one, `tenant` "" none. `is_inner`: of a part of a request that was admitted.
+
+    `is_trusted`: the tenant is that of an API key, and need not be listed in the config.
+    """
+
+    priority: int = 0
+    tenant: str = ""
+    timeout_s: float | None = None
+    is_inner: bool = False
+    is_trusted: bool = False
+
+    def checked(self, config: AdmissionConfig) -> Terms:
+        """Return the terms with a priority and a tenant that `config` knows. Raises: InvalidRequest."""
+        if self.priority > config.priority_levels:
+            raise InvalidRequest(
+                f"priority {self.priority} is not served (known: 1, most urgent, to {config.priority_levels})",
+                "priority",
+            )
+        tenant = self.tenant or DEFAULT_TENANT
+        if tenant not in config.tenants and not self.is_trusted and tenant != DEFAULT_TENANT:
+            if config.unknown_tenants == "refuse":
+                known = ", ".join(sorted({DEFAULT_TENANT, *config.tenants})[:20])
+                raise InvalidRequest(f"{TENANT}: no tenant {_shown(tenant)} (known: {known})", TENANT)
+            tenant = DEFAULT_TENANT
+        return replace(self, priority=self.priority or config.default_priority, tenant=tenant)
+
+
+current_terms: ContextVar[Terms] = ContextVar("current_terms", default=Terms())  # noqa: B039  # it is frozen
+
+
+def read_terms(headers: Mapping[str, str], key_tenant: str = "") -> Terms:
+    """Return the terms that headers or gRPC metadata say. The tenant of an API key goes before the header's.
+
+    Raises: InvalidRequest naming the header.
+    """
+    priority = headers.get(PRIORITY, "").strip()
+    if priority and not (priority.isascii() and priority.isdigit() and 1 <= len(priority) <= 9 and int(priority)):
+        raise InvalidRequest(
+            f"{PRIORITY}: expected a whole number from 1, most urgent, got {_shown(priority)}", PRIORITY
+        )
+    timeout_s = None
+    if text := headers.get(TIMEOUT, "").strip():
+        try:
+            timeout_s = float(text)
+        except ValueError:
+            timeout_s = math.nan
+        if not 0 < timeout_s < math.inf:
+            raise InvalidRequest(f"{TIMEOUT}: expected a number of seconds above 0, got {_shown(text)}", TIMEOUT)
+    tenant = key_tenant or headers.get(TENANT, "").strip()
+    return Terms(int(priority or 0), tenant, timeout_s, is_trusted=bool(key_tenant))
+
+
+def with_fields(terms: Terms, request: Any) -> Terms:
+    """Return the terms with what a record says itself."""
+    timeouts = [given for given in (terms.timeout_s, getattr(request, "timeout_s", None)) if given is not None]
+    return replace(
+        terms,
+        priority=getattr(request, "priority", 0) or terms.priority,
+        tenant=terms.tenant or getattr(request, "tenant", ""),
+        timeout_s=min(timeouts, default=None),
+    )
+
+
+class RequestTerms:
+    """ASGI middleware that reads the terms of inference requests before their bodies."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] == "POST" and scope["path"].startswith(("/v1/", "/v2/models/")):
+            headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+            try:
+                terms = read_terms(headers, scope.get("state", {}).get("tenant", ""))
+            except InvalidRequest as error:
+                in_protocol = is_protocol_path(scope["path"])
+                response = protocol_error_response(error) if in_protocol else error_response(error)
+                await response(scope, receive, send)
+                return
+            current_terms.set(terms)
+        await self._app(scope, receive, send)
+
+
+def _shown(text: str) -> str:
+    return repr(text if len(text) <= _MAX_SHOWN else text[:_MAX_SHOWN] + "...")

@@ -1,0 +1,123 @@
+"""The queue on an event loop: places are awaited, and who goes leaves nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+from typing import Any
+
+import pytest
+
+from cluster.control.dispatcher import Dispatcher, NotAdmitted
+from cluster.control.lanes import Ask
+from configs.admission import AdmissionConfig
+
+POOL = "worker"
+
+
+def ask(**fields: Any) -> Ask:
+    values: dict[str, Any] = {"pool": POOL, "model": "m", "work": 1.0, "share": 0.25, "priority": 2}
+    return Ask(**(values | {"tenant": "default", "deadline_s": math.inf} | fields))
+
+
+def dispatcher(*replicas: str, **config: Any) -> Dispatcher:
+    queue = Dispatcher(AdmissionConfig(**config))
+    queue.set_replicas(POOL, replicas)
+    return queue
+
+
+def numbers(queue: Dispatcher) -> tuple[int, int]:
+    models = queue.snapshot().models
+    return sum(load.waiting for load in models), sum(load.running for load in models)
+
+
+async def test_ten_thousand_random_cancellations_leave_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cluster.control.dispatcher.AVOID_S", 0.0)
+    queue = dispatcher("a", "b", max_waiting=1_000_000, max_waiting_per_model=1_000_000)
+    rng = random.Random()
+    on: dict[str, int] = {"a": 0, "b": 0}
+    num_answered = 0
+
+    async def request() -> None:
+        nonlocal num_answered
+        ticket = await queue.submit(ask(model=rng.choice("xyz"), priority=rng.randint(1, 3)))
+        is_answered = False
+        try:
+            replica = await queue.place(ticket)
+            on[replica] += 1
+            assert on[replica] <= 4
+            try:
+                for _ in range(rng.randint(0, 3)):
+                    await asyncio.sleep(0)
+                if rng.random() < 0.1:
+                    on[replica] -= 1
+                    replica = "gone"
+                    on[replica] = 1
+                    replica = await queue.place_again(ticket)
+                    on[replica] += 1
+                is_answered = True
+                num_answered += 1
+            finally:
+                on[replica] -= 1
+        finally:
+            queue.leave(ticket, is_answered=is_answered)
+
+    tasks = []
+    for _ in range(10_000):
+        tasks.append(asyncio.create_task(request()))
+        if rng.random() < 0.7:
+            rng.choice(tasks[-50:]).cancel()
+        if rng.random() < 0.3:
+            await asyncio.sleep(0)
+    async with asyncio.timeout(60):
+        outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+    assert all(outcome is None or isinstance(outcome, asyncio.CancelledError) for outcome in outcomes)
+    assert numbers(queue) == (0, 0)
+    assert not queue._places
+    assert num_answered == sum(outcome is None for outcome in outcomes)
+
+
+async def test_a_request_that_leaves_the_queue_makes_room_at_once() -> None:
+    queue = dispatcher("a", max_waiting_per_model=1)
+    running = [await queue.submit(ask(share=1.0)), await queue.submit(ask(share=1.0))]
+    assert await queue.place(running[0]) == "a"
+    waiting = asyncio.create_task(queue.place(running[1]))
+    await asyncio.sleep(0)
+    third = await queue.submit(ask(share=1.0))
+    with pytest.raises(NotAdmitted):
+        await queue.place(third)
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    queue.leave(running[1])
+    fourth = await queue.submit(ask(share=1.0))
+    place = asyncio.create_task(queue.place(fourth))
+    await asyncio.sleep(0)
+    assert numbers(queue) == (1, 1)
+    queue.leave(running[0], is_answered=True)
+    assert await place == "a"
+
+
+async def test_what_was_lost_goes_first_and_not_to_where_it_was_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cluster.control.dispatcher.AVOID_S", 0.01)
+    queue = dispatcher("a")
+    lost, other = await queue.submit(ask(share=1.0)), await queue.submit(ask(share=1.0))
+    assert await queue.place(lost) == "a"
+    waiting = asyncio.create_task(queue.place(other))
+    again = asyncio.create_task(queue.place_again(lost))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert not again.done()  # "a" is thought to be dead
+    queue.set_replicas(POOL, ["a", "b"])
+    assert await again == "b"
+    assert await waiting == "a"  # it was not, and after a moment that counts
+
+
+async def test_a_time_that_is_over_ends_the_wait_without_a_call() -> None:
+    queue = dispatcher("a")
+    first, second = await queue.submit(ask(share=1.0)), await queue.submit(ask(share=1.0, deadline_s=0.01))
+    await queue.place(first)
+    async with asyncio.timeout(5):
+        with pytest.raises(NotAdmitted) as raised:
+            await queue.place(second)
+    assert raised.value.refusal.reason == "expired"
