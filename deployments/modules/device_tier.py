@@ -115,7 +115,7 @@ class DeviceTier(Protocol):
         ...
 
     def hold(self, placements: Sequence[Placement]) -> None:
-        """Keep what is here of all that one request places, until `end_hold`: none evicts what the next one needs."""
+        """Keep what is here of all that one request places, until `end_hold`: one may not evict what the next needs."""
         ...
 
     def end_hold(self, placements: Sequence[Placement]) -> None:

@@ -60,6 +60,7 @@ def fill_slots(
                 found = _fill_slot(slot, part, tier, together, build, skeleton(part.manifest), clock)
             except Exception as error:
                 found = error
+            tier.end_hold([slot])  # before whoever waits hears of it
             yield found
     finally:
         tier.end_hold(slots)
@@ -99,8 +100,7 @@ def _fetch_together(
     try:
         fetched = tier.fetch([slot.extents for slot, _ in filling], beside)
     except ExtentCorrupt:
-        fetched = None
-    tier.hold([slot for slot, _ in filling])
+        return None
     return _FetchedTogether(fetched, filling[0][0], clock() - start) if fetched else None
 
 
@@ -127,8 +127,6 @@ def _fill_slot(
     except ExtentCorrupt as error:
         damaged = _tensor_names(part.component, slot.extents, str(error))
         raise ExtentCorrupt(f"{error}; it holds {damaged}") from error
-    finally:
-        tier.end_hold(slot)
     attached = clock()
     try:
         thing = build(part.component, skeleton, placed.tensors)
