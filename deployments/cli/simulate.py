@@ -88,10 +88,10 @@ def simulate_trace(
     if as_json:
         print_json({"problems": list(read.problems), "runs": [figures.as_record() for figures in found]})
     else:
-        print_figures(found)
+        _print_figures(found)
 
 
-def print_figures(found: list[RunFigures]) -> None:
+def _print_figures(found: list[RunFigures]) -> None:
     """Print runs beside each other, one row each."""
     names = ("served", "mean s", "p50 s", "p95 s", "p99 s", "goodput/s", "in target", "switches", "GB moved", "Jain")
     columns = [Column("policy", fit="name"), *(Column(name, align="right") for name in names)]

@@ -1,4 +1,4 @@
-"""Who asks: a request's key becomes a caller with a tenant, rights and limits. HTTP and gRPC ask the same questions."""
+"""Callers: a request's key becomes a caller with a tenant, rights and limits. HTTP and gRPC ask the same questions."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class Callers:
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who asks, by a key that held when the request or stream began."""
+    """The one who asks, by a key that held when the request or stream began."""
 
     callers: Callers
     key: str = field(repr=False)

@@ -13,7 +13,7 @@ _BURST_S: Final = 1.0  # a key that was idle may ask at once for what its rate g
 
 @dataclass(frozen=True, slots=True)
 class KeyLimits:
-    """What a key may ask of one replica. None is for no limit."""
+    """The limits of a key on one replica. None is for no limit."""
 
     requests_per_s: float | None
     max_concurrent: int | None
@@ -30,7 +30,7 @@ class KeyLimits:
 
 
 class KeyUse:
-    """How much of its limits a key has used. The limits are given with each request: they may change."""
+    """The use that a key has made of its limits, which are given with each request: they may change."""
 
     def __init__(self) -> None:
         self.num_in_progress = 0

@@ -1,4 +1,4 @@
-"""What torch's Python side does by type of device, and would do wrong for a simulated one."""
+"""Patches of what torch's Python side does by type of device, and would do wrong for a simulated one."""
 
 from __future__ import annotations
 
