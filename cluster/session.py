@@ -16,17 +16,17 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Self
+from typing import Any, Final, Self
 
 import psutil
 import ray
+from ray._private.node import Node
 from ray.exceptions import AuthenticationError
 
 from cluster.actor_names import NAMESPACE, names_of_cluster
 from cluster.door.door_plan import check_helper_ports
 from cluster.errors import SessionError
 from cluster.loopback import ray_on_loopback
-from cluster.ray_processes import without_unneeded_processes
 from configs.cluster import ClusterConfig, GrpcConfig, HttpConfig
 from weights.private_folder import private_folder, temporary_folder
 
@@ -34,6 +34,9 @@ _STOP_TIMEOUT_S = 60.0
 _END_TIMEOUT_S = 20.0
 _POLL_S = 0.1
 _MODE, _TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH"  # of Ray's own reading
+# The autoscaler's loop, of which one node has no use; what copies the workers' logs to the driver, which does not ask
+# for them; and the dashboard's server, which `include_dashboard=False` leaves with nothing but usage statistics.
+_UNNEEDED: Final = ("start_monitor", "start_log_monitor", "start_api_server")
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +138,7 @@ def ray_session(config: ClusterConfig) -> Iterator[None]:
     try:
         if private:
             _guard_ray_token()
-            with ray_on_loopback(), contextlib.nullcontext() if config.ray.dashboard else without_unneeded_processes():
+            with ray_on_loopback(), contextlib.nullcontext() if config.ray.dashboard else _without_unneeded_processes():
                 ray.init(
                     address="local",
                     num_cpus=config.ray.num_cpus,
@@ -271,3 +274,20 @@ def _listener(port: int) -> str:
                 name = psutil.Process(connection.pid).name() if connection.pid else "unknown"
                 return f" (process {connection.pid}, {name})"
     return ""
+
+
+@contextlib.contextmanager
+def _without_unneeded_processes() -> Iterator[None]:
+    """Let a Ray that starts in the block leave them out, for which Ray 2.60 has no option."""
+    known = {name: found for name in _UNNEEDED if (found := Node.__dict__.get(name)) is not None}
+    for name in known:
+        setattr(Node, name, _start_nothing)
+    try:
+        yield
+    finally:
+        for name, found in known.items():
+            setattr(Node, name, found)
+
+
+def _start_nothing(node: Any, *arguments: Any, **options: Any) -> None:
+    """Start no process."""

@@ -1,4 +1,4 @@
-"""Who may ask a cluster, and which web pages: keys, their limits, and the checks of the headers Host and Origin."""
+"""The access to a cluster for callers and web pages: keys, their limits, checks of the headers Host and Origin."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ Device = Annotated[str, AfterValidator(_known_device)]
 
 
 class HaproxyConfig(StrictModel):
-    """What HAProxy needs beside the public port. Ports without a number are found free when the cluster starts."""
+    """HAProxy's needs beside the public port. Ports without a number are found free when the cluster starts."""
 
     stats_port: int | None = Field(None, ge=1, le=65535, description="HAProxy's statistics page, on loopback")
     metrics_port: int | None = Field(None, ge=1, le=65535, description="HAProxy's own metrics, on loopback")

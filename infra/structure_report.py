@@ -31,7 +31,7 @@ MAX_DEFINITIONS = 4
 FRAGMENTS = re.compile(
     r"(of|what|who|whom|whose|whether|how|by|when|where|why|which|from|for|with|if|as|that|than|to|in|on|at)\b", re.I
 )
-LISTS = re.compile(r"deployments\.(app|cli\.main|cli\.bench|ingress\.http)|weights\.intake")
+LISTS = re.compile(r"deployments\.(app|services\.replica_classes|cli\.main|cli\.bench|ingress\.http)|weights\.intake")
 KINDS = ("entries of a list", "parts of an actor", "others")
 PLAIN_BASES = re.compile("object|ABC|Protocol|Generic|(Str|Int)?Enum|IntFlag|NamedTuple|TypedDict|BaseModel")
 HOOK_DECORATORS = re.compile(
@@ -133,6 +133,10 @@ def _collect_class(module: Module, node: ast.ClassDef) -> None:
             continue
         if is_public and (_is_public(member.name) or member.name == "__init__"):
             _expose_signature(module, member)
+        if is_public and member.name == "__init__":
+            for leaf in ast.walk(member):
+                if isinstance(leaf, ast.AnnAssign) and isinstance(leaf.target, ast.Attribute):
+                    module.exposed |= _names(leaf.annotation) if _is_public(leaf.target.attr) else set()
         if not _is_public(member.name) or _is_hook(member):
             continue
         definition = Definition(module.name, member.name, member.lineno, node.name)

@@ -24,6 +24,8 @@ from cluster.control.places import Places
 from cluster.control.service_times import ArrivalRate, ModelTimes, ServiceTimes
 from configs.admission import AdmissionConfig
 
+__all__ = ["MARGIN", "REVIEW_S", "SWITCHED_S", "AdmissionQueue"]
+
 REVIEW_S: Final = 0.25  # how often those that wait are predicted anew
 MARGIN: Final = 1.1  # predictions are this much longer than the mean: half of all requests take longer than that
 SWITCHED_S: Final = 0.02  # a switch that took longer shows that the model was not at hand
@@ -166,7 +168,7 @@ class AdmissionQueue:
         """Return when `pump` is due if nothing changes before."""
         return self._reviewed_s + REVIEW_S if self.num_waiting else math.inf
 
-    def finish_in_s(self, ask: Ask, now_s: float) -> float | None:
+    def _finish_in_s(self, ask: Ask, now_s: float) -> float | None:
         """Return how long a request that came now would take in all; None when nothing is known of its model."""
         times = self._times.times(ask.model)
         if times is None:
@@ -222,7 +224,7 @@ class AdmissionQueue:
             return None  # things may have changed: this one will tell
         if times.num_measured >= _ENOUGH and times.fastest_s * ask.work > budget_s:
             return Refusal("hopeless", needs_s=times.fastest_s * ask.work)
-        needs_s = self.finish_in_s(ask, now_s) or 0.0
+        needs_s = self._finish_in_s(ask, now_s) or 0.0
         if is_idle or needs_s * MARGIN <= budget_s or needs_s == math.inf:
             return None
         return self._told(pool, ask, now_s, Refusal("late", needs_s * MARGIN - budget_s, needs_s=needs_s))

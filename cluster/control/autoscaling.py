@@ -111,7 +111,7 @@ def target_replicas(
     return ScalePlan(target, reason, memory, preloads, leaving, _hand_overs(state, leaving))
 
 
-def can_leave(state: ClusterState, worker: WorkerState) -> bool:
+def _can_leave(state: ClusterState, worker: WorkerState) -> bool:
     """Return whether a draining worker may end: nothing runs, and no wanted model is ready or coming only there."""
     if any(worker.running.values()) or worker.leased:
         return False

@@ -15,6 +15,8 @@ from cluster.control.lanes import Ask
 from cluster.errors import ClusterError
 from configs.admission import AdmissionConfig
 
+__all__ = ["AVOID_S", "Dispatcher", "NotAdmitted"]
+
 AVOID_S: Final = 1.0  # a replica on which a request was lost
 
 

@@ -17,7 +17,7 @@ STALE_PLAN_S: Final = 3.0  # a plan that is older is not waited for
 
 @dataclass(frozen=True, slots=True)
 class WorkerLoad:
-    """What a router knows of a worker: the models that are ready, its free slots, and seconds of work that it runs.
+    """The load of a worker as a router knows it: the models that are ready, free slots, seconds of work that it runs.
 
     `busy_s` is at the worker's own speed, which is 1 for a usual one. `evicting` are the models that it drains or lets
     go. `switch_s` is what getting ready for a model costs it, where that is known. `is_usable` is False

@@ -12,6 +12,8 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
+__all__ = ["ReportedTarget"]
+
 TARGET: Final = "target_replicas"
 MAX_AGE_S: Final = 5.0
 
@@ -31,7 +33,7 @@ class ReportedTarget:
         """Return the number of replicas, within Serve's bounds, and the state for the next call."""
         now_s = context.current_time or 0.0
         state = dict(context.policy_state or {})
-        reported = newest_report(context.raw_metrics or {})
+        reported = _newest_report(context.raw_metrics or {})
         if reported is not None and reported[0] >= state.get("reported_s", -math.inf):
             state["reported_s"], state["target"] = reported
         age_s = now_s - state.get("reported_s", -math.inf)
@@ -46,7 +48,7 @@ class ReportedTarget:
         return min(max(target, low), high), state
 
 
-def newest_report(raw_metrics: Mapping[str, Mapping[Any, Iterable[Any]]]) -> tuple[float, int] | None:
+def _newest_report(raw_metrics: Mapping[str, Mapping[Any, Iterable[Any]]]) -> tuple[float, int] | None:
     """Return (time, target) of the newest target that any replica reported; None without one that can be true."""
     newest: tuple[float, int] | None = None
     for series in raw_metrics.get(TARGET, {}).values():

@@ -15,7 +15,7 @@ _NEW: Final = 0.15  # weight of a new measurement
 
 @dataclass(slots=True)
 class ModelTimes:
-    """What requests for one model took, by unit of work; zeros until one was measured.
+    """The seconds that requests for one model took, by unit of work; zeros until one was measured.
 
     `busy_s` are seconds of a whole replica: a request that ran beside others has its part of them. `latency_s` passed
     from start to end, and `fastest_s` is the shortest such time of late.

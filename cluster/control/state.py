@@ -111,7 +111,7 @@ class WorkerState:
 
     @property
     def is_stale(self) -> bool:
-        """Whether its figures are too old to give it orders."""
+        """True when its figures are too old to give it orders."""
         return self.age_s > STALE_S
 
 

@@ -1,4 +1,4 @@
-"""Where HAProxy and what stands behind it listen, and the environment of Serve's actors that makes them do so."""
+"""The door's plan: the addresses of HAProxy and what stands behind it, and the environment that Serve's actors need."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def plan_door(config: ClusterConfig, num_nodes: int = 1) -> DoorPlan:
     Raises: ProxyUnavailable when HAProxy cannot be used here; SessionError when a port that the config asks for is
     taken.
     """
-    check_haproxy_runs()
+    _check_haproxy_runs()
     haproxy = config.http.haproxy
     if num_nodes > 1 and haproxy.replica_host == "127.0.0.1":
         raise ProxyUnavailable(
@@ -119,7 +119,7 @@ def plan_door(config: ClusterConfig, num_nodes: int = 1) -> DoorPlan:
     )
 
 
-def check_haproxy_runs() -> None:
+def _check_haproxy_runs() -> None:
     """Raise ProxyUnavailable, with the reason, when there is no HAProxy or it does not run here."""
     binary = _binary()
     try:

@@ -32,19 +32,19 @@ _logger = logging.getLogger("ray.serve")
 
 
 def install() -> None:
-    """Let the controller, in whose process this is called, start `DoorManager` on every node instead of Serve's."""
-    controller.HAProxyManager = ray.remote(num_cpus=0)(DoorManager)
+    """Let the controller, in whose process this is called, start `_DoorManager` on every node, not Serve's."""
+    controller.HAProxyManager = ray.remote(num_cpus=0)(_DoorManager)
 
 
-class DoorManager(HAProxyManager.__ray_actor_class__):
+class _DoorManager(HAProxyManager.__ray_actor_class__):
     """Serve's actor that keeps HAProxy running on a node and tells it of the ingress replicas."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        haproxy.HAProxyApi = DoorProcess  # by that name, the constructor finds what runs HAProxy
+        haproxy.HAProxyApi = _DoorProcess  # by that name, the constructor finds what runs HAProxy
         super().__init__(*arguments, **options)
 
 
-class DoorProcess(HAProxyApi):
+class _DoorProcess(HAProxyApi):
     """HAProxy's processes on this node: the one that listens, and older ones that finish what they have."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -98,7 +98,7 @@ class DoorProcess(HAProxyApi):
     async def _start_and_wait_for_haproxy(
         self, *extra_args: str, timeout_s: int = haproxy.RAY_SERVE_HAPROXY_STARTUP_TIMEOUT_S
     ) -> asyncio.subprocess.Process:
-        """As Serve does it, but the process ends with this one: an orphan would keep the port."""
+        """Start HAProxy as Serve does, but make it end with this process: an orphan would keep the port."""
         self._spawn_seq += 1
         log = f"{self.cfg.socket_path}.{self._log_id}.{self._spawn_seq}.stderr.log"
         command = [haproxy.get_haproxy_binary(), "-db", "-dR", "-f", self.config_file_path, *extra_args]

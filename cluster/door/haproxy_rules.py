@@ -1,4 +1,4 @@
-"""What Atelier changes in the HAProxy configuration that Serve writes.
+"""The changes that Atelier makes to the HAProxy configuration that Serve writes.
 
 Serve puts HAProxy's statistics and metrics on every interface and its admin socket into everybody's hands, repeats
 nothing that has reached a replica, answers errors in plain text, and waits for a slow request as long as it takes.

@@ -1,4 +1,4 @@
-"""What `serve.multiplexed` does, as Ray Serve 2.60.0's sources say.
+"""The routing and eviction of `serve.multiplexed`, as Ray Serve 2.60.0's sources say.
 
 Routing: `PowerOfTwoChoicesRequestRouter` with `MultiplexMixin.apply_multiplex_routing` (request_router.py): for 1 to
 2 s (drawn at each look) the workers that have or load the model; when none has it, or those were tried and are full,

@@ -64,7 +64,7 @@ def simulate(scenario: Scenario, policy: PolicyName, seed: int = 0, patience: fl
     """Run a scenario under a policy until all is answered, or for `patience` times the trace's duration and 60 s."""
     world = World(scenario, _dispatcher(scenario, policy, seed))
     world.run(until_s=patience * scenario.duration_s + 60.0)
-    return figures_of(world, policy), world
+    return _figures_of(world, policy), world
 
 
 def _dispatcher(scenario: Scenario, policy: PolicyName, seed: int) -> Callable[[World], Dispatcher]:
@@ -79,7 +79,7 @@ def _dispatcher(scenario: Scenario, policy: PolicyName, seed: int) -> Callable[[
     return lambda world: Controlled(world, mode)
 
 
-def figures_of(world: World, policy: str) -> RunFigures:
+def _figures_of(world: World, policy: str) -> RunFigures:
     """Return the figures of a run that has ended."""
     scenario = world.scenario
     latencies = sorted(served.latency_s for served in world.served)

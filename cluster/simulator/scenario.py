@@ -1,13 +1,30 @@
-"""The records of a simulation: models, workers, requests and faults."""
+"""The records of a simulation: models, workers, requests and faults.
+
+A trace file has them as lines of JSON, in any order:
+
+    {"kind": "model", "id": "flux", "components": {"vae-1": 335000000}, "service_s": 2.5, "slo": "standard"}
+    {"kind": "worker", "id": "w0", "node": "n0", "budget_bytes": 80000000000, "attach_bytes_per_s": 2.5e10}
+    {"kind": "request", "at_s": 0.25, "model": "flux", "priority": 1}
+    {"kind": "worker_lost", "at_s": 60.0, "worker": "w0"}
+
+Fields that have a default may be left out; `slo` is the name of a class. A line that cannot be used is named with its
+number and reason, and left out.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Final, Literal
+import json
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import MISSING, dataclass, fields
+from typing import Any, Final, Literal
 
-from cluster.control.state import STANDARD, Components, SloClass
+from cluster.control.state import BATCH, INTERACTIVE, STANDARD, Components, SloClass
 
 FAULTS: Final = ("worker_lost", "worker_back", "worker_silent", "worker_lies", "clock_jump")
+MAX_LINE: Final = 1_000_000  # characters
+_CLASSES: Final = {slo.name: slo for slo in (INTERACTIVE, STANDARD, BATCH)}
+_POSITIVE: Final = {"service_s", "speed", "attach_bytes_per_s", "load_bytes_per_s", "slots", "priority"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +68,9 @@ class SimRequest:
     priority: int = 1
 
 
+_RECORDS: Final[dict[str, type[Any]]] = {"model": SimModel, "worker": SimWorker, "request": SimRequest}
+
+
 @dataclass(frozen=True, slots=True)
 class Fault:
     """Something that goes wrong, or right again, at a moment.
@@ -79,3 +99,125 @@ class Scenario:
     def duration_s(self) -> float:
         """The time from the start to the last request."""
         return max((request.at_s for request in self.requests), default=0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """The records of a trace file, and what was wrong with the lines that were left out."""
+
+    models: tuple[SimModel, ...]
+    workers: tuple[SimWorker, ...]
+    requests: tuple[SimRequest, ...]
+    faults: tuple[Fault, ...]
+    problems: tuple[str, ...]
+
+
+def read_trace(lines: Iterable[str]) -> Trace:
+    """Return the records of the lines. Never raises for what a line says."""
+    found: dict[str, dict[str, Any]] = {"model": {}, "worker": {}}
+    requests: list[tuple[int, SimRequest]] = []
+    faults: list[tuple[int, Fault]] = []
+    problems: list[str] = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            record = _record_of(line)
+            if isinstance(record, SimRequest):
+                requests.append((number, record))
+            elif isinstance(record, Fault):
+                faults.append((number, record))
+            else:
+                kind = "model" if isinstance(record, SimModel) else "worker"
+                if record.id in found[kind]:
+                    raise ValueError(f"{kind} {record.id!r} came before; the first counts")
+                found[kind][record.id] = record
+        except (ValueError, TypeError, RecursionError) as error:
+            problems.append(f"line {number}: {str(error) or type(error).__name__}")
+    models, workers = found["model"], found["worker"]
+    for number, request in list(requests):
+        if models and request.model not in models:
+            problems.append(f"line {number}: model {request.model!r} has no line of its own")
+            requests.remove((number, request))
+    for number, fault in list(faults):
+        if workers and fault.kind != "clock_jump" and fault.worker not in workers:
+            problems.append(f"line {number}: worker {fault.worker!r} has no line of its own")
+            faults.remove((number, fault))
+    return Trace(
+        tuple(models.values()),
+        tuple(workers.values()),
+        tuple(request for _, request in sorted(requests, key=lambda item: item[1].at_s)),
+        tuple(fault for _, fault in faults),
+        tuple(problems),
+    )
+
+
+def trace_lines(scenario: Scenario) -> Iterator[str]:
+    """Yield the lines of a scenario, each with its line end; `read_trace` returns the same records."""
+    for kind, records in (("model", scenario.models), ("worker", scenario.workers), ("request", scenario.requests)):
+        for record in records:
+            yield _line(kind, record)
+    for fault in scenario.faults:
+        yield _line(fault.kind, fault)
+
+
+def _line(kind: str, record: SimModel | SimWorker | SimRequest | Fault) -> str:
+    values: dict[str, Any] = {"kind": kind}
+    for field in fields(record):
+        value = getattr(record, field.name)
+        if field.name == "components":
+            value = dict(value.sizes)
+        elif field.name == "slo":
+            value = value.name
+        if field.name != "kind":
+            values[field.name] = value
+    return json.dumps(values) + "\n"
+
+
+def _record_of(line: str) -> SimModel | SimWorker | SimRequest | Fault:
+    if len(line) > MAX_LINE:
+        raise ValueError(f"{len(line)} characters; a line has at most {MAX_LINE}")
+    try:
+        values = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"no JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"expected an object, got {type(values).__name__}")
+    kind = values.pop("kind", None)
+    if kind not in _RECORDS and kind not in FAULTS:
+        raise ValueError(f"kind {kind!r}; known: {', '.join([*_RECORDS, *FAULTS])}")
+    made = _RECORDS.get(kind, Fault)
+    known = {field.name: field for field in fields(made)}
+    if kind in FAULTS:
+        values["kind"] = kind
+    if unknown := values.keys() - known.keys():
+        raise ValueError(f"unknown {sorted(unknown)}; known: {', '.join(known)}")
+    for name, field in known.items():
+        if name in values:
+            values[name] = _value_of(name, str(field.type), values[name])
+        elif field.default is MISSING and field.default_factory is MISSING:
+            raise ValueError(f"{name} is missing")
+    record: SimModel | SimWorker | SimRequest | Fault = made(**values)
+    return record
+
+
+def _value_of(name: str, type_: str, value: Any) -> Any:
+    if name == "components":
+        if not isinstance(value, dict):
+            raise ValueError(f"components is {value!r}; expected bytes by component")
+        return Components(value)
+    if name == "slo":
+        if not isinstance(value, str) or value not in _CLASSES:
+            raise ValueError(f"slo is {value!r}; known: {', '.join(_CLASSES)}")
+        return _CLASSES[value]
+    if type_ in ("int", "float"):
+        is_number = isinstance(value, int if type_ == "int" else int | float) and not isinstance(value, bool)
+        least = 1e-9 if name in _POSITIVE else -1e15 if name == "amount_s" else 0
+        if not is_number or not least <= value <= 1e15 or not math.isfinite(value):
+            raise ValueError(
+                f"{name} is {value!r}; expected a{'n integer' if type_ == 'int' else ' number'} from {least} on"
+            )
+        return value
+    if not isinstance(value, str):
+        raise ValueError(f"{name} is {value!r}; expected a string")
+    return value

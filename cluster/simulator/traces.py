@@ -17,7 +17,7 @@ def zipf_shares(models: Sequence[str], exponent: float = 1.0) -> dict[str, float
 
 def poisson(rate: float, shares: Mapping[str, float], duration_s: float, chance: random.Random) -> list[SimRequest]:
     """Return requests of a constant rate (per second)."""
-    return thinned(lambda _: rate, rate, shares, duration_s, chance)
+    return _thinned(lambda _: rate, rate, shares, duration_s, chance)
 
 
 def diurnal(
@@ -33,7 +33,7 @@ def diurnal(
     def rate_at(at_s: float) -> float:
         return mean_rate * (1 + swing * math.sin(2 * math.pi * at_s / period_s))
 
-    return thinned(rate_at, mean_rate * (1 + swing), shares, duration_s, chance)
+    return _thinned(rate_at, mean_rate * (1 + swing), shares, duration_s, chance)
 
 
 def bursts(
@@ -47,7 +47,7 @@ def bursts(
     return sorted(requests, key=lambda request: request.at_s)
 
 
-def thinned(
+def _thinned(
     rate_at: Callable[[float], float],
     max_rate: float,
     shares: Mapping[str, float],

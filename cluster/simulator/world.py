@@ -82,7 +82,7 @@ class Span:
 
 
 class Dispatcher(Protocol):
-    """Who decides: told what happens, it starts requests and loads models."""
+    """The one who decides: told what happens, it starts requests and loads models."""
 
     def on_request(self, request: SimRequest) -> None:
         """Take in a request, a new one or one whose worker was lost."""

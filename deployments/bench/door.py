@@ -119,7 +119,7 @@ def _load_stock(peer: Peer, config: ClusterConfig) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Sides:
-    """What is measured in turn: servers by name, and the stock process."""
+    """The servers that are measured in turn, by name, and the stock process."""
 
     load: LoadGenerator
     peer: Peer

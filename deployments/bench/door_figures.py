@@ -105,17 +105,17 @@ def overload_figures(
         "refused_p50_ms": _median(refusals_ms),
         "refused_p99_ms": percentile(refusals_ms, 0.99) if refusals_ms else None,
         "without_retry_after": sum(one.status == REFUSED and one.retry_after_s is None for one in outcomes),
-        "retry_after": retry_figures(outcomes),
+        "retry_after": _retry_figures(outcomes),
     }
 
 
-def retry_figures(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+def _retry_figures(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     """Return how far Retry-After was from the first admission of those who asked again and again.
 
     The error is a share of the time that it really took; what is below the header's resolution is none.
     """
     probes = [one for one in outcomes if one.retry_after_s is not None and one.admitted_after_s is not None]
-    errors = [retry_error(one.retry_after_s or 0.0, one.admitted_after_s or 0.0) for one in probes]
+    errors = [_retry_error(one.retry_after_s or 0.0, one.admitted_after_s or 0.0) for one in probes]
     return {
         "probes": [[one.retry_after_s, one.admitted_after_s] for one in probes],
         "median_error": _median(errors),
@@ -123,7 +123,7 @@ def retry_figures(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     }
 
 
-def retry_error(told_s: float, true_s: float) -> float:
+def _retry_error(told_s: float, true_s: float) -> float:
     off_s = abs(told_s - true_s)
     return 0.0 if off_s <= RETRY_RESOLUTION_S else off_s / true_s if true_s > 0 else float(off_s > 0)
 

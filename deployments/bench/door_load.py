@@ -67,7 +67,7 @@ class Outcome:
         return self.status == 200 and (self.timeout_s is None or self.latency_s <= self.timeout_s)
 
 
-class Sender:
+class _Sender:
     """Sends requests to one server. Lives on one event loop, within a session."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
@@ -171,8 +171,8 @@ class Sender:
         return time.perf_counter() - self._start_s
 
 
-async def run_order(order: dict[str, Any], stop: asyncio.Event) -> list[Outcome]:
-    """Run one order: `do` is closed, open or watch, the other fields are arguments of `Sender`'s methods.
+async def _run_order(order: dict[str, Any], stop: asyncio.Event) -> list[Outcome]:
+    """Run one order: `do` is closed, open or watch, the other fields are arguments of `_Sender`'s methods.
 
     A watch opens a connection for each request, as a prober from outside does, and counts it as the request's time. The
     others keep theirs open.
@@ -184,7 +184,7 @@ async def run_order(order: dict[str, Any], stop: asyncio.Event) -> list[Outcome]
         trace.on_request_headers_sent.append(_note_sent)
     timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout, trace_configs=[trace]) as session:
-        sender = Sender(session, url)
+        sender = _Sender(session, url)
         if do == "closed":
             return await sender.run_closed(asks, order["num_callers"], order.get("max_s"))
         if do == "open":
@@ -204,7 +204,7 @@ class LoadGenerator:
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def begin(self, do: str, url: str, asks: Sequence[Ask], **options: Any) -> None:
-        """Start an order: see `run_order`."""
+        """Start an order: see `_run_order`."""
         self._write(json.dumps({"do": do, "url": url, "asks": [asdict(ask) for ask in asks], **options}))
 
     def finish(self) -> list[Outcome]:
@@ -239,7 +239,7 @@ async def _serve_orders() -> None:
     line = await loop.run_in_executor(None, sys.stdin.readline)
     while line:
         stop = asyncio.Event()
-        running = asyncio.create_task(run_order(json.loads(line), stop))
+        running = asyncio.create_task(_run_order(json.loads(line), stop))
         following = asyncio.ensure_future(loop.run_in_executor(None, sys.stdin.readline))
         await asyncio.wait({running, following}, return_when=asyncio.FIRST_COMPLETED)
         if following.done():  # `stop`, or the end of the input

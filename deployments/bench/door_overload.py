@@ -88,7 +88,7 @@ def measure_overload(load: LoadGenerator, url: str, requests: Requests, effort: 
         "loads": loads,
         "health": watch.figures(),
         "ingress_bytes": {"before": memory_bytes[0], "after": memory_bytes[1], "most": watch.most_bytes},
-        "left_behind": wait_until_quiet(url),
+        "left_behind": _wait_until_quiet(url),
     }
 
 
@@ -109,7 +109,7 @@ def _capacity(load: LoadGenerator, url: str, requests: Requests, effort: Overloa
 
 def _loaded(load: LoadGenerator, url: str, asks: Sequence[Ask]) -> list[Outcome]:
     outcomes = load.run("open", url, asks, probe_every=max(1, len(asks) // NUM_PROBERS // 2))
-    wait_until_quiet(url)
+    _wait_until_quiet(url)
     return outcomes
 
 
@@ -161,11 +161,11 @@ def measure_cancels(load: LoadGenerator, url: str, requests: Requests, effort: O
         replace(ask, cancel_s=math.exp(requests.rng.uniform(*map(math.log, effort.cancel_s))))
         for ask in requests.draw_mix(effort.num_cancels)
     ]
-    before = wait_until_quiet(url) | {"ingress_bytes": _ingress_bytes(), "open_files": _num_open_files()}
+    before = _wait_until_quiet(url) | {"ingress_bytes": _ingress_bytes(), "open_files": _num_open_files()}
     start_s = time.monotonic()
     outcomes = load.run("closed", url, asks, num_callers=effort.cancel_callers)
     wall_s = time.monotonic() - start_s
-    after = wait_until_quiet(url) | {"ingress_bytes": _ingress_bytes(), "open_files": _num_open_files()}
+    after = _wait_until_quiet(url) | {"ingress_bytes": _ingress_bytes(), "open_files": _num_open_files()}
     return cancel_figures(outcomes) | {"wall_s": wall_s, "before": before, "after": after}
 
 
@@ -224,7 +224,7 @@ def measure_kill(
     return lost(load.finish()) | {"num_ingresses": len(victims)}
 
 
-def wait_until_quiet(url: str) -> dict[str, Any]:
+def _wait_until_quiet(url: str) -> dict[str, Any]:
     """Wait until nothing runs and nothing is leased, for a minute at the most; return what is left."""
     start_s = time.monotonic()
     with httpx.Client(base_url=url, timeout=QUIET_TIMEOUT_S) as client:

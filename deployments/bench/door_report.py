@@ -1,4 +1,4 @@
-"""What `atelier bench door` found, beside the targets of it, as tables."""
+"""The tables of `atelier bench door`: its figures beside their targets."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ ZIPF_LOADS: Final = (0.5, 1.5, 3.0, 4.5)  # requests per second for 4 workers th
 SIZING_SLO: Final = 0.95
 
 
-def scenario_of(
+def _scenario_of(
     num_models: int,
     num_workers: int,
     rate: float,
@@ -57,7 +57,7 @@ def scenario_of(
     return Scenario(models, workers, tuple(poisson(rate, shares, duration_s, random.Random(seed))))
 
 
-def measure_zipf(
+def _measure_zipf(
     num_models: int, num_workers: int, rates: Sequence[float], duration_s: float, seeds: Sequence[int], switch_s: float
 ) -> list[dict[str, Any]]:
     """Return figures by rate and policy, means over the seeds; what is infinite in one is None."""
@@ -65,7 +65,7 @@ def measure_zipf(
     for rate in rates:
         for policy in POLICIES:
             runs = [
-                simulate(scenario_of(num_models, num_workers, rate, duration_s, seed, switch_s), policy, seed)[
+                simulate(_scenario_of(num_models, num_workers, rate, duration_s, seed, switch_s), policy, seed)[
                     0
                 ].as_record()
                 for seed in seeds
@@ -78,14 +78,14 @@ def measure_zipf(
     return rows
 
 
-def measure_oracle(num_cases: int) -> list[dict[str, Any]]:
+def _measure_oracle(num_cases: int) -> list[dict[str, Any]]:
     """Return mean latency over the oracle's: 10 requests for 3 models on 2 workers of one slot, switch 3 s."""
     rows = []
     for rate in (0.1, 0.3, 1.0, 3.0):
         ratios: dict[str, list[float]] = {policy: [] for policy in POLICIES}
         ahead: list[float] = []
         for seed in range(num_cases):
-            whole = scenario_of(3, 2, rate, 400.0, seed, 3.0)
+            whole = _scenario_of(3, 2, rate, 400.0, seed, 3.0)
             workers = tuple(replace(worker, slots=1) for worker in whole.workers)
             case = replace(whole, workers=workers, requests=whole.requests[:10])
             best = oracle_mean_latency_s(case, ahead=False)
@@ -97,7 +97,7 @@ def measure_oracle(num_cases: int) -> list[dict[str, Any]]:
     return rows
 
 
-def measure_sizing(num_models: int, rates: Sequence[float], duration_s: float, seed: int) -> list[dict[str, Any]]:
+def _measure_sizing(num_models: int, rates: Sequence[float], duration_s: float, seed: int) -> list[dict[str, Any]]:
     """Return the least number of workers that keep 95 % of the requests within 30 s, by switch cost and rate."""
     rows = []
     policies: tuple[PolicyName, ...] = ("latency-first", "serve.multiplexed")
@@ -119,7 +119,7 @@ def _least_workers(
     best = None
     while low <= high:
         middle = (low + high) // 2
-        scenario = scenario_of(num_models, middle, rate, duration_s, seed, switch_s)
+        scenario = _scenario_of(num_models, middle, rate, duration_s, seed, switch_s)
         if simulate(scenario, policy, seed, patience=1.5)[0].slo_attainment >= SIZING_SLO:
             best, high = middle, middle - 1
         else:
@@ -127,7 +127,7 @@ def _least_workers(
     return best
 
 
-def large_state(number: int, seed: int) -> tuple[list[ModelState], list[WorkerState], dict[str, frozenset[str]]]:
+def _large_state(number: int, seed: int) -> tuple[list[ModelState], list[WorkerState], dict[str, frozenset[str]]]:
     """Return `number` models in families of ten on as many workers; half of the models have waiting requests."""
     chance = random.Random(seed)
     parts = [Components({f"own{i}": chance.randrange(1, 20) * GB, f"family{i // 10}": 10 * GB}) for i in range(number)]
@@ -156,9 +156,9 @@ def large_state(number: int, seed: int) -> tuple[list[ModelState], list[WorkerSt
     return models, workers, {f"n{index // 8}": frozenset() for index in range(number)}
 
 
-def measure_tick(number: int, rounds: int) -> dict[str, Any]:
+def _measure_tick(number: int, rounds: int) -> dict[str, Any]:
     """Return the milliseconds of a tick of `number` models and workers, and the memory of the process."""
-    models, workers, held = large_state(number, 0)
+    models, workers, held = _large_state(number, 0)
     found: dict[str, list[float]] = {"check": [], "plan": [], "scale": [], "tick": []}
     for _ in range(rounds):
         moments = [time.perf_counter()]
@@ -182,11 +182,11 @@ def measure_schedule(num_seeds: int) -> dict[str, Any]:
     """Return all simulated figures. The tick comes first, while the process is small."""
     seeds = range(1, num_seeds + 1)
     return {
-        "tick": measure_tick(10_000, 15),
-        "zipf_12_on_4": measure_zipf(12, 4, ZIPF_LOADS, 600.0, seeds, 5.0),
-        "zipf_500_on_64": measure_zipf(500, 64, (20.0, 40.0), 120.0, seeds[:1], 5.0),
-        "oracle": measure_oracle(20),
-        "sizing": measure_sizing(12, (1.0, 3.0, 6.0), 200.0, 1),
+        "tick": _measure_tick(10_000, 15),
+        "zipf_12_on_4": _measure_zipf(12, 4, ZIPF_LOADS, 600.0, seeds, 5.0),
+        "zipf_500_on_64": _measure_zipf(500, 64, (20.0, 40.0), 120.0, seeds[:1], 5.0),
+        "oracle": _measure_oracle(20),
+        "sizing": _measure_sizing(12, (1.0, 3.0, 6.0), 200.0, 1),
     }
 
 

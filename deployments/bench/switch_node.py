@@ -1,19 +1,30 @@
-"""A node to switch on: models in a store, a keeper, and replicas as they are needed."""
+"""A node to switch on: models in a store, a keeper, and replicas without Serve around them, as they are needed."""
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import ray
+import torch
 
 from cluster.keeper.actor import KeeperStats, keeper_class
-from deployments.bench.switch_replica import BenchReplica
+from cluster.keeper.ray_extents import RayExtents
+from configs.cluster import WorkerConfig
+from configs.model import ModelConfig
+from deployments.modules.cache import ModuleCache
+from deployments.modules.loading import ComponentBuilder
+from deployments.services.model_replica import limit_torch_threads, prepare_models
+from deployments.text.encoders import KeyedEncoder, TextEncoderBuilder, is_text_encoder
 from weights.externalize import externalize
-from weights.manifest import ExtentRef, Manifest
+from weights.manifest import Component, ExtentRef, Manifest
 from weights.store import WeightStore
 
 HOLDER = "bench"
@@ -55,8 +66,8 @@ class Node:
         self._replicas: list[Any] = []
 
     def replicas(self, number: int, budget_bytes: int, **options: Any) -> list[Any]:
-        """Start fresh processes and wait for them; `options` as `BenchReplica` takes them."""
-        cls, models = ray.remote(num_cpus=0)(BenchReplica), self.models
+        """Start fresh processes and wait for them; `options` as `_BenchReplica` takes them."""
+        cls, models = ray.remote(num_cpus=0)(_BenchReplica), self.models
         started = [
             cls.remote(self.keeper, models.store.models, models.manifests, budget_bytes, **options)
             for _ in range(number)
@@ -99,3 +110,127 @@ def node_of(models: Models, budget_bytes: int | None = None) -> Iterator[Node]:
 
 def _tensors(manifest: Manifest) -> dict[str, int]:
     return {ref.sha256: ref.nbytes for component in manifest.components.values() for ref in component.tensors.values()}
+
+
+class _BenchReplica:
+    """A replica that switches as a worker and a text encoder do, for a whole pipeline.
+
+    `prepare`: make the structures of the models at start, as a replica of the cluster does. Imports are done always.
+
+    `keeps`: on device "cpu", keep what the node has not called back, as a replica of the cluster does. `skeletons` is
+    the store's folder of what is not weights.
+    """
+
+    async def __init__(  # type: ignore[misc]  # Ray awaits it
+        self,
+        keeper: Any,
+        skeletons: Path,
+        manifests: Mapping[str, Manifest],
+        budget_bytes: int,
+        *,
+        device: str = "cpu",
+        prepare: bool = True,
+        keeps: bool = True,
+    ) -> None:
+        self._budget_bytes = budget_bytes
+        keeps = keeps and device == "cpu"
+        extents = RayExtents(keeper, f"replica-{os.getpid()}", on_recall=self._give_up if keeps else None)
+        self._host = await _open_host(extents, skeletons, manifests, budget_bytes, device, prepare, keeps)
+
+    def _give_up(self, extents: Sequence[str], is_overdue: bool) -> None:
+        self._host.give_up(extents, is_overdue)
+
+    async def pid(self) -> int:
+        return os.getpid()
+
+    async def switch(self, model: str, touch: bool = False) -> dict[str, Any]:
+        """Build every component of `model`; returns `ms`, the report, and with `touch` the time to read all bytes."""
+        start = time.perf_counter()
+        async with self._host.lease(model, _is_wanted) as lease:
+            ms = (time.perf_counter() - start) * 1e3
+            if touch:
+                _touch_parameters(lease.modules)
+            touched_ms = (time.perf_counter() - start) * 1e3
+            return asdict(lease.report) | {"ms": ms, "touched_ms": touched_ms}
+
+    async def forget(self) -> None:
+        """Let go of all modules: their structures stay."""
+        self._host.set_budget(0)
+        self._host.set_budget(self._budget_bytes)
+
+    async def switch_many(self, models: Sequence[str]) -> float:
+        """Switch to the models one after the other; returns seconds for all."""
+        start = time.perf_counter()
+        for model in models:
+            await self.switch(model)
+        return time.perf_counter() - start
+
+    async def collect(self) -> None:
+        """Collect garbage, which is no memory that somebody lost."""
+        gc.collect()
+
+
+async def _open_host(
+    extents: RayExtents,
+    skeletons: Path,
+    manifests: Mapping[str, Manifest],
+    budget_bytes: int,
+    device: str,
+    prepare: bool,
+    keeps: bool,
+) -> ModuleCache:
+    """Open a host that builds what a worker and a text encoder build; the models' classes are imported."""
+    limit_torch_threads(1, 1)
+    builder = _PipelineBuilder(prepare)
+
+    async def fetch_manifest(model: str, version: str | None) -> Manifest:
+        return manifests[model]
+
+    host = ModuleCache(
+        fetch_manifest,
+        extents,
+        skeletons,
+        budget_bytes,
+        builder,
+        device=device,
+        kept=extents if keeps else None,
+        retire=builder.retire,
+    )
+    models = [ModelConfig(id=name, path=Path(name)) for name in manifests]
+    await prepare_models(host, models, {"diffusion"}, _is_wanted, builder.prepare)
+    return host
+
+
+def _is_wanted(component: Component) -> bool:
+    """Return True: every component of a pipeline is wanted."""
+    return True
+
+
+def _touch_parameters(modules: Mapping[str, Any]) -> None:
+    """Read every byte of the modules' parameters."""
+    for thing in modules.values():
+        module = thing.encoder.module if isinstance(thing, KeyedEncoder) else thing
+        for tensor in module.parameters():
+            np.bitwise_or.reduce(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+
+
+class _PipelineBuilder:
+    """A builder of both services' components."""
+
+    def __init__(self, prepares: bool) -> None:
+        self._prepares = prepares
+        self._encoders = TextEncoderBuilder()
+        self._components = ComponentBuilder(WorkerConfig())
+
+    def __call__(self, component: Component, skeleton: Path, tensors: dict[str, torch.Tensor]) -> Any:
+        return self._of(is_text_encoder(component))(component, skeleton, tensors)
+
+    def prepare(self, component: Component, skeleton: Path) -> None:
+        if self._prepares:
+            self._of(is_text_encoder(component)).prepare(component, skeleton)
+
+    def retire(self, thing: Any) -> None:
+        self._of(isinstance(thing, KeyedEncoder)).retire(thing)
+
+    def _of(self, is_encoder: bool) -> Any:
+        return self._encoders if is_encoder else self._components

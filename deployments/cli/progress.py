@@ -16,7 +16,7 @@ MAX_MODELS: Final = 8  # that are named on a terminal at once
 
 @dataclass(frozen=True, slots=True)
 class StartState:
-    """What is known of a cluster that starts: running and wanted replicas by deployment, and the state of models.
+    """The state of a cluster that starts: running and wanted replicas by deployment, and the state of models.
 
     `problems` has an error by model. Before Ray is up, nothing is known.
     """
@@ -26,7 +26,7 @@ class StartState:
     problems: Mapping[str, str] = field(default_factory=dict)
 
 
-def progress_lines(state: StartState) -> list[str]:
+def _progress_lines(state: StartState) -> list[str]:
     """Return the whole state: a line per deployment, then the models that are not in the store yet."""
     lines = [_replica_line(name, *count) for name, count in state.replicas.items()]
     there = [model for model, found in state.models.items() if found == "ready"]
@@ -38,7 +38,7 @@ def progress_lines(state: StartState) -> list[str]:
     return lines + others
 
 
-def progress_news(before: StartState, after: StartState) -> list[str]:
+def _progress_news(before: StartState, after: StartState) -> list[str]:
     """Return a line for every deployment and every model of which `before` said something else."""
     replicas = [
         _replica_line(name, *count) for name, count in after.replicas.items() if before.replicas.get(name) != count
@@ -78,9 +78,9 @@ class StartDisplay:
     def show(self, state: StartState) -> None:
         """Show a state. Called by one thread at a time."""
         if self._console.is_terminal:
-            self._status.update(Text("\n".join([self._title, *(f"  {line}" for line in progress_lines(state))])))
+            self._status.update(Text("\n".join([self._title, *(f"  {line}" for line in _progress_lines(state))])))
         else:
-            for line in progress_news(self._last, state):
+            for line in _progress_news(self._last, state):
                 self._console.print(f"{self.elapsed_s:6.1f} s  {line}", markup=False, highlight=False, soft_wrap=True)
         self._last = state
 

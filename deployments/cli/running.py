@@ -52,7 +52,7 @@ def cluster_up(
         if stop:
             stop_on_signals(stop)  # again: Ray has put a handler of its own in place
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
-        with _http_door(config) as door, left_clean(config):
+        with _http_door(config) as door, _left_clean(config):
             with _shown_progress(config, show):
                 _start_serve(config, door)
                 _wait_ready(url, START_TIMEOUT_S, stop)
@@ -61,7 +61,7 @@ def cluster_up(
 
 
 @contextlib.contextmanager
-def left_clean(config: ClusterConfig) -> Iterator[None]:
+def _left_clean(config: ClusterConfig) -> Iterator[None]:
     """Remove what is left of the cluster from a Ray that was there before, at the start of the block and after it.
 
     An `up` that was killed leaves all of its own. Replicas go before actors, which they would start again.

@@ -10,8 +10,7 @@ import typer
 from rich.console import Console
 
 from cluster.simulator.running import POLICIES, PolicyName, RunFigures, simulate
-from cluster.simulator.scenario import Scenario, SimModel, SimRequest, SimWorker
-from cluster.simulator.trace_file import Trace, read_trace, trace_lines
+from cluster.simulator.scenario import Scenario, SimModel, SimRequest, SimWorker, Trace, read_trace, trace_lines
 from cluster.simulator.traces import bursts, diurnal, poisson, zipf_shares
 from deployments.cli.generate import OptionError
 from deployments.cli.output import Column, Json, print_json, print_table
@@ -23,7 +22,7 @@ _err = Console(stderr=True)
 @app.command("simulate")
 def simulate_trace(
     trace: Annotated[
-        Path | None, typer.Argument(help="JSON lines; cluster/simulator/trace_file.py has the fields.")
+        Path | None, typer.Argument(help="JSON lines; cluster/simulator/scenario.py has the fields.")
     ] = None,
     poisson_rate: Annotated[float, typer.Option("--poisson", min=0, help="Requests per second.")] = 0.0,
     diurnal_rate: Annotated[float, typer.Option("--diurnal", min=0, help="Mean rate of a day of --duration.")] = 0.0,
@@ -88,10 +87,10 @@ def simulate_trace(
     if as_json:
         print_json({"problems": list(read.problems), "runs": [figures.as_record() for figures in found]})
     else:
-        print_figures(found)
+        _print_figures(found)
 
 
-def print_figures(found: list[RunFigures]) -> None:
+def _print_figures(found: list[RunFigures]) -> None:
     """Print runs beside each other, one row each."""
     names = ("served", "mean s", "p50 s", "p95 s", "p99 s", "goodput/s", "in target", "switches", "GB moved", "Jain")
     columns = [Column("policy", fit="name"), *(Column(name, align="right") for name in names)]

@@ -1,4 +1,4 @@
-"""What a request asks of the replicas: where it runs, how much work it is, and which part of a replica it takes."""
+"""The needs of a request: where it runs, how much work it is, and which part of a replica it takes."""
 
 from __future__ import annotations
 

@@ -15,6 +15,8 @@ from ray.serve.exceptions import ReplicaUnavailableError
 
 from deployments.services import replica_watch
 
+__all__ = ["CLASS", "PlacedRouter"]
+
 CLASS: Final = f"{__name__}:PlacedRouter"
 
 

@@ -21,7 +21,7 @@ from cluster.registry.actor import connect_registry, registry_class
 from cluster.session import ray_session
 from configs.cluster import ClusterConfig
 from configs.model import ModelConfig
-from deployments.cli.running import left_clean
+from deployments.cli.running import _left_clean
 
 STORE_BYTES = 192 * 2**20
 
@@ -35,7 +35,7 @@ def main(folder: Path) -> None:
         new = config(folder / "new", shared.address)
         with ray_session(new):
             observed["beside watchers"] = watched(config(folder / "watched", shared.address))
-            with left_clean(new):
+            with _left_clean(new):
                 observed["at start"] = actors()
                 observed |= serve(new, folder / "new")
             observed["at end"] = actors()

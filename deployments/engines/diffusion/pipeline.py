@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import inspect
 import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+import diffusers
 import numpy as np
 import torch
 from diffusers.image_processor import VaeImageProcessor
@@ -36,7 +38,6 @@ from deployments.engines.diffusion.rows import (
     parts_of,
     split_rows,
 )
-from deployments.engines.diffusion.solver import SolverFactory
 from deployments.engines.diffusion.state import (
     DenoiseState,
     check_adapters,
@@ -51,6 +52,8 @@ from weights.adapters import LoraAdapter
 from weights.memory.devices import host_generator
 
 VAE_FAILED: Final = "the latents are finite, but the image that the VAE made of them is not"
+# Their next step depends on nothing but the latents and the step index, so a request can go on elsewhere.
+_STATELESS_SOLVERS = frozenset({"FlowMatchEulerDiscreteScheduler", "EulerDiscreteScheduler", "DDIMScheduler"})
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +77,7 @@ class DenoisePipeline:
         self.denoiser: Any = modules[family.denoiser_name]
         self.device = torch.device(device)
         self._decoder = _ImageDecoder(modules["vae"])
-        self._solvers = SolverFactory(folder, self.model_index)
+        self._solvers = _SolverFactory(folder, self.model_index)
         self._pairs: weakref.WeakKeyDictionary[LoraAdapter, Pairs] = weakref.WeakKeyDictionary()
         self._bounds = bounds
         self._memory = MemoryLimits()
@@ -323,3 +326,47 @@ class _ImageDecoder:
         if self._upcast_vae is None:
             self._upcast_vae = copy.deepcopy(self.vae).to(torch.float32)
         return self._upcast_vae
+
+
+class _SolverFactory:
+    """A maker of solvers, one for every request, since they count steps and may keep history.
+
+    They are of the class in model_index.json, configured by scheduler/scheduler_config.json.
+    """
+
+    def __init__(self, folder: Path, model_index: Mapping[str, Any]) -> None:
+        library, class_name = (model_index.get("scheduler") or (None, None))[:2]
+        cls: Any = getattr(diffusers, str(class_name), None)
+        is_solver: bool = isinstance(cls, type) and issubclass(cls, diffusers.SchedulerMixin)
+        if library != "diffusers" or not is_solver:
+            raise EngineError(
+                f"{folder}: model_index.json names solver {library}.{class_name}, expected one of diffusers"
+            )
+        self._template: Any = cls.from_config(read_config(folder / "scheduler" / "scheduler_config.json"))
+        self.config: Mapping[str, Any] = self._template.config
+        self.stateless = class_name in _STATELESS_SOLVERS
+        accepted = inspect.signature(cls.step).parameters
+        self._step_options = {name for name in ("eta", "generator") if name in accepted}
+
+    def create_solver(self, device: torch.device, begin_index: int = 0, **schedule: Any) -> Any:
+        """Return a solver with its timesteps set by `schedule` (arguments of `set_timesteps`), about to do
+        `begin_index`.
+
+        Raises EngineError when the solver cannot make such a schedule (more steps than it was trained
+        with, say).
+        """
+        solver = copy.deepcopy(self._template)
+        try:
+            solver.set_timesteps(device=device, **schedule)
+        except (ValueError, TypeError) as error:
+            raise EngineError(f"{type(solver).__name__} cannot make this schedule: {error}") from error
+        if not 0 <= begin_index < len(solver.timesteps):
+            raise EngineError(f"step index {begin_index}: expected 0 to {len(solver.timesteps) - 1}")
+        if hasattr(solver, "set_begin_index"):
+            solver.set_begin_index(begin_index)
+        return solver
+
+    def step_options(self, generator: torch.Generator) -> dict[str, Any]:
+        """Return keyword arguments for `solver.step`, as far as the class takes them (eta is 0, as in stock)."""
+        options = {"eta": 0.0, "generator": generator}
+        return {name: value for name, value in options.items() if name in self._step_options}

@@ -24,7 +24,7 @@ _MAKERS: Final[dict[tuple[bool, bool], Any]] = {
 _Handler = Any  # grpc.RpcMethodHandler, whose fields have no types
 
 
-def need_of(method: str) -> Need:
+def _need_of(method: str) -> Need:
     """Return what a call of `/service/method` needs. Health is for everybody, as over HTTP."""
     name = method.rpartition("/")[2]
     return "nothing" if name in _OPEN else "admin" if name in _OF_OPERATORS else "key"
@@ -49,7 +49,7 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):
         metadata = dict(details.invocation_metadata or ())
         try:
             key = shown_key(metadata.get("authorization"), metadata.get("x-api-key"))
-            caller = self._callers.identify(key, need_of(details.method))
+            caller = self._callers.identify(key, _need_of(details.method))
         except ServiceError as error:
             return _refusing(handler, error)
         return _acting(handler, caller) if caller else handler

@@ -32,7 +32,7 @@ _REFUSALS: Final = {
 _READING: Final = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
-def need_of(path: str) -> Need:
+def _need_of(path: str) -> Need:
     """Return what a request for `path` needs. What is not known to be for everybody is for operators."""
     if path in _OPEN:
         return "nothing"
@@ -57,7 +57,7 @@ class AccessGate:
         self._hosts = config.allowed_hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or (need := need_of(scope["path"])) == "nothing":
+        if scope["type"] != "http" or (need := _need_of(scope["path"])) == "nothing":
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
@@ -78,14 +78,14 @@ class AccessGate:
     def _check_page(self, method: str, headers: Headers) -> None:
         """Raise NotAllowed when a web page asks that may not."""
         host, origin = headers.get("host", "").lower(), headers.get("origin", "").lower()
-        if self._check_host and host and not is_known_host(_name_of(host), self._hosts):
+        if self._check_host and host and not _is_known_host(_name_of(host), self._hosts):
             raise NotAllowed(
                 f"the header Host has the name {_name_of(host)[:100]!r}, which this server does not go by; "
                 "`access: {allowed_hosts: [...]}` of the cluster config adds names"
             )
         if not self._check_origin or method in _READING or not origin or origin in self._origins:
             return
-        if not is_same_origin(origin, host):
+        if not _is_same_origin(origin, host):
             raise NotAllowed(
                 f"web pages of {origin[:100]!r} may not ask this server; "
                 "`access: {cors_origins: [...]}` of the cluster config lets them"
@@ -100,7 +100,7 @@ def describe_keys(app: FastAPI) -> None:
         page = describe()
         page.setdefault("components", {})["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         for path, operations in page["paths"].items():
-            need = need_of(path)
+            need = _need_of(path)
             name = "ProtocolError" if is_protocol_path(path) else "ErrorAnswer"
             content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}}
             for operation in operations.values() if need != "nothing" else ():
@@ -113,7 +113,7 @@ def describe_keys(app: FastAPI) -> None:
     app.openapi = schema  # type: ignore[method-assign]  # FastAPI's documented way
 
 
-def is_known_host(name: str, allowed: Collection[str]) -> bool:
+def _is_known_host(name: str, allowed: Collection[str]) -> bool:
     """Return whether a lower-case name is one of `allowed`, or cannot be another's: an address, or localhost."""
     try:
         ipaddress.ip_address(name)
@@ -125,7 +125,7 @@ def is_known_host(name: str, allowed: Collection[str]) -> bool:
     return any(name == known or (known.startswith("*.") and name.endswith(known[1:])) for known in allowed)
 
 
-def is_same_origin(origin: str, host: str) -> bool:
+def _is_same_origin(origin: str, host: str) -> bool:
     """Return whether the page of `origin` came from the server of `host`, whose scheme a proxy may have changed."""
     try:
         page = urlsplit(origin)

@@ -183,3 +183,12 @@ def test_the_table_and_the_lists_are_printed(
     assert "configs/model.py:23 nobody\n" in printed
     assert "configs/model.py:25 for_tests (tests)" in printed
     assert "deployments/main.py" not in printed
+
+
+def test_what_a_public_attribute_holds_is_used(report: ModuleType, tree: Path) -> None:
+    (tree / "configs/log.py").write_text(
+        "class Shown: ...\nclass Hidden: ...\nclass Log:\n    def __init__(self):\n"
+        "        self.entries: list[Shown] = []\n        self._kept: list[Hidden] = []\n"
+    )
+    unused = {each.name for each, _ in report.Structure(tree).unused_symbols() if each.module == "configs.log"}
+    assert unused == {"Hidden", "Log"}

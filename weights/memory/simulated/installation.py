@@ -15,7 +15,6 @@ from weights.errors import WeightsError
 from weights.memory.simulated.kernels import Kernels
 from weights.memory.simulated.memory import DeviceMemory
 from weights.memory.simulated.module import SimulatedModule
-from weights.memory.simulated.patches import patch_torch
 
 VARIABLE: Final = "ATELIER_SIMULATED"
 
@@ -68,10 +67,57 @@ def _install(config: SimulatedConfig, memories: Sequence[DeviceMemory]) -> Simul
     _setup_privateuseone_for_python_backend("sim", backend_module=cast("Any", module))
     kernels = Kernels(memories, config.unsupported_ops, config.host_ops)
     kernels.register()
-    patch_torch(kernels)
+    _patch_torch(kernels)
     logger.warning(
         "torch is patched in this process: %d simulated devices of %d bytes, which compute on the host",
         config.num_devices,
         config.memory_bytes,
     )
     return module
+
+
+def _patch_torch(kernels: Kernels) -> None:
+    """Patch how storages are made and how `tensor.data` is set, for the life of the process.
+
+    torch's Python side does both by type of device, and would do them wrong for a simulated one.
+    """
+    _patch_storage(kernels)
+    _patch_data()
+
+
+def _patch_storage(kernels: Kernels) -> None:
+    """Make a storage of the device with memory: torch's own has none, and kills the process when it is touched."""
+    plain = torch.UntypedStorage.__new__
+
+    def new(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        device = kwargs.get("device")
+        if device is None or torch.device(device).type != "sim":
+            return plain(cls, *args, **kwargs)
+        (size,) = args or (0,)
+        return kernels.empty_storage(torch.device(device), int(size))
+
+    torch.UntypedStorage.__new__ = new  # type: ignore[method-assign]
+
+
+def _patch_data() -> None:
+    """Let `tensor.data = other` cross between host and device, as it may for CUDA: the tensor stays the same object."""
+    inherited: Any = torch._C.TensorBase.data
+    compatible = torch._has_compatible_shallow_copy_type
+
+    def get(self: torch.Tensor) -> torch.Tensor:
+        plain: torch.Tensor = inherited.__get__(self)
+        return plain
+
+    def put(self: torch.Tensor, value: torch.Tensor) -> None:
+        if self.device == value.device or "sim" not in (self.device.type, value.device.type):
+            inherited.__set__(self, value)
+            return
+        fresh = value.detach().requires_grad_(self.requires_grad)
+        torch._C._swap_tensor_impl(self, fresh)
+
+    def has_compatible_shallow_copy_type(input: torch.Tensor, from_: torch.Tensor) -> bool:
+        kinds = {input.device.type, from_.device.type}
+        return kinds <= {"cpu", "sim"} or compatible(input, from_)
+
+    torch.Tensor.data = property(get, put)  # type: ignore[assignment]
+    torch._has_compatible_shallow_copy_type = has_compatible_shallow_copy_type

@@ -46,7 +46,7 @@ _COMPOSITES: Final = (
 )
 
 _TENSOR_TYPES: Final = ("Tensor", "Optional[Tensor]")
-Op = Any  # torch._ops.OpOverload
+_Op = Any  # torch._ops.OpOverload
 
 
 class Kernels:
@@ -58,7 +58,7 @@ class Kernels:
         self._memories = memories
         self._unsupported_ops = unsupported_ops
         self._host_ops = host_ops
-        self._plans: dict[Op, _Plan] = {}
+        self._plans: dict[_Op, _Plan] = {}
         self._libraries: list[Any] = []
 
     def register(self) -> None:
@@ -156,7 +156,7 @@ class Kernels:
             storage = storage_over(self._memory(tensor.device), held)
         place(tensor, storage, like)
 
-    def _compute(self, op: Op, *args: Any, **kwargs: Any) -> Any:
+    def _compute(self, op: _Op, *args: Any, **kwargs: Any) -> Any:
         plan = self._plans.get(op)
         if plan is None:
             plan = self._plans[op] = _Plan.of(op, self._unsupported_ops, self._host_ops)
@@ -201,7 +201,7 @@ class _Plan:
     is_of_host: bool
 
     @classmethod
-    def of(cls, op: Op, unsupported_ops: frozenset[str], host_ops: frozenset[str]) -> _Plan:
+    def of(cls, op: _Op, unsupported_ops: frozenset[str], host_ops: frozenset[str]) -> _Plan:
         schema = op._schema
         names = {schema.name, f"{schema.name}.{schema.overload_name}"}
         arguments = list(enumerate(schema.arguments))
@@ -276,11 +276,11 @@ class _Call:
         )
 
 
-def _view(op: Op, *args: Any, **kwargs: Any) -> Any:
+def _view(op: _Op, *args: Any, **kwargs: Any) -> Any:
     return op.redispatch(HOST, *args, **kwargs)
 
 
-def _op(name: str) -> Op:
+def _op(name: str) -> _Op:
     packet, _, overload = name.partition(".")
     return getattr(getattr(torch.ops.aten, packet), overload or "default")
 

@@ -8,6 +8,8 @@ from typing import Final
 
 import torch
 
+__all__ = ["STEP_BYTES", "Block", "DeviceMemory"]
+
 STEP_BYTES: Final = 512  # what CUDA's allocator rounds up to
 _FIRST_ADDRESS: Final = 1 << 44  # of no process's memory: whoever follows a pointer dies at once
 _ADDRESSES_PER_DEVICE: Final = 1 << 42

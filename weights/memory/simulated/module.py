@@ -22,8 +22,8 @@ class SimulatedModule(ModuleType):
         super().__init__("torch.sim", self.__doc__)
         self.config = config
         self._memories = memories
-        self.Stream = Stream
-        self.Event = Event
+        self.Stream: type[Stream] = Stream
+        self.Event: type[Event] = Event
 
     # what torch itself asks
 
@@ -109,14 +109,6 @@ class Stream:
 
     def wait_stream(self, stream: Any) -> None: ...
 
-    def wait_event(self, event: Any) -> None: ...
-
-    def record_event(self, event: Event | None = None) -> Event:
-        return event or Event()
-
-    def query(self) -> bool:
-        return True
-
 
 class Event:
     """A stub of an event: it has always been reached."""
@@ -128,6 +120,3 @@ class Event:
     def wait(self, stream: Any = None) -> None: ...
 
     def synchronize(self) -> None: ...
-
-    def query(self) -> bool:
-        return True

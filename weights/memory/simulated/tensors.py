@@ -48,7 +48,7 @@ def adopt(memory: DeviceMemory, host: torch.Tensor) -> torch.Tensor:
 
 def tensor_over(memory: DeviceMemory, storage: torch.UntypedStorage, like: torch.Tensor) -> torch.Tensor:
     """Return a tensor on the device over `storage`, of the type, size, stride and offset of `like`."""
-    tensor: torch.Tensor = _as_strided.redispatch(HOST, blank(memory, like.dtype), (0,), (1,))
+    tensor: torch.Tensor = _as_strided.redispatch(HOST, _blank(memory, like.dtype), (0,), (1,))
     place(tensor, storage, like)
     return tensor
 
@@ -58,7 +58,7 @@ def place(tensor: torch.Tensor, storage: torch.UntypedStorage, like: torch.Tenso
     _set_storage.redispatch(HOST, tensor, storage, like.storage_offset(), like.size(), like.stride())
 
 
-def blank(memory: DeviceMemory, dtype: torch.dtype) -> torch.Tensor:
+def _blank(memory: DeviceMemory, dtype: torch.dtype) -> torch.Tensor:
     """Return a tensor of the device without elements; it has no memory. One made in inference mode stays in it."""
     key = dtype, torch.is_inference_mode_enabled()
     found = memory.blanks.get(key)

@@ -5,6 +5,9 @@ Sources: KServe v2 REST; Triton's binary, classification, schedule policy and mo
 
 from __future__ import annotations
 
+import asyncio
+import gzip
+import zlib
 from collections.abc import AsyncIterator
 from typing import Any, Final
 
@@ -14,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from configs.cluster import LimitsConfig
-from deployments.errors import InvalidRequest, ModelUnavailable
+from deployments.errors import InvalidRequest, ModelUnavailable, RequestTooLarge
 from deployments.ingress.kserve import tensors
 from deployments.ingress.kserve.inference import Inference
 from deployments.ingress.kserve.models import LLM, ModelConfiguration
@@ -25,7 +28,6 @@ from deployments.ingress.kserve.records import (
     ServerMetadata,
     server_metadata,
 )
-from deployments.ingress.kserve.rest.compression import compressed_if_accepted, read_body
 from deployments.ingress.kserve.rest.messages import (
     InferAnswer,
     InferBody,
@@ -76,6 +78,9 @@ _GENERATE_EVENT: Final = {
 # `stream` is what clients send out of habit: the endpoint's name has decided already.
 _GENERATE_STEERING: Final = ("priority", "timeout", "stream")
 _JSON_TYPES: Final = {"BYTES": "string", "BOOL": "boolean", "INT32": "integer", "INT64": "integer", "FP32": "number"}
+_MIN_COMPRESSED_BYTES: Final = 1024  # below, the answer would hardly get smaller
+_WINDOW_BITS: Final = {"gzip": 16 + zlib.MAX_WBITS, "x-gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
+_LEVEL: Final = 1  # tensors gain little from more
 
 
 def create_inference_router(inference: Inference, limits: LimitsConfig) -> APIRouter:
@@ -88,7 +93,7 @@ def create_inference_router(inference: Inference, limits: LimitsConfig) -> APIRo
     async def infer(request: Request, model: str, version: str) -> Response:
         """Named tensors in, named tensors out: as JSON, or as JSON with raw bytes behind it."""
         await inference.metadata(model, version)  # for an unknown model no tensors are read
-        body = await read_body(request, limits.max_body_bytes)
+        body = await _read_body(request, limits.max_body_bytes)
         json_length = request.headers.get(_JSON_LENGTH_HEADER)
         asked = await call_aside(len(body), read_request, model, version, body, json_length)
         return await _written(request, asked, await inference.infer(asked))
@@ -168,7 +173,7 @@ async def _written(request: Request, asked: InferRequest, response: InferRespons
     headers = server_timing(response.timings_ms)
     if json_length is not None:
         headers[_JSON_LENGTH_HEADER] = str(json_length)
-    body = await compressed_if_accepted(request, body, headers)
+    body = await _compressed_if_accepted(request, body, headers)
     media_type = "application/json" if json_length is None else "application/octet-stream"
     return Response(body, headers=headers, media_type=media_type)
 
@@ -201,13 +206,13 @@ def _add_generate_routes(router: APIRouter, inference: Inference, max_body_bytes
     async def generate(request: Request, model: str, version: str) -> Response:
         """The whole continuation of a text."""
         await inference.metadata(model, version)  # an unknown model is said before anything about the body
-        response = await inference.infer(_generate_request(model, version, await read_body(request, max_body_bytes)))
+        response = await inference.infer(_generate_request(model, version, await _read_body(request, max_body_bytes)))
         return json_response(_generate_answer(response), headers=server_timing(response.timings_ms))
 
     async def generate_stream(request: Request, model: str, version: str) -> Response:
         """The continuation of a text, piece by piece, as server-sent events. An error in between is an event too."""
         await inference.metadata(model, version)
-        pieces = inference.infer_stream(_generate_request(model, version, await read_body(request, max_body_bytes)))
+        pieces = inference.infer_stream(_generate_request(model, version, await _read_body(request, max_body_bytes)))
         opening = await anext(pieces)  # awaited here: a refused request is a 4xx and not an event in a 200
         return EventStream(_generate_events(opening, pieces), pieces)
 
@@ -273,3 +278,63 @@ async def _generate_events(opening: InferResponse, pieces: AsyncIterator[InferRe
             yield event_of(json_text(_generate_answer(piece)))
     except Exception as error:
         yield event_of(bytes(protocol_error_response(error).body).decode())
+
+
+async def _read_body(request: Request, max_bytes: int) -> bytes:
+    """Return the body as it was before it was compressed.
+
+    Raises: RequestTooLarge above `max_bytes`, InvalidRequest for damage and for codings that are not known.
+    """
+    body = await request.body()
+    encoding = request.headers.get("content-encoding", "")
+    if not encoding:
+        return body
+    return await asyncio.to_thread(_decompressed, body, encoding, max_bytes)
+
+
+async def _compressed_if_accepted(request: Request, body: bytes, headers: dict[str, str]) -> bytes:
+    """Return the body of a response, compressed if it is worth it and the client accepts it; `headers` then say so."""
+    headers["Vary"] = "Accept-Encoding"
+    coding = _accepted_coding(request.headers.get("accept-encoding", ""))
+    if coding is None or len(body) < _MIN_COMPRESSED_BYTES:
+        return body
+    headers["Content-Encoding"] = coding
+    return await asyncio.to_thread(_compressed, body, coding)
+
+
+def _decompressed(body: bytes, encoding: str, max_bytes: int) -> bytes:
+    """Return the decompressed body. Never makes more than `max_bytes`, however much the body would become.
+
+    Raises: RequestTooLarge for more, InvalidRequest for damage and for codings that are not known.
+    """
+    name = encoding.strip().lower()
+    if name in ("", "identity"):
+        return body
+    if name not in _WINDOW_BITS:
+        raise InvalidRequest(f"Content-Encoding {encoding!r} is not known (known: gzip, deflate, identity)")
+    decompressor = zlib.decompressobj(_WINDOW_BITS[name])
+    try:
+        plain = decompressor.decompress(body, max_bytes + 1)
+    except zlib.error as error:
+        raise InvalidRequest(f"the body is not {name}, as its Content-Encoding says: {error}") from None
+    if len(plain) > max_bytes:
+        raise RequestTooLarge(f"the body has more than {max_bytes} bytes when it is decompressed")
+    if not decompressor.eof:
+        raise InvalidRequest(f"the body is {name} that ends too early")
+    if decompressor.unused_data:
+        raise InvalidRequest(f"{len(decompressor.unused_data)} bytes follow the {name} data of the body")
+    return plain
+
+
+def _accepted_coding(accept_encoding: str) -> str | None:
+    """Return the first known coding that the header accepts; None for the body as it is."""
+    for part in accept_encoding.lower().split(","):
+        name, _, weight = part.partition(";")
+        refused = weight.replace(" ", "").rstrip("0") in ("q=", "q=0.")
+        if name.strip() in ("gzip", "deflate") and not refused:
+            return name.strip()
+    return None
+
+
+def _compressed(body: bytes, coding: str) -> bytes:
+    return gzip.compress(body, _LEVEL) if coding == "gzip" else zlib.compress(body, _LEVEL)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from typing import Any
@@ -179,6 +180,27 @@ def test_a_placement_says_where_and_whether_a_model_starts_and_holds_up_no_other
     queue.leave(2, 2.0, is_answered=True)
     assert queue.pump(3.0) == []  # "a" is free, and both that wait may not go there
     assert [event.ticket for event in queue.pump(11.0)] == [0]  # the controller is gone
+
+
+def test_a_model_starts_where_it_is_said_to_be_at_hand() -> None:
+    def replicas_of(resident: dict[str, list[str]]) -> dict[str, str]:
+        queue = AdmissionQueue(AdmissionConfig())
+        queue.set_replicas(POOL, ["a", "b", "c"], 0.0)
+        for ticket, model in enumerate("xyz"):  # a switch to each has been seen to take a second
+            queue.submit(ticket, ask(model=model, share=1.0), 0.0)
+        assert len(queue.pump(0.0)) == 3
+        for ticket in range(3):
+            queue.leave(ticket, 2.0, is_answered=True, switch_s=1.0)
+        queue.set_resident(POOL, resident)
+        for ticket, model in enumerate("xyz", start=3):
+            queue.submit(ticket, ask(model=model, share=1.0), 3.0)
+        return {"xyz"[event.ticket - 3]: event.replica for event in queue.pump(3.0)}  # type: ignore[union-attr]
+
+    for order in itertools.permutations("xyz"):
+        resident = dict(zip("abc", order, strict=True))
+        assert replicas_of({replica: [model] for replica, model in resident.items()} | {"gone": ["x"]}) == {
+            model: replica for replica, model in resident.items()
+        }
 
 
 def test_a_new_replica_gets_work_at_once() -> None:

@@ -7,11 +7,11 @@ import time
 from cluster.control.autoscaling import ScalingMemory, ScalingPolicy, target_replicas
 from cluster.control.checking import usable_state
 from cluster.control.switching import plan_switches
-from deployments.bench.schedule import large_state
+from deployments.bench.schedule import _large_state
 
 
 def test_a_tick_of_ten_thousand_models_and_workers() -> None:
-    models, workers, held = large_state(10_000, 1)
+    models, workers, held = _large_state(10_000, 1)
     seconds = []
     for _ in range(3):
         start_s = time.process_time()

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from cluster.control.admission_records import Placement
 from cluster.control.dispatcher import Dispatcher, NotAdmitted
 from cluster.control.lanes import Ask
 from configs.admission import AdmissionConfig
@@ -121,3 +122,19 @@ async def test_a_time_that_is_over_ends_the_wait_without_a_call() -> None:
         with pytest.raises(NotAdmitted) as raised:
             await queue.place(second)
     assert raised.value.refusal.reason == "expired"
+
+
+async def test_a_placement_holds_for_as_long_as_it_says_from_now() -> None:
+    now_s = random.uniform(0, 1e6)
+    queue = Dispatcher(AdmissionConfig(), lambda: now_s)
+    queue.set_replicas(POOL, ["a", "b"])
+    queue.set_placement(Placement({(POOL, "here"): ("b",), (POOL, "held"): ()}, until_s=10.0))
+    here, held = await queue.submit(ask(model="here")), await queue.submit(ask(model="held"))
+    assert await queue.place(here) == "b"
+    now_s += 9.9
+    queue.leave(here, is_answered=True)
+    assert numbers(queue) == (1, 0)
+    now_s += 0.2
+    other = await queue.submit(ask(model="other"))
+    assert await queue.place(held) in ("a", "b")
+    assert await queue.place(other) in ("a", "b")

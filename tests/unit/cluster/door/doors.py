@@ -18,7 +18,7 @@ from aiohttp import web
 from ray.serve._private.haproxy import BackendConfig, HAProxyConfig, ServerConfig
 from ray.serve.config import HTTPOptions
 
-from cluster.door.haproxy import HTTP_ADDRESS, DoorProcess
+from cluster.door.haproxy import HTTP_ADDRESS, _DoorProcess
 from cluster.door.haproxy_rules import MAX_RETRIES, RETRY_ON
 
 Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -80,7 +80,7 @@ async def dies(request: web.Request) -> web.Response:
 @asynccontextmanager
 async def door(
     *replicas: Replica | int, fallback: Replica | None = None, **settings: Any
-) -> AsyncIterator[tuple[str, DoorProcess]]:
+) -> AsyncIterator[tuple[str, _DoorProcess]]:
     """HAProxy before the replicas, or before ports where nobody listens."""
     ports = [replica if isinstance(replica, int) else replica.port for replica in replicas]
     port = free_port()
@@ -105,7 +105,7 @@ async def door(
         backend = BackendConfig("app", "/", servers=servers)
         if fallback:
             backend.fallback_server = ServerConfig("fallback", "127.0.0.1", fallback.port)
-        process = DoorProcess(config, {"app": backend}, f"{folder}/haproxy.cfg")
+        process = _DoorProcess(config, {"app": backend}, f"{folder}/haproxy.cfg")
         await process.start()
         try:
             yield f"http://127.0.0.1:{port}", process
@@ -125,7 +125,7 @@ async def _manage(folder: str, port: int) -> None:
         metrics_port=free_port(),
         nbthread=1,
     )
-    process = DoorProcess(config, {}, f"{folder}/haproxy.cfg")
+    process = _DoorProcess(config, {}, f"{folder}/haproxy.cfg")
     await process.start()
     assert process._proc is not None
     print(process._proc.pid, flush=True)

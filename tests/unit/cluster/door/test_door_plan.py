@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from cluster.door.door_plan import check_haproxy_runs, check_helper_ports, plan_door
+from cluster.door.door_plan import _check_haproxy_runs, check_helper_ports, plan_door
 from cluster.errors import ProxyUnavailable, SessionError
 from configs.cluster import ClusterConfig, HaproxyConfig
 
@@ -100,7 +100,7 @@ def test_replica_ports_are_refused_only_when_all_are_taken() -> None:
 def test_the_reason_for_serves_own_proxy_is_one_line(
     binary: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    check_haproxy_runs()
+    _check_haproxy_runs()
     binary.write_text("#!/bin/sh\necho one >&2\necho 'no such library' >&2\nexit 127\n")
     with pytest.raises(ProxyUnavailable, match=r"^/.*haproxy does not run: no such library$"):
         plan_door(config())

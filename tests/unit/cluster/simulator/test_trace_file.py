@@ -14,7 +14,7 @@ from unit.cluster.simulator.random_scenarios import random_scenario
 
 from cluster.simulator.picture import picture_of
 from cluster.simulator.running import simulate
-from cluster.simulator.trace_file import read_trace, trace_lines
+from cluster.simulator.scenario import read_trace, trace_lines
 from cluster.simulator.traces import bursts, diurnal, poisson, zipf_shares
 
 

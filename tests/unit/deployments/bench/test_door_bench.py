@@ -14,12 +14,12 @@ from configs.loading import load_cluster_config
 from deployments.bench.door import QUICK, Effort, _bench_config
 from deployments.bench.door_figures import (
     Target,
+    _retry_error,
     cancel_figures,
     draw_arrivals_s,
     latency_figures,
     lost,
     overload_figures,
-    retry_error,
     work_rate,
 )
 from deployments.bench.door_load import CANCELLED, GONE, Outcome
@@ -101,7 +101,7 @@ def test_of_a_burst_the_last_good_answer_ends_the_time_and_errors_count_as_admit
     [(4.0, 4.0, 0.0), (1.0, 0.1, 0.0), (4.0, 5.0, 0.0), (2.0, 8.0, 0.75), (16.0, 8.0, 1.0), (10.0, 8.0, 0.25)],
 )
 def test_retry_after_is_compared_with_the_first_admission(told_s: float, true_s: float, error: float) -> None:
-    assert retry_error(told_s, true_s) == pytest.approx(error)
+    assert _retry_error(told_s, true_s) == pytest.approx(error)
 
 
 def test_only_probers_say_how_wrong_retry_after_was() -> None:

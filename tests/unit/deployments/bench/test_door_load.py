@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from deployments.bench.door_load import CANCELLED, GONE, TIMEOUT_HEADER, Ask, LoadGenerator, Outcome, run_order
+from deployments.bench.door_load import CANCELLED, GONE, TIMEOUT_HEADER, Ask, LoadGenerator, Outcome, _run_order
 
 
 @dataclass
@@ -87,7 +87,7 @@ async def server(open_after_s: float = 0.0) -> AsyncIterator[tuple[str, Seen]]:
 
 async def load(do: str, url: str, asks: list[Ask], **options: Any) -> list[Outcome]:
     order = {"do": do, "url": url, "asks": [asdict(ask) for ask in asks], **options}
-    return await run_order(order, asyncio.Event())
+    return await _run_order(order, asyncio.Event())
 
 
 @pytest.mark.parametrize("num_callers", [1, 4])

@@ -9,7 +9,7 @@ import random
 import pytest
 from rich.console import Console
 
-from deployments.cli.progress import MAX_MODELS, StartDisplay, StartState, progress_lines, progress_news
+from deployments.cli.progress import MAX_MODELS, StartDisplay, StartState, _progress_lines, _progress_news
 
 NOTHING = StartState()
 HALF = StartState(
@@ -20,8 +20,8 @@ HALF = StartState(
 
 
 def test_a_terminal_shows_replicas_and_the_models_that_are_not_there() -> None:
-    assert progress_lines(NOTHING) == []
-    assert progress_lines(HALF) == [
+    assert _progress_lines(NOTHING) == []
+    assert _progress_lines(HALF) == [
         "ingress: running",
         "worker: 1 of 2 replicas running",
         "models: 1 of 3 in the store",
@@ -32,7 +32,7 @@ def test_a_terminal_shows_replicas_and_the_models_that_are_not_there() -> None:
 
 @pytest.mark.parametrize("num_models", [MAX_MODELS, MAX_MODELS + 1, 500])
 def test_a_terminal_has_room_for_any_number_of_models(num_models: int) -> None:
-    lines = progress_lines(StartState({}, {f"m{number}": "registering" for number in range(num_models)}))
+    lines = _progress_lines(StartState({}, {f"m{number}": "registering" for number in range(num_models)}))
     assert len(lines) == 1 + MAX_MODELS
     named = sum(line.startswith("model ") for line in lines)
     hidden = sum(int(line.split()[2]) for line in lines if line.startswith("…"))
@@ -52,11 +52,11 @@ def test_a_log_has_every_change_once() -> None:
             )
         )
     for before, after in itertools.pairwise(states):
-        news = progress_news(before, after)
+        news = _progress_news(before, after)
         assert len(news) == sum(before.replicas.get(name) != count for name, count in after.replicas.items()) + sum(
             before.models.get(model) != found for model, found in after.models.items()
         )
-        assert progress_news(after, after) == []
+        assert _progress_news(after, after) == []
 
 
 def test_a_log_has_plain_lines_with_the_time() -> None:

@@ -31,7 +31,7 @@ from configs.access import AccessConfig
 from configs.errors import ConfigError
 from deployments.ingress import http as http_module
 from deployments.ingress.access.callers import current_tenant
-from deployments.ingress.access.http import is_same_origin, need_of
+from deployments.ingress.access.http import _is_same_origin, _need_of
 from deployments.ingress.access.keys import KeyEntry, hash_of
 from deployments.ingress.access.keys_file import add_key, revoke_key
 from deployments.ingress.http import create_http_app
@@ -234,7 +234,7 @@ async def test_an_admin_key_opens_all(opened: Open, keys: Path) -> None:
     ],
 )
 def test_what_is_not_known_to_be_for_everybody_is_for_operators(path: str, need: str) -> None:
-    assert need_of(path) == need
+    assert _need_of(path) == need
 
 
 async def test_the_tenant_of_the_key_wins_over_the_header(opened: Open, keys: Path, replicas: Held) -> None:
@@ -414,7 +414,7 @@ async def test_names_of_the_config_and_where_names_do_not_matter(opened: Open, k
 async def test_a_web_page_from_elsewhere_cannot_change_anything(
     opened: Open, replicas: Held, origin: str, host: str, same: bool
 ) -> None:
-    assert is_same_origin(origin, host) == same
+    assert _is_same_origin(origin, host) == same
     if host.startswith(("localhost", "127", "[")):
         async with opened() as http:
             headers = {"origin": origin, "host": host}

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deployments.errors import RateLimited
-from deployments.ingress.access.limits import KeyLimits, KeyUse
+from deployments.ingress.access.callers import KeyLimits, KeyUse
 
 EIGHTHS = st.integers(1, 64).map(lambda n: n / 8)  # of seconds and of requests per second: sums of floats are exact
 
