@@ -33,6 +33,7 @@ _FRESH_S: Final = 30.0  # what was measured longer ago refuses nobody while ther
 _ENOUGH: Final = 3  # measurements
 _MOSTLY: Final = 0.2  # of its time: a request that spent more of it switching says little about the next one
 _MAX_TOLD: Final = 1024  # tenants
+MAX_TOLD_S: Final = 300.0  # beyond it nobody knows
 
 
 @dataclass(slots=True)
@@ -232,7 +233,10 @@ class AdmissionQueue:
     def _make_room(self, pool: _Pool, waiting: Waiting, now_s: float) -> Refusal | None:
         """Return why the request has no place in the queue; None if it has one, perhaps that of another one."""
         ask = waiting.ask
-        if ask.is_inner or (not len(pool.lanes) and pool.places.has_room(ask.share)):
+        if ask.is_inner:
+            return None
+        if not len(pool.lanes) and pool.places.has_room(ask.share):
+            pool.told_s.clear()  # nobody need wait: who was told to come back may come now
             return None
         config = self._config
         if pool.num_by_model[ask.model] >= config.max_waiting_per_model:
@@ -249,10 +253,14 @@ class AdmissionQueue:
         return None
 
     def _told(self, pool: _Pool, ask: Ask, now_s: float, refusal: Refusal) -> Refusal:
-        """Return the refusal with the time to come back: behind all of the tenant's who were told to, too."""
+        """Return the refusal with the time to come back: behind all of the tenant's who were told to, too.
+
+        Many come back too early and are told again, or never come: nobody is told more than `MAX_TOLD_S`.
+        """
         cost_s = self._cost_s(ask) / max(1, pool.places.num_replicas)
         soonest_s = refusal.retry_after_s or pool.places.start_in_s(0.0, now_s) + cost_s
-        at_s = max(now_s + soonest_s, pool.told_s.get(ask.tenant, -math.inf) + cost_s)
+        behind_s = min(pool.told_s.get(ask.tenant, -math.inf) + cost_s, now_s + MAX_TOLD_S)
+        at_s = max(now_s + soonest_s, behind_s)
         pool.told_s[ask.tenant] = at_s
         pool.told_s.move_to_end(ask.tenant)
         if len(pool.told_s) > _MAX_TOLD:

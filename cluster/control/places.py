@@ -76,9 +76,6 @@ class Places:
         self._runs: dict[int, _Run] = {}
         self._ends: list[float] | None = None  # expected, sorted; None when they have to be sorted again
 
-    def __contains__(self, ticket: int) -> bool:
-        return ticket in self._runs
-
     @property
     def num_running(self) -> int:
         return len(self._runs)

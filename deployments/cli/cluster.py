@@ -7,12 +7,14 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 import yaml
 from rich.console import Console
+from rich.text import Text
 
 from deployments.cli.client import KEY_VARIABLE, Client
 from deployments.cli.models import print_models
@@ -159,12 +161,16 @@ def _start_detached(path: Path, port: int | None, insecure: bool) -> None:
         command.append("--insecure")
     with log.open("w") as file:
         process = subprocess.Popen(command, stdout=file, stderr=file, stdin=subprocess.DEVNULL, start_new_session=True)
-    with _out.status(f"starting cluster {config.name!r} (log: {log})"):
-        record = _wait_for_record(config.name, process, log)
+    title = f"starting cluster {config.name!r} (log: {log})"
+    with _out.status(Text(title)) as shown:
+        record = _wait_for_record(config.name, process, log, lambda news: shown.update(Text(f"{title}\n{news}")))
     _out.print(f"cluster {config.name!r} is up at {record.url} (process {record.pid}); stop: `atelier down`")
 
 
-def _wait_for_record(name: str, process: subprocess.Popen[bytes], log: Path) -> SessionRecord:
+def _wait_for_record(
+    name: str, process: subprocess.Popen[bytes], log: Path, show: Callable[[str], None]
+) -> SessionRecord:
+    """Return the record of a cluster once it answers. `show` gets the newest line of its log meanwhile."""
     from cluster.errors import SessionError
     from cluster.session import record_folder, running_sessions
 
@@ -174,8 +180,12 @@ def _wait_for_record(name: str, process: subprocess.Popen[bytes], log: Path) -> 
             if record.name == name and record.pid == process.pid and record.ready:
                 return record
         if process.poll() is not None:
-            tail = "\n".join(log.read_text(errors="replace").splitlines()[-5:])
-            raise SessionError(f"the cluster did not start:\n{tail}")
+            raise SessionError(f"the cluster did not start:\n{_last_lines(log, 5)}")
+        show(_last_lines(log, 1))
         time.sleep(_POLL_S)
     process.terminate()
     raise SessionError(f"the cluster was not ready within {START_TIMEOUT_S:.0f} s; log: {log}")
+
+
+def _last_lines(log: Path, count: int) -> str:
+    return "\n".join(log.read_text(errors="replace").splitlines()[-count:])

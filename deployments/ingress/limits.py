@@ -5,12 +5,10 @@
 
 from __future__ import annotations
 
-from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deployments.errors import RequestTooLarge
-from deployments.ingress.errors import error_response
-from deployments.ingress.kserve.rest.routing import is_protocol_path, protocol_error_response
+from deployments.ingress.kserve.rest.routing import error_response_at
 
 
 class BodyLimit:
@@ -26,7 +24,7 @@ class BodyLimit:
             return
         announced = dict(scope["headers"]).get(b"content-length", b"0")
         if announced.isdigit() and int(announced) > self._max_bytes:
-            await _refusal(scope["path"], self._too_large(int(announced)))(scope, receive, send)
+            await error_response_at(scope["path"], self._too_large(int(announced)))(scope, receive, send)
             return
         received = 0
 
@@ -42,7 +40,3 @@ class BodyLimit:
 
     def _too_large(self, nbytes: int) -> RequestTooLarge:
         return RequestTooLarge(f"the body has {nbytes} bytes or more, at most {self._max_bytes} are allowed")
-
-
-def _refusal(path: str, error: Exception) -> Response:
-    return protocol_error_response(error) if is_protocol_path(path) else error_response(error)

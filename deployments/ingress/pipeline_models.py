@@ -112,8 +112,8 @@ class PipelineModels:
             raise InvalidRequest(f"{unknown[0]}: pipeline {model!r} does not take it (options: {options})", unknown[0])
         inputs = {name: _tensor(specs[name], value, len(texts)) for name, value in given.items()}
         inputs[role.input] = text_tensor(role.input, texts)
-        priority, timeout_s = getattr(request, "priority", 0), getattr(request, "timeout_s", None)
-        return await self._run_pipeline(PipelineRequest(model, inputs, priority, timeout_s))
+        asked = PipelineRequest(model, inputs, request.priority, request.timeout_s, request.tenant)
+        return await self._run_pipeline(asked)
 
     def _role(self, model: str, endpoint: _Endpoint) -> _OpenAiRole:
         role = _openai_role(self._pipelines.signature(model))

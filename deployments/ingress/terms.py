@@ -15,8 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from configs.admission import DEFAULT_TENANT, AdmissionConfig
 from deployments.errors import InvalidRequest
-from deployments.ingress.errors import error_response
-from deployments.ingress.kserve.rest.routing import is_protocol_path, protocol_error_response
+from deployments.ingress.kserve.rest.routing import error_response_at
 
 TIMEOUT: Final = "x-request-timeout-seconds"
 PRIORITY: Final = "x-priority"
@@ -101,9 +100,7 @@ class RequestTerms:
             try:
                 terms = read_terms(headers, scope.get("state", {}).get("tenant", ""))
             except InvalidRequest as error:
-                in_protocol = is_protocol_path(scope["path"])
-                response = protocol_error_response(error) if in_protocol else error_response(error)
-                await response(scope, receive, send)
+                await error_response_at(scope["path"], error)(scope, receive, send)
                 return
             current_terms.set(terms)
         await self._app(scope, receive, send)

@@ -104,13 +104,15 @@ class Signature:
 class PipelineRequest:
     """A request for a pipeline.
 
-    `priority` 1 is the most urgent, 0 every stage's default; `timeout_s` bounds the whole run.
+    `priority` 1 is the most urgent, 0 every stage's default; `timeout_s` bounds the whole run, and `tenant` is whose
+    share of the cluster it takes.
     """
 
     pipeline: str
     inputs: Mapping[str, TensorValue]
     priority: int = 0
     timeout_s: float | None = None
+    tenant: str = ""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

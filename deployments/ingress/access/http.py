@@ -19,8 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from configs.access import AccessConfig, is_loopback
 from deployments.errors import NotAllowed, ServiceError
 from deployments.ingress.access.callers import Callers, Need, acting_for, shown_key
-from deployments.ingress.errors import error_response
-from deployments.ingress.kserve.rest.routing import is_protocol_path, protocol_error_response
+from deployments.ingress.kserve.rest.routing import error_response_at, is_protocol_path
 
 # Probes, and the description of the API, which is the same on every server.
 _OPEN: Final = frozenset({"/healthz", "/v2/health/live", "/v2/health/ready", "/docs", "/openapi.json"})
@@ -72,8 +71,7 @@ class AccessGate:
                 scope["state"] = {**scope.get("state", {}), "tenant": caller.tenant}
                 await self._app(scope, receive, send)
         except ServiceError as error:  # of this gate: what the app raises has become an answer in there
-            respond = protocol_error_response if is_protocol_path(scope["path"]) else error_response
-            await respond(error)(scope, receive, send)
+            await error_response_at(scope["path"], error)(scope, receive, send)
 
     def _check_page(self, method: str, headers: Headers) -> None:
         """Raise NotAllowed when a web page asks that may not."""

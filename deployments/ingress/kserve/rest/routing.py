@@ -15,7 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from deployments.ingress.errors import failure_of
+from deployments.ingress.errors import error_response, failure_of
 from deployments.ingress.kserve.records import VERSION
 from deployments.ingress.responses import Answer, json_response
 
@@ -90,6 +90,11 @@ def install_error_handlers(app: FastAPI) -> None:
 def is_protocol_path(path: str) -> bool:
     """Return whether a request for `path` is answered in this protocol."""
     return path == PREFIX or path.startswith(f"{PREFIX}/")
+
+
+def error_response_at(path: str, error: Exception) -> Response:
+    """Return any exception in the form of the protocol that `path` belongs to: this one's or OpenAI's."""
+    return protocol_error_response(error) if is_protocol_path(path) else error_response(error)
 
 
 def create_protocol_router() -> APIRouter:

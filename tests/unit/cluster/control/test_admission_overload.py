@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from unit.cluster.control.simulated_replicas import POOL, Simulation
 
-from cluster.control.admission import AdmissionQueue
+from cluster.control.admission import MAX_TOLD_S, AdmissionQueue
 from cluster.control.admission_records import Placement, Refusal
 from cluster.control.lanes import Ask
 from configs.admission import AdmissionConfig
@@ -118,6 +118,30 @@ def test_who_comes_back_when_told_is_served(num_waiting: int) -> None:
     # The last one that was told at once is told the truth about all of the work before it.
     last_told_s = max(after for when, after in told if when == begin_s)
     assert last_told_s == pytest.approx(ideal_s - num_waiting * SECONDS_PER_WORK / 2, rel=0.25)
+
+
+@pytest.mark.parametrize("patience_s", [None, 5.0])
+def test_who_never_comes_back_or_too_early_makes_nobody_wait_for_ever(patience_s: float | None) -> None:
+    """Many clients do not heed what they are told; after them, the wait is told as if they had never been."""
+    sim = simulation(1, max_waiting_per_model=20)
+    end_s = 100.0
+
+    def comes_early(again: Ask, refusal: Refusal) -> None:
+        assert refusal.retry_after_s is not None
+        assert refusal.retry_after_s <= MAX_TOLD_S + 1e-6
+        if patience_s is not None and sim.now_s < end_s:
+            sim.at(sim.now_s + min(patience_s, refusal.retry_after_s), lambda now: again)
+
+    sim.on_refused = comes_early
+    for n in range(int(40 * end_s)):  # twice what is served
+        sim.at(n / 40, lambda now: ask())
+    sim.run_until()
+    told_s = []
+    sim.on_refused = lambda again, refusal: told_s.append(refusal.retry_after_s)
+    for _ in range(200):
+        sim.at(sim.now_s, lambda now: ask())
+    sim.run_until()
+    assert told_s[-1] == pytest.approx(200 * SECONDS_PER_WORK, rel=0.25)
 
 
 def test_who_would_be_late_is_told_when_it_would_not() -> None:

@@ -254,6 +254,14 @@ async def test_the_first_request_of_a_replica_waits_for_the_directory(
     assert await asking
 
 
+async def test_a_pipelines_tenant_is_checked_whoever_names_it(registry: Registry, watch: RegistrySnapshot) -> None:
+    registry.open(BERT)
+    service = service_of(watch, Encoder())
+    with pytest.raises(InvalidRequest, match="no tenant 'nobody'"):
+        await service.embed({"model": "vectors", "input": ["a"], "tenant": "nobody"})
+    assert await service.embed({"model": "vectors", "input": ["a"], "tenant": "default"})
+
+
 async def test_a_pipeline_is_ready_when_it_can_run(registry: Registry, watch: RegistrySnapshot) -> None:
     registry.open(HEAD)
     inference = Inference(service_of(watch), LimitsConfig())
