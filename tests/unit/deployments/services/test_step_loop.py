@@ -299,6 +299,7 @@ async def test_who_is_cancelled_while_others_have_their_turn_leaves() -> None:
     waiting = asyncio.ensure_future(device.run(pipeline, State("b", 2)))
     await until(lambda: pipeline.turns.waiting)
     waiting.cancel()
+    await asyncio.sleep(0)
     pipeline.turns.grant(100)
     await first
     with pytest.raises(asyncio.CancelledError):
