@@ -9,8 +9,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
-import functools
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Generic, ParamSpec, TypeVar
 
 from deployments.engines.protocol import ComputationFailed, Engine, EngineOutput, EngineRequest
@@ -23,18 +22,34 @@ OutputT = TypeVar("OutputT", bound=EngineOutput)
 
 
 class DeviceThread:
-    """The one thread that touches the device."""
+    """The one thread that touches the device. Lives on one event loop."""
 
     def __init__(self) -> None:
         self._pool = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="device")
+        # Two counts, since two threads write them: this loop the first, the device thread the second.
+        self._num_begun = self._num_started = 0
+
+    @property
+    def is_wanted(self) -> bool:
+        """Return whether a call waits for the one that runs. May be asked from any thread."""
+        return self._num_begun > self._num_started
+
+    def begin(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> asyncio.Future[T]:
+        """Return the future of what `work` returns. Calls run in the order in which they came; none is cancelled."""
+
+        def call() -> T:
+            self._num_started += 1
+            return work(*args, **kwargs)
+
+        self._num_begun += 1
+        return asyncio.get_running_loop().run_in_executor(self._pool, call)
 
     async def run(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Return what `work` returns, or raise what it raises. Calls run in the order in which they came.
+        """Return what `work` returns, or raise what it raises.
 
         A caller who is cancelled meanwhile goes on when the work is done: its weights may go then, and not before.
         """
-        call = functools.partial(work, *args, **kwargs)
-        return await outcome_of(asyncio.get_running_loop().run_in_executor(self._pool, call))
+        return await outcome_of(self.begin(work, *args, **kwargs))
 
 
 class EngineLoop(Generic[RequestT, OutputT]):
@@ -47,6 +62,7 @@ class EngineLoop(Generic[RequestT, OutputT]):
         self._device = device
         self._engine = engine
         self._queues: dict[str, asyncio.Queue[OutputT | Exception]] = {}
+        self._num_joining = 0
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -68,9 +84,7 @@ class EngineLoop(Generic[RequestT, OutputT]):
         self._queues[request.request_id] = queue  # before `add_request`: a step may run between the two
         is_running = True
         try:
-            await self._device.run(self._engine.add_request, request)
-            if self._task is None or self._task.done():
-                self._task = asyncio.ensure_future(self._run_steps())
+            await self._join(request)
             while is_running:
                 output = await queue.get()
                 if isinstance(output, Exception):
@@ -80,7 +94,7 @@ class EngineLoop(Generic[RequestT, OutputT]):
         finally:
             del self._queues[request.request_id]
             if is_running:
-                await outcome_of(asyncio.ensure_future(self._device.run(self._engine.abort, request.request_id)))
+                await self._device.run(self._engine.abort, request.request_id)
 
     async def last_output(self, request: RequestT, on_output: Callable[[OutputT], None] | None = None) -> OutputT:
         """Return the last output of one request; `on_output` sees every one. Raises as `stream_outputs` does."""
@@ -90,18 +104,42 @@ class EngineLoop(Generic[RequestT, OutputT]):
                     on_output(output)
         return output
 
+    async def _join(self, request: RequestT) -> None:
+        """Add the request to the engine. Its first step is behind that on the device thread already."""
+        self._num_joining += 1
+        try:
+            joining = self._device.begin(self._engine.add_request, request)
+            if self._task is None or self._task.done():
+                self._task = asyncio.ensure_future(self._run_steps())
+            await outcome_of(joining)
+        finally:
+            self._num_joining -= 1
+
     async def _run_steps(self) -> None:
-        while self._queues and self._engine.has_work:
+        while self._queues and (self._num_joining or self._engine.has_work):
             try:
-                for output in await self._device.run(self._engine.step):
-                    self._hand_over(output.request_id, output)
-                for request_id, error in self._engine.failures.items():
-                    self._hand_over(request_id, error)
+                await self._device.run(self._step_on, asyncio.get_running_loop())
             except Exception as error:  # whatever happens here, nobody may be left waiting
                 for queue in self._queues.values():
                     queue.put_nowait(ComputationFailed(f"the engine failed: {error}"))
                 return
 
-    def _hand_over(self, request_id: str, outcome: OutputT | Exception) -> None:
-        if request_id in self._queues:  # its caller may have left during the step
-            self._queues[request_id].put_nowait(outcome)
+    def _step_on(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Step as long as nobody else wants the device thread: going through the event loop costs more than some steps.
+
+        Who joins or leaves wants it, and so do other engines.
+        """
+        while self._engine.has_work:
+            outcomes: list[tuple[str, OutputT | Exception]] = [
+                (output.request_id, output) for output in self._engine.step()
+            ]
+            outcomes += self._engine.failures.items()
+            if outcomes:
+                loop.call_soon_threadsafe(self._hand_over, outcomes)
+            if self._device.is_wanted:
+                return
+
+    def _hand_over(self, outcomes: Sequence[tuple[str, OutputT | Exception]]) -> None:
+        for request_id, outcome in outcomes:
+            if request_id in self._queues:  # its caller may have left during the step
+                self._queues[request_id].put_nowait(outcome)
