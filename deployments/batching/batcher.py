@@ -147,7 +147,7 @@ class Batcher(Generic[ItemT, ResultT]):
     def _add(self, request: _Request) -> None:
         if not self._queue.has_room(request.priority):
             self._pump()  # requests that could have started do not count as waiting
-        self._policy.add_request(request)
+        self._policy.add_request(request, is_busy=self._num_running > 0)
         request.num_missing = len(request.items)
         request.future.on_cancel = partial(self._take_back, request)
         if request.deadline_s < self._look_again_s:

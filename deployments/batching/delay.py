@@ -7,6 +7,8 @@ A batch of n items takes about a + b n seconds; batching saves the a. Two questi
   the gaps seen lately that are longer than the present one, `delay_s` is the wait of the best expected balance, 0
   when there is none. For Poisson arrivals this is the control limit that is optimal for batch service (Deb and
   Serfozo, "Optimal control of batch service queues", Adv. Appl. Prob. 5, 1973), with the look-ahead cut to one step.
+  Gaps are remembered apart for arrivals that found nothing else under way: a caller that waits for its answer before
+  it asks again leaves long ones there, whatever a crowd before it did.
 - *How many of those that wait should one batch take?* All items of a batch end when the last one does, so where b
   outweighs a, small batches answer most requests sooner: `best_size`.
 
@@ -39,15 +41,16 @@ class BatchingDelay:
     """The estimator of one group; `now_s` on the caller's clock."""
 
     def __init__(self) -> None:
-        self._gaps_s: deque[float] = deque(maxlen=WINDOW)
+        self._gaps_s = {is_alone: deque[float](maxlen=WINDOW) for is_alone in (False, True)}
         self._last_s: float | None = None
+        self._was_alone = False  # the last one
         self._weight = self._cost = self._time = self._cost_cost = self._cost_time = 0.0
 
-    def note_arrival(self, now_s: float) -> None:
-        """Learn that one request came."""
+    def note_arrival(self, now_s: float, *, is_alone: bool = False) -> None:
+        """Learn that one request came. `is_alone`: it found nobody waiting, and nothing running."""
         if self._last_s is not None:
-            self._gaps_s.append(max(0.0, now_s - self._last_s))
-        self._last_s = now_s
+            self._gaps_s[self._was_alone].append(max(0.0, now_s - self._last_s))
+        self._last_s, self._was_alone = now_s, is_alone
 
     def note_served(self, cost: float, duration_s: float) -> None:
         """Learn that one batch of this cost took so long."""
@@ -74,7 +77,7 @@ class BatchingDelay:
         fixed_s, extra_s = curve.fixed_s, curve.per_cost_s * cost
         if fixed_s <= num_waiting * extra_s:
             return 0.0
-        gaps_s = sorted(self._gaps_s)
+        gaps_s = sorted(self._gaps_s[self._was_alone])
         since_s = now_s - self._last_s
         ahead = [gap_s - since_s for gap_s in gaps_s[bisect_right(gaps_s, since_s * SLACK) :]]
         best, best_s, balance = 0.0, 0.0, 0.0

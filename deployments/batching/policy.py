@@ -94,10 +94,14 @@ class BatchPolicy(Generic[RequestT]):
         self._delays: OrderedDict[Hashable, BatchingDelay] = OrderedDict()
         self._memory = MemoryLimits()
 
-    def add_request(self, request: RequestT) -> None:
-        """Queue a request, as `RequestQueue.add_request` does, and learn from when it came."""
+    def add_request(self, request: RequestT, *, is_busy: bool = True) -> None:
+        """Queue a request, as `RequestQueue.add_request` does, and learn from when it came.
+
+        `is_busy`: a batch runs, or nobody knows.
+        """
+        is_alone = not is_busy and not len(self.queue)
         self.queue.add_request(request)
-        self._delay(request.group).note_arrival(request.arrived_s)
+        self._delay(request.group).note_arrival(request.arrived_s, is_alone=is_alone)
 
     def note_served(self, batch: Batch[RequestT], duration_s: float) -> None:
         """Learn from a batch that ended well."""
