@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
-import functools
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Generic, ParamSpec, TypeVar
 
@@ -117,16 +116,15 @@ class EngineLoop(Generic[RequestT, OutputT]):
             self._num_joining -= 1
 
     async def _run_steps(self) -> None:
-        hand_over = functools.partial(asyncio.get_running_loop().call_soon_threadsafe, self._hand_over)
         while self._queues and (self._num_joining or self._engine.has_work):
             try:
-                await self._device.run(self._step_on, hand_over)
+                await self._device.run(self._step_on, asyncio.get_running_loop())
             except Exception as error:  # whatever happens here, nobody may be left waiting
                 for queue in self._queues.values():
                     queue.put_nowait(ComputationFailed(f"the engine failed: {error}"))
                 return
 
-    def _step_on(self, hand_over: Callable[[Sequence[tuple[str, OutputT | Exception]]], object]) -> None:
+    def _step_on(self, loop: asyncio.AbstractEventLoop) -> None:
         """Step as long as nobody else wants the device thread: going through the event loop costs more than some steps.
 
         Who joins or leaves wants it, and so do other engines.
@@ -137,7 +135,7 @@ class EngineLoop(Generic[RequestT, OutputT]):
             ]
             outcomes += self._engine.failures.items()
             if outcomes:
-                hand_over(outcomes)
+                loop.call_soon_threadsafe(self._hand_over, outcomes)
             if self._device.is_wanted:
                 return
 

@@ -19,10 +19,10 @@ def policy_of(**settings: Any) -> Policy:
     return BatchPolicy(RequestQueue(BatchingConfig(**settings)))
 
 
-def add(policy: Policy, num_items: int = 1, at: float = 0.0, **more: Any) -> QueuedRequest:
+def add(policy: Policy, num_items: int = 1, at: float = 0.0, is_busy: bool = True, **more: Any) -> QueuedRequest:
     settings = {"costs": None, "group": None, "priority": 1, **more}
     request = QueuedRequest(items=range(num_items), arrived_s=at, **settings)
-    policy.add_request(request)
+    policy.add_request(request, is_busy=is_busy)
     return request
 
 
@@ -151,12 +151,14 @@ def test_while_one_group_waits_for_batch_mates_another_starts() -> None:
     assert policy.next_batch(0.2, 1) == pytest.approx(1.0)
 
 
-def learn_bursts(policy: Policy, fixed: float = 1.0, spread: float = 0.01, size: int = 4) -> float:
+def learn_bursts(
+    policy: Policy, fixed: float = 1.0, spread: float = 0.01, size: int = 4, is_busy: bool = True
+) -> float:
     """Bursts, each served as a batch of one and one of the rest. Returns the time after."""
     now = 0.0
     for _ in range(4):
         for index in range(size):
-            add(policy, at=now + index * spread)
+            add(policy, at=now + index * spread, is_busy=is_busy)
             if index in (0, size - 1):
                 batch = policy.next_batch(now + index * spread, 2)
                 assert isinstance(batch, Batch)
@@ -165,14 +167,26 @@ def learn_bursts(policy: Policy, fixed: float = 1.0, spread: float = 0.01, size:
     return now
 
 
-def test_what_was_learned_makes_it_wait_no_longer_than_pays() -> None:
+@pytest.mark.parametrize("is_busy", [True, False])
+def test_what_was_learned_makes_it_wait_no_longer_than_pays(is_busy: bool) -> None:
     policy = policy_of()
-    now = learn_bursts(policy)
-    add(policy, at=now)
+    now = learn_bursts(policy, is_busy=is_busy)
+    add(policy, at=now, is_busy=is_busy)
     look_again = policy.next_batch(now, 1)
     assert isinstance(look_again, float)
     assert now + 0.01 <= look_again <= now + 0.05  # about the gap within a burst, not the one between bursts
     assert isinstance(policy.next_batch(look_again, 1), Batch)
+
+
+def test_a_lone_caller_does_not_pay_for_the_crowd_before_it() -> None:
+    policy = policy_of()
+    now = learn_bursts(policy)
+    for _ in range(3):
+        lone = add(policy, at=now, is_busy=False)
+        assert [request for request, *_ in taken(policy, now)] == [lone]
+        now += 1.1
+    add(policy, at=now, is_busy=True)
+    assert isinstance(policy.next_batch(now, 1), float), "what the crowd taught is not forgotten"
 
 
 @pytest.mark.parametrize(

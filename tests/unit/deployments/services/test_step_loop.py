@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -395,6 +396,20 @@ async def test_text_requests_join_a_running_batch() -> None:
     engine.turns.grant(100)
     assert await asyncio.gather(first, second) == ["a1 a2 a3 ", "b1 "]
     assert engine.steps == [["a"], ["a", "b"], ["a"]]
+
+
+async def test_steps_do_not_wait_for_the_event_loop() -> None:
+    engine = Engine(Turns(0))
+    text = EngineLoop(DeviceThread(), engine)
+    found = asyncio.ensure_future(texts(text, text_request("a", 5)))
+    await until(lambda: engine.turns.waiting)
+    engine.turns.grant(5)
+    end_s = time.monotonic() + WAIT_S
+    while engine.has_work:  # this holds the event loop
+        assert time.monotonic() < end_s
+        time.sleep(0.001)
+    assert engine.steps == [["a"]] * 5
+    assert await found == "a1 a2 a3 a4 a5 "
 
 
 async def test_leaving_early_aborts_the_request() -> None:
