@@ -18,7 +18,7 @@ from cluster.keeper.records import Held
 from cluster.keeper.room_queue import OVERTAKE_S
 from weights.errors import BudgetExceeded, ExtentCorrupt
 from weights.manifest import ExtentRef
-from weights.residency.entries import Entry
+from weights.residency.leases import Entry
 
 SIZES = {"a": 10, "b": 20, "c": 30, "d": 40, "e": 50, "f": 60}
 EXTENTS = {
