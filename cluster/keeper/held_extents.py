@@ -250,7 +250,7 @@ class HeldExtents:
             self._book.end_holder(holder)
             self._freed()
 
-    def pin(self, ids: Iterable[str]) -> None:
+    def set_pins(self, ids: Iterable[str]) -> None:
         """Pin these extents and no others, here or not yet: what is pinned is not evicted."""
         with self._changed:
             pinned = set(ids)

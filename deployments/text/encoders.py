@@ -1,4 +1,4 @@
-"""Text encoders as a replica's model host builds them: a module, its tokenizer, and the identity of both."""
+"""Text encoders as a replica's module cache builds them: a module, its tokenizer, and the identity of both."""
 
 from __future__ import annotations
 

@@ -165,8 +165,8 @@ def _need_of(method: str) -> Need:
 class _AccessInterceptor(grpc.aio.ServerInterceptor):
     """The gate of every call: it knows who calls by the metadata `authorization` or `x-api-key`.
 
-    It refuses whom the config does not let in. A call counts against the limits of its key; a stream of requests does not, but each of its requests
-    (`begin_current_request`).
+    It refuses whom the config does not let in. A call counts against the limits of its key; a stream of requests does
+    not, but each of its requests (`begin_current_request`).
     """
 
     def __init__(self, callers: Callers) -> None:

@@ -113,12 +113,12 @@ class Books(RuleBasedStateMachine):
 
     @rule(ids=some_ids)
     def pin(self, ids: list[str]) -> None:
-        self.held.pin(ids)
+        self.held.set_pins(ids)
         self.pinned = set(ids)
 
     @rule()
     def unpin(self) -> None:
-        self.held.pin([])
+        self.held.set_pins([])
         self.pinned = set()
 
     @rule(ids=some_ids)
