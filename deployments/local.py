@@ -57,16 +57,16 @@ class LocalModels:
         check_image(request, self._config.ingress.limits, asked)
         request = request.model_copy(update=text_rules(self._config.entries[request.model]))
         extents, device = _UnleasedExtents(self._store.packs), DeviceThread()
-        # A host each, as in a cluster: text encoders and denoiser have budgets of their own.
-        encoder_host = self._host(extents, self._config.text_encoder, TextEncoderBuilder())
-        worker_host = self._host(extents, self._config.worker, ComponentBuilder(self._config.worker))
-        encoder = FallbackEncoder(encoder_host, device, warnings=())
-        images = ImageService(worker_host, self._config.worker, device)
+        # A module cache each, as in a cluster: text encoders and denoiser have budgets of their own.
+        encoder_cache = self._module_cache(extents, self._config.text_encoder, TextEncoderBuilder())
+        worker_cache = self._module_cache(extents, self._config.worker, ComponentBuilder(self._config.worker))
+        encoder = FallbackEncoder(encoder_cache, device, warnings=())
+        images = ImageService(worker_cache, self._config.worker, device)
         result = await images.generate(request, encoder.condition, on_step=on_step)
         total_ms = (time.perf_counter() - start) * 1e3  # bringing the model into the store included
         return replace(result, timings_ms=result.timings_ms | {"total": total_ms})
 
-    def _host(
+    def _module_cache(
         self, extents: _UnleasedExtents, settings: ModelReplicaConfig, builder: ComponentBuilder | TextEncoderBuilder
     ) -> ModuleCache:
         return ModuleCache(
@@ -89,7 +89,7 @@ class LocalModels:
 
 
 class _UnleasedExtents(LocalExtents):
-    """Extents of the local disk for a host that leases: nothing is held but by the views of the built modules."""
+    """Extents of the local disk for a module cache that leases: only the views of the built modules hold it."""
 
     def release(self, extents: Sequence[ExtentRef]) -> None:
         """Do nothing: the views of the built modules keep the bytes."""

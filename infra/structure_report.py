@@ -11,7 +11,8 @@ definition of its name.
 
 A module with one importer is a part of that importer, or has a reason of its own to change. Two kinds have one importer
 by construction and are counted apart: entries of a list (`LISTS`: one file per command, benchmark, router, deployment,
-foreign format), and parts of an actor (what an `actor.py` puts together: their state lives in its process).
+foreign format, policy of the simulator), and parts of an actor (what an `actor.py` puts together: their state lives in
+its process).
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ MAX_DEFINITIONS = 4
 FRAGMENTS = re.compile(
     r"(of|what|who|whom|whose|whether|how|by|when|where|why|which|from|for|with|if|as|that|than|to|in|on|at)\b", re.I
 )
-LISTS = re.compile(r"deployments\.(app|services\.replica_classes|cli\.main|cli\.bench|ingress\.http)|weights\.intake")
+LISTS = re.compile(
+    r"deployments\.(app|services\.replica_classes|cli\.main|cli\.bench|ingress\.http)|weights\.intake"
+    r"|cluster\.simulator\.running"
+)
 KINDS = ("entries of a list", "parts of an actor", "others")
 PLAIN_BASES = re.compile("object|ABC|Protocol|Generic|(Str|Int)?Enum|IntFlag|NamedTuple|TypedDict|BaseModel")
 HOOK_DECORATORS = re.compile(

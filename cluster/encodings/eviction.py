@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from weights.residency.entries import Book, Entry
+from weights.residency.entries import Book
+from weights.residency.leases import Entry
 from weights.residency.policy import class_rate, rate_class
 
 KEEP_SHARE: Final = 0.25  # of the budget, for entries that are to be kept

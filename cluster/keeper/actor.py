@@ -182,7 +182,7 @@ class NodeKeeper:
         return self._held.has_room_for(extents)
 
     @ray.method(concurrency_group="control")
-    def pin(self, extents_of: Mapping[str, Sequence[str]]) -> None:
+    def set_pins(self, extents_of: Mapping[str, Sequence[str]]) -> None:
         """Keep the extents of these models, and no others, once they are here, leased or not.
 
         All that is wanted, each time: what was pinned before and is not named is pinned no longer. Pins end with the
@@ -190,7 +190,7 @@ class NodeKeeper:
         """
         with self._counting:
             self._pins = dict(extents_of)
-            self._held.pin({id_ for ids in extents_of.values() for id_ in ids})
+            self._held.set_pins({id_ for ids in extents_of.values() for id_ in ids})
 
     @ray.method(concurrency_group="control")
     def pins(self) -> Mapping[str, Sequence[str]]:

@@ -21,7 +21,8 @@ from cluster.keeper.room_queue import RoomQueue
 from weights.errors import BudgetExceeded
 from weights.manifest import ExtentRef
 from weights.memory.pages import ByteArray
-from weights.residency.entries import Book, Entry
+from weights.residency.entries import Book
+from weights.residency.leases import Entry
 
 MAX_WAIT_S: Final = 60.0
 MAX_USES: Final = 32  # of one extent that one report counts: more are one burst
@@ -249,7 +250,7 @@ class HeldExtents:
             self._book.end_holder(holder)
             self._freed()
 
-    def pin(self, ids: Iterable[str]) -> None:
+    def set_pins(self, ids: Iterable[str]) -> None:
         """Pin these extents and no others, here or not yet: what is pinned is not evicted."""
         with self._changed:
             pinned = set(ids)

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from cluster.keeper.records import Held, Recall, RecallAnswer
-from weights.residency.entries import Book, Entry
+from weights.residency.entries import Book
+from weights.residency.leases import Entry
 
 # An answer takes a few milliseconds. A replica that is just collecting garbage, or importing, stops for 300.
 ANSWER_WITHIN_S: Final = 0.5

@@ -166,7 +166,7 @@ class WeightRegistry:
     async def unregister(self, model: str, purge: bool = False) -> tuple[str, ...]:
         """Remove a model and its pin; see `ServedModels.unregister`."""
         orphans = await self._models.unregister(model, purge)
-        await self._keepers.pin(model, False)
+        await self._keepers.set_pinned(model, False)
         return orphans
 
     # nodes
@@ -194,7 +194,7 @@ class WeightRegistry:
         A pin follows the model to its next version, and ends with it.
         """
         await (self._models.manifest(model) if pinned else self._models.find_model(model))
-        return _errors(await self._keepers.pin(model, pinned))
+        return _errors(await self._keepers.set_pinned(model, pinned))
 
     async def evict(self, model: str) -> list[str]:
         """Evict the model from the memory of every node, except extents that other models share.

@@ -121,7 +121,7 @@ class NodeKeepers:
             logger.info("no replica on node %s any more: its keeper ends", node_id)
             self._end(node_id)
 
-    async def pin(self, model: str, pinned: bool) -> dict[str, Any]:
+    async def set_pinned(self, model: str, pinned: bool) -> dict[str, Any]:
         """Pin or unpin a model on every node, including those that join later. Return exceptions or None by node."""
         if pinned:
             self._pinned.add(model)
@@ -189,7 +189,7 @@ class NodeKeepers:
                 life = await self._meet(node_id, life, last, stats.address)
             self._lives[node_id] = life
             if (pins := self._pins(life)) != life.pins:
-                await keeper.pin.remote(pins)
+                await keeper.set_pins.remote(pins)
                 self._lives[node_id] = replace(life, pins=pins)
 
     async def _meet(self, node_id: str, life: _Life, last: _Life | None, address: str | None) -> _Life:

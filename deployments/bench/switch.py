@@ -1,6 +1,6 @@
 """`atelier bench switch`: what it takes to change from one model to another, beside diffusers, in one run.
 
-Ours is a replica's own way: its host of built modules, its node's keeper, shared memory. Ours and the peer take turns,
+Ours is a replica's own way: its module cache, its node's keeper, shared memory. Ours and the peer take turns,
 each in one process with one thread; figures are medians with ranges, times in milliseconds. Memory is measured with an
 object store whose pages come with their use: what is counted is what is there.
 """

@@ -135,10 +135,10 @@ class _BenchReplica:
         self._budget_bytes = budget_bytes
         keeps = keeps and device == "cpu"
         extents = RayExtents(keeper, f"replica-{os.getpid()}", on_recall=self._give_up if keeps else None)
-        self._host = await _open_host(extents, skeletons, manifests, budget_bytes, device, prepare, keeps)
+        self._module_cache = await _open_cache(extents, skeletons, manifests, budget_bytes, device, prepare, keeps)
 
     def _give_up(self, extents: Sequence[str], is_overdue: bool) -> None:
-        self._host.give_up(extents, is_overdue)
+        self._module_cache.give_up(extents, is_overdue)
 
     async def pid(self) -> int:
         return os.getpid()
@@ -146,7 +146,7 @@ class _BenchReplica:
     async def switch(self, model: str, touch: bool = False) -> dict[str, Any]:
         """Build every component of `model`; returns `ms`, the report, and with `touch` the time to read all bytes."""
         start = time.perf_counter()
-        async with self._host.lease(model, _is_wanted) as lease:
+        async with self._module_cache.lease(model, _is_wanted) as lease:
             ms = (time.perf_counter() - start) * 1e3
             if touch:
                 _touch_parameters(lease.modules)
@@ -155,8 +155,8 @@ class _BenchReplica:
 
     async def forget(self) -> None:
         """Let go of all modules: their structures stay."""
-        self._host.set_budget(0)
-        self._host.set_budget(self._budget_bytes)
+        self._module_cache.set_budget(0)
+        self._module_cache.set_budget(self._budget_bytes)
 
     async def switch_many(self, models: Sequence[str]) -> float:
         """Switch to the models one after the other; returns seconds for all."""
@@ -170,7 +170,7 @@ class _BenchReplica:
         gc.collect()
 
 
-async def _open_host(
+async def _open_cache(
     extents: RayExtents,
     skeletons: Path,
     manifests: Mapping[str, Manifest],
@@ -179,14 +179,14 @@ async def _open_host(
     prepare: bool,
     keeps: bool,
 ) -> ModuleCache:
-    """Open a host that builds what a worker and a text encoder build; the models' classes are imported."""
+    """Open a module cache that builds what a worker and a text encoder build; the models' classes are imported."""
     limit_torch_threads(1, 1)
     builder = _PipelineBuilder(prepare)
 
     async def fetch_manifest(model: str, version: str | None) -> Manifest:
         return manifests[model]
 
-    host = ModuleCache(
+    module_cache = ModuleCache(
         fetch_manifest,
         extents,
         skeletons,
@@ -197,8 +197,8 @@ async def _open_host(
         retire=builder.retire,
     )
     models = [ModelConfig(id=name, path=Path(name)) for name in manifests]
-    await prepare_models(host, models, {"diffusion"}, _is_wanted, builder.prepare)
-    return host
+    await prepare_models(module_cache, models, {"diffusion"}, _is_wanted, builder.prepare)
+    return module_cache
 
 
 def _is_wanted(component: Component) -> bool:

@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 
 from deployments.engines.memory_limits import forget_frames
 from weights.manifest import Component, ExtentRef, Manifest
-from weights.residency.entries import Entry
+from weights.residency.leases import Entry
 
 
 class PartName(NamedTuple):

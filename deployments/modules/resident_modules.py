@@ -14,7 +14,8 @@ from deployments.modules.built_modules import Built, Part, PartName, Slot, Wante
 from weights.errors import BudgetExceeded
 from weights.manifest import ExtentRef
 from weights.residency.admission import Admission, Ticket
-from weights.residency.entries import Book, Entry
+from weights.residency.entries import Book
+from weights.residency.leases import Entry
 from weights.residency.policy import rate_class
 
 

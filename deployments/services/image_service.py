@@ -1,4 +1,4 @@
-"""ImageService: images from the models that a host has built. Ray-free: the worker and `local.py` share it."""
+"""ImageService: images from the models that a module cache has built. Ray-free: the worker and `local.py` share it."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ _NumberT = TypeVar("_NumberT", int, float)
 class ImageService:
     """Denoises and decodes on one device thread, in batches of all requests of a pipeline. Lives on one event loop."""
 
-    def __init__(self, host: ModuleCache, settings: WorkerConfig, device: DeviceThread) -> None:
-        self._host = host
+    def __init__(self, module_cache: ModuleCache, settings: WorkerConfig, device: DeviceThread) -> None:
+        self._module_cache = module_cache
         self._settings = settings
         self._device = device
         self._settings_hashes: dict[tuple[str, str], str] = {}  # by model and version
@@ -52,19 +52,19 @@ class ImageService:
         """Return the images of a request that `with_image_defaults` has filled in.
 
         The model is switched to while the text is being encoded; with `encode_first` after it, for an encoder that
-        takes room from the same host. Raises the ServiceErrors of `deployments.errors`, and what `encode_text` raises;
+        takes room from the same cache. Raises the ServiceErrors of `deployments.errors`, and what `encode_text` raises;
         nothing is leased then.
         """
         start = time.perf_counter()
         with as_service_errors():
-            manifest = await self._host.manifest(request.model, request.model_version)
+            manifest = await self._module_cache.manifest(request.model, request.model_version)
             denoise = _denoise_request(request)
             text = _conditioning_request(request, denoise, manifest.class_name or "")
             encoding = asyncio.ensure_future(encode_text(text))
             try:
                 if encode_first:
                     await encoding
-                async with self._host.lease(
+                async with self._module_cache.lease(
                     request.model,
                     is_denoise_component,
                     [use.name for use in request.lora],

@@ -73,7 +73,7 @@ class ModelReplica:
         private_footprint: Footprint = object_footprint,
         working_memory: WorkingMemory = no_working_memory,
     ) -> None:
-        """Connect to the registry and to this node's keeper, open the model host and prepare the configured models.
+        """Connect to the registry and to this node's keeper, open the module cache and prepare the configured models.
 
         `role` names this replica as a holder of leases. `private_footprint` says what a component costs beside the
         node's shared memory, and `working_memory` what it allocates on a device. Raises WeightsError for a device that
@@ -90,7 +90,7 @@ class ModelReplica:
         loop = asyncio.get_running_loop()
 
         def on_recall(extents: Sequence[str], is_overdue: bool) -> None:
-            self._host.give_up(extents, is_overdue)  # in the thread that asks: the event loop may be busy
+            self._module_cache.give_up(extents, is_overdue)  # in the thread that asks: the event loop may be busy
 
         def on_damage(extents: Sequence[str]) -> None:
             loop.call_soon_threadsafe(self._condemn, extents)
@@ -104,7 +104,7 @@ class ModelReplica:
         keeps = settings.device == "cpu"  # other devices need the node's memory only while they upload
         recall = on_recall if keeps else None
         provider = RayExtents(keeper, f"{role}-{uuid.uuid4().hex[:8]}", on_damage, reconnect, recall)
-        self._host = ModuleCache(
+        self._module_cache = ModuleCache(
             self._fetch_manifest,
             provider,
             WeightStore(config.store.path).models,
@@ -118,7 +118,7 @@ class ModelReplica:
             retire=builder.retire,
         )
         provider.start_beating()
-        await prepare_models(self._host, config.models, self._kinds, self._wants, builder.prepare)
+        await prepare_models(self._module_cache, config.models, self._kinds, self._wants, builder.prepare)
 
     async def _fetch_manifest(self, model: str, version: str | None) -> Manifest:
         try:
@@ -128,43 +128,43 @@ class ModelReplica:
 
     def _condemn(self, extents: Sequence[str]) -> None:
         """Serve nothing that was made of these extents: they were found damaged. On the event loop."""
-        self._host.condemn(extents)
+        self._module_cache.condemn(extents)
 
     async def prefetch(self, model: str) -> None:
         """Bring the model as near as there is room that nothing needs."""
         with as_service_errors():
             if await self._runs(model):
-                await self._host.prefetch(model, self._wants)
+                await self._module_cache.prefetch(model, self._wants)
 
     async def pin(self, model: str) -> None:
         """Keep the model here once it is here, until `unpin`. Raises Overloaded when the pinned ones do not fit."""
         with as_service_errors():
             if await self._runs(model):
-                await self._host.pin(model, self._wants)
+                await self._module_cache.pin(model, self._wants)
 
     async def unpin(self, model: str) -> None:
         """Let the model be evicted again."""
-        self._host.unpin(model)
+        self._module_cache.unpin(model)
 
     async def evict(self, model: str) -> list[str]:
         """Let go of what is here for this model alone. Returns the components that running requests or pins hold."""
-        return self._host.evict(model)
+        return self._module_cache.evict(model)
 
     async def set_budget(self, budget_bytes: int) -> None:
         """Set the bytes that weights may take here. Raises Overloaded when more is leased or pinned."""
         with as_service_errors():
-            self._host.set_budget(budget_bytes)
+            self._module_cache.set_budget(budget_bytes)
 
     async def describe(self) -> dict[str, Any]:
         """Return a snapshot of this replica, as JSON-able values."""
-        return self._host.describe() | {"skeletons": asdict(self._builder.skeletons.skeleton_stats())}
+        return self._module_cache.describe() | {"skeletons": asdict(self._builder.skeletons.skeleton_stats())}
 
     async def _runs(self, model: str) -> bool:
-        return (await self._host.manifests.newest(model)).kind in self._kinds
+        return (await self._module_cache.manifests.newest(model)).kind in self._kinds
 
 
 async def prepare_models(
-    host: ModuleCache,
+    module_cache: ModuleCache,
     models: Iterable[ModelConfig],
     kinds: Collection[ModelKind],
     wanted: Callable[[Component], bool],
@@ -178,14 +178,14 @@ async def prepare_models(
         if number >= MAX_PREPARED and not model.preload:
             continue
         try:
-            manifest = await host.manifest(model.id)
+            manifest = await module_cache.manifest(model.id)
             if manifest.kind not in kinds:  # the other service's: an LLM is no text encoder
                 continue
             for component in filter(wanted, manifest.components.values()):
                 await asyncio.to_thread(import_class, component.library, component.class_name)
-                await asyncio.to_thread(prepare, component, host.skeleton(manifest))
-            if model.preload and await host.has_room_for(manifest, wanted):
-                async with host.lease(model.id, wanted):
+                await asyncio.to_thread(prepare, component, module_cache.skeleton(manifest))
+            if model.preload and await module_cache.has_room_for(manifest, wanted):
+                async with module_cache.lease(model.id, wanted):
                     pass
         except (ClusterError, WeightsError, ServiceError, EngineError) as error:
             # Not this replica's business yet: the registry shows it, and a request for the model will be told.

@@ -83,7 +83,7 @@ class TextEncoderService(ModelReplica):
         """Return the tensors that a diffusion pipeline's `start` takes for this prompt."""
         start = time.perf_counter()
         with as_service_errors():
-            async with self._host.lease(request.model, is_text_encoder, version=request.model_version) as lease:
+            async with self._module_cache.lease(request.model, is_text_encoder, version=request.model_version) as lease:
                 class_name = lease.manifest.class_name or ""
                 tensors, encoded = await self._encoders.condition(request, class_name, lease.skeleton, lease.modules)
         self._metrics.count_encodings(request.model, encoded.cache.hits, encoded.cache.misses)
@@ -94,7 +94,7 @@ class TextEncoderService(ModelReplica):
         """Return one vector per input."""
         start = time.perf_counter()
         with as_service_errors():
-            async with self._host.lease(request.model, is_text_encoder, version=request.model_version) as lease:
+            async with self._module_cache.lease(request.model, is_text_encoder, version=request.model_version) as lease:
                 (encoder,) = lease.modules.values()
                 encoded = await self._encoders.embed(
                     encoder,
@@ -118,7 +118,7 @@ class TextEncoderService(ModelReplica):
     async def apply_head(self, request: HeadRequest) -> npt.NDArray[np.float32]:
         """Apply a head to features: (n, in) -> (n, out)."""
         with as_service_errors():
-            async with self._host.lease(request.model, is_text_encoder, version=request.model_version) as lease:
+            async with self._module_cache.lease(request.model, is_text_encoder, version=request.model_version) as lease:
                 (head,) = lease.modules.values()
                 features = torch.from_numpy(np.array(request.features))  # what comes from Ray is read-only
                 scores = await in_thread(head.apply, features)
@@ -128,7 +128,9 @@ class TextEncoderService(ModelReplica):
     async def run_segment(self, call: SegmentCall, *upstream: SegmentResult) -> SegmentResult:
         """Run stages of a pipeline, one after the other; what they hand on stays on the device."""
         with as_service_errors():
-            return await self._segments.run_segment(call, upstream, _EncoderOps(self._host, self._encoders, call))
+            return await self._segments.run_segment(
+                call, upstream, _EncoderOps(self._module_cache, self._encoders, call)
+            )
 
     async def retune(self, batching: BatchingConfig) -> None:
         """Batch by this config from now on, waiting requests as well."""
@@ -166,8 +168,8 @@ class _EncoderOps:
     A model is leased for its own stage only: two calls that each hold what the other waits for would never end.
     """
 
-    def __init__(self, host: ModuleCache, encoders: CachedEncoders, call: SegmentCall) -> None:
-        self._host = host
+    def __init__(self, module_cache: ModuleCache, encoders: CachedEncoders, call: SegmentCall) -> None:
+        self._module_cache = module_cache
         self._encoders = encoders
         self._call = call
         self._warnings: list[str] = []
@@ -217,4 +219,4 @@ class _EncoderOps:
         return self._call.long_texts.get(model, "truncate")
 
     def _lease(self, model: str) -> Any:
-        return self._host.lease(model, is_text_encoder, version=self._call.versions.get(model))
+        return self._module_cache.lease(model, is_text_encoder, version=self._call.versions.get(model))

@@ -1,7 +1,7 @@
 """Worker: the Serve deployment that denoises and writes text. One replica runs any model, switching to what is asked.
 
-A switch leases the model's components from the host: what another model shares with it stays, what is missing is
-attached from the node's shared memory. Text encoding runs in its own service meanwhile.
+A switch leases the model's components from the module cache: what another model shares with it stays, what is missing
+is attached from the node's shared memory. Text encoding runs in its own service meanwhile.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class Worker(ModelReplica):
         builder = ComponentBuilder(self._settings)
         threads, footprint = self._settings.num_threads, builder.private_footprint
         await self._open(config, "worker", self._settings, builder, threads, footprint, builder.working_memory)
-        self._images = ImageService(self._host, self._settings, self._device)
-        self._fallback_encoder = FallbackEncoder(self._host, self._device)
+        self._images = ImageService(self._module_cache, self._settings, self._device)
+        self._fallback_encoder = FallbackEncoder(self._module_cache, self._device)
 
     async def generate(self, request: ImageRequest) -> ImageResult:
         """Return images. The text is encoded elsewhere while this replica switches to the model.
@@ -95,7 +95,9 @@ class Worker(ModelReplica):
         """Yield text as it comes. The last chunk has the finish reason, the timings and the switch report."""
         start = time.perf_counter()
         with as_service_errors():
-            async with self._host.lease(request.model, is_denoise_component, version=request.model_version) as lease:
+            async with self._module_cache.lease(
+                request.model, is_denoise_component, version=request.model_version
+            ) as lease:
                 engine: LLMEngine = lease.modules["model"]
                 loop: EngineLoop[TextRequest, TextDelta] = lease.bound(lambda: EngineLoop(self._device, engine))
                 reading = asyncio.get_running_loop().run_in_executor(self._tokenizing, _prompt_tokens, engine, request)

@@ -1,4 +1,4 @@
-"""Text encoders as a replica's model host builds them: a module, its tokenizer, and the identity of both."""
+"""Text encoders as a replica's module cache builds them: a module, its tokenizer, and the identity of both."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ import torch
 
 from deployments.engines.protocol import EngineError
 from deployments.engines.skeletons import SkeletonPool
-from deployments.engines.text.dense import DenseHead, load_dense_head
 from deployments.engines.text.encoder import TextEncoder
 from deployments.engines.text.loading import OPTIONAL_PARTS, load_text_encoder, load_tokenizer
+from deployments.engines.text.sentence_layers import DenseHead, load_dense_head
 from weights.formats import dense_head, encoder_files
 from weights.manifest import Component
 

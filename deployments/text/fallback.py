@@ -21,13 +21,13 @@ WARNING: Final = "the worker encoded the text itself: the text encoder service d
 
 
 class FallbackEncoder:
-    """Text encoding in a host's own budget, where encoders are evicted as any module. Lives on one event loop.
+    """Text encoding in a module cache's own budget, where encoders are evicted as any module. Lives on one event loop.
 
     `warnings` go with every answer.
     """
 
-    def __init__(self, host: ModuleCache, device: DeviceThread, warnings: tuple[str, ...] = (WARNING,)) -> None:
-        self._host = host
+    def __init__(self, module_cache: ModuleCache, device: DeviceThread, warnings: tuple[str, ...] = (WARNING,)) -> None:
+        self._module_cache = module_cache
         self._device = device
         self._warnings = warnings
         self._encoders = CachedEncoders(EncodingCache(CACHE_BYTES), self._run_batch)
@@ -40,7 +40,7 @@ class FallbackEncoder:
         """
         start = time.perf_counter()
         self.num_requests += 1
-        async with self._host.lease(request.model, _is_encoder, version=request.model_version) as lease:
+        async with self._module_cache.lease(request.model, _is_encoder, version=request.model_version) as lease:
             class_name = lease.manifest.class_name or ""
             tensors, encoded = await self._encoders.condition(request, class_name, lease.skeleton, lease.modules)
         packed: dict[str, PackedTensor] = pack(tensors)

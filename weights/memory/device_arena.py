@@ -23,7 +23,8 @@ from weights.memory.device_records import Acquired, ArenaReport, ArenaStats, Dev
 from weights.memory.device_space import DeviceSpace, bytes_of, tensor_of
 from weights.memory.transfer import Transfer
 from weights.residency.admission import refusal_text
-from weights.residency.entries import Book, Entry
+from weights.residency.entries import Book
+from weights.residency.leases import Entry
 
 PER_TENSOR_S: Final = 10e-6  # to allocate it, start its copy and bind it, whatever its size
 USUAL_S_PER_BYTE: Final = 1e-10  # until an upload was measured

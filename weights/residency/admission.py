@@ -18,7 +18,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Final, Generic
 
-from weights.residency.entries import Book, Entry, Size, Thing, bytes_of
+from weights.residency.entries import Book, Size, bytes_of
+from weights.residency.leases import Entry, Thing
 
 PATIENCE_S: Final = 1.0
 

@@ -10,9 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Generic
 
-from weights.residency.leases import Entry as Entry
-from weights.residency.leases import Leases
-from weights.residency.leases import Thing as Thing
+from weights.residency.leases import Entry, Leases, Thing
 from weights.residency.policy import value_of
 from weights.residency.sizes import DistinctBytes
 from weights.residency.sizes import Size as Size

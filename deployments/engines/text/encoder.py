@@ -17,7 +17,7 @@ from deployments.engines.memory_limits import MemoryLimits, run_in_parts
 from deployments.engines.protocol import ClipLayer, ComputationFailed, EngineError, check_choice
 from deployments.engines.text.forward_plan import DEFAULT_LIMITS, EncodeCounter, ForwardLimits, plan_forwards
 from deployments.engines.text.forwards import PER_TOKEN, family_of, filler_id
-from deployments.engines.text.pooling import Pooling
+from deployments.engines.text.sentence_layers import Pooling
 from deployments.engines.text.tokens import TextTokenizer, TokenizedText
 
 _Outputs = Mapping[str, torch.Tensor]

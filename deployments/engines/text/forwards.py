@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 import torch
 
-from deployments.engines.text.pooling import Pooling
+from deployments.engines.text.sentence_layers import Pooling
 
 PER_TOKEN = ("hidden", "penultimate")  # outputs with a row per token; the others have one per text
 

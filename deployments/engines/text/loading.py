@@ -14,7 +14,7 @@ from deployments.engines.build import IMPORT_LOCK, build_module, read_config
 from deployments.engines.protocol import EngineError
 from deployments.engines.text.encoder import TextEncoder
 from deployments.engines.text.forwards import FAMILIES
-from deployments.engines.text.pooling import load_pooling
+from deployments.engines.text.sentence_layers import load_pooling
 
 OPTIONAL_PARTS = ("pooler",)  # of a BERT: not every checkpoint has one, and no embedding needs it
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Final
+
+import numpy as np
 
 from configs.cluster import LimitsConfig
 from deployments.errors import InvalidRequest
-from deployments.ingress.kserve import answers
-from deployments.ingress.kserve.answers import Outputs, classify_output
 from deployments.ingress.kserve.models import (
     PIPELINE,
     ModelConfiguration,
@@ -32,11 +32,24 @@ from deployments.ingress.kserve.records import (
 )
 from deployments.ingress.kserve.requests import Schedule, image_requests, schedule_of, text_requests
 from deployments.ingress.kserve.statistics import Statistics
-from deployments.ingress.kserve.tensors import texts
+from deployments.ingress.kserve.tensors import classify_output, texts
 from deployments.ingress.service import Service
 from deployments.ingress.terms import current_terms, with_fields
-from deployments.pipelines.records import PipelineRequest, Signature, TensorValue
-from deployments.records import EmbeddingRequest, HeadRequest, ModelCard, as_record
+from deployments.pipelines.records import PipelineRequest, Signature, TensorValue, text_tensor
+from deployments.pipelines.runner import run_together
+from deployments.records import (
+    ChatRequest,
+    CompletionRequest,
+    EmbeddingRequest,
+    HeadRequest,
+    ImageRequest,
+    ModelCard,
+    TextChunk,
+    TextResult,
+    TimingsMs,
+    as_record,
+    warnings_by_item,
+)
 from deployments.services.deadlines import Deadline
 
 MAX_ID_CHARS: Final = 1024
@@ -125,7 +138,7 @@ class Inference:
             if self._statistics:
                 self._statistics.failed(request.model, (time.perf_counter() - start) * 1e3)
             raise
-        self._succeeded(request.model, Outputs((), {}), timings_ms)
+        self._succeeded(request.model, _Outputs((), {}), timings_ms)
 
     async def _text_pieces(
         self, card: ModelCard, signature: Signature, request: InferRequest
@@ -143,7 +156,7 @@ class Inference:
                 if chunk is None:
                     return
                 outputs, parameters = (
-                    _wished(answers.text_outputs([chunk]), request.outputs),
+                    _wished(_text_outputs([chunk]), request.outputs),
                     _warning_parameters(chunk.warnings),
                 )
                 response = InferResponse(request.model, VERSION, outputs, request.id, parameters, chunk.timings_ms)
@@ -182,24 +195,24 @@ class Inference:
         given: Mapping[str, TensorValue],
         parameters: Parameters,
         schedule: Schedule,
-    ) -> Outputs:
+    ) -> _Outputs:
         name, specs = card.id, signature.inputs
         if card.kind == "diffusion":
-            return await answers.infer_images(self._service, image_requests(name, given, specs, parameters, schedule))
+            return await _infer_images(self._service, image_requests(name, given, specs, parameters, schedule))
         if card.kind == "llm":
-            return await answers.infer_texts(self._service, text_requests(name, given, specs, parameters))
+            return await _infer_texts(self._service, text_requests(name, given, specs, parameters))
         if card.kind == "embedding":
             (value,) = given.values()
             items = texts(value) if value.datatype == "BYTES" else value.data.tolist()
             waits = {"priority": schedule.priority, "timeout_s": schedule.timeout_s}
             fields = {"model": name, "input": items, **waits}
-            return await answers.infer_embeddings(self._service, as_record(EmbeddingRequest, fields))
+            return await _infer_embeddings(self._service, as_record(EmbeddingRequest, fields))
         if card.kind == "head":
-            return await answers.infer_scores(self._service, HeadRequest(name, given["features"].data))
+            return await _infer_scores(self._service, HeadRequest(name, given["features"].data))
         pipeline = PipelineRequest(name, given, schedule.priority, schedule.timeout_s)
-        return await answers.infer_pipeline(self._service, pipeline, _items(card, signature, given)[1])
+        return await _infer_pipeline(self._service, pipeline, _items(card, signature, given)[1])
 
-    def _succeeded(self, model: str, answer: Outputs, timings_ms: Mapping[str, float]) -> None:
+    def _succeeded(self, model: str, answer: _Outputs, timings_ms: Mapping[str, float]) -> None:
         if self._statistics:
             self._statistics.succeeded(
                 model,
@@ -240,3 +253,95 @@ def _warning_parameters(warnings: Sequence[str]) -> dict[str, str]:
 
 def _piece(response: InferResponse, *, is_last: bool) -> InferResponse:
     return replace(response, parameters={**response.parameters, "triton_final_response": is_last})
+
+
+@dataclass(frozen=True, slots=True)
+class _Outputs:
+    """All outputs of a model for one request, in the order of its signature, and figures and warnings about them."""
+
+    outputs: tuple[TensorValue, ...]
+    timings_ms: Mapping[str, float]
+    batch_size: int = 1
+    cache_hits: int = 0
+    cache_misses: int = 0
+    warnings: tuple[str, ...] = ()
+
+
+async def _infer_images(service: Service, requests: Sequence[ImageRequest]) -> _Outputs:
+    """Return one image for each request. The requests run side by side and share the forwards of a step loop."""
+    results = await run_together([service.generate(request) for request in requests])
+    arrays = [result.images[0] for result in results]
+    return _Outputs(
+        outputs=(
+            TensorValue("images", "UINT8", np.stack(arrays)),
+            TensorValue("seed", "INT64", np.array([result.seed for result in results], np.int64)),
+        ),
+        timings_ms=_slowest([result.timings_ms for result in results]),
+        batch_size=len(results),
+        cache_hits=sum(result.cache.hits for result in results),
+        cache_misses=sum(result.cache.misses for result in results),
+        warnings=warnings_by_item([result.warnings for result in results]),
+    )
+
+
+async def _infer_texts(service: Service, requests: Sequence[ChatRequest | CompletionRequest]) -> _Outputs:
+    """Return one text for each request. They run side by side."""
+    results = await run_together(
+        [
+            service.chat(request) if isinstance(request, ChatRequest) else service.complete(request)
+            for request in requests
+        ]
+    )
+    return _Outputs(
+        outputs=_text_outputs(results),
+        timings_ms=_slowest([result.timings_ms for result in results]),
+        batch_size=len(results),
+        warnings=warnings_by_item([result.warnings for result in results]),
+    )
+
+
+def _text_outputs(results: Sequence[TextResult | TextChunk]) -> tuple[TensorValue, ...]:
+    """Return the outputs of an LLM.
+
+    A piece of a stream has its part of the text, and no finish reason before the last.
+    """
+    num_output_tokens = [result.num_completion_tokens for result in results]
+    return (
+        text_tensor("text_output", [result.text for result in results]),
+        text_tensor("finish_reason", [result.finish_reason or "" for result in results]),
+        TensorValue("num_input_tokens", "INT64", np.array([result.num_prompt_tokens for result in results], np.int64)),
+        TensorValue("num_output_tokens", "INT64", np.array(num_output_tokens, np.int64)),
+    )
+
+
+async def _infer_embeddings(service: Service, request: EmbeddingRequest) -> _Outputs:
+    """Return one vector for each input. Raises: InvalidRequest when they differ in size."""
+    result = await service.embed(request)
+    if len({vector.shape for vector in result.embeddings}) > 1:
+        raise InvalidRequest(f"model {request.model!r} gives these texts embeddings of different sizes; ask one by one")
+    return _Outputs(
+        outputs=(TensorValue("embedding", "FP32", np.stack(result.embeddings)),),
+        timings_ms=result.timings_ms,
+        batch_size=len(result.embeddings),
+        cache_hits=result.cache.hits,
+        cache_misses=result.cache.misses,
+        warnings=result.warnings,
+    )
+
+
+async def _infer_scores(service: Service, request: HeadRequest) -> _Outputs:
+    """Return what a head gives for each row of features."""
+    found = await service.apply_head(request)
+    return _Outputs((TensorValue("scores", "FP32", found),), {}, len(found))
+
+
+async def _infer_pipeline(service: Service, request: PipelineRequest, batch_size: int) -> _Outputs:
+    """Return the outputs of a pipeline for a request of `batch_size` items."""
+    result = await service.run_pipeline(request)
+    return _Outputs(tuple(result.outputs.values()), result.timings_ms, batch_size, warnings=result.warnings)
+
+
+def _slowest(timings_ms: Sequence[TimingsMs]) -> TimingsMs:
+    """Return the longest time of each stage, of parts that ran side by side."""
+    stages = {stage: None for timings in timings_ms for stage in timings}
+    return {stage: max(timings.get(stage, 0.0) for timings in timings_ms) for stage in stages}

@@ -13,8 +13,16 @@ from typing import Any, Final
 
 import torch
 
-from weights.memory.simulated.memory import DeviceMemory
-from weights.memory.simulated.tensors import HOST, adopt, block_of, host_alias, place, storage_over, tensor_over
+from weights.memory.simulated.memory import (
+    HOST,
+    DeviceMemory,
+    adopt,
+    block_of,
+    host_alias,
+    place,
+    storage_over,
+    tensor_over,
+)
 
 # These look at sizes only, so the host's kernel makes the view; aliasing and in-place on views are then torch's own.
 _VIEWS: Final = (

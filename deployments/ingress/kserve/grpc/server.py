@@ -6,11 +6,15 @@ second cluster with the same port, unnoticed; give each its own.
 
 `grpc.health.v1.Health` is not that of the package grpcio-health-checking, which answers what somebody has told it
 before: readiness lies with the directory of models, so it is asked for each answer.
+
+An interceptor in front of every method refuses who may not call. Browsers do not speak gRPC, so there is no Host to
+check.
 """
 
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 from collections.abc import Awaitable, Callable
 from typing import Any, Final
@@ -18,9 +22,10 @@ from typing import Any, Final
 import grpc
 from grpc_reflection.v1alpha import reflection
 
-from deployments.ingress.access.callers import Callers
-from deployments.ingress.access.grpc import AccessInterceptor
-from deployments.ingress.kserve.grpc.calls import Method, service_handler
+from deployments.errors import ServiceError
+from deployments.ingress.access.callers import Caller, Callers, Need, acting_for, shown_key
+from deployments.ingress.errors import failure_of
+from deployments.ingress.kserve.grpc.calls import Method, service_handler, status_of
 from deployments.ingress.kserve.grpc.protos import POOL
 from deployments.ingress.kserve.grpc.protos import health as messages
 from deployments.ingress.kserve.grpc.servicer import SERVICE, InferenceServicer, unsupported_handlers
@@ -34,6 +39,15 @@ _HEALTH_SERVICE: Final = "grpc.health.v1.Health"
 _WATCH_INTERVAL_S: Final = 1.0  # how late a watcher may hear of a change
 _GRACE_S: Final = 5.0
 MAX_CALLS: Final = 16_384  # at once, probes and open streams among them; the admission queue bounds inference
+_OPEN: Final = frozenset({"ServerLive", "ServerReady", "Check", "Watch"})
+_OF_OPERATORS: Final = frozenset({"RepositoryModelLoad", "RepositoryModelUnload"})
+_MAKERS: Final[dict[tuple[bool, bool], Any]] = {
+    (False, False): grpc.unary_unary_rpc_method_handler,
+    (False, True): grpc.unary_stream_rpc_method_handler,
+    (True, False): grpc.stream_unary_rpc_method_handler,
+    (True, True): grpc.stream_stream_rpc_method_handler,
+}
+_Handler = Any  # grpc.RpcMethodHandler, whose fields have no types
 
 
 class _HealthServicer:
@@ -114,7 +128,7 @@ async def start_grpc_server(
     Raises: OSError when it cannot listen there.
     """
     server = grpc.aio.server(
-        interceptors=[AccessInterceptor(callers)] if callers else [],
+        interceptors=[_AccessInterceptor(callers)] if callers else [],
         options=[
             ("grpc.max_receive_message_length", max_message_bytes),
             ("grpc.max_send_message_length", -1),  # of answers: images are as large as their request said
@@ -140,3 +154,69 @@ async def start_grpc_server(
     await server.start()
     _logger.info("gRPC listens on %s", f"{host}:{bound}")
     return GrpcServer(server, bound)
+
+
+def _need_of(method: str) -> Need:
+    """Return what a call of `/service/method` needs. Health is for everybody, as over HTTP."""
+    name = method.rpartition("/")[2]
+    return "nothing" if name in _OPEN else "admin" if name in _OF_OPERATORS else "key"
+
+
+class _AccessInterceptor(grpc.aio.ServerInterceptor):
+    """The gate of every call: it knows who calls by the metadata `authorization` or `x-api-key`.
+
+    It refuses whom the config does not let in. A call counts against the limits of its key; a stream of requests does
+    not, but each of its requests (`begin_current_request`).
+    """
+
+    def __init__(self, callers: Callers) -> None:
+        self._callers = callers
+
+    async def intercept_service(
+        self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[_Handler]], details: grpc.HandlerCallDetails
+    ) -> _Handler:
+        handler = await continuation(details)
+        if handler is None:  # no such method, which the server says itself
+            return None
+        metadata = dict(details.invocation_metadata or ())
+        try:
+            key = shown_key(metadata.get("authorization"), metadata.get("x-api-key"))
+            caller = self._callers.identify(key, _need_of(details.method))
+        except ServiceError as error:
+            return _refusing(handler, error)
+        return _acting(handler, caller) if caller else handler
+
+
+def _acting(handler: _Handler, caller: Caller) -> _Handler:
+    behavior = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
+    if inspect.isasyncgenfunction(behavior):  # reflection: it works for nobody's share
+        return handler
+
+    async def act(request: Any, context: grpc.aio.ServicerContext) -> Any:
+        with acting_for(caller):
+            if handler.request_streaming:
+                return await behavior(request, context)
+            try:
+                with caller.begin_request():
+                    return await behavior(request, context)
+            except ServiceError as error:  # of the key: what a method raises has become a status in there
+                return await _abort(context, error)
+
+    return _with_behavior(handler, act)
+
+
+def _refusing(handler: _Handler, error: ServiceError) -> _Handler:
+    async def refuse(_: Any, context: grpc.aio.ServicerContext) -> None:
+        await _abort(context, error)
+
+    return _with_behavior(handler, refuse)
+
+
+def _with_behavior(handler: _Handler, behavior: Callable[..., Awaitable[Any]]) -> _Handler:
+    make = _MAKERS[handler.request_streaming, handler.response_streaming]
+    return make(behavior, handler.request_deserializer, handler.response_serializer)
+
+
+async def _abort(context: grpc.aio.ServicerContext, error: ServiceError) -> None:
+    code, text = status_of(error)
+    await context.abort(code, text, tuple((failure_of(error).headers or {}).items()))

@@ -133,7 +133,7 @@ def test_room_that_is_leased_is_waited_for(held: HeldExtents, pool: ThreadPoolEx
 def test_the_wait_ends_with_who_has_the_room(clock: Clock) -> None:
     held = HeldExtents(300, clock=clock, max_wait_s=0.0)
     acquire(held, "ab", "worker-1")
-    held.pin(["a"])
+    held.set_pins(["a"])
     with pytest.raises(BudgetExceeded) as caught:
         held.claim(extents("cd"), "worker-2")
     for words in (
@@ -164,7 +164,7 @@ def test_what_can_never_fit_is_refused_at_once(held: HeldExtents) -> None:
         held.claim(extents("abcd"), "w")
     acquire(held, "a", "v")
     give(held, "a", "v")
-    held.pin(["a"])
+    held.set_pins(["a"])
     with pytest.raises(BudgetExceeded, match=r"100 bytes are missing.*never fit.*pinned: 100 bytes"):
         held.claim(extents("bcd"), "w")
     assert acquire(held, "abc", "w")  # the pinned one is asked for itself
@@ -235,13 +235,13 @@ def test_a_larger_budget_lets_those_in_who_wait(held: HeldExtents, pool: ThreadP
 
 
 def test_pinned_extents_stay_until_they_are_unpinned(held: HeldExtents) -> None:
-    held.pin(["a"])  # before it is here
+    held.set_pins(["a"])  # before it is here
     acquire(held, "ab", "v")
     give(held, "ab", "v")
     acquire(held, "cd", "v")
     assert resident(held) == "acd"
     assert held.drop(list("acd")) == []
-    held.pin([])
+    held.set_pins([])
     assert held.drop(list("aacd")) == ["a"]
     assert {found.id: found.pinned for found in held.residents()} == {"c": False, "d": False}
 
@@ -415,7 +415,7 @@ def filled(num_extents: int, num_leased: int = 50) -> HeldExtents:
         clock.now_s += 1.0
     for id_ in ids[:num_leased]:
         acquire_one(held, id_, "v")
-    held.pin(ids[num_leased : 2 * num_leased])
+    held.set_pins(ids[num_leased : 2 * num_leased])
     clock.now_s += 3600.0
     return held
 
@@ -433,7 +433,7 @@ def make_room(held: HeldExtents) -> None:
 
 
 def refuse(held: HeldExtents) -> None:
-    held.pin([])
+    held.set_pins([])
     with pytest.raises(BudgetExceeded, match="bytes are missing"):
         held.claim([extent("huge", 10**9)], "w")
 
@@ -456,7 +456,7 @@ WORK: dict[str, Callable[[HeldExtents], object]] = {
     "a larger budget": lambda held: held.set_budget(held.budget_bytes + 1000),
     "shedding": lambda held: held.shed(1000),
     "a condemned copy": lambda held: held.condemn("3", held.held("3").view),  # type: ignore[union-attr]
-    "a pin": lambda held: held.pin([str(number) for number in range(50, 99)]),
+    "a pin": lambda held: held.set_pins([str(number) for number in range(50, 99)]),
 }
 
 

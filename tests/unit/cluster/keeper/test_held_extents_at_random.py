@@ -18,7 +18,7 @@ from cluster.keeper.records import Held
 from cluster.keeper.room_queue import OVERTAKE_S
 from weights.errors import BudgetExceeded, ExtentCorrupt
 from weights.manifest import ExtentRef
-from weights.residency.entries import Entry
+from weights.residency.leases import Entry
 
 SIZES = {"a": 10, "b": 20, "c": 30, "d": 40, "e": 50, "f": 60}
 EXTENTS = {
@@ -113,12 +113,12 @@ class Books(RuleBasedStateMachine):
 
     @rule(ids=some_ids)
     def pin(self, ids: list[str]) -> None:
-        self.held.pin(ids)
+        self.held.set_pins(ids)
         self.pinned = set(ids)
 
     @rule()
     def unpin(self) -> None:
-        self.held.pin([])
+        self.held.set_pins([])
         self.pinned = set()
 
     @rule(ids=some_ids)

@@ -677,10 +677,10 @@ def test_pins_are_what_was_told_last(keeper, extents) -> None:
     node.acquire([extents["a"], extents["b"]], "w")
     node.release(["a", "b"], "w")
     for pins, pinned in (({"m": ["a"], "n": ["a", "b"]}, "ab"), ({"m": ["a"]}, "a"), ({"m": ["a"]}, "a"), ({}, "")):
-        node.pin(pins)
+        node.set_pins(pins)
         assert "".join(sorted(found.id for found in node.residents() if found.pinned)) == pinned
         assert (node.pins(), node.stats().pinned_bytes) == (pins, 100 * len(pinned))
-    node.pin({"m": ["b", "c"]})
+    node.set_pins({"m": ["b", "c"]})
     node.acquire([extents["d"]], "w")
     assert resident(node) == "bd"
 

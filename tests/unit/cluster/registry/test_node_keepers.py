@@ -42,7 +42,7 @@ class Keeper:
         self.broken = ""
         self.restart()
         self.stats, self.residents = Call(self._stats), Call(lambda: self.extents)
-        self.pin, self.pins, self.set_budget = Call(self._pin), Call(lambda: self.pinned), Call(self._set_budget)
+        self.set_pins, self.pins, self.set_budget = Call(self._pin), Call(lambda: self.pinned), Call(self._set_budget)
 
     def restart(self) -> None:
         self.life += 1
@@ -139,7 +139,7 @@ async def test_a_restarted_keeper_gets_its_nodes_pins_and_budget_again(
 ) -> None:
     await keepers.follow(["n1", "n2"])
     for model, pinned in (("one", True), ("two", True), ("one", False)):
-        assert await keepers.pin(model, pinned) == {"n1": None, "n2": None}
+        assert await keepers.set_pinned(model, pinned) == {"n1": None, "n2": None}
     nodes["n1"].budget_bytes = 70
     await keepers.follow(["n1", "n2"])
     nodes["n1"].restart()
@@ -153,7 +153,7 @@ async def test_a_restarted_keeper_gets_its_nodes_pins_and_budget_again(
 async def test_a_keeper_that_lives_on_is_told_nothing(keepers: NodeKeepers, nodes: dict[str, Keeper]) -> None:
     await keepers.follow(["n1", "n2"])
     for _ in range(2):
-        await keepers.pin("one", True)
+        await keepers.set_pinned("one", True)
     before = [node.num_told for node in nodes.values()]
     nodes["n1"].budget_bytes = 70
     for _ in range(3):
@@ -166,7 +166,7 @@ async def test_unpinning_one_model_leaves_what_another_one_pins(keepers: NodeKee
     await keepers.follow(["n1"])
     seen = []
     for model, pinned in (("one", True), ("two", True), ("one", False), ("two", False), ("two", False)):
-        await keepers.pin(model, pinned)
+        await keepers.set_pinned(model, pinned)
         seen.append(nodes["n1"].pinned_ids)
     assert seen == ["abs", "abcs", "cs", "", ""]
 
@@ -175,11 +175,11 @@ async def test_a_pin_follows_its_model_to_the_next_version_and_lets_go_of_the_on
     keepers: NodeKeepers, nodes: dict[str, Keeper], models: dict[str, tuple[str, ...]]
 ) -> None:
     await keepers.follow(["n1"])
-    await keepers.pin("one", True)
+    await keepers.set_pinned("one", True)
     models["one"] = ("b", "new")
     await keepers.follow(["n1"])
     assert nodes["n1"].pinned_ids == "".join(sorted(("b", "new")))
-    await keepers.pin("one", False)
+    await keepers.set_pinned("one", False)
     assert nodes["n1"].pinned_ids == ""
 
 
@@ -188,7 +188,7 @@ async def test_a_pin_holds_on_every_node_after_an_absent_keeper_or_a_restarted_r
 ) -> None:
     before = start()
     await before.follow(["n1"])  # n2 joins later
-    await before.pin("one", True)
+    await before.set_pinned("one", True)
     known = dict(models)
     models.clear()  # the next life has not looked at its models yet
     keepers = start()
@@ -196,7 +196,7 @@ async def test_a_pin_holds_on_every_node_after_an_absent_keeper_or_a_restarted_r
     assert [node.pinned_ids for node in nodes.values()] == ["abs", ""]
     models |= known
     nodes["n1"].reachable = False
-    failed = (await keepers.pin("two", True))["n1"]
+    failed = (await keepers.set_pinned("two", True))["n1"]
     assert isinstance(failed, ConnectionError)
     nodes["n1"].restart()
     keepers.keeper("n2")
@@ -212,9 +212,9 @@ async def test_a_pin_that_comes_before_the_keepers_were_looked_at_costs_none_of_
 ) -> None:
     before = start()
     await before.follow(["n1"])
-    await before.pin("one", True)
+    await before.set_pinned("one", True)
     keepers = start()
-    await keepers.pin("two", True)
+    await keepers.set_pinned("two", True)
     assert nodes["n1"].pinned_ids == "abcs"
 
 
@@ -229,11 +229,11 @@ async def test_of_two_changes_at_once_the_last_one_holds(keepers: NodeKeepers, n
             await go_on.wait()
             tell(extents_of)
 
-    real, nodes["n1"].pin = nodes["n1"].pin, Slow()
-    pinning = asyncio.ensure_future(keepers.pin("one", True))
+    real, nodes["n1"].set_pins = nodes["n1"].set_pins, Slow()
+    pinning = asyncio.ensure_future(keepers.set_pinned("one", True))
     await first.wait()
-    nodes["n1"].pin = real
-    unpinning = asyncio.ensure_future(keepers.pin("one", False))
+    nodes["n1"].set_pins = real
+    unpinning = asyncio.ensure_future(keepers.set_pinned("one", False))
     await asyncio.sleep(0)
     go_on.set()
     await asyncio.gather(pinning, unpinning)

@@ -190,7 +190,7 @@ async def test_a_pin_ends_with_its_model(tmp_path: Path, checkpoint: Path) -> No
         "stats": lambda: answer(SimpleNamespace(generation="1", budget_bytes=1, address=None, num_holders=1)),
         "residents": lambda: answer([]),
         "pins": lambda: answer({}),
-        "pin": pin,
+        "set_pins": pin,
     }
     handle = SimpleNamespace(**{name: SimpleNamespace(remote=method) for name, method in methods.items()})
     models._keepers._handles["n1"] = handle  # type: ignore[index]

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from configs.model import LongText
 from deployments.engines.protocol import EngineError
-from deployments.engines.text.dense import DenseHead
+from deployments.engines.text.sentence_layers import DenseHead
 from deployments.modules.cache import ModuleCache
 from deployments.pipelines.plans import SegmentCall, SegmentPlan, StagePlan, _plan_memory
 from deployments.services.text_encoder import _EncoderOps

@@ -65,7 +65,7 @@ class Gate:
 @pytest.fixture
 def worker(open_host: Callable[..., Any]) -> Worker:
     worker = object.__new__(Worker)  # what its constructor does needs a cluster
-    worker._host = open_host(ComponentBuilder(WorkerConfig()), {"adder": MODELS / "adder"})
+    worker._module_cache = open_host(ComponentBuilder(WorkerConfig()), {"adder": MODELS / "adder"})
     worker._device = DeviceThread()
     worker._tokenizing = ThreadPoolExecutor(1)
     worker._metrics = NoMetrics()  # type: ignore[assignment]
@@ -73,13 +73,13 @@ def worker(open_host: Callable[..., Any]) -> Worker:
 
 
 async def gated(worker: Worker) -> Gate:
-    async with worker._host.lease("adder", is_denoise_component) as lease:
+    async with worker._module_cache.lease("adder", is_denoise_component) as lease:
         engine = lease.modules["model"]
     return Gate(engine, lambda: num_leases(worker))
 
 
 def num_leases(worker: Worker) -> int:
-    return sum(slot.leases for slot in worker._host._modules.slots.values())
+    return sum(slot.leases for slot in worker._module_cache._modules.slots.values())
 
 
 async def first_piece(worker: Worker, gate: Gate) -> Any:
@@ -101,7 +101,7 @@ async def ended(worker: Worker, gate: Gate, ending: asyncio.Task[Any]) -> None:
     assert ending.done()
     assert gate.leases == [1]
     assert num_leases(worker) == 0
-    async with worker._host.lease("adder", is_denoise_component) as lease:
+    async with worker._module_cache.lease("adder", is_denoise_component) as lease:
         assert not lease.modules["model"].has_work
 
 

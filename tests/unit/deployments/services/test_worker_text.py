@@ -63,7 +63,7 @@ def worker_with(engine: Engine) -> Worker:
         yield lease
 
     worker = Worker.__new__(Worker)
-    worker._host = SimpleNamespace(lease=leased)  # type: ignore[assignment]
+    worker._module_cache = SimpleNamespace(lease=leased)  # type: ignore[assignment]
     worker._metrics = SimpleNamespace(count_attached=lambda *_: None, count_request=lambda *_: None)  # type: ignore[assignment]
     worker._device = DeviceThread()
     worker._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="tokenize")

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from weights.residency.admission import PATIENCE_S, Admission
-from weights.residency.entries import MAX_NAMED, Book, Entry, Size
+from weights.residency.entries import MAX_NAMED, Book, Size
+from weights.residency.leases import Entry
 from weights.residency.policy import rate_class
 
 

@@ -12,7 +12,8 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from weights.residency.admission import PATIENCE_S, Admission, Ticket
-from weights.residency.entries import Book, Entry, Size
+from weights.residency.entries import Book, Size
+from weights.residency.leases import Entry
 from weights.residency.policy import NEVER_USED, Popularity, class_rate, rate_class
 
 PLAIN: dict[str, Size] = {"a": 10, "b": 20, "c": 30, "d": 40, "e": 50, "f": 60}

