@@ -14,10 +14,13 @@ import pytest
 import ray
 from integration.harness import Cluster
 from ray import serve
+from ray.serve.config import RequestRouterConfig
 
 from deployments.errors import DeadlineExceeded, InvalidRequest, NoReplica
 from deployments.services.deadlines import Deadline
+from deployments.services.placed_router import CLASS as PLACED_ROUTER
 from deployments.services.replica_calls import ReplicaCalls, ReplicaStates
+from deployments.services.replica_watch import watch_replicas
 from deployments.tasks import shared_task
 
 pytestmark = pytest.mark.ray
@@ -25,6 +28,7 @@ ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # Ray's workers
 
 APP, NAME = "replica-calls", "Working"
 LONG_S = 60.0
+NUM_AT_ONCE = 16
 
 
 @ray.remote(num_cpus=0)
@@ -99,7 +103,11 @@ def slow(cluster: Cluster) -> Any:
 @pytest.fixture
 def handle(cluster: Cluster, slow: Any, tmp_path: Path) -> Iterator[Any]:
     deployment = serve.deployment(Working).options(
-        name=NAME, ray_actor_options={"num_cpus": 0}, health_check_period_s=0.5, max_ongoing_requests=16
+        name=NAME,
+        ray_actor_options={"num_cpus": 0},
+        health_check_period_s=0.5,
+        max_ongoing_requests=NUM_AT_ONCE,
+        request_router_config=RequestRouterConfig(request_router_class=PLACED_ROUTER),
     )
     yield serve.run(deployment.bind(tmp_path, slow), name=APP, route_prefix=None)
     serve.delete(APP)
@@ -187,3 +195,23 @@ async def test_a_replica_that_is_full_of_work_counts_as_running(handle: Any) -> 
     for task in asking:
         task.cancel()
     await asyncio.gather(*asking, return_exceptions=True)
+
+
+async def test_a_replica_that_holds_as_much_as_serve_lets_in_is_asked_again(handle: Any, slow: Any) -> None:
+    """A call that names its replica goes nowhere else, and is not lost when it is refused there."""
+    names: set[str] = set()
+    watch_replicas(handle, names.update)
+    async with asyncio.timeout(10):
+        while not names:
+            await asyncio.sleep(0.01)
+    (name,) = names
+    calls = ReplicaCalls(handle)
+    deadline = Deadline(LONG_S)
+    asking = [
+        asyncio.create_task(calls.call("shared", deadline=deadline, replica=name)) for _ in range(3 * NUM_AT_ONCE)
+    ]
+    done, _ = await asyncio.wait(asking, timeout=1.0)
+    assert not done
+    await slow.let_go.remote()
+    async with asyncio.timeout(20):
+        assert await asyncio.gather(*asking) == [7] * len(asking)
