@@ -1,7 +1,9 @@
 #!/bin/sh
 # The device tests and the transfer benchmark on a machine with a GPU: `infra/gpu/check.sh [OUT.json]`, in the repository.
 # Needs python3 (or $PYTHON) with torch, numpy, pydantic, ml_dtypes, xxhash and pytest; the engines' tests also diffusers,
-# transformers and pytest-asyncio, and are skipped without. No Ray, no network. DEVICE=sim tries it without a card.
+# transformers and pytest-asyncio, and are skipped without. No Ray, no network. In host memory: GIGABYTES (30, or less for a
+# smaller card) of tensors and as much again. DEVICE=sim tries it without a card: bytes are true then, seconds are those of
+# host copies. Leaves OUT.json, and beside it the tests' output in OUT.json.log; ends with 0 when all went well.
 set -u
 cd "$(dirname "$0")/../.." || exit 1
 out=${1:-out/gpu.json}
