@@ -20,7 +20,7 @@ _SECRET = re.compile("key|secret|token|password|credential", re.IGNORECASE)
 
 
 def _known_device(value: str) -> str:
-    if not re.fullmatch(r"cpu|cpu-private|(cuda|sim)(:[0-9]{1,2})?", value):
+    if not re.fullmatch(r"cpu|cpu-private|(cuda|sim)(:[0-9]{1,4})?", value):
         raise ValueError(f"not a device: {value!r} (expected 'cpu', 'cpu-private', 'cuda', 'sim', or with ':<number>')")
     return value
 
@@ -282,10 +282,12 @@ class ClusterConfig(StrictModel):
 
     @model_validator(mode="after")
     def _simulated_devices_are_there(self) -> Self:
-        for service in (self.text_encoder, self.worker):
-            kind, _, index = service.device.partition(":")
+        for service, device in (("text_encoder", self.text_encoder.device), ("worker", self.worker.device)):
+            kind, _, index = device.partition(":")
             if kind == "sim" and int(index or 0) >= self.simulated.num_devices:
-                raise ValueError(f"no device {service.device!r}: simulated.num_devices is {self.simulated.num_devices}")
+                raise ValueError(
+                    f"{service}.device: no device {device!r}: simulated.num_devices is {self.simulated.num_devices}"
+                )
         return self
 
     @property

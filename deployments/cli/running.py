@@ -43,6 +43,7 @@ def cluster_up(
     `show` is told of the progress meanwhile, in a thread. Raises SessionError when something is in the way, it does
     not come up, or `stop` is set before it does.
     """
+    check_devices(config)
     folder = record_folder()
     check_can_start(config, folder)
     url = f"http://{config.http.host}:{config.http.port}"
@@ -58,6 +59,24 @@ def cluster_up(
                 _wait_ready(url, START_TIMEOUT_S, stop)
             session.mark_ready()
             yield url
+
+
+def check_devices(config: ClusterConfig) -> None:
+    """Raise SessionError for a device that replicas could not open: they would say so late, and in Serve's words.
+
+    Only of a private Ray is it known: other nodes have other devices.
+    """
+    services = {"worker": config.worker.device, "text_encoder": config.text_encoder.device}
+    if config.ray.address is not None or all(name.startswith("cpu") for name in services.values()):
+        return
+    from weights.errors import WeightsError
+    from weights.memory.devices import check_device
+
+    for service, name in services.items():
+        try:
+            check_device(name, config.simulated)
+        except WeightsError as error:
+            raise SessionError(f"{service}.device: {error}") from None
 
 
 @contextlib.contextmanager

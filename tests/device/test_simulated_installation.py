@@ -19,7 +19,7 @@ import json, os, sys
 import torch
 from configs.simulated import SimulatedConfig
 from weights.errors import WeightsError
-from weights.memory.devices import open_device
+from weights.memory.devices import check_device, open_device
 from weights.memory.simulated import simulate
 
 def refusal(call):
@@ -37,6 +37,15 @@ said["op"] = refusal(lambda: simulate(SimulatedConfig(unsupported_ops=["aten::so
 torch.cuda.is_initialized, kept = (lambda: True), torch.cuda.is_initialized
 said["cuda"] = refusal(lambda: open_device("sim"))
 torch.cuda.is_initialized = kept
+check_device("sim:1")
+for device in ("sim:2", "tpu"):
+    said["check " + device] = refusal(lambda: check_device(device))
+said["check memory"] = refusal(lambda: check_device("sim", SimulatedConfig(num_devices=16, memory_bytes="99 TiB")))
+said["check op"] = refusal(lambda: check_device("sim", SimulatedConfig(host_ops=["aten::sofftmax"])))
+torch.cuda.device_count, kept = (lambda: 1), torch.cuda.device_count
+check_device("cuda")
+said["check cuda"] = refusal(lambda: check_device("cuda:1"))
+torch.cuda.device_count = kept
 assert not hasattr(torch, "sim")
 said["opened"] = str(open_device("sim:1"))
 said["index"] = refusal(lambda: open_device("sim:2"))
@@ -54,7 +63,7 @@ def test_each_mistake_is_one_line() -> None:
     )
     assert run.returncode == 0, run.stderr
     said = json.loads(run.stdout)
-    assert "torch is patched in this process: 2 simulated devices of 1048576 bytes" in run.stderr
+    assert "torch is patched in this process: 2 simulated devices of 1048576 bytes, computing on the host" in run.stderr
     assert (said.pop("opened"), said.pop("total")) == ("sim:1", 2**20)
     expected = {
         "environment": "ATELIER_SIMULATED: memory=1: Extra inputs are not permitted (known: num_devices, ",
@@ -65,6 +74,8 @@ def test_each_mistake_is_one_line() -> None:
         "unknown": "no device 'tpu' (known: cpu, cpu-private, cuda, cuda:<n>, sim, sim:<n>)",
         "twice": "this process simulates other devices already: ",
     }
+    expected |= {"check sim:2": expected["index"], "check tpu": expected["unknown"], "check op": expected["op"]}
+    expected |= {"check memory": expected["memory"], "check cuda": "no device 'cuda:1': 1 CUDA devices here"}
     assert said.keys() == expected.keys()
     for case, line in said.items():
         assert line.startswith(expected[case])

@@ -22,11 +22,9 @@ def open_device(name: str, simulated: SimulatedConfig | None = None) -> torch.de
     `sim` simulates an accelerator in this process, as `simulated` or the environment says (`weights.memory.simulated`).
     Raises WeightsError for a name that is not known, and for a device that is not here.
     """
-    if name in ("cpu", "cpu-private"):
+    kind, index = _parse_name(name)
+    if kind == "cpu":
         return torch.device("cpu")
-    kind, colon, number = name.partition(":")
-    if kind not in ("cuda", "sim") or (colon and not (number.isdecimal() and number.isascii())):
-        raise WeightsError(f"no device {name!r} (known: {DEVICES})")
     if kind == "sim":
         # Only then: what it does to torch is for tests and demos.
         from weights.memory.simulated import simulate
@@ -34,10 +32,37 @@ def open_device(name: str, simulated: SimulatedConfig | None = None) -> torch.de
         simulate(simulated)
     module = torch.get_device_module(kind)
     count = module.device_count()
-    index = int(number) if colon else (module.current_device() if count else 0)
-    if index >= count:
-        raise WeightsError(f"no device {name!r}: {count} {'CUDA' if kind == 'cuda' else 'simulated'} devices here")
+    if index is None:
+        index = module.current_device() if count else 0
+    _check_index(name, index, count)
     return torch.device(kind, index)
+
+
+def check_device(name: str, simulated: SimulatedConfig | None = None) -> None:
+    """Raise WeightsError, as `open_device` would in a fresh process of this machine, without opening anything."""
+    kind, index = _parse_name(name)
+    if kind == "sim":
+        from weights.memory.simulated import check_simulated
+
+        _check_index(name, index or 0, check_simulated(simulated).num_devices)
+    elif kind == "cuda":
+        _check_index(name, index or 0, torch.cuda.device_count())
+
+
+def _parse_name(name: str) -> tuple[str, int | None]:
+    """Return the kind of a device and its index, if it has one. Raises WeightsError for a name that is not known."""
+    if name in ("cpu", "cpu-private"):
+        return "cpu", None
+    kind, colon, number = name.partition(":")
+    if kind not in ("cuda", "sim") or (colon and not (number.isdecimal() and number.isascii())):
+        raise WeightsError(f"no device {name!r} (known: {DEVICES})")
+    return kind, int(number) if colon else None
+
+
+def _check_index(name: str, index: int, count: int) -> None:
+    if index >= count:
+        kind = "simulated" if name.startswith("sim") else "CUDA"
+        raise WeightsError(f"no device {name!r}: {count} {kind} devices here")
 
 
 def allocated_bytes(device: torch.device, nbytes: int) -> int:

@@ -17,8 +17,14 @@ def config(**given: Any) -> ClusterConfig:
 def test_a_service_names_a_simulated_device_that_is_there() -> None:
     found = config(worker={"device": "sim:1"}, simulated={"num_devices": 2, "memory_bytes": "1 GiB"})
     assert (found.worker.device, found.simulated.memory_bytes) == ("sim:1", 2**30)
-    with pytest.raises(ValidationError, match=r"no device 'sim:2': simulated\.num_devices is 2"):
+    with pytest.raises(ValidationError, match=r"text_encoder\.device: no device 'sim:2': simulated\.num_devices is 2"):
         config(text_encoder={"device": "sim:2"}, simulated={"num_devices": 2})
+
+
+@pytest.mark.parametrize("device", ["tpu", "sim:", "sim:-1", "sim:x", "sim:99999", "SIM", "cuda:0,1"])
+def test_an_unknown_device_is_refused(device: str) -> None:
+    with pytest.raises(ValidationError, match=r"worker\.device\n.*not a device: .*expected 'cpu'"):
+        config(worker={"device": device})
 
 
 @pytest.mark.parametrize(

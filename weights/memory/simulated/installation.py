@@ -33,9 +33,19 @@ def simulate(config: SimulatedConfig | None = None) -> SimulatedModule:
         if config is not None and installed.config != config:
             raise WeightsError(f"this process simulates other devices already: {installed.config}, not {config}")
         return installed
-    config = config or _config_of_environment()
+    config = check_simulated(config)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         raise WeightsError("cannot simulate a device in a process that uses CUDA: run it in one of its own")
+    memories = [DeviceMemory(i, config.memory_bytes, config.link_gbps * 1e9) for i in range(config.num_devices)]
+    return _install(config, memories)
+
+
+def check_simulated(config: SimulatedConfig | None = None) -> SimulatedConfig:
+    """Return the config that a process of this machine would simulate, and leave torch as it is.
+
+    Raises WeightsError for more memory than the machine has, and for ops that torch does not know.
+    """
+    config = config or _config_of_environment()
     machine_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if config.num_devices * config.memory_bytes > machine_bytes:
         raise WeightsError(
@@ -43,8 +53,7 @@ def simulate(config: SimulatedConfig | None = None) -> SimulatedModule:
             f"{machine_bytes}"
         )
     _check_ops(config)
-    memories = [DeviceMemory(i, config.memory_bytes, config.link_gbps * 1e9) for i in range(config.num_devices)]
-    return _install(config, memories)
+    return config
 
 
 def _config_of_environment() -> SimulatedConfig:
@@ -69,8 +78,9 @@ def _install(config: SimulatedConfig, memories: Sequence[DeviceMemory]) -> Simul
     kernels.register()
     _patch_torch(kernels)
     logger.warning(
-        "torch is patched in this process: %d simulated devices of %d bytes, which compute on the host",
+        "torch is patched in this process: %d simulated device%s of %d bytes, computing on the host",
         config.num_devices,
+        "s" if config.num_devices > 1 else "",
         config.memory_bytes,
     )
     return module

@@ -1,4 +1,4 @@
-"""Which proxy a cluster gets."""
+"""Which proxy a cluster gets, and what is said before anything starts."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import ray
+import torch
 
+from cluster.errors import SessionError
 from configs.cluster import ClusterConfig
-from deployments.cli.running import _http_door
+from deployments.cli.running import _http_door, check_devices, cluster_up
 
 
 def config(**http: Any) -> ClusterConfig:
@@ -46,3 +48,37 @@ def test_files_of_haproxy_go_with_the_cluster() -> None:
         assert door
         assert door.folder.is_dir()
     assert not door.folder.exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (
+            {"worker": {"device": "sim"}, "simulated": {"memory_bytes": "99 TiB"}},
+            "worker.device: cannot simulate 1 dev",
+        ),
+        (
+            {"text_encoder": {"device": "sim"}, "simulated": {"memory_bytes": "99 TiB"}},
+            "text_encoder.device: cannot simulate 1 devices of 108851651149824 bytes each: this machine has ",
+        ),
+        (
+            {"worker": {"device": "sim"}, "simulated": {"host_ops": ["aten::sofftmax"]}},
+            "worker.device: torch has no op 'aten::sofftmax': expected a name of its dispatcher",
+        ),
+        ({"worker": {"device": "cuda:1000"}}, "worker.device: no device 'cuda:1000': "),
+    ],
+)
+def test_a_device_that_no_replica_could_open_is_said_before_anything_starts(given: dict[str, Any], said: str) -> None:
+    given = {"models": [{"id": "m", "path": "/m"}]} | given
+    with pytest.raises(SessionError) as caught, cluster_up(ClusterConfig.model_validate(given), "none"):
+        pytest.fail("the cluster came up")
+    assert str(caught.value).startswith(said)
+    assert "\n" not in str(caught.value)
+    # Nodes of a Ray that was there before have other memory and other cards.
+    check_devices(ClusterConfig.model_validate(given | {"ray": {"address": "auto"}}))
+
+
+def test_devices_that_are_there_are_no_mistake() -> None:
+    two = {"worker": {"device": "sim:1"}, "text_encoder": {"device": "sim"}, "simulated": {"num_devices": 2}}
+    check_devices(ClusterConfig.model_validate({"models": [{"id": "m", "path": "/m"}]} | two))
+    assert not hasattr(torch, "sim")
