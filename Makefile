@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 JUDGES := .judges
 ONCE ?=
+DEVICE ?=
 TIMES ?= 10
 PYTEST := $(BIN)/python -m pytest
 
@@ -28,8 +29,8 @@ $(JUDGES)/%/.installed: infra/judges/%.txt
 	$(JUDGES)/$*/bin/python -m pip install --quiet --no-deps --requirement infra/judges/$*.txt
 	@touch $@
 
-demo: setup      ## Start the demo cluster, ask it for everything once, stay up (ONCE=1: end after the table)
-	$(BIN)/python infra/demo/run_demo.py $(if $(ONCE),--once)
+demo: setup      ## Start the demo cluster, ask it for everything once, stay up (ONCE=1: end after it; DEVICE=sim|cuda: compute there)
+	$(BIN)/python infra/demo/run_demo.py $(if $(ONCE),--once) $(if $(DEVICE),--device $(DEVICE))
 
 test: check judges  ## Lint, types, contracts, unit and Ray tests
 	$(PYTEST) tests/unit -n 2

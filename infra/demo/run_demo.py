@@ -1,6 +1,7 @@
 """The main job on the demo models: start the cluster, ask it for everything once, print what came back.
 
-`make demo` stays up afterwards; `make demo ONCE=1` ends with 0 when every answer was right.
+`make demo` stays up afterwards; `make demo ONCE=1` ends with 0 when every answer was right. `make demo DEVICE=sim` puts
+workers and text encoders on simulated accelerators, `DEVICE=cuda` on a card.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from PIL import Image
 from rich.console import Console
 from rich.table import Table
 
+from configs.cluster import ClusterConfig
 from configs.loading import load_cluster_config
 from deployments.cli.client import Client
 from deployments.cli.progress import StartDisplay
@@ -158,13 +160,23 @@ def print_rows(rows: Sequence[Row]) -> None:
     console.print(table)
 
 
+def on_device(config: ClusterConfig, device: str) -> ClusterConfig:
+    """Return the config with its models on cpu, cuda or sim. Of simulated devices, each service has one of its own."""
+    data = config.model_dump()
+    for number, service in enumerate(("worker", "text_encoder")):
+        data[service]["device"] = f"sim:{number}" if device == "sim" else device
+    data["simulated"]["num_devices"] = 2
+    return ClusterConfig.model_validate(data)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--once", action="store_true", help="end after the table")
     parser.add_argument("--port", type=int, help="instead of the config's")
+    parser.add_argument("--device", choices=("cpu", "cuda", "sim"), default="cpu", help="where the models compute")
     options = parser.parse_args()
     OUT.mkdir(exist_ok=True)
-    config = load_cluster_config(CONFIG)
+    config = on_device(load_cluster_config(CONFIG), options.device)
     if options.port:
         config = config.model_copy(update={"http": config.http.model_copy(update={"port": options.port})})
     stop = threading.Event()
