@@ -236,27 +236,40 @@ async def test_encodings_are_those_of_the_host(
     assert own._memory._limits
 
 
+@pytest.mark.parametrize("is_planned", [False, True])
+async def test_heads_score_as_the_host_does(
+    store: WeightStore, device: torch.device, module: Any, is_planned: bool
+) -> None:
+    heads = [(await encoder(store, where, "texts-head", "model")) for where in (HOST, device)]
+    features = torch.randn(random.randrange(1, 9), heads[0].in_features)
+    if is_planned:  # into memory that was planned
+        outs = [torch.empty(len(features), heads[0].out_features, device=where) for where in (HOST, device)]
+        expected, found = (head.apply(features.to(out.device), out) for head, out in zip(heads, outs, strict=True))
+        assert found is outs[1]
+    else:
+        expected, found = (head.apply(features) for head in heads)
+        assert found.device == HOST
+    assert_equal(found, expected, device)
+
+
 async def test_a_segments_tensors_stay_on_the_device(store: WeightStore, device: torch.device, module: Any) -> None:
-    """Text -> ids -> vector -> scores, in memory that was planned on the device; as a stage after the other does."""
+    """Text -> ids -> vector -> scores, in memory that was planned on the device; the same as a segment of the host."""
     given, ids, vector = Edge(PIPELINE_INPUT, "text"), Edge("ids", "tokens"), Edge("vector", "embedding")
-    keyed = await encoder(store, device, "texts-bert", "model")
-    head = (await Host(store, str(device), builder=TextEncoderBuilder()).use("texts-head", is_text_encoder)).modules[
-        "model"
-    ]
-    met: list[torch.device] = []
+    scores, found, met = Edge("scores", "output"), [], []
 
     class Ops:
+        def __init__(self, encoder: Any, head: Any) -> None:
+            self.encoder, self.dense = encoder, head
+
         async def tokenize(self, model: str, texts: Any, first: int) -> list[tuple[int, ...]]:
-            return [text.token_ids for text in keyed.encoder.tokenize(texts, as_embedding=True)]
+            return [text.token_ids for text in self.encoder.tokenize(texts, as_embedding=True)]
 
         async def encode(self, model: str, texts: Any, first: int) -> list[torch.Tensor]:
-            return [
-                one["embedding"] for one in keyed.encoder.encode([keyed.encoder.accept_ids(text) for text in texts])
-            ]
+            return [one["embedding"] for one in self.encoder.encode([self.encoder.accept_ids(text) for text in texts])]
 
         async def head(self, model: str, features: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
             met.append(features.device)
-            return head.apply(features, out)
+            return self.dense.apply(features, out)
 
         def take_warnings(self) -> list[str]:
             return []
@@ -264,17 +277,17 @@ async def test_a_segments_tensors_stay_on_the_device(store: WeightStore, device:
     def fp32(size: int) -> EdgeType:
         return EdgeType("FP32", (-1, size))
 
-    stages = [
-        StagePlan("ids", "tokenize", "m", {"text": given}, {}, {"tokens": TOKENS}),
-        StagePlan("vector", "embed", "m", {"tokens": ids}, {}, {"embedding": fp32(head.in_features)}),
-        StagePlan("scores", "head", "h", {"features": vector}, {}, {"output": fp32(head.out_features)}),
-    ]
-    (plan,) = form_units("p", stages, [Edge("scores", "output")], 4)
-    runner = SegmentRunner(device)
-    result = await runner.run_segment(SegmentCall(plan, {given: list(TEXTS)}, len(TEXTS)), (), Ops())
-    assert set(met) == {device}
-    found = torch.from_numpy(result.outputs[Edge("scores", "output")])
-    vectors = torch.stack(
-        [one["embedding"] for one in keyed.encoder.encode(keyed.encoder.tokenize(TEXTS, as_embedding=True))]
-    )
-    torch.testing.assert_close(found, head.apply(vectors), rtol=1e-4, atol=1e-5)
+    for where in (HOST, device):
+        head = await encoder(store, where, "texts-head", "model")
+        ops = Ops((await encoder(store, where, "texts-bert", "model")).encoder, head)
+        stages = [
+            StagePlan("ids", "tokenize", "m", {"text": given}, {}, {"tokens": TOKENS}),
+            StagePlan("vector", "embed", "m", {"tokens": ids}, {}, {"embedding": fp32(head.in_features)}),
+            StagePlan("scores", "head", "h", {"features": vector}, {}, {"output": fp32(head.out_features)}),
+        ]
+        (plan,) = form_units("p", stages, [vector, scores], 4)
+        result = await SegmentRunner(where).run_segment(SegmentCall(plan, {given: list(TEXTS)}, len(TEXTS)), (), ops)
+        found.append([torch.from_numpy(result.outputs[edge]) for edge in (vector, scores)])
+    assert met == [HOST, HOST, device, device]
+    for own, expected in zip(found[1], found[0], strict=True):
+        assert_equal(own, expected, device)
