@@ -42,6 +42,12 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return None
 
 
+def pytest_collection_finish() -> None:
+    """Leave out of later collections what is there for good: tests collect often, to see that memory is given back."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     met = ", ".join(f"{name} ({what})" for name, what in sorted(_met.items())) or "none"
     terminalreporter.write_line(f"devices met: {met}")
