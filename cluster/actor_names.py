@@ -12,7 +12,12 @@ from typing import Final
 from configs.cluster import ClusterConfig
 
 NAMESPACE: Final = "atelier"
-_ROLES: Final = ("registry", "keeper", "encodings")  # in the order of ending them: a registry would start keepers again
+_ROLES: Final = (
+    "registry",
+    "keeper",
+    "encodings",
+    "admission",
+)  # in the order of ending them: a registry would start keepers again
 _HASH_CHARS: Final = 12
 
 
@@ -29,6 +34,11 @@ def registry_name(config: ClusterConfig) -> str:
 def encodings_name(key: str) -> str:
     """Return the name of the actor with the shared encodings of the cluster with that `cluster_key`."""
     return f"encodings:{key}"
+
+
+def admission_name(config: ClusterConfig) -> str:
+    """Return the name of the actor with the admission queue of the cluster's ingress replicas."""
+    return f"admission:{cluster_key(config)}"
 
 
 def keeper_name(key: str, node_id: str) -> str:

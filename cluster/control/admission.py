@@ -97,6 +97,23 @@ class AdmissionQueue:
         pool.num_by_model[ask.model] += 1
         self._pool_of[ticket] = ask.pool
 
+    def restore(self, ticket: int, ask: Ask, arrived_s: float, now_s: float, replica: str | None) -> None:
+        """Take over a request that was let in before, with its place on `replica`; None when it waits.
+
+        No bound refuses it, and it keeps its place although there may be no room: nothing else starts there until then.
+        """
+        pool = self._pool(ask.pool)
+        self._counts_of(ask)
+        self._num_arrived += 1
+        waiting = Waiting(ticket, ask, self._num_arrived, arrived_s, self._cost_s(ask))
+        pool.lanes.add(waiting)
+        self._pool_of[ticket] = ask.pool
+        if replica is None:
+            pool.num_by_model[ask.model] += 1
+            return
+        pool.lanes.start(ticket, waiting.cost_s)
+        pool.places.restore(waiting, replica, now_s)
+
     def give_back(self, ticket: int, now_s: float) -> tuple[str, str]:
         """Let a running request wait again, before all others: its replica died. Returns the pool and the replica."""
         pool = self._pools[self._pool_of[ticket]]

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from typing import Final
 
 from cluster.control.admission import AdmissionQueue
-from cluster.control.admission_records import AdmissionSnapshot, Placement, Refusal, Refused
+from cluster.control.admission_records import AdmissionSnapshot, Placement, Refusal, Refused, Started
 from cluster.control.lanes import Ask
 from cluster.errors import ClusterError
 from configs.admission import AdmissionConfig
@@ -29,11 +29,20 @@ class NotAdmitted(ClusterError):
 
 
 class Dispatcher:
-    """The queue of one event loop. Times that callers give are seconds from now; `clock` is the queue's."""
+    """The queue of one event loop. Times that callers give are seconds from now; `clock` is the queue's.
 
-    def __init__(self, config: AdmissionConfig, clock: Callable[[], float] = time.monotonic) -> None:
+    `on_event` is told what happens, in place of those who await it: who has requests of others needs that.
+    """
+
+    def __init__(
+        self,
+        config: AdmissionConfig,
+        clock: Callable[[], float] = time.monotonic,
+        on_event: Callable[[Started | Refused], None] | None = None,
+    ) -> None:
         self._queue = AdmissionQueue(config)
         self._clock = clock
+        self._on_event = on_event or self._tell_who_waits
         self._numbers = itertools.count(1)
         self._places: dict[int, asyncio.Future[str]] = {}  # of the tickets that wait
         self._timer: asyncio.TimerHandle | None = None
@@ -47,11 +56,28 @@ class Dispatcher:
     async def submit(self, ask: Ask) -> int:
         """Let a request in and return its ticket. `ask.deadline_s` is from now. Who has a ticket calls `leave` once."""
         ticket = next(self._numbers)
+        self._places[ticket] = asyncio.get_running_loop().create_future()
+        self.enter(ticket, ask)
+        return ticket
+
+    def enter(self, ticket: int, ask: Ask) -> None:
+        """Let a request in that has a ticket already."""
         now_s = self._clock()
         self._queue.submit(ticket, replace(ask, deadline_s=now_s + ask.deadline_s), now_s)
-        self._places[ticket] = asyncio.get_running_loop().create_future()
         self._pump()
-        return ticket
+
+    def restore(self, ended: Iterable[int], held: Iterable[tuple[int, Ask, float, str | None]]) -> None:
+        """End requests and take over others, all at once: nothing starts in between.
+
+        Those that are taken over have their tickets, ages in seconds, and replicas, None for those that wait.
+        """
+        now_s = self._clock()
+        for ticket in ended:
+            self._queue.leave(ticket, now_s)
+        for ticket, ask, age_s, replica in held:
+            ask = replace(ask, deadline_s=now_s + ask.deadline_s)
+            self._queue.restore(ticket, ask, now_s - age_s, now_s, replica)
+        self._pump()
 
     async def place(self, ticket: int) -> str:
         """Wait until the request may start, and return the replica. Raises: NotAdmitted."""
@@ -62,7 +88,13 @@ class Dispatcher:
             self._places.pop(ticket, None)
 
     async def place_again(self, ticket: int) -> str:
-        """Wait for another place, before all others: the replica died. Raises: NotAdmitted.
+        """Wait for another place, before all others: the replica died. Raises: NotAdmitted."""
+        self._places[ticket] = asyncio.get_running_loop().create_future()
+        self.give_back(ticket)
+        return await self.place(ticket)
+
+    def give_back(self, ticket: int) -> None:
+        """Let a request wait again, before all others: its replica died.
 
         Nothing starts there for a moment, in which the list of replicas follows.
         """
@@ -71,9 +103,7 @@ class Dispatcher:
             self._avoided.setdefault(pool, set()).add(replica)
             asyncio.get_running_loop().call_later(AVOID_S, self._trust, pool, replica)
             self._list_replicas(pool)
-        self._places[ticket] = asyncio.get_running_loop().create_future()
         self._pump()
-        return await self.place(ticket)
 
     def leave(self, ticket: int, *, is_answered: bool = False, switch_s: float = 0.0) -> None:
         """End a request, wherever it is."""
@@ -96,12 +126,12 @@ class Dispatcher:
         self._queue.set_placement(replace(placement, until_s=self._clock() + placement.until_s))
         self._pump()
 
-    def retune(self, config: AdmissionConfig) -> None:
+    async def retune(self, config: AdmissionConfig) -> None:
         """Use other bounds and weights from now on."""
         self._queue.retune(config)
         self._pump()
 
-    def snapshot(self) -> AdmissionSnapshot:
+    async def snapshot(self) -> AdmissionSnapshot:
         """Return the state of the queue."""
         return self._queue.snapshot(self._clock())
 
@@ -116,17 +146,25 @@ class Dispatcher:
 
     def _pump(self) -> None:
         for event in self._queue.pump(self._clock()):
-            place = self._places.get(event.ticket)
-            if place is None or place.done():
-                continue  # its caller is about to leave
-            if isinstance(event, Refused):
-                place.set_exception(NotAdmitted(event.refusal))
-                place.exception()  # seen: its caller may leave without asking
-            else:
-                place.set_result(event.replica)
+            self._on_event(event)
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         if self._queue.num_waiting:
             delay_s = max(0.0, self._queue.look_again_s() - self._clock())
             self._timer = asyncio.get_running_loop().call_later(delay_s, self._pump)
+
+    def _tell_who_waits(self, event: Started | Refused) -> None:
+        if (place := self._places.get(event.ticket)) is not None:
+            settle_place(place, event)
+
+
+def settle_place(place: asyncio.Future[str], event: Started | Refused) -> None:
+    """Tell who awaits a place what became of it, unless they are about to leave."""
+    if place.done():
+        return
+    if isinstance(event, Refused):
+        place.set_exception(NotAdmitted(event.refusal))
+        place.exception()  # seen: its caller may leave without asking
+    else:
+        place.set_result(event.replica)

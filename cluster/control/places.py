@@ -130,6 +130,11 @@ class Places:
         self._runs[waiting.ticket] = _Run(waiting, name, now_s, replica.clock, now_s + latency_s)
         self._ends = None
 
+    def restore(self, waiting: Waiting, name: str, now_s: float) -> None:
+        """Count a request as running that started before this was made. Its replica may not be known yet."""
+        self._replicas.setdefault(name, _Replica(clock_at_s=now_s, is_gone=True))
+        self.start(waiting, name, now_s, 0.0)
+
     def end(self, ticket: int, now_s: float) -> Ended:
         """Count a request as running no longer, however it ended."""
         run = self._runs.pop(ticket)

@@ -33,6 +33,7 @@ from cluster.registry.node_keepers import NodeKeepers, alive_nodes, nodes_with_k
 from cluster.registry.registrations import Registrations
 from cluster.registry.residency import ResidencyMap, cluster_residency
 from cluster.registry.served_models import MAX_WATCH_S, ServedModels
+from configs.admission import AdmissionConfig
 from configs.batching import BatchingConfig
 from configs.cluster import ClusterConfig
 from weights.errors import FormatError
@@ -147,6 +148,7 @@ class WeightRegistry:
         self._residency = self._keepers.residency
         self._peer_secret = peer_secret
         self._encoder_batching: BatchingConfig | None = None
+        self._admission: AdmissionConfig | None = None
         await self._models.start()
         self._polling = asyncio.ensure_future(self._follow_nodes(config))
 
@@ -231,6 +233,14 @@ class WeightRegistry:
     async def encoder_batching(self) -> BatchingConfig | None:
         """Return the dynamic batching that was set, None as long as it is the config's."""
         return self._encoder_batching
+
+    async def set_admission(self, admission: AdmissionConfig) -> None:
+        """Set the bounds and weights of admission queues that start from now on. As with batching, until a restart."""
+        self._admission = admission
+
+    async def admission(self) -> AdmissionConfig | None:
+        """Return the admission settings that were set, None as long as they are the config's."""
+        return self._admission
 
     async def _follow_nodes(self, config: ClusterConfig) -> None:
         # A private Ray has one node, which will have replicas: its keeper starts at the same time as they do.

@@ -8,13 +8,16 @@ from collections.abc import AsyncIterator
 from cluster.control.admission_records import Refusal
 from cluster.control.dispatcher import Dispatcher, NotAdmitted
 from cluster.control.lanes import Ask
+from cluster.control.shared_queue_client import SharedQueueClient
 from deployments.errors import DeadlineExceeded, QueueFull, ServiceError
+
+RequestQueue = Dispatcher | SharedQueueClient  # of this ingress alone, or of several
 
 
 class Slot:
     """The ticket of one request, and what became of it: the queue learns from that."""
 
-    def __init__(self, queue: Dispatcher, ticket: int) -> None:
+    def __init__(self, queue: RequestQueue, ticket: int) -> None:
         self.is_answered = False
         self.switch_s = 0.0
         self._queue = queue
@@ -31,7 +34,7 @@ class Slot:
 
 
 @contextlib.asynccontextmanager
-async def admitted(queue: Dispatcher, ask: Ask) -> AsyncIterator[Slot]:
+async def admitted(queue: RequestQueue, ask: Ask) -> AsyncIterator[Slot]:
     """Let a request in for as long as the context lasts, however it ends.
 
     Raises: QueueFull or DeadlineExceeded when it is refused, at once or while it waits for its place.

@@ -19,6 +19,8 @@ from ray.serve.handle import DeploymentHandle
 from starlette.middleware.cors import CORSMiddleware
 
 from cluster.control.dispatcher import Dispatcher
+from cluster.control.shared_queue import connect_shared_queue
+from cluster.control.shared_queue_client import SharedQueueClient
 from cluster.door.door_plan import HTTP_ADDRESS
 from cluster.loopback import replica_calls_on_loopback
 from cluster.registry.actor import connect_registry
@@ -29,6 +31,7 @@ from deployments.ingress import errors
 from deployments.ingress.access.callers import Callers
 from deployments.ingress.access.http import AccessGate, describe_keys
 from deployments.ingress.admin.routes import create_admin_router
+from deployments.ingress.admitted import RequestQueue
 from deployments.ingress.asking import ENCODER, WORKER
 from deployments.ingress.kserve.grpc.server import start_grpc_server
 from deployments.ingress.kserve.inference import Inference
@@ -56,6 +59,7 @@ from deployments.records import (
 )
 from deployments.services.replica_calls import ReplicaStates, WhyNone
 from deployments.services.replica_watch import watch_replicas
+from deployments.tasks import shared_task
 
 __all__ = ["Ingress", "create_http_app"]
 
@@ -144,7 +148,9 @@ class Ingress:
         snapshot = RegistrySnapshot(lambda: connect_registry(config))
         self._config = config
         self._handles = {ENCODER: encoder, WORKER: worker}
-        self._queue = Dispatcher(config.admission)
+        self._queue: RequestQueue = Dispatcher(config.admission)
+        if config.ingress.num_replicas > 1:
+            self._queue = SharedQueueClient(lambda: connect_shared_queue(config), config.admission)
         self._service = Service(config, snapshot, encoder, worker, self._why_none, self._queue)
 
     def __serve_build_asgi_app__(self) -> Any:
@@ -175,6 +181,10 @@ class Ingress:
 
     def _watch_replicas(self) -> None:
         """Follow the replicas from now on: Serve's thread tells, and this event loop listens."""
+        if isinstance(self._queue, SharedQueueClient):
+            self._queue.start()
+        else:
+            self._restoring = shared_task(self._service.operations.restore_admission())
         loop = asyncio.get_running_loop()
         for pool, handle in self._handles.items():
 

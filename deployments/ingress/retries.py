@@ -19,10 +19,9 @@ from typing import Any, Final
 from ray.exceptions import ActorDiedError, RayActorError
 from ray.serve.exceptions import ReplicaUnavailableError
 
-from cluster.control.dispatcher import Dispatcher
 from cluster.control.lanes import Ask
 from deployments.errors import ReplicaLost
-from deployments.ingress.admitted import Slot, admitted
+from deployments.ingress.admitted import RequestQueue, Slot, admitted
 from deployments.pipelines.plans import SegmentResult
 from deployments.services.deadlines import Deadline
 from deployments.services.replica_calls import ReplicaCalls
@@ -77,7 +76,7 @@ class _Retries:
 class RetriedCalls:
     """Calls of one deployment that are answered by a second replica if need be. Lives on one event loop."""
 
-    def __init__(self, calls: ReplicaCalls, queue: Dispatcher, timeout_s: float) -> None:
+    def __init__(self, calls: ReplicaCalls, queue: RequestQueue, timeout_s: float) -> None:
         """Make the calls. Those of segments, which are begun without waiting for a place, have `timeout_s` in all."""
         self._calls = calls
         self._queue = queue

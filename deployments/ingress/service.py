@@ -21,7 +21,7 @@ from configs.batching import BatchingConfig
 from configs.cluster import ClusterConfig
 from deployments.defaults import text_rules, with_image_defaults, with_text_defaults
 from deployments.ingress.admin.operations import Operations
-from deployments.ingress.admitted import admitted
+from deployments.ingress.admitted import RequestQueue, admitted
 from deployments.ingress.asking import ENCODER, PIPELINES, WORKER, Request, ask_of, ask_of_pipeline
 from deployments.ingress.catalog import Catalog, card_of
 from deployments.ingress.pipeline_models import PipelineModels
@@ -66,7 +66,7 @@ class Service:
         encoder: Any,
         worker: Any,
         why_none: Callable[[str], WhyNone] = lambda _: nobody_knows,
-        queue: Dispatcher | None = None,
+        queue: RequestQueue | None = None,
     ) -> None:
         if queue is None:
             queue = Dispatcher(config.admission)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -10,14 +11,18 @@ from fastapi import APIRouter
 from starlette.responses import Response
 
 from cluster.control.admission_records import AdmissionSnapshot
-from cluster.control.dispatcher import Dispatcher
+from cluster.control.shared_queue_client import QueueAway
 from configs.admission import AdmissionConfig
+from deployments.errors import NoReplica
+from deployments.ingress.admitted import RequestQueue
 from deployments.ingress.errors import documented
 from deployments.ingress.responses import Answer, json_response
 
+_AWAY = "the admission queue is restarting; try again"
+
 
 class AdmissionAnswer(Answer):
-    """The settings, and the queue of this ingress replica: by model, by replica of each pool, waiting by tenant."""
+    """The settings, and the queue of the cluster: by model, by replica of each pool, waiting by tenant."""
 
     admission: AdmissionConfig
     models: list[dict[str, Any]]
@@ -25,28 +30,39 @@ class AdmissionAnswer(Answer):
     tenants: dict[str, int]
 
 
-def add_admission_routes(router: APIRouter, queue: Dispatcher) -> None:
-    """Add the routes."""
+def add_admission_routes(
+    router: APIRouter, queue: RequestQueue, retune: Callable[[AdmissionConfig], Awaitable[AdmissionAnswer]]
+) -> None:
+    """Add the routes. `retune` sets what a PUT says."""
 
-    @router.get("/admin/admission", response_model=AdmissionAnswer)
+    @router.get("/admin/admission", response_model=AdmissionAnswer, responses=documented(_503=_AWAY))
     async def admission() -> Response:
         """Show the settings of the admission queue, what waits and runs, and what requests took."""
-        return json_response(describe_admission(queue))
+        with _as_unavailable():
+            return json_response(await describe_admission(queue))
 
-    @router.put("/admin/admission", response_model=AdmissionAnswer, responses=documented(400))
-    async def retune(body: AdmissionConfig) -> Response:
+    @router.put("/admin/admission", response_model=AdmissionAnswer, responses=documented(400, _503=_AWAY))
+    async def set_admission(body: AdmissionConfig) -> Response:
         """Set bounds, deadlines, priorities and tenants from now on; who waits already stays.
 
-        Fields as in a cluster config (`admission`); what is left out has its default. Holds until this ingress replica
-        ends: write it into the config to keep it.
+        Fields as in a cluster config (`admission`); what is left out has its default. Ingress replicas that start later
+        begin with it as well, for as long as the registry lives: write it into the config to keep it.
         """
-        queue.retune(body)
-        return json_response(describe_admission(queue))
+        with _as_unavailable():
+            return json_response(await retune(body))
 
 
-def describe_admission(queue: Dispatcher) -> AdmissionAnswer:
-    """Return the queue as it is."""
-    snapshot = queue.snapshot()
+@contextlib.contextmanager
+def _as_unavailable() -> Iterator[None]:
+    try:
+        yield
+    except QueueAway as error:
+        raise NoReplica(str(error)) from None
+
+
+async def describe_admission(queue: RequestQueue) -> AdmissionAnswer:
+    """Return the queue as it is. Raises: QueueAway."""
+    snapshot = await queue.snapshot()
     return AdmissionAnswer(
         admission=AdmissionConfig(**queue.config.model_dump()),
         models=[asdict(load) for load in snapshot.models],

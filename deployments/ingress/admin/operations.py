@@ -10,12 +10,13 @@ from typing import Any, Final, ParamSpec, TypeVar
 
 from ray.exceptions import RayActorError
 
-from cluster.control.dispatcher import Dispatcher
+from cluster.control.shared_queue_client import QueueAway
 from cluster.errors import ClusterError, ModelUnknown, RegistrationConflict, RegistrationRefused
 from cluster.errors import ModelUnavailable as NotInStore
 from cluster.registry.actor import Method, WeightRegistry
 from cluster.registry.directory import Entry
 from cluster.registry.snapshot import RegistrySnapshot
+from configs.admission import AdmissionConfig
 from configs.batching import BatchingConfig
 from deployments.errors import (
     Conflict,
@@ -25,7 +26,7 @@ from deployments.errors import (
     UnknownModel,
     Unprocessable,
 )
-from deployments.ingress.admin.admission import describe_admission
+from deployments.ingress.admin.admission import AdmissionAnswer, describe_admission
 from deployments.ingress.admin.answers import (
     BatchingAnswer,
     BuiltModel,
@@ -37,6 +38,7 @@ from deployments.ingress.admin.answers import (
     Tier,
     Unreachable,
 )
+from deployments.ingress.admitted import RequestQueue
 from deployments.ingress.catalog import Catalog, card_of
 from deployments.records import ModelCard
 from weights.errors import WeightsError
@@ -86,7 +88,7 @@ class Operations:
         encoder: Any,
         worker: Any,
         batching: BatchingConfig = _DEFAULT_BATCHING,
-        queue: Dispatcher | None = None,
+        queue: RequestQueue | None = None,
     ) -> None:
         self._queue = queue
         self._name = name
@@ -169,6 +171,22 @@ class Operations:
         problems = _problems(await _call_all(self._encoder, "retune", batching))
         return RetunedAnswer(batching=_with_defaults_set(batching), text_encoders=problems)
 
+    async def retune_admission(self, admission: AdmissionConfig) -> AdmissionAnswer:
+        """Set the bounds and weights of the admission queue from now on; the registry remembers them as it does
+        the batch policy.
+        """
+        assert self._queue is not None
+        await self._call_registry(WeightRegistry.set_admission, admission)
+        await self._queue.retune(admission)
+        return await describe_admission(self._queue)
+
+    async def restore_admission(self) -> None:
+        """Give the queue of this process the settings that the registry remembers."""
+        assert self._queue is not None
+        with contextlib.suppress(RayActorError):  # with the registry the change is forgotten, too
+            if changed := await self._snapshot.call_registry(WeightRegistry.admission):
+                await self._queue.retune(changed)
+
     async def describe_batching(self) -> BatchingAnswer:
         """Return the batch policy, and that of each text encoder with its figures since it began."""
         batching, encoders = await asyncio.gather(self.batching(), _call_all(self._encoder, "describe"))
@@ -223,7 +241,8 @@ class Operations:
             **replicas,
         )
         if self._queue is not None:
-            answer.admission = describe_admission(self._queue)
+            with contextlib.suppress(QueueAway):
+                answer.admission = await describe_admission(self._queue)
         if "registry" in residency:
             answer.registry = residency["registry"]
         return answer

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import Annotated, Any
 
 import httpx
@@ -14,6 +15,7 @@ from fastapi.responses import PlainTextResponse
 from pydantic import Discriminator, Tag
 from starlette.responses import Response
 
+from cluster.control.shared_queue_client import QueueAway
 from cluster.telemetry import metrics_urls
 from configs.batching import BatchingConfig
 from configs.model import AdapterConfig, ModelConfig
@@ -63,7 +65,7 @@ def create_admin_router(service: Service) -> APIRouter:
     router = APIRouter(tags=["operations"])
     _add_probe_routes(router, service)
     _add_cluster_routes(router, service.operations)
-    add_admission_routes(router, service.queue)
+    add_admission_routes(router, service.queue, service.operations.retune_admission)
     return router
 
 
@@ -93,7 +95,9 @@ def _add_probe_routes(router: APIRouter, service: Service) -> None:
     )
     async def metrics() -> Response:
         """Prometheus text of every node of the cluster, as Ray exports it, and of the admission queue."""
-        pages = [admission_metrics(service.queue.snapshot())]
+        pages = []
+        with contextlib.suppress(QueueAway):
+            pages.append(admission_metrics(await service.queue.snapshot()))
         async with httpx.AsyncClient(timeout=_METRICS_TIMEOUT_S) as client:
             for url in metrics_urls():
                 try:

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from cluster.actor_names import cluster_key, encodings_name, keeper_name, keeper_node, names_of_cluster, registry_name
+from cluster.actor_names import (
+    admission_name,
+    cluster_key,
+    encodings_name,
+    keeper_name,
+    keeper_node,
+    names_of_cluster,
+    registry_name,
+)
 from configs.cluster import ClusterConfig
 
 
@@ -14,13 +22,19 @@ def config(name: str = "one", **more: Any) -> ClusterConfig:
 
 def names(config: ClusterConfig) -> list[str]:
     key = cluster_key(config)
-    return [keeper_name(key, "n1"), registry_name(config), encodings_name(key), keeper_name(key, "n2")]
+    return [
+        keeper_name(key, "n1"),
+        registry_name(config),
+        encodings_name(key),
+        keeper_name(key, "n2"),
+        admission_name(config),
+    ]
 
 
 def test_whatever_the_config_says_is_in_the_names() -> None:
     changes: list[dict[str, Any]] = [{}, {"http": {"port": 8123}}, {"store": {"path": "/s"}}, {"name": "two"}]
     found = [names(config(**change)) for change in changes]
-    assert len({name for some in found for name in some}) == 4 * len(changes)
+    assert len({name for some in found for name in some}) == 5 * len(changes)
 
 
 def test_every_process_makes_the_same_names_of_a_config() -> None:
@@ -33,7 +47,9 @@ def test_a_clusters_actors_are_told_from_all_others_registry_first() -> None:
     others = [*names(config("one-2")), *names(config("on")), "one", "registry:", "SERVE_CONTROLLER_ACTOR", "x:one:y"]
     found = names_of_cluster("one", [*others, *mine])
     assert sorted(found) == sorted(mine)
-    assert [name.split(":")[0] for name in found] == ["registry"] * 2 + ["keeper"] * 4 + ["encodings"] * 2
+    assert [name.split(":")[0] for name in found] == ["registry"] * 2 + ["keeper"] * 4 + ["encodings"] * 2 + [
+        "admission"
+    ] * 2
 
 
 def test_a_keepers_name_has_its_node() -> None:

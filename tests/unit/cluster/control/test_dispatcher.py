@@ -28,8 +28,8 @@ def dispatcher(*replicas: str, **config: Any) -> Dispatcher:
     return queue
 
 
-def numbers(queue: Dispatcher) -> tuple[int, int]:
-    models = queue.snapshot().models
+async def numbers(queue: Dispatcher) -> tuple[int, int]:
+    models = (await queue.snapshot()).models
     return sum(load.waiting for load in models), sum(load.running for load in models)
 
 
@@ -74,7 +74,7 @@ async def test_ten_thousand_random_cancellations_leave_nothing(monkeypatch: pyte
     async with asyncio.timeout(60):
         outcomes = await asyncio.gather(*tasks, return_exceptions=True)
     assert all(outcome is None or isinstance(outcome, asyncio.CancelledError) for outcome in outcomes)
-    assert numbers(queue) == (0, 0)
+    assert await numbers(queue) == (0, 0)
     assert not queue._places
     assert num_answered == sum(outcome is None for outcome in outcomes)
 
@@ -94,7 +94,7 @@ async def test_a_request_that_leaves_the_queue_makes_room_at_once() -> None:
     fourth = await queue.submit(ask(share=1.0))
     place = asyncio.create_task(queue.place(fourth))
     await asyncio.sleep(0)
-    assert numbers(queue) == (1, 1)
+    assert await numbers(queue) == (1, 1)
     queue.leave(running[0], is_answered=True)
     assert await place == "a"
 
@@ -133,7 +133,7 @@ async def test_a_placement_holds_for_as_long_as_it_says_from_now() -> None:
     assert await queue.place(here) == "b"
     now_s += 9.9
     queue.leave(here, is_answered=True)
-    assert numbers(queue) == (1, 0)
+    assert await numbers(queue) == (1, 0)
     now_s += 0.2
     other = await queue.submit(ask(model="other"))
     assert await queue.place(held) in ("a", "b")

@@ -27,6 +27,7 @@ from cluster.registry.importing import ImportSettings, import_checkpoint
 from cluster.registry.manifests import ModelSummary
 from cluster.registry.residency import ResidencyMap
 from cluster.registry.served_models import ServedModels
+from configs.admission import AdmissionConfig
 from configs.batching import BatchingConfig
 from configs.cluster import ClusterConfig
 from configs.model import ModelConfig
@@ -164,6 +165,14 @@ async def test_it_remembers_how_text_encoders_batch(tmp_path: Path, checkpoint: 
     assert await models.encoder_batching() is None
     await models.set_encoder_batching(batching := BatchingConfig(max_batch_size=3))
     assert await models.encoder_batching() == batching
+
+
+@pytest.mark.usefixtures("imports_here")
+async def test_it_remembers_the_settings_of_admission(tmp_path: Path, checkpoint: Path) -> None:
+    models = await registry(tmp_path, checkpoint, "http://127.0.0.1:1")
+    assert await models.admission() is None
+    await models.set_admission(admission := AdmissionConfig(max_waiting=3))
+    assert await models.admission() == admission
 
 
 @pytest.mark.usefixtures("imports_here")

@@ -13,6 +13,7 @@ from ray.exceptions import ActorDiedError, RayTaskError
 
 from cluster.errors import ModelUnknown
 from cluster.registry.directory import Directory, DirectoryChange, ModelRecord
+from configs.admission import AdmissionConfig
 from configs.cluster import ClusterConfig
 from deployments.errors import GenerationFailed
 from deployments.records import (
@@ -91,6 +92,7 @@ class Replicas:
         self.error_then: Exception = RayTaskError("f", "Traceback", GenerationFailed("the model failed at token 2"))
         self.pieces = ["Hel", "lo", ""]
         self.states = dict(STATUSES)
+        self.remembered: AdmissionConfig | None = None
 
     def options(self, *, stream: bool) -> Replicas:
         assert stream
@@ -113,6 +115,12 @@ class Replicas:
             cause = ModelUnknown(f"no model {model!r} (known: {', '.join(self.states)})")
             raise RayTaskError("find_model", "Traceback of the actor", cause)
         return self.states[model]
+
+    async def on_set_admission(self, admission: AdmissionConfig) -> None:
+        self.remembered = admission
+
+    async def on_admission(self) -> AdmissionConfig | None:
+        return self.remembered
 
     async def on_residency(self, *_: Any) -> dict[str, Any]:
         return {"num_nodes": 0, "nodes": [], "models": {}}

@@ -64,7 +64,7 @@ async def test_what_is_too_much_is_refused_at_once_and_probes_answer() -> None:
     transport = httpx.ASGITransport(create_http_app(service, few))
     async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=10) as http:
         running = [asyncio.create_task(http.post(f"/v1/{IMAGES}", json=IMAGE)) for _ in range(3)]
-        while len(replicas.requests) < 2 or not service.queue.snapshot().tenants:
+        while len(replicas.requests) < 2 or not (await service.queue.snapshot()).tenants:
             await asyncio.sleep(0)
         refused = await http.post(f"/v1/{IMAGES}", json=IMAGE)
         assert (refused.status_code, problem(refused)["code"]) == (429, "queue_full")

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import httpx
 import pytest
+from ray.exceptions import ActorDiedError
 from unit.deployments.ingress.http_fakes import CONFIG, IMAGE, IMAGES, Replicas
 from unit.deployments.serve_fakes import FakeHandle
 
+from cluster.control.shared_queue_client import SharedQueueClient
 from cluster.registry.snapshot import RegistrySnapshot
 from deployments.ingress.http import create_http_app
 from deployments.ingress.service import Service
@@ -37,7 +40,7 @@ async def test_it_is_shown_and_changed_while_requests_wait(monkeypatch: pytest.M
     transport = httpx.ASGITransport(create_http_app(service, config))
     async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=10) as http:
         asking = [asyncio.create_task(http.post(f"/v1/{IMAGES}", json=IMAGE)) for _ in range(5)]
-        while not service.queue.snapshot().models or service.queue.snapshot().models[0].waiting < 3:
+        while not (await service.queue.snapshot()).models or (await service.queue.snapshot()).models[0].waiting < 3:
             await asyncio.sleep(0)
         shown = (await http.get("/admin/admission")).json()
         (flux,) = shown["models"]
@@ -60,3 +63,34 @@ async def test_it_is_shown_and_changed_while_requests_wait(monkeypatch: pytest.M
         assert (flux["waiting"], flux["running"], flux["started"], flux["refused"]) == (0, 0, 5, 1)
         assert flux["latency_s"] > 0
     watch.close()
+
+
+async def test_an_ingress_that_starts_later_begins_with_what_was_set() -> None:
+    replicas = Replicas()
+    services = [Service(CONFIG, RegistrySnapshot(lambda: replicas), replicas, replicas) for _ in range(3)]
+    transport = httpx.ASGITransport(create_http_app(services[0], CONFIG))
+    await services[1].operations.restore_admission()
+    async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=10) as http:
+        assert (await http.put("/admin/admission", json={"max_waiting": 7})).status_code == 200
+    await services[2].operations.restore_admission()
+    assert [service.queue.config.max_waiting for service in services] == [7, CONFIG.admission.max_waiting, 7]
+
+
+async def test_a_shared_queue_that_is_away_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deployments.ingress.admin.routes.metrics_urls", list)
+
+    def connect() -> Any:
+        raise ActorDiedError
+
+    replicas, queue = Replicas(), SharedQueueClient(connect, CONFIG.admission)
+    service = Service(CONFIG, RegistrySnapshot(lambda: replicas), replicas, replicas, queue=queue)
+    transport = httpx.ASGITransport(create_http_app(service, CONFIG))
+    async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=10) as http:
+        for answer in (await http.get("/admin/admission"), await http.put("/admin/admission", json={})):
+            assert answer.status_code == 503
+            assert "restarting" in answer.json()["error"]["message"]
+        assert (await http.get("/metrics")).status_code == 200
+        assert (await http.get("/healthz")).status_code == 200
+        late = await http.post(f"/v1/{IMAGES}", json=IMAGE, headers={"x-request-timeout-seconds": "0.2"})
+        assert late.status_code == 504, late.text
+    queue.close()

@@ -1,0 +1,54 @@
+"""Two ingress replicas with one admission queue, on Ray. Without it: unit/cluster/control/test_shared_queue.py."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from integration.harness import ROOT
+from integration.shared_queue_scenario import MAX_RUNNING, MAX_WAITING, NUM_AT_ONCE
+
+pytestmark = pytest.mark.ray
+
+
+@pytest.fixture(scope="module")
+def observed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    script = Path(__file__).with_name("shared_queue_scenario.py")
+    done = subprocess.run(
+        [sys.executable, str(script), str(tmp_path_factory.mktemp("store"))],
+        env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "RAY_USAGE_STATS_ENABLED": "0"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("when", ["burst", "places after"])
+def test_places_and_bounds_hold_for_both_together(observed: dict[str, Any], when: str) -> None:
+    seen = observed[when]
+    max_waiting = MAX_WAITING if when == "burst" else 10
+    assert seen["running"] == MAX_RUNNING
+    assert seen["waiting"] <= max_waiting
+    assert seen["answers"].keys() == {"200", "429"}
+    # Two queues would let twice as many in. Some more may come in while the first ones are answered.
+    assert seen["answers"]["200"] < 2 * (MAX_RUNNING + max_waiting)
+    assert sum(seen["answers"].values()) == NUM_AT_ONCE
+
+
+def test_settings_hold_for_both_and_outlive_the_queue(observed: dict[str, Any]) -> None:
+    assert observed["settings"] == observed["settings after"] == [10] * 6
+
+
+@pytest.mark.parametrize("who", ["ingress", "queue"])
+def test_every_request_is_answered_when_one_is_killed(observed: dict[str, Any], who: str) -> None:
+    answers = observed[f"{who} killed"]
+    assert answers.keys() <= {"200", "429", "503"}, answers
+    assert answers["200"] > 30
