@@ -26,7 +26,7 @@ NUM_AT_ONCE = 48
 MAX_RUNNING = 2
 MAX_WAITING = 12
 NUM_CLIENTS = 6
-LONG = {"model": "digits-flux", "prompt": "a handwritten two", "num_inference_steps": 300}
+LONG = {"model": "digits-flux", "prompt": "a handwritten two", "num_inference_steps": 200}
 SHORT = {"model": "digits-flux", "prompt": "a handwritten two", "num_inference_steps": 8}
 
 

@@ -70,6 +70,7 @@ class FakeActor:
         self.queue: SharedQueue | None = None
         self.settings: AdmissionConfig | None = None
         self.num_calls: Counter[str] = Counter()
+        self.loses: Callable[[], bool] = lambda: False  # a call or its answer, on the way
 
     async def start(self) -> None:
         queue: Any = SharedQueue.__new__(SharedQueue)
@@ -128,10 +129,12 @@ class FakeActor:
         if not is_alive():
             raise asyncio.CancelledError
         await asyncio.sleep(0.001)  # the way there keeps the order
-        if self.queue is None:
+        if self.queue is None or self.loses():
             raise ActorUnavailableError("The actor is restarting", None)
         answer = copy.deepcopy(await getattr(self.queue, method)(*sent))
         await asyncio.sleep(self._jitter_s())
+        if self.loses():
+            raise ActorUnavailableError("The connection is gone", None)
         return answer
 
 
@@ -385,14 +388,18 @@ def test_who_loses_its_replica_goes_before_all_others_and_elsewhere() -> None:
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**32))
 def test_places_are_never_handed_out_twice_and_none_is_lost_at_random(seed: int) -> None:
-    """Ingresses and the actor die at any time. Dead ingresses' requests end with them, as the worker's do with a
-    call that is cancelled: places that are counted are those of the living.
+    """Ingresses and the actor die, and messages and answers are lost, at any time.
+
+    Requests of a dead ingress end with it, as a worker's do with a call that is cancelled: places that are counted are
+    those of the living.
     """
 
     async def scenario() -> None:
         rng = random.Random(seed)
         actor = FakeActor(AdmissionConfig(), lambda: rng.choice((0.0, 0.001, 0.01, 0.05)))
         await actor.start()
+        loss = rng.choice((0.0, 0.02, 0.2))
+        actor.loses = lambda: rng.random() < loss
         running: Counter[str] = Counter()
         ingresses = [Ingress(actor, running) for _ in range(3)]
         tasks: list[asyncio.Task[str]] = []
@@ -416,8 +423,10 @@ def test_places_are_never_handed_out_twice_and_none_is_lost_at_random(seed: int)
             assert isinstance(outcome, str | asyncio.CancelledError), outcome
         if crash:
             await crash
-        await asyncio.sleep(2 * SILENT_S)
+        actor.loses = lambda: False
+        await asyncio.sleep(3 * SILENT_S)
         assert await numbers(actor) == (0, 0)
+        assert actor.queue is not None
         assert not actor.queue._owners
         assert not any(ingress.queue._requests for ingress in ingresses)
         full = [rng.choice(ingresses).begin(5.0) for _ in range(CAPACITY)]
