@@ -133,7 +133,7 @@ async def test_a_placement_holds_for_as_long_as_it_says_from_now() -> None:
     assert await queue.place(here) == "b"
     now_s += 9.9
     queue.leave(here, is_answered=True)
-    assert numbers(queue) == (1, 0)
+    assert await numbers(queue) == (1, 0)
     now_s += 0.2
     other = await queue.submit(ask(model="other"))
     assert await queue.place(held) in ("a", "b")
