@@ -78,9 +78,7 @@ Held = tuple[int, Ask, float, str | None]  # of a request that was let in: as `D
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """What happened to the requests of one ingress. `config` are the settings, None as long as they are `revision`'s
-    that the ingress knows.
-    """
+    """The events of one ingress's requests, and the settings: `config` is None while the ingress knows `revision`."""
 
     events: tuple[Started | Refused, ...]
     revision: str

@@ -22,6 +22,8 @@ from cluster.session import SessionFile, check_can_start, end_actors, ray_sessio
 from configs.cluster import ClusterConfig
 from deployments.cli.progress import StartState
 
+__all__ = ["APP_NAME", "START_TIMEOUT_S", "check_devices", "cluster_up", "stop_on_signals"]
+
 _logger = logging.getLogger("atelier")
 
 APP_NAME = "atelier"

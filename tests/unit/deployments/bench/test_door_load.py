@@ -140,7 +140,7 @@ async def test_a_stream_has_a_first_piece_and_gaps() -> None:
         (outcome,) = await load("closed", url, [Ask("k", "/stream", {})], num_callers=1)
     assert outcome.sent_s < outcome.first_s < outcome.done_s
     assert 1 <= len(outcome.gaps_s) <= 2  # pieces may arrive together on a busy machine
-    assert sum(outcome.gaps_s) == pytest.approx(0.04, abs=0.035)
+    assert 0.005 < sum(outcome.gaps_s) <= outcome.done_s - outcome.first_s
 
 
 async def test_probers_ask_again_until_they_are_admitted() -> None:
