@@ -9,7 +9,7 @@ DEVICE ?=
 TIMES ?= 10
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: help setup judges demo test test-gpu faults unit check format lint types contracts bench quality clean
+.PHONY: help setup judges demo test test-gpu test-long faults unit check format lint types contracts bench quality clean
 
 help:            ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## */\t/'
@@ -35,7 +35,11 @@ demo: setup      ## Start the demo cluster, ask it for everything once, stay up 
 test: check judges  ## Lint, types, contracts, unit and Ray tests
 	$(PYTEST) tests/unit -n 2
 	$(PYTEST) tests/device
-	$(PYTEST) tests/e2e tests/integration -m "not faults"
+	$(PYTEST) tests/e2e tests/integration -m "not faults and not long"
+
+test-long: setup ## Clusters of their own: the demo on simulated accelerators, ingress replicas killed and drained under load
+	$(PYTEST) tests/e2e -m long
+	$(PYTEST) tests/integration/test_proxy.py -m long
 
 faults: setup    ## kill -9 of every process of a cluster, TIMES times over
 	for turn in $$(seq $(TIMES)); do \

@@ -40,12 +40,14 @@ def observed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("disturbance", ["kill", "drain", "only one"])
 def test_no_request_is_lost_with_a_replica(observed: dict[str, Any], disturbance: str) -> None:
     """Also not with the only one: Serve's own proxy keeps what comes until there is another."""
     assert observed[disturbance].keys() == {"200"}, observed[disturbance]
 
 
+@pytest.mark.long
 def test_nothing_of_haproxy_stays(observed: dict[str, Any]) -> None:
     assert observed["left"] == []
 

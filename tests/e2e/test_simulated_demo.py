@@ -18,7 +18,7 @@ from deployments.cli.running import cluster_up
 from deployments.local import LocalModels
 from deployments.records import ImageRequest
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.long]
 
 IMAGE = {"model": "digits-sdxl", "prompt": "a handwritten four", "seed": 11, "num_inference_steps": 4}
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 from integration.harness import ROOT
-from integration.shared_queue_scenario import MAX_RUNNING, MAX_WAITING, NUM_AT_ONCE
+from e2e.shared_queue_scenario import MAX_RUNNING, MAX_WAITING, NUM_AT_ONCE
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.long]
 
 
 @pytest.fixture(scope="module")
