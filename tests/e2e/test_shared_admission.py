@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from integration.harness import ROOT
 from e2e.shared_queue_scenario import MAX_RUNNING, MAX_WAITING, NUM_AT_ONCE
+from integration.harness import ROOT
 
 pytestmark = [pytest.mark.ray, pytest.mark.long]
 
