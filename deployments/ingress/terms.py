@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from configs.admission import DEFAULT_TENANT, AdmissionConfig
 from deployments.errors import InvalidRequest
+from deployments.ingress.access.callers import current_tenant
 from deployments.ingress.kserve.rest.routing import error_response_at
 
 TIMEOUT: Final = "x-request-timeout-seconds"
@@ -98,7 +99,7 @@ class RequestTerms:
         if scope["type"] == "http" and scope["method"] == "POST" and scope["path"].startswith(("/v1/", "/v2/models/")):
             headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
             try:
-                terms = read_terms(headers, scope.get("state", {}).get("tenant", ""))
+                terms = read_terms(headers, current_tenant.get())
             except InvalidRequest as error:
                 await error_response_at(scope["path"], error)(scope, receive, send)
                 return

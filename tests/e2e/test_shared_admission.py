@@ -2,33 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from e2e.shared_queue_scenario import MAX_RUNNING, MAX_WAITING, NUM_AT_ONCE
-from integration.harness import ROOT
+from integration.harness import run_scenario
 
 pytestmark = [pytest.mark.ray, pytest.mark.long]
 
 
 @pytest.fixture(scope="module")
 def observed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    script = Path(__file__).with_name("shared_queue_scenario.py")
-    done = subprocess.run(
-        [sys.executable, str(script), str(tmp_path_factory.mktemp("store"))],
-        env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "RAY_USAGE_STATS_ENABLED": "0"},
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return run_scenario(Path(__file__).with_name("shared_queue_scenario.py"), tmp_path_factory.mktemp("store"))
 
 
 @pytest.mark.parametrize("when", ["burst", "places after"])

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import base64
 import io
+import json
+import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 from dataclasses import dataclass
@@ -77,3 +81,18 @@ def wait_for(condition: Any, what: str, timeout_s: float = 40.0) -> None:
     while not condition():
         assert time.monotonic() < deadline, f"{what} did not appear within {timeout_s} s"
         pause.wait(0.2)
+
+
+def run_scenario(script: Path, folder: Path) -> dict[str, Any]:
+    """Return what a script observed that needs a Ray of its own: it gets the folder, and its last line is JSON."""
+    done = subprocess.run(
+        [sys.executable, str(script), str(folder)],
+        env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "RAY_USAGE_STATS_ENABLED": "0"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    observed: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return observed

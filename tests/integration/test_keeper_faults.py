@@ -5,15 +5,11 @@ The scenarios run in one process of their own (`keeper_scenarios.py`), which onl
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from integration.harness import ROOT
+from integration.harness import run_scenario
 
 EXTENT_BYTES = 8 * 2**20
 
@@ -22,17 +18,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.faults]
 
 @pytest.fixture(scope="module")
 def observed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    script = Path(__file__).with_name("keeper_scenarios.py")
-    done = subprocess.run(
-        [sys.executable, str(script), str(tmp_path_factory.mktemp("packs"))],
-        env=os.environ | {"PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return run_scenario(Path(__file__).with_name("keeper_scenarios.py"), tmp_path_factory.mktemp("packs"))
 
 
 def test_64_callers_of_one_cold_model_read_it_once(observed: dict[str, Any]) -> None:

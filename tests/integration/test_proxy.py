@@ -5,11 +5,8 @@ What every client sees is tested by all other integration tests, which come thro
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +14,7 @@ import httpx
 import psutil
 import pytest
 import ray
-from integration.harness import ROOT, Cluster, wait_for
+from integration.harness import Cluster, run_scenario, wait_for
 from ray import serve
 
 pytestmark = pytest.mark.ray
@@ -27,17 +24,7 @@ CHAT = {"model": "adder", "messages": [{"role": "user", "content": "What is 12 +
 
 @pytest.fixture(scope="module")
 def observed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    script = Path(__file__).with_name("proxy_scenario.py")
-    done = subprocess.run(
-        [sys.executable, str(script), str(tmp_path_factory.mktemp("store"))],
-        env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "RAY_USAGE_STATS_ENABLED": "0"},
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return run_scenario(Path(__file__).with_name("proxy_scenario.py"), tmp_path_factory.mktemp("store"))
 
 
 @pytest.mark.long

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from integration.harness import ROOT
+from integration.harness import run_scenario
 from integration.shared_ray_scenario import STORE_BYTES
 
 pytestmark = pytest.mark.ray
@@ -18,17 +14,7 @@ pytestmark = pytest.mark.ray
 
 @pytest.fixture(scope="module")
 def observed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    script = Path(__file__).with_name("shared_ray_scenario.py")
-    done = subprocess.run(
-        [sys.executable, str(script), str(tmp_path_factory.mktemp("stores"))],
-        env=os.environ | {"PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return run_scenario(Path(__file__).with_name("shared_ray_scenario.py"), tmp_path_factory.mktemp("stores"))
 
 
 def test_what_a_killed_up_has_left_is_gone_before_the_next_one_begins_and_nothing_stays_after(

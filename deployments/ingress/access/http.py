@@ -43,8 +43,8 @@ def _need_of(path: str) -> Need:
 class AccessGate:
     """ASGI middleware that knows who asks, and refuses whom the config does not let in.
 
-    It puts the tenant of the key into `scope["state"]["tenant"]`; without keys it puts nothing there.
-    `http_host` is the address that the server listens on.
+    What runs within has the key's tenant in `callers.current_tenant`. `http_host` is the address that the server
+    listens on.
     """
 
     def __init__(self, app: ASGIApp, callers: Callers, config: AccessConfig, http_host: str) -> None:
@@ -68,7 +68,6 @@ class AccessGate:
                 await self._app(scope, receive, send)
                 return
             with caller.begin_request(), acting_for(caller):
-                scope["state"] = {**scope.get("state", {}), "tenant": caller.tenant}
                 await self._app(scope, receive, send)
         except ServiceError as error:  # of this gate: what the app raises has become an answer in there
             await error_response_at(scope["path"], error)(scope, receive, send)
