@@ -36,6 +36,7 @@ def with_image_defaults(request: ImageRequest, defaults: GenerationDefaults, cla
             f"known pipelines: {', '.join(FAMILIES)}",
             "model",
         )
+    request = request.model_copy(update=_size_of_images(request))
     names = ("width", "height", "num_inference_steps", "guidance_scale", "max_sequence_length")
     request = _filled(request, defaults, names)
     stock = {
@@ -48,6 +49,16 @@ def with_image_defaults(request: ImageRequest, defaults: GenerationDefaults, cla
     if request.seed is None:
         update["seed"] = _draw_seed()
     return request.model_copy(update=update)
+
+
+def _size_of_images(request: ImageRequest) -> dict[str, int]:
+    """Return the width and height that the images of a request give it, where it does not say them itself."""
+    images = [request.init_image] if request.init_image is not None else [use.image for use in request.control]
+    if not images:
+        return {}
+    height, width = images[0].shape[:2]
+    asked = {"width": request.width or width, "height": request.height or height}
+    return {name: int(side) for name, side in asked.items()}
 
 
 def with_text_defaults(request: TextT, defaults: GenerationDefaults) -> TextT:

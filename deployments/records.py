@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError
 
 from configs.batching import MAX_PRIORITY_LEVELS
 from configs.model import LongText, TextPadding
@@ -56,11 +56,41 @@ def as_record(class_: type[RequestT], request: RequestT | Mapping[str, Any]) -> 
         raise InvalidRequest(f"{where or class_.__name__}: {text} (fields: {known})", where or None) from None
 
 
+def _as_pixels(value: Any, num_axes: int) -> npt.NDArray[np.uint8]:
+    pixels = np.asarray(value)
+    if pixels.dtype != np.uint8 or pixels.ndim != num_axes or pixels.shape[2:] not in ((), (3,)) or not pixels.size:
+        expected = "(height, width, 3)" if num_axes == 3 else "(height, width)"
+        raise ValueError(f"expected uint8 {expected}, got {pixels.dtype} {pixels.shape}")
+    return pixels
+
+
+def _as_image(value: Any) -> npt.NDArray[np.uint8]:
+    return _as_pixels(value, 3)
+
+
+def _as_mask(value: Any) -> npt.NDArray[np.uint8]:
+    return _as_pixels(value, 2)
+
+
+Pixels = Annotated[npt.NDArray[np.uint8], PlainValidator(_as_image)]  # (height, width, 3); a PIL image in RGB will do
+Mask = Annotated[npt.NDArray[np.uint8], PlainValidator(_as_mask)]  # (height, width)
+
+
 class LoraUse(RequestModel):
     """One adapter of a request and its strength."""
 
     name: Name
     scale: float = Field(1.0, ge=-10, le=10, allow_inf_nan=False)
+
+
+class ControlNetUse(RequestModel):
+    """One ControlNet of a request, the image that it reads, its weight, and the part of the steps in which it acts."""
+
+    name: Name
+    image: Pixels
+    scale: float = Field(1.0, ge=-10, le=10, allow_inf_nan=False)
+    start: float = Field(0.0, ge=0, le=1, allow_inf_nan=False)
+    end: float = Field(1.0, ge=0, le=1, allow_inf_nan=False)
 
 
 class ImageOptions(RequestModel):
@@ -86,11 +116,20 @@ class ImageRequest(ImageOptions):
     The same prompt, seed, steps and guidance give the image that the stock diffusers pipeline gives with
     `torch.Generator("cpu").manual_seed(seed)`, up to rounding where requests share a step.
 
+    `init_image` makes it image-to-image: `strength` (None is the pipeline's default) is the part of the steps that run,
+    so 1 keeps nothing of it. `mask_image` makes that inpainting: what is 128 or more is painted anew. All images have
+    the size of the result; where `width` and `height` are None, they are those of `init_image`, else of the first of
+    `control`.
+
     The ingress sets the last four fields. `model_version` and `adapter_versions` (by name) are the fingerprints of the
     versions that are current then, so that every replica on the way uses the same ones. `text_padding` and `long_text`
     are the model's. `priority`, `timeout_s` and `tenant` are as in EmbeddingRequest.
     """
 
+    init_image: Pixels | None = None
+    mask_image: Mask | None = None
+    strength: float | None = Field(None, gt=0, le=1, allow_inf_nan=False)
+    control: tuple[ControlNetUse, ...] = ()
     priority: Priority = 0
     tenant: TenantName = ""
     timeout_s: float | None = Field(None, gt=0, allow_inf_nan=False)

@@ -107,7 +107,21 @@ class AdapterUse:
     scale: float = 1.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
+class ControlUse:
+    """One ControlNet of a request, and the image that it reads: uint8 (height, width, 3), of the request's size.
+
+    Its residuals are multiplied by `scale`, and added in the steps between the parts `start` and `end` of all steps.
+    """
+
+    name: str
+    image: npt.NDArray[np.uint8]
+    scale: float = 1.0
+    start: float = 0.0
+    end: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class DiffusionRequest:
     """The plain half of a diffusion request: all but tensors.
 
@@ -115,6 +129,10 @@ class DiffusionRequest:
     SDXL, the embedded guidance for guidance-distilled Flux. `true_cfg_scale` > 1 with a negative prompt is
     classifier-free guidance for Flux. `seed` gives the latents of
     `torch.Generator("cpu").manual_seed(seed)`, for all `num_images` from one generator, as stock does.
+
+    `init_image`, uint8 (height, width, 3), makes it image-to-image: `strength` (0 to 1] is the part of the steps that
+    run. `mask_image`, uint8 (height, width), makes that inpainting: what is 128 or more is painted anew. `control` are
+    its ControlNets.
     """
 
     request_id: str
@@ -126,6 +144,10 @@ class DiffusionRequest:
     num_images: int = 1
     true_cfg_scale: float = 1.0
     adapters: tuple[AdapterUse, ...] = ()
+    init_image: npt.NDArray[np.uint8] | None = None
+    mask_image: npt.NDArray[np.uint8] | None = None
+    strength: float = 1.0
+    control: tuple[ControlUse, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -129,7 +129,11 @@ def _given(request: Any, *, without: set[str]) -> dict[str, Any]:
     said = request.model_fields_set - without - ours
     defaults = {name: field.default for name, field in type(request).model_fields.items()}
     values = {name: getattr(request, name) for name in said}
-    return {name: value for name, value in values.items() if value is not None and value != defaults[name]}
+    return {
+        name: value
+        for name, value in values.items()
+        if value is not None and (defaults[name] is None or value != defaults[name])
+    }
 
 
 def _tensor(spec: TensorSpec, value: Any, count: int) -> TensorValue:

@@ -16,7 +16,14 @@ from configs.cluster import WorkerConfig
 from deployments.engines.diffusion.engine import DiffusionEngine
 from deployments.engines.diffusion.families import family_of
 from deployments.engines.diffusion.pipeline import DenoisePipeline, create_pipeline, settings_hash
-from deployments.engines.protocol import AdapterUse, ConditionedRequest, DenoiseTimes, DiffusionOutput, DiffusionRequest
+from deployments.engines.protocol import (
+    AdapterUse,
+    ConditionedRequest,
+    ControlUse,
+    DenoiseTimes,
+    DiffusionOutput,
+    DiffusionRequest,
+)
 from deployments.errors import InvalidRequest, as_service_errors
 from deployments.modules.cache import Lease, ModuleCache
 from deployments.modules.loading import batch_bounds, is_denoise_component
@@ -153,6 +160,10 @@ def _denoise_request(request: ImageRequest) -> DiffusionRequest:
         num_images=request.n,
         true_cfg_scale=request.true_cfg_scale,
         adapters=tuple(AdapterUse(use.name, use.scale) for use in request.lora),
+        init_image=request.init_image,
+        mask_image=request.mask_image,
+        strength=1.0 if request.strength is None else request.strength,
+        control=tuple(ControlUse(use.name, use.image, use.scale, use.start, use.end) for use in request.control),
     )
 
 

@@ -70,6 +70,11 @@ def check_request(request: DiffusionRequest, size_multiple: int) -> None:
         _check_count(name, side, MAX_SIDE_PX)
         if side % size_multiple:
             raise EngineError(f"{name} {side}: expected a multiple of {size_multiple}")
+    for name, image in (("init_image", request.init_image), ("mask_image", request.mask_image)):
+        if image is not None:
+            raise EngineError(f"{name}: this pipeline makes images from text only")
+    if request.control:
+        raise EngineError("control: this pipeline takes no ControlNets")
     _check_count("num_inference_steps", request.num_inference_steps, MAX_STEPS)
     _check_count("num_images", request.num_images, MAX_IMAGES)
     for name in ("guidance_scale", "true_cfg_scale"):

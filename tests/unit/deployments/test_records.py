@@ -7,6 +7,7 @@ import inspect
 from typing import Any
 
 import diffusers
+import numpy as np
 import pytest
 from pydantic import ValidationError
 
@@ -23,7 +24,7 @@ from deployments.errors import (
     UnknownModel,
     as_service_errors,
 )
-from deployments.records import MAX_SEED, ChatRequest, CompletionRequest, EmbeddingRequest, ImageRequest
+from deployments.records import MAX_SEED, ChatRequest, CompletionRequest, EmbeddingRequest, ImageRequest, as_record
 from weights.errors import BudgetExceeded, ExtentCorrupt
 
 FLUX, SDXL = "FluxPipeline", "StableDiffusionXLPipeline"
@@ -144,3 +145,39 @@ def test_errors_survive_a_copy_by_their_arguments(class_: type[ServiceError]) ->
 def test_lower_floors_are_said_in_the_services_terms(raised: Exception, expected: type[Exception]) -> None:
     with pytest.raises(expected, match=r"x|not enough memory"), as_service_errors():
         raise raised
+
+
+def test_images_of_a_request():
+    image, mask = np.zeros((16, 24, 3), np.uint8), np.zeros((16, 24), np.uint8)
+    fields = {**IMAGE, "init_image": image, "mask_image": mask, "control": [{"name": "c", "image": image, "end": 0.5}]}
+    request = as_record(ImageRequest, fields)
+    again = request.model_copy(update={"priority": 1})
+    assert np.array_equal(again.init_image, image)
+    assert again.control[0].end == 0.5
+    filled = with_image_defaults(request, GenerationDefaults(width=512, height=512), SDXL)
+    assert (filled.width, filled.height) == (24, 16)
+    asked = with_image_defaults(as_record(ImageRequest, {**fields, "width": 8}), GenerationDefaults(), SDXL)
+    assert (asked.width, asked.height) == (8, 16)  # said by the request; the engine tells that the image is wider
+
+
+@pytest.mark.parametrize(
+    ("fields", "where"),
+    [
+        ({"init_image": np.zeros((8, 8), np.uint8)}, "init_image"),
+        ({"init_image": np.zeros((8, 8, 4), np.uint8)}, "init_image"),
+        ({"init_image": np.zeros((8, 8, 3))}, "init_image"),
+        ({"init_image": np.zeros((0, 8, 3), np.uint8)}, "init_image"),
+        ({"init_image": "cat.png"}, "init_image"),
+        ({"mask_image": np.zeros((8, 8, 3), np.uint8)}, "mask_image"),
+        ({"mask_image": np.zeros((8, 8), bool)}, "mask_image"),
+        ({"strength": 0}, "strength"),
+        ({"strength": 1.01}, "strength"),
+        ({"strength": float("nan")}, "strength"),
+        ({"control": [{"name": "c"}]}, "control.0.image"),
+        ({"control": [{"name": "c", "image": np.zeros((8, 8, 3), np.uint8), "start": 2}]}, "control.0.start"),
+    ],
+)
+def test_images_that_are_refused(fields, where):
+    with pytest.raises(InvalidRequest) as caught:
+        as_record(ImageRequest, {**IMAGE, **fields})
+    assert caught.value.param == where
