@@ -153,6 +153,19 @@ class ReplicaConfig(StrictModel):
     )
 
 
+class ImageLinksConfig(StrictModel):
+    """Links to images, for answers with `response_format: url`."""
+
+    folder: Path | None = Field(
+        None, description="where the files are; ingress replicas on several nodes need one that they share"
+    )
+    ttl_s: float = Field(3600.0, gt=0, description="how long a link lasts")
+    max_bytes: Bytes = Field(2**30, validate_default=True, description="of all files; the oldest links end first")
+    base_url: str | None = Field(
+        None, pattern=r"^https?://[^?#\s]+[^/?#\s]$", description="what links begin with; default: the request's Host"
+    )
+
+
 class IngressConfig(ReplicaConfig):
     """The HTTP edge."""
 
@@ -162,6 +175,7 @@ class IngressConfig(ReplicaConfig):
         description="of any kind, at once: more wait in Serve, and probes with them; `admission` bounds inference",
     )
     limits: LimitsConfig = LimitsConfig()
+    image_links: ImageLinksConfig = ImageLinksConfig()
 
 
 class ModelReplicaConfig(ReplicaConfig):

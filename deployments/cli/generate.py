@@ -105,7 +105,8 @@ def _generate_locally(body: dict[str, Any], path: Path, *, quiet: bool) -> Image
     from configs.loading import load_cluster_config
 
     config = load_cluster_config(path)  # before the imports that take seconds
-    from deployments.ingress.openai.images import ImagesBody, encode_image
+    from deployments.ingress.openai.image_files import describe_image, encode_image
+    from deployments.ingress.openai.images import ImagesBody
     from deployments.local import LocalModels
 
     try:
@@ -126,7 +127,11 @@ def _generate_locally(body: dict[str, Any], path: Path, *, quiet: bool) -> Image
         "timings_ms": result.timings_ms,
         "warnings": list(result.warnings),
     }
-    return Images([encode_image(image, "png") for image in result.images], details)
+    files = [
+        encode_image(image, "png", description=describe_image(request, result, index))
+        for index, image in enumerate(result.images)
+    ]
+    return Images(files, details)
 
 
 def _save(files: list[bytes], output: Path) -> list[Path]:

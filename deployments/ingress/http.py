@@ -42,6 +42,7 @@ from deployments.ingress.kserve.rest.routes import create_inference_router
 from deployments.ingress.kserve.statistics import Statistics
 from deployments.ingress.limits import BodyLimit
 from deployments.ingress.openai.embeddings import create_embeddings_router
+from deployments.ingress.openai.image_links import ImageLinks, create_links_router
 from deployments.ingress.openai.images import create_images_router
 from deployments.ingress.openai.models import create_models_router
 from deployments.ingress.openai.text import create_text_router
@@ -109,7 +110,9 @@ def create_http_app(
     )
     errors.install_error_handlers(app)
     routing.install_error_handlers(app)
-    app.include_router(create_images_router(service))
+    links = ImageLinks(config.ingress.image_links, config.name)
+    app.include_router(create_images_router(service, links))
+    app.include_router(create_links_router(links))
     app.include_router(create_embeddings_router(service))
     app.include_router(create_text_router(service))
     app.include_router(create_models_router(service))

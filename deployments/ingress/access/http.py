@@ -20,6 +20,7 @@ from configs.access import AccessConfig, is_loopback
 from deployments.errors import NotAllowed, ServiceError
 from deployments.ingress.access.callers import Callers, Need, acting_for, shown_key
 from deployments.ingress.kserve.rest.routing import error_response_at, is_protocol_path
+from deployments.ingress.openai.image_links import PATH as LINKS
 
 # Probes, and the description of the API, which is the same on every server.
 _OPEN: Final = frozenset({"/healthz", "/v2/health/live", "/v2/health/ready", "/docs", "/openapi.json"})
@@ -33,7 +34,7 @@ _READING: Final = frozenset({"GET", "HEAD", "OPTIONS"})
 
 def _need_of(path: str) -> Need:
     """Return what a request for `path` needs. What is not known to be for everybody is for operators."""
-    if path in _OPEN:
+    if path in _OPEN or path.startswith(LINKS):  # a link is its own key
         return "nothing"
     if path.startswith("/v2/repository/models/"):  # load and unload
         return "admin"

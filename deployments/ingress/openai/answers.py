@@ -13,19 +13,20 @@ from typing import Any, Literal, cast
 from pydantic import with_config
 from typing_extensions import TypedDict  # pydantic wants this one before Python 3.12
 
+from deployments.ingress.openai.image_files import ImageFormat
 from deployments.ingress.responses import Answer, rounded
 from deployments.records import CacheUse, EmbeddingResult, ImageResult, ModelCard, SwitchReport, TextChunk, TextResult
 
 TimesMs = dict[str, float]  # by stage
 FinishReason = Literal["stop", "length"]
-ImageFormat = Literal["png", "jpeg", "webp"]
 
 
 @with_config({"extra": "forbid"})
-class ImageData(TypedDict):
-    """An image file in base64."""
+class ImageData(TypedDict, total=False):
+    """An image file in base64, or a link to it that lasts for a while."""
 
     b64_json: str
+    url: str
 
 
 class ImagesAnswer(Answer):

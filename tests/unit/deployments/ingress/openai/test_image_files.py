@@ -1,0 +1,75 @@
+"""Image files of answers: pixels survive, and the files say how they were made."""
+
+from __future__ import annotations
+
+import io
+import json
+import struct
+import zlib
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from deployments.ingress.openai.image_files import ImageFormat, describe_image, encode_image
+from deployments.records import CacheUse, ImageRequest, ImageResult, LoraUse
+
+
+def picture(seed: int) -> np.ndarray:
+    """A smooth picture, which JPEG keeps well, with some noise."""
+    rng = np.random.default_rng(seed)
+    ramp = np.linspace(0, 200, 40)[:, None, None] + np.linspace(0, 50, 24)[None, :, None]
+    return (ramp + rng.integers(0, 5, (40, 24, 3))).astype(np.uint8)
+
+
+@pytest.mark.parametrize("format_", ["png", "jpeg", "webp"])
+def test_a_file_has_its_pixels_and_its_description(format_: ImageFormat) -> None:
+    image, description = picture(3), {"model": "flux", "seed": 2**53 + 1, "note": 'é "quoted"'}
+    read = Image.open(io.BytesIO(encode_image(image, format_, description=description)))
+    assert (read.format, read.size) == (format_.upper(), (24, 40))
+    difference = np.abs(np.asarray(read.convert("RGB"), int) - image)
+    assert difference.max() == 0 if format_ == "png" else difference.mean() < 4
+    text: Any = read.info["Description"] if format_ == "png" else read.getexif()[0x010E]
+    assert json.loads(text) == description
+
+
+def test_png_chunks_are_as_the_specification_has_them() -> None:
+    """Read without PIL: length, type, data, CRC; a tEXt chunk is keyword, zero byte, Latin-1 text."""
+    data = encode_image(picture(5), "png", description={"seed": 7})
+    assert data[:8] == b"\x89PNG\r\n\x1a\n"
+    texts, place = {}, 8
+    while place < len(data):
+        (length,) = struct.unpack(">I", data[place : place + 4])
+        kind, body = data[place + 4 : place + 8], data[place + 8 : place + 8 + length]
+        assert struct.unpack(">I", data[place + 8 + length :][:4])[0] == zlib.crc32(kind + body)
+        if kind == b"tEXt":
+            key, _, text = body.partition(b"\0")
+            texts[key.decode("latin-1")] = text.decode("latin-1")
+        place += 12 + length
+    assert texts == {"Software": "Atelier", "Description": '{"seed": 7}'}
+
+
+def test_compression_is_the_quality_of_lossy_formats_alone() -> None:
+    image = np.random.default_rng(1).integers(0, 256, (64, 64, 3)).astype(np.uint8)
+    for format_ in ("jpeg", "webp"):
+        small, large = (encode_image(image, format_, compression=quality) for quality in (5, 95))  # type: ignore[arg-type]
+        assert len(small) < len(large) / 2
+    assert encode_image(image, "png", compression=5) == encode_image(image, "png", compression=95)
+
+
+def test_a_description_says_what_makes_the_image_again() -> None:
+    request = ImageRequest(model="flux", prompt="x", n=2, lora=(LoraUse(name="bold", scale=0.5),))
+    images = [picture(1), picture(2)]
+    result = ImageResult("flux", images, 9, 4, {}, None, CacheUse(0, 0))
+    assert describe_image(request, result, 1) == {
+        "model": "flux",
+        "size": "24x40",
+        "index": 1,
+        "seed": 9,
+        "num_inference_steps": 4,
+        "lora": [{"name": "bold", "scale": 0.5}],
+    }
+    of_pipeline = ImageResult("sum-to-digit", images, None, None, {}, None, CacheUse(0, 0))
+    plain = ImageRequest(model="sum-to-digit", prompt="x")
+    assert describe_image(plain, of_pipeline, 0) == {"model": "sum-to-digit", "size": "24x40", "index": 0}
