@@ -127,6 +127,9 @@ class LimitsConfig(StrictModel):
     """Limits on one request to the ingress."""
 
     max_body_bytes: Bytes = Field(2**21, validate_default=True)
+    max_upload_bytes: Bytes = Field(
+        2**26, validate_default=True, description="of a body of /v1/images, with its images"
+    )
     max_prompt_chars: int = Field(32_768, ge=1)
     max_images: int = Field(10, ge=1)
     max_pixels: int = Field(2048 * 2048, ge=64, description="width x height of one image")

@@ -97,7 +97,7 @@ class ImageOptions(RequestModel):
     """The options of an image. Those that are None come from the model's defaults; a seed of None is drawn."""
 
     model: Name
-    prompt: str = Field(min_length=1)
+    prompt: str
     negative_prompt: str | None = None
     n: Count = 1
     width: Count | None = Field(None, description="pixels")

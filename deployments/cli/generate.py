@@ -105,12 +105,13 @@ def _generate_locally(body: dict[str, Any], path: Path, *, quiet: bool) -> Image
     from configs.loading import load_cluster_config
 
     config = load_cluster_config(path)  # before the imports that take seconds
+    from deployments.ingress.openai.image_bodies import GenerationBody
     from deployments.ingress.openai.image_files import describe_image, encode_image
-    from deployments.ingress.openai.images import ImagesBody
     from deployments.local import LocalModels
 
     try:
-        request = ImagesBody(**{key: value for key, value in body.items() if value is not None}).to_record()
+        given = {key: value for key, value in body.items() if value is not None}
+        request = GenerationBody(**given).to_record(config.ingress.limits)
     except ValidationError as error:
         first = error.errors()[0]
         raise ClientError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None

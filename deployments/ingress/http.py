@@ -111,7 +111,7 @@ def create_http_app(
     errors.install_error_handlers(app)
     routing.install_error_handlers(app)
     links = ImageLinks(config.ingress.image_links, config.name)
-    app.include_router(create_images_router(service, links))
+    app.include_router(create_images_router(service, links, limits))
     app.include_router(create_links_router(links))
     app.include_router(create_embeddings_router(service))
     app.include_router(create_text_router(service))
@@ -121,7 +121,7 @@ def create_http_app(
     app.include_router(create_admin_router(service))
     if callers.need_keys:
         describe_keys(app)
-    app.add_middleware(BodyLimit, max_bytes=limits.max_body_bytes)
+    app.add_middleware(BodyLimit, max_bytes=limits.max_body_bytes, max_upload_bytes=limits.max_upload_bytes)
     app.add_middleware(RequestTerms)
     app.add_middleware(
         AccessGate,

@@ -12,19 +12,24 @@ from deployments.ingress.kserve.rest.routing import error_response_at
 
 
 class BodyLimit:
-    """ASGI middleware that refuses a body over `max_bytes`, announced or not, before anything parses it."""
+    """ASGI middleware that refuses a body over `max_bytes`, announced or not, before anything parses it.
 
-    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+    Bodies of /v1/images, which may have images in them, have a limit of their own: `max_upload_bytes`.
+    """
+
+    def __init__(self, app: ASGIApp, max_bytes: int, max_upload_bytes: int) -> None:
         self._app = app
         self._max_bytes = max_bytes
+        self._max_upload_bytes = max_upload_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        most = self._max_upload_bytes if scope["path"].startswith("/v1/images/") else self._max_bytes
         announced = dict(scope["headers"]).get(b"content-length", b"0")
-        if announced.isdigit() and int(announced) > self._max_bytes:
-            await error_response_at(scope["path"], self._too_large(int(announced)))(scope, receive, send)
+        if announced.isdigit() and int(announced) > most:
+            await error_response_at(scope["path"], _too_large(int(announced), most))(scope, receive, send)
             return
         received = 0
 
@@ -32,11 +37,12 @@ class BodyLimit:
             nonlocal received
             message = await receive()
             received += len(message.get("body", b""))
-            if received > self._max_bytes:
-                raise self._too_large(received)
+            if received > most:
+                raise _too_large(received, most)
             return message
 
         await self._app(scope, counted, send)
 
-    def _too_large(self, nbytes: int) -> RequestTooLarge:
-        return RequestTooLarge(f"the body has {nbytes} bytes or more, at most {self._max_bytes} are allowed")
+
+def _too_large(nbytes: int, most: int) -> RequestTooLarge:
+    return RequestTooLarge(f"the body has {nbytes} bytes or more, at most {most} are allowed")

@@ -48,6 +48,11 @@ def describe_image(request: ImageRequest, result: ImageResult, index: int) -> di
         description |= {"seed": result.seed, "num_inference_steps": result.num_inference_steps}
     if request.lora:
         description["lora"] = [{"name": use.name, "scale": use.scale} for use in request.lora]
+    if request.control:
+        description["control"] = [use.model_dump(exclude={"image"}) for use in request.control]
+    if request.init_image is not None:
+        description["task"] = "image-to-image" if request.mask_image is None else "inpainting"
+        description |= {} if request.strength is None else {"strength": request.strength}
     return description
 
 

@@ -1,84 +1,69 @@
-"""POST /v1/images/generations: OpenAI's fields and the ones that diffusion users need."""
+"""POST /v1/images/generations, /edits and /variations."""
 
 from __future__ import annotations
 
 import asyncio
 import base64
 from functools import partial
-from typing import Literal
+from typing import Any, Final, TypeVar
 
 from fastapi import APIRouter, Request
-from pydantic import Field, field_validator
+from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
 from pydantic_core import to_json
 from starlette.responses import Response
 
-from deployments.errors import InvalidRequest
+from configs.cluster import LimitsConfig
 from deployments.ingress.errors import INFERENCE_ERRORS, documented
 from deployments.ingress.openai.answers import ImageData, ImagesAnswer
-from deployments.ingress.openai.image_files import ImageFormat, describe_image, encode_image
+from deployments.ingress.openai.image_bodies import EditBody, GenerationBody, ImagesBody, VariationBody
+from deployments.ingress.openai.image_files import describe_image, encode_image
 from deployments.ingress.openai.image_links import ImageLinks
+from deployments.ingress.openai.image_uploads import read_form
 from deployments.ingress.responses import call_aside, json_with_list, large_json_response, server_timing
 from deployments.ingress.service import Service
-from deployments.records import ImageOptions, ImageRequest, ImageResult, UserName, as_record
+from deployments.records import ImageRequest, ImageResult
+
+_RESPONSES: Final = documented(*INFERENCE_ERRORS)
+_FormT = TypeVar("_FormT", bound=VariationBody)
 
 
-class ImagesBody(ImageOptions):
-    """OpenAI's images request and more: `size` is "WIDTHxHEIGHT" or "auto"; `width` and `height` do as well."""
-
-    size: str = "auto"
-    response_format: Literal["b64_json", "url"] = "b64_json"
-    output_format: ImageFormat = "png"
-    output_compression: int | None = Field(
-        None, ge=0, le=100, description="quality of jpeg and webp; png loses nothing"
-    )
-    background: Literal["auto", "opaque"] = "auto"
-    quality: Literal["auto", "standard"] = "auto"
-    moderation: Literal["auto", "low"] = Field("auto", description="no image is moderated here")
-    user: UserName | None = None
-    safety_identifier: UserName | None = None
-
-    @field_validator("background", mode="before")
-    @classmethod
-    def _is_opaque(cls, background: object) -> object:
-        if background == "transparent":
-            raise ValueError("diffusion models fill the whole picture; give auto or opaque, and cut it out afterwards")
-        return background
-
-    @field_validator("size")
-    @classmethod
-    def _is_a_size(cls, size: str) -> str:
-        width, _, height = size.partition("x")
-        if size != "auto" and not (width.isascii() and width.isdigit() and height.isascii() and height.isdigit()):
-            raise ValueError('expected "WIDTHxHEIGHT" in pixels, such as "1024x1024", or "auto"')
-        if len(size) > 16 or (size != "auto" and 0 in (int(width), int(height))):
-            raise ValueError("out of range")
-        return size
-
-    def to_record(self) -> ImageRequest:
-        """Return the request as the service takes it. Raises: InvalidRequest."""
-        fields = {name: getattr(self, name) for name in ImageOptions.model_fields}
-        if self.size != "auto":
-            if self.width or self.height:
-                raise InvalidRequest("size: give either size, or width and height", "size")
-            width, _, height = self.size.partition("x")
-            fields |= {"width": int(width), "height": int(height)}
-        return as_record(ImageRequest, fields)
-
-
-def create_images_router(service: Service, links: ImageLinks) -> APIRouter:
-    """Return the route."""
+def create_images_router(service: Service, links: ImageLinks, limits: LimitsConfig) -> APIRouter:
+    """Return the routes."""
     router = APIRouter(tags=["images"])
 
-    @router.post("/v1/images/generations", response_model=ImagesAnswer, responses=documented(*INFERENCE_ERRORS))
-    async def generate(body: ImagesBody, request: Request) -> Response:
-        """Make images from a prompt."""
-        record = body.to_record()
+    async def respond(body: ImagesBody, record: ImageRequest, request: Request) -> Response:
         result = await service.generate(record)
         write = _ImageWriter(body, record, links, str(request.base_url))
         images = await asyncio.gather(*(write.json_of(result, index) for index in range(len(result.images))))
         answer = ImagesAnswer.without_data(result, body.output_format)
         whole = partial(json_with_list, answer, "data", images)
         return await large_json_response(sum(map(len, images)), whole, server_timing(result.timings_ms))
+
+    @router.post("/v1/images/generations", response_model=ImagesAnswer, responses=_RESPONSES)
+    async def generate(body: GenerationBody, request: Request) -> Response:
+        """Make images from a prompt, and from images where the model can."""
+        num_chars = sum(map(len, [body.init_image or "", body.mask_image or "", *(use.image for use in body.control)]))
+        return await respond(body, await call_aside(num_chars, body.to_record, limits), request)
+
+    @router.post(
+        "/v1/images/edits", response_model=ImagesAnswer, responses=_RESPONSES, openapi_extra=_form_of(EditBody)
+    )
+    async def edit(request: Request) -> Response:
+        """Paint an image anew where it is masked or transparent, else the whole of it, by a prompt."""
+        body, files = await _read(EditBody, request, limits)
+        return await respond(body, await asyncio.to_thread(body.to_record, files, limits), request)
+
+    @router.post(
+        "/v1/images/variations",
+        response_model=ImagesAnswer,
+        responses=_RESPONSES,
+        openapi_extra=_form_of(VariationBody),
+    )
+    async def vary(request: Request) -> Response:
+        """Make images that are like an image."""
+        body, files = await _read(VariationBody, request, limits)
+        return await respond(body, await asyncio.to_thread(body.to_record, files, limits), request)
 
     return router
 
@@ -107,3 +92,28 @@ class _ImageWriter:
         if body.response_format == "url":
             return to_json(ImageData(url=self._links.add(file, body.output_format, self._base_url)))
         return to_json(ImageData(b64_json=base64.b64encode(file).decode()))
+
+
+async def _read(class_: type[_FormT], request: Request, limits: LimitsConfig) -> tuple[_FormT, dict[str, list[bytes]]]:
+    """Return the fields and files of a form. Raises what FastAPI raises for a field that is wrong."""
+    fields, files = await read_form(request, limits.max_upload_bytes)
+    try:
+        return class_.model_validate(fields), files
+    except ValidationError as error:
+        problems = [detail | {"loc": ("body", *detail["loc"])} for detail in error.errors()]
+        raise RequestValidationError(problems, body=fields) from None
+
+
+def _form_of(class_: type[VariationBody]) -> dict[str, Any]:
+    """Return what the OpenAPI page says of a form's body."""
+    schema = class_.model_json_schema(ref_template="#/components/schemas/{model}")
+    schema.pop("$defs", None)
+    for name in ("lora", "control"):
+        schema["properties"][name] = {
+            "type": "string",
+            "description": f"JSON, as in `{name}` of /v1/images/generations",
+        }
+    files = {"image": {"type": "string", "format": "binary"}, "mask": {"type": "string", "format": "binary"}}
+    schema["properties"] = files | schema["properties"]
+    schema["required"] = ["image", *schema["required"]]
+    return {"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": schema}}}}

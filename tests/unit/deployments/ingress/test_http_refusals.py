@@ -242,8 +242,8 @@ async def chunks(size: int) -> AsyncIterator[bytes]:
 async def test_a_body_over_the_limit_is_a_413_announced_or_not(http: httpx.AsyncClient, replicas: Replicas) -> None:
     large = CONFIG.ingress.limits.max_body_bytes + 2**16
     json_type = {"content-type": "application/json"}
-    announced = await http.post(f"/v1/{IMAGES}", content=b" " * large, headers=json_type)
-    chunked = await http.post(f"/v1/{IMAGES}", content=chunks(large), headers=json_type)
+    announced = await http.post(f"/v1/{CHATS}", content=b" " * large, headers=json_type)
+    chunked = await http.post(f"/v1/{CHATS}", content=chunks(large), headers=json_type)
     assert "content-length" in announced.request.headers
     assert "content-length" not in chunked.request.headers
     for response in (announced, chunked):

@@ -37,7 +37,7 @@ async def client(inference: Inference, limits: LimitsConfig, as_described: Any) 
     errors.install_error_handlers(app)
     routing.install_error_handlers(app)
     app.include_router(create_inference_router(inference, limits))
-    app.add_middleware(BodyLimit, max_bytes=limits.max_body_bytes)
+    app.add_middleware(BodyLimit, max_bytes=limits.max_body_bytes, max_upload_bytes=limits.max_upload_bytes)
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     hooks = as_described(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost", event_hooks=hooks) as client:

@@ -1,0 +1,152 @@
+"""Bodies of /v1/images: OpenAI's fields and the ones that diffusion users need, and the records that they become."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final, Literal
+
+from pydantic import Field, field_validator
+from pydantic_core import from_json
+
+from configs.cluster import LimitsConfig
+from deployments.errors import InvalidRequest
+from deployments.ingress.openai.image_files import ImageFormat
+from deployments.ingress.openai.image_uploads import Picture, decode_base64_image, decode_image, resize_pixels
+from deployments.records import ControlNetUse, ImageOptions, ImageRequest, UserName, as_record
+
+_IMAGE: Final = "a PNG, JPEG or WebP file in base64, or a data URL of one"
+
+
+class ControlBody(ControlNetUse):
+    """A ControlNet of a request, and its image."""
+
+    image: str = Field(description=_IMAGE)  # type: ignore[assignment]  # a file here, pixels in the record
+
+
+class ImagesBody(ImageOptions):
+    """The options of all three endpoints.
+
+    `size` is "WIDTHxHEIGHT" or "auto"; `width` and `height` do as well. Images that come with a request are resized to
+    it; without it, the first one has the size of the result.
+    """
+
+    size: str = "auto"
+    strength: float | None = Field(None, gt=0, le=1, allow_inf_nan=False, description="how much is painted anew")
+    control: tuple[ControlBody, ...] = ()
+    response_format: Literal["b64_json", "url"] = "b64_json"
+    output_format: ImageFormat = "png"
+    output_compression: int | None = Field(None, ge=0, le=100, description="quality of jpeg and webp, not of png")
+    background: Literal["auto", "opaque"] = "auto"
+    quality: Literal["auto", "standard"] = "auto"
+    moderation: Literal["auto", "low"] = Field("auto", description="no image is moderated here")
+    user: UserName | None = None
+    safety_identifier: UserName | None = None
+
+    @field_validator("background", mode="before")
+    @classmethod
+    def _is_opaque(cls, background: object) -> object:
+        if background == "transparent":
+            raise ValueError("diffusion models fill the whole picture; give auto or opaque, and cut it out afterwards")
+        return background
+
+    @field_validator("size")
+    @classmethod
+    def _is_a_size(cls, size: str) -> str:
+        width, _, height = size.partition("x")
+        if size != "auto" and not (width.isascii() and width.isdigit() and height.isascii() and height.isdigit()):
+            raise ValueError('expected "WIDTHxHEIGHT" in pixels, such as "1024x1024", or "auto"')
+        if len(size) > 16 or (size != "auto" and 0 in (int(width), int(height))):
+            raise ValueError("out of range")
+        return size
+
+    def record_with(self, image: Picture | None, mask: Picture | None, limits: LimitsConfig) -> ImageRequest:
+        """Return the request as the service takes it, with the images that came beside it. Raises: InvalidRequest."""
+        fields = {name: getattr(self, name) for name in ImageOptions.model_fields} | {"strength": self.strength}
+        if self.size != "auto":
+            if self.width or self.height:
+                raise InvalidRequest("size: give either size, or width and height", "size")
+            width, _, height = self.size.partition("x")
+            fields |= {"width": int(width), "height": int(height)}
+        controls = [
+            decode_base64_image(use.image, f"control.{place}.image", limits.max_pixels)
+            for place, use in enumerate(self.control)
+        ]
+        first = image or next(iter(controls), None)
+        if first is None:
+            return as_record(ImageRequest, fields)
+        size = fields["width"] or first.size[0], fields["height"] or first.size[1]
+        if size[0] * size[1] > limits.max_pixels:  # before anything is resized to it
+            raise InvalidRequest(f"size: {size[0]}x{size[1]}, at most {limits.max_pixels} pixels are allowed", "size")
+        fields["control"] = [
+            use.model_dump() | {"image": resize_pixels(picture.pixels, size)}
+            for use, picture in zip(self.control, controls, strict=True)
+        ]
+        return as_record(ImageRequest, fields | _painted(image, mask, size))
+
+
+class GenerationBody(ImagesBody):
+    """OpenAI's images request and more. With `init_image` and `mask_image` it does what /v1/images/edits does."""
+
+    prompt: str = Field(min_length=1)
+    init_image: str | None = Field(None, description=_IMAGE)
+    mask_image: str | None = Field(
+        None, description=f"{_IMAGE}; what is transparent, else what is white, is painted anew"
+    )
+
+    def to_record(self, limits: LimitsConfig) -> ImageRequest:
+        """Return the request as the service takes it. Raises: InvalidRequest."""
+        image, mask = (
+            None if text is None else decode_base64_image(text, name, limits.max_pixels)
+            for name, text in (("init_image", self.init_image), ("mask_image", self.mask_image))
+        )
+        return self.record_with(image, mask, limits)
+
+
+class VariationBody(ImagesBody):
+    """The fields of a form with an image: `lora` and `control` are JSON. A variation may do without a prompt."""
+
+    prompt: str = ""
+
+    @field_validator("lora", "control", mode="before")
+    @classmethod
+    def _from_json(cls, value: object) -> object:
+        return from_json(value) if isinstance(value, str) else value
+
+    def to_record(self, files: dict[str, list[bytes]], limits: LimitsConfig) -> ImageRequest:
+        """Return the request with the files of its form. Raises: InvalidRequest."""
+        if unknown := sorted(files.keys() - {"image", "mask"}):
+            raise InvalidRequest(f"{unknown[0]}: not a field for a file (files: image, mask)", unknown[0])
+        images = _decode_one(files.get("image", ()), "image", limits)
+        mask = _decode_one(files.get("mask", ()), "mask", limits)
+        if images is None:
+            raise InvalidRequest("image: the form has no file of this name", "image")
+        return self.record_with(images, mask, limits)
+
+
+class EditBody(VariationBody):
+    """The fields of /v1/images/edits. Without a mask, the transparent parts of the image are painted anew, else all."""
+
+    prompt: str = Field(min_length=1)
+    input_fidelity: None = Field(None, description="say it with `strength`")
+
+
+def _decode_one(files: Sequence[bytes], name: str, limits: LimitsConfig) -> Picture | None:
+    if len(files) > 1:
+        raise InvalidRequest(f"{name}: {len(files)} files came, one is expected", name)
+    return decode_image(files[0], name, limits.max_pixels) if files else None
+
+
+def _painted(image: Picture | None, mask: Picture | None, size: tuple[int, int]) -> dict[str, Any]:
+    """Return the fields of the image to begin with, and of what is painted anew in it."""
+    if image is None:
+        if mask is not None:
+            raise InvalidRequest("mask_image: a mask needs the image that it belongs to", "mask_image")
+        return {}
+    if mask is not None and mask.size != image.size:
+        shown = ["{}x{}".format(*picture.size) for picture in (mask, image)]
+        raise InvalidRequest(f"mask: {shown[0]} pixels, expected those of the image, {shown[1]}", "mask")
+    painted = image.to_repaint if mask is None else mask.as_mask()
+    return {
+        "init_image": resize_pixels(image.pixels, size),
+        "mask_image": None if painted is None else resize_pixels(painted, size),
+    }
