@@ -7,7 +7,8 @@ from typing import Any, Final, TypeVar
 
 from cluster.registry.directory import ModelRecord
 from configs.model import AdapterConfig, GenerationDefaults, ModelConfig
-from deployments.engines.diffusion.families import FAMILIES
+from deployments.engines.diffusion.families import FAMILIES, KNOWN_FAMILIES
+from deployments.engines.diffusion.families.base import task_of
 from deployments.errors import InvalidRequest
 from deployments.records import ImageRequest, RequestModel, TextOptions
 
@@ -33,7 +34,7 @@ def with_image_defaults(request: ImageRequest, defaults: GenerationDefaults, cla
     if family is None:
         raise InvalidRequest(
             f"model {request.model!r} is a {class_name or 'pipeline without a class'}; "
-            f"known pipelines: {', '.join(FAMILIES)}",
+            f"known pipelines: {KNOWN_FAMILIES}",
             "model",
         )
     request = request.model_copy(update=_size_of_images(request))
@@ -45,6 +46,12 @@ def with_image_defaults(request: ImageRequest, defaults: GenerationDefaults, cla
         "num_inference_steps": family.defaults.num_inference_steps,
         "guidance_scale": family.defaults.guidance_scale,
     }
+    task = task_of(has_image=request.init_image is not None, has_mask=request.mask_image is not None)
+    if task in family.edits:
+        edit = family.edits[task]
+        stock |= {"strength": edit.strength, "guidance_scale": edit.guidance_scale}
+    elif task != "text-to-image":
+        raise InvalidRequest(f"init_image: model {request.model!r} ({class_name}) does no {task}", "init_image")
     update = {name: value for name, value in stock.items() if getattr(request, name) is None}
     if request.seed is None:
         update["seed"] = _draw_seed()

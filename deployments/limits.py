@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from configs.cluster import LimitsConfig
+from deployments.engines.diffusion.input_images import find_bad_image
 from deployments.errors import InvalidRequest
 from deployments.records import ChatRequest, CompletionRequest, EmbeddingRequest, HeadRequest, ImageRequest
 
@@ -19,6 +20,8 @@ def check_image(request: ImageRequest, limits: LimitsConfig, asked: ImageRequest
     _check_text("negative_prompt", request.negative_prompt or "", limits)
     _check_most("n", request.n, limits.max_images)
     _check_most("lora", len(request.lora), limits.max_loras, unit=" adapters")
+    if bad := find_bad_image(request):
+        raise InvalidRequest(": ".join(bad), bad[0])
     asked = asked or request
     if request.num_inference_steps is not None:
         unit = _default_of(asked.num_inference_steps)

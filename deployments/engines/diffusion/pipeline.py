@@ -6,25 +6,22 @@ requests share a forward.
 
 from __future__ import annotations
 
-import copy
 import hashlib
-import inspect
 import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-import diffusers
 import numpy as np
 import torch
-from diffusers.image_processor import VaeImageProcessor
-from diffusers.utils.torch_utils import randn_tensor
 from torch import nn
 
 from deployments.engines.build import read_config
 from deployments.engines.diffusion.families import family_of
 from deployments.engines.diffusion.families.base import Family, ImageSize, Rows
+from deployments.engines.diffusion.first_latents import LatentsMaker
+from deployments.engines.diffusion.image_codec import ImageCodec
 from deployments.engines.diffusion.rows import (
     DEFAULT_BOUNDS,
     BatchBounds,
@@ -38,6 +35,7 @@ from deployments.engines.diffusion.rows import (
     parts_of,
     split_rows,
 )
+from deployments.engines.diffusion.solvers import SolverFactory, begin_solver
 from deployments.engines.diffusion.state import (
     DenoiseState,
     check_adapters,
@@ -52,8 +50,6 @@ from weights.adapters import LoraAdapter
 from weights.memory.devices import host_generator
 
 VAE_FAILED: Final = "the latents are finite, but the image that the VAE made of them is not"
-# Their next step depends on nothing but the latents and the step index, so a request can go on elsewhere.
-_STATELESS_SOLVERS = frozenset({"FlowMatchEulerDiscreteScheduler", "EulerDiscreteScheduler", "DDIMScheduler"})
 
 logger = logging.getLogger(__name__)
 
@@ -76,8 +72,8 @@ class DenoisePipeline:
         self.model_index = read_config(folder / "model_index.json")
         self.denoiser: Any = modules[family.denoiser_name]
         self.device = torch.device(device)
-        self._decoder = _ImageDecoder(modules["vae"])
-        self._solvers = _SolverFactory(folder, self.model_index)
+        self._codec = ImageCodec(modules["vae"])
+        self._solvers = SolverFactory(folder, self.model_index)
         self._pairs: weakref.WeakKeyDictionary[LoraAdapter, Pairs] = weakref.WeakKeyDictionary()
         self._bounds = bounds
         self._memory = MemoryLimits()
@@ -103,7 +99,7 @@ class DenoisePipeline:
         Raises EngineError for what cannot run.
         """
         family, size = self.family, self._size(request.height, request.width)
-        check_request(request, family.size_multiple(self._decoder.scale_factor))
+        check_request(request, family.size_multiple(self._codec.scale_factor))
         known = adapters or {}
         check_adapters(request.adapters, known)
         # In one order, so that requests with the same set share a forward.
@@ -114,26 +110,30 @@ class DenoisePipeline:
         branches = take_branches(conditioning, widths, is_guided, self.device, self.denoiser.dtype)
         if resume_from is not None and not self._is_resumable:
             raise EngineError(f"{self.model_index['scheduler'][1]} keeps history: the request must start again")
-        begin_index = resume_from[1] if resume_from else 0
-        schedule = family.schedule(request, self._solvers.config, size)
-        solver = self._solvers.create_solver(self.device, begin_index, **schedule)
+        solver = self._solvers.create_solver(self.device, **family.schedule(request, self._solvers.config, size))
         generator = host_generator(request.seed)
-        shape = (
-            request.num_images,
-            family.latent_channels(self.denoiser.config),
-            size.latent_height,
-            size.latent_width,
-        )
+        maker = LatentsMaker(family, self._codec, self.denoiser.config, self.device)
         # Stock draws in the text encoder's dtype; another dtype would be another image.
-        dtype = conditioning["prompt_embeds"].dtype
-        noise = randn_tensor(shape, generator=generator, device=self.device, dtype=dtype)
-        first = family.first_latents(noise, solver)
-        latents = resume_from[0] if resume_from else first
-        if latents.shape != first.shape:
-            raise EngineError(f"latents have shape {tuple(latents.shape)}, expected {tuple(first.shape)}")
+        first = maker.first_latents(request, size, solver, generator, conditioning["prompt_embeds"].dtype)
+        latents, step_index = resume_from or (first.latents, 0)
+        if latents.shape != first.latents.shape:
+            raise EngineError(f"latents have shape {tuple(latents.shape)}, expected {tuple(first.latents.shape)}")
+        begin_solver(solver, first.first_step, step_index)
         latents = latents.to(self.device, self.denoiser.dtype)
         cfg_scale = family.cfg_scale(request)
-        return DenoiseState(request, solver, latents, branches, cfg_scale, generator, begin_index, pairs)
+        return DenoiseState(
+            request,
+            solver,
+            latents,
+            branches,
+            cfg_scale,
+            generator,
+            step_index,
+            pairs,
+            first_step=first.first_step,
+            kept=first.kept,
+            extra_channels=first.extra_channels,
+        )
 
     def share_of_batch(self, state: DenoiseState) -> float:
         """Return the part of a forward, as large as bounds and memory allow, that a step takes; may exceed 1."""
@@ -220,14 +220,15 @@ class DenoisePipeline:
         return pairs
 
     def _size(self, height: int, width: int) -> ImageSize:
-        scale = self._decoder.scale_factor
+        scale = self._codec.scale_factor
         return ImageSize(height, width, height // scale, width // scale)
 
     def _forward(self, rows: Rows, height: int, width: int) -> torch.Tensor:
         return self.family.predict_noise(self.denoiser, rows, self._size(height, width))
 
     def _latent_images(self, latents: torch.Tensor, height: int, width: int) -> torch.Tensor:
-        return self.family.latent_images(latents, self._size(height, width), self._decoder.vae.config)
+        images = self.family.unpack_latents(latents, self._size(height, width))
+        return self.family.unscale_latents(images, self._codec.vae.config)
 
     def _predict(self, group: Sequence[Part]) -> torch.Tensor:
         """The denoiser's prediction for all rows of the group, in as few forwards as bounds and memory allow."""
@@ -242,10 +243,10 @@ class DenoisePipeline:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _decode_latents(self, latents: torch.Tensor, like: DenoiseState) -> tuple[np.ndarray, np.ndarray]:
-        """Decode as `_ImageDecoder.decode` does, for latents of states of the size of `like`."""
+        """Decode as `ImageCodec.decode` does, for latents of states of the size of `like`."""
         height, width = image_size(like)
         parts = run_in_parts(
-            lambda start, stop: self._decoder.decode(self._latent_images(latents[start:stop], height, width)),
+            lambda start, stop: self._codec.decode(self._latent_images(latents[start:stop], height, width)),
             len(latents),
             self._bounds.decode_rows(height * width),
             self._memory,
@@ -264,8 +265,10 @@ class DenoisePipeline:
             state.failure = ComputationFailed(f"{step}: the solver failed: {type(error).__name__}: {error}")
             return
         state.latents = stepped[0]
-        state.are_finite.append(state.latents.isfinite().all())
         state.step_index += 1
+        if state.kept is not None:
+            state.latents = state.kept.put_back(state.solver, state.latents, None if state.done else state.timestep)
+        state.are_finite.append(state.latents.isfinite().all())
 
 
 def create_pipeline(
@@ -295,78 +298,3 @@ def settings_hash(folder: Path) -> str:
         except OSError as error:
             raise EngineError(f"{file}: {error.strerror or error}") from None
     return digest.hexdigest()
-
-
-class _ImageDecoder:
-    """A VAE's decoding half.
-
-    A float16 VAE that its config calls unsafe in float16 (`force_upcast`, SDXL's own) decodes in float32,
-    with a private copy made at the first use, because the given weights may not be changed.
-    """
-
-    def __init__(self, vae: Any) -> None:
-        self.vae = vae
-        self.scale_factor = 2 ** (len(self.vae.config.block_out_channels) - 1)  # pixels per latent
-        self._processor = VaeImageProcessor(vae_scale_factor=self.scale_factor)
-        self._upcast_vae: Any = None
-
-    def decode(self, latents_BCHW: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
-        """Decode unscaled latents: uint8 (B, H, W, 3), and bool (B,), whether all that the VAE gave was finite."""
-        vae = self._safe_vae()
-        with torch.no_grad():
-            image_BCHW = vae.decode(latents_BCHW.to(vae.device, vae.dtype), return_dict=False)[0]
-            is_finite_B: np.ndarray = image_BCHW.isfinite().flatten(1).all(1).cpu().numpy()
-            image_BHWC: np.ndarray = self._processor.postprocess(image_BCHW, output_type="np")
-        with np.errstate(invalid="ignore"):  # NaN as uint8 is nothing, and `is_finite_B` tells
-            return (image_BHWC * 255).round().astype(np.uint8), is_finite_B
-
-    def _safe_vae(self) -> Any:
-        if self.vae.dtype != torch.float16 or not self.vae.config.get("force_upcast"):
-            return self.vae
-        if self._upcast_vae is None:
-            self._upcast_vae = copy.deepcopy(self.vae).to(torch.float32)
-        return self._upcast_vae
-
-
-class _SolverFactory:
-    """A maker of solvers, one for every request, since they count steps and may keep history.
-
-    They are of the class in model_index.json, configured by scheduler/scheduler_config.json.
-    """
-
-    def __init__(self, folder: Path, model_index: Mapping[str, Any]) -> None:
-        library, class_name = (model_index.get("scheduler") or (None, None))[:2]
-        cls: Any = getattr(diffusers, str(class_name), None)
-        is_solver: bool = isinstance(cls, type) and issubclass(cls, diffusers.SchedulerMixin)
-        if library != "diffusers" or not is_solver:
-            raise EngineError(
-                f"{folder}: model_index.json names solver {library}.{class_name}, expected one of diffusers"
-            )
-        self._template: Any = cls.from_config(read_config(folder / "scheduler" / "scheduler_config.json"))
-        self.config: Mapping[str, Any] = self._template.config
-        self.stateless = class_name in _STATELESS_SOLVERS
-        accepted = inspect.signature(cls.step).parameters
-        self._step_options = {name for name in ("eta", "generator") if name in accepted}
-
-    def create_solver(self, device: torch.device, begin_index: int = 0, **schedule: Any) -> Any:
-        """Return a solver with its timesteps set by `schedule` (arguments of `set_timesteps`), about to do
-        `begin_index`.
-
-        Raises EngineError when the solver cannot make such a schedule (more steps than it was trained
-        with, say).
-        """
-        solver = copy.deepcopy(self._template)
-        try:
-            solver.set_timesteps(device=device, **schedule)
-        except (ValueError, TypeError) as error:
-            raise EngineError(f"{type(solver).__name__} cannot make this schedule: {error}") from error
-        if not 0 <= begin_index < len(solver.timesteps):
-            raise EngineError(f"step index {begin_index}: expected 0 to {len(solver.timesteps) - 1}")
-        if hasattr(solver, "set_begin_index"):
-            solver.set_begin_index(begin_index)
-        return solver
-
-    def step_options(self, generator: torch.Generator) -> dict[str, Any]:
-        """Return keyword arguments for `solver.step`, as far as the class takes them (eta is 0, as in stock)."""
-        options = {"eta": 0.0, "generator": generator}
-        return {name: value for name, value in options.items() if name in self._step_options}

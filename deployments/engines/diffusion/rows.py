@@ -112,6 +112,7 @@ def guided(state: DenoiseState, noises: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _model_input(state: DenoiseState) -> torch.Tensor:
+    scaled = state.latents
     if hasattr(state.solver, "scale_model_input"):
-        return state.solver.scale_model_input(state.latents, state.timestep)
-    return state.latents
+        scaled = state.solver.scale_model_input(scaled, state.timestep)
+    return scaled if state.extra_channels is None else torch.cat([scaled, state.extra_channels], dim=1)

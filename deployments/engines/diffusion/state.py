@@ -10,6 +10,8 @@ from typing import Any
 import torch
 
 from deployments.engines.diffusion.families.base import Branch
+from deployments.engines.diffusion.first_latents import KeptImage
+from deployments.engines.diffusion.input_images import find_bad_image
 from deployments.engines.nn.lora import Pairs
 from deployments.engines.protocol import AdapterUse, ComputationFailed, DiffusionRequest, EngineError
 
@@ -27,6 +29,9 @@ class DenoiseState:
     weight. The solver is this request's alone, since it counts its own steps. `adapters` are weights with
     their strength. `are_finite` has a flag for every step done here, on the device: reading one would make the
     device wait, so that is left until the images are wanted. A state with a `failure` takes no more steps.
+
+    With an image it begins at `first_step` of the solver's schedule. `kept` and `extra_channels` are those of
+    `FirstLatents`.
     """
 
     request: DiffusionRequest
@@ -39,11 +44,14 @@ class DenoiseState:
     adapters: tuple[tuple[Pairs, float], ...] = ()
     are_finite: list[torch.Tensor] = field(default_factory=list)
     failure: Exception | None = None
+    first_step: int = 0
+    kept: KeptImage | None = None
+    extra_channels: torch.Tensor | None = None
 
     @property
     def num_steps(self) -> int:
         """Return the number of forwards in all; second-order solvers take more of them than `num_inference_steps`."""
-        return len(self.solver.timesteps)
+        return len(self.solver.timesteps) - self.first_step
 
     @property
     def done(self) -> bool:
@@ -61,7 +69,7 @@ class DenoiseState:
     @property
     def timestep(self) -> torch.Tensor:
         """Return the solver's current timestep, a scalar tensor."""
-        return self.solver.timesteps[self.step_index]
+        return self.solver.timesteps[self.first_step + self.step_index]
 
 
 def check_request(request: DiffusionRequest, size_multiple: int) -> None:
@@ -70,9 +78,8 @@ def check_request(request: DiffusionRequest, size_multiple: int) -> None:
         _check_count(name, side, MAX_SIDE_PX)
         if side % size_multiple:
             raise EngineError(f"{name} {side}: expected a multiple of {size_multiple}")
-    for name, image in (("init_image", request.init_image), ("mask_image", request.mask_image)):
-        if image is not None:
-            raise EngineError(f"{name}: this pipeline makes images from text only")
+    if bad := find_bad_image(request):
+        raise EngineError(": ".join(bad))
     if request.control:
         raise EngineError("control: this pipeline takes no ControlNets")
     _check_count("num_inference_steps", request.num_inference_steps, MAX_STEPS)

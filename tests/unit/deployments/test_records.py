@@ -12,6 +12,7 @@ import pytest
 from pydantic import ValidationError
 
 from cluster.errors import KeeperFailed
+from configs.cluster import LimitsConfig
 from configs.model import GenerationDefaults
 from deployments.defaults import with_image_defaults, with_text_defaults
 from deployments.engines.protocol import ComputationFailed, EngineError
@@ -24,6 +25,7 @@ from deployments.errors import (
     UnknownModel,
     as_service_errors,
 )
+from deployments.limits import check_image
 from deployments.records import MAX_SEED, ChatRequest, CompletionRequest, EmbeddingRequest, ImageRequest, as_record
 from weights.errors import BudgetExceeded, ExtentCorrupt
 
@@ -144,6 +146,29 @@ def test_errors_survive_a_copy_by_their_arguments(class_: type[ServiceError]) ->
 def test_lower_floors_are_said_in_the_services_terms(raised: Exception, expected: type[Exception]) -> None:
     with pytest.raises(expected, match=r"x|not enough memory"), as_service_errors():
         raise raised
+
+
+@pytest.mark.parametrize("task", ["Img2Img", "Inpaint"])
+@pytest.mark.parametrize("class_name", [FLUX, SDXL, "StableDiffusionPipeline"])
+def test_edits_fill_in_what_stock_does(class_name, task):
+    image = np.zeros((16, 24, 3), np.uint8)
+    mask = {"mask_image": image[..., 0]} if task == "Inpaint" else {}
+    filled = with_image_defaults(ImageRequest(**IMAGE, init_image=image, **mask), GenerationDefaults(), class_name)
+    stock = getattr(diffusers, class_name.replace("Pipeline", f"{task}Pipeline"))
+    defaults = inspect.signature(stock.__call__).parameters
+    for name in ("strength", "guidance_scale", "num_inference_steps"):
+        assert getattr(filled, name) == defaults[name].default
+
+
+def test_images_that_do_not_fit_are_refused_before_they_travel():
+    image = np.zeros((16, 24, 3), np.uint8)
+    request = with_image_defaults(ImageRequest(**IMAGE, mask_image=image[..., 0]), GenerationDefaults(), SDXL)
+    with pytest.raises(InvalidRequest, match="mask_image: a mask needs an init_image") as caught:
+        check_image(request, LimitsConfig())
+    assert caught.value.param == "mask_image"
+    request = with_image_defaults(ImageRequest(**IMAGE, init_image=image, width=32), GenerationDefaults(), SDXL)
+    with pytest.raises(InvalidRequest, match="init_image: 24x16 pixels, expected the 32x16 of the request"):
+        check_image(request, LimitsConfig())
 
 
 def test_images_of_a_request():

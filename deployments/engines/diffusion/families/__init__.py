@@ -15,17 +15,19 @@ from deployments.engines.diffusion.families.stable_diffusion import StableDiffus
 from deployments.engines.protocol import EngineError
 
 FAMILIES: Final[Mapping[str, Family]] = {
-    family.class_name: family
+    class_name: family
     for family in (
         Flux(),
         StableDiffusionXL(),
         StableDiffusion(),
     )
+    for class_name in (family.class_name, *family.other_class_names)
 }
+KNOWN_FAMILIES: Final = ", ".join(dict.fromkeys(family.class_name for family in FAMILIES.values()))  # for messages
 
 
 def family_of(class_name: str) -> Family:
     """Return the family of a pipeline class. Raises EngineError with the known names."""
     if class_name not in FAMILIES:
-        raise EngineError(f"unknown pipeline class {class_name!r} (known: {', '.join(FAMILIES)})")
+        raise EngineError(f"unknown pipeline class {class_name!r} (known: {KNOWN_FAMILIES})")
     return FAMILIES[class_name]

@@ -31,6 +31,17 @@ class ImageDefaults:
     side: int
 
 
+Task = Literal["text-to-image", "image-to-image", "inpainting"]
+
+
+@dataclass(frozen=True, slots=True)
+class EditDefaults:
+    """The defaults of the `__call__` of the stock pipeline that begins at an image."""
+
+    strength: float
+    guidance_scale: float
+
+
 @dataclass(frozen=True, slots=True)
 class EncodeItem:
     """One text for one text encoder, named by its component. `max_length` None is the tokenizer's own."""
@@ -97,9 +108,13 @@ class Family(ABC):
     """A pipeline class of diffusers. Stateless: modules, configs and requests come as arguments."""
 
     class_name: ClassVar[str]  # in model_index.json
+    other_class_names: ClassVar[Sequence[str]] = ()  # stock pipelines of the same components, for other tasks
     denoiser_name: ClassVar[str]  # the component that predicts noise
     defaults: ClassVar[ImageDefaults]
+    edits: ClassVar[Mapping[Task, EditDefaults]] = {}  # the tasks beside text-to-image
     guidance_rule: ClassVar[str] = "guidance_scale > 1"  # for people: when guidance is on
+    upcasts_vae: ClassVar[bool] = False  # stock encodes images in float32 where the VAE's config has `force_upcast`
+    inpaints_from_noise: ClassVar[bool] = True  # at strength 1 stock begins at noise alone, scaled as without an image
     refused_text_rules: ClassVar[Mapping[str, str]] = {}  # values of `text_padding` and `long_text`, and why not
 
     # Text
@@ -191,17 +206,37 @@ class Family(ABC):
         """Return the channels of a latent image."""
         return int(denoiser_config["in_channels"])
 
+    def num_extra_channels(self, denoiser_config: Mapping[str, Any]) -> int:
+        """Return the channels that the denoiser reads beside those of the latents; those of inpainting UNets are 5."""
+        return 0
+
     def schedule(self, request: DiffusionRequest, solver_config: Mapping[str, Any], size: ImageSize) -> dict[str, Any]:
         """Return the arguments of the solver's `set_timesteps`."""
         return {"num_inference_steps": request.num_inference_steps}
 
+    def first_step(self, num_inference_steps: int, strength: float) -> int:
+        """Return the step at which a request with an image begins: rounding is the stock pipeline's."""
+        return num_inference_steps - min(int(num_inference_steps * strength), num_inference_steps)
+
     def first_latents(self, noise_BCHW: torch.Tensor, solver: Any) -> torch.Tensor:
-        """Return the latents before the first step, (B, …) in any form that the other methods share."""
+        """Return the latent images before the first step of a request without an image, (B, C, h, w)."""
         return noise_BCHW * solver.init_noise_sigma
 
-    def latent_images(self, latents: torch.Tensor, size: ImageSize, vae_config: Mapping[str, Any]) -> torch.Tensor:
-        """Return the latents as the VAE takes them: (B, C, h, w), unscaled."""
-        return latents / vae_config["scaling_factor"]
+    def pack_latents(self, images_BCHW: torch.Tensor) -> torch.Tensor:
+        """Return latent images as the denoiser takes them, (B, …)."""
+        return images_BCHW
+
+    def unpack_latents(self, latents: torch.Tensor, size: ImageSize) -> torch.Tensor:
+        """Return what `pack_latents` packed: (B, C, h, w)."""
+        return latents
+
+    def scale_latents(self, vae_latents: torch.Tensor, vae_config: Mapping[str, Any]) -> torch.Tensor:
+        """Return latents of the VAE at the scale at which they are denoised."""
+        return vae_latents * vae_config["scaling_factor"]
+
+    def unscale_latents(self, latents_BCHW: torch.Tensor, vae_config: Mapping[str, Any]) -> torch.Tensor:
+        """Return latent images at the scale of the VAE."""
+        return latents_BCHW / vae_config["scaling_factor"]
 
     # The denoiser
 
@@ -216,6 +251,13 @@ class Family(ABC):
     @abstractmethod
     def predict_noise(self, denoiser: Any, rows: Rows, size: ImageSize) -> torch.Tensor:
         """Run the denoiser: its prediction, of the shape of `rows.latents`."""
+
+
+def task_of(*, has_image: bool, has_mask: bool) -> Task:
+    """Return the task of a request by the images that it brings."""
+    if has_mask:
+        return "inpainting"
+    return "image-to-image" if has_image else "text-to-image"
 
 
 def output_of(role: Role, encodings: Mapping[str, Encoded], component: str, name: str) -> torch.Tensor:

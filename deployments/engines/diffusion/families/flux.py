@@ -12,6 +12,7 @@ import numpy as np
 
 from configs.model import LongText
 from deployments.engines.diffusion.families.base import (
+    EditDefaults,
     Encoded,
     EncoderUse,
     Family,
@@ -20,6 +21,7 @@ from deployments.engines.diffusion.families.base import (
     NoNegative,
     Role,
     Rows,
+    Task,
     output_of,
 )
 from deployments.engines.protocol import DiffusionRequest, EngineError
@@ -41,6 +43,12 @@ class Flux(Family):
     class_name: ClassVar[str] = "FluxPipeline"
     denoiser_name: ClassVar[str] = "transformer"
     defaults: ClassVar[ImageDefaults] = ImageDefaults(num_inference_steps=28, guidance_scale=3.5, side=1024)
+    other_class_names: ClassVar[Sequence[str]] = ("FluxImg2ImgPipeline", "FluxInpaintPipeline")
+    edits: ClassVar[Mapping[Task, EditDefaults]] = {
+        "image-to-image": EditDefaults(strength=0.6, guidance_scale=7.0),
+        "inpainting": EditDefaults(strength=0.6, guidance_scale=7.0),
+    }
+    inpaints_from_noise: ClassVar[bool] = False
     guidance_rule: ClassVar[str] = "true_cfg_scale > 1"
     refused_text_rules: ClassVar[Mapping[str, str]] = {
         "chunk": f"long_text 'chunk' is for CLIP, and FluxPipeline reads prompts with T5, which takes up to "
@@ -82,20 +90,31 @@ class Flux(Family):
         num_patches = (size.latent_height // PATCH) * (size.latent_width // PATCH)
         return schedule | {"mu": _shift(num_patches, solver_config)}
 
+    def first_step(self, num_inference_steps: int, strength: float) -> int:
+        return int(num_inference_steps - min(num_inference_steps * strength, num_inference_steps))
+
     def first_latents(self, noise_BCHW: torch.Tensor, solver: Any) -> torch.Tensor:
-        """Pack the noise: (B, C, 2h, 2w) -> (B, h * w, 4 * C)."""
-        batch, channels, height, width = noise_BCHW.shape
-        patches = noise_BCHW.view(batch, channels, height // PATCH, PATCH, width // PATCH, PATCH)
+        return noise_BCHW
+
+    def pack_latents(self, images_BCHW: torch.Tensor) -> torch.Tensor:
+        """Pack (B, C, 2h, 2w) -> (B, h * w, 4 * C)."""
+        batch, channels, height, width = images_BCHW.shape
+        patches = images_BCHW.view(batch, channels, height // PATCH, PATCH, width // PATCH, PATCH)
         return patches.permute(0, 2, 4, 1, 3, 5).reshape(batch, -1, channels * PATCH**2)
 
-    def latent_images(self, latents: torch.Tensor, size: ImageSize, vae_config: Mapping[str, Any]) -> torch.Tensor:
-        """Unpack the latents, (B, h * w, 4 * C) -> (B, C, 2h, 2w), and unscale them."""
+    def unpack_latents(self, latents: torch.Tensor, size: ImageSize) -> torch.Tensor:
+        """Unpack (B, h * w, 4 * C) -> (B, C, 2h, 2w)."""
         batch, _, width = latents.shape
         channels = width // PATCH**2
         rows, columns = size.latent_height // PATCH, size.latent_width // PATCH
         patches = latents.view(batch, rows, columns, channels, PATCH, PATCH)
-        images = patches.permute(0, 3, 1, 4, 2, 5).reshape(batch, channels, rows * PATCH, columns * PATCH)
-        return images / vae_config["scaling_factor"] + vae_config["shift_factor"]
+        return patches.permute(0, 3, 1, 4, 2, 5).reshape(batch, channels, rows * PATCH, columns * PATCH)
+
+    def scale_latents(self, vae_latents: torch.Tensor, vae_config: Mapping[str, Any]) -> torch.Tensor:
+        return (vae_latents - vae_config["shift_factor"]) * vae_config["scaling_factor"]
+
+    def unscale_latents(self, latents_BCHW: torch.Tensor, vae_config: Mapping[str, Any]) -> torch.Tensor:
+        return latents_BCHW / vae_config["scaling_factor"] + vae_config["shift_factor"]
 
     def text_widths(self, denoiser: Any) -> tuple[int, int | None]:
         return denoiser.config.joint_attention_dim, denoiser.config.pooled_projection_dim

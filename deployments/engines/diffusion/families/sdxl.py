@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from configs.model import LongText
 from deployments.engines.diffusion.families.base import (
+    EditDefaults,
     Encoded,
     EncoderUse,
     Family,
@@ -19,6 +20,7 @@ from deployments.engines.diffusion.families.base import (
     NoNegative,
     Role,
     Rows,
+    Task,
     output_of,
 )
 from deployments.engines.protocol import EngineError
@@ -38,7 +40,16 @@ class StableDiffusionXL(Family):
 
     class_name: ClassVar[str] = "StableDiffusionXLPipeline"
     denoiser_name: ClassVar[str] = "unet"
+    other_class_names: ClassVar[Sequence[str]] = (
+        "StableDiffusionXLImg2ImgPipeline",
+        "StableDiffusionXLInpaintPipeline",
+    )
     defaults: ClassVar[ImageDefaults] = ImageDefaults(num_inference_steps=50, guidance_scale=5.0, side=1024)
+    edits: ClassVar[Mapping[Task, EditDefaults]] = {
+        "image-to-image": EditDefaults(strength=0.3, guidance_scale=5.0),
+        "inpainting": EditDefaults(strength=0.9999, guidance_scale=7.5),
+    }
+    upcasts_vae: ClassVar[bool] = True
     refused_text_rules: ClassVar[Mapping[str, str]] = {
         "trimmed": "text_padding 'trimmed' is for T5: the UNet of StableDiffusionXLPipeline was trained on CLIP's "
         "padding; use stock"
@@ -67,14 +78,19 @@ class StableDiffusionXL(Family):
     def size_multiple(self, pixels_per_latent: int) -> int:
         return math.lcm(8, pixels_per_latent)  # stock asks for 8 whatever the VAE
 
-    def latent_images(self, latents: torch.Tensor, size: ImageSize, vae_config: Mapping[str, Any]) -> torch.Tensor:
-        import torch
+    def latent_channels(self, denoiser_config: Mapping[str, Any]) -> int:
+        return int(denoiser_config["out_channels"])
 
-        mean, std = vae_config.get("latents_mean"), vae_config.get("latents_std")
-        if mean is None or std is None:
-            return latents / vae_config["scaling_factor"]
-        mean_C11, std_C11 = (torch.tensor(values).view(-1, 1, 1).to(latents) for values in (mean, std))
-        return latents * std_C11 / vae_config["scaling_factor"] + mean_C11
+    def num_extra_channels(self, denoiser_config: Mapping[str, Any]) -> int:
+        return int(denoiser_config["in_channels"]) - int(denoiser_config["out_channels"])
+
+    def scale_latents(self, vae_latents: torch.Tensor, vae_config: Mapping[str, Any]) -> torch.Tensor:
+        mean_C11, std_C11 = _latent_statistics(vae_latents, vae_config)
+        return (vae_latents - mean_C11) * vae_config["scaling_factor"] / std_C11
+
+    def unscale_latents(self, latents_BCHW: torch.Tensor, vae_config: Mapping[str, Any]) -> torch.Tensor:
+        mean_C11, std_C11 = _latent_statistics(latents_BCHW, vae_config)
+        return latents_BCHW * std_C11 / vae_config["scaling_factor"] + mean_C11
 
     def refusal(self, denoiser: Any) -> str | None:
         if denoiser.config.time_cond_proj_dim is None:
@@ -100,3 +116,13 @@ class StableDiffusionXL(Family):
             return_dict=False,
         )[0]
         return noise
+
+
+def _latent_statistics(like: torch.Tensor, vae_config: Mapping[str, Any]) -> tuple[torch.Tensor | float, ...]:
+    """Return mean and standard deviation of the VAE's latents, (C, 1, 1) each, if its config has them; else 0 and 1."""
+    import torch
+
+    mean, std = vae_config.get("latents_mean"), vae_config.get("latents_std")
+    if mean is None or std is None:
+        return 0.0, 1.0
+    return tuple(torch.tensor(values).view(-1, 1, 1).to(like) for values in (mean, std))

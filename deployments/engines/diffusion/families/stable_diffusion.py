@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from configs.model import LongText
 from deployments.engines.diffusion.families.base import (
+    EditDefaults,
     Encoded,
     EncoderUse,
     Family,
@@ -18,6 +19,7 @@ from deployments.engines.diffusion.families.base import (
     ImageSize,
     Role,
     Rows,
+    Task,
     output_of,
 )
 
@@ -33,8 +35,13 @@ class StableDiffusion(Family):
 
     class_name: ClassVar[str] = "StableDiffusionPipeline"
     denoiser_name: ClassVar[str] = "unet"
+    other_class_names: ClassVar[Sequence[str]] = ("StableDiffusionImg2ImgPipeline", "StableDiffusionInpaintPipeline")
     # The stock pipeline takes the side from the UNet: 512 pixels for version 1.
     defaults: ClassVar[ImageDefaults] = ImageDefaults(num_inference_steps=50, guidance_scale=7.5, side=512)
+    edits: ClassVar[Mapping[Task, EditDefaults]] = {
+        "image-to-image": EditDefaults(strength=0.8, guidance_scale=7.5),
+        "inpainting": EditDefaults(strength=1.0, guidance_scale=7.5),
+    }
     refused_text_rules: ClassVar[Mapping[str, str]] = {
         "trimmed": "text_padding 'trimmed' is for T5: the UNet of StableDiffusionPipeline was trained on CLIP's "
         "padding; use stock",
@@ -49,6 +56,12 @@ class StableDiffusion(Family):
 
     def size_multiple(self, pixels_per_latent: int) -> int:
         return math.lcm(8, pixels_per_latent)  # stock asks for 8 whatever the VAE
+
+    def latent_channels(self, denoiser_config: Mapping[str, Any]) -> int:
+        return int(denoiser_config["out_channels"])
+
+    def num_extra_channels(self, denoiser_config: Mapping[str, Any]) -> int:
+        return int(denoiser_config["in_channels"]) - int(denoiser_config["out_channels"])
 
     def refusal(self, denoiser: Any) -> str | None:
         if denoiser.config.time_cond_proj_dim is None:

@@ -140,12 +140,13 @@ def make_sdxl(folder: Path, solver: str = "EulerDiscreteScheduler", **vae: Any) 
     return Pair(stock, load_ours(folder, "StableDiffusionXLPipeline", "unet"), folder, _conditioner(12, 6))
 
 
-def make_stable_diffusion(folder: Path, solver: str = "PNDMScheduler") -> Pair:
+def make_stable_diffusion(folder: Path, solver: str = "PNDMScheduler", in_channels: int = 4) -> Pair:
     torch.manual_seed(0)
     model = UNet2DConditionModel(
         block_out_channels=(8, 16),
         layers_per_block=1,
-        in_channels=4,
+        in_channels=in_channels,
+        sample_size=64,
         out_channels=4,
         down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
         up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),

@@ -90,12 +90,12 @@ def test_unknown_solver(flux, tmp_path):
     shutil.copytree(flux.folder, tmp_path, dirs_exist_ok=True)
     index = json.loads((tmp_path / "model_index.json").read_text())
     (tmp_path / "model_index.json").write_text(json.dumps(index | {"scheduler": ["diffusers", "AutoencoderKL"]}))
-    modules = {"transformer": flux.ours.denoiser, "vae": flux.ours._decoder.vae}
+    modules = {"transformer": flux.ours.denoiser, "vae": flux.ours._codec.vae}
     with pytest.raises(EngineError, match=r"names solver diffusers.AutoencoderKL"):
         create_pipeline("FluxPipeline", tmp_path, modules)
 
 
 def test_a_folder_without_model_index(flux, tmp_path):
-    modules = {"transformer": flux.ours.denoiser, "vae": flux.ours._decoder.vae}
+    modules = {"transformer": flux.ours.denoiser, "vae": flux.ours._codec.vae}
     with pytest.raises(EngineError, match=r"model_index.json: cannot be read as JSON"):
         create_pipeline("FluxPipeline", tmp_path, modules)

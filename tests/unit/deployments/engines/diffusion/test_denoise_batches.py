@@ -213,7 +213,7 @@ async def test_latents_that_are_not_finite_are_no_image(pair, make_request, monk
 def test_an_image_that_is_not_finite_is_none(pair, make_request, monkeypatch, value):
     states = start(pair, make_request, 2, num_inference_steps=1)
     pair.ours.step(states)
-    decode = pair.ours._decoder.vae.decode
+    decode = pair.ours._codec.vae.decode
 
     def spoilt(latents, **options):
         (images,) = decode(latents, **options)
@@ -221,7 +221,7 @@ def test_an_image_that_is_not_finite_is_none(pair, make_request, monkeypatch, va
         images[1, 0, 3, 3] = value
         return (images,)
 
-    monkeypatch.setattr(pair.ours._decoder.vae, "decode", spoilt)
+    monkeypatch.setattr(pair.ours._codec.vae, "decode", spoilt)
     good, bad = pair.ours.decode(states)
     assert good.shape == (1, 32, 32, 3)
     assert isinstance(bad, ComputationFailed)
@@ -255,8 +255,8 @@ def test_forwards_and_decodes_are_bounded_from_the_start(
     jobs = [(make_request(seed=seed, num_images=1 + seed % 3), pair.conditioning(seed)) for seed in range(9)]
     expected = [pair.ours.generate(*job) for job in jobs]
     sizes, decoded = count_forwards(ours), []
-    decode = ours._decoder.decode
-    monkeypatch.setattr(ours._decoder, "decode", lambda latents: decoded.append(len(latents)) or decode(latents))
+    decode = ours._codec.decode
+    monkeypatch.setattr(ours._codec, "decode", lambda latents: decoded.append(len(latents)) or decode(latents))
     states = [ours.start(*job) for job in jobs]
     for _ in range(3):
         ours.step(states)
@@ -275,8 +275,8 @@ async def test_a_crowd_is_served_in_bounded_batches(sdxl, make_request, load_pip
         for seed in range(60)
     ]
     sizes, decoded = count_forwards(ours), []
-    decode = ours._decoder.decode
-    monkeypatch.setattr(ours._decoder, "decode", lambda latents: decoded.append(len(latents)) or decode(latents))
+    decode = ours._codec.decode
+    monkeypatch.setattr(ours._codec, "decode", lambda latents: decoded.append(len(latents)) or decode(latents))
     loop = EngineLoop(DeviceThread(), DiffusionEngine(ours))
     found = await asyncio.gather(*(loop.last_output(ConditionedRequest(*job)) for job in jobs))
     assert max(sizes) == 8
@@ -326,7 +326,7 @@ def test_a_batch_that_finds_no_memory_is_tried_once(pair, make_request, load_pip
     assert calls["fails"] == 1
     assert 2 * 20 <= calls["fits"] <= 2 * 20 + 4, "the last batches need not be full"
     assert np.abs(images[15].astype(int) - expected.astype(int)).max() <= 1
-    monkeypatch.setattr(ours._decoder, "decode", limited(ours._decoder.decode))
+    monkeypatch.setattr(ours._codec, "decode", limited(ours._codec.decode))
     calls |= {"fits": 0, "fails": 0}
     for _ in range(3):
         ours.decode(states)

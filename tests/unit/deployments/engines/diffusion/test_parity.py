@@ -80,11 +80,11 @@ def test_stable_diffusion_solvers(make_stable_diffusion_pair, make_request, tmp_
 def test_a_float16_vae_that_overflows_decodes_in_float32(sdxl, load_pipeline, make_request):
     half = load_pipeline(sdxl.folder, "StableDiffusionXLPipeline", "unet", torch.float16)
     half.denoiser = sdxl.ours.denoiser  # the UNet in float32, so that only the VAE differs
-    assert half._decoder.vae.config.force_upcast
+    assert half._codec.vae.config.force_upcast
     request, conditioning = make_request(), sdxl.conditioning()
     ours, full = half.generate(request, conditioning), sdxl.ours.generate(request, conditioning)
     assert np.abs(ours.astype(int) - full.astype(int)).max() <= 2
-    assert half._decoder.vae.dtype == torch.float16  # the given weights stay as they are
+    assert half._codec.vae.dtype == torch.float16  # the given weights stay as they are
 
 
 def test_bfloat16_is_stock_in_bfloat16(flux, load_pipeline, make_request):
@@ -102,7 +102,7 @@ def test_bfloat16_is_stock_in_bfloat16(flux, load_pipeline, make_request):
 
 
 def test_weights_are_not_written(pair, make_request):
-    weights = {**pair.ours.denoiser.state_dict(), **pair.ours._decoder.vae.state_dict(prefix="vae.")}
+    weights = {**pair.ours.denoiser.state_dict(), **pair.ours._codec.vae.state_dict(prefix="vae.")}
     before = {name: tensor.clone() for name, tensor in weights.items()}
     pair.ours.generate(make_request(guidance_scale=2.0), pair.conditioning(negative=True))
     assert all(torch.equal(weights[name], tensor) for name, tensor in before.items())

@@ -1,0 +1,130 @@
+"""The latents before the first step: noise, or an image under noise; and what keeps the unmasked part of an image.
+
+Noise is drawn in the order of the stock pipelines, from the same generator: the sample of the image's latents, the
+noise, the sample of the masked image's latents. A stochastic solver goes on drawing from there. Source: diffusers 0.42,
+`pipelines/stable_diffusion/pipeline_stable_diffusion_{img2img,inpaint}.py`, and the same of SDXL, SD3 and Flux.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from diffusers.utils.torch_utils import randn_tensor
+from torch.nn import functional as F
+
+from deployments.engines.diffusion.families.base import Family, ImageSize
+from deployments.engines.diffusion.image_codec import ImageCodec, unit_pixels
+from deployments.engines.diffusion.solvers import add_noise
+from deployments.engines.protocol import DiffusionRequest, EngineError
+
+MASKED_FROM = 128  # of 255, as stock's 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class KeptImage:
+    """An image of which the mask keeps a part: latents, noise and mask (1 is painted anew), all of one shape."""
+
+    latents: torch.Tensor
+    noise: torch.Tensor
+    mask: torch.Tensor
+
+    def put_back(self, solver: Any, latents: torch.Tensor, next_timestep: torch.Tensor | None) -> torch.Tensor:
+        """Return the latents with the kept part as noisy as the next step expects it; None: there is no next step."""
+        kept = self.latents
+        if next_timestep is not None:
+            kept = add_noise(solver, kept, self.noise, next_timestep.reshape(1))
+        return (1 - self.mask) * kept + self.mask * latents
+
+
+@dataclass(frozen=True, slots=True)
+class FirstLatents:
+    """Latents before step `first_step` of the solver's schedule.
+
+    `extra_channels` (B, 5, h, w) is what an inpainting UNet of 9 channels reads beside them: mask and masked image.
+    """
+
+    latents: torch.Tensor
+    first_step: int = 0
+    kept: KeptImage | None = None
+    extra_channels: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LatentsMaker:
+    """Makes the first latents of the requests of one pipeline."""
+
+    family: Family
+    codec: ImageCodec
+    denoiser_config: Mapping[str, Any]
+    device: torch.device
+
+    def first_latents(
+        self, request: DiffusionRequest, size: ImageSize, solver: Any, generator: torch.Generator, dtype: torch.dtype
+    ) -> FirstLatents:
+        """Draw the noise of a request, in `dtype`, and begin at its image if it has one.
+
+        The solver's begin index is set. Raises EngineError for a request that this pipeline cannot begin.
+        """
+        family = self.family
+        num_extra = family.num_extra_channels(self.denoiser_config)
+        if num_extra and request.mask_image is None:
+            raise EngineError("this model paints what a mask says: give it an init_image and a mask_image")
+        channels = family.latent_channels(self.denoiser_config)
+        shape = (request.num_images, channels, size.latent_height, size.latent_width)
+
+        def draw(num_images: int) -> torch.Tensor:
+            return randn_tensor((num_images, *shape[1:]), generator=generator, device=self.device, dtype=dtype)
+
+        if request.init_image is None:
+            return FirstLatents(family.pack_latents(family.first_latents(draw(request.num_images), solver)))
+        first_step = _first_step(family, request, solver)
+        image = unit_pixels(request.init_image, self.device) * 2 - 1
+        mask = None if request.mask_image is None else _mask_pixels(request.mask_image, self.device)
+        # Stock's UNets of 9 channels see the image in those only, unless some of it shows through the first noise.
+        starts_as_noise = mask is not None and family.inpaints_from_noise and request.strength == 1.0
+        latents = noise = torch.empty(0)
+        if not (num_extra and starts_as_noise):
+            latents = self._encode(image, generator, dtype).expand(shape)
+        noise = draw(request.num_images)
+        if starts_as_noise:
+            begun = family.first_latents(noise, solver)
+        else:
+            timesteps = solver.timesteps[first_step].expand(request.num_images)
+            begun = add_noise(solver, latents, noise, timesteps)
+        begun = family.pack_latents(begun)
+        if mask is None:
+            return FirstLatents(begun, first_step)
+        mask_B1hw = F.interpolate(mask, size=shape[2:]).to(dtype).expand(request.num_images, -1, -1, -1)
+        if num_extra:
+            masked = self._encode(image * (1 - mask), generator, dtype).expand(shape)
+            return FirstLatents(begun, first_step, extra_channels=torch.cat([mask_B1hw, masked], dim=1))
+        draw(1)  # stock encodes the masked image, and does not look at it
+        pack: Callable[[torch.Tensor], torch.Tensor] = family.pack_latents
+        kept = KeptImage(pack(latents), pack(noise), pack(mask_B1hw.expand(shape)))
+        return FirstLatents(begun, first_step, kept)
+
+    def _encode(self, image: torch.Tensor, generator: torch.Generator, dtype: torch.dtype) -> torch.Tensor:
+        latents = self.codec.encode(image.to(dtype), generator, upcasts=self.family.upcasts_vae)
+        return self.family.scale_latents(latents.to(dtype), self.codec.vae.config)
+
+
+def _first_step(family: Family, request: DiffusionRequest, solver: Any) -> int:
+    """Return the place in the solver's schedule that the request's strength leaves to begin at, and begin there."""
+    first = family.first_step(request.num_inference_steps, request.strength) * solver.order
+    if first >= len(solver.timesteps):
+        raise EngineError(
+            f"strength {request.strength} of {request.num_inference_steps} steps leaves no step to take; ask for more"
+        )
+    if hasattr(solver, "set_begin_index"):
+        solver.set_begin_index(first)
+    return first
+
+
+def _mask_pixels(mask: npt.NDArray[np.uint8], device: torch.device) -> torch.Tensor:
+    """Return a mask, uint8 (H, W), as float32 (1, 1, H, W) of zeros and ones."""
+    return torch.from_numpy((mask >= MASKED_FROM).astype(np.float32))[None, None].to(device)
