@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import asdict
 from typing import Any, Final, TypeVar
 
 from cluster.registry.directory import ModelRecord
@@ -49,7 +50,7 @@ def with_image_defaults(request: ImageRequest, defaults: GenerationDefaults, cla
     task = task_of(has_image=request.init_image is not None, has_mask=request.mask_image is not None)
     if task in family.edits:
         edit = family.edits[task]
-        stock |= {"strength": edit.strength, "guidance_scale": edit.guidance_scale}
+        stock |= asdict(edit)
     elif task != "text-to-image":
         raise InvalidRequest(f"init_image: model {request.model!r} ({class_name}) does no {task}", "init_image")
     update = {name: value for name, value in stock.items() if getattr(request, name) is None}

@@ -107,7 +107,12 @@ def test_drawn_seeds_are_what_every_json_reader_keeps() -> None:
 
 @pytest.mark.parametrize(
     ("class_name", "steps", "guidance", "side"),
-    [(FLUX, 28, 3.5, 1024), (SDXL, 50, 5.0, 1024), ("StableDiffusionPipeline", 50, 7.5, 512)],
+    [
+        (FLUX, 28, 3.5, 1024),
+        (SDXL, 50, 5.0, 1024),
+        ("StableDiffusion3Pipeline", 28, 7.0, 1024),
+        ("StableDiffusionPipeline", 50, 7.5, 512),
+    ],
 )
 def test_families_fill_in_what_stock_does(class_name: str, steps: int, guidance: float, side: int) -> None:
     filled = with_image_defaults(ImageRequest(**IMAGE), GenerationDefaults(), class_name)
@@ -149,7 +154,7 @@ def test_lower_floors_are_said_in_the_services_terms(raised: Exception, expected
 
 
 @pytest.mark.parametrize("task", ["Img2Img", "Inpaint"])
-@pytest.mark.parametrize("class_name", [FLUX, SDXL, "StableDiffusionPipeline"])
+@pytest.mark.parametrize("class_name", [FLUX, SDXL, "StableDiffusionPipeline", "StableDiffusion3Pipeline"])
 def test_edits_fill_in_what_stock_does(class_name, task):
     image = np.zeros((16, 24, 3), np.uint8)
     mask = {"mask_image": image[..., 0]} if task == "Inpaint" else {}

@@ -12,6 +12,7 @@ from deployments.engines.diffusion.families.base import Family
 from deployments.engines.diffusion.families.flux import Flux
 from deployments.engines.diffusion.families.sdxl import StableDiffusionXL
 from deployments.engines.diffusion.families.stable_diffusion import StableDiffusion
+from deployments.engines.diffusion.families.stable_diffusion_3 import StableDiffusion3
 from deployments.engines.protocol import EngineError
 
 FAMILIES: Final[Mapping[str, Family]] = {
@@ -19,6 +20,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
     for family in (
         Flux(),
         StableDiffusionXL(),
+        StableDiffusion3(),
         StableDiffusion(),
     )
     for class_name in (family.class_name, *family.other_class_names)

@@ -40,6 +40,7 @@ class EditDefaults:
 
     strength: float
     guidance_scale: float
+    num_inference_steps: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,6 @@ from deployments.engines.diffusion.families.base import (
     EditDefaults,
     Encoded,
     EncoderUse,
-    Family,
     ImageDefaults,
     ImageSize,
     NoNegative,
@@ -24,6 +23,7 @@ from deployments.engines.diffusion.families.base import (
     Task,
     output_of,
 )
+from deployments.engines.diffusion.families.flow_matching import FlowMatching, dynamic_shift
 from deployments.engines.protocol import DiffusionRequest, EngineError
 
 if TYPE_CHECKING:  # the ingress has no torch
@@ -33,7 +33,7 @@ PATCH: Final = 2
 MAX_T5_TOKENS: Final = 512  # the stock pipeline's default and upper bound
 
 
-class Flux(Family):
+class Flux(FlowMatching):
     """FluxPipeline. CLIP's pooled text modulates, T5's tokens are attended to.
 
     `guidance_scale` is embedded if the transformer has an embedding for it, else it does nothing. Guidance against a
@@ -45,8 +45,8 @@ class Flux(Family):
     defaults: ClassVar[ImageDefaults] = ImageDefaults(num_inference_steps=28, guidance_scale=3.5, side=1024)
     other_class_names: ClassVar[Sequence[str]] = ("FluxImg2ImgPipeline", "FluxInpaintPipeline")
     edits: ClassVar[Mapping[Task, EditDefaults]] = {
-        "image-to-image": EditDefaults(strength=0.6, guidance_scale=7.0),
-        "inpainting": EditDefaults(strength=0.6, guidance_scale=7.0),
+        "image-to-image": EditDefaults(strength=0.6, guidance_scale=7.0, num_inference_steps=28),
+        "inpainting": EditDefaults(strength=0.6, guidance_scale=7.0, num_inference_steps=28),
     }
     inpaints_from_noise: ClassVar[bool] = False
     guidance_rule: ClassVar[str] = "true_cfg_scale > 1"
@@ -88,13 +88,7 @@ class Flux(Family):
         if solver_config.get("use_flow_sigmas"):
             schedule = {"num_inference_steps": steps}
         num_patches = (size.latent_height // PATCH) * (size.latent_width // PATCH)
-        return schedule | {"mu": _shift(num_patches, solver_config)}
-
-    def first_step(self, num_inference_steps: int, strength: float) -> int:
-        return int(num_inference_steps - min(num_inference_steps * strength, num_inference_steps))
-
-    def first_latents(self, noise_BCHW: torch.Tensor, solver: Any) -> torch.Tensor:
-        return noise_BCHW
+        return schedule | {"mu": dynamic_shift(num_patches, solver_config, max_shift=1.15)}
 
     def pack_latents(self, images_BCHW: torch.Tensor) -> torch.Tensor:
         """Pack (B, C, 2h, 2w) -> (B, h * w, 4 * C)."""
@@ -109,12 +103,6 @@ class Flux(Family):
         rows, columns = size.latent_height // PATCH, size.latent_width // PATCH
         patches = latents.view(batch, rows, columns, channels, PATCH, PATCH)
         return patches.permute(0, 3, 1, 4, 2, 5).reshape(batch, channels, rows * PATCH, columns * PATCH)
-
-    def scale_latents(self, vae_latents: torch.Tensor, vae_config: Mapping[str, Any]) -> torch.Tensor:
-        return (vae_latents - vae_config["shift_factor"]) * vae_config["scaling_factor"]
-
-    def unscale_latents(self, latents_BCHW: torch.Tensor, vae_config: Mapping[str, Any]) -> torch.Tensor:
-        return latents_BCHW / vae_config["scaling_factor"] + vae_config["shift_factor"]
 
     def text_widths(self, denoiser: Any) -> tuple[int, int | None]:
         return denoiser.config.joint_attention_dim, denoiser.config.pooled_projection_dim
@@ -132,14 +120,6 @@ class Flux(Family):
             return_dict=False,
         )[0]
         return noise
-
-
-def _shift(num_patches: int, config: Mapping[str, Any]) -> float:
-    """Return mu, which depends on the resolution: a line through (base patches, base shift) and (max, max)."""
-    base_patches, max_patches = config.get("base_image_seq_len", 256), config.get("max_image_seq_len", 4096)
-    base_shift, max_shift = config.get("base_shift", 0.5), config.get("max_shift", 1.15)
-    slope = (max_shift - base_shift) / (max_patches - base_patches)
-    return num_patches * slope + (base_shift - slope * base_patches)
 
 
 def _patch_ids(size: ImageSize) -> torch.Tensor:

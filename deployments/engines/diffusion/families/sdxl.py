@@ -46,8 +46,8 @@ class StableDiffusionXL(Family):
     )
     defaults: ClassVar[ImageDefaults] = ImageDefaults(num_inference_steps=50, guidance_scale=5.0, side=1024)
     edits: ClassVar[Mapping[Task, EditDefaults]] = {
-        "image-to-image": EditDefaults(strength=0.3, guidance_scale=5.0),
-        "inpainting": EditDefaults(strength=0.9999, guidance_scale=7.5),
+        "image-to-image": EditDefaults(strength=0.3, guidance_scale=5.0, num_inference_steps=50),
+        "inpainting": EditDefaults(strength=0.9999, guidance_scale=7.5, num_inference_steps=50),
     }
     upcasts_vae: ClassVar[bool] = True
     refused_text_rules: ClassVar[Mapping[str, str]] = {

@@ -39,8 +39,8 @@ class StableDiffusion(Family):
     # The stock pipeline takes the side from the UNet: 512 pixels for version 1.
     defaults: ClassVar[ImageDefaults] = ImageDefaults(num_inference_steps=50, guidance_scale=7.5, side=512)
     edits: ClassVar[Mapping[Task, EditDefaults]] = {
-        "image-to-image": EditDefaults(strength=0.8, guidance_scale=7.5),
-        "inpainting": EditDefaults(strength=1.0, guidance_scale=7.5),
+        "image-to-image": EditDefaults(strength=0.8, guidance_scale=7.5, num_inference_steps=50),
+        "inpainting": EditDefaults(strength=1.0, guidance_scale=7.5, num_inference_steps=50),
     }
     refused_text_rules: ClassVar[Mapping[str, str]] = {
         "trimmed": "text_padding 'trimmed' is for T5: the UNet of StableDiffusionPipeline was trained on CLIP's "

@@ -11,7 +11,7 @@ import diffusers
 import numpy as np
 import pytest
 import torch
-from diffusers import AutoencoderKL, FluxTransformer2DModel, UNet2DConditionModel
+from diffusers import AutoencoderKL, FluxTransformer2DModel, SD3Transformer2DModel, UNet2DConditionModel
 from safetensors.torch import load_file
 
 from deployments.engines.build import build_module
@@ -33,20 +33,29 @@ class Pair:
 
     def stock_images(self, request: DiffusionRequest, conditioning: Conditioning, **options: Any) -> np.ndarray:
         """uint8 (n, H, W, 3) of the stock pipeline."""
-        if self.denoiser_name == "transformer":
+        if self.ours.family.class_name == "FluxPipeline":
             options["true_cfg_scale"] = request.true_cfg_scale
         images = self.stock(
-            **{name: tensor.clone() for name, tensor in conditioning.items()},
+            **self.stock_texts(request, conditioning),
             width=request.width,
             height=request.height,
             num_inference_steps=request.num_inference_steps,
             guidance_scale=request.guidance_scale,
-            num_images_per_prompt=request.num_images,
             generator=torch.Generator("cpu").manual_seed(request.seed),
             output_type="pil",
             **options,
         ).images
         return np.stack([np.asarray(image) for image in images])
+
+    def stock_texts(self, request: DiffusionRequest, conditioning: Conditioning) -> dict[str, Any]:
+        """The texts as the stock pipeline takes them: SD3 does not repeat given embeddings for several images."""
+        if self.ours.family.class_name == "StableDiffusion3Pipeline":
+            return {
+                name: tensor.repeat(request.num_images, *[1] * (tensor.ndim - 1))
+                for name, tensor in conditioning.items()
+            }
+        texts = {name: tensor.clone() for name, tensor in conditioning.items()}
+        return {**texts, "num_images_per_prompt": request.num_images}
 
     @property
     def denoiser_name(self) -> str:
@@ -59,13 +68,13 @@ def random_vae(**config: Any) -> AutoencoderKL:
         "latents_std": None,
         "shift_factor": 0.1,
         "scaling_factor": 0.5,
+        "latent_channels": 4,
         **config,
     }
     vae = AutoencoderKL(
         block_out_channels=(8, 8),
         down_block_types=("DownEncoderBlock2D",) * 2,
         up_block_types=("UpDecoderBlock2D",) * 2,
-        latent_channels=4,
         norm_num_groups=4,
         layers_per_block=1,
         **options,
@@ -171,6 +180,34 @@ def make_stable_diffusion(folder: Path, solver: str = "PNDMScheduler", in_channe
     return Pair(stock, load_ours(folder, "StableDiffusionPipeline", "unet"), folder, _conditioner(12, None))
 
 
+def make_stable_diffusion_3(folder: Path, **solver: Any) -> Pair:
+    torch.manual_seed(0)
+    model = SD3Transformer2DModel(
+        sample_size=32,
+        patch_size=2,
+        in_channels=16,  # stock inpaints with 16 or 33 only
+        num_layers=2,
+        attention_head_dim=8,
+        num_attention_heads=2,
+        caption_projection_dim=16,
+        joint_attention_dim=12,
+        pooled_projection_dim=6,
+        out_channels=16,
+        pos_embed_max_size=24,
+        dual_attention_layers=(0,),
+        qk_norm="rms_norm",
+    ).eval()
+    stock = diffusers.StableDiffusion3Pipeline(
+        model,
+        diffusers.FlowMatchEulerDiscreteScheduler(**{"shift": 3.0, **solver}),
+        random_vae(latent_channels=16),
+        *[None] * 6,
+    )
+    stock.set_progress_bar_config(disable=True)
+    stock.save_pretrained(folder)
+    return Pair(stock, load_ours(folder, "StableDiffusion3Pipeline", "transformer"), folder, _conditioner(12, 6))
+
+
 def _conditioner(width: int, pooled_width: int | None) -> Callable[..., Conditioning]:
     def make(seed: int = 0, negative: bool = False, length: int = TEXT_LENGTH) -> Conditioning:
         generator = torch.Generator().manual_seed(seed)
@@ -231,7 +268,17 @@ def make_stable_diffusion_pair() -> Callable[..., Pair]:
     return make_stable_diffusion
 
 
-@pytest.fixture(params=["flux", "sdxl", "stable_diffusion"])
+@pytest.fixture(scope="session")
+def stable_diffusion_3(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return make_stable_diffusion_3(tmp_path_factory.mktemp("stable_diffusion_3"))
+
+
+@pytest.fixture(scope="session")
+def make_stable_diffusion_3_pair() -> Callable[..., Pair]:
+    return make_stable_diffusion_3
+
+
+@pytest.fixture(params=["flux", "sdxl", "stable_diffusion", "stable_diffusion_3"])
 def pair(request: pytest.FixtureRequest) -> Pair:
     return request.getfixturevalue(request.param)
 

@@ -76,7 +76,7 @@ def test_resuming_outside_of_the_schedule(pair, make_request):
 def test_unknown_pipeline_class(flux):
     with pytest.raises(
         EngineError,
-        match=r"'PixelPipeline' \(known: FluxPipeline, StableDiffusionXLPipeline, StableDiffusionPipeline\)",
+        match=r"'PixelPipeline' \(known: FluxPipeline, StableDiffusionXLPipeline, StableDiffusion3Pipeline, ",
     ):
         create_pipeline("PixelPipeline", flux.folder, {})
 

@@ -30,7 +30,14 @@ SDXL_TARGETS = (
     "down_blocks.0.resnets.0.conv1",  # a convolution
 )
 
+STABLE_DIFFUSION_3_TARGETS = (
+    "transformer_blocks.0.attn.to_q",
+    "transformer_blocks.0.attn.add_k_proj",
+    "transformer_blocks.1.ff.net.0.proj",
+)
+
 TARGETS = {
+    "StableDiffusion3Pipeline": STABLE_DIFFUSION_3_TARGETS,
     "FluxPipeline": FLUX_TARGETS,
     "StableDiffusionXLPipeline": SDXL_TARGETS,
     "StableDiffusionPipeline": STABLE_DIFFUSION_TARGETS,

@@ -61,6 +61,15 @@ def test_sdxl_vae_with_latent_statistics(make_sdxl_pair, make_request, tmp_path)
     assert_same_image(pair.ours.generate(request, conditioning), pair.stock_images(request, conditioning))
 
 
+@pytest.mark.parametrize("use_dynamic_shifting", [False, True])
+@pytest.mark.parametrize("guidance_scale", [1.0, 7.0])
+def test_stable_diffusion_3(make_stable_diffusion_3_pair, make_request, tmp_path, guidance_scale, use_dynamic_shifting):
+    pair = make_stable_diffusion_3_pair(tmp_path, use_dynamic_shifting=use_dynamic_shifting)
+    request = make_request(num_images=2, guidance_scale=guidance_scale, height=48)
+    conditioning = pair.conditioning(negative=True)
+    assert_same_image(pair.ours.generate(request, conditioning), pair.stock_images(request, conditioning))
+
+
 @pytest.mark.parametrize("guidance_scale", [1.0, 7.5])
 def test_stable_diffusion(stable_diffusion, make_request, guidance_scale):
     request = make_request(num_images=2, guidance_scale=guidance_scale, height=48)
@@ -112,4 +121,4 @@ def test_weights_are_not_copied(pair):
     for component in (pair.denoiser_name, "vae"):
         tensors = load_file(pair.folder / component / "diffusion_pytorch_model.safetensors")
         module = build_module("diffusers", None, pair.folder / component, tensors)
-        assert {p.data_ptr() for p in module.parameters()} == {t.data_ptr() for t in tensors.values()}
+        assert {own.data_ptr() for own in module.state_dict().values()} == {t.data_ptr() for t in tensors.values()}

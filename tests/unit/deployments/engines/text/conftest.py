@@ -105,7 +105,7 @@ def t5(tmp_path_factory: pytest.TempPathFactory) -> Encoder:
     tokenizer = t5_tokenizer()
     config = T5Config(
         vocab_size=len(tokenizer),
-        d_model=12,
+        d_model=16,
         d_kv=4,
         d_ff=16,
         num_layers=2,

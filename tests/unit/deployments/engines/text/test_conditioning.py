@@ -11,6 +11,7 @@ from deployments.engines.diffusion.families.base import EncodeItem
 from deployments.engines.protocol import DiffusionRequest, EngineError
 
 FLUX, SDXL = family_of("FluxPipeline"), family_of("StableDiffusionXLPipeline")
+STABLE_DIFFUSION_3 = family_of("StableDiffusion3Pipeline")
 STABLE_DIFFUSION = family_of("StableDiffusionPipeline")
 PROMPT = "a small 7 and more words than fit"
 
@@ -85,6 +86,25 @@ def test_sdxl_equals_stock(clip, clip_projection, negative, force_zeros):
 
 
 @pytest.mark.parametrize("negative", [None, "", "blurry"])
+def test_stable_diffusion_3_equals_stock(clip_projection, t5, negative):
+    clips = [clip_projection.stock, clip_projection.tokenizer] * 2
+    stock = diffusers.StableDiffusion3Pipeline(
+        None, diffusers.FlowMatchEulerDiscreteScheduler(), None, *clips, t5.stock, t5.tokenizer
+    )
+    encoders = {"text_encoder": clip_projection, "text_encoder_2": clip_projection, "text_encoder_3": t5}
+    ours = run(encoders, STABLE_DIFFUSION_3, {}, PROMPT, negative, max_sequence_length=20, use_negative=True)
+    with torch.no_grad():
+        expected = stock.encode_prompt(PROMPT, None, None, negative_prompt=negative, max_sequence_length=20)
+    names = [
+        "prompt_embeds",
+        "negative_prompt_embeds",
+        "pooled_prompt_embeds",
+        "negative_pooled_prompt_embeds",
+    ]
+    assert_equal(ours, names, expected)
+
+
+@pytest.mark.parametrize("negative", [None, "", "blurry"])
 def test_stable_diffusion_equals_stock(clip, negative):
     stock = diffusers.StableDiffusionPipeline(
         None,
@@ -145,7 +165,7 @@ def test_when_guidance_needs_a_negative(family, guidance, true_cfg, negative, ex
 def test_refusals():
     with pytest.raises(
         EngineError,
-        match=r"'PixelPipeline' \(known: FluxPipeline, StableDiffusionXLPipeline, StableDiffusionPipeline\)",
+        match=r"'PixelPipeline' \(known: FluxPipeline, StableDiffusionXLPipeline, StableDiffusion3Pipeline, ",
     ):
         family_of("PixelPipeline")
     with pytest.raises(EngineError, match="max_sequence_length 513: expected 1 to 512"):

@@ -1,0 +1,103 @@
+"""Stable Diffusion 3: flow matching with a transformer that attends to two CLIPs' and a T5's tokens.
+
+Source: diffusers 0.42, `pipelines/stable_diffusion_3/pipeline_stable_diffusion_3.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Final
+
+from configs.model import LongText
+from deployments.engines.diffusion.families.base import (
+    EditDefaults,
+    Encoded,
+    EncoderUse,
+    ImageDefaults,
+    ImageSize,
+    Role,
+    Rows,
+    Task,
+    output_of,
+)
+from deployments.engines.diffusion.families.flow_matching import FlowMatching, dynamic_shift
+from deployments.engines.protocol import DiffusionRequest, EngineError
+
+if TYPE_CHECKING:  # the ingress has no torch
+    import torch
+
+PATCH: Final = 2
+T5_TOKENS: Final = 256  # the stock pipeline's default
+MAX_T5_TOKENS: Final = 512
+
+
+class StableDiffusion3(FlowMatching):
+    """StableDiffusion3Pipeline. Two CLIPs' tokens come before the T5's; their pooled texts modulate.
+
+    Latents are images: (num_images, C, h, w). A folder without its T5 cannot be served: stock puts zeros there.
+    Stock's inpainting pipeline forgets the VAE's shift when it decodes; here it is not forgotten.
+    """
+
+    class_name: ClassVar[str] = "StableDiffusion3Pipeline"
+    denoiser_name: ClassVar[str] = "transformer"
+    other_class_names: ClassVar[Sequence[str]] = (
+        "StableDiffusion3Img2ImgPipeline",
+        "StableDiffusion3InpaintPipeline",
+    )
+    defaults: ClassVar[ImageDefaults] = ImageDefaults(num_inference_steps=28, guidance_scale=7.0, side=1024)
+    edits: ClassVar[Mapping[Task, EditDefaults]] = {
+        "image-to-image": EditDefaults(strength=0.6, guidance_scale=7.0, num_inference_steps=50),
+        "inpainting": EditDefaults(strength=0.6, guidance_scale=7.0, num_inference_steps=50),
+    }
+    refused_text_rules: ClassVar[Mapping[str, str]] = {
+        "trimmed": "text_padding 'trimmed' is for pipelines that read a T5 alone: StableDiffusion3Pipeline was trained "
+        "on the padding of its CLIPs; use stock",
+        "chunk": "long_text 'chunk' is for StableDiffusionXLPipeline; use truncate or error",
+    }
+
+    def text_encoders(self, max_sequence_length: int | None, long_text: LongText) -> Sequence[EncoderUse]:
+        """Return the CLIPs and the T5. CLIPs always truncate: what they lose is for the T5 to say."""
+        t5_tokens = T5_TOKENS if max_sequence_length is None else max_sequence_length
+        if not 1 <= t5_tokens <= MAX_T5_TOKENS:
+            raise EngineError(f"max_sequence_length {t5_tokens}: expected 1 to {MAX_T5_TOKENS}")
+        clips = EncoderUse("text_encoder"), EncoderUse("text_encoder_2")
+        return *clips, EncoderUse("text_encoder_3", t5_tokens, long_text)
+
+    def join_encodings(self, role: Role, encodings: Mapping[str, Encoded]) -> dict[str, torch.Tensor]:
+        import torch
+
+        t5 = output_of(role, encodings, "text_encoder_3", "hidden")
+        clips = [output_of(role, encodings, name, "penultimate").to(t5) for name in ("text_encoder", "text_encoder_2")]
+        pooled = [output_of(role, encodings, name, "pooled").to(t5) for name in ("text_encoder", "text_encoder_2")]
+        if len({len(clip) for clip in clips}) > 1 or sum(clip.shape[1] for clip in clips) > t5.shape[1]:
+            shapes = ", ".join(str(tuple(encoding.shape)) for encoding in (*clips, t5))
+            raise EngineError(
+                f"the {role}'s encodings are {shapes}: expected CLIPs of one length, together no wider than T5"
+            )
+        tokens = torch.cat(clips, dim=-1)
+        tokens = torch.nn.functional.pad(tokens, (0, t5.shape[1] - tokens.shape[1]))
+        prompt = torch.cat([tokens, t5])
+        return {"prompt_embeds": prompt.unsqueeze(0), "pooled_prompt_embeds": torch.cat(pooled).unsqueeze(0)}
+
+    def size_multiple(self, pixels_per_latent: int) -> int:
+        return PATCH * pixels_per_latent
+
+    def schedule(self, request: DiffusionRequest, solver_config: Mapping[str, Any], size: ImageSize) -> dict[str, Any]:
+        schedule = super().schedule(request, solver_config, size)
+        if not solver_config.get("use_dynamic_shifting"):
+            return schedule
+        num_patches = (size.latent_height // PATCH) * (size.latent_width // PATCH)
+        return schedule | {"mu": dynamic_shift(num_patches, solver_config, max_shift=1.16)}
+
+    def text_widths(self, denoiser: Any) -> tuple[int, int | None]:
+        return denoiser.config.joint_attention_dim, denoiser.config.pooled_projection_dim
+
+    def predict_noise(self, denoiser: Any, rows: Rows, size: ImageSize) -> torch.Tensor:
+        noise: torch.Tensor = denoiser(
+            hidden_states=rows.latents,
+            timestep=rows.timesteps,
+            encoder_hidden_states=rows.prompts,
+            pooled_projections=rows.pooled,
+            return_dict=False,
+        )[0]
+        return noise
