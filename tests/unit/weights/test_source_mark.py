@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -51,6 +52,73 @@ def test_a_file_that_is_written_over_in_place_is_seen(store: WeightStore, write_
     save_file({"w": torch.rand(1000)}, source / "model.safetensors")
     freeze(source)
     assert externalize(store, "m", source).fingerprint != first.fingerprint
+
+
+def test_a_byte_that_no_sample_has_is_seen_though_the_date_is_set_back(store: WeightStore, write_model) -> None:
+    """A date can be set, the time of the change cannot."""
+    source = write_model("m", {"w": torch.zeros(10**6)})
+    file = source / "model.safetensors"
+    freeze(source)
+    first = externalize(store, "m", source)
+    place = HEAD_BYTES + (file.stat().st_size - HEAD_BYTES - SAMPLE_BYTES) // NUM_SAMPLES - 3  # just before a sample
+    with file.open("r+b") as opened:
+        opened.seek(place)
+        opened.write(b"\x3f")
+    freeze(source)
+    second = externalize(store, "m", source)
+    assert second.fingerprint != first.fingerprint
+    found = load_from_store(store.path, "m")["model"]["w"]
+    assert torch.equal(found, load_file(file)["w"])
+    assert found.count_nonzero() == 1
+
+
+FIELDS = ("st_dev", "st_ino", "st_size", "st_mtime_ns", "st_ctime_ns")
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_each_thing_that_a_file_system_says_of_a_file_counts(
+    write_model, monkeypatch: pytest.MonkeyPatch, field: str
+) -> None:
+    source = write_model("m", {"w": torch.rand(10)})
+    before, fstat = source_mark(source, {}), os.fstat
+
+    def other(descriptor: int) -> SimpleNamespace:
+        status = fstat(descriptor)
+        told = {name: getattr(status, name) for name in FIELDS}
+        return SimpleNamespace(**told | {field: told[field] + 1})
+
+    assert source_mark(source, {}) == before
+    monkeypatch.setattr(os, "fstat", other)
+    assert source_mark(source, {}) != before
+
+
+def test_the_same_file_under_another_path_is_looked_at_again(write_model, tmp_path: Path) -> None:
+    """Hard links have one inode, and whatever belongs to it."""
+    source, linked = write_model("m", {"w": torch.rand(10)}), tmp_path / "linked"
+    linked.mkdir()
+    for file in source.iterdir():
+        os.link(file, linked / file.name)
+    assert source_mark(source, {}) != source_mark(linked, {})
+
+
+@pytest.mark.parametrize("place", [8, -1])
+def test_headers_and_samples_count_where_the_file_system_says_nothing_new(
+    write_model, monkeypatch: pytest.MonkeyPatch, place: int
+) -> None:
+    source = write_model("m", {"w": torch.zeros(10**6)})
+    file, fstat = source / "model.safetensors", os.fstat
+    known = {path.stat().st_ino: path.stat() for path in source.iterdir()}
+
+    def as_before(descriptor: int) -> os.stat_result:
+        status = fstat(descriptor)
+        return known.get(status.st_ino, status)
+
+    monkeypatch.setattr(os, "fstat", as_before)
+    before = source_mark(source, {})
+    data = bytearray(file.read_bytes())
+    data[place] ^= 1
+    file.write_bytes(data)
+    assert source_mark(source, {}) != before
 
 
 def test_equal_bytes_elsewhere_are_the_same_version_and_nothing_is_written(

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from unit.cluster.counting import operations
+from unit.counting import operations
 
 from cluster.keeper.held_extents import Claim, HeldExtents
 from cluster.keeper.records import Held

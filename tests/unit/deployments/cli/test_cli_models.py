@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -11,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from deployments.cli.main import main
 
 LISTED = {"id": "m", "kind": "llm", "state": "ready", "error": ""}
 CONFLICT = {"error": {"message": "m is in the [/red] cluster config", "code": "conflict"}}
@@ -78,20 +75,10 @@ def server() -> Iterator[Any]:
 
 
 @pytest.fixture
-def run(server: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
-    """Return exit code, stdout and stderr of one command."""
-    monkeypatch.chdir(tmp_path)
+def run(run: Run, server: Any, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Return exit code, stdout and stderr of one command against the server."""
     monkeypatch.setenv("COLUMNS", "80")
-
-    def command(*arguments: str) -> tuple[int, str, str]:
-        url = f"http://127.0.0.1:{server.server_port}"
-        monkeypatch.setattr(sys, "argv", ["atelier", *arguments, "--url", url])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        captured = capsys.readouterr()
-        return int(ended.value.code or 0), captured.out, captured.err
-
-    return command
+    return lambda *arguments: run(*arguments, "--url", f"http://127.0.0.1:{server.server_port}")
 
 
 def test_register_sends_an_absolute_path_and_what_was_given(run: Run, server: Any, tmp_path: Path) -> None:

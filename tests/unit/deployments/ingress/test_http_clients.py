@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import io
-import threading
 from typing import Any
 
 import httpx
@@ -17,12 +16,15 @@ from unit.deployments.ingress.http_fakes import (
     CONFIG,
     EMBEDDING,
     EMBEDDINGS,
+    IMAGE,
+    IMAGES,
     Replicas,
     problem,
 )
 
 from deployments.errors import InvalidRequest
 from deployments.ingress.openai import embeddings as openai_embeddings
+from deployments.ingress.openai import images as openai_images
 
 
 async def test_images(client: openai.AsyncOpenAI, replicas: Replicas) -> None:
@@ -153,32 +155,43 @@ async def test_errors_are_the_clients_own_types(client: openai.AsyncOpenAI, repl
 
 
 async def test_large_embeddings_are_written_beside_the_event_loop(
-    client: openai.AsyncOpenAI, http: httpx.AsyncClient, replicas: Replicas, monkeypatch: pytest.MonkeyPatch
+    http: httpx.AsyncClient, replicas: Replicas, calls_on_loop: Any
 ) -> None:
-    writers: dict[int, list[int]] = {}
-    write = openai_embeddings.to_json
-
-    def noted(value: Any) -> bytes:
-        writers.setdefault(threading.get_ident(), []).append(len(value["embedding"]))
-        return write(value)
-
-    monkeypatch.setattr(openai_embeddings, "to_json", noted)
+    written = calls_on_loop(openai_embeddings, "to_json")
     vectors = np.random.default_rng().standard_normal((20, 1024)).astype(np.float32)
     replicas.vectors = vectors
     for format_ in ("float", "base64"):
-        writers.clear()
+        written.clear()
         answer = await http.post(
             f"/v1/{EMBEDDINGS}", json={**EMBEDDING, "input": ["x"] * 20, "encoding_format": format_}
         )
-        assert threading.get_ident() not in writers
-        assert sum(map(len, writers.values())) == 20
+        assert written == [False] * 20
         found = [item["embedding"] for item in answer.json()["data"]]
         if format_ == "base64":
             found = [np.frombuffer(base64.b64decode(item), "<f4") for item in found]
         np.testing.assert_array_equal(np.float32(found), vectors)
-    writers.clear()
+    written.clear()
     assert (await http.post(f"/v1/{EMBEDDINGS}", json=EMBEDDING)).status_code == 200
-    assert list(writers) == [threading.get_ident()]  # a thread would cost more than the writing
+    assert set(written) == {True}  # a thread would cost more than the writing
+
+
+async def test_large_images_are_written_beside_the_event_loop(
+    http: httpx.AsyncClient, replicas: Replicas, calls_on_loop: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deployments.ingress.responses._MAX_INLINE_BYTES", 4000)
+    encoded, joined = calls_on_loop(openai_images, "encode_image"), calls_on_loop(openai_images, "json_with_list")
+    for side, is_on_loop in ((16, True), (64, False)):
+        encoded.clear()
+        joined.clear()
+        answer = await http.post(f"/v1/{IMAGES}", json={**IMAGE, "n": 2, "width": side, "height": side})
+        (image, _) = (Image.open(io.BytesIO(base64.b64decode(item["b64_json"]))) for item in answer.json()["data"])
+        assert image.size == (side, side)
+        assert encoded == [is_on_loop] * 2
+        assert joined == [True]  # of one colour they take few bytes
+    monkeypatch.setattr(openai_images, "encode_image", lambda image, format_: bytes(4000))
+    joined.clear()
+    assert (await http.post(f"/v1/{IMAGES}", json=IMAGE)).status_code == 200
+    assert joined == [False]
 
 
 @pytest.mark.parametrize("format_", ["float", "base64"])

@@ -18,6 +18,7 @@ from ray.exceptions import RayActorError, RayTaskError
 from configs.cluster import LimitsConfig
 from deployments import errors
 from deployments.ingress.admin.answers import PrefetchAnswer, Tier
+from deployments.ingress.kserve.grpc import codec as grpc_codec
 from deployments.ingress.kserve.grpc.calls import status_of
 from deployments.ingress.kserve.grpc.protos import POOL, health
 from deployments.ingress.kserve.grpc.protos import open_inference as messages
@@ -137,7 +138,8 @@ async def test_inference_and_its_statistics(client: Client) -> None:
     assert {model.name for model in everything} == {"flux", "adder", "minilm", "broken", "scale"}
 
 
-async def test_large_tensors_are_read_and_written_aside(edge: SimpleNamespace) -> None:
+async def test_large_tensors_are_read_and_written_aside(edge: SimpleNamespace, calls_on_loop: Any) -> None:
+    read, written = calls_on_loop(grpc_codec, "read_request"), calls_on_loop(grpc_codec, "write_response")
     x = np.random.default_rng().standard_normal((20_000, 3)).astype(np.float32)
     inputs = [{"name": "x", "datatype": "FP32", "shape": x.shape}]
     edge.inference._limits = LimitsConfig(max_pipeline_items=len(x))
@@ -147,6 +149,7 @@ async def test_large_tensors_are_read_and_written_aside(edge: SimpleNamespace) -
         answer = await call
     await server.stop(0)
     assert np.frombuffer(answer.raw_output_contents[0], np.float32).tolist() == (x * 2).reshape(-1).tolist()
+    assert (read, written) == ([False], [False])
 
 
 async def test_a_stream_of_pieces(channel: grpc.aio.Channel, service: Any) -> None:

@@ -22,7 +22,7 @@ from configs.cluster import LimitsConfig
 from deployments.errors import GenerationFailed, InvalidRequest, ModelUnavailable, Overloaded, QueueFull
 from deployments.ingress import errors
 from deployments.ingress.kserve.inference import Inference
-from deployments.ingress.kserve.rest import routing
+from deployments.ingress.kserve.rest import routes, routing
 from deployments.ingress.kserve.rest.messages import read_request
 from deployments.ingress.kserve.rest.routes import create_inference_router
 from deployments.ingress.limits import BodyLimit
@@ -114,6 +114,21 @@ async def test_many_elements_as_json(client: httpx.AsyncClient) -> None:
     assert images["shape"] == [2, 96, 128, 3]
     assert images["data"] == [value for value in values for _ in range(96 * 128 * 3)]
     assert seed["data"] == [7, 7]
+
+
+async def test_large_messages_are_read_written_and_compressed_beside_the_event_loop(
+    client: httpx.AsyncClient, calls_on_loop: Any
+) -> None:
+    read, written = calls_on_loop(routes, "read_request"), calls_on_loop(routes, "write_response")
+    compressed = calls_on_loop(routes, "_compressed")
+    for side, is_on_loop in ((4, True), (192, False)):
+        answer = await infer(client, "flux", {"inputs": [PROMPT], "parameters": {"width": side, "height": side}})
+        assert len(answer.json()["outputs"][0]["data"]) == side * side * 3
+        assert (read.pop(), written.pop()) == (True, is_on_loop)
+    assert compressed == [False]  # httpx accepts gzip; the small answer is not worth it
+    text = {"name": "text", "datatype": "BYTES", "shape": [3], "data": ["a" * 30_000] * 3}
+    assert (await infer(client, "minilm", {"inputs": [text]})).status_code == 200
+    assert (read, written) == ([False], [True])
 
 
 async def test_raw_bytes_in_and_out(client: httpx.AsyncClient) -> None:

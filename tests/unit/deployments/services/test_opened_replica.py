@@ -1,0 +1,136 @@
+"""A replica opens its way to the node's keeper: damage and recalls arrive at its modules, and at its encodings.
+
+Replica, keeper and client are the real ones; only Ray between them is not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Generator, Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+import torch
+from unit.cluster.keeper.local_keeper import ActorHandle, FakeStore, ray_get
+
+from cluster.keeper.actor import NodeKeeper
+from cluster.keeper.records import Recall
+from configs.cluster import ClusterConfig
+from deployments.modules.loading import ComponentBuilder, is_denoise_component
+from deployments.services.model_replica import ModelReplica
+from deployments.services.text_encoder import TextEncoderService
+from deployments.services.worker import Worker
+from deployments.text.cache import EncodingCache, EncodingKey
+from deployments.text.encoders import TextEncoderBuilder, is_text_encoder
+from weights.externalize import externalize
+from weights.store import WeightStore
+
+pytestmark = pytest.mark.slow  # imports diffusers
+
+DEMO = Path(__file__).parents[4] / "infra/demo/models"
+MODEL = "digits-flux"
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> WeightStore:
+    store = WeightStore(tmp_path_factory.mktemp("opened") / "store")
+    externalize(store, MODEL, DEMO / MODEL, dtype="float32")
+    return store
+
+
+class Answer:
+    """An answer of an actor, to be awaited or asked for by `ray_get`."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def __call__(self) -> Any:
+        return self._value
+
+    def __await__(self) -> Generator[None, None, Any]:
+        yield
+        return self._value
+
+
+class Cluster:
+    """The registry of one node, its keeper, and what replicas open of both."""
+
+    def __init__(self, store: WeightStore) -> None:
+        self.store = store
+        models = [{"id": MODEL, "path": str(DEMO / MODEL)}]
+        self.config = ClusterConfig.model_validate({"store": {"path": str(store.path)}, "models": models})
+        self.keeper = NodeKeeper(str(store.packs), 2**30, "node", store=FakeStore(), audit_bytes_per_s=0)
+        self.registry = SimpleNamespace(
+            keeper=SimpleNamespace(remote=lambda node_id: Answer(ActorHandle(self.keeper))),
+            manifest=SimpleNamespace(remote=lambda model, version: Answer(store.manifest(model))),
+            report_attach=SimpleNamespace(remote=lambda model, error: Answer(None)),
+        )
+
+    async def damage(self, replica: ModelReplica, component: str) -> None:
+        """Write into shared weights; the audit finds it, and the replica gives its sign of life."""
+        refs = self.store.manifest(MODEL).components[component].tensors
+        ref = max(refs.values(), key=lambda ref: ref.nbytes)
+        held = self.keeper._held.held(ref.extent)
+        assert held is not None
+        held.view[ref.offset + 3] ^= 0x7F
+        self.keeper._audit.round()
+        replica._module_cache._provider.beat()
+        await asyncio.sleep(0)
+
+
+@pytest.fixture
+def cluster(store: WeightStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+    made = Cluster(store)
+    monkeypatch.setattr(ray, "get", ray_get)
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "node"))
+    for name, found in (("connect_registry", lambda config: made.registry), ("replica_calls_on_loopback", bool)):
+        monkeypatch.setattr(f"deployments.services.model_replica.{name}", found)
+    monkeypatch.setattr("cluster.keeper.ray_extents.HEARTBEAT_S", 3600.0)
+    yield made
+    made.keeper.close()
+
+
+async def test_a_worker_builds_damaged_weights_anew_and_gives_kept_ones_back(cluster: Cluster) -> None:
+    worker = object.__new__(Worker)  # the rest of its constructor needs Serve
+    settings = cluster.config.worker
+    await worker._open(cluster.config, "worker", settings, ComponentBuilder(settings))
+
+    async def built() -> tuple[str, ...]:
+        async with worker._module_cache.lease(MODEL, is_denoise_component) as lease:
+            return lease.report.built
+
+    assert await built() == ("transformer", "vae")
+    assert await built() == ()
+    await cluster.damage(worker, "transformer")
+    assert await built() == ("transformer",)
+    assert await built() == ()
+    kept = tuple({ref.extent for ref in cluster.store.manifest(MODEL).components["transformer"].tensors.values()})
+    answer = worker._module_cache._provider.hear_recall(Recall(kept))
+    assert (set(answer.given_back), answer.kept) == (set(kept), ())
+    assert await built() == ("transformer",)
+
+
+async def test_a_text_encoder_forgets_what_damaged_weights_may_have_encoded(cluster: Cluster) -> None:
+    service = object.__new__(TextEncoderService)
+    service._cache = EncodingCache(2**20)
+    settings = cluster.config.text_encoder
+    await service._open(cluster.config, "text-encoder", settings, TextEncoderBuilder())
+
+    async def source() -> str:
+        async def compute_many(keys: Sequence[EncodingKey]) -> list[dict[str, torch.Tensor]]:
+            return [{"hidden": torch.zeros(3)} for _ in keys]
+
+        key = EncodingKey("m", "float32", "none", (1, 2))
+        return (await service._cache.get_all([key], compute_many))[key].source
+
+    async with service._module_cache.lease(MODEL, is_text_encoder) as lease:
+        encoders = lease.modules
+    assert [await source(), await source()] == ["computed", "local"]
+    await cluster.damage(service, "text_encoder_2")
+    assert await source() == "computed"
+    async with service._module_cache.lease(MODEL, is_text_encoder) as lease:
+        assert lease.modules["text_encoder_2"] is not encoders["text_encoder_2"]
+        assert lease.modules["text_encoder"] is encoders["text_encoder"]
