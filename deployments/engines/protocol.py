@@ -194,18 +194,38 @@ class DiffusionOutput:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """The parameters of sampling. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 switch those filters off.
+    """The parameters of sampling. `temperature` 0 is greedy; 0 of `top_k` and `min_p`, and 1 of `top_p` and `typical_p`
+    switch those filters off, as 1 does the repetition penalty and 0 the other two.
 
-    `seed` None draws a fresh one. `stop` strings end the text and are not part of it.
+    `seed` None draws a fresh one. `stop` strings and `stop_token_ids` end the text and are not part of it. `logit_bias`
+    has (token id, addition) pairs. `num_logprobs` asks for the log probability of each token and of as many of the
+    best ones; None for none at all.
     """
 
     max_tokens: int = 16
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
+    typical_p: float = 1.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
     seed: int | None = None
     stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    num_logprobs: int | None = None
     ignore_eos: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """The natural log probability of a token, and (token id, log probability) of the best ones in its place."""
+
+    token_id: int
+    logprob: float
+    best: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,9 @@ from deployments.engines.llm.block_manager import BlockPool
 from deployments.engines.llm.kv_cache import cache_shape, plan_cache
 from deployments.engines.llm.model_runner import ModelRunner
 from deployments.engines.llm.models.registry import create_model, decoder_spec, load_config
-from deployments.engines.llm.sampler import TokenPicker, sample
+from deployments.engines.llm.sampler import SampledToken, sample
 from deployments.engines.llm.scheduler import Chunk, Scheduler, Sequence
+from deployments.engines.llm.token_picker import TokenPicker
 from deployments.engines.llm.tokenizer import (
     IncrementalDecoder,
     StopMatcher,
@@ -176,7 +177,7 @@ class LLMEngine:
             pickers = [self._requests[request_id].picker for request_id in request_ids]
             outcomes = dict(zip(request_ids, sample(logits, pickers), strict=True))
             self.failures |= {id_: outcome for id_, outcome in outcomes.items() if isinstance(outcome, Exception)}
-            return {id_: outcome for id_, outcome in outcomes.items() if isinstance(outcome, int)}
+            return {id_: outcome.token_id for id_, outcome in outcomes.items() if isinstance(outcome, SampledToken)}
         except Exception as error:
             if len(chunks) == 1:
                 request_id = chunks[0].sequence.request_id
@@ -307,7 +308,7 @@ class _RequestState:
         prompt, sampling = request.prompt_token_ids, request.sampling
         return cls(
             sequence=Sequence(request.request_id, list(prompt), len(prompt)),
-            picker=TokenPicker.create(sampling),
+            picker=TokenPicker.create(sampling, prompt),
             decoder=IncrementalDecoder(tokenizer, prompt),
             matcher=StopMatcher(sampling.stop),
             max_tokens=min(sampling.max_tokens, max_model_len - len(prompt)),
@@ -316,6 +317,7 @@ class _RequestState:
 
     def advance(self, token_id: int) -> TextDelta:
         """Return the delta of a token that the scheduler has appended to the sequence already."""
+        self.picker.advance(token_id)
         finish_reason = None
         if token_id in self.eos_token_ids:
             # The end token is counted but not shown, whether the tokenizer calls it special or not.

@@ -1,90 +1,280 @@
 from __future__ import annotations
 
-from collections import Counter
+import math
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from transformers import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
 
-from deployments.engines.llm.sampler import TokenPicker, _filter_logits, sample
+from deployments.engines.llm.sampler import SampledToken, sample
+from deployments.engines.llm.token_picker import TokenPicker
 from deployments.engines.protocol import ComputationFailed, SamplingParams
 
 
-def plain_distribution(logits, temperature=1.0, top_k=0, top_p=1.0):
-    """Probabilities by the textbook, token by token."""
-    probabilities = torch.softmax(logits.double() / temperature, 0).tolist()
-    order = sorted(range(len(probabilities)), key=lambda token: -probabilities[token])
+def plain_distribution(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, typical_p=1.0):
+    """Probabilities by the textbook, token by token, each filter over what the one before left."""
+    values = [value / temperature for value in logits.tolist()]
+    best = max(values)
+    kept = {token: math.exp(value - best) for token, value in enumerate(values)}
+
+    def shares():
+        total = math.fsum(kept.values())
+        return {token: weight / total for token, weight in kept.items()}
+
+    def first(score, enough):
+        order, left, mass = sorted(kept, key=score), {}, 0.0
+        share = shares()
+        for token in order:
+            if mass >= enough:
+                break
+            left[token] = kept[token]
+            mass += share[token]
+        return left
+
     if top_k:
-        order = order[:top_k]
-    total = sum(probabilities[token] for token in order)
-    kept, mass = {}, 0.0
-    for token in order:
-        if mass >= top_p:
-            break
-        kept[token] = probabilities[token] / total
-        mass += kept[token]
-    return {token: probability / sum(kept.values()) for token, probability in kept.items()}
+        kept = {token: kept[token] for token in sorted(kept, key=lambda token: -kept[token])[:top_k]}
+    if top_p < 1:
+        kept = first(lambda token: -kept[token], top_p)
+    if min_p:
+        most = max(kept.values())
+        kept = {token: weight for token, weight in kept.items() if weight >= min_p * most}
+    if typical_p < 1:
+        share = shares()
+        entropy = -math.fsum(p * math.log(p) for p in share.values() if p)
+        kept = first(lambda token: abs(-math.log(share[token]) - entropy), typical_p)
+    return shares()
 
 
-@pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize(
-    "params",
-    [
-        {"temperature": 0.7},
-        {"temperature": 1.0, "top_p": 0.8},
-        {"temperature": 1.3, "top_k": 5},
-        {"temperature": 0.9, "top_k": 7, "top_p": 0.6},
-        {"temperature": 1.0, "top_k": 1000, "top_p": 0.3},
-        {"temperature": 1.0, "top_p": 1e-9},
-    ],
-)
-def test_the_distribution_is_the_plain_formula(seed, params):
-    logits = torch.randn(40, generator=torch.Generator().manual_seed(seed)) * 2
-    token_ids, probabilities = _filter_logits(logits, SamplingParams(**params))
-    expected = plain_distribution(logits, **params)
-    assert token_ids.tolist() == sorted(expected)
-    normalized = (probabilities / probabilities.sum()).tolist()
-    assert normalized == pytest.approx([expected[token] for token in sorted(expected)], rel=1e-6)
+FILTERS: list[dict[str, Any]] = [
+    {"temperature": 0.7},
+    {"temperature": 1.0},
+    {"temperature": 1.0, "top_p": 0.8},
+    {"temperature": 1.3, "top_k": 5},
+    {"temperature": 0.9, "top_k": 7, "top_p": 0.6},
+    {"temperature": 1.0, "top_k": 1000, "top_p": 0.3},
+    {"temperature": 1.0, "top_p": 1e-9},
+    {"temperature": 0.8, "min_p": 0.1},
+    {"temperature": 1.2, "top_p": 0.9, "min_p": 0.02},
+    {"temperature": 1.0, "typical_p": 0.5},
+    {"temperature": 0.8, "top_k": 30, "top_p": 0.9, "min_p": 0.01, "typical_p": 0.8},
+]
 
 
-def test_draws_follow_the_distribution():
-    logits = torch.tensor([2.0, -1.0, 0.5, 1.0, 0.0, -8.0])
-    params = SamplingParams(temperature=1.0, top_p=0.9, seed=5)
-    expected = plain_distribution(logits, top_p=0.9)
-    picker, num_draws = TokenPicker.create(params), 4000
-    counts = Counter(token for _ in range(num_draws) for token in sample(logits[None], [picker]))
-    assert set(counts) == set(expected)
-    for token, probability in expected.items():
-        deviation = (probability * (1 - probability) / num_draws) ** 0.5
-        assert abs(counts[token] / num_draws - probability) < 4 * deviation
+def next_draw(picker: TokenPicker) -> float:
+    """The number that the picker draws next, without drawing it."""
+    copy = torch.Generator()
+    copy.set_state(picker.generator.get_state())
+    return float(torch.rand(1, generator=copy, dtype=torch.float64))
 
 
-def test_rows_keep_their_own_stream():
-    logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(0))
-    params = [SamplingParams(temperature=1.0, seed=seed) for seed in (1, 2, 3)]
+def picked(logits, *pickers: TokenPicker) -> list[int]:
+    outcomes = sample(logits.clone(), pickers)
+    assert all(isinstance(outcome, SampledToken) for outcome in outcomes)
+    return [outcome.token_id for outcome in outcomes if isinstance(outcome, SampledToken)]
+
+
+@pytest.mark.parametrize("size", [40, 1000, 20_000])
+@pytest.mark.parametrize("filters", FILTERS, ids=str)
+def test_a_draw_is_where_it_falls_in_the_plain_distribution(size, filters):
+    generator = torch.Generator().manual_seed(size)
+    for spread in (1.0, 4.0):
+        logits = torch.randn(1, size, generator=generator) * spread
+        expected = plain_distribution(logits[0].double(), **filters)
+        token_ids = sorted(expected)
+        sums = np.cumsum([expected[token] for token in token_ids])
+        picker = TokenPicker.create(SamplingParams(seed=3, **filters))
+        for _ in range(25):
+            draw = next_draw(picker)
+            (token,) = picked(logits, picker)
+            lowest, highest = (min(np.searchsorted(sums, draw + e, "right"), len(sums) - 1) for e in (-1e-5, 1e-5))
+            assert token in token_ids[lowest : highest + 1]
+
+
+@pytest.mark.parametrize("filters", FILTERS, ids=str)
+def test_the_filters_keep_what_those_of_transformers_keep(filters):
+    logits = torch.randn(1, 300, generator=torch.Generator().manual_seed(1)) * 2
+    kept = logits.clone()
+    ids = torch.zeros(1, 1, dtype=torch.long)
+    kept = TemperatureLogitsWarper(filters["temperature"])(ids, kept)
+    for name, warper in (
+        ("top_k", TopKLogitsWarper),
+        ("top_p", TopPLogitsWarper),
+        ("min_p", MinPLogitsWarper),
+        ("typical_p", TypicalLogitsWarper),
+    ):
+        if name in filters:
+            kept = warper(filters[name])(ids, kept)
+    allowed = set(kept[0].isfinite().nonzero()[:, 0].tolist())
+    assert allowed == set(plain_distribution(logits[0].double(), **filters))
+    picker = TokenPicker.create(SamplingParams(seed=0, **filters))
+    assert {picked(logits, picker)[0] for _ in range(300)} <= allowed
+
+
+def test_tokens_as_good_as_the_last_one_stay():
+    logits = torch.tensor([[1.0, 3.0, 2.0, 2.0, 2.0, 0.0]])
+    picker = TokenPicker.create(SamplingParams(temperature=1.0, top_k=2, seed=0))
+    assert {picked(logits, picker)[0] for _ in range(200)} == {1, 2, 3, 4}
+    many = torch.zeros(1, 10_000)  # as good as each other, more than any number of candidates
+    picker = TokenPicker.create(SamplingParams(temperature=1.0, top_k=2, seed=0))
+    assert max(picked(many, picker)[0] for _ in range(200)) > 9000
+
+
+def random_params(generator: np.random.Generator, number: int) -> SamplingParams:
+    def either(value: Any, other: Any) -> Any:
+        return value if generator.random() < 0.5 else other
+
+    return SamplingParams(
+        temperature=either(0.0, float(generator.uniform(0.05, 2)))
+        if number % 4 == 0
+        else float(generator.random() + 0.1),
+        top_k=either(0, int(generator.integers(1, 400))),
+        top_p=either(1.0, float(generator.uniform(0.1, 1))),
+        min_p=either(0.0, float(generator.uniform(0, 0.3))),
+        typical_p=either(1.0, float(generator.uniform(0.1, 1))),
+        repetition_penalty=either(1.0, float(generator.uniform(0.5, 2))),
+        frequency_penalty=either(0.0, float(generator.uniform(-2, 2))),
+        presence_penalty=either(0.0, float(generator.uniform(-2, 2))),
+        logit_bias=either((), ((5, 3.0), (7, -100.0))),
+        seed=number,
+        num_logprobs=either(None, int(generator.integers(0, 20))),
+    )
+
+
+@pytest.mark.parametrize("size", [50, 1280, 6000])
+def test_a_row_does_not_depend_on_its_company(size):
+    generator = np.random.default_rng(size)
+    all_params = [random_params(generator, number) for number in range(24)]
+    prompts = [tuple(generator.integers(0, size, 30).tolist()) for _ in all_params]
+    steps = [torch.from_numpy(generator.normal(0, 3, (24, size)).astype(np.float32)) for _ in range(4)]
     alone = []
-    for row, param in enumerate(params):
-        picker = TokenPicker.create(param)
-        alone.append([sample(logits[row : row + 1], [picker])[0] for _ in range(20)])
-    pickers = [TokenPicker.create(param) for param in params]
-    together = [sample(logits, pickers) for _ in range(20)]
-    assert [list(column) for column in zip(*together, strict=True)] == alone
+    for row, (params, prompt) in enumerate(zip(all_params, prompts, strict=True)):
+        picker, outcomes = TokenPicker.create(params, prompt), []
+        for logits in steps:
+            outcomes += sample(logits[row : row + 1].clone(), [picker])
+            picker.advance(outcomes[-1].token_id)
+        alone.append(outcomes)
+    pickers = [TokenPicker.create(params, prompt) for params, prompt in zip(all_params, prompts, strict=True)]
+    for number, logits in enumerate(steps):
+        order = generator.permutation(24).tolist()
+        together = sample(logits[order].clone(), [pickers[row] for row in order])
+        for place, row in enumerate(order):
+            assert together[place] == alone[row][number]
+            pickers[row].advance(together[place].token_id)
+
+
+def test_penalties_and_bias_are_the_plain_formulas():
+    generator = np.random.default_rng(0)
+    for number in range(30):
+        logits = torch.from_numpy(generator.normal(0, 2, (1, 40)).astype(np.float32))
+        prompt = generator.integers(0, 40, 8).tolist()
+        completion = generator.integers(0, 40, 12).tolist()
+        repetition, frequency, presence = generator.uniform(0.5, 2), *generator.uniform(-2, 2, 2)
+        bias = {int(token): float(generator.uniform(-5, 5)) for token in generator.integers(0, 40, 4)}
+        params = SamplingParams(
+            repetition_penalty=repetition,
+            frequency_penalty=frequency,
+            presence_penalty=presence,
+            logit_bias=tuple(bias.items()),
+            seed=number,
+        )
+        picker = TokenPicker.create(params, prompt)
+        for token in completion:
+            picker.advance(token)
+        expected = RepetitionPenaltyLogitsProcessor(repetition)(torch.tensor([prompt + completion]), logits.clone())[0]
+        for token in range(40):
+            count = completion.count(token)
+            expected[token] += bias.get(token, 0.0) - count * frequency - (count > 0) * presence
+        changed = logits.clone()
+        assert [o.token_id for o in sample(changed, [picker]) if isinstance(o, SampledToken)] == [
+            int(expected.argmax())
+        ]
+        torch.testing.assert_close(changed[0], expected, atol=1e-5, rtol=1e-5)
+
+
+def test_log_probabilities_are_those_of_the_model_whatever_is_done_to_it():
+    logits = torch.randn(3, 5000, generator=torch.Generator().manual_seed(2)) * 3
+    expected = torch.log_softmax(logits.double(), -1)
+    params = [
+        SamplingParams(num_logprobs=5),
+        SamplingParams(temperature=0.3, top_k=3, seed=1, num_logprobs=0, logit_bias=((11, 50.0),)),
+        SamplingParams(temperature=1.5, seed=1),
+    ]
+    greedy, biased, silent = sample(logits.clone(), [TokenPicker.create(one) for one in params])
+    assert greedy.logprob.token_id == greedy.token_id == int(logits[0].argmax())
+    assert greedy.logprob.logprob == pytest.approx(float(expected[0].max()), abs=1e-5)
+    values, ids = expected[0].topk(5)
+    assert [token for token, _ in greedy.logprob.best] == ids.tolist()
+    assert [value for _, value in greedy.logprob.best] == pytest.approx(values.tolist(), abs=1e-5)
+    assert biased.token_id == 11
+    assert biased.logprob.logprob == pytest.approx(float(expected[1, 11]), abs=1e-5)
+    assert biased.logprob.best == ()
+    assert silent.logprob is None
+
+
+class OnlyThese:
+    def __init__(self, *allowed: int) -> None:
+        self.allowed = allowed
+        self.came: list[int] = []
+
+    def fill_mask(self, mask) -> None:
+        for token in self.allowed:
+            mask[token // 32] |= np.int32(np.uint32(1 << (token % 32)).view(np.int32))
+
+    def advance(self, token_id: int) -> None:
+        self.came.append(token_id)
+
+
+def test_a_constraint_leaves_its_tokens_only():
+    logits = torch.randn(2, 100, generator=torch.Generator().manual_seed(0))
+    constraint = OnlyThese(31, 64, 99)
+    free = TokenPicker.create(SamplingParams())
+    bound = TokenPicker.create(SamplingParams(temperature=3.0, seed=1), constraint=constraint)
+    found = {tuple(picked(logits, free, bound)) for _ in range(60)}
+    assert found == {(int(logits[0].argmax()), token) for token in (31, 64, 99)}
+    bound.advance(64)
+    assert constraint.came == [64]
+    (failed,) = sample(logits[:1].clone(), [TokenPicker.create(SamplingParams(), constraint=OnlyThese())])
+    assert isinstance(failed, ComputationFailed)
+    assert "fits the grammar" in str(failed)
+
+
+def test_completions_of_one_request_have_streams_of_their_own():
+    logits = torch.zeros(1, 1000)
+    streams = [TokenPicker.create(SamplingParams(temperature=1.0, seed=4), index=index) for index in (0, 1, 2, 1)]
+    drawn = [[picked(logits, picker)[0] for _ in range(5)] for picker in streams]
+    assert drawn[1] == drawn[3]
+    assert drawn[0] != drawn[1] != drawn[2] != drawn[0]
 
 
 def test_greedy_and_top_k_1_take_the_first_maximum():
     logits = torch.tensor([[0.0, 3.0, 3.0, 1.0]])
     for params in (SamplingParams(), SamplingParams(temperature=5.0, top_k=1)):
-        assert sample(logits, [TokenPicker.create(params)]) == [1]
+        assert picked(logits, TokenPicker.create(params)) == [1]
+    long = torch.zeros(1, 1000)
+    long[0, [300, 301, 700]] = 2.0
+    assert picked(long, TokenPicker.create(SamplingParams())) == [300]
 
 
 def test_without_a_seed_two_streams_differ():
     logits = torch.zeros(1, 1000)
     first, second = (TokenPicker.create(SamplingParams(temperature=1.0)) for _ in range(2))
-    assert [sample(logits, [first]) for _ in range(5)] != [sample(logits, [second]) for _ in range(5)]
+    assert [picked(logits, first) for _ in range(5)] != [picked(logits, second) for _ in range(5)]
 
 
 def test_tiny_temperatures_are_almost_greedy():
     logits = torch.tensor([[1.0, 80.0, 79.0]])
-    assert sample(logits, [TokenPicker.create(SamplingParams(temperature=1e-30, seed=0))]) == [1]
+    for options in ({}, {"top_k": 2}, {"top_p": 0.9}):
+        params = SamplingParams(temperature=1e-30, seed=0, **options)
+        assert picked(logits, TokenPicker.create(params)) == [1]
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -93,9 +283,9 @@ def test_logits_that_are_not_finite_fail_their_row_before_any_draw(bad):
     logits[1, 3] = bad
     pickers = [TokenPicker.create(SamplingParams(temperature=1.0, seed=0)) for _ in range(3)]
     before = pickers[1].generator.get_state()
-    first, failed, last = sample(logits, pickers)
+    first, failed, last = sample(logits.clone(), pickers)
     assert isinstance(failed, ComputationFailed)
     assert "not finite" in str(failed)
     assert torch.equal(pickers[1].generator.get_state(), before)
     alone = TokenPicker.create(SamplingParams(temperature=1.0, seed=0))
-    assert [first] == [last] == sample(logits[:1], [alone])
+    assert [first] == [last] == sample(logits[:1].clone(), [alone])
