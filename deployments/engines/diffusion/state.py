@@ -27,6 +27,8 @@ class DenoiseState:
     weight. The solver is this request's alone, since it counts its own steps. `adapters` are weights with
     their strength. `are_finite` has a flag for every step done here, on the device: reading one would make the
     device wait, so that is left until the images are wanted. A state with a `failure` takes no more steps.
+    After a step of `preview_at`, `expected` has the latents that the step expects at the end. `solver_at_start` has the
+    solver's attributes before the first step.
     """
 
     request: DiffusionRequest
@@ -39,6 +41,12 @@ class DenoiseState:
     adapters: tuple[tuple[Pairs, float], ...] = ()
     are_finite: list[torch.Tensor] = field(default_factory=list)
     failure: Exception | None = None
+    preview_at: tuple[int, ...] = ()
+    expected: torch.Tensor | None = None
+    solver_at_start: Mapping[str, Any] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.solver_at_start = dict(vars(self.solver))
 
     @property
     def num_steps(self) -> int:
