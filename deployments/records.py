@@ -27,6 +27,7 @@ RequestT = TypeVar("RequestT", bound="RequestModel")
 Finite = Field(allow_inf_nan=False)
 # Bounds of what a request can mean. What one may ask of a cluster is in its config (`LimitsConfig`); see `limits.py`.
 MAX_INT32 = 2**31 - 1
+MAX_PARTIAL_IMAGES = 3  # OpenAI's
 Name = Annotated[str, Field(max_length=256)]  # of a model, an adapter or a version
 UserName = Annotated[str, Field(max_length=1024)]  # OpenAI's `user`, which nobody here looks at
 Count = Annotated[int, Field(ge=1, le=MAX_INT32)]
@@ -121,6 +122,10 @@ class ImageRequest(ImageOptions):
     the size of the result; where `width` and `height` are None, they are those of `init_image`, else of the first of
     `control`.
 
+    `partial_images` asks a stream for so many previews on the way (fewer where there are not as many steps),
+    `reports_steps` for every step, and `checkpoint_steps` for a checkpoint every so many steps (0: none); an answer in
+    one piece has none of them.
+
     The ingress sets the last four fields. `model_version` and `adapter_versions` (by name) are the fingerprints of the
     versions that are current then, so that every replica on the way uses the same ones. `text_padding` and `long_text`
     are the model's. `priority`, `timeout_s` and `tenant` are as in EmbeddingRequest.
@@ -133,6 +138,9 @@ class ImageRequest(ImageOptions):
     priority: Priority = 0
     tenant: TenantName = ""
     timeout_s: float | None = Field(None, gt=0, allow_inf_nan=False)
+    partial_images: int = Field(0, ge=0, le=MAX_PARTIAL_IMAGES)
+    reports_steps: bool = False
+    checkpoint_steps: int = Field(0, ge=0, le=MAX_INT32)
     model_version: str | None = None
     adapter_versions: dict[str, str] = {}
     text_padding: TextPadding = "stock"
@@ -255,6 +263,21 @@ class ImageResult:
     switch: SwitchReport | None
     cache: CacheUse
     warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ImageProgress:
+    """A piece of an image stream before its ImageResult: `step` of `num_steps` are done.
+
+    `previews` are n arrays (height, width, 3) uint8, the images as this step expects them, or (); `preview_index`
+    counts them from 0. `checkpoint` is what `Worker.stream_images` takes to go on after this step in another replica.
+    """
+
+    step: int
+    num_steps: int
+    previews: tuple[npt.NDArray[np.uint8], ...] = ()
+    preview_index: int | None = None
+    checkpoint: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)

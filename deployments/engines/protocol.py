@@ -155,13 +155,20 @@ class ConditionedRequest:
     """A diffusion request with its text conditioning (see `Family.assemble_conditioning`), ready for the engine.
 
     `adapters` has the weights that `request.adapters` names. Requests share a batch when they use the same objects:
-    another version of an adapter is another object. `reports_steps` asks for an output at every step.
+    another version of an adapter is another object.
+
+    Outputs before the last one are sent for what was asked: `reports_steps`, one at every step; `num_previews`, so many
+    previews spread over the steps; `checkpoint_steps`, a checkpoint every so many steps (0: none). `resume_from` is the
+    checkpoint to go on from; `conditioning` is then what `checkpoints.conditioning_of` reads from it.
     """
 
     request: DiffusionRequest
     conditioning: Mapping[str, torch.Tensor]
     adapters: Mapping[str, LoraAdapter] = field(default_factory=dict)
     reports_steps: bool = False
+    num_previews: int = 0
+    checkpoint_steps: int = 0
+    resume_from: bytes | None = None
 
     @property
     def request_id(self) -> str:
@@ -179,13 +186,20 @@ class DenoiseTimes:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DiffusionOutput:
-    """The progress of a request and, at its end, its images: uint8 (num_images, height, width, 3)."""
+    """The progress of a request and, at its end, its images: uint8 (num_images, height, width, 3).
+
+    `preview` has the images that the step before expects, in the same form; it is number `preview_index` from 0 on.
+    `checkpoint` is all that the request needs to go on after `step_index` steps, in any process, bit for bit.
+    """
 
     request_id: str
     step_index: int
     num_steps: int
     images: npt.NDArray[np.uint8] | None = None
     times: DenoiseTimes = DenoiseTimes()
+    preview: npt.NDArray[np.uint8] | None = None
+    preview_index: int | None = None
+    checkpoint: bytes | None = None
 
     @property
     def is_last(self) -> bool:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Final, TypeVar
 
-import numpy as np
-import numpy.typing as npt
-import torch
-
 from configs.cluster import WorkerConfig
+from deployments.engines.diffusion.checkpoints import conditioning_of
 from deployments.engines.diffusion.engine import DiffusionEngine
 from deployments.engines.diffusion.families import family_of
 from deployments.engines.diffusion.pipeline import DenoisePipeline, create_pipeline, settings_hash
@@ -20,19 +18,19 @@ from deployments.engines.protocol import (
     AdapterUse,
     ConditionedRequest,
     ControlUse,
-    DenoiseTimes,
     DiffusionOutput,
     DiffusionRequest,
 )
 from deployments.errors import InvalidRequest, as_service_errors
 from deployments.modules.cache import Lease, ModuleCache
 from deployments.modules.loading import batch_bounds, is_denoise_component
-from deployments.records import ImageRequest, ImageResult
+from deployments.records import CacheUse, ImageProgress, ImageRequest, ImageResult
 from deployments.services.step_loop import DeviceThread, EngineLoop
-from deployments.text.requests import Conditioning, ConditioningRequest, unpack
+from deployments.text.requests import Conditioning, ConditioningRequest, pack, unpack
 
 EncodeText = Callable[[ConditioningRequest], Awaitable[Conditioning]]
 OnStep = Callable[[int, int], None]  # steps done, steps in all
+ImagePiece = ImageProgress | ImageResult
 _DiffusionLoop = EngineLoop[ConditionedRequest, DiffusionOutput]
 MAX_SETTINGS: Final = 1024
 _NumberT = TypeVar("_NumberT", int, float)
@@ -56,18 +54,39 @@ class ImageService:
         encode_first: bool = False,
         on_step: OnStep | None = None,
     ) -> ImageResult:
-        """Return the images of a request that `with_image_defaults` has filled in.
+        """Return the images of a request, as `stream` does; nothing but `on_step` tells of the way there."""
+        reports = {"reports_steps": on_step is not None, "partial_images": 0, "checkpoint_steps": 0}
+        pieces = self.stream(request.model_copy(update=reports), encode_text, encode_first=encode_first)
+        async with contextlib.aclosing(pieces):
+            async for piece in pieces:
+                if isinstance(piece, ImageResult):
+                    return piece
+                if on_step is not None:
+                    on_step(piece.step, piece.num_steps)
+        raise AssertionError("a stream of images ends with its result")
 
-        The model is switched to while the text is being encoded; with `encode_first` after it, for an encoder that
-        takes room from the same cache. Raises the ServiceErrors of `deployments.errors`, and what `encode_text` raises;
-        nothing is leased then.
+    async def stream(
+        self,
+        request: ImageRequest,
+        encode_text: EncodeText,
+        *,
+        checkpoint: bytes | None = None,
+        encode_first: bool = False,
+    ) -> AsyncGenerator[ImagePiece, None]:
+        """Yield what the request asks to hear of its steps, and its ImageResult at the end.
+
+        `with_image_defaults` has filled the request in. With a `checkpoint` of the same request it goes on from there,
+        and no text is encoded. Else the model is switched to while the text is being encoded; with `encode_first` after
+        it, for an encoder that takes room from the same cache. Closing the generator early ends the request.
+
+        Raises the ServiceErrors of `deployments.errors`, and what `encode_text` raises; nothing is leased then.
         """
         start = time.perf_counter()
         with as_service_errors():
             manifest = await self._module_cache.manifest(request.model, request.model_version)
             denoise = _denoise_request(request)
             text = _conditioning_request(request, denoise, manifest.class_name or "")
-            encoding = asyncio.ensure_future(encode_text(text))
+            encoding = asyncio.ensure_future(_kept_text(checkpoint) if checkpoint else encode_text(text))
             try:
                 if encode_first:
                     await encoding
@@ -79,52 +98,55 @@ class ImageService:
                     adapter_versions=request.adapter_versions,
                 ) as lease:
                     conditioning = await encoding
-                    images, times = await self._denoise(lease, denoise, unpack(conditioning.tensors), on_step)
+                    conditioned = ConditionedRequest(
+                        denoise,
+                        unpack(conditioning.tensors),
+                        lease.adapters,
+                        reports_steps=request.reports_steps,
+                        num_previews=request.partial_images,
+                        checkpoint_steps=request.checkpoint_steps,
+                        resume_from=checkpoint,
+                    )
+                    async with contextlib.aclosing(self._denoise(lease, conditioned)) as outputs:
+                        async for output in outputs:
+                            if output.images is None:
+                                yield _progress(output)
             finally:
                 encoding.cancel()
-        return ImageResult(
+        assert output.images is not None  # it is the last
+        warnings = conditioning.warnings + _ignored_inputs(request, text.use_negative, manifest.class_name or "")
+        yield ImageResult(
             model=request.model,
-            images=list(images),
+            images=list(output.images),
             seed=denoise.seed,
             num_inference_steps=denoise.num_inference_steps,
             timings_ms={
-                "queue": times.queue_s * 1e3,
+                "queue": output.times.queue_s * 1e3,
                 "encode": conditioning.encode_ms,
                 "switch": lease.report.switch_ms,
-                "denoise": times.denoise_s * 1e3,
-                "decode": times.decode_s * 1e3,
+                "denoise": output.times.denoise_s * 1e3,
+                "decode": output.times.decode_s * 1e3,
                 "total": (time.perf_counter() - start) * 1e3,
             },
             switch=lease.report,
             cache=conditioning.cache,
-            warnings=conditioning.warnings + _ignored_inputs(request, text.use_negative, manifest.class_name or ""),
+            warnings=warnings,
         )
 
-    async def _denoise(
-        self,
-        lease: Lease,
-        request: DiffusionRequest,
-        conditioning: Mapping[str, torch.Tensor],
-        on_step: OnStep | None,
-    ) -> tuple[npt.NDArray[np.uint8], DenoiseTimes]:
+    async def _denoise(self, lease: Lease, request: ConditionedRequest) -> AsyncGenerator[DiffusionOutput, None]:
         """Run one request in the engine of the leased modules, which all requests for them share."""
-
-        def tell(output: DiffusionOutput) -> None:
-            if on_step is not None and not output.is_last:
-                on_step(output.step_index, output.num_steps)
-
         settings = await self._settings_of(lease)
         loop: _DiffusionLoop = lease.bound(
             lambda: EngineLoop(self._device, DiffusionEngine(self._pipeline(lease))), settings
         )
         self.num_running += 1
         try:
-            conditioned = ConditionedRequest(request, conditioning, lease.adapters, reports_steps=on_step is not None)
-            output = await loop.last_output(conditioned, tell)
+            # Closed before the lease ends: the engine may be in a step of this request when the stream is left.
+            async with contextlib.aclosing(loop.stream_outputs(request)) as outputs:
+                async for output in outputs:
+                    yield output
         finally:
             self.num_running -= 1
-        assert output.images is not None  # it is the last
-        return output.images, output.times
 
     async def _settings_of(self, lease: Lease) -> str:
         """Return the identity of the pipeline's settings, read once for each version of a model."""
@@ -143,6 +165,17 @@ class ImageService:
             device=self._settings.torch_device,
             bounds=batch_bounds(self._settings),
         )
+
+
+async def _kept_text(checkpoint: bytes) -> Conditioning:
+    """Return the conditioning of a checkpoint. Not on the event loop: it may be megabytes."""
+    tensors = await asyncio.to_thread(lambda: pack(conditioning_of(checkpoint)))
+    return Conditioning(tensors, encode_ms=0.0, cache=CacheUse(0, 0), warnings=())
+
+
+def _progress(output: DiffusionOutput) -> ImageProgress:
+    previews = () if output.preview is None else tuple(output.preview)
+    return ImageProgress(output.step_index, output.num_steps, previews, output.preview_index, output.checkpoint)
 
 
 def _denoise_request(request: ImageRequest) -> DiffusionRequest:

@@ -29,7 +29,7 @@ from deployments.records import (
     TextRequestRecord,
     TextResult,
 )
-from deployments.services.image_service import ImageService
+from deployments.services.image_service import ImagePiece, ImageService
 from deployments.services.model_replica import ModelReplica
 from deployments.services.replica_calls import ReplicaCalls, ReplicaStates
 from deployments.services.step_loop import DeviceThread, EngineLoop
@@ -61,20 +61,48 @@ class Worker(ModelReplica):
         self._fallback_encoder = FallbackEncoder(self._module_cache, self._device)
 
     async def generate(self, request: ImageRequest) -> ImageResult:
-        """Return images. The text is encoded elsewhere while this replica switches to the model.
+        """Return images in one answer, as `stream_images` does."""
+        silent = request.model_copy(update={"reports_steps": False, "partial_images": 0, "checkpoint_steps": 0})
+        async with contextlib.aclosing(self.stream_images(silent)) as pieces:
+            async for piece in pieces:
+                result = piece
+        assert isinstance(result, ImageResult)  # it is the last
+        return result
 
-        Without the text-encoder service this replica encodes the text itself, if its settings let it.
+    async def stream_images(
+        self, request: ImageRequest, checkpoint: bytes | None = None
+    ) -> AsyncGenerator[ImagePiece, None]:
+        """Yield what the request asks to hear of its steps, and its ImageResult at the end.
+
+        The text is encoded elsewhere while this replica switches to the model. Without the text-encoder service this
+        replica encodes the text itself, if its settings let it. With the `checkpoint` of an earlier piece, from any
+        replica, the request goes on after that piece.
         """
         try:
-            result = await self._images.generate(request, self._encoder.condition)
+            async with contextlib.aclosing(self._image_pieces(request, checkpoint)) as pieces:
+                async for piece in pieces:
+                    if isinstance(piece, ImageResult) and piece.switch:
+                        self._metrics.count_attached(request.model, piece.switch.attached_bytes)
+                        self._metrics.count_request("image", request.model, piece.timings_ms)
+                    yield piece
         except EncoderDown as error:
+            raise ModelUnavailable(str(error), "model") from None
+
+    async def _image_pieces(self, request: ImageRequest, checkpoint: bytes | None) -> AsyncGenerator[ImagePiece, None]:
+        """Yield the pieces of `stream_images`. Raises EncoderDown, before the first, if the text cannot be encoded."""
+        stream = self._images.stream
+        try:
+            async with contextlib.aclosing(stream(request, self._encoder.condition, checkpoint=checkpoint)) as pieces:
+                async for piece in pieces:
+                    yield piece
+                return
+        except EncoderDown:
             if not self._settings.encodes_alone:
-                raise ModelUnavailable(str(error), "model") from None
-            result = await self._images.generate(request, self._fallback_encoder.condition, encode_first=True)
-        if result.switch:
-            self._metrics.count_attached(request.model, result.switch.attached_bytes)
-        self._metrics.count_request("image", request.model, result.timings_ms)
-        return result
+                raise
+        alone = stream(request, self._fallback_encoder.condition, encode_first=True)
+        async with contextlib.aclosing(alone) as pieces:
+            async for piece in pieces:
+                yield piece
 
     async def write_text(self, request: TextRequestRecord) -> TextResult:
         """Return the whole text in one answer: cheaper than a stream, whose every piece is a message of its own."""

@@ -9,11 +9,16 @@ waited the longest since its last step, so that a long one moves on under many s
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
+import numpy as np
+import numpy.typing as npt
+
+from deployments.engines.diffusion.checkpoints import restore_checkpoint, save_checkpoint
 from deployments.engines.diffusion.pipeline import DenoisePipeline
+from deployments.engines.diffusion.previews import preview_steps
 from deployments.engines.diffusion.state import DenoiseState
 from deployments.engines.memory_limits import forget_frames, is_out_of_memory
 from deployments.engines.protocol import ConditionedRequest, DenoiseTimes, DiffusionOutput, EngineError
@@ -63,6 +68,9 @@ class DiffusionEngine:
         if request.request_id in self._requests:
             raise EngineError(f"request id {request.request_id!r} is in use by a request that has not finished")
         state = self.pipeline.start(request.request, request.conditioning, request.adapters)
+        if request.resume_from is not None:
+            restore_checkpoint(state, request.resume_from)
+        state.preview_at = preview_steps(state.num_steps, request.num_previews)
         self._requests[request.request_id] = _Running(request, state, self._batch_number, time.perf_counter())
 
     def abort(self, request_id: str) -> None:
@@ -94,16 +102,42 @@ class DiffusionEngine:
             running.started = running.started or now
         failures = _run_or_retry(self._step_states, [running.state for running in batch])
         now = time.perf_counter()
-        outputs = []
+        moved = []
         for running, failure in zip(batch, failures, strict=True):
-            state = running.state
             if failure is not None:
                 self._give_up(running, failure)
                 continue
             running.denoised = now
-            if running.request.reports_steps:
-                outputs.append(DiffusionOutput(running.request.request_id, state.step_index, state.num_steps))
-        return outputs
+            moved.append(running)
+        previews = self._previews([running for running in moved if running.state.expected is not None])
+        return [output for running in moved if (output := self._progress(running, previews)) is not None]
+
+    def _previews(self, asked: Sequence[_Running]) -> dict[str, npt.NDArray[np.uint8]]:
+        """Return previews by request. One that cannot be made is left out: the request goes on without it."""
+        found = _run_or_retry(self.pipeline.decode_previews, [running.state for running in asked]) if asked else []
+        return {
+            running.request.request_id: preview
+            for running, preview in zip(asked, found, strict=True)
+            if isinstance(preview, np.ndarray)
+        }
+
+    def _progress(self, running: _Running, previews: Mapping[str, npt.NDArray[np.uint8]]) -> DiffusionOutput | None:
+        """Return what the request is to hear of its step, or None for nothing."""
+        request, state = running.request, running.state
+        preview = previews.get(request.request_id)
+        is_due = request.checkpoint_steps and state.step_index % request.checkpoint_steps == 0 and not state.done
+        checkpoint = save_checkpoint(state, request.conditioning) if is_due else None
+        if preview is None and checkpoint is None and not request.reports_steps:
+            return None
+        index = None if preview is None else state.preview_at.index(state.step_index)
+        return DiffusionOutput(
+            request.request_id,
+            state.step_index,
+            state.num_steps,
+            preview=preview,
+            preview_index=index,
+            checkpoint=checkpoint,
+        )
 
     def _step_states(self, states: Sequence[DenoiseState]) -> list[Exception | None]:
         self.pipeline.step(states)

@@ -22,6 +22,7 @@ from deployments.engines.diffusion.families import family_of
 from deployments.engines.diffusion.families.base import Family, ImageSize, Rows
 from deployments.engines.diffusion.first_latents import LatentsMaker
 from deployments.engines.diffusion.image_codec import ImageCodec
+from deployments.engines.diffusion.previews import expected_latents
 from deployments.engines.diffusion.rows import (
     DEFAULT_BOUNDS,
     BatchBounds,
@@ -179,6 +180,19 @@ class DenoisePipeline:
                 outcomes[id(state)] = images[rows] if is_finite[rows].all() else ComputationFailed(VAE_FAILED)
         return [outcomes[id(state)] for state in states]
 
+    def decode_previews(self, states: Sequence[DenoiseState]) -> list[np.ndarray | None]:
+        """Return the images that the last step of each state expects, as `decode` does; None if they are not finite."""
+        previews: dict[int, np.ndarray | None] = {}
+        for group in grouped(states, image_size):
+            expected = [state.expected for state in group if state.expected is not None]
+            images, is_finite = self._decode_latents(torch.cat(expected), group[0])
+            first = 0
+            for state in group:
+                rows = slice(first, first := first + len(state.latents))
+                previews[id(state)] = images[rows] if is_finite[rows].all() else None
+                state.expected = None
+        return [previews[id(state)] for state in states]
+
     def generate(
         self,
         request: DiffusionRequest,
@@ -264,6 +278,9 @@ class DenoisePipeline:
             step = f"step {state.step_index + 1} of {state.num_steps}"
             state.failure = ComputationFailed(f"{step}: the solver failed: {type(error).__name__}: {error}")
             return
+        if state.step_index + 1 in state.preview_at:
+            place = len(state.solver.timesteps) - state.num_steps_left
+            state.expected = expected_latents(state.solver, place, state.latents, prediction)
         state.latents = stepped[0]
         state.step_index += 1
         if state.kept is not None:

@@ -32,6 +32,9 @@ class DenoiseState:
 
     With an image it begins at `first_step` of the solver's schedule. `kept` and `extra_channels` are those of
     `FirstLatents`.
+
+    After a step of `preview_at`, `expected` has the latents that the step expects at the end. `solver_at_start` has the
+    solver's attributes before the first step.
     """
 
     request: DiffusionRequest
@@ -47,6 +50,12 @@ class DenoiseState:
     first_step: int = 0
     kept: KeptImage | None = None
     extra_channels: torch.Tensor | None = None
+    preview_at: tuple[int, ...] = ()
+    expected: torch.Tensor | None = None
+    solver_at_start: Mapping[str, Any] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.solver_at_start = dict(vars(self.solver))
 
     @property
     def num_steps(self) -> int:

@@ -62,6 +62,8 @@ class State:
     solver_fails_at: int | None = None
     outcome: Exception | None = None
     failure: Exception | None = None
+    preview_at: tuple[int, ...] = ()
+    expected: None = None
 
     @property
     def done(self) -> bool:

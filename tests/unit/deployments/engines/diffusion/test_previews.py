@@ -1,0 +1,118 @@
+"""Previews come at the steps that were asked for, show what diffusers' own solvers expect, and disturb nothing."""
+
+from __future__ import annotations
+
+import copy
+
+import diffusers
+import numpy as np
+import pytest
+import torch
+
+from deployments.engines.diffusion.engine import DiffusionEngine
+from deployments.engines.diffusion.previews import expected_latents, preview_steps
+from deployments.engines.protocol import ConditionedRequest
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "num_previews", "steps"),
+    [(20, 3, (5, 10, 15)), (4, 3, (1, 2, 3)), (2, 3, (1,)), (1, 3, ()), (28, 0, ()), (10, 1, (5,)), (3, 2, (1, 2))],
+)
+def test_steps_are_spread_evenly(num_steps, num_previews, steps):
+    assert preview_steps(num_steps, num_previews) == steps
+
+
+@pytest.mark.parametrize("prediction_type", ["epsilon", "v_prediction", "sample"])
+@pytest.mark.parametrize("name", ["EulerDiscreteScheduler", "EulerAncestralDiscreteScheduler", "DDIMScheduler"])
+def test_expected_latents_are_those_of_diffusers(name, prediction_type):
+    solver = (
+        getattr(diffusers, name)(prediction_type=prediction_type, clip_sample=False)
+        if name == "DDIMScheduler"
+        else (getattr(diffusers, name)(prediction_type=prediction_type))
+    )
+    if name == "EulerAncestralDiscreteScheduler" and prediction_type == "sample":
+        pytest.skip("diffusers has not built it")
+    solver.set_timesteps(9)
+    for place, timestep in enumerate(solver.timesteps):
+        latents, prediction = torch.randn(2, 4, 8, 8) * 3, torch.randn(2, 4, 8, 8)
+        solver.scale_model_input(latents, timestep)
+        ours = expected_latents(solver, place, latents, prediction)
+        theirs = solver.step(prediction, timestep, latents, return_dict=True).pred_original_sample
+        assert torch.allclose(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["FlowMatchEulerDiscreteScheduler", "DPMSolverMultistepScheduler", "PNDMScheduler"])
+def test_a_constant_prediction_leads_to_what_was_expected(name):
+    """Follow one solver to its end with noise and image known: every step expects the image."""
+    solver = getattr(diffusers, name)()
+    solver.set_timesteps(12)
+    image, noise = torch.randn(1, 4, 8, 8), torch.randn(1, 4, 8, 8)
+    for place, timestep in enumerate(solver.timesteps):
+        if name.startswith("FlowMatch"):
+            sigma = float(solver.sigmas[place])
+            latents, prediction = (1 - sigma) * image + sigma * noise, noise - image
+        else:
+            latents = solver.add_noise(image, noise, timestep.view(1))
+            prediction = noise
+        assert torch.allclose(expected_latents(solver, place, latents, prediction), image, atol=1e-3)
+
+
+def run(pair, request, text, **asked):
+    engine = DiffusionEngine(pair.ours)
+    engine.add_request(ConditionedRequest(request, text, **asked))
+    outputs = []
+    while engine.has_work:
+        outputs += engine.step()
+    return outputs
+
+
+def test_previews_approach_the_image_and_do_not_change_it(pair, make_request):
+    request, text = make_request(num_inference_steps=8, num_images=2), pair.conditioning(3)
+    silent = run(pair, request, text)
+    told = run(pair, request, text, num_previews=3)
+    assert len(silent) == 1
+    assert [(output.step_index, output.preview_index) for output in told] == [(2, 0), (4, 1), (6, 2), (8, None)]
+    assert np.array_equal(silent[-1].images, told[-1].images)
+    previews = [output.preview for output in told[:-1]]
+    assert all(preview.shape == (2, 32, 32, 3) and preview.dtype == np.uint8 for preview in previews)
+    distances = [np.abs(preview.astype(int) - told[-1].images.astype(int)).mean() for preview in previews]
+    assert distances[-1] < distances[0] or distances[0] < 1
+
+
+def test_previews_of_a_batch_are_decoded_together(pair, make_request, monkeypatch):
+    engine, sizes = DiffusionEngine(pair.ours), []
+    decode = pair.ours._codec.decode
+    monkeypatch.setattr(pair.ours._codec, "decode", lambda latents: sizes.append(len(latents)) or decode(latents))
+    for seed in range(3):
+        request = make_request(seed=seed, request_id=str(seed), num_inference_steps=4)
+        engine.add_request(ConditionedRequest(request, pair.conditioning(seed), num_previews=seed))
+    outputs = []
+    while engine.has_work:
+        outputs += engine.step()
+    assert sorted((one.request_id, one.step_index) for one in outputs if one.preview is not None) == [
+        ("1", 2),
+        ("2", 1),
+        ("2", 3),
+    ]
+    assert max(sizes) == 3  # the images
+    assert sum(sizes) == 3 + 3
+
+
+def test_a_preview_that_fails_costs_the_request_nothing(pair, make_request, monkeypatch):
+    request, text = make_request(num_inference_steps=4), pair.conditioning(3)
+    expected = run(pair, request, text)[-1].images
+    monkeypatch.setattr(pair.ours, "decode_previews", lambda states: 1 / 0)
+    outputs = run(pair, request, text, num_previews=2)
+    assert len(outputs) == 1
+    assert np.array_equal(outputs[0].images, expected)
+
+
+def test_the_latents_of_a_solver_are_left_alone():
+    solver = diffusers.EulerDiscreteScheduler()
+    solver.set_timesteps(5)
+    before = copy.deepcopy({name: value for name, value in vars(solver).items() if isinstance(value, torch.Tensor)})
+    latents = torch.randn(1, 4, 4, 4)
+    kept = latents.clone()
+    expected_latents(solver, 2, latents, torch.randn(1, 4, 4, 4))
+    assert torch.equal(latents, kept)
+    assert all(torch.equal(value, before[name]) for name, value in vars(solver).items() if name in before)
