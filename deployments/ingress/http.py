@@ -53,6 +53,7 @@ from deployments.records import (
     CompletionRequest,
     EmbeddingRequest,
     EmbeddingResult,
+    ImageProgress,
     ImageRequest,
     ImageResult,
     TextChunk,
@@ -166,6 +167,14 @@ class Ingress:
 
     async def generate(self, request: ImageRequest | Mapping[str, Any]) -> ImageResult:
         return await self._service.generate(request)
+
+    async def generate_stream(
+        self, request: ImageRequest | Mapping[str, Any]
+    ) -> AsyncGenerator[ImageProgress | ImageResult]:
+        """Over a handle: `handle.options(stream=True).generate_stream.remote(...)`."""
+        async with aclosing(self._service.generate_stream(request)) as pieces:
+            async for piece in pieces:
+                yield piece
 
     async def embed(self, request: EmbeddingRequest | Mapping[str, Any]) -> EmbeddingResult:
         return await self._service.embed(request)

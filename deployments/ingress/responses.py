@@ -88,6 +88,6 @@ class EventStream(StreamingResponse):
             await self._source.aclose()
 
 
-def event_of(data: str) -> str:
-    """Return one server-sent event with `data`, a single line."""
-    return f"data: {data}\n\n"
+def event_of(data: str, name: str = "") -> str:
+    """Return one server-sent event with `data`, a single line, and a name where it has one."""
+    return f"event: {name}\ndata: {data}\n\n" if name else f"data: {data}\n\n"

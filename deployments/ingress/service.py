@@ -38,6 +38,7 @@ from deployments.records import (
     EmbeddingRequest,
     EmbeddingResult,
     HeadRequest,
+    ImageProgress,
     ImageRequest,
     ImageResult,
     ModelCard,
@@ -98,6 +99,33 @@ class Service:
         if await self._is_pipeline(request.model):
             check_image(request, self._config.ingress.limits)
             return await self._pipeline_models.generate(request)
+        request, terms = await self._checked_image(request)
+        start = time.perf_counter()
+        result: ImageResult = await self._worker.call("generate", request, ask=self._ask(request, terms))
+        _account(result.timings_ms, start)
+        return result
+
+    async def generate_stream(
+        self, request: ImageRequest | Mapping[str, Any]
+    ) -> AsyncGenerator[ImageProgress | ImageResult]:
+        """Yield what the request asks to hear of its steps, and its result at the end.
+
+        A caller that stops early closes the generator. A pipeline tells its result only. Raises as `generate` does.
+        """
+        request = as_record(ImageRequest, request)
+        if await self._is_pipeline(request.model):
+            yield await self.generate(request)
+            return
+        request, terms = await self._checked_image(request)
+        start = time.perf_counter()
+        async with aclosing(self._worker.stream("stream_images", request, ask=self._ask(request, terms))) as pieces:
+            async for piece in pieces:
+                if isinstance(piece, ImageResult):
+                    _account(piece.timings_ms, start)
+                yield piece
+
+    async def _checked_image(self, request: ImageRequest) -> tuple[ImageRequest, Terms]:
+        """Return a request with its defaults, the versions of its models and its terms."""
         record = await self._catalog.find_usable(request.model, "diffusion")
         asked, request = request, with_image_defaults(request, record.defaults, record.class_name)
         check_image(request, self._config.ingress.limits, asked)
@@ -105,11 +133,7 @@ class Service:
         versions = {name: adapter.fingerprint for name, adapter in adapters.items()}
         terms = self._terms(request)
         update = {"model_version": record.fingerprint, "adapter_versions": versions, **text_rules(record)}
-        request = request.model_copy(update=update | {"priority": terms.priority})
-        start = time.perf_counter()
-        result: ImageResult = await self._worker.call("generate", request, ask=self._ask(request, terms))
-        _account(result.timings_ms, start)
-        return result
+        return request.model_copy(update=update | {"priority": terms.priority}), terms
 
     async def embed(self, request: EmbeddingRequest | Mapping[str, Any]) -> EmbeddingResult:
         """Embed texts. Raises: the ServiceErrors of `deployments.errors`."""

@@ -12,7 +12,14 @@ from configs.cluster import LimitsConfig
 from deployments.errors import InvalidRequest
 from deployments.ingress.openai.image_files import ImageFormat
 from deployments.ingress.openai.image_uploads import Picture, decode_base64_image, decode_image, resize_pixels
-from deployments.records import ControlNetUse, ImageOptions, ImageRequest, UserName, as_record
+from deployments.records import (
+    MAX_PARTIAL_IMAGES,
+    ControlNetUse,
+    ImageOptions,
+    ImageRequest,
+    UserName,
+    as_record,
+)
 
 _IMAGE: Final = "a PNG, JPEG or WebP file in base64, or a data URL of one"
 
@@ -41,6 +48,9 @@ class ImagesBody(ImageOptions):
     moderation: Literal["auto", "low"] = Field("auto", description="no image is moderated here")
     user: UserName | None = None
     safety_identifier: UserName | None = None
+    stream: bool | None = Field(False, description="server-sent events while the image is made")
+    partial_images: int | None = Field(None, ge=0, le=MAX_PARTIAL_IMAGES, description="previews in a stream")
+    progress: bool = Field(False, description="an event for every step in a stream")
 
     @field_validator("background", mode="before")
     @classmethod
@@ -62,6 +72,7 @@ class ImagesBody(ImageOptions):
     def record_with(self, image: Picture | None, mask: Picture | None, limits: LimitsConfig) -> ImageRequest:
         """Return the request as the service takes it, with the images that came beside it. Raises: InvalidRequest."""
         fields = {name: getattr(self, name) for name in ImageOptions.model_fields} | {"strength": self.strength}
+        fields |= self._stream_fields()
         if self.size != "auto":
             if self.width or self.height:
                 raise InvalidRequest("size: give either size, or width and height", "size")
@@ -82,6 +93,18 @@ class ImagesBody(ImageOptions):
             for use, picture in zip(self.control, controls, strict=True)
         ]
         return as_record(ImageRequest, fields | _painted(image, mask, size))
+
+    def _stream_fields(self) -> dict[str, Any]:
+        if not self.stream:
+            for name in ("partial_images", "progress"):
+                if getattr(self, name):
+                    raise InvalidRequest(f"{name}: only a stream has them; set `stream`", name)
+            return {}
+        if self.n > 1:
+            raise InvalidRequest(f"n: {self.n} images, and a stream makes one", "n")
+        if self.response_format == "url":
+            raise InvalidRequest("response_format: a stream has its images in base64", "response_format")
+        return {"partial_images": self.partial_images or 0, "reports_steps": self.progress}
 
 
 class GenerationBody(ImagesBody):

@@ -19,12 +19,14 @@ from deployments.ingress.openai.answers import ImageData, ImagesAnswer
 from deployments.ingress.openai.image_bodies import EditBody, GenerationBody, ImagesBody, VariationBody
 from deployments.ingress.openai.image_files import describe_image, encode_image
 from deployments.ingress.openai.image_links import ImageLinks
+from deployments.ingress.openai.image_stream import ImageEvents, Task
 from deployments.ingress.openai.image_uploads import read_form
-from deployments.ingress.responses import call_aside, json_with_list, large_json_response, server_timing
+from deployments.ingress.responses import EventStream, call_aside, json_with_list, large_json_response, server_timing
 from deployments.ingress.service import Service
 from deployments.records import ImageRequest, ImageResult
 
-_RESPONSES: Final = documented(*INFERENCE_ERRORS)
+# With `stream`, events as in image_stream.py.
+_RESPONSES: Final = documented(*INFERENCE_ERRORS) | {200: {"content": {"text/event-stream": {}}}}
 _FormT = TypeVar("_FormT", bound=VariationBody)
 
 
@@ -32,7 +34,12 @@ def create_images_router(service: Service, links: ImageLinks, limits: LimitsConf
     """Return the routes."""
     router = APIRouter(tags=["images"])
 
-    async def respond(body: ImagesBody, record: ImageRequest, request: Request) -> Response:
+    async def respond(body: ImagesBody, record: ImageRequest, request: Request, task: Task) -> Response:
+        if body.stream:
+            pieces = service.generate_stream(record)
+            first = await anext(pieces)  # here, so that a refused request is a 4xx and not an event in a 200
+            events = ImageEvents(task, body, record).of(first, pieces)
+            return EventStream(events, pieces, headers={"Cache-Control": "no-cache"})
         result = await service.generate(record)
         write = _ImageWriter(body, record, links, str(request.base_url))
         images = await asyncio.gather(*(write.json_of(result, index) for index in range(len(result.images))))
@@ -44,7 +51,7 @@ def create_images_router(service: Service, links: ImageLinks, limits: LimitsConf
     async def generate(body: GenerationBody, request: Request) -> Response:
         """Make images from a prompt, and from images where the model can."""
         num_chars = sum(map(len, [body.init_image or "", body.mask_image or "", *(use.image for use in body.control)]))
-        return await respond(body, await call_aside(num_chars, body.to_record, limits), request)
+        return await respond(body, await call_aside(num_chars, body.to_record, limits), request, "image_generation")
 
     @router.post(
         "/v1/images/edits", response_model=ImagesAnswer, responses=_RESPONSES, openapi_extra=_form_of(EditBody)
@@ -52,7 +59,7 @@ def create_images_router(service: Service, links: ImageLinks, limits: LimitsConf
     async def edit(request: Request) -> Response:
         """Paint an image anew where it is masked or transparent, else the whole of it, by a prompt."""
         body, files = await _read(EditBody, request, limits)
-        return await respond(body, await asyncio.to_thread(body.to_record, files, limits), request)
+        return await respond(body, await asyncio.to_thread(body.to_record, files, limits), request, "image_edit")
 
     @router.post(
         "/v1/images/variations",
@@ -63,7 +70,7 @@ def create_images_router(service: Service, links: ImageLinks, limits: LimitsConf
     async def vary(request: Request) -> Response:
         """Make images that are like an image."""
         body, files = await _read(VariationBody, request, limits)
-        return await respond(body, await asyncio.to_thread(body.to_record, files, limits), request)
+        return await respond(body, await asyncio.to_thread(body.to_record, files, limits), request, "image_edit")
 
     return router
 

@@ -20,6 +20,7 @@ from deployments.records import (
     CacheUse,
     EmbeddingRequest,
     EmbeddingResult,
+    ImageProgress,
     ImageRequest,
     ImageResult,
     SwitchReport,
@@ -136,6 +137,20 @@ class Replicas:
         images = [np.full((request.height or 8, request.width or 8, 3), 10 * i, np.uint8) for i in range(request.n)]
         times: Any = {"denoise": 2.0, "total": 3.0}
         return ImageResult(request.model, images, request.seed or 0, 3, times, SWITCH, CacheUse(1, 2), ("a note",))
+
+    async def on_stream_images(self, request: ImageRequest) -> AsyncIterator[ImageProgress | ImageResult]:
+        """Four steps; the previews come after the first ones, each as bright as its step."""
+        self._arrived(request)
+        for step in range(1, 4):
+            if step == self.error_after:
+                raise self.error_then
+            index = step - 1 if step <= request.partial_images else None
+            size = (request.height or 8, request.width or 8, 3)
+            previews = () if index is None else (np.full(size, 10 * step, np.uint8),)
+            if previews or request.reports_steps:
+                yield ImageProgress(step, 4, previews, index)
+        self.requests.pop()  # the same request
+        yield await self.on_generate(request)
 
     async def on_embed(self, request: EmbeddingRequest) -> EmbeddingResult:
         self._arrived(request)
