@@ -34,13 +34,17 @@ _BUFFER_BYTES: Final = 32 * 2**10  # of a request, with its head: larger ones ar
 _CLIENT_TIMEOUT_S: Final = 60  # of silence in the middle of a request, or of not reading an answer
 _DRAIN_S: Final = 3.0  # within which every HAProxy has heard that a replica goes
 _MAX_THREADS: Final = 4
+_MAX_CALL_BYTES: Final = 2**31 - 1  # of a call between replicas, or its answer: as much as gRPC can
 
 
 @dataclass(frozen=True, slots=True)
 class DoorPlan:
-    """HAProxy's ports and files in one cluster. `replica_ports` are first and last."""
+    """HAProxy's ports and files in one cluster. `replica_ports` are first and last.
 
-    folder: Path
+    Without a `folder` Serve chooses one: the plan is for a machine of which nothing is known here.
+    """
+
+    folder: Path | None
     stats_port: int
     metrics_port: int
     fallback_port: int
@@ -54,24 +58,18 @@ class DoorPlan:
         """
         http = config.http
         timeout_s = math.ceil(http.proxy_timeout_s) + 5  # later than the replica's own, which says what was not done
-        own = {name: os.environ[name] for name in (_BINARY, _LOG_TARGET) if name in os.environ}
-        return own | {
+        return self._of_this_machine() | {
             "RAY_SERVE_ENABLE_HA_PROXY": "1",
             "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
             "RAY_SERVE_CONTROLLER_CALLBACK_IMPORT_PATH": "cluster.door.haproxy.install",
+            "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(_MAX_CALL_BYTES),
             HTTP_ADDRESS: f"{http.host}:{http.port}",
             "RAY_SERVE_HAPROXY_STATS_PORT": str(self.stats_port),
             "RAY_SERVE_HAPROXY_METRICS_PORT": str(self.metrics_port),
             "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(self.fallback_port),
             "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(self.replica_ports[0]),
             "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(self.replica_ports[1] + 1),
-            "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(self.folder / "haproxy.cfg"),
-            "RAY_SERVE_HAPROXY_SOCKET_PATH": str(self.folder / "admin"),
-            "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(self.folder / "log"),
-            "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(self.folder),
-            "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(self.folder / "servers"),
             "RAY_SERVE_HAPROXY_MAXCONN": str(http.haproxy.max_connections),
-            "RAY_SERVE_HAPROXY_NBTHREAD": str(min(_MAX_THREADS, os.cpu_count() or 1)),
             "RAY_SERVE_HAPROXY_TUNE_BUFSIZE": str(_BUFFER_BYTES),
             "RAY_SERVE_HAPROXY_RETRY_ON": RETRY_ON,
             "RAY_SERVE_HAPROXY_RETRIES": str(MAX_RETRIES),
@@ -84,9 +82,35 @@ class DoorPlan:
             "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": str(_DRAIN_S),
         }
 
+    def _of_this_machine(self) -> dict[str, str]:
+        if self.folder is None:
+            return {}
+        own = {name: os.environ[name] for name in (_BINARY, _LOG_TARGET) if name in os.environ}
+        return own | {
+            "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(self.folder / "haproxy.cfg"),
+            "RAY_SERVE_HAPROXY_SOCKET_PATH": str(self.folder / "admin"),
+            "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(self.folder / "log"),
+            "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(self.folder),
+            "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(self.folder / "servers"),
+            "RAY_SERVE_HAPROXY_NBTHREAD": str(min(_MAX_THREADS, os.cpu_count() or 1)),
+        }
+
     def remove_files(self) -> None:
         """Remove the folder with HAProxy's configuration, sockets and logs."""
-        shutil.rmtree(self.folder, ignore_errors=True)
+        if self.folder is not None:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def plan_unseen_door(haproxy: HaproxyConfig) -> DoorPlan:
+    """Return the plan for a machine elsewhere: with the ports of the config, or those that are tried first."""
+    first = haproxy.first_replica_port or _FIRST_REPLICA_PORT
+    return DoorPlan(
+        None,
+        haproxy.stats_port or _FIRST_STATS_PORT,
+        haproxy.metrics_port or _FIRST_METRICS_PORT,
+        haproxy.fallback_port or _FIRST_FALLBACK_PORT,
+        (first, first + haproxy.num_replica_ports - 1),
+    )
 
 
 def plan_door(config: ClusterConfig, num_nodes: int = 1) -> DoorPlan:

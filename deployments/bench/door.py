@@ -2,13 +2,15 @@
 
 The demo cluster with a MiniLM is measured through our door and through Serve's own proxy, a cluster after the other;
 beside each, in turn with it, one stock process and infinity-emb. No text of a measured request was there before,
-unless the row says so. Loads come from a process of its own. All share the machine's cores.
+unless the row says so. Loads come from a process of its own. All share the machine's cores. What is measured is told on
+stderr as it comes.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import subprocess
 import sys
 import tempfile
 import time
@@ -30,13 +32,14 @@ from deployments.bench.door_overload import (
     measure_kill,
     measure_overload,
 )
-from deployments.bench.door_report import DOORS, INFINITY, STOCK, find_targets
+from deployments.bench.door_report import DOORS, INFINITY, STOCK, find_targets, latency_table, say, show
 from deployments.bench.door_requests import ADDER, FLUX, MINILM, NUM_CACHED, STEPS, Requests
 from deployments.bench.encode_servers import free_port, infinity_environment, infinity_server, minilm_folder
 from deployments.bench.peer import Peer
 from deployments.cli.running import cluster_up
 
-MOST_REPEATED: Final = 64  # callers; loads of more are measured once
+MOST_REPEATED: Final = 8  # callers; loads of more are measured once
+MOST_OF_PEERS: Final = 64  # callers
 CHEAP_KINDS: Final = ("empty endpoint", "cached embedding")  # no model runs: there are no peers
 CHEAP: Final = 4  # times as many requests of these
 NUM_WARM: Final = 16
@@ -44,22 +47,30 @@ NUM_WARM: Final = 16
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """The sizes of the measurement. `requests`: of a round, by the number of callers."""
+    """The sizes of the measurement. `requests`: of a round, by the number of callers.
 
-    rounds: int = 3
-    requests: tuple[tuple[int, int], ...] = ((1, 10), (8, 24), (64, 96), (512, 512))
-    doors: tuple[str, ...] = ("serve", "haproxy")
+    `doors`: with the most callers that ask for what runs a model. `num_ingresses`: in the clusters that are measured;
+    the one whose ingress is killed has two at least.
+    """
+
+    rounds: int = 2
+    requests: tuple[tuple[int, int], ...] = ((1, 8), (8, 16), (64, 64), (512, 512))
+    doors: tuple[tuple[str, int], ...] = (("serve", 64), ("haproxy", 512))
+    has_peers: bool = True
+    num_ingresses: int = 1
     overload: OverloadEffort = field(default_factory=OverloadEffort)
-    step_rounds: int = 5
-    kill_s: float = 12.0
+    step_rounds: int = 3
+    kill_s: float = 9.0
     kill_callers: int = 16
 
 
 QUICK: Final = Effort(
     rounds=1,
-    requests=((1, 6), (8, 16), (64, 64)),
-    doors=("haproxy",),
-    overload=OverloadEffort(num_costs=32, capacity_s=2.0, factors=(3.0,), load_s=6.0, bursts=(500,), num_cancels=500),
+    requests=((1, 6), (8, 16)),
+    doors=(("haproxy", 8),),
+    has_peers=False,
+    num_ingresses=2,
+    overload=OverloadEffort(num_costs=16, capacity_s=2.0, factors=(3.0,), load_s=5.0, bursts=(300,), num_cancels=500),
     step_rounds=2,
     kill_s=4.0,
 )
@@ -67,29 +78,57 @@ QUICK: Final = Effort(
 
 def measure_door(config: ClusterConfig, config_path: str, effort: Effort, seed: int, cache: Path) -> dict[str, Any]:
     """Measure, and return the figures and targets as one JSON-able object. `cache` keeps infinity-emb's environment."""
-    environment, requests = infinity_environment(cache), Requests(seed)
+    requests = Requests(seed)
     load_average, start_s = [os.getloadavg()], time.monotonic()
     found: dict[str, Any] = {"doors": {}}
     with contextlib.redirect_stdout(sys.stderr), contextlib.ExitStack() as running:  # Ray prints when a process dies
         folder = Path(running.enter_context(tempfile.TemporaryDirectory()))
-        peer, load = Peer(num_threads=1), LoadGenerator()
-        running.callback(peer.close)
+        load = LoadGenerator()
         running.callback(load.close)
-        _load_stock(peer, config)
-        infinity = running.enter_context(infinity_server(environment, {MINILM: minilm_folder()}, 1))
-        for door in effort.doors:
-            with _cluster(_bench_config(config, folder, door), config_path) as url:
-                sides = _Sides(load, peer, {DOORS[door]: url, INFINITY: infinity})
-                found["doors"][door] = _latencies(sides, requests, effort)
-                if door == effort.doors[-1]:
+        peers = running.enter_context(_peers(config, cache)) if effort.has_peers else _Peers()
+        for door, most_callers in effort.doors:
+            say(f"a cluster behind {door} starts")
+            with _cluster(_bench_config(config, folder, door, effort.num_ingresses), config_path) as url:
+                sides = _Sides(load, peers.stock, {DOORS[door]: url, **peers.urls})
+                found["doors"][door] = _latencies(sides, requests, effort, most_callers)
+                if (door, most_callers) == effort.doors[-1]:
                     found |= _under_load(load, url, requests, effort)
-        with _cluster(_bench_config(config, folder, effort.doors[-1], num_ingresses=2), config_path) as url:
-            _warm(load, url, requests)
-            found["kill"] = measure_kill(load, url, requests, effort.kill_s, effort.kill_callers)
+                    if effort.num_ingresses > 1:
+                        found["kill"] = measure_kill(load, url, requests, effort.kill_s, effort.kill_callers)
+        if "kill" not in found:
+            say("a cluster with two ingress replicas starts")
+            with _cluster(_bench_config(config, folder, effort.doors[-1][0], num_ingresses=2), config_path) as url:
+                _warm(load, url, requests)
+                found["kill"] = measure_kill(load, url, requests, effort.kill_s, effort.kill_callers)
     load_average.append(os.getloadavg())
     targets = [target.as_dict() for target in find_targets(found)]
     run = {"seed": seed, "rounds": effort.rounds, "load_average": load_average, "took_s": time.monotonic() - start_s}
     return found | {"targets": targets} | run
+
+
+@dataclass(frozen=True, slots=True)
+class _Peers:
+    """One stock process, and the URLs of other servers by name."""
+
+    stock: Peer | None = None
+    urls: Mapping[str, str] = field(default_factory=dict)
+
+
+@contextlib.contextmanager
+def _peers(config: ClusterConfig, cache: Path) -> Iterator[_Peers]:
+    """Start the peers. Without infinity-emb where it cannot be installed."""
+    say("the peers start")
+    stock = Peer(num_threads=1)
+    with contextlib.closing(stock):
+        _load_stock(stock, config)
+        try:
+            environment = infinity_environment(cache)
+        except (RuntimeError, OSError, subprocess.SubprocessError) as error:
+            say(f"without infinity-emb, which cannot be installed: {error}")
+            yield _Peers(stock)
+            return
+        with infinity_server(environment, {MINILM: minilm_folder()}, 1) as infinity:
+            yield _Peers(stock, {INFINITY: infinity})
 
 
 @contextlib.contextmanager
@@ -122,20 +161,21 @@ class _Sides:
     """The servers that are measured in turn, by name, and the stock process."""
 
     load: LoadGenerator
-    peer: Peer
+    stock: Peer | None
     urls: Mapping[str, str]
 
     def ways(self, kind: str, asks: Sequence[Ask], num_callers: int) -> Mapping[str, Callable[[], list[Outcome]]]:
         """Return what can answer requests of one kind: servers, and for one caller the model in a process."""
-        has_peers = kind not in CHEAP_KINDS and num_callers <= MOST_REPEATED
+        has_peers = kind not in CHEAP_KINDS and num_callers <= MOST_OF_PEERS
         ways = {
             name: partial(self.load.run, "closed", url, asks, num_callers=num_callers)
             for name, url in self.urls.items()
             if name != INFINITY or (has_peers and kind == "new embedding")
         }
-        return ways | ({STOCK: partial(self._call_stock, asks)} if has_peers and num_callers == 1 else {})
+        has_stock = self.stock and has_peers and num_callers == 1
+        return ways | ({STOCK: partial(self._call_stock, self.stock, asks)} if has_stock and self.stock else {})
 
-    def _call_stock(self, asks: Sequence[Ask]) -> list[Outcome]:
+    def _call_stock(self, stock: Peer, asks: Sequence[Ask]) -> list[Outcome]:
         """Call stock for each request, one after the other. An answer of one token says when a stream's first comes."""
         outcomes, now_s = list[Outcome](), 0.0
         for ask in asks:
@@ -148,21 +188,23 @@ class _Sides:
                 order = {"do": "make_image", "prompt": body["prompt"], "seed": 0, "options": options}
             else:
                 order = {"do": "embed_sentence", "text": body["input"]}
-            end_s = now_s + self.peer.run_order(model=body["model"], **order) / 1e3
+            end_s = now_s + stock.run_order(model=body["model"], **order) / 1e3
             outcomes.append(Outcome(ask.kind, 200, now_s, end_s, end_s))
             now_s = end_s
         return outcomes
 
 
-def _latencies(sides: _Sides, requests: Requests, effort: Effort) -> dict[str, Any]:
+def _latencies(sides: _Sides, requests: Requests, effort: Effort, most_callers: int) -> dict[str, Any]:
     """Return figures by kind, number of callers and side. Sides take turns, and none is always first."""
-    for url in sides.urls.values():
-        if url != sides.urls.get(INFINITY):
+    for name, url in sides.urls.items():
+        if name != INFINITY:
             _warm(sides.load, url, requests)
     found: dict[str, Any] = {}
     for kind, draw in requests.makers.items():
         found[kind] = {}
         for num_callers, number in effort.requests:
+            if num_callers > most_callers and kind not in CHEAP_KINDS:
+                continue
             rounds: dict[str, list[list[Outcome]]] = {}
             for turn in range(effort.rounds if num_callers <= MOST_REPEATED else 1):
                 # The same new texts for all sides. Only ours would know them again, and is asked once.
@@ -170,6 +212,7 @@ def _latencies(sides: _Sides, requests: Requests, effort: Effort) -> dict[str, A
                 for name in list(ways)[:: -1 if turn % 2 else 1]:
                     rounds.setdefault(name, []).append(ways[name]())
             found[kind][str(num_callers)] = {name: latency_figures(outcomes) for name, outcomes in rounds.items()}
+        show(latency_table({kind: found[kind]}))
     return found
 
 
@@ -184,8 +227,7 @@ def _warm(load: LoadGenerator, url: str, requests: Requests) -> None:
 
 def _under_load(load: LoadGenerator, url: str, requests: Requests, effort: Effort) -> dict[str, Any]:
     sizes = effort.overload
-    return {
-        "cancelled_step": measure_cancelled_step(url, FLUX, effort.step_rounds),
-        "overload": measure_overload(load, url, requests, sizes),
-        "cancels": measure_cancels(load, url, requests, sizes),
-    }
+    found = {"cancelled_step": measure_cancelled_step(url, FLUX, effort.step_rounds)}
+    found["overload"] = measure_overload(load, url, requests, sizes)
+    found["cancels"] = measure_cancels(load, url, requests, sizes)
+    return found

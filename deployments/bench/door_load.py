@@ -22,7 +22,7 @@ GONE: Final = 0  # the status of a request whose connection broke
 CANCELLED: Final = -1  # the status of a request that its caller gave up
 TIMEOUT_S: Final = 300.0
 PROBE_SHARE: Final = 0.1  # of the time in Retry-After, between two questions of a prober
-MAX_PROBE_SHARE: Final = 4.0  # of that time; who is refused even then is counted as refused for ever
+MAX_PROBE_SHARE: Final = 2.0  # of that time; who is refused even then is counted as admitted at that moment
 TIMEOUT_HEADER: Final = "x-request-timeout-seconds"
 
 
@@ -121,7 +121,7 @@ class _Sender:
             again = await self._send(ask)
             if again.status != REFUSED:
                 return replace(outcome, admitted_after_s=again.sent_s - outcome.done_s)
-        return outcome
+        return replace(outcome, admitted_after_s=MAX_PROBE_SHARE * told_s)
 
     async def _send(self, ask: Ask) -> Outcome:
         sent_s = self._now_s()

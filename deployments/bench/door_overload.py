@@ -26,6 +26,7 @@ from deployments.bench.door_figures import (
     work_rate,
 )
 from deployments.bench.door_load import Ask, LoadGenerator, Outcome
+from deployments.bench.door_report import load_table, say, show
 from deployments.bench.door_requests import Requests
 from deployments.bench.figures import percentile
 from deployments.bench.machine import own_memory_bytes
@@ -49,20 +50,21 @@ class OverloadEffort:
     A load lasts longer than its deadline.
     """
 
-    num_costs: int = 64
-    capacity_s: float = 5.0
+    num_costs: int = 48
+    capacity_s: float = 4.0
     factors: tuple[float, ...] = (1.5, 3.0, 10.0)
-    load_s: float = 10.0
+    load_s: float = 9.0
     deadline_s: float = 3.0
     bursts: tuple[int, ...] = (1000, 5000)
     burst_deadline_s: float = 8.0
     num_cancels: int = 10_000
-    cancel_callers: int = 64
-    cancel_s: tuple[float, float] = (0.001, 4.0)
+    cancel_callers: int = 96
+    cancel_s: tuple[float, float] = (0.001, 2.0)
 
 
 def measure_overload(load: LoadGenerator, url: str, requests: Requests, effort: OverloadEffort) -> dict[str, Any]:
     """Measure capacity, then loads beyond it and bursts, of requests of all kinds; no text of theirs is cached."""
+    say("capacity")
     peak = _capacity(load, url, requests, effort)
     costs_s: dict[str, float] = peak["costs_s"]
     memory_bytes, loads = [_ingress_bytes()], dict[str, dict[str, Any]]()
@@ -75,13 +77,15 @@ def measure_overload(load: LoadGenerator, url: str, requests: Requests, effort: 
             ]
             outcomes = _loaded(load, url, asks)
             # From the first deadline on: until then there are fewer answers than later, because nothing was under way.
-            loads[f"{factor:g} x capacity"] = overload_figures(
-                outcomes, costs_s, peak["work_rate"], effort.deadline_s, effort.load_s
-            )
+            name = f"{factor:g} x capacity"
+            loads[name] = overload_figures(outcomes, costs_s, peak["work_rate"], effort.deadline_s, effort.load_s)
+            show(load_table({name: loads[name]}))
         for number in effort.bursts:
             asks = [replace(ask, timeout_s=effort.burst_deadline_s) for ask in requests.draw_mix(number)]
             outcomes = _loaded(load, url, asks)
-            loads[f"{number} at once"] = overload_figures(outcomes, costs_s, peak["work_rate"], 0.0)
+            name = f"{number} at once"
+            loads[name] = overload_figures(outcomes, costs_s, peak["work_rate"], 0.0)
+            show(load_table({name: loads[name]}))
     memory_bytes.append(_ingress_bytes())
     return {
         "peak": peak,
@@ -161,6 +165,7 @@ def measure_cancels(load: LoadGenerator, url: str, requests: Requests, effort: O
         replace(ask, cancel_s=math.exp(requests.rng.uniform(*map(math.log, effort.cancel_s))))
         for ask in requests.draw_mix(effort.num_cancels)
     ]
+    say(f"{effort.num_cancels} requests that are given up")
     before = _wait_until_quiet(url) | {"ingress_bytes": _ingress_bytes(), "open_files": _num_open_files()}
     start_s = time.monotonic()
     outcomes = load.run("closed", url, asks, num_callers=effort.cancel_callers)
@@ -174,6 +179,7 @@ def measure_cancelled_step(url: str, model: str, rounds: int) -> dict[str, Any]:
 
     The second is too long by the time of a question whether they run at the most, which is measured, too.
     """
+    say("cancelled steps")
     body = {"model": model, "prompt": "a handwritten six", "n": LONG_ROWS}
     step_ms, gone_ms, poll_ms = list[float](), list[float](), list[float]()
     with httpx.Client(base_url=url, timeout=QUIET_TIMEOUT_S) as client:
@@ -216,6 +222,7 @@ def measure_kill(
     num_callers: int,
 ) -> dict[str, Any]:
     """Kill one of the ingress replicas with SIGKILL in the middle of a load; return how many requests were lost."""
+    say("an ingress replica is killed under load")
     victims = _ingress_processes()
     asks = requests.draw_mix(MAX_KILL_REQUESTS)
     load.begin("closed", url, asks, num_callers=num_callers, max_s=length_s)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -57,39 +58,48 @@ def _ratio(figures: Mapping[str, Any], num_callers: str, one: str, other: str, n
     return sides[one][name] / sides[other][name] if one in sides and other in sides else None
 
 
+def say(text: str) -> None:
+    """Tell on stderr how far the measurement is."""
+    show(f"[{time.strftime('%H:%M:%S')}] {text}")
+
+
+def show(part: str | Table) -> None:
+    """Show on stderr what is there already."""
+    Console(stderr=True).print(part, markup=False)
+
+
 def print_door_figures(figures: dict[str, Any], as_json: bool) -> None:
     """Print tables, or the figures as one JSON object."""
     if as_json:
         sys.stdout.write(json.dumps(figures) + "\n")
         return
     console = Console()
-    for table in (
-        _show_latencies(figures["doors"]),
-        _show_loads(figures["overload"]),
-        _show_targets(figures["targets"]),
-    ):
-        console.print(table)
+    for kinds in figures["doors"].values():
+        console.print(latency_table(kinds))
+    console.print(load_table(figures["overload"]["loads"]))
+    console.print(_show_targets(figures["targets"]))
     for line in _show_lines(figures):
         console.print(line)
 
 
-def _show_latencies(doors: Mapping[str, Any]) -> Table:
+def latency_table(kinds: Mapping[str, Any]) -> Table:
+    """Return figures by kind, number of callers and side as a table."""
     table = Table("request", "callers", "side", "requests/s", "p50 ms", "p99 ms")
-    for kinds in doors.values():
-        for kind, by_callers in kinds.items():
-            for num_callers, sides in by_callers.items():
-                for side, one in sides.items():
-                    rate = f"{one['requests_per_s']:.1f}"
-                    table.add_row(kind, num_callers, side, rate, _shown(one["p50_ms"]), _shown(one["p99_ms"]))
-                    if one["gap_p50_ms"] is not None:
-                        table.add_row("  first token", "", "", "", _shown(one["first_p50_ms"]), "")
-                        table.add_row("  gap", "", "", "", _shown(one["gap_p50_ms"]), "")
+    for kind, by_callers in kinds.items():
+        for num_callers, sides in by_callers.items():
+            for side, one in sides.items():
+                rate = f"{one['requests_per_s']:.1f}"
+                table.add_row(kind, num_callers, side, rate, _shown(one["p50_ms"]), _shown(one["p99_ms"]))
+                if one["gap_p50_ms"] is not None:
+                    table.add_row("  first token", "", "", "", _shown(one["first_p50_ms"]), "")
+                    table.add_row("  gap", "", "", "", _shown(one["gap_p50_ms"]), "")
     return table
 
 
-def _show_loads(overload: Mapping[str, Any]) -> Table:
+def load_table(loads: Mapping[str, Any]) -> Table:
+    """Return the figures of loads by name as a table."""
     table = Table("load", "sent", "in time", "429", "goodput / peak", "in time / admitted", "p50 ms", "Retry-After")
-    for name, load in overload["loads"].items():
+    for name, load in loads.items():
         counts = [str(load[key]) for key in ("num_requests", "num_good", "num_refused")]
         shares = [_shown(load["goodput_share"], "{:.0%}"), _shown(load["in_time_share"], "{:.0%}")]
         retry = _shown(load["retry_after"]["median_error"], "{:.0%} off")

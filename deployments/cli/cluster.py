@@ -77,15 +77,21 @@ def render(config: ConfigPath = DEFAULT_CONFIG) -> None:
 def _render_serve_yaml(config: ClusterConfig) -> str:
     """Return the plain Ray Serve YAML that `serve deploy` and KubeRay take.
 
-    The config travels inside as the builder's argument, so this one file is all that a deploy needs.
+    The config travels inside as the builder's argument, so this one file is all that a deploy needs. HAProxy's part of
+    it holds where Serve starts with this file: a Serve that runs keeps the proxy that it has.
     """
+    from cluster.door.door_plan import plan_unseen_door
+
+    http, is_behind_haproxy = config.http, config.http.proxy == "haproxy"
+    door = {"runtime_env": {"env_vars": plan_unseen_door(http.haproxy).environment(config)}}
     roles = {"ingress": config.ingress, "text_encoder": config.text_encoder, "worker": config.worker}
     document = {
         "http_options": {
-            "host": config.http.host,
-            "port": config.http.port,
-            "request_timeout_s": config.http.proxy_timeout_s,
+            "host": http.haproxy.replica_host if is_behind_haproxy else http.host,
+            "port": http.port,
+            "request_timeout_s": http.proxy_timeout_s,
         },
+        **({"controller_options": door} if is_behind_haproxy else {}),
         "applications": [
             {
                 "name": "atelier",

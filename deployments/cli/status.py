@@ -31,6 +31,15 @@ RESIDENCY_COLUMNS: Final = (
     Column("switch", align="right"),
     Column("why it stays", "text"),
 )
+QUEUE_COLUMNS: Final = (
+    Column("model", "name"),
+    Column("waiting", align="right"),
+    Column("oldest", align="right"),
+    Column("running", align="right"),
+    Column("takes", align="right"),
+    Column("started", align="right", only_wide=True),
+    Column("refused", align="right", only_wide=True),
+)
 
 
 @app.command()
@@ -51,6 +60,7 @@ def status(url: Url = None, key: Key = None, wide: Wide = False, as_json: Json =
             print_line(f"the first {shown} of {total} {sort}; /admin/cluster tells of the others, page by page")
     _print_nodes(cluster["nodes"], wide)
     _print_residency(cluster["models"], wide)
+    _print_queue(cluster.get("admission"), wide)
     print_line("")
     for encoder in cluster["text_encoders"]:
         _print_replica("text encoder", encoder, _cache_use(encoder))
@@ -104,6 +114,31 @@ def _print_residency(models: list[dict[str, Any]], wide: bool) -> None:
                 [model["id"], found["replica"], size(found["bytes"]), "", "", took, ", ".join(held) or "may go"]
             )
     print_table(RESIDENCY_COLUMNS, rows, wide=wide, title="models in memory")
+
+
+def _print_queue(queue: dict[str, Any] | None, wide: bool) -> None:
+    """One row for each model that was asked for, and a line for each pool of replicas."""
+    if queue is None:
+        print_line("")
+        print_line("the admission queue does not answer", "red")
+        return
+    rows = [
+        [
+            load["model"],
+            str(load["waiting"]),
+            f"{load['oldest_age_s']:.1f} s" if load["waiting"] else "",
+            str(load["running"]),
+            f"{load['latency_s']:.2g} s" if load["latency_s"] else "",
+            str(load["started"]),
+            str(load["refused"]),
+        ]
+        for load in queue["models"]
+    ]
+    print_table(QUEUE_COLUMNS, rows, wide=wide, title="requests")
+    for pool, replicas in queue["replicas"].items():
+        shares = [f"{replica['used']:.0%}" for replica in replicas if not replica["is_gone"]]
+        if shares:
+            print_line(f"{pool.replace('_', ' ')}: {', '.join(shares)} of the places taken")
 
 
 def _print_replica(name: str, replica: dict[str, Any], doing: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from cluster.control.lanes import Ask
-from configs.cluster import ClusterConfig
+from configs.cluster import ClusterConfig, ModelReplicaConfig
 from deployments.ingress.terms import Terms
 from deployments.records import ChatRequest, CompletionRequest, EmbeddingRequest, HeadRequest, ImageRequest
 
@@ -21,6 +21,7 @@ Request = ImageRequest | ChatRequest | CompletionRequest | EmbeddingRequest | He
 
 def ask_of(request: Request, terms: Terms, timeout_s: float, config: ClusterConfig) -> Ask:
     """Return what a request asks for. `terms` are checked, and `request` has its defaults."""
+    settings: ModelReplicaConfig = config.worker
     if isinstance(request, ImageRequest):
         pool = WORKER
         pixels = (request.width or 1) * (request.height or 1) * request.n
@@ -30,17 +31,17 @@ def ask_of(request: Request, terms: Terms, timeout_s: float, config: ClusterConf
         pool, work = WORKER, float(request.max_tokens or _MANY_TOKENS)
         share = 1 / config.worker.max_num_seqs
     elif isinstance(request, EmbeddingRequest):
-        pool = ENCODER
+        pool, settings = ENCODER, config.text_encoder
         work = sum(
             _TOKENS_PER_TEXT + (len(text) / _CHARS_PER_TOKEN if isinstance(text, str) else len(text))
             for text in request.input
         )
         share = len(request.input) / config.text_encoder.max_running
     else:
-        pool, work, share = ENCODER, float(len(request.features)), 1 / _HEADS_AT_ONCE
-    return Ask(
-        pool, request.model, work, min(1.0, share), terms.priority, terms.tenant, timeout_s, is_inner=terms.is_inner
-    )
+        pool, settings = ENCODER, config.text_encoder
+        work, share = float(len(request.features)), 1 / _HEADS_AT_ONCE
+    share = min(1.0, max(share, 1 / settings.max_ongoing_requests))  # a replica refuses what Serve does not let in
+    return Ask(pool, request.model, work, share, terms.priority, terms.tenant, timeout_s, is_inner=terms.is_inner)
 
 
 def ask_of_pipeline(name: str, terms: Terms, timeout_s: float, max_running: int) -> Ask:

@@ -16,7 +16,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from contextlib import AbstractAsyncContextManager, aclosing
 from typing import Any, Final
 
-from ray.exceptions import ActorDiedError, RayActorError
+from ray.exceptions import RayActorError
 from ray.serve.exceptions import ReplicaUnavailableError
 
 from cluster.control.lanes import Ask
@@ -34,8 +34,8 @@ PAUSE_S: Final = 0.1  # the router hears of a death a moment after the caller
 def _is_lost(error: BaseException | None) -> bool:
     """Return whether a replica on the request's way is gone or out of reach: the called one, or one that it called.
 
-    Out of reach (ActorUnavailableError) is not dead: it may still be working on the request. To ask again is safe all
-    the same, since a request changes nothing, and `ReplicaCalls` has cancelled the first call.
+    Out of reach (ActorUnavailableError, which is all that gRPC tells of a death) may still be working on the request.
+    To ask again is safe all the same, since a request changes nothing, and `ReplicaCalls` has cancelled the first call.
     """
     if isinstance(error, RayActorError | ReplicaUnavailableError):
         return True
@@ -68,7 +68,8 @@ class _Retries:
         if self._num_tries > MAX_RETRIES:
             raise ReplicaLost(f"{self._num_tries} replicas were lost while they worked on this request") from error
         self._num_tries += 1
-        self.is_suspect = isinstance(error, ActorDiedError) or isinstance(error.__cause__, ActorDiedError)
+        # Not so a request that was never sent (ReplicaUnavailableError).
+        self.is_suspect = isinstance(error, RayActorError) or isinstance(error.__cause__, RayActorError)
         async with self._deadline.bounding():
             await self._sleep(PAUSE_S)
 

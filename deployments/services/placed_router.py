@@ -9,8 +9,11 @@ HAZARD: Serve pickles this module by value, so that every process has a copy of 
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import Any, Final
 
+import grpc
+from ray.exceptions import ActorDiedError, RayError
 from ray.serve._private.request_router.pow_2_router import PowerOfTwoChoicesRequestRouter
 from ray.serve.exceptions import ReplicaUnavailableError
 
@@ -20,6 +23,7 @@ __all__ = ["CLASS", "PlacedRouter"]
 
 CLASS: Final = f"{__name__}:PlacedRouter"
 FULL_PAUSE_S: Final = 0.05  # until a replica is asked again that held as much as Serve lets in
+LOOK_TIMEOUT_S: Final = 5.0
 
 
 class PlacedRouter(PowerOfTwoChoicesRequestRouter):
@@ -29,6 +33,8 @@ class PlacedRouter(PowerOfTwoChoicesRequestRouter):
         super().__init__(*args, **kwargs)
         self._by_name: dict[str, Any] = {}
         self._out_of_reach: set[str] = set()
+        self._looking: dict[str, asyncio.Task[None]] = {}  # whether a replica is dead
+        self._ending: set[asyncio.Task[None]] = set()
 
     def update_replicas(self, replicas: list[Any]) -> None:
         """Tell the watchers."""
@@ -44,9 +50,20 @@ class PlacedRouter(PowerOfTwoChoicesRequestRouter):
         self._tell()
 
     def on_replica_actor_unavailable(self, replica_id: Any) -> None:
-        """Remember who did not answer until it does."""
+        """Remember who did not answer until it does, and find out whether it is dead: a broken connection is all that
+        gRPC says.
+        """
         super().on_replica_actor_unavailable(replica_id)
-        self._out_of_reach.add(replica_id.unique_id)
+        name = replica_id.unique_id
+        self._out_of_reach.add(name)
+        if name in self._by_name and name not in self._looking:
+            self._looking[name] = asyncio.create_task(self._look_whether_dead(self._by_name[name]))
+
+    def on_request_routed(self, pending_request: Any, replica_id: Any, result: Any) -> None:
+        """Watch over calls by gRPC, of whose ends Serve tells nobody (Ray 2.60)."""
+        super().on_request_routed(pending_request, replica_id, result)
+        if not pending_request.metadata._by_reference:
+            result.add_done_callback(partial(self._on_end, replica_id))
 
     def on_new_queue_len_info(self, replica_id: Any, num_ongoing_requests: int) -> None:
         """Forget that it was out of reach."""
@@ -70,6 +87,27 @@ class PlacedRouter(PowerOfTwoChoicesRequestRouter):
         if replica is None or (is_retry and name in self._out_of_reach):
             raise ReplicaUnavailableError(name)
         return replica
+
+    def _on_end(self, replica_id: Any, call: Any) -> None:
+        if not call.cancelled():
+            ending = asyncio.create_task(self._look_at_end(replica_id, call))
+            self._ending.add(ending)
+            ending.add_done_callback(self._ending.discard)
+
+    async def _look_at_end(self, replica_id: Any, call: Any) -> None:
+        if await call.code() == grpc.StatusCode.UNAVAILABLE:
+            self.on_replica_actor_unavailable(replica_id)
+
+    async def _look_whether_dead(self, replica: Any) -> None:
+        try:
+            num_ongoing_requests = await replica.get_queue_len(deadline_s=LOOK_TIMEOUT_S)
+            self.on_new_queue_len_info(replica.replica_id, num_ongoing_requests)
+        except ActorDiedError:
+            self.on_replica_actor_died(replica.replica_id)
+        except RayError:  # Serve's controller will know
+            pass
+        finally:
+            del self._looking[replica.replica_id.unique_id]
 
     def _tell(self) -> None:
         key = self._deployment_id.app_name, self._deployment_id.name

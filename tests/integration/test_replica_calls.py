@@ -17,6 +17,7 @@ from ray import serve
 from ray.serve.config import RequestRouterConfig
 
 from deployments.errors import DeadlineExceeded, InvalidRequest, NoReplica
+from deployments.services import replica_calls
 from deployments.services.deadlines import Deadline
 from deployments.services.placed_router import CLASS as PLACED_ROUTER
 from deployments.services.replica_calls import ReplicaCalls, ReplicaStates
@@ -101,7 +102,11 @@ def slow(cluster: Cluster) -> Any:
 
 
 @pytest.fixture
-def handle(cluster: Cluster, slow: Any, tmp_path: Path) -> Iterator[Any]:
+def handle(
+    cluster: Cluster, slow: Any, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Any]:
+    """The handle. Calls go by gRPC, as between replicas behind HAProxy; "actor": as behind Serve's own proxy."""
+    monkeypatch.setattr(replica_calls, "RAY_SERVE_USE_GRPC_BY_DEFAULT", getattr(request, "param", "grpc") == "grpc")
     deployment = serve.deployment(Working).options(
         name=NAME,
         ray_actor_options={"num_cpus": 0},
@@ -139,6 +144,7 @@ async def closed_early(calls: ReplicaCalls, handle: Any) -> None:
         await until(handle, "begun", 1)
 
 
+@pytest.mark.parametrize("handle", ["grpc", "actor"], indirect=True)
 @pytest.mark.parametrize("leave", [cancelled, out_of_time, closed_early])
 async def test_who_leaves_ends_the_work_in_the_replica(handle: Any, leave: Callable[..., Any]) -> None:
     await leave(ReplicaCalls(handle), handle)

@@ -188,6 +188,26 @@ def test_status_says_what_it_leaves_out(run: Run, server: Any) -> None:
     assert "nodes; /admin" not in out
 
 
+def test_status_shows_who_waits_for_how_long_and_what_is_taken(run: Run, server: Any) -> None:
+    assert "the admission queue does not answer" in run("status")[1]
+    load = {"waiting": 17, "oldest_age_s": 2.34, "running": 4, "latency_s": 0.512, "started": 905, "refused": 33}
+    idle = {"waiting": 0, "oldest_age_s": 0.0, "running": 0, "latency_s": 0.0, "started": 0, "refused": 0}
+    replicas = [{"used": used, "is_gone": is_gone} for used, is_gone in ((0.75, False), (1.0, True), (1.0, False))]
+    queue = {
+        "models": [{"model": "painter"} | load, {"model": "writer"} | idle],
+        "replicas": {"worker": replicas, "text_encoder": []},
+    }
+    server.answers["GET", "/admin/cluster"] = (200, CLUSTER | {"admission": queue})
+    _, out, _ = run("status")
+    rows = {line.split()[0]: line.split()[1:] for line in out.splitlines() if line.startswith(("painter", "writer"))}
+    assert rows == {"painter": ["17", "2.3", "s", "4", "0.51", "s"], "writer": ["0", "0"]}
+    assert "worker: 75%, 100% of the places taken" in out
+    assert "text encoder: " not in out
+    _, wide, _ = run("status", "--wide")
+    (painter,) = [line.split() for line in wide.splitlines() if line.startswith("painter")]
+    assert painter[-2:] == ["905", "33"]
+
+
 def test_status_without_a_registry(run: Run, server: Any) -> None:
     server.answers["GET", "/admin/cluster"] = (200, CLUSTER | {"nodes": [], "registry": {"unreachable": "it died"}})
     code, out, _ = run("status")

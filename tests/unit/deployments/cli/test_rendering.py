@@ -47,4 +47,30 @@ def test_resources_and_replicas_are_serves_own() -> None:
     assert (worker.num_replicas, worker.max_ongoing_requests) == (3, 9)
     assert worker.ray_actor_options.num_cpus == 2
     assert worker.ray_actor_options.num_gpus == 0.5
-    assert (schema.http_options.host, schema.http_options.port) == ("0.0.0.0", 9001)
+    assert schema.http_options.port == 9001
+
+
+@pytest.mark.parametrize("proxy", ["haproxy", "serve"])
+def test_the_proxy_is_the_one_of_the_config(proxy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What this machine has, its files and its HAProxy, is nothing to those that the YAML is for."""
+    monkeypatch.setenv("RAY_SERVE_HAPROXY_BINARY_PATH", "/only/here/haproxy")
+    http = {
+        "host": "0.0.0.0",
+        "port": 9001,
+        "proxy": proxy,
+        "haproxy": {"stats_port": 8410, "replica_host": "10.0.0.1"},
+    }
+    document = yaml.safe_load(_render_serve_yaml(ClusterConfig.model_validate(FULL | {"http": http})))
+    schema = ServeDeploySchema.model_validate(document)
+    if proxy == "serve":
+        assert schema.http_options.host == "0.0.0.0"
+        assert "controller_options" not in document
+        return
+    assert schema.http_options.host == "10.0.0.1"
+    assert schema.controller_options is not None
+    environment = schema.controller_options.runtime_env["env_vars"]
+    assert environment["RAY_SERVE_ENABLE_HA_PROXY"] == "1"
+    assert environment["ATELIER_HTTP_ADDRESS"] == "0.0.0.0:9001"
+    assert environment["RAY_SERVE_HAPROXY_STATS_PORT"] == "8410"
+    assert environment["RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT"] == "30000"
+    assert not [value for value in environment.values() if value.startswith("/")]

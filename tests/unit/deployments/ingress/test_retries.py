@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError
+from ray.serve.exceptions import ReplicaUnavailableError
 from unit.deployments.serve_fakes import FakeHandle
 
 from cluster.control.dispatcher import Dispatcher
@@ -192,8 +193,11 @@ async def test_a_suspect_that_takes_long_holds_the_others_up_for_a_while_only(mo
         assert await whole(calls, "d") == "d"  # whose turn it was has given it back
 
 
-@pytest.mark.parametrize(("error", "is_suspect"), [(ActorDiedError(), True), (ActorUnavailableError("x", None), False)])
-async def test_out_of_reach_is_no_proof_of_death(error: Exception, is_suspect: bool) -> None:
+@pytest.mark.parametrize(
+    ("error", "is_suspect"),
+    [(ActorDiedError(), True), (ActorUnavailableError("x", None), True), (ReplicaUnavailableError("a"), False)],
+)
+async def test_a_request_that_was_not_sent_has_killed_nobody(error: Exception, is_suspect: bool) -> None:
     retries = _Retries(Deadline(LONG_S))
     await retries.after(error)
     assert retries.is_suspect == is_suspect
