@@ -63,7 +63,7 @@ class Kernels:
         self.int8_variant = next(name for name in usable if name != "bf16")
         self.has_bf16 = "bf16" in usable
         self._int8 = getattr(library, f"atelier_matmul_{self.int8_variant}")
-        self._bf16 = getattr(library, "atelier_matmul_bf16") if self.has_bf16 else self._int8
+        self._bf16 = library.atelier_matmul_bf16 if self.has_bf16 else self._int8
         self._unpack = getattr(library, f"atelier_unpack_{self.int8_variant}")
 
     def matmul(self, matrix: PackedMatrix, x: torch.Tensor, *, use_bf16: bool) -> torch.Tensor:

@@ -168,12 +168,10 @@ def test_wrong_tensors_are_refused_with_what_is_supported() -> None:
         group_int8_weight("w", torch.zeros(2, 64, dtype=torch.int8), torch.zeros(3), 64)
 
 
-def test_without_a_compiler_torch_computes(tmp_path: Path) -> None:
-    with pytest.raises(building.BuildFailed, match="failed|No such file"):
-        monkey = pytest.MonkeyPatch()
-        with monkey.context() as patch:
-            patch.setenv("CXX", "/bin/false")
-            building.build_library(tmp_path)
+def test_without_a_compiler_torch_computes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "/bin/false")
+    with pytest.raises(building.BuildFailed, match="/bin/false failed"):
+        building.build_library(tmp_path)
     assert list(tmp_path.iterdir()) == []
     code = (
         "import torch; from deployments.engines.nn.packed_linear import *;"
