@@ -2,8 +2,8 @@
 
 Arithmetic, by name:
 - "exact": weights unpacked to float32 tile by tile, float32 products;
-- "fast": up to `MAX_INT8_ROWS` rows, activations are quantized to int8 by 32 elements, as llama.cpp does (a relative
-  error of about 0.5 % of the product's norm on random data); more rows are a bfloat16 product with float32 sums (0.2 %);
+- "fast": up to `MAX_INT8_ROWS` rows, activations are quantized to int8 by 32 elements, as llama.cpp does (an error
+  of about 0.5 % of the product's norm on random data); more rows are a bfloat16 product with float32 sums (0.2 %);
 - "deterministic": one of these for any number of rows, so that a result does not depend on its batch-mates, bit for
   bit: bfloat16 where the processor has it, else int8. With it a decode step costs up to three times as much.
 Without compiled kernels, and on accelerators, all three unpack tiles and leave the product to torch.
@@ -59,7 +59,7 @@ def packed_weight(name: str, kind: str, data: torch.Tensor) -> PackedWeight:
     if kind in DENSE_KINDS:
         if data.dim() != 2 or data.dtype != DENSE_KINDS[kind]:
             raise EngineError(f"tensor {name!r} is {data.dtype} {list(data.shape)}, expected a matrix of {kind}")
-        return PackedWeight(kind, data, *data.shape)
+        return PackedWeight(kind, data, data.shape[0], data.shape[1])
     elements, block_bytes = BLOCK_SIZES[kind]
     if data.dtype != torch.uint8 or data.dim() != 2 or data.shape[1] % block_bytes or not data.is_contiguous():
         raise EngineError(f"tensor {name!r} is {data.dtype} {list(data.shape)}, expected rows of {kind} blocks")
@@ -74,7 +74,8 @@ def group_int8_weight(name: str, data: torch.Tensor, scales: torch.Tensor, group
         )
     if group_size < 1 or data.numel() != scales.numel() * group_size:
         raise EngineError(f"tensor {name!r} {list(data.shape)} has {scales.numel()} scales for groups of {group_size}")
-    return PackedWeight(GROUP_INT8, data.contiguous(), *data.shape, scales.contiguous(), group_size)
+    rows, columns = data.shape
+    return PackedWeight(GROUP_INT8, data.contiguous(), rows, columns, scales.contiguous(), group_size)
 
 
 def product_path(weight: PackedWeight, num_rows: int, arithmetic: Arithmetic) -> str:

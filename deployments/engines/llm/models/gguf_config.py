@@ -148,7 +148,7 @@ class _Keys:
 
     def number(self, key: str, default: float | None = None) -> float:
         value = self._metadata.get(f"{self._prefix}.{key}", default)
-        if type(value) not in (int, float) or not 0 < float(value) < 1e30:
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < 1e30:
             raise self._error(key, value, "a positive number")
         return float(value)
 

@@ -26,7 +26,7 @@ _TEKKEN: Final = (
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _LLAMA3_NAMES: Final = ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2")
-# tokenizer.ggml.pre -> expressions that split one after the other, and whether a word of the vocabulary needs no merges.
+# tokenizer.ggml.pre -> expressions that split one after the other; whether a word of the vocabulary needs no merges.
 _SPLITS: Final[dict[str, tuple[tuple[str, ...], bool]]] = {
     **dict.fromkeys(_LLAMA3_NAMES, ((_LLAMA3,), True)),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez", "stablelm2", "hunyuan"), ((_QWEN2,), False)),

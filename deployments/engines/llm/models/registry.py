@@ -79,7 +79,7 @@ def create_model(
     """Build the decoder on the meta device and assign `tensors`.
 
     Tensors that are on `device` already are used where they are; others are copied there. Those of a GGUF or Kuiper
-    file stay packed, and `arithmetic` says how products with them are computed (`nn/packed_linear.py`); others ignore it.
+    file stay packed, and `arithmetic` says how products with them are computed (`nn/packed_linear.py`).
 
     Raises:
         EngineError: the config asks for something that is not supported, or the tensors do not fit it.

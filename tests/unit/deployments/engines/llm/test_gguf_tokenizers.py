@@ -108,7 +108,7 @@ def sentencepiece() -> tuple[Tokenizer, dict[str, Any]]:
     ]
     core = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
     core.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    core.add_special_tokens([AddedToken(text, normalized=False) for text in ("<s>", "</s>")])
+    core.add_special_tokens([AddedToken(text, normalized=False) for text in ("<unk>", "<s>", "</s>")])
     metadata = {
         "tokenizer.ggml.model": "llama",
         "tokenizer.ggml.tokens": tuple(tokens),
