@@ -249,6 +249,15 @@ def read_gguf(path: Path) -> GgufHeader:
     return header
 
 
+def read_gguf_header(path: Path) -> GgufHeader:
+    """Parse a file that holds a header only (`GgufHeader.raw`), as the store keeps it. Raises FormatError."""
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise FormatError(f"{path}: {error.strerror or error}") from None
+    return _parse(path, io.BytesIO(raw), len(raw))
+
+
 def write_gguf(path: Path, header: bytes, tensors: Iterable[tuple[int, Callable[[], bytes | memoryview]]]) -> None:
     """Write a file from `header` (`GgufHeader.raw`) and the bytes of its tensors, (nbytes, read) in declared order.
 

@@ -8,12 +8,16 @@ from typing import Any
 
 from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
+from deployments.engines.llm.models.gguf_config import gguf_headers
+from deployments.engines.llm.models.gguf_tokenizer import gguf_tokenizer
 from deployments.engines.llm.models.registry import read_json
 from deployments.engines.protocol import EngineError
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """Read the stock tokenizer of the folder. Raises EngineError when there is none that can be read."""
+    """Read the tokenizer of the folder: stock files, or a GGUF model's. Raises EngineError when none can be read."""
+    if headers := gguf_headers(folder):
+        return gguf_tokenizer(headers[0].metadata)
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # transformers raises many kinds; all mean that the files are not a tokenizer

@@ -13,7 +13,10 @@ from torch import nn
 from transformers import AutoConfig, PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from deployments.engines.llm.models.gguf_config import gguf_config, gguf_headers
 from deployments.engines.llm.models.llama import DecoderSpec, LlamaForCausalLM
+from deployments.engines.llm.models.packed import PackedSource, place_packed
+from deployments.engines.nn.packed_linear import Arithmetic
 from deployments.engines.nn.rotary import Rotary
 from deployments.engines.protocol import EngineError
 
@@ -43,11 +46,13 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def load_config(folder: Path) -> PretrainedConfig:
-    """Read the transformers config of a model folder.
+    """Read the transformers config of a model folder, or make it of the metadata of the GGUF model that is there.
 
     Raises:
         EngineError: no readable config.json, or the architecture is none of `ARCHITECTURES`.
     """
+    if headers := gguf_headers(folder):
+        return gguf_config(headers)
     content = read_json(folder / "config.json")
     names = content.get("architectures") or [_BY_MODEL_TYPE.get(str(content.get("model_type")))]
     if names[0] not in ARCHITECTURES:
@@ -64,10 +69,17 @@ def load_config(folder: Path) -> PretrainedConfig:
     return config
 
 
-def create_model(config: PretrainedConfig, tensors: Mapping[str, torch.Tensor], device: torch.device) -> LoadedModel:
+def create_model(
+    config: PretrainedConfig,
+    tensors: Mapping[str, torch.Tensor],
+    device: torch.device,
+    *,
+    arithmetic: Arithmetic = "fast",
+) -> LoadedModel:
     """Build the decoder on the meta device and assign `tensors`.
 
-    Tensors that are on `device` already are used where they are; others are copied there.
+    Tensors that are on `device` already are used where they are; others are copied there. Those of a GGUF or Kuiper
+    file stay packed, and `arithmetic` says how products with them are computed (`nn/packed_linear.py`).
 
     Raises:
         EngineError: the config asks for something that is not supported, or the tensors do not fit it.
@@ -77,8 +89,23 @@ def create_model(config: PretrainedConfig, tensors: Mapping[str, torch.Tensor], 
     with torch.device("meta"):
         module = LlamaForCausalLM(spec)
     placed = {name: tensor.to(device) for name, tensor in tensors.items()}
+    source: PackedSource | None = getattr(config, "packed_source", None)
+    if source is not None:
+        rotary = _rescaled(rotary, source, placed)
+        placed = place_packed(module, source, placed, arithmetic)
     _assign_tensors(module, placed, _TIED if spec.tied_embeddings else {})
-    return LoadedModel(module.eval(), rotary, spec, module.lm_head.weight.dtype, device)
+    return LoadedModel(module.eval(), rotary, spec, module.model.norm.weight.dtype, device)
+
+
+def _rescaled(rotary: Rotary, source: PackedSource, tensors: Mapping[str, torch.Tensor]) -> Rotary:
+    """Return the rotary of packed weights: their order of pairs, and the frequency factors of Llama 3."""
+    frequencies = rotary.inverse_frequencies
+    if source.frequency_factors is not None:
+        factors = tensors.get(source.frequency_factors)
+        if factors is None or factors.shape != frequencies.shape:
+            raise EngineError(f"tensor {source.frequency_factors!r} does not have {len(frequencies)} factors")
+        frequencies = frequencies / factors.float()
+    return Rotary(frequencies, rotary.magnitude, is_interleaved=source.is_interleaved)
 
 
 def decoder_spec(config: PretrainedConfig) -> DecoderSpec:

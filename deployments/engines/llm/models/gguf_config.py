@@ -1,0 +1,202 @@
+"""GGUF metadata as a transformers config, and the Hugging Face names of its tensors.
+
+Keys: ggml/docs/gguf.md and llama.cpp's llama-arch.cpp.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from transformers import LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+
+from deployments.engines.llm.models.packed import PackedSource
+from deployments.engines.nn.packed_linear import SUPPORTED_KINDS
+from deployments.engines.protocol import EngineError
+from weights.errors import FormatError
+from weights.formats.gguf import GgufHeader, GgufValue, read_gguf, read_gguf_header
+from weights.formats.untrusted import shown
+
+# Name in general.architecture -> config class, architecture, whether rows of q and k are in neighbouring RoPE pairs.
+_FAMILIES: Final[dict[str, tuple[type[PretrainedConfig], str, bool]]] = {
+    "llama": (LlamaConfig, "LlamaForCausalLM", True),
+    "qwen2": (Qwen2Config, "Qwen2ForCausalLM", False),
+    "qwen3": (Qwen3Config, "Qwen3ForCausalLM", False),
+}
+_LAYER_NAMES: Final = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_TOP_NAMES: Final = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_FREQUENCY_FACTORS: Final = "rope_freqs.weight"
+# Ends of a turn that files do not always name; llama.cpp finds them by the same texts.
+_END_TEXTS: Final = frozenset({"<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>"})
+_MAX_LAYERS: Final = 1024
+_CONTROL: Final = 3
+
+
+def gguf_headers(folder: Path) -> tuple[GgufHeader, ...]:
+    """Return the headers of the one GGUF model in `folder` (files, or what the store keeps of them), () without one.
+
+    Raises EngineError naming the file that cannot be read.
+    """
+    kept = sorted(folder.glob("*.gguf.header"))
+    files = kept or sorted(folder.glob("*.gguf"))
+    try:
+        return tuple(_read_header(file, file.stat().st_mtime_ns) for file in files)
+    except (FormatError, OSError) as error:
+        raise EngineError(str(error)) from None
+
+
+@functools.lru_cache(maxsize=4)
+def _read_header(file: Path, mtime_ns: int) -> GgufHeader:
+    """Parse a header once for config and tokenizer: a vocabulary takes a while."""
+    return read_gguf_header(file) if file.suffix == ".header" else read_gguf(file)
+
+
+def gguf_config(headers: Sequence[GgufHeader]) -> PretrainedConfig:
+    """Return the config that the metadata describes; `packed_source` of it says where the tensors go.
+
+    Raises EngineError for an architecture, a RoPE scaling or a tensor type that is not supported, with those that are.
+    """
+    metadata = headers[0].metadata
+    architecture = metadata.get("general.architecture")
+    if not isinstance(architecture, str) or architecture not in _FAMILIES:
+        raise EngineError(
+            f"GGUF architecture {shown(architecture)} is not supported; supported are {_listed(_FAMILIES)}"
+        )
+    config_class, class_name, is_interleaved = _FAMILIES[architecture]
+    keys = _Keys(metadata, architecture)
+    kinds = {name: tensor.dtype for header in headers for name, tensor in header.tensors.items()}
+    _check_kinds(kinds)
+    num_layers = keys.integer("block_count", maximum=_MAX_LAYERS)
+    num_heads = keys.integer("attention.head_count")
+    hidden_size = keys.integer("embedding_length")
+    head_dim = keys.integer("attention.key_length", hidden_size // num_heads)
+    if keys.integer("attention.value_length", head_dim) != head_dim:
+        raise EngineError("GGUF models whose keys and values have heads of different sizes are not supported")
+    if keys.integer("rope.dimension_count", head_dim) != head_dim:
+        raise EngineError(f"rope must turn the whole head of {head_dim}, {architecture}.rope.dimension_count differs")
+    if keys.integer("expert_count", 0, minimum=0):
+        raise EngineError(f"GGUF mixtures of experts are not supported; supported are dense {_listed(_FAMILIES)}")
+    embedding = next((h.tensors["token_embd.weight"] for h in headers if "token_embd.weight" in h.tensors), None)
+    if embedding is None or len(embedding.shape) != 2:
+        raise EngineError("the GGUF file has no matrix 'token_embd.weight'")
+    context_length = keys.integer("context_length")
+    config = config_class(
+        vocab_size=embedding.shape[0],
+        hidden_size=hidden_size,
+        intermediate_size=keys.integer("feed_forward_length"),
+        num_hidden_layers=num_layers,
+        num_attention_heads=num_heads,
+        num_key_value_heads=keys.integer("attention.head_count_kv", num_heads),
+        head_dim=head_dim,
+        rms_norm_eps=keys.number("attention.layer_norm_rms_epsilon"),
+        max_position_embeddings=context_length,
+        tie_word_embeddings="output.weight" not in kinds,
+        rope_parameters=_rope_parameters(keys, context_length),
+        attention_bias="blk.0.attn_q.bias" in kinds,
+        bos_token_id=_token_id(metadata, "bos"),
+        eos_token_id=_end_tokens(metadata),
+    )
+    window = keys.integer("attention.sliding_window", 0, minimum=0)
+    if 0 < window < context_length:  # within the window, sliding attention is full attention
+        config.max_position_embeddings = window
+    config.architectures = [class_name]
+    names = {
+        f"{stored}.{leaf}": f"{name}.{leaf}"
+        for stored, name in _names(num_layers).items()
+        for leaf in ("weight", "bias")
+    }
+    factors = _FREQUENCY_FACTORS if _FREQUENCY_FACTORS in kinds else None
+    config.packed_source = PackedSource(names, kinds, is_interleaved=is_interleaved, frequency_factors=factors)
+    return config
+
+
+def _names(num_layers: int) -> dict[str, str]:
+    layers = {
+        f"blk.{layer}.{stored}": f"model.layers.{layer}.{name}"
+        for layer in range(num_layers)
+        for stored, name in _LAYER_NAMES.items()
+    }
+    return {**_TOP_NAMES, **layers}
+
+
+class _Keys:
+    """The hyperparameters of one architecture, each checked as it is read."""
+
+    def __init__(self, metadata: Mapping[str, GgufValue], architecture: str) -> None:
+        self._metadata = metadata
+        self._prefix = architecture
+
+    def integer(self, key: str, default: int | None = None, *, minimum: int = 1, maximum: int = 2**31 - 1) -> int:
+        value = self._metadata.get(f"{self._prefix}.{key}", default)
+        if type(value) is not int or not minimum <= value <= maximum:
+            raise self._error(key, value, f"an integer from {minimum} to {maximum}")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        value = self._metadata.get(f"{self._prefix}.{key}", default)
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < 1e30:
+            raise self._error(key, value, "a positive number")
+        return float(value)
+
+    def text(self, key: str, default: str) -> str:
+        value = self._metadata.get(f"{self._prefix}.{key}", default)
+        if not isinstance(value, str):
+            raise self._error(key, value, "a text")
+        return value
+
+    def _error(self, key: str, value: Any, expected: str) -> EngineError:
+        return EngineError(f"GGUF key {self._prefix}.{key} is {shown(value)}, expected {expected}")
+
+
+def _rope_parameters(keys: _Keys, context_length: int) -> dict[str, Any]:
+    """Return RoPE's base and scaling. That of Llama 3 comes as a tensor of frequency factors instead."""
+    base = {"rope_theta": keys.number("rope.freq_base", 10000.0)}
+    kind = keys.text("rope.scaling.type", "none")
+    if kind == "none":
+        return {"rope_type": "default", **base}
+    factor = keys.number("rope.scaling.factor", 1.0)
+    if kind == "linear":
+        return {"rope_type": "linear", "factor": factor, **base}
+    if kind == "yarn":
+        original = keys.integer("rope.scaling.original_context_length", context_length)
+        return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original, **base}
+    raise EngineError(f"GGUF rope scaling {shown(kind)} is not supported; supported are none, linear, yarn")
+
+
+def _check_kinds(kinds: Mapping[str, str]) -> None:
+    for name, kind in kinds.items():
+        if kind not in SUPPORTED_KINDS:
+            known = _listed(kind for kind in SUPPORTED_KINDS if kind != "GROUP_INT8")
+            raise EngineError(f"tensor {name!r} is {kind}, which is not supported; supported are {known}")
+
+
+def _token_id(metadata: Mapping[str, GgufValue], name: str) -> int | None:
+    value = metadata.get(f"tokenizer.ggml.{name}_token_id")
+    return value if type(value) is int else None
+
+
+def _end_tokens(metadata: Mapping[str, GgufValue]) -> list[int]:
+    tokens, types = metadata.get("tokenizer.ggml.tokens", ()), metadata.get("tokenizer.ggml.token_type", ())
+    named = {_token_id(metadata, "eos"), _token_id(metadata, "eot"), _token_id(metadata, "eom")} - {None}
+    if isinstance(tokens, tuple) and not isinstance(types, str | int | float) and len(types) == len(tokens):
+        found = {i for i, text in enumerate(tokens) if text in _END_TEXTS and types[i] == _CONTROL}
+        named |= found
+    return sorted(token for token in named if token is not None)
+
+
+def _listed(names: Any) -> str:
+    return ", ".join(sorted(names))

@@ -1,0 +1,167 @@
+"""The tokenizer that GGUF metadata describes, as a transformers one: byte-level BPE, or SentencePiece's BPE.
+
+Regular expressions are those of the models' own tokenizer.json files, which llama.cpp's llama-vocab.cpp cites.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from deployments.engines.protocol import EngineError
+from weights.formats.gguf import GgufValue
+from weights.formats.untrusted import shown
+
+_GPT2: Final = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_CONTRACTIONS: Final = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
+_REST: Final = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_QWEN2: Final = _CONTRACTIONS + r"|\p{N}" + _REST
+_LLAMA3: Final = _CONTRACTIONS + r"|\p{N}{1,3}" + _REST
+_TEKKEN: Final = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_LLAMA3_NAMES: Final = ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2")
+# tokenizer.ggml.pre -> expressions that split one after the other; whether a word of the vocabulary needs no merges.
+_SPLITS: Final[dict[str, tuple[tuple[str, ...], bool]]] = {
+    **dict.fromkeys(_LLAMA3_NAMES, ((_LLAMA3,), True)),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez", "stablelm2", "hunyuan"), ((_QWEN2,), False)),
+    **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais", "exaone4", "trillion"), ((_GPT2,), False)),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"), ((r"\p{N}", _GPT2), False)),
+    "tekken": ((_TEKKEN,), True),
+}
+_ADDS_BOS: Final = frozenset({*_LLAMA3_NAMES, "tekken"})
+_UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
+
+
+def gguf_tokenizer(metadata: Mapping[str, GgufValue]) -> PreTrainedTokenizerBase:
+    """Return the tokenizer with its special tokens and chat template.
+
+    Raises EngineError for a kind that is not supported, with those that are, and for vocabularies that are damaged.
+    """
+    tokens = _texts(metadata, "tokens")
+    kinds = _numbers(metadata, "token_type", len(tokens), default=1)
+    if len(set(tokens)) != len(tokens):
+        raise EngineError("tokenizer.ggml.tokens has a token twice")
+    model = metadata.get("tokenizer.ggml.model")
+    if model == "gpt2":
+        core, adds_bos = _byte_level(metadata, tokens)
+    elif model == "llama":
+        core, adds_bos = _sentencepiece(metadata, tokens, kinds)
+    else:
+        raise EngineError(
+            f"tokenizer.ggml.model {shown(model)} is not supported; supported are gpt2 (BPE), llama (SPM)"
+        )
+    special = [text for text, kind in zip(tokens, kinds, strict=True) if kind == _CONTROL]
+    core.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in special])
+    added = [text for text, kind in zip(tokens, kinds, strict=True) if kind == _USER_DEFINED]
+    core.add_tokens([AddedToken(text, special=False, normalized=False) for text in added])
+    named = {f"{name}_token": _token(metadata, name, tokens) for name in ("bos", "eos", "padding", "unknown")}
+    _add_ends(core, metadata, named, tokens, adds_bos=adds_bos)
+    template = metadata.get("tokenizer.chat_template")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        bos_token=named["bos_token"],
+        eos_token=named["eos_token"],
+        pad_token=named["padding_token"],
+        unk_token=named["unknown_token"],
+        chat_template=template if isinstance(template, str) else None,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def _byte_level(metadata: Mapping[str, GgufValue], tokens: tuple[str, ...]) -> tuple[Tokenizer, bool]:
+    pre = metadata.get("tokenizer.ggml.pre")
+    if not isinstance(pre, str) or pre not in _SPLITS:
+        raise EngineError(
+            f"tokenizer.ggml.pre {shown(pre)} is not supported; supported are {', '.join(sorted(_SPLITS))}"
+        )
+    patterns, ignore_merges = _SPLITS[pre]
+    vocabulary = {text: index for index, text in enumerate(tokens)}
+    merges = []
+    for merge in _texts(metadata, "merges", may_be_absent=True):
+        # A space inside of a token is written as another character, so the only one is between the two.
+        left, _, right = merge.partition(" ")
+        if not (left in vocabulary and right in vocabulary and left + right in vocabulary):
+            raise EngineError(f"tokenizer.ggml.merges has {shown(merge)}, whose parts or result are no tokens")
+        merges.append((left, right))
+    core = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=ignore_merges))
+    splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.pre_tokenizer = pre_tokenizers.Sequence([*splits, byte_level])
+    core.decoder = decoders.ByteLevel()
+    return core, pre in _ADDS_BOS
+
+
+def _sentencepiece(
+    metadata: Mapping[str, GgufValue], tokens: tuple[str, ...], kinds: tuple[Any, ...]
+) -> tuple[Tokenizer, bool]:
+    """Build SentencePiece's BPE: what merges first is what has the greater score, and of equals the smaller id."""
+    scores = _numbers(metadata, "scores", len(tokens), default=0.0)
+    vocabulary = {text: index for index, text in enumerate(tokens)}
+    plain = {text for text, kind in zip(tokens, kinds, strict=True) if kind not in (_CONTROL, _UNKNOWN, _BYTE)}
+    ranked = []
+    for text in plain:
+        pairs = [(text[:i], text[i:]) for i in range(1, len(text)) if text[:i] in plain and text[i:] in plain]
+        ranked += [
+            ((-scores[vocabulary[text]], vocabulary[text], vocabulary[left]), left, right) for left, right in pairs
+        ]
+    merges = [(left, right) for _, left, right in sorted(ranked)]
+    unknown = _token(metadata, "unknown", tokens)
+    core = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    adds_prefix = metadata.get("tokenizer.ggml.add_space_prefix", True) is not False
+    steps: list[normalizers.Normalizer] = [normalizers.Prepend("▁")] if adds_prefix else []
+    core.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "▁")])
+    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    core.decoder = decoders.Sequence([*parts, decoders.Strip(" ", 1, 0)] if adds_prefix else parts)
+    return core, True
+
+
+def _add_ends(
+    core: Tokenizer,
+    metadata: Mapping[str, GgufValue],
+    named: Mapping[str, str | None],
+    tokens: tuple[str, ...],
+    *,
+    adds_bos: bool,
+) -> None:
+    """Let the tokenizer write the first and last token by itself, where the file or its kind says so."""
+    before = named["bos_token"] if metadata.get("tokenizer.ggml.add_bos_token", adds_bos) else None
+    after = named["eos_token"] if metadata.get("tokenizer.ggml.add_eos_token", False) else None
+    if before is None and after is None:
+        return
+    first, last = [before] if before else [], [after] if after else []
+    core.post_processor = processors.TemplateProcessing(
+        single=[*first, "$A", *last],
+        pair=[*first, "$A", *first, "$B", *last],
+        special_tokens=[(text, tokens.index(text)) for text in dict.fromkeys([*first, *last])],
+    )
+
+
+def _token(metadata: Mapping[str, GgufValue], name: str, tokens: tuple[str, ...]) -> str | None:
+    index = metadata.get(f"tokenizer.ggml.{name}_token_id")
+    if index is None:
+        return None
+    if type(index) is not int or not 0 <= index < len(tokens):
+        raise EngineError(f"tokenizer.ggml.{name}_token_id is {shown(index)}, the vocabulary has {len(tokens)} tokens")
+    return tokens[index]
+
+
+def _texts(metadata: Mapping[str, GgufValue], name: str, *, may_be_absent: bool = False) -> tuple[str, ...]:
+    value = metadata.get(f"tokenizer.ggml.{name}", () if may_be_absent else None)
+    if not isinstance(value, tuple) or not (value or may_be_absent):
+        raise EngineError(f"tokenizer.ggml.{name} is {shown(value)}, expected an array of texts")
+    return value
+
+
+def _numbers(metadata: Mapping[str, GgufValue], name: str, count: int, *, default: float) -> tuple[Any, ...]:
+    value = metadata.get(f"tokenizer.ggml.{name}")
+    if value is None:
+        return (default,) * count
+    if isinstance(value, str | int | float | tuple) or len(value) != count:
+        raise EngineError(f"tokenizer.ggml.{name} is {shown(value)}, expected {count} numbers")
+    return tuple(value.tolist())

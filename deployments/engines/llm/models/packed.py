@@ -1,0 +1,114 @@
+"""Decoders around tensors that stay packed: what their file calls them, and how they take their places."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from deployments.engines.nn.packed_linear import (
+    GROUP_INT8,
+    Arithmetic,
+    PackedEmbedding,
+    PackedLinear,
+    PackedWeight,
+    group_int8_weight,
+    packed_weight,
+)
+from deployments.engines.protocol import EngineError
+
+_EMBEDDING, _HEAD = "model.embed_tokens", "lm_head"
+
+
+@dataclass(frozen=True, slots=True)
+class PackedSource:
+    """How the tensors of a GGUF or Kuiper file stand for those of a Hugging Face checkpoint.
+
+    `names` and `kinds`: the Hugging Face name and the stored type, by stored name. `is_interleaved` says that the rows
+    of q and k are in the order of neighbouring RoPE pairs. `frequency_factors` names the tensor that divides RoPE's
+    inverse frequencies (llama3 scaling). `ignored` tensors are computed from the config instead.
+    """
+
+    names: Mapping[str, str]
+    kinds: Mapping[str, str]
+    is_interleaved: bool = False
+    frequency_factors: str | None = None
+    group_size: int = 0
+    ignored: frozenset[str] = frozenset()
+
+
+def compute_dtype(arithmetic: Arithmetic) -> torch.dtype:
+    """Return the dtype of activations and of the KV cache."""
+    return torch.float32 if arithmetic == "exact" else torch.bfloat16
+
+
+def place_packed(
+    module: nn.Module, source: PackedSource, tensors: Mapping[str, torch.Tensor], arithmetic: Arithmetic
+) -> dict[str, torch.Tensor]:
+    """Put the packed matrices of `tensors` (by stored names) into `module`, which was built on the meta device.
+
+    Returns the rest, norms and biases, by the module's names and in the compute dtype: these few are private copies.
+    Without a head of its own the module uses the embedding's matrix. Raises EngineError naming a tensor that is
+    unknown, missing, of another shape, or of a type that is not supported.
+    """
+    dtype = compute_dtype(arithmetic)
+    weights, vectors = _sorted_out(source, tensors, dtype)
+    weights.setdefault(f"{_HEAD}.weight", weights.get(f"{_EMBEDDING}.weight", _NOTHING))
+    for path, old in list(module.named_modules()):
+        if not isinstance(old, nn.Linear | nn.Embedding):
+            continue
+        name = f"{path}.weight"
+        weight = weights.pop(name, _NOTHING)
+        if weight is _NOTHING:
+            raise EngineError(f"tensor {name!r} is missing ({_stored_name(source, name)})")
+        if (weight.rows, weight.columns) != tuple(old.weight.shape):
+            raise EngineError(
+                f"tensor {_stored_name(source, name)} has shape {[weight.rows, weight.columns]}, "
+                f"expected {list(old.weight.shape)}"
+            )
+        new: nn.Module
+        if isinstance(old, nn.Embedding):
+            new = PackedEmbedding(weight, dtype)
+        else:
+            bias = vectors.pop(f"{path}.bias", None)
+            if (bias is None) != (old.bias is None):
+                raise EngineError(f"tensor {path + '.bias'!r} is {'missing' if bias is None else 'unknown here'}")
+            new = PackedLinear(weight, bias, arithmetic)
+        parent, _, leaf = path.rpartition(".")
+        setattr(module.get_submodule(parent), leaf, new)
+    if weights:
+        raise EngineError(f"tensor {next(iter(weights))!r} has no place in this model")
+    return vectors
+
+
+_NOTHING = PackedWeight("", torch.empty(0), 0, 0)
+
+
+def _sorted_out(
+    source: PackedSource, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype
+) -> tuple[dict[str, PackedWeight], dict[str, torch.Tensor]]:
+    """Return matrices and vectors by the names of the module's parameters."""
+    weights: dict[str, PackedWeight] = {}
+    vectors: dict[str, torch.Tensor] = {}
+    for stored, tensor in tensors.items():
+        name, kind = source.names.get(stored), source.kinds.get(stored)
+        if stored in source.ignored or stored == source.frequency_factors:
+            continue
+        if name is None or kind is None:
+            raise EngineError(f"tensor {stored!r} of shape {list(tensor.shape)} is unknown here")
+        if tensor.dim() == 1 and tensor.is_floating_point():
+            vectors[name] = tensor.to(dtype)
+        elif kind == GROUP_INT8:
+            scales = tensors.get(stored.replace(".weight", ".scales"))
+            if scales is None:
+                raise EngineError(f"tensor {stored!r} has no scales")
+            weights[name] = group_int8_weight(stored, tensor, scales, source.group_size)
+        else:
+            weights[name] = packed_weight(stored, kind, tensor)
+    return weights, vectors
+
+
+def _stored_name(source: PackedSource, name: str) -> str:
+    return next((stored for stored, given in source.names.items() if given == name), name)

@@ -1,0 +1,1 @@
+"""Kernels in C++, compiled at installation or at their first use, and called through ctypes."""

@@ -1,0 +1,97 @@
+"""Compile quantized.cpp: at installation beside it (hatch_build.py), else at first use into the user's cache.
+
+Standard library only: the build hook runs this file by its path, before anything is installed. One library holds a
+variant per instruction set, so it runs on any x86-64 processor; its name is a hash of what it was made of.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+SOURCE = Path(__file__).with_name("quantized.cpp")
+COMPILE_TIMEOUT_S = 300
+_BASE_FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fopenmp", "-Wno-uninitialized")
+_AVX2 = ("-mavx2", "-mfma", "-mf16c")
+_AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni")
+# Names of the variants in the order of preference, with what the compiler needs and what the processor must have.
+VARIANTS: dict[str, tuple[tuple[str, ...], frozenset[str]]] = {
+    "bf16": ((*_AVX512, "-mavx512bf16"), frozenset({"avx512_vnni", "avx512vl", "avx512bw", "avx512dq", "avx512_bf16"})),
+    "avx512": (_AVX512, frozenset({"avx512_vnni", "avx512vl", "avx512bw", "avx512dq"})),
+    "avx2": (_AVX2, frozenset({"avx2", "fma", "f16c"})),
+}
+
+
+class BuildFailed(Exception):
+    """There is no library: no compiler, another kind of processor, or the compiler's complaint."""
+
+
+def library_name() -> str:
+    """Return the file name that says what the library was compiled from."""
+    digest = hashlib.sha256(SOURCE.read_bytes())
+    digest.update(repr((_BASE_FLAGS, VARIANTS)).encode())
+    return f"quantized-{digest.hexdigest()[:16]}.so"
+
+
+def cache_folder() -> Path:
+    """Return the folder of libraries that were compiled at first use."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "atelier" / "native"
+
+
+def built_library() -> Path:
+    """Return the library beside the source or in the cache, compiling it into the cache when there is none.
+
+    Processes that start together wait for the first one. Raises BuildFailed.
+    """
+    installed = SOURCE.with_name(library_name())
+    if installed.is_file():
+        return installed
+    folder = cache_folder()
+    cached = folder / library_name()
+    if cached.is_file():
+        return cached
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            return cached if cached.is_file() else build_library(folder)
+    except OSError as error:
+        raise BuildFailed(f"{folder}: {error.strerror or error}") from None
+
+
+def build_library(folder: Path) -> Path:
+    """Compile every variant and link them into `folder`. Raises BuildFailed with the compiler's last lines."""
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
+    if not compiler:
+        raise BuildFailed("no C++ compiler (CXX, g++, c++, clang++)")
+    if platform.machine() not in ("x86_64", "AMD64") or platform.system() != "Linux":
+        raise BuildFailed(f"the kernels are for x86-64 Linux, this is {platform.system()} {platform.machine()}")
+    target = folder / library_name()
+    try:
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            objects = []
+            for name, (flags, _) in VARIANTS.items():
+                objects.append(f"{scratch}/{name}.o")
+                _run_compiler([compiler, *_BASE_FLAGS, *flags, f"-DISA={name}", "-c", str(SOURCE), "-o", objects[-1]])
+            linked = Path(scratch) / target.name
+            _run_compiler([compiler, "-shared", "-fopenmp", *objects, "-o", str(linked)])
+            linked.replace(target)
+    except OSError as error:
+        raise BuildFailed(f"{folder}: {error.strerror or error}") from None
+    return target
+
+
+def _run_compiler(command: list[str]) -> None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=COMPILE_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        raise BuildFailed(f"{command[0]} took more than {COMPILE_TIMEOUT_S} s") from None
+    if done.returncode:
+        raise BuildFailed(f"{command[0]} failed: {done.stderr.strip()[-500:]}")

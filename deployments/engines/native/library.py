@@ -1,0 +1,114 @@
+"""The compiled kernels as functions over torch tensors, and the variant that this processor runs."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+import os
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import torch
+
+from deployments.engines.native.building import VARIANTS, BuildFailed, built_library
+
+logger = logging.getLogger(__name__)
+
+# Numbers of enum Type in quantized.cpp (ggml's own).
+KERNEL_TYPES: Final = {
+    "Q4_0": 2,
+    "Q4_1": 3,
+    "Q5_0": 6,
+    "Q5_1": 7,
+    "Q8_0": 8,
+    "Q4_K": 12,
+    "Q5_K": 13,
+    "Q6_K": 14,
+    "GROUP_INT8": 100,
+}
+_ELEMENTS = {torch.float32: 0, torch.bfloat16: 1}
+
+
+class PackedMatrix(NamedTuple):
+    """A packed [rows, columns] matrix for the kernels; `scales` and `group_size` are those of GROUP_INT8."""
+
+    kind: str
+    data: torch.Tensor
+    rows: int
+    columns: int
+    scales: torch.Tensor | None = None
+    group_size: int = 0
+
+    def arguments(self) -> tuple[object, ...]:
+        """Return what the kernels take first. The caller has checked that the memory is contiguous on the host."""
+        scales = None if self.scales is None else ctypes.c_void_p(self.scales.data_ptr())
+        row_bytes = self.data.numel() // self.rows
+        return (
+            KERNEL_TYPES[self.kind],
+            ctypes.c_void_p(self.data.data_ptr()),
+            scales,
+            *map(ctypes.c_int64, (self.group_size, self.rows, self.columns, row_bytes)),
+        )
+
+
+class Kernels:
+    """The functions of one library that this processor can run."""
+
+    def __init__(self, path: Path, processor: frozenset[str]) -> None:
+        library = ctypes.CDLL(str(path))
+        usable = [name for name, (_, needed) in VARIANTS.items() if needed <= processor]
+        if not usable:
+            raise BuildFailed("the processor has no AVX2")
+        self.int8_variant = next(name for name in usable if name != "bf16")
+        self.has_bf16 = "bf16" in usable
+        self._int8 = getattr(library, f"atelier_matmul_{self.int8_variant}")
+        self._bf16 = library.atelier_matmul_bf16 if self.has_bf16 else self._int8
+        self._unpack = getattr(library, f"atelier_unpack_{self.int8_variant}")
+
+    def matmul(self, matrix: PackedMatrix, x: torch.Tensor, *, use_bf16: bool) -> torch.Tensor:
+        """Return x W^T of a contiguous float32 or bfloat16 `x` (rows, columns), in its dtype."""
+        y = torch.empty(len(x), matrix.rows, dtype=x.dtype)
+        element = _ELEMENTS[x.dtype]
+        failed = (self._bf16 if use_bf16 else self._int8)(
+            *matrix.arguments(),
+            ctypes.c_void_p(x.data_ptr()),
+            element,
+            ctypes.c_int64(len(x)),
+            ctypes.c_void_p(y.data_ptr()),
+            element,
+            torch.get_num_threads(),
+        )
+        if failed:
+            raise MemoryError(f"no memory for a product of {len(x)} x {matrix.columns} x {matrix.rows}")
+        return y
+
+    def unpack_rows(self, matrix: PackedMatrix, start: int, stop: int) -> torch.Tensor:
+        """Return rows `start` to `stop` as float32."""
+        out = torch.empty(stop - start, matrix.columns)
+        span = map(ctypes.c_int64, (start, stop - start))
+        if self._unpack(*matrix.arguments(), *span, ctypes.c_void_p(out.data_ptr()), torch.get_num_threads()):
+            raise MemoryError(f"no memory to unpack rows of {matrix.columns} elements")
+        return out
+
+
+@functools.cache
+def load_kernels() -> Kernels | None:
+    """Return the kernels, compiled when need be; None, with the reason in the log, where there are none.
+
+    `ATELIER_NATIVE=0` asks for none. HAZARD: torch comes first, so that both share one OpenMP and its threads.
+    """
+    if os.environ.get("ATELIER_NATIVE") == "0":
+        return None
+    try:
+        return Kernels(built_library(), _processor_flags())
+    except (BuildFailed, OSError, AttributeError) as error:
+        logger.warning("packed weights are computed by torch, which is slower: %s", error)
+        return None
+
+
+def _processor_flags() -> frozenset[str]:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("flags"):
+            return frozenset(line.partition(":")[2].split())
+    return frozenset()

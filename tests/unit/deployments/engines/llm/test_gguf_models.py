@@ -1,0 +1,289 @@
+"""GGUF models against transformers in float32 on what gguf-py makes of the same packed tensors."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from deployments.engines.llm.models.registry import create_model, load_config
+from deployments.engines.nn.packed_linear import PackedLinear
+from deployments.engines.protocol import EngineError
+from weights.dtypes import BLOCK_SIZES
+from weights.externalize import externalize
+from weights.loader import load_model
+from weights.provider import LocalExtents
+from weights.store import WeightStore
+
+KINDS = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen2": (Qwen2Config, Qwen2ForCausalLM)}
+KINDS["qwen3"] = (Qwen3Config, Qwen3ForCausalLM)
+LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
+VOCABULARY = 96
+Array = np.ndarray[Any, Any]
+
+
+def pack(matrix: Array, kind: str, draw: np.random.Generator) -> tuple[Array, Array]:
+    """Packed bytes near `matrix`, and their values by gguf-py. K types are drawn: gguf-py cannot write them."""
+    type_ = gguf.GGMLQuantizationType[kind]
+    if kind.endswith("_K"):
+        blocks = draw.integers(0, 256, (matrix.shape[0], matrix.shape[1] // 256, BLOCK_SIZES[kind][1]), dtype=np.uint8)
+        for at in (208,) if kind == "Q6_K" else (0, 2):
+            largest = 2e-5 if kind == "Q6_K" else 4e-4
+            blocks[..., at : at + 2] = (
+                draw.uniform(0, largest, (*blocks.shape[:2], 1)).astype(np.float16).view(np.uint8)
+            )
+        packed = blocks.reshape(len(matrix), -1)
+    else:
+        packed = gguf.quants.quantize(matrix, type_)
+    return packed, gguf.quants.dequantize(packed, type_)
+
+
+def permuted(rows: Array, num_heads: int) -> Array:
+    """As convert_hf_to_gguf.py has q and k of Llama."""
+    return (
+        rows.reshape(num_heads, 2, rows.shape[0] // num_heads // 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
+    )
+
+
+def unpermuted(rows: Array, num_heads: int) -> Array:
+    return (
+        rows.reshape(num_heads, rows.shape[0] // num_heads // 2, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
+    )
+
+
+def write_model(
+    file: Path, family: str, kind: str, *, scaling: dict[str, Any] | None = None, tied: bool = False, **overrides: Any
+) -> PreTrainedModel:
+    """Write a random model as `kind`; returns the stock model with the same values."""
+    config_class, model_class = KINDS[family]
+    settings = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "max_position_embeddings": 128,
+        "initializer_range": 0.05,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": tied,
+        "rope_parameters": {"rope_theta": 10000.0, **(scaling or {"rope_type": "default"})},
+    } | overrides
+    config = config_class(**settings)
+    stock = model_class(config).eval().requires_grad_(False).float()
+    for parameter in stock.parameters():
+        parameter += 0.05 * torch.randn_like(parameter)
+    writer = gguf.GGUFWriter(file, family)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    add_scaling(writer, config, stock)
+    draw = np.random.default_rng()
+    state = stock.state_dict()
+    for name, stored in stored_names(config.num_hidden_layers).items():
+        if name not in state or (tied and name == "lm_head.weight"):
+            continue
+        values = state[name].numpy()
+        heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}.get(stored.split(".")[-2])
+        if family == "llama" and heads:
+            values = permuted(values, heads)
+        if values.ndim == 1:
+            writer.add_tensor(stored, np.ascontiguousarray(values))
+            continue
+        packed, values = pack(np.ascontiguousarray(values), kind, draw)
+        writer.add_tensor(stored, packed, raw_dtype=gguf.GGMLQuantizationType[kind])
+        if family == "llama" and heads:
+            values = unpermuted(values, heads)
+        state[name].copy_(torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32)))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return stock
+
+
+def add_scaling(writer: gguf.GGUFWriter, config: Any, stock: PreTrainedModel) -> None:
+    rope = config.rope_parameters
+    if rope["rope_type"] in ("linear", "yarn"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
+        writer.add_rope_scaling_factor(rope["factor"])
+    if rope["rope_type"] == "yarn":
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    if rope["rope_type"] == "llama3":
+        plain = 1 / 10000.0 ** (torch.arange(0, config.head_dim, 2) / config.head_dim)
+        writer.add_tensor("rope_freqs.weight", (plain / stock.model.rotary_emb.inv_freq).numpy().astype(np.float32))
+
+
+def stored_names(num_layers: int) -> dict[str, str]:
+    names = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight"}
+    names["lm_head.weight"] = "output.weight"
+    for layer in range(num_layers):
+        for stored, name in LAYER.items():
+            for leaf in ("weight", "bias"):
+                names[f"model.layers.{layer}.{name}.{leaf}"] = f"blk.{layer}.{stored}.{leaf}"
+    return names
+
+
+def stored_tensors(tmp_path: Path, file: Path) -> tuple[Path, dict[str, torch.Tensor]]:
+    """Through the store, as a replica has them: its skeleton folder, and views of its extents."""
+    store = WeightStore(tmp_path / "store")
+    manifest = externalize(store, "tiny", file)
+    return store.skeleton(manifest), load_model(manifest, LocalExtents(store.packs))["model"]
+
+
+def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """One sequence from its beginning."""
+    q, k, v = (part.transpose(0, 1)[None] for part in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
+
+
+@torch.inference_mode()
+def logits(folder: Path, tensors: dict[str, torch.Tensor], ids: torch.Tensor, arithmetic: str) -> torch.Tensor:
+    model = create_model(load_config(folder), tensors, torch.device("cpu"), arithmetic=arithmetic)  # type: ignore[arg-type]
+    hidden = model.module(ids, model.rotary.angles(torch.arange(len(ids)), model.dtype), attend)
+    return model.module.logits(hidden).float()
+
+
+def check(tmp_path: Path, stock: PreTrainedModel, file: Path) -> dict[str, torch.Tensor]:
+    ids = torch.randint(0, VOCABULARY, (24,))
+    folder, tensors = stored_tensors(tmp_path, file)
+    expected = stock(ids[None]).logits[0].detach()
+    got = logits(folder, tensors, ids, "exact")
+    assert float((got - expected).abs().max() / expected.abs().max()) < 1e-4
+    for arithmetic in ("fast", "deterministic"):
+        near = logits(folder, tensors, ids, arithmetic)
+        assert float((near - expected).norm() / expected.norm()) < 0.05
+    return tensors
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_every_type_has_the_logits_of_its_dequantized_weights(tmp_path: Path, kind: str) -> None:
+    file = tmp_path / "tiny.gguf"
+    check(tmp_path, write_model(file, "llama", kind), file)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_other_families(tmp_path: Path, family: str) -> None:
+    file = tmp_path / "tiny.gguf"
+    check(tmp_path, write_model(file, family, "Q8_0"), file)
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"rope_type": "linear", "factor": 2.0},
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+        {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    ],
+    ids=["linear", "yarn", "llama3"],
+)
+def test_rope_scaling(tmp_path: Path, scaling: dict[str, Any]) -> None:
+    file = tmp_path / "tiny.gguf"
+    check(tmp_path, write_model(file, "llama", "Q8_0", scaling=scaling), file)
+
+
+def test_a_tied_output_and_heads_of_a_size_of_their_own(tmp_path: Path) -> None:
+    file = tmp_path / "tiny.gguf"
+    stock = write_model(file, "qwen3", "Q4_1", tied=True, head_dim=32, num_attention_heads=6)
+    tensors = check(tmp_path, stock, file)
+    model = create_model(load_config(file.parent), tensors, torch.device("cpu"))
+    assert isinstance(model.module.lm_head, PackedLinear)
+    # Nothing packed was copied: the layers hold the memory of the store's extents.
+    given = {tensor.data_ptr() for tensor in tensors.values()}
+    packed = [module.packed for module in model.module.modules() if isinstance(module, PackedLinear)]
+    assert len(packed) == 15
+    assert all(weight.data.data_ptr() in given for weight in packed)
+
+
+def test_a_sliding_window_bounds_the_length(tmp_path: Path) -> None:
+    file = tmp_path / "tiny.gguf"
+    write_model(file, "llama", "Q8_0")
+    patched = with_key(file, "llama.attention.sliding_window", 48)
+    assert load_config(patched).max_position_embeddings == 48
+
+
+def with_key(file: Path, key: str, value: int | str) -> Path:
+    """The folder of a copy of `file` with one more key, or another value."""
+    folder = file.parent / f"with-{key.split('.')[-1]}"
+    folder.mkdir()
+    reader = gguf.GGUFReader(file)
+    raw = file.read_bytes()
+    at = struct.unpack_from("<Q", raw, 16)[0]
+    kept = [field for name, field in reader.fields.items() if name != key and not name.startswith("GGUF.")]
+    body = b"".join(b"".join(part.tobytes() for part in field.parts) for field in kept)
+    name = key.encode()
+    body += struct.pack("<Q", len(name)) + name
+    if isinstance(value, int):
+        body += struct.pack("<II", 4, value)
+    else:
+        body += struct.pack("<IQ", 8, len(value)) + value.encode()
+    infos = b"".join(b"".join(part.tobytes() for part in tensor.field.parts) for tensor in reader.tensors)
+    count = len(kept) + 1
+    header = raw[:16] + struct.pack("<Q", count) + body + infos
+    header += bytes(-len(header) % 32)
+    assert at
+    (folder / "tiny.gguf").write_bytes(header + raw[reader.data_offset :])
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("general.architecture", "mamba", r"architecture 'mamba' is not supported; supported are llama, qwen2, qwen3"),
+        ("llama.rope.scaling.type", "longrope", "rope scaling 'longrope' is not supported; supported are none, linear"),
+        ("llama.attention.head_count", 0, "head_count is 0, expected an integer from 1"),
+        ("llama.block_count", 5000, "block_count is 5000, expected"),
+        ("llama.expert_count", 8, "mixtures of experts are not supported"),
+        ("llama.attention.value_length", 32, "heads of different sizes"),
+        ("llama.embedding_length", 512, "has shape .* expected"),
+        ("llama.block_count", 3, "'model.layers.2.self_attn.q_proj.weight' is missing"),
+    ],
+)
+def test_what_cannot_run_is_named(tmp_path: Path, key: str, value: int | str, message: str) -> None:
+    file = tmp_path / "tiny.gguf"
+    write_model(file, "llama", "Q8_0")
+    folder = with_key(file, key, value)
+    with pytest.raises(EngineError, match=message):
+        create_model(load_config(folder), stored_tensors(tmp_path, file)[1], torch.device("cpu"))

@@ -1,0 +1,189 @@
+"""Packed products against gguf-py's dequantize and a float32 product, by every path that this machine has."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from deployments.engines.native import building, library
+from deployments.engines.native.library import PackedMatrix, load_kernels
+from deployments.engines.nn.packed_linear import (
+    MAX_INT8_ROWS,
+    PackedEmbedding,
+    PackedLinear,
+    PackedWeight,
+    group_int8_weight,
+    multiply,
+    packed_weight,
+    product_path,
+    unpack_rows,
+)
+from deployments.engines.nn.unpacking import UNPACKED_KINDS, unpack_blocks
+from deployments.engines.protocol import EngineError
+from weights.dtypes import BLOCK_SIZES
+from weights.loading.stage_transforms import dequantize_int8, quantize_int8
+
+RANDOM = np.random.default_rng()
+K_TYPES = ("Q4_K", "Q5_K", "Q6_K")
+LARGEST_ERROR = {"int8-avx512": 0.012, "int8-avx2": 0.012, "bf16": 0.005}
+
+
+def random_weight(kind: str, rows: int, columns: int) -> tuple[PackedWeight, torch.Tensor]:
+    """A weight and what gguf-py makes of it. gguf-py cannot write K types, so their bytes are drawn."""
+    type_ = gguf.GGMLQuantizationType[kind]
+    if kind not in K_TYPES:
+        packed = gguf.quants.quantize(RANDOM.standard_normal((rows, columns), dtype=np.float32), type_)
+    else:
+        block_bytes = BLOCK_SIZES[kind][1]
+        blocks = RANDOM.integers(0, 256, (rows, columns // 256, block_bytes), dtype=np.uint8)
+        for at in (208,) if kind == "Q6_K" else (0, 2):
+            halves = RANDOM.uniform(-0.01, 0.01, (*blocks.shape[:2], 1)).astype(np.float16)
+            blocks[..., at : at + 2] = halves.view(np.uint8)
+        packed = blocks.reshape(rows, -1)
+    reference = torch.from_numpy(gguf.quants.dequantize(packed, type_))
+    return packed_weight("w", kind, torch.from_numpy(packed)), reference
+
+
+def relative(got: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((got.double() - expected.double()).norm() / expected.double().norm())
+
+
+@pytest.mark.parametrize("kind", UNPACKED_KINDS)
+def test_both_ways_to_unpack_give_gguf_pys_numbers(kind: str) -> None:
+    weight, reference = random_weight(kind, 37, 768)
+    torch.testing.assert_close(unpack_blocks(kind, weight.data), reference, rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(unpack_rows(weight, 5, 31), reference[5:31], rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("num_rows", [1, 3, 16, 17, 41])
+@pytest.mark.parametrize("kind", UNPACKED_KINDS)
+def test_exact_products(kind: str, num_rows: int) -> None:
+    weight, reference = random_weight(kind, 70, 512)
+    x = torch.randn(num_rows, 512)
+    got = multiply(x, weight, "exact")
+    assert relative(got, x.double() @ reference.double().T) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_rows", [1, 5, 16, 23])
+@pytest.mark.parametrize("kind", UNPACKED_KINDS)
+def test_fast_products_are_as_near_as_their_path_promises(kind: str, num_rows: int, dtype: torch.dtype) -> None:
+    if load_kernels() is None:
+        pytest.skip("no compiled kernels here")
+    columns = 512 if kind in K_TYPES else 544  # half a step of padding
+    weight, reference = random_weight(kind, 70, columns)
+    x = torch.randn(num_rows, columns).to(dtype)
+    for arithmetic in ("fast", "deterministic"):
+        path = product_path(weight, num_rows, arithmetic)
+        got = multiply(x, weight, arithmetic)
+        assert got.dtype == dtype
+        # A bfloat16 result is rounded once more.
+        assert relative(got, x.double() @ reference.double().T) < LARGEST_ERROR[path]
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_1", "Q6_K"])
+@pytest.mark.parametrize("use_bf16", [True, False])
+def test_a_row_does_not_depend_on_the_others(kind: str, use_bf16: bool) -> None:
+    kernels = load_kernels()
+    if kernels is None:
+        pytest.skip("no compiled kernels here")
+    weight, _ = random_weight(kind, 67, 512)
+    x = torch.randn(29, 512)
+    together = kernels.matmul(PackedMatrix(*weight), x, use_bf16=use_bf16)
+    for size in (1, 4, 6, 17):
+        parts = [kernels.matmul(PackedMatrix(*weight), part, use_bf16=use_bf16) for part in x.split(size)]
+        assert torch.equal(torch.cat(parts), together)
+
+
+@pytest.mark.parametrize(("columns", "group"), [(128, 64), (96, 64), (80, 32), (72, 8), (50, 10)])
+def test_flat_int8_groups_may_cross_rows(columns: int, group: int) -> None:
+    values, scales = quantize_int8(RANDOM.standard_normal((64, columns), dtype=np.float32), group)
+    weight = group_int8_weight("w", torch.from_numpy(values), torch.from_numpy(scales), group)
+    reference = torch.from_numpy(dequantize_int8(values, scales, group))
+    torch.testing.assert_close(unpack_rows(weight, 3, 60), reference[3:60], rtol=1e-6, atol=1e-8)
+    x = torch.randn(7, columns)
+    assert relative(multiply(x, weight, "exact"), x @ reference.T) < 1e-5
+    assert relative(multiply(x, weight, "fast"), x @ reference.T) < 0.012
+    assert torch.equal(PackedEmbedding(weight, torch.float32)(torch.tensor([9, 2])), unpack_rows(weight, 0, 64)[[9, 2]])
+
+
+def test_other_variants_of_the_kernels_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The AVX2 code runs on this machine, too."""
+    if load_kernels() is None:
+        pytest.skip("no compiled kernels here")
+    older = library.Kernels(building.built_library(), frozenset({"avx2", "fma", "f16c"}))
+    assert (older.int8_variant, older.has_bf16) == ("avx2", False)
+    for kind in UNPACKED_KINDS:
+        weight, reference = random_weight(kind, 35, 512)
+        x = torch.randn(6, 512)
+        assert relative(older.matmul(PackedMatrix(*weight), x, use_bf16=True), x @ reference.T) < 0.012
+        torch.testing.assert_close(older.unpack_rows(PackedMatrix(*weight), 0, 35), reference, rtol=1e-6, atol=1e-8)
+
+
+def test_dispatch_says_its_path() -> None:
+    weight, reference = random_weight("Q8_0", 32, 64)
+    assert product_path(weight, 1, "exact") == "unpack"
+    assert product_path(packed_weight("w", "F32", reference), 1, "fast") == "torch"
+    if kernels := load_kernels():
+        assert product_path(weight, MAX_INT8_ROWS, "fast") == f"int8-{kernels.int8_variant}"
+        if kernels.has_bf16:
+            assert product_path(weight, MAX_INT8_ROWS + 1, "fast") == "bf16"
+            assert product_path(weight, 1, "deterministic") == "bf16"
+            assert "int8" in repr(PackedLinear(weight, None, "fast"))
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [("F16", torch.float16), ("BF16", torch.bfloat16), ("F32", torch.float32)])
+def test_floats_stay_as_they_are(kind: str, dtype: torch.dtype) -> None:
+    matrix = torch.randn(33, 48).to(dtype)
+    weight = packed_weight("w", kind, matrix)
+    x = torch.randn(5, 48)
+    assert weight.data.data_ptr() == matrix.data_ptr()
+    assert relative(PackedLinear(weight, torch.ones(33), "exact")(x), x @ matrix.float().T + 1) < 1e-5
+    assert torch.equal(PackedEmbedding(weight, torch.float32)(torch.tensor([4, 0])), matrix[[4, 0]].float())
+
+
+def test_infinities_are_not_hidden() -> None:
+    weight, _ = random_weight("Q8_0", 32, 64)
+    for bad in (float("inf"), float("nan")):
+        x = torch.randn(2, 64)
+        x[1, 7] = bad
+        for arithmetic in ("fast", "deterministic", "exact"):
+            y = multiply(x, weight, arithmetic)
+            assert y[0].isfinite().all()
+            assert not y[1].isfinite().any()
+
+
+def test_wrong_tensors_are_refused_with_what_is_supported() -> None:
+    with pytest.raises(EngineError, match=r"'w' is IQ4_XS; supported are .*Q8_0"):
+        packed_weight("w", "IQ4_XS", torch.zeros(2, 136, dtype=torch.uint8))
+    with pytest.raises(EngineError, match="rows of Q8_0 blocks"):
+        packed_weight("w", "Q8_0", torch.zeros(2, 35, dtype=torch.uint8))
+    with pytest.raises(EngineError, match="3 scales for groups of 64"):
+        group_int8_weight("w", torch.zeros(2, 64, dtype=torch.int8), torch.zeros(3), 64)
+
+
+def test_without_a_compiler_torch_computes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "/bin/false")
+    with pytest.raises(building.BuildFailed, match="/bin/false failed"):
+        building.build_library(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    code = (
+        "import torch; from deployments.engines.nn.packed_linear import *;"
+        "w = packed_weight('w', 'Q8_0', torch.zeros(4, 34, dtype=torch.uint8));"
+        "assert product_path(w, 1, 'fast') == 'unpack', product_path(w, 1, 'fast');"
+        "assert multiply(torch.ones(2, 32), w, 'fast').shape == (2, 4)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={"ATELIER_NATIVE": "0", "PYTHONPATH": ":".join(sys.path), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
