@@ -244,19 +244,24 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class TextRequest:
-    """A prompt as token ids, ready for the scheduler."""
+    """A prompt as token ids, ready for the scheduler; `n` completions of it are asked for.
+
+    Completion `i` of a seed is the same whatever `n` is.
+    """
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams = field(default_factory=SamplingParams)
+    n: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """The text that one step added to that of one request.
+    """The text that one step added to completion `index` of one request.
 
     `text` may be empty (an unfinished UTF-8 sequence or the possible beginning of a stop string is held
-    back). `finish_reason` is None while the request runs, else "stop" or "length".
+    back). `finish_reason` is None while the completion runs, else "stop" or "length". `num_others` completions of the
+    request run beside this one. `num_cached_tokens` of the prompt were in the KV cache when the request came.
     """
 
     request_id: str
@@ -265,7 +270,11 @@ class TextDelta:
     num_prompt_tokens: int
     num_completion_tokens: int
     finish_reason: str | None = None
+    index: int = 0
+    num_others: int = 0
+    num_cached_tokens: int = 0
+    logprob: TokenLogprob | None = None
 
     @property
     def is_last(self) -> bool:
-        return self.finish_reason is not None
+        return self.finish_reason is not None and not self.num_others

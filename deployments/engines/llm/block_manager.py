@@ -1,11 +1,15 @@
-"""The blocks of the KV cache as numbers: which are free and which are in use."""
+"""The blocks of the KV cache as numbers: who uses them, and which may be used again for what they hold."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable
+import hashlib
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from typing import Final
 
-BLOCK_SIZE = 16  # tokens
+import numpy as np
+
+BLOCK_SIZE: Final = 16  # tokens
 
 
 def blocks_for(num_tokens: int) -> int:
@@ -13,38 +17,112 @@ def blocks_for(num_tokens: int) -> int:
     return -(-num_tokens // BLOCK_SIZE)
 
 
+def block_key(before: bytes, token_ids: Sequence[int]) -> bytes:
+    """Return the identity of a full block's keys and values: those of its tokens behind all that came before.
+
+    `before` is the key of the block before. For the first one, it is whatever else they depend on: the adapters.
+    """
+    return hashlib.blake2b(before + np.asarray(token_ids, np.int64).tobytes(), digest_size=16).digest()
+
+
 class BlockPool:
-    """Hands out block numbers 0 to `num_blocks - 1`, each to one sequence at a time."""
+    """Hands out block numbers 0 to `num_blocks - 1` and counts who uses each.
+
+    A full block can be published under its key. When nobody uses it any more, it stays findable until its room is
+    needed; the one that has not been used for longest goes first.
+    """
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
-        self._free = deque(range(num_blocks))
-        self._in_use: set[int] = set()
+        self._uses = [0] * num_blocks
+        self._is_free = np.ones(num_blocks, bool)  # unused, and no use is left of what they hold
+        self._num_free = num_blocks
+        self._unused: OrderedDict[int, None] = OrderedDict()  # published and unused, the oldest first
+        self._keys: dict[int, bytes] = {}  # of published blocks
+        self._published: dict[bytes, int] = {}
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        """Return how many blocks `allocate` could hand out."""
+        return self._num_free + len(self._unused)
 
-    def allocate(self, count: int) -> list[int]:
+    def allocate(self, count: int, after: int | None = None) -> list[int]:
         """Allocate `count` blocks. The caller has looked at `num_free` first.
+
+        They follow the block `after`, or each other, where that is possible: runs are read without a copy.
 
         Raises:
             ValueError: fewer than `count` blocks are free; nothing was taken.
         """
-        if count > len(self._free):
-            raise ValueError(f"{count} blocks asked for, {len(self._free)} of {self.num_blocks} are free")
-        blocks = [self._free.popleft() for _ in range(count)]
-        self._in_use.update(blocks)
+        if count > self.num_free:
+            raise ValueError(f"{count} blocks asked for, {self.num_free} of {self.num_blocks} are free")
+        while self._num_free < count:
+            block, _ = self._unused.popitem(last=False)
+            self._forget(block)
+            self._is_free[block] = True
+            self._num_free += 1
+        blocks: list[int] = []
+        while len(blocks) < count:
+            last = blocks[-1] if blocks else after
+            block = self._next_free(last)
+            self._is_free[block] = False
+            self._num_free -= 1
+            self._uses[block] = 1
+            blocks.append(block)
         return blocks
 
+    def share_blocks(self, blocks: Iterable[int]) -> None:
+        """Count one more user of blocks that are in use or published."""
+        for block in blocks:
+            if self._uses[block] == 0:
+                del self._unused[block]
+            self._uses[block] += 1
+
+    def is_shared(self, block: int) -> bool:
+        """Return whether several use the block, so that none of them may write into it."""
+        return self._uses[block] > 1
+
     def release_blocks(self, blocks: Iterable[int]) -> None:
-        """Make blocks free again.
+        """Count one user less of each block.
 
         Raises:
             ValueError: a block is free already.
         """
         for block in blocks:
-            if block not in self._in_use:
+            if self._uses[block] == 0:
                 raise ValueError(f"block {block} is not in use")
-            self._in_use.remove(block)
-            self._free.append(block)
+            self._uses[block] -= 1
+            if self._uses[block]:
+                continue
+            if block in self._keys:
+                self._unused[block] = None
+            else:
+                self._is_free[block] = True
+                self._num_free += 1
+
+    def publish(self, block: int, key: bytes) -> None:
+        """Let a full block be found by its key. Of several that hold the same, the first stays."""
+        if key not in self._published and block not in self._keys:
+            self._published[key] = block
+            self._keys[block] = key
+
+    def find_prefix(self, keys: Iterable[bytes]) -> list[int]:
+        """Return the published blocks of the keys, up to the first that there is none of."""
+        found: list[int] = []
+        for key in keys:
+            block = self._published.get(key)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def _forget(self, block: int) -> None:
+        del self._published[self._keys.pop(block)]
+
+    def _next_free(self, last: int | None) -> int:
+        """Return the block behind `last`, or the first of the longest run of free ones."""
+        if last is not None and last + 1 < self.num_blocks and self._is_free[last + 1]:
+            return last + 1
+        edges = np.flatnonzero(np.diff(np.concatenate(([0], self._is_free.view(np.int8), [0]))))
+        starts, ends = edges[::2], edges[1::2]
+        return int(starts[np.argmax(ends - starts)])

@@ -5,30 +5,21 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from deployments.engines.llm.block_manager import BlockPool
+from deployments.engines.llm.completion import Completion, check_request
 from deployments.engines.llm.kv_cache import cache_shape, plan_cache
 from deployments.engines.llm.model_runner import ModelRunner
 from deployments.engines.llm.models.registry import create_model, decoder_spec, load_config
 from deployments.engines.llm.sampler import SampledToken, sample
 from deployments.engines.llm.scheduler import Chunk, Scheduler, Sequence
-from deployments.engines.llm.token_picker import TokenPicker
-from deployments.engines.llm.tokenizer import (
-    IncrementalDecoder,
-    StopMatcher,
-    encode_chat,
-    encode_text,
-    load_eos_token_ids,
-    load_tokenizer,
-)
+from deployments.engines.llm.tokenizer import encode_chat, encode_text, load_eos_token_ids, load_tokenizer
 from deployments.engines.memory_limits import MemoryLimits, run_in_parts
-from deployments.engines.protocol import ComputationFailed, EngineError, SamplingParams, TextDelta, TextRequest
+from deployments.engines.protocol import ComputationFailed, EngineError, TextDelta, TextRequest
 from weights.memory.devices import allocated_bytes
 
 logger = logging.getLogger(__name__)
@@ -56,7 +47,9 @@ class LLMEngine:
         *,
         device: str | torch.device = "cpu",
         max_num_seqs: int = 64,
-        max_num_batched_tokens: int = 2048,
+        max_num_batched_tokens: int = 512,
+        max_prefill_beside_decode: int = 64,
+        is_deterministic: bool = False,
         kv_cache_bytes: int = 64 * 2**20,
         max_model_len: int | None = None,
     ) -> None:
@@ -91,10 +84,14 @@ class LLMEngine:
         self._eos_token_ids = load_eos_token_ids(folder, config)
         self._blocks = BlockPool(plan.num_blocks)
         self._scheduler = Scheduler(
-            self._blocks, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
+            self._blocks,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_prefill_beside_decode=max_prefill_beside_decode,
+            shares_completions=not is_deterministic,
         )
         self._runner = ModelRunner(model, plan.num_blocks)
-        self._requests: dict[str, _RequestState] = {}
+        self._requests: dict[str, list[Completion]] = {}
         self._memory = MemoryLimits()
 
     @property
@@ -136,48 +133,60 @@ class LLMEngine:
 
         Raises:
             EngineError: the prompt is empty, too long or has unknown tokens, a sampling parameter is out of
-            range,
-                or a request of this id has not finished.
+            range, or a request of this id has not finished.
         """
         if request.request_id in self._requests:
             raise EngineError(f"request id {request.request_id!r} is in use by a request that has not finished")
-        _check_request(request, max_model_len=self.max_model_len, vocab_size=self._vocab_size)
-        state = _RequestState.create(
+        check_request(
             request,
-            tokenizer=self.tokenizer,
             max_model_len=self.max_model_len,
-            eos_token_ids=self._eos_token_ids,
+            vocab_size=self._vocab_size,
+            max_num_seqs=self._scheduler.max_num_seqs,
         )
-        self._requests[request.request_id] = state
-        self._scheduler.add_sequence(state.sequence)
+        completions = [
+            Completion.create(
+                request,
+                index,
+                tokenizer=self.tokenizer,
+                max_model_len=self.max_model_len,
+                eos_token_ids=self._eos_token_ids,
+            )
+            for index in range(request.n)
+        ]
+        first = completions[0].sequence
+        first.num_siblings = request.n - 1
+        self._requests[request.request_id] = completions
+        self._scheduler.add_sequence(first)
 
     def abort(self, request_id: str) -> None:
         """Drop a request and free its blocks at once; no delta of it follows. Unknown ids are ignored."""
-        state = self._requests.pop(request_id, None)
-        if state is not None:
-            self._scheduler.finish(state.sequence)
+        completions = self._requests.pop(request_id, [])
+        has_forked = bool(completions) and not completions[0].sequence.num_siblings
+        for completion in completions if has_forked else completions[:1]:
+            self._scheduler.finish(completion.sequence)
 
     def step(self) -> list[TextDelta]:
         """Move the scheduled requests on by one token, or compute a part of a long prompt.
 
-        The result has one delta for every request that got a token or ended; it is empty without work.
+        The result has one delta for every completion that got a token or ended; it is empty without work.
         """
         self.failures = {}
-        chunks = self._scheduler.schedule()
-        token_ids = self._run(chunks)
-        return self._postprocess(chunks, token_ids)
+        plan = self._scheduler.schedule()
+        if plan.copies:
+            self._runner.copy_blocks(plan.copies)
+        return self._postprocess(plan.chunks, self._run(plan.chunks))
 
-    def _run(self, chunks: tuple[Chunk, ...]) -> dict[str, int]:
-        """The sampled token of each request whose last chunk this is. Notes in `failures` what cannot run."""
+    def _run(self, chunks: tuple[Chunk, ...]) -> dict[Completion, SampledToken]:
+        """The sampled token of each completion whose last chunk this is. Notes in `failures` what cannot run."""
         if not chunks:
             return {}
         try:
             logits = self._logits(chunks)
-            request_ids = [chunk.sequence.request_id for chunk in chunks if chunk.is_last]
-            pickers = [self._requests[request_id].picker for request_id in request_ids]
-            outcomes = dict(zip(request_ids, sample(logits, pickers), strict=True))
-            self.failures |= {id_: outcome for id_, outcome in outcomes.items() if isinstance(outcome, Exception)}
-            return {id_: outcome.token_id for id_, outcome in outcomes.items() if isinstance(outcome, SampledToken)}
+            groups = [self._completions(chunk.sequence) for chunk in chunks if chunk.is_last]
+            completions = [completion for group in groups for completion in group]
+            if len(completions) > len(groups):  # a prompt's row is the first of all its completions
+                logits = logits.repeat_interleave(torch.tensor([len(g) for g in groups], device=logits.device), 0)
+            outcomes = sample(logits, [completion.picker for completion in completions])
         except Exception as error:
             if len(chunks) == 1:
                 request_id = chunks[0].sequence.request_id
@@ -185,7 +194,19 @@ class LLMEngine:
                 self.failures[request_id] = error.with_traceback(None)  # frames would keep the step's tensors
                 return {}
             logger.warning("a step of %d requests failed (%s); running them one by one", len(chunks), error)
-        return {request_id: token for chunk in chunks for request_id, token in self._run((chunk,)).items()}
+            return {completion: token for chunk in chunks for completion, token in self._run((chunk,)).items()}
+        tokens = {}
+        for completion, outcome in zip(completions, outcomes, strict=True):
+            if isinstance(outcome, SampledToken):
+                tokens[completion] = outcome
+            else:
+                self.failures[completion.sequence.request_id] = outcome
+        return tokens
+
+    def _completions(self, sequence: Sequence) -> list[Completion]:
+        """Return the completions that the sequence's next token begins: its own, and those that are forked from it."""
+        completions = self._requests[sequence.request_id]
+        return completions if sequence.num_siblings else [one for one in completions if one.sequence is sequence]
 
     def _logits(self, chunks: tuple[Chunk, ...]) -> torch.Tensor:
         """One row per last chunk, from as few forwards as memory allows: running a chunk again is harmless."""
@@ -199,38 +220,42 @@ class LLMEngine:
         )
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _postprocess(self, chunks: tuple[Chunk, ...], token_ids: Mapping[str, int]) -> list[TextDelta]:
+    def _postprocess(self, chunks: tuple[Chunk, ...], tokens: Mapping[Completion, SampledToken]) -> list[TextDelta]:
         """Appends the tokens, takes out what has finished, and tells what is new."""
-        deltas = []
+        deltas: list[TextDelta] = []
         for chunk in chunks:
-            request_id = chunk.sequence.request_id
-            state = self._requests[request_id]
-            token_id = token_ids.get(request_id)
-            if request_id not in self.failures:
-                self._scheduler.complete(chunk, token_id)
-                if token_id is None:
-                    continue
-                if (delta := self._delta(state, token_id)) is not None:
-                    deltas.append(delta)
-                    if delta.is_last:
-                        self.abort(request_id)
-            if request_id in self.failures:
-                self._give_up(state)
-        return deltas
+            sequence = chunk.sequence
+            if sequence.request_id not in self.failures:
+                completions = self._completions(sequence) if chunk.is_last else []
+                self._scheduler.complete(chunk, tokens[completions[0]].token_id if completions else None)
+                for completion in completions[1:]:
+                    self._scheduler.fork(sequence, completion.sequence, tokens[completion].token_id)
+                deltas += [delta for one in completions if (delta := self._advance(one, tokens[one])) is not None]
+        for request_id in self.failures:
+            self._give_up(request_id)
+        return [delta for delta in deltas if delta.request_id not in self.failures]
 
-    def _delta(self, state: _RequestState, token_id: int) -> TextDelta | None:
-        """Return what the token adds to the request's text, or None when no text can be made of its tokens."""
+    def _advance(self, completion: Completion, token: SampledToken) -> TextDelta | None:
+        """Return what the token adds to the completion, or None when no text can be made of its tokens."""
+        sequence = completion.sequence
+        completions = self._requests[sequence.request_id]
         try:
-            return state.advance(token_id)
+            delta = completion.advance(token, len(completions) - 1)
         except Exception as error:
-            request_id = state.sequence.request_id
-            logger.exception("request %r ends: its text failed", request_id)
-            self.failures[request_id] = error.with_traceback(None)
+            logger.exception("request %r ends: its text failed", sequence.request_id)
+            self.failures[sequence.request_id] = error.with_traceback(None)
             return None
+        if delta.finish_reason is not None:
+            self._scheduler.finish(sequence)
+            self._requests[sequence.request_id] = left = [one for one in completions if one is not completion]
+            if not left:
+                del self._requests[sequence.request_id]
+        return delta
 
-    def _give_up(self, state: _RequestState) -> None:
+    def _give_up(self, request_id: str) -> None:
         """Drop a request that failed, and say of its failure how far it came."""
-        request_id, num_tokens = state.sequence.request_id, state.sequence.num_completion_tokens
+        completions = self._requests.get(request_id, [])
+        num_tokens = sum(completion.sequence.num_completion_tokens for completion in completions)
         reason = self.failures[request_id]
         self.failures[request_id] = ComputationFailed(f"the model failed after {num_tokens} tokens: {reason}")
         self.abort(request_id)
@@ -248,99 +273,3 @@ def working_bytes(
     half_bytes = math.prod(cache_shape(spec, plan.num_blocks)) * dtype.itemsize
     frequencies_bytes = spec.head_dim // 2 * torch.float32.itemsize
     return 2 * allocated_bytes(device, half_bytes) + allocated_bytes(device, frequencies_bytes)
-
-
-_SEED_LIMITS = (-(2**63), 2**64 - 1)  # what torch.Generator.manual_seed takes
-
-
-def _check_request(request: TextRequest, *, max_model_len: int, vocab_size: int) -> None:
-    """Raise EngineError, with what came and what was expected, unless the request can run."""
-    prompt = request.prompt_token_ids
-    if not prompt:
-        raise EngineError("the prompt is empty; expected at least one token")
-    if len(prompt) >= max_model_len:
-        raise EngineError(
-            f"the prompt has {len(prompt)} tokens; expected fewer than {max_model_len}, the greatest length"
-        )
-    for token_id in prompt:
-        if not 0 <= token_id < vocab_size:
-            raise EngineError(f"token id {token_id} in the prompt; expected 0 to {vocab_size - 1}")
-    _check_sampling(request.sampling)
-
-
-def _check_sampling(sampling: SamplingParams) -> None:
-    """Raise EngineError unless every parameter is in its range."""
-    low, high = _SEED_LIMITS
-    rules = (
-        ("max_tokens", sampling.max_tokens, sampling.max_tokens >= 1, "at least 1"),
-        ("temperature", sampling.temperature, 0 <= sampling.temperature < float("inf"), "0 or more"),
-        ("top_p", sampling.top_p, 0 < sampling.top_p <= 1, "more than 0 and at most 1"),
-        ("top_k", sampling.top_k, sampling.top_k >= 0, "0 or more"),
-        ("seed", sampling.seed, sampling.seed is None or low <= sampling.seed <= high, f"{low} to {high}"),
-        ("stop", sampling.stop, all(sampling.stop), "strings that are not empty"),
-    )
-    for name, value, holds, expected in rules:
-        if not holds:
-            raise EngineError(f"{name} is {value!r}; expected {expected}")
-
-
-@dataclass(slots=True)
-class _RequestState:
-    """One request: its sequence for the scheduler, its picker for the sampler, its text for the caller."""
-
-    sequence: Sequence
-    picker: TokenPicker
-    decoder: IncrementalDecoder
-    matcher: StopMatcher
-    max_tokens: int
-    eos_token_ids: frozenset[int]
-
-    @classmethod
-    def create(
-        cls,
-        request: TextRequest,
-        *,
-        tokenizer: PreTrainedTokenizerBase,
-        max_model_len: int,
-        eos_token_ids: frozenset[int],
-    ) -> _RequestState:
-        """Return the state of a checked request; `max_tokens` is clipped to what fits behind the prompt."""
-        prompt, sampling = request.prompt_token_ids, request.sampling
-        return cls(
-            sequence=Sequence(request.request_id, list(prompt), len(prompt)),
-            picker=TokenPicker.create(sampling, prompt),
-            decoder=IncrementalDecoder(tokenizer, prompt),
-            matcher=StopMatcher(sampling.stop),
-            max_tokens=min(sampling.max_tokens, max_model_len - len(prompt)),
-            eos_token_ids=frozenset() if sampling.ignore_eos else eos_token_ids,
-        )
-
-    def advance(self, token_id: int) -> TextDelta:
-        """Return the delta of a token that the scheduler has appended to the sequence already."""
-        self.picker.advance(token_id)
-        finish_reason = None
-        if token_id in self.eos_token_ids:
-            # The end token is counted but not shown, whether the tokenizer calls it special or not.
-            text, finish_reason = self._last_text(), "stop"
-        else:
-            text = self.matcher.feed(self.decoder.feed(token_id))
-            if not self.matcher.stopped and self.sequence.num_completion_tokens >= self.max_tokens:
-                text, finish_reason = text + self._last_text(), "length"
-        if self.matcher.stopped:
-            finish_reason = "stop"
-        return self.delta(text, (token_id,), finish_reason)
-
-    def delta(self, text: str, token_ids: tuple[int, ...], finish_reason: str | None) -> TextDelta:
-        """Return a delta with the counts as they are now."""
-        sequence = self.sequence
-        return TextDelta(
-            request_id=sequence.request_id,
-            text=text,
-            token_ids=token_ids,
-            num_prompt_tokens=sequence.num_prompt_tokens,
-            num_completion_tokens=sequence.num_completion_tokens,
-            finish_reason=finish_reason,
-        )
-
-    def _last_text(self) -> str:
-        return self.matcher.feed(self.decoder.flush()) + self.matcher.flush()

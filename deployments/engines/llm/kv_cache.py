@@ -6,6 +6,7 @@ Suffixes: S slots (one token each), K key/value heads, D head dimension, N token
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -78,6 +79,18 @@ class KVCache:
         """Store N tokens' keys and values."""
         self._keys_LSKD[layer].index_copy_(0, slots_N, k_NKD)
         self._values_LSKD[layer].index_copy_(0, slots_N, v_NKD)
+
+    def copy_blocks(self, copies: Iterable[tuple[int, int]]) -> None:
+        """Copy whole blocks in all layers, each (from, to) in this order."""
+        for source, target in copies:
+            for half in (self._keys_LSKD, self._values_LSKD):
+                begin, end = source * BLOCK_SIZE, target * BLOCK_SIZE
+                half[:, end : end + BLOCK_SIZE] = half[:, begin : begin + BLOCK_SIZE]
+
+    def read_run(self, layer: int, first_slot: int, num_slots: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return views of the keys and values of slots that follow each other, each (N, K, D)."""
+        run = slice(first_slot, first_slot + num_slots)
+        return self._keys_LSKD[layer, run], self._values_LSKD[layer, run]
 
     def read_slots(self, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys and values of the slots, each (*slots.shape, K, D)."""

@@ -1,10 +1,11 @@
 """The model runner: runs the model for the chunks of one step. Owns the KV cache; knows no queue and no text.
 
 Attention over the paged KV cache is planned once per step and run once per layer. On the CPU a token's result must not
-depend on which other sequences are in the step, bit for bit. So prompts attend one by one, and decoding sequences are
-padded to a length that follows from their own length alone, then batched with those of the same padded length (there a
-batch dimension does not change the arithmetic of its members, padding does). CUDA kernels are chosen by the batch as
-well, and promise no such thing.
+depend on which other sequences are in the step, nor on how its prompt was cut into chunks, bit for bit. So the tokens
+of a prompt attend in tiles that begin at multiples of `TILE` tokens, whatever part of a tile is there. The tokens of a
+completion attend one by one: short sequences padded to a length that follows from their own length alone, then batched
+with those of the same padded length (there a batch dimension does not change the arithmetic of its members, padding
+does), long ones alone, from where they lie. CUDA kernels are chosen by the batch as well, and promise no such thing.
 
 Suffixes: T tokens of the step, N tokens of a part, G sequences of a group, L padded length, H query heads,
 K key/value heads, R query heads per key/value head, D head dimension.
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch.nn import functional as F
@@ -28,6 +30,8 @@ from weights.memory.devices import computes_on_host
 # unless the rows are a multiple of 4 (measured: torch 2.13, MKL, AVX-512; larger products agree bit for bit).
 # Padding to it makes a token's logits independent of how many others share the step.
 CPU_ROW_MULTIPLE = 4
+TILE = 64  # tokens of a prompt that attend together
+MAX_PADDED = 512  # tokens of a sequence that is padded and batched when it decodes
 MAX_GATHER_TOKENS = 16384  # of one group: bounds the copy of keys and values that a decode step makes
 
 
@@ -40,8 +44,13 @@ class ModelRunner:
         self._row_multiple = CPU_ROW_MULTIPLE if computes_on_host(model.device) else 1
 
     @torch.inference_mode()
+    def copy_blocks(self, copies: Iterable[tuple[int, int]]) -> None:
+        """Copy whole blocks of the KV cache, each (from, to) in this order."""
+        self._cache.copy_blocks(copies)
+
+    @torch.inference_mode()
     def run(self, chunks: Collection[Chunk]) -> torch.Tensor:
-        """Store the chunks' keys and values and return float32 logits on the CPU.
+        """Store the chunks' keys and values and return float32 logits.
 
         The result is (N, vocabulary) with one row per chunk that is its sequence's last, in order. Running
         the same chunks again is harmless: the same slots get the same values.
@@ -54,9 +63,9 @@ class ModelRunner:
         hidden = model.module(self._padded(torch.tensor(tokens)).to(model.device), angles, attend)
         rows = _last_rows(chunks)
         if not rows:
-            return torch.empty(0, model.spec.vocab_size)
+            return torch.empty(0, model.spec.vocab_size, device=model.device)
         logits = model.module.logits(self._padded(hidden[rows]))
-        return logits[: len(rows)].float().cpu()
+        return logits[: len(rows)].float()
 
     def _padded(self, rows: torch.Tensor) -> torch.Tensor:
         """`rows` with zeros behind it up to a multiple of `_row_multiple` rows."""
@@ -76,25 +85,39 @@ def _last_rows(chunks: Collection[Chunk]) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class _PromptPart:
-    """A chunk of several tokens: rows `first` to `last` of the step.
+    """Rows `first` to `last` of the step: tokens of a prompt, the first of them at `position`.
 
-    `context` is None for the beginning of a prompt, else the slots of all tokens up to the end of the chunk,
-    with the mask (N, len(context)) that keeps attention causal.
+    `context` has the slots of all tokens up to the last one; `run` is the first of them where they follow each other.
+    `tiles` are (row, row, keys, mask): the rows of the part, how many keys there are, and which of them each row sees.
+    Tiles of one size have rows of their own before and behind those of the part, which are dropped.
     """
 
     first: int
     last: int
-    context: torch.Tensor | None
-    mask: torch.Tensor | None
+    context: torch.Tensor
+    run: int | None
+    tiles: tuple[tuple[int, int, int, torch.Tensor], ...]
+    tile_size: int | None
+    position: int
 
 
 @dataclass(frozen=True, slots=True)
 class _DecodeGroup:
-    """Sequences that decode one token each and have the same padded length."""
+    """Tokens of completions, one of each sequence, and all of the same padded length."""
 
     rows: torch.Tensor  # (G,) of the step
     slots: torch.Tensor  # (G, L), the null slot behind the end
     mask: torch.Tensor  # (G, 1, 1, L), True where there is a token
+
+
+@dataclass(frozen=True, slots=True)
+class _LongDecode:
+    """A token of a long completion: its row, and its slots, or the first of them where they follow each other."""
+
+    row: int
+    num_tokens: int
+    slots: torch.Tensor
+    run: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +131,7 @@ class _StepAttention:
     slots: torch.Tensor
     parts: tuple[_PromptPart, ...]
     groups: tuple[_DecodeGroup, ...]
+    long: tuple[_LongDecode, ...]
 
     def __call__(self, layer: int, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor) -> torch.Tensor:
         num_tokens = len(self.slots)
@@ -115,37 +139,56 @@ class _StepAttention:
         out_THD = torch.zeros_like(q_THD)
         for part in self.parts:
             rows = slice(part.first, part.last)
-            if part.context is None:
-                keys, values = k_TKD[rows], v_TKD[rows]
-            else:
-                keys, values = self.cache.read_slots(layer, part.context)
-            out_THD[rows] = _attend_part(q_THD[rows], keys, values, part.mask)
+            keys, values = self._read(layer, part.context, part.run)
+            _attend_part(q_THD[rows], keys, values, part, out_THD[rows])
         for group in self.groups:
             keys, values = self.cache.read_slots(layer, group.slots)
             out_THD[group.rows] = _attend_group(q_THD[group.rows], keys, values, group.mask)
+        for one in self.long:
+            keys, values = self._read(layer, one.slots, one.run)
+            row = slice(one.row, one.row + 1)
+            out_THD[row] = _attend_group(q_THD[row], keys[None], values[None], None)
         return out_THD
+
+    def _read(self, layer: int, slots: torch.Tensor, run: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.cache.read_slots(layer, slots) if run is None else self.cache.read_run(layer, run, len(slots))
 
 
 def _plan_attention(chunks: Iterable[Chunk], cache: KVCache, device: torch.device) -> _StepAttention:
     """Plan where the step's tokens are stored and what each of them attends to."""
+    is_exact = computes_on_host(device)
     parts: list[_PromptPart] = []
+    long: list[_LongDecode] = []
     decoding: dict[int, list[tuple[int, torch.Tensor]]] = {}
     written: list[torch.Tensor] = []
     first = 0
     for chunk in chunks:
-        slots = _slots(chunk.sequence, chunk.end)
+        sequence = chunk.sequence
+        slots = _slots(sequence, chunk.end)
         written.append(slots[chunk.start :])
-        if chunk.num_tokens == 1:
-            decoding.setdefault(_padded_length(chunk.end), []).append((first, slots))
-        else:
-            parts.append(_prompt_part(chunk, first, slots, device))
+        run = int(slots[0]) if _is_run(sequence.block_table[: -(-chunk.end // BLOCK_SIZE)]) else None
+        # On other devices than the host, a completion that is computed again is as good in one piece.
+        is_whole = chunk.num_tokens > 1 and not is_exact
+        prompt_end = chunk.end if is_whole else min(max(sequence.num_prompt_tokens, chunk.start), chunk.end)
+        if prompt_end > chunk.start:
+            parts.append(_prompt_part(chunk.start, prompt_end, first, slots, run, TILE if is_exact else None, device))
+        for position in range(prompt_end, chunk.end):
+            row, length = first + position - chunk.start, position + 1
+            if is_exact and length > MAX_PADDED:
+                long.append(_LongDecode(row, length, slots[:length].to(device), run))
+            else:
+                decoding.setdefault(_padded_length(length), []).append((row, slots[:length]))
         first += chunk.num_tokens
     groups = []
     for length, members in decoding.items():
         size = max(1, MAX_GATHER_TOKENS // length)
         for i in range(0, len(members), size):
             groups.append(_decode_group(members[i : i + size], length, cache.null_slot, device))
-    return _StepAttention(cache, torch.cat(written).to(device), tuple(parts), tuple(groups))
+    return _StepAttention(cache, torch.cat(written).to(device), tuple(parts), tuple(groups), tuple(long))
+
+
+def _is_run(blocks: list[int]) -> bool:
+    return blocks[-1] - blocks[0] == len(blocks) - 1 and all(b - a == 1 for a, b in pairwise(blocks))
 
 
 def _padded_length(length: int) -> int:
@@ -159,12 +202,16 @@ def _slots(sequence: Sequence, end: int) -> torch.Tensor:
     return (first_slots[:, None] + torch.arange(BLOCK_SIZE)).flatten()[:end]
 
 
-def _prompt_part(chunk: Chunk, first: int, slots: torch.Tensor, device: torch.device) -> _PromptPart:
-    last = first + chunk.num_tokens
-    if chunk.start == 0:
-        return _PromptPart(first, last, None, None)
-    mask = torch.ones(chunk.num_tokens, chunk.end, dtype=torch.bool, device=device).tril(chunk.start)
-    return _PromptPart(first, last, slots.to(device), mask)
+def _prompt_part(
+    start: int, end: int, first: int, slots: torch.Tensor, run: int | None, tile: int | None, device: torch.device
+) -> _PromptPart:
+    """Plan the tokens `start` to `end` of a prompt, which are the step's rows from `first` on."""
+    tiles = []
+    for begin in range(start // tile * tile, end, tile) if tile else [start]:
+        num_rows, num_keys = (tile, begin + tile) if tile else (end - start, end)
+        mask = torch.ones(num_rows, num_keys, dtype=torch.bool, device=device).tril(begin)
+        tiles.append((max(begin, start) - start, min(begin + num_rows, end) - start, num_keys, mask))
+    return _PromptPart(first, first + end - start, slots[:end].to(device), run, tuple(tiles), tile, start)
 
 
 def _decode_group(
@@ -179,20 +226,29 @@ def _decode_group(
 
 
 def _attend_part(
-    q_NHD: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None
+    q_NHD: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, part: _PromptPart, out_NHD: torch.Tensor
+) -> None:
+    for begin, end, num_keys, mask in part.tiles:
+        queries, own_keys, own_values = q_NHD[begin:end], keys[:num_keys], values[:num_keys]
+        before = (part.position + begin) % part.tile_size if part.tile_size else 0
+        behind = len(mask) - (end - begin) - before
+        if before or behind:
+            queries = F.pad(queries, (0, 0, 0, 0, before, behind))
+        if missing := num_keys - len(own_keys):
+            own_keys, own_values = (F.pad(one, (0, 0, 0, 0, 0, missing)) for one in (own_keys, own_values))
+        out_1HND = F.scaled_dot_product_attention(
+            queries.transpose(0, 1)[None],
+            own_keys.transpose(0, 1)[None],
+            own_values.transpose(0, 1)[None],
+            attn_mask=mask,
+            enable_gqa=True,
+        )
+        out_NHD[begin:end] = out_1HND[0].transpose(0, 1)[before : before + end - begin]
+
+
+def _attend_group(
+    q_GHD: torch.Tensor, k_GLKD: torch.Tensor, v_GLKD: torch.Tensor, mask: torch.Tensor | None
 ) -> torch.Tensor:
-    out_1HND = F.scaled_dot_product_attention(
-        q_NHD.transpose(0, 1)[None],
-        keys.transpose(0, 1)[None],
-        values.transpose(0, 1)[None],
-        attn_mask=mask,
-        is_causal=mask is None,
-        enable_gqa=True,
-    )
-    return out_1HND[0].transpose(0, 1)
-
-
-def _attend_group(q_GHD: torch.Tensor, k_GLKD: torch.Tensor, v_GLKD: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     # The query heads of one key/value head stand in for query positions: no repeated keys and values.
     q_GKRD = q_GHD.view(len(q_GHD), k_GLKD.shape[2], -1, q_GHD.shape[2])
     out_GKRD = F.scaled_dot_product_attention(q_GKRD, k_GLKD.transpose(1, 2), v_GLKD.transpose(1, 2), attn_mask=mask)

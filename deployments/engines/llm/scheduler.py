@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import Final
 
-from deployments.engines.llm.block_manager import BlockPool, blocks_for
+from deployments.engines.llm.block_manager import BLOCK_SIZE, BlockPool, block_key, blocks_for
+
+MAX_PREFILLING: Final = 4  # prompts that share a step when each could fill it
+MIN_SHARE: Final = 16  # tokens of a prompt's share of a step
 
 
 class SequenceStatus(Enum):
@@ -19,18 +24,24 @@ class SequenceStatus(Enum):
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """Mutable state of one request.
+    """Mutable state of one completion.
 
     `token_ids` is the prompt followed by the completion. The keys and values of its first
-    `num_computed_tokens` are in the KV cache, in the blocks of `block_table` in order.
+    `num_computed_tokens` are in the KV cache, in the blocks of `block_table` in order; of `num_cached_tokens` they were
+    there already when the sequence came. `scope` is what they depend on beside the tokens. `num_siblings` sequences
+    will be forked from this one when its prompt is computed: their seats are kept.
     """
 
     request_id: str
     token_ids: list[int]
     num_prompt_tokens: int
+    scope: bytes = b""
+    num_siblings: int = 0
     status: SequenceStatus = SequenceStatus.WAITING
     num_computed_tokens: int = 0
+    num_cached_tokens: int = 0
     block_table: list[int] = field(default_factory=list)
+    block_keys: list[bytes] = field(default_factory=list)  # of the full blocks
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -62,104 +73,239 @@ class Chunk:
         return self.end - self.start
 
 
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """The work of a step: first whole blocks are copied, each (from, to) in this order, then the chunks are run."""
+
+    chunks: tuple[Chunk, ...] = ()
+    copies: tuple[tuple[int, int], ...] = ()
+
+
 class Scheduler:
     """Forms the batch of every step; requests join and leave between steps.
 
-    - Waiting prompts come first, in order of arrival, as long as the token budget, a seat and blocks last.
-      Nobody overtakes the first in line. Without a prompt to run, every running sequence decodes one token.
-    - A prompt within the budget is never split; a longer one runs in chunks of the whole budget. So where a
-      prompt is split does not depend on its batch-mates (nor, on the CPU, does the arithmetic: `model_runner.py`).
-    - When blocks run out, the newest running sequence is preempted: it gives up its blocks, goes back to the
+    - Every running sequence decodes one token in every step. Beside them, prompts are computed in chunks:
+      `max_prefill_beside_decode` tokens in all, or the whole budget when nothing decodes. So a stream never waits
+      longer than that many tokens take.
+    - Prompts are seated in order of arrival, while seats and blocks for all their tokens last. The seated ones share
+      the chunk evenly, and what a short one leaves goes to the others: it does not wait for a long one before it.
+    - Blocks that hold what a prompt begins with are shared. A shared block is copied before it is written.
+    - When blocks run out, the newest seated sequence is preempted: it gives up its blocks, goes back to the
       head of the line and recomputes all its tokens later.
 
-    One sequence of the greatest length must fit into the pool: then the oldest always proceeds.
+    One sequence of the greatest length must fit into the pool: then the oldest always proceeds. With
+    `shares_completions` False only blocks of prompts are found again: those of completions were computed token by
+    token, and differ from a prompt's by rounding.
     """
 
-    def __init__(self, blocks: BlockPool, *, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+    def __init__(
+        self,
+        blocks: BlockPool,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_prefill_beside_decode: int | None = None,
+        shares_completions: bool = True,
+    ) -> None:
         self._blocks = blocks
         self._max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
         self._max_num_batched_tokens = max_num_batched_tokens
+        self._max_prefill_beside_decode = max_prefill_beside_decode or max_num_batched_tokens
+        self._shares_completions = shares_completions
         self._waiting: deque[Sequence] = deque()
-        self._running: list[Sequence] = []
+        self._running: list[Sequence] = []  # all that have a seat, the oldest first
+        self._prefilling: deque[Sequence] = deque()  # of these, those whose turn it is first
+        self._copies: list[tuple[int, int]] = []
         self.num_preemptions = 0
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        """Return how many sequences have no seat or do not decode yet."""
+        return len(self._waiting) + len(self._prefilling)
 
     @property
     def num_running(self) -> int:
-        return len(self._running)
+        """Return how many sequences decode."""
+        return len(self._running) - len(self._prefilling)
+
+    @property
+    def max_num_seqs(self) -> int:
+        """Return how many sequences have a seat at most."""
+        return self._max_num_seqs
 
     def add_sequence(self, sequence: Sequence) -> None:
         """Put a sequence at the end of the line."""
         self._waiting.append(sequence)
 
-    def schedule(self) -> tuple[Chunk, ...]:
+    def fork(self, parent: Sequence, child: Sequence, token_id: int) -> None:
+        """Seat a sequence that goes on otherwise than its parent, whose prompt was just computed.
+
+        It shares the parent's blocks.
+        """
+        child.block_table, child.block_keys = list(parent.block_table), list(parent.block_keys)
+        child.num_computed_tokens = parent.num_computed_tokens
+        child.num_cached_tokens = parent.num_cached_tokens
+        self._blocks.share_blocks(child.block_table)
+        child.token_ids.append(token_id)
+        parent.num_siblings -= 1
+        child.status = SequenceStatus.RUNNING
+        self._running.insert(self._running.index(parent) + 1, child)
+
+    def schedule(self) -> StepPlan:
         """Choose the next step's work; empty only when there is none. `complete` follows for each chunk."""
-        return self._schedule_prefill() or self._schedule_decode()
+        self._copies = []
+        chunks = self._schedule_decode()
+        budget = self._max_num_batched_tokens - len(chunks)
+        if chunks:
+            budget = min(budget, self._max_prefill_beside_decode)
+        self._seat_waiting(budget)
+        chunks += self._schedule_prefill(budget)
+        return StepPlan(tuple(chunks), tuple(self._copies))
 
     def complete(self, chunk: Chunk, token_id: int | None) -> None:
         """Note that `chunk` is in the KV cache and, when it was the last, append the sampled token."""
-        chunk.sequence.num_computed_tokens = chunk.end
+        sequence = chunk.sequence
+        sequence.num_computed_tokens = chunk.end
+        self._publish_blocks(sequence)
         if token_id is not None:
-            chunk.sequence.token_ids.append(token_id)
+            sequence.token_ids.append(token_id)
+        if chunk.is_last and sequence in self._prefilling:
+            self._prefilling.remove(sequence)
 
     def finish(self, sequence: Sequence) -> None:
         """Take a sequence out, wherever it is, and free its blocks at once."""
         if sequence.status is SequenceStatus.RUNNING:
-            self._running.remove(sequence)
+            self._unseat(sequence)
         elif sequence.status is SequenceStatus.WAITING:
             self._waiting.remove(sequence)
         sequence.status = SequenceStatus.FINISHED
         self._release(sequence)
 
-    def _schedule_prefill(self) -> tuple[Chunk, ...]:
+    def _schedule_decode(self) -> list[Chunk]:
         chunks: list[Chunk] = []
-        budget = self._max_num_batched_tokens
-        while self._waiting and len(self._running) < self._max_num_seqs:
-            sequence = self._waiting[0]
-            num_tokens = min(sequence.num_uncomputed_tokens, self._max_num_batched_tokens)
-            if num_tokens > budget or not self._reserve(sequence):
-                break
-            start, end = sequence.num_computed_tokens, sequence.num_computed_tokens + num_tokens
-            chunks.append(Chunk(sequence, start, end, is_last=end == len(sequence)))
-            budget -= num_tokens
-            if not chunks[-1].is_last:
-                break
-            sequence.status = SequenceStatus.RUNNING
-            self._running.append(self._waiting.popleft())
-        return tuple(chunks)
-
-    def _schedule_decode(self) -> tuple[Chunk, ...]:
-        chunks: list[Chunk] = []
+        prefilling = set(map(id, self._prefilling))
+        place = 0
         # Preemption shortens the list from its end while it is walked from its head.
-        while len(chunks) < len(self._running):
-            sequence = self._running[len(chunks)]
+        while place < len(self._running):
+            sequence = self._running[place]
+            place += 1
+            if id(sequence) in prefilling:
+                continue
             while not self._reserve(sequence):
                 newest = self._running[-1]
                 self._preempt(newest)
                 if newest is sequence:
-                    return tuple(chunks)
+                    return chunks
             chunks.append(Chunk(sequence, sequence.num_computed_tokens, len(sequence), is_last=True))
-        return tuple(chunks)
+        return chunks
 
-    def _reserve(self, sequence: Sequence) -> bool:
-        """Gives the sequence the blocks that all its known tokens need; False when there are not enough."""
-        missing = blocks_for(len(sequence)) - len(sequence.block_table)
+    def _seat_waiting(self, budget: int) -> None:
+        """Seat the first in line, while more prompts would make better use of the step."""
+        seats = self._max_num_seqs - sum(1 + sequence.num_siblings for sequence in self._running)
+        wanted = sum(sequence.num_uncomputed_tokens for sequence in self._prefilling)
+        while self._waiting and (len(self._prefilling) < MAX_PREFILLING or wanted < budget):
+            sequence = self._waiting[0]
+            seats -= 1 + sequence.num_siblings
+            if seats < 0 or not self._reserve_prompt(sequence):
+                break
+            wanted += sequence.num_uncomputed_tokens
+            sequence.status = SequenceStatus.RUNNING
+            self._running.append(self._waiting.popleft())
+            self._prefilling.append(sequence)
+
+    def _schedule_prefill(self, budget: int) -> list[Chunk]:
+        chunks = []
+        sequences = list(self._prefilling)
+        for sequence, share in zip(
+            sequences, even_shares([one.num_uncomputed_tokens for one in sequences], budget), strict=True
+        ):
+            if share:
+                start, end = sequence.num_computed_tokens, sequence.num_computed_tokens + share
+                chunks.append(Chunk(sequence, start, end, is_last=end == len(sequence)))
+                self._prefilling.remove(sequence)
+                self._prefilling.append(sequence)  # its next turn comes after the others'
+        return chunks
+
+    def _reserve_prompt(self, sequence: Sequence) -> bool:
+        """Give a waiting sequence the blocks of all its tokens, of which it computes at least the last one."""
+        keys, key = [], sequence.scope
+        for start in range(0, len(sequence) - BLOCK_SIZE, BLOCK_SIZE):
+            key = block_key(key, sequence.token_ids[start : start + BLOCK_SIZE])
+            keys.append(key)
+        found = self._blocks.find_prefix(keys)
+        self._blocks.share_blocks(found)
+        missing = blocks_for(len(sequence)) - len(found)
         if missing > self._blocks.num_free:
+            self._blocks.release_blocks(reversed(found))
             return False
-        sequence.block_table += self._blocks.allocate(missing)
+        after = found[-1] if found else None
+        sequence.block_table = found + self._blocks.allocate(missing, after)
+        sequence.block_keys = keys[: len(found)]
+        sequence.num_computed_tokens = len(found) * BLOCK_SIZE
+        if not sequence.num_completion_tokens:
+            sequence.num_cached_tokens = sequence.num_computed_tokens
         return True
 
+    def _reserve(self, sequence: Sequence) -> bool:
+        """Give the sequence a block of its own for its last token; False when there is none."""
+        table = sequence.block_table
+        place = (len(sequence) - 1) // BLOCK_SIZE
+        if place < len(table) and not self._blocks.is_shared(table[place]):
+            return True
+        if not self._blocks.num_free:
+            return False
+        (block,) = self._blocks.allocate(1, table[place - 1] if place else None)
+        if place == len(table):
+            table.append(block)
+        else:
+            self._copies.append((table[place], block))
+            self._blocks.release_blocks([table[place]])
+            table[place] = block
+        return True
+
+    def _publish_blocks(self, sequence: Sequence) -> None:
+        end = sequence.num_computed_tokens
+        if not self._shares_completions:
+            end = min(end, sequence.num_prompt_tokens)
+        keys = sequence.block_keys
+        for place in range(len(keys), end // BLOCK_SIZE):
+            tokens = sequence.token_ids[place * BLOCK_SIZE : (place + 1) * BLOCK_SIZE]
+            keys.append(block_key(keys[-1] if keys else sequence.scope, tokens))
+            self._blocks.publish(sequence.block_table[place], keys[-1])
+
     def _preempt(self, sequence: Sequence) -> None:
-        self._running.remove(sequence)
+        self._unseat(sequence)
         self._release(sequence)
         sequence.status = SequenceStatus.WAITING
         self._waiting.appendleft(sequence)
         self.num_preemptions += 1
 
+    def _unseat(self, sequence: Sequence) -> None:
+        self._running.remove(sequence)
+        if sequence in self._prefilling:
+            self._prefilling.remove(sequence)
+
     def _release(self, sequence: Sequence) -> None:
-        self._blocks.release_blocks(sequence.block_table)
+        self._blocks.release_blocks(reversed(sequence.block_table))  # the end of a text is found again least often
         sequence.block_table.clear()
+        sequence.block_keys.clear()
         sequence.num_computed_tokens = 0
+
+
+def even_shares(wanted: Items[int], budget: int) -> list[int]:
+    """Return how much of the budget each gets: as even as possible, none more than it wants or less than `MIN_SHARE`.
+
+    Where the budget is too small for that, the first ones get theirs.
+    """
+    shares = [0] * len(wanted)
+    max_shares = max(1, budget // MIN_SHARE)
+    while budget > 0:
+        left = [place for place, most in enumerate(wanted) if shares[place] < most][:max_shares]
+        if not left:
+            break
+        share = max(1, budget // len(left))
+        for place in left:
+            more = min(share, wanted[place] - shares[place], budget)
+            shares[place] += more
+            budget -= more
+    return shares

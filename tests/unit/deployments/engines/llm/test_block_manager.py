@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deployments.engines.llm.block_manager import BLOCK_SIZE, BlockPool, blocks_for
+from deployments.engines.llm.block_manager import BLOCK_SIZE, BlockPool, block_key, blocks_for
 
 
 @given(st.integers(0, 10_000))
@@ -43,3 +43,65 @@ def test_a_free_block_cannot_be_released():
     pool.release_blocks(blocks)
     with pytest.raises(ValueError, match="not in use"):
         pool.release_blocks(blocks)
+
+
+@given(
+    st.integers(1, 10),
+    st.lists(st.tuples(st.sampled_from(["allocate", "release", "publish", "find"]), st.integers(0, 9))),
+)
+def test_published_blocks_are_found_until_their_room_is_needed(num_blocks, actions):
+    """Against a naive model: use counts, and what each block is known to hold."""
+    pool = BlockPool(num_blocks)
+    uses: dict[int, int] = {}
+    keys: dict[bytes, int] = {}
+    unused: list[int] = []  # published, the oldest first
+    for action, number in actions:
+        held = sorted(block for block, count in uses.items() if count)
+        if action == "allocate" and number <= num_blocks - len(held):
+            before = dict(keys)
+            blocks = pool.allocate(number)
+            assert not set(blocks) & set(held)
+            evicted = [block for block in unused if block in blocks]
+            assert evicted == unused[: len(evicted)]  # the oldest went
+            unused = unused[len(evicted) :]
+            keys = {key: block for key, block in before.items() if block not in evicted}
+            uses |= dict.fromkeys(blocks, 1)
+        elif action == "release" and held:
+            block = held[number % len(held)]
+            pool.release_blocks([block])
+            uses[block] -= 1
+            if not uses[block] and block in keys.values():
+                unused.append(block)
+        elif action == "publish" and held:
+            block, key = held[number % len(held)], b"%d" % number
+            pool.publish(block, key)
+            if key not in keys and block not in keys.values():
+                keys[key] = block
+        elif action == "find":
+            key = b"%d" % number
+            found = pool.find_prefix([key])
+            assert found == ([keys[key]] if key in keys else [])
+            pool.share_blocks(found)
+            for block in found:
+                uses[block] = uses.get(block, 0) + 1
+                unused = [other for other in unused if other != block]
+        assert pool.num_free == num_blocks - sum(count > 0 for count in uses.values())
+        assert all(pool.is_shared(block) == (count > 1) for block, count in uses.items() if count)
+
+
+def test_blocks_follow_each_other_where_they_can():
+    pool = BlockPool(20)
+    first = pool.allocate(3)
+    second = pool.allocate(3)
+    assert (first, second) == ([0, 1, 2], [3, 4, 5])
+    assert pool.allocate(1, after=2) == [6]  # taken
+    pool.release_blocks(second)
+    assert pool.allocate(2, after=2) == [3, 4]
+
+
+def test_keys_depend_on_all_that_came_before():
+    first = block_key(b"", range(16))
+    assert block_key(first, range(16)) != first
+    assert block_key(b"adapter", range(16)) != first
+    assert block_key(b"", range(1, 17)) != first
+    assert block_key(b"", list(range(16))) == first

@@ -284,7 +284,7 @@ def test_text_that_cannot_be_made_ends_its_request_alone(model, request_of, prom
     engine = model.engine()
     for request_id, length in (("good", 9), ("bad", 20), ("also good", 5)):
         engine.add_request(request_of(request_id, prompt_of(length), max_tokens=3))
-    monkeypatch.setattr(engine._requests["bad"].decoder, "feed", lambda token_id: 1 / 0)
+    monkeypatch.setattr(engine._requests["bad"][0].decoder, "feed", lambda token_id: 1 / 0)
     first = {delta.request_id: delta for delta in engine.step()}
     assert {name: delta.finish_reason for name, delta in first.items()} == {"good": None, "also good": None}
     assert isinstance(engine.failures["bad"], ComputationFailed)

@@ -99,13 +99,16 @@ def runner_logits(model, prompts, budget=2048):
     runner = ModelRunner(loaded, 64)
     for i, prompt in enumerate(prompts):
         scheduler.add_sequence(Sequence(str(i), list(prompt), len(prompt)))
-    found = []
+    found = {}
     while scheduler.num_waiting:
-        chunks = scheduler.schedule()
-        found.append(runner.run(chunks))
+        chunks = scheduler.schedule().chunks
+        rows = iter(runner.run(chunks))
         for chunk in chunks:
             scheduler.complete(chunk, None)
-    return torch.cat(found)
+            if chunk.is_last:
+                found[chunk.sequence.request_id] = next(rows)
+                scheduler.finish(chunk.sequence)
+    return torch.stack([found[str(i)] for i in range(len(prompts))])
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -4,44 +4,70 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deployments.engines.llm.block_manager import BlockPool
-from deployments.engines.llm.scheduler import Scheduler, Sequence, SequenceStatus
+from deployments.engines.llm.scheduler import MIN_SHARE, Scheduler, Sequence, SequenceStatus, even_shares
 
 
-def sequence(name: str, num_tokens: int) -> Sequence:
-    return Sequence(name, [7] * num_tokens, num_tokens)
+def sequence(name: str, num_tokens: int, token: int | None = None, **options) -> Sequence:
+    tokens = [hash((name, place)) % 1000 for place in range(num_tokens)] if token is None else [token] * num_tokens
+    return Sequence(name, tokens, num_tokens, **options)
 
 
-def scheduler(num_blocks=64, max_num_seqs=8, budget=100) -> tuple[Scheduler, BlockPool]:
+def scheduler(num_blocks=64, max_num_seqs=8, budget=100, beside=None, **options) -> tuple[Scheduler, BlockPool]:
     blocks = BlockPool(num_blocks)
-    return Scheduler(blocks, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget), blocks
+    made = Scheduler(
+        blocks, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, max_prefill_beside_decode=beside, **options
+    )
+    return made, blocks
 
 
 def step(subject: Scheduler) -> list[tuple[str, int, int]]:
-    chunks = subject.schedule()
+    chunks = subject.schedule().chunks
     for chunk in chunks:
         subject.complete(chunk, 7 if chunk.is_last else None)
     return [(chunk.sequence.request_id, chunk.start, chunk.end) for chunk in chunks]
 
 
-def test_prompts_come_first_within_the_budget_in_order():
+def test_prompts_join_those_that_decode():
     subject, _ = scheduler(budget=20)
-    for name, length in (("a", 10), ("b", 9), ("c", 5)):
-        subject.add_sequence(sequence(name, length))
-    assert step(subject) == [("a", 0, 10), ("b", 0, 9)]  # c would fit neither now nor before b
-    assert step(subject) == [("c", 0, 5)]
-    assert step(subject) == [("a", 10, 11), ("b", 9, 10), ("c", 5, 6)]
-    assert step(subject) == [("a", 11, 12), ("b", 10, 11), ("c", 6, 7)]
+    subject.add_sequence(sequence("a", 10))
+    assert step(subject) == [("a", 0, 10)]
+    subject.add_sequence(sequence("b", 30))
+    assert step(subject) == [("a", 10, 11), ("b", 0, 19)]
+    assert step(subject) == [("a", 11, 12), ("b", 19, 30)]
+    assert step(subject) == [("a", 12, 13), ("b", 30, 31)]
 
 
-def test_a_long_prompt_is_split_by_the_budget_and_only_its_rest_is_shared():
-    subject, _ = scheduler(budget=16)
-    subject.add_sequence(sequence("short", 3))
-    subject.add_sequence(sequence("long", 40))
-    subject.add_sequence(sequence("next", 8))
-    assert step(subject) == [("short", 0, 3)]
-    assert step(subject) == [("long", 0, 16)]
-    assert step(subject) == [("long", 16, 32)]
-    assert step(subject) == [("long", 32, 40), ("next", 0, 8)]
+def test_a_running_stream_gets_a_token_in_every_step_while_prompts_keep_coming():
+    subject, _ = scheduler(num_blocks=1000, budget=512, beside=64)
+    subject.add_sequence(sequence("stream", 5))
+    step(subject)
+    for number in range(200):
+        if number % 8 == 0:
+            subject.add_sequence(sequence(f"prompt {number}", 300))
+        chunks = subject.schedule().chunks
+        assert chunks[0].sequence.request_id == "stream"
+        assert sum(chunk.num_tokens for chunk in chunks if chunk.num_tokens > 1) <= 64
+        for chunk in chunks:
+            subject.complete(chunk, 7 if chunk.is_last else None)
+            if chunk.is_last and chunk.sequence.request_id != "stream":
+                subject.finish(chunk.sequence)
+
+
+def test_a_short_prompt_does_not_wait_for_a_long_one_before_it():
+    subject, _ = scheduler(num_blocks=1000, budget=64)
+    subject.add_sequence(sequence("long", 10_000))
+    step(subject)
+    subject.add_sequence(sequence("short", 60))
+    assert step(subject) == [("long", 64, 96), ("short", 0, 32)]
+    assert step(subject) == [("long", 96, 132), ("short", 32, 60)]
+    assert step(subject) == [("short", 60, 61), ("long", 132, 195)]
+
+
+def test_a_prompt_that_fits_is_computed_in_one_step():
+    subject, _ = scheduler(budget=100)
+    subject.add_sequence(sequence("a", 99))
+    assert step(subject) == [("a", 0, 99)]
+    assert step(subject) == [("a", 99, 100)]
 
 
 def test_the_first_in_line_waits_for_blocks_and_is_not_overtaken():
@@ -69,48 +95,156 @@ def test_the_newest_is_preempted_and_recomputes_from_the_head_of_the_line():
     assert subject.num_preemptions == 1
     subject.add_sequence(sequence("later", 1))
     subject.finish(old)
-    assert step(subject) == [
-        ("new", 0, 16),
-        ("later", 0, 1),
-    ]  # the sampled token is recomputed with the prompt
+    # The sampled token is recomputed with the prompt.
+    assert step(subject) == [("new", 0, 16), ("later", 0, 1)]
     subject.finish(new)
     assert blocks.num_free == 1
+
+
+def test_a_prefix_is_found_and_the_last_token_is_computed_all_the_same():
+    subject, blocks = scheduler()
+    first = sequence("first", 48, 5)
+    subject.add_sequence(first)
+    step(subject)
+    second, third = sequence("second", 48, 5), sequence("third", 40, 5)
+    subject.add_sequence(second)
+    subject.add_sequence(third)
+    assert step(subject)[1:] == [("second", 32, 48), ("third", 32, 40)]
+    assert second.block_table[:2] == third.block_table[:2] == first.block_table[:2]
+    assert len({second.block_table[2], third.block_table[2], first.block_table[2]}) == 3
+    assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 32)
+    for one in (first, second, third):
+        subject.finish(one)
+    assert blocks.num_free == 64
+    again = sequence("again", 48, 5)
+    subject.add_sequence(again)
+    assert step(subject) == [("again", 32, 48)]  # nobody used it, but its room was not needed
+    other = sequence("other", 48, 5, scope=b"an adapter")
+    subject.add_sequence(other)
+    assert ("other", 0, 48) in step(subject)
+
+
+def test_the_prefix_that_was_used_last_stays_longest():
+    subject, _ = scheduler(num_blocks=6)
+    for name in ("old", "new"):
+        made = sequence(name, 32)
+        subject.add_sequence(made)
+        step(subject)
+        subject.finish(made)
+    large = sequence("large", 64)  # 4 blocks: the two that are free, and two of "old"
+    subject.add_sequence(large)
+    step(subject)
+    subject.finish(large)
+    new = Sequence("new again", [hash(("new", place)) % 1000 for place in range(32)], 32)
+    subject.add_sequence(new)
+    step(subject)
+    assert new.num_cached_tokens == 16
+
+
+def test_completions_share_the_prompt_and_copy_what_they_write():
+    subject, blocks = scheduler()
+    parent = sequence("p", 20, num_siblings=2)
+    subject.add_sequence(parent)
+    (chunk,) = subject.schedule().chunks
+    subject.complete(chunk, 7)
+    children = [sequence("p", 20) for _ in range(2)]
+    for child in children:
+        subject.fork(parent, child, 8)
+    assert blocks.num_free == 62
+    before = parent.block_table[1]
+    plan = subject.schedule()
+    assert [source for source, _ in plan.copies] == [before, before]
+    assert before in {one.block_table[1] for one in (parent, *children)}  # the last one needs no copy
+    assert len({one.block_table[1] for one in (parent, *children)}) == 3
+    assert {one.block_table[0] for one in (parent, *children)} == {parent.block_table[0]}
+    for one in (parent, *children):
+        subject.finish(one)
+    assert blocks.num_free == 64
+
+
+def test_a_request_waits_until_there_are_seats_for_all_its_completions():
+    subject, _ = scheduler(max_num_seqs=3)
+    first = sequence("first", 5)
+    subject.add_sequence(first)
+    step(subject)
+    subject.add_sequence(sequence("three", 5, num_siblings=2))
+    assert step(subject) == [("first", 5, 6)]
+    subject.finish(first)
+    assert step(subject) == [("three", 0, 5)]
+
+
+@given(st.lists(st.integers(0, 200), max_size=8), st.integers(0, 300))
+def test_shares_are_even(wanted, budget):
+    shares = even_shares(wanted, budget)
+    assert all(share <= most for share, most in zip(shares, wanted, strict=True))
+    assert sum(shares) == min(budget, sum(wanted))  # nothing is left over while somebody wants more
+    if budget >= MIN_SHARE * len(wanted):
+        unsatisfied = [share for share, most in zip(shares, wanted, strict=True) if share < most]
+        if unsatisfied:
+            assert max(shares) - min(unsatisfied) <= len(wanted)
 
 
 @given(
     st.integers(4, 12),
     st.integers(1, 5),
     st.integers(1, 40),
+    st.integers(1, 40),
+    st.booleans(),
     st.lists(
-        st.tuples(st.integers(0, 30), st.integers(1, 40), st.integers(1, 24), st.booleans()),
+        st.tuples(
+            st.integers(0, 30), st.integers(1, 40), st.integers(1, 24), st.booleans(), st.integers(0, 2), st.booleans()
+        ),
         min_size=1,
         max_size=8,
     ),
 )
-def test_every_sequence_is_computed_in_order_and_ends(num_blocks, max_num_seqs, budget, requests):
-    """The requests are (joins at step, prompt, completion, ends half way); 4 blocks hold the longest."""
-    subject, blocks = scheduler(num_blocks, max_num_seqs, budget)
-    waiting = [(at, sequence(str(i), prompt), end, cut) for i, (at, prompt, end, cut) in enumerate(requests)]
-    limits = {made.request_id: (end, cut) for _, made, end, cut in waiting}
-    unfinished = set(limits)
-    for now in range(3000):
-        for at, made, _, _ in waiting:
-            if at == now:
-                subject.add_sequence(made)
-        chunks = subject.schedule()
-        assert len({chunk.sequence.request_id for chunk in chunks}) == len(chunks)
-        assert sum(chunk.num_tokens for chunk in chunks) <= budget
-        for chunk in chunks:
+def test_every_sequence_is_computed_in_order_and_ends(num_blocks, max_num_seqs, budget, beside, shares, requests):
+    """The requests are (joins at step, prompt, completion, ends half way, siblings, has a common prefix); 4 blocks hold
+    the longest. What each block holds is followed: a sequence only ever reads its own tokens.
+    """
+    subject, blocks = scheduler(num_blocks, max_num_seqs, budget, beside, shares_completions=shares)
+    limits: dict[int, int] = {}
+    joins: dict[int, list[Sequence]] = {}
+    for i, (at, prompt, end, cut, siblings, common) in enumerate(requests):
+        siblings = min(siblings, min(max_num_seqs, budget) - 1)
+        made = sequence(str(i), prompt, 5 if common else None, num_siblings=siblings)
+        limits[i] = end // 2 + 1 if cut else end
+        joins.setdefault(at, []).append(made)
+    unfinished = {i: 1 + min(request[4], min(max_num_seqs, budget) - 1) for i, request in enumerate(requests)}
+    held: dict[tuple[int, int], tuple[int, ...]] = {}  # (block, offset) -> all tokens up to this one
+    for now in range(6000):
+        for made in joins.get(now, ()):
+            subject.add_sequence(made)
+        plan = subject.schedule()
+        for source, target in plan.copies:
+            for offset in range(16):
+                held[target, offset] = held.get((source, offset), ())
+        assert len({id(chunk.sequence) for chunk in plan.chunks}) == len(plan.chunks)
+        assert sum(chunk.num_tokens for chunk in plan.chunks) <= budget
+        for chunk in plan.chunks:
             made = chunk.sequence
-            assert chunk.start == made.num_computed_tokens
-            assert len(made.block_table) * 16 >= chunk.end
-            subject.complete(chunk, 7 if chunk.is_last else None)
-            end, cut = limits[made.request_id]
-            if made.num_completion_tokens >= (end // 2 if cut else end):
-                subject.finish(made)
-                unfinished.discard(made.request_id)
-        if not unfinished:
+            assert chunk.start == made.num_computed_tokens < chunk.end
+            for position in range(chunk.start, chunk.end):
+                assert not blocks.is_shared(made.block_table[position // 16]) or made.num_siblings == 0
+                held[made.block_table[position // 16], position % 16] = tuple(made.token_ids[: position + 1])
+        for chunk in plan.chunks:
+            made = chunk.sequence
+            for position in range(chunk.end):
+                assert held[made.block_table[position // 16], position % 16] == tuple(made.token_ids[: position + 1])
+        for chunk in plan.chunks:
+            made = chunk.sequence
+            subject.complete(chunk, 100 * now if chunk.is_last else None)
+            started = [made]
+            while chunk.is_last and made.num_siblings:
+                child = Sequence(made.request_id, made.token_ids[:-1], made.num_prompt_tokens)
+                subject.fork(made, child, 100 * now + made.num_siblings)
+                started.append(child)
+            for one in started:
+                if one.num_completion_tokens >= limits[int(one.request_id)]:
+                    subject.finish(one)
+                    unfinished[int(one.request_id)] -= 1
+        if not any(unfinished.values()):
             break
-    assert not unfinished
+    assert not any(unfinished.values())
     assert blocks.num_free == num_blocks
     assert (subject.num_waiting, subject.num_running) == (0, 0)

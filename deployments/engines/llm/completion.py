@@ -1,0 +1,132 @@
+"""One completion on its way: its sequence for the scheduler, its picker for the sampler, its text for the caller."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from transformers import PreTrainedTokenizerBase
+
+from deployments.engines.llm.sampler import SampledToken
+from deployments.engines.llm.scheduler import Sequence
+from deployments.engines.llm.token_picker import TokenPicker
+from deployments.engines.llm.tokenizer import IncrementalDecoder, StopMatcher
+from deployments.engines.protocol import EngineError, SamplingParams, TextDelta, TextRequest
+
+_SEED_LIMITS = (-(2**63), 2**64 - 1)  # what torch.Generator.manual_seed takes
+MAX_BIAS = 100.0  # OpenAI's
+MAX_LOGPROBS = 20  # OpenAI's
+
+
+def check_request(request: TextRequest, *, max_model_len: int, vocab_size: int, max_num_seqs: int) -> None:
+    """Raise EngineError, with what came and what was expected, unless the request can run."""
+    prompt = request.prompt_token_ids
+    if not prompt:
+        raise EngineError("the prompt is empty; expected at least one token")
+    if len(prompt) >= max_model_len:
+        raise EngineError(
+            f"the prompt has {len(prompt)} tokens; expected fewer than {max_model_len}, the greatest length"
+        )
+    for token_id in prompt:
+        if not 0 <= token_id < vocab_size:
+            raise EngineError(f"token id {token_id} in the prompt; expected 0 to {vocab_size - 1}")
+    if not 1 <= request.n <= max_num_seqs:
+        raise EngineError(f"n is {request.n}; expected 1 to {max_num_seqs}, the sequences that run at once")
+    _check_sampling(request.sampling, vocab_size)
+
+
+def _check_sampling(sampling: SamplingParams, vocab_size: int) -> None:
+    """Raise EngineError unless every parameter is in its range."""
+    low, high = _SEED_LIMITS
+    infinite = float("inf")
+    penalty = sampling.repetition_penalty
+    rules = (
+        ("max_tokens", sampling.max_tokens, sampling.max_tokens >= 1, "at least 1"),
+        ("temperature", sampling.temperature, 0 <= sampling.temperature < infinite, "0 or more"),
+        ("top_p", sampling.top_p, 0 < sampling.top_p <= 1, "more than 0 and at most 1"),
+        ("top_k", sampling.top_k, sampling.top_k >= 0, "0 or more"),
+        ("min_p", sampling.min_p, 0 <= sampling.min_p <= 1, "0 to 1"),
+        ("typical_p", sampling.typical_p, 0 < sampling.typical_p <= 1, "more than 0 and at most 1"),
+        ("repetition_penalty", penalty, 0 < penalty < infinite, "more than 0"),
+        ("frequency_penalty", sampling.frequency_penalty, abs(sampling.frequency_penalty) < infinite, "a number"),
+        ("presence_penalty", sampling.presence_penalty, abs(sampling.presence_penalty) < infinite, "a number"),
+        ("num_logprobs", sampling.num_logprobs, 0 <= (sampling.num_logprobs or 0) <= MAX_LOGPROBS, "0 to 20"),
+        ("seed", sampling.seed, sampling.seed is None or low <= sampling.seed <= high, f"{low} to {high}"),
+        ("stop", sampling.stop, all(sampling.stop), "strings that are not empty"),
+    )
+    for name, value, holds, expected in rules:
+        if not holds:
+            raise EngineError(f"{name} is {value!r}; expected {expected}")
+    for token_id, bias in sampling.logit_bias:
+        if not 0 <= token_id < vocab_size or not abs(bias) <= MAX_BIAS:
+            raise EngineError(
+                f"logit_bias of token {token_id} is {bias!r}; expected tokens 0 to {vocab_size - 1} and -100 to 100"
+            )
+
+
+@dataclass(slots=True, eq=False)
+class Completion:
+    """One of the completions of a request."""
+
+    index: int
+    sequence: Sequence
+    picker: TokenPicker
+    decoder: IncrementalDecoder
+    matcher: StopMatcher
+    max_tokens: int
+    end_token_ids: frozenset[int]
+
+    @classmethod
+    def create(
+        cls,
+        request: TextRequest,
+        index: int,
+        *,
+        tokenizer: PreTrainedTokenizerBase,
+        max_model_len: int,
+        eos_token_ids: frozenset[int],
+    ) -> Completion:
+        """Return the state of a checked request; `max_tokens` is clipped to what fits behind the prompt."""
+        prompt, sampling = request.prompt_token_ids, request.sampling
+        eos = frozenset() if sampling.ignore_eos else eos_token_ids
+        return cls(
+            index=index,
+            sequence=Sequence(request.request_id, list(prompt), len(prompt)),
+            picker=TokenPicker.create(sampling, prompt, index=index),
+            decoder=IncrementalDecoder(tokenizer, prompt),
+            matcher=StopMatcher(sampling.stop),
+            max_tokens=min(sampling.max_tokens, max_model_len - len(prompt)),
+            end_token_ids=eos | frozenset(sampling.stop_token_ids),
+        )
+
+    def advance(self, sampled: SampledToken, num_others: int) -> TextDelta:
+        """Return the delta of a token that the scheduler has appended to the sequence already.
+
+        `num_others` completions of the same request are under way beside this one.
+        """
+        token_id = sampled.token_id
+        self.picker.advance(token_id)
+        finish_reason = None
+        if token_id in self.end_token_ids:
+            # The end token is counted but not shown, whether the tokenizer calls it special or not.
+            text, finish_reason = self._last_text(), "stop"
+        else:
+            text = self.matcher.feed(self.decoder.feed(token_id))
+            if not self.matcher.stopped and self.sequence.num_completion_tokens >= self.max_tokens:
+                text, finish_reason = text + self._last_text(), "length"
+        if self.matcher.stopped:
+            finish_reason = "stop"
+        return TextDelta(
+            request_id=self.sequence.request_id,
+            text=text,
+            token_ids=(token_id,),
+            num_prompt_tokens=self.sequence.num_prompt_tokens,
+            num_completion_tokens=self.sequence.num_completion_tokens,
+            finish_reason=finish_reason,
+            index=self.index,
+            num_others=num_others,
+            num_cached_tokens=self.sequence.num_cached_tokens,
+            logprob=sampled.logprob,
+        )
+
+    def _last_text(self) -> str:
+        return self.matcher.feed(self.decoder.flush()) + self.matcher.flush()
