@@ -13,8 +13,9 @@ urgent first, and decides in request-seconds, the time that requests wait, added
 2.  *Where.* On the worker with the least harm and wait together: the wait is the end of what must end first, and a
     switch that moves only what the worker (and its node) lacks, so the model that differs least is the cheapest.
 3.  *What goes.* Free bytes first; then the models with the least harm, until the bytes suffice. Components that a
-    remaining model shares stay. What runs, is leased or pinned by hand never goes. The last worker of a model whose
-    requests wait is not taken: a queue is served before its worker switches away.
+    remaining model shares stay. What runs, is leased or pinned by hand never goes, nor what has got ready and whose
+    requests have not begun yet. The last worker of a model whose requests wait is not taken: a queue is served before
+    its worker switches away.
 4.  *Whether.* If the gain exceeds the harm by a margin: a model waits until its requests together weigh more than
     what they would push aside. `throughput-first` also wants work for several times the switch's duration.
 5.  *Bounded wait.* A model without a worker whose oldest request has waited for its patience, some switch times or
@@ -354,6 +355,8 @@ class _Planning:
         others = [other for other in self._serving.get(model.id, ()) if other != worker.id]
         coming = model.rate * away_s
         affected = model.slo.weight * (model.waiting + 0.5 * coming)
+        if model.waiting and not worker.running.get(model.id) and worker.reserved_for is None:
+            return math.inf  # it has got ready, and its requests start in this moment
         if model.waiting and not is_due and not any(model.id in self._state.workers[each].models for each in others):
             return math.inf
         if not others:
