@@ -33,6 +33,7 @@ _FRESH_S: Final = 30.0  # what was measured longer ago refuses nobody while ther
 _ENOUGH: Final = 3  # measurements
 _MOSTLY: Final = 0.2  # of its time: a request that spent more of it switching says little about the next one
 _MAX_TOLD: Final = 1024  # tenants
+_LEAST_SHARE: Final = 1e-6  # no request takes less of a replica
 MAX_TOLD_S: Final = 300.0  # beyond it nobody knows
 
 
@@ -176,8 +177,8 @@ class AdmissionQueue:
             self._reviewed_s = now_s
             for pool in self._pools.values():
                 self._review(pool, now_s)
-        for pool in self._pools.values():
-            happened += self._start_all(pool, now_s)
+        for name, pool in self._pools.items():
+            happened += self._start_all(name, pool, now_s)
         happened += self._refused
         self._refused = []
         return happened
@@ -297,8 +298,8 @@ class AdmissionQueue:
                     refusal = Refusal("late", needs_s * MARGIN - budget_s, needs_s=needs_s)
                     self._refuse(pool, waiting, self._told(pool, ask, now_s, refusal))
 
-    def _start_all(self, pool: _Pool, now_s: float) -> Iterable[Started]:
-        held: set[str] = set()
+    def _start_all(self, name: str, pool: _Pool, now_s: float) -> Iterable[Started]:
+        held = {model for model in pool.num_by_model if self._is_full(name, pool, model, now_s)}
         while len(pool.lanes) and (waiting := pool.lanes.next_up(held)) is not None:
             ask = waiting.ask
             times = self._times.times(ask.model)
@@ -317,6 +318,11 @@ class AdmissionQueue:
             pool.places.start(waiting, replica, now_s, times.latency_s * ask.work if times else 0.0)
             self._counts_of(ask).started += 1
             yield Started(waiting.ticket, replica)
+
+    def _is_full(self, name: str, pool: _Pool, model: str, now_s: float) -> bool:
+        """Return whether the placement leaves no room for any request of the model: none of them need be tried."""
+        among = self._placement.of(name, model, now_s)
+        return among is not None and not pool.places.has_room(_LEAST_SHARE, among)
 
     def _refuse(self, pool: _Pool, waiting: Waiting, refusal: Refusal) -> None:
         pool.lanes.remove(waiting.ticket)

@@ -17,6 +17,7 @@ from typing import Final
 
 from cluster.control.state import ClusterState, ModelState, WorkerState
 
+MAX_PRELOADS: Final = 128  # that one plan names; the next plan is a moment away
 NEEDED_RATE: Final = 1e-3  # requests per second from which on a model must not lose its last worker
 
 
@@ -69,19 +70,16 @@ def target_replicas(
     `state` comes from `usable_state`. A clock that went back starts delays anew.
     """
     models = state.models.values()
-    arriving = sum(model.rate * model.service_s for model in models)
-    waiting_s = sum(model.waiting * model.service_s for model in models)
+    arriving = sum([model.rate * model.service_s for model in models])
+    waiting_s = sum([model.waiting * model.service_s for model in models])
     speeds = [worker.speed for worker in state.workers.values()]
     speed = sum(speeds) / len(speeds) if speeds else 1.0
     switch_s = _switching_load(state)
     wanted_work = (arriving / policy.target_utilization + waiting_s / policy.drain_s + switch_s) / speed
-    is_used = any(model.waiting for model in models) or any(
-        count for worker in state.workers.values() for count in worker.running.values()
-    )
-    least_models = _workers_by_bytes(state) if is_used else 0
+    is_used = waiting_s > 0 or any(any(worker.running.values()) for worker in state.workers.values())
     raw = max(math.ceil(min(wanted_work, 1e9) - 1e-9), 1 if is_used else 0)
     reason = f"{arriving:.2f} workers' work arrives, {waiting_s:.1f} s of work waits, {switch_s:.2f} go into switches"
-    if is_used and least_models > raw and raw < current:
+    if is_used and raw < current and (least_models := _workers_by_bytes(state)) > raw:
         raw = min(current, least_models)  # what is used now stays resident
         reason += f"; models in use fill {least_models}"
     bounded = min(max(raw, policy.min_workers), policy.max_workers)
@@ -120,13 +118,15 @@ def _can_leave(state: ClusterState, worker: WorkerState) -> bool:
 
 def _switching_load(state: ClusterState) -> float:
     """Return the workers that the wanted models without a worker keep busy with switches, one there and one back."""
-    held = {worker.switching_to for worker in state.workers.values()}
+    held: set[str | None] = set()
+    attach = 0.0
     for worker in state.workers.values():
+        held.add(worker.switching_to)
         held.update(worker.models)
-    attach = max((worker.attach_bytes_per_s for worker in state.workers.values()), default=0.0)
+        attach = max(attach, worker.attach_bytes_per_s)
     if not attach:
         return 0.0
-    absent = (model for model in state.models.values() if model.id not in held and model.rate_long > 0)
+    absent = [model for id_, model in state.models.items() if id_ not in held and model.rate_long > 0]
     return min(sum(2 * model.rate_long * model.components.total_bytes / attach for model in absent), len(held) + 1.0)
 
 
@@ -148,13 +148,13 @@ def _preloads(state: ClusterState, num_new: int) -> tuple[str, ...]:
         if worker.switching_to is not None and worker.switching_to not in worker.models:
             holders[worker.switching_to] += 1
     wanted = []
-    for model in state.models.values():
+    for id_, model in state.models.items():
         work_s = (model.waiting + 10.0 * model.rate) * model.service_s * model.slo.weight
         if work_s > 0 and not model.retry_in_s:
-            wanted.append((-work_s / (0.5 + holders[model.id]), model.id, work_s))
+            wanted.append((-work_s / (0.5 + holders.get(id_, 0)), id_, work_s))
     heapq.heapify(wanted)
     chosen: list[str] = []
-    while wanted and len(chosen) < num_new:
+    while wanted and len(chosen) < min(num_new, MAX_PRELOADS):
         _, id_, work_s = wanted[0]
         chosen.append(id_)
         holders[id_] += 1
@@ -188,6 +188,8 @@ def _leaving(state: ClusterState, num_less: int) -> tuple[str, ...]:
 
 def _hand_overs(state: ClusterState, leaving: Collection[str]) -> tuple[tuple[str, str], ...]:
     """Return (worker, model) of the wanted models that only workers that go have ready."""
+    if not leaving:
+        return ()
     staying = _holders(state, leaving)
     return tuple(
         (id_, model)

@@ -109,9 +109,11 @@ class Places:
                     best = wait
         return best[2] if best else None
 
-    def has_room(self, share: float) -> bool:
-        """Return whether any replica could start a request of that share."""
-        return any(replica.has_room(share) for replica in self._replicas.values())
+    def has_room(self, share: float, among: Collection[str] | None = None) -> bool:
+        """Return whether any replica, or any of those named, could start a request of that share."""
+        if among is None:
+            return any(replica.has_room(share) for replica in self._replicas.values())
+        return any(replica.has_room(share) for _, replica in self._named(among))
 
     def start(self, waiting: Waiting, name: str, now_s: float, latency_s: float) -> None:
         """Count a request as running on a replica, where it is expected to take `latency_s`."""

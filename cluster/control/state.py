@@ -150,5 +150,5 @@ class ClusterState:
 
     def queue_s(self) -> float:
         """Return the seconds that all workers together would take for the requests that wait."""
-        speed = sum(worker.speed for worker in self.workers.values())
-        return sum(model.waiting * model.service_s for model in self.models.values()) / max(speed, 1e-9)
+        speed = sum([worker.speed for worker in self.workers.values()])
+        return sum([model.waiting * model.service_s for model in self.models.values()]) / max(speed, 1e-9)

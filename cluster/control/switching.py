@@ -13,8 +13,9 @@ urgent first, and decides in request-seconds, the time that requests wait, added
 2.  *Where.* On the worker with the least harm and wait together: the wait is the end of what must end first, and a
     switch that moves only what the worker (and its node) lacks, so the model that differs least is the cheapest.
 3.  *What goes.* Free bytes first; then the models with the least harm, until the bytes suffice. Components that a
-    remaining model shares stay. What runs, is leased or pinned by hand never goes. The last worker of a model whose
-    requests wait is not taken: a queue is served before its worker switches away.
+    remaining model shares stay. What runs, is leased or pinned by hand never goes, nor what has got ready and whose
+    requests have not begun yet. The last worker of a model whose requests wait is not taken: a queue is served before
+    its worker switches away.
 4.  *Whether.* If the gain exceeds the harm by a margin: a model waits until its requests together weigh more than
     what they would push aside. `throughput-first` also wants work for several times the switch's duration.
 5.  *Bounded wait.* A model without a worker whose oldest request has waited for its patience, some switch times or
@@ -36,11 +37,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from heapq import nlargest
 from itertools import islice
 from typing import Final, Literal
 
 from cluster.control.plans import Decision, SwitchPlan
-from cluster.control.state import ClusterState, ModelState, WorkerState
+from cluster.control.state import STALE_S, ClusterState, ModelState, WorkerState
 
 MAX_NEEDS: Final = 128  # models that one plan looks at, the most urgent; the next plan is a moment away
 FEW: Final = 64  # workers that are all weighed for a model; of more, the best of each kind
@@ -123,37 +125,40 @@ class _Planning:
         self._note_workers()
         self._note_work()
         self._open.sort(key=lambda worker: self._claims[worker.id])
-        attach = sorted(worker.attach_bytes_per_s for worker in self._open)
-        self._top_speed = max((worker.speed for worker in self._open), default=1.0)
+        attach = sorted([worker.attach_bytes_per_s for worker in self._open])
+        self._top_speed = max([worker.speed for worker in self._open], default=1.0)
         self._usual_attach = attach[len(attach) // 2] if attach else 10e9
-        self._usual_fixed_s = max((worker.fixed_switch_s for worker in self._open), default=0.0)
+        self._usual_fixed_s = max([worker.fixed_switch_s for worker in self._open], default=0.0)
 
     def _note_workers(self) -> None:
-        serving, models = self._serving, self._models
-        for worker in self._state.workers.values():
-            id_, coming = worker.id, worker.switching_to
+        serving, models, busy, claims = self._serving, self._models, self._busy_s, self._claims
+        for id_, worker in self._state.workers.items():
             busy_s = worker.ready_in_s
             for each, count in worker.running.items():
                 busy_s += 0.5 * count * models[each].service_s / worker.speed
-            self._busy_s[id_] = busy_s
-            self._claims[id_] = 0.0
+            busy[id_], claims[id_] = busy_s, 0.0
             for each in worker.models:
-                (self._leaving if worker.is_draining else serving).setdefault(each, []).append(id_)
+                of_model = self._leaving if worker.is_draining else serving
+                if each in of_model:
+                    of_model[each].append(id_)
+                else:
+                    of_model[each] = [id_]
+            coming = worker.switching_to
             if coming is not None:
                 self._num_on_the_way += 1
                 if coming not in worker.models and not worker.is_draining:
                     serving.setdefault(coming, []).append(id_)
-            elif not (worker.is_draining or worker.is_frozen or worker.is_stale):
+            elif not (worker.is_draining or worker.is_frozen or worker.age_s > STALE_S):
                 self._open.append(worker)
 
     def _note_work(self) -> None:
-        busy, claims = self._busy_s, self._claims
+        busy, claims, models = self._busy_s, self._claims, self._models
         for id_, workers in self._serving.items():
-            model = self._models[id_]
-            if model.waiting or model.rate_long or model.rate_short:
-                share = 1.0 / len(workers)
-                work_s = model.waiting * model.service_s * share
-                claim = (model.waiting + 10.0 * model.rate) * model.slo.weight * share
+            model = models[id_]
+            num_wanted = model.waiting + 10.0 * model.rate
+            if num_wanted:
+                work_s = model.waiting * model.service_s / len(workers)
+                claim = num_wanted * model.slo.weight / len(workers)
                 for worker in workers:
                     busy[worker] += work_s
                     claims[worker] += claim
@@ -209,6 +214,7 @@ class _Planning:
 
     def _needs(self) -> list[_Need]:
         needs = []
+        busy_s = self._busy_s
         for model in self._models.values():
             if not model.waiting:
                 continue
@@ -218,7 +224,7 @@ class _Planning:
             switch_s = self._usual_fixed_s + model.components.total_bytes / self._usual_attach
             workers = self._serving.get(model.id)
             if workers:
-                wait_s = min(self._busy_s[worker] for worker in workers)
+                wait_s = busy_s[workers[0]] if len(workers) == 1 else min([busy_s[worker] for worker in workers])
                 if wait_s > (1 + self._policy.margin) * switch_s:
                     needs.append(_Need(model, math.inf, wait_s, is_due=False))
                 continue
@@ -227,8 +233,7 @@ class _Planning:
             is_late = 0 < model.slack_s < 1.5 * switch_s + model.service_s
             is_due = model.oldest_age_s >= patience_s or is_late
             needs.append(_Need(model, patience_s, max(patience_s, model.oldest_age_s), is_due))
-        needs.sort(key=_urgency, reverse=True)
-        return needs[:MAX_NEEDS]
+        return nlargest(MAX_NEEDS, needs, key=_urgency)
 
     def _max_due(self, needs: Sequence[_Need]) -> float:
         """Return how many workers may be on their way when a due model takes another (rule 5)."""
@@ -315,8 +320,9 @@ class _Planning:
         wanted = {key for need in needs for key in need.model.components.sizes}
         found: dict[str, list[WorkerState]] = {}
         for worker in self._open if len(self._open) > FEW else ():  # of a few, all are candidates
-            for key in wanted.intersection(worker.resident.sizes):
-                found.setdefault(key, []).append(worker)
+            for key in worker.resident.sizes:
+                if key in wanted:
+                    found.setdefault(key, []).append(worker)
         return found
 
     def _option(self, model: ModelState, worker: WorkerState, is_due: bool) -> _Option | None:
@@ -354,6 +360,8 @@ class _Planning:
         others = [other for other in self._serving.get(model.id, ()) if other != worker.id]
         coming = model.rate * away_s
         affected = model.slo.weight * (model.waiting + 0.5 * coming)
+        if model.waiting and not worker.running.get(model.id) and worker.reserved_for is None:
+            return math.inf  # it has got ready, and its requests start in this moment
         if model.waiting and not is_due and not any(model.id in self._state.workers[each].models for each in others):
             return math.inf
         if not others:

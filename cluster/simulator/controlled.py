@@ -1,26 +1,30 @@
-"""The controller in the simulator: a queue at the ingress, and the same pure functions that decide in a cluster."""
+"""Our cluster in the simulator: the admission queue of the ingress, and what the controller decides with."""
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import math
+from collections import deque
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
+from cluster.control.admission import AdmissionQueue
+from cluster.control.admission_records import ModelLoad, Placement, Started
 from cluster.control.checking import usable_state
+from cluster.control.lanes import Ask
 from cluster.control.plans import Decision, SwitchPlan
-from cluster.control.routing import WaitingRequest, WorkerLoad, choose_worker, start_order
 from cluster.control.state import ClusterState, Components, ModelState, WorkerState, retry_after_s
 from cluster.control.switching import LATENCY_FIRST, SwitchingPolicy, plan_switches
 from cluster.simulator.scenario import Fault, SimRequest
 from cluster.simulator.world import WorkerInWorld, World
-from weights.residency.policy import Popularity
+from configs.admission import AdmissionConfig
 
 TICK_S: Final = 0.25  # the oldest that a state may be
-SHORT_S: Final = 5.0  # half-lives of the two rates
-LONG_S: Final = 120.0
-_LN2: Final = math.log(2)
+NEWS_S: Final = 0.02  # from what happens at the ingress to the decision that follows from it
+GAP_S: Final = 0.01  # between two decisions
+PLAN_HOLDS_S: Final = 3.0  # the queue waits for no plan that is older
+POOL: Final = "worker"
+_NO_BOUNDS: Final = AdmissionConfig(max_waiting=1_000_000, max_waiting_per_model=1_000_000)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,74 +36,86 @@ class TimedDecision:
 
 
 class Controlled:
-    """Late binding under the controller's plans. `is_controller_up` False leaves the last plan to grow stale."""
+    """Late binding under the controller's plans. While `is_controller_up` is False the last plan grows stale.
 
-    def __init__(self, world: World, policy: SwitchingPolicy = LATENCY_FIRST, tick_s: float = TICK_S) -> None:
+    What no plan rules starts where the queue thinks best, and its worker then switches by itself.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        policy: SwitchingPolicy = LATENCY_FIRST,
+        tick_s: float = TICK_S,
+        is_controller_up: bool = True,
+    ) -> None:
         self._world = world
         self._policy = policy
         self._tick_s = tick_s
-        self._queues: dict[str, list[tuple[int, float, int, SimRequest]]] = {model: [] for model in world.models}
-        self._order = itertools.count()
-        self._short = {model: Popularity(SHORT_S) for model in world.models}
-        self._long = {model: Popularity(LONG_S) for model in world.models}
+        self._queue = AdmissionQueue(_NO_BOUNDS)
+        # A request takes the same part of whichever replica it gets; of unlike workers, the smallest one counts.
+        self._share = 1 / min((worker.slots for worker in world.scenario.workers), default=1)
+        self._numbers = itertools.count()
+        self._requests: dict[int, SimRequest] = {}  # by ticket, from arrival to end
+        self._tickets: dict[int, int] = {}  # by `id` of the request
+        self._num_ended = 0
+        self._unready: dict[str, deque[SimRequest]] = {id_: deque() for id_ in world.workers}
+        self._switch_s: dict[int, float] = {}  # of what waited for it on a worker, by ticket
+        self._began_s: dict[int, float] = {}
         self._evicting: dict[str, tuple[str, tuple[str, ...]]] = {}  # worker -> the model it drains for, and what goes
+        self._loading: set[str] = set()
         self._failures: dict[str, tuple[int, float]] = {}
         self._silent_since: dict[str, float] = {}
         self._lies: set[str] = set()
         self._clock_error_s = 0.0
+        self._ticked_s = -math.inf
+        self._tick_at_s = math.inf  # of the next one that news have asked for
         self._resident: dict[str, Components] = {}
         self.plan = SwitchPlan()
-        self._planned_s = -math.inf
-        self.is_controller_up = True
+        self._placement = Placement()
+        self.is_controller_up = is_controller_up
         self.decisions: list[TimedDecision] = []
         self.ignored: set[str] = set()
         self.state = ClusterState()
+        self._list_replicas()
         world.call_at(0.0, self._tick)
 
     # -- what happens
 
     def on_request(self, request: SimRequest) -> None:
-        """Count it, queue it, and start it if the router finds a worker."""
-        now_s = self._world.now_s
-        if now_s == request.at_s:  # not one that comes back from a lost worker
-            self._short[request.model] = self._short[request.model].touch(now_s)
-            self._long[request.model] = self._long[request.model].touch(now_s)
-        heapq.heappush(self._queues[request.model], (request.priority, request.at_s, next(self._order), request))
-        loads = {id_: self._load(self._world.workers[id_]) for id_ in self._workers_of(request.model)}
-        choice = choose_worker(self._head(request.model), loads, self.plan.planned, now_s - self._planned_s)
-        if choice.worker is not None:
-            worker = self._world.workers[choice.worker]
-            head = self._queues[request.model][0][-1]
-            if choice.rank == "cost":
-                idle = [id_ for id_ in worker.models if id_ not in worker.running()]
-                self._world.switch(worker, request.model, idle)
-            elif self._world.start(worker, head):
-                heapq.heappop(self._queues[request.model])
+        """Let it into the queue; one whose worker was lost goes before all others."""
+        ticket = self._tickets.get(id(request))
+        if ticket is not None:
+            self._queue.give_back(ticket, self._world.now_s)
+        else:
+            ticket = self._tickets[id(request)] = next(self._numbers)
+            self._requests[ticket] = request
+            ask = Ask(POOL, request.model, 1.0, self._share, request.priority, "default", math.inf)
+            self._queue.submit(ticket, ask, self._world.now_s)
+        self._pump()
+        if not self._placement.of(POOL, request.model, self._world.now_s):
+            self._tick_soon(NEWS_S)
 
     def on_worker(self, worker: WorkerInWorld) -> None:
-        """Start what the worker can start."""
-        is_current = self._world.now_s - self._planned_s <= 3.0
-        going = self._evicting.get(worker.spec.id, ("", ()))[1]
-        while worker.free_slots > 0:
-            able = [
-                model
-                for model in worker.models
-                if self._queues[model]
-                and model not in going
-                and (not is_current or worker.spec.id in self.plan.planned.get(model, ()))
-            ]
-            if not able:
-                break
-            model = min(able, key=lambda id_: start_order(self._head(id_)))
-            if not self._world.start(worker, heapq.heappop(self._queues[model])[-1]):
-                raise AssertionError(f"{worker.spec.id} had a free slot and {model} ready")
-        if going and not any(model in worker.running() for model in going):
-            self._tick_now()
+        """Free the places of what has ended; see what it has loaded, or that it is back."""
+        for served in itertools.islice(self._world.served, self._num_ended, None):
+            ticket = self._tickets.pop(id(served.request))
+            del self._requests[ticket]
+            switch_s = self._switch_s.pop(ticket, 0.0)
+            self._began_s.pop(ticket, None)
+            self._queue.leave(ticket, self._world.now_s, is_answered=True, switch_s=switch_s)
+        self._num_ended = len(self._world.served)
+        self._serve_unready(worker)
+        if worker.loading is None and worker.spec.id in self._loading:
+            self._loading.discard(worker.spec.id)
+            self._tick_soon(0.0)
+        self._pump()
 
     def on_load_failed(self, worker: WorkerInWorld, model: str) -> None:
         """Back the model off."""
+        self._loading.discard(worker.spec.id)
         num_failures = self._failures.get(model, (0, 0.0))[0] + 1
         self._failures[model] = (num_failures, self._world.now_s + retry_after_s(num_failures))
+        self._serve_unready(worker)
 
     def on_fault(self, fault: Fault) -> None:
         """Let the observation suffer what the fault says."""
@@ -111,25 +127,68 @@ class Controlled:
             self._clock_error_s = fault.amount_s
         else:
             self._evicting.pop(fault.worker, None)
+            self._loading.discard(fault.worker)
             self._silent_since.pop(fault.worker, None)
             self._lies.discard(fault.worker)
+            self._list_replicas()
+            lost, self._unready[fault.worker] = self._unready[fault.worker], deque()
+            for request in lost:
+                self.on_request(request)
+
+    # -- the ingress and the workers
+
+    def _pump(self) -> None:
+        for event in self._queue.pump(self._world.now_s):
+            if isinstance(event, Started):
+                worker, request = self._world.workers[event.replica], self._requests[event.ticket]
+                if request.model in worker.models:
+                    self._world.start_loaded(worker, request)
+                else:
+                    self._began_s[event.ticket] = self._world.now_s
+                    self._unready[event.replica].append(request)
+                    self._serve_unready(worker)
+
+    def _serve_unready(self, worker: WorkerInWorld) -> None:
+        """Start what its worker has got ready for by now, and let it switch to what comes next."""
+        waiting = self._unready[worker.spec.id]
+        for request in [request for request in waiting if request.model in worker.models]:
+            waiting.remove(request)
+            ticket = self._tickets[id(request)]
+            self._switch_s[ticket] = self._world.now_s - self._began_s[ticket]
+            self._world.start_loaded(worker, request)
+        if waiting and worker.loading is None:
+            evict = self._world.evictable_for(worker, waiting[0].model)
+            if evict is not None:
+                self._world.switch(worker, waiting[0].model, evict)
+
+    def _list_replicas(self) -> None:
+        alive = [id_ for id_, worker in self._world.workers.items() if worker.is_alive]
+        self._queue.set_replicas(POOL, alive, self._world.now_s)
 
     # -- observe, plan, act
 
     def _tick(self) -> None:
-        self._tick_now()
+        self._decide()
         self._world.call_at(self._world.now_s + self._tick_s, self._tick)
 
-    def _tick_now(self) -> None:
+    def _tick_soon(self, delay_s: float) -> None:
+        at_s = max(self._world.now_s + delay_s, self._ticked_s + GAP_S)
+        if at_s < self._tick_at_s:
+            self._tick_at_s = at_s
+            self._world.call_at(at_s, self._decide)
+
+    def _decide(self) -> None:
         if not self.is_controller_up:
             return
+        now_s = self._ticked_s = self._world.now_s
+        if now_s >= self._tick_at_s:
+            self._tick_at_s = math.inf
         self.state = self.observe()
         self.ignored.update(self.state.ignored)
         self.plan = plan_switches(self.state, self._policy)
-        self._planned_s = self._world.now_s
         self._evicting = {}
         for decision in self.plan.decisions:
-            self.decisions.append(TimedDecision(self._world.now_s, decision))
+            self.decisions.append(TimedDecision(now_s, decision))
             worker = self._world.workers[decision.worker]
             if decision.action == "drain":
                 self._evicting[worker.spec.id] = (decision.model, decision.evict)
@@ -137,37 +196,36 @@ class Controlled:
                 self._world.prefetch(worker, decision.model)
             elif decision.action == "evict":
                 self._world.evict(worker, decision.model)
-            elif not any(model in worker.running() for model in decision.evict):
-                self._world.switch(worker, decision.model, decision.evict)
-        for worker in self._world.workers.values():
-            if worker.is_alive and worker.free_slots > 0 and worker.models:
-                self._start_waiting(worker)
-
-    def _start_waiting(self, worker: WorkerInWorld) -> None:
-        if any(self._queues[model] for model in worker.models) and worker.spec.id not in self._evicting:
-            self.on_worker(worker)
+            elif self._world.switch(worker, decision.model, decision.evict):
+                self._loading.add(worker.spec.id)
+        self._queue.set_resident(POOL, {id_: worker.models for id_, worker in self._world.workers.items()})
+        self._placement = _placement_of(self.state, self.plan, now_s + PLAN_HOLDS_S)
+        self._queue.set_placement(self._placement)
+        self._pump()
 
     def observe(self) -> ClusterState:
         """Return the state as heartbeats and the queue report it."""
         now_s, error_s = self._world.now_s, self._clock_error_s
         self._clock_error_s = 0.0
-        models = [self._observed_model(id_, now_s, error_s) for id_ in self._world.models]
+        loads = {load.model: load for load in self._queue.snapshot(now_s).models}
+        models = [self._observed_model(id_, loads.get(id_), now_s, error_s) for id_ in self._world.models]
         workers = [
             self._observed_worker(worker, now_s, error_s) for worker in self._world.workers.values() if worker.is_alive
         ]
         return usable_state(models, workers, self._world.held)
 
-    def _observed_model(self, id_: str, now_s: float, error_s: float) -> ModelState:
-        model, queue = self._world.models[id_], self._queues[id_]
-        slots = min(len(queue), max((worker.spec.slots for worker in self._world.workers.values()), default=1))
+    def _observed_model(self, id_: str, load: ModelLoad | None, now_s: float, error_s: float) -> ModelState:
+        model = self._world.models[id_]
+        if load is None:
+            return ModelState(id_, model.components, slo=model.slo)
         return ModelState(
             id_,
             model.components,
-            waiting=len(queue),
-            oldest_age_s=now_s - min(item[1] for item in queue) + error_s if queue else 0.0,
-            rate_short=self._short[id_].value(now_s) * _LN2 / SHORT_S,
-            rate_long=self._long[id_].value(now_s) * _LN2 / LONG_S,
-            service_s=model.batch_service_s(max(slots, 1)),
+            waiting=load.waiting,
+            oldest_age_s=load.oldest_age_s + error_s if load.waiting else 0.0,
+            rate_short=load.rate_short,
+            rate_long=load.rate_long,
+            service_s=load.service_s or model.batch_service_s(max(1, min(load.waiting, round(1 / self._share)))),
             retry_in_s=max(0.0, self._failures.get(id_, (0, 0.0))[1] - now_s),
             slo=model.slo,
         )
@@ -197,29 +255,19 @@ class Controlled:
         )
         return replace(seen, **_LIES) if spec.id in self._lies else seen
 
-    def _workers_of(self, model: str) -> set[str]:
-        ready = {id_ for id_, worker in self._world.workers.items() if model in worker.models}
-        if self._world.now_s - self._planned_s > 3.0:
-            return set(self._world.workers)
-        return ready.union(self.plan.planned.get(model, ()))
 
-    def _load(self, worker: WorkerInWorld) -> WorkerLoad:
-        is_silent = self._world.now_s - self._silent_since.get(worker.spec.id, self._world.now_s) > 1.0
-        return WorkerLoad(
-            worker.spec.id,
-            worker.models,
-            worker.free_slots,
-            sum(run.left * self._world.models[run.request.model].service_s for run in worker.runs) / worker.spec.speed,
-            worker.spec.speed,
-            self._evicting.get(worker.spec.id, ("", ()))[1],
-            is_usable=worker.is_alive and not is_silent,
-        )
-
-    def _head(self, model: str) -> WaitingRequest:
-        priority, at_s, _, _ = self._queues[model][0]
-        spec = self._world.models[model]
-        slack_s = at_s + spec.slo.target_s - self._world.now_s
-        return WaitingRequest(model, self._world.now_s - at_s, priority, slack_s, spec.service_s)
+def _placement_of(state: ClusterState, plan: SwitchPlan, until_s: float) -> Placement:
+    """Return where requests may start: on planned workers that have the model ready. The others wait."""
+    workers = state.workers
+    return Placement(
+        {
+            (POOL, id_): tuple(
+                each for each in plan.planned.get(id_, ()) if id_ in workers[each].models and not workers[each].is_stale
+            )
+            for id_ in state.models
+        },
+        until_s,
+    )
 
 
 _LIES: Final[dict[str, Any]] = {

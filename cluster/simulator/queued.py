@@ -47,7 +47,7 @@ class Queued:
             if self._world.start(worker, queue[0]):
                 queue.popleft()
                 continue
-            evict = self._to_evict(worker, queue[0].model)
+            evict = self._world.evictable_for(worker, queue[0].model)
             if worker.loading is None and evict is not None:
                 self._world.switch(worker, queue[0].model, evict)
             break
@@ -62,17 +62,6 @@ class Queued:
             queue, self._queues[fault.worker] = self._queues[fault.worker], deque()
             for request in queue:
                 self.on_request(request)
-
-    def _to_evict(self, worker: WorkerInWorld, model: str) -> list[str] | None:
-        """Return the models that go, None while too much of what is there runs."""
-        running = worker.running()
-        idle = sorted((id_ for id_ in worker.models if id_ not in running), key=worker.models.__getitem__)
-        for count in range(len(idle) + 1):
-            stay = [id_ for id_ in (*worker.models, model) if id_ not in idle[:count]]
-            keys = {key: size for id_ in stay for key, size in self._world.models[id_].components.sizes.items()}
-            if sum(keys.values()) <= worker.spec.budget_bytes:
-                return idle[:count]
-        return None
 
 
 def _dealt_out(world: World) -> dict[str, list[str]]:

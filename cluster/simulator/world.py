@@ -237,6 +237,17 @@ class World:
             self._end_span(worker, model_id)
             del worker.models[model_id]
 
+    def evictable_for(self, worker: WorkerInWorld, model_id: str) -> list[str] | None:
+        """Return the least recently used models that make room for another; None while too much runs."""
+        running = worker.running()
+        idle = sorted((id_ for id_ in worker.models if id_ not in running), key=worker.models.__getitem__)
+        for count in range(len(idle) + 1):
+            stay = [id_ for id_ in (*worker.models, model_id) if id_ not in idle[:count]]
+            keys = {key: size for id_ in stay for key, size in self.models[id_].components.sizes.items()}
+            if sum(keys.values()) <= worker.spec.budget_bytes:
+                return idle[:count]
+        return None
+
     def prefetch(self, worker: WorkerInWorld, model_id: str) -> None:
         """Read what the worker's node lacks of the model."""
         node = worker.spec.node

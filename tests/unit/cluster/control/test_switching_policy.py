@@ -95,6 +95,14 @@ def test_a_model_that_is_due_takes_a_worker_with_a_queue_and_running_work_ends_f
     assert gone.planned["busy"] == ("w0",)
 
 
+def test_what_has_got_ready_serves_before_it_goes() -> None:
+    """Otherwise two due models would take a worker from each other for ever, and nothing would be served."""
+    ready, other = model("ready", 5, 40.0), model("other", 5, 50.0)
+    assert plan_of([ready, other], [worker("w0", ready)]).decisions == ()
+    assert only(plan_of([ready, other], [worker("w0", ready, running={"ready": 1})])).action == "drain"
+    assert only(plan_of([ready, other], [worker("w0", ready, reserved_for="other")])).action == "switch"
+
+
 def test_while_a_worker_drains_its_node_reads() -> None:
     busy, other = model("busy", 10, 30.0), model("other", 1, 15.0)
     plan = plan_of([busy, other], [worker("w0", busy, running={"busy": 1})], held={"n": set()})
@@ -112,7 +120,7 @@ def test_the_patience_of_a_class_is_shorter_and_its_weight_counts() -> None:
 
 def test_a_near_deadline_makes_due() -> None:
     busy = model("busy", 2, 30.0)
-    home = worker("w0", busy)
+    home = worker("w0", busy, running={"busy": 1})
     assert plan_of([busy, model("other", 1, 1.0)], [home]).decisions == ()
     assert only(plan_of([busy, model("other", 1, 1.0, slack_s=7.0)], [home])).model == "other"
     assert plan_of([busy, model("other", 1, 1.0, slack_s=-1.0)], [home]).decisions == ()
@@ -188,7 +196,7 @@ def test_what_fits_nowhere_is_said() -> None:
 def test_too_much_at_once_does_not_make_every_worker_switch() -> None:
     homes = [model(f"busy{number}", 50, 60.0) for number in range(8)]
     due = [model(f"due{number}", 1, 60.0) for number in range(8)]
-    plan = plan_of([*homes, *due], [worker(f"w{number}", each) for number, each in enumerate(homes)])
+    plan = plan_of([*homes, *due], [worker(f"w{n}", each, running={each.id: 1}) for n, each in enumerate(homes)])
     assert 1 <= len(plan.decisions) <= 4
 
 

@@ -43,8 +43,8 @@ TWO = (ONE, SimWorker("w1", "n", 4 * GB, slots=1, attach_bytes_per_s=1e9))
 
 def test_a_queue_ends_before_the_switch() -> None:
     found, world = course(Scenario(models_of("a", "b"), (ONE,), requests_of((1.1, "a", 5), (1.2, "b", 1))))
-    # a is ready at 5.25 and ends at 10.25; b's gain outweighs what a, asked for five times lately, may lose at 11.25.
-    assert found == [(1.25, "switch", "w0", "a"), (11.25, "switch", "w0", "b")]
+    # a is ready at 5.12 and ends at 10.12, between two ticks.
+    assert found == [(1.12, "switch", "w0", "a"), (10.25, "switch", "w0", "b")]
     assert [each.request.model for each in world.served] == ["a"] * 5 + ["b"]
 
 
@@ -76,7 +76,7 @@ def test_bursts_over_three_models_on_two_workers() -> None:
 def test_a_worker_that_dies_while_it_switches_is_replaced_at_the_next_tick() -> None:
     faults = (Fault(3.0, "worker_lost", "w0"),)
     found, world = course(Scenario(models_of("a"), TWO, requests_of((1.1, "a", 1)), faults))
-    assert found == [(1.25, "switch", "w0", "a"), (3.0, "switch", "w1", "a")]
+    assert found == [(1.12, "switch", "w0", "a"), (3.0, "switch", "w1", "a")]
     assert len(world.served) == 1
 
 
