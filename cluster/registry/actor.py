@@ -144,6 +144,7 @@ class WeightRegistry:
             _keeper_options(config),
             key=cluster_key(config),
             extents_of=self._models.extents,
+            is_known=self._models.directory.__contains__,
         )
         self._residency = self._keepers.residency
         self._peer_secret = peer_secret

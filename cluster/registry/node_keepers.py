@@ -62,7 +62,8 @@ class NodeKeepers:
     """The keepers of a cluster, by node. Lives on one event loop.
 
     `key` is the cluster's, `options` are further arguments of a keeper. Without `budget_bytes`, each keeper takes its
-    share of its own node's object store. `extents_of` returns the extent ids of the served version of each model.
+    share of its own node's object store. `extents_of` returns the extent ids of the served version of each model, and
+    `is_known` whether there is a model of that id, served or not yet: what a keeper still pins for others ends.
     `residency` is the map of what the keepers hold.
     """
 
@@ -76,6 +77,7 @@ class NodeKeepers:
         *,
         key: str = "",
         extents_of: Callable[[], Mapping[str, Sequence[str]]] = dict,
+        is_known: Callable[[str], bool] = lambda model: True,
     ) -> None:
         self._packs = packs
         self._budget_bytes = budget_bytes
@@ -88,6 +90,7 @@ class NodeKeepers:
         self._handles: dict[str, Any] = {}
         self._lives: dict[str, _Life] = {}
         self._extents_of = extents_of
+        self._is_known = is_known
         self._pinned: set[str] = set()  # models
         self._refreshing: dict[str, asyncio.Lock] = {}
         self.residency = ResidencyMap(clock, random.Random())
@@ -201,7 +204,7 @@ class NodeKeepers:
                 await keeper.set_budget.remote(last.budget_bytes)
         residents, pins = await asyncio.gather(keeper.residents.remote(), keeper.pins.remote())
         if last is None:
-            self._pinned.update(pins)
+            self._pinned.update(filter(self._is_known, pins))
         here = PeerAddress.parse(address) if address else None
         report = ResidencyReport(here, [extent.id for extent in residents], is_full=True)
         self.residency.report_residency(node_id, report)

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import sys
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -63,6 +63,7 @@ class ServedModels:
         self._manifests = ManifestCache(store)
         self._writing = asyncio.Lock()
         self._extents: dict[str, tuple[str, ...]] = {}
+        self._users: dict[str, set[str]] = {}  # models by extent
         self._changed = asyncio.Event()
         # One import at a time: writers of one store wait for each other anyway, and one checkpoint bounds the memory.
         self._importing = asyncio.Lock()
@@ -115,7 +116,7 @@ class ServedModels:
                 raise RegistrationConflict(f"model {id_!r} is in the cluster config: take it out there")
             await asyncio.to_thread(self._registrations.remove, id_)
             gone = self._wanted.pop(id_, None)
-            self._extents.pop(id_, None)
+            self._note_extents(id_, ())
             self.directory.remove(id_)
             self._wake_watchers()
         if gone:
@@ -145,7 +146,7 @@ class ServedModels:
         manifest = await self._manifests.get(model, version)
         served = self.directory.get(model)
         if served and served.fingerprint == manifest.fingerprint and model in self._extents:
-            self._extents[model] = tuple(map(sys.intern, manifest.extents))  # `weights convert` makes other extents
+            self._note_extents(model, manifest.extents)  # `weights convert` makes other extents
         return manifest
 
     async def list_models(self) -> list[ModelRecord]:
@@ -183,17 +184,35 @@ class ServedModels:
 
     def extents_of_no_other(self, model: str) -> list[str]:
         """Return the ids of the model's extents that no other loaded model has."""
-        others = {
+        return [
             id_
-            for other, ids in self._extents.items()
-            if other != model and (record := self.directory.get(other)) and record.state != "unloaded"
-            for id_ in ids
-        }
-        return [id_ for id_ in self._extents.get(model, ()) if id_ not in others]
+            for id_ in self._extents.get(model, ())
+            if not any(other != model and self._is_loaded(other) for other in self._users[id_])
+        ]
 
     def extents(self) -> Mapping[str, tuple[str, ...]]:
         """Return extent ids by model, of every model with a version in the store."""
         return self._extents
+
+    def _is_loaded(self, model: str) -> bool:
+        record = self.directory.get(model)
+        return record is not None and record.state != "unloaded"
+
+    def _note_extents(self, model: str, ids: Iterable[str]) -> None:
+        """Take these for the extents of the model, instead of those before; none for a model that is gone."""
+        before, now = self._extents.get(model, ()), tuple(map(sys.intern, ids))
+        if now == before:
+            return
+        for id_ in before:
+            self._users[id_].discard(model)
+            if not self._users[id_]:
+                del self._users[id_]
+        for id_ in now:
+            self._users.setdefault(id_, set()).add(model)
+        if now:
+            self._extents[model] = now
+        else:
+            self._extents.pop(model, None)
 
     async def _save(self, entry: Entry) -> None:
         configured = self._configured.get(entry.id)
@@ -253,7 +272,7 @@ class ServedModels:
                 await self._manifests.get(id_, record.fingerprint)
 
     def _serve(self, entry: Entry, summary: ModelSummary, error: str = "") -> None:
-        self._extents[entry.id] = tuple(map(sys.intern, summary.extents))
+        self._note_extents(entry.id, summary.extents)
         self._apply(
             ModelRecord(
                 id=entry.id,

@@ -107,8 +107,18 @@ def models() -> dict[str, tuple[str, ...]]:
 
 
 @pytest.fixture
+def known() -> set[str]:
+    """The models of the registry, served yet or not."""
+    return {"one", "two", "coming"}
+
+
+@pytest.fixture
 def start(
-    nodes: dict[str, Keeper], done: Ray, models: dict[str, tuple[str, ...]], monkeypatch: pytest.MonkeyPatch
+    nodes: dict[str, Keeper],
+    done: Ray,
+    models: dict[str, tuple[str, ...]],
+    known: set[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> Callable[[], NodeKeepers]:
     """Another life of the registry, with the keepers of the one before. Nodes n1 and n2 have a replica."""
 
@@ -118,7 +128,12 @@ def start(
 
     def make() -> NodeKeepers:
         made = NodeKeepers(
-            "/packs", DEFAULT_BUDGET_BYTES, "registry", clock=lambda: done.now_s, extents_of=lambda: models
+            "/packs",
+            DEFAULT_BUDGET_BYTES,
+            "registry",
+            clock=lambda: done.now_s,
+            extents_of=lambda: models,
+            is_known=known.__contains__,
         )
         for node_id in nodes:
             made.keeper(node_id)
@@ -216,6 +231,20 @@ async def test_a_pin_that_comes_before_the_keepers_were_looked_at_costs_none_of_
     keepers = start()
     await keepers.set_pinned("two", True)
     assert nodes["n1"].pinned_ids == "abcs"
+
+
+async def test_a_pin_ends_with_its_model_though_the_registry_died_before_it_could_tell_the_keepers(
+    start: Callable[[], NodeKeepers], nodes: dict[str, Keeper], known: set[str]
+) -> None:
+    before = start()
+    await before.follow(["n1", "n2"])
+    for model in ("one", "two", "coming"):  # the registry has not looked at the last one yet
+        await before.set_pinned(model, True)
+    nodes["n1"].pinned = {**nodes["n1"].pinned, "coming": ("x",)}
+    known.remove("one")
+    keepers = start()
+    await keepers.follow(["n1", "n2"])
+    assert [node.pinned_ids for node in nodes.values()] == ["csx", "cs"]
 
 
 async def test_of_two_changes_at_once_the_last_one_holds(keepers: NodeKeepers, nodes: dict[str, Keeper]) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
+from unit.counting import operations
 
 from cluster.registry.directory import Entry
 from cluster.registry.importing import import_checkpoint
@@ -15,6 +17,7 @@ from cluster.registry.registrations import Registrations
 from cluster.registry.served_models import ServedModels
 from configs.model import ModelConfig
 from weights.errors import FormatError
+from weights.feature_sizes import FeatureSizes
 from weights.store import WeightStore
 
 
@@ -85,3 +88,44 @@ async def test_shared_extents_go_with_the_last_model_that_has_them(models: Serve
     models.set_loaded("a", True)
     assert models.extents_of_no_other("b") == []
     assert models.extents_of_no_other("unheard-of") == models.extents_of_no_other("broken") == []
+
+
+async def test_an_updated_model_shares_what_its_new_version_has(models: ServedModels, tmp_path: Path) -> None:
+    shared, own = models.extents()["a"], models.extents()["own"]
+    write_over = np.random.default_rng().random(50).astype(np.float32)
+    save_file({"w": write_over}, tmp_path / "b" / "model.safetensors")
+    await models.register(ModelConfig(id="b", path=tmp_path / "b"))
+    assert models.extents_of_no_other("a") == list(shared)
+    assert models.extents_of_no_other("b") == list(models.extents()["b"]) != list(shared)
+    await models.register(ModelConfig(id="more", path=tmp_path / "own"))
+    assert models.extents_of_no_other("own") == []
+    await models.unregister("more")
+    assert models.extents_of_no_other("own") == list(own)
+
+
+def test_what_it_costs_does_not_grow_with_the_number_of_models(tmp_path: Path) -> None:
+    """Half of the extents are in every model."""
+
+    def costs(num_models: int) -> int:
+        store = WeightStore(tmp_path / "store")
+
+        def import_checkpoint(entry: Entry) -> ModelSummary:
+            own = [f"{entry.id}-{number}" for number in range(20)]
+            extents = (*own, *(f"shared-{number}" for number in range(20)))
+            return ModelSummary("llm", 1, entry.id, extents, FeatureSizes(), "")
+
+        async def start() -> ServedModels:
+            entries = {f"m{number}": ModelConfig(id=f"m{number}", path=tmp_path) for number in range(num_models)}
+            served = ServedModels(entries, store, Registrations(tmp_path / "r"), import_checkpoint, "e")
+            await served.start()
+            for id_ in entries:
+                await served.find_model(id_)
+            return served
+
+        served = asyncio.run(start())
+        found: list[str] = []
+        counted = operations(lambda: found.extend(served.extents_of_no_other("m3")))
+        assert found == [f"m3-{number}" for number in range(20)]
+        return counted
+
+    assert costs(300) < 1.5 * costs(30)
