@@ -1,8 +1,9 @@
-"""A replica's model host over checkpoint folders in a store of their own: no Ray, real weights."""
+"""A replica's model host over checkpoint folders in a store of their own (no Ray, real weights); a watch of threads."""
 
 from __future__ import annotations
 
 import os
+import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -54,3 +55,20 @@ def open_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> OpenHost:
         return ModuleCache(fetch_manifest, extents, store.models, budget_bytes, builder, retire=builder.retire)
 
     return open_
+
+
+@pytest.fixture
+def calls_on_loop(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any, str], list[bool]]:
+    """Patch a function of a module; the list has, for each call, whether the event loop waited for it."""
+
+    def watch(module: Any, name: str) -> list[bool]:
+        function, loop_thread, calls = getattr(module, name), threading.get_ident(), list[bool]()
+
+        def noted(*arguments: Any, **options: Any) -> Any:
+            calls.append(threading.get_ident() == loop_thread)
+            return function(*arguments, **options)
+
+        monkeypatch.setattr(module, name, noted)
+        return calls
+
+    return watch

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -65,23 +64,6 @@ async def http(replicas: Replicas, as_described: Any) -> AsyncIterator[httpx.Asy
 @pytest.fixture
 def client(http: httpx.AsyncClient) -> openai.AsyncOpenAI:
     return openai.AsyncOpenAI(api_key="none", base_url="http://test/v1", http_client=http, max_retries=0)
-
-
-@pytest.fixture
-def calls_on_loop(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any, str], list[bool]]:
-    """Patch a function of a module; the list has, for each call, whether the event loop waited for it."""
-
-    def watch(module: Any, name: str) -> list[bool]:
-        function, loop_thread, calls = getattr(module, name), threading.get_ident(), list[bool]()
-
-        def noted(*arguments: Any, **options: Any) -> Any:
-            calls.append(threading.get_ident() == loop_thread)
-            return function(*arguments, **options)
-
-        monkeypatch.setattr(module, name, noted)
-        return calls
-
-    return watch
 
 
 def _described(app: FastAPI, method: str, path: str, status: int) -> Any:

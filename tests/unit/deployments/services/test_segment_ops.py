@@ -17,6 +17,7 @@ from deployments.engines.protocol import EngineError
 from deployments.engines.text.sentence_layers import DenseHead
 from deployments.modules.cache import ModuleCache
 from deployments.pipelines.plans import SegmentCall, SegmentPlan, StagePlan, _plan_memory
+from deployments.services import text_encoder
 from deployments.services.text_encoder import _EncoderOps
 from deployments.text.cache import Encoding, EncodingCache
 from deployments.text.encode import CachedEncoders, EncodeJob, encode_batch_or_raise
@@ -53,9 +54,11 @@ def bench(open_host: Callable[..., ModuleCache]) -> Bench:
     return Bench(open_host(TextEncoderBuilder(), {"bert": BERT, "head": HEAD}))
 
 
-async def test_ids_give_the_embedding_of_their_text(bench: Bench) -> None:
+async def test_ids_give_the_embedding_of_their_text(bench: Bench, calls_on_loop: Any) -> None:
     ops, texts = bench.ops(), ["one text", "another one"]
+    tokenized = calls_on_loop(text_encoder, "tokenize_items")
     ids = await ops.tokenize("bert", texts, 0)
+    assert tokenized == [False]
     by_ids = await ops.encode("bert", ids, 0)
     by_text = await ops.encode("bert", texts, 0)
     for first, second in zip(by_ids, by_text, strict=True):

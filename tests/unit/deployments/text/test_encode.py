@@ -22,6 +22,7 @@ from deployments.engines.protocol import ComputationFailed, DiffusionRequest, En
 from deployments.engines.text.forward_plan import EncodeCounter
 from deployments.engines.text.loading import load_text_encoder
 from deployments.errors import DeadlineExceeded
+from deployments.text import encode
 from deployments.text.cache import Encoding, EncodingCache
 from deployments.text.encode import CachedEncoders, EncodeJob, TextItem, embedding_of, encode_batch
 from deployments.text.encoders import KeyedEncoder, TextEncoderBuilder
@@ -309,11 +310,14 @@ async def test_embeddings_that_cannot_be(sdxl, flux):
     assert not calls.made
 
 
-async def test_large_requests_are_tokenized_beside_the_event_loop(sdxl):
+async def test_large_requests_are_tokenized_beside_the_event_loop(sdxl, calls_on_loop):
     encoders, _ = service()
+    tokenized = calls_on_loop(encode, "tokenize_items")
     texts = [f"{number} {LONG}" for number in range(200)]
     encoded = await encoders.embed(sdxl.encoders["text_encoder"], texts)
     assert len(encoded.outputs) == len(encoded.warnings) == 200
+    await encoders.embed(sdxl.encoders["text_encoder"], ["short"])
+    assert tokenized == [False, True]  # for a short one a thread would cost more
 
 
 # What the cache is told, and what others' terms may do
