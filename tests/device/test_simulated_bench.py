@@ -1,4 +1,4 @@
-"""What `atelier bench switch` counts on the simulated link, beside sums over the manifests."""
+"""The counts of `atelier bench switch` on the simulated link, beside sums over the manifests."""
 
 from __future__ import annotations
 

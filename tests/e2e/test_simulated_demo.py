@@ -50,7 +50,7 @@ def test_the_demo_on_simulated_devices_answers_as_without(run_demo: Any, tmp_pat
 
 
 def _replicas(shown: object) -> dict[str, dict[str, object]]:
-    """What every replica tells of itself, wherever it stands in the answer."""
+    """Return what every replica tells of itself, wherever it stands in the answer."""
     found: dict[str, dict[str, object]] = {}
 
     def look(value: object, path: str) -> None:

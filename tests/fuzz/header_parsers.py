@@ -110,7 +110,7 @@ def parse_checkpoint_json(folder: Path, name: str, data: bytes, weights: str) ->
 
 
 def check_inside(tensors: Iterable[FileTensor], file_bytes: int) -> None:
-    """What every reader downstream relies on."""
+    """Check what every reader downstream relies on."""
     for tensor in tensors:
         assert 0 <= tensor.offset <= tensor.offset + tensor.nbytes <= file_bytes
         assert tensor.nbytes == tensor_nbytes(tensor.dtype, tensor.shape)

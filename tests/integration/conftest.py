@@ -37,7 +37,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @pytest.fixture(scope="session")
 def asked() -> dict[str, Any]:
-    """What all judges ask the cluster, so that their answers can be compared. Only what is measured has fixed seeds."""
+    """Return the questions of all judges, so that answers can be compared. Only what is measured has fixed seeds."""
     rng = np.random.default_rng()
     # The adder says 11 for these two, which its training never saw; `make quality` counts them.
     wrong = {(0, 1), (1, 0)}

@@ -1,4 +1,4 @@
-"""What the integration tests share: a running cluster, where its models come from, and how to look at both."""
+"""The harness of the integration tests: a running cluster, where its models come from, and how to look at both."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ TIMEOUT_S = 150
 
 @dataclass(frozen=True)
 class Observed:
-    """What a judge saw, by name."""
+    """The observations of a judge, by name."""
 
     seen: dict[str, dict[str, Any]]
     folder: Path
@@ -33,7 +33,7 @@ class Observed:
         return float(self.seen[name]["seconds"])
 
     def array(self, observation: str, name: str) -> np.ndarray:
-        """What was kept under `name`, with the shape that the observation tells."""
+        """Return what was kept under `name`, with the shape that the observation tells."""
         shape = self[observation]
         array: np.ndarray = np.load(self.folder / f"{name}.npy")
         assert list(array.shape) == (shape["shape"] if isinstance(shape, dict) else shape)

@@ -1,4 +1,4 @@
-"""What happens to keepers on a real Ray of their own: run as a script, prints one JSON object of observations.
+"""Scenarios of keepers on a real Ray of their own: run as a script, prints one JSON object of observations.
 
 A process of its own, because a process can only be connected to one Ray.
 """
@@ -106,11 +106,11 @@ class Replica:
         return {"longest_s": longest_s, "wrong": wrong}
 
     def write(self, id_: str) -> None:
-        """What must never happen: an in-place operation on a shared weight."""
+        """Do what must never happen: an in-place operation on a shared weight."""
         ctypes.memset(self._views[id_].ctypes.data + EXTENT_BYTES // 2, 1, 1)
 
     def damaged(self) -> list[str]:
-        """What it was told of."""
+        """Return the extents that it was told of."""
         return self._damaged
 
     def sources(self) -> dict[str, int] | None:

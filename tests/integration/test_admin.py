@@ -53,7 +53,7 @@ class Admin:
         return answer.json()["data"][0]["b64_json"]
 
     def versions(self) -> dict[str, Any]:
-        """What is in the store of each model. Whether replicas could attach it is for them to say again."""
+        """Return what is in the store of each model. Whether replicas could attach it is for them to say again."""
         listed = self.http.get("/v1/models").json()["data"]
         return {model["id"]: (model["kind"], model["bytes"], model["base"], model["defaults"]) for model in listed}
 

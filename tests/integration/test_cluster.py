@@ -1,4 +1,4 @@
-"""What holds for the cluster as a whole: sharing, switching, broken weights, bad input, metrics."""
+"""The cluster as a whole: sharing, switching, broken weights, bad input, metrics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tritonclient hears when it asks for what cannot be: the right code, a sentence that helps, and at once."""
+"""Refusals that tritonclient hears when it asks for what cannot be: the right code and a helpful sentence, at once."""
 
 from __future__ import annotations
 

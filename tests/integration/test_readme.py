@@ -1,4 +1,4 @@
-"""What the README tells people to type, typed."""
+"""The commands and snippets of the README, run as they stand there."""
 
 from __future__ import annotations
 

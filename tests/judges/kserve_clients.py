@@ -1,4 +1,4 @@
-"""What KServe's own clients see of the cluster, over REST and over gRPC."""
+"""Observations of KServe's own clients of the cluster, over REST and over gRPC."""
 
 from __future__ import annotations
 

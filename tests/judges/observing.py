@@ -1,4 +1,4 @@
-"""What the judges' scripts share. They run in environments of their own, look at a server, and judge nothing.
+"""The shared parts of the judges' scripts, which run in environments of their own, look at a server, and judge nothing.
 
     python script.py HTTP_URL GRPC_ADDRESS FOLDER
 
@@ -23,7 +23,7 @@ SLOW_S = 30.0  # of one call: whoever takes longer hangs
 
 @dataclass(frozen=True)
 class Place:
-    """Where the server is, and where the question and the answers are."""
+    """The places of the server, of the question and of the answers."""
 
     url: str
     grpc: str
@@ -57,7 +57,7 @@ def write(where: Place, observations: Iterable[tuple[str, Callable[[], Any]]]) -
 
 
 def error_text(call: Callable[[], Any]) -> str:
-    """What the client's own exception says; for calls that must be refused."""
+    """Return the text of the client's own exception, for calls that must be refused."""
     try:
         answer = call()
     except Exception as error:

@@ -1,4 +1,4 @@
-"""What NVIDIA's client sees of the cluster's models, over HTTP and over gRPC."""
+"""Observations of NVIDIA's client of the cluster's models, over HTTP and over gRPC."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def _labels(client: Client) -> dict[str, Any]:
 
 
 def _by_hand(client: Client) -> dict[str, Any]:
-    """What the text classifier does, asked of its two models one after the other."""
+    """Ask the two models of the text classifier one after the other."""
     inputs = texts(*ASKED["kinds"][:8])
     embedding = client.infer("texts-bert", {"text": inputs}).as_numpy("embedding")
     scores = client.infer("texts-head", {"features": embedding}, ["scores"]).as_numpy("scores")
@@ -154,7 +154,7 @@ def _request_id(client: Client) -> str:
 
 
 def _statistics(client: Client, as_json: dict[str, bool]) -> dict[str, int]:
-    """What two requests, of one text and of three, and one that is refused add to the model's counters."""
+    """Return how far two requests, of one text and of three, and one that is refused move the model's counters."""
     before = _counters(client.client, as_json)
     _embedded(client, ["one"])
     _embedded(client, ["one", "two", "three"])

@@ -1,4 +1,4 @@
-"""What something costs, without a clock."""
+"""Costs, counted without a clock."""
 
 from __future__ import annotations
 

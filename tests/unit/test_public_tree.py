@@ -1,4 +1,4 @@
-"""What anybody sees who opens the tree."""
+"""The tree as anybody sees it who opens it."""
 
 from __future__ import annotations
 

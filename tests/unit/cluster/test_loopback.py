@@ -1,4 +1,4 @@
-"""What listens on loopback only."""
+"""Servers that listen on loopback only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What may be asked of the batcher, and how mistakes are told."""
+"""Settings of the batcher, and how mistakes in them are told."""
 
 from __future__ import annotations
 

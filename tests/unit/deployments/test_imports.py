@@ -1,4 +1,4 @@
-"""What importing a package loads, looked at in fresh processes."""
+"""Modules that importing a package loads, looked at in fresh processes."""
 
 from __future__ import annotations
 

@@ -180,3 +180,29 @@ def test_a_tiny_equal_tensor_ties_no_model_to_a_large_extent(
     tuned = externalize(store, "tuned", write_model("tuned", {"norm": norm, "w": large, "v": torch.rand(3)}))
     assert large_one.extents.keys() <= tuned.extents.keys()
     assert len(tuned.extents) == len(large_one.extents) + 1
+
+
+def test_what_is_written_again_for_the_rule_is_less_than_a_hundredth_of_the_store(
+    tmp_path: Path, write_model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A family of fine-tunes, and strangers that have nothing in common with it but zeros and ones."""
+    monkeypatch.setattr("weights.storage.packs.MAX_EXTENT_BYTES", 200_000)
+
+    def tensors(base: dict[str, torch.Tensor], kept: str) -> dict[str, torch.Tensor]:
+        return {name: tensor if kept in name else torch.rand_like(tensor) for name, tensor in base.items()}
+
+    base = {
+        f"{block}.{name}": torch.rand(5000) for block in range(12) for name in ("attn.q", "attn.k", "ff.up", "ff.o")
+    }
+    small = {f"{block}.norm": torch.ones(64) for block in range(12)}
+    small |= {f"{block}.bias": torch.zeros(64) for block in range(12)}
+    family = {"base": base, "attn": tensors(base, "ff"), "ff": tensors(base, "attn"), "none": tensors(base, "nowhere")}
+    stored_bytes = []
+    for part in (0.0, 0.25):
+        monkeypatch.setattr("weights.storage.sharing.MIN_WANTED_PART", part)
+        store = WeightStore(tmp_path / f"store-{part}")
+        for name, own in family.items():
+            externalize(store, name, write_model(name, own | small))
+        assert verify(store, deep=True).damages == ()
+        stored_bytes.append(sum(pack.stat().st_size for pack in store.packs.iterdir()))
+    assert stored_bytes[0] <= stored_bytes[1] < 1.01 * stored_bytes[0]

@@ -1,4 +1,4 @@
-"""What vectors models give and take, told from their folders, against the stock libraries and the weights."""
+"""The vectors that models give and take, told from their folders, against the stock libraries and the weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests of the door share."""
+"""Fixtures of the tests of the door."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which ports HAProxy gets, what Serve's actors are told, and when Serve's own proxy takes its place."""
+"""The plan of the door: HAProxy's ports, the words to Serve's actors, and when Serve's own proxy takes its place."""
 
 from __future__ import annotations
 

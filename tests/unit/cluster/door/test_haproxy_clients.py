@@ -1,4 +1,4 @@
-"""What clients see of HAProxy, and what they may do to it: streams, leaving, slowness, headers of Serve's own."""
+"""HAProxy as clients see it, and what they may do to it: streams, leaving, slowness, headers of Serve's own."""
 
 from __future__ import annotations
 

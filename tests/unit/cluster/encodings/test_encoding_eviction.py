@@ -1,4 +1,4 @@
-"""What stays of many encodings: against a plain list that is looked through each time."""
+"""The choice of encodings that stay: against a plain list that is looked through each time."""
 
 from __future__ import annotations
 

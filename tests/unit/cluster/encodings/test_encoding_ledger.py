@@ -29,7 +29,7 @@ def ledger(max_bytes: int = 1000) -> tuple[EncodingLedger[str], Clock]:
 
 
 def waiting(book: EncodingLedger[str], digest: str, holder: str) -> list[Answer[str]]:
-    """What it will be told."""
+    """Return what it will be told."""
     told: list[Answer[str]] = []
     assert book.wait(digest, Waiter(holder, told.append)) is None
     return told

@@ -47,7 +47,7 @@ class Clock:
 
 
 class Stages(StageClock):
-    """What came from where, beside the times."""
+    """Return what came from where, beside the times."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Who gets which room, and when: first come, first served, and nothing that is leased or pinned goes."""
+"""Room on a node, who gets it, and when: first come, first served, and nothing that is leased or pinned goes."""
 
 from __future__ import annotations
 

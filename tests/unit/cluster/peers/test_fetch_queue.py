@@ -1,4 +1,4 @@
-"""Which extent comes next and from where, one step after another."""
+"""The next extent and its source, one step after another."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def offers(nodes: str) -> list[PeerOffer]:
 
 
 def ask(found: FetchQueue, answer: Located | None, now_s: float = 0.0) -> Question:
-    """What it asks, which is answered at once."""
+    """Return its question, which is answered at once."""
     step = found.next_step(now_s)
     assert isinstance(step, Ask), step
     found.apply_answer(step.question, answer, now_s)

@@ -55,7 +55,7 @@ class FakeRegistry(RegistryClient):
 
 
 class Node:
-    """What is here, and the link that tells of it."""
+    """Extents that are here, and the link that tells of them."""
 
     def __init__(self, directory: FakeRegistry) -> None:
         self.views: dict[str, Any] = {}
@@ -91,7 +91,7 @@ def eventually(condition: Callable[[], bool]) -> None:
 
 
 def known(directory: FakeRegistry) -> set[str]:
-    """What the directory makes of the reports."""
+    """Return what the directory makes of the reports."""
     found: set[str] = set()
     for _, added, removed, full in directory.reports:
         found = set(added) if full else (found - set(removed)) | set(added)

@@ -1,4 +1,4 @@
-"""Which source is expected to be fastest, and what a bad moment of a peer costs it."""
+"""The choice of the source that is expected to be fastest, and what a bad moment of a peer costs it."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class Call:
 
 
 class Keeper:
-    """What a keeper is told and asked."""
+    """A keeper that remembers what it is told and asked."""
 
     def __init__(self, port: int) -> None:
         self.address = f"10.0.0.1:{port}"
@@ -87,7 +87,7 @@ def nodes() -> dict[str, Keeper]:
 
 
 class Ray:
-    """What Ray was told to do, and the time."""
+    """A record of what Ray was told to do, and the time."""
 
     def __init__(self) -> None:
         self.started: list[str] = []

@@ -1,4 +1,4 @@
-"""Which batch comes next and how long it waits: single decisions, each with its rule."""
+"""The next batch and how long it waits: single decisions, each with its rule."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from deployments.errors import QueueFull
 
 @dataclass(eq=False)
 class Schedule:
-    """What happened, told by the test itself."""
+    """A record of what happened, told by the test itself."""
 
     config: BatchingConfig
     batches: list[tuple[float, Batch[QueuedRequest]]] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""Which proxy a cluster gets, and what is said before anything starts."""
+"""The proxy that a cluster gets, and what is said before anything starts."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow  # processes that import torch
 
 
 def seen_in_a_replica(code: str) -> Any:
-    """What `code` prints as JSON, in a process of its own."""
+    """Return what `code` prints as JSON, in a process of its own."""
     done = subprocess.run(
         [sys.executable, "-c", f"import json, sys\n{code}"],
         capture_output=True,

@@ -1,4 +1,4 @@
-"""Which replica builds which component of a pipeline."""
+"""The replicas that build the components of a pipeline."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ MODELS = {
 
 
 class Module:
-    """What is built: it holds the tensors."""
+    """A built module: it holds the tensors."""
 
     def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
         self.tensors = tensors

@@ -207,7 +207,7 @@ async def test_the_first_failure_ends_the_rest(error: Any) -> None:
 
 async def test_a_class_that_a_transport_made_is_seen_through() -> None:
     class Transported(RuntimeError, QueueFull):
-        """What Ray makes of an error of a replica."""
+        """The error that Ray makes of an error of a replica."""
 
         def __init__(self) -> None:
             QueueFull.__init__(self, "full")

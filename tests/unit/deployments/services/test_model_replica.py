@@ -1,4 +1,4 @@
-"""What a replica does before its first request."""
+"""A replica before its first request."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class Engine:
 
 
 def worker_with(engine: Engine) -> Worker:
-    """What `stream_text` uses of a worker, without Ray."""
+    """Return what `stream_text` uses of a worker, without Ray."""
     loops: list[Any] = []
 
     def bound(make: Callable[[], Any]) -> Any:

@@ -1,4 +1,4 @@
-"""Which files make one text encoder another, beside its config and its weights."""
+"""The files that make one text encoder another, beside its config and its weights."""
 
 from __future__ import annotations
 

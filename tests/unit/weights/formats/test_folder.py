@@ -1,4 +1,4 @@
-"""Which files of a folder belong to a checkpoint, and which ones may not be looked at."""
+"""The files of a folder that belong to a checkpoint, and those that may not be looked at."""
 
 from __future__ import annotations
 

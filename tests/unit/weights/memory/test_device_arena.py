@@ -79,7 +79,7 @@ class Clock:
 
 
 class CountingCopy(HostCopy):
-    """What was really copied; `gate` holds copies back; the first `num_failures` fail."""
+    """A record of what was really copied; `gate` holds copies back; the first `num_failures` fail."""
 
     def __init__(self) -> None:
         super().__init__(num_threads=1)

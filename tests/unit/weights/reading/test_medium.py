@@ -1,4 +1,4 @@
-"""What a path lies on, from fixed texts and from mounts made up."""
+"""The medium that a path lies on, from fixed texts and from mounts made up."""
 
 from __future__ import annotations
 

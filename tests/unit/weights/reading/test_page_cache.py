@@ -1,4 +1,4 @@
-"""What the kernel says of its page cache, and what it does not."""
+"""The kernel's word on its page cache, and its silence."""
 
 from __future__ import annotations
 

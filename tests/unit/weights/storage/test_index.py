@@ -174,7 +174,7 @@ def test_killed_at_any_instruction_it_has_all_of_a_change_or_nothing(path: Path,
 
 
 class Counts:
-    """What a step costs: instructions of sqlite's machine (a row that is touched takes some), looks at files, bytes."""
+    """The costs of a step: instructions of sqlite (each row that is touched takes some), looks at files, bytes."""
 
     def __init__(self) -> None:
         self.steps = self.stats = self.nbytes = 0

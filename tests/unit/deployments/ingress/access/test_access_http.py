@@ -1,4 +1,4 @@
-"""Who is let in over HTTP: keys and their limits, operators, web pages and names of the server."""
+"""Access over HTTP: keys and their limits, operators, web pages and names of the server."""
 
 from __future__ import annotations
 

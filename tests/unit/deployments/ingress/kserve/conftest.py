@@ -37,7 +37,7 @@ SWITCH = SwitchReport("m", 1.0, 0.5, 0.5, 10, (), ())
 
 
 def number_of(text: str) -> int:
-    """What the fake models make of a text."""
+    """Return what the fake models make of a text."""
     return zlib.crc32(text.encode()) % 251
 
 

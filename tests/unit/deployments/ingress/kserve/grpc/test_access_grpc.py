@@ -1,4 +1,4 @@
-"""Who is let in over gRPC."""
+"""Access over gRPC."""
 
 from __future__ import annotations
 

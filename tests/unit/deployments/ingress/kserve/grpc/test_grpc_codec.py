@@ -135,7 +135,7 @@ def test_the_wire_is_the_published_one() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("order", ["ours first", "theirs first"])
 def test_another_client_of_the_protocol_may_live_in_the_same_process(order: str) -> None:
-    """What a generated module of another package does at import: the same names, of another file, otherwise made."""
+    """Do what a generated module of another package does at import: the same names, of another file, otherwise made."""
     theirs = """
 from google.protobuf import descriptor_pb2, descriptor_pool
 for name, package in (("grpc_service.proto", "inference"), ("health.proto", "grpc.health.v1")):

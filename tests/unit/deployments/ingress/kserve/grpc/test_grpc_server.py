@@ -33,7 +33,7 @@ TIMEOUT_S = 5.0
 
 
 class FakeOperations:
-    """What an operator asked for, in order."""
+    """A record of what an operator asked for, in order."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, str]] = []
