@@ -37,8 +37,9 @@ MEMORY_PERIOD_S: Final = 0.5
 CAPACITY_CALLERS: Final = 64
 NUM_PROBERS: Final = 12  # of a load, about: those who ask again until they are admitted
 QUIET_TIMEOUT_S: Final = 60.0
-# Requests that are cancelled in the middle: their step, of all rows together, is long beside the way to the worker.
-NUM_LONG, LONG_ROWS, LONG_STEPS, SHORT_STEPS = 6, 10, 200, 8
+# Requests that are cancelled in the middle, of as many images together as the demo's worker has under way at once
+# (`max_running_images`): their common step is long beside the way to the worker.
+NUM_LONG, LONG_ROWS, LONG_STEPS, SHORT_STEPS = 4, 4, 200, 8
 MAX_KILL_REQUESTS: Final = 20_000
 POLL_S: Final = 0.002
 
@@ -188,7 +189,10 @@ def measure_cancelled_step(url: str, model: str, rounds: int) -> dict[str, Any]:
                 answers = [json.loads(connection.getresponse().read()) for connection in connections]
             step_ms.append(max(answer["timings_ms"]["denoise"] for answer in answers) / SHORT_STEPS)
             with _sent_off(url, body | {"num_inference_steps": LONG_STEPS}):
+                asked_s = time.monotonic()
                 while _busy(client)["denoising"] < NUM_LONG:
+                    if time.monotonic() > asked_s + QUIET_TIMEOUT_S:
+                        raise RuntimeError(f"{NUM_LONG} requests of {LONG_ROWS} images do not run beside each other")
                     time.sleep(POLL_S)
                 time.sleep(0.3)  # in the middle of their steps
             left_s = asked_s = time.perf_counter()
