@@ -154,13 +154,14 @@ class DiffusionRequest:
 class ConditionedRequest:
     """A diffusion request with its text conditioning (see `Family.assemble_conditioning`), ready for the engine.
 
-    `adapters` has the weights that `request.adapters` names. Requests share a batch when they use the same objects:
-    another version of an adapter is another object. `reports_steps` asks for an output at every step.
+    `adapters` has what the request names: a LoraAdapter for each of its adapters, a module for each of its ControlNets.
+    Requests share a batch when they use the same objects: another version of an adapter is another object.
+    `reports_steps` asks for an output at every step.
     """
 
     request: DiffusionRequest
     conditioning: Mapping[str, torch.Tensor]
-    adapters: Mapping[str, LoraAdapter] = field(default_factory=dict)
+    adapters: Mapping[str, LoraAdapter | torch.nn.Module] = field(default_factory=dict)
     reports_steps: bool = False
 
     @property
