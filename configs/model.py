@@ -104,7 +104,10 @@ class ModelConfig(StrictModel):
 
 
 class AdapterConfig(StrictModel):
-    """A LoRA in the stock diffusers/PEFT layout, and the models that it may be used with."""
+    """A LoRA in the stock diffusers/PEFT layout or a ControlNet's folder, and the models that it may be used with.
+
+    A ControlNet needs the dtype of its models.
+    """
 
     id: ModelId
     path: Source

@@ -20,6 +20,7 @@ def check_image(request: ImageRequest, limits: LimitsConfig, asked: ImageRequest
     _check_text("negative_prompt", request.negative_prompt or "", limits)
     _check_most("n", request.n, limits.max_images)
     _check_most("lora", len(request.lora), limits.max_loras, unit=" adapters")
+    _check_most("control", len(request.control), limits.max_controls, unit=" ControlNets")
     if bad := find_bad_image(request):
         raise InvalidRequest(": ".join(bad), bad[0])
     asked = asked or request

@@ -28,7 +28,7 @@ EXTENT_ALIGNMENT: Final = 4096  # direct I/O wants blocks
 
 # "head": a linear layer above an encoder's pooled vector (a classifier's, say). "tensors": weights without an
 # architecture of their own (a bare file); "program": a torch.export or ONNX graph.
-ModelKind = Literal["diffusion", "llm", "embedding", "head", "adapter", "tensors", "program"]
+ModelKind = Literal["diffusion", "llm", "embedding", "head", "adapter", "controlnet", "tensors", "program"]
 # inline: in the model's own files. separate: `weight_<sha256>` per tensor. combined: `<model>_weight_combined`.
 Layout = Literal["inline", "separate", "combined"]
 # What the weight files were, so that they can be written again.

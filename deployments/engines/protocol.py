@@ -154,8 +154,8 @@ class DiffusionRequest:
 class ConditionedRequest:
     """A diffusion request with its text conditioning (see `Family.assemble_conditioning`), ready for the engine.
 
-    `adapters` has the weights that `request.adapters` names. Requests share a batch when they use the same objects:
-    another version of an adapter is another object.
+    `adapters` has what the request names: a LoraAdapter for each of its adapters, a module for each of its ControlNets.
+    Requests share a batch when they use the same objects: another version of an adapter is another object.
 
     Outputs before the last one are sent for what was asked: `reports_steps`, one at every step; `num_previews`, so many
     previews spread over the steps; `checkpoint_steps`, a checkpoint every so many steps (0: none). `resume_from` is the
@@ -164,7 +164,7 @@ class ConditionedRequest:
 
     request: DiffusionRequest
     conditioning: Mapping[str, torch.Tensor]
-    adapters: Mapping[str, LoraAdapter] = field(default_factory=dict)
+    adapters: Mapping[str, LoraAdapter | torch.nn.Module] = field(default_factory=dict)
     reports_steps: bool = False
     num_previews: int = 0
     checkpoint_steps: int = 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from ray.exceptions import RayActorError
 
 from cluster.errors import ModelUnknown
@@ -58,20 +60,22 @@ class Catalog:
             self._snapshot.notify_registry(WeightRegistry.want, id_)
         return record
 
-    async def find_adapter(self, id_: str, model: str) -> ModelRecord:
-        """Return an adapter of `model`.
+    async def find_adapter(self, id_: str, model: str, kind: Literal["adapter", "controlnet"]) -> ModelRecord:
+        """Return a LoRA or a ControlNet of `model`.
 
-        Raises: UnknownModel with the adapters that fit `model`, or ModelUnavailable.
+        Raises: UnknownModel with those that fit `model`, or ModelUnavailable.
         """
+        param, what = ("lora", "adapter") if kind == "adapter" else ("control", "ControlNet")
         try:
             record = await self.find_record(id_)
         except UnknownModel:
             record = None
-        if record is None or model not in record.base:
-            fitting = listed(other.id for other in await self.all_records() if model in other.base)
-            raise UnknownModel(f"no adapter {id_!r} for {model!r} (known: {fitting})", "lora")
+        if record is None or model not in record.base or record.kind not in (kind, None):
+            known = [other for other in await self.all_records() if model in other.base and other.kind in (kind, None)]
+            fitting = listed(other.id for other in known)
+            raise UnknownModel(f"no {what} {id_!r} for {model!r} (known: {fitting})", param)
         if not record.serves:
-            raise ModelUnavailable(f"adapter {id_!r} is unavailable: {record.error}", "lora")
+            raise ModelUnavailable(f"{what} {id_!r} is unavailable: {record.error}", param)
         return record
 
 

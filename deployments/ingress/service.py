@@ -129,7 +129,9 @@ class Service:
         record = await self._catalog.find_usable(request.model, "diffusion")
         asked, request = request, with_image_defaults(request, record.defaults, record.class_name)
         check_image(request, self._config.ingress.limits, asked)
-        adapters = {use.name: await self._catalog.find_adapter(use.name, request.model) for use in request.lora}
+        find = self._catalog.find_adapter
+        adapters = {use.name: await find(use.name, request.model, "adapter") for use in request.lora}
+        adapters |= {use.name: await find(use.name, request.model, "controlnet") for use in request.control}
         versions = {name: adapter.fingerprint for name, adapter in adapters.items()}
         terms = self._terms(request)
         update = {"model_version": record.fingerprint, "adapter_versions": versions, **text_rules(record)}

@@ -93,7 +93,7 @@ class ImageService:
                 async with self._module_cache.lease(
                     request.model,
                     is_denoise_component,
-                    [use.name for use in request.lora],
+                    sorted({*(use.name for use in request.lora), *(use.name for use in request.control)}),
                     version=manifest.fingerprint,
                     adapter_versions=request.adapter_versions,
                 ) as lease:

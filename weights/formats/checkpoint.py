@@ -1,6 +1,6 @@
 """Checkpoints in a stock layout: diffusers pipeline, transformers model, LoRA, GGUF, bare files; as components.
 
-Folders: diffusers `model_index.json` with one folder per component; transformers `config.json` beside
+Folders: diffusers `model_index.json` with one folder per component; a ControlNet; transformers `config.json` beside
 `model.safetensors` or its shards with `model.safetensors.index.json`; sentence-transformers `modules.json`, or one
 Dense module of such a model; one GGUF model. Files: safetensors, GGUF, KuiperLLama `.bin`, and torch's pickles for who
 asks. Symlinks are followed, as model hubs' caches consist of them.
@@ -175,6 +175,8 @@ def _transformers(path: Path, allow_torch: bool) -> Checkpoint:
     config = read_json(path / "config.json")
     if dense_head.is_dense_config(config):
         return _dense_head(path, allow_torch)
+    if str(config.get("_class_name")).endswith("ControlNetModel"):
+        return _controlnet(path, str(config["_class_name"]), allow_torch)
     architectures = config.get("architectures") or [None]
     class_name = architectures[0] if isinstance(architectures, list) else architectures
     if not isinstance(class_name, str | None):
@@ -185,6 +187,13 @@ def _transformers(path: Path, allow_torch: bool) -> Checkpoint:
     if model is None:
         raise FormatError(f"{path}: no safetensors weights beside config.json (model.safetensors or its shards)")
     return Checkpoint(path, kind, class_name, (model,))
+
+
+def _controlnet(path: Path, class_name: str, allow_torch: bool) -> Checkpoint:
+    net = _component(path, "controlnet", "diffusers", class_name, ".", allow_torch)
+    if net is None:
+        raise FormatError(f"{path}: no safetensors weights beside the config.json of a {class_name}")
+    return Checkpoint(path, "controlnet", class_name, (net,))
 
 
 def _dense_head(path: Path, allow_torch: bool) -> Checkpoint:

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from deployments.engines.build import read_config
+from deployments.engines.diffusion.controls import make_controls
 from deployments.engines.diffusion.families import family_of
 from deployments.engines.diffusion.families.base import Family, ImageSize, Rows
 from deployments.engines.diffusion.first_latents import LatentsMaker
@@ -90,22 +91,23 @@ class DenoisePipeline:
         self,
         request: DiffusionRequest,
         conditioning: Mapping[str, torch.Tensor],
-        adapters: Mapping[str, LoraAdapter] | None = None,
+        adapters: Mapping[str, LoraAdapter | nn.Module] | None = None,
         *,
         resume_from: tuple[torch.Tensor, int] | None = None,
     ) -> DenoiseState:
         """Return a request before its first step, or before step `resume_from[1]` with the latents `resume_from[0]`.
 
-        `conditioning` is what the family's `assemble_conditioning` gives; `adapters` has those that the request names.
+        `conditioning` is what the family's `assemble_conditioning` gives; `adapters` has the LoRAs and
+        the ControlNets that the request names.
         Raises EngineError for what cannot run.
         """
         family, size = self.family, self._size(request.height, request.width)
         check_request(request, family.size_multiple(self._codec.scale_factor))
         known = adapters or {}
-        check_adapters(request.adapters, known)
+        loras = check_adapters(request.adapters, known)
         # In one order, so that requests with the same set share a forward.
         uses = sorted(request.adapters, key=lambda use: use.name)
-        pairs = tuple((self._fitted(known[use.name]), use.scale) for use in uses)
+        pairs = tuple((self._fitted(loras[use.name]), use.scale) for use in uses)
         is_guided = family.uses_negative(request, "negative_prompt_embeds" in conditioning)
         widths = family.text_widths(self.denoiser)
         branches = take_branches(conditioning, widths, is_guided, self.device, self.denoiser.dtype)
@@ -113,6 +115,7 @@ class DenoisePipeline:
             raise EngineError(f"{self.model_index['scheduler'][1]} keeps history: the request must start again")
         solver = self._solvers.create_solver(self.device, **family.schedule(request, self._solvers.config, size))
         generator = host_generator(request.seed)
+        controls = make_controls(request, known, family, self.denoiser, self._codec, generator)
         maker = LatentsMaker(family, self._codec, self.denoiser.config, self.device)
         # Stock draws in the text encoder's dtype; another dtype would be another image.
         first = maker.first_latents(request, size, solver, generator, conditioning["prompt_embeds"].dtype)
@@ -134,6 +137,7 @@ class DenoisePipeline:
             first_step=first.first_step,
             kept=first.kept,
             extra_channels=first.extra_channels,
+            controls=controls,
         )
 
     def share_of_batch(self, state: DenoiseState) -> float:
@@ -198,7 +202,7 @@ class DenoisePipeline:
         request: DiffusionRequest,
         conditioning: Mapping[str, torch.Tensor],
         on_step: Callable[[DenoiseState], None] | None = None,
-        adapters: Mapping[str, LoraAdapter] | None = None,
+        adapters: Mapping[str, LoraAdapter | nn.Module] | None = None,
     ) -> np.ndarray:
         """Run the whole loop for one request: uint8 (num_images, H, W, 3). `on_step` sees every new state."""
         state = self.start(request, conditioning, adapters)

@@ -16,7 +16,7 @@ from typing import Final, NamedTuple, TypeVar
 
 import torch
 
-from deployments.engines.diffusion.families.base import Branch, Rows
+from deployments.engines.diffusion.families.base import Branch, ControlRows, Rows
 from deployments.engines.diffusion.state import DenoiseState
 
 T = TypeVar("T")
@@ -66,12 +66,20 @@ def batch_key(part: Part) -> Hashable:
     The size and not the latents' shape, which is the same for packed latents of 64x32 and 32x64 pixels.
     """
     adapters = tuple((id(pairs), strength) for pairs, strength in part.state.adapters)
-    return image_size(part.state), part.branch.prompt.shape[1], adapters
+    return image_size(part.state), part.branch.prompt.shape[1], adapters, _control_key(part)
 
 
 def memory_kind(part: Part) -> Hashable:
     """Return the kind of a part: those of one take about as much memory per row of a forward."""
-    return "denoise", image_size(part.state), part.branch.prompt.shape[1], len(part.state.adapters)
+    lengths = part.branch.prompt.shape[1], len(part.state.adapters), len(part.state.acting_controls)
+    return "denoise", image_size(part.state), *lengths
+
+
+def _control_key(part: Part) -> Hashable:
+    """Return the ControlNets of the next step, and the length of the text that they may read in place of the part's."""
+    acting = part.state.acting_controls
+    text_length = part.state.branches[-1].prompt.shape[1] if acting else 0
+    return tuple(id(control.net) for control in acting), text_length
 
 
 def grouped(things: Sequence[T], key: Callable[[T], Hashable]) -> list[list[T]]:
@@ -95,7 +103,25 @@ def build_rows(group: Sequence[Part]) -> Rows:
         if branch.pooled is not None:
             pooled.append(branch.pooled.expand(count, -1))
     all_pooled = torch.cat(pooled) if pooled else None
-    return Rows(torch.cat(latents), torch.cat(timesteps), torch.cat(prompts), torch.cat(guidance), all_pooled)
+    controls = tuple(_control_rows(group, place) for place in range(len(group[0].state.acting_controls)))
+    return Rows(torch.cat(latents), torch.cat(timesteps), torch.cat(prompts), torch.cat(guidance), all_pooled, controls)
+
+
+def _control_rows(group: Sequence[Part], place: int) -> ControlRows:
+    """Return the rows of one of the ControlNets that all parts of the group have."""
+    images, scales, prompts, pooled = [], [], [], []
+    for state, branch in group:
+        control = state.acting_controls[place]
+        text = state.branches[-1] if control.reads_prompt else branch
+        count = len(state.latents)
+        images.append(control.image)
+        scales.append(torch.full([count], control.scale, device=control.image.device))
+        prompts.append(text.prompt.expand(count, -1, -1))
+        if text.pooled is not None:
+            pooled.append(text.pooled.expand(count, -1))
+    net = group[0].state.acting_controls[place].net
+    all_pooled = torch.cat(pooled) if pooled else None
+    return ControlRows(net, torch.cat(images), torch.cat(scales), torch.cat(prompts), all_pooled)
 
 
 def split_rows(noise: torch.Tensor, group: Sequence[Part]) -> Sequence[torch.Tensor]:

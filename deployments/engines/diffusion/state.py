@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 
+from deployments.engines.diffusion.controls import Control
 from deployments.engines.diffusion.families.base import Branch
 from deployments.engines.diffusion.first_latents import KeptImage
 from deployments.engines.diffusion.input_images import find_bad_image
 from deployments.engines.nn.lora import Pairs
 from deployments.engines.protocol import AdapterUse, ComputationFailed, DiffusionRequest, EngineError
+from weights.adapters import LoraAdapter
 
 MAX_SIDE_PX = 4096
 MAX_STEPS = 1000
@@ -50,12 +52,18 @@ class DenoiseState:
     first_step: int = 0
     kept: KeptImage | None = None
     extra_channels: torch.Tensor | None = None
+    controls: tuple[Control, ...] = ()
     preview_at: tuple[int, ...] = ()
     expected: torch.Tensor | None = None
     solver_at_start: Mapping[str, Any] = field(init=False)
 
     def __post_init__(self) -> None:
         self.solver_at_start = dict(vars(self.solver))
+
+    @property
+    def acting_controls(self) -> tuple[Control, ...]:
+        """Return the ControlNets that act in the next step."""
+        return tuple(control for control in self.controls if control.acts_at(self.step_index, self.num_steps))
 
     @property
     def num_steps(self) -> int:
@@ -89,8 +97,6 @@ def check_request(request: DiffusionRequest, size_multiple: int) -> None:
             raise EngineError(f"{name} {side}: expected a multiple of {size_multiple}")
     if bad := find_bad_image(request):
         raise EngineError(": ".join(bad))
-    if request.control:
-        raise EngineError("control: this pipeline takes no ControlNets")
     _check_count("num_inference_steps", request.num_inference_steps, MAX_STEPS)
     _check_count("num_images", request.num_images, MAX_IMAGES)
     for name in ("guidance_scale", "true_cfg_scale"):
@@ -110,16 +116,21 @@ def numeric_failure(state: DenoiseState) -> ComputationFailed | None:
     return ComputationFailed(f"the latents are not finite from step {step} of {state.num_steps} on")
 
 
-def check_adapters(uses: Sequence[AdapterUse], known: Mapping[str, object]) -> None:
-    """Raise EngineError for an adapter that is unknown, named twice, or of a strength that is no number."""
+def check_adapters(uses: Sequence[AdapterUse], known: Mapping[str, object]) -> dict[str, LoraAdapter]:
+    """Return the LoRAs among `known` by name.
+
+    Raises EngineError for a use of one that is not there, twice of one, or of a strength that is no number.
+    """
     names = [use.name for use in uses]
+    loras = {name: adapter for name, adapter in known.items() if isinstance(adapter, LoraAdapter)}
     for use in uses:
-        if use.name not in known:
-            raise EngineError(f"unknown adapter {use.name!r} (known: {', '.join(sorted(known)) or 'none'})")
+        if use.name not in loras:
+            raise EngineError(f"unknown adapter {use.name!r} (known: {', '.join(sorted(loras)) or 'none'})")
         if not math.isfinite(use.scale):
             raise EngineError(f"adapter {use.name!r}: scale {use.scale!r}, expected a finite number")
         if names.count(use.name) > 1:
             raise EngineError(f"adapter {use.name!r} is named {names.count(use.name)} times, expected once")
+    return loras
 
 
 def take_branches(

@@ -7,7 +7,7 @@ noise scaled by the solver, text that is truncated at the tokenizer's own length
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
@@ -83,10 +83,34 @@ class Branch:
 
 
 @dataclass(frozen=True, slots=True)
+class ControlRows:
+    """One ControlNet's share of a forward: images (B, …), scales (B,), and the texts that it reads, as in `Rows`."""
+
+    net: Any
+    images: torch.Tensor
+    scales: torch.Tensor
+    prompts: torch.Tensor
+    pooled: torch.Tensor | None = None
+
+    def part(self, start: int, stop: int) -> ControlRows:
+        """Return the rows `start` to `stop`, as views."""
+        here = slice(start, stop)
+        pooled = None if self.pooled is None else self.pooled[here]
+        return ControlRows(self.net, self.images[here], self.scales[here], self.prompts[here], pooled)
+
+    def scaled(self, residuals: Sequence[torch.Tensor] | None) -> list[torch.Tensor]:
+        """Return residuals times the scales of their rows, multiplied in float32 as stock's scalars are."""
+        return [
+            (residual * self.scales.view(-1, *[1] * (residual.ndim - 1))).to(residual.dtype)
+            for residual in residuals or ()
+        ]
+
+
+@dataclass(frozen=True, slots=True)
 class Rows:
     """The input of one forward: latents (B, …), timesteps (B,), prompts (B, L, D), guidance scales (B,), pooled (B, P).
 
-    `pooled` is None for a family that has no pooled text.
+    `pooled` is None for a family that has no pooled text. `controls` are the ControlNets of all rows.
     """
 
     latents: torch.Tensor
@@ -94,6 +118,7 @@ class Rows:
     prompts: torch.Tensor
     guidance: torch.Tensor
     pooled: torch.Tensor | None = None
+    controls: tuple[ControlRows, ...] = ()
 
     def __len__(self) -> int:
         return len(self.latents)
@@ -102,7 +127,8 @@ class Rows:
         """Return the rows `start` to `stop`, as views."""
         here = slice(start, stop)
         pooled = None if self.pooled is None else self.pooled[here]
-        return Rows(self.latents[here], self.timesteps[here], self.prompts[here], self.guidance[here], pooled)
+        controls = tuple(control.part(start, stop) for control in self.controls)
+        return Rows(self.latents[here], self.timesteps[here], self.prompts[here], self.guidance[here], pooled, controls)
 
 
 class Family(ABC):
@@ -116,6 +142,9 @@ class Family(ABC):
     guidance_rule: ClassVar[str] = "guidance_scale > 1"  # for people: when guidance is on
     upcasts_vae: ClassVar[bool] = False  # stock encodes images in float32 where the VAE's config has `force_upcast`
     inpaints_from_noise: ClassVar[bool] = True  # at strength 1 stock begins at noise alone, scaled as without an image
+    control_class: ClassVar[str | None] = None  # the class of its ControlNets
+    control_keys: ClassVar[Sequence[str]] = ()  # what their configs must have in common with the denoiser's
+    controls_read_prompt: ClassVar[bool] = False  # also beside a negative prompt
     refused_text_rules: ClassVar[Mapping[str, str]] = {}  # values of `text_padding` and `long_text`, and why not
 
     # Text
@@ -249,6 +278,20 @@ class Family(ABC):
     def text_widths(self, denoiser: Any) -> tuple[int, int | None]:
         """Return the (D, P) of the conditioning that the denoiser takes; P is None where it takes no pooled text."""
 
+    def control_image(
+        self,
+        net: Any,
+        pixels_B3HW: torch.Tensor,
+        encode: Callable[[torch.Tensor], torch.Tensor],
+        vae_config: Mapping[str, Any],
+    ) -> torch.Tensor:
+        """Return images from 0 to 1 as a ControlNet reads them; `encode` makes the VAE's latents of images from -1."""
+        return pixels_B3HW
+
+    def control_refusal(self, net: Any, pixels_per_latent: int) -> str | None:
+        """Return why `predict_noise` cannot call this variant of a ControlNet, or None."""
+        return None
+
     @abstractmethod
     def predict_noise(self, denoiser: Any, rows: Rows, size: ImageSize) -> torch.Tensor:
         """Run the denoiser: its prediction, of the shape of `rows.latents`."""
@@ -259,6 +302,26 @@ def task_of(*, has_image: bool, has_mask: bool) -> Task:
     if has_mask:
         return "inpainting"
     return "image-to-image" if has_image else "text-to-image"
+
+
+def sum_residuals(
+    rows: Rows, run: Callable[[ControlRows], Sequence[Sequence[torch.Tensor] | None]]
+) -> list[list[torch.Tensor]] | None:
+    """Return the residuals of all ControlNets, added up in their order; None without one.
+
+    `run` gives those of one, as lists of one or more kinds; None is an empty list.
+    """
+    total: list[list[torch.Tensor]] = []
+    for control in rows.controls:
+        own = [control.scaled(kind) for kind in run(control)]
+        if not total:
+            total = own
+            continue
+        total = [
+            [a + b for a, b in zip(sums, kind, strict=False)] if sums and kind else sums or kind
+            for sums, kind in zip(total, own, strict=True)
+        ]
+    return total or None
 
 
 def output_of(role: Role, encodings: Mapping[str, Encoded], component: str, name: str) -> torch.Tensor:

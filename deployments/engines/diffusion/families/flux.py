@@ -5,13 +5,14 @@ Source: diffusers 0.42, `pipelines/flux/pipeline_flux.py`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import numpy as np
 
 from configs.model import LongText
 from deployments.engines.diffusion.families.base import (
+    ControlRows,
     EditDefaults,
     Encoded,
     EncoderUse,
@@ -22,6 +23,7 @@ from deployments.engines.diffusion.families.base import (
     Rows,
     Task,
     output_of,
+    sum_residuals,
 )
 from deployments.engines.diffusion.families.flow_matching import FlowMatching, dynamic_shift
 from deployments.engines.protocol import DiffusionRequest, EngineError
@@ -50,6 +52,15 @@ class Flux(FlowMatching):
     }
     inpaints_from_noise: ClassVar[bool] = False
     guidance_rule: ClassVar[str] = "true_cfg_scale > 1"
+    control_class: ClassVar[str | None] = "FluxControlNetModel"
+    control_keys: ClassVar[Sequence[str]] = (
+        "in_channels",
+        "num_attention_heads",
+        "attention_head_dim",
+        "joint_attention_dim",
+        "pooled_projection_dim",
+    )
+    controls_read_prompt: ClassVar[bool] = True
     refused_text_rules: ClassVar[Mapping[str, str]] = {
         "chunk": f"long_text 'chunk' is for CLIP, and FluxPipeline reads prompts with T5, which takes up to "
         f"{MAX_T5_TOKENS} tokens in one piece; use truncate or error"
@@ -104,22 +115,61 @@ class Flux(FlowMatching):
         patches = latents.view(batch, rows, columns, channels, PATCH, PATCH)
         return patches.permute(0, 3, 1, 4, 2, 5).reshape(batch, channels, rows * PATCH, columns * PATCH)
 
+    def control_image(
+        self,
+        net: Any,
+        pixels_B3HW: torch.Tensor,
+        encode: Callable[[torch.Tensor], torch.Tensor],
+        vae_config: Mapping[str, Any],
+    ) -> torch.Tensor:
+        images = pixels_B3HW * 2 - 1
+        return images if _reads_pixels(net) else self.pack_latents(self.scale_latents(encode(images), vae_config))
+
+    def control_refusal(self, net: Any, pixels_per_latent: int) -> str | None:
+        return "is a union of ControlNets, which is not supported" if net.union else None
+
     def text_widths(self, denoiser: Any) -> tuple[int, int | None]:
         return denoiser.config.joint_attention_dim, denoiser.config.pooled_projection_dim
 
     def predict_noise(self, denoiser: Any, rows: Rows, size: ImageSize) -> torch.Tensor:
-        latents, prompts = rows.latents, rows.prompts
+        latents = rows.latents
+        timesteps = rows.timesteps.to(latents.dtype) / 1000
+        patch_ids = _patch_ids(size).to(latents.device, latents.dtype)
+
+        def run(control: ControlRows) -> Sequence[Sequence[torch.Tensor] | None]:
+            residuals: Sequence[Sequence[torch.Tensor] | None] = control.net(
+                hidden_states=latents,
+                controlnet_cond=control.images,
+                timestep=timesteps,
+                guidance=rows.guidance if control.net.config.guidance_embeds else None,
+                pooled_projections=control.pooled,
+                encoder_hidden_states=control.prompts,
+                txt_ids=latents.new_zeros(control.prompts.shape[1], 3),
+                img_ids=patch_ids,
+                return_dict=False,
+            )
+            return residuals
+
+        blocks, single_blocks = sum_residuals(rows, run) or (None, None)
         noise: torch.Tensor = denoiser(
             hidden_states=latents,
-            timestep=rows.timesteps.to(latents.dtype) / 1000,
+            timestep=timesteps,
             guidance=rows.guidance if denoiser.config.guidance_embeds else None,
             pooled_projections=rows.pooled,
-            encoder_hidden_states=prompts,
-            txt_ids=latents.new_zeros(prompts.shape[1], 3),
-            img_ids=_patch_ids(size).to(latents.device, latents.dtype),
+            encoder_hidden_states=rows.prompts,
+            txt_ids=latents.new_zeros(rows.prompts.shape[1], 3),
+            img_ids=patch_ids,
+            controlnet_block_samples=blocks or None,
+            controlnet_single_block_samples=single_blocks or None,
+            controlnet_blocks_repeat=any(_reads_pixels(control.net) for control in rows.controls[:1]),
             return_dict=False,
         )[0]
         return noise
+
+
+def _reads_pixels(net: Any) -> bool:
+    """Return whether a ControlNet is of XLabs' kind, which reads the image itself; InstantX's reads latents."""
+    return net.input_hint_block is not None
 
 
 def _patch_ids(size: ImageSize) -> torch.Tensor:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from configs.model import LongText
 from deployments.engines.diffusion.families.base import (
+    ControlRows,
     EditDefaults,
     Encoded,
     EncoderUse,
@@ -22,6 +23,7 @@ from deployments.engines.diffusion.families.base import (
     Rows,
     Task,
     output_of,
+    sum_residuals,
 )
 from deployments.engines.protocol import EngineError
 
@@ -50,6 +52,8 @@ class StableDiffusionXL(Family):
         "inpainting": EditDefaults(strength=0.9999, guidance_scale=7.5, num_inference_steps=50),
     }
     upcasts_vae: ClassVar[bool] = True
+    control_class: ClassVar[str | None] = "ControlNetModel"
+    control_keys: ClassVar[Sequence[str]] = ("block_out_channels", "cross_attention_dim", "addition_embed_type")
     refused_text_rules: ClassVar[Mapping[str, str]] = {
         "trimmed": "text_padding 'trimmed' is for T5: the UNet of StableDiffusionXLPipeline was trained on CLIP's "
         "padding; use stock"
@@ -97,6 +101,14 @@ class StableDiffusionXL(Family):
             return None
         return "a UNet with embedded guidance (time_cond_proj_dim) is not supported"
 
+    def control_refusal(self, net: Any, pixels_per_latent: int) -> str | None:
+        if net.config.global_pool_conditions:
+            return "pools its image (global_pool_conditions), which is not supported"
+        factor = 2 ** (len(net.config.conditioning_embedding_out_channels) - 1)
+        if factor == pixels_per_latent:
+            return None
+        return f"reduces its image by {factor}, and the model's latents have a side of 1/{pixels_per_latent}"
+
     def text_widths(self, denoiser: Any) -> tuple[int, int | None]:
         config = denoiser.config
         pooled = denoiser.add_embedding.linear_1.in_features - NUM_TIME_IDS * config.addition_time_embed_dim
@@ -108,11 +120,27 @@ class StableDiffusionXL(Family):
         latents = rows.latents
         ids = [size.height, size.width, 0, 0, size.height, size.width]
         size_ids = torch.tensor(ids, device=latents.device, dtype=latents.dtype)
+        time_ids = size_ids.expand(len(latents), -1)
+
+        def run(control: ControlRows) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+            down, mid = control.net(
+                latents[:, : control.net.config.in_channels],  # without those that inpainting UNets read besides
+                rows.timesteps,
+                encoder_hidden_states=control.prompts,
+                controlnet_cond=control.images,
+                added_cond_kwargs={"text_embeds": control.pooled, "time_ids": time_ids},
+                return_dict=False,
+            )
+            return down, [mid]
+
+        down, mid = sum_residuals(rows, run) or (None, [None])
         noise: torch.Tensor = denoiser(
             latents,
             rows.timesteps,
             encoder_hidden_states=rows.prompts,
-            added_cond_kwargs={"text_embeds": rows.pooled, "time_ids": size_ids.expand(len(latents), -1)},
+            added_cond_kwargs={"text_embeds": rows.pooled, "time_ids": time_ids},
+            down_block_additional_residuals=down,
+            mid_block_additional_residual=mid[0],
             return_dict=False,
         )[0]
         return noise

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from configs.model import LongText
 from deployments.engines.diffusion.families.base import (
+    ControlRows,
     EditDefaults,
     Encoded,
     EncoderUse,
@@ -21,6 +22,7 @@ from deployments.engines.diffusion.families.base import (
     Rows,
     Task,
     output_of,
+    sum_residuals,
 )
 
 if TYPE_CHECKING:  # the ingress has no torch
@@ -42,6 +44,8 @@ class StableDiffusion(Family):
         "image-to-image": EditDefaults(strength=0.8, guidance_scale=7.5, num_inference_steps=50),
         "inpainting": EditDefaults(strength=1.0, guidance_scale=7.5, num_inference_steps=50),
     }
+    control_class: ClassVar[str | None] = "ControlNetModel"
+    control_keys: ClassVar[Sequence[str]] = ("block_out_channels", "cross_attention_dim", "addition_embed_type")
     refused_text_rules: ClassVar[Mapping[str, str]] = {
         "trimmed": "text_padding 'trimmed' is for T5: the UNet of StableDiffusionPipeline was trained on CLIP's "
         "padding; use stock",
@@ -68,11 +72,35 @@ class StableDiffusion(Family):
             return None
         return "a UNet with embedded guidance (time_cond_proj_dim) is not supported"
 
+    def control_refusal(self, net: Any, pixels_per_latent: int) -> str | None:
+        if net.config.global_pool_conditions:
+            return "pools its image (global_pool_conditions), which is not supported"
+        factor = 2 ** (len(net.config.conditioning_embedding_out_channels) - 1)
+        if factor == pixels_per_latent:
+            return None
+        return f"reduces its image by {factor}, and the model's latents have a side of 1/{pixels_per_latent}"
+
     def text_widths(self, denoiser: Any) -> tuple[int, int | None]:
         return denoiser.config.cross_attention_dim, None
 
     def predict_noise(self, denoiser: Any, rows: Rows, size: ImageSize) -> torch.Tensor:
+        def run(control: ControlRows) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+            down, mid = control.net(
+                rows.latents[:, : control.net.config.in_channels],  # without those that inpainting UNets read besides
+                rows.timesteps,
+                encoder_hidden_states=control.prompts,
+                controlnet_cond=control.images,
+                return_dict=False,
+            )
+            return down, [mid]
+
+        down, mid = sum_residuals(rows, run) or (None, [None])
         noise: torch.Tensor = denoiser(
-            rows.latents, rows.timesteps, encoder_hidden_states=rows.prompts, return_dict=False
+            rows.latents,
+            rows.timesteps,
+            encoder_hidden_states=rows.prompts,
+            down_block_additional_residuals=down,
+            mid_block_additional_residual=mid[0],
+            return_dict=False,
         )[0]
         return noise

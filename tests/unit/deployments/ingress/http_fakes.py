@@ -56,6 +56,7 @@ CONFIG = ClusterConfig.model_validate(
         ],
         "adapters": [
             {"id": "bold", "path": "/l", "base": ["flux"]},
+            {"id": "strokes", "path": "/c", "base": ["flux"]},
             {"id": "thin", "path": "/t", "base": ["other-flux"]},
             {"id": "torn", "path": "/r", "base": ["flux"]},
         ],
@@ -63,7 +64,7 @@ CONFIG = ClusterConfig.model_validate(
 )
 KINDS = {"flux": "diffusion", "other-flux": "diffusion", "chatty": "llm", "plain": "llm", "clip": "embedding"}
 CLASSES = {"flux": "FluxPipeline", "other-flux": "FluxPipeline", "sdxl": "StableDiffusionXLPipeline"}
-KINDS |= {"bold": "adapter", "thin": "adapter"}
+KINDS |= {"bold": "adapter", "thin": "adapter", "strokes": "controlnet"}
 STATUSES = {
     entry.id: ModelRecord(
         entry.id,

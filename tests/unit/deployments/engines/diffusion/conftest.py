@@ -62,7 +62,7 @@ class Pair:
         return self.ours.family.denoiser_name
 
 
-def random_vae(**config: Any) -> AutoencoderKL:
+def random_vae(levels: int = 2, **config: Any) -> AutoencoderKL:
     options = {
         "latents_mean": None,
         "latents_std": None,
@@ -72,9 +72,9 @@ def random_vae(**config: Any) -> AutoencoderKL:
         **config,
     }
     vae = AutoencoderKL(
-        block_out_channels=(8, 8),
-        down_block_types=("DownEncoderBlock2D",) * 2,
-        up_block_types=("UpDecoderBlock2D",) * 2,
+        block_out_channels=(8,) * levels,
+        down_block_types=("DownEncoderBlock2D",) * levels,
+        up_block_types=("UpDecoderBlock2D",) * levels,
         norm_num_groups=4,
         layers_per_block=1,
         **options,
@@ -94,7 +94,7 @@ def load_ours(folder: Path, class_name: str, denoiser: str, dtype: torch.dtype |
     return create_pipeline(class_name, folder, modules)
 
 
-def make_flux(folder: Path, **transformer: Any) -> Pair:
+def make_flux(folder: Path, vae_levels: int = 2, **transformer: Any) -> Pair:
     torch.manual_seed(0)
     solver = diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True)
     options = {"guidance_embeds": True, **transformer}
@@ -109,7 +109,7 @@ def make_flux(folder: Path, **transformer: Any) -> Pair:
         axes_dims_rope=(2, 2, 4),
         **options,
     ).eval()
-    stock = diffusers.FluxPipeline(solver, random_vae(), None, None, None, None, model)
+    stock = diffusers.FluxPipeline(solver, random_vae(vae_levels), None, None, None, None, model)
     stock.set_progress_bar_config(disable=True)
     stock.save_pretrained(folder)
     return Pair(stock, load_ours(folder, "FluxPipeline", "transformer"), folder, _conditioner(12, 6))

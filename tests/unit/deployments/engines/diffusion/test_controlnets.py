@@ -1,0 +1,195 @@
+"""ControlNets give the images of the stock pipelines, alone and several at once, and share forwards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import diffusers
+import numpy as np
+import pytest
+import torch
+from diffusers import ControlNetModel, FluxControlNetModel
+from PIL import Image
+
+from deployments.engines.diffusion.rows import batch_key, parts_of
+from deployments.engines.protocol import AdapterUse, ControlUse, EngineError
+
+STOCK = {
+    "FluxPipeline": diffusers.FluxControlNetPipeline,
+    "StableDiffusionXLPipeline": diffusers.StableDiffusionXLControlNetPipeline,
+    "StableDiffusionPipeline": diffusers.StableDiffusionControlNetPipeline,
+}
+FAMILIES = ["flux", "sdxl", "stable_diffusion"]
+
+
+def random_image(seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, (32, 32, 3), dtype=np.uint8)
+
+
+def make_net(pair: Any, seed: int, **flux: Any) -> torch.nn.Module:
+    """A ControlNet whose residuals matter: stock's begin at zero."""
+    torch.manual_seed(seed)
+    denoiser = pair.ours.denoiser
+    if pair.ours.family.class_name == "FluxPipeline":
+        config = dict(denoiser.config)
+        names = ("in_channels", "attention_head_dim", "num_attention_heads", "joint_attention_dim")
+        options = {name: config[name] for name in (*names, "pooled_projection_dim", "axes_dims_rope")}
+        net = FluxControlNetModel(**options, num_layers=1, num_single_layers=1, **{"guidance_embeds": True, **flux})
+    else:
+        # Stock makes the image's embedding by the pixels of a latent: here 2, which takes one halving.
+        net = ControlNetModel.from_unet(denoiser, conditioning_embedding_out_channels=(4, 8))
+    with torch.no_grad():
+        for parameter in net.parameters():
+            if not parameter.any():
+                parameter.normal_(std=0.2)
+    return net.eval()
+
+
+@pytest.fixture(params=FAMILIES)
+def controlled(request: pytest.FixtureRequest) -> Any:
+    return request.getfixturevalue(request.param)
+
+
+def stock_images(pair: Any, nets: list[Any], request: Any, conditioning: Any) -> np.ndarray:
+    cls = STOCK[pair.ours.family.class_name]
+    components = {name: part for name, part in pair.stock.components.items() if "image" not in name}
+    options: dict[str, Any] = {}
+    if "safety_checker" in components:
+        options = {"requires_safety_checker": False}
+    if "XL" in cls.__name__:
+        options = {"add_watermarker": False}
+    pipeline = cls(**components, controlnet=nets if len(nets) > 1 else nets[0], **options)
+    pipeline.set_progress_bar_config(disable=True)
+
+    def several(values: list[Any]) -> Any:
+        return values if len(nets) > 1 else values[0]
+
+    images = several([Image.fromarray(use.image) for use in request.control])
+    is_flux = pair.ours.family.class_name == "FluxPipeline"
+    call = {"control_image": images, "true_cfg_scale": request.true_cfg_scale} if is_flux else {"image": images}
+    result = pipeline(
+        **pair.stock_texts(request, conditioning),
+        **call,
+        width=request.width,
+        height=request.height,
+        controlnet_conditioning_scale=several([use.scale for use in request.control]),
+        control_guidance_start=several([use.start for use in request.control]),
+        control_guidance_end=several([use.end for use in request.control]),
+        num_inference_steps=request.num_inference_steps,
+        guidance_scale=request.guidance_scale,
+        generator=torch.Generator("cpu").manual_seed(request.seed),
+        output_type="pil",
+    ).images
+    return np.stack([np.asarray(image) for image in result])
+
+
+def assert_near(ours: np.ndarray, stock: np.ndarray) -> None:
+    assert np.abs(ours.astype(int) - stock.astype(int)).max() <= 1
+
+
+@pytest.mark.parametrize("guidance", [1.0, 3.0])
+def test_one_equals_stock(controlled, make_request, guidance):
+    net = make_net(controlled, 1)
+    request = make_request(
+        control=(ControlUse("a", random_image(), scale=0.8),),
+        guidance_scale=guidance,
+        true_cfg_scale=guidance,
+        num_images=2,
+    )
+    conditioning = controlled.conditioning(negative=True)
+    ours = controlled.ours.generate(request, conditioning, adapters={"a": net})
+    assert_near(ours, stock_images(controlled, [net], request, conditioning))
+    plain = controlled.ours.generate(make_request(guidance_scale=guidance, true_cfg_scale=guidance), conditioning)
+    assert np.abs(ours[0].astype(int) - plain[0].astype(int)).max() > 4
+
+
+def test_two_in_parts_of_the_steps_equal_stock(controlled, make_request):
+    nets = [make_net(controlled, 1), make_net(controlled, 2)]
+    request = make_request(
+        control=(
+            ControlUse("a", random_image(1), scale=0.7, end=0.5),
+            ControlUse("b", random_image(2), scale=-0.4, start=0.25),
+        ),
+        num_inference_steps=4,
+        guidance_scale=3.0,
+    )
+    conditioning = controlled.conditioning(negative=True)
+    ours = controlled.ours.generate(request, conditioning, adapters=dict(zip("ab", nets, strict=True)))
+    assert_near(ours, stock_images(controlled, nets, request, conditioning))
+
+
+def test_flux_nets_that_read_pixels_equal_stock(make_flux_pair, make_request, tmp_path):
+    pair = make_flux_pair(tmp_path, vae_levels=4)  # such a net halves an image three times, as Flux's VAE does
+    net = make_net(pair, 3, conditioning_embedding_channels=4, patch_size=2, guidance_embeds=False)
+    request = make_request(control=(ControlUse("a", random_image(), scale=0.8),), guidance_scale=3.5)
+    conditioning = pair.conditioning()
+    ours = pair.ours.generate(request, conditioning, adapters={"a": net})
+    assert_near(ours, stock_images(pair, [net], request, conditioning))
+
+
+def test_a_control_and_an_image_equal_stock(stable_diffusion, make_request):
+    net = make_net(stable_diffusion, 1)
+    init = random_image(5)
+    request = make_request(
+        init_image=init, strength=0.6, num_inference_steps=5, control=(ControlUse("a", random_image(), end=0.7),)
+    )
+    conditioning = stable_diffusion.conditioning()
+    components = {name: part for name, part in stable_diffusion.stock.components.items() if name != "image_encoder"}
+    pipeline = diffusers.StableDiffusionControlNetImg2ImgPipeline(
+        **components, controlnet=net, requires_safety_checker=False
+    )
+    pipeline.set_progress_bar_config(disable=True)
+    stock = pipeline(
+        **stable_diffusion.stock_texts(request, conditioning),
+        image=Image.fromarray(init),
+        control_image=Image.fromarray(request.control[0].image),
+        strength=0.6,
+        control_guidance_end=0.7,
+        controlnet_conditioning_scale=1.0,
+        num_inference_steps=5,
+        guidance_scale=1.0,
+        generator=torch.Generator("cpu").manual_seed(request.seed),
+        output_type="pil",
+    ).images
+    ours = stable_diffusion.ours.generate(request, conditioning, adapters={"a": net})
+    assert_near(ours, np.stack([np.asarray(image) for image in stock]))
+
+
+def test_requests_with_one_net_share_a_forward(controlled, make_request):
+    net = make_net(controlled, 1)
+    conditioning = controlled.conditioning()
+    requests = [
+        make_request(control=(ControlUse("a", random_image(1), scale=0.5),)),
+        make_request(control=(ControlUse("a", random_image(2), scale=1.5),), seed=9),
+        make_request(control=(ControlUse("a", random_image(2), start=0.9),)),
+        make_request(),
+    ]
+    alone = [controlled.ours.generate(request, conditioning, adapters={"a": net}) for request in requests]
+    states = [controlled.ours.start(request, conditioning, {"a": net}) for request in requests]
+    keys = [batch_key(part) for part in parts_of(states)]
+    assert keys[0] == keys[1]
+    assert keys[2] == keys[3] != keys[0]  # it does not act yet, and costs nothing
+    while any(not state.done for state in states):
+        controlled.ours.step(states)
+    for together, expected in zip(controlled.ours.decode(states), alone, strict=True):
+        assert_near(together, expected)
+
+
+def test_what_is_refused(sdxl, stable_diffusion, flux, make_request):
+    net = make_net(sdxl, 1)
+    use = ControlUse("a", random_image())
+    cases = [
+        (sdxl, (ControlUse("b", random_image()),), {"a": net}, r"'b' is no known ControlNet \(known: a\)"),
+        (flux, (use,), {"a": net}, "'a' is a ControlNetModel, and FluxPipeline takes a FluxControlNetModel"),
+        (stable_diffusion, (use,), {"a": net}, "it is of another family"),
+        (sdxl, (use,), {"a": ControlNetModel.from_unet(sdxl.ours.denoiser)}, "reduces its image by 8, and .* 1/2"),
+        (sdxl, (use,), {"a": make_net(sdxl, 1).half()}, "in torch.float16, and the model in torch.float32"),
+        (sdxl, (ControlUse("a", random_image(), scale=float("nan")),), {"a": net}, "scale nan"),
+        (sdxl, (ControlUse("a", random_image(), start=0.5, end=0.5),), {"a": net}, "expected 0 <= start < end <= 1"),
+        (sdxl, (ControlUse("a", random_image()[:16]),), {"a": net}, "control: 32x16 pixels, expected the 32x32"),
+    ]
+    for pair, control, known, message in cases:
+        with pytest.raises(EngineError, match=message):
+            pair.ours.start(make_request(control=control), pair.conditioning(), known)
+    with pytest.raises(EngineError, match=r"unknown adapter 'a' \(known: none\)"):
+        sdxl.ours.start(make_request(adapters=(AdapterUse("a"),)), sdxl.conditioning(), {"a": net})
