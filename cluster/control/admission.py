@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from cluster.control.admission_records import AdmissionSnapshot, ModelLoad, Placement, Refusal, Refused, Started
+from cluster.control.ended_requests import EndedLog
 from cluster.control.lanes import Ask, Lanes, Waiting
 from cluster.control.places import Places
 from cluster.control.service_times import ArrivalRate, ModelTimes, ServiceTimes
@@ -66,6 +67,7 @@ class AdmissionQueue:
         self._counts: OrderedDict[str, _Counts] = OrderedDict()
         self._placement = Placement()
         self._refused: list[Refused] = []
+        self.ended = EndedLog()
         self._num_arrived = 0
         self._reviewed_s = -math.inf
 
@@ -140,6 +142,7 @@ class AdmissionQueue:
             return
         ended = pool.places.end(ticket, now_s)
         ask = ended.waiting.ask
+        self.ended.note(ended, now_s, switch_s, is_answered)
         pool.lanes.settle(ended.waiting, ended.busy_s)
         if switch_s > SWITCHED_S:
             self._times.note_switch(ask.model, switch_s)

@@ -11,6 +11,7 @@ from typing import Final
 
 from cluster.control.admission import AdmissionQueue
 from cluster.control.admission_records import AdmissionSnapshot, Placement, Refusal, Refused, Started
+from cluster.control.ended_requests import EndedRequests
 from cluster.control.lanes import Ask
 from cluster.errors import ClusterError
 from configs.admission import AdmissionConfig
@@ -134,6 +135,10 @@ class Dispatcher:
     async def snapshot(self) -> AdmissionSnapshot:
         """Return the state of the queue."""
         return self._queue.snapshot(self._clock())
+
+    async def ended_requests(self, number: int | None) -> EndedRequests:
+        """Return the requests that have ended, from a number on."""
+        return self._queue.ended.after(number, self._clock())
 
     def _list_replicas(self, pool: str) -> None:
         names = self._replicas.get(pool, frozenset()) - self._avoided.get(pool, set())

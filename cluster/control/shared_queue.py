@@ -23,6 +23,7 @@ import ray
 from cluster.actor_names import NAMESPACE, admission_name
 from cluster.control.admission_records import AdmissionSnapshot, Refused, Started
 from cluster.control.dispatcher import Dispatcher
+from cluster.control.ended_requests import EndedRequests
 from cluster.control.lanes import Ask
 from cluster.ray_calls import call_actor
 from cluster.registry.actor import WeightRegistry, connect_registry
@@ -173,6 +174,10 @@ class SharedQueue:
     async def snapshot(self) -> AdmissionSnapshot:
         """Return the state of the queue."""
         return await self._queue.snapshot()
+
+    async def ended_requests(self, number: int | None) -> EndedRequests:
+        """Return the requests of all ingresses that have ended, from a number on."""
+        return await self._queue.ended_requests(number)
 
     def _session(self, ingress: str, number: int) -> _Session | None:
         session = self._sessions.get(ingress)

@@ -21,6 +21,7 @@ from ray.exceptions import RayActorError
 
 from cluster.control.admission_records import AdmissionSnapshot, Refused
 from cluster.control.dispatcher import settle_place
+from cluster.control.ended_requests import EndedRequests
 from cluster.control.lanes import Ask
 from cluster.control.shared_queue import SILENT_S, Entered, Held, Left, Listed, Message, News, Returned, SharedQueue
 from cluster.errors import ClusterError
@@ -130,6 +131,10 @@ class SharedQueueClient:
     async def snapshot(self) -> AdmissionSnapshot:
         """Return the state of the queue, the requests of all ingresses. Raises: QueueAway."""
         return await self._asked(SharedQueue.snapshot)
+
+    async def ended_requests(self, number: int | None) -> EndedRequests:
+        """Return the requests of all ingresses that have ended, from a number on. Raises: QueueAway."""
+        return await self._asked(SharedQueue.ended_requests, number)
 
     def close(self) -> None:
         """Leave the queue without a word."""

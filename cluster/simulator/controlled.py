@@ -89,7 +89,7 @@ class Controlled:
         else:
             ticket = self._tickets[id(request)] = next(self._numbers)
             self._requests[ticket] = request
-            ask = Ask(POOL, request.model, 1.0, self._share, request.priority, "default", math.inf)
+            ask = Ask(POOL, request.model, request.work, self._share, request.priority, "default", math.inf)
             self._queue.submit(ticket, ask, self._world.now_s)
         self._pump()
         if not self._placement.of(POOL, request.model, self._world.now_s):

@@ -15,10 +15,13 @@ from cluster.simulator.queued import Queued
 from cluster.simulator.scenario import Scenario
 from cluster.simulator.world import Dispatcher, World
 
-PolicyName = Literal["latency-first", "throughput-first", "serve.multiplexed", "static", "least-loaded"]
+PolicyName = Literal[
+    "latency-first", "throughput-first", "no-controller", "serve.multiplexed", "static", "least-loaded"
+]
 POLICIES: Final[tuple[PolicyName, ...]] = (
     "latency-first",
     "throughput-first",
+    "no-controller",
     "serve.multiplexed",
     "static",
     "least-loaded",
@@ -75,6 +78,8 @@ def _dispatcher(scenario: Scenario, policy: PolicyName, seed: int) -> Callable[[
         return lambda world: Multiplexed(world, max(1, least // max(largest, 1)), seed)
     if policy == "static" or policy == "least-loaded":
         return lambda world: Queued(world, policy)
+    if policy == "no-controller":
+        return lambda world: Controlled(world, is_controller_up=False)
     mode = LATENCY_FIRST if policy == "latency-first" else THROUGHPUT_FIRST
     return lambda world: Controlled(world, mode)
 

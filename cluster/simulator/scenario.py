@@ -24,7 +24,7 @@ from cluster.control.state import BATCH, INTERACTIVE, STANDARD, Components, SloC
 FAULTS: Final = ("worker_lost", "worker_back", "worker_silent", "worker_lies", "clock_jump")
 MAX_LINE: Final = 1_000_000  # characters
 _CLASSES: Final = {slo.name: slo for slo in (INTERACTIVE, STANDARD, BATCH)}
-_POSITIVE: Final = {"service_s", "speed", "attach_bytes_per_s", "load_bytes_per_s", "slots", "priority"}
+_POSITIVE: Final = {"service_s", "speed", "attach_bytes_per_s", "load_bytes_per_s", "slots", "priority", "work"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +61,17 @@ class SimWorker:
 
 @dataclass(frozen=True, slots=True)
 class SimRequest:
-    """A request of a trace; `at_s` counts from its start."""
+    """A request of a trace; times count from its start. `work` is in requests of its model's usual size.
+
+    A recorded one says when it was started and when it ended, None where it did not; the simulation ignores both.
+    """
 
     at_s: float
     model: str
     priority: int = 1
+    work: float = 1.0
+    started_s: float | None = None
+    ended_s: float | None = None
 
 
 _RECORDS: Final[dict[str, type[Any]]] = {"model": SimModel, "worker": SimWorker, "request": SimRequest}
@@ -210,6 +216,9 @@ def _value_of(name: str, type_: str, value: Any) -> Any:
         if not isinstance(value, str) or value not in _CLASSES:
             raise ValueError(f"slo is {value!r}; known: {', '.join(_CLASSES)}")
         return _CLASSES[value]
+    if value is None and type_.endswith("None"):
+        return None
+    type_ = type_.removesuffix(" | None")
     if type_ in ("int", "float"):
         is_number = isinstance(value, int if type_ == "int" else int | float) and not isinstance(value, bool)
         least = 1e-9 if name in _POSITIVE else -1e15 if name == "amount_s" else 0

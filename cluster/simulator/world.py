@@ -175,7 +175,7 @@ class World:
         for id_, count in counts.items():
             model = self.models[id_]
             rates[id_] = worker.spec.speed / (len(counts) * model.service_s * (1 + model.batch_growth * (count - 1)))
-        return [(run, rates[run.request.model]) for run in worker.runs]
+        return [(run, rates[run.request.model] / run.request.work) for run in worker.runs]
 
     def _await_next_end(self, worker: WorkerInWorld) -> None:
         worker.version += 1

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any, Final
 
@@ -23,6 +24,7 @@ from cluster.control.switching import plan_switches
 from cluster.simulator.oracle import oracle_mean_latency_s
 from cluster.simulator.running import POLICIES, PolicyName, simulate
 from cluster.simulator.scenario import Scenario, SimModel, SimWorker
+from cluster.simulator.sizing import least_workers
 from cluster.simulator.traces import poisson, zipf_shares
 
 GB: Final = 10**9
@@ -104,27 +106,17 @@ def _measure_sizing(num_models: int, rates: Sequence[float], duration_s: float, 
     for label, switch_s in SWITCHES.items():
         for rate in rates:
             row: dict[str, Any] = {"switch": label, "switch_s": switch_s, "models": num_models, "rate": rate}
+            make = partial(_cluster_of, num_models, rate, duration_s, seed, switch_s)
             for policy in policies:
-                row[policy] = _least_workers(num_models, rate, duration_s, seed, switch_s, policy)
+                row[policy] = least_workers(make, policy, SIZING_SLO, 2 * num_models + int(rate), seed)
             rows.append(row)
     return rows
 
 
-def _least_workers(
-    num_models: int, rate: float, duration_s: float, seed: int, switch_s: float, policy: PolicyName
-) -> int | None:
-    """Search by halves between the workers that the work alone needs and one per model and its copies."""
-    low = max(1, int(rate * 0.7))
-    high = low + num_models
-    best = None
-    while low <= high:
-        middle = (low + high) // 2
-        scenario = _scenario_of(num_models, middle, rate, duration_s, seed, switch_s)
-        if simulate(scenario, policy, seed, patience=1.5)[0].slo_attainment >= SIZING_SLO:
-            best, high = middle, middle - 1
-        else:
-            low = middle + 1
-    return best
+def _cluster_of(
+    num_models: int, rate: float, duration_s: float, seed: int, switch_s: float, num_workers: int
+) -> Scenario:
+    return _scenario_of(num_models, num_workers, rate, duration_s, seed, switch_s)
 
 
 def _large_state(number: int, seed: int) -> tuple[list[ModelState], list[WorkerState], dict[str, frozenset[str]]]:
@@ -186,7 +178,7 @@ def measure_schedule(num_seeds: int) -> dict[str, Any]:
         "zipf_12_on_4": _measure_zipf(12, 4, ZIPF_LOADS, 600.0, seeds, 5.0),
         "zipf_500_on_64": _measure_zipf(500, 64, (20.0, 40.0), 120.0, seeds[:1], 5.0),
         "oracle": _measure_oracle(20),
-        "sizing": _measure_sizing(12, (1.0, 3.0, 6.0), 200.0, 1),
+        "sizing": [row for num_models in (6, 12, 48) for row in _measure_sizing(num_models, (1.0, 3.0, 6.0), 200.0, 1)],
     }
 
 

@@ -131,9 +131,20 @@ def bench_evict(as_json: Json = False) -> None:
 @app.command("schedule")
 def bench_schedule(
     seeds: Annotated[int, typer.Option(min=1, max=50, help="Traces that the figures are means of.")] = 3,
+    real: Annotated[
+        bool, typer.Option("--real", help="A real cluster beside serve.multiplexed; not simulated.")
+    ] = False,
+    config: ConfigPath = DEFAULT_CONFIG,
+    rate: Annotated[float, typer.Option(min=0.1, max=1000, help="Requests per second, with --real.")] = 6.0,
+    duration_s: Annotated[float, typer.Option(min=1, max=600, help="Of each trace, with --real.")] = 40.0,
     as_json: Json = False,
 ) -> None:
-    """Measure the controller beside serve.multiplexed and plain queues, simulated, and the time of a tick."""
+    """Measure the controller beside serve.multiplexed: simulated with plain queues and a tick, or in a real cluster."""
+    if real:
+        from deployments.bench.schedule_real import measure_real, print_real_figures
+
+        print_real_figures(measure_real(config, rate, duration_s, seed=0), as_json)
+        return
     from deployments.bench.schedule import measure_schedule, print_schedule_figures
 
     with _err.status("measuring: takes about ten minutes"):

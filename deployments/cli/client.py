@@ -59,6 +59,16 @@ class Client:
         """Return the state of nodes, replicas and models, as `/admin/cluster` shows it."""
         return self._checked("GET", "/admin/cluster", "cluster")
 
+    def ended_requests(self, number: int | None = None) -> dict[str, Any]:
+        """Return the requests that have ended, from a number on, and the number that follows; without one, none."""
+        return self._checked(
+            "GET", "/admin/requests", "next_number", params={} if number is None else {"after": number}
+        )
+
+    def decisions(self, count: int) -> dict[str, Any]:
+        """Return the controller's last decisions, as `/admin/decisions` shows them."""
+        return self._checked("GET", "/admin/decisions", "decisions", params={"max_decisions": count})
+
     def register(self, entry: dict[str, Any], *, wait: bool = True) -> dict[str, Any]:
         """Return the model as it is listed. `entry` has the fields of a model or adapter in a cluster config."""
         return self._checked("POST", "/admin/models", "id", json=entry, params={"wait": wait})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -11,6 +12,7 @@ from rich.console import Console
 
 from cluster.simulator.running import POLICIES, PolicyName, RunFigures, simulate
 from cluster.simulator.scenario import Scenario, SimModel, SimRequest, SimWorker, Trace, read_trace, trace_lines
+from cluster.simulator.sizing import least_workers
 from cluster.simulator.traces import bursts, diurnal, poisson, zipf_shares
 from deployments.cli.generate import OptionError
 from deployments.cli.output import Column, Json, print_json, print_table
@@ -40,6 +42,14 @@ def simulate_trace(
     batch_growth: Annotated[float, typer.Option(min=0, max=1, help="1: a batch gains nothing.")] = 0.6,
     slots: Annotated[int, typer.Option(min=1, max=4096, help="Requests that a worker runs at once.")] = 4,
     policy: Annotated[list[str] | None, typer.Option(help=f"One or more of {', '.join(POLICIES)}; all.")] = None,
+    target_s: Annotated[
+        float | None,
+        typer.Option(min=0.001, max=1e6, help="Latency that requests should keep; default: their class's."),
+    ] = None,
+    sizing: Annotated[
+        float | None,
+        typer.Option(min=0.01, max=1, help="Find the workers that keep this share in target, at most --workers."),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of arrivals and of draws.")] = 0,
     picture: Annotated[Path | None, typer.Option(help="SVG of the first policy's run.")] = None,
     record: Annotated[Path | None, typer.Option(help="Write the scenario as a trace file.")] = None,
@@ -56,6 +66,8 @@ def simulate_trace(
     asked = dict.fromkeys(request.model for request in read.requests)
     names = list(asked) or [f"m{number:03d}" for number in range(models)]
     made = read.models or _models(names, model_gb, shared, service_s, batch_growth)
+    if target_s is not None:
+        made = tuple(replace(model, slo=replace(model.slo, target_s=target_s)) for model in made)
     shares = zipf_shares([model.id for model in made], zipf)
     requests = list(read.requests)
     if poisson_rate:
@@ -75,6 +87,9 @@ def simulate_trace(
     scenario = Scenario(made, read.workers or standard, tuple(requests), read.faults)
     if record is not None:
         _write(record, "".join(trace_lines(scenario)))
+    if sizing is not None:
+        _print_sizing(scenario, policies, sizing, seed, as_json)
+        return
     found: list[RunFigures] = []
     for name in policies:
         with _err.status(f"simulating {len(requests)} requests under {name}"):
@@ -88,6 +103,21 @@ def simulate_trace(
         print_json({"problems": list(read.problems), "runs": [figures.as_record() for figures in found]})
     else:
         _print_figures(found)
+
+
+def _print_sizing(scenario: Scenario, policies: list[PolicyName], share: float, seed: int, as_json: bool) -> None:
+    """Print how many of the scenario's workers suffice, the first ones, by policy."""
+    found = {}
+    for name in policies:
+        with _err.status(f"sizing under {name}"):
+            found[name] = least_workers(
+                lambda num: replace(scenario, workers=scenario.workers[:num]), name, share, len(scenario.workers), seed
+            )
+    if as_json:
+        print_json({"share": share, "workers": found})
+        return
+    rows = [[name, str(num or f"more than {len(scenario.workers)}")] for name, num in found.items()]
+    print_table([Column("policy", fit="name"), Column(f"workers for {share:.0%} in target", align="right")], rows)
 
 
 def _print_figures(found: list[RunFigures]) -> None:

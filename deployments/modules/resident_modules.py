@@ -273,7 +273,7 @@ class ResidentModules:
             "charged_bytes": self._book.used_bytes,
             "resident_bytes": distinct_bytes(*(slot.tensors for slot in slots)),
             "leased_bytes": distinct_bytes(*(slot.tensors for slot in slots if slot.is_needed)),
-            "modules": [slot.describe() | {"pinned": slot.key in self._book.pinned} for slot in slots],
+            "modules": [slot.describe() | {"key": slot.key, "pinned": slot.key in self._book.pinned} for slot in slots],
             "pinned_models": sorted(self._pins),
         }
 

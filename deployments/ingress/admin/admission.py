@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import asdict
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Query
 from starlette.responses import Response
 
 from cluster.control.admission_records import AdmissionSnapshot
@@ -30,6 +30,14 @@ class AdmissionAnswer(Answer):
     tenants: dict[str, int]
 
 
+class EndedAnswer(Answer):
+    """Requests that have ended, oldest first, with the seconds of their arrival, start and end."""
+
+    requests: list[dict[str, Any]]
+    next_number: int
+    now_s: float
+
+
 def add_admission_routes(
     router: APIRouter, queue: RequestQueue, retune: Callable[[AdmissionConfig], Awaitable[AdmissionAnswer]]
 ) -> None:
@@ -40,6 +48,17 @@ def add_admission_routes(
         """Show the settings of the admission queue, what waits and runs, and what requests took."""
         with _as_unavailable():
             return json_response(await describe_admission(queue))
+
+    @router.get("/admin/requests", response_model=EndedAnswer, responses=documented(400, _503=_AWAY))
+    async def ended_requests(after: Annotated[int | None, Query(ge=0, le=2**53)] = None) -> Response:
+        """Show the requests that have left their replicas lately, from number `after` on; without it, none.
+
+        `next_number` asks for the following ones. Times are seconds of the queue's clock, which says `now_s` now.
+        """
+        with _as_unavailable():
+            found = await queue.ended_requests(after)
+        requests = [asdict(one) for one in found.requests]
+        return json_response(EndedAnswer(requests=requests, next_number=found.next_number, now_s=found.now_s))
 
     @router.put("/admin/admission", response_model=AdmissionAnswer, responses=documented(400, _503=_AWAY))
     async def set_admission(body: AdmissionConfig) -> Response:

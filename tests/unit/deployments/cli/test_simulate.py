@@ -30,6 +30,17 @@ def test_a_recorded_trace_gives_the_same_figures(monkeypatch, tmp_path: Path, ca
     assert json.loads(capsys.readouterr().out) == made
 
 
+def test_sizing_says_how_many_workers_suffice(monkeypatch, capsys) -> None:
+    words = ["--poisson", "1", "--duration-s", "40", "--models", "2", "--target-s", "20", "--policy", "latency-first"]
+    run(monkeypatch, *words, "--workers", "8", "--sizing", "0.95", "--json")
+    found = json.loads(capsys.readouterr().out)["workers"]["latency-first"]
+    assert 1 <= found < 8
+    run(monkeypatch, *words, "--workers", str(found), "--json")
+    assert json.loads(capsys.readouterr().out)["runs"][0]["slo_attainment"] >= 0.95
+    run(monkeypatch, *words, "--workers", "1", "--sizing", "1", "--target-s", "0.5")
+    assert "more than 1" in capsys.readouterr().out
+
+
 def test_broken_lines_are_said_and_left_out(monkeypatch, tmp_path: Path, capsys) -> None:
     trace = tmp_path / "trace.jsonl"
     trace.write_bytes(b'{"kind": "request", "at_s": 1, "model": "a"}\nnonsense\n\xff\xfe\n')

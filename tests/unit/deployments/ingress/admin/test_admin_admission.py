@@ -59,6 +59,11 @@ async def test_it_is_shown_and_changed_while_requests_wait(monkeypatch: pytest.M
         replicas.gate.set()
         answers = await asyncio.gather(*asking)
         assert [answer.status_code for answer in answers] == [200] * 5
+        ended = (await http.get("/admin/requests?after=0")).json()
+        assert [one["model"] for one in ended["requests"]] == ["flux"] * 5
+        assert all(one["arrived_s"] <= one["started_s"] <= one["ended_s"] for one in ended["requests"])
+        assert (await http.get("/admin/requests")).json()["requests"] == []
+        assert (await http.get("/admin/requests?after=-1")).status_code == 400
         (flux,) = (await http.get("/admin/admission")).json()["models"]
         assert (flux["waiting"], flux["running"], flux["started"], flux["refused"]) == (0, 0, 5, 1)
         assert flux["latency_s"] > 0

@@ -1,0 +1,36 @@
+"""The number of workers that keep a promise, found by simulation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from cluster.simulator.running import PolicyName, simulate
+from cluster.simulator.scenario import Scenario
+
+PATIENCE = 1.5  # times of the trace's duration, and a minute; what is not served by then is late anyway
+
+
+def least_workers(
+    scenario_of: Callable[[int], Scenario], policy: PolicyName, least_share: float, max_workers: int, seed: int = 0
+) -> int | None:
+    """Return the least number of workers with which this share of the requests is answered within their targets.
+
+    `scenario_of` makes the cluster with a number of workers. The number is doubled until it suffices, then halved in;
+    None: `max_workers` do not suffice either. More workers are taken to be no worse.
+    """
+
+    def suffices(num_workers: int) -> bool:
+        return simulate(scenario_of(num_workers), policy, seed, PATIENCE)[0].slo_attainment >= least_share
+
+    low, high = 1, 1
+    while not suffices(high):
+        if high >= max_workers:
+            return None
+        low, high = high + 1, min(2 * high, max_workers)
+    while low < high:
+        middle = (low + high) // 2
+        if suffices(middle):
+            high = middle
+        else:
+            low = middle + 1
+    return high

@@ -1,0 +1,77 @@
+"""What a cluster tells of its requests, as a scenario; and the log that it tells them from."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import asdict
+
+import pytest
+
+from cluster.control.admission import AdmissionQueue
+from cluster.control.admission_records import Started
+from cluster.control.ended_requests import MAX_KEPT, EndedLog
+from cluster.control.lanes import Ask, Waiting
+from cluster.control.places import Ended
+from cluster.simulator.recorded import recorded_scenario
+from cluster.simulator.running import simulate
+from cluster.simulator.scenario import read_trace, trace_lines
+from configs.admission import AdmissionConfig
+
+
+def test_a_recorded_trace_goes_through_its_file_and_runs() -> None:
+    """Record what a queue with one replica serves; the scenario has the same requests with their times and sizes."""
+    queue = AdmissionQueue(AdmissionConfig())
+    queue.set_replicas("worker", ["r"], 0.0)
+    chance = random.Random(0)
+    given = []
+    for ticket in range(40):
+        at_s, work = 100.0 + ticket, chance.choice([1.0, 2.0, 4.0])
+        ask = Ask("worker", f"m{ticket % 2}", work, 0.25, 2, "default", 1e9)
+        queue.submit(ticket, ask, at_s)
+        assert [type(event) for event in queue.pump(at_s)] == [Started]
+        queue.leave(ticket, at_s + work / 8, is_answered=True, switch_s=0.1 if ticket < 4 else 0.0)
+        given.append((at_s, f"m{ticket % 2}", work))
+    ended = queue.ended.after(0, 140.0)
+    loads = [asdict(load) for load in queue.snapshot(140.0).models]
+    switches = {"m1": {"attached_bytes": 40, "reused_bytes": 2}}
+    modules = [
+        {"models": ["m0", "m1"], "key": "shared", "bytes": 5},
+        {"models": ["m0"], "key": "own", "bytes": 7},
+    ]
+    worker = {"budget_bytes": 1000, "modules": modules, "last_switches": switches}
+    scenario = recorded_scenario(
+        [asdict(one) for one in ended.requests], loads, [worker, {"unreachable": "gone"}], 102.0
+    )
+    trace = read_trace(trace_lines(scenario))
+    assert trace.problems == ()
+    assert (trace.models, trace.workers, trace.requests) == (scenario.models, scenario.workers, scenario.requests)
+    assert [(one.at_s + 102.0, one.model) for one in trace.requests] == [(at_s, name) for at_s, name, _ in given[2:]]
+    for one, (_, name, work) in zip(trace.requests, given[2:], strict=True):
+        mean = sum(w for _, other, w in given[2:] if other == name) / 19
+        assert one.work == pytest.approx(work / mean)
+        assert one.ended_s - one.started_s == pytest.approx(work / 8)
+    assert {model.id: dict(model.components.sizes) for model in trace.models} == {
+        "m0": {"shared": 5, "own": 7},
+        "m1": {"own-m1": 42},
+    }
+    (only,) = trace.workers
+    assert (only.budget_bytes, only.slots, only.fixed_switch_s) == (1000, 4, pytest.approx(0.1))
+    figures, _ = simulate(scenario, "latency-first")
+    assert figures.served == 38
+
+
+def test_the_log_forgets_the_oldest_and_goes_on_after_any_number() -> None:
+    log = EndedLog()
+    chance = random.Random(1)
+    number, seen = log.after(None, 0.0).next_number, []
+    for index in range(MAX_KEPT + 500):
+        ask = Ask("worker", str(index), 1.0, 1.0, 1, "default", 1e9)
+        log.note(Ended(Waiting(index, ask, index, 0.0, 1.0), "r", 1.0, 1.0), float(index), 0.0, True)
+        if chance.random() < 0.01:
+            page = log.after(number, 0.0)
+            seen += [one.model for one in page.requests]
+            number = page.next_number
+    seen += [one.model for one in log.after(number, 0.0).requests]
+    assert seen == [str(index) for index in range(MAX_KEPT + 500)]
+    assert log.after(0, 0.0).requests[0].model == "500"
+    assert len(log.after(10**9, 0.0).requests) == MAX_KEPT  # a queue that was restarted counts from 0 again
