@@ -204,7 +204,7 @@ class Controller:
 
     def _catalog(self) -> Mapping[str, CatalogEntry]:
         return {
-            record.id: CatalogEntry(record.kind, record.fingerprint)
+            record.id: CatalogEntry(record.kind, record.fingerprint, record.state == "unloaded")
             for record in self._registry
             if record.kind is not None and record.serves
         }

@@ -46,8 +46,7 @@ class Backoff:
 class Observed:
     """The state, and what it does not tell: all models of the workers' kinds, and which of them are not known yet.
 
-    `waits` are models that requests wait for although their needs are not known. `switching_to` has what workers say
-    of themselves, not what they were told since.
+    `waits` are models that requests wait for although their needs are not known.
     """
 
     state: ClusterState
@@ -60,10 +59,14 @@ class Observed:
 
 @dataclass(frozen=True, slots=True)
 class CatalogEntry:
-    """A model of the registry that can be asked: its kind, and the version that is served."""
+    """A model of the registry that can be asked: its kind, and the version that is served.
+
+    `is_unloaded`: an operator took it out of memory, and only a request brings it back.
+    """
 
     kind: str
     version: str
+    is_unloaded: bool = False
 
 
 class Observations:
@@ -183,15 +186,16 @@ class Observations:
             return ModelState(
                 id_, self._components[id_], service_s=usual_service_s, retry_in_s=retry_in_s, slo=self._slo_of(id_)
             )
+        # Nobody gets ready ahead for what failed or was unloaded: it takes a request that waits.
+        is_expected = backoff is None and not self.catalog[id_].is_unloaded
         return ModelState(
             id_,
             self._components[id_],
             waiting=load.waiting,
             oldest_age_s=max(0.0, load.oldest_age_s),
             slack_s=math.inf if load.slack_s is None else load.slack_s,
-            # Nobody gets ready ahead for what failed: a request that waits is the reason to try again.
-            rate_short=0.0 if backoff else load.rate_short,
-            rate_long=0.0 if backoff else load.rate_long,
+            rate_short=load.rate_short if is_expected else 0.0,
+            rate_long=load.rate_long if is_expected else 0.0,
             service_s=load.service_s or usual_service_s,
             retry_in_s=retry_in_s,
             slo=self._slo_of(id_),

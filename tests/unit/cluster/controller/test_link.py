@@ -43,7 +43,8 @@ class Registry:
     def __iter__(self) -> Any:
         entries = versions("a", "b").items()
         return iter(
-            SimpleNamespace(id=id_, kind=entry.kind, fingerprint=entry.version, serves=True) for id_, entry in entries
+            SimpleNamespace(id=id_, kind=entry.kind, fingerprint=entry.version, serves=True, state="ready")
+            for id_, entry in entries
         )
 
     async def call_registry(self, method: Any, *arguments: Any) -> Any:

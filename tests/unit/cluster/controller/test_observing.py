@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 from unit.cluster.controller.reporting import POOL, load, need, queue, versions, worker
@@ -107,6 +108,16 @@ def test_a_failed_load_is_backed_off_by_all_failures_and_forgotten_with_its_vers
     observed = seen(found, 0.25)
     assert (observed.state.models["a"].retry_in_s, observed.backoffs) == (0.0, {})
     assert observed.unknown == (("a", "2"),)
+
+
+def test_what_an_operator_unloaded_is_not_expected_until_a_request_waits() -> None:
+    found = observations("a")
+    found.note_worker("w", worker(needs={"a": need(x=1)}), 0.0)
+    found.note_queue("q", queue([load("a", waiting=2, rate_short=1.0, rate_long=1.0)], w={}), 0.0)
+    assert seen(found, 0.1).state.models["a"].rate == 1.0
+    found.catalog = {"a": replace(found.catalog["a"], is_unloaded=True)}
+    a = seen(found, 0.1).state.models["a"]
+    assert (a.rate, a.waiting) == (0.0, 2)
 
 
 def test_what_is_waited_for_is_asked_first_and_nothing_while_it_is_backed_off() -> None:
