@@ -13,11 +13,12 @@ from configs.cluster import ClusterConfig
 
 NAMESPACE: Final = "atelier"
 _ROLES: Final = (
+    "controller",
     "registry",
     "keeper",
     "encodings",
     "admission",
-)  # in the order of ending them: a registry would start keepers again
+)  # in the order of ending them: a controller would start the registry again, and that one keepers
 _HASH_CHARS: Final = 12
 
 
@@ -39,6 +40,11 @@ def encodings_name(key: str) -> str:
 def admission_name(config: ClusterConfig) -> str:
     """Return the name of the actor with the admission queue of the cluster's ingress replicas."""
     return f"admission:{cluster_key(config)}"
+
+
+def controller_name(config: ClusterConfig) -> str:
+    """Return the name of the actor that decides which model is on which worker."""
+    return f"controller:{cluster_key(config)}"
 
 
 def keeper_name(key: str, node_id: str) -> str:

@@ -6,6 +6,7 @@ ClusterError
 ├── ImportFailed                 the import process of a checkpoint crashed, or passed a limit
 ├── RegistrationRefused          the model cannot be registered or removed as asked; nothing has changed
 │   └── RegistrationConflict     it conflicts with what is registered already
+├── OverrideRefused              an order by hand cannot be followed; nothing has changed
 ├── KeeperFailed                 a node's keeper cannot start; names the reason
 ├── PeerUnavailable              another node's keeper cannot give an extent; storage or another peer may
 │   ├── PeerBusy                 it has no free connection or slot now (peers/connections.py)
@@ -39,6 +40,10 @@ class RegistrationRefused(ClusterError):
 
 class RegistrationConflict(RegistrationRefused):
     """A registration or removal conflicts with the cluster config or with what is registered already."""
+
+
+class OverrideRefused(ClusterError):
+    """A pin, freeze or drain names a worker or model that nobody knows, or cannot be kept. Nothing has changed."""
 
 
 class KeeperFailed(ClusterError):

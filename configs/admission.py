@@ -1,4 +1,4 @@
-"""Admission: how many requests may wait, for how long, and whose turn it is. The settings of `cluster/control`."""
+"""The settings of `cluster/control`: requests that wait, whose turn it is, and which model is on which worker."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated, Final, Literal, Self
 from pydantic import Field, StringConstraints, model_validator
 
 from configs.batching import MAX_PRIORITY_LEVELS
-from configs.model import StrictModel
+from configs.model import ModelId, StrictModel
 
 DEFAULT_TENANT: Final = "default"
 TenantName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.:@-]{0,127}$")]
@@ -56,3 +56,47 @@ class AdmissionConfig(StrictModel):
         """Return a tenant's weight; 1 for one that is not listed."""
         listed = self.tenants.get(tenant)
         return listed.weight if listed else 1.0
+
+
+class SloClassConfig(StrictModel):
+    """A class of service: the latency that its requests should keep, and how much a second of their waiting weighs."""
+
+    target_s: float = Field(60.0, gt=0, le=86_400, allow_inf_nan=False)
+    weight: float = Field(1.0, ge=0.001, le=1000, allow_inf_nan=False)
+
+
+_SLO_CLASSES: Final = {
+    "interactive": SloClassConfig(target_s=15.0, weight=4.0),
+    "standard": SloClassConfig(),
+    "batch": SloClassConfig(target_s=600.0, weight=0.25),
+}
+_STANDARD: Final = "standard"
+
+
+class ControllerConfig(StrictModel):
+    """The controller, which decides which model is on which worker."""
+
+    enabled: bool = Field(True, description="without it, every worker switches to what it is asked for")
+    policy: Literal["latency-first", "throughput-first"] = Field(
+        "latency-first", description="throughput-first switches only for work of several times the switch's duration"
+    )
+    tick_s: float = Field(0.25, ge=0.02, le=1.0, allow_inf_nan=False, description="the longest between two decisions")
+    slo_classes: dict[str, SloClassConfig] = Field(
+        {}, max_length=100, description=f"by name, beside or in place of {', '.join(_SLO_CLASSES)}"
+    )
+    models: dict[ModelId, str] = Field(
+        {}, max_length=100_000, description=f"the class of service of a model; {_STANDARD!r} where none is given"
+    )
+
+    @model_validator(mode="after")
+    def _classes_are_known(self) -> Self:
+        known = _SLO_CLASSES.keys() | self.slo_classes.keys()
+        for model, name in self.models.items():
+            if name not in known:
+                raise ValueError(f"models.{model}: no class of service {name!r} (known: {', '.join(sorted(known))})")
+        return self
+
+    def slo_of(self, model: str) -> tuple[str, SloClassConfig]:
+        """Return the name of a model's class of service, and the class."""
+        name = self.models.get(model, _STANDARD)
+        return name, self.slo_classes.get(name) or _SLO_CLASSES[name]

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, Field, model_validator
 
 from configs.access import AccessConfig, is_loopback
-from configs.admission import AdmissionConfig
+from configs.admission import AdmissionConfig, ControllerConfig
 from configs.batching import BatchingConfig
 from configs.model import AdapterConfig, Bytes, GenerationDefaults, ModelConfig, ModelId, StrictModel
 from configs.pipeline import PipelineConfig
@@ -269,6 +269,7 @@ class ClusterConfig(StrictModel):
     store: StoreConfig = StoreConfig()
     ingress: IngressConfig = IngressConfig()
     admission: AdmissionConfig = AdmissionConfig()
+    controller: ControllerConfig = ControllerConfig()
     text_encoder: TextEncoderConfig = TextEncoderConfig()
     worker: WorkerConfig = WorkerConfig()
     model_roots: tuple[Path, ...] | None = Field(

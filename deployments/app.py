@@ -5,11 +5,12 @@
     keeper              one per node with replicas   the registry, when `ModelReplica` asks for its node's keeper
     shared encodings    one per cluster              `connect_shared_encodings`, below
     admission queue     one, for several ingresses   `connect_shared_queue`, below
+    controller          one, unless it is off        `connect_controller`, below
     text encoder        config.text_encoder          Serve; bound below
     worker              config.worker                Serve; bound below
     ingress             config.ingress               Serve; bound below
 
-The first four are named, detached actors. Whoever needs one gets it by name, and starts it when it is not there: all
+The first five are named, detached actors. Whoever needs one gets it by name, and starts it when it is not there: all
 of them are back after a crash. `serve run deployments.app:build_app config=configs/clusters/demo.yaml` and `atelier up`
 both come through here.
 """
@@ -25,6 +26,7 @@ from ray.serve.config import RequestRouterConfig
 
 from cluster.actor_names import cluster_key
 from cluster.control.shared_queue import connect_shared_queue
+from cluster.controller.actor import connect_controller
 from cluster.encodings.actor import connect_shared_encodings
 from cluster.registry.actor import connect_registry
 from configs.cluster import ClusterConfig, ReplicaConfig
@@ -57,6 +59,8 @@ def build_app(args: AppArgs) -> Application:
             connect_shared_encodings(cluster_key(config), config.text_encoder.shared_cache_bytes)
         if config.ingress.num_replicas > 1:
             connect_shared_queue(config)
+        if config.controller.enabled:
+            connect_controller(config)
 
     encoder = _deployment(TEXT_ENCODER, "text_encoder", config.text_encoder)
     encoder = encoder.options(health_check_period_s=ENCODER_CHECK_S).bind(config)

@@ -165,6 +165,10 @@ class AdmissionQueue:
         """Start requests only where `placement` lets them."""
         self._placement = placement
 
+    def is_unplaced(self, ask: Ask, now_s: float) -> bool:
+        """Return whether the placement has no replica for such a request: it waits for the controller."""
+        return self._placement.of(ask.pool, ask.model, now_s) == ()
+
     def retune(self, config: AdmissionConfig) -> None:
         """Use other bounds and weights from now on. Who waits already stays."""
         self._config = config
@@ -202,6 +206,7 @@ class AdmissionQueue:
     def snapshot(self, now_s: float) -> AdmissionSnapshot:
         """Return the state of the queue."""
         oldest: dict[str, float] = {}
+        earliest: dict[str, float] = {}
         waiting: Counter[str] = Counter()
         running: Counter[str] = Counter()
         tenants: Counter[str] = Counter()
@@ -211,6 +216,8 @@ class AdmissionQueue:
             for one in pool.lanes:
                 tenants[one.ask.tenant] += 1
                 oldest[one.ask.model] = min(one.arrived_s, oldest.get(one.ask.model, math.inf))
+                if one.ask.deadline_s < math.inf:
+                    earliest[one.ask.model] = min(one.ask.deadline_s, earliest.get(one.ask.model, math.inf))
         loads = []
         for model, counts in self._counts.items():
             times = self._times.times(model) or ModelTimes()
@@ -227,6 +234,7 @@ class AdmissionQueue:
                     self._times.switch_s(model),
                     counts.started,
                     counts.refused,
+                    earliest[model] - now_s if model in earliest else None,
                 )
             )
         return AdmissionSnapshot(
@@ -303,18 +311,24 @@ class AdmissionQueue:
 
     def _start_all(self, name: str, pool: _Pool, now_s: float) -> Iterable[Started]:
         held = {model for model in pool.num_by_model if self._is_full(name, pool, model, now_s)}
+        full: set[str] = set()  # replicas that a request waits for which came before
         while len(pool.lanes) and (waiting := pool.lanes.next_up(held)) is not None:
             ask = waiting.ask
             times = self._times.times(ask.model)
             if ask.deadline_s <= now_s:
                 self._refuse(pool, waiting, Refusal("expired"))
                 continue
+            if (refusal := self._placement.refusal_of(ask.pool, ask.model, now_s)) is not None:
+                self._refuse(pool, waiting, refusal)
+                continue
             among = self._placement.of(ask.pool, ask.model, now_s)
-            replica = pool.places.choose(ask.share, ask.model, self._times.switch_s(ask.model), among)
+            open_ = None if among is None else [name for name in among if name not in full]
+            replica = pool.places.choose(ask.share, ask.model, self._times.switch_s(ask.model), open_)
             if replica is None:
                 if among is None:
                     return  # nobody slips past: a large request would wait for ever
                 held.add(ask.model)
+                full.update(among)  # nor where it may start
                 continue
             pool.lanes.start(waiting.ticket, self._cost_s(ask))
             pool.num_by_model[ask.model] -= 1
@@ -324,6 +338,8 @@ class AdmissionQueue:
 
     def _is_full(self, name: str, pool: _Pool, model: str, now_s: float) -> bool:
         """Return whether the placement leaves no room for any request of the model: none of them need be tried."""
+        if self._placement.refusal_of(name, model, now_s) is not None:
+            return False
         among = self._placement.of(name, model, now_s)
         return among is not None and not pool.places.has_room(_LEAST_SHARE, among)
 

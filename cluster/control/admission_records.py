@@ -9,7 +9,7 @@ from typing import Literal
 
 from cluster.control.places import ReplicaLoad
 
-Reason = Literal["model_full", "queue_full", "late", "hopeless", "expired"]
+Reason = Literal["model_full", "queue_full", "late", "hopeless", "expired", "unservable"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,13 +17,14 @@ class Refusal:
     """A request that leaves unserved. `limit` is the bound that was reached, `needs_s` what it is predicted to take.
 
     `retry_after_s` is when it could be served, None where nothing would change. "hopeless": it takes longer than its
-    time even alone; "expired": its time is over.
+    time even alone; "expired": its time is over; "unservable": a controller says in `text` why no replica serves it.
     """
 
     reason: Reason
     retry_after_s: float | None = None
     limit: int = 0
     needs_s: float = 0.0
+    text: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,16 +47,21 @@ class Refused:
 class Placement:
     """A controller's orders: the replicas on which a model may start, by pool and model. () lets it wait.
 
-    Models that are not named may start anywhere. Nothing of it holds after `until_s`: a controller that is gone holds
-    nobody up.
+    Models that are not named may start anywhere; requests for those in `unservable` leave with that refusal. Nothing of
+    it holds after `until_s`: a controller that is gone holds nobody up.
     """
 
     replicas: Mapping[tuple[str, str], tuple[str, ...]] = field(default_factory=dict)
     until_s: float = math.inf
+    unservable: Mapping[tuple[str, str], Refusal] = field(default_factory=dict)
 
     def of(self, pool: str, model: str, now_s: float) -> tuple[str, ...] | None:
         """Return the replicas for a model; None for all."""
         return self.replicas.get((pool, model)) if now_s < self.until_s else None
+
+    def refusal_of(self, pool: str, model: str, now_s: float) -> Refusal | None:
+        """Return why requests for a model leave; None where they need not."""
+        return self.unservable.get((pool, model)) if now_s < self.until_s else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +69,7 @@ class ModelLoad:
     """One model's requests. Rates are arrivals per second over a short and a long window.
 
     `service_s` are replica seconds and `latency_s` the time in a replica of a mean request; 0 when none was measured.
+    `slack_s` is the time until the earliest deadline among those that wait, None without one.
     """
 
     pool: str
@@ -77,6 +84,7 @@ class ModelLoad:
     switch_s: float
     started: int
     refused: int
+    slack_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,6 +49,7 @@ class Dispatcher:
         self._timer: asyncio.TimerHandle | None = None
         self._replicas: dict[str, frozenset[str]] = {}
         self._avoided: dict[str, set[str]] = {}
+        self.news = asyncio.Event()  # set when a controller should look at once; it clears it
 
     @property
     def config(self) -> AdmissionConfig:
@@ -66,6 +67,8 @@ class Dispatcher:
         now_s = self._clock()
         self._queue.submit(ticket, replace(ask, deadline_s=now_s + ask.deadline_s), now_s)
         self._pump()
+        if self._queue.is_unplaced(ask, now_s):
+            self.news.set()
 
     def restore(self, ended: Iterable[int], held: Iterable[tuple[int, Ask, float, str | None]]) -> None:
         """End requests and take over others, all at once: nothing starts in between.
@@ -143,6 +146,7 @@ class Dispatcher:
     def _list_replicas(self, pool: str) -> None:
         names = self._replicas.get(pool, frozenset()) - self._avoided.get(pool, set())
         self._queue.set_replicas(pool, names, self._clock())
+        self.news.set()
 
     def _trust(self, pool: str, replica: str) -> None:
         self._avoided[pool].discard(replica)  # a second time does nothing

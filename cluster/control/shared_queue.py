@@ -25,6 +25,8 @@ from cluster.control.admission_records import AdmissionSnapshot, Refused, Starte
 from cluster.control.dispatcher import Dispatcher
 from cluster.control.ended_requests import EndedRequests
 from cluster.control.lanes import Ask
+from cluster.controller.actor import connect_controller
+from cluster.controller.link import ControllerLink, link_queue
 from cluster.ray_calls import call_actor
 from cluster.registry.actor import WeightRegistry, connect_registry
 from configs.admission import AdmissionConfig
@@ -102,7 +104,7 @@ async def _no_settings() -> AdmissionConfig | None:
 
 class SharedQueue:
     """The actor. It is async: an ingress that listens holds no thread. `fetch_settings` returns settings that were set
-    while the cluster ran, None when they are those of `config`.
+    while the cluster ran, None when they are those of `config`. `link` connects the queue with the controller.
     """
 
     async def __init__(  # type: ignore[misc]  # Ray awaits it
@@ -110,6 +112,7 @@ class SharedQueue:
         config: AdmissionConfig,
         fetch_settings: Callable[[], Awaitable[AdmissionConfig | None]] = _no_settings,
         clock: Callable[[], float] = time.monotonic,
+        link: Callable[[Dispatcher], ControllerLink] | None = None,
     ) -> None:
         try:
             async with asyncio.timeout(_SETTINGS_S):
@@ -122,6 +125,9 @@ class SharedQueue:
         self._owners: dict[int, _Session] = {}  # by ticket
         self._num_ticks_closed = _NUM_TICKS
         self._ticking = asyncio.ensure_future(self._tick())
+        self._link = link(self._queue) if link else None
+        if self._link:
+            self._link.start()
 
     async def join(
         self, ingress: str, number: int, held: Sequence[Held], lists: Mapping[str, frozenset[str]]
@@ -255,6 +261,10 @@ async def _settings_of_registry(config: ClusterConfig) -> AdmissionConfig | None
     return await call_actor(registry, WeightRegistry.admission)
 
 
+def _linked(config: ClusterConfig, queue: Dispatcher) -> ControllerLink:
+    return link_queue(uuid.uuid4().hex, queue, partial(connect_controller, config), config.controller.tick_s)
+
+
 def connect_shared_queue(config: ClusterConfig) -> Any:
     """Return the handle of the cluster's shared queue; the first caller starts it. Blocks."""
     actor = ray.remote(SharedQueue).options(
@@ -266,4 +276,5 @@ def connect_shared_queue(config: ClusterConfig) -> Any:
         max_concurrency=MAX_CALLS,
         num_cpus=0,
     )
-    return actor.remote(config.admission, partial(_settings_of_registry, config))
+    link = partial(_linked, config) if config.controller.enabled else None
+    return actor.remote(config.admission, partial(_settings_of_registry, config), link=link)

@@ -25,12 +25,13 @@ import psutil
 import ray
 
 from cluster.actor_names import NAMESPACE, cluster_key, registry_name
+from cluster.controller.overrides import Overrides
 from cluster.keeper.actor import NodeKeeper
 from cluster.registry.directory import Entry
 from cluster.registry.importing import ImportProcess, ImportSettings
 from cluster.registry.manifests import ModelSummary
 from cluster.registry.node_keepers import NodeKeepers, alive_nodes, nodes_with_keeper
-from cluster.registry.registrations import Registrations
+from cluster.registry.registrations import OverridesFile, Registrations
 from cluster.registry.residency import ResidencyMap, cluster_residency
 from cluster.registry.served_models import MAX_WATCH_S, ServedModels
 from configs.admission import AdmissionConfig
@@ -148,6 +149,7 @@ class WeightRegistry:
         )
         self._residency = self._keepers.residency
         self._peer_secret = peer_secret
+        self._overrides = OverridesFile(store.path / "overrides" / f"{config.name}.json")
         self._encoder_batching: BatchingConfig | None = None
         self._admission: AdmissionConfig | None = None
         await self._models.start()
@@ -175,6 +177,7 @@ class WeightRegistry:
     keeper = _expose("_keepers", NodeKeepers.keeper)
     report_residency = _expose("_residency", ResidencyMap.report_residency)
     locate = _expose("_residency", ResidencyMap.locate)
+    nodes_with = _expose("_residency", ResidencyMap.nodes_with)
 
     async def peer_secret(self) -> bytes:
         """Return the secret by which the cluster's keepers know each other."""
@@ -242,6 +245,14 @@ class WeightRegistry:
     async def admission(self) -> AdmissionConfig | None:
         """Return the admission settings that were set, None as long as they are the config's."""
         return self._admission
+
+    async def set_overrides(self, overrides: Overrides) -> None:
+        """Keep what operators order over the controller's head, also for the next registry. Raises OverrideRefused."""
+        await asyncio.to_thread(self._overrides.save, overrides)
+
+    async def overrides(self) -> Overrides:
+        """Return what operators have ordered over the controller's head."""
+        return await asyncio.to_thread(self._overrides.load)
 
     async def _follow_nodes(self, config: ClusterConfig) -> None:
         # A private Ray has one node, which will have replicas: its keeper starts at the same time as they do.

@@ -1,6 +1,7 @@
-"""Models that were registered while the cluster ran, as files that survive the registry.
+"""What was ordered while the cluster ran, as files that survive the registry. They appear by rename only.
 
-One small JSON file each: <store>/registrations/<cluster>/<id>.json
+One small JSON file for each model that was registered, <store>/registrations/<cluster>/<id>.json, and one for what
+operators order over the controller's head, <store>/overrides/<cluster>.json.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
-from cluster.errors import RegistrationRefused
+from cluster.controller.overrides import Overrides
+from cluster.errors import OverrideRefused, RegistrationRefused
 from cluster.registry.directory import Entry
 from configs.model import ModelId, StrictModel
 from weights.storage.durable import make_folder, move, remove_path, sync
@@ -29,7 +31,7 @@ class Registration(StrictModel):
 
 
 class Registrations:
-    """The registration files of one cluster. They appear by rename only."""
+    """The registration files of one cluster."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -56,15 +58,9 @@ class Registrations:
     def save(self, registration: Registration) -> None:
         """Write the file durably. Raises RegistrationRefused when the disk does not take it."""
         target = self._file(registration.entry.id)
-        staged = target.with_name(f".{target.name}.{os.getpid()}")
         try:
-            make_folder(self._folder)
-            staged.write_text(registration.model_dump_json(exclude_defaults=True), encoding="utf-8")
-            sync(staged)
-            move(staged, target)
+            _write(target, registration.model_dump_json(exclude_defaults=True))
         except OSError as error:
-            with contextlib.suppress(OSError):
-                staged.unlink(missing_ok=True)
             raise RegistrationRefused(f"{target}: cannot be written: {error.strerror or error}") from error
 
     def remove(self, id_: str) -> None:
@@ -75,6 +71,43 @@ class Registrations:
 
     def _file(self, id_: str) -> Path:
         return self._folder / f"{id_}.json"
+
+
+class OverridesFile:
+    """The file of one cluster with what operators order over the controller's head."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    def load(self) -> Overrides:
+        """Return what the file says; nothing where there is no file, or a damaged one."""
+        try:
+            return Overrides.model_validate_json(self._file.read_bytes())
+        except FileNotFoundError:
+            return Overrides()
+        except (OSError, ValidationError) as error:
+            logger.warning("%s: the orders by hand cannot be read, none hold: %s", self._file, _reason(error))
+            return Overrides()
+
+    def save(self, overrides: Overrides) -> None:
+        """Write the file durably. Raises OverrideRefused when the disk does not take it."""
+        try:
+            _write(self._file, overrides.model_dump_json())
+        except OSError as error:
+            raise OverrideRefused(f"{self._file}: cannot be written: {error.strerror or error}") from error
+
+
+def _write(target: Path, text: str) -> None:
+    staged = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        make_folder(target.parent)
+        staged.write_text(text, encoding="utf-8")
+        sync(staged)
+        move(staged, target)
+    except OSError:
+        with contextlib.suppress(OSError):
+            staged.unlink(missing_ok=True)
+        raise
 
 
 def _is_id(text: str) -> bool:

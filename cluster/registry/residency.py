@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
@@ -74,6 +74,13 @@ class ResidencyMap:
             elif (len(claimed) < num_claims or id_ == question.insist) and self._claims.claim(id_, node_id):
                 claimed.append(id_)
         return Located(offers, reading, tuple(claimed))
+
+    def nodes_with(self, groups: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
+        """Return by node the names of those groups of extents that it holds whole."""
+        return {
+            node_id: [name for name, ids in groups.items() if all(id_ in node.extents for id_ in ids)]
+            for node_id, node in self._nodes.items()
+        }
 
     def forget(self, node_id: str) -> None:
         """Forget a node that is gone, with its copies and claims."""

@@ -49,6 +49,11 @@ class RegistrySnapshot:
         """The records by id, as last heard."""
         return self._copy.records
 
+    @property
+    def revision(self) -> tuple[str, int]:
+        """The epoch and number of what was heard last: equal ones mean equal records."""
+        return self._copy.epoch, self._copy.revision
+
     def find_model(self, id_: str) -> ModelRecord | None:
         """Return the model's record as last heard, None for a model that the copy does not have."""
         return self._copy.get(id_)

@@ -65,10 +65,6 @@ class Client:
             "GET", "/admin/requests", "next_number", params={} if number is None else {"after": number}
         )
 
-    def decisions(self, count: int) -> dict[str, Any]:
-        """Return the controller's last decisions, as `/admin/decisions` shows them."""
-        return self._checked("GET", "/admin/decisions", "decisions", params={"max_decisions": count})
-
     def register(self, entry: dict[str, Any], *, wait: bool = True) -> dict[str, Any]:
         """Return the model as it is listed. `entry` has the fields of a model or adapter in a cluster config."""
         return self._checked("POST", "/admin/models", "id", json=entry, params={"wait": wait})
@@ -84,6 +80,19 @@ class Client:
     def pin(self, model: str, *, pinned: bool = True) -> dict[str, Any]:
         """Keep a model in memory where it is resident, or with `pinned` False let it be evicted again."""
         return self._checked("POST" if pinned else "DELETE", f"/admin/models/{quote(model, safe='')}/pin", "nodes")
+
+    def pin_to(self, worker: str, model: str, *, pinned: bool = True) -> dict[str, Any]:
+        """Bring a model to a worker and keep it there, or no longer. Return what is ordered by hand."""
+        return self.override(f"models/{quote(model, safe='')}/pin", worker, is_on=pinned)
+
+    def override(self, what: str, worker: str | None, *, is_on: bool) -> dict[str, Any]:
+        """Order by hand or end that: `freeze`, of one worker or of all, or `drain`. Return what is ordered by hand."""
+        where = f"workers/{quote(worker, safe='')}/{what}" if worker else what
+        return self._checked("POST" if is_on else "DELETE", f"/admin/{where}", "pins")
+
+    def decisions(self, count: int) -> dict[str, Any]:
+        """Return the controller's last decisions, as `/admin/decisions` shows them."""
+        return self._checked("GET", "/admin/decisions", "decisions", params={"max_decisions": count})
 
     def generate(self, **body: Any) -> Images:
         """Return images; `body` is that of `/v1/images/generations`."""

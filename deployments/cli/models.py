@@ -15,6 +15,9 @@ from deployments.cli.output import SHORT_HASH, Column, Json, Wide, print_json, p
 app = typer.Typer()
 
 Model = Annotated[str, typer.Argument(help="Model id.")]
+OfWorker = Annotated[
+    str | None, typer.Option("--worker", help="This worker, as `atelier status --why` lists them; may be shortened.")
+]
 MODEL_COLUMNS: Final = (
     Column("model", "name"),
     Column("kind"),
@@ -91,14 +94,22 @@ def prefetch(
 
 
 @app.command()
-def pin(model: Model, url: Url = None, key: Key = None, as_json: Json = False) -> None:
-    """Keep a model in memory where it is resident."""
+def pin(model: Model, worker: OfWorker = None, url: Url = None, key: Key = None, as_json: Json = False) -> None:
+    """Keep a model in memory where it is resident, or bring it to a worker and keep it there."""
+    if worker is not None:
+        answer = find_client(url, key).pin_to(worker, model)
+        _print_answer(answer, f"{model} is pinned to worker {worker}", as_json)
+        return
     _print_outcome(find_client(url, key).pin(model), f"{model} is pinned", as_json)
 
 
 @app.command()
-def unpin(model: Model, url: Url = None, key: Key = None, as_json: Json = False) -> None:
-    """Let a model be evicted again."""
+def unpin(model: Model, worker: OfWorker = None, url: Url = None, key: Key = None, as_json: Json = False) -> None:
+    """Let a model be evicted again, or let a worker switch away from it."""
+    if worker is not None:
+        answer = find_client(url, key).pin_to(worker, model, pinned=False)
+        _print_answer(answer, f"{model} is pinned to worker {worker} no longer", as_json)
+        return
     _print_outcome(find_client(url, key).pin(model, pinned=False), f"{model} may be evicted", as_json)
 
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+import time
+from typing import Annotated, Any, Final
 
 import typer
 
 from deployments.cli.client import Key, Url, find_client
 from deployments.cli.models import print_models
+from deployments.cli.orders import print_overrides
 from deployments.cli.output import SHORT_HASH, Column, Json, Wide, print_json, print_line, print_table, size
 
 app = typer.Typer()
+
+NUM_DECISIONS: Final = 30
 
 NODE_COLUMNS: Final = (
     Column("node"),
@@ -42,10 +46,34 @@ QUEUE_COLUMNS: Final = (
 )
 
 
+WORKER_COLUMNS: Final = (
+    Column("worker"),
+    Column("has ready", "text"),
+    Column("runs", "text"),
+    Column("switches to", "name"),
+    Column("in use", align="right"),
+    Column("budget", align="right"),
+)
+DECISION_COLUMNS: Final = (
+    Column("age", align="right"),
+    Column("decision"),
+    Column("worker"),
+    Column("model", "name"),
+    Column("instead of", "text"),
+    Column("took", align="right"),
+    Column("why", "text"),
+)
+Why = Annotated[bool, typer.Option("--why", help="Show the controller's last decisions and their reasons instead.")]
+
+
 @app.command()
-def status(url: Url = None, key: Key = None, wide: Wide = False, as_json: Json = False) -> None:
+def status(url: Url = None, key: Key = None, why: Why = False, wide: Wide = False, as_json: Json = False) -> None:
     """Show what is up, and what is resident where."""
     client = find_client(url, key)
+    if why:
+        decisions = client.decisions(NUM_DECISIONS)
+        print_json(decisions) if as_json else print_decisions(decisions, wide=wide)
+        return
     cluster = client.cluster()
     if as_json:
         print_json(cluster)
@@ -66,6 +94,39 @@ def status(url: Url = None, key: Key = None, wide: Wide = False, as_json: Json =
         _print_replica("text encoder", encoder, _cache_use(encoder))
     for worker in cluster["workers"]:
         _print_replica("worker", worker, f"{worker.get('denoising', 0)} requests denoising")
+
+
+def print_decisions(found: dict[str, Any], *, wide: bool = False) -> None:
+    """Print the controller's decisions as /admin/decisions tells them."""
+    if not found["enabled"]:
+        print_line("the controller is off: every worker switches to what it is asked for")
+        return
+    age = f"the last plan is {found['age_s']:.1f} s old" if found["age_s"] is not None else "it has no plan yet"
+    print_line(f"controller: {found['policy']}, {age}")
+    print_overrides(found["overrides"])
+    workers = [
+        [
+            worker["name"],
+            ", ".join(worker["models"]),
+            ", ".join(f"{count} {model}" for model, count in worker["running"].items()),
+            worker["switching_to"] or "",
+            size(worker["resident_bytes"]),
+            size(worker["budget_bytes"]),
+        ]
+        for worker in found["workers"]
+    ]
+    print_table(WORKER_COLUMNS, workers, wide=wide, title="workers")
+    rows = []
+    for one in found["decisions"]:
+        took = f"{one['took_s'] * 1e3:.0f} ms" if one["took_s"] is not None else ""
+        why = one["reason"] if one["state"] in ("done", "taken", "draining") else f"{one['reason']} ({one['state']})"
+        age = f"{max(0.0, time.time() - one['at_s']):.1f} s"
+        rows.append([age, one["action"], one["worker"], one["model"], ", ".join(one["evict"]), took, why])
+    print_table(DECISION_COLUMNS, rows, wide=wide, title="decisions")
+    for model, backoff in found["backoffs"].items():
+        print_line(f"{model} is tried again in {backoff['retry_in_s']:.1f} s: {backoff['error']}", "red")
+    for note in found["notes"]:
+        print_line(note)
 
 
 def _print_nodes(nodes: list[dict[str, Any]], wide: bool) -> None:

@@ -9,7 +9,7 @@ from cluster.control.admission_records import Refusal
 from cluster.control.dispatcher import Dispatcher, NotAdmitted
 from cluster.control.lanes import Ask
 from cluster.control.shared_queue_client import SharedQueueClient
-from deployments.errors import DeadlineExceeded, QueueFull, ServiceError
+from deployments.errors import DeadlineExceeded, ModelUnavailable, QueueFull, ServiceError
 
 RequestQueue = Dispatcher | SharedQueueClient  # of this ingress alone, or of several
 
@@ -37,7 +37,7 @@ class Slot:
 async def admitted(queue: RequestQueue, ask: Ask) -> AsyncIterator[Slot]:
     """Let a request in for as long as the context lasts, however it ends.
 
-    Raises: QueueFull or DeadlineExceeded when it is refused, at once or while it waits for its place.
+    Raises: QueueFull, DeadlineExceeded or ModelUnavailable when it is refused, at once or while it waits for its place.
     """
     ticket = await queue.submit(ask)
     slot = Slot(queue, ticket)
@@ -59,6 +59,8 @@ def _error_of(refusal: Refusal, ask: Ask) -> ServiceError:
             f"the request takes about {refusal.needs_s:.3g} s, and its timeout of {ask.deadline_s:g} s leaves less",
             "timeout",
         )
+    if refusal.reason == "unservable":
+        return ModelUnavailable(f"model {ask.model!r}: {refusal.text}", "model")
     when = f"; try again in {after_s:.3g} s" if after_s is not None else ""
     if refusal.reason == "late":
         text = f"it would take about {refusal.needs_s:.3g} s until this request is done, longer than its time{when}"

@@ -8,8 +8,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Mapping
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI
@@ -21,6 +23,8 @@ from starlette.middleware.cors import CORSMiddleware
 from cluster.control.dispatcher import Dispatcher
 from cluster.control.shared_queue import connect_shared_queue
 from cluster.control.shared_queue_client import SharedQueueClient
+from cluster.controller.actor import connect_controller
+from cluster.controller.link import link_queue
 from cluster.door.door_plan import HTTP_ADDRESS
 from cluster.loopback import replica_calls_on_loopback
 from cluster.registry.actor import connect_registry
@@ -119,7 +123,8 @@ def create_http_app(
     app.include_router(create_models_router(service))
     app.include_router(create_repository_router(repository, statistics))  # `/v2/models/stats` is no model
     app.include_router(create_inference_router(inference, limits))
-    app.include_router(create_admin_router(service))
+    controller = partial(connect_controller, config) if config.controller.enabled else None
+    app.include_router(create_admin_router(service, controller))
     if callers.need_keys:
         describe_keys(app)
     app.add_middleware(BodyLimit, max_bytes=limits.max_body_bytes, max_upload_bytes=limits.max_upload_bytes)
@@ -196,6 +201,10 @@ class Ingress:
         if isinstance(self._queue, SharedQueueClient):
             self._queue.start()
         else:
+            if self._config.controller.enabled:
+                connect = partial(connect_controller, self._config)
+                self._link = link_queue(uuid.uuid4().hex, self._queue, connect, self._config.controller.tick_s)
+                self._link.start()
             self._restoring = shared_task(self._service.operations.restore_admission())
         loop = asyncio.get_running_loop()
         for pool, handle in self._handles.items():

@@ -33,7 +33,7 @@ from deployments.modules.built_modules import (
 from deployments.modules.device_tier import DeviceTier, KeptExtents, LeasedExtents, open_tier
 from deployments.modules.loading import Builder, Filling, fill_slots, locate_parts, switch_report
 from deployments.modules.manifest_versions import FetchManifest, ManifestVersions
-from deployments.modules.resident_modules import ResidentModules, Taken
+from deployments.modules.resident_modules import Occupancy, ResidentModules, Taken
 from deployments.records import SwitchReport
 from deployments.tasks import shared_task
 from weights.errors import BudgetExceeded, ExtentCorrupt
@@ -124,6 +124,7 @@ class ModuleCache:
         self._pinned: dict[str, tuple[str, Wants]] = {}  # by model the version, and what of it
         self._tasks: set[asyncio.Task[None]] = set()
         self._reports: OrderedDict[str, SwitchReport] = OrderedDict()
+        self._num_switches = 0
 
     async def manifest(self, model: str, version: str | None = None) -> Manifest:
         """Return the manifest of `version`, or of any that is known. Raises what the registry raises."""
@@ -152,7 +153,7 @@ class ModuleCache:
         start = self._clock()
         manifest = await self.manifest(model, version)
         self._follow_pin(manifest)
-        parts = self._parts(manifest, wanted)
+        parts = self.parts(manifest, wanted)
         for adapter in adapters:
             adapter_manifest = await self.manifest(adapter, (adapter_versions or {}).get(adapter))
             (component,) = adapter_manifest.components.values()
@@ -162,6 +163,7 @@ class ModuleCache:
         try:
             report = switch_report(model, (self._clock() - start) * 1e3, slots, taken.fresh, built)
             if taken.fresh:
+                self._num_switches += 1
                 self._reports[model] = report
                 self._reports.move_to_end(model)
                 while len(self._reports) > MAX_REPORTS:
@@ -183,7 +185,7 @@ class ModuleCache:
         if await self.has_room_for(manifest, wanted) and not self._modules.num_waiting:
             async with self.lease(model, wanted, version=manifest.fingerprint):
                 return
-        for part in self._parts(manifest, wanted).values():
+        for part in self.parts(manifest, wanted).values():
             if part.component.module_key not in self._modules.slots:
                 await asyncio.to_thread(self._tier.prefetch, part.component, part.extents)
 
@@ -200,9 +202,9 @@ class ModuleCache:
         self._let_unpinned_go(self._modules.unpin(model))
         self._modules.serve()
 
-    def evict(self, model: str) -> list[str]:
-        """Let go of what is here for this model alone. Returns the components that stay: leased, or pinned."""
-        return self._modules.evict(model)
+    def evict(self, model: str, keep: Collection[str] = ()) -> list[str]:
+        """Let go of what is here for this model alone, but for the keys to `keep`. Returns what is leased or pinned."""
+        return self._modules.evict(model, keep)
 
     def set_budget(self, budget_bytes: int) -> None:
         """Change the budget. Raises BudgetExceeded when more is leased or pinned; then the budget stays."""
@@ -229,7 +231,7 @@ class ModuleCache:
 
     async def has_room_for(self, manifest: Manifest, wanted: Wants) -> bool:
         """Return whether the wanted components fit beside all that is resident, here and on the node."""
-        parts = self._parts(manifest, wanted)
+        parts = self.parts(manifest, wanted)
         if not self._modules.fits_beside(Wanted(manifest.model, parts)):
             return False
         extents = {extent.id: extent for part in parts.values() for extent in part.extents}
@@ -243,12 +245,17 @@ class ModuleCache:
         """Return bytes by module key of what is built."""
         return {key: slot.nbytes for key, slot in self._modules.slots.items()}
 
+    def occupancy(self) -> Occupancy:
+        """Return what occupies the budget."""
+        return self._modules.occupancy()
+
     def describe(self) -> dict[str, Any]:
         """Return a snapshot as JSON-able values: what is here, for whom, who uses it, and the last switches."""
         arena = self._tier.stats()
         return self._modules.describe() | {
             "device": self._device,
             "num_waiting": self._modules.num_waiting,
+            "num_switches": self._num_switches,
             "arena": asdict(arena) if arena else None,
             "last_switches": {model: asdict(report) for model, report in self._reports.items()},
         }
@@ -256,7 +263,7 @@ class ModuleCache:
     # pins
 
     def _pin(self, manifest: Manifest, wanted: Wants) -> None:
-        model, parts = manifest.model, list(self._parts(manifest, wanted).values())
+        model, parts = manifest.model, list(self.parts(manifest, wanted).values())
         before = self._modules.pin(model, parts)
         self._pinned[model] = (manifest.fingerprint, wanted)
         self._let_unpinned_go(before)
@@ -291,7 +298,7 @@ class ModuleCache:
         """
         self._loop = asyncio.get_running_loop()
         while True:
-            taken = await self._modules.take(wanted, MAX_WAIT_FOR_ROOM_S, self._fetch_ahead)
+            taken = await self._modules.take(wanted, MAX_WAIT_FOR_ROOM_S, self.fetch_ahead)
             try:
                 built = {name: await slot.ready() for name, slot in taken.slots.items()}
             except BaseException:
@@ -302,7 +309,7 @@ class ModuleCache:
                 return taken, built
             self._modules.end(taken)
 
-    def _fetch_ahead(self, wanted: Wanted) -> None:
+    def fetch_ahead(self, wanted: Wanted) -> None:
         """Bring what a request lacks into the node's memory while it waits for room on the device."""
         here = {hash_ for slot in self._modules.slots.values() for hash_ in slot.tensors}
         lacking: dict[str, ExtentRef] = {}
@@ -375,7 +382,8 @@ class ModuleCache:
         logger.info("%s of %r is not built", part.component.name, part.manifest.model, exc_info=error)
         self._modules.fail(slot, error)
 
-    def _parts(self, manifest: Manifest, wanted: Wants) -> dict[PartName, Part]:
+    def parts(self, manifest: Manifest, wanted: Wants) -> dict[PartName, Part]:
+        """Return the wanted parts of a model, with what each takes of the budget."""
         components = filter(wanted, manifest.components.values())
         return {PartName(one.name): self._part(manifest, one) for one in components}
 

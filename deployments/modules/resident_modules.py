@@ -17,6 +17,7 @@ from weights.residency.admission import Admission, Ticket
 from weights.residency.entries import Book
 from weights.residency.leases import Entry
 from weights.residency.policy import rate_class
+from weights.residency.sizes import bytes_of
 
 
 @dataclass(eq=False, frozen=True, slots=True)
@@ -26,6 +27,21 @@ class Taken:
     ticket: Ticket[Slot]
     slots: Mapping[PartName, Slot]
     fresh: Collection[PartName]
+
+
+@dataclass(frozen=True, slots=True)
+class Occupancy:
+    """The modules that occupy the budget, in bytes by module key: ready ones, and those on their way.
+
+    Each counts whole, and `budget_bytes` is so much larger than the budget as they share: what fits can be told by
+    adding up. `leased` and `pinned` ones stay.
+    """
+
+    budget_bytes: int
+    ready: Mapping[str, int]
+    coming: Mapping[str, int]
+    leased: frozenset[str]
+    pinned: frozenset[str]
 
 
 P = ParamSpec("P")
@@ -180,15 +196,18 @@ class ResidentModules:
         return [slot for _, slot in found]
 
     @_locked
-    def evict(self, model: str) -> list[str]:
-        """Drop what only `model` has used. Return the components that stay: leased, on their way, or pinned."""
+    def evict(self, model: str, keep: Collection[str] = ()) -> list[str]:
+        """Drop what only `model` has used, but for the keys to `keep`.
+
+        Returns the components that could not go: leased, on their way, or pinned.
+        """
         stays: list[str] = []
         gone: list[Entry[Slot]] = []
         for entry, slot in self._all():
             if model in slot.models:
                 if slot.is_needed or entry.key in self._book.pinned:
                     stays.append(slot.component.name)
-                elif len(slot.models) == 1:
+                elif len(slot.models) == 1 and entry.key not in keep:
                     gone.append(entry)
                 else:
                     slot.models.discard(model)
@@ -256,6 +275,20 @@ class ResidentModules:
         """Return whether there is room without evicting anything."""
         plan = self._book.plan_room(wanted.sizes)
         return not plan.evict and not plan.missing_bytes
+
+    @_locked
+    def occupancy(self) -> Occupancy:
+        """Return what occupies the budget."""
+        sizes = {key: bytes_of(entry.size) for key, entry in self._book.entries.items()}
+        slots = dict(self.slots)
+        ready = {key for key, slot in slots.items() if slot.result is not None and not slot.is_condemned}
+        return Occupancy(
+            max(0, self._book.budget_bytes + sum(sizes.values()) - self._book.used_bytes),
+            {key: nbytes for key, nbytes in sizes.items() if key in ready},
+            {key: nbytes for key, nbytes in sizes.items() if key not in ready},
+            frozenset(key for key, slot in slots.items() if slot.leases),
+            frozenset(self._book.pinned),
+        )
 
     def bound(self, settings: str, serials: tuple[int, ...], make: Callable[[], Any]) -> Any:
         """Return what was made with these settings over the modules of these numbers; it goes when one of them does."""

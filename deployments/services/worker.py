@@ -8,12 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import time
 import uuid
 from collections.abc import AsyncGenerator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, ClassVar
 
+import ray
+from ray import serve
+
+from cluster.controller.actor import connect_controller
+from cluster.controller.link import ControllerLink
 from cluster.telemetry import RequestMetrics
 from configs.cluster import ClusterConfig
 from deployments.engines.llm.engine import LLMEngine
@@ -31,6 +38,7 @@ from deployments.records import (
 )
 from deployments.services.image_service import ImagePiece, ImageService
 from deployments.services.model_replica import ModelReplica
+from deployments.services.ordered_models import OrderedModels
 from deployments.services.replica_calls import ReplicaCalls, ReplicaStates
 from deployments.services.step_loop import DeviceThread, EngineLoop
 from deployments.tasks import outcome_of
@@ -59,6 +67,26 @@ class Worker(ModelReplica):
         await self._open(config, "worker", self._settings, builder, threads, footprint, builder.working_memory)
         self._images = ImageService(self._module_cache, self._settings, self._device)
         self._fallback_encoder = FallbackEncoder(self._module_cache, self._device)
+        self._name = serve.get_replica_context().replica_id.unique_id
+        if config.controller.enabled:
+            self._ordered = OrderedModels(
+                self._module_cache,
+                self._wants,
+                self._kinds,
+                pool=serve.get_replica_context().deployment,
+                node=ray.get_runtime_context().get_node_id(),
+                slots=self._settings.max_running_images,
+            )
+            connect = partial(connect_controller, config)
+            self._link = ControllerLink(
+                self._name,
+                connect,
+                self._ordered.report,
+                self._ordered.obey,
+                self._ordered.news,
+                config.controller.tick_s,
+            )
+            self._link.start()
 
     async def generate(self, request: ImageRequest) -> ImageResult:
         """Return images in one answer, as `stream_images` does."""
@@ -161,6 +189,8 @@ class Worker(ModelReplica):
     async def describe(self) -> dict[str, Any]:
         """Add the running work and the state of the text encoder to what every replica tells of itself."""
         return await super().describe() | {
+            "name": self._name,
+            "process": os.getpid(),
             "denoising": self._images.num_running,
             "text_encoder_down": self._encoder.is_believed_down,
             "texts_encoded_alone": self._fallback_encoder.num_requests,

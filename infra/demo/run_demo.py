@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 from PIL import Image
 from rich.console import Console
@@ -70,6 +71,7 @@ class Demo:
         self._sdxl_sheet()
         self._draw_a_sum("3 + 4", 7)
         self._classify("so tired of this rain, who else wants to be at the beach right now :)", "tweet")
+        self._burst(["digits-flux", "digits-flux-inverted", "digits-sdxl"])
         return all(row.right for row in self.rows)
 
     def _digits(self, what: str, model: str, file: str, **options: Any) -> list[Image.Image]:
@@ -137,6 +139,35 @@ class Demo:
         body = self.client.chat(model="text-classifier", messages=[{"role": "user", "content": text}])
         label = body["choices"][0]["message"]["content"]
         self.rows.append(Row(f"pipeline: {text[:24]}…", label, label == expected, body["timings_ms"]))
+
+    def _burst(self, models: Sequence[str]) -> None:
+        """Thirty requests at once for models that were taken out of memory: what the controller does, and why."""
+        for model in models:
+            httpx.post(f"{self.client.url}/v2/repository/models/{model}/unload", timeout=60).raise_for_status()
+        before_s = time.time()
+
+        def ask(model: str, number: int) -> Any:
+            return self.client.generate(model=model, prompt=f"a handwritten {WORDS[number]}", seed=SEED + number)
+
+        wanted = [(model, number) for number in range(10) for model in models]
+        start = time.perf_counter()
+        with ThreadPoolExecutor(len(wanted)) as pool:
+            answers = list(pool.map(lambda pair: ask(*pair), wanted))
+        elapsed_ms = (time.perf_counter() - start) * 1e3
+        read = self._judge.read([Image.open(io.BytesIO(answer.files[0])) for answer in answers])
+        right = sum(int(digit) == number for digit, (_, number) in zip(read, wanted, strict=True))
+        readable = right >= MIN_READABLE * len(models)
+        text = f"{right} of {len(wanted)} read right"
+        self.rows.append(Row(f"burst over {len(models)} models", text, readable, {"total": elapsed_ms}))
+        made = [one for one in self.client.decisions(100)["decisions"] if one["at_s"] >= before_s]
+        for one in reversed(made):
+            what = f"controller: {one['action']} {one['worker']} to {one['model']}"
+            times = {"switch": one["took_s"] * 1e3} if one["took_s"] else {}
+            self.rows.append(Row(what, one["reason"], not one["state"].startswith("failed"), times))
+        switched = {one["model"] for one in made if one["action"] == "switch"}
+        missing = ", ".join(model for model in models if model not in switched)
+        if missing:
+            self.rows.append(Row("controller", f"no switch to {missing}", False, {}))
 
     def _sdxl_sheet(self) -> None:
         self._digits("ten digits, SDXL", "digits-sdxl", "digits-sdxl.png")

@@ -7,6 +7,7 @@ from typing import Any
 from cluster.actor_names import (
     admission_name,
     cluster_key,
+    controller_name,
     encodings_name,
     keeper_name,
     keeper_node,
@@ -28,13 +29,14 @@ def names(config: ClusterConfig) -> list[str]:
         encodings_name(key),
         keeper_name(key, "n2"),
         admission_name(config),
+        controller_name(config),
     ]
 
 
 def test_whatever_the_config_says_is_in_the_names() -> None:
     changes: list[dict[str, Any]] = [{}, {"http": {"port": 8123}}, {"store": {"path": "/s"}}, {"name": "two"}]
     found = [names(config(**change)) for change in changes]
-    assert len({name for some in found for name in some}) == 5 * len(changes)
+    assert len({name for some in found for name in some}) == 6 * len(changes)
 
 
 def test_every_process_makes_the_same_names_of_a_config() -> None:
@@ -42,14 +44,14 @@ def test_every_process_makes_the_same_names_of_a_config() -> None:
     assert names(sent) == names(config())
 
 
-def test_a_clusters_actors_are_told_from_all_others_registry_first() -> None:
+def test_a_clusters_actors_are_told_from_all_others_and_end_in_order() -> None:
     mine = [*names(config()), *names(config(http={"port": 8123}))]
     others = [*names(config("one-2")), *names(config("on")), "one", "registry:", "SERVE_CONTROLLER_ACTOR", "x:one:y"]
     found = names_of_cluster("one", [*others, *mine])
     assert sorted(found) == sorted(mine)
-    assert [name.split(":")[0] for name in found] == ["registry"] * 2 + ["keeper"] * 4 + ["encodings"] * 2 + [
-        "admission"
-    ] * 2
+    assert [name.split(":")[0] for name in found] == ["controller"] * 2 + ["registry"] * 2 + ["keeper"] * 4 + [
+        "encodings"
+    ] * 2 + ["admission"] * 2
 
 
 def test_a_keepers_name_has_its_node() -> None:

@@ -19,6 +19,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the actor kinds that were started."""
     names: list[str] = []
     monkeypatch.setattr(root, "connect_registry", lambda config: names.append("registry"))
+    monkeypatch.setattr(root, "connect_controller", lambda config: names.append("controller"))
     monkeypatch.setattr(root, "connect_shared_encodings", lambda key, max_bytes: names.append(f"encodings {max_bytes}"))
     return names
 
@@ -29,7 +30,11 @@ def config_with(shared_cache_bytes: int | None) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("is_connected", "shared_cache_bytes", "expected"),
-    [(True, 2**20, ["registry", f"encodings {2**20}"]), (True, None, ["registry"]), (False, 2**20, [])],
+    [
+        (True, 2**20, ["registry", f"encodings {2**20}", "controller"]),
+        (True, None, ["registry", "controller"]),
+        (False, 2**20, []),
+    ],
 )
 def test_the_control_plane_is_started_where_ray_is_there(
     started: list[str],

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from cluster.control.admission_records import Placement
+from cluster.control.admission_records import Placement, Refusal
 from cluster.control.dispatcher import Dispatcher, NotAdmitted
 from cluster.control.lanes import Ask
 from configs.admission import AdmissionConfig
@@ -138,3 +138,62 @@ async def test_a_placement_holds_for_as_long_as_it_says_from_now() -> None:
     other = await queue.submit(ask(model="other"))
     assert await queue.place(held) in ("a", "b")
     assert await queue.place(other) in ("a", "b")
+
+
+async def started(queue: Dispatcher, *asks: Ask) -> list[str | None]:
+    """Submit requests, and return their replicas, None for those that wait."""
+    places = [asyncio.create_task(queue.place(await queue.submit(one))) for one in asks]
+    await asyncio.sleep(0)
+    found = [place.result() if place.done() else None for place in places]
+    for place in places:
+        place.cancel()
+    return found
+
+
+async def test_a_model_that_a_controller_calls_unservable_is_refused_now_and_later() -> None:
+    queue = dispatcher("a")
+    why = Refusal("unservable", 3.0, text="tensor t is missing")
+    waiting = await queue.submit(ask(model="x", share=1.0))
+    behind = asyncio.create_task(queue.place(await queue.submit(ask(model="x", share=1.0))))
+    assert await queue.place(waiting) == "a"
+    queue.set_placement(Placement(unservable={(POOL, "x"): why}, until_s=60.0))
+    with pytest.raises(NotAdmitted) as refused:
+        await behind
+    assert refused.value.refusal == why
+    with pytest.raises(NotAdmitted):
+        await queue.place(await queue.submit(ask(model="x")))
+    queue.leave(waiting)
+    assert await started(queue, ask(model="y")) == ["a"]
+    queue.set_placement(Placement(unservable={(POOL, "x"): why}, until_s=0.0))  # a word that has ended
+    assert await started(queue, ask(model="x")) == ["a"]
+
+
+async def test_nobody_slips_past_on_a_replica_that_an_earlier_request_waits_for() -> None:
+    """Models with places of their own do not hold each other up; those that share a replica take turns."""
+    queue = dispatcher("a", "b")
+    queue.set_placement(Placement({(POOL, "x"): ("a",), (POOL, "y"): ("a",), (POOL, "z"): ("a", "b"), (POOL, "n"): ()}))
+    found = await started(
+        queue,
+        ask(model="x", share=0.75),
+        ask(model="n"),  # waits for the controller, and holds nobody up
+        ask(model="x", share=0.5),  # does not fit
+        ask(model="y"),  # would fit beside the first one, for ever
+        ask(model="z"),
+    )
+    assert found == ["a", None, None, None, "b"]
+
+
+async def test_a_controller_is_called_for_requests_without_a_place_and_for_other_replicas() -> None:
+    queue = dispatcher("a")
+    queue.news.clear()
+    queue.set_placement(Placement({(POOL, "x"): ("a",), (POOL, "n"): ()}))
+    await started(queue, ask(model="x"), ask(model="unnamed"))
+    assert not queue.news.is_set()
+    await started(queue, ask(model="n", deadline_s=5.0))
+    assert queue.news.is_set()
+    slack_s = {load.model: load.slack_s for load in (await queue.snapshot()).models}
+    assert slack_s["x"] is None
+    assert slack_s["n"] == pytest.approx(5.0, abs=1.0)
+    queue.news.clear()
+    queue.set_replicas(POOL, ["a", "b"])
+    assert queue.news.is_set()

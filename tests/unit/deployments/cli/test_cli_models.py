@@ -213,3 +213,61 @@ def test_status_without_a_registry(run: Run, server: Any) -> None:
     code, out, _ = run("status")
     assert code == 0
     assert "the registry is unreachable: it died" in out
+
+
+NOTHING_BY_HAND: dict[str, Any] = {"is_frozen": False, "frozen": [], "draining": [], "pins": {}}
+DECISION = {"at_s": 0.0, "action": "switch", "worker": "w1", "model": "m", "evict": ["old"], "expected_s": 0.1}
+DECISION |= {"took_s": 0.25, "state": "done", "reason": "2 wait without a [/red] worker"}
+WORKER = {"name": "w1", "models": ["m"], "running": {"m": 3}, "switching_to": None}
+WORKER |= {"resident_bytes": 1024, "budget_bytes": 2048}
+DECISIONS = {
+    "enabled": True,
+    "policy": "latency-first",
+    "age_s": 0.04,
+    "overrides": NOTHING_BY_HAND | {"draining": ["w2"], "pins": {"w1": ["m", "a"]}},
+    "decisions": [DECISION, DECISION | {"state": "failed: tensor t is missing", "took_s": None}],
+    "backoffs": {"bad": {"retry_in_s": 4.0, "error": "tensor t is missing"}},
+    "notes": ["huge: 9 bytes fit into no worker's budget"],
+    "workers": [WORKER],
+}
+
+
+def test_status_tells_why(run: Run, server: Any) -> None:
+    server.answers["GET", "/admin/decisions"] = (200, DECISIONS)
+    code, out, _ = run("status", "--why", "--wide")
+    assert code == 0
+    for text in (
+        "latency-first, the last plan is 0.0 s old",
+        "worker w2 drains (`atelier undrain w2`)",
+        "worker w1 keeps a, m",
+        "3 m",
+        "250 ms",
+        "2 wait without a [/red] worker\n",
+        "(failed: tensor t is missing)",
+        "bad is tried again in 4.0 s: tensor t is missing",
+        "fit into no worker's budget",
+    ):
+        assert text in out, out
+    assert json.loads(run("status", "--why", "--json")[1]) == DECISIONS
+    server.answers["GET", "/admin/decisions"] = (200, {"enabled": False, "decisions": []})
+    assert "the controller is off" in run("status", "--why")[1]
+
+
+def test_workers_are_ordered_by_hand(run: Run, server: Any) -> None:
+    frozen = NOTHING_BY_HAND | {"is_frozen": True}
+    server.answers |= {
+        ("POST", "/admin/freeze"): (200, frozen),
+        ("DELETE", "/admin/workers/w%2F1/freeze"): (200, NOTHING_BY_HAND),
+        ("POST", "/admin/workers/w1/drain"): (200, NOTHING_BY_HAND | {"draining": ["w1"]}),
+        ("DELETE", "/admin/workers/w1/drain"): (200, NOTHING_BY_HAND),
+        ("POST", "/admin/workers/w1/models/m/pin"): (200, NOTHING_BY_HAND),
+        ("DELETE", "/admin/workers/w1/models/m/pin"): (409, CONFLICT),
+    }
+    assert run("freeze")[:2] == (0, "frozen: no switches are ordered (`atelier thaw`)\n")
+    assert json.loads(run("freeze", "--json")[1]) == frozen
+    assert run("thaw", "w/1")[:2] == (0, "nothing is ordered by hand\n")
+    assert run("drain", "w1")[:2] == (0, "worker w1 drains (`atelier undrain w1`)\n")
+    assert run("undrain", "w1")[0] == 0
+    assert run("pin", "m", "--worker", "w1")[:2] == (0, "m is pinned to worker w1\n")
+    assert run("unpin", "m", "--worker", "w1") == (1, "", "error: m is in the [/red] cluster config\n")
+    assert run("drain")[0] == 2

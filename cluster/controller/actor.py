@@ -1,0 +1,256 @@
+"""Controller: it decides which model is on which worker, every moment anew. A named, detached actor.
+
+Workers and queues report to it and wait for what it decides (`link.py`); the registry tells it of models, and of what
+the nodes hold. It has no memory that matters: killed and restarted, it hears all of it again within a tick, and decides
+as soon as every worker has reported that the queues know.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Final
+
+import ray
+
+from cluster.actor_names import NAMESPACE, controller_name
+from cluster.control.admission_records import AdmissionSnapshot, Placement
+from cluster.control.state import SloClass
+from cluster.control.switching import LATENCY_FIRST, THROUGHPUT_FIRST
+from cluster.controller.deciding import Decided, Deciding, LoggedDecision, newest_first
+from cluster.controller.observing import CatalogEntry, Observations
+from cluster.controller.overrides import OverrideChange, Overrides, changed
+from cluster.controller.reports import News, Orders, WorkerReport
+from cluster.errors import OverrideRefused
+from cluster.registry.actor import WeightRegistry, connect_registry
+from cluster.registry.snapshot import RegistrySnapshot
+from configs.cluster import ClusterConfig
+
+__all__ = ["PLAN_LIVES_S", "Controller", "connect_controller"]
+
+PLAN_LIVES_S: Final = 3.0  # what was decided longer ago holds nobody up
+GAP_S: Final = 0.01  # between two decisions, whatever is reported
+HELD_S: Final = 1.0  # the registry is asked so often what the nodes hold
+REGISTRY_S: Final = 5.0
+MAX_CALLS: Final = 10_000
+_POLICIES: Final = {"latency-first": LATENCY_FIRST, "throughput-first": THROUGHPUT_FIRST}
+
+logger = logging.getLogger("atelier.controller")
+
+
+@dataclass(slots=True)
+class _Desk:
+    """What one reporter is to hear, under a revision. `changed` is set when there is something newer."""
+
+    content: Orders | Placement | None = None
+    revision: str = ""
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Controller:
+    """The actor. It is async: a reporter that waits holds no thread."""
+
+    async def __init__(self, config: ClusterConfig) -> None:  # type: ignore[misc]  # Ray awaits it
+        self._config = config.controller
+        self._registry = RegistrySnapshot(lambda: connect_registry(config))
+        self._observations = Observations(self._slo_of, time.monotonic())
+        policy = _POLICIES[self._config.policy]
+        self._deciding = Deciding(policy, self._observations, lambda: uuid.uuid4().hex[:16])
+        self._overrides: Overrides | None = None  # None until the registry has told
+        self._changing = asyncio.Lock()
+        self._catalog_revision: tuple[str, int] | None = None
+        self._desks: dict[str, _Desk] = {}
+        self._news = asyncio.Event()
+        self._decided: Decided | None = None
+        self._decided_s = 0.0
+        self._num_ticks = 0
+        self._longest_tick_s = 0.0
+        self._tasks = [asyncio.ensure_future(work) for work in (self._decide_on(), self._follow_registry())]
+
+    async def report(self, name: str, report: WorkerReport | AdmissionSnapshot) -> None:
+        """Take in the report of a worker or a queue. The next decision follows at once where it is news."""
+        now_s = time.monotonic()
+        self._desks.setdefault(name, _Desk())
+        if isinstance(report, WorkerReport):
+            before = self._observations.workers.get(name)
+            self._observations.note_worker(name, report, now_s)
+            if before is None or _is_news(before, report):
+                self._news.set()
+        else:
+            self._observations.note_queue(name, report, now_s)
+            if any(load.waiting for load in report.models):
+                self._news.set()
+
+    async def receive(self, name: str, revision: str, wait_s: float) -> News:
+        """Return what was decided for a reporter after `revision`, or the same again after `wait_s`."""
+        desk = self._desks.setdefault(name, _Desk())
+        if desk.revision == revision:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(wait_s):
+                    await desk.changed.wait()
+            desk = self._desks.get(name, desk)
+        content = desk.content
+        if isinstance(content, Placement):
+            content = replace(content, until_s=max(0.0, self._decided_s + PLAN_LIVES_S - time.monotonic()))
+        return News(desk.revision, content)
+
+    async def change(self, change: OverrideChange) -> Overrides:
+        """Change what operators order by hand, durably, and return all of it. Raises OverrideRefused."""
+        async with self._changing:
+            if self._overrides is None:
+                raise OverrideRefused("worker: the registry is restarting; try again")
+            found = self._decided.observed.names if self._decided else self._observations.catalog
+            overrides = changed(self._overrides, change, self._observations.workers.keys(), found)
+            await self._registry.call_registry(WeightRegistry.set_overrides, overrides)
+            self._overrides = overrides
+        self._news.set()
+        return overrides
+
+    async def describe(self, max_decisions: int) -> dict[str, Any]:
+        """Return the last decisions with their reasons, and the state that the next one is made of, JSON-able."""
+        decided, now_s = self._decided, time.monotonic()
+        state = decided.observed.state if decided else None
+        reports = self._observations.workers
+        return {
+            "policy": self._config.policy,
+            "age_s": now_s - self._decided_s if decided else None,
+            "num_ticks": self._num_ticks,
+            "longest_tick_s": self._longest_tick_s,
+            "overrides": (self._overrides or Overrides()).model_dump(mode="json"),
+            "decisions": [_logged(one) for one in newest_first(self._deciding.log, max_decisions)],
+            "notes": [*decided.plan.notes, *decided.observed.state.ignored] if decided else [],
+            "backoffs": {model: asdict(backoff) for model, backoff in decided.observed.backoffs.items()}
+            if decided
+            else {},
+            "workers": [
+                {
+                    "name": name,
+                    "node": report.node,
+                    "models": list(state.workers[name].models) if state and name in state.workers else [],
+                    "running": dict(state.workers[name].running) if state and name in state.workers else {},
+                    "switching_to": report.switching_to,
+                    "resident_bytes": sum(report.ready.values()) + sum(report.coming.values()),
+                    "budget_bytes": report.budget_bytes,
+                    "attach_bytes_per_s": report.attach_bytes_per_s,
+                    "load_bytes_per_s": report.load_bytes_per_s,
+                    "fixed_switch_s": report.fixed_switch_s,
+                }
+                for name, report in sorted(reports.items())
+            ],
+            "planned": {model: list(workers) for model, workers in decided.plan.planned.items()} if decided else {},
+        }
+
+    # the loop
+
+    async def _decide_on(self) -> None:
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._config.tick_s):
+                    await self._news.wait()
+            self._news.clear()
+            try:
+                self._decide()
+            except Exception:  # a plan that fails must not end the planning; without one, the last one ends by itself
+                logger.exception("no decision")
+            await asyncio.sleep(GAP_S)
+
+    def _decide(self) -> None:
+        if self._overrides is None:
+            return
+        began_s = time.monotonic()
+        if self._registry.revision != self._catalog_revision:
+            self._catalog_revision, self._observations.catalog = self._registry.revision, self._catalog()
+        decided = self._deciding.decide(self._overrides, began_s, time.time())
+        if decided is None:
+            return
+        self._decided, self._decided_s = decided, began_s
+        self._num_ticks += 1
+        queues = self._observations.queues
+        for name in self._desks.keys() - self._observations.workers.keys() - queues:
+            del self._desks[name]
+        for name, orders in decided.orders.items():
+            self._lay_out(name, orders)
+        for name in queues:
+            self._lay_out(name, decided.placement)
+        self._longest_tick_s = max(self._longest_tick_s, time.monotonic() - began_s)
+
+    def _lay_out(self, name: str, content: Orders | Placement) -> None:
+        desk = self._desks.get(name)
+        if desk is not None and desk.content == content:
+            return
+        self._desks[name] = _Desk(content, uuid.uuid4().hex)
+        if desk is not None:
+            desk.changed.set()
+
+    async def _follow_registry(self) -> None:
+        """Follow the registry: models, overrides, the nodes' memory. What was heard last holds while it is away."""
+        while True:
+            try:
+                await self._registry.ready()
+                if self._overrides is None:
+                    async with asyncio.timeout(REGISTRY_S), self._changing:
+                        self._overrides = await self._registry.call_registry(WeightRegistry.overrides)
+                async with asyncio.timeout(REGISTRY_S):
+                    extents = self._observations.wanted_extents()
+                    self._observations.held = await self._registry.call_registry(WeightRegistry.nodes_with, extents)
+            except Exception as error:  # of Ray or the registry; the next round may do better
+                logger.warning("the registry does not answer: %s", str(error).partition("\n")[0])
+            await asyncio.sleep(HELD_S)
+
+    def _catalog(self) -> Mapping[str, CatalogEntry]:
+        return {
+            record.id: CatalogEntry(record.kind, record.fingerprint, record.state == "unloaded")
+            for record in self._registry
+            if record.kind is not None and record.serves
+        }
+
+    def _slo_of(self, model: str) -> SloClass:
+        name, found = self._config.slo_of(model)
+        return SloClass(name, found.target_s, found.weight)
+
+
+def _is_news(before: WorkerReport, after: WorkerReport) -> bool:
+    """Return whether the worker has got, lost or failed to get something since the report before."""
+    return (
+        before.ready.keys() != after.ready.keys()
+        or before.switching_to != after.switching_to
+        or before.outcomes != after.outcomes
+        or before.needs.keys() != after.needs.keys()
+    )
+
+
+def _logged(one: LoggedDecision) -> dict[str, Any]:
+    decision = one.decision
+    state = "draining" if not one.order else "taken" if one.is_taken else "given"
+    if one.outcome is not None:
+        state = f"failed: {one.outcome.error}" if one.outcome.error else "done"
+    return {
+        "at_s": one.at_s,
+        "action": decision.action,
+        "worker": decision.worker,
+        "model": decision.model,
+        "evict": list(decision.evict),
+        "reason": decision.reason,
+        "expected_s": decision.switch_s,
+        "took_s": one.outcome.took_s if one.outcome else None,
+        "state": state,
+    }
+
+
+def connect_controller(config: ClusterConfig) -> Any:
+    """Return the handle of the cluster's controller; the first caller starts it. Blocks."""
+    actor = ray.remote(Controller).options(
+        name=controller_name(config),
+        namespace=NAMESPACE,
+        lifetime="detached",
+        get_if_exists=True,
+        max_restarts=-1,
+        max_concurrency=MAX_CALLS,
+        num_cpus=0,
+    )
+    return actor.remote(config)

@@ -1,0 +1,216 @@
+"""Decisions, one after the other: the state is planned with, and the plan becomes orders and a placement. Pure.
+
+The plan has no memory, so what must outlive a moment is here: orders until their workers have them, for whom a worker
+drains, and the last decisions with their reasons. All of it may be lost: it is found anew from the reports.
+
+An order that was not confirmed counts as under way for a moment, so that a plan is not ordered twice. Requests start
+where the reports say that the model is ready, or will be in a moment: orders follow plans, places follow facts.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from cluster.control.admission_records import Placement, Refusal
+from cluster.control.plans import Decision, SwitchPlan
+from cluster.control.switching import SwitchingPolicy, plan_switches
+from cluster.controller.observing import Observations, Observed
+from cluster.controller.overrides import Overrides
+from cluster.controller.reports import Order, OrderOutcome, Orders, WorkerReport
+
+UNCONFIRMED_S: Final = 1.0  # an order that no report confirms is given anew
+PREFETCH_S: Final = 5.0  # a prefetch is not repeated for so long
+LEAD_S: Final = 0.1  # requests start on a worker that will be ready so soon: their texts are encoded meanwhile
+PATIENCE_S: Final = 2.0  # requests for a model whose needs nobody tells start anywhere after it
+MAX_ASKED: Final = 16  # models that one worker is asked about at a time
+MAX_DECISIONS: Final = 500
+_ASKED_S: Final = 1.0  # then another worker is asked
+
+
+@dataclass(slots=True)
+class LoggedDecision:
+    """A decision, when it was made, and what became of it. `order` is "" for a drain, which no worker is told of."""
+
+    at_s: float
+    decision: Decision
+    order: str = ""
+    is_taken: bool = False
+    outcome: OrderOutcome | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Decided:
+    """One moment's outcome: where requests start, the orders by worker, and the plan with its notes."""
+
+    placement: Placement
+    orders: Mapping[str, Orders]
+    plan: SwitchPlan
+    observed: Observed
+
+
+@dataclass(slots=True)
+class _Given:
+    order: Order
+    at_s: float
+    is_taken: bool = False
+
+
+@dataclass(slots=True)
+class _Book:
+    """The orders that workers have or are about to get, and for whom they drain."""
+
+    given: dict[str, list[_Given]] = field(default_factory=dict)
+    reserved: dict[str, str] = field(default_factory=dict)
+
+
+class Deciding:
+    """The sequence of decisions. `new_id` makes the ids of orders: none is made twice, in another life either."""
+
+    def __init__(self, policy: SwitchingPolicy, observations: Observations, new_id: Callable[[], str]) -> None:
+        self.log: deque[LoggedDecision] = deque(maxlen=MAX_DECISIONS)
+        self._policy = policy
+        self._observations = observations
+        self._new_id = new_id
+        self._book = _Book()
+        self._going_on: Collection[tuple[str, str, str]] = ()  # decisions of the plan before
+        self._waits_since: dict[str, float] = {}
+        self._by_order: OrderedDict[str, LoggedDecision] = OrderedDict()
+
+    def decide(self, overrides: Overrides, now_s: float, wall_s: float) -> Decided | None:
+        """Return what holds from now on; None as long as too little was heard. `wall_s` is for the log."""
+        self._observations.forget_silent(now_s)
+        self._settle(now_s)
+        observed = self._observations.observe(now_s, overrides, self._told())
+        if observed is None:
+            return None
+        workers = {
+            name: replace(worker, reserved_for=self._book.reserved.get(name))
+            if self._book.reserved.get(name) in observed.state.models
+            else worker
+            for name, worker in observed.state.workers.items()
+        }
+        observed = replace(observed, state=replace(observed.state, workers=workers))
+        plan = plan_switches(observed.state, self._policy)
+        self._give(plan.decisions, now_s, wall_s)
+        placement = self._placement(observed, plan, now_s)
+        return Decided(placement, self._orders(observed, now_s), plan, observed)
+
+    def _told(self) -> dict[str, tuple[str, float]]:
+        return {
+            worker: (given.order.model, given.order.switch_s)
+            for worker, all_given in self._book.given.items()
+            for given in all_given
+            if given.order.action == "switch" and not given.is_taken
+        }
+
+    def _settle(self, now_s: float) -> None:
+        """Take in what workers say of their orders, and forget those that are done with."""
+        reports = self._observations.workers
+        for worker, all_given in list(self._book.given.items()):
+            report = reports.get(worker)
+            for given in all_given:
+                given.is_taken |= report is not None and given.order.id in report.taken
+            left = [given for given in all_given if report is not None and now_s - given.at_s < _lifetime_s(given)]
+            if left:
+                self._book.given[worker] = left
+            else:
+                del self._book.given[worker]
+        for report in reports.values():
+            self._note_outcomes(report)
+
+    def _note_outcomes(self, report: WorkerReport) -> None:
+        for order in report.taken:
+            if order in self._by_order:
+                self._by_order[order].is_taken = True
+        for outcome in report.outcomes:
+            if outcome.order in self._by_order:
+                self._by_order[outcome.order].outcome = outcome
+
+    def _give(self, decisions: Sequence[Decision], now_s: float, wall_s: float) -> None:
+        self._book.reserved = {one.worker: one.model for one in decisions if one.action == "drain"}
+        going_on = {(one.action, one.worker, one.model) for one in decisions}
+        for decision in decisions:
+            logged = LoggedDecision(wall_s, decision)
+            if decision.action == "drain":
+                if (decision.action, decision.worker, decision.model) not in self._going_on:
+                    self.log.append(logged)
+                continue
+            given = self._book.given.setdefault(decision.worker, [])
+            if any(one.order.action == decision.action and one.order.model == decision.model for one in given):
+                continue
+            logged.order = self._new_id()
+            order = Order(logged.order, decision.action, decision.model, decision.evict, decision.switch_s)
+            given.append(_Given(order, now_s))
+            self.log.append(logged)
+            self._by_order[order.id] = logged
+            if len(self._by_order) > MAX_DECISIONS:
+                self._by_order.popitem(last=False)
+        self._going_on = going_on
+
+    def _orders(self, observed: Observed, now_s: float) -> dict[str, Orders]:
+        """Return the orders of every worker. When one does not tell the needs of models, another one is asked."""
+        workers = sorted(name for name, worker in observed.state.workers.items() if not worker.is_stale)
+        asked = workers[int(now_s / _ASKED_S) % len(workers)] if workers else None
+        return {
+            name: Orders(
+                tuple(given.order for given in self._book.given.get(name, ())),
+                observed.unknown[:MAX_ASKED] if name == asked else (),
+            )
+            for name in observed.state.workers
+        }
+
+    def _placement(self, observed: Observed, plan: SwitchPlan, now_s: float) -> Placement:
+        """Return where requests start: on planned workers that have the model ready, or will have it in a moment.
+
+        Every model is named, so that a new one waits for a decision. Those that fit into no worker, and those whose
+        needs nobody tells, are not: a worker shows what happens.
+        """
+        state, pool = observed.state, observed.pool
+        self._waits_since = {model: self._waits_since.get(model, now_s) for model in observed.waits}
+        replicas: dict[tuple[str, str], tuple[str, ...]] = {}
+        unservable: dict[tuple[str, str], Refusal] = {}
+        most_bytes = max((worker.budget_bytes for worker in state.workers.values()), default=0)
+        for model in observed.names if state.workers else ():
+            known = state.models.get(model)
+            if known is None:
+                is_awaited = now_s - self._waits_since.get(model, now_s) < PATIENCE_S
+            else:
+                is_awaited = known.components.total_bytes <= most_bytes
+            if not is_awaited:
+                continue
+            reports = self._observations.workers
+            ready = replicas[pool, model] = tuple(
+                name for name in plan.planned.get(model, ()) if _is_ready(model, observed, name, reports.get(name))
+            )
+            is_coming = bool(plan.planned.get(model))
+            if not (ready or is_coming) and model in observed.backoffs:
+                backoff = observed.backoffs[model]
+                text = f"{backoff.error} (tried again in {backoff.retry_in_s:.1f} s)"
+                unservable[pool, model] = Refusal("unservable", backoff.retry_in_s, text=text)
+            elif not (ready or is_coming) and state.is_frozen:
+                text = "no worker has it ready, and nothing is switched while the cluster is frozen (`atelier thaw`)"
+                unservable[pool, model] = Refusal("unservable", text=text)
+        return Placement(replicas, unservable=unservable)
+
+
+def _is_ready(model: str, observed: Observed, worker: str, report: WorkerReport | None) -> bool:
+    found = observed.state.workers[worker]
+    if model in found.models:
+        return True
+    is_coming = report is not None and report.switching_to == model
+    return is_coming and found.ready_in_s <= LEAD_S
+
+
+def _lifetime_s(given: _Given) -> float:
+    """Return how long an order counts: until it is confirmed, and a prefetch longer, since plans repeat it."""
+    if given.order.action == "prefetch":
+        return PREFETCH_S
+    return 0.0 if given.is_taken else UNCONFIRMED_S
+
+
+def newest_first(log: Iterable[LoggedDecision], count: int) -> list[LoggedDecision]:
+    """Return the last decisions."""
+    return list(reversed(list(log)))[:count]

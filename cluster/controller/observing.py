@@ -1,0 +1,335 @@
+"""From reports to the state that is planned with. Pure: the time is a parameter, of one clock.
+
+Requests are counted by the queues, memory by the workers. What a model needs on a worker is asked of a worker once per
+version, those that requests wait for first. A worker that the queues no longer list is gone, whatever it said last.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Set
+from dataclasses import dataclass
+from typing import Final
+
+from cluster.control.admission_records import AdmissionSnapshot, ModelLoad
+from cluster.control.checking import usable_state
+from cluster.control.places import ReplicaLoad
+from cluster.control.state import (
+    LONGEST_RETRY_S,
+    LOST_S,
+    ClusterState,
+    Components,
+    ModelState,
+    SloClass,
+    WorkerState,
+    retry_after_s,
+)
+from cluster.controller.overrides import Overrides
+from cluster.controller.reports import LoadFailure, ModelNeed, WorkerReport
+
+QUEUE_LOST_S: Final = 1.5  # a queue that is silent for so long is that of an ingress that is gone
+MAX_DESCRIBED: Final = 256  # models whose needs are known although nobody has asked for them
+WARM_UP_S: Final = 3.0  # of a new controller, until it decides without workers that it has not heard of yet
+_UNKNOWN_SERVICE_S: Final = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Backoff:
+    """A model whose load failed on some worker: why, and the seconds until it is tried again."""
+
+    retry_in_s: float
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """The state, and what it does not tell: all models of the workers' kinds, and which of them are not known yet.
+
+    `waits` are models that requests wait for although their needs are not known.
+    """
+
+    state: ClusterState
+    pool: str
+    names: Collection[str]
+    unknown: tuple[tuple[str, str], ...]
+    waits: frozenset[str]
+    backoffs: Mapping[str, Backoff]
+
+
+@dataclass(frozen=True, slots=True)
+class CatalogEntry:
+    """A model of the registry that can be asked: its kind, and the version that is served.
+
+    `is_unloaded`: an operator took it out of memory, and only a request brings it back.
+    """
+
+    kind: str
+    version: str
+    is_unloaded: bool = False
+
+
+class Observations:
+    """The newest reports. `slo_of` gives the class of service of a model."""
+
+    def __init__(self, slo_of: Callable[[str], SloClass], began_s: float) -> None:
+        self._slo_of = slo_of
+        self._began_s = began_s
+        self._workers: dict[str, tuple[WorkerReport, float]] = {}
+        self._queues: dict[str, tuple[AdmissionSnapshot, float]] = {}
+        self._busy_s: dict[str, float] = {}  # by worker: when it was last seen with work
+        self._needs: dict[str, ModelNeed] = {}
+        self._components: dict[str, Components] = {}  # of models
+        self._resident: dict[str, Components] = {}  # by worker
+        self._ready: dict[str, tuple[frozenset[str], int, tuple[str, ...]]] = {}
+        self._needs_revision = 0
+        self.catalog: Mapping[str, CatalogEntry] = {}
+        self.held: Mapping[str, Collection[str]] = {}
+
+    def note_worker(self, name: str, report: WorkerReport, now_s: float) -> None:
+        """Take in a worker's report. Raises ValueError for sizes that are no whole numbers of bytes."""
+        needs = {model: Components(need.sizes) for model, need in report.needs.items()}
+        resident = {**report.coming, **report.ready}
+        if name not in self._resident or self._resident[name].sizes != resident:
+            self._resident[name] = Components(resident)
+        self._workers[name] = report, now_s
+        for model, need in report.needs.items():
+            if self._needs.get(model) != need:
+                self._needs[model], self._components[model] = need, needs[model]
+                self._needs_revision += 1
+
+    def note_queue(self, name: str, snapshot: AdmissionSnapshot, now_s: float) -> None:
+        """Take in the snapshot of a queue."""
+        self._queues[name] = snapshot, now_s
+        for loads in snapshot.replicas.values():
+            for load in loads:
+                if load.running or load.name not in self._busy_s:
+                    self._busy_s[load.name] = now_s
+
+    def forget_silent(self, now_s: float) -> None:
+        """Forget those that count as gone."""
+        for name, (_, at_s) in list(self._workers.items()):
+            if now_s - at_s > LOST_S:
+                del self._workers[name], self._resident[name]
+                self._ready.pop(name, None)
+        for name, (_, at_s) in list(self._queues.items()):
+            if now_s - at_s > QUEUE_LOST_S:
+                del self._queues[name]
+        listed = {load.name for loads in self._loads_of_replicas() for load in loads}
+        self._busy_s = {name: at_s for name, at_s in self._busy_s.items() if name in listed}
+        if len(self._needs) > 2 * len(self.catalog) + MAX_DESCRIBED:
+            for model in self._needs.keys() - self.catalog.keys():
+                del self._needs[model], self._components[model]
+
+    @property
+    def workers(self) -> Mapping[str, WorkerReport]:
+        """The last report of each worker."""
+        return {name: report for name, (report, _) in self._workers.items()}
+
+    @property
+    def queues(self) -> Set[str]:
+        """The names of the queues."""
+        return self._queues.keys()
+
+    def wanted_extents(self) -> dict[str, tuple[str, ...]]:
+        """Return the extents of each component of the models that somebody has asked for."""
+        found: dict[str, tuple[str, ...]] = {}
+        for model in self._loads(self._pool()):
+            if model in self._needs:
+                found.update(self._needs[model].extents)
+        return found
+
+    def observe(self, now_s: float, overrides: Overrides, told: Mapping[str, tuple[str, float]]) -> Observed | None:
+        """Return the state; None as long as too little was heard to decide on.
+
+        `told` are workers with an order that they have not confirmed yet: the model, and the seconds of its switch.
+        """
+        pool = self._pool()
+        listed = self._listed(pool)
+        if not self._queues or not self._workers:
+            return None
+        if now_s - self._began_s < WARM_UP_S and not listed <= self._workers.keys():
+            return None
+        kinds = frozenset().union(*(report.kinds for report, _ in self._workers.values()))
+        names = [model for model, entry in self.catalog.items() if entry.kind in kinds]
+        loads, running = self._loads(pool), self._running(pool)
+        pinned = {model for models in overrides.pins.values() for model in models}
+        asked = {model for model, load in loads.items() if load.waiting or load.rate_long > 0} | pinned
+        failed = self._backoffs(now_s)
+        backoffs = {model: backoff for model, backoff in failed.items() if backoff.retry_in_s > 0}
+        lacking = [model for model in names if not self._is_described(model)]
+        unknown = [model for model in lacking if model not in backoffs]
+        first = sorted((model for model in unknown if model in asked), key=lambda id_: -_waiting(loads, id_))
+        rest = [model for model in unknown if model not in asked][: max(0, MAX_DESCRIBED - len(self._needs))]
+        usual_s = _usual_service_s(loads.values())
+        models = [self._model(id_, loads.get(id_), failed.get(id_), usual_s) for id_ in names if id_ in self._needs]
+        known = frozenset(model.id for model in models)
+        workers = [
+            self._worker(name, now_s, known, running.get(name, {}), overrides, told.get(name))
+            for name in self._workers
+            if name in listed
+        ]
+        return Observed(
+            usable_state(models, workers, self.held, overrides.is_frozen),
+            pool,
+            names,
+            tuple((model, self.catalog[model].version) for model in (*first, *rest)),
+            frozenset(model for model in lacking if _waiting(loads, model)),
+            backoffs,
+        )
+
+    # models
+
+    def _model(self, id_: str, load: ModelLoad | None, backoff: Backoff | None, usual_service_s: float) -> ModelState:
+        retry_in_s = max(0.0, backoff.retry_in_s) if backoff else 0.0
+        if load is None:
+            return ModelState(
+                id_, self._components[id_], service_s=usual_service_s, retry_in_s=retry_in_s, slo=self._slo_of(id_)
+            )
+        # Nobody gets ready ahead for what failed or was unloaded: it takes a request that waits.
+        is_expected = backoff is None and not self.catalog[id_].is_unloaded
+        return ModelState(
+            id_,
+            self._components[id_],
+            waiting=load.waiting,
+            oldest_age_s=max(0.0, load.oldest_age_s),
+            slack_s=math.inf if load.slack_s is None else load.slack_s,
+            rate_short=load.rate_short if is_expected else 0.0,
+            rate_long=load.rate_long if is_expected else 0.0,
+            service_s=load.service_s or usual_service_s,
+            retry_in_s=retry_in_s,
+            slo=self._slo_of(id_),
+        )
+
+    def _is_described(self, model: str) -> bool:
+        need = self._needs.get(model)
+        return need is not None and need.version == self.catalog[model].version
+
+    def _failure(self, report: WorkerReport, model: str) -> LoadFailure | None:
+        failure, entry = report.failures.get(model), self.catalog.get(model)
+        return failure if failure and entry and failure.version == entry.version else None
+
+    def _backoffs(self, now_s: float) -> dict[str, Backoff]:
+        """Return the backoff of each model that failed: by the failures of all workers, since the last one."""
+        nums: Counter[str] = Counter()
+        newest: dict[str, tuple[float, str]] = {}
+        for report, at_s in self._workers.values():
+            for model in report.failures:
+                if (failure := self._failure(report, model)) is None:
+                    continue
+                age_s = failure.age_s + max(0.0, now_s - at_s)
+                if age_s <= 2 * LONGEST_RETRY_S:
+                    nums[model] += failure.num
+                    newest[model] = min(newest.get(model, (math.inf, "")), (age_s, failure.error))
+        return {model: Backoff(retry_after_s(nums[model]) - age_s, error) for model, (age_s, error) in newest.items()}
+
+    # workers
+
+    def _worker(
+        self,
+        name: str,
+        now_s: float,
+        known: Collection[str],
+        running: Mapping[str, int],
+        overrides: Overrides,
+        told: tuple[str, float] | None,
+    ) -> WorkerState:
+        report, at_s = self._workers[name]
+        age_s = max(0.0, now_s - at_s)
+        models = tuple(model for model in self._ready_models(name, report) if model in known)
+        switching_to, ready_in_s = report.switching_to, max(0.0, report.ready_in_s - age_s)
+        if switching_to is None and told is not None:
+            switching_to, ready_in_s = told
+        ends_soon = {key for model in running if model in known for key in self._needs[model].sizes}
+        kept = (model for model in models if not report.pinned.isdisjoint(self._needs[model].sizes))
+        return WorkerState(
+            name,
+            report.node,
+            report.budget_bytes,
+            self._resident[name],
+            models,
+            {model: count for model, count in running.items() if model in known},
+            report.slots,
+            leased=report.leased - ends_soon,  # of what runs it is known when it ends
+            switching_to=switching_to if switching_to in known else None,
+            ready_in_s=ready_in_s if switching_to in known else 0.0,
+            pinned=(overrides.pins.get(name, frozenset()) & frozenset(known)).union(kept),
+            is_draining=name in overrides.draining,
+            is_frozen=name in overrides.frozen,
+            idle_s=max(0.0, now_s - self._busy_s.get(name, now_s)),
+            age_s=age_s,
+            fixed_switch_s=report.fixed_switch_s,
+            attach_bytes_per_s=report.attach_bytes_per_s,
+            load_bytes_per_s=report.load_bytes_per_s,
+        )
+
+    def _ready_models(self, name: str, report: WorkerReport) -> tuple[str, ...]:
+        """Return the models all of whose components are ready there. Found anew only when something has changed."""
+        ready = frozenset(report.ready)
+        last = self._ready.get(name)
+        if last is None or last[:2] != (ready, self._needs_revision):
+            found = tuple(model for model, need in self._needs.items() if need.sizes and need.sizes.keys() <= ready)
+            last = self._ready[name] = ready, self._needs_revision, found
+        return last[2]
+
+    # queues
+
+    def _pool(self) -> str:
+        return next((report.pool for report, _ in self._workers.values()), "")
+
+    def _loads_of_replicas(self) -> Iterator[tuple[ReplicaLoad, ...]]:
+        for snapshot, _ in self._queues.values():
+            yield from snapshot.replicas.values()
+
+    def _listed(self, pool: str) -> set[str]:
+        return {
+            load.name
+            for snapshot, _ in self._queues.values()
+            for load in snapshot.replicas.get(pool, ())
+            if not load.is_gone
+        }
+
+    def _running(self, pool: str) -> dict[str, Counter[str]]:
+        running: dict[str, Counter[str]] = {}
+        for snapshot, _ in self._queues.values():
+            for load in snapshot.replicas.get(pool, ()):
+                running.setdefault(load.name, Counter()).update(load.running)
+        return running
+
+    def _loads(self, pool: str) -> dict[str, ModelLoad]:
+        """Return the loads of the pool's models, those of all queues together."""
+        found: dict[str, ModelLoad] = {}
+        for snapshot, _ in self._queues.values():
+            for load in snapshot.models:
+                if load.pool == pool:
+                    found[load.model] = _together(found[load.model], load) if load.model in found else load
+        return found
+
+
+def _together(one: ModelLoad, other: ModelLoad) -> ModelLoad:
+    slacks = [load.slack_s for load in (one, other) if load.slack_s is not None]
+    return ModelLoad(
+        one.pool,
+        one.model,
+        one.waiting + other.waiting,
+        max(one.oldest_age_s, other.oldest_age_s),
+        one.running + other.running,
+        one.rate_short + other.rate_short,
+        one.rate_long + other.rate_long,
+        max(one.service_s, other.service_s),
+        max(one.latency_s, other.latency_s),
+        max(one.switch_s, other.switch_s),
+        one.started + other.started,
+        one.refused + other.refused,
+        min(slacks, default=None),
+    )
+
+
+def _waiting(loads: Mapping[str, ModelLoad], model: str) -> int:
+    return loads[model].waiting if model in loads else 0
+
+
+def _usual_service_s(loads: Collection[ModelLoad]) -> float:
+    """Return what a request costs of a model that none was measured of: as much as the mean of the others."""
+    measured = [load.service_s for load in loads if load.service_s > 0]
+    return sum(measured) / len(measured) if measured else _UNKNOWN_SERVICE_S

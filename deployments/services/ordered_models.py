@@ -1,0 +1,212 @@
+"""The models of one worker under the controller: it reports what is here, and does what it is told.
+
+An order is carried out once, however often it comes. A model that cannot be got ready is reported with the reason,
+until it is ready or was not tried for long; when it is tried again is the controller's business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Coroutine
+from dataclasses import dataclass
+from typing import Any, Final
+
+from cluster.control.state import LONGEST_RETRY_S
+from cluster.controller.reports import LoadFailure, ModelNeed, Order, OrderOutcome, Orders, WorkerReport
+from deployments.modules.built_modules import PartName, Wanted
+from deployments.modules.cache import ModuleCache, Wants
+from deployments.records import SwitchReport
+from deployments.tasks import shared_task
+from weights.manifest import Manifest
+
+MAX_REMEMBERED: Final = 64  # orders
+_NEW: Final = 0.3  # weight of a new measurement
+
+logger = logging.getLogger("atelier.replica")
+
+
+@dataclass(slots=True)
+class _Switch:
+    model: str
+    ready_s: float  # when it is expected to be
+
+
+@dataclass(slots=True)
+class _Failed:
+    version: str
+    num: int
+    at_s: float
+    error: str
+
+
+@dataclass(slots=True)
+class SwitchSpeeds:
+    """The measured speeds of switches, in bytes of the budget: moving averages.
+
+    A switch takes `fixed_s`, and its bytes' time from the node's memory, and from storage or a peer where the node has
+    them not.
+    """
+
+    fixed_s: float = 0.0
+    attach_bytes_per_s: float = 10e9
+    load_bytes_per_s: float = 2e9
+    num_measured: int = 0
+
+    def learn(self, nbytes: int, took_s: float, report: SwitchReport) -> None:
+        """Learn from a switch that took `nbytes` of the budget, and so long in all."""
+        if not report.built or not nbytes:
+            return
+        attach_s = max(report.attach_ms / 1e3, 1e-6)
+        new = _NEW if self.num_measured else 1.0
+        self.fixed_s += new * (max(0.0, took_s - attach_s) - self.fixed_s)
+        if report.storage_bytes == 0:
+            self.attach_bytes_per_s += new * (nbytes / attach_s - self.attach_bytes_per_s)
+        else:
+            load_s = max(attach_s - nbytes / self.attach_bytes_per_s, 1e-6)
+            self.load_bytes_per_s += new * (nbytes / load_s - self.load_bytes_per_s)
+        self.num_measured += 1
+
+
+class OrderedModels:
+    """The models of one worker. Lives on one event loop. `news` is set when something has changed by an order."""
+
+    def __init__(
+        self,
+        cache: ModuleCache,
+        wants: Wants,
+        kinds: Collection[str],
+        *,
+        pool: str,
+        node: str,
+        slots: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.news = asyncio.Event()
+        self._cache = cache
+        self._wants = wants
+        self._kinds = frozenset(kinds)
+        self._pool = pool
+        self._node = node
+        self._slots = slots
+        self._clock = clock
+        self._speeds = SwitchSpeeds()
+        self._taken: deque[str] = deque(maxlen=MAX_REMEMBERED)
+        self._outcomes: deque[OrderOutcome] = deque(maxlen=MAX_REMEMBERED // 4)
+        self._switches: dict[str, _Switch] = {}  # by order
+        self._failed: dict[str, _Failed] = {}
+        self._asked: tuple[tuple[str, str], ...] = ()
+        self._needs: dict[str, ModelNeed] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def report(self) -> WorkerReport:
+        """Return what is here now."""
+        now_s, here = self._clock(), self._cache.occupancy()
+        for model, failed in list(self._failed.items()):
+            if now_s - failed.at_s > 2 * LONGEST_RETRY_S:
+                del self._failed[model]
+        switch = next(iter(self._switches.values()), None)
+        return WorkerReport(
+            self._pool,
+            self._node,
+            self._kinds,
+            here.budget_bytes,
+            here.ready,
+            here.coming,
+            here.leased,
+            here.pinned,
+            self._slots,
+            switching_to=switch.model if switch else None,
+            ready_in_s=max(0.0, switch.ready_s - now_s) if switch else 0.0,
+            fixed_switch_s=self._speeds.fixed_s,
+            attach_bytes_per_s=self._speeds.attach_bytes_per_s,
+            load_bytes_per_s=self._speeds.load_bytes_per_s,
+            taken=tuple(self._taken),
+            outcomes=tuple(self._outcomes),
+            failures={
+                model: LoadFailure(failed.version, failed.num, now_s - failed.at_s, failed.error)
+                for model, failed in self._failed.items()
+            },
+            needs=dict(self._needs),
+        )
+
+    def obey(self, orders: Orders) -> None:
+        """Begin what is new of the orders."""
+        for order in orders.orders:
+            if order.id not in self._taken:
+                self._taken.append(order.id)
+                self._begin(order)
+        if orders.describe and orders.describe != self._asked:
+            self._asked = orders.describe
+            self._run(self._describe(orders.describe))
+
+    def _begin(self, order: Order) -> None:
+        if order.action == "switch":
+            self._switches[order.id] = _Switch(order.model, self._clock() + order.switch_s)
+        self._run(self._carry_out(order))
+        self.news.set()
+
+    async def _carry_out(self, order: Order) -> None:
+        began_s, version, problem = self._clock(), "", ""
+        try:
+            if order.action == "evict":
+                self._cache.evict(order.model)
+            else:
+                manifest = await self._cache.manifests.newest(order.model)
+                version = manifest.fingerprint
+                if order.action == "prefetch":
+                    self._cache.fetch_ahead(Wanted(manifest.model, self._cache.parts(manifest, self._wants)))
+                else:
+                    await self._switch(manifest, order.evict)
+        except Exception as error:  # whatever it is, it is this model's: the others go on
+            problem = str(error).partition("\n")[0] or type(error).__name__
+            logger.warning("%s of %r failed: %s", order.action, order.model, problem)
+            self._note_failure(order.model, version, problem)
+        else:
+            if order.action == "switch":
+                self._failed.pop(order.model, None)
+        finally:
+            self._switches.pop(order.id, None)
+        self._outcomes.append(OrderOutcome(order.id, self._clock() - began_s, problem))
+        self.news.set()
+
+    async def _switch(self, manifest: Manifest, evict: Collection[str]) -> None:
+        """Let models go, but for what the next one shares with them, and get that one ready."""
+        began_s, parts = self._clock(), self._cache.parts(manifest, self._wants)
+        keep = {part.component.module_key for part in parts.values()}
+        for model in evict:
+            self._cache.evict(model, keep)
+        async with self._cache.lease(manifest.model, self._wants, version=manifest.fingerprint) as lease:
+            fresh = [parts[name] for built in lease.report.built if (name := PartName(built)) in parts]
+            nbytes = sum(sum(part.footprint.values()) for part in fresh)
+            self._speeds.learn(nbytes, self._clock() - began_s, lease.report)
+
+    async def _describe(self, asked: Collection[tuple[str, str]]) -> None:
+        """Find out what each model would take of the budget. The answers before are forgotten: they have been heard."""
+        needs = {}
+        for model, version in asked:
+            try:
+                manifest = await self._cache.manifest(model, version)
+            except Exception as error:
+                self._note_failure(model, version, str(error).partition("\n")[0] or type(error).__name__)
+                continue
+            parts = self._cache.parts(manifest, self._wants).values()
+            needs[model] = ModelNeed(
+                manifest.fingerprint,
+                {part.component.module_key: sum(part.footprint.values()) for part in parts},
+                {part.component.module_key: tuple(extent.id for extent in part.extents) for part in parts},
+            )
+        self._needs = needs
+        self._asked = ()  # asked again, it looks again
+        self.news.set()
+
+    def _note_failure(self, model: str, version: str, error: str) -> None:
+        before = self._failed.get(model)
+        num = before.num if before and before.version == version else 0
+        self._failed[model] = _Failed(version, num + 1, self._clock(), error)
+
+    def _run(self, work: Coroutine[Any, Any, None]) -> None:
+        self._tasks.add(task := shared_task(work))
+        task.add_done_callback(self._tasks.discard)

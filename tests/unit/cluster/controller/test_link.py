@@ -1,0 +1,225 @@
+"""Reporters and the controller over a fake of Ray's actor: what each hears, and what dies with a controller."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ray.exceptions import ActorUnavailableError
+from unit.cluster.controller.reporting import POOL, need, versions, worker
+
+from cluster.control.dispatcher import Dispatcher
+from cluster.control.lanes import Ask
+from cluster.controller import actor as module
+from cluster.controller import link as link_module
+from cluster.controller.actor import Controller
+from cluster.controller.link import ControllerLink, link_queue
+from cluster.controller.overrides import OverrideChange, Overrides
+from cluster.controller.reports import OrderOutcome, Orders, WorkerReport
+from cluster.errors import OverrideRefused
+from configs.admission import AdmissionConfig
+from configs.cluster import ClusterConfig
+
+CONFIG = ClusterConfig.model_validate(
+    {"name": "one", "models": [{"id": "a", "path": "/a"}], "controller": {"tick_s": 0.05}}
+)
+
+
+class Registry:
+    """The registry as far as the controller asks it; `is_away` makes every call fail."""
+
+    def __init__(self) -> None:
+        self.saved = Overrides()
+        self.is_away = False
+        self.revision = ("e", 1)
+
+    async def ready(self) -> None:
+        pass
+
+    def __iter__(self) -> Any:
+        entries = versions("a", "b").items()
+        return iter(
+            SimpleNamespace(id=id_, kind=entry.kind, fingerprint=entry.version, serves=True, state="ready")
+            for id_, entry in entries
+        )
+
+    async def call_registry(self, method: Any, *arguments: Any) -> Any:
+        if self.is_away:
+            raise ActorUnavailableError("gone", None)
+        if method.__name__ == "set_overrides":
+            (self.saved,) = arguments
+        return {"overrides": self.saved, "nodes_with": {"node": []}, "set_overrides": None}[method.__name__]
+
+
+class Actors:
+    """The one controller under its name, as Ray has it: a new one in the place of one that was killed."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.registry = Registry()
+        monkeypatch.setattr(module, "RegistrySnapshot", lambda connect: self.registry)
+        self.controller: Controller | None = None
+
+    async def start(self) -> Controller:
+        self.controller = Controller.__new__(Controller)
+        await self.controller.__init__(CONFIG)  # type: ignore[misc]  # as Ray does
+        return self.controller
+
+    def kill(self) -> None:
+        assert self.controller is not None
+        for task in self.controller._tasks:
+            task.cancel()
+        self.controller = None
+
+    def __getattr__(self, name: str) -> Any:
+        return SimpleNamespace(remote=lambda *arguments: self._call(name, arguments))
+
+    async def _call(self, name: str, arguments: tuple[Any, ...]) -> Any:
+        if self.controller is None:
+            raise ActorUnavailableError("gone", None)
+        return await getattr(self.controller, name)(*arguments)
+
+
+class Models:
+    """A worker that has at once what it is told to have."""
+
+    def __init__(self) -> None:
+        self.news = asyncio.Event()
+        self.state: WorkerReport = worker(budget=12, needs={"a": need(x=10), "b": need(y=10)})
+        self.heard: list[str] = []
+
+    async def report(self) -> WorkerReport:
+        return self.state
+
+    def obey(self, orders: Orders) -> None:
+        for order in orders.orders:
+            if order.id in self.heard:
+                continue
+            self.heard.append(order.id)
+            ready = {"x": 10} if order.model == "a" else {"y": 10}
+            outcome = OrderOutcome(order.id, 0.1)
+            self.state = worker(
+                budget=12, needs=self.state.needs, ready=ready, taken=tuple(self.heard), outcomes=(outcome,)
+            )
+            self.news.set()
+
+
+@pytest.fixture
+async def actors(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Actors]:
+    monkeypatch.setattr(link_module, "PAUSE_S", 0.01)
+    monkeypatch.setattr(module, "HELD_S", 0.01)
+    found = Actors(monkeypatch)
+    await found.start()
+    yield found
+    if found.controller is not None:
+        found.kill()
+
+
+@pytest.fixture
+async def queue(actors: Actors) -> AsyncIterator[Dispatcher]:
+    found = Dispatcher(AdmissionConfig())
+    found.set_replicas(POOL, ["w"])
+    link = link_queue("q", found, lambda: actors, 0.05)
+    link.start()
+    yield found
+    link.close()
+
+
+@pytest.fixture
+async def models(actors: Actors) -> AsyncIterator[Models]:
+    found = Models()
+    link = ControllerLink("w", lambda: actors, found.report, found.obey, found.news, 0.05)
+    link.start()
+    yield found
+    link.close()
+
+
+def ask(model: str) -> Ask:
+    return Ask(POOL, model, 1.0, 0.25, 2, "default", math.inf)
+
+
+async def place_of(queue: Dispatcher, model: str) -> str:
+    async with asyncio.timeout(10):
+        ticket = await queue.submit(ask(model))
+        try:
+            return await queue.place(ticket)
+        finally:
+            queue.leave(ticket, is_answered=True)
+
+
+async def until(condition: Any) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+async def has_plan(actors: Actors) -> None:
+    await until(lambda: actors.controller is not None and actors.controller._decided is not None)
+
+
+async def test_requests_start_where_the_controller_has_got_their_model_ready(
+    actors: Actors, queue: Dispatcher, models: Models
+) -> None:
+    await has_plan(actors)
+    await until(lambda: queue._queue.is_unplaced(ask("a"), queue._clock()))
+    assert await place_of(queue, "a") == "w"
+    assert await place_of(queue, "b") == "w"
+    assert len(models.heard) == 2
+    assert actors.controller is not None
+    found = await actors.controller.describe(10)
+    assert [(one["action"], one["model"], one["state"]) for one in found["decisions"]] == [
+        ("switch", "b", "done"),
+        ("switch", "a", "done"),
+    ]
+    assert all(one["reason"] for one in found["decisions"])
+    assert found["workers"][0]["models"] == ["b"]
+
+
+async def test_a_controller_that_dies_holds_nobody_up_and_the_next_one_goes_on(
+    actors: Actors, queue: Dispatcher, models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "PLAN_LIVES_S", 0.2)
+    await has_plan(actors)
+    assert await place_of(queue, "a") == "w"
+    actors.kill()
+    assert await place_of(queue, "b") == "w"  # its word has ended: any worker, which switches by itself
+    assert len(models.heard) == 1
+    await actors.start()
+    await until(lambda: queue._queue.is_unplaced(ask("b"), queue._clock()))
+    assert await place_of(queue, "b") == "w"
+    assert len(models.heard) == 2
+
+
+async def test_orders_by_hand_outlive_the_controller_and_need_the_registry_only_to_change(
+    actors: Actors, queue: Dispatcher, models: Models
+) -> None:
+    await has_plan(actors)
+    assert actors.controller is not None
+    await actors.controller.change(OverrideChange("pin", True, "w", "b"))
+    await until(lambda: models.state.ready == {"y": 10})
+    with pytest.raises(OverrideRefused, match="no worker 'nobody'"):
+        await actors.controller.change(OverrideChange("drain", True, "nobody"))
+    actors.registry.is_away = True
+    with pytest.raises(ActorUnavailableError):
+        await actors.controller.change(OverrideChange("freeze", True))
+    assert (await actors.controller.describe(1))["overrides"]["is_frozen"] is False
+    assert await place_of(queue, "b") == "w"  # decisions go on without the registry
+    actors.registry.is_away = False
+    actors.kill()
+    controller = await actors.start()
+    await has_plan(actors)
+    assert (await controller.describe(1))["overrides"]["pins"] == {"w": ["b"]}
+
+
+async def test_a_plan_that_fails_is_said_and_the_next_one_is_made(
+    actors: Actors, queue: Dispatcher, models: Models, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    await has_plan(actors)
+    assert actors.controller is not None
+    with monkeypatch.context() as broken:
+        broken.setattr(actors.controller._deciding, "decide", lambda *_: 1 / 0)
+        await until(lambda: "no decision" in caplog.text)
+    assert await place_of(queue, "a") == "w"
