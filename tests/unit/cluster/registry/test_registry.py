@@ -7,6 +7,7 @@ import inspect
 import json
 import shutil
 import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -173,6 +174,24 @@ async def test_it_remembers_the_settings_of_admission(tmp_path: Path, checkpoint
     assert await models.admission() is None
     await models.set_admission(admission := AdmissionConfig(max_waiting=3))
     assert await models.admission() == admission
+
+
+@pytest.mark.usefixtures("imports_here")
+async def test_the_report_of_residency_is_made_beside_the_event_loop(
+    tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes long in a large cluster, and the directory answers meanwhile."""
+    models = await registry(tmp_path, checkpoint, "http://127.0.0.1:1")
+    threads: list[int] = []
+
+    def report(*_: Any) -> dict[str, Any]:
+        threads.append(threading.get_ident())
+        return {"nodes": [], "models": {}}
+
+    monkeypatch.setattr("cluster.registry.actor.cluster_residency", report)
+    assert await models.residency(["near"], 0, 10) == {"num_nodes": 0, "nodes": [], "models": {}}
+    assert len(threads) == 1
+    assert threads != [threading.get_ident()]
 
 
 @pytest.mark.usefixtures("imports_here")
