@@ -188,7 +188,7 @@ async def test_large_images_are_written_beside_the_event_loop(
         assert image.size == (side, side)
         assert encoded == [is_on_loop] * 2
         assert joined == [True]  # of one colour they take few bytes
-    monkeypatch.setattr(openai_images, "encode_image", lambda image, format_: bytes(4000))
+    monkeypatch.setattr(openai_images, "encode_image", lambda *_, **__: bytes(4000))
     joined.clear()
     assert (await http.post(f"/v1/{IMAGES}", json=IMAGE)).status_code == 200
     assert joined == [False]
