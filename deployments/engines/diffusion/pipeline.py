@@ -46,6 +46,7 @@ from deployments.engines.diffusion.state import (
     take_branches,
 )
 from deployments.engines.memory_limits import MemoryLimits, run_in_parts
+from deployments.engines.nn.batch_invariant import make_batch_invariant
 from deployments.engines.nn.lora import Pairs, applied_adapters, check_targets
 from deployments.engines.protocol import ComputationFailed, DiffusionRequest, EngineError
 from weights.adapters import LoraAdapter
@@ -79,6 +80,8 @@ class DenoisePipeline:
         self._pairs: weakref.WeakKeyDictionary[LoraAdapter, Pairs] = weakref.WeakKeyDictionary()
         self._bounds = bounds
         self._memory = MemoryLimits()
+        for name in (family.denoiser_name, "vae"):
+            make_batch_invariant(modules[name])
         if reason := family.refusal(self.denoiser):
             raise EngineError(f"{folder}: {reason}")
 
@@ -110,7 +113,10 @@ class DenoisePipeline:
         pairs = tuple((self._fitted(loras[use.name]), use.scale) for use in uses)
         is_guided = family.uses_negative(request, "negative_prompt_embeds" in conditioning)
         widths = family.text_widths(self.denoiser)
-        branches = take_branches(conditioning, widths, is_guided, self.device, self.denoiser.dtype)
+        masks_text = family.masks_text and not request.control  # no ControlNet of diffusers heeds a mask
+        branches = take_branches(
+            conditioning, widths, is_guided, self.device, self.denoiser.dtype, masks_text=masks_text
+        )
         if resume_from is not None and not self._is_resumable:
             raise EngineError(f"{self.model_index['scheduler'][1]} keeps history: the request must start again")
         solver = self._solvers.create_solver(self.device, **family.schedule(request, self._solvers.config, size))

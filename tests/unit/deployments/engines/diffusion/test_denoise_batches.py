@@ -71,7 +71,7 @@ def test_rows_that_fit_share_one_forward(pair, make_request, count_forwards):
     pair.ours.step([early])
     late = pair.ours.start(make_request(num_images=2, **guided), pair.conditioning(negative=True))
     other_size = pair.ours.start(make_request(width=16, height=64), pair.conditioning())
-    other_text = pair.ours.start(make_request(), pair.conditioning(length=9))
+    other_text = pair.ours.start(make_request(), pair.conditioning(length=40))
     sizes.clear()
     pair.ours.step([early, late, other_size, other_text])
     assert sizes == [1 + 2 * 2, 1, 1]
