@@ -28,6 +28,7 @@ from deployments.engines.diffusion.rows import (
     DEFAULT_BOUNDS,
     BatchBounds,
     Part,
+    Work,
     batch_key,
     build_rows,
     grouped,
@@ -146,10 +147,20 @@ class DenoisePipeline:
             controls=controls,
         )
 
-    def share_of_batch(self, state: DenoiseState) -> float:
-        """Return the part of a forward, as large as bounds and memory allow, that a step takes; may exceed 1."""
-        most = min(self._memory.allowed(memory_kind(part)) for part in parts_of([state]))
-        return state.num_rows / min(most, self._bounds.denoise_rows(state.request.height * state.request.width))
+    def step_work(self, state: DenoiseState) -> Work:
+        """Return the work of one step."""
+        parts = parts_of([state])
+        most = min(self._memory.allowed(memory_kind(part)) for part in parts)
+        most = min(most, self._bounds.denoise_rows(state.request.height * state.request.width))
+        kind = str(memory_kind(parts[-1]))
+        return Work(frozenset(batch_key(part) for part in parts), kind, state.num_rows, most)
+
+    def decode_work(self, state: DenoiseState) -> Work:
+        """Return the work of decoding the images."""
+        height, width = image_size(state)
+        kind = "decode", height, width
+        most = min(self._memory.allowed(kind), self._bounds.decode_rows(height * width))
+        return Work(frozenset([kind]), str(kind), len(state.latents), most)
 
     def step(self, states: Sequence[DenoiseState]) -> None:
         """Move each state on by one denoise step. When a forward raises, no state has moved.

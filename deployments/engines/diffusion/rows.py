@@ -50,6 +50,19 @@ class BatchBounds:
 DEFAULT_BOUNDS: Final = BatchBounds()
 
 
+@dataclass(frozen=True, slots=True)
+class Work:
+    """The work of one step or decode of a request: `rows` of `kind`, in calls of at most `max_rows`.
+
+    It takes one call for each of `keys`, which it may share with requests that have the same.
+    """
+
+    keys: frozenset[Hashable]
+    kind: str
+    rows: int
+    max_rows: float
+
+
 def image_size(state: DenoiseState) -> tuple[int, int]:
     """Return (height, width) in pixels."""
     return state.request.height, state.request.width

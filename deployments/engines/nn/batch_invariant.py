@@ -44,8 +44,9 @@ def conv2d(
 ) -> torch.Tensor:
     """Return `F.conv2d`."""
     x = _in_c_order(x)
-    if not _depends_on_batch(x) or not torch.backends.mkldnn.is_available():
-        return F.conv2d(x, weight, bias, stride, padding, dilation, groups)  # type: ignore[arg-type]
+    has_onednn: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    if not _depends_on_batch(x) or not has_onednn:
+        return F.conv2d(x, weight, bias, stride, padding, dilation, groups)
     result: torch.Tensor = torch.mkldnn_convolution(x, weight, bias, padding, stride, dilation, groups)
     return result
 
