@@ -159,7 +159,8 @@ class ConditionedRequest:
 
     Outputs before the last one are sent for what was asked: `reports_steps`, one at every step; `num_previews`, so many
     previews spread over the steps; `checkpoint_steps`, a checkpoint every so many steps (0: none). `resume_from` is the
-    checkpoint to go on from; `conditioning` is then what `checkpoints.conditioning_of` reads from it.
+    checkpoint to go on from; `conditioning` is then what `checkpoints.conditioning_of` reads from it. A request that
+    would otherwise not end within `timeout_s` goes before others, if that helps.
     """
 
     request: DiffusionRequest
@@ -169,6 +170,7 @@ class ConditionedRequest:
     num_previews: int = 0
     checkpoint_steps: int = 0
     resume_from: bytes | None = None
+    timeout_s: float | None = None
 
     @property
     def request_id(self) -> str:

@@ -106,6 +106,7 @@ class ImageService:
                         num_previews=request.partial_images,
                         checkpoint_steps=request.checkpoint_steps,
                         resume_from=checkpoint,
+                        timeout_s=_time_left(request, start),
                     )
                     async with contextlib.aclosing(self._denoise(lease, conditioned)) as outputs:
                         async for output in outputs:
@@ -171,6 +172,10 @@ async def _kept_text(checkpoint: bytes) -> Conditioning:
     """Return the conditioning of a checkpoint. Not on the event loop: it may be megabytes."""
     tensors = await asyncio.to_thread(lambda: pack(conditioning_of(checkpoint)))
     return Conditioning(tensors, encode_ms=0.0, cache=CacheUse(0, 0), warnings=())
+
+
+def _time_left(request: ImageRequest, start: float) -> float | None:
+    return None if request.timeout_s is None else request.timeout_s - (time.perf_counter() - start)
 
 
 def _progress(output: DiffusionOutput) -> ImageProgress:

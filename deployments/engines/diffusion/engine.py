@@ -1,9 +1,6 @@
 """The diffusion engine: choose a batch, denoise it, decode what has ended. Single-threaded; the caller decides when.
 
-The scheduler of denoise steps (`_choose_batch`) is pure. When not all requests fit into a batch, those with the least
-work left go first: of equal requests some run to their end while the others wait, which answers them sooner on average
-than if all advanced at the same pace and ended last together. Now and then the first place goes to the request that has
-waited the longest since its last step, so that a long one moves on under many short ones.
+A turn is one forward's worth of requests, or one decode's; `turns.py` says whose, by the costs that earlier turns had.
 """
 
 from __future__ import annotations
@@ -11,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -19,24 +16,29 @@ import numpy.typing as npt
 from deployments.engines.diffusion.checkpoints import restore_checkpoint, save_checkpoint
 from deployments.engines.diffusion.pipeline import DenoisePipeline
 from deployments.engines.diffusion.previews import preview_steps
+from deployments.engines.diffusion.rows import Work
 from deployments.engines.diffusion.state import DenoiseState
+from deployments.engines.diffusion.step_costs import StepCosts
+from deployments.engines.diffusion.stopwatch import Stopwatch
+from deployments.engines.diffusion.turns import ArrivingLoad, Candidate, FairOrder, choose_turn
 from deployments.engines.memory_limits import forget_frames, is_out_of_memory
 from deployments.engines.protocol import ConditionedRequest, DenoiseTimes, DiffusionOutput, EngineError
-
-ROTATION: Final = 4  # every so many batches the first place goes to the request that has waited the longest
-WHOLE: Final = 1 + 1e-9  # ten tenths are a little more or less than one
 
 T = TypeVar("T")
 
 
 @dataclass(slots=True, eq=False)
 class _Running:
-    """A request under way. Times are the clock's: it was added, had its first step, and its last."""
+    """A request under way. Times are the clock's: it was added, must have ended, had its first step, and its last.
+
+    `fair_end` is that of `FairOrder`.
+    """
 
     request: ConditionedRequest
     state: DenoiseState
-    last_batch: int
     added: float
+    fair_end: float
+    deadline_s: float | None
     started: float | None = None
     denoised: float = 0.0
 
@@ -44,16 +46,25 @@ class _Running:
 class DiffusionEngine:
     """An `Engine` that makes images for many requests of one pipeline, as many in one batch as bounds and memory allow.
 
-    A step denoises a batch once or, when requests have had their last step, decodes those. Images differ by at most
-    1 of 255 from those of a request alone (see rows.py). When a batch fails, its requests run again one by one, so that
-    an error stays with the request that caused it.
+    A step denoises a batch once or, when requests have had their last step, decodes some of those. On the CPU images
+    are those of a request alone, bit for bit (see rows.py). When a batch fails, its requests run again one by one, so
+    that an error stays with the request that caused it. `costs` are those of an earlier run, or none.
     """
 
-    def __init__(self, pipeline: DenoisePipeline) -> None:
+    def __init__(
+        self,
+        pipeline: DenoisePipeline,
+        costs: StepCosts | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self.pipeline = pipeline
         self.failures: dict[str, Exception] = {}
         self._requests: dict[str, _Running] = {}
-        self._batch_number = 0
+        self._costs = costs or StepCosts()
+        self._clock = clock
+        self._order, self._load = FairOrder(), ArrivingLoad()
+        self._stopwatch = Stopwatch(pipeline.device, clock)
+        self._turn = "", 0  # the kind and the rows of the one that runs
 
     @property
     def has_work(self) -> bool:
@@ -71,37 +82,53 @@ class DiffusionEngine:
         if request.resume_from is not None:
             restore_checkpoint(state, request.resume_from)
         state.preview_at = preview_steps(state.num_steps, request.num_previews)
-        self._requests[request.request_id] = _Running(request, state, self._batch_number, time.perf_counter())
+        now = self._clock()
+        steps, decode = self.pipeline.step_work(state), self.pipeline.decode_work(state)
+        work_s = self._costs.seconds_per_row(steps.kind) * steps.rows * state.num_steps_left
+        work_s += self._costs.seconds_per_row(decode.kind) * decode.rows
+        self._load.arrive(now, work_s)
+        deadline_s = None if request.timeout_s is None else now + request.timeout_s
+        self._requests[request.request_id] = _Running(request, state, now, self._order.arrive(work_s), deadline_s)
 
     def abort(self, request_id: str) -> None:
         """Drop a request. Unknown ids are ignored."""
-        self._requests.pop(request_id, None)
+        running = self._requests.pop(request_id, None)
+        if running is not None:
+            self._order.leave(running.fair_end)
 
     def step(self) -> list[DiffusionOutput]:
         """Denoise a batch, or decode the requests that have no steps left."""
         self.failures = {}
         if ended := [running for running in self._requests.values() if running.state.done]:
-            return self._decode(ended)
-        return self._denoise(self._choose())
+            return self._decode(self._choose(ended, self.pipeline.decode_work))
+        return self._denoise(self._choose(list(self._requests.values()), self.pipeline.step_work))
 
-    def _choose(self) -> list[_Running]:
-        self._batch_number += 1
-        waiting = list(self._requests.values())
-        candidates = [
-            _Candidate(self.pipeline.share_of_batch(one.state), one.state.num_steps_left, one.last_batch)
-            for one in waiting
-        ]
-        chosen = [waiting[place] for place in _choose_batch(candidates, self._batch_number)]
-        for running in chosen:
-            running.last_batch = self._batch_number
-        return chosen
+    def _choose(self, waiting: Sequence[_Running], work_of: Callable[[DenoiseState], Work]) -> list[_Running]:
+        """Return whose turn it is, and time it until `_note_turn`."""
+        now = self._clock()
+        candidates = []
+        for running in waiting:
+            work, end, deadline_s = work_of(running.state), running.fair_end, running.deadline_s
+            left_s = self._costs.seconds(work.kind, work.rows) * max(1, running.state.num_steps_left)
+            candidates.append(Candidate(work.keys, work.kind, work.rows, work.max_rows, end, left_s, deadline_s))
+        chosen = choose_turn(candidates, self._costs, now, self._load.share(now))
+        self._turn = candidates[chosen[0]].kind, sum(candidates[place].rows for place in chosen)
+        self._stopwatch.begin()
+        return [waiting[place] for place in chosen]
+
+    def _note_turn(self, failed: bool) -> None:
+        """Take in what the turn cost. One in which something failed, and ran again alone perhaps, says nothing."""
+        kind, rows = self._turn
+        self._order.work(self._costs.seconds_per_row(kind) * rows)
+        self._stopwatch.end(lambda seconds: None if failed else self._costs.note(kind, rows, seconds))
 
     def _denoise(self, batch: Sequence[_Running]) -> list[DiffusionOutput]:
-        now = time.perf_counter()
+        now = self._clock()
         for running in batch:
             running.started = running.started or now
         failures = _run_or_retry(self._step_states, [running.state for running in batch])
-        now = time.perf_counter()
+        self._note_turn(any(failures))
+        now = self._clock()
         moved = []
         for running, failure in zip(batch, failures, strict=True):
             if failure is not None:
@@ -145,7 +172,8 @@ class DiffusionEngine:
 
     def _decode(self, ended: Sequence[_Running]) -> list[DiffusionOutput]:
         outcomes = _run_or_retry(self.pipeline.decode, [running.state for running in ended])
-        now = time.perf_counter()
+        self._note_turn(any(isinstance(outcome, Exception) for outcome in outcomes))
+        now = self._clock()
         outputs = []
         for running, outcome in zip(ended, outcomes, strict=True):
             if isinstance(outcome, Exception):
@@ -161,7 +189,7 @@ class DiffusionEngine:
     def _give_up(self, running: _Running, error: Exception) -> None:
         request_id = running.request.request_id
         self.failures[request_id] = error
-        del self._requests[request_id]
+        self.abort(request_id)
 
 
 def _run_or_retry(
@@ -176,37 +204,3 @@ def _run_or_retry(
         if len(states) == 1:
             return [error]
     return [outcome for state in states for outcome in _run_or_retry(work, [state])]
-
-
-@dataclass(frozen=True, slots=True)
-class _Candidate:
-    """A request that could step. `share`: the part of a batch that a step of it takes; more than 1 is one by itself.
-
-    `last_batch` is the number of the batch of its last step, or that of its arrival.
-    """
-
-    share: float
-    num_steps_left: int
-    last_batch: int
-
-    @property
-    def work_left(self) -> float:
-        return self.num_steps_left * self.share
-
-
-def _choose_batch(candidates: Sequence[_Candidate], number: int) -> list[int]:
-    """Return the ascending places in `candidates`, which are in the order of arrival, that form batch `number`."""
-    if sum(candidate.share for candidate in candidates) <= WHOLE:
-        return list(range(len(candidates)))
-    order = sorted(range(len(candidates)), key=lambda place: candidates[place].work_left)
-    if number % ROTATION == 0:
-        longest = min(order, key=lambda place: (candidates[place].last_batch, place))
-        order.remove(longest)
-        order.insert(0, longest)
-    chosen: list[int] = []
-    taken = 0.0
-    for place in order:
-        if not chosen or taken + candidates[place].share <= WHOLE:
-            chosen.append(place)
-            taken += candidates[place].share
-    return sorted(chosen)

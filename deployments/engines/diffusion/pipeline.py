@@ -28,6 +28,7 @@ from deployments.engines.diffusion.rows import (
     DEFAULT_BOUNDS,
     BatchBounds,
     Part,
+    Work,
     batch_key,
     build_rows,
     grouped,
@@ -46,6 +47,7 @@ from deployments.engines.diffusion.state import (
     take_branches,
 )
 from deployments.engines.memory_limits import MemoryLimits, run_in_parts
+from deployments.engines.nn.batch_invariant import make_batch_invariant
 from deployments.engines.nn.lora import Pairs, applied_adapters, check_targets
 from deployments.engines.protocol import ComputationFailed, DiffusionRequest, EngineError
 from weights.adapters import LoraAdapter
@@ -79,6 +81,8 @@ class DenoisePipeline:
         self._pairs: weakref.WeakKeyDictionary[LoraAdapter, Pairs] = weakref.WeakKeyDictionary()
         self._bounds = bounds
         self._memory = MemoryLimits()
+        for name in (family.denoiser_name, "vae"):
+            make_batch_invariant(modules[name])
         if reason := family.refusal(self.denoiser):
             raise EngineError(f"{folder}: {reason}")
 
@@ -110,7 +114,10 @@ class DenoisePipeline:
         pairs = tuple((self._fitted(loras[use.name]), use.scale) for use in uses)
         is_guided = family.uses_negative(request, "negative_prompt_embeds" in conditioning)
         widths = family.text_widths(self.denoiser)
-        branches = take_branches(conditioning, widths, is_guided, self.device, self.denoiser.dtype)
+        masks_text = family.masks_text and not request.control  # no ControlNet of diffusers heeds a mask
+        branches = take_branches(
+            conditioning, widths, is_guided, self.device, self.denoiser.dtype, masks_text=masks_text
+        )
         if resume_from is not None and not self._is_resumable:
             raise EngineError(f"{self.model_index['scheduler'][1]} keeps history: the request must start again")
         solver = self._solvers.create_solver(self.device, **family.schedule(request, self._solvers.config, size))
@@ -140,10 +147,20 @@ class DenoisePipeline:
             controls=controls,
         )
 
-    def share_of_batch(self, state: DenoiseState) -> float:
-        """Return the part of a forward, as large as bounds and memory allow, that a step takes; may exceed 1."""
-        most = min(self._memory.allowed(memory_kind(part)) for part in parts_of([state]))
-        return state.num_rows / min(most, self._bounds.denoise_rows(state.request.height * state.request.width))
+    def step_work(self, state: DenoiseState) -> Work:
+        """Return the work of one step."""
+        parts = parts_of([state])
+        most = min(self._memory.allowed(memory_kind(part)) for part in parts)
+        most = min(most, self._bounds.denoise_rows(state.request.height * state.request.width))
+        kind = str(memory_kind(parts[-1]))
+        return Work(frozenset(batch_key(part) for part in parts), kind, state.num_rows, most)
+
+    def decode_work(self, state: DenoiseState) -> Work:
+        """Return the work of decoding the images."""
+        height, width = image_size(state)
+        kind = "decode", height, width
+        most = min(self._memory.allowed(kind), self._bounds.decode_rows(height * width))
+        return Work(frozenset([kind]), str(kind), len(state.latents), most)
 
     def step(self, states: Sequence[DenoiseState]) -> None:
         """Move each state on by one denoise step. When a forward raises, no state has moved.

@@ -1,11 +1,11 @@
 """States -> rows of one forward -> guided predictions per state.
 
-Each image of each request is one row, two under classifier-free guidance. Rows of one image size, text
+Each image of each request is one row, two under classifier-free guidance. Rows of one image size, padded text
 length and adapter set go through the denoiser together, whatever their step, schedule, guidance or seed.
 
-A row's prediction is that of the row alone up to rounding, not bit for bit: torch chooses the kernels of matrix
-products and convolutions by the number of rows. Images differ by at most 1 of 255 from those with other batch-mates,
-or of another split (tests/unit/deployments/engines/diffusion/test_denoise_batches.py, in float32 on the CPU).
+On the CPU a row's prediction is that of the row alone, bit for bit, in any company and any split
+(`nn/batch_invariant.py`; tests/unit/deployments/engines/diffusion/test_batch_invariance.py). On a GPU it differs by
+rounding: its libraries choose kernels by the number of rows.
 """
 
 from __future__ import annotations
@@ -50,6 +50,19 @@ class BatchBounds:
 DEFAULT_BOUNDS: Final = BatchBounds()
 
 
+@dataclass(frozen=True, slots=True)
+class Work:
+    """The work of one step or decode of a request: `rows` of `kind`, in calls of at most `max_rows`.
+
+    It takes one call for each of `keys`, which it may share with requests that have the same.
+    """
+
+    keys: frozenset[Hashable]
+    kind: str
+    rows: int
+    max_rows: float
+
+
 def image_size(state: DenoiseState) -> tuple[int, int]:
     """Return (height, width) in pixels."""
     return state.request.height, state.request.width
@@ -66,7 +79,8 @@ def batch_key(part: Part) -> Hashable:
     The size and not the latents' shape, which is the same for packed latents of 64x32 and 32x64 pixels.
     """
     adapters = tuple((id(pairs), strength) for pairs, strength in part.state.adapters)
-    return image_size(part.state), part.branch.prompt.shape[1], adapters, _control_key(part)
+    is_padded = part.branch.mask is not None
+    return image_size(part.state), part.branch.prompt.shape[1], is_padded, adapters, _control_key(part)
 
 
 def memory_kind(part: Part) -> Hashable:
@@ -92,7 +106,7 @@ def grouped(things: Sequence[T], key: Callable[[T], Hashable]) -> list[list[T]]:
 
 def build_rows(group: Sequence[Part]) -> Rows:
     """Return the rows of a forward, in the order part, image."""
-    latents, timesteps, prompts, guidance, pooled = [], [], [], [], []
+    latents, timesteps, prompts, guidance, pooled, masks = [], [], [], [], [], []
     for state, branch in group:
         scaled = _model_input(state)
         count = len(scaled)
@@ -102,9 +116,18 @@ def build_rows(group: Sequence[Part]) -> Rows:
         guidance.append(torch.full([count], state.request.guidance_scale, device=scaled.device))
         if branch.pooled is not None:
             pooled.append(branch.pooled.expand(count, -1))
-    all_pooled = torch.cat(pooled) if pooled else None
+        if branch.mask is not None:
+            masks.append(branch.mask.expand(count, -1))
     controls = tuple(_control_rows(group, place) for place in range(len(group[0].state.acting_controls)))
-    return Rows(torch.cat(latents), torch.cat(timesteps), torch.cat(prompts), torch.cat(guidance), all_pooled, controls)
+    return Rows(
+        torch.cat(latents),
+        torch.cat(timesteps),
+        torch.cat(prompts),
+        torch.cat(guidance),
+        torch.cat(pooled) if pooled else None,
+        controls,
+        torch.cat(masks) if masks else None,
+    )
 
 
 def _control_rows(group: Sequence[Part], place: int) -> ControlRows:

@@ -20,6 +20,7 @@ from weights.adapters import LoraAdapter
 MAX_SIDE_PX = 4096
 MAX_STEPS = 1000
 MAX_IMAGES = 32
+MIN_TEXT_LENGTH = 16
 SEEDS = range(-(2**63), 2**64)  # what torch.Generator.manual_seed takes
 
 
@@ -139,11 +140,13 @@ def take_branches(
     guided: bool,
     device: torch.device,
     dtype: torch.dtype,
+    *,
+    masks_text: bool = False,
 ) -> tuple[Branch, ...]:
     """Return (prompt,) or, when `guided`, (negative, prompt). The two may differ in length.
 
-    `widths` is the model's (D, P); P is None for a model without pooled text. Raises EngineError for tensors that are
-    missing or of another shape.
+    With `masks_text` each is padded to `padded_length`, and masked there. `widths` is the model's (D, P); P is None for
+    a model without pooled text. Raises EngineError for tensors that are missing or of another shape.
     """
     prefixes = ("negative_", "") if guided else ("",)
     branches = []
@@ -152,8 +155,26 @@ def take_branches(
         pooled = None
         if widths[1] is not None:
             pooled = _conditioning(conditioning, prefix + "pooled_prompt_embeds", (1, widths[1])).to(device, dtype)
-        branches.append(Branch(prompt.to(device, dtype), pooled))
+        branch = Branch(prompt.to(device, dtype), pooled)
+        branches.append(_padded(branch) if masks_text else branch)
     return tuple(branches)
+
+
+def padded_length(num_tokens: int) -> int:
+    """Return the length that a text has in a forward: a power of two that follows from its own length alone.
+
+    So texts of many lengths share forwards, and none depends on its company. The usual lengths of T5 are such powers.
+    """
+    return max(MIN_TEXT_LENGTH, 1 << (num_tokens - 1).bit_length())
+
+
+def _padded(branch: Branch) -> Branch:
+    num_tokens = branch.prompt.shape[1]
+    length = padded_length(num_tokens)
+    if length == num_tokens:
+        return branch
+    mask = (torch.arange(length, device=branch.prompt.device) < num_tokens)[None]
+    return Branch(torch.nn.functional.pad(branch.prompt, (0, 0, 0, length - num_tokens)), branch.pooled, mask)
 
 
 def _conditioning(conditioning: Mapping[str, torch.Tensor], name: str, shape: tuple[int | None, ...]) -> torch.Tensor:

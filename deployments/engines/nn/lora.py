@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
+from deployments.engines.nn.batch_invariant import conv2d, linear
 from deployments.engines.protocol import EngineError
 from weights.adapters import LoraPair
 
@@ -74,10 +74,11 @@ def _side_path(pair: LoraPair, strength: float) -> Callable[[nn.Module, Any, tor
         x = args[0]
         down, up = pair.down.to(x.device, x.dtype), pair.up.to(x.device, x.dtype)
         if isinstance(target, nn.Conv2d):
-            low = F.conv2d(x, down, stride=target.stride, padding=target.padding, dilation=target.dilation)
-            delta = F.conv2d(low, up)
+            padding = target.padding
+            assert not isinstance(padding, str)  # diffusers gives numbers
+            delta = conv2d(conv2d(x, down, None, target.stride, padding, target.dilation), up)
         else:
-            delta = F.linear(F.linear(x, down), up)
+            delta = linear(linear(x, down), up)
         return output + delta * (pair.scale * strength)
 
     return add

@@ -39,6 +39,7 @@ _VIEWS: Final = (
 )
 # torch chooses among these by the type of the device before it asks for a kernel.
 _CHOSEN_BY_DEVICE: Final = (
+    "mkldnn_convolution",
     "convolution",
     "convolution_overrideable",
     "scaled_dot_product_attention",

@@ -76,10 +76,14 @@ class ImageSize(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """One text condition of a request, (1, L, D) and perhaps (1, P), on the denoiser's device and in its dtype."""
+    """One text condition of a request, (1, L, D) and perhaps (1, P), on the denoiser's device and in its dtype.
+
+    `mask` (1, L) is False where the prompt is padding, and None where nothing is.
+    """
 
     prompt: torch.Tensor
     pooled: torch.Tensor | None = None
+    mask: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +114,8 @@ class ControlRows:
 class Rows:
     """The input of one forward: latents (B, …), timesteps (B,), prompts (B, L, D), guidance scales (B,), pooled (B, P).
 
-    `pooled` is None for a family that has no pooled text. `controls` are the ControlNets of all rows.
+    `pooled` is None for a family that has no pooled text. `controls` are the ControlNets of all rows. `mask` (B, L) is
+    False where a prompt is padding, and None where no prompt is; only a family that `masks_text` gets one.
     """
 
     latents: torch.Tensor
@@ -119,6 +124,7 @@ class Rows:
     guidance: torch.Tensor
     pooled: torch.Tensor | None = None
     controls: tuple[ControlRows, ...] = ()
+    mask: torch.Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.latents)
@@ -128,7 +134,16 @@ class Rows:
         here = slice(start, stop)
         pooled = None if self.pooled is None else self.pooled[here]
         controls = tuple(control.part(start, stop) for control in self.controls)
-        return Rows(self.latents[here], self.timesteps[here], self.prompts[here], self.guidance[here], pooled, controls)
+        mask = None if self.mask is None else self.mask[here]
+        return Rows(
+            self.latents[here],
+            self.timesteps[here],
+            self.prompts[here],
+            self.guidance[here],
+            pooled,
+            controls,
+            mask,
+        )
 
 
 class Family(ABC):
@@ -145,6 +160,7 @@ class Family(ABC):
     control_class: ClassVar[str | None] = None  # the class of its ControlNets
     control_keys: ClassVar[Sequence[str]] = ()  # what their configs must have in common with the denoiser's
     controls_read_prompt: ClassVar[bool] = False  # also beside a negative prompt
+    masks_text: ClassVar[bool] = False  # whether `predict_noise` heeds a mask, so that texts may be padded
     refused_text_rules: ClassVar[Mapping[str, str]] = {}  # values of `text_padding` and `long_text`, and why not
 
     # Text

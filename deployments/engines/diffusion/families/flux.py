@@ -61,6 +61,7 @@ class Flux(FlowMatching):
         "pooled_projection_dim",
     )
     controls_read_prompt: ClassVar[bool] = True
+    masks_text: ClassVar[bool] = True
     refused_text_rules: ClassVar[Mapping[str, str]] = {
         "chunk": f"long_text 'chunk' is for CLIP, and FluxPipeline reads prompts with T5, which takes up to "
         f"{MAX_T5_TOKENS} tokens in one piece; use truncate or error"
@@ -132,6 +133,8 @@ class Flux(FlowMatching):
         return denoiser.config.joint_attention_dim, denoiser.config.pooled_projection_dim
 
     def predict_noise(self, denoiser: Any, rows: Rows, size: ImageSize) -> torch.Tensor:
+        import torch
+
         latents = rows.latents
         timesteps = rows.timesteps.to(latents.dtype) / 1000
         patch_ids = _patch_ids(size).to(latents.device, latents.dtype)
@@ -151,6 +154,10 @@ class Flux(FlowMatching):
             return residuals
 
         blocks, single_blocks = sum_residuals(rows, run) or (None, None)
+        attention = {}
+        if rows.mask is not None:  # of keys: text, then patches, which are all there
+            patches = rows.mask.new_ones(latents.shape[:2])
+            attention["attention_mask"] = torch.cat([rows.mask, patches], dim=1)[:, None, None, :]
         noise: torch.Tensor = denoiser(
             hidden_states=latents,
             timestep=timesteps,
@@ -162,6 +169,7 @@ class Flux(FlowMatching):
             controlnet_block_samples=blocks or None,
             controlnet_single_block_samples=single_blocks or None,
             controlnet_blocks_repeat=any(_reads_pixels(control.net) for control in rows.controls[:1]),
+            joint_attention_kwargs=attention or None,
             return_dict=False,
         )[0]
         return noise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 import time
 from collections.abc import Callable
@@ -11,8 +12,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from deployments.engines.diffusion.engine import DiffusionEngine
+from deployments.engines.diffusion.rows import Work
+from deployments.engines.diffusion.step_costs import StepCosts
 from deployments.engines.protocol import (
     ComputationFailed,
     ConditionedRequest,
@@ -33,6 +37,15 @@ async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(WAIT_S):
         while not condition():
             await asyncio.sleep(0.001)
+
+
+def costs_of_merging() -> StepCosts:
+    """Return costs by which all who can share a turn do, whatever turns take here."""
+    costs = StepCosts()
+    for kind, rows in itertools.product(("step", "decode"), range(1, 65)):
+        costs.note(kind, rows, 1.0)
+    costs.note = lambda *arguments: None  # type: ignore[method-assign]
+    return costs
 
 
 class Turns:
@@ -89,8 +102,13 @@ class Pipeline:
         state: State = conditioning
         return state
 
-    def share_of_batch(self, state: State) -> float:
-        return 1 / self.max_rows
+    device = torch.device("cpu")
+
+    def step_work(self, state: State) -> Work:
+        return Work(frozenset(["step"]), "step", 1, self.max_rows)
+
+    def decode_work(self, state: State) -> Work:
+        return Work(frozenset(["decode"]), "decode", 1, 64)
 
     def step(self, states: list[State]) -> None:
         self.threads.add(threading.get_ident())
@@ -126,7 +144,7 @@ class Denoising:
         return sum(loop.num_running for loop in self._loops.values())
 
     async def output(self, pipeline: Pipeline, state: State, seen: list[DiffusionOutput] | None = None) -> Any:
-        engine = DiffusionEngine(pipeline)  # type: ignore[arg-type]
+        engine = DiffusionEngine(pipeline, costs_of_merging())  # type: ignore[arg-type]
         loop = self._loops.setdefault(pipeline, EngineLoop(self._thread, engine))
         request = DiffusionRequest(state.name, 2, 2, state.num_steps, 1.0, 0)
         conditioned = ConditionedRequest(request, state, reports_steps=seen is not None)  # type: ignore[arg-type]

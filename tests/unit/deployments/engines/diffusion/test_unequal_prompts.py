@@ -55,6 +55,6 @@ def test_equals_a_plain_loop_and_shares_forwards(flux, monkeypatch):
     )
     while not states[0].done:
         flux.ours.step(states)
-    assert sizes == [(3, 9), (3, 5)] * 3  # per step: all negative prompts, then all prompts
+    assert sizes == [(6, 16)] * 3  # negative prompts and prompts, padded
     for state, latents in zip(states, expected, strict=True):
         assert torch.allclose(state.latents, latents, atol=1e-4)

@@ -1,0 +1,100 @@
+"""Layers whose result for a row does not depend on the rows beside it, bit for bit, on the CPU.
+
+Torch chooses its float32 kernels on a CPU by the number of rows (2.13). MKL multiplies one row, two or three, and four
+or more in three ways, and with several threads the first dozen rows in yet others; a convolution goes to oneDNN or
+elsewhere by the size of the batch. Here few rows are padded, and every convolution goes to oneDNN, whose fixed cost of
+about 60 us is felt by convolutions of less than a million multiplications only. Other operations that diffusers' models
+use, and all of bfloat16, need nothing of this (tests/unit/deployments/engines/nn/test_batch_invariant.py looks at
+each), as long as a row has a multiple of 16 elements: what is left over after the vectors of an elementwise function is
+computed by other code.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+_HOSTS: Final = ("cpu", "sim")  # a simulated accelerator computes on the host
+MIN_ROWS: Final = 4
+MIN_ROWS_PER_THREAD: Final = 8  # with more than one thread; found with two
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Return `F.linear`."""
+    num_rows = x.numel() // max(1, x.shape[-1])
+    num_threads = torch.get_num_threads()
+    min_rows = MIN_ROWS if num_threads == 1 else MIN_ROWS_PER_THREAD * num_threads
+    if num_rows >= min_rows or not _depends_on_batch(x):
+        return F.linear(x, weight, bias)
+    padded = F.pad(x.reshape(num_rows, -1), (0, 0, 0, min_rows - num_rows))
+    return F.linear(padded, weight, bias)[:num_rows].reshape(*x.shape[:-1], -1)
+
+
+def conv2d(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    stride: tuple[int, ...] = (1, 1),
+    padding: tuple[int, ...] = (0, 0),
+    dilation: tuple[int, ...] = (1, 1),
+    groups: int = 1,
+) -> torch.Tensor:
+    """Return `F.conv2d`."""
+    x = _in_c_order(x)
+    has_onednn: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    if not _depends_on_batch(x) or not has_onednn:
+        return F.conv2d(x, weight, bias, stride, padding, dilation, groups)
+    result: torch.Tensor = torch.mkldnn_convolution(x, weight, bias, padding, stride, dilation, groups)
+    return result
+
+
+def _in_c_order(x: torch.Tensor) -> torch.Tensor:
+    """Return the tensor in C order on the CPU, where kernels are chosen by the order of memory as well.
+
+    What was transposed before, by an attention block say, is in channels-last order, but for a batch of one in both.
+    """
+    return x.contiguous() if x.device.type in _HOSTS else x
+
+
+def _depends_on_batch(x: torch.Tensor) -> bool:
+    return x.dtype == torch.float32 and x.device.type in _HOSTS and x.numel() > 0
+
+
+class BatchInvariantLinear(nn.Linear):
+    """A linear layer over `linear`."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return linear(input, self.weight, self.bias)
+
+
+class BatchInvariantConv2d(nn.Conv2d):
+    """A convolution over `conv2d`."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if self.padding_mode != "zeros" or isinstance(self.padding, str):
+            return super().forward(input)
+        return conv2d(input, self.weight, self.bias, self.stride, self.padding, self.dilation, self.groups)
+
+
+class BatchInvariantGroupNorm(nn.GroupNorm):
+    """A group norm over tensors in C order."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(_in_c_order(input))
+
+
+_INVARIANT: Final[dict[type[nn.Module], type[nn.Module]]] = {
+    nn.Linear: BatchInvariantLinear,
+    nn.Conv2d: BatchInvariantConv2d,
+    nn.GroupNorm: BatchInvariantGroupNorm,
+}
+
+
+def make_batch_invariant(module: nn.Module) -> None:
+    """Let the layers of a module that depend on the batch, weights and hooks as they are, be the ones above."""
+    for part in module.modules():
+        if type(part) in _INVARIANT:
+            part.__class__ = _INVARIANT[type(part)]

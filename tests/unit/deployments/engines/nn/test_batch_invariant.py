@@ -1,0 +1,141 @@
+"""Each operation of diffusers' models gives a row what it gives the row alone, bit for bit, on the CPU."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from deployments.engines.nn.batch_invariant import conv2d, linear, make_batch_invariant
+
+BATCHES = (1, 2, 3, 4, 5, 7, 8, 13, 16, 17, 24)
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def differing(work: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> list[int]:
+    """Return the batch sizes in which some row is another than alone."""
+    alone = [work(*(one[row : row + 1] for one in inputs)) for row in range(max(BATCHES))]
+    wrong = []
+    for count in BATCHES:
+        together = work(*(one[:count] for one in inputs))
+        if not all(torch.equal(together[row : row + 1], alone[row]) for row in range(count)):
+            wrong.append(count)
+    return wrong
+
+
+@DTYPES
+@pytest.mark.parametrize(("width", "out"), [(6, 16), (64, 256), (100, 33), (320, 640)])
+@pytest.mark.parametrize("length", [None, 1, 2, 3, 5, 16, 77])
+def test_linear(dtype: torch.dtype, width: int, out: int, length: int | None) -> None:
+    shape = (max(BATCHES), width) if length is None else (max(BATCHES), length, width)
+    x, weight, bias = torch.randn(shape).to(dtype), torch.randn(out, width).to(dtype), torch.randn(out).to(dtype)
+    assert differing(lambda x: linear(x, weight, bias), x) == []
+    assert torch.allclose(linear(x[:1], weight, bias), F.linear(x[:1], weight, bias), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("length", [1, 5, 16])
+def test_linear_of_two_threads(length: int) -> None:
+    torch.set_num_threads(2)
+    x, weight = torch.randn(max(BATCHES), length, 320), torch.randn(640, 320)
+    assert differing(lambda x: linear(x, weight), x) == []
+
+
+def test_conv2d_of_two_threads() -> None:
+    torch.set_num_threads(2)
+    x, weight = torch.randn(max(BATCHES), 16, 16, 16), torch.randn(32, 16, 3, 3)
+    assert differing(lambda x: conv2d(x, weight, None, padding=(1, 1)), x) == []
+
+
+@DTYPES
+@pytest.mark.parametrize(("channels", "out", "side"), [(4, 8, 16), (16, 16, 4), (64, 64, 8), (32, 64, 16), (7, 9, 15)])
+@pytest.mark.parametrize(("kernel", "padding", "stride"), [(3, 1, 1), (1, 0, 1), (3, 1, 2), (4, 0, 4)])
+def test_conv2d(dtype: torch.dtype, channels: int, out: int, side: int, kernel: int, padding: int, stride: int) -> None:
+    x = torch.randn(max(BATCHES), channels, side, side).to(dtype)
+    layer = nn.Conv2d(channels, out, kernel, stride, padding).to(dtype)
+    expected = layer(x)
+    make_batch_invariant(layer)
+    with torch.no_grad():
+        assert differing(layer, x) == []
+        assert torch.allclose(layer(x), expected, rtol=2e-2 if dtype == torch.bfloat16 else 1e-4, atol=1e-2)
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+def test_conv2d_has_groups_and_dilation(groups: int) -> None:
+    x, weight = torch.randn(2, 8, 9, 9), torch.randn(8, 8 // groups, 3, 3)
+    ours = conv2d(x, weight, None, (1, 1), (2, 2), (2, 2), groups)
+    assert torch.allclose(ours, F.conv2d(x, weight, None, 1, 2, 2, groups), atol=1e-4)
+
+
+@DTYPES
+@pytest.mark.parametrize("layer", [nn.GroupNorm(4, 16), nn.Conv2d(16, 16, 3, padding=1)], ids=str)
+def test_transposed_images(dtype: torch.dtype, layer: nn.Module) -> None:
+    """As an attention block gives them: one image is in two orders of memory at once, several are in one."""
+    tokens, own = torch.randn(max(BATCHES), 64, 16).to(dtype), copy.deepcopy(layer).to(dtype)
+    make_batch_invariant(own)
+    with torch.no_grad():
+        assert differing(lambda x: own(x.transpose(1, 2).reshape(-1, 16, 8, 8)), tokens) == []
+
+
+@DTYPES
+@pytest.mark.parametrize("shape", [(2, 16, 16, 8), (2, 80, 80, 8), (4, 64, 77, 16), (2, 100, 100, 64)])
+@pytest.mark.parametrize("has_mask", [False, True])
+def test_attention(dtype: torch.dtype, shape: tuple[int, int, int, int], has_mask: bool) -> None:
+    heads, queries, keys, width = shape
+    q, k, v = (torch.randn(max(BATCHES), heads, count, width).to(dtype) for count in (queries, keys, keys))
+    mask = torch.rand(max(BATCHES), 1, 1, keys) > 0.3
+    mask[..., 0] = True
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask if has_mask else None)
+
+    assert differing(attend, q, k, v, mask) == []
+
+
+@DTYPES
+@pytest.mark.parametrize(
+    "work",
+    [
+        lambda x: F.group_norm(x, 4),
+        lambda x: F.layer_norm(x, x.shape[-1:]),
+        lambda x: F.rms_norm(x, x.shape[-1:]),
+        F.silu,
+        F.gelu,
+        lambda x: F.gelu(x, approximate="tanh"),
+        torch.sin,
+        torch.exp,
+        lambda x: torch.softmax(x, -1),
+        lambda x: F.interpolate(x, scale_factor=2.0, mode="nearest"),
+        lambda x: x.mean(-1),
+    ],
+)
+def test_what_is_left_to_torch(dtype: torch.dtype, work: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    assert differing(work, torch.randn(max(BATCHES), 8, 12, 16).to(dtype)) == []
+
+
+def test_weights_hooks_and_subclasses_stay() -> None:
+    class Own(nn.Linear):
+        pass
+
+    model = nn.Sequential(nn.Linear(4, 4), Own(4, 4), nn.Conv2d(4, 4, 3, padding="same"))
+    seen: list[torch.Tensor] = []
+    model[0].register_forward_hook(lambda module, args, output: seen.append(output))
+    before = {name: value.data_ptr() for name, value in model.state_dict().items()}
+    make_batch_invariant(model)
+    make_batch_invariant(model)
+    model[0](torch.randn(1, 4))
+    assert len(seen) == 1
+    assert type(model[1]) is Own
+    assert model[2](torch.randn(1, 4, 5, 5)).shape == (1, 4, 5, 5)
+    assert {name: value.data_ptr() for name, value in model.state_dict().items()} == before
