@@ -81,9 +81,10 @@ def _render_serve_yaml(config: ClusterConfig) -> str:
     it holds where Serve starts with this file: a Serve that runs keeps the proxy that it has.
     """
     from cluster.door.door_plan import plan_unseen_door
+    from cluster.door.serve_proxy import ENVIRONMENT
 
     http, is_behind_haproxy = config.http, config.http.proxy == "haproxy"
-    door = {"runtime_env": {"env_vars": plan_unseen_door(http.haproxy).environment(config)}}
+    door = plan_unseen_door(http.haproxy).environment(config) if is_behind_haproxy else dict(ENVIRONMENT)
     roles = {"ingress": config.ingress, "text_encoder": config.text_encoder, "worker": config.worker}
     document = {
         "http_options": {
@@ -91,7 +92,7 @@ def _render_serve_yaml(config: ClusterConfig) -> str:
             "port": http.port,
             "request_timeout_s": http.proxy_timeout_s,
         },
-        **({"controller_options": door} if is_behind_haproxy else {}),
+        "controller_options": {"runtime_env": {"env_vars": door}},
         "applications": [
             {
                 "name": "atelier",

@@ -174,8 +174,10 @@ def _start_serve(config: ClusterConfig, door: DoorPlan | None) -> None:
     """
     from ray import serve
 
+    from cluster.door.serve_proxy import ENVIRONMENT
     from deployments.app import AppArgs, build_app
 
+    environment = door.environment(config) if door else dict(ENVIRONMENT)
     app = build_app(AppArgs(config=config.model_dump(mode="json")))  # models enter the store while Serve starts
     serve.start(
         http_options={
@@ -183,7 +185,7 @@ def _start_serve(config: ClusterConfig, door: DoorPlan | None) -> None:
             "port": config.http.port,
             "request_timeout_s": config.http.proxy_timeout_s,
         },
-        controller_options={"runtime_env": {"env_vars": door.environment(config)}} if door else None,
+        controller_options={"runtime_env": {"env_vars": environment}},
     )
     try:
         serve.run(app, name=APP_NAME, route_prefix="/")

@@ -62,13 +62,13 @@ def test_the_proxy_is_the_one_of_the_config(proxy: str, monkeypatch: pytest.Monk
     }
     document = yaml.safe_load(_render_serve_yaml(ClusterConfig.model_validate(FULL | {"http": http})))
     schema = ServeDeploySchema.model_validate(document)
-    if proxy == "serve":
-        assert schema.http_options.host == "0.0.0.0"
-        assert "controller_options" not in document
-        return
-    assert schema.http_options.host == "10.0.0.1"
     assert schema.controller_options is not None
     environment = schema.controller_options.runtime_env["env_vars"]
+    if proxy == "serve":
+        assert schema.http_options.host == "0.0.0.0"
+        assert "RAY_SERVE_ENABLE_HA_PROXY" not in environment
+        return
+    assert schema.http_options.host == "10.0.0.1"
     assert environment["RAY_SERVE_ENABLE_HA_PROXY"] == "1"
     assert environment["ATELIER_HTTP_ADDRESS"] == "0.0.0.0:9001"
     assert environment["RAY_SERVE_HAPROXY_STATS_PORT"] == "8410"
