@@ -2,20 +2,21 @@
 
 Reads the layout that diffusers and PEFT save: `<component>.<module path>.lora_A.weight` (rank, in) and
 `.lora_B.weight` (out, rank), optionally `.alpha` scalars, optionally the training config as JSON in the
-safetensors metadata. Source: diffusers 0.42, `loaders/peft.py` and `utils/peft_utils.py:get_peft_kwargs`.
+safetensors metadata. Files of kohya's trainer are taken as they are. Source: diffusers 0.42, `loaders/peft.py` and
+`utils/peft_utils.py:get_peft_kwargs`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
 
 from weights.errors import AdapterError, FormatError
-from weights.formats.lora import MAX_NAME_CHARS, LoraConfig, is_finite, read_lora_configs
+from weights.formats.lora import MAX_NAME_CHARS, LoraConfig, is_finite, is_kohya, read_lora_configs
 from weights.formats.safetensors import read_header
 from weights.formats.untrusted import shown
 from weights.formats.weight_files import LORA_FILE
@@ -43,11 +44,13 @@ class LoraPair:
 class LoraAdapter:
     """One version of one adapter: pairs by component ("transformer", "unet", …) and module path.
 
-    The object is the version: two are the same only if they are one object.
+    The object is the version: two are the same only if they are one object. One of kohya's layout has no components,
+    but `kohya`, its tensors by name: which modules they mean is known beside the model.
     """
 
     path: Path
     components: Mapping[str, Mapping[str, LoraPair]]
+    kohya: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> LoraAdapter:
         """Return the adapter with its tensors elsewhere; tensors that are there already are not copied."""
@@ -64,8 +67,8 @@ class LoraAdapter:
 def load_adapter(path: Path) -> LoraAdapter:
     """Read the LoRA in `path`, a safetensors file or a folder with pytorch_lora_weights.safetensors.
 
-    Raises AdapterError naming the file and the tensor: not a safetensors file, keys of another layout
-    (kohya, DoRA), halves without their other half, or shapes that do not fit together.
+    Raises AdapterError naming the file and the tensor: not a safetensors file, keys of another layout (DoRA, say),
+    halves without their other half, or shapes that do not fit together.
     """
     file = path / LORA_FILE if path.is_dir() else path
     if not file.is_file():
@@ -82,6 +85,8 @@ def parse_adapter(file: Path, tensors: Mapping[str, torch.Tensor], metadata: Map
 
     Nothing is copied. Raises AdapterError as `load_adapter` does.
     """
+    if is_kohya(tensors):
+        return LoraAdapter(file, {}, dict(tensors))
     halves: dict[str, dict[str, dict[str, torch.Tensor]]] = {}
     for name, tensor in tensors.items():
         component, module_path, kind = _split(file, name)

@@ -19,7 +19,7 @@ from weights.formats import dense_head
 from weights.formats.folder import files_below
 from weights.formats.gguf_model import folder_files, gguf_set, read_gguf_model
 from weights.formats.kuiper import read_kuiper
-from weights.formats.lora import read_lora_configs
+from weights.formats.lora import is_kohya, read_lora_configs
 from weights.formats.safetensors import read_header
 from weights.formats.tensors import SourceTensor
 from weights.formats.untrusted import shown
@@ -115,7 +115,7 @@ def read_checkpoint(path: Path, *, component: str | None = None, allow_torch: bo
         case "file":
             return _single_file(path, allow_torch)
         case "adapter":
-            return _adapter(path)
+            return _adapter(path / LORA_FILE)
         case "transformers":
             return _transformers(path, allow_torch)
         case "gguf":
@@ -206,11 +206,11 @@ def _dense_head(path: Path, allow_torch: bool) -> Checkpoint:
     return Checkpoint(path, "head", dense_head.CLASS_NAME, (head,))
 
 
-def _adapter(path: Path) -> Checkpoint:
-    header = read_header(path / LORA_FILE)
-    read_lora_configs(path / LORA_FILE, header.metadata)  # refused here, not by the first request that uses it
-    lora = SourceComponent("lora", "peft", None, ".", dict(header.tensors), dict(header.metadata), (LORA_FILE,))
-    return Checkpoint(path, "adapter", None, (lora,))
+def _adapter(file: Path) -> Checkpoint:
+    header = read_header(file)
+    read_lora_configs(file, header.metadata)  # refused here, not by the first request that uses it
+    lora = SourceComponent("lora", "peft", None, ".", dict(header.tensors), dict(header.metadata), (file.name,))
+    return Checkpoint(file.parent if file.name == LORA_FILE else file, "adapter", None, (lora,))
 
 
 def _component(
@@ -244,6 +244,8 @@ def _single_file(path: Path, allow_torch: bool) -> Checkpoint:
     match path.suffix:
         case ".safetensors":
             header = read_header(path)
+            if is_kohya(header.tensors):
+                return _adapter(path)
             return _bare(path, "tensors", header.tensors, "safetensors", metadata=dict(header.metadata))
         case ".gguf":
             return _gguf(path, gguf_set(path))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -21,6 +21,7 @@ MAX_METADATA_CHARS: Final = 4 * 2**20  # the config of a large model that names 
 MAX_PATTERNS: Final = 20_000
 MAX_NAME_CHARS: Final = 1024
 _UNSUPPORTED: Final = {"use_dora": "DoRA", "lora_bias": "a LoRA bias"}
+_KOHYA_PREFIXES: Final = ("lora_unet_", "lora_te_", "lora_te1_", "lora_te2_", "lora_transformer_")
 _REGEX_SIGN = re.compile(r"[\\^$*+?{}\[\]|()]")
 
 
@@ -49,6 +50,12 @@ class LoraConfig:
 
     def scale(self, alpha: float, rank: int) -> float:
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
+
+
+def is_kohya(names: Iterable[str]) -> bool:
+    """Return whether a file with tensors of these names is a LoRA of kohya's trainer."""
+    names = list(names)
+    return bool(names) and all(name.startswith(_KOHYA_PREFIXES) for name in names)
 
 
 def read_lora_configs(file: Path, metadata: Mapping[str, str]) -> dict[str, LoraConfig]:

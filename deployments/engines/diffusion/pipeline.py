@@ -23,6 +23,7 @@ from deployments.engines.diffusion.families import family_of
 from deployments.engines.diffusion.families.base import Family, ImageSize, Rows
 from deployments.engines.diffusion.first_latents import LatentsMaker
 from deployments.engines.diffusion.image_codec import ImageCodec
+from deployments.engines.diffusion.kohya import rename_kohya
 from deployments.engines.diffusion.previews import expected_latents
 from deployments.engines.diffusion.rows import (
     DEFAULT_BOUNDS,
@@ -244,14 +245,20 @@ class DenoisePipeline:
         """
         pairs = self._pairs.get(adapter)
         if pairs is None:
+            given = adapter
+            if adapter.kohya:
+                adapter = rename_kohya(adapter, self.family, self.denoiser)
             denoiser_name = self.family.denoiser_name
             if foreign := sorted(set(adapter.components) - {denoiser_name}):
                 raise EngineError(
                     f"{adapter.path}: changes {', '.join(foreign)}, only {denoiser_name!r} can be adapted"
                 )
-            check_targets(self.denoiser, adapter.components[denoiser_name])
+            try:
+                check_targets(self.denoiser, adapter.components[denoiser_name])
+            except EngineError as error:
+                raise EngineError(f"{adapter.path}: {error}") from None
             pairs = adapter.to(self.device, self.denoiser.dtype).components[denoiser_name]
-            self._pairs[adapter] = pairs
+            self._pairs[given] = pairs
         return pairs
 
     def _size(self, height: int, width: int) -> ImageSize:

@@ -99,8 +99,8 @@ def test_where_the_scale_comes_from(tmp_path, config, alpha, expected):
         ({**GOOD, f"{PATH}.alpha": torch.ones(2)}, r"alpha' has shape \(2,\)"),
         ({**GOOD, f"{PATH}.alpha": torch.tensor(math.nan)}, "is nan, expected a finite number"),
         (
-            {"lora_unet_mid.lora_down.weight": torch.ones(2, 2)},
-            "'lora_unet_mid.lora_down.weight' is not of the diffusers/PEFT layout",
+            {"unet_mid.lora_down.weight": torch.ones(2, 2)},
+            "'unet_mid.lora_down.weight' is not of the diffusers/PEFT layout",
         ),
         ({**GOOD, f"{PATH}.lora_magnitude_vector": torch.ones(6)}, "lora_magnitude_vector' is not of"),
         ({"decoder.x.lora_A.weight": torch.ones(2, 2)}, "a component of transformer, unet"),

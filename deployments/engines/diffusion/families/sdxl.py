@@ -52,6 +52,7 @@ class StableDiffusionXL(Family):
         "inpainting": EditDefaults(strength=0.9999, guidance_scale=7.5, num_inference_steps=50),
     }
     upcasts_vae: ClassVar[bool] = True
+    lora_loader: ClassVar[str | None] = "StableDiffusionXLLoraLoaderMixin"
     control_class: ClassVar[str | None] = "ControlNetModel"
     control_keys: ClassVar[Sequence[str]] = ("block_out_channels", "cross_attention_dim", "addition_embed_type")
     refused_text_rules: ClassVar[Mapping[str, str]] = {
