@@ -39,6 +39,14 @@ def with_image_defaults(request: ImageRequest, defaults: GenerationDefaults, cla
             "model",
         )
     request = request.model_copy(update=_size_of_images(request))
+    if schedule := request.sigmas or request.timesteps:
+        steps = {len(schedule), request.num_inference_steps or len(schedule)}
+        if len(steps) > 1:
+            raise InvalidRequest(
+                f"num_inference_steps: {request.num_inference_steps}, but {len(schedule)} sigmas or timesteps",
+                "num_inference_steps",
+            )
+        request = request.model_copy(update={"num_inference_steps": len(schedule)})
     names = ("width", "height", "num_inference_steps", "guidance_scale", "max_sequence_length")
     request = _filled(request, defaults, names)
     stock = {

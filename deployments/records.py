@@ -109,6 +109,9 @@ class ImageOptions(RequestModel):
     max_sequence_length: Count | None = Field(None, description="tokens of the T5 prompt (Flux)")
     seed: int | None = Field(None, ge=0, le=MAX_SEED, description=SEED_RULE)
     lora: tuple[LoraUse, ...] = ()
+    scheduler: Name | None = Field(None, description="a class of diffusers, in place of the model's own")
+    sigmas: tuple[Annotated[float, Finite], ...] | None = Field(None, min_length=1, max_length=1000)
+    timesteps: tuple[int, ...] | None = Field(None, min_length=1, max_length=1000)
 
 
 class ImageRequest(ImageOptions):

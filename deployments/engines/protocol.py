@@ -132,7 +132,8 @@ class DiffusionRequest:
 
     `init_image`, uint8 (height, width, 3), makes it image-to-image: `strength` (0 to 1] is the part of the steps that
     run. `mask_image`, uint8 (height, width), makes that inpainting: what is 128 or more is painted anew. `control` are
-    its ControlNets.
+    its ControlNets. `scheduler` is a class of diffusers, in place of the pipeline's own. `sigmas` or `timesteps` are
+    the schedule, as in stock: `num_inference_steps` of them.
     """
 
     request_id: str
@@ -148,6 +149,9 @@ class DiffusionRequest:
     mask_image: npt.NDArray[np.uint8] | None = None
     strength: float = 1.0
     control: tuple[ControlUse, ...] = ()
+    scheduler: str | None = None
+    sigmas: tuple[float, ...] | None = None
+    timesteps: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

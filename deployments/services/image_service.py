@@ -200,6 +200,9 @@ def _denoise_request(request: ImageRequest) -> DiffusionRequest:
         adapters=tuple(AdapterUse(use.name, use.scale) for use in request.lora),
         init_image=request.init_image,
         mask_image=request.mask_image,
+        scheduler=request.scheduler,
+        sigmas=request.sigmas,
+        timesteps=request.timesteps,
         strength=1.0 if request.strength is None else request.strength,
         control=tuple(ControlUse(use.name, use.image, use.scale, use.start, use.end) for use in request.control),
     )

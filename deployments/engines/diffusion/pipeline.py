@@ -39,7 +39,7 @@ from deployments.engines.diffusion.rows import (
     parts_of,
     split_rows,
 )
-from deployments.engines.diffusion.solvers import SolverFactory, begin_solver
+from deployments.engines.diffusion.solvers import SolverFactory, begin_solver, step_options
 from deployments.engines.diffusion.state import (
     DenoiseState,
     check_adapters,
@@ -121,7 +121,8 @@ class DenoisePipeline:
         )
         if resume_from is not None and not self._is_resumable:
             raise EngineError(f"{self.model_index['scheduler'][1]} keeps history: the request must start again")
-        solver = self._solvers.create_solver(self.device, **family.schedule(request, self._solvers.config, size))
+        schedule = family.schedule(request, self._solvers.config, size)
+        solver = self._solvers.create_solver(self.device, request.scheduler, **schedule)
         generator = host_generator(request.seed)
         controls = make_controls(request, known, family, self.denoiser, self._codec, generator)
         maker = LatentsMaker(family, self._codec, self.denoiser.config, self.device)
@@ -298,7 +299,7 @@ class DenoisePipeline:
         return np.concatenate(images), np.concatenate(is_finite)
 
     def _advance(self, state: DenoiseState, prediction: torch.Tensor) -> None:
-        options = self._solvers.step_options(state.generator)
+        options = step_options(state.solver, state.generator)
         try:
             stepped = state.solver.step(prediction, state.timestep, state.latents, **options, return_dict=False)
         except Exception as error:

@@ -26,34 +26,51 @@ class SolverFactory:
 
     def __init__(self, folder: Path, model_index: Mapping[str, Any]) -> None:
         library, class_name = (model_index.get("scheduler") or (None, None))[:2]
-        cls: Any = getattr(diffusers, str(class_name), None)
-        is_solver: bool = isinstance(cls, type) and issubclass(cls, diffusers.SchedulerMixin)
-        if library != "diffusers" or not is_solver:
+        if library != "diffusers" or _solver_class(class_name) is None:
             raise EngineError(
                 f"{folder}: model_index.json names solver {library}.{class_name}, expected one of diffusers"
             )
-        self._template: Any = cls.from_config(read_config(folder / "scheduler" / "scheduler_config.json"))
+        self._template: Any = _solver_class(class_name).from_config(
+            read_config(folder / "scheduler" / "scheduler_config.json")
+        )
         self.config: Mapping[str, Any] = self._template.config
         self.stateless = class_name in _STATELESS
-        accepted = inspect.signature(cls.step).parameters
-        self._step_options = {name for name in ("eta", "generator") if name in accepted}
 
-    def create_solver(self, device: torch.device, **schedule: Any) -> Any:
+    def create_solver(self, device: torch.device, scheduler: str | None = None, **schedule: Any) -> Any:
         """Return a solver with its timesteps set by `schedule`, arguments of `set_timesteps`.
 
-        Raises EngineError when the solver cannot make such a schedule (more steps than it was trained with, say).
+        `scheduler` names another class than the pipeline's, which gets its config, as stock's `from_config` does.
+        Raises EngineError when there is none, or it cannot make such a schedule (more steps than it was trained with,
+        say).
         """
-        solver = copy.deepcopy(self._template)
+        solver = self._template_of(scheduler)
         try:
             solver.set_timesteps(device=device, **schedule)
         except (ValueError, TypeError) as error:
             raise EngineError(f"{type(solver).__name__} cannot make this schedule: {error}") from error
         return solver
 
-    def step_options(self, generator: torch.Generator) -> dict[str, Any]:
-        """Return keyword arguments for `solver.step`, as far as the class takes them (eta is 0, as in stock)."""
-        options = {"eta": 0.0, "generator": generator}
-        return {name: value for name, value in options.items() if name in self._step_options}
+    def _template_of(self, scheduler: str | None) -> Any:
+        if scheduler is None or scheduler == type(self._template).__name__:
+            return copy.deepcopy(self._template)
+        compatible = {cls.__name__ for cls in self._template.compatibles}
+        if scheduler not in compatible:
+            known = ", ".join(sorted({type(self._template).__name__, *compatible}))
+            raise EngineError(f"scheduler {scheduler!r}: expected one that fits the model's (known: {known})")
+        return _solver_class(scheduler).from_config(self.config)
+
+
+def step_options(solver: Any, generator: torch.Generator) -> dict[str, Any]:
+    """Return keyword arguments for `solver.step`, as far as the class takes them (eta is 0, as in stock)."""
+    options = {"eta": 0.0, "generator": generator}
+    accepted = inspect.signature(type(solver).step).parameters
+    return {name: value for name, value in options.items() if name in accepted}
+
+
+def _solver_class(class_name: str | None) -> Any:
+    """Return a solver's class, None for a name that is none's."""
+    cls = getattr(diffusers, str(class_name), None)
+    return cls if isinstance(cls, type) and issubclass(cls, diffusers.SchedulerMixin) else None
 
 
 def begin_solver(solver: Any, first_step: int, step_index: int) -> None:

@@ -99,6 +99,15 @@ def check_request(request: DiffusionRequest, size_multiple: int) -> None:
     if bad := find_bad_image(request):
         raise EngineError(": ".join(bad))
     _check_count("num_inference_steps", request.num_inference_steps, MAX_STEPS)
+    if request.sigmas is not None and request.timesteps is not None:
+        raise EngineError("sigmas: give either sigmas or timesteps")
+    for name, schedule in (("sigmas", request.sigmas), ("timesteps", request.timesteps)):
+        if schedule is None:
+            continue
+        if len(schedule) != request.num_inference_steps:
+            raise EngineError(f"{name}: {len(schedule)} of them for {request.num_inference_steps} steps")
+        if not all(math.isfinite(one) and one >= 0 for one in schedule) or sorted(schedule)[::-1] != list(schedule):
+            raise EngineError(f"{name}: expected numbers of 0 or more that do not rise")
     _check_count("num_images", request.num_images, MAX_IMAGES)
     for name in ("guidance_scale", "true_cfg_scale"):
         value = getattr(request, name)

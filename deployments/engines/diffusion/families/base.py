@@ -259,6 +259,10 @@ class Family(ABC):
 
     def schedule(self, request: DiffusionRequest, solver_config: Mapping[str, Any], size: ImageSize) -> dict[str, Any]:
         """Return the arguments of the solver's `set_timesteps`."""
+        if request.sigmas is not None:
+            return {"sigmas": list(request.sigmas)}
+        if request.timesteps is not None:
+            return {"timesteps": list(request.timesteps)}
         return {"num_inference_steps": request.num_inference_steps}
 
     def first_step(self, num_inference_steps: int, strength: float) -> int:

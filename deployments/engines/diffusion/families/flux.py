@@ -98,7 +98,9 @@ class Flux(FlowMatching):
     def schedule(self, request: DiffusionRequest, solver_config: Mapping[str, Any], size: ImageSize) -> dict[str, Any]:
         steps = request.num_inference_steps
         schedule: dict[str, Any] = {"sigmas": np.linspace(1.0, 1 / steps, steps)}
-        if solver_config.get("use_flow_sigmas"):
+        if request.sigmas is not None or request.timesteps is not None:
+            schedule = super().schedule(request, solver_config, size)
+        elif solver_config.get("use_flow_sigmas"):
             schedule = {"num_inference_steps": steps}
         num_patches = (size.latent_height // PATCH) * (size.latent_width // PATCH)
         return schedule | {"mu": dynamic_shift(num_patches, solver_config, max_shift=1.15)}
