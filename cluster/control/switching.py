@@ -20,7 +20,7 @@ urgent first, and decides in request-seconds, the time that requests wait, added
     what they would push aside. `throughput-first` also wants work for several times the switch's duration.
 5.  *Bounded wait.* A model without a worker whose oldest request has waited for its patience, some switch times or
     what its class of service and deadline leave, is *due*: the margin and rule 3's last sentence do not hold
-    against it. The longest overdue comes first. At most half of the workers are on their way at a time because a
+    against it. The longest overdue comes first. At most a quarter of the workers are on their way at a time because a
     model is due, and fewer as the whole cluster's queue grows beyond patience; due models beyond that are weighed
     like others. So a cluster that is offered too much does not end up switching only.
 6.  *How.* If what must go still runs requests, the worker *drains*: it starts nothing of that, its node prefetches
@@ -64,7 +64,7 @@ class SwitchingPolicy:
     max_wait_switches: float = 3.0
     margin: float = 0.25
     amortization: float = 0.0
-    max_due_share: float = 0.5
+    max_due_share: float = 0.25
 
 
 LATENCY_FIRST: Final = SwitchingPolicy()
