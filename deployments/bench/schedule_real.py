@@ -215,16 +215,23 @@ async def _warm_up(call: Call) -> None:
 async def _measure_costs(call: Call, look: Callable[[], None]) -> dict[str, tuple[float, float]]:
     """Return the seconds that a request takes alone, and what each further one of a batch adds, by model.
 
-    `look` is called while a model is there.
+    The other worker has a request for another model meanwhile. `look` is called while a model is there.
     """
     await _warm_up(call)
     costs = {}
-    for model in SHARES:
-        await call(model, 0)
+    models = list(SHARES)
+    for model, other in zip(models, models[1:] + models[:1], strict=True):
+
+        async def seconds(num: int, model: str = model, other: str = other) -> float:
+            work = asyncio.gather(*(call(model, number) for number in range(num)))
+            took_s, _ = await asyncio.gather(_seconds_of(work), call(other, 0))  # the cores have both workers to serve
+            return took_s
+
+        await seconds(1)
         alone, together = [], []
         for _ in range(_COSTS):
-            alone.append(await _seconds_of(call(model, 0)))
-            together.append(await _seconds_of(asyncio.gather(*(call(model, number) for number in range(_BATCH)))))
+            alone.append(await seconds(1))
+            together.append(await seconds(_BATCH))
         alone_s = statistics.median(alone)
         growth = (statistics.median(together) / alone_s - 1) / (_BATCH - 1)
         look()
