@@ -20,7 +20,7 @@ urgent first, and decides in request-seconds, the time that requests wait, added
     what they would push aside. `throughput-first` also wants work for several times the switch's duration.
 5.  *Bounded wait.* A model without a worker whose oldest request has waited for its patience, some switch times or
     what its class of service and deadline leave, is *due*: the margin and rule 3's last sentence do not hold
-    against it. The longest overdue comes first. At most half of the workers are on their way at a time because a
+    against it. The longest overdue comes first. At most a quarter of the workers are on their way at a time because a
     model is due, and fewer as the whole cluster's queue grows beyond patience; due models beyond that are weighed
     like others. So a cluster that is offered too much does not end up switching only.
 6.  *How.* If what must go still runs requests, the worker *drains*: it starts nothing of that, its node prefetches
@@ -64,7 +64,7 @@ class SwitchingPolicy:
     max_wait_switches: float = 3.0
     margin: float = 0.25
     amortization: float = 0.0
-    max_due_share: float = 0.5
+    max_due_share: float = 0.25
 
 
 LATENCY_FIRST: Final = SwitchingPolicy()
@@ -120,8 +120,7 @@ class _Planning:
         self._claims: dict[str, float] = {}  # requests, waiting and expected, that count on each worker
         self._open: list[WorkerState] = []  # those that can take an order, least claimed first
         self._taken: set[str] = set()
-        self._first_open = 0
-        self._num_on_the_way = 0
+        self._first_open = self._num_on_the_way = 0
         self._note_workers()
         self._note_work()
         self._open.sort(key=lambda worker: self._claims[worker.id])
@@ -139,10 +138,7 @@ class _Planning:
             busy[id_], claims[id_] = busy_s, 0.0
             for each in worker.models:
                 of_model = self._leaving if worker.is_draining else serving
-                if each in of_model:
-                    of_model[each].append(id_)
-                else:
-                    of_model[each] = [id_]
+                of_model.setdefault(each, []).append(id_)
             coming = worker.switching_to
             if coming is not None:
                 self._num_on_the_way += 1
@@ -152,9 +148,9 @@ class _Planning:
                 self._open.append(worker)
 
     def _note_work(self) -> None:
-        busy, claims, models = self._busy_s, self._claims, self._models
+        busy, claims = self._busy_s, self._claims
         for id_, workers in self._serving.items():
-            model = models[id_]
+            model = self._models[id_]
             num_wanted = model.waiting + 10.0 * model.rate
             if num_wanted:
                 work_s = model.waiting * model.service_s / len(workers)
@@ -214,7 +210,6 @@ class _Planning:
 
     def _needs(self) -> list[_Need]:
         needs = []
-        busy_s = self._busy_s
         for model in self._models.values():
             if not model.waiting:
                 continue
@@ -224,7 +219,7 @@ class _Planning:
             switch_s = self._usual_fixed_s + model.components.total_bytes / self._usual_attach
             workers = self._serving.get(model.id)
             if workers:
-                wait_s = busy_s[workers[0]] if len(workers) == 1 else min([busy_s[worker] for worker in workers])
+                wait_s = min([self._busy_s[worker] for worker in workers])
                 if wait_s > (1 + self._policy.margin) * switch_s:
                     needs.append(_Need(model, math.inf, wait_s, is_due=False))
                 continue
@@ -320,9 +315,8 @@ class _Planning:
         wanted = {key for need in needs for key in need.model.components.sizes}
         found: dict[str, list[WorkerState]] = {}
         for worker in self._open if len(self._open) > FEW else ():  # of a few, all are candidates
-            for key in worker.resident.sizes:
-                if key in wanted:
-                    found.setdefault(key, []).append(worker)
+            for key in wanted.intersection(worker.resident.sizes):
+                found.setdefault(key, []).append(worker)
         return found
 
     def _option(self, model: ModelState, worker: WorkerState, is_due: bool) -> _Option | None:

@@ -19,13 +19,16 @@ def recorded_scenario(
     loads: Sequence[Record],
     workers: Sequence[Record],
     began_s: float,
+    sizes: Mapping[str, Mapping[str, int]],
     costs: Mapping[str, tuple[float, float]] | None = None,
+    switch_s: float | None = None,
 ) -> Scenario:
     """Return the scenario of the requests that came after `began_s`.
 
     `requests` are records of `/admin/requests`, `loads` the models and `workers` the workers of `/admin/cluster`.
-    `costs` are measured seconds of a request alone and batch growth, by model; otherwise the queue's mean counts,
-    which was measured at the batch sizes that there were.
+    `sizes` are those of `note_sizes`. `costs` are measured seconds of a request alone and batch growth, by model;
+    otherwise the queue's mean counts, which was measured at the batch sizes that there were. `switch_s` is a measured
+    switch; otherwise the mean of those that requests waited for.
     """
     kept = [one for one in requests if one["pool"] == POOL and one["arrived_s"] >= began_s]
     kept.sort(key=lambda one: (one["arrived_s"], one["started_s"]))
@@ -35,14 +38,13 @@ def recorded_scenario(
     usual = {model: statistics.mean(values) for model, values in work.items()}
     known = {load["model"]: load["service_s"] for load in loads if load["pool"] == POOL and load["service_s"] > 0}
     measured = {model: (service_s, 1.0) for model, service_s in known.items()} | dict(costs or {})
-    sizes = _component_sizes(workers)
     models = tuple(
         SimModel(model, Components(sizes.get(model) or {f"own-{model}": 1}), *measured.get(model, (1.0, 1.0)))
         for model in sorted(usual)
     )
     slots = max(1, round(1 / min((one["share"] for one in kept), default=1.0)))
     switches = [one["switch_s"] for one in kept if one["switch_s"] > _ENOUGH_S]
-    fixed_s = statistics.mean(switches) if switches else 0.0
+    fixed_s = switch_s if switch_s is not None else statistics.mean(switches) if switches else 0.0
     described = [each for each in workers if "budget_bytes" in each]
     return Scenario(
         models,
@@ -71,19 +73,19 @@ def recorded_scenario(
     )
 
 
-def _component_sizes(workers: Sequence[Record]) -> dict[str, dict[str, int]]:
-    """Return the bytes of each model's components as far as a worker has them now, else of its last switch."""
-    found: dict[str, dict[str, int]] = {}
-    for worker in workers:
-        for model, switch in worker.get("last_switches", {}).items():
-            found[model] = {f"own-{model}": switch["attached_bytes"] + switch["reused_bytes"]}
+def note_sizes(found: dict[str, dict[str, int]], workers: Sequence[Record]) -> None:
+    """Take the components of models from descriptions of workers into `found`: bytes by model and component key.
+
+    A model that goes loses its parts one by one, so the largest that was ever seen of it counts. Of a model that was
+    never seen there, the bytes of its last switch do.
+    """
     for worker in workers:
         built: dict[str, dict[str, int]] = {}
         for module in worker.get("modules", ()):
             for model in module["models"]:
                 built.setdefault(model, {})[module["key"]] = module["bytes"]
-        # A model that goes loses its parts one by one: only what is as large as the whole counts.
-        found |= {
-            model: parts for model, parts in built.items() if sum(parts.values()) >= sum(found.get(model, {}).values())
-        }
-    return found
+        for model, switch in worker.get("last_switches", {}).items():
+            found.setdefault(model, {f"own-{model}": switch["attached_bytes"]})
+        for model, parts in built.items():
+            if sum(parts.values()) >= sum(found.get(model, {}).values()):
+                found[model] = parts

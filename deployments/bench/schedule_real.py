@@ -22,9 +22,9 @@ from typing import Any, Final
 from rich.console import Console
 from rich.table import Table
 
-from cluster.simulator.recorded import recorded_scenario
+from cluster.simulator.recorded import note_sizes, recorded_scenario
 from cluster.simulator.running import PolicyName, simulate
-from cluster.simulator.scenario import Scenario, SimRequest
+from cluster.simulator.scenario import Scenario, SimRequest, trace_lines
 from cluster.simulator.traces import bursts, poisson
 from configs.cluster import ClusterConfig
 from configs.loading import load_cluster_config
@@ -45,8 +45,13 @@ Call = Callable[[str, int], Awaitable[ImageResult]]
 _say = Console(stderr=True).print
 
 
-def measure_real(config_path: Path, rate: float, duration_s: float, seed: int) -> dict[str, Any]:
-    """Return the figures of each arm on each trace, and of the simulator beside those of our cluster."""
+def measure_real(
+    config_path: Path, rate: float, duration_s: float, seed: int, record: Path | None = None
+) -> dict[str, Any]:
+    """Return the figures of each arm on each trace, and of the simulator beside those of our cluster.
+
+    What the simulator was given is written into the folder `record`, as trace files.
+    """
     chance = random.Random(seed)
     size = max(1, round(rate * 5))
     traces = {
@@ -58,7 +63,7 @@ def measure_real(config_path: Path, rate: float, duration_s: float, seed: int) -
         base = _config_of(load_cluster_config(config_path), Path(folder))
         for arm, config in _arms(base).items():
             _say(f"{arm}: starting a cluster")
-            rows += _measure_ours(arm, config, traces)
+            rows += _measure_ours(arm, config, traces, record)
             if arm == "no-controller":
                 rows += _measure_peer(config, traces)
     return {"rate": rate, "duration_s": duration_s, "seed": seed, "rows": rows}
@@ -114,7 +119,9 @@ def _arms(config: ClusterConfig) -> dict[str, ClusterConfig]:
     }
 
 
-def _measure_ours(arm: str, config: ClusterConfig, traces: dict[str, list[SimRequest]]) -> list[dict[str, Any]]:
+def _measure_ours(
+    arm: str, config: ClusterConfig, traces: dict[str, list[SimRequest]], record: Path | None
+) -> list[dict[str, Any]]:
     from ray import serve
 
     from deployments.cli.running import APP_NAME, cluster_up
@@ -127,17 +134,22 @@ def _measure_ours(arm: str, config: ClusterConfig, traces: dict[str, list[SimReq
             result: ImageResult = await handle.generate.remote(_request(config, model, number))
             return result
 
-        costs = asyncio.run(_measure_costs(call))
+        sizes: dict[str, dict[str, int]] = {}
+        costs = asyncio.run(_measure_costs(call, lambda: note_sizes(sizes, client.cluster()["workers"])))
         _say(f"{arm}: seconds alone, growth: { {m: (round(s, 3), round(g, 2)) for m, (s, g) in costs.items()} }")
         for name, requests in traces.items():
             first, before = client.ended_requests(), _orders_done(client)
             _say(f"{arm}: {len(requests)} requests, {name}")
-            outcomes, num_built = asyncio.run(_run_trace(call, requests))
-            switches = num_built + _orders_done(client) - before
+            outcomes, built_s = asyncio.run(_run_trace(call, requests))
+            switches = len(built_s) + _orders_done(client) - before
+            switch_s = statistics.median(built_s) if built_s else None
             ended = client.ended_requests(first["next_number"])["requests"]
             cluster = client.cluster()
             loads = cluster["admission"]["models"]
-            scenario = recorded_scenario(ended, loads, cluster["workers"], first["now_s"], costs)
+            scenario = recorded_scenario(ended, loads, cluster["workers"], first["now_s"], sizes, costs, switch_s)
+            if record is not None:
+                record.mkdir(parents=True, exist_ok=True)
+                (record / f"{arm}-{name}.jsonl").write_text("".join(trace_lines(scenario)), encoding="utf-8")
             measured = _figures(arm, name, outcomes, switches)
             rows += [measured, _simulated(arm, name, scenario, measured)]
             _say(*rows[-2:], sep="\n")
@@ -200,18 +212,29 @@ async def _warm_up(call: Call) -> None:
         await asyncio.gather(*(call(model, number) for number in range(len(WORDS))))
 
 
-async def _measure_costs(call: Call) -> dict[str, tuple[float, float]]:
-    """Return the seconds that a request takes alone, and what each further one of a batch adds, by model."""
+async def _measure_costs(call: Call, look: Callable[[], None]) -> dict[str, tuple[float, float]]:
+    """Return the seconds that a request takes alone, and what each further one of a batch adds, by model.
+
+    The other worker has a request for another model meanwhile. `look` is called while a model is there.
+    """
     await _warm_up(call)
     costs = {}
-    for model in SHARES:
-        await call(model, 0)
+    models = list(SHARES)
+    for model, other in zip(models, models[1:] + models[:1], strict=True):
+
+        async def seconds(num: int, model: str = model, other: str = other) -> float:
+            work = asyncio.gather(*(call(model, number) for number in range(num)))
+            took_s, _ = await asyncio.gather(_seconds_of(work), call(other, 0))  # the cores have both workers to serve
+            return took_s
+
+        await seconds(1)
         alone, together = [], []
         for _ in range(_COSTS):
-            alone.append(await _seconds_of(call(model, 0)))
-            together.append(await _seconds_of(asyncio.gather(*(call(model, number) for number in range(_BATCH)))))
+            alone.append(await seconds(1))
+            together.append(await seconds(_BATCH))
         alone_s = statistics.median(alone)
         growth = (statistics.median(together) / alone_s - 1) / (_BATCH - 1)
+        look()
         costs[model] = alone_s, min(max(growth, 0.0), 1.0)
     return costs
 
@@ -222,19 +245,21 @@ async def _seconds_of(work: Awaitable[Any]) -> float:
     return time.perf_counter() - start
 
 
-async def _run_trace(call: Call, requests: Sequence[SimRequest]) -> tuple[list[float], int]:
-    """Send each request at its time. Return the latencies, and how many requests had their model built for them."""
-    start, latencies, num_built = time.perf_counter(), [], 0
+async def _run_trace(call: Call, requests: Sequence[SimRequest]) -> tuple[list[float], list[float]]:
+    """Send each request at its time. Return the latencies, and the seconds of the switches that requests began."""
+    start = time.perf_counter()
+    latencies: list[float] = []
+    built_s: list[float] = []
 
     async def send(number: int, request: SimRequest) -> None:
-        nonlocal num_built
         await asyncio.sleep(start + request.at_s - time.perf_counter())
         result = await call(request.model, number)
         latencies.append(time.perf_counter() - start - request.at_s)
-        num_built += bool(result.switch and result.switch.built)
+        if result.switch and result.switch.built:
+            built_s.append((result.switch.attach_ms + result.switch.build_ms) / 1e3)
 
     await asyncio.gather(*(send(number, request) for number, request in enumerate(requests)))
-    return latencies, num_built
+    return latencies, built_s
 
 
 def _orders_done(client: Client) -> int:

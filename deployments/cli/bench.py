@@ -137,13 +137,14 @@ def bench_schedule(
     config: ConfigPath = DEFAULT_CONFIG,
     rate: Annotated[float, typer.Option(min=0.1, max=1000, help="Requests per second, with --real.")] = 6.0,
     duration_s: Annotated[float, typer.Option(min=1, max=600, help="Of each trace, with --real.")] = 40.0,
+    record: Annotated[Path | None, typer.Option(help="Folder for the recorded traces, with --real.")] = None,
     as_json: Json = False,
 ) -> None:
     """Measure the controller beside serve.multiplexed: simulated with plain queues and a tick, or in a real cluster."""
     if real:
         from deployments.bench.schedule_real import measure_real, print_real_figures
 
-        print_real_figures(measure_real(config, rate, duration_s, seed=0), as_json)
+        print_real_figures(measure_real(config, rate, duration_s, 0, record), as_json)
         return
     from deployments.bench.schedule import measure_schedule, print_schedule_figures
 

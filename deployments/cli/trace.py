@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -29,7 +30,7 @@ def record_trace(
 
     `atelier simulate FILE` replays them. Requests that are still under way at the end are not in it.
     """
-    from cluster.simulator.recorded import recorded_scenario
+    from cluster.simulator.recorded import note_sizes, recorded_scenario
     from cluster.simulator.scenario import trace_lines
 
     client = find_client(url, key)
@@ -38,15 +39,18 @@ def record_trace(
     except OSError as error:
         raise OptionError(f"{file}: {error.strerror or error}") from None
     with out:
-        requests, began_s = recorded_requests(client, seconds)
+        sizes: dict[str, dict[str, int]] = {}
+        requests, began_s = _recorded(client, seconds, lambda workers: note_sizes(sizes, workers))
         cluster = client.cluster()
         loads = (cluster.get("admission") or {}).get("models", [])
-        scenario = recorded_scenario(requests, loads, cluster["workers"], began_s)
+        scenario = recorded_scenario(requests, loads, cluster["workers"], began_s, sizes)
         out.writelines(trace_lines(scenario))
     _err.print(f"{file}: {len(scenario.requests)} requests for {len(scenario.models)} models", highlight=False)
 
 
-def recorded_requests(client: Client, seconds: float) -> tuple[list[dict[str, Any]], float]:
+def _recorded(
+    client: Client, seconds: float, note_workers: Callable[[list[dict[str, Any]]], None]
+) -> tuple[list[dict[str, Any]], float]:
     """Return the requests that end within the time, and the second of the queue's clock at which it began."""
     first = client.ended_requests()
     number, began_s = first["next_number"], first["now_s"]
@@ -59,6 +63,7 @@ def recorded_requests(client: Client, seconds: float) -> tuple[list[dict[str, An
                 found = client.ended_requests(number)
                 number = found["next_number"]
                 requests += found["requests"]
+                note_workers(client.cluster()["workers"])
                 status.update(f"recording: {len(requests)} requests")
     except KeyboardInterrupt:
         pass

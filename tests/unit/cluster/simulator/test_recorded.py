@@ -12,7 +12,7 @@ from cluster.control.admission_records import Started
 from cluster.control.ended_requests import MAX_KEPT, EndedLog
 from cluster.control.lanes import Ask, Waiting
 from cluster.control.places import Ended
-from cluster.simulator.recorded import recorded_scenario
+from cluster.simulator.recorded import note_sizes, recorded_scenario
 from cluster.simulator.running import simulate
 from cluster.simulator.scenario import read_trace, trace_lines
 from configs.admission import AdmissionConfig
@@ -33,14 +33,17 @@ def test_a_recorded_trace_goes_through_its_file_and_runs() -> None:
         given.append((at_s, f"m{ticket % 2}", work))
     ended = queue.ended.after(0, 140.0)
     loads = [asdict(load) for load in queue.snapshot(140.0).models]
-    switches = {"m1": {"attached_bytes": 40, "reused_bytes": 2}}
+    switches = {"m1": {"attached_bytes": 40, "reused_bytes": 40}}
     modules = [
         {"models": ["m0", "m1"], "key": "shared", "bytes": 5},
         {"models": ["m0"], "key": "own", "bytes": 7},
     ]
     worker = {"budget_bytes": 1000, "modules": modules, "last_switches": switches}
+    sizes: dict[str, dict[str, int]] = {}
+    note_sizes(sizes, [worker, {"unreachable": "gone"}])
+    note_sizes(sizes, [worker | {"modules": modules[:1]}])  # m0 is about to go
     scenario = recorded_scenario(
-        [asdict(one) for one in ended.requests], loads, [worker, {"unreachable": "gone"}], 102.0
+        [asdict(one) for one in ended.requests], loads, [worker, {"unreachable": "gone"}], 102.0, sizes
     )
     trace = read_trace(trace_lines(scenario))
     assert trace.problems == ()
@@ -52,7 +55,7 @@ def test_a_recorded_trace_goes_through_its_file_and_runs() -> None:
         assert one.ended_s - one.started_s == pytest.approx(work / 8)
     assert {model.id: dict(model.components.sizes) for model in trace.models} == {
         "m0": {"shared": 5, "own": 7},
-        "m1": {"own-m1": 42},
+        "m1": {"own-m1": 40},
     }
     (only,) = trace.workers
     assert (only.budget_bytes, only.slots, only.fixed_switch_s) == (1000, 4, pytest.approx(0.1))
