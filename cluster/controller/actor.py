@@ -45,7 +45,7 @@ logger = logging.getLogger("atelier.controller")
 
 @dataclass(slots=True)
 class _Desk:
-    """What one reporter is to hear, under a revision. `changed` is set when there is something newer."""
+    """The news for one reporter, under a revision. `changed` is set when there is something newer."""
 
     content: Orders | Placement | None = None
     revision: str = ""

@@ -1,4 +1,4 @@
-"""From reports to the state that is planned with. Pure: the time is a parameter, of one clock.
+"""Observation: reports become the state that is planned with. Pure: the time is a parameter, of one clock.
 
 Requests are counted by the queues, memory by the workers. What a model needs on a worker is asked of a worker once per
 version, those that requests wait for first. A worker that the queues no longer list is gone, whatever it said last.

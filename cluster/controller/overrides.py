@@ -1,4 +1,4 @@
-"""What operators order by hand, over the controller's head: pins, frozen and drained workers. Pure.
+"""Orders by hand, over the controller's head: pins, frozen and drained workers. Pure.
 
 The registry keeps it in a file (`cluster/registry/registrations.py`), and the controller asks for it when it starts.
 """

@@ -1,4 +1,4 @@
-"""What was ordered while the cluster ran, as files that survive the registry. They appear by rename only.
+"""Orders of operators while the cluster ran, as files that survive the registry. They appear by rename only.
 
 One small JSON file for each model that was registered, <store>/registrations/<cluster>/<id>.json, and one for what
 operators order over the controller's head, <store>/overrides/<cluster>.json.

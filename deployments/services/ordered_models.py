@@ -22,6 +22,8 @@ from deployments.records import SwitchReport
 from deployments.tasks import shared_task
 from weights.manifest import Manifest
 
+__all__ = ["OrderedModels", "SwitchSpeeds"]
+
 MAX_REMEMBERED: Final = 64  # orders
 _NEW: Final = 0.3  # weight of a new measurement
 

@@ -36,6 +36,7 @@ CONFIG = ROOT / "configs/clusters/demo.yaml"
 OUT = ROOT / "out"
 STAGES = ("queue", "encode", "switch", "denoise", "decode", "prefill", "generate", "total")
 SEED = 7
+UNLOAD_S = 10.0
 MIN_READABLE = 8  # of ten digits, a classifier must read so many; single seeds may be scrawls
 console = Console()
 
@@ -143,7 +144,7 @@ class Demo:
     def _burst(self, models: Sequence[str]) -> None:
         """Thirty requests at once for models that were taken out of memory: what the controller does, and why."""
         for model in models:
-            httpx.post(f"{self.client.url}/v2/repository/models/{model}/unload", timeout=60).raise_for_status()
+            self._unload(model)
         before_s = time.time()
 
         def ask(model: str, number: int) -> Any:
@@ -168,6 +169,16 @@ class Demo:
         missing = ", ".join(model for model in models if model not in switched)
         if missing:
             self.rows.append(Row("controller", f"no switch to {missing}", False, {}))
+
+    def _unload(self, model: str) -> None:
+        """Take a model out of memory. A request that has just been answered may hold it for a moment."""
+        end_s = time.monotonic() + UNLOAD_S
+        while True:
+            answer = httpx.post(f"{self.client.url}/v2/repository/models/{model}/unload", timeout=60)
+            if answer.status_code != 409 or time.monotonic() > end_s:
+                answer.raise_for_status()
+                return
+            time.sleep(0.1)
 
     def _sdxl_sheet(self) -> None:
         self._digits("ten digits, SDXL", "digits-sdxl", "digits-sdxl.png")

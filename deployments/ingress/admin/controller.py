@@ -60,7 +60,7 @@ class WorkerStatus(TypedDict):
 
 
 class OverridesAnswer(Answer):
-    """What operators have ordered by hand. `pins` are models by worker."""
+    """The orders by hand. `pins` are models by worker."""
 
     is_frozen: bool = False
     frozen: list[str] = Field([])
