@@ -235,7 +235,18 @@ class WorkerConfig(ModelReplicaConfig):
         True, description="encode text itself while no text encoder answers: slower, and said in the answer"
     )
     resident_bytes: Bytes = Field(4 * 2**30, validate_default=True)
-    kv_cache_bytes: Bytes = Field(64 * 2**20, validate_default=True)
+    kv_cache_bytes: Bytes | None = Field(
+        None, description="of each LLM; default: half of its weights' size, at least 64 MiB, never more than it can use"
+    )
+    max_step_tokens: int = Field(512, ge=16, description="prompt tokens and decoding sequences of one LLM step")
+    max_prefill_beside_decode: int = Field(
+        64, ge=1, description="prompt tokens of a step in which sequences decode: a running stream waits for no more"
+    )
+    deterministic: bool = Field(
+        False,
+        description="on the CPU, an LLM's answer is the same bit for bit with and without a prefix cache hit: what "
+        "completions have computed is not shared with later prompts",
+    )
     max_num_seqs: int = Field(64, ge=1, description="LLM sequences that run at once")
     max_running_images: int = Field(
         16, ge=1, description="images that one worker has under way; more wait in the admission queue"

@@ -13,7 +13,6 @@ from deployments.engines.diffusion.families.base import task_of
 from deployments.errors import InvalidRequest
 from deployments.records import ImageRequest, RequestModel, TextOptions
 
-DEFAULT_TEMPERATURE = 1.0  # OpenAI's
 SEED_BITS: Final = 32  # of drawn seeds
 
 _RequestT = TypeVar("_RequestT", bound=RequestModel)
@@ -78,14 +77,12 @@ def _size_of_images(request: ImageRequest) -> dict[str, int]:
 
 
 def with_text_defaults(request: TextT, defaults: GenerationDefaults) -> TextT:
-    """Fill in temperature, seed and the model's `max_tokens`; None is as many as its context has room for.
+    """Fill in the config's temperature and `max_tokens` of the model, and a seed; the worker knows the other defaults.
 
     A seed is drawn here if there is none: a replica that answers in place of one that died draws the same tokens.
     """
     request = _filled(request, defaults, ("max_tokens", "temperature"))
-    temperature = DEFAULT_TEMPERATURE if request.temperature is None else request.temperature
-    seed = _draw_seed() if request.seed is None else request.seed
-    return request.model_copy(update={"temperature": temperature, "seed": seed})
+    return request.model_copy(update={"seed": _draw_seed() if request.seed is None else request.seed})
 
 
 def text_rules(model: ModelRecord | ModelConfig | AdapterConfig) -> dict[str, Any]:

@@ -47,12 +47,16 @@ def check_embedding(request: EmbeddingRequest, limits: LimitsConfig) -> None:
 
 def check_text(request: ChatRequest | CompletionRequest, limits: LimitsConfig) -> None:
     """Check a chat or completion request. Raises InvalidRequest naming the field."""
+    num_prompts = 1
     if isinstance(request, CompletionRequest):
-        _check_text("prompt", request.prompt, limits)
+        num_prompts = len(request.prompts)
+        for prompt in request.prompts:
+            _check_most("prompt", len(prompt), limits.max_prompt_chars, unit=" characters or tokens")
     else:
         _check_most("messages", len(request.messages), limits.max_messages, unit=" messages")
         num_chars = sum(len(message.content) for message in request.messages)
         _check_most("messages", num_chars, limits.max_prompt_chars, unit=" characters")
+    _check_most("prompt" if num_prompts > 1 else "n", num_prompts * request.n, limits.max_prompts, unit=" texts")
 
 
 def check_head(request: HeadRequest, limits: LimitsConfig) -> None:

@@ -33,6 +33,8 @@ UserName = Annotated[str, Field(max_length=1024)]  # OpenAI's `user`, which nobo
 Count = Annotated[int, Field(ge=1, le=MAX_INT32)]
 TenantName = Annotated[str, Field(max_length=128)]  # "" for none; the config knows them
 Priority = Annotated[int, Field(ge=0, le=MAX_PRIORITY_LEVELS)]
+TokenId = Annotated[int, Field(ge=0, le=MAX_INT32)]
+Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
 Stop = Annotated[str, Field(min_length=1, max_length=256)]
 
 
@@ -182,18 +184,33 @@ class Message(RequestModel):
     content: str
 
 
+TokenIds = Annotated[tuple[TokenId, ...], Field(min_length=1)]
+Prompts = Annotated[tuple[Annotated[str, Field(min_length=1)], ...] | tuple[TokenIds, ...], Field(min_length=1)]
+
+
 class TextOptions(RequestModel):
     """The options of generated text. Those that are None come from the model's defaults.
 
-    `temperature` is 1 when the model says nothing either; 0 is greedy.
+    The config's defaults of the model go before those of its generation_config.json, and `temperature` is 1 when
+    neither says anything; 0 is greedy. `logprobs` asks for the log probability of each token, and of so many best ones.
     """
 
+    n: Count = 1
     max_tokens: Count | None = None
     temperature: Annotated[float | None, Finite] = Field(None, ge=0, le=2)
-    top_p: Annotated[float, Finite] = Field(1.0, gt=0, le=1)
-    top_k: int = Field(0, ge=0, le=MAX_INT32)
+    top_p: Annotated[float | None, Finite] = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=0, le=MAX_INT32)
+    min_p: Annotated[float | None, Finite] = Field(None, ge=0, le=1)
+    typical_p: Annotated[float | None, Finite] = Field(None, gt=0, le=1)
+    repetition_penalty: Annotated[float | None, Finite] = Field(None, gt=0, le=100)
+    frequency_penalty: Annotated[float, Finite] = Field(0.0, ge=-2, le=2)
+    presence_penalty: Annotated[float, Finite] = Field(0.0, ge=-2, le=2)
+    logit_bias: dict[TokenId, Bias] = Field({}, max_length=1024)
+    logprobs: int | None = Field(None, ge=0, le=20)
     seed: int | None = Field(None, ge=0, le=MAX_SEED, description=SEED_RULE)
     stop: tuple[Stop, ...] = Field((), max_length=4)
+    stop_token_ids: tuple[TokenId, ...] = Field((), max_length=64)
+    ignore_eos: bool = False
 
 
 class ChatRequest(TextOptions):
@@ -208,14 +225,25 @@ class ChatRequest(TextOptions):
 
 
 class CompletionRequest(TextOptions):
-    """A request for the continuation of a text. Its last four fields are as in EmbeddingRequest."""
+    """A request for the continuations of a text, or of several: texts, or token ids already.
+
+    With `echo`, each continuation begins with its prompt. The last four fields are as in EmbeddingRequest.
+    """
 
     model: Name
-    prompt: str = Field(min_length=1)
+    prompt: Annotated[str, Field(min_length=1)] | TokenIds | Prompts
+    echo: bool = False
     priority: Priority = 0
     tenant: TenantName = ""
     timeout_s: float | None = Field(None, gt=0, allow_inf_nan=False)
     model_version: str | None = None
+
+    @property
+    def prompts(self) -> tuple[str | tuple[int, ...], ...]:
+        """Return the prompts, one or several."""
+        if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
+            return (self.prompt,)
+        return self.prompt
 
 
 TextRequestRecord = ChatRequest | CompletionRequest
@@ -296,8 +324,25 @@ class EmbeddingResult:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenText:
+    """A token of an answer as text and as bytes (part of a character, maybe), and its natural log probability.
+
+    `best` are the best tokens in its place, without any of their own.
+    """
+
+    text: str
+    data: bytes
+    logprob: float
+    best: tuple[TokenText, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class TextChunk:
-    """A piece of generated text. The finish reason, timings, switch and warnings come with the last one."""
+    """A piece of completion `index` of a request; the completions of a prompt come before those of the next one.
+
+    The finish reason comes with the last piece of each completion; timings, switch and warnings with the last of all.
+    The counts are of the whole request so far; the KV cache had `num_cached_tokens` of the prompts.
+    """
 
     text: str
     num_prompt_tokens: int
@@ -306,11 +351,23 @@ class TextChunk:
     timings_ms: TimingsMs = field(default_factory=dict)
     switch: SwitchReport | None = None
     warnings: tuple[str, ...] = ()
+    index: int = 0
+    logprobs: tuple[TokenText, ...] = ()
+    num_cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TextChoice:
+    """One of the texts of an answer."""
+
+    text: str
+    finish_reason: str
+    logprobs: tuple[TokenText, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class TextResult:
-    """The whole text of an answer."""
+    """The whole text of an answer, and the `others` where several were asked for."""
 
     model: str
     text: str
@@ -320,6 +377,14 @@ class TextResult:
     timings_ms: TimingsMs
     switch: SwitchReport | None = None
     warnings: tuple[str, ...] = ()
+    logprobs: tuple[TokenText, ...] = ()
+    others: tuple[TextChoice, ...] = ()
+    num_cached_tokens: int = 0
+
+    @property
+    def choices(self) -> tuple[TextChoice, ...]:
+        """Return all texts in the order of their indices."""
+        return (TextChoice(self.text, self.finish_reason, self.logprobs), *self.others)
 
 
 def warnings_by_item(warnings: Sequence[Sequence[str]]) -> tuple[str, ...]:

@@ -28,8 +28,9 @@ def ask_of(request: Request, terms: Terms, timeout_s: float, config: ClusterConf
         work = float(pixels * (request.num_inference_steps or 1))
         share = request.n / config.worker.max_running_images
     elif isinstance(request, ChatRequest | CompletionRequest):
-        pool, work = WORKER, float(request.max_tokens or _MANY_TOKENS)
-        share = 1 / config.worker.max_num_seqs
+        num_texts = request.n * (len(request.prompts) if isinstance(request, CompletionRequest) else 1)
+        pool, work = WORKER, float(request.max_tokens or _MANY_TOKENS) * num_texts
+        share = num_texts / config.worker.max_num_seqs
     elif isinstance(request, EmbeddingRequest):
         pool, settings = ENCODER, config.text_encoder
         work = sum(

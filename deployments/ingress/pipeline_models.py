@@ -69,6 +69,8 @@ class PipelineModels:
         """Return a text. Of a chat, the pipeline gets the last turn: it has no memory of its own."""
         role = self._role(request.model, "text")
         text = request.messages[-1].content if isinstance(request, ChatRequest) else request.prompt
+        if not isinstance(text, str):
+            raise InvalidRequest(f"prompt: pipeline {request.model!r} takes one text", "prompt")
         given = _given(request, without={"model", "messages", "prompt"})
         result = await self._run(request.model, role, [text], given, request)
         answer: bytes = result.outputs[role.output].data[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -30,6 +30,7 @@ from weights.torch_dtypes import TORCH_DTYPES
 # Component, its skeleton folder, its tensors (HAZARD: maybe views on shared memory) -> the thing that runs.
 Builder = Callable[[Component, Path, Tensors], Any]
 
+MIN_KV_CACHE_BYTES: Final = 64 * 2**20
 Filling = tuple[Slot, Part]
 
 
@@ -203,7 +204,10 @@ class ComponentBuilder:
                 tensors,
                 device=self._settings.torch_device,
                 max_num_seqs=self._settings.max_num_seqs,
-                kv_cache_bytes=self._settings.kv_cache_bytes,
+                max_num_batched_tokens=self._settings.max_step_tokens,
+                max_prefill_beside_decode=self._settings.max_prefill_beside_decode,
+                is_deterministic=self._settings.deterministic,
+                kv_cache_bytes=self._kv_cache_bytes(component),
             )
 
     def prepare(self, component: Component, skeleton: Path) -> None:
@@ -221,7 +225,7 @@ class ComponentBuilder:
             return footprint
         (nbytes,) = footprint.values()
         budget_bytes = self._settings.weights_budget_bytes
-        return {component.module_key: min(nbytes + self._settings.kv_cache_bytes, budget_bytes)}
+        return {component.module_key: min(nbytes + self._kv_cache_bytes(component), budget_bytes)}
 
     def working_memory(self, component: Component, skeleton: Path) -> int:
         """Return the bytes that what is built of a component allocates on the device: an LLM's KV cache.
@@ -237,13 +241,17 @@ class ComponentBuilder:
                     skeleton / component.folder,
                     dtype,
                     torch.device(self._settings.torch_device),
-                    kv_cache_bytes=self._settings.kv_cache_bytes,
+                    kv_cache_bytes=self._kv_cache_bytes(component),
                     max_num_seqs=self._settings.max_num_seqs,
                 )
             except EngineError:
                 found = 0
             self._cache_bytes[component.module_key] = found
         return self._cache_bytes[component.module_key]
+
+    def _kv_cache_bytes(self, component: Component) -> int:
+        """Return the bytes that an LLM's KV cache may take: a larger model has larger tokens, and longer texts."""
+        return self._settings.kv_cache_bytes or max(MIN_KV_CACHE_BYTES, component.nbytes // 2)
 
     def retire(self, thing: Any) -> None:
         """Take back what was built here and is not used any more."""

@@ -6,13 +6,9 @@ is attached from the node's shared memory. Text encoding runs in its own service
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
-import time
-import uuid
 from collections.abc import AsyncGenerator
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, ClassVar
 
@@ -23,25 +19,15 @@ from cluster.controller.actor import connect_controller
 from cluster.controller.link import ControllerLink
 from cluster.telemetry import RequestMetrics
 from configs.cluster import ClusterConfig
-from deployments.engines.llm.engine import LLMEngine
-from deployments.engines.protocol import SamplingParams, TextDelta, TextRequest
-from deployments.errors import ModelUnavailable, as_service_errors
+from deployments.errors import ModelUnavailable
 from deployments.modules.loading import ComponentBuilder, is_denoise_component
-from deployments.records import (
-    ChatRequest,
-    CompletionRequest,
-    ImageRequest,
-    ImageResult,
-    TextChunk,
-    TextRequestRecord,
-    TextResult,
-)
+from deployments.records import ImageRequest, ImageResult, TextChunk, TextRequestRecord, TextResult
 from deployments.services.image_service import ImagePiece, ImageService
 from deployments.services.model_replica import ModelReplica
 from deployments.services.ordered_models import OrderedModels
 from deployments.services.replica_calls import ReplicaCalls, ReplicaStates
-from deployments.services.step_loop import DeviceThread, EngineLoop
-from deployments.tasks import outcome_of
+from deployments.services.step_loop import DeviceThread
+from deployments.services.text_service import TextService, whole_text
 from deployments.text.client import EncoderDown, TextEncoderClient
 from deployments.text.fallback import FallbackEncoder
 from weights.manifest import ModelKind
@@ -58,14 +44,12 @@ class Worker(ModelReplica):
         calls = ReplicaCalls(encoder, ReplicaStates("text_encoder").why_none_runs)
         self._encoder = TextEncoderClient(calls, config.http.request_timeout_s)
         self._device = DeviceThread()
-        # HAZARD: the first text that a tokenizer encodes may change it (its file can have truncation switched on), and
-        # two at once would meet. One thread for all: prompts take milliseconds, and no step waits for them.
-        self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
         self._metrics = RequestMetrics()
         builder = ComponentBuilder(self._settings)
         threads, footprint = self._settings.num_threads, builder.private_footprint
         await self._open(config, "worker", self._settings, builder, threads, footprint, builder.working_memory)
         self._images = ImageService(self._module_cache, self._settings, self._device)
+        self._texts = TextService(self._module_cache, self._device)
         self._fallback_encoder = FallbackEncoder(self._module_cache, self._device)
         self._name = serve.get_replica_context().replica_id.unique_id
         if config.controller.enabled:
@@ -135,56 +119,16 @@ class Worker(ModelReplica):
     async def write_text(self, request: TextRequestRecord) -> TextResult:
         """Return the whole text in one answer: cheaper than a stream, whose every piece is a message of its own."""
         async with contextlib.aclosing(self.stream_text(request)) as stream:
-            chunks = [chunk async for chunk in stream]
-        last = chunks[-1]
-        return TextResult(
-            model=request.model,
-            text="".join(chunk.text for chunk in chunks),
-            finish_reason=last.finish_reason or "stop",
-            num_prompt_tokens=last.num_prompt_tokens,
-            num_completion_tokens=last.num_completion_tokens,
-            timings_ms=last.timings_ms,
-            switch=last.switch,
-        )
+            return whole_text(request.model, [chunk async for chunk in stream])
 
     async def stream_text(self, request: TextRequestRecord) -> AsyncGenerator[TextChunk, None]:
-        """Yield text as it comes. The last chunk has the finish reason, the timings and the switch report."""
-        start = time.perf_counter()
-        with as_service_errors():
-            async with self._module_cache.lease(
-                request.model, is_denoise_component, version=request.model_version
-            ) as lease:
-                engine: LLMEngine = lease.modules["model"]
-                loop: EngineLoop[TextRequest, TextDelta] = lease.bound(lambda: EngineLoop(self._device, engine))
-                reading = asyncio.get_running_loop().run_in_executor(self._tokenizing, _prompt_tokens, engine, request)
-                tokens = await outcome_of(reading)
-                added = time.perf_counter()
-                first: float | None = None
-                text_request = TextRequest(uuid.uuid4().hex, tokens, _sampling(request, engine, len(tokens)))
-                # Closed before the lease ends: the engine may be in a step of this request when the stream is left.
-                async with contextlib.aclosing(loop.stream_outputs(text_request)) as deltas:
-                    async for delta in deltas:
-                        first = first or time.perf_counter()
-                        if not delta.finish_reason:
-                            yield TextChunk(delta.text, delta.num_prompt_tokens, delta.num_completion_tokens)
-                            continue
-                        now = time.perf_counter()
-                        timings = {
-                            "switch": lease.report.switch_ms,
-                            "prefill": (first - added) * 1e3,
-                            "generate": (now - first) * 1e3,
-                            "total": (now - start) * 1e3,
-                        }
-                        self._metrics.count_attached(request.model, lease.report.attached_bytes)
-                        self._metrics.count_request("text", request.model, timings)
-                        yield TextChunk(
-                            delta.text,
-                            delta.num_prompt_tokens,
-                            delta.num_completion_tokens,
-                            delta.finish_reason,
-                            timings,
-                            lease.report,
-                        )
+        """Yield text as it comes. The last chunk has the timings and the switch report."""
+        async with contextlib.aclosing(self._texts.stream(request)) as stream:
+            async for chunk in stream:
+                if chunk.switch is not None:
+                    self._metrics.count_attached(request.model, chunk.switch.attached_bytes)
+                    self._metrics.count_request("text", request.model, chunk.timings_ms)
+                yield chunk
 
     async def describe(self) -> dict[str, Any]:
         """Add the running work and the state of the text encoder to what every replica tells of itself."""
@@ -195,21 +139,3 @@ class Worker(ModelReplica):
             "text_encoder_down": self._encoder.is_believed_down,
             "texts_encoded_alone": self._fallback_encoder.num_requests,
         }
-
-
-def _prompt_tokens(engine: LLMEngine, request: ChatRequest | CompletionRequest) -> tuple[int, ...]:
-    if isinstance(request, ChatRequest):
-        return engine.encode_chat([message.model_dump() for message in request.messages])
-    return engine.encode_text(request.prompt)
-
-
-def _sampling(request: ChatRequest | CompletionRequest, engine: LLMEngine, num_prompt_tokens: int) -> SamplingParams:
-    room = max(1, engine.max_model_len - num_prompt_tokens)
-    return SamplingParams(
-        max_tokens=room if request.max_tokens is None else request.max_tokens,
-        temperature=0.0 if request.temperature is None else request.temperature,
-        top_p=request.top_p,
-        top_k=request.top_k,
-        seed=request.seed,
-        stop=request.stop,
-    )

@@ -17,7 +17,13 @@ from deployments.engines.llm.model_runner import ModelRunner
 from deployments.engines.llm.models.registry import create_model, decoder_spec, load_config
 from deployments.engines.llm.sampler import SampledToken, sample
 from deployments.engines.llm.scheduler import Chunk, Scheduler, Sequence
-from deployments.engines.llm.tokenizer import encode_chat, encode_text, load_eos_token_ids, load_tokenizer
+from deployments.engines.llm.tokenizer import (
+    encode_chat,
+    encode_text,
+    load_eos_token_ids,
+    load_generation_defaults,
+    load_tokenizer,
+)
 from deployments.engines.memory_limits import MemoryLimits, run_in_parts
 from deployments.engines.protocol import ComputationFailed, EngineError, TextDelta, TextRequest
 from weights.memory.devices import allocated_bytes
@@ -79,6 +85,7 @@ class LLMEngine:
         )
         self.tokenizer = load_tokenizer(folder)
         self.max_model_len = plan.max_model_len
+        self.generation_defaults = load_generation_defaults(folder)
         self.failures: dict[str, Exception] = {}
         self._vocab_size = model.spec.vocab_size
         self._eos_token_ids = load_eos_token_ids(folder, config)

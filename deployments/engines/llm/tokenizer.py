@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from deployments.engines.llm.models.gguf_config import gguf_headers
 from deployments.engines.llm.models.gguf_tokenizer import gguf_tokenizer
@@ -54,6 +56,39 @@ def encode_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str,
         raise EngineError(f"the model's chat template refuses the messages: {error}") from error
     # The template has written the special tokens already.
     return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def load_generation_defaults(folder: Path) -> dict[str, float | int]:
+    """Return what generation_config.json says of sampling, under the names of `SamplingParams`.
+
+    `do_sample: false` is temperature 0. Values that are no numbers, or switched off by null, are left out.
+    """
+    path = folder / "generation_config.json"
+    given = read_json(path) if path.exists() else {}
+    names = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty")}
+    names["max_new_tokens"] = "max_tokens"
+    found = {
+        ours: given[theirs]
+        for theirs, ours in names.items()
+        if isinstance(given.get(theirs), int | float) and not isinstance(given[theirs], bool)
+    }
+    if given.get("do_sample") is False:
+        found["temperature"] = 0.0
+    return found
+
+
+def token_text(tokenizer: PreTrainedTokenizerBase, token_id: int) -> tuple[str, bytes]:
+    """Return a token alone, special ones too: as text, and as the bytes that it adds, maybe a part of a character."""
+    text = str(tokenizer.decode([token_id], skip_special_tokens=False, clean_up_tokenization_spaces=False))
+    if UNFINISHED not in text:
+        return text, text.encode()
+    piece = str(tokenizer.convert_ids_to_tokens(token_id))
+    if re.fullmatch("<0x[0-9A-F]{2}>", piece):  # byte fallback of sentencepiece
+        return text, bytes([int(piece[3:5], 16)])
+    table = {character: byte for byte, character in bytes_to_unicode().items()}  # byte-level BPE
+    if all(character in table for character in piece):
+        return text, bytes(table[character] for character in piece)
+    return text, text.encode()
 
 
 NUM_CONTEXT_TOKENS = 8  # of the prompt: enough for the decoder to know that the completion is not a beginning

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Annotated, Any, Final, Literal
 
 from fastapi import APIRouter
-from pydantic import Field, field_validator
+from pydantic import ConfigDict, Field, field_validator
 from starlette.responses import Response
 
+from deployments.errors import InvalidRequest
 from deployments.ingress.errors import INFERENCE_ERRORS, documented, error_response
-from deployments.ingress.openai.answers import ChatAnswer, ChatForm, CompletionAnswer, CompletionForm, TextForm
+from deployments.ingress.openai.text_answers import ChatAnswer, ChatForm, CompletionAnswer, CompletionForm, TextForm
 from deployments.ingress.responses import EventStream, event_of, json_response, json_text, server_timing
 from deployments.ingress.service import Service
 from deployments.records import (
+    MAX_INT32,
+    MAX_SEED,
+    SEED_RULE,
     ChatRequest,
     CompletionRequest,
     Count,
@@ -43,6 +48,8 @@ class TextPart(RequestModel):
 class ChatMessage(RequestModel):
     """One turn of a chat. Of a content in parts, only text parts mean something to a text model."""
 
+    model_config = ConfigDict(extra="allow")
+
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[TextPart]
     name: Name | None = None
@@ -53,37 +60,47 @@ class ChatMessage(RequestModel):
         return Message(role=self.role, content=parts)
 
 
-class TextBody(TextOptions):
-    """The options of both endpoints. Unsupported ones that would change the answer may only be neutral."""
+class TextBody(RequestModel):
+    """The options of both endpoints. Fields that nobody here knows are ignored, and a warning of the answer says so."""
+
+    model_config = ConfigDict(extra="allow")
 
     model: Name
-    stop: str | tuple[str, ...] | None = None  # type: ignore[assignment]  # OpenAI's wider type, narrowed in `options`
-    top_p: float | None = Field(None, gt=0, le=1)  # type: ignore[assignment]
-    n: Literal[1] | None = None
+    max_tokens: Count | None = None
+    n: Count | None = None
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=0, le=MAX_INT32)
+    min_p: float | None = Field(None, ge=0, le=1)
+    typical_p: float | None = Field(None, gt=0, le=1)
+    repetition_penalty: float | None = Field(None, gt=0, le=100)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    logit_bias: dict[str, float] | None = Field(None, max_length=1024)
+    seed: int | None = Field(None, ge=0, le=MAX_SEED, description=SEED_RULE)
+    stop: str | tuple[str, ...] | None = None
+    stop_token_ids: tuple[int, ...] | None = None
+    ignore_eos: bool | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
-    presence_penalty: Literal[0] | None = None
-    frequency_penalty: Literal[0] | None = None
-    logprobs: Literal[False] | None = None
     user: UserName | None = None
-
-    @field_validator("presence_penalty", "frequency_penalty", mode="before")
-    @classmethod
-    def _zero(cls, value: Any) -> Any:
-        return int(value) if value == 0 else value
 
     def options(self) -> dict[str, Any]:
         """Return the fields of the record that both endpoints have."""
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        return {
-            "model": self.model,
-            "max_tokens": self.max_tokens,
-            "temperature": self.temperature,
-            "top_p": 1.0 if self.top_p is None else self.top_p,
-            "top_k": self.top_k,
-            "seed": self.seed,
-            "stop": stop,
-        }
+        given = self.model_dump(include=set(TextOptions.model_fields) - {"logprobs"}, exclude_none=True)
+        if isinstance(self.stop, str):
+            given["stop"] = (self.stop,)
+        return {"model": self.model, **given}
+
+    def warnings(self) -> tuple[str, ...]:
+        """Return what was asked for and has no effect."""
+        ignored = list(self.model_extra or ())
+        for message in getattr(self, "messages", ()):
+            ignored += [f"messages.{name}" for name in message.model_extra or ()]
+        if not ignored:
+            return ()
+        shown = ", ".join(repr(name[:64]) for name in sorted(set(ignored))[:8])
+        return (f"unknown fields were ignored: {shown}",)
 
     @field_validator("stop")
     @classmethod
@@ -99,28 +116,41 @@ class ChatBody(TextBody):
 
     messages: list[ChatMessage] = Field(min_length=1)
     max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
     response_format: dict[Literal["type"], Literal["text"]] | None = None
+    tools: list[Any] | None = Field(None, max_length=0, description="none yet")
     metadata: dict[Name, Annotated[str, Field(max_length=512)]] | None = Field(None, max_length=16)
     store: Literal[False] | None = None
 
     def to_record(self) -> ChatRequest:
         """Return the request as the service takes it. Raises: InvalidRequest."""
         options = self.options()
-        options["max_tokens"] = self.max_completion_tokens or self.max_tokens
+        if self.max_completion_tokens:
+            options["max_tokens"] = self.max_completion_tokens
+        if self.top_logprobs is not None and not self.logprobs:
+            raise InvalidRequest("top_logprobs: needs logprobs: true", "top_logprobs")
+        options["logprobs"] = (self.top_logprobs or 0) if self.logprobs else None
         return as_record(ChatRequest, {"messages": [message.to_message() for message in self.messages], **options})
 
 
 class CompletionBody(TextBody):
     """OpenAI's completion request."""
 
-    prompt: str = Field(min_length=1)
-    echo: Literal[False] | None = None
-    best_of: Literal[1] | None = None
+    prompt: str | list[str] | list[int] | list[list[int]] = Field(min_length=1)
+    logprobs: int | None = Field(None, ge=0, le=20)
+    echo: bool | None = None
+    best_of: Count | None = None
     suffix: None = None
 
     def to_record(self) -> CompletionRequest:
         """Return the request as the service takes it. Raises: InvalidRequest."""
-        return as_record(CompletionRequest, {"prompt": self.prompt, **self.options()})
+        if self.best_of not in (None, self.n or 1):
+            raise InvalidRequest("best_of: only as many as n are made", "best_of")
+        if self.echo and self.logprobs is not None:
+            raise InvalidRequest("echo: the log probabilities of a prompt are not computed", "echo")
+        options = self.options() | {"echo": bool(self.echo), "logprobs": self.logprobs}
+        return as_record(CompletionRequest, {"prompt": self.prompt, **options})
 
 
 # With `stream`, chunks as server-sent events.
@@ -147,21 +177,33 @@ def create_text_router(service: Service) -> APIRouter:
 async def _respond(
     service: Service, body: TextBody, record: ChatRequest | CompletionRequest, form: TextForm
 ) -> Response:
+    warnings = body.warnings()
+    headers = {"X-Atelier-Warning": _header_text("; ".join(warnings))} if warnings else {}
     if not body.stream:
         result = await (service.chat(record) if isinstance(record, ChatRequest) else service.complete(record))
-        return json_response(form.whole(result), headers=server_timing(result.timings_ms))
+        result = replace(result, warnings=(*result.warnings, *warnings))
+        return json_response(form.whole(result), headers=server_timing(result.timings_ms) | headers)
     chunks = service.stream(record)
     # The first piece is awaited here, so that a refused request is a 4xx and not an event in a 200.
     first = await anext(chunks)
     include_usage = bool(body.stream_options and body.stream_options.include_usage)
-    events = _events(form, first, chunks, include_usage)
-    return EventStream(events, chunks, headers={"Cache-Control": "no-cache"})
+    events = _events(form, first, chunks, include_usage, record.n * _num_prompts(record))
+    return EventStream(events, chunks, headers={"Cache-Control": "no-cache"} | headers)
+
+
+def _num_prompts(record: ChatRequest | CompletionRequest) -> int:
+    return len(record.prompts) if isinstance(record, CompletionRequest) else 1
+
+
+def _header_text(text: str) -> str:
+    """Return what a header may hold: printable ASCII."""
+    return "".join(character if " " <= character <= "~" else "?" for character in text)[:512]
 
 
 async def _events(
-    form: TextForm, first: TextChunk, rest: AsyncIterator[TextChunk], include_usage: bool
+    form: TextForm, first: TextChunk, rest: AsyncIterator[TextChunk], include_usage: bool, num_choices: int
 ) -> AsyncIterator[str]:
-    for answer in (*form.opening(), form.piece(first)):
+    for answer in (*form.opening(num_choices), form.piece(first)):
         yield event_of(json_text(answer))
     last = first
     try:

@@ -85,7 +85,7 @@ def test_defaults_fill_what_is_open_and_nothing_else() -> None:
     assert (request.width, request.height, request.num_inference_steps, request.guidance_scale) == (32, 1024, 7, 0.0)
     text = with_text_defaults(ChatRequest(**CHAT, temperature=0.0), defaults)
     assert (text.temperature, text.max_tokens) == (0.0, 9)
-    assert with_text_defaults(ChatRequest(**CHAT), GenerationDefaults()).temperature == 1.0
+    assert with_text_defaults(ChatRequest(**CHAT), GenerationDefaults()).temperature is None
 
 
 def test_a_seed_is_drawn_unless_it_is_given() -> None:

@@ -90,12 +90,12 @@ async def test_chat(client: openai.AsyncOpenAI, replicas: Replicas) -> None:
     assert (request.max_tokens, request.temperature) == (9, 0.0)
 
 
-async def test_a_model_without_a_default_temperature_gets_openais(
+async def test_a_temperature_that_nobody_says_is_left_to_the_models_own_defaults(
     client: openai.AsyncOpenAI, replicas: Replicas
 ) -> None:
     for options in ({}, {"temperature": 0.3}, {"stop": "x"}, {"max_completion_tokens": 5}):
         await client.chat.completions.create(model="plain", messages=[{"role": "user", "content": "x"}], **options)  # type: ignore[call-overload]
-    assert [request.temperature for request in replicas.requests] == [1.0, 0.3, 1.0, 1.0]
+    assert [request.temperature for request in replicas.requests] == [None, 0.3, None, None]
     assert (replicas.requests[2].stop, replicas.requests[3].max_tokens) == (("x",), 5)
 
 

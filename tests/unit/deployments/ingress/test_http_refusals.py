@@ -28,7 +28,7 @@ from cluster.registry.snapshot import RegistrySnapshot
 from configs.cluster import ClusterConfig
 from deployments.errors import GenerationFailed, InvalidRequest, Overloaded
 from deployments.ingress.http import create_http_app
-from deployments.ingress.openai.answers import ChatChunk, CompletionChunk
+from deployments.ingress.openai.text_answers import ChatChunk, CompletionChunk
 from deployments.ingress.service import Service
 
 NAN, INF = float("nan"), float("inf")
@@ -99,11 +99,11 @@ BAD: list[tuple[str, dict[str, Any], int, str | None]] = [
     (IMAGES, {**IMAGE, "lora": [{"name": "x" * 257}]}, 400, "lora.0.name"),
     (CHATS, {**CHAT, "model": "nothing"}, 404, "model"),
     (CHATS, {**CHAT, "model": "flux"}, 400, "model"),
-    (CHATS, {**CHAT, "n": 2}, 400, "n"),
-    (CHATS, {**CHAT, "logprobs": True}, 400, "logprobs"),
+    (CHATS, {**CHAT, "n": 65}, 400, "n"),
+    (CHATS, {**CHAT, "logprobs": "many"}, 400, "logprobs"),
     (CHATS, {**CHAT, "top_logprobs": 3}, 400, "top_logprobs"),
-    (CHATS, {**CHAT, "tools": []}, 400, "tools"),
-    (CHATS, {**CHAT, "presence_penalty": 0.5}, 400, "presence_penalty"),
+    (CHATS, {**CHAT, "tools": [{"type": "function"}]}, 400, "tools"),
+    (CHATS, {**CHAT, "presence_penalty": 2.5}, 400, "presence_penalty"),
     (CHATS, {**CHAT, "frequency_penalty": NAN}, 400, "frequency_penalty"),
     (CHATS, {**CHAT, "response_format": {"type": "json_object"}}, 400, "response_format.type"),
     (CHATS, {**CHAT, "temperature": NAN}, 400, "temperature"),
@@ -133,14 +133,15 @@ BAD: list[tuple[str, dict[str, Any], int, str | None]] = [
     (CHATS, {**CHAT, "stop": "x" * 257}, 400, "stop"),
     (CHATS, {**CHAT, "metadata": {str(key): "" for key in range(17)}}, 400, "metadata"),
     (CHATS, {**CHAT, "metadata": {"x": "x" * 513}}, 400, "metadata.x"),
-    (CHATS, {**CHAT, "prompt": "x"}, 400, "prompt"),
+    (CHATS, {**CHAT, "logit_bias": {"5": 101}}, 400, "logit_bias.5"),
+    (CHATS, {**CHAT, "min_p": 1.5}, 400, "min_p"),
     (COMPLETIONS, {**COMPLETION, "model": "clip"}, 400, "model"),
     (COMPLETIONS, {**COMPLETION, "prompt": ""}, 400, "prompt"),
-    (COMPLETIONS, {**COMPLETION, "prompt": ["x", "y"]}, 400, "prompt"),
+    (COMPLETIONS, {**COMPLETION, "prompt": []}, 400, "prompt"),
     (COMPLETIONS, {**COMPLETION, "prompt": "x" * 101}, 400, "prompt"),
-    (COMPLETIONS, {**COMPLETION, "logprobs": 3}, 400, "logprobs"),
+    (COMPLETIONS, {**COMPLETION, "logprobs": 21}, 400, "logprobs"),
     (COMPLETIONS, {**COMPLETION, "best_of": 2}, 400, "best_of"),
-    (COMPLETIONS, {**COMPLETION, "echo": True}, 400, "echo"),
+    (COMPLETIONS, {**COMPLETION, "echo": True, "logprobs": 1}, 400, "echo"),
     (EMBEDDINGS, {**EMBEDDING, "model": "flux"}, 400, "model"),
     (EMBEDDINGS, {**EMBEDDING, "model": "nothing"}, 404, "model"),
     (EMBEDDINGS, {**EMBEDDING, "input": ""}, 400, "input"),
@@ -329,3 +330,16 @@ async def test_pieces_of_a_stream_are_of_their_class(
     assert pieces[-1].usage
     assert pieces[-2].choices[0].finish_reason == "stop"
     assert pieces[-2].timings_ms
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_unknown_fields_are_ignored_and_named(http: httpx.AsyncClient, stream: bool) -> None:
+    messages = [{**CHAT["messages"][0], "refusal": None}]
+    body = {**CHAT, "messages": messages, "service_tier": "auto", "grün": 1, "stream": stream}
+    response = await http.post(f"/v1/{CHATS}", json=body)
+    assert response.status_code == 200
+    warning = "unknown fields were ignored: 'gr?n', 'messages.refusal', 'service_tier'"
+    assert response.headers["X-Atelier-Warning"] == warning
+    if not stream:
+        assert response.json()["warnings"] == [warning.replace("?", "ü")]
+    assert "X-Atelier-Warning" not in (await http.post(f"/v1/{CHATS}", json=CHAT)).headers

@@ -164,7 +164,7 @@ async def test_what_a_pipeline_does_not_do_is_refused(
 
 async def test_options_that_say_what_holds_anyway_are_none(models: PipelineModels) -> None:
     await models.generate(ImageRequest(model="images", prompt="x", true_cfg_scale=1.0, negative_prompt=None, lora=()))
-    await models.write(CompletionRequest(model="words", prompt="x", top_p=1.0, stop=()))
+    await models.write(CompletionRequest(model="words", prompt="x", n=1, frequency_penalty=0.0, stop=()))
 
 
 BERT = ModelRecord(

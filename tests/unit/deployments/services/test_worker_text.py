@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 from deployments.engines.protocol import TextDelta, TextRequest
 from deployments.records import CompletionRequest, SwitchReport
 from deployments.services.step_loop import DeviceThread
+from deployments.services.text_service import TextService
 from deployments.services.worker import Worker
 
 
@@ -22,6 +22,7 @@ class Engine:
     max_model_len = 100
 
     def __init__(self) -> None:
+        self.generation_defaults: dict[str, float] = {}
         self.gate = threading.Event()
         self.is_tokenizing = threading.Event()
         self.threads: dict[str, str] = {}
@@ -66,7 +67,7 @@ def worker_with(engine: Engine) -> Worker:
     worker._module_cache = SimpleNamespace(lease=leased)  # type: ignore[assignment]
     worker._metrics = SimpleNamespace(count_attached=lambda *_: None, count_request=lambda *_: None)  # type: ignore[assignment]
     worker._device = DeviceThread()
-    worker._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
+    worker._texts = TextService(worker._module_cache, worker._device)
     return worker
 
 

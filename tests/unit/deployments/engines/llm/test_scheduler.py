@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deployments.engines.llm.block_manager import BlockPool
@@ -184,6 +184,7 @@ def test_shares_are_even(wanted, budget):
             assert max(shares) - min(unsatisfied) <= len(wanted)
 
 
+@settings(max_examples=40, deadline=None)
 @given(
     st.integers(4, 12),
     st.integers(1, 5),

@@ -1,0 +1,292 @@
+"""Answers of the text endpoints: one class each, which the OpenAPI page shows and which writes the JSON."""
+
+from __future__ import annotations
+
+import itertools
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, Literal, cast
+
+from deployments.ingress.openai.answers import TimesMs
+from deployments.ingress.responses import Answer, rounded
+from deployments.records import TextChunk, TextResult, TokenText
+
+FinishReason = Literal["stop", "length"]
+
+
+class PromptTokensDetails(Answer):
+    """The tokens of the prompts that were in the KV cache already."""
+
+    cached_tokens: int
+
+
+class TextUsage(Answer):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+    @classmethod
+    def of(cls, result: TextResult | TextChunk) -> TextUsage:
+        """Return the token counts of an answer, or of a stream by its last piece."""
+        num_prompt_tokens, num_completion_tokens = result.num_prompt_tokens, result.num_completion_tokens
+        return cls(
+            prompt_tokens=num_prompt_tokens,
+            completion_tokens=num_completion_tokens,
+            total_tokens=num_prompt_tokens + num_completion_tokens,
+            prompt_tokens_details=PromptTokensDetails(cached_tokens=result.num_cached_tokens),
+        )
+
+
+class BestToken(Answer):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatToken(BestToken):
+    """A token of the answer and the best ones in its place."""
+
+    top_logprobs: list[BestToken]
+
+
+class ChatLogprobs(Answer):
+    content: list[ChatToken]
+    refusal: None
+
+    @classmethod
+    def of(cls, tokens: Sequence[TokenText]) -> ChatLogprobs | None:
+        """Return the log probabilities in the form of chats; None where none were asked for."""
+        if not tokens:
+            return None
+        content = [
+            ChatToken(**_best_token(token), top_logprobs=[BestToken(**_best_token(best)) for best in token.best])
+            for token in tokens
+        ]
+        return cls(content=content, refusal=None)
+
+
+def _best_token(token: TokenText) -> dict[str, Any]:
+    return {"token": token.text, "logprob": _finite(token.logprob), "bytes": list(token.data)}
+
+
+def _finite(logprob: float) -> float:
+    """Return a number that JSON has: OpenAI's own for what is as good as impossible."""
+    return max(logprob, -9999.0)
+
+
+class CompletionLogprobs(Answer):
+    """The older form: a list for each property."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+    @classmethod
+    def of(cls, tokens: Sequence[TokenText], offset: int = 0) -> CompletionLogprobs | None:
+        """Return the log probabilities of a text that begins at character `offset`; None where none were asked for."""
+        if not tokens:
+            return None
+        offsets = itertools.accumulate((len(token.text) for token in tokens[:-1]), initial=offset)
+        return cls(
+            tokens=[token.text for token in tokens],
+            token_logprobs=[_finite(token.logprob) for token in tokens],
+            top_logprobs=[{best.text: _finite(best.logprob) for best in token.best} for token in tokens],
+            text_offset=list(offsets),
+        )
+
+
+class MessageBody(Answer):
+    role: Literal["assistant"]
+    content: str
+    refusal: None
+
+
+class ChatChoice(Answer):
+    index: int
+    finish_reason: FinishReason
+    logprobs: ChatLogprobs | None
+    message: MessageBody
+
+
+class CompletionChoice(Answer):
+    index: int
+    finish_reason: FinishReason
+    logprobs: CompletionLogprobs | None
+    text: str
+
+
+class _TextAnswer(Answer):
+    id: str
+    created: int
+    model: str
+    usage: TextUsage
+    timings_ms: TimesMs
+    warnings: tuple[str, ...]
+
+
+class ChatAnswer(_TextAnswer):
+    """The next turn of a chat."""
+
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
+
+
+class CompletionAnswer(_TextAnswer):
+    """The continuation of a text."""
+
+    object: Literal["text_completion"]
+    choices: list[CompletionChoice]
+
+
+class MessageDelta(Answer):
+    """The next part of a message; the role comes with the first piece alone, before any content."""
+
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+
+
+class ChatChunkChoice(Answer):
+    index: int
+    finish_reason: FinishReason | None
+    logprobs: ChatLogprobs | None
+    delta: MessageDelta
+
+
+class CompletionChunkChoice(Answer):
+    index: int
+    finish_reason: FinishReason | None
+    logprobs: CompletionLogprobs | None
+    text: str
+
+
+class _TextChunk(Answer):
+    """A piece of a stream. The last one has times and warnings; token counts come in one of their own, without text."""
+
+    id: str
+    created: int
+    model: str
+    usage: TextUsage | None = None
+    timings_ms: TimesMs | None = None
+    warnings: tuple[str, ...] | None = None
+
+
+class ChatChunk(_TextChunk):
+    object: Literal["chat.completion.chunk"]
+    choices: list[ChatChunkChoice]
+
+
+class CompletionChunk(_TextChunk):
+    object: Literal["text_completion"]
+    choices: list[CompletionChunkChoice]
+
+
+class TextForm(ABC):
+    """The form of one endpoint's answers, whole and in pieces. All pieces of a stream have one id."""
+
+    id_prefix: str
+
+    def __init__(self, model: str) -> None:
+        self._head: dict[str, Any] = {
+            "id": f"{self.id_prefix}-{uuid.uuid4().hex}",
+            "created": int(time.time()),
+            "model": model,
+        }
+        self._offsets: dict[int, int] = {}  # characters of the tokens so far, by choice
+
+    @abstractmethod
+    def whole(self, result: TextResult) -> ChatAnswer | CompletionAnswer:
+        """Return the whole answer."""
+
+    @abstractmethod
+    def opening(self, num_choices: int) -> list[Answer]:
+        """Return the pieces of a stream that come before any text."""
+
+    @abstractmethod
+    def piece(self, chunk: TextChunk) -> Answer:
+        """Return one piece of a stream."""
+
+    @abstractmethod
+    def usage(self, last: TextChunk) -> Answer:
+        """Return the piece with the token counts of a stream, which follows the last one."""
+
+    def _whole_fields(self, result: TextResult) -> dict[str, Any]:
+        return self._head | {
+            "usage": TextUsage.of(result),
+            "timings_ms": rounded(result.timings_ms),
+            "warnings": result.warnings,
+        }
+
+    def _piece_fields(self, chunk: TextChunk) -> dict[str, Any]:
+        times = {"timings_ms": rounded(chunk.timings_ms)} if chunk.timings_ms else {}
+        return self._head | times | ({"warnings": chunk.warnings} if chunk.warnings else {})
+
+
+class ChatForm(TextForm):
+    """Chat completions."""
+
+    id_prefix = "chatcmpl"
+
+    def whole(self, result: TextResult) -> ChatAnswer:
+        choices = [
+            ChatChoice(
+                index=index,
+                finish_reason=cast("FinishReason", choice.finish_reason),
+                logprobs=ChatLogprobs.of(choice.logprobs),
+                message=MessageBody(role="assistant", content=choice.text, refusal=None),
+            )
+            for index, choice in enumerate(result.choices)
+        ]
+        return ChatAnswer(object="chat.completion", choices=choices, **self._whole_fields(result))
+
+    def opening(self, num_choices: int) -> list[Answer]:
+        delta = MessageDelta(role="assistant", content="")
+        choices = [
+            ChatChunkChoice(index=index, finish_reason=None, logprobs=None, delta=delta) for index in range(num_choices)
+        ]
+        return [ChatChunk(object="chat.completion.chunk", choices=[choice], **self._head) for choice in choices]
+
+    def piece(self, chunk: TextChunk) -> ChatChunk:
+        delta = MessageDelta(content=chunk.text) if chunk.text else MessageDelta()
+        reason = cast("FinishReason | None", chunk.finish_reason)
+        logprobs = ChatLogprobs.of(chunk.logprobs)
+        choice = ChatChunkChoice(index=chunk.index, finish_reason=reason, logprobs=logprobs, delta=delta)
+        return ChatChunk(object="chat.completion.chunk", choices=[choice], **self._piece_fields(chunk))
+
+    def usage(self, last: TextChunk) -> ChatChunk:
+        return ChatChunk(object="chat.completion.chunk", choices=[], usage=TextUsage.of(last), **self._head)
+
+
+class CompletionForm(TextForm):
+    """Completions."""
+
+    id_prefix = "cmpl"
+
+    def whole(self, result: TextResult) -> CompletionAnswer:
+        choices = [
+            CompletionChoice(
+                index=index,
+                finish_reason=cast("FinishReason", choice.finish_reason),
+                logprobs=CompletionLogprobs.of(choice.logprobs),
+                text=choice.text,
+            )
+            for index, choice in enumerate(result.choices)
+        ]
+        return CompletionAnswer(object="text_completion", choices=choices, **self._whole_fields(result))
+
+    def opening(self, num_choices: int) -> list[Answer]:
+        return []
+
+    def piece(self, chunk: TextChunk) -> CompletionChunk:
+        reason = cast("FinishReason | None", chunk.finish_reason)
+        offset = self._offsets.get(chunk.index, 0)
+        logprobs = CompletionLogprobs.of(chunk.logprobs, offset)
+        self._offsets[chunk.index] = offset + sum(len(token.text) for token in chunk.logprobs)
+        choice = CompletionChunkChoice(index=chunk.index, finish_reason=reason, logprobs=logprobs, text=chunk.text)
+        return CompletionChunk(object="text_completion", choices=[choice], **self._piece_fields(chunk))
+
+    def usage(self, last: TextChunk) -> CompletionChunk:
+        return CompletionChunk(object="text_completion", choices=[], usage=TextUsage.of(last), **self._head)

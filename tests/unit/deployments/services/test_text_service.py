@@ -1,0 +1,124 @@
+"""Texts of the demo's language model, with every option of a request, and the JSON that OpenAI's clients read."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from deployments.engines.llm.engine import LLMEngine
+from deployments.errors import InvalidRequest
+from deployments.ingress.openai.text_answers import ChatForm, CompletionForm
+from deployments.records import ChatRequest, CompletionRequest, Message, SwitchReport, TextChunk
+from deployments.services.step_loop import DeviceThread
+from deployments.services.text_service import TextService, whole_text
+
+ADDER = Path(__file__).parents[4] / "infra/demo/models/adder"
+QUESTION = (Message(role="user", content="What is 12 + 7?"),)
+
+
+@pytest.fixture
+def engine() -> LLMEngine:
+    tensors = {name: tensor.float() for name, tensor in load_file(ADDER / "model.safetensors").items()}
+    return LLMEngine(ADDER, tensors, kv_cache_bytes=2**22)
+
+
+@pytest.fixture
+def service(engine: LLMEngine) -> TextService:
+    loops: list[Any] = []
+
+    def bound(make: Callable[[], Any]) -> Any:
+        loops[:] = loops or [make()]
+        return loops[0]
+
+    lease = SimpleNamespace(modules={"model": engine}, bound=bound, report=SwitchReport("m", 1.0, 0.5, 0.5, 10, (), ()))
+
+    @asynccontextmanager
+    async def leased(*_: Any, **__: Any) -> AsyncIterator[Any]:
+        yield lease
+
+    cache: Any = SimpleNamespace(lease=leased)
+    return TextService(cache, DeviceThread())
+
+
+async def chunks_of(service: TextService, request: Any) -> list[TextChunk]:
+    return [chunk async for chunk in service.stream(request)]
+
+
+async def test_the_generation_config_is_the_default(engine: LLMEngine, service: TextService) -> None:
+    assert engine.generation_defaults == {"temperature": 0.0, "max_tokens": 32}
+    result = whole_text("m", await chunks_of(service, ChatRequest(model="m", messages=QUESTION)))
+    assert (result.text, result.finish_reason, result.others) == ("19.", "stop", ())
+    assert result.timings_ms["total"] > 0
+    hot = ChatRequest(model="m", messages=QUESTION, temperature=2.0, seed=3, max_tokens=200, ignore_eos=True)
+    result = whole_text("m", await chunks_of(service, hot))
+    assert (result.num_completion_tokens, result.finish_reason) == (200, "length")
+
+
+async def test_lists_of_prompts_with_several_completions_each(engine: LLMEngine, service: TextService) -> None:
+    ids = tuple(engine.encode_text("What is 4 + 4"))
+    request = CompletionRequest(
+        model="m", prompt=("What is 3", "What is 40 + 2"), n=3, temperature=1.5, seed=5, max_tokens=9, echo=True
+    )
+    result = whole_text("m", await chunks_of(service, request))
+    assert len(result.choices) == 6
+    assert all(choice.text.startswith("What is 3") for choice in result.choices[:3])
+    assert all(choice.text.startswith("What is 40 + 2") for choice in result.choices[3:])
+    assert len({choice.text for choice in result.choices}) > 2
+    sizes = [len(engine.encode_text(prompt)) for prompt in request.prompt]
+    assert result.num_prompt_tokens == sum(sizes)
+    assert 6 <= result.num_completion_tokens <= 6 * 9
+    one = whole_text("m", await chunks_of(service, request.model_copy(update={"prompt": "What is 40 + 2", "n": 1})))
+    assert one.text == result.choices[3].text
+    tokens = whole_text("m", await chunks_of(service, CompletionRequest(model="m", prompt=ids, max_tokens=4)))
+    text = whole_text("m", await chunks_of(service, CompletionRequest(model="m", prompt="What is 4 + 4", max_tokens=4)))
+    assert tokens.text == text.text
+
+
+async def test_the_forms_of_openai(service: TextService) -> None:
+    request = ChatRequest(model="m", messages=QUESTION, n=2, logprobs=2)
+    chunks = await chunks_of(service, request)
+    answer = ChatForm("m").whole(whole_text("m", chunks))
+    first, second = answer.choices
+    assert (first.index, second.index) == (0, 1)
+    assert first.message == second.message
+    assert first.logprobs is not None
+    shown = first.logprobs.content
+    assert "".join(token.token for token in shown).startswith("19.")
+    assert all(len(token.top_logprobs) == 2 for token in shown)
+    assert [token.token for token in shown] == [token.top_logprobs[0].token for token in shown]  # greedy
+    assert bytes(shown[0].bytes).decode() == shown[0].token
+    form = ChatForm("m")
+    assert len(form.opening(2)) == 2
+    pieces = [form.piece(chunk).choices[0] for chunk in chunks]
+    assert {piece.index for piece in pieces} == {0, 1}
+    assert sorted(piece.index for piece in pieces if piece.finish_reason) == [0, 1]
+    usage = form.usage(chunks[-1]).usage
+    assert usage is not None
+    assert usage.completion_tokens == answer.usage.completion_tokens == sum(len(c.logprobs) for c in chunks)
+    older = await chunks_of(service, CompletionRequest(model="m", prompt="What is 4", max_tokens=5, logprobs=1))
+    whole = CompletionForm("m").whole(whole_text("m", older)).choices[0].logprobs
+    assert whole is not None
+    assert whole.text_offset == [len("".join(whole.tokens[:place])) for place in range(len(whole.tokens))]
+    stream = CompletionForm("m")
+    pieces_of = [stream.piece(chunk).choices[0].logprobs for chunk in older]
+    assert [offset for piece in pieces_of if piece for offset in piece.text_offset] == whole.text_offset
+
+
+async def test_what_the_engine_refuses_is_an_invalid_request(engine: LLMEngine, service: TextService) -> None:
+    for request in (
+        CompletionRequest(model="m", prompt=(10**6,)),
+        CompletionRequest(model="m", prompt="1 + " * 2000),
+        CompletionRequest(model="m", prompt="x", logit_bias={10**6: 1.0}),
+        CompletionRequest(model="m", prompt=("x", "1 + " * 2000)),
+        ChatRequest(model="m", messages=QUESTION, n=65),
+    ):
+        with pytest.raises(InvalidRequest, match=r"token|logit_bias|n is 65"):
+            await chunks_of(service, request)
+    assert not engine.has_work
+    assert engine._num_free_blocks == engine.num_blocks
