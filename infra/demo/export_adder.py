@@ -93,7 +93,8 @@ def add_hyperparameters(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None
 
 
 def add_tokenizer(writer: gguf.GGUFWriter, model: Path, config: dict[str, Any]) -> None:
-    """Byte-level BPE. It has no merges, and an absent key says so: the writer takes no empty array."""
+    """Byte-level BPE. It has no merges; llama.cpp wants some and the writer takes no empty array, so one is of bytes
+    that no text has."""
     tokenizer = json.loads((model / "tokenizer.json").read_text())
     vocab: dict[str, int] = tokenizer["model"]["vocab"]
     tokens = sorted(vocab, key=lambda token: vocab[token])
@@ -102,8 +103,8 @@ def add_tokenizer(writer: gguf.GGUFWriter, model: Path, config: dict[str, Any]) 
     writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list(tokens)
     writer.add_token_types([gguf.TokenType.CONTROL if token in special else gguf.TokenType.NORMAL for token in tokens])
-    if merges := [" ".join(pair) for pair in tokenizer["model"]["merges"]]:
-        writer.add_token_merges(merges)
+    merges = [" ".join(pair) for pair in tokenizer["model"]["merges"]]
+    writer.add_token_merges(merges or ["\u0100 \u0101"])
     writer.add_bos_token_id(config["bos_token_id"])
     writer.add_eos_token_id(config["eos_token_id"])
     writer.add_pad_token_id(config["pad_token_id"])
