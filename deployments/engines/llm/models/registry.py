@@ -14,6 +14,7 @@ from transformers import AutoConfig, PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from deployments.engines.llm.models.gguf_config import gguf_config, gguf_headers
+from deployments.engines.llm.models.kuiper_config import kuiper_header, kuiper_source
 from deployments.engines.llm.models.llama import DecoderSpec, LlamaForCausalLM
 from deployments.engines.llm.models.packed import PackedSource, place_packed
 from deployments.engines.nn.packed_linear import Arithmetic
@@ -66,6 +67,8 @@ def load_config(folder: Path) -> PretrainedConfig:
     except Exception as error:  # transformers raises many kinds; all mean that this config cannot be used
         raise EngineError(f"{folder / 'config.json'} is not a valid config: {error}") from error
     config.architectures = names
+    if (header := kuiper_header(folder)) is not None:
+        config.packed_source = kuiper_source(header, config)
     return config
 
 
