@@ -54,8 +54,8 @@ def names(config: dict[str, Any]) -> dict[str, tuple[str, str]]:
     return TOP_NAMES | layers
 
 
-def export_gguf(model: Path, file: Path) -> None:
-    """Linear layers and embeddings as Q8_0, norms as F32; q and k permuted; the tokenizer and its chat template."""
+def export_gguf(model: Path, file: Path, kind: gguf.GGMLQuantizationType = Q8_0) -> None:
+    """Linear layers and embeddings as `kind`, norms as F32; q and k permuted; the tokenizer and its chat template."""
     config = json.loads((model / "config.json").read_text())
     weights = load_file(model / "model.safetensors")
     writer = gguf.GGUFWriter(file, "llama")
@@ -70,7 +70,7 @@ def export_gguf(model: Path, file: Path) -> None:
         if weight.ndim == 1:
             writer.add_tensor(f"{name}.weight", weight)
         else:
-            writer.add_tensor(f"{name}.weight", gguf.quants.quantize(weight, Q8_0), raw_dtype=Q8_0)
+            writer.add_tensor(f"{name}.weight", gguf.quants.quantize(weight, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
