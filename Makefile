@@ -9,7 +9,7 @@ DEVICE ?=
 TIMES ?= 10
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: help setup judges demo test test-gpu test-long faults unit check format lint types contracts bench quality clean
+.PHONY: help setup judges judge-llama demo test test-gpu test-long faults unit check format lint types contracts bench quality clean
 
 help:            ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## */\t/'
@@ -28,6 +28,8 @@ $(JUDGES)/%/.installed: infra/judges/%.txt
 	$(PYTHON) -m venv $(JUDGES)/$*
 	$(JUDGES)/$*/bin/python -m pip install --quiet --no-deps --requirement infra/judges/$*.txt
 	@touch $@
+
+judge-llama: $(JUDGES)/llama_cpp/.installed  ## llama.cpp, compiled here in some minutes: judges tokens, peer of `bench llm`
 
 demo: setup      ## Start the demo cluster, ask it for everything once, stay up (ONCE=1: end after it; DEVICE=sim|cuda: compute there)
 	$(BIN)/python infra/demo/run_demo.py $(if $(ONCE),--once) $(if $(DEVICE),--device $(DEVICE))

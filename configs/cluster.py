@@ -248,6 +248,11 @@ class WorkerConfig(ModelReplicaConfig):
         "completions have computed is not shared with later prompts",
     )
     max_num_seqs: int = Field(64, ge=1, description="LLM sequences that run at once")
+    packed_arithmetic: Literal["fast", "deterministic", "exact"] = Field(
+        "fast",
+        description="products with packed weights (GGUF, Kuiper): fast quantizes activations where rows are few, "
+        "deterministic gives a request the same tokens in any batch, exact is float32",
+    )
     max_running_images: int = Field(
         16, ge=1, description="images that one worker has under way; more wait in the admission queue"
     )

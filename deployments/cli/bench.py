@@ -151,3 +151,36 @@ def bench_schedule(
     with _err.status("measuring: takes about ten minutes"):
         figures = measure_schedule(seeds)
     print_schedule_figures(figures, as_json)
+
+
+@app.command("llm")
+def bench_llm(
+    model: Annotated[Path, typer.Option("-m", "--model", help="A GGUF file, or a model folder.")],
+    n_prompt: Annotated[list[int], typer.Option("-p", "--n-prompt", help="Tokens of a prompt; repeatable.")] = [512],  # noqa: B006
+    n_gen: Annotated[list[int], typer.Option("-n", "--n-gen", help="Generated tokens; repeatable.")] = [128],  # noqa: B006
+    prompt_gen: Annotated[list[str], typer.Option("-pg", help="PROMPT,GENERATED as one test; repeatable.")] = [],  # noqa: B006
+    threads: Annotated[int, typer.Option("-t", "--threads", min=1)] = 2,
+    batch: Annotated[int, typer.Option("-b", "--batch-size", min=1)] = 2048,
+    ubatch: Annotated[int, typer.Option("-ub", "--ubatch-size", min=1)] = 512,
+    repetitions: Annotated[int, typer.Option("-r", "--repetitions", min=1)] = 5,
+    output: Annotated[str, typer.Option("-o", "--output", help="md, csv, json or jsonl.")] = "md",
+    peer: Annotated[bool, typer.Option("--peer/--no-peer", help="Beside llama.cpp on the same GGUF file.")] = True,
+) -> None:
+    """Measure prompt processing and generation as llama-bench does, beside llama.cpp (`make judge-llama`)."""
+    from deployments.bench.llm import BenchSettings, Case, formatted, measure_llm
+
+    if output not in ("md", "csv", "json", "jsonl"):
+        raise typer.BadParameter(f"{output!r}; expected md, csv, json or jsonl", param_hint="-o")
+    pairs = []
+    for text in prompt_gen:
+        first, _, second = text.partition(",")
+        if not (first.isdecimal() and second.isdecimal()):
+            raise typer.BadParameter(f"{text!r}; expected two numbers such as 512,128", param_hint="-pg")
+        pairs.append(Case(int(first), int(second)))
+    cases = [*(Case(n, 0) for n in n_prompt if n), *(Case(0, n) for n in n_gen if n), *pairs]
+    if not cases:
+        raise typer.BadParameter("nothing to measure", param_hint="-p, -n, -pg")
+    settings = BenchSettings(tuple(cases), threads, batch, ubatch, repetitions)
+    with _err.status("measuring"):
+        rows = measure_llm(model, settings, peer=peer)
+    typer.echo(formatted(rows, output))  # type: ignore[arg-type]

@@ -14,6 +14,7 @@ from configs.cluster import WorkerConfig
 from deployments.engines.build import IMPORT_LOCK
 from deployments.engines.diffusion.rows import BatchBounds
 from deployments.engines.llm.engine import LLMEngine, working_bytes
+from deployments.engines.llm.models.packed import compute_dtype
 from deployments.engines.protocol import EngineError
 from deployments.engines.skeletons import SkeletonPool
 from deployments.errors import ModelUnavailable
@@ -208,6 +209,7 @@ class ComponentBuilder:
                 max_prefill_beside_decode=self._settings.max_prefill_beside_decode,
                 is_deterministic=self._settings.deterministic,
                 kv_cache_bytes=self._kv_cache_bytes(component),
+                arithmetic=self._settings.packed_arithmetic,
             )
 
     def prepare(self, component: Component, skeleton: Path) -> None:
@@ -236,6 +238,8 @@ class ComponentBuilder:
             return 0
         if component.module_key not in self._cache_bytes:
             dtype = TORCH_DTYPES.get(next(iter(component.tensors.values())).dtype, torch.float32)
+            if component.format in ("gguf", "kuiper"):
+                dtype = compute_dtype(self._settings.packed_arithmetic)
             try:
                 found = working_bytes(
                     skeleton / component.folder,

@@ -54,8 +54,8 @@ def names(config: dict[str, Any]) -> dict[str, tuple[str, str]]:
     return TOP_NAMES | layers
 
 
-def export_gguf(model: Path, file: Path) -> None:
-    """Linear layers and embeddings as Q8_0, norms as F32; q and k permuted; the tokenizer and its chat template."""
+def export_gguf(model: Path, file: Path, kind: gguf.GGMLQuantizationType = Q8_0) -> None:
+    """Linear layers and embeddings as `kind`, norms as F32; q and k permuted; the tokenizer and its chat template."""
     config = json.loads((model / "config.json").read_text())
     weights = load_file(model / "model.safetensors")
     writer = gguf.GGUFWriter(file, "llama")
@@ -70,7 +70,7 @@ def export_gguf(model: Path, file: Path) -> None:
         if weight.ndim == 1:
             writer.add_tensor(f"{name}.weight", weight)
         else:
-            writer.add_tensor(f"{name}.weight", gguf.quants.quantize(weight, Q8_0), raw_dtype=Q8_0)
+            writer.add_tensor(f"{name}.weight", gguf.quants.quantize(weight, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -93,7 +93,8 @@ def add_hyperparameters(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None
 
 
 def add_tokenizer(writer: gguf.GGUFWriter, model: Path, config: dict[str, Any]) -> None:
-    """Byte-level BPE. It has no merges, and an absent key says so: the writer takes no empty array."""
+    """Byte-level BPE. It has no merges; llama.cpp wants some and the writer takes no empty array, so one is of bytes
+    that no text has."""
     tokenizer = json.loads((model / "tokenizer.json").read_text())
     vocab: dict[str, int] = tokenizer["model"]["vocab"]
     tokens = sorted(vocab, key=lambda token: vocab[token])
@@ -102,8 +103,8 @@ def add_tokenizer(writer: gguf.GGUFWriter, model: Path, config: dict[str, Any]) 
     writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list(tokens)
     writer.add_token_types([gguf.TokenType.CONTROL if token in special else gguf.TokenType.NORMAL for token in tokens])
-    if merges := [" ".join(pair) for pair in tokenizer["model"]["merges"]]:
-        writer.add_token_merges(merges)
+    merges = [" ".join(pair) for pair in tokenizer["model"]["merges"]]
+    writer.add_token_merges(merges or ["\u0100 \u0101"])
     writer.add_bos_token_id(config["bos_token_id"])
     writer.add_eos_token_id(config["eos_token_id"])
     writer.add_pad_token_id(config["pad_token_id"])

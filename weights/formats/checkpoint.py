@@ -184,6 +184,10 @@ def _transformers(path: Path, allow_torch: bool) -> Checkpoint:
     sentence = (path / "modules.json").is_file()
     kind: ModelKind = "llm" if str(class_name).endswith("ForCausalLM") and not sentence else "embedding"
     model = _component(path, "model", "transformers", class_name, ".", allow_torch)
+    if model is None and (file := _kuiper_file(path)):
+        kuiper = read_kuiper(file)
+        model = SourceComponent("model", "kuiper", class_name, ".", dict(kuiper.tensors), {}, (file.name,), "kuiper")
+        return Checkpoint(path, "llm", class_name, (model,), {f"{file.name}.header": kuiper.raw})
     if model is None:
         raise FormatError(f"{path}: no safetensors weights beside config.json (model.safetensors or its shards)")
     return Checkpoint(path, kind, class_name, (model,))
@@ -194,6 +198,12 @@ def _controlnet(path: Path, class_name: str, allow_torch: bool) -> Checkpoint:
     if net is None:
         raise FormatError(f"{path}: no safetensors weights beside the config.json of a {class_name}")
     return Checkpoint(path, "controlnet", class_name, (net,))
+
+
+def _kuiper_file(folder: Path) -> Path | None:
+    """Return the one `.bin` of a folder, unless it is torch's: int8 weights beside the config that they lack."""
+    files = [file for file in folder.glob("*.bin") if not file.name.startswith(".")]
+    return files[0] if len(files) == 1 and not _is_pickle(files[0]) else None
 
 
 def _dense_head(path: Path, allow_torch: bool) -> Checkpoint:

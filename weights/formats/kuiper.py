@@ -3,6 +3,9 @@
 No magic and no version number: eight int32 (version 0: seven, without group_size), then the tensors without padding,
 each kind over all layers before the next. So a file is taken for one only if the header's arithmetic gives its exact
 length. Source: KuiperLLama tools/export.py, `legacy_export_quant` and `legacy_export`.
+
+Qwen2's biases of q, k and v, which that exporter drops, lie behind everything else here: KuiperLLama looks at nothing
+there, and the length says that they are.
 """
 
 from __future__ import annotations
@@ -42,6 +45,7 @@ class KuiperHeader:
     max_seq_len: int
     group_size: int | None
     shared_classifier: bool
+    has_biases: bool = False  # not in the header: it follows from the length
     tensors: Mapping[str, FileTensor] = field(default_factory=dict)
 
     @property
@@ -68,6 +72,7 @@ class KuiperHeader:
             yield from self._norms("attention_norm")
             yield from self._norms("ffn_norm")
             yield "norm.weight", "F32", (self.dim,)
+            yield from self._biases(kv_dim)
             return
         yield embedding
         yield from self._norms("attention_norm")
@@ -79,6 +84,12 @@ class KuiperHeader:
         yield "freqs_cos", "F32", rope
         yield "freqs_sin", "F32", rope
         yield from self._named(classifier)
+        yield from self._biases(kv_dim)
+
+    def _biases(self, kv_dim: int) -> Iterator[TensorSpec]:
+        for layer in range(self.num_layers if self.has_biases else 0):
+            for kind, size in {"wq": self.dim, "wk": kv_dim, "wv": kv_dim}.items():
+                yield f"layers.{layer}.{kind}.bias", "F32", (size,)
 
     def _norms(self, kind: str) -> Iterator[TensorSpec]:
         for layer in range(self.num_layers):
@@ -147,7 +158,8 @@ def write_kuiper(path: Path, header: KuiperHeader, tensors: Mapping[str, Callabl
 
     Raises FormatError for a tensor that is missing, unknown, or of another size than its shape takes.
     """
-    specs = list(parse_kuiper(header.raw).layout())
+    has_biases = any(name.endswith(".bias") for name in tensors)
+    specs = list(dataclasses.replace(parse_kuiper(header.raw), has_biases=has_biases).layout())
     wrong = {name for name, _, _ in specs} ^ tensors.keys()
     if wrong:
         raise FormatError(f"{path}: missing or unknown tensors: {', '.join(sorted(wrong))}")
@@ -162,6 +174,11 @@ def write_kuiper(path: Path, header: KuiperHeader, tensors: Mapping[str, Callabl
 
 
 def _with_tensors(path: Path, header: KuiperHeader, file_bytes: int) -> KuiperHeader:
+    """Return the header with its tensors' places. Raises FormatError for a length that fits neither layout."""
+    biased = dataclasses.replace(header, has_biases=True)
+    num_bytes = len(header.raw) + sum(tensor_nbytes(dtype, shape) for _, dtype, shape in biased.layout())
+    if num_bytes == file_bytes:
+        header = biased
     tensors: dict[str, FileTensor] = {}
     position = len(header.raw)
     for name, dtype, shape in header.layout():

@@ -25,6 +25,7 @@ from deployments.engines.llm.tokenizer import (
     load_tokenizer,
 )
 from deployments.engines.memory_limits import MemoryLimits, run_in_parts
+from deployments.engines.nn.packed_linear import Arithmetic
 from deployments.engines.protocol import ComputationFailed, EngineError, TextDelta, TextRequest
 from weights.memory.devices import allocated_bytes
 
@@ -58,13 +59,14 @@ class LLMEngine:
         is_deterministic: bool = False,
         kv_cache_bytes: int = 64 * 2**20,
         max_model_len: int | None = None,
+        arithmetic: Arithmetic = "fast",
     ) -> None:
         """Builds the model of a stock Hugging Face folder around `tensors`, which are shared and never
         written.
 
         The weights may be absent from the folder. `tensors` have the checkpoint's names and one floating
         dtype, which is also that of the computation and of the KV cache. `max_model_len` None means all that
-        the model and `kv_cache_bytes` allow.
+        the model and `kv_cache_bytes` allow. `arithmetic` is that of packed weights (`nn/packed_linear.py`).
 
         Raises:
             EngineError: the folder, the tensors or the limits do not fit together; the message tells which.
@@ -75,7 +77,7 @@ class LLMEngine:
                 "expected at least 1"
             )
         config = load_config(folder)
-        model = create_model(config, tensors, torch.device(device))
+        model = create_model(config, tensors, torch.device(device), arithmetic=arithmetic)
         plan = plan_cache(
             model.spec,
             model.dtype,

@@ -41,7 +41,7 @@ class ModelRunner:
     def __init__(self, model: LoadedModel, num_blocks: int) -> None:
         self._model = model
         self._cache = KVCache(model.spec, num_blocks, model.dtype, model.device)
-        self._row_multiple = CPU_ROW_MULTIPLE if computes_on_host(model.device) else 1
+        self._row_multiple = CPU_ROW_MULTIPLE if model.pads_rows and computes_on_host(model.device) else 1
 
     @torch.inference_mode()
     def copy_blocks(self, copies: Iterable[tuple[int, int]]) -> None:

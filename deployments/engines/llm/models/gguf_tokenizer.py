@@ -86,9 +86,9 @@ def _byte_level(metadata: Mapping[str, GgufValue], tokens: tuple[str, ...]) -> t
     for merge in _texts(metadata, "merges", may_be_absent=True):
         # A space inside of a token is written as another character, so the only one is between the two.
         left, _, right = merge.partition(" ")
-        if not (left in vocabulary and right in vocabulary and left + right in vocabulary):
-            raise EngineError(f"tokenizer.ggml.merges has {shown(merge)}, whose parts or result are no tokens")
-        merges.append((left, right))
+        # What merges into no token is cut into bytes again by llama.cpp, and refused by the tokenizers library.
+        if left in vocabulary and right in vocabulary and left + right in vocabulary:
+            merges.append((left, right))
     core = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=ignore_merges))
     splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

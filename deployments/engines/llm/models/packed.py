@@ -16,6 +16,7 @@ from deployments.engines.nn.packed_linear import (
     PackedWeight,
     group_int8_weight,
     packed_weight,
+    product_path,
 )
 from deployments.engines.protocol import EngineError
 
@@ -81,6 +82,15 @@ def place_packed(
     if weights:
         raise EngineError(f"tensor {next(iter(weights))!r} has no place in this model")
     return vectors
+
+
+def uses_torch_products(module: nn.Module) -> bool:
+    """Return whether any linear layer leaves its product to torch."""
+    linears = [layer for layer in module.modules() if isinstance(layer, nn.Linear | PackedLinear)]
+    return any(
+        isinstance(layer, nn.Linear) or product_path(layer.packed, 1, layer.arithmetic) in ("torch", "unpack")
+        for layer in linears
+    )
 
 
 _NOTHING = PackedWeight("", torch.empty(0), 0, 0)

@@ -14,8 +14,9 @@ from transformers import AutoConfig, PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from deployments.engines.llm.models.gguf_config import gguf_config, gguf_headers
+from deployments.engines.llm.models.kuiper_config import kuiper_header, kuiper_source
 from deployments.engines.llm.models.llama import DecoderSpec, LlamaForCausalLM
-from deployments.engines.llm.models.packed import PackedSource, place_packed
+from deployments.engines.llm.models.packed import PackedSource, place_packed, uses_torch_products
 from deployments.engines.nn.packed_linear import Arithmetic
 from deployments.engines.nn.rotary import Rotary
 from deployments.engines.protocol import EngineError
@@ -25,13 +26,17 @@ _TIED = {"lm_head.weight": "model.embed_tokens.weight"}
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A decoder with its weights, ready to run."""
+    """A decoder with its weights, ready to run.
+
+    `pads_rows`: on the CPU, products of few rows round by their number, which packed kernels do not.
+    """
 
     module: LlamaForCausalLM
     rotary: Rotary
     spec: DecoderSpec
     dtype: torch.dtype
     device: torch.device
+    pads_rows: bool = True
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -66,6 +71,8 @@ def load_config(folder: Path) -> PretrainedConfig:
     except Exception as error:  # transformers raises many kinds; all mean that this config cannot be used
         raise EngineError(f"{folder / 'config.json'} is not a valid config: {error}") from error
     config.architectures = names
+    if (header := kuiper_header(folder)) is not None:
+        config.packed_source = kuiper_source(header, config)
     return config
 
 
@@ -94,7 +101,8 @@ def create_model(
         rotary = _rescaled(rotary, source, placed)
         placed = place_packed(module, source, placed, arithmetic)
     _assign_tensors(module, placed, _TIED if spec.tied_embeddings else {})
-    return LoadedModel(module.eval(), rotary, spec, module.model.norm.weight.dtype, device)
+    dtype = module.model.norm.weight.dtype
+    return LoadedModel(module.eval(), rotary, spec, dtype, device, uses_torch_products(module))
 
 
 def _rescaled(rotary: Rotary, source: PackedSource, tensors: Mapping[str, torch.Tensor]) -> Rotary:

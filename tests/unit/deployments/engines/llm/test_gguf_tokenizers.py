@@ -151,7 +151,7 @@ def test_chat_template_and_ends_come_along() -> None:
         ({"tokens": ()}, "tokens is .*expected an array of texts"),
         ({"tokens": ("a", "a")}, "a token twice|expected"),
         ({"token_type": np.zeros(3, np.int32)}, "token_type is .*expected"),
-        ({"merges": ("a b c",)}, "whose parts or result are no tokens"),
+        ({"merges": np.zeros(2)}, "merges is .*expected an array of texts"),
         ({"bos_token_id": 10**6}, "the vocabulary has"),
     ],
 )

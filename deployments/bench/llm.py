@@ -1,0 +1,243 @@
+"""`atelier bench llm`: llama-bench's protocol and field names on our engine, beside llama.cpp on the same file.
+
+As llama-bench: random tokens, an empty cache for each repetition, a warm-up first, tokens per second as mean and sample
+deviation over repetitions. Ours goes through the whole engine, so its figures include the scheduler and the sampler.
+Ours and the peer take turns, so that what else the machine does falls on both.
+"""
+
+from __future__ import annotations
+
+import csv
+import datetime
+import io
+import json
+import random
+import statistics
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import numpy as np
+import torch
+
+from deployments.bench.llm_peer import LlamaCpp, llama_cpp_python
+from deployments.engines.llm.engine import LLMEngine
+from deployments.engines.protocol import SamplingParams, TextRequest
+from weights.formats.checkpoint import read_checkpoint
+from weights.formats.tensors import FileTensor
+from weights.loader import memory_form
+
+Output = Literal["md", "csv", "json", "jsonl"]
+_KV_BYTES: Final = 1 << 30
+_FIELDS: Final = (
+    "build_commit",
+    "build_number",
+    "cpu_info",
+    "gpu_info",
+    "backends",
+    "model_filename",
+    "model_type",
+    "model_size",
+    "model_n_params",
+    "n_batch",
+    "n_ubatch",
+    "n_threads",
+    "type_k",
+    "type_v",
+    "n_prompt",
+    "n_gen",
+    "n_depth",
+    "test_time",
+    "avg_ns",
+    "stddev_ns",
+    "avg_ts",
+    "stddev_ts",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A test of llama-bench: a prompt, generated tokens, or (-pg) one after the other."""
+
+    n_prompt: int
+    n_gen: int
+
+    @property
+    def name(self) -> str:
+        parts = [f"pp{self.n_prompt}"] * bool(self.n_prompt) + [f"tg{self.n_gen}"] * bool(self.n_gen)
+        return "+".join(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class BenchSettings:
+    """llama-bench's settings: -p, -n, -pg, -t, -b, -ub, -r."""
+
+    cases: tuple[Case, ...]
+    threads: int
+    n_batch: int = 2048
+    n_ubatch: int = 512
+    repetitions: int = 5
+
+    @property
+    def context(self) -> int:
+        return max(case.n_prompt + case.n_gen for case in self.cases) + 1
+
+
+@dataclass(slots=True)
+class _Row:
+    backend: str
+    case: Case
+    samples_ns: list[int] = field(default_factory=list)
+    test_time: str = ""
+
+
+def measure_llm(model: Path, settings: BenchSettings, *, peer: bool = True) -> list[dict[str, Any]]:
+    """Run every case on ours and, for a GGUF file with llama.cpp installed, on the peer; one row for each."""
+    python = llama_cpp_python() if peer and model.suffix == ".gguf" else None
+    torch.set_num_threads(settings.threads)
+    ours = _Ours(model, settings)
+    rows: list[_Row] = []
+    with ExitStack() as stack:
+        other = None
+        if python is not None:
+            sizes = {"n_ctx": settings.context, "n_batch": settings.n_batch, "n_ubatch": settings.n_ubatch}
+            other = stack.enter_context(LlamaCpp(python, model, threads=settings.threads, **sizes))
+        for case in settings.cases:
+            pair = [_Row("atelier", case), *([_Row("llama.cpp", case)] if other else [])]
+            for repetition in range(settings.repetitions + 1):
+                for row in pair:
+                    runs_ours = row.backend == "atelier" or other is None
+                    ns = ours.run_case(case) if runs_ours else _ask(other, case)
+                    if repetition:  # the first is the warm-up
+                        row.samples_ns.append(ns)
+            rows += pair
+            for row in pair:
+                row.test_time = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return [_figures(row, ours, settings) for row in rows]
+
+
+def _ask(other: LlamaCpp | None, case: Case) -> int:
+    assert other is not None
+    return int(other.ask("run", n_prompt=case.n_prompt, n_gen=case.n_gen)["ns"])
+
+
+def mapped_tensors(model: Path) -> tuple[Path, dict[str, torch.Tensor], int]:
+    """Return the folder of a checkpoint, its tensors as views of the mapped files, and the number of their elements."""
+    checkpoint = read_checkpoint(model)
+    (component,) = checkpoint.components
+    maps: dict[Path, torch.Tensor] = {}
+    tensors, num_elements = {}, 0
+    for name, tensor in component.tensors.items():
+        assert isinstance(tensor, FileTensor)
+        if tensor.file not in maps:
+            # Private pages: torch wants memory that may be written, and nothing is ever written.
+            maps[tensor.file] = torch.from_numpy(np.memmap(tensor.file, np.uint8, "c"))
+        dtype, shape = memory_form(tensor.dtype, tensor.shape)
+        raw = maps[tensor.file][tensor.offset : tensor.offset + tensor.nbytes]
+        aligned = raw if raw.data_ptr() % dtype.itemsize == 0 else raw.clone()
+        tensors[name] = aligned.view(dtype).view(shape)
+        num_elements += int(np.prod(tensor.shape))
+    return (model if model.is_dir() else model.parent), tensors, num_elements
+
+
+class _Ours:
+    """Our engine on one checkpoint."""
+
+    def __init__(self, model: Path, settings: BenchSettings) -> None:
+        folder, tensors, self.num_elements = mapped_tensors(model)
+        self.model = model
+        self.nbytes = sum(tensor.nbytes for tensor in tensors.values())
+        self.kinds = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()})
+        self._engine = LLMEngine(
+            folder,
+            tensors,
+            max_num_seqs=1,
+            max_num_batched_tokens=settings.n_batch,
+            kv_cache_bytes=_KV_BYTES,
+        )
+        self._count = 0
+
+    def run_case(self, case: Case) -> int:
+        """Return the nanoseconds of one repetition."""
+        self._count += 1
+        draw = random.Random(self._count)
+        prompt = tuple(draw.randrange(3, 256) for _ in range(case.n_prompt or 1))
+        num_tokens = case.n_gen + bool(case.n_prompt)  # the prompt's forward gives the first one
+        request = TextRequest(
+            f"bench-{self._count}", prompt, SamplingParams(max_tokens=num_tokens, temperature=0, ignore_eos=True)
+        )
+        begin = time.perf_counter_ns()
+        self._engine.add_request(request)
+        while self._engine.has_work:
+            self._engine.step()
+        return time.perf_counter_ns() - begin
+
+
+def _figures(row: _Row, ours: _Ours, settings: BenchSettings) -> dict[str, Any]:
+    tokens = row.case.n_prompt + row.case.n_gen
+    speeds = [1e9 * tokens / ns for ns in row.samples_ns]
+    values = {
+        "build_commit": row.backend,
+        "build_number": 0,
+        "cpu_info": _processor(),
+        "gpu_info": "",
+        "backends": row.backend,
+        "model_filename": str(ours.model),
+        "model_type": "/".join(ours.kinds),
+        "model_size": ours.nbytes,
+        "model_n_params": ours.num_elements,
+        "n_batch": settings.n_batch,
+        "n_ubatch": settings.n_ubatch,
+        "n_threads": settings.threads,
+        "type_k": "bf16" if row.backend == "atelier" else "f16",
+        "type_v": "bf16" if row.backend == "atelier" else "f16",
+        "n_prompt": row.case.n_prompt,
+        "n_gen": row.case.n_gen,
+        "n_depth": 0,
+        "test_time": row.test_time,
+        "avg_ns": round(statistics.fmean(row.samples_ns)),
+        "stddev_ns": round(_deviation(row.samples_ns)),
+        "avg_ts": statistics.fmean(speeds),
+        "stddev_ts": _deviation(speeds),
+    }
+    assert tuple(values) == _FIELDS
+    return values | {"samples_ns": row.samples_ns, "samples_ts": speeds}
+
+
+def _deviation(samples: Sequence[float]) -> float:
+    return statistics.stdev(samples) if len(samples) > 1 else 0.0
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return ""
+
+
+def formatted(rows: Sequence[dict[str, Any]], output: Output) -> str:
+    """Return the rows as llama-bench prints them."""
+    if output == "json":
+        return json.dumps(list(rows), indent=2)
+    if output == "jsonl":
+        return "\n".join(json.dumps(row) for row in rows)
+    if output == "csv":
+        text = io.StringIO()
+        writer = csv.DictWriter(text, _FIELDS, quoting=csv.QUOTE_ALL, extrasaction="ignore")
+        writer.writeheader()
+        writer.writerows(rows)
+        return text.getvalue().rstrip()
+    lines = [
+        "| model | size | params | backend | threads | test | t/s |",
+        "| --- | ---: | ---: | --- | ---: | ---: | ---: |",
+    ]
+    for row in rows:
+        size, params = f"{row['model_size'] / 2**30:.2f} GiB", f"{row['model_n_params'] / 1e9:.2f} B"
+        speed = f"{row['avg_ts']:.2f} ± {row['stddev_ts']:.2f}"
+        name = Case(row["n_prompt"], row["n_gen"]).name
+        cells = (Path(row["model_filename"]).stem, size, params, row["backends"], row["n_threads"], name, speed)
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return "\n".join(lines)

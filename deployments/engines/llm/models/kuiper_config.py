@@ -1,0 +1,81 @@
+"""Where the tensors of a KuiperLLama file go. What the file does not say is in the config.json beside it.
+
+Rows of q and k are in halves, as Hugging Face has them: RoPE's convention is not left to whoever runs the file.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from transformers import PretrainedConfig
+
+from deployments.engines.llm.models.packed import PackedSource
+from deployments.engines.nn.packed_linear import GROUP_INT8
+from deployments.engines.protocol import EngineError
+from weights.errors import FormatError
+from weights.formats.kuiper import KuiperHeader, parse_kuiper, read_kuiper
+
+KUIPER_NAMES = {
+    "wq": "self_attn.q_proj",
+    "wk": "self_attn.k_proj",
+    "wv": "self_attn.v_proj",
+    "wo": "self_attn.o_proj",
+    "w1": "mlp.gate_proj",
+    "w2": "mlp.down_proj",
+    "w3": "mlp.up_proj",
+    "attention_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+}
+KUIPER_TOP_NAMES = {"tok_embeddings": "model.embed_tokens", "norm": "model.norm", "output": "lm_head"}
+
+
+def kuiper_header(folder: Path) -> KuiperHeader | None:
+    """Return the header of the Kuiper model in `folder` (its file, or what the store keeps of it), None without one.
+
+    Raises EngineError naming a file that cannot be read.
+    """
+    kept, files = sorted(folder.glob("*.bin.header")), sorted(folder.glob("*.bin"))
+    try:
+        if kept:
+            return parse_kuiper(kept[0].read_bytes())
+        if len(files) == 1 and not sorted(folder.glob("*.safetensors")):
+            return read_kuiper(files[0])
+    except (FormatError, OSError) as error:
+        raise EngineError(f"{folder}: {error}") from None
+    return None
+
+
+def kuiper_source(header: KuiperHeader, config: PretrainedConfig) -> PackedSource:
+    """Return where the tensors go. Raises EngineError when config.json is of a model of other dimensions."""
+    sizes = {
+        "hidden_size": header.dim,
+        "intermediate_size": header.hidden_dim,
+        "num_hidden_layers": header.num_layers,
+        "num_attention_heads": header.num_heads,
+        "num_key_value_heads": header.num_kv_heads,
+        "vocab_size": header.vocab_size,
+        "max_position_embeddings": header.max_seq_len,
+        "tie_word_embeddings": header.shared_classifier,
+    }
+    for key, size in sizes.items():
+        if getattr(config, key) != size:
+            raise EngineError(f"config.json says {key} {getattr(config, key)}, the Kuiper file {size}")
+    names, kinds = {}, {}
+    for name, dtype, _ in header.layout():
+        module, _, leaf = name.rpartition(".")
+        top, _, rest = module.partition(".")
+        if leaf == "scales" or top in ("freqs_cos", "freqs_sin"):
+            continue
+        if top == "layers":
+            layer, _, kind = rest.partition(".")
+            names[name] = f"model.layers.{layer}.{KUIPER_NAMES[kind]}.{leaf}"
+        else:
+            names[name] = f"{KUIPER_TOP_NAMES[module]}.{leaf}"
+        kinds[name] = GROUP_INT8 if dtype == "I8" else dtype
+    scales = (name for name, _, _ in header.layout() if name.endswith(".scales"))
+    biases = {f"layers.{i}.{kind}.bias" for i in range(header.num_layers) for kind in ("wq", "wk", "wv")}
+    for name in biases:  # whether they are there is checked where they go
+        _, layer, kind, _ = name.split(".")
+        names[name], kinds[name] = f"model.layers.{layer}.{KUIPER_NAMES[kind]}.bias", "F32"
+    ignored = frozenset((*scales, "freqs_cos", "freqs_sin"))
+    return PackedSource(names, kinds, group_size=header.group_size or 0, ignored=ignored)

@@ -1,0 +1,1 @@
+"""Checkpoints in smaller types: what `atelier quantize` writes."""
