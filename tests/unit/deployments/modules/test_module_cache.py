@@ -772,6 +772,7 @@ async def test_the_description_says_what_is_here_and_why() -> None:
     assert (shown["resident_bytes"], shown["leased_bytes"], shown["budget_bytes"]) == (150, 90, 150)
     modules = {(entry["component"], *entry["models"]): entry for entry in shown["modules"]}
     assert modules.keys() == {("unet", "a"), ("vae", "a", "b"), ("unet", "b")}
+    assert len({entry.pop("key") for entry in shown["modules"]}) == 3
     assert modules["vae", "a", "b"] == {
         "component": "vae",
         "models": ["a", "b"],
