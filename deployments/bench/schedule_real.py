@@ -41,7 +41,7 @@ PEER: Final = "peer"
 _BATCH: Final = 4  # requests of the batch whose growth is measured
 _COSTS: Final = 3  # times that costs are measured
 
-Call = Callable[[str, int], Awaitable[ImageResult]]
+_Call = Callable[[str, int], Awaitable[ImageResult]]
 _say = Console(stderr=True).print
 
 
@@ -206,13 +206,13 @@ def _request(config: ClusterConfig, model: str, number: int) -> ImageRequest:
     )  # fmt: skip
 
 
-async def _warm_up(call: Call) -> None:
+async def _warm_up(call: _Call) -> None:
     """Ask every model for every text, so that encoders and skeletons are there."""
     for model in SHARES:
         await asyncio.gather(*(call(model, number) for number in range(len(WORDS))))
 
 
-async def _measure_costs(call: Call, look: Callable[[], None]) -> dict[str, tuple[float, float]]:
+async def _measure_costs(call: _Call, look: Callable[[], None]) -> dict[str, tuple[float, float]]:
     """Return the seconds that a request takes alone, and what each further one of a batch adds, by model.
 
     The other worker has a request for another model meanwhile. `look` is called while a model is there.
@@ -245,7 +245,7 @@ async def _seconds_of(work: Awaitable[Any]) -> float:
     return time.perf_counter() - start
 
 
-async def _run_trace(call: Call, requests: Sequence[SimRequest]) -> tuple[list[float], list[float]]:
+async def _run_trace(call: _Call, requests: Sequence[SimRequest]) -> tuple[list[float], list[float]]:
     """Send each request at its time. Return the latencies, and the seconds of the switches that requests began."""
     start = time.perf_counter()
     latencies: list[float] = []
