@@ -25,10 +25,14 @@ class AccessConfig(StrictModel):
         "again when it changes; without it nobody needs a key",
     )
     requests_per_s: RequestRate | None = Field(
-        None, description="requests per second of a key whose line does not say; null: no limit; not of admin keys"
+        None,
+        description="requests per second of a key whose line does not say; null: no limit; not of admin keys. Each of "
+        "several ingress replicas allows its part, so that requests that are spread unevenly get less",
     )
     max_concurrent: MaxConcurrent | None = Field(
-        None, description="requests in progress of a key whose line does not say; null: no limit; not of admin keys"
+        None,
+        description="requests in progress of a key whose line does not say; null: no limit; not of admin keys. Each of "
+        "several ingress replicas allows its part, rounded up",
     )
     insecure: bool = Field(
         False, description="listen beyond this machine although nobody needs a key; also `atelier up --insecure`"
