@@ -22,7 +22,7 @@ from deployments.engines.diffusion.image_codec import ImageCodec, unit_pixels
 from deployments.engines.diffusion.solvers import add_noise
 from deployments.engines.protocol import DiffusionRequest, EngineError
 
-MASKED_FROM = 128  # of 255, as stock's 0.5
+_MASKED_FROM = 128  # of 255, as stock's 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,4 +127,4 @@ def _first_step(family: Family, request: DiffusionRequest, solver: Any) -> int:
 
 def _mask_pixels(mask: npt.NDArray[np.uint8], device: torch.device) -> torch.Tensor:
     """Return a mask, uint8 (H, W), as float32 (1, 1, H, W) of zeros and ones."""
-    return torch.from_numpy((mask >= MASKED_FROM).astype(np.float32))[None, None].to(device)
+    return torch.from_numpy((mask >= _MASKED_FROM).astype(np.float32))[None, None].to(device)

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 
-class ControlImage(Protocol):
+class _ControlImage(Protocol):
     """A ControlNet of a request, as far as it is checked."""
 
     @property
@@ -25,7 +25,7 @@ class ControlImage(Protocol):
     def end(self) -> float: ...
 
 
-class WithImages(Protocol):
+class _WithImages(Protocol):
     """A request, as far as its images go: that of the service or that of the engine."""
 
     @property
@@ -39,10 +39,10 @@ class WithImages(Protocol):
     @property
     def strength(self) -> float | None: ...
     @property
-    def control(self) -> Sequence[ControlImage]: ...
+    def control(self) -> Sequence[_ControlImage]: ...
 
 
-def find_bad_image(request: WithImages) -> tuple[str, str] | None:
+def find_bad_image(request: _WithImages) -> tuple[str, str] | None:
     """Return the first field of a request that its images do not fit, and why, or None. Sizes of None fit any image."""
     if request.mask_image is not None and request.init_image is None:
         return "mask_image", "a mask needs an init_image, of which it keeps what is black"
