@@ -37,6 +37,14 @@ class Images:
     details: dict[str, Any]
 
 
+@dataclass(frozen=True, slots=True)
+class ChatUsage:
+    """The tokens of a chat and of its answer."""
+
+    num_prompt_tokens: int
+    num_completion_tokens: int
+
+
 class Client:
     """The API of the cluster at `url`. All methods raise ClientError. `key` is by default $ATELIER_API_KEY, if set."""
 
@@ -107,10 +115,11 @@ class Client:
         """Return a chat completion; `body` is that of `/v1/chat/completions`."""
         return self._post("/v1/chat/completions", "choices", body)
 
-    def chat_stream(self, **body: Any) -> Iterator[str]:
-        """Yield the pieces of the answer."""
+    def chat_stream(self, **body: Any) -> Iterator[str | ChatUsage]:
+        """Yield the pieces of the answer, and its token counts at the end."""
+        asked = body | {"stream": True, "stream_options": {"include_usage": True}}
         try:
-            with self._http.stream("POST", "/v1/chat/completions", json=body | {"stream": True}) as response:
+            with self._http.stream("POST", "/v1/chat/completions", json=asked) as response:
                 if response.status_code != 200:
                     response.read()
                     raise ClientError(_message(response))
@@ -157,7 +166,7 @@ def find_client(url: str | None, key: str | None = None) -> Client:
     return Client(url, key)
 
 
-def _pieces(line: str) -> Iterator[str]:
+def _pieces(line: str) -> Iterator[str | ChatUsage]:
     if not line.startswith("data: ") or line == "data: [DONE]":
         return
     event = json.loads(line.removeprefix("data: "))
@@ -166,6 +175,8 @@ def _pieces(line: str) -> Iterator[str]:
     for choice in event["choices"]:
         if text := choice["delta"].get("content"):
             yield text
+    if usage := event.get("usage"):
+        yield ChatUsage(usage["prompt_tokens"], usage["completion_tokens"])
 
 
 def _message(response: httpx.Response) -> str:

@@ -1,4 +1,4 @@
-"""The commands that make images and talk to language models."""
+"""The command that makes images."""
 
 from __future__ import annotations
 
@@ -72,28 +72,6 @@ def generate(
         _out.print(f"[yellow]note:[/yellow] {escape(warning)}")
 
 
-@app.command()
-def chat(
-    message: Annotated[str | None, typer.Argument(help="One question; without it, a conversation.")] = None,
-    model: Annotated[str, typer.Option("--model", "-m", help="Model id.")] = "adder",
-    url: Url = None,
-    key: Key = None,
-) -> None:
-    """Talk to a language model."""
-    client = find_client(url, key)
-    history: list[dict[str, str]] = []
-    while (text := _read_line() if message is None else message) is not None:
-        history.append({"role": "user", "content": text})
-        answer = ""
-        for piece in client.chat_stream(model=model, messages=history):
-            answer += piece
-            _out.print(piece, end="", markup=False, highlight=False)
-        _out.print()
-        if message is not None:
-            return
-        history.append({"role": "assistant", "content": answer})
-
-
 def _generate_in_cluster(body: dict[str, Any], client: Client) -> Images:
     with _out.status(f"generating with {body['model']}"):
         return client.generate(**body)
@@ -148,14 +126,6 @@ def _save(files: list[bytes], output: Path) -> list[Path]:
     except OSError as error:
         raise ClientError(f"cannot write {error.filename}: {error.strerror}") from None
     return paths
-
-
-def _read_line() -> str | None:
-    """Return the next question; None at the end of input, and for an empty line."""
-    try:
-        return input("> ") or None
-    except (EOFError, KeyboardInterrupt):
-        return None
 
 
 def _lora(text: str) -> dict[str, Any]:

@@ -6,7 +6,6 @@ import asyncio
 import gc
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from configs.cluster import WorkerConfig
 from deployments.modules.loading import ComponentBuilder, is_denoise_component
 from deployments.records import ChatRequest
 from deployments.services.step_loop import DeviceThread
+from deployments.services.text_service import TextService
 from deployments.services.worker import Worker
 
 pytestmark = pytest.mark.slow  # imports transformers
@@ -67,7 +67,7 @@ def worker(open_host: Callable[..., Any]) -> Worker:
     worker = object.__new__(Worker)  # what its constructor does needs a cluster
     worker._module_cache = open_host(ComponentBuilder(WorkerConfig()), {"adder": MODELS / "adder"})
     worker._device = DeviceThread()
-    worker._tokenizing = ThreadPoolExecutor(1)
+    worker._texts = TextService(worker._module_cache, worker._device)
     worker._metrics = NoMetrics()  # type: ignore[assignment]
     return worker
 
@@ -155,7 +155,7 @@ async def test_a_caller_who_is_cancelled_while_its_prompt_is_read(worker: Worker
         begun.set()
         assert go.wait(WAIT_S)
 
-    holding = asyncio.wrap_future(worker._tokenizing.submit(hold))
+    holding = asyncio.wrap_future(worker._texts._tokenizing.submit(hold))
     assert await asyncio.to_thread(begun.wait, WAIT_S)
     writing = asyncio.create_task(worker.write_text(REQUEST))
     while not num_leases(worker):
