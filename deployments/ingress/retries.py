@@ -23,6 +23,7 @@ from cluster.control.lanes import Ask
 from deployments.errors import ReplicaLost
 from deployments.ingress.admitted import RequestQueue, Slot, admitted
 from deployments.pipelines.plans import SegmentResult
+from deployments.records import ImageProgress
 from deployments.services.deadlines import Deadline
 from deployments.services.replica_calls import ReplicaCalls
 
@@ -56,8 +57,8 @@ class _Retries:
         """Wait until the request may be sent again.
 
         Raises the replica's own error when there is one, DeadlineExceeded, and ReplicaLost when the request was on too
-        many replicas that died, or when `num_pieces` of a stream have gone out already: another replica would begin
-        anew.
+        many replicas that died, or when `num_pieces` of a stream have gone out already that another replica would
+        begin anew.
         """
         if not _is_lost(error):
             raise error
@@ -101,20 +102,32 @@ class RetriedCalls:
         return result
 
     async def stream(self, method: str, *arguments: Any, ask: Ask) -> AsyncGenerator[Any]:
-        """Yield the pieces of a stream. A caller that stops early closes it. Raises as `call` does."""
+        """Yield the pieces of a stream. A caller that stops early closes it. Raises as `call` does.
+
+        The steps of an image may be done again: another replica goes on after the last checkpoint that came, which it
+        gets as one more argument, and what it tells of steps that were told already is left out.
+        """
         deadline = Deadline(ask.deadline_s)
-        retries, num_pieces = _Retries(deadline), 0
+        retries, num_pieces, told_step, checkpoint = _Retries(deadline), 0, 0, None
         async with admitted(self._queue, ask) as slot:
             while True:
                 try:
                     async with self._turn(retries, deadline):
                         replica = await self._calls.wait_for_place(slot.place(), deadline)
-                        stream = self._calls.stream(method, *arguments, deadline=deadline, replica=replica)
+                        resumed = () if checkpoint is None else (checkpoint,)
+                        stream = self._calls.stream(method, *arguments, *resumed, deadline=deadline, replica=replica)
+                        piece = None
                         async with aclosing(stream) as pieces:
                             async for piece in pieces:
-                                num_pieces += 1
+                                if isinstance(piece, ImageProgress):
+                                    checkpoint = piece.checkpoint or checkpoint
+                                    if piece.step <= told_step:
+                                        continue
+                                    told_step = piece.step
+                                else:
+                                    num_pieces += 1
                                 yield piece
-                        if num_pieces:
+                        if piece is not None:
                             _note_answer(slot, piece)
                     return
                 except Exception as error:

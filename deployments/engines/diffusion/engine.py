@@ -82,6 +82,8 @@ class DiffusionEngine:
         if request.resume_from is not None:
             restore_checkpoint(state, request.resume_from)
         state.preview_at = preview_steps(state.num_steps, request.num_previews)
+        if not self._requests:
+            self._order = FairOrder()
         now = self._clock()
         steps, decode = self.pipeline.step_work(state), self.pipeline.decode_work(state)
         work_s = self._costs.seconds_per_row(steps.kind) * steps.rows * state.num_steps_left

@@ -19,6 +19,7 @@ from configs.admission import AdmissionConfig
 from deployments.errors import DeadlineExceeded, ReplicaLost
 from deployments.ingress.asking import WORKER
 from deployments.ingress.retries import RetriedCalls, _Retries
+from deployments.records import ImageProgress
 from deployments.services.deadlines import Deadline
 from deployments.services.replica_calls import ReplicaCalls
 
@@ -90,6 +91,46 @@ async def streamed(calls: RetriedCalls, name: Any) -> Any:
     async with aclosing(calls.stream("pieces", name, ask=ask())) as pieces:
         (piece,) = [piece async for piece in pieces]
         return piece
+
+
+class StepWorker:
+    """Does steps, with a checkpoint every so many, and dies once after `dies_after` steps. With one it goes on."""
+
+    def __init__(self, dies_after: int, checkpoint_steps: int) -> None:
+        self.steps: list[int] = []
+        self._dies_after = dies_after
+        self._checkpoint_steps = checkpoint_steps
+
+    async def on_images(self, num_steps: int, checkpoint: bytes | None = None) -> AsyncIterator[Any]:
+        for step in range(int(checkpoint or b"0") + 1, num_steps + 1):
+            self.steps.append(step)
+            saved = str(step).encode() if self._checkpoint_steps and step % self._checkpoint_steps == 0 else None
+            yield ImageProgress(step, num_steps, checkpoint=saved)
+            if len(self.steps) == self._dies_after:
+                raise ActorDiedError
+        yield "images"
+
+
+@pytest.mark.parametrize(
+    ("dies_after", "checkpoint_steps", "steps"),
+    [
+        (7, 3, [1, 2, 3, 4, 5, 6, 7, 7, 8, 9, 10]),
+        (8, 3, [1, 2, 3, 4, 5, 6, 7, 8, 7, 8, 9, 10]),
+        (2, 3, [1, 2, *range(1, 11)]),
+        (10, 0, [*range(1, 11), *range(1, 11)]),
+        (9, 9, [*range(1, 11)]),
+    ],
+)
+async def test_steps_go_on_after_the_last_checkpoint(dies_after: int, checkpoint_steps: int, steps: list[int]) -> None:
+    worker = StepWorker(dies_after, checkpoint_steps)
+    queue = Dispatcher(AdmissionConfig())
+    queue.set_replicas(WORKER, [""])
+    calls = RetriedCalls(ReplicaCalls(FakeHandle(worker)), queue, LONG_S)
+    async with aclosing(calls.stream("images", 10, ask=ask())) as pieces:
+        found = [piece async for piece in pieces]
+    assert [piece.step for piece in found[:-1]] == list(range(1, 11)), "each step is told once"
+    assert found[-1] == "images"
+    assert worker.steps == steps
 
 
 @pytest.mark.parametrize("ask", [whole, streamed])
