@@ -392,22 +392,3 @@ def warnings_by_item(warnings: Sequence[Sequence[str]]) -> tuple[str, ...]:
     if len(warnings) == 1:
         return tuple(warnings[0])
     return tuple(f"item {number}: {text}" for number, texts in enumerate(warnings) for text in texts)
-
-
-@dataclass(frozen=True, slots=True)
-class ModelCard:
-    """One served model, adapter or pipeline, as it is listed. `error` names file and tensor when it is unavailable.
-
-    `fingerprint` identifies the version that is served; `labels` name the outputs of a head.
-    """
-
-    id: str
-    kind: str | None
-    state: str
-    nbytes: int = 0
-    base: tuple[str, ...] = ()
-    description: str = ""
-    error: str = ""
-    defaults: dict[str, Any] = field(default_factory=dict)
-    fingerprint: str = ""
-    labels: tuple[str, ...] = ()

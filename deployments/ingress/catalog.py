@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from ray.exceptions import RayActorError
 
@@ -11,9 +12,27 @@ from cluster.registry.actor import WeightRegistry
 from cluster.registry.directory import ModelRecord, listed
 from cluster.registry.snapshot import RegistrySnapshot
 from deployments.errors import InvalidRequest, ModelUnavailable, UnknownModel
-from deployments.records import ModelCard
 
 _WANTED = {"diffusion": "images", "llm": "text", "embedding": "embeddings", "head": "scores of features"}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCard:
+    """One served model, adapter or pipeline, as it is listed. `error` names file and tensor when it is unavailable.
+
+    `fingerprint` identifies the version that is served; `labels` name the outputs of a head.
+    """
+
+    id: str
+    kind: str | None
+    state: str
+    nbytes: int = 0
+    base: tuple[str, ...] = ()
+    description: str = ""
+    error: str = ""
+    defaults: dict[str, Any] = field(default_factory=dict)
+    fingerprint: str = ""
+    labels: tuple[str, ...] = ()
 
 
 class Catalog:

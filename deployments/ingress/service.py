@@ -23,7 +23,7 @@ from deployments.defaults import text_rules, with_image_defaults, with_text_defa
 from deployments.ingress.admin.operations import Operations
 from deployments.ingress.admitted import RequestQueue, admitted
 from deployments.ingress.asking import ENCODER, PIPELINES, WORKER, Request, ask_of, ask_of_pipeline
-from deployments.ingress.catalog import Catalog, card_of
+from deployments.ingress.catalog import Catalog, ModelCard, card_of
 from deployments.ingress.pipeline_models import PipelineModels
 from deployments.ingress.retries import EncoderReply, RetriedCalls
 from deployments.ingress.terms import Terms, current_terms, with_fields
@@ -41,7 +41,6 @@ from deployments.records import (
     ImageProgress,
     ImageRequest,
     ImageResult,
-    ModelCard,
     TextChunk,
     TextResult,
     TimingsMs,

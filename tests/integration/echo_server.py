@@ -18,6 +18,7 @@ from fastapi import FastAPI
 
 from configs.cluster import LimitsConfig
 from deployments.ingress import errors
+from deployments.ingress.catalog import ModelCard
 from deployments.ingress.kserve.grpc.server import start_grpc_server
 from deployments.ingress.kserve.inference import Inference
 from deployments.ingress.kserve.repository import Repository
@@ -25,7 +26,6 @@ from deployments.ingress.kserve.rest import routing
 from deployments.ingress.kserve.rest.routes import create_inference_router
 from deployments.ingress.kserve.statistics import Statistics
 from deployments.pipelines.records import Datatype, PipelineRequest, PipelineResult, Signature, TensorSpec
-from deployments.records import ModelCard
 
 RANKS = range(6)
 MAX_BODY_BYTES = 2**26

@@ -39,8 +39,7 @@ from deployments.ingress.admin.answers import (
     Unreachable,
 )
 from deployments.ingress.admitted import RequestQueue
-from deployments.ingress.catalog import Catalog, card_of
-from deployments.records import ModelCard
+from deployments.ingress.catalog import Catalog, ModelCard, card_of
 from weights.errors import WeightsError
 
 MAX_MODELS: Final = 1000

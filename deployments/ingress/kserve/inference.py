@@ -12,6 +12,7 @@ import numpy as np
 
 from configs.cluster import LimitsConfig
 from deployments.errors import InvalidRequest
+from deployments.ingress.catalog import ModelCard
 from deployments.ingress.kserve.models import (
     PIPELINE,
     ModelConfiguration,
@@ -43,7 +44,6 @@ from deployments.records import (
     EmbeddingRequest,
     HeadRequest,
     ImageRequest,
-    ModelCard,
     TextChunk,
     TextResult,
     TimingsMs,

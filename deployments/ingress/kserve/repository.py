@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from deployments.errors import InvalidRequest, ModelUnavailable, UnknownModel
+from deployments.ingress.catalog import ModelCard
 from deployments.ingress.kserve.records import VERSION, Parameters
 from deployments.ingress.service import Service
-from deployments.records import ModelCard
 
 State = Literal["READY", "LOADING", "UNAVAILABLE"]
 _STATES: Final[dict[str, State]] = {"ready": "READY", "updating": "READY", "registering": "LOADING"}

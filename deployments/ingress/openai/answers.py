@@ -11,9 +11,10 @@ from typing import Any, Literal
 from pydantic import with_config
 from typing_extensions import TypedDict  # pydantic wants this one before Python 3.12
 
+from deployments.ingress.catalog import ModelCard
 from deployments.ingress.openai.image_files import ImageFormat
 from deployments.ingress.responses import Answer, rounded
-from deployments.records import CacheUse, EmbeddingResult, ImageResult, ModelCard, SwitchReport
+from deployments.records import CacheUse, EmbeddingResult, ImageResult, SwitchReport
 
 TimesMs = dict[str, float]  # by stage
 

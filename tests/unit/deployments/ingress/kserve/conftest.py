@@ -13,6 +13,7 @@ import pytest
 from configs.batching import BatchingConfig
 from configs.cluster import LimitsConfig
 from deployments.errors import InvalidRequest, UnknownModel
+from deployments.ingress.catalog import ModelCard
 from deployments.ingress.kserve.inference import Inference
 from deployments.pipelines.records import PipelineRequest, PipelineResult, Signature, TensorSpec, TensorValue
 from deployments.records import (
@@ -24,7 +25,6 @@ from deployments.records import (
     HeadRequest,
     ImageRequest,
     ImageResult,
-    ModelCard,
     SwitchReport,
     TextChunk,
     TextResult,

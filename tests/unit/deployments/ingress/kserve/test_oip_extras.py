@@ -14,6 +14,7 @@ from fastapi import FastAPI
 from configs.batching import BatchingConfig
 from configs.cluster import LimitsConfig
 from deployments.errors import InvalidRequest
+from deployments.ingress.catalog import ModelCard
 from deployments.ingress.kserve.grpc.protos import open_inference as messages
 from deployments.ingress.kserve.grpc.server import start_grpc_server
 from deployments.ingress.kserve.inference import Inference
@@ -24,7 +25,7 @@ from deployments.ingress.kserve.rest.routes import create_inference_router
 from deployments.ingress.kserve.statistics import Statistics
 from deployments.ingress.kserve.tensors import classify_output
 from deployments.pipelines.records import TensorValue, text_tensor
-from deployments.records import ModelCard, TextChunk
+from deployments.records import TextChunk
 
 FEATURES = np.random.default_rng().normal(size=(3, 2)).astype(np.float32)
 SCORES = np.stack([FEATURES[:, 0] + FEATURES[:, 1], FEATURES[:, 0] - FEATURES[:, 1]], axis=1)

@@ -11,10 +11,10 @@ from fastapi import FastAPI
 
 from deployments.errors import Conflict, InvalidRequest, ModelUnavailable, UnknownModel
 from deployments.ingress.admin.answers import PrefetchAnswer, Tier
+from deployments.ingress.catalog import ModelCard
 from deployments.ingress.kserve.repository import ModelIndex, Repository
 from deployments.ingress.kserve.rest.repository_routes import create_repository_router
 from deployments.ingress.kserve.statistics import Statistics
-from deployments.records import ModelCard
 
 
 class FakeOperations:

@@ -18,6 +18,7 @@ from ray.exceptions import RayActorError, RayTaskError
 from configs.cluster import LimitsConfig
 from deployments import errors
 from deployments.ingress.admin.answers import PrefetchAnswer, Tier
+from deployments.ingress.catalog import ModelCard
 from deployments.ingress.kserve.grpc import codec as grpc_codec
 from deployments.ingress.kserve.grpc.calls import status_of
 from deployments.ingress.kserve.grpc.protos import POOL, health
@@ -26,7 +27,6 @@ from deployments.ingress.kserve.grpc.server import GrpcServer, _HealthServicer, 
 from deployments.ingress.kserve.inference import Inference
 from deployments.ingress.kserve.repository import Repository
 from deployments.ingress.kserve.statistics import Statistics
-from deployments.records import ModelCard
 
 MAX_MESSAGE_BYTES = 10_000
 TIMEOUT_S = 5.0
