@@ -4,7 +4,7 @@
 // rows at a time into L1 or L2, as unsigned bytes u with w = scale * u - offset, where every 16 elements have their scale
 // and offset. Then
 // - bf16 (AVX512_BF16): w and x are rounded to bfloat16, products are added up in float32;
-// - avx512 (VNNI), avx2: x is quantized by 32 elements (absmax / 127, as llama.cpp does), and
+// - avx512 (VNNI; most formats without the unpacking, fused_rows.h), avx2: x is quantized by 32 elements (absmax / 127, as llama.cpp does), and
 //   y = sum over blocks (scale * dx * dot(u, xq))  -  sum over 16s (offset * dx * sum(xq)).
 // Each has one arithmetic for every number of rows of x: a row's result never depends on its neighbours, bit for bit.
 //
@@ -53,6 +53,7 @@ struct Activations {
     int8_t* q;
     float* scale;  // by 32 elements
     float* sum;    // by 16 elements: dx * sum(q)
+    int32_t* lanes;  // by 4 elements: -sum(q); for VNNI alone
 #endif
     int64_t stride;
 };
@@ -267,7 +268,7 @@ constexpr int kRows = 4, kColumns = 6;
 
 #else
 
-constexpr size_t kActivationBytes = 2;  // a byte, and 3 floats by 32 elements, rounded up
+constexpr size_t kActivationBytes = 3;  // a byte, 3 floats by 32 elements and an integer by 4, rounded up
 constexpr size_t kTileBytes = 0;
 
 bool use_in_place(const void*, int, int64_t, int64_t, Activations&) { return false; }
@@ -276,6 +277,7 @@ void place_activations(char* memory, int64_t m, Activations& to) {
     to.q = reinterpret_cast<int8_t*>(memory);
     to.scale = reinterpret_cast<float*>(memory + m * to.stride);
     to.sum = to.scale + m * to.stride / 32;
+    to.lanes = reinterpret_cast<int32_t*>(to.sum + m * to.stride / 16);
 }
 
 void finish_row(const Unpacked&, int64_t) {}
@@ -289,6 +291,24 @@ void prepare_row(const void* x, int element, int64_t row, int64_t k, const Activ
         const int64_t count = std::clamp<int64_t>(k - begin, 0, 32);
         for (int64_t j = 0; j < count; ++j) values[j] = load_element(x, element, row * k + begin + j);
         for (int64_t j = count; j < 32; ++j) values[j] = 0;
+#if defined(__AVX512VNNI__)
+        const __m512 low = _mm512_loadu_ps(values), high = _mm512_loadu_ps(values + 16), zero = _mm512_setzero_ps();
+        const float most = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(low), _mm512_abs_ps(high)));
+        const float poison = _mm512_reduce_add_ps(_mm512_fmadd_ps(low, zero, _mm512_mul_ps(high, zero)));
+        const float d = most / 127 + poison;
+        const __m512 inverse = _mm512_set1_ps(most > 0 ? 127 / most : 0);
+        const auto bytes = [&](__m512 part) {
+            return _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(_mm512_mul_ps(part, inverse)));
+        };
+        __m256i all = poison == 0 ? _mm256_set_m128i(bytes(high), bytes(low)) : _mm256_setzero_si256();
+        store_32(reinterpret_cast<uint8_t*>(q + begin), all);
+        int32_t fours[8];
+        all = _mm256_dpbusd_epi32(_mm256_setzero_si256(), _mm256_set1_epi8(1), all);
+        store_32(reinterpret_cast<uint8_t*>(fours), all);
+        const __m256i negative = _mm256_sub_epi32(_mm256_setzero_si256(), all);
+        store_32(reinterpret_cast<uint8_t*>(to.lanes + (row * to.stride + begin) / 4), negative);
+        const int sums[2] = {fours[0] + fours[1] + fours[2] + fours[3], fours[4] + fours[5] + fours[6] + fours[7]};
+#else
         float most = 0, poison = 0;
         for (int j = 0; j < 32; ++j) {
             const float size = std::fabs(values[j]);
@@ -302,6 +322,7 @@ void prepare_row(const void* x, int element, int64_t row, int64_t k, const Activ
             q[begin + j] = static_cast<int8_t>(std::clamp(value, -127, 127));
         }
         for (int j = 0; j < 32; ++j) sums[j / 16] += q[begin + j];
+#endif
         scale[begin / 32] = d;
         sum[begin / 16] = d * sums[0];
         sum[begin / 16 + 1] = d * sums[1];
@@ -454,6 +475,8 @@ void clear_padding(const Unpacked& to, int64_t row, int64_t columns) {
 
 }  // namespace
 
+#include "fused_rows.h"
+
 #define JOINED_(a, b) a##_##b
 #define JOINED(a, b) JOINED_(a, b)
 
@@ -471,6 +494,19 @@ extern "C" int JOINED(atelier_matmul, ISA)(int type, const uint8_t* data, const 
         if (!memory) return 1;
         place_activations(memory, m, rows);
     }
+#if defined(__AVX512VNNI__) && !defined(__AVX512BF16__)
+    if (has_cursor(matrix)) {
+#pragma omp parallel num_threads(threads)
+        {
+#pragma omp for schedule(static)
+            for (int64_t row = 0; row < m; ++row) prepare_row(x, x_element, row, k, rows);
+#pragma omp for schedule(dynamic, 1)
+            for (int64_t first = 0; first < n; first += 32)
+                multiply_packed(matrix, first, std::min(n, first + 32), rows, m, y, y_element);
+        }
+        return 0;
+    }
+#endif
     // Few rows of x: W is read once from memory, through L1. Many: a tile in L2 serves them all.
     const int64_t tile = m <= 16 ? 4 : 32;
     int failed = 0;

@@ -87,21 +87,24 @@ def test_fast_products_are_as_near_as_their_path_promises(kind: str, num_rows: i
         assert relative(got, x.double() @ reference.double().T) < LARGEST_ERROR[path]
 
 
-@pytest.mark.parametrize("kind", ["Q8_0", "Q4_1", "Q6_K"])
+@pytest.mark.parametrize("kind", UNPACKED_KINDS)
 @pytest.mark.parametrize("use_bf16", [True, False])
 def test_a_row_does_not_depend_on_the_others(kind: str, use_bf16: bool) -> None:
     kernels = load_kernels()
     if kernels is None:
         pytest.skip("no compiled kernels here")
-    weight, _ = random_weight(kind, 67, 512)
-    x = torch.randn(29, 512)
+    columns = 512 if kind in K_TYPES else 544
+    weight, _ = random_weight(kind, 67, columns)
+    x = torch.randn(29, columns)
     together = kernels.matmul(PackedMatrix(*weight), x, use_bf16=use_bf16)
     for size in (1, 4, 6, 17):
         parts = [kernels.matmul(PackedMatrix(*weight), part, use_bf16=use_bf16) for part in x.split(size)]
         assert torch.equal(torch.cat(parts), together)
 
 
-@pytest.mark.parametrize(("columns", "group"), [(128, 64), (96, 64), (80, 32), (72, 8), (50, 10)])
+@pytest.mark.parametrize(
+    ("columns", "group"), [(128, 64), (192, 128), (192, 192), (96, 64), (80, 32), (72, 8), (50, 10)]
+)
 def test_flat_int8_groups_may_cross_rows(columns: int, group: int) -> None:
     values, scales = quantize_int8(RANDOM.standard_normal((64, columns), dtype=np.float32), group)
     weight = group_int8_weight("w", torch.from_numpy(values), torch.from_numpy(scales), group)
@@ -110,6 +113,9 @@ def test_flat_int8_groups_may_cross_rows(columns: int, group: int) -> None:
     x = torch.randn(7, columns)
     assert relative(multiply(x, weight, "exact"), x @ reference.T) < 1e-5
     assert relative(multiply(x, weight, "fast"), x @ reference.T) < 0.012
+    if product_path(weight, 1, "fast") != "unpack":
+        alone = torch.cat([multiply(row, weight, "fast") for row in x.split(1)])
+        assert torch.equal(alone, multiply(x, weight, "fast"))
     assert torch.equal(PackedEmbedding(weight, torch.float32)(torch.tensor([9, 2])), unpack_rows(weight, 0, 64)[[9, 2]])
 
 

@@ -1,0 +1,254 @@
+// Dot products straight from packed blocks, for AVX-512 with VNNI: each block is read once, unpacked in registers.
+//
+// An unpack buffer costs more than the product when x has few rows: this walk is bound by the reading of W. A format is
+// a cursor over one row of W that gives 64 elements at a time as unsigned bytes u, with w = scale * (u - bias) - min.
+// The bias is taken off in integers (Activations::lanes), so `dot` below is exact until a block's scale meets it.
+
+#pragma once
+
+#if defined(__AVX512VNNI__) && !defined(__AVX512BF16__)
+
+namespace {
+
+inline __m256i load_32(const uint8_t* at) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)); }
+
+inline __m512i halves(__m256i low, __m256i high) { return _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1); }
+
+// The f16 at `low` in lanes 0 to 7, the one at `high` in lanes 8 to 15.
+inline __m512 two_scales(const uint8_t* low, const uint8_t* high) {
+    int16_t bits[2];
+    std::memcpy(bits, low, 2);
+    std::memcpy(bits + 1, high, 2);
+    return _mm512_cvtph_ps(_mm256_set_m128i(_mm_set1_epi16(bits[1]), _mm_set1_epi16(bits[0])));
+}
+
+// Each half shifted right by its own count; bits cross bytes, so mask afterwards.
+template <int LOW, int HIGH>
+inline __m512i shifted(__m256i bytes) {
+    return halves(_mm256_srli_epi16(bytes, LOW), _mm256_srli_epi16(bytes, HIGH));
+}
+
+inline __m512i lane_numbers(int step, bool by_32) {
+    const __m512i sixteenths = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
+    const __m512i halves = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1);
+    return by_32 ? _mm512_add_epi32(halves, _mm512_set1_epi32(2 * step))
+                 : _mm512_add_epi32(sixteenths, _mm512_set1_epi32(4 * step));
+}
+
+// Blocks of 32 with one scale, two at a time. A row may end with a single one: the other half counts as zeros.
+struct Q8Row {
+    static constexpr int kSteps = 1, kBias = 128, kBytes = 68;
+    static constexpr bool kHasMins = false;
+    const uint8_t* at;
+    __m512 scale;
+    void open(const Matrix& m, int64_t row) { at = m.data + row * m.row_bytes; }
+    void enter(bool is_half) { scale = two_scales(at, is_half ? at : at + 34); }
+    __m512 scales(int) const { return scale; }
+    __m512i bytes(int, bool is_half) const {
+        const __m512i both = halves(load_32(at + 2), is_half ? _mm256_setzero_si256() : load_32(at + 36));
+        return _mm512_xor_si512(both, _mm512_set1_epi8(-128));
+    }
+    void leave() { at += kBytes; }
+};
+
+struct Q4Row {
+    static constexpr int kSteps = 1, kBias = 8, kBytes = 36;
+    static constexpr bool kHasMins = false;
+    const uint8_t* at;
+    __m512 scale;
+    void open(const Matrix& m, int64_t row) { at = m.data + row * m.row_bytes; }
+    void enter(bool is_half) { scale = two_scales(at, is_half ? at : at + 18); }
+    __m512 scales(int) const { return scale; }
+    __m512i bytes(int, bool is_half) const {
+        const __m128i low = _mm_loadu_si128(reinterpret_cast<const __m128i*>(at + 2));
+        const __m128i high = _mm_loadu_si128(reinterpret_cast<const __m128i*>(is_half ? at + 2 : at + 20));
+        // Each half of the register has its 16 bytes twice.
+        const __m512i spread = halves(_mm256_broadcastsi128_si256(low), _mm256_broadcastsi128_si256(high));
+        const __m512i counts = _mm512_setr_epi64(0, 0, 4, 4, 0, 0, 4, 4);
+        return _mm512_and_si512(_mm512_srlv_epi64(spread, counts), _mm512_set1_epi8(15));
+    }
+    void leave() { at += kBytes; }
+};
+
+// int8 with groups of 64 times a power of two, so that a step has one scale.
+struct GroupRow {
+    static constexpr int kSteps = 1, kBias = 128, kBytes = 64;
+    static constexpr bool kHasMins = false;
+    const uint8_t* at;
+    const float* all_scales;
+    int64_t step;
+    int shift;
+    __m512 scale;
+    void open(const Matrix& m, int64_t row) {
+        at = m.data + row * m.row_bytes;
+        all_scales = m.scales;
+        step = row * m.columns / 64;
+        shift = __builtin_ctzll(m.group / 64);
+    }
+    void enter(bool) { scale = _mm512_set1_ps(all_scales[step >> shift]); }
+    __m512 scales(int) const { return scale; }
+    __m512i bytes(int, bool) const { return _mm512_xor_si512(_mm512_loadu_si512(at), _mm512_set1_epi8(-128)); }
+    void leave() {
+        at += kBytes;
+        ++step;
+    }
+};
+
+template <bool IS_Q5>
+struct Q45KRow {
+    static constexpr int kSteps = 4, kBias = 0, kBytes = IS_Q5 ? 176 : 144;
+    static constexpr bool kHasMins = true;
+    const uint8_t* at;
+    __m512 scale, min;  // by 32, eight of them; by 16, each twice
+    void open(const Matrix& m, int64_t row) { at = m.data + row * m.row_bytes; }
+    void enter(bool) {
+        const uint32_t first = word(at + 4), second = word(at + 8), third = word(at + 12);
+        const uint32_t six = 0x3f3f3f3f, four = 0x0f0f0f0f;
+        const uint32_t high_scales = (third & four) | (first >> 6 & 0x03030303) << 4;
+        const uint32_t high_mins = (third >> 4 & four) | (second >> 6 & 0x03030303) << 4;
+        const int64_t scales = static_cast<int64_t>(static_cast<uint64_t>(high_scales) << 32 | (first & six));
+        const int64_t mins = static_cast<int64_t>(static_cast<uint64_t>(high_mins) << 32 | (second & six));
+        const __m128i doubled = _mm_unpacklo_epi8(_mm_cvtsi64_si128(mins), _mm_cvtsi64_si128(mins));
+        const __m256 eight = _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_cvtsi64_si128(scales)));
+        scale = _mm512_castps256_ps512(_mm256_mul_ps(_mm256_set1_ps(half(at)), eight));
+        min = _mm512_mul_ps(_mm512_set1_ps(half(at + 2)), _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(doubled)));
+    }
+    __m512 scales(int i) const { return _mm512_permutexvar_ps(lane_numbers(i, true), scale); }
+    __m512i bytes(int i, bool) const {
+        const __m512i low = shifted<0, 4>(load_32(at + (IS_Q5 ? 48 : 16) + 32 * i));
+        if (!IS_Q5) return _mm512_and_si512(low, _mm512_set1_epi8(15));
+        const __m256i pair = _mm256_srl_epi16(load_32(at + 16), _mm_cvtsi32_si128(2 * i));
+        const __m512i high = _mm512_slli_epi16(_mm512_and_si512(shifted<0, 1>(pair), _mm512_set1_epi8(1)), 4);
+        return _mm512_or_si512(_mm512_and_si512(low, _mm512_set1_epi8(15)), high);
+    }
+    void leave() { at += kBytes; }
+};
+
+struct Q6KRow {
+    static constexpr int kSteps = 4, kBias = 32, kBytes = 210;
+    static constexpr bool kHasMins = false;
+    const uint8_t* at;
+    __m512 scale;  // by 16
+    void open(const Matrix& m, int64_t row) { at = m.data + row * m.row_bytes; }
+    void enter(bool) {
+        const __m128i sixteen = _mm_loadu_si128(reinterpret_cast<const __m128i*>(at + 192));
+        scale = _mm512_mul_ps(_mm512_set1_ps(half(at + 208)), _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(sixteen)));
+    }
+    __m512 scales(int i) const { return _mm512_permutexvar_ps(lane_numbers(i, false), scale); }
+    __m512i bytes(int i, bool) const {
+        const __m512i low = _mm512_srl_epi16(_mm512_loadu_si512(at + i / 2 * 64), _mm_cvtsi32_si128(i % 2 * 4));
+        const __m256i bits = _mm256_srl_epi16(load_32(at + 128 + i / 2 * 32), _mm_cvtsi32_si128(i % 2 * 4));
+        const __m512i high = _mm512_slli_epi16(_mm512_and_si512(shifted<0, 2>(bits), _mm512_set1_epi8(3)), 4);
+        return _mm512_or_si512(_mm512_and_si512(low, _mm512_set1_epi8(15)), high);
+    }
+    void leave() { at += kBytes; }
+};
+
+template <int C>
+struct Operands {
+    __m512i q[C], start[C];
+    __m512 scale[C];
+    Operands(const Activations& x, int64_t column, int64_t i, int bias) {
+        for (int c = 0; c < C; ++c) {
+            const int64_t at = (column + c) * x.stride + i;
+            q[c] = _mm512_loadu_si512(x.q + at);
+            start[c] = _mm512_setzero_si512();
+            if (bias) start[c] = _mm512_slli_epi32(_mm512_loadu_si512(x.lanes + at / 4), __builtin_ctz(bias));
+            const __m128 pair = _mm_castpd_ps(_mm_load_sd(reinterpret_cast<const double*>(x.scale + at / 32)));
+            scale[c] = _mm512_permutexvar_ps(lane_numbers(0, true), _mm512_castps128_ps512(pair));
+        }
+    }
+};
+
+// R rows of W times C rows of x. Each result has lanes of its own, so R and C do not change it.
+template <class Row, int R, int C>
+void dot_packed(const Matrix& m, int64_t row, const Activations& x, int64_t column, float (&out)[R][C]) {
+    constexpr int64_t kUnit = 64 * Row::kSteps;
+    // A single row is a walk straight on through memory: 64 lines ahead. Four rows go on at the next four.
+    const int64_t ahead = R == 1 ? 4096 : R * m.row_bytes;
+    Row rows[R];
+    for (int r = 0; r < R; ++r) rows[r].open(m, row + r);
+    __m512 acc[R][C];
+    for (int r = 0; r < R; ++r)
+        for (int c = 0; c < C; ++c) acc[r][c] = _mm512_setzero_ps();
+    const auto take = [&](int64_t i, bool is_half) __attribute__((always_inline)) {
+        for (int r = 0; r < R; ++r) {
+            for (int line = 0; line < Row::kBytes; line += 64)
+                _mm_prefetch(reinterpret_cast<const char*>(rows[r].at + ahead + line), _MM_HINT_T0);
+            rows[r].enter(is_half);
+        }
+#pragma GCC unroll 4
+        for (int step = 0; step < Row::kSteps; ++step) {
+            const Operands<C> operands(x, column, i + 64 * step, Row::kBias);
+            for (int r = 0; r < R; ++r) {
+                const __m512i u = rows[r].bytes(step, is_half);
+                const __m512 scales = rows[r].scales(step);
+                for (int c = 0; c < C; ++c) {
+                    const __m512i dot = _mm512_dpbusd_epi32(operands.start[c], u, operands.q[c]);
+                    const __m512 both = _mm512_mul_ps(scales, operands.scale[c]);
+                    acc[r][c] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot), both, acc[r][c]);
+                }
+            }
+        }
+        for (int r = 0; r < R; ++r) {
+            if constexpr (Row::kHasMins)
+                for (int c = 0; c < C; ++c) {
+                    const __m512 sums = _mm512_loadu_ps(x.sum + ((column + c) * x.stride + i) / 16);
+                    acc[r][c] = _mm512_fnmadd_ps(rows[r].min, sums, acc[r][c]);
+                }
+            rows[r].leave();
+        }
+    };
+    int64_t i = 0;
+    for (; i + kUnit <= m.columns; i += kUnit) take(i, false);
+    if (i < m.columns) take(i, true);
+    for (int r = 0; r < R; ++r)
+        for (int c = 0; c < C; ++c) out[r][c] = _mm512_reduce_add_ps(acc[r][c]);
+}
+
+template <class Row, int R>
+void dot_packed_rows(const Matrix& m, int64_t row, const Activations& x, int64_t num_columns, void* y, int element) {
+    int64_t column = 0;
+    for (; column + 4 <= num_columns; column += 4) {
+        float out[R][4];
+        dot_packed<Row, R, 4>(m, row, x, column, out);
+        for (int r = 0; r < R; ++r)
+            for (int c = 0; c < 4; ++c) store_element(y, element, (column + c) * m.rows + row + r, out[r][c]);
+    }
+    for (; column < num_columns; ++column) {
+        float out[R][1];
+        dot_packed<Row, R, 1>(m, row, x, column, out);
+        for (int r = 0; r < R; ++r) store_element(y, element, column * m.rows + row + r, out[r][0]);
+    }
+}
+
+bool has_cursor(const Matrix& m) {
+    if (m.type == GROUP_INT8) return m.columns % 64 == 0 && m.group % 64 == 0 && (m.group & (m.group - 1)) == 0;
+    return m.type == Q8_0 || m.type == Q4_0 || m.type == Q4_K || m.type == Q5_K || m.type == Q6_K;
+}
+
+// One row of x: rows of W one after the other, at the speed of memory. More: four at a time share the loads of x.
+template <class Row>
+void walk_rows(const Matrix& m, int64_t first, int64_t last, const Activations& x, int64_t num_columns, void* y,
+               int element) {
+    int64_t row = first;
+    for (; num_columns > 1 && row + 4 <= last; row += 4) dot_packed_rows<Row, 4>(m, row, x, num_columns, y, element);
+    for (; row < last; ++row) dot_packed_rows<Row, 1>(m, row, x, num_columns, y, element);
+}
+
+// Rows `first` to `last` of W, of a format that has a cursor, times all of x.
+void multiply_packed(const Matrix& m, int64_t first, int64_t last, const Activations& x, int64_t num_columns, void* y,
+                     int element) {
+    switch (m.type) {
+        case Q8_0: return walk_rows<Q8Row>(m, first, last, x, num_columns, y, element);
+        case Q4_0: return walk_rows<Q4Row>(m, first, last, x, num_columns, y, element);
+        case Q4_K: return walk_rows<Q45KRow<false>>(m, first, last, x, num_columns, y, element);
+        case Q5_K: return walk_rows<Q45KRow<true>>(m, first, last, x, num_columns, y, element);
+        case Q6_K: return walk_rows<Q6KRow>(m, first, last, x, num_columns, y, element);
+        case GROUP_INT8: return walk_rows<GroupRow>(m, first, last, x, num_columns, y, element);
+    }
+}
+
+}  // namespace
+
+#endif
