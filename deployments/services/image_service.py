@@ -105,6 +105,7 @@ class ImageService:
                         reports_steps=request.reports_steps,
                         num_previews=request.partial_images,
                         checkpoint_steps=request.checkpoint_steps,
+                        checkpoint_interval_s=request.checkpoint_interval_s,
                         resume_from=checkpoint,
                         timeout_s=_time_left(request, start),
                     )
