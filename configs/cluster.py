@@ -263,6 +263,13 @@ class WorkerConfig(ModelReplicaConfig):
         16 * 2**20, ge=64, description="rows x width x height of one denoise step; requests beyond it take turns"
     )
     max_decode_pixels: int = Field(4 * 2**20, ge=64, description="of the images that the VAE decodes at once")
+    checkpoint_interval_s: float = Field(
+        5.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="seconds of an image's denoising after which the ingress gets its state, at the end of a step: "
+        "when its worker dies, another one goes on from there; 0: begins anew",
+    )
     num_threads: int | None = Field(None, ge=1, description="torch threads; default: the replica's CPUs, rounded up")
 
 

@@ -128,10 +128,11 @@ class ImageRequest(ImageOptions):
     `control`.
 
     `partial_images` asks a stream for so many previews on the way (fewer where there are not as many steps),
-    `reports_steps` for every step, and `checkpoint_steps` for a checkpoint every so many steps (0: none); an answer in
-    one piece has none of them.
+    `reports_steps` for every step, and `checkpoint_steps` for a checkpoint every so many steps; an answer in one piece
+    has none of them. After its worker's death a request goes on from its last checkpoint; those that are not asked for
+    are not told, and come every `checkpoint_interval_s` seconds (0: never).
 
-    The ingress sets the last four fields. `model_version` and `adapter_versions` (by name) are the fingerprints of the
+    The ingress sets the last five fields. `model_version` and `adapter_versions` (by name) are the fingerprints of the
     versions that are current then, so that every replica on the way uses the same ones. `text_padding` and `long_text`
     are the model's. `priority`, `timeout_s` and `tenant` are as in EmbeddingRequest.
     """
@@ -146,6 +147,7 @@ class ImageRequest(ImageOptions):
     partial_images: int = Field(0, ge=0, le=MAX_PARTIAL_IMAGES)
     reports_steps: bool = False
     checkpoint_steps: int = Field(0, ge=0, le=MAX_INT32)
+    checkpoint_interval_s: float = Field(0.0, ge=0, allow_inf_nan=False)
     model_version: str | None = None
     adapter_versions: dict[str, str] = {}
     text_padding: TextPadding = "stock"

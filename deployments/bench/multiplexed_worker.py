@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, aclosing
 from typing import Final
 
 from ray import serve
@@ -44,7 +44,11 @@ class MultiplexedWorker(Worker):
     async def generate(self, request: ImageRequest) -> ImageResult:
         """Return images, once Serve has the model here."""
         await self.get_model(serve.get_multiplexed_model_id())
-        return await super().generate(request)
+        async with aclosing(self.stream_images(request)) as pieces:
+            async for piece in pieces:
+                result = piece
+        assert isinstance(result, ImageResult)  # it is the last
+        return result
 
     async def count_switches(self) -> int:
         """Return how many models were loaded here."""

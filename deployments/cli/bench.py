@@ -112,6 +112,18 @@ def bench_door(
     print_door_figures(figures, as_json)
 
 
+@app.command("denoise")
+def bench_denoise(
+    quick: Annotated[bool, typer.Option("--quick", help="One round of few steps: whether it works.")] = False,
+    seed: Annotated[int, typer.Option(help="Of weights, texts and arrivals.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Measure the denoise engine beside stock diffusers: alone, together, as they come, streamed and resumed."""
+    from deployments.bench.denoise import QUICK, Effort, measure_denoise, print_denoise_figures
+
+    print_denoise_figures(measure_denoise(QUICK if quick else Effort(), seed), as_json)
+
+
 @app.command("dedup")
 def bench_dedup(models: Path = Path("infra/demo/models"), as_json: Json = False) -> None:
     """Count the bytes that a store keeps of the demo pipelines and one more fine-tune, by layout."""

@@ -162,9 +162,10 @@ class ConditionedRequest:
     Requests share a batch when they use the same objects: another version of an adapter is another object.
 
     Outputs before the last one are sent for what was asked: `reports_steps`, one at every step; `num_previews`, so many
-    previews spread over the steps; `checkpoint_steps`, a checkpoint every so many steps (0: none). `resume_from` is the
-    checkpoint to go on from; `conditioning` is then what `checkpoints.conditioning_of` reads from it. A request that
-    would otherwise not end within `timeout_s` goes before others, if that helps.
+    previews spread over the steps; `checkpoint_steps` and `checkpoint_interval_s`, a checkpoint every so many steps or
+    seconds (0: none). `resume_from` is the checkpoint to go on from; `conditioning` is then what
+    `checkpoints.conditioning_of` reads from it. A request that would otherwise not end within `timeout_s` goes before
+    others, if that helps.
     """
 
     request: DiffusionRequest
@@ -173,6 +174,7 @@ class ConditionedRequest:
     reports_steps: bool = False
     num_previews: int = 0
     checkpoint_steps: int = 0
+    checkpoint_interval_s: float = 0.0
     resume_from: bytes | None = None
     timeout_s: float | None = None
 

@@ -98,10 +98,11 @@ class Service:
         if await self._is_pipeline(request.model):
             check_image(request, self._config.ingress.limits)
             return await self._pipeline_models.generate(request)
-        request, terms = await self._checked_image(request)
-        start = time.perf_counter()
-        result: ImageResult = await self._worker.call("generate", request, ask=self._ask(request, terms))
-        _account(result.timings_ms, start)
+        silent = request.model_copy(update={"partial_images": 0, "reports_steps": False})
+        async with aclosing(self._image_pieces(silent)) as pieces:
+            async for piece in pieces:  # to the end: a stream that is left early was given up
+                result = piece
+        assert isinstance(result, ImageResult)  # it is the last
         return result
 
     async def generate_stream(
@@ -115,6 +116,15 @@ class Service:
         if await self._is_pipeline(request.model):
             yield await self.generate(request)
             return
+        async with aclosing(self._image_pieces(request)) as pieces:
+            async for piece in pieces:
+                if isinstance(piece, ImageResult):
+                    yield piece
+                elif piece.previews or request.reports_steps or (piece.checkpoint and request.checkpoint_steps):
+                    yield piece if request.checkpoint_steps else replace(piece, checkpoint=None)
+
+    async def _image_pieces(self, request: ImageRequest) -> AsyncGenerator[ImageProgress | ImageResult]:
+        """Yield what a worker tells, those of its checkpoints too that nobody asked for. Raises as `generate` does."""
         request, terms = await self._checked_image(request)
         start = time.perf_counter()
         async with aclosing(self._worker.stream("stream_images", request, ask=self._ask(request, terms))) as pieces:
@@ -134,6 +144,7 @@ class Service:
         versions = {name: adapter.fingerprint for name, adapter in adapters.items()}
         terms = self._terms(request)
         update = {"model_version": record.fingerprint, "adapter_versions": versions, **text_rules(record)}
+        update["checkpoint_interval_s"] = 0.0 if request.checkpoint_steps else self._config.worker.checkpoint_interval_s
         return request.model_copy(update=update | {"priority": terms.priority}), terms
 
     async def embed(self, request: EmbeddingRequest | Mapping[str, Any]) -> EmbeddingResult:

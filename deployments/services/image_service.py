@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
+import platform
 import time
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from typing import Final, TypeVar
+from typing import Final, NamedTuple, TypeVar
+
+import torch
 
 from configs.cluster import WorkerConfig
 from deployments.engines.diffusion.checkpoints import conditioning_of
 from deployments.engines.diffusion.engine import DiffusionEngine
 from deployments.engines.diffusion.families import family_of
 from deployments.engines.diffusion.pipeline import DenoisePipeline, create_pipeline, settings_hash
+from deployments.engines.diffusion.step_costs import StepCosts
 from deployments.engines.protocol import (
     AdapterUse,
     ConditionedRequest,
@@ -25,25 +30,45 @@ from deployments.errors import InvalidRequest, as_service_errors
 from deployments.modules.cache import Lease, ModuleCache
 from deployments.modules.loading import batch_bounds, is_denoise_component
 from deployments.records import CacheUse, ImageProgress, ImageRequest, ImageResult
+from deployments.services.remembered_costs import RememberedCosts
 from deployments.services.step_loop import DeviceThread, EngineLoop
 from deployments.text.requests import Conditioning, ConditioningRequest, pack, unpack
 
 EncodeText = Callable[[ConditioningRequest], Awaitable[Conditioning]]
 OnStep = Callable[[int, int], None]  # steps done, steps in all
 ImagePiece = ImageProgress | ImageResult
-_DiffusionLoop = EngineLoop[ConditionedRequest, DiffusionOutput]
 MAX_SETTINGS: Final = 1024
+KEEP_COSTS_S: Final = 30.0  # from one writing of the measured costs to the next
 _NumberT = TypeVar("_NumberT", int, float)
+
+
+class _PipelineEngine(NamedTuple):
+    """The engine of one pipeline, and the name that its costs are remembered under."""
+
+    loop: EngineLoop[ConditionedRequest, DiffusionOutput]
+    costs: StepCosts
+    subject: str
 
 
 class ImageService:
     """Denoises and decodes on one device thread, in batches of all requests of a pipeline. Lives on one event loop."""
 
-    def __init__(self, module_cache: ModuleCache, settings: WorkerConfig, device: DeviceThread) -> None:
+    def __init__(
+        self,
+        module_cache: ModuleCache,
+        settings: WorkerConfig,
+        device: DeviceThread,
+        remembered: RememberedCosts | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._module_cache = module_cache
         self._settings = settings
         self._device = device
         self._settings_hashes: dict[tuple[str, str], str] = {}  # by model and version
+        self._remembered = remembered or RememberedCosts()
+        self._clock = clock
+        self._kept_s = clock()
+        self._keeping: asyncio.Task[None] | None = None
         self.num_running = 0  # requests between their noise and their images
 
     async def generate(
@@ -105,6 +130,7 @@ class ImageService:
                         reports_steps=request.reports_steps,
                         num_previews=request.partial_images,
                         checkpoint_steps=request.checkpoint_steps,
+                        checkpoint_interval_s=request.checkpoint_interval_s,
                         resume_from=checkpoint,
                         timeout_s=_time_left(request, start),
                     )
@@ -137,17 +163,27 @@ class ImageService:
     async def _denoise(self, lease: Lease, request: ConditionedRequest) -> AsyncGenerator[DiffusionOutput, None]:
         """Run one request in the engine of the leased modules, which all requests for them share."""
         settings = await self._settings_of(lease)
-        loop: _DiffusionLoop = lease.bound(
-            lambda: EngineLoop(self._device, DiffusionEngine(self._pipeline(lease))), settings
-        )
+        engine: _PipelineEngine = lease.bound(lambda: self._engine(lease), settings)
         self.num_running += 1
         try:
             # Closed before the lease ends: the engine may be in a step of this request when the stream is left.
-            async with contextlib.aclosing(loop.stream_outputs(request)) as outputs:
+            async with contextlib.aclosing(engine.loop.stream_outputs(request)) as outputs:
                 async for output in outputs:
                     yield output
         finally:
             self.num_running -= 1
+        if self._clock() - self._kept_s >= KEEP_COSTS_S:
+            self._kept_s = self._clock()
+            self._keeping = asyncio.ensure_future(self._keep_costs(engine))
+
+    async def _keep_costs(self, engine: _PipelineEngine) -> None:
+        figures = await self._device.run(engine.costs.figures)  # between two steps, which change them
+        await asyncio.to_thread(self._remembered.keep_figures, engine.subject, figures)
+
+    def _engine(self, lease: Lease) -> _PipelineEngine:
+        subject = _subject(lease, self._settings)
+        costs = self._remembered.recall_costs(subject)
+        return _PipelineEngine(EngineLoop(self._device, DiffusionEngine(self._pipeline(lease), costs)), costs, subject)
 
     async def _settings_of(self, lease: Lease) -> str:
         """Return the identity of the pipeline's settings, read once for each version of a model."""
@@ -166,6 +202,18 @@ class ImageService:
             device=self._settings.torch_device,
             bounds=batch_bounds(self._settings),
         )
+
+
+def _subject(lease: Lease, settings: WorkerConfig) -> str:
+    """Return what a step's time depends on beside its shape: structures and dtypes, the machine, device and threads."""
+    modules = lease.modules.items()
+    parts = sorted(f"{name} {type(one).__name__} {_structure(one)}" for name, one in modules)
+    place = platform.node(), settings.device, str(torch.get_num_threads())
+    return hashlib.sha256("\n".join([*place, *parts]).encode()).hexdigest()
+
+
+def _structure(module: torch.nn.Module) -> str:
+    return str([(name, tuple(one.shape), str(one.dtype)) for name, one in module.named_parameters()])
 
 
 async def _kept_text(checkpoint: bytes) -> Conditioning:

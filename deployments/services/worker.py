@@ -72,15 +72,6 @@ class Worker(ModelReplica):
             )
             self._link.start()
 
-    async def generate(self, request: ImageRequest) -> ImageResult:
-        """Return images in one answer, as `stream_images` does."""
-        silent = request.model_copy(update={"reports_steps": False, "partial_images": 0, "checkpoint_steps": 0})
-        async with contextlib.aclosing(self.stream_images(silent)) as pieces:
-            async for piece in pieces:
-                result = piece
-        assert isinstance(result, ImageResult)  # it is the last
-        return result
-
     async def stream_images(
         self, request: ImageRequest, checkpoint: bytes | None = None
     ) -> AsyncGenerator[ImagePiece, None]:

@@ -15,7 +15,7 @@ from typing import Final, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from weights.memory.pages import ByteArray, allocate_pages
-from weights.private_folder import private_folder, temporary_folder
+from weights.private_folder import cache_folder, recall, remember
 from weights.reading.blocks import cached_pages
 from weights.reading.strategy import (
     DIRECT,
@@ -35,7 +35,6 @@ PROBE_BYTES: Final = 64 * 2**20  # each way
 _BLOCK_BYTES: Final = 16 * 2**20  # one read per thread, all in flight at once: smaller ones miss the peak
 _NUM_THREADS: Final = 4
 _READ_VARIABLE: Final = "ATELIER_READ"
-_MAX_CACHE_BYTES: Final = 2**20
 
 
 def _probe_file(path: Path, clock: Callable[[], float] = time.perf_counter) -> Probe | None:
@@ -102,7 +101,7 @@ class ReadPlanner:
     ) -> None:
         text = environ.get(_READ_VARIABLE)
         self._override = override or (parse_strategy(text) if text else None)
-        self._cache = _ProbeCache(cache or _cache_folder(environ))
+        self._cache = _ProbeCache(cache or cache_folder(environ))
         self._mountinfo = mountinfo
         self._prober = prober
         self._plans: dict[tuple[int, bool], ReadPlan] = {}
@@ -152,34 +151,14 @@ class _ProbeCache:
     def put_probe(self, medium: Medium, probe: Probe) -> None:
         contents = self._read()
         contents.probes[_key(medium)] = probe
-        staged = self._file.with_name(f"{self._file.name}.{os.getpid()}.{threading.get_ident()}")
-        with contextlib.suppress(OSError):
-            self._check_place()
-            self._file.parent.mkdir(parents=True, exist_ok=True)
-            staged.write_text(contents.model_dump_json(), encoding="utf-8")
-            staged.replace(self._file)
-
-    def _check_place(self) -> None:
-        """Raise OSError when somebody else may have made the folder."""
-        if self._file.parent == temporary_folder():
-            private_folder(self._file.parent)
+        remember(self._file, contents.model_dump_json().encode())
 
     def _read(self) -> _CacheFile:
         try:
-            self._check_place()
-            with self._file.open("rb") as file:
-                return _CacheFile.model_validate_json(file.read(_MAX_CACHE_BYTES))
-        except (OSError, ValidationError):
+            return _CacheFile.model_validate_json(recall(self._file))
+        except ValidationError:
             return _CacheFile()
 
 
 def _key(medium: Medium) -> str:
     return f"{medium.device} {medium.fs_type}"
-
-
-def _cache_folder(environ: Mapping[str, str]) -> Path:
-    """Return the user's cache folder, as the XDG base directory specification has it."""
-    base = environ.get("XDG_CACHE_HOME", "")
-    if base.startswith("/"):  # the specification: a path that is not absolute is ignored
-        return Path(base) / "atelier"
-    return Path(environ["HOME"]) / ".cache" / "atelier" if environ.get("HOME") else temporary_folder()

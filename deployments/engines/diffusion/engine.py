@@ -29,7 +29,8 @@ T = TypeVar("T")
 
 @dataclass(slots=True, eq=False)
 class _Running:
-    """A request under way. Times are the clock's: it was added, must have ended, had its first step, and its last.
+    """A request under way. Times are the clock's: it was added, must have ended, had its first step, was last saved
+    (or had its first step), and had its last step.
 
     `fair_end` is that of `FairOrder`.
     """
@@ -40,6 +41,7 @@ class _Running:
     fair_end: float
     deadline_s: float | None
     started: float | None = None
+    saved: float = 0.0
     denoised: float = 0.0
 
 
@@ -60,7 +62,7 @@ class DiffusionEngine:
         self.pipeline = pipeline
         self.failures: dict[str, Exception] = {}
         self._requests: dict[str, _Running] = {}
-        self._costs = costs or StepCosts()
+        self.costs = costs or StepCosts()
         self._clock = clock
         self._order, self._load = FairOrder(), ArrivingLoad()
         self._stopwatch = Stopwatch(pipeline.device, clock)
@@ -86,8 +88,8 @@ class DiffusionEngine:
             self._order = FairOrder()
         now = self._clock()
         steps, decode = self.pipeline.step_work(state), self.pipeline.decode_work(state)
-        work_s = self._costs.seconds_per_row(steps.kind) * steps.rows * state.num_steps_left
-        work_s += self._costs.seconds_per_row(decode.kind) * decode.rows
+        work_s = self.costs.seconds_per_row(steps.kind) * steps.rows * state.num_steps_left
+        work_s += self.costs.seconds_per_row(decode.kind) * decode.rows
         self._load.arrive(now, work_s)
         deadline_s = None if request.timeout_s is None else now + request.timeout_s
         self._requests[request.request_id] = _Running(request, state, now, self._order.arrive(work_s), deadline_s)
@@ -111,9 +113,9 @@ class DiffusionEngine:
         candidates = []
         for running in waiting:
             work, end, deadline_s = work_of(running.state), running.fair_end, running.deadline_s
-            left_s = self._costs.seconds(work.kind, work.rows) * max(1, running.state.num_steps_left)
+            left_s = self.costs.seconds(work.kind, work.rows) * max(1, running.state.num_steps_left)
             candidates.append(Candidate(work.keys, work.kind, work.rows, work.max_rows, end, left_s, deadline_s))
-        chosen = choose_turn(candidates, self._costs, now, self._load.share(now))
+        chosen = choose_turn(candidates, self.costs, now, self._load.share(now))
         self._turn = candidates[chosen[0]].kind, sum(candidates[place].rows for place in chosen)
         self._stopwatch.begin()
         return [waiting[place] for place in chosen]
@@ -121,13 +123,14 @@ class DiffusionEngine:
     def _note_turn(self, failed: bool) -> None:
         """Take in what the turn cost. One in which something failed, and ran again alone perhaps, says nothing."""
         kind, rows = self._turn
-        self._order.work(self._costs.seconds_per_row(kind) * rows)
-        self._stopwatch.end(lambda seconds: None if failed else self._costs.note(kind, rows, seconds))
+        self._order.work(self.costs.seconds_per_row(kind) * rows)
+        self._stopwatch.end(lambda seconds: None if failed else self.costs.note(kind, rows, seconds))
 
     def _denoise(self, batch: Sequence[_Running]) -> list[DiffusionOutput]:
         now = self._clock()
         for running in batch:
-            running.started = running.started or now
+            if running.started is None:
+                running.started = running.saved = now
         failures = _run_or_retry(self._step_states, [running.state for running in batch])
         self._note_turn(any(failures))
         now = self._clock()
@@ -154,8 +157,7 @@ class DiffusionEngine:
         """Return what the request is to hear of its step, or None for nothing."""
         request, state = running.request, running.state
         preview = previews.get(request.request_id)
-        is_due = request.checkpoint_steps and state.step_index % request.checkpoint_steps == 0 and not state.done
-        checkpoint = save_checkpoint(state, request.conditioning) if is_due else None
+        checkpoint = self._checkpoint(running)
         if preview is None and checkpoint is None and not request.reports_steps:
             return None
         index = None if preview is None else state.preview_at.index(state.step_index)
@@ -167,6 +169,16 @@ class DiffusionEngine:
             preview_index=index,
             checkpoint=checkpoint,
         )
+
+    def _checkpoint(self, running: _Running) -> bytes | None:
+        """Return a checkpoint when one is due and possible."""
+        request, state = running.request, running.state
+        now, every_steps, every_s = self._clock(), request.checkpoint_steps, request.checkpoint_interval_s
+        is_due = every_steps > 0 and state.step_index % every_steps == 0
+        if state.done or not (is_due or 0 < every_s <= now - running.saved):
+            return None
+        running.saved = now  # also when it cannot be: not tried again at every step
+        return save_checkpoint(state, request.conditioning)
 
     def _step_states(self, states: Sequence[DenoiseState]) -> list[Exception | None]:
         self.pipeline.step(states)

@@ -39,7 +39,7 @@ from deployments.engines.diffusion.rows import (
     parts_of,
     split_rows,
 )
-from deployments.engines.diffusion.solvers import SolverFactory, begin_solver, step_options
+from deployments.engines.diffusion.solvers import SolverFactory, step_options
 from deployments.engines.diffusion.state import (
     DenoiseState,
     check_adapters,
@@ -87,20 +87,13 @@ class DenoisePipeline:
         if reason := family.refusal(self.denoiser):
             raise EngineError(f"{folder}: {reason}")
 
-    @property
-    def _is_resumable(self) -> bool:
-        """Return whether latents and a step index are all that a request needs to go on in another process."""
-        return self._solvers.stateless
-
     def start(
         self,
         request: DiffusionRequest,
         conditioning: Mapping[str, torch.Tensor],
         adapters: Mapping[str, LoraAdapter | nn.Module] | None = None,
-        *,
-        resume_from: tuple[torch.Tensor, int] | None = None,
     ) -> DenoiseState:
-        """Return a request before its first step, or before step `resume_from[1]` with the latents `resume_from[0]`.
+        """Return a request before its first step.
 
         `conditioning` is what the family's `assemble_conditioning` gives; `adapters` has the LoRAs and
         the ControlNets that the request names.
@@ -119,8 +112,6 @@ class DenoisePipeline:
         branches = take_branches(
             conditioning, widths, is_guided, self.device, self.denoiser.dtype, masks_text=masks_text
         )
-        if resume_from is not None and not self._is_resumable:
-            raise EngineError(f"{self.model_index['scheduler'][1]} keeps history: the request must start again")
         schedule = family.schedule(request, self._solvers.config, size)
         solver = self._solvers.create_solver(self.device, request.scheduler, **schedule)
         generator = host_generator(request.seed)
@@ -128,11 +119,7 @@ class DenoisePipeline:
         maker = LatentsMaker(family, self._codec, self.denoiser.config, self.device)
         # Stock draws in the text encoder's dtype; another dtype would be another image.
         first = maker.first_latents(request, size, solver, generator, conditioning["prompt_embeds"].dtype)
-        latents, step_index = resume_from or (first.latents, 0)
-        if latents.shape != first.latents.shape:
-            raise EngineError(f"latents have shape {tuple(latents.shape)}, expected {tuple(first.latents.shape)}")
-        begin_solver(solver, first.first_step, step_index)
-        latents = latents.to(self.device, self.denoiser.dtype)
+        latents = first.latents.to(self.device, self.denoiser.dtype)
         cfg_scale = family.cfg_scale(request)
         return DenoiseState(
             request,
@@ -141,8 +128,7 @@ class DenoisePipeline:
             branches,
             cfg_scale,
             generator,
-            step_index,
-            pairs,
+            adapters=pairs,
             first_step=first.first_step,
             kept=first.kept,
             extra_channels=first.extra_channels,

@@ -6,16 +6,13 @@ import copy
 import inspect
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import diffusers
 import torch
 
 from deployments.engines.build import read_config
 from deployments.engines.protocol import EngineError
-
-# Their next step depends on nothing but the latents and the step index, so a request can go on elsewhere.
-_STATELESS: Final = frozenset({"FlowMatchEulerDiscreteScheduler", "EulerDiscreteScheduler", "DDIMScheduler"})
 
 
 class SolverFactory:
@@ -34,7 +31,6 @@ class SolverFactory:
             read_config(folder / "scheduler" / "scheduler_config.json")
         )
         self.config: Mapping[str, Any] = self._template.config
-        self.stateless = class_name in _STATELESS
 
     def create_solver(self, device: torch.device, scheduler: str | None = None, **schedule: Any) -> Any:
         """Return a solver with its timesteps set by `schedule`, arguments of `set_timesteps`.
@@ -48,6 +44,8 @@ class SolverFactory:
             solver.set_timesteps(device=device, **schedule)
         except (ValueError, TypeError) as error:
             raise EngineError(f"{type(solver).__name__} cannot make this schedule: {error}") from error
+        if hasattr(solver, "set_begin_index"):
+            solver.set_begin_index(0)
         return solver
 
     def _template_of(self, scheduler: str | None) -> Any:
@@ -71,15 +69,6 @@ def _solver_class(class_name: str | None) -> Any:
     """Return a solver's class, None for a name that is none's."""
     cls = getattr(diffusers, str(class_name), None)
     return cls if isinstance(cls, type) and issubclass(cls, diffusers.SchedulerMixin) else None
-
-
-def begin_solver(solver: Any, first_step: int, step_index: int) -> None:
-    """Let the solver do the step of that index, counted from `first_step`, next. Raises EngineError without one."""
-    num_steps = len(solver.timesteps) - first_step
-    if not 0 <= step_index < num_steps:
-        raise EngineError(f"step index {step_index}: expected 0 to {num_steps - 1}")
-    if hasattr(solver, "set_begin_index"):
-        solver.set_begin_index(first_step + step_index)
 
 
 def add_noise(solver: Any, images: torch.Tensor, noise: torch.Tensor, timesteps: torch.Tensor) -> torch.Tensor:

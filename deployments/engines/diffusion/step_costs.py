@@ -10,15 +10,12 @@ from __future__ import annotations
 import bisect
 import statistics
 from collections import OrderedDict, deque
-from collections.abc import Mapping
 from typing import Any, Final
 
 MAX_KINDS: Final = 512
 MAX_ROWS_KEPT: Final = 64  # sizes of one kind
 NUM_KEPT: Final = 5  # seconds of one size; their median counts, so that one slow turn says nothing
 GROWTH: Final = 2  # a batch is at most so many times the largest that was measured
-
-Figures = Mapping[str, Mapping[str, float]]
 
 
 class StepCosts:
@@ -67,13 +64,13 @@ class StepCosts:
         return GROWTH * sizes[-1] if sizes else 1
 
     def figures(self) -> dict[str, dict[str, float]]:
-        """Return the medians as JSON can say them, for `remember`."""
+        """Return the medians as JSON can say them, for `begin_with`."""
         return {
             kind: {str(size): median for size, median in zip(*self._curve(kind), strict=True)} for kind in self._kinds
         }
 
-    def remember(self, figures: Any) -> None:
-        """Begin with the `figures` of an earlier run; what does not look like such is left out."""
+    def begin_with(self, figures: Any) -> None:
+        """Take in the `figures` of an earlier run; what does not look like such is left out."""
         for kind, sizes in figures.items() if isinstance(figures, dict) else ():
             for size, seconds in sizes.items() if isinstance(sizes, dict) else ():
                 is_usable = isinstance(seconds, int | float) and 0 < seconds < float("inf")

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from weights.errors import WeightsError
-from weights.private_folder import temporary_folder
-from weights.reading.planning import MIN_PROBED_BYTES, ReadPlanner, _cache_folder, _ProbeCache
+from weights.private_folder import cache_folder, temporary_folder
+from weights.reading.planning import MIN_PROBED_BYTES, ReadPlanner, _ProbeCache
 from weights.reading.strategy import DIRECT, Medium, Probe, ReadStrategy
 
 EXT4 = "27 1 254:0 / / rw - ext4 /dev/vda rw\n"
@@ -152,17 +152,17 @@ def test_a_cache_that_cannot_be_written_is_no_error(planner, large: Path, tmp_pa
 
 
 def test_the_cache_lies_where_the_desktop_specification_says() -> None:
-    assert _cache_folder({"XDG_CACHE_HOME": "/c", "HOME": "/h"}) == Path("/c/atelier")
-    assert _cache_folder({"XDG_CACHE_HOME": "relative", "HOME": "/h"}) == Path("/h/.cache/atelier")
-    assert _cache_folder({"HOME": "/h"}) == Path("/h/.cache/atelier")
-    assert _cache_folder({}) == temporary_folder()
+    assert cache_folder({"XDG_CACHE_HOME": "/c", "HOME": "/h"}) == Path("/c/atelier")
+    assert cache_folder({"XDG_CACHE_HOME": "relative", "HOME": "/h"}) == Path("/h/.cache/atelier")
+    assert cache_folder({"HOME": "/h"}) == Path("/h/.cache/atelier")
+    assert cache_folder({}) == temporary_folder()
 
 
 def test_a_cache_that_somebody_else_may_have_made_is_neither_read_nor_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    cache = _ProbeCache(_cache_folder({}))
+    cache = _ProbeCache(cache_folder({}))
     cache.put_probe(MEDIUM, PROBE)
     assert cache.get_probe(MEDIUM) == PROBE
     folder = temporary_folder()

@@ -65,14 +65,6 @@ def test_sdxl_guidance_needs_a_negative(sdxl, make_request):
         sdxl.ours.start(make_request(guidance_scale=2.0), sdxl.conditioning())
 
 
-def test_resuming_outside_of_the_schedule(pair, make_request):
-    latents = pair.ours.start(make_request(), pair.conditioning()).latents
-    with pytest.raises(EngineError, match="step index 3: expected 0 to 2"):
-        pair.ours.start(make_request(), pair.conditioning(), resume_from=(latents, 3))
-    with pytest.raises(EngineError, match="latents have shape"):
-        pair.ours.start(make_request(width=64), pair.conditioning(), resume_from=(latents, 1))
-
-
 def test_unknown_pipeline_class(flux):
     with pytest.raises(
         EngineError,

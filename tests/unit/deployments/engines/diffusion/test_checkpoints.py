@@ -78,6 +78,28 @@ def test_the_engine_saves_every_few_steps_and_resumes(pair, make_request):
     assert (later[-1].images == outputs[-1].images).all()
 
 
+def test_the_engine_saves_whenever_so_much_time_has_passed_since_the_last(pair, make_request):
+    """Waiting is no work that could be lost; a step takes a second here."""
+    now = 0.0
+    engine = DiffusionEngine(pair.ours, clock=lambda: now)
+    request = ConditionedRequest(make_request(num_inference_steps=9), pair.conditioning(), checkpoint_interval_s=2.5)
+    engine.add_request(request)
+    now = 100.0
+    step = pair.ours.step
+
+    def slow_step(states):
+        nonlocal now
+        now += 1
+        step(states)
+
+    pair.ours.step = slow_step
+    outputs = []
+    while engine.has_work:
+        outputs += engine.step()
+    assert [output.step_index for output in outputs if output.checkpoint] == [3, 6], "none after the last step"
+    assert len(outputs) == 3
+
+
 def test_nothing_is_saved_of_latents_that_are_not_finite(pair, make_request, monkeypatch):
     state = pair.ours.start(make_request(), pair.conditioning())
     monkeypatch.setattr(pair.ours, "_forward", lambda rows, height, width: rows.latents * float("inf"))

@@ -112,26 +112,6 @@ def test_no_state_moves_when_a_forward_fails(pair, make_request, monkeypatch):
     pair.ours.step(states[:1])  # alone it goes on
 
 
-def test_a_request_goes_on_from_its_latents(pair, make_request):
-    job = make_request(num_inference_steps=4, num_images=2), pair.conditioning()
-    whole = pair.ours.generate(*job)
-    state = pair.ours.start(*job)
-    pair.ours.step([state])
-    pair.ours.step([state])
-    resumed = pair.ours.start(*job, resume_from=(state.latents.clone(), state.step_index))
-    while not resumed.done:
-        pair.ours.step([resumed])
-    assert np.array_equal(pair.ours.decode([resumed])[0], whole)
-
-
-def test_a_solver_with_history_cannot_resume(make_sdxl_pair, make_request, tmp_path):
-    pair = make_sdxl_pair(tmp_path, "DPMSolverMultistepScheduler")
-    assert not pair.ours._is_resumable
-    latents = torch.zeros(1, 4, 16, 16)
-    with pytest.raises(EngineError, match="DPMSolverMultistepScheduler keeps history"):
-        pair.ours.start(make_request(), pair.conditioning(), resume_from=(latents, 1))
-
-
 def test_on_step_sees_every_step(pair, make_request):
     seen: list[int] = []
     pair.ours.generate(make_request(), pair.conditioning(), on_step=lambda state: seen.append(state.step_index))

@@ -10,6 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
+from deployments.engines.diffusion.checkpoints import restore_checkpoint, save_checkpoint
 from deployments.engines.protocol import EngineError
 
 STOCK = {
@@ -205,7 +206,9 @@ def test_resumes_between_steps(pair, make_request, has_mask):
     state = pair.ours.start(request, conditioning)
     pair.ours.step([state])
     pair.ours.step([state])
-    resumed = pair.ours.start(request, conditioning, resume_from=(state.latents.clone(), state.step_index))
+    resumed = pair.ours.start(request, conditioning)
+    restore_checkpoint(resumed, save_checkpoint(state, conditioning))
+    assert resumed.step_index == 2
     while not resumed.done:
         pair.ours.step([resumed])
         pair.ours.step([state])

@@ -1,0 +1,52 @@
+"""The model of the denoise bench: what is counted and compared is what it says."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from deployments.bench.denoise import QUICK, _measure_mixed, _play, print_denoise_figures
+from deployments.bench.denoise_models import make_model
+from deployments.engines.diffusion.step_costs import StepCosts
+
+pytestmark = pytest.mark.slow  # imports diffusers
+
+
+def test_all_ways_make_the_same_latents_and_arrivals_are_all_served() -> None:
+    with make_model(0) as model:
+        ours, plain = ({type(part).__name__ for part in one.denoiser.modules()} for one in (model.ours, model.plain))
+        assert "BatchInvariantLinear" in ours
+        assert not any(name.startswith("BatchInvariant") for name in plain)
+        states = []
+        for pipeline in (model.ours, model.plain):
+            request = model.request(2, seed=3)
+            states.append(pipeline.start(request.request, request.conditioning))
+            while not states[-1].done:
+                pipeline.step([states[-1]])
+        torch.testing.assert_close(states[0].latents, states[1].latents, rtol=0, atol=1e-4)
+        mixed = _measure_mixed(model, QUICK, seed=1)
+        assert 1 <= mixed["lengths_forwards_per_step"] <= mixed["lengths_distinct"] <= 16
+        assert len(_play(model, [(0.0, model.request(1, seed=0)), (0.01, model.request(2, seed=1))], StepCosts())) == 2
+
+
+def test_figures_are_one_json_object_or_tables(capsys: pytest.CaptureFixture[str]) -> None:
+    way = {"images_per_s": 2.0, "mean_latency_s": 0.5}
+    figures = {
+        "single": {"ours_steps_per_s": 20.0, "stock_steps_per_s": 10.0, "ratio": 2.0},
+        "concurrent": [{"num_requests": 8, "ours": way, "serial": way, "one_batch": way}],
+        "mixed": {
+            f"{name}_{what}": 2.0
+            for name in ("lengths", "lengths_and_sizes")
+            for what in ("distinct", "forwards_per_step")
+        },
+        "arrivals": [{"load": 0.5, "ours_p50_s": 1.0, "ours_p99_s": 2.0, "fifo_p50_s": 3.0, "fifo_p99_s": 4.0}],
+        "stream": {"progress_overhead": 0.01},
+        "invariance": [{"rows": 1, "ours_ms": 1.0, "plain_ms": 1.0, "cost": 0.0}],
+        "checkpoint": {"bytes": 7, "resume_ms": 1.5},
+    }
+    print_denoise_figures(figures, as_json=True)
+    assert json.loads(capsys.readouterr().out) == figures
+    print_denoise_figures(figures, as_json=False)
+    assert "2.00 x" in capsys.readouterr().out
