@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import math
 from pathlib import Path
 from typing import Annotated, Any
@@ -37,13 +38,19 @@ def generate(
     negative: Annotated[str | None, typer.Option(help="Negative prompt.")] = None,
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same image.")] = None,
     lora: Annotated[list[str] | None, typer.Option(help="Adapter, as NAME or NAME:SCALE; may be repeated.")] = None,
+    image: Annotated[Path | None, typer.Option(help="Image file to begin at.")] = None,
+    mask: Annotated[Path | None, typer.Option(help="What to paint anew in it: transparent, or else white.")] = None,
+    strength: Annotated[float | None, typer.Option(help="How much of the image is made anew, up to 1.")] = None,
+    control: Annotated[
+        list[str] | None, typer.Option(help="ControlNet and its image, as NAME:FILE or NAME:FILE:SCALE.")
+    ] = None,
     local: Annotated[bool, typer.Option("--local", help="In this process, without a cluster.")] = False,
     config: Annotated[Path, typer.Option(help="Cluster YAML, for --local.")] = DEFAULT_CONFIG,
     url: Url = None,
     key: Key = None,
     as_json: Json = False,
 ) -> None:
-    """Make images from a prompt."""
+    """Make images from a prompt, or from images."""
     body = {
         "model": model,
         "prompt": prompt,
@@ -54,7 +61,12 @@ def generate(
         "negative_prompt": negative,
         "seed": seed,
         "lora": [_lora(text) for text in lora or []],
+        "strength": strength,
+        "init_image": image and _file(image, "--image"),
+        "mask_image": mask and _file(mask, "--mask"),
+        "control": [_control(text) for text in control or []],
     }
+    body = {name: value for name, value in body.items() if value is not None and value != []}
     images = (
         _generate_locally(body, config, quiet=as_json) if local else _generate_in_cluster(body, find_client(url, key))
     )
@@ -88,8 +100,7 @@ def _generate_locally(body: dict[str, Any], path: Path, *, quiet: bool) -> Image
     from deployments.local import LocalModels
 
     try:
-        given = {key: value for key, value in body.items() if value is not None}
-        request = GenerationBody(**given).to_record(config.ingress.limits)
+        request = GenerationBody(**body).to_record(config.ingress.limits)
     except ValidationError as error:
         first = error.errors()[0]
         raise ClientError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
@@ -128,12 +139,34 @@ def _save(files: list[bytes], output: Path) -> list[Path]:
     return paths
 
 
+def _file(path: Path, option: str) -> str:
+    """Return a file in base64. Raises: OptionError."""
+    try:
+        return base64.b64encode(path.read_bytes()).decode()
+    except OSError as error:
+        raise OptionError(f"{option} {path}: {error.strerror}") from None
+
+
+def _control(text: str) -> dict[str, Any]:
+    name, _, rest = text.partition(":")
+    file, _, scale = rest.rpartition(":")
+    if not file or not math.isfinite(_scale(scale)):  # a file whose name may have colons
+        file, scale = rest, ""
+    if not name or not file:
+        raise OptionError(f"--control {text!r}: expected NAME:FILE or NAME:FILE:SCALE")
+    return {"name": name, "image": _file(Path(file), "--control"), "scale": _scale(scale)}
+
+
 def _lora(text: str) -> dict[str, Any]:
     name, _, scale = text.partition(":")
-    try:
-        strength = float(scale) if scale else 1.0
-    except ValueError:
-        strength = math.nan
-    if not name or not math.isfinite(strength):
+    if not name or not math.isfinite(_scale(scale)):
         raise OptionError(f"--lora {text!r}: expected NAME or NAME:SCALE")
-    return {"name": name, "scale": strength}
+    return {"name": name, "scale": _scale(scale)}
+
+
+def _scale(text: str) -> float:
+    """Return the strength that a text says, 1 without one, not a number for what is none."""
+    try:
+        return float(text) if text else 1.0
+    except ValueError:
+        return math.nan

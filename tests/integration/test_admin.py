@@ -47,10 +47,11 @@ class Admin:
         assert answer.status_code == 200, answer.text
         return answer.json()["choices"][0]["text"]
 
-    def image(self, **more: Any) -> str:
+    def image(self, **more: Any) -> bytes:
+        """Return the pixels."""
         answer = self.http.post("/v1/images/generations", json=IMAGE | more)
         assert answer.status_code == 200, answer.text
-        return answer.json()["data"][0]["b64_json"]
+        return pixels(answer).tobytes()
 
     def versions(self) -> dict[str, Any]:
         """Return what is in the store of each model. Whether replicas could attach it is for them to say again."""

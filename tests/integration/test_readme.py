@@ -38,6 +38,17 @@ def test_the_openai_snippet_runs(cluster: Cluster, tmp_path: Path, monkeypatch: 
     assert (tmp_path / "five.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_images_snippet_runs(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    first = snippet("import OpenAI").replace("http://127.0.0.1:8000", cluster.url)
+    edited = run(first + snippet("images.edit"))["edited"]
+    assert edited.data[0].b64_json
+    events = capsys.readouterr().out.split("\n")[1:]
+    assert events == ["image_generation.partial_image"] * 2 + ["image_generation.completed", ""]
+
+
 def test_the_handle_snippet_runs(cluster: Cluster) -> None:
     assert run(snippet("get_app_handle"))["result"].images[0].shape == (32, 32, 3)
 

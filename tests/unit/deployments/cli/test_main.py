@@ -214,6 +214,37 @@ def test_a_lora_that_is_none_is_a_mistake_of_the_caller(run: Run, url: str, serv
     assert f"--lora {lora!r}: expected NAME or NAME:SCALE" in err
 
 
+def test_images_are_sent_with_a_request(run: Run, url: str, server: Any, tmp_path: Path) -> None:
+    (tmp_path / "in.png").write_bytes(b"in")
+    (tmp_path / "a:b").write_bytes(b"colon")
+    image, odd = str(tmp_path / "in.png"), str(tmp_path / "a:b")
+    options = ["--image", image, "--mask", image, "--strength", "0.5", "--url", url, "-o", str(tmp_path / "out.png")]
+    run("generate", "x", "--control", f"strokes:{image}:0.5", "--control", f"edges:{odd}", *options)
+    (body,) = server.bodies
+    data = base64.b64encode(b"in").decode()
+    assert (body["init_image"], body["mask_image"], body["strength"]) == (data, data, 0.5)
+    assert body["control"] == [
+        {"name": "strokes", "image": data, "scale": 0.5},
+        {"name": "edges", "image": base64.b64encode(b"colon").decode(), "scale": 1.0},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (["--image", "nothing.png"], "--image nothing.png: No such file"),
+        (["--control", "strokes"], "--control 'strokes': expected NAME:FILE"),
+        (["--control", "strokes:nothing.png:0.5"], "--control nothing.png: No such file"),
+    ],
+)
+def test_an_image_that_is_none_is_a_mistake_of_the_caller(
+    run: Run, url: str, server: Any, options: list[str], text: str
+) -> None:
+    code, out, err = run("generate", "x", *options, "--url", url)
+    assert (code, out, server.bodies) == (2, "", [])
+    assert text in err
+
+
 def test_a_number_that_json_has_not_is_one_line(run: Run, url: str) -> None:
     code, out, err = run("generate", "x", "--guidance", "nan", "--url", url)
     assert (code, out.strip(), len(err.splitlines())) == (1, "", 1)
