@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationErr
 
 from configs.batching import MAX_PRIORITY_LEVELS
 from configs.model import LongText, TextPadding
+from deployments.engines.llm.chat import CalledTool, Message, ResponseFormat, Tool, ToolChoice
 from deployments.errors import InvalidRequest
 
 MAX_SEED = 2**63 - 1  # accepted; drawn seeds are below 2**32
@@ -179,13 +180,6 @@ class HeadRequest:
     model_version: str | None = None
 
 
-class Message(RequestModel):
-    """One message of a chat."""
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str
-
-
 TokenIds = Annotated[tuple[TokenId, ...], Field(min_length=1)]
 Prompts = Annotated[tuple[Annotated[str, Field(min_length=1)], ...] | tuple[TokenIds, ...], Field(min_length=1)]
 
@@ -220,6 +214,9 @@ class ChatRequest(TextOptions):
 
     model: Name
     messages: tuple[Message, ...] = Field(min_length=1)
+    response_format: ResponseFormat | None = None
+    tools: tuple[Tool, ...] = Field((), max_length=128)
+    tool_choice: ToolChoice = "auto"
     priority: Priority = 0
     tenant: TenantName = ""
     timeout_s: float | None = Field(None, gt=0, allow_inf_nan=False)
@@ -356,6 +353,7 @@ class TextChunk:
     index: int = 0
     logprobs: tuple[TokenText, ...] = ()
     num_cached_tokens: int = 0
+    tool_calls: tuple[CalledTool, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -365,6 +363,7 @@ class TextChoice:
     text: str
     finish_reason: str
     logprobs: tuple[TokenText, ...] = ()
+    tool_calls: tuple[CalledTool, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -382,11 +381,12 @@ class TextResult:
     logprobs: tuple[TokenText, ...] = ()
     others: tuple[TextChoice, ...] = ()
     num_cached_tokens: int = 0
+    tool_calls: tuple[CalledTool, ...] = ()
 
     @property
     def choices(self) -> tuple[TextChoice, ...]:
         """Return all texts in the order of their indices."""
-        return (TextChoice(self.text, self.finish_reason, self.logprobs), *self.others)
+        return (TextChoice(self.text, self.finish_reason, self.logprobs, self.tool_calls), *self.others)
 
 
 def warnings_by_item(warnings: Sequence[Sequence[str]]) -> tuple[str, ...]:

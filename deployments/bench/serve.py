@@ -28,7 +28,8 @@ from configs.model import ModelConfig
 from deployments.bench.peer import Peer
 from deployments.cli.client import Client
 from deployments.cli.running import APP_NAME, cluster_up
-from deployments.records import ChatRequest, ImageRequest, Message
+from deployments.engines.llm.chat import Message
+from deployments.records import ChatRequest, ImageRequest
 
 LOOKS = [
     "bold",

@@ -250,17 +250,35 @@ class TokenLogprob:
     best: tuple[tuple[int, float], ...] = ()
 
 
+class TokenConstraint(Protocol):
+    """Says which tokens may come next in one text, and follows those that came."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Return whether nothing can follow."""
+
+    def fork(self) -> TokenConstraint:
+        """Return the constraint of another text, which begins as this one stands."""
+
+    def fill_mask(self, mask: npt.NDArray[np.int32]) -> None:
+        """Set the bits of the tokens that may come next, the lowest bit of `mask[0]` for token 0."""
+
+    def advance(self, token_id: int) -> None:
+        """Note that this token came. Raises ComputationFailed when nothing can follow it."""
+
+
 @dataclass(frozen=True, slots=True)
 class TextRequest:
     """A prompt as token ids, ready for the scheduler; `n` completions of it are asked for.
 
-    Completion `i` of a seed is the same whatever `n` is.
+    Completion `i` of a seed is the same whatever `n` is. All of them keep to a fork of `constraint`.
     """
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams = field(default_factory=SamplingParams)
     n: int = 1
+    constraint: TokenConstraint | None = None
 
 
 @dataclass(frozen=True, slots=True)

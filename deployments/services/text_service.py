@@ -15,8 +15,15 @@ from typing import Any
 
 from deployments.engines.llm.engine import LLMEngine
 from deployments.engines.llm.tokenizer import token_text
-from deployments.engines.protocol import SamplingParams, TextDelta, TextRequest, TokenLogprob
-from deployments.errors import as_service_errors
+from deployments.engines.protocol import (
+    EngineError,
+    SamplingParams,
+    TextDelta,
+    TextRequest,
+    TokenConstraint,
+    TokenLogprob,
+)
+from deployments.errors import InvalidRequest, as_service_errors
 from deployments.modules.cache import ModuleCache
 from deployments.modules.loading import is_denoise_component
 from deployments.records import ChatRequest, TextChoice, TextChunk, TextRequestRecord, TextResult, TokenText
@@ -176,13 +183,26 @@ async def _merged(
 
 def _text_requests(engine: LLMEngine, request: TextRequestRecord) -> list[TextRequest]:
     """Return a request of the engine for each prompt. Raises EngineError."""
+    constraint: TokenConstraint | None = None
     if isinstance(request, ChatRequest):
-        prompts = [engine.encode_chat([message.model_dump() for message in request.messages])]
+        prompts = [engine.encode_chat([message.for_template() for message in request.messages])]
+        constraint = _answer_grammar(engine, request)
     else:
         prompts = [engine.encode_text(one) if isinstance(one, str) else one for one in request.prompts]
     return [
-        TextRequest(uuid.uuid4().hex, prompt, _sampling(request, engine, len(prompt)), request.n) for prompt in prompts
+        TextRequest(uuid.uuid4().hex, prompt, _sampling(request, engine, len(prompt)), request.n, constraint)
+        for prompt in prompts
     ]
+
+
+def _answer_grammar(engine: LLMEngine, request: ChatRequest) -> TokenConstraint | None:
+    """Return what the answer's format asks for. Raises InvalidRequest where its schema cannot be kept to."""
+    if request.response_format is None or (schema := request.response_format.schema_of_answer) is None:
+        return None
+    try:
+        return engine.grammars.compile_schema(schema)
+    except EngineError as error:
+        raise InvalidRequest(f"response_format: {error}", "response_format") from error
 
 
 def _sampling(request: TextRequestRecord, engine: LLMEngine, num_prompt_tokens: int) -> SamplingParams:

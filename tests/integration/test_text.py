@@ -13,7 +13,8 @@ import torch
 from integration.harness import DEMO_MODELS, MINILM, Cluster
 from transformers import AutoModelForCausalLM, AutoTokenizer, CLIPTextModel
 
-from deployments.records import ChatRequest, CompletionRequest, EmbeddingRequest, Message
+from deployments.engines.llm.chat import Message
+from deployments.records import ChatRequest, CompletionRequest, EmbeddingRequest
 
 
 @pytest.fixture(scope="module")

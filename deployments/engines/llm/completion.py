@@ -91,7 +91,9 @@ class Completion:
         return cls(
             index=index,
             sequence=Sequence(request.request_id, list(prompt), len(prompt)),
-            picker=TokenPicker.create(sampling, prompt, index=index),
+            picker=TokenPicker.create(
+                sampling, prompt, index=index, constraint=request.constraint and request.constraint.fork()
+            ),
             decoder=IncrementalDecoder(tokenizer, prompt),
             matcher=StopMatcher(sampling.stop),
             max_tokens=min(sampling.max_tokens, max_model_len - len(prompt)),
@@ -111,7 +113,9 @@ class Completion:
             text, finish_reason = self._last_text(), "stop"
         else:
             text = self.matcher.feed(self.decoder.feed(token_id))
-            if not self.matcher.stopped and self.sequence.num_completion_tokens >= self.max_tokens:
+            if not self.matcher.stopped and self.picker.is_complete:
+                text, finish_reason = text + self._last_text(), "stop"
+            elif not self.matcher.stopped and self.sequence.num_completion_tokens >= self.max_tokens:
                 text, finish_reason = text + self._last_text(), "length"
         if self.matcher.stopped:
             finish_reason = "stop"

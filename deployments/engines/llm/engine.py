@@ -12,6 +12,7 @@ import torch
 
 from deployments.engines.llm.block_manager import BlockPool
 from deployments.engines.llm.completion import Completion, check_request
+from deployments.engines.llm.grammar import GrammarCompiler
 from deployments.engines.llm.kv_cache import cache_shape, plan_cache
 from deployments.engines.llm.model_runner import ModelRunner
 from deployments.engines.llm.models.registry import create_model, decoder_spec, load_config
@@ -91,6 +92,7 @@ class LLMEngine:
         self.failures: dict[str, Exception] = {}
         self._vocab_size = model.spec.vocab_size
         self._eos_token_ids = load_eos_token_ids(folder, config)
+        self.grammars = GrammarCompiler(self.tokenizer, self._vocab_size, self._eos_token_ids)
         self._blocks = BlockPool(plan.num_blocks)
         self._scheduler = Scheduler(
             self._blocks,
@@ -129,9 +131,11 @@ class LLMEngine:
     def _num_free_blocks(self) -> int:
         return self._blocks.num_free
 
-    def encode_chat(self, messages: list[dict[str, Any]]) -> tuple[int, ...]:
+    def encode_chat(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, begun: str = ""
+    ) -> tuple[int, ...]:
         """Return the token ids of a chat by the tokenizer's template. Raises EngineError if it has none or refuses."""
-        return encode_chat(self.tokenizer, messages)
+        return encode_chat(self.tokenizer, messages, tools or [], begun)
 
     def encode_text(self, text: str) -> tuple[int, ...]:
         """Return the token ids of a plain prompt."""

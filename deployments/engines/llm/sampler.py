@@ -42,6 +42,7 @@ class SampledToken:
     logprob: TokenLogprob | None = None
 
 
+@torch.inference_mode()  # logits that were made in it may be changed in place nowhere else
 def sample(logits_NV: torch.Tensor, pickers: Sequence[TokenPicker]) -> list[SampledToken | ComputationFailed]:
     """Pick one token per row of the float32 logits, which it may change, or say why a row has none.
 

@@ -5,24 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from deployments.engines.protocol import SamplingParams
+from deployments.engines.protocol import SamplingParams, TokenConstraint
 from weights.memory.devices import host_generator
-
-
-class TokenConstraint(Protocol):
-    """Says which tokens may come next, and follows those that came."""
-
-    def fill_mask(self, mask: npt.NDArray[np.int32]) -> None:
-        """Set the bits of the tokens that may come next, the lowest bit of `mask[0]` for token 0."""
-
-    def advance(self, token_id: int) -> None:
-        """Note that this token came."""
 
 
 @dataclass(slots=True)
@@ -66,6 +55,11 @@ class TokenPicker:
     def seen(self) -> _SeenTokens | None:
         """Return the tokens that penalties look at; None without penalties."""
         return self._seen
+
+    @property
+    def is_complete(self) -> bool:
+        """Return whether the constraint lets nothing follow."""
+        return self.constraint is not None and self.constraint.is_complete
 
     def advance(self, token_id: int) -> None:
         """Note the token that the completion was continued with."""

@@ -42,20 +42,39 @@ def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, ...
     return tuple(tokenizer(text)["input_ids"])
 
 
-def encode_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]]) -> tuple[int, ...]:
-    """Return the token ids of a chat, up to where the assistant begins to speak.
+def encode_chat(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[dict[str, Any]],
+    tools: Sequence[dict[str, Any]] = (),
+    begun: str = "",
+) -> tuple[int, ...]:
+    """Return the token ids of a chat, up to where the assistant begins to speak, or behind what it has `begun` to say.
 
     Raises:
-        EngineError: the tokenizer has no chat template, or the template refuses the messages.
+        EngineError: the tokenizer has no chat template, or the template refuses the messages or knows no tools.
     """
-    if not tokenizer.chat_template:
-        raise EngineError("the model's tokenizer has no chat template; send a plain prompt instead")
+    template = chat_template(tokenizer, has_tools=bool(tools))
+    uses_tools = any(message["role"] == "tool" or "tool_calls" in message for message in messages)
+    if (tools and not re.search(r"\btools\b", template)) or (uses_tools and not re.search(r"\btool", template)):
+        raise EngineError("the model's chat template does not know tools")
     try:
-        text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        text = tokenizer.apply_chat_template(
+            list(messages), tools=list(tools) or None, tokenize=False, add_generation_prompt=True
+        )
     except Exception as error:  # templates are programs of the model's author and may raise anything
         raise EngineError(f"the model's chat template refuses the messages: {error}") from error
     # The template has written the special tokens already.
-    return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+    return tuple(tokenizer(text + begun, add_special_tokens=False)["input_ids"])
+
+
+def chat_template(tokenizer: PreTrainedTokenizerBase, *, has_tools: bool) -> str:
+    """Return the template of chats, or of chats with tools where that is another. Raises EngineError without one."""
+    if not tokenizer.chat_template:
+        raise EngineError("the model's tokenizer has no chat template; send a plain prompt instead")
+    try:
+        return str(tokenizer.get_chat_template(tools=[{}] if has_tools else None))
+    except ValueError as error:  # several, and none of them is the default
+        raise EngineError(f"the model's tokenizer has no chat template for this: {error}") from error
 
 
 def load_generation_defaults(folder: Path) -> dict[str, float | int]:

@@ -10,6 +10,7 @@ from fastapi import APIRouter
 from pydantic import ConfigDict, Field, field_validator
 from starlette.responses import Response
 
+from deployments.engines.llm.chat import Message, ResponseFormat
 from deployments.errors import InvalidRequest
 from deployments.ingress.errors import INFERENCE_ERRORS, documented, error_response
 from deployments.ingress.openai.text_answers import ChatAnswer, ChatForm, CompletionAnswer, CompletionForm, TextForm
@@ -22,7 +23,6 @@ from deployments.records import (
     ChatRequest,
     CompletionRequest,
     Count,
-    Message,
     Name,
     RequestModel,
     TextChunk,
@@ -118,7 +118,7 @@ class ChatBody(TextBody):
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
-    response_format: dict[Literal["type"], Literal["text"]] | None = None
+    response_format: ResponseFormat | None = None
     tools: list[Any] | None = Field(None, max_length=0, description="none yet")
     metadata: dict[Name, Annotated[str, Field(max_length=512)]] | None = Field(None, max_length=16)
     store: Literal[False] | None = None
@@ -131,6 +131,7 @@ class ChatBody(TextBody):
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidRequest("top_logprobs: needs logprobs: true", "top_logprobs")
         options["logprobs"] = (self.top_logprobs or 0) if self.logprobs else None
+        options["response_format"] = self.response_format
         return as_record(ChatRequest, {"messages": [message.to_message() for message in self.messages], **options})
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -11,10 +12,11 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
+from deployments.engines.llm.chat import Message
 from deployments.engines.llm.engine import LLMEngine
-from deployments.errors import InvalidRequest
+from deployments.errors import GenerationFailed, InvalidRequest
 from deployments.ingress.openai.text_answers import ChatForm, CompletionForm
-from deployments.records import ChatRequest, CompletionRequest, Message, SwitchReport, TextChunk
+from deployments.records import ChatRequest, CompletionRequest, SwitchReport, TextChunk
 from deployments.services.step_loop import DeviceThread
 from deployments.services.text_service import TextService, whole_text
 
@@ -122,3 +124,31 @@ async def test_what_the_engine_refuses_is_an_invalid_request(engine: LLMEngine, 
             await chunks_of(service, request)
     assert not engine.has_work
     assert engine._num_free_blocks == engine.num_blocks
+
+
+async def test_json_schemas_whatever_the_model(engine: LLMEngine, service: TextService) -> None:
+    # The adder's vocabulary has few characters: all that the schema asks for must be among them.
+    schema = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 99}, "minItems": 2, "maxItems": 4}
+    asked = {"type": "json_schema", "json_schema": {"name": "sums", "schema": schema}}
+    for options in ({"temperature": 0.0}, {"temperature": 2.0, "seed": 5, "n": 4}):
+        request = ChatRequest.model_validate(
+            {"model": "m", "messages": QUESTION, "response_format": asked, "max_tokens": 300, **options}
+        )
+        chunks = await chunks_of(service, request)
+        for choice in whole_text("m", chunks).choices:
+            assert choice.finish_reason == "stop"
+            numbers = json.loads(choice.text)
+            assert 2 <= len(numbers) <= 4
+            assert all(isinstance(number, int) and 0 <= number <= 99 for number in numbers)
+    short = request.model_copy(update={"max_tokens": 2, "n": 1})
+    assert whole_text("m", await chunks_of(service, short)).finish_reason == "length"
+    unknown = {"type": "json_schema", "json_schema": {"schema": {"enum": ["\u4e16"]}}}
+    request = ChatRequest.model_validate({"model": "m", "messages": QUESTION, "response_format": unknown})
+    with pytest.raises((InvalidRequest, GenerationFailed)):  # no token writes it
+        await chunks_of(service, request)
+    wrong = {"type": "json_schema", "json_schema": {"schema": {"type": "thing"}}}
+    request = ChatRequest.model_validate({"model": "m", "messages": QUESTION, "response_format": wrong})
+    with pytest.raises(InvalidRequest, match=r"response_format: .*thing") as refused:
+        await chunks_of(service, request)
+    assert refused.value.param == "response_format"
+    assert not engine.has_work

@@ -1,0 +1,177 @@
+"""The messages, tools and answer formats of a chat as requests have them, and the tool calls of an answer. No torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+
+
+class _ChatPart(BaseModel):
+    """A part of a chat. Members that nobody here knows are ignored."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", protected_namespaces=())
+
+
+class FunctionCall(_ChatPart):
+    """The function that an earlier answer called; `arguments` are a JSON object, as text."""
+
+    name: FunctionName
+    arguments: str
+
+    @model_validator(mode="after")
+    def _has_an_object(self) -> Self:
+        self.parsed_arguments()
+        return self
+
+    def parsed_arguments(self) -> dict[str, Any]:
+        """Return the arguments as an object. Raises ValueError where they are none."""
+        try:
+            found = json.loads(self.arguments or "{}")
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"the arguments of {self.name} are not JSON: {error}") from None
+        if not isinstance(found, dict):
+            raise ValueError(f"the arguments of {self.name} are not a JSON object")
+        return found
+
+
+class ToolCall(_ChatPart):
+    """A call of an earlier answer. A message of the role `tool` has its result, under the same id."""
+
+    id: Annotated[str, Field(min_length=1, max_length=256)]
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class Message(BaseModel):
+    """One message of a chat: text, an assistant's tool calls, or (role `tool`) the result of one of them."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str = ""
+    tool_calls: tuple[ToolCall, ...] = Field((), max_length=128)
+    tool_call_id: Annotated[str, Field(max_length=256)] | None = None
+
+    @model_validator(mode="after")
+    def _fits_the_role(self) -> Self:
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError("only a message of the role 'assistant' has tool_calls")
+        if (self.tool_call_id is not None) != (self.role == "tool"):
+            raise ValueError("a message of the role 'tool', and no other, needs a tool_call_id")
+        if not self.tool_calls and "content" not in self.model_fields_set:
+            raise ValueError("a message without tool_calls needs a content")
+        return self
+
+    def for_template(self) -> dict[str, Any]:
+        """Return the message as chat templates expect it: the arguments of calls as objects."""
+        message: dict[str, Any] = {"role": self.role, "content": self.content}
+        if self.tool_calls:
+            message["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {"name": call.function.name, "arguments": call.function.parsed_arguments()},
+                }
+                for call in self.tool_calls
+            ]
+        if self.tool_call_id is not None:
+            message["tool_call_id"] = self.tool_call_id
+        return message
+
+
+class Function(_ChatPart):
+    """A function that the model may call; `parameters` is the JSON schema of its arguments, which are an object."""
+
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] = {"type": "object", "properties": {}}
+    strict: bool | None = None
+
+    @model_validator(mode="after")
+    def _takes_an_object(self) -> Self:
+        if self.parameters.get("type", "object") != "object":
+            raise ValueError(f"the parameters of {self.name} have the type {self.parameters['type']!r}, not 'object'")
+        return self
+
+
+class Tool(_ChatPart):
+    """A tool that the model may call."""
+
+    type: Literal["function"]
+    function: Function
+
+    def for_template(self) -> dict[str, Any]:
+        """Return the tool as chat templates expect it."""
+        return self.model_dump(exclude_none=True, exclude={"function": {"strict"}})
+
+
+class FunctionChoice(_ChatPart):
+    """The name of a function."""
+
+    name: FunctionName
+
+
+class NamedTool(_ChatPart):
+    """The one tool that must be called."""
+
+    type: Literal["function"]
+    function: FunctionChoice
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedTool
+
+
+class JsonSchema(_ChatPart):
+    """A JSON schema with the name that OpenAI's clients give it."""
+
+    name: Annotated[str, Field(max_length=64)] = "answer"
+    description: str | None = None
+    schema_: dict[str, Any] = Field({"type": "object"}, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(_ChatPart):
+    """The form of an answer: text, any JSON object, or a JSON document of a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _has_its_schema(self) -> Self:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("the type 'json_schema', and no other, needs a json_schema")
+        return self
+
+    @property
+    def schema_of_answer(self) -> dict[str, Any] | None:
+        """Return the schema that the answer keeps to; None for free text."""
+        if self.json_schema is not None:
+            return self.json_schema.schema_
+        return {"type": "object"} if self.type == "json_object" else None
+
+
+@dataclass(frozen=True, slots=True)
+class CalledTool:
+    """Call number `index` of an answer, or a piece of it: id and name come with the first, JSON `arguments` in all."""
+
+    index: int
+    id: str
+    name: str
+    arguments: str
+
+
+def whole_calls(pieces: Sequence[CalledTool]) -> tuple[CalledTool, ...]:
+    """Return the calls that all pieces of an answer make."""
+    calls: dict[int, list[CalledTool]] = {}
+    for piece in pieces:
+        calls.setdefault(piece.index, []).append(piece)
+    return tuple(
+        CalledTool(index, own[0].id, own[0].name, "".join(piece.arguments for piece in own))
+        for index, own in sorted(calls.items())
+    )

@@ -1,0 +1,96 @@
+"""Grammars: which tokens keep an answer on its way to a JSON document of a schema. llguidance computes the masks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance.hf import from_tokenizer
+from transformers import PreTrainedTokenizerBase
+
+from deployments.engines.protocol import ComputationFailed, EngineError
+
+MAX_SCHEMA_CHARS: Final = 2**16
+# Room between the parts of a document is bounded, so that no model fills its answer with spaces.
+_OPTIONS: Final = {"whitespace_pattern": r"[ \n\t]{0,24}"}
+# A fifth of llguidance's: a schema takes a tenth of a second to compile at most, and a step some milliseconds.
+_LIMITS: Final = {"initial_lexer_fuel": 500_000, "max_grammar_size": 100_000, "max_lexer_states": 50_000}
+
+
+class GrammarCompiler:
+    """Compiles schemas for the tokens of one model. One thread at a time."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, end_token_ids: Iterable[int]) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._end_token_ids = sorted(end_token_ids)
+        self._tokens: LLTokenizer | None = None  # a second's work, which most models are never asked for
+
+    def compile_schema(self, schema: Mapping[str, Any]) -> Grammar:
+        """Return the grammar of all JSON documents of a schema.
+
+        Raises:
+            EngineError: the schema is too large, says what llguidance does not know, or no document fits it.
+        """
+        try:
+            text = json.dumps(schema, ensure_ascii=False)
+            if len(text) > MAX_SCHEMA_CHARS:
+                raise EngineError(f"the schema has {len(text)} characters; expected {MAX_SCHEMA_CHARS} at most")
+            grammar = LLMatcher.grammar_from_json_schema(text, overrides=_OPTIONS)
+        except RecursionError:
+            raise EngineError("the schema is nested too deeply") from None
+        except ValueError as error:
+            raise EngineError(f"the schema cannot be compiled: {_first_line(str(error))}") from None
+        matcher = LLMatcher(self._known_tokens(), grammar, log_level=0, limits=LLParserLimits(**_LIMITS))
+        if matcher.is_error():
+            raise EngineError(f"the schema cannot be compiled: {_first_line(matcher.get_error())}")
+        return Grammar(matcher)
+
+    def _known_tokens(self) -> LLTokenizer:
+        if self._tokens is None:
+            size = max(self._vocab_size, len(self._tokenizer))
+            try:
+                self._tokens = from_tokenizer(self._tokenizer, size, self._end_token_ids or None)
+            except Exception as error:  # of several kinds; all mean that these tokens are not understood
+                raise EngineError(f"no grammar works with this model's tokenizer: {error}") from error
+        return self._tokens
+
+
+class Grammar:
+    """A `TokenConstraint` at one place in one answer: documents of a schema."""
+
+    def __init__(self, matcher: LLMatcher) -> None:
+        self._matcher = matcher
+
+    def fork(self) -> Grammar:
+        """Return another answer's constraint, which begins here."""
+        return Grammar(self._matcher.deep_copy())
+
+    def fill_mask(self, mask: npt.NDArray[np.int32]) -> None:
+        """Set the bits of the tokens that may come next. After the end of the document there is none but end tokens."""
+        found = np.frombuffer(self._matcher.compute_bitmask(), np.int32)
+        self._check()
+        mask[: len(found)] = found[: len(mask)]
+
+    def advance(self, token_id: int) -> None:
+        """Note that this token came. Raises ComputationFailed when the grammar does not go on with it."""
+        if not self._matcher.is_stopped():
+            self._matcher.consume_token(token_id)
+            self._check()
+
+    @property
+    def is_complete(self) -> bool:
+        """Return whether the document is complete, and nothing can be added to it."""
+        return self._matcher.is_stopped()
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise ComputationFailed(f"the grammar ends: {_first_line(self._matcher.get_error())}")
+
+
+def _first_line(text: str) -> str:
+    return text.strip().split("\n", 1)[0][:400]
