@@ -55,7 +55,10 @@ def check_text(request: ChatRequest | CompletionRequest, limits: LimitsConfig) -
     else:
         _check_most("messages", len(request.messages), limits.max_messages, unit=" messages")
         num_chars = sum(len(message.content) for message in request.messages)
+        num_chars += sum(len(call.function.arguments) for message in request.messages for call in message.tool_calls)
         _check_most("messages", num_chars, limits.max_prompt_chars, unit=" characters")
+        num_chars = sum(tool.function.num_chars for tool in request.tools)
+        _check_most("tools", num_chars, limits.max_prompt_chars, unit=" characters")
     _check_most("prompt" if num_prompts > 1 else "n", num_prompts * request.n, limits.max_prompts, unit=" texts")
 
 

@@ -9,12 +9,16 @@ import asyncio
 import contextlib
 import time
 import uuid
+from collections import defaultdict
 from collections.abc import AsyncGenerator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from typing import Any
 
+from deployments.engines.llm.chat import Function, whole_calls
 from deployments.engines.llm.engine import LLMEngine
-from deployments.engines.llm.tokenizer import token_text
+from deployments.engines.llm.tokenizer import chat_template, token_text
+from deployments.engines.llm.tool_calls import ToolCallReader, ToolForm, tool_form
 from deployments.engines.protocol import (
     EngineError,
     SamplingParams,
@@ -53,7 +57,8 @@ class TextService:
                 engine: LLMEngine = lease.modules["model"]
                 loop: EngineLoop[TextRequest, TextDelta] = lease.bound(lambda: EngineLoop(self._device, engine))
                 reading = asyncio.get_running_loop().run_in_executor(self._tokenizing, _text_requests, engine, request)
-                requests = await outcome_of(reading)
+                requests, tools = await outcome_of(reading)
+                readers: dict[int, ToolCallReader] | None = defaultdict(tools.reader) if tools else None
                 added = time.perf_counter()
                 first: float | None = None
                 counts = _Counts()
@@ -65,6 +70,8 @@ class TextService:
                         first = first or time.perf_counter()
                         counts.count(number, delta)
                         chunk = counts.chunk(number * request.n, delta, _logprobs(engine, delta.logprob))
+                        if readers is not None:
+                            chunk = _with_calls(chunk, readers[chunk.index])
                         if counts.num_running(len(requests)):
                             yield chunk
                             continue
@@ -86,7 +93,9 @@ def whole_text(model: str, chunks: Sequence[TextChunk]) -> TextResult:
         own = [chunk for chunk in chunks if chunk.index == index]
         reasons = [chunk.finish_reason for chunk in own if chunk.finish_reason]
         logprobs = tuple(token for chunk in own for token in chunk.logprobs)
-        choices.append(TextChoice("".join(chunk.text for chunk in own), reasons[-1] if reasons else "stop", logprobs))
+        calls = whole_calls([call for chunk in own for call in chunk.tool_calls])
+        text = "".join(chunk.text for chunk in own)
+        choices.append(TextChoice(text, reasons[-1] if reasons else "stop", logprobs, calls))
     return TextResult(
         model=model,
         text=choices[0].text,
@@ -98,6 +107,7 @@ def whole_text(model: str, chunks: Sequence[TextChunk]) -> TextResult:
         warnings=last.warnings,
         logprobs=choices[0].logprobs,
         others=tuple(choices[1:]),
+        tool_calls=choices[0].tool_calls,
         num_cached_tokens=last.num_cached_tokens,
     )
 
@@ -144,6 +154,7 @@ class _Counts:
             index=chunk.index,
             logprobs=chunk.logprobs,
             num_cached_tokens=chunk.num_cached_tokens,
+            tool_calls=chunk.tool_calls,
         )
 
 
@@ -181,24 +192,89 @@ async def _merged(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _text_requests(engine: LLMEngine, request: TextRequestRecord) -> list[TextRequest]:
-    """Return a request of the engine for each prompt. Raises EngineError."""
+@dataclass(frozen=True, slots=True)
+class _ToolUse:
+    """How an answer calls tools; `functions` are those of which it must call one."""
+
+    form: ToolForm
+    functions: tuple[Function, ...] = ()
+
+    def reader(self) -> ToolCallReader:
+        """Return what reads the calls of one answer."""
+        return ToolCallReader(self.form, is_begun=bool(self.functions))
+
+
+def _with_calls(chunk: TextChunk, reader: ToolCallReader) -> TextChunk:
+    """Return a piece of an answer with its tool calls taken out of its text."""
+    text, calls = reader.feed(chunk.text)
+    reason = chunk.finish_reason
+    if reason is not None:
+        text += reader.flush()
+        reason = "tool_calls" if reason == "stop" and reader.num_calls else reason
+    return replace(chunk, text=text, tool_calls=calls, finish_reason=reason)
+
+
+def _text_requests(engine: LLMEngine, request: TextRequestRecord) -> tuple[list[TextRequest], _ToolUse | None]:
+    """Return a request of the engine for each prompt, and its tools. Raises EngineError and InvalidRequest."""
     constraint: TokenConstraint | None = None
+    tools: _ToolUse | None = None
     if isinstance(request, ChatRequest):
-        prompts = [engine.encode_chat([message.for_template() for message in request.messages])]
-        constraint = _answer_grammar(engine, request)
+        tools = _tool_use(engine, request)
+        prompts = [_encode_chat(engine, request, tools)]
+        constraint = _answer_grammar(engine, request, tools)
     else:
         prompts = [engine.encode_text(one) if isinstance(one, str) else one for one in request.prompts]
-    return [
+    found = [
         TextRequest(uuid.uuid4().hex, prompt, _sampling(request, engine, len(prompt)), request.n, constraint)
         for prompt in prompts
     ]
+    return found, tools
 
 
-def _answer_grammar(engine: LLMEngine, request: ChatRequest) -> TokenConstraint | None:
-    """Return what the answer's format asks for. Raises InvalidRequest where its schema cannot be kept to."""
+def _tool_use(engine: LLMEngine, request: ChatRequest) -> _ToolUse | None:
+    """Return how the answer calls tools; None where it may not. Raises InvalidRequest."""
+    functions = {tool.function.name: tool.function for tool in request.tools}
+    choice = request.tool_choice
+    if len(functions) < len(request.tools):
+        raise InvalidRequest("tools: several have the same name", "tools")
+    if not functions and choice not in ("auto", "none"):
+        raise InvalidRequest("tool_choice: there are no tools to choose from", "tool_choice")
+    if not functions or choice == "none":
+        return None
+    try:
+        form = tool_form(chat_template(engine.tokenizer, has_tools=True))
+    except EngineError as error:
+        raise InvalidRequest(f"tools: {error}", "tools") from error
+    if choice == "auto":
+        return _ToolUse(form)
+    if choice == "required":
+        return _ToolUse(form, tuple(functions.values()))
+    if choice.function.name not in functions:
+        known = ", ".join(functions)
+        raise InvalidRequest(f"tool_choice: no tool {choice.function.name!r} (tools: {known})", "tool_choice")
+    return _ToolUse(form, (functions[choice.function.name],))
+
+
+def _encode_chat(engine: LLMEngine, request: ChatRequest, tools: _ToolUse | None) -> tuple[int, ...]:
+    """Return the prompt of a chat; where a tool must be called, with the opening of a call."""
+    messages = [message.for_template() for message in request.messages]
+    if tools is None:
+        return engine.encode_chat(messages)
+    begun = tools.form.opening if tools.functions else ""
+    return engine.encode_chat(messages, [tool.for_template() for tool in request.tools], begun)
+
+
+def _answer_grammar(engine: LLMEngine, request: ChatRequest, tools: _ToolUse | None) -> TokenConstraint | None:
+    """Return what the answer must keep to. Raises InvalidRequest where its schema cannot be kept to."""
+    if tools is not None and tools.functions:
+        try:
+            return engine.grammars.compile_lark(tools.form.grammar(tools.functions))
+        except EngineError as error:
+            raise InvalidRequest(f"tools: {error}", "tools") from error
     if request.response_format is None or (schema := request.response_format.schema_of_answer) is None:
         return None
+    if tools is not None:
+        raise InvalidRequest("response_format: a JSON answer beside tools needs tool_choice 'none'", "response_format")
     try:
         return engine.grammars.compile_schema(schema)
     except EngineError as error:

@@ -93,6 +93,11 @@ class Function(_ChatPart):
     parameters: dict[str, Any] = {"type": "object", "properties": {}}
     strict: bool | None = None
 
+    @property
+    def num_chars(self) -> int:
+        """Return about how much the function adds to a prompt."""
+        return len(self.name) + len(self.description or "") + len(json.dumps(self.parameters))
+
     @model_validator(mode="after")
     def _takes_an_object(self) -> Self:
         if self.parameters.get("type", "object") != "object":

@@ -16,9 +16,9 @@ from deployments.engines.protocol import ComputationFailed, EngineError
 
 MAX_SCHEMA_CHARS: Final = 2**16
 # Room between the parts of a document is bounded, so that no model fills its answer with spaces.
-_OPTIONS: Final = {"whitespace_pattern": r"[ \n\t]{0,24}"}
+_OPTIONS: Final[Any] = {"whitespace_pattern": r"[ \n\t]{0,24}"}
 # A fifth of llguidance's: a schema takes a tenth of a second to compile at most, and a step some milliseconds.
-_LIMITS: Final = {"initial_lexer_fuel": 500_000, "max_grammar_size": 100_000, "max_lexer_states": 50_000}
+_LIMITS: Final[Any] = {"initial_lexer_fuel": 500_000, "max_grammar_size": 100_000, "max_lexer_states": 50_000}
 
 
 class GrammarCompiler:
@@ -45,6 +45,15 @@ class GrammarCompiler:
             raise EngineError("the schema is nested too deeply") from None
         except ValueError as error:
             raise EngineError(f"the schema cannot be compiled: {_first_line(str(error))}") from None
+        return self._compile(grammar)
+
+    def compile_lark(self, grammar: str) -> Grammar:
+        """Return a grammar in llguidance's dialect of Lark. Raises EngineError as `compile_schema` does."""
+        if len(grammar) > MAX_SCHEMA_CHARS:
+            raise EngineError(f"the schemas have {len(grammar)} characters; expected {MAX_SCHEMA_CHARS} at most")
+        return self._compile(LLMatcher.grammar_from_lark(grammar))
+
+    def _compile(self, grammar: str) -> Grammar:
         matcher = LLMatcher(self._known_tokens(), grammar, log_level=0, limits=LLParserLimits(**_LIMITS))
         if matcher.is_error():
             raise EngineError(f"the schema cannot be compiled: {_first_line(matcher.get_error())}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Final, Literal
 
@@ -10,7 +10,7 @@ from fastapi import APIRouter
 from pydantic import ConfigDict, Field, field_validator
 from starlette.responses import Response
 
-from deployments.engines.llm.chat import Message, ResponseFormat
+from deployments.engines.llm.chat import ResponseFormat, Tool, ToolCall, ToolChoice
 from deployments.errors import InvalidRequest
 from deployments.ingress.errors import INFERENCE_ERRORS, documented, error_response
 from deployments.ingress.openai.text_answers import ChatAnswer, ChatForm, CompletionAnswer, CompletionForm, TextForm
@@ -50,14 +50,25 @@ class ChatMessage(RequestModel):
 
     model_config = ConfigDict(extra="allow")
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
     name: Name | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: Name | None = None
+    refusal: str | None = None
 
-    def to_message(self) -> Message:
-        """Return the turn with its parts joined."""
-        parts = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        return Message(role=self.role, content=parts)
+    def to_message(self) -> dict[str, Any]:
+        """Return the turn as a mapping of the record's fields, with its parts joined."""
+        message: dict[str, Any] = {
+            "role": self.role,
+            "tool_calls": self.tool_calls or (),
+            "tool_call_id": self.tool_call_id,
+        }
+        if isinstance(self.content, list):
+            message["content"] = "".join(part.text for part in self.content)
+        elif self.content is not None:
+            message["content"] = self.content
+        return message
 
 
 class TextBody(RequestModel):
@@ -119,7 +130,8 @@ class ChatBody(TextBody):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
     response_format: ResponseFormat | None = None
-    tools: list[Any] | None = Field(None, max_length=0, description="none yet")
+    tools: list[Tool] | None = Field(None, max_length=128)
+    tool_choice: ToolChoice | None = None
     metadata: dict[Name, Annotated[str, Field(max_length=512)]] | None = Field(None, max_length=16)
     store: Literal[False] | None = None
 
@@ -131,7 +143,9 @@ class ChatBody(TextBody):
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidRequest("top_logprobs: needs logprobs: true", "top_logprobs")
         options["logprobs"] = (self.top_logprobs or 0) if self.logprobs else None
-        options["response_format"] = self.response_format
+        options |= {"response_format": self.response_format, "tools": tuple(self.tools or ())}
+        if self.tool_choice is not None:
+            options["tool_choice"] = self.tool_choice
         return as_record(ChatRequest, {"messages": [message.to_message() for message in self.messages], **options})
 
 
@@ -179,7 +193,7 @@ async def _respond(
     service: Service, body: TextBody, record: ChatRequest | CompletionRequest, form: TextForm
 ) -> Response:
     warnings = body.warnings()
-    headers = {"X-Atelier-Warning": _header_text("; ".join(warnings))} if warnings else {}
+    headers = warning_header(warnings)
     if not body.stream:
         result = await (service.chat(record) if isinstance(record, ChatRequest) else service.complete(record))
         result = replace(result, warnings=(*result.warnings, *warnings))
@@ -196,9 +210,10 @@ def _num_prompts(record: ChatRequest | CompletionRequest) -> int:
     return len(record.prompts) if isinstance(record, CompletionRequest) else 1
 
 
-def _header_text(text: str) -> str:
-    """Return what a header may hold: printable ASCII."""
-    return "".join(character if " " <= character <= "~" else "?" for character in text)[:512]
+def warning_header(warnings: Sequence[str]) -> dict[str, str]:
+    """Return the header with the warnings of a request, in printable ASCII."""
+    text = "".join(character if " " <= character <= "~" else "?" for character in "; ".join(warnings))[:512]
+    return {"X-Atelier-Warning": text} if text else {}
 
 
 async def _events(

@@ -9,11 +9,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, Literal, cast
 
+from deployments.engines.llm.chat import CalledTool
 from deployments.ingress.openai.answers import TimesMs
 from deployments.ingress.responses import Answer, rounded
-from deployments.records import TextChunk, TextResult, TokenText
+from deployments.records import TextChoice, TextChunk, TextResult, TokenText
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class PromptTokensDetails(Answer):
@@ -99,10 +100,48 @@ class CompletionLogprobs(Answer):
         )
 
 
+class CalledFunction(Answer):
+    """The function of a call; `arguments` are JSON, or a piece of it. Pieces after the first one have no name."""
+
+    name: str | None = None
+    arguments: str
+
+
+class CalledToolBody(Answer):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+    @classmethod
+    def of(cls, call: CalledTool) -> CalledToolBody:
+        """Return a whole call."""
+        return cls(id=call.id, type="function", function=CalledFunction(name=call.name, arguments=call.arguments))
+
+
+class CalledToolDelta(Answer):
+    """A piece of call number `index`; the first has its id and name."""
+
+    index: int
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: CalledFunction
+
+
 class MessageBody(Answer):
+    """The message; its content is null where it is nothing but tool calls."""
+
     role: Literal["assistant"]
-    content: str
+    content: str | None
     refusal: None
+    tool_calls: list[CalledToolBody] | None = None
+
+    @classmethod
+    def of(cls, choice: TextChoice) -> MessageBody:
+        """Return one of the texts of an answer."""
+        if not choice.tool_calls:
+            return cls(role="assistant", content=choice.text, refusal=None)
+        calls = [CalledToolBody.of(call) for call in choice.tool_calls]
+        return cls(role="assistant", content=choice.text.strip() or None, refusal=None, tool_calls=calls)
 
 
 class ChatChoice(Answer):
@@ -147,6 +186,7 @@ class MessageDelta(Answer):
 
     role: Literal["assistant"] | None = None
     content: str | None = None
+    tool_calls: list[CalledToolDelta] | None = None
 
 
 class ChatChunkChoice(Answer):
@@ -230,13 +270,17 @@ class ChatForm(TextForm):
 
     id_prefix = "chatcmpl"
 
+    def __init__(self, model: str) -> None:
+        super().__init__(model)
+        self._begun_calls: set[tuple[int, int]] = set()  # of each choice
+
     def whole(self, result: TextResult) -> ChatAnswer:
         choices = [
             ChatChoice(
                 index=index,
                 finish_reason=cast("FinishReason", choice.finish_reason),
                 logprobs=ChatLogprobs.of(choice.logprobs),
-                message=MessageBody(role="assistant", content=choice.text, refusal=None),
+                message=MessageBody.of(choice),
             )
             for index, choice in enumerate(result.choices)
         ]
@@ -250,11 +294,21 @@ class ChatForm(TextForm):
         return [ChatChunk(object="chat.completion.chunk", choices=[choice], **self._head) for choice in choices]
 
     def piece(self, chunk: TextChunk) -> ChatChunk:
-        delta = MessageDelta(content=chunk.text) if chunk.text else MessageDelta()
+        given: dict[str, Any] = {"content": chunk.text} if chunk.text else {}
+        if chunk.tool_calls:
+            given["tool_calls"] = [self._call_delta(chunk.index, call) for call in chunk.tool_calls]
+        delta = MessageDelta(**given)
         reason = cast("FinishReason | None", chunk.finish_reason)
         logprobs = ChatLogprobs.of(chunk.logprobs)
         choice = ChatChunkChoice(index=chunk.index, finish_reason=reason, logprobs=logprobs, delta=delta)
         return ChatChunk(object="chat.completion.chunk", choices=[choice], **self._piece_fields(chunk))
+
+    def _call_delta(self, choice: int, call: CalledTool) -> CalledToolDelta:
+        if (choice, call.index) in self._begun_calls:
+            return CalledToolDelta(index=call.index, function=CalledFunction(arguments=call.arguments))
+        self._begun_calls.add((choice, call.index))
+        function = CalledFunction(name=call.name, arguments=call.arguments)
+        return CalledToolDelta(index=call.index, id=call.id, type="function", function=function)
 
     def usage(self, last: TextChunk) -> ChatChunk:
         return ChatChunk(object="chat.completion.chunk", choices=[], usage=TextUsage.of(last), **self._head)

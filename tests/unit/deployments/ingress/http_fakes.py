@@ -27,6 +27,7 @@ from deployments.records import (
     TextChunk,
     TextResult,
 )
+from deployments.services.text_service import whole_text
 
 IMAGE: dict[str, Any] = {"model": "flux", "prompt": "x"}
 CHAT: dict[str, Any] = {"model": "chatty", "messages": [{"role": "user", "content": "x"}]}
@@ -93,6 +94,7 @@ class Replicas:
         self.questions: list[str] = []
         self.error_then: Exception = RayTaskError("f", "Traceback", GenerationFailed("the model failed at token 2"))
         self.pieces = ["Hel", "lo", ""]
+        self.chunks: list[TextChunk] = []  # instead of pieces
         self.states = dict(STATUSES)
         self.remembered: AdmissionConfig | None = None
 
@@ -161,7 +163,9 @@ class Replicas:
 
     async def on_stream_text(self, request: Any) -> AsyncIterator[TextChunk]:
         self._arrived(request)
-        for number, piece in enumerate(self.pieces):
+        for chunk in self.chunks:
+            yield chunk
+        for number, piece in enumerate([] if self.chunks else self.pieces):
             if number == self.error_after:
                 raise self.error_then
             last = number == len(self.pieces) - 1
@@ -171,6 +175,8 @@ class Replicas:
 
     async def on_write_text(self, request: Any) -> TextResult:
         chunks = [chunk async for chunk in self.on_stream_text(request)]
+        if self.chunks:
+            return whole_text(request.model, chunks)
         text, last = "".join(chunk.text for chunk in chunks), chunks[-1]
         return TextResult(request.model, text, "stop", 4, last.num_completion_tokens, last.timings_ms, SWITCH)
 

@@ -152,3 +152,68 @@ async def test_json_schemas_whatever_the_model(engine: LLMEngine, service: TextS
         await chunks_of(service, request)
     assert refused.value.param == "response_format"
     assert not engine.has_work
+
+
+HERMES = (
+    "{% if tools %}{{ tools | tojson }} <tool_call>{% endif %}{% for m in messages %}{{ m.role }} {{ m.content }}"
+    "{% for call in m.tool_calls or [] %}<tool_call>{{ call.function.arguments | tojson }}{% endfor %}{% endfor %}"
+)
+ADD = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "parameters": {
+            "type": "object",
+            "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 9}, "how": {"$ref": "#/$defs/how"}},
+            "required": ["a", "how"],
+            "additionalProperties": False,
+            "$defs": {"how": {"enum": ["up", "down"]}},
+        },
+    },
+}
+OTHER = {"type": "function", "function": {"name": "other"}}
+
+
+def with_tools(**fields: Any) -> ChatRequest:
+    given = {"model": "m", "messages": QUESTION, "tools": (ADD, OTHER), "max_tokens": 200, "seed": 1, **fields}
+    return ChatRequest.model_validate(given)
+
+
+@pytest.mark.parametrize("template", [HERMES, HERMES.replace("<tool_call>", '"parameters" tool_calls')])
+async def test_a_tool_that_must_be_called_is_called(engine: LLMEngine, service: TextService, template: str) -> None:
+    engine.tokenizer.chat_template = template
+    named = {"type": "function", "function": {"name": "add"}}
+    for options in ({"temperature": 0.0}, {"temperature": 2.0, "n": 3}):
+        chunks = await chunks_of(service, with_tools(tool_choice=named, **options))
+        for choice in whole_text("m", chunks).choices:
+            assert (choice.text, choice.finish_reason) == ("", "tool_calls")
+            (call,) = choice.tool_calls
+            arguments = json.loads(call.arguments)
+            assert (call.name, set(arguments)) == ("add", {"a", "how"})
+            assert 0 <= arguments["a"] <= 9
+            assert arguments["how"] in ("up", "down")
+        assert len([chunk for chunk in chunks if chunk.tool_calls]) > 3  # the arguments come as they are written
+    cut = whole_text("m", await chunks_of(service, with_tools(tool_choice="required", max_tokens=9)))
+    assert cut.finish_reason == "length"
+    free = whole_text("m", await chunks_of(service, with_tools(tool_choice="none", temperature=0.0)))
+    assert free.finish_reason in ("stop", "length")
+    assert not free.tool_calls
+
+
+async def test_tools_that_cannot_be_used_are_refused(engine: LLMEngine, service: TextService) -> None:
+    used = ({"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "add", "arguments": "{}"}}]},)
+    cases: list[tuple[str | None, dict[str, Any], str]] = [
+        (None, {}, "does not know tools"),
+        (None, {"tools": (), "messages": (*QUESTION, *used)}, "does not know tools"),
+        ("{{ tools }}[CALLS]", {}, "form that is not known"),
+        (HERMES, {"tools": (), "tool_choice": "required"}, "no tools to choose"),
+        (HERMES, {"tool_choice": {"type": "function", "function": {"name": "sub"}}}, "tools: add, other"),
+        (HERMES, {"tools": (ADD, ADD)}, "same name"),
+        (HERMES, {"response_format": {"type": "json_object"}}, "tool_choice 'none'"),
+    ]
+    stock = engine.tokenizer.chat_template
+    for template, fields, message in cases:
+        engine.tokenizer.chat_template = template or stock
+        with pytest.raises(InvalidRequest, match=message):
+            await chunks_of(service, with_tools(**fields))
+    assert not engine.has_work

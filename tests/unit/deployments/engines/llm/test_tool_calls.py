@@ -1,0 +1,94 @@
+"""Tool calls in answers: whatever the pieces in which the text comes, the same text and the same calls."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import pytest
+
+from deployments.engines.llm.chat import CalledTool, whole_calls
+from deployments.engines.llm.tool_calls import ToolCallReader, tool_form
+from deployments.engines.protocol import EngineError
+
+HERMES = tool_form("{{ tools }} <tool_call>\n{...}\n</tool_call>")
+LLAMA3 = tool_form('{{ tools }} {"name": function name, "parameters": dictionary} {% if message.tool_calls %}')
+
+
+def read(form: Any, text: str, rng: random.Random, *, is_begun: bool = False) -> tuple[str, list[tuple[str, Any]]]:
+    reader = ToolCallReader(form, is_begun=is_begun)
+    shown, pieces = "", list[CalledTool]()
+    while text:
+        size = rng.randint(1, max(1, len(text) // rng.randint(1, 6)))
+        new, calls = reader.feed(text[:size])
+        text, shown = text[size:], shown + new
+        pieces += calls
+    shown += reader.flush()
+    calls = whole_calls(pieces)
+    assert len({call.id for call in calls}) == len(calls) == reader.num_calls
+    return shown, [(call.name, json.loads(call.arguments)) for call in calls]
+
+
+def random_arguments(rng: random.Random) -> dict[str, Any]:
+    strings = ["", "x", 'a "quoted" } brace {', "back\\slash", "<tool_call>", "é\n", "]}"]
+    return {
+        rng.choice(strings) + str(number): rng.choice(
+            [rng.choice(strings), rng.random(), None, [{"deep": rng.choice(strings)}], {"a": {}}]
+        )
+        for number in range(rng.randrange(4))
+    }
+
+
+@pytest.mark.parametrize("indent", [None, 2])
+def test_calls_come_out_however_the_text_is_cut(indent: int | None) -> None:
+    rng = random.Random()
+    for _ in range(100):
+        calls = [(f"call-{number}", random_arguments(rng)) for number in range(rng.randint(1, 3))]
+        written = [
+            json.dumps({"name": name, "arguments": arguments}, indent=indent, ensure_ascii=rng.random() < 0.5)
+            for name, arguments in calls
+        ]
+        before = rng.choice(["", "Let me see. ", "a < b "])
+        text = before + "\n".join(f"<tool_call>\n{one}\n</tool_call>" for one in written)
+        shown, found = read(HERMES, text, rng)
+        assert (shown.strip(), found) == (before.strip(), calls)
+        shown, found = read(HERMES, written[0] + "\n</tool_call>", rng, is_begun=True)
+        assert (shown, found) == ("", calls[:1])
+        listed = [one.replace('"arguments"', '"parameters"', 1) for one in written]
+        assert read(LLAMA3, "; ".join(listed), rng) == ("", calls)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "no call at all",
+        "a <tool_ca",
+        '<tool_call>\n{"nothing": 1}',
+        "<tool_call>\n[1, 2]",
+        '{"a": {"b": "}"}} and more',
+        '{"name": 3, "parameters": {}}',
+        '{"name": "half',
+        "",
+    ],
+)
+def test_what_is_no_call_stays_text(text: str) -> None:
+    for form in (HERMES, LLAMA3):
+        shown, calls = read(form, text, random.Random())
+        assert not calls
+        assert shown.replace("\n", "") == text.replace("\n", "")
+
+
+def test_other_orders_of_members_and_ends_within_a_call() -> None:
+    rng = random.Random()
+    assert read(LLAMA3, '{"parameters": {"a": 1}, "name": "f"}', rng) == ("", [("f", {"a": 1})])
+    assert read(LLAMA3, '{"type": "function", "name": "f", "parameters": {"a": 1}}', rng) == ("", [("f", {"a": 1})])
+    reader = ToolCallReader(HERMES)
+    shown, calls = reader.feed('<tool_call>\n{"name": "f", "arguments": {"a": "be')
+    assert (shown, [(call.name, call.arguments) for call in calls]) == ("", [("f", ""), ("f", '{"a": "be')])
+    assert reader.flush() == ""
+
+
+def test_a_template_of_another_kind_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(EngineError, match="Qwen"):
+        tool_form("[TOOL_CALLS]{{ tools }}")
