@@ -50,6 +50,7 @@ from deployments.ingress.openai.image_links import ImageLinks, create_links_rout
 from deployments.ingress.openai.images import create_images_router
 from deployments.ingress.openai.models import create_models_router
 from deployments.ingress.openai.text import create_text_router
+from deployments.ingress.openai.text_responses import create_responses_router
 from deployments.ingress.service import Service
 from deployments.ingress.terms import RequestTerms
 from deployments.records import (
@@ -120,6 +121,7 @@ def create_http_app(
     app.include_router(create_links_router(links))
     app.include_router(create_embeddings_router(service))
     app.include_router(create_text_router(service))
+    app.include_router(create_responses_router(service))
     app.include_router(create_models_router(service))
     app.include_router(create_repository_router(repository, statistics))  # `/v2/models/stats` is no model
     app.include_router(create_inference_router(inference, limits))

@@ -19,7 +19,7 @@ from deployments.ingress.responses import Answer
 from deployments.ingress.service import Service
 
 CONFIG = ClusterConfig.model_validate({"models": [{"id": "flux", "path": "/f"}]})
-INFERENCE = ("/v1/images/generations", "/v1/embeddings", "/v1/chat/completions", "/v1/completions")
+INFERENCE = ("/v1/images/generations", "/v1/embeddings", "/v1/chat/completions", "/v1/completions", "/v1/responses")
 
 
 @pytest.fixture(scope="module")

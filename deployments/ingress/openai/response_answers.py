@@ -1,0 +1,228 @@
+"""Answers of /v1/responses: whole, and as the events of a stream."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterator
+from typing import Any, Literal
+
+from deployments.engines.llm.chat import CalledTool
+from deployments.ingress.openai.answers import TimesMs
+from deployments.ingress.responses import Answer, event_of, json_text, rounded
+from deployments.records import TextChunk, TextResult
+
+Status = Literal["in_progress", "completed", "incomplete"]
+
+
+class OutputText(Answer):
+    type: Literal["output_text"]
+    text: str
+    annotations: list[str]
+    logprobs: list[str]
+
+
+class OutputMessage(Answer):
+    type: Literal["message"]
+    id: str
+    role: Literal["assistant"]
+    status: Status
+    content: list[OutputText]
+
+
+class OutputCall(Answer):
+    """A tool call; `arguments` are JSON."""
+
+    type: Literal["function_call"]
+    id: str
+    call_id: str
+    name: str
+    arguments: str
+    status: Status
+
+
+class InputDetails(Answer):
+    cached_tokens: int
+    cache_write_tokens: int
+
+
+class OutputDetails(Answer):
+    reasoning_tokens: int
+
+
+class ResponseUsage(Answer):
+    input_tokens: int
+    input_tokens_details: InputDetails
+    output_tokens: int
+    output_tokens_details: OutputDetails
+    total_tokens: int
+
+    @classmethod
+    def of(cls, result: TextResult | TextChunk) -> ResponseUsage:
+        """Return the token counts of an answer, or of a stream by its last piece."""
+        return cls(
+            input_tokens=result.num_prompt_tokens,
+            input_tokens_details=InputDetails(cached_tokens=result.num_cached_tokens, cache_write_tokens=0),
+            output_tokens=result.num_completion_tokens,
+            output_tokens_details=OutputDetails(reasoning_tokens=0),
+            total_tokens=result.num_prompt_tokens + result.num_completion_tokens,
+        )
+
+
+class WhyIncomplete(Answer):
+    reason: Literal["max_output_tokens"]
+
+
+class ResponseAnswer(Answer):
+    """A response: what was asked for, and the messages and tool calls of the model."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    status: Status
+    model: str
+    output: list[OutputMessage | OutputCall]
+    error: None
+    incomplete_details: WhyIncomplete | None
+    instructions: str | None
+    max_output_tokens: int | None
+    metadata: dict[str, str]
+    parallel_tool_calls: bool
+    previous_response_id: None
+    store: Literal[False]
+    temperature: float | None
+    tool_choice: str | dict[str, Any]
+    tools: list[dict[str, Any]]
+    top_p: float | None
+    usage: ResponseUsage | None
+    timings_ms: TimesMs | None = None
+    warnings: tuple[str, ...] | None = None
+
+
+class ResponseForm:
+    """One response as it comes. `asked` are the members of the answer that repeat the request."""
+
+    def __init__(self, asked: dict[str, Any]) -> None:
+        self._head = asked | {
+            "id": f"resp_{uuid.uuid4().hex}",
+            "object": "response",
+            "created_at": int(time.time()),
+            "error": None,
+            "previous_response_id": None,
+            "store": False,
+            "parallel_tool_calls": True,
+        }
+        self._items: list[OutputMessage | OutputCall] = []
+        self._is_open = False  # the last of the items
+        self._num_calls = 0
+        self._num_events = 0
+
+    def whole(self, result: TextResult, warnings: tuple[str, ...]) -> ResponseAnswer:
+        """Return the whole answer."""
+        chunk = TextChunk(
+            result.text,
+            result.num_prompt_tokens,
+            result.num_completion_tokens,
+            result.finish_reason,
+            result.timings_ms,
+            warnings=result.warnings,
+            num_cached_tokens=result.num_cached_tokens,
+            tool_calls=result.tool_calls,
+        )
+        for _ in self.events(chunk):
+            pass
+        return self._answer(chunk, (*result.warnings, *warnings))
+
+    def opening(self) -> Iterator[str]:
+        """Yield the events before any text."""
+        answer = ResponseAnswer(**self._head, status="in_progress", output=[], incomplete_details=None, usage=None)
+        for name in ("created", "in_progress"):
+            yield self._event(f"response.{name}", response=answer.model_dump(exclude_unset=True))
+
+    def events(self, chunk: TextChunk) -> Iterator[str]:
+        """Yield the events of a piece; the last one ends the response."""
+        if chunk.text and (chunk.text.strip() or not chunk.tool_calls):
+            yield from self._add_text(chunk.text)
+        for call in chunk.tool_calls:
+            yield from self._add_call(call)
+        if chunk.finish_reason is not None:
+            status: Status = "incomplete" if chunk.finish_reason == "length" else "completed"
+            yield from self._close(status)
+            answer = self._answer(chunk, chunk.warnings)
+            yield self._event(f"response.{status}", response=answer.model_dump(exclude_unset=True))
+
+    def failure(self, error: dict[str, Any]) -> str:
+        """Return the event of an error on the way."""
+        return self._event("error", code=error["code"], message=error["message"], param=error["param"])
+
+    def _answer(self, last: TextChunk, warnings: tuple[str, ...]) -> ResponseAnswer:
+        is_cut = last.finish_reason == "length"
+        return ResponseAnswer(
+            **self._head,
+            status="incomplete" if is_cut else "completed",
+            output=self._items,
+            incomplete_details=WhyIncomplete(reason="max_output_tokens") if is_cut else None,
+            usage=ResponseUsage.of(last),
+            timings_ms=rounded(last.timings_ms),
+            warnings=warnings,
+        )
+
+    def _add_text(self, text: str) -> Iterator[str]:
+        item = self._items[-1] if self._is_open else None
+        if not isinstance(item, OutputMessage):
+            yield from self._close("completed")
+            part = OutputText(type="output_text", text="", annotations=[], logprobs=[])
+            item = OutputMessage(type="message", id=_new_id("msg"), role="assistant", status="in_progress", content=[])
+            yield from self._open(item)
+            item.content.append(part)
+            yield self._item_event("response.content_part.added", content_index=0, part=part.model_dump())
+        item.content[0].text += text
+        yield self._item_event("response.output_text.delta", content_index=0, delta=text, logprobs=[])
+
+    def _add_call(self, call: CalledTool) -> Iterator[str]:
+        if call.index >= self._num_calls:
+            yield from self._close("completed")
+            self._num_calls = call.index + 1
+            yield from self._open(
+                OutputCall(
+                    type="function_call",
+                    id=_new_id("fc"),
+                    call_id=call.id,
+                    name=call.name,
+                    arguments="",
+                    status="in_progress",
+                )
+            )
+        item = self._items[-1]
+        if isinstance(item, OutputCall) and call.arguments:
+            item.arguments += call.arguments
+            yield self._item_event("response.function_call_arguments.delta", delta=call.arguments)
+
+    def _open(self, item: OutputMessage | OutputCall) -> Iterator[str]:
+        self._items.append(item)
+        self._is_open = True
+        yield self._event("response.output_item.added", output_index=len(self._items) - 1, item=item.model_dump())
+
+    def _close(self, status: Status) -> Iterator[str]:
+        if not self._is_open:
+            return
+        item, self._is_open = self._items[-1], False
+        item.status = status
+        if isinstance(item, OutputMessage):
+            part = item.content[0]
+            yield self._item_event("response.output_text.done", content_index=0, text=part.text, logprobs=[])
+            yield self._item_event("response.content_part.done", content_index=0, part=part.model_dump())
+        else:
+            yield self._item_event("response.function_call_arguments.done", arguments=item.arguments, name=item.name)
+        yield self._event("response.output_item.done", output_index=len(self._items) - 1, item=item.model_dump())
+
+    def _item_event(self, type_: str, **fields: Any) -> str:
+        return self._event(type_, output_index=len(self._items) - 1, item_id=self._items[-1].id, **fields)
+
+    def _event(self, type_: str, **fields: Any) -> str:
+        self._num_events += 1
+        return event_of(json_text({"type": type_, "sequence_number": self._num_events - 1, **fields}), type_)
+
+
+def _new_id(prefix: str) -> str:
+    return f"{prefix}_{uuid.uuid4().hex}"
