@@ -143,6 +143,10 @@ class ChatBody(TextBody):
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidRequest("top_logprobs: needs logprobs: true", "top_logprobs")
         options["logprobs"] = (self.top_logprobs or 0) if self.logprobs else None
+        for number, message in enumerate(self.messages):
+            if message.content is None and not message.tool_calls:
+                name = f"messages.{number}.content"
+                raise InvalidRequest(f"{name}: a message without tool_calls needs one", name)
         options |= {"response_format": self.response_format, "tools": tuple(self.tools or ())}
         if self.tool_choice is not None:
             options["tool_choice"] = self.tool_choice
