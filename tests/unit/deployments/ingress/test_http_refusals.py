@@ -334,11 +334,11 @@ async def test_pieces_of_a_stream_are_of_their_class(
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_unknown_fields_are_ignored_and_named(http: httpx.AsyncClient, stream: bool) -> None:
-    messages = [{**CHAT["messages"][0], "refusal": None}]
+    messages = [{**CHAT["messages"][0], "audio": None}]
     body = {**CHAT, "messages": messages, "service_tier": "auto", "grün": 1, "stream": stream}
     response = await http.post(f"/v1/{CHATS}", json=body)
     assert response.status_code == 200
-    warning = "unknown fields were ignored: 'gr?n', 'messages.refusal', 'service_tier'"
+    warning = "unknown fields were ignored: 'gr?n', 'messages.audio', 'service_tier'"
     assert response.headers["X-Atelier-Warning"] == warning
     if not stream:
         assert response.json()["warnings"] == [warning.replace("?", "ü")]
