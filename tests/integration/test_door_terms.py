@@ -127,6 +127,7 @@ def test_a_deadline_that_passes_is_said_in_the_form_of_the_protocol(
 
 
 async def test_a_full_queue_is_said_in_the_form_of_the_protocol(http: httpx.AsyncClient, channel: grpc.Channel) -> None:
+    before = (await http.get("/admin/admission")).json()["admission"]
     (await http.put("/admin/admission", json={"max_waiting": 1})).raise_for_status()
     long = [asyncio.create_task(http.post("/v1/images/generations", json=LONG)) for _ in range(5)]
     try:
@@ -153,7 +154,7 @@ async def test_a_full_queue_is_said_in_the_form_of_the_protocol(http: httpx.Asyn
         for task in long:
             task.cancel()
         await asyncio.gather(*long, return_exceptions=True)
-        await http.put("/admin/admission", json={})
+        (await http.put("/admin/admission", json=before)).raise_for_status()
     assert (await urgent).status_code == 200
 
 

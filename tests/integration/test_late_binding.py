@@ -126,6 +126,7 @@ async def test_a_worker_that_comes_gets_work_at_once_while_others_wait(queue: Qu
 
 async def test_pipelines_and_texts_pass_full_workers_and_nothing_waits_for_ever(queue: Queue) -> None:
     """With few places for pipelines and for waiting: stages are never refused, and do not block each other."""
+    before = (await queue.http.get("/admin/admission")).json()["admission"]
     tight = {"max_running_pipelines": 2, "max_waiting_per_model": 40}
     (await queue.http.put("/admin/admission", json=tight)).raise_for_status()
     try:
@@ -141,7 +142,7 @@ async def test_pipelines_and_texts_pass_full_workers_and_nothing_waits_for_ever(
         async with asyncio.timeout(BOUND_S):
             answers = await asyncio.gather(*images, *sums, *kinds)
     finally:
-        await queue.http.put("/admin/admission", json={})
+        (await queue.http.put("/admin/admission", json=before)).raise_for_status()
     refused = [answer for answer in answers if answer.status_code == 429]
     assert {answer.status_code for answer in answers} <= {200, 429}, [a.text for a in answers if a.status_code != 200]
     assert all(int(answer.headers["retry-after"]) >= 1 for answer in refused)
