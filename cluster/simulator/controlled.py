@@ -259,15 +259,14 @@ class Controlled:
 def _placement_of(state: ClusterState, plan: SwitchPlan, until_s: float) -> Placement:
     """Return where requests may start: on planned workers that have the model ready. The others wait."""
     workers = state.workers
-    return Placement(
-        {
-            (POOL, id_): tuple(
-                each for each in plan.planned.get(id_, ()) if id_ in workers[each].models and not workers[each].is_stale
-            )
-            for id_ in state.models
-        },
-        until_s,
-    )
+    replicas = {
+        (POOL, id_): tuple(
+            each for each in plan.planned.get(id_, ()) if id_ in workers[each].models and not workers[each].is_stale
+        )
+        for id_ in state.models
+    }
+    replicas |= {(POOL, id_): tuple(prices) for id_, prices in plan.free.items() if prices}
+    return Placement(replicas, until_s, prices={(POOL, id_): prices for id_, prices in plan.free.items()})
 
 
 _LIES: Final[dict[str, Any]] = {
