@@ -17,8 +17,13 @@ LEAST_RATE: Final = 1e-4  # requests per second; a model that is asked for less 
 LOSS_SWITCHES: Final = 3.0  # a model that was taken away for nothing costs so many switches: there, back, and the queue
 
 
-def free_models(state: ClusterState, usual_fixed_s: float, usual_attach_bytes_per_s: float) -> frozenset[str]:
-    """Return the models that may start without an order, by what a switch usually takes."""
+def free_models(
+    state: ClusterState, usual_fixed_s: float, usual_attach_bytes_per_s: float, workers: Sequence[WorkerState]
+) -> frozenset[str]:
+    """Return the models that may start without an order: by what a switch usually takes, and on one of `workers` too.
+
+    A model whose bytes must come from storage first is not among them, and needs an order.
+    """
     if state.is_frozen:
         return frozenset()
     found = [
@@ -28,7 +33,8 @@ def free_models(state: ClusterState, usual_fixed_s: float, usual_attach_bytes_pe
         and not model.retry_in_s
         and usual_fixed_s + model.components.total_bytes / usual_attach_bytes_per_s < model.service_s
     ]
-    return frozenset([model.id for model in nlargest(MAX_FREE, found, key=_how_wanted)])
+    wanted = nlargest(MAX_FREE, found, key=_how_wanted)
+    return frozenset([model.id for model in wanted if any(_is_free_on(state, model, worker) for worker in workers)])
 
 
 def prices_of_free(
@@ -61,19 +67,23 @@ def _price_s(
 
     The model that goes is missed if it is asked for next and no other worker has it.
     """
-    switch_s = state.switch_s(model, worker)
-    if switch_s > model.service_s or model.components.total_bytes > worker.budget_bytes:
+    if not _is_free_on(state, model, worker):
         return None
+    switch_s = state.switch_s(model, worker)
     if state.bytes_together(worker, (*worker.models, model.id)) <= worker.budget_bytes:
         return switch_s
-    if state.bytes_together(worker, (*worker.pinned, model.id)) > worker.budget_bytes:
-        return None
     chances = [
         0.0 if len(serving.get(each, ())) > 1 else state.models[each].rate_long / total_rate
         for each in worker.models
         if each not in worker.pinned
     ]
     return switch_s * (1 + LOSS_SWITCHES * min(chances, default=0.0))
+
+
+def _is_free_on(state: ClusterState, model: ModelState, worker: WorkerState) -> bool:
+    pinned = [id_ for id_ in worker.pinned if id_ in state.models]
+    fits = state.bytes_together(worker, (*pinned, model.id)) <= worker.budget_bytes
+    return fits and state.switch_s(model, worker) <= model.service_s
 
 
 def _how_wanted(model: ModelState) -> tuple[int, float]:

@@ -130,7 +130,7 @@ class _Planning:
         self._top_speed = max([worker.speed for worker in self._open], default=1.0)
         self._usual_attach = attach[len(attach) // 2] if attach else 10e9
         self._usual_fixed_s = max([worker.fixed_switch_s for worker in self._open], default=0.0)
-        self._free = free_models(state, self._usual_fixed_s, self._usual_attach)
+        self._free = free_models(state, self._usual_fixed_s, self._usual_attach, self._open[:FEW])
 
     def _note_workers(self) -> None:
         serving, models, busy, claims = self._serving, self._models, self._busy_s, self._claims
