@@ -146,8 +146,11 @@ class AdmissionQueue:
         pool.lanes.settle(ended.waiting, ended.busy_s)
         if switch_s > SWITCHED_S:
             self._times.note_switch(ask.model, switch_s)
-        if is_answered and switch_s < _MOSTLY * ended.latency_s:
-            self._times.note_served(ask.model, now_s, ask.work, ended.busy_s, ended.latency_s)
+        is_first = self._times.times(ask.model) is None
+        if is_answered and (is_first or switch_s < _MOSTLY * ended.latency_s):
+            served_s = max(ended.latency_s - switch_s, 0.0) if is_first else ended.latency_s
+            busy_s = ended.busy_s * served_s / ended.latency_s if ended.latency_s else ended.busy_s
+            self._times.note_served(ask.model, now_s, ask.work, busy_s, served_s)
 
     def set_replicas(self, pool: str, names: Collection[str], now_s: float) -> None:
         """Say which replicas there are."""
@@ -323,7 +326,8 @@ class AdmissionQueue:
                 continue
             among = self._placement.of(ask.pool, ask.model, now_s)
             open_ = None if among is None else [name for name in among if name not in full]
-            replica = pool.places.choose(ask.share, ask.model, self._times.switch_s(ask.model), open_)
+            prices = self._placement.prices_of(ask.pool, ask.model, now_s)
+            replica = pool.places.choose(ask.share, ask.model, self._times.switch_s(ask.model), open_, prices)
             if replica is None:
                 if among is None:
                     return  # nobody slips past: a large request would wait for ever

@@ -94,16 +94,28 @@ class Places:
         for name in names:
             self._replicas.setdefault(name, _Replica(clock_at_s=now_s))
 
-    def choose(self, share: float, model: str, switch_s: float, among: Collection[str] | None = None) -> str | None:
+    def choose(
+        self,
+        share: float,
+        model: str,
+        switch_s: float,
+        among: Collection[str] | None = None,
+        prices: Mapping[str, float] | None = None,
+    ) -> str | None:
         """Return the replica with room where the wait is shortest; None when there is no room.
 
         The wait is the work that it has, and the switch to a model that it is not believed to have at hand. `among`:
-        the replicas that the model may start on, None for all.
+        the replicas that the model may start on, None for all. `prices` are known in place of that switch, and paid by
+        all that run there; where the model runs already, it costs nothing.
         """
         best: tuple[float, float, str] | None = None
         for name, replica in self._replicas.items() if among is None else self._named(among):
             if replica.has_room(share):
-                missing_s = 0.0 if model in replica.recent else switch_s
+                if prices is None:
+                    missing_s = 0.0 if model in replica.recent else switch_s
+                else:
+                    num_held_up = 1 + replica.models.total()
+                    missing_s = 0.0 if model in replica.models else prices.get(name, 0.0) * num_held_up
                 wait = replica.load_s + missing_s, replica.used, name
                 if best is None or wait < best:
                     best = wait

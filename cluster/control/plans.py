@@ -26,8 +26,13 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class SwitchPlan:
-    """Orders, and the workers that serve each model or get ready for it. `notes` says what could not be planned."""
+    """Orders, and the workers that serve each model or get ready for it. `notes` says what could not be planned.
+
+    Models in `free` need no order: they may start on each of the workers named, which switches by itself, and what that
+    costs there is said in seconds.
+    """
 
     decisions: tuple[Decision, ...] = ()
     planned: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    free: Mapping[str, Mapping[str, float]] = field(default_factory=dict)

@@ -148,6 +148,11 @@ class ClusterState:
             sizes.update(self.models[id_].components.sizes)
         return sum(sizes.values())
 
+    def num_free_slots(self, workers: Iterable[str], within_s: float) -> int:
+        """Return how many requests could start at once on those of the workers that are ready within that time."""
+        found = [self.workers[id_] for id_ in workers]
+        return sum([max(0, each.slots - sum(each.running.values())) for each in found if each.ready_in_s <= within_s])
+
     def queue_s(self) -> float:
         """Return the seconds that all workers together would take for the requests that wait."""
         speed = sum([worker.speed for worker in self.workers.values()])

@@ -7,9 +7,9 @@ urgent first, and decides in request-seconds, the time that requests wait, added
     gain   the waiting of the model's requests that ends earlier: requests x (wait now - time until ready there)
     harm   the waiting that others pay: requests of the models that go x the time until they could be back
 
-1.  *Need.* A model lacks a worker when requests wait and no worker has it, or when its workers' queues are longer
-    than a switch of one more: so hot models spread, and idle copies are the first to go. A load that failed is
-    backed off. A worker that is getting ready counts as a worker: a thousand requests for a cold model are one load.
+1.  *Need.* A model lacks a worker when requests wait and no worker has it, or when more wait than its workers have
+    slots for, and longer than a switch of one more. A load that failed is backed off. Getting ready counts: a thousand
+    requests are one load. A model that switches faster than it serves needs no order (`free_starts.py`).
 2.  *Where.* On the worker with the least harm and wait together: the wait is the end of what must end first, and a
     switch that moves only what the worker (and its node) lacks, so the model that differs least is the cheapest.
 3.  *What goes.* Free bytes first; then the models with the least harm, until the bytes suffice. Components that a
@@ -41,6 +41,7 @@ from heapq import nlargest
 from itertools import islice
 from typing import Final, Literal
 
+from cluster.control.free_starts import LEAST_RATE, free_models, prices_of_free
 from cluster.control.plans import Decision, SwitchPlan
 from cluster.control.state import STALE_S, ClusterState, ModelState, WorkerState
 
@@ -48,7 +49,6 @@ MAX_NEEDS: Final = 128  # models that one plan looks at, the most urgent; the ne
 FEW: Final = 64  # workers that are all weighed for a model; of more, the best of each kind
 MAX_CANDIDATES: Final = 6  # workers of a kind: those with one component of the model, and those with least to do
 WANTED_TWICE: Final = 2.0
-LEAST_RATE: Final = 1e-4  # requests per second; a model that is asked for less often is not prepared for
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,9 @@ def plan_switches(state: ClusterState, policy: SwitchingPolicy = LATENCY_FIRST) 
         planning.serve_needs()
         planning.prepare_ahead()
         planning.free_overfull_workers()
-    return SwitchPlan(tuple(planning.decisions), planning.planned(), tuple(planning.notes))
+    free = planning.free_starts()
+    planned = planning.planned() | {id_: tuple(prices) for id_, prices in free.items() if prices}
+    return SwitchPlan(tuple(planning.decisions), planned, tuple(planning.notes), free)
 
 
 @dataclass(slots=True)
@@ -128,6 +130,7 @@ class _Planning:
         self._top_speed = max([worker.speed for worker in self._open], default=1.0)
         self._usual_attach = attach[len(attach) // 2] if attach else 10e9
         self._usual_fixed_s = max([worker.fixed_switch_s for worker in self._open], default=0.0)
+        self._free = free_models(state, self._usual_fixed_s, self._usual_attach, self._open[:FEW])
 
     def _note_workers(self) -> None:
         serving, models, busy, claims = self._serving, self._models, self._busy_s, self._claims
@@ -159,8 +162,6 @@ class _Planning:
                     busy[worker] += work_s
                     claims[worker] += claim
 
-    # -- orders that are under way, or given by hand
-
     def go_on_with_reservations(self) -> None:
         """Order the switches whose workers have drained; give up those that nobody waits for any more."""
         for worker in self._open:
@@ -186,8 +187,6 @@ class _Planning:
                 else:
                     self._order(model, option, "pinned to this worker by hand")
 
-    # -- models whose requests wait
-
     def serve_needs(self) -> None:
         """Find a worker for each model that lacks one, the most urgent first."""
         needs = self._needs()
@@ -211,23 +210,25 @@ class _Planning:
     def _needs(self) -> list[_Need]:
         needs = []
         for model in self._models.values():
-            if not model.waiting:
+            if not model.waiting or model.id in self._free:
                 continue
             if model.retry_in_s > 0:
                 self.notes.append(f"{model.id}: its load failed; tried again in {model.retry_in_s:.1f} s")
                 continue
             switch_s = self._usual_fixed_s + model.components.total_bytes / self._usual_attach
-            workers = self._serving.get(model.id)
-            if workers:
-                wait_s = min([self._busy_s[worker] for worker in workers])
-                if wait_s > (1 + self._policy.margin) * switch_s:
+            if workers := self._serving.get(model.id):
+                wait_s = min([self._busy_s[worker] for worker in workers]) - model.service_s / len(workers)
+                if (
+                    model.waiting > self._state.num_free_slots(workers, switch_s)
+                    and wait_s > (1 + self._policy.margin) * switch_s
+                ):
                     needs.append(_Need(model, math.inf, wait_s, is_due=False))
                 continue
             patience_s = self._policy.max_wait_switches * max(switch_s, model.service_s)
             patience_s = min(patience_s, max(model.slo.target_s - switch_s, switch_s))
             is_late = 0 < model.slack_s < 1.5 * switch_s + model.service_s
-            is_due = model.oldest_age_s >= patience_s or is_late
-            needs.append(_Need(model, patience_s, max(patience_s, model.oldest_age_s), is_due))
+            age_s = model.oldest_age_s
+            needs.append(_Need(model, patience_s, max(patience_s, age_s), is_late or age_s >= patience_s))
         return nlargest(MAX_NEEDS, needs, key=_urgency)
 
     def _max_due(self, needs: Sequence[_Need]) -> float:
@@ -254,12 +255,12 @@ class _Planning:
             return f"{model.waiting} wait {need.wait_s:.1f} s for {len(workers)} busy workers; {where}"
         return f"{model.waiting} wait without a worker; {where}"
 
-    # -- workers without work
-
     def prepare_ahead(self) -> None:
         """Let idle workers get ready for models that are wanted and that no worker has (rule 7)."""
         idle = [worker for worker in self._open if worker.id not in self._taken and not self._busy_s[worker.id]]
-        wanted_models = [model for model in self._models.values() if model.rate_long > LEAST_RATE]
+        wanted_models = [
+            each for each in self._models.values() if each.rate_long > LEAST_RATE and each.id not in self._free
+        ]
         missing = [each for each in wanted_models if not each.retry_in_s and not self._serving.get(each.id)]
         missing.sort(key=lambda model: model.rate_long * model.slo.weight * model.components.total_bytes, reverse=True)
         for model in missing[: 2 * MAX_CANDIDATES] if idle else ():
@@ -271,12 +272,11 @@ class _Planning:
                 value = sum(self._value(self._models[each], worker) for each in option.evict)
                 if value < best_value:
                     best, best_value = option, value
-            if best is None:
-                continue
-            wanted = model.rate_long * model.slo.weight * max(best.switch_s, 1e-9)
-            if wanted > WANTED_TWICE * best_value:
-                why = f"idle, and {model.rate_long:.3f} requests/s come for a model without a worker"
-                self._order(model, best, why)
+            wanted_s = model.rate_long * model.slo.weight * max(best.switch_s, 1e-9) if best else 0.0
+            if best is not None and wanted_s > WANTED_TWICE * best_value:
+                self._order(
+                    model, best, f"idle, and {model.rate_long:.3f} requests/s come for a model without a worker"
+                )
 
     def _value(self, model: ModelState, worker: WorkerState) -> float:
         """Return the seconds of waiting per second that the model saves by being on the worker."""
@@ -294,10 +294,7 @@ class _Planning:
                 idle = [id_ for id_ in worker.models if id_ not in stay and not self._models[id_].waiting]
                 if idle:
                     least = min(idle, key=lambda id_: self._value(self._models[id_], worker))
-                    why = "more is resident than the budget allows"
-                    self.decisions.append(Decision("evict", worker.id, least, why, (least,)))
-
-    # -- a worker for a model
+                    self.decisions.append(Decision("evict", worker.id, least, "over the budget", (least,)))
 
     def _candidates(self, model: ModelState, holders: Mapping[str, list[WorkerState]]) -> Iterator[WorkerState]:
         """Yield workers that can take an order: all of a few, else the least claimed and some that share components."""
@@ -363,8 +360,6 @@ class _Planning:
         work_s = (model.waiting + coming) * model.service_s
         return affected * (work_s / len(others) - work_s / (len(others) + 1))
 
-    # -- orders
-
     def _order(self, model: ModelState, option: _Option, reason: str) -> None:
         """Write down the order, and let what follows see it."""
         worker = option.worker
@@ -373,8 +368,8 @@ class _Planning:
         held = self._state.held.get(worker.node, ())
         cold = [key for key in model.components.sizes if key not in held and key not in worker.resident.sizes]
         if cold and option.must_drain:
-            why = f"{len(cold)} components are read while {worker.id} drains"
-            self.decisions.append(Decision("prefetch", worker.id, model.id, why))
+            reason = f"{len(cold)} components are read while {worker.id} drains"
+            self.decisions.append(Decision("prefetch", worker.id, model.id, reason))
         self._taken.add(worker.id)
         self._num_on_the_way += 1
         for id_ in option.evict:
@@ -382,6 +377,11 @@ class _Planning:
                 self._serving[id_].remove(worker.id)
         self._serving.setdefault(model.id, []).append(worker.id)
         self._busy_s[worker.id] = option.ready_s
+
+    def free_starts(self) -> dict[str, dict[str, float]]:
+        """Return the workers, and their prices, of the models that need no order."""
+        able = [each for each in self._open if each.id not in self._taken and each.reserved_for is None]
+        return prices_of_free(self._state, self._free, self._serving, able[:FEW])
 
     def planned(self) -> dict[str, tuple[str, ...]]:
         """Return the workers of each model; one that is about to leave serves on what no other has ready yet."""

@@ -172,6 +172,7 @@ class Deciding:
         self._waits_since = {model: self._waits_since.get(model, now_s) for model in observed.waits}
         replicas: dict[tuple[str, str], tuple[str, ...]] = {}
         unservable: dict[tuple[str, str], Refusal] = {}
+        prices: dict[tuple[str, str], Mapping[str, float]] = {}
         most_bytes = max((worker.budget_bytes for worker in state.workers.values()), default=0)
         for model in observed.names if state.workers else ():
             known = state.models.get(model)
@@ -180,6 +181,10 @@ class Deciding:
             else:
                 is_awaited = known.components.total_bytes <= most_bytes
             if not is_awaited:
+                continue
+            if plan.free.get(model):
+                replicas[pool, model] = tuple(plan.free[model])
+                prices[pool, model] = plan.free[model]
                 continue
             reports = self._observations.workers
             ready = replicas[pool, model] = tuple(
@@ -193,7 +198,7 @@ class Deciding:
             elif not (ready or is_coming) and state.is_frozen:
                 text = "no worker has it ready, and nothing is switched while the cluster is frozen (`atelier thaw`)"
                 unservable[pool, model] = Refusal("unservable", text=text)
-        return Placement(replicas, unservable=unservable)
+        return Placement(replicas, unservable=unservable, prices=prices)
 
 
 def _is_ready(model: str, observed: Observed, worker: str, report: WorkerReport | None) -> bool:

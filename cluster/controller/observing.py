@@ -31,7 +31,6 @@ from cluster.controller.reports import LoadFailure, ModelNeed, WorkerReport
 QUEUE_LOST_S: Final = 1.5  # a queue that is silent for so long is that of an ingress that is gone
 MAX_DESCRIBED: Final = 256  # models whose needs are known although nobody has asked for them
 WARM_UP_S: Final = 3.0  # of a new controller, until it decides without workers that it has not heard of yet
-_UNKNOWN_SERVICE_S: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +179,9 @@ class Observations:
 
     # models
 
-    def _model(self, id_: str, load: ModelLoad | None, backoff: Backoff | None, usual_service_s: float) -> ModelState:
+    def _model(self, id_: str, load: ModelLoad | None, backoff: Backoff | None, usual_s: float | None) -> ModelState:
+        # Of no model at all a request was measured: as long as a switch, so that neither weighs more than the other.
+        usual_service_s = self._switch_s(id_) if usual_s is None else usual_s
         retry_in_s = max(0.0, backoff.retry_in_s) if backoff else 0.0
         if load is None:
             return ModelState(
@@ -200,6 +201,12 @@ class Observations:
             retry_in_s=retry_in_s,
             slo=self._slo_of(id_),
         )
+
+    def _switch_s(self, id_: str) -> float:
+        """Return what a switch to the model takes on the slowest worker, from its node's memory."""
+        nbytes = self._components[id_].total_bytes
+        found = [(report.fixed_switch_s, report.attach_bytes_per_s) for report, _ in self._workers.values()]
+        return max([fixed_s + nbytes / per_s for fixed_s, per_s in found if per_s > 0], default=0.0)
 
     def _is_described(self, model: str) -> bool:
         need = self._needs.get(model)
@@ -329,7 +336,7 @@ def _waiting(loads: Mapping[str, ModelLoad], model: str) -> int:
     return loads[model].waiting if model in loads else 0
 
 
-def _usual_service_s(loads: Collection[ModelLoad]) -> float:
-    """Return what a request costs of a model that none was measured of: as much as the mean of the others."""
+def _usual_service_s(loads: Collection[ModelLoad]) -> float | None:
+    """Return what a request costs of a model that none was measured of: as much as the mean of the others, if any."""
     measured = [load.service_s for load in loads if load.service_s > 0]
-    return sum(measured) / len(measured) if measured else _UNKNOWN_SERVICE_S
+    return sum(measured) / len(measured) if measured else None

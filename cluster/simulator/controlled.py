@@ -111,10 +111,16 @@ class Controlled:
         self._pump()
 
     def on_load_failed(self, worker: WorkerInWorld, model: str) -> None:
-        """Back the model off."""
+        """Back the model off; what waits for it there goes back into the queue, where the controller can hold it."""
         self._loading.discard(worker.spec.id)
         num_failures = self._failures.get(model, (0, 0.0))[0] + 1
         self._failures[model] = (num_failures, self._world.now_s + retry_after_s(num_failures))
+        waiting = self._unready[worker.spec.id]
+        self._unready[worker.spec.id] = deque(request for request in waiting if request.model != model)
+        self._decide()
+        for request in waiting:
+            if request.model == model:
+                self.on_request(request)
         self._serve_unready(worker)
 
     def on_fault(self, fault: Fault) -> None:
@@ -259,15 +265,14 @@ class Controlled:
 def _placement_of(state: ClusterState, plan: SwitchPlan, until_s: float) -> Placement:
     """Return where requests may start: on planned workers that have the model ready. The others wait."""
     workers = state.workers
-    return Placement(
-        {
-            (POOL, id_): tuple(
-                each for each in plan.planned.get(id_, ()) if id_ in workers[each].models and not workers[each].is_stale
-            )
-            for id_ in state.models
-        },
-        until_s,
-    )
+    replicas = {
+        (POOL, id_): tuple(
+            each for each in plan.planned.get(id_, ()) if id_ in workers[each].models and not workers[each].is_stale
+        )
+        for id_ in state.models
+    }
+    replicas |= {(POOL, id_): tuple(prices) for id_, prices in plan.free.items() if prices}
+    return Placement(replicas, until_s, prices={(POOL, id_): prices for id_, prices in plan.free.items()})
 
 
 _LIES: Final[dict[str, Any]] = {

@@ -27,20 +27,15 @@ def decisions(http: httpx.Client) -> dict[str, Any]:
     return found
 
 
-def test_a_model_that_is_nowhere_is_ordered_with_a_reason_and_the_request_pays_no_switch(http: httpx.Client) -> None:
+def test_a_model_that_is_nowhere_is_ordered_with_a_reason_or_switched_to_at_once(http: httpx.Client) -> None:
+    """Where a switch takes less than the request, the request pays it: an order would take longer."""
     http.post("/v2/repository/models/digits-sdxl/unload").raise_for_status()
     before_s = time.time()
     answer = http.post("/v1/images/generations", json=IMAGE)
     assert answer.status_code == 200, answer.text
-    assert answer.json()["switch"]["attached_bytes"] == 0  # at most it waited for the end of it
-    wait_for(
-        lambda: any(one["model"] == "digits-sdxl" and one["state"] == "done" for one in decisions(http)["decisions"]),
-        "the end of the switch",
-    )
-    made = [one for one in reversed(decisions(http)["decisions"]) if one["at_s"] >= before_s]
-    first = next(one for one in made if one["model"] == "digits-sdxl")
-    assert (first["action"], first["evict"]) == ("switch", [])
-    assert "wait without a worker" in first["reason"]
+    made = [one for one in decisions(http)["decisions"] if one["at_s"] >= before_s and one["model"] == "digits-sdxl"]
+    assert answer.json()["switch"]["attached_bytes"] > 0 or made
+    assert all(one["evict"] == [] and "without a worker" in one["reason"] for one in made)
 
 
 def test_a_drained_worker_hands_over_and_no_request_fails(http: httpx.Client) -> None:

@@ -145,6 +145,36 @@ def test_a_hot_model_spreads_and_an_idle_copy_goes_first() -> None:
     assert order.evict == ("hot",)
 
 
+def test_one_that_waits_is_no_reason_for_a_second_worker() -> None:
+    """Golden trace of a real run: "1 wait 1.0 s for 1 busy workers", and both workers loaded the same model."""
+    lone = model("lone", 1, 0.0, service_s=0.4)
+    fast = {"attach_bytes_per_s": 20e9}
+    on_its_way = worker("w0", switching_to="lone", ready_in_s=0.4, slots=4, **fast)
+    assert plan_of([lone], [on_its_way, worker("w1", **fast)]).decisions == ()
+    here = worker("w0", lone, running={"lone": 2}, slots=4, **fast)
+    few = replace(lone, waiting=2)  # both start in this moment
+    assert plan_of([few], [here, worker("w1", **fast)]).decisions == ()
+    many = replace(lone, waiting=9)
+    assert only(plan_of([many], [here, worker("w1", **fast)])).worker == "w1"
+
+
+def test_a_switch_that_takes_less_than_a_request_needs_no_order() -> None:
+    hot, rare, cold = model("hot", rate_long=4.0), model("rare", rate_long=0.1), model("cold", 1, 0.0, service_s=2.0)
+    fast = {"attach_bytes_per_s": 20e9}  # half a second
+    homes = [worker("w0", hot, **fast), worker("w1", rare, running={"rare": 1}, **fast)]
+    plan = plan_of([hot, rare, cold], homes)
+    assert plan.decisions == ()
+    prices = plan.free["cold"]
+    assert 0.5 <= prices["w1"] < prices["w0"]  # the hot model would be missed at once
+    assert set(plan.planned["cold"]) == {"w0", "w1"}
+    dear = plan_of([hot, rare, replace(cold, service_s=0.4, oldest_age_s=5.0)], homes)
+    assert "cold" not in dear.free
+    assert only(dear).model == "cold"
+    for by_hand in ({"is_frozen": True}, {"pinned": frozenset({"hot"})}, {"is_draining": True}):
+        assert "w0" not in plan_of([hot, rare, cold], [replace(homes[0], **by_hand), homes[1]]).free["cold"]
+    assert plan_of([hot, rare, cold], homes, is_frozen=True).free == {}
+
+
 def test_a_copy_that_would_come_too_late_is_not_made() -> None:
     hot = model("hot", 3, 1.0)
     assert plan_of([hot], [worker("w0", hot, running={"hot": 1}), worker("w1")]).decisions == ()

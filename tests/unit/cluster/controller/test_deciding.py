@@ -30,7 +30,7 @@ class Cluster:
         self.observations.catalog = versions(*models)
         ids = (f"order{number}" for number in itertools.count())
         self.deciding = Deciding(LATENCY_FIRST, self.observations, lambda: next(ids))
-        self.reports = {name: worker(budget=FITS_ONE, needs=NEEDS) for name in names}
+        self.reports = {name: worker(budget=FITS_ONE, needs=NEEDS, fixed_switch_s=0.2) for name in names}
         self.running: dict[str, dict[str, int]] = {name: {} for name in names}
         self.waiting: dict[str, tuple[int, float]] = {}  # by model: how many, since when
 

@@ -89,7 +89,7 @@ class Models:
 
     def __init__(self) -> None:
         self.news = asyncio.Event()
-        self.state: WorkerReport = worker(budget=12, needs={"a": need(x=10), "b": need(y=10)})
+        self.state: WorkerReport = worker(budget=12, needs={"a": need(x=10), "b": need(y=10)}, fixed_switch_s=1.0)
         self.heard: list[str] = []
 
     async def report(self) -> WorkerReport:
@@ -103,7 +103,12 @@ class Models:
             ready = {"x": 10} if order.model == "a" else {"y": 10}
             outcome = OrderOutcome(order.id, 0.1)
             self.state = worker(
-                budget=12, needs=self.state.needs, ready=ready, taken=tuple(self.heard), outcomes=(outcome,)
+                budget=12,
+                needs=self.state.needs,
+                ready=ready,
+                taken=tuple(self.heard),
+                outcomes=(outcome,),
+                fixed_switch_s=1.0,
             )
             self.news.set()
 
