@@ -17,7 +17,7 @@ from deployments.engines.protocol import ComputationFailed, EngineError
 MAX_SCHEMA_CHARS: Final = 2**16
 # Room between the parts of a document is bounded, so that no model fills its answer with spaces.
 _OPTIONS: Final[Any] = {"whitespace_pattern": r"[ \n\t]{0,24}"}
-# A fifth of llguidance's: a schema takes a tenth of a second to compile at most, and a step some milliseconds.
+# Below llguidance's own: a schema from outside may not hold a thread, nor a step, for long.
 _LIMITS: Final[Any] = {"initial_lexer_fuel": 500_000, "max_grammar_size": 100_000, "max_lexer_states": 50_000}
 
 
@@ -28,7 +28,7 @@ class GrammarCompiler:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._end_token_ids = sorted(end_token_ids)
-        self._tokens: LLTokenizer | None = None  # a second's work, which most models are never asked for
+        self._tokens: LLTokenizer | None = None  # made when it is first asked for: most models never are
 
     def compile_schema(self, schema: Mapping[str, Any]) -> Grammar:
         """Return the grammar of all JSON documents of a schema.
