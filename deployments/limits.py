@@ -14,8 +14,6 @@ def check_image(request: ImageRequest, limits: LimitsConfig, asked: ImageRequest
     `request` has its defaults, and `asked` is the request before: the message says so when the value is a default.
     A field that is still None, in a request for a pipeline, is checked where the pipeline's stage fills it in.
     """
-    if not request.prompt and request.init_image is None:
-        raise InvalidRequest("prompt: empty, and there is no image to begin with", "prompt")
     _check_text("prompt", request.prompt, limits)
     _check_text("negative_prompt", request.negative_prompt or "", limits)
     _check_most("n", request.n, limits.max_images)

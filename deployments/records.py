@@ -101,7 +101,7 @@ class ImageOptions(RequestModel):
     """The options of an image. Those that are None come from the model's defaults; a seed of None is drawn."""
 
     model: Name
-    prompt: str
+    prompt: str = Field(min_length=1)
     negative_prompt: str | None = None
     n: Count = 1
     width: Count | None = Field(None, description="pixels")

@@ -64,9 +64,9 @@ def export_gguf(model: Path, file: Path, kind: gguf.GGMLQuantizationType = Q8_0)
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     for module, (name, _) in names(config).items():
         weight = weights[f"{module}.weight"].float().numpy()
-        kind = name.rpartition(".")[2]
-        if kind in heads:
-            weight = interleaved(weight, heads[kind])
+        part = name.rpartition(".")[2]
+        if part in heads:
+            weight = interleaved(weight, heads[part])
         if weight.ndim == 1:
             writer.add_tensor(f"{name}.weight", weight)
         else:

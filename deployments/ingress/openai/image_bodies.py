@@ -110,7 +110,6 @@ class ImagesBody(ImageOptions):
 class GenerationBody(ImagesBody):
     """OpenAI's images request and more. With `init_image` and `mask_image` it does what /v1/images/edits does."""
 
-    prompt: str = Field(min_length=1)
     init_image: str | None = Field(None, description=_IMAGE)
     mask_image: str | None = Field(
         None, description=f"{_IMAGE}; what is transparent, else what is white, is painted anew"
@@ -128,7 +127,7 @@ class GenerationBody(ImagesBody):
 class VariationBody(ImagesBody):
     """The fields of a form with an image: `lora` and `control` are JSON. A variation may do without a prompt."""
 
-    prompt: str = ""
+    prompt: str = Field(" ", min_length=1)  # to the tokenizers of text encoders, a space is as empty as nothing
 
     @field_validator("lora", "control", mode="before")
     @classmethod

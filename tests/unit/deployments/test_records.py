@@ -39,6 +39,7 @@ CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
     [
         (ImageRequest, {**IMAGE, "promt": "x"}, ("promt",)),
         (ImageRequest, {"model": "m"}, ("prompt",)),
+        (ImageRequest, {**IMAGE, "prompt": ""}, ("prompt",)),
         (ImageRequest, {**IMAGE, "n": 0}, ("n",)),
         (ImageRequest, {**IMAGE, "width": 0}, ("width",)),
         (ImageRequest, {**IMAGE, "num_inference_steps": 0}, ("num_inference_steps",)),

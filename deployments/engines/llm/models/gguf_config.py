@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from transformers import LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+from transformers import AutoConfig, PretrainedConfig
 
 from deployments.engines.llm.models.packed import PackedSource
 from deployments.engines.nn.packed_linear import SUPPORTED_KINDS
@@ -19,11 +19,12 @@ from weights.errors import FormatError
 from weights.formats.gguf import GgufHeader, GgufValue, read_gguf, read_gguf_header
 from weights.formats.untrusted import shown
 
-# Name in general.architecture -> config class, architecture, whether rows of q and k are in neighbouring RoPE pairs.
-_FAMILIES: Final[dict[str, tuple[type[PretrainedConfig], str, bool]]] = {
-    "llama": (LlamaConfig, "LlamaForCausalLM", True),
-    "qwen2": (Qwen2Config, "Qwen2ForCausalLM", False),
-    "qwen3": (Qwen3Config, "Qwen3ForCausalLM", False),
+# Name in general.architecture, which is transformers' model type too -> the class, and whether rows of q and k are
+# in neighbouring RoPE pairs. The config's class is imported when it is needed: it brings much with it.
+_FAMILIES: Final = {
+    "llama": ("LlamaForCausalLM", True),
+    "qwen2": ("Qwen2ForCausalLM", False),
+    "qwen3": ("Qwen3ForCausalLM", False),
 }
 _LAYER_NAMES: Final = {
     "attn_norm": "input_layernorm",
@@ -76,7 +77,7 @@ def gguf_config(headers: Sequence[GgufHeader]) -> PretrainedConfig:
         raise EngineError(
             f"GGUF architecture {shown(architecture)} is not supported; supported are {_listed(_FAMILIES)}"
         )
-    config_class, class_name, is_interleaved = _FAMILIES[architecture]
+    class_name, is_interleaved = _FAMILIES[architecture]
     keys = _Keys(metadata, architecture)
     kinds = {name: tensor.dtype for header in headers for name, tensor in header.tensors.items()}
     _check_kinds(kinds)
@@ -94,7 +95,8 @@ def gguf_config(headers: Sequence[GgufHeader]) -> PretrainedConfig:
     if embedding is None or len(embedding.shape) != 2:
         raise EngineError("the GGUF file has no matrix 'token_embd.weight'")
     context_length = keys.integer("context_length")
-    config = config_class(
+    config = AutoConfig.for_model(
+        architecture,
         vocab_size=embedding.shape[0],
         hidden_size=hidden_size,
         intermediate_size=keys.integer("feed_forward_length"),

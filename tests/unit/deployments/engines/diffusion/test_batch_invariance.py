@@ -134,9 +134,9 @@ def test_a_padded_text_gives_what_the_text_alone_gives(flux, make_request):
 
 
 def _mu(pair):
-    from deployments.engines.diffusion.families.flux import _shift
+    from deployments.engines.diffusion.families.flow_matching import dynamic_shift
 
-    return _shift(64, pair.stock.scheduler.config)
+    return dynamic_shift(64, pair.stock.scheduler.config, max_shift=1.15)
 
 
 @pytest.mark.parametrize(

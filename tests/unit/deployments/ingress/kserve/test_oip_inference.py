@@ -204,7 +204,7 @@ WRONG: list[tuple[InferRequest, str]] = [
     (image_request(prompts=["a"] * 5), "prompt: 5 items, from 1 to 4 are allowed"),
     (InferRequest("adder", (text_tensor("text_input", ["a"] * 6),)), "text_input: 6 items, from 1 to 5 are allowed"),
     (InferRequest("minilm", (text_tensor("text", ["a"] * 7),)), "text: 7 items, from 1 to 6 are allowed"),
-    (image_request(prompts=[""]), "prompt: empty, and there is no image to begin with"),
+    (image_request(prompts=[""]), "prompt: String should have at least 1 character"),
     (InferRequest("flux", (text_tensor("prompt", []),)), "prompt: 0 items"),
     (InferRequest("flux", (TensorValue("prompt", "BYTES", np.array([b"\xff"], object)),)), "prompt: not UTF-8"),
     (InferRequest("flux", (text_tensor("prompt", ["a"]),), id="x" * 1025), "id: 1025 characters, at most 1024"),

@@ -162,7 +162,7 @@ async def test_a_variation_needs_no_prompt(client: openai.AsyncOpenAI, replicas:
     with pytest.warns(DeprecationWarning, match="deprecated"):  # OpenAI's own models no longer have it
         await client.images.create_variation(model="flux", image=("in.png", file_of(image)), n=1)
     (request,) = replicas.requests
-    assert (request.prompt, request.mask_image) == ("", None)
+    assert (request.prompt, request.mask_image) == (" ", None)
     assert (request.init_image == image).all()
 
 
