@@ -5,17 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from deployments.engines.diffusion.controls import Control
 from deployments.engines.diffusion.families.base import Branch
-from deployments.engines.diffusion.first_latents import KeptImage
 from deployments.engines.diffusion.input_images import find_bad_image
 from deployments.engines.nn.lora import Pairs
 from deployments.engines.protocol import AdapterUse, ComputationFailed, DiffusionRequest, EngineError
 from weights.adapters import LoraAdapter
+
+if TYPE_CHECKING:  # they need diffusers, and text encoders come by here too
+    from deployments.engines.diffusion.controls import Control
+    from deployments.engines.diffusion.first_latents import KeptImage
 
 MAX_SIDE_PX = 4096
 MAX_STEPS = 1000
