@@ -62,13 +62,7 @@ class Queue:
         """Keep both workers full with long images for the length of the block. At its end they are cancelled."""
         long = [self.image(LONG) for _ in range(12 + num_waiting)]  # some may be done before all are here
         try:
-            try:
-                await until(lambda: self._is_full(num_waiting), "full workers")
-            except AssertionError:
-                print(
-                    [(t.result().status_code, t.result().text[:200]) for t in long if t.done()][:6], await self.shown()
-                )
-                raise
+            await until(self._is_full, "full workers")
             yield long
         finally:
             for task in long:
