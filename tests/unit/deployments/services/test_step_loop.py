@@ -573,4 +573,5 @@ async def test_ten_thousand_joins_and_leaves_leave_nothing_behind() -> None:
     states = [weakref.ref(one) for one in gc.get_objects() if type(one) is State]
     del state, running, error
     gc.collect()
-    assert sum(ref() is not None for ref in states) <= 1, "the engine tells the failures of its last step"
+    num_told = len(engine.failures)  # of its last step, whose errors know where they came from
+    assert sum(ref() is not None for ref in states) <= max(1, num_told)
