@@ -88,6 +88,7 @@ def test_up_talk_down(environment: dict[str, str], small_config: Path) -> None:
     assert "no answer from" in gone.stderr
 
 
+@pytest.mark.long
 def test_a_cluster_with_keys_asks_everybody_for_one(
     environment: dict[str, str], small_config: Path, tmp_path: Path
 ) -> None:
