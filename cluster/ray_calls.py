@@ -8,6 +8,8 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import ray
 
+from cluster.actor_names import NAMESPACE
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -21,6 +23,23 @@ def call_actor(
     for it finds its callers.
     """
     return cast("Awaitable[R]", getattr(actor, method.__name__).remote(*args, **kwargs))
+
+
+def connect_actor(class_: type, name: str, max_calls: int, *arguments: Any, **options: Any) -> Any:
+    """Return the handle of the detached actor of that name; the first caller starts it, with these arguments. Blocks.
+
+    Ray starts it again with the same arguments whenever it dies. It takes `max_calls` calls at once, and no CPU.
+    """
+    actor = ray.remote(class_).options(
+        name=name,
+        namespace=NAMESPACE,
+        lifetime="detached",
+        get_if_exists=True,
+        max_restarts=-1,
+        max_concurrency=max_calls,
+        num_cpus=0,
+    )
+    return actor.remote(*arguments, **options)
 
 
 def get(refs: Any, timeout_s: float | None = None) -> Any:

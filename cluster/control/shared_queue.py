@@ -18,16 +18,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
 
-import ray
-
-from cluster.actor_names import NAMESPACE, admission_name
+from cluster.actor_names import admission_name
 from cluster.control.admission_records import AdmissionSnapshot, Refused, Started
 from cluster.control.dispatcher import Dispatcher
 from cluster.control.ended_requests import EndedRequests
 from cluster.control.lanes import Ask
 from cluster.controller.actor import connect_controller
 from cluster.controller.link import ControllerLink, link_queue
-from cluster.ray_calls import call_actor
+from cluster.ray_calls import call_actor, connect_actor
 from cluster.registry.actor import WeightRegistry, connect_registry
 from configs.admission import AdmissionConfig
 from configs.cluster import ClusterConfig
@@ -267,14 +265,6 @@ def _linked(config: ClusterConfig, queue: Dispatcher) -> ControllerLink:
 
 def connect_shared_queue(config: ClusterConfig) -> Any:
     """Return the handle of the cluster's shared queue; the first caller starts it. Blocks."""
-    actor = ray.remote(SharedQueue).options(
-        name=admission_name(config),
-        namespace=NAMESPACE,
-        lifetime="detached",
-        get_if_exists=True,
-        max_restarts=-1,
-        max_concurrency=MAX_CALLS,
-        num_cpus=0,
-    )
     link = partial(_linked, config) if config.controller.enabled else None
-    return actor.remote(config.admission, partial(_settings_of_registry, config), link=link)
+    settings = partial(_settings_of_registry, config)
+    return connect_actor(SharedQueue, admission_name(config), MAX_CALLS, config.admission, settings, link=link)

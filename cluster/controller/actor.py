@@ -16,9 +16,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final
 
-import ray
-
-from cluster.actor_names import NAMESPACE, controller_name
+from cluster.actor_names import controller_name
 from cluster.control.admission_records import AdmissionSnapshot, Placement
 from cluster.control.state import SloClass
 from cluster.control.switching import LATENCY_FIRST, THROUGHPUT_FIRST
@@ -27,6 +25,7 @@ from cluster.controller.observing import CatalogEntry, Observations
 from cluster.controller.overrides import OverrideChange, Overrides, changed
 from cluster.controller.reports import News, Orders, WorkerReport
 from cluster.errors import OverrideRefused
+from cluster.ray_calls import connect_actor
 from cluster.registry.actor import WeightRegistry, connect_registry
 from cluster.registry.snapshot import RegistrySnapshot
 from configs.cluster import ClusterConfig
@@ -244,13 +243,4 @@ def _logged(one: LoggedDecision) -> dict[str, Any]:
 
 def connect_controller(config: ClusterConfig) -> Any:
     """Return the handle of the cluster's controller; the first caller starts it. Blocks."""
-    actor = ray.remote(Controller).options(
-        name=controller_name(config),
-        namespace=NAMESPACE,
-        lifetime="detached",
-        get_if_exists=True,
-        max_restarts=-1,
-        max_concurrency=MAX_CALLS,
-        num_cpus=0,
-    )
-    return actor.remote(config)
+    return connect_actor(Controller, controller_name(config), MAX_CALLS, config)

@@ -20,11 +20,12 @@ from typing import Any, Final, Protocol
 
 import ray
 
-from cluster.actor_names import NAMESPACE, encodings_name
+from cluster.actor_names import encodings_name
 from cluster.encodings.ledger import CLAIM_S, EncodingLedger, Waiter
 from cluster.encodings.packed import ByteArray, Layout
 from cluster.encodings.records import INLINE_BYTES, Answer, SharedEncoding, SharedStats
 from cluster.keeper.object_store import ObjectStore, StoreFull, capacity_bytes
+from cluster.ray_calls import connect_actor
 
 __all__ = ["SharedEncodings", "connect_shared_encodings"]
 
@@ -176,13 +177,4 @@ def _told(answer: Answer[_Held]) -> Answer[SharedEncoding]:
 
 def connect_shared_encodings(key: str, max_bytes: int) -> Any:
     """Return the handle of the cluster's shared encodings; the first caller starts them. Blocks."""
-    actor = ray.remote(SharedEncodings).options(
-        name=encodings_name(key),
-        namespace=NAMESPACE,
-        lifetime="detached",
-        get_if_exists=True,
-        max_restarts=-1,
-        max_concurrency=MAX_CALLS,
-        num_cpus=0,
-    )
-    return actor.remote(max_bytes)
+    return connect_actor(SharedEncodings, encodings_name(key), MAX_CALLS, max_bytes)

@@ -43,7 +43,7 @@ class Effort:
 
 
 QUICK: Final = Effort(rounds=1, num_steps=4, num_arrivals=8)
-Arrival = tuple[float, ConditionedRequest]
+_Arrival = tuple[float, ConditionedRequest]
 
 
 def measure_denoise(effort: Effort, seed: int = 0) -> dict[str, Any]:
@@ -176,7 +176,7 @@ def _measure_arrivals(model: BenchModel, effort: Effort, costs: StepCosts, seed:
     return rows
 
 
-def _play(model: BenchModel, arrivals: Sequence[Arrival], costs: StepCosts) -> list[float]:
+def _play(model: BenchModel, arrivals: Sequence[_Arrival], costs: StepCosts) -> list[float]:
     """Return latencies from the planned arrivals on: one that comes during a step has waited for its end."""
     engine = DiffusionEngine(model.ours, costs)
     waiting, arrived, latencies = list(reversed(arrivals)), {}, []

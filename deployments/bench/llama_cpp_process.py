@@ -16,7 +16,7 @@ import llama_cpp
 import numpy as np
 
 
-class Judge:
+class _Judge:
     """One model and context."""
 
     def __init__(self, path: str, threads: int, n_ctx: int, n_batch: int, n_ubatch: int) -> None:
@@ -60,7 +60,7 @@ class Judge:
 
 def main() -> None:
     path, *numbers = sys.argv[1:]
-    judge = Judge(path, *map(int, numbers))
+    judge = _Judge(path, *map(int, numbers))
     print(json.dumps({"version": llama_cpp.__version__, "n_params": judge.llama._model.n_params()}), flush=True)  # noqa: T201
     for line in sys.stdin:
         order = json.loads(line)

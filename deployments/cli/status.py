@@ -72,7 +72,7 @@ def status(url: Url = None, key: Key = None, why: Why = False, wide: Wide = Fals
     client = find_client(url, key)
     if why:
         decisions = client.decisions(NUM_DECISIONS)
-        print_json(decisions) if as_json else print_decisions(decisions, wide=wide)
+        print_json(decisions) if as_json else _print_decisions(decisions, wide=wide)
         return
     cluster = client.cluster()
     if as_json:
@@ -96,7 +96,7 @@ def status(url: Url = None, key: Key = None, why: Why = False, wide: Wide = Fals
         _print_replica("worker", worker, f"{worker.get('denoising', 0)} requests denoising")
 
 
-def print_decisions(found: dict[str, Any], *, wide: bool = False) -> None:
+def _print_decisions(found: dict[str, Any], *, wide: bool = False) -> None:
     """Print the controller's decisions as /admin/decisions tells them."""
     if not found["enabled"]:
         print_line("the controller is off: every worker switches to what it is asked for")

@@ -16,6 +16,7 @@ import struct
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Final
 
 from weights.dtypes import tensor_nbytes
 from weights.errors import FormatError
@@ -26,6 +27,19 @@ _FIELDS_V3, _FIELDS_V0 = struct.Struct("<8i"), struct.Struct("<7i")
 _LLAMA2_C_MAGIC = 0x616B3432
 
 TensorSpec = tuple[str, str, tuple[int, ...]]
+# Names in KuiperLLama's export.py -> those of Hugging Face's Llama and Qwen2, in a layer and outside of all.
+LAYER_NAMES: Final = {
+    "wq": "self_attn.q_proj",
+    "wk": "self_attn.k_proj",
+    "wv": "self_attn.v_proj",
+    "wo": "self_attn.o_proj",
+    "w1": "mlp.gate_proj",
+    "w2": "mlp.down_proj",
+    "w3": "mlp.up_proj",
+    "attention_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+}
+TOP_NAMES: Final = {"tok_embeddings": "model.embed_tokens", "norm": "model.norm", "output": "lm_head"}
 
 
 @dataclass(frozen=True, slots=True)

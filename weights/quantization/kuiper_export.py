@@ -13,28 +13,16 @@ import numpy.typing as npt
 
 from weights.errors import FormatError, WeightsError
 from weights.formats.checkpoint import read_checkpoint
-from weights.formats.kuiper import KuiperHeader, write_kuiper
+from weights.formats.kuiper import LAYER_NAMES, TOP_NAMES, KuiperHeader, write_kuiper
 from weights.formats.tensors import SourceTensor
 from weights.formats.weight_files import read_json
 from weights.loading.stage_transforms import DEFAULT_GROUP_SIZE, dequantize_int8, quantize_int8
 from weights.quantization.report import QuantizedTensor, tensor_error
 
-_LAYER: Final = {
-    "wq": "self_attn.q_proj",
-    "wk": "self_attn.k_proj",
-    "wv": "self_attn.v_proj",
-    "wo": "self_attn.o_proj",
-    "w1": "mlp.gate_proj",
-    "w2": "mlp.down_proj",
-    "w3": "mlp.up_proj",
-    "attention_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-}
-_TOP: Final = {"tok_embeddings": "model.embed_tokens", "norm": "model.norm", "output": "lm_head"}
 _FLOATS: Final = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
 _MODEL_TYPES: Final = ("llama", "qwen2")
 
-Array = npt.NDArray[Any]
+_Array = npt.NDArray[Any]
 
 
 def export_kuiper(
@@ -46,18 +34,18 @@ def export_kuiper(
     Raises FormatError for a model that the format cannot hold, and WeightsError for what int8 cannot express.
     """
     config = read_json(source / "config.json")
-    header = kuiper_header_of(source, config, group_size)
+    header = _kuiper_header_of(source, config, group_size)
     (component,) = read_checkpoint(source).components
     originals = _by_stored_name(source, component.tensors, header)
     if target.exists():
         raise FormatError(f"{target}: exists already")
     target.mkdir(parents=True)
     errors: list[QuantizedTensor] = []
-    latest: dict[str, Array] = {}
+    latest: dict[str, _Array] = {}
 
     def quantized(stem: str) -> bytes:
         # Values and scales are asked for one after the other; one matrix is in memory at a time.
-        values = read_floats(originals[f"{stem}.weight"])
+        values = _read_floats(originals[f"{stem}.weight"])
         try:
             packed, latest["scales"] = quantize_int8(values, group_size)
         except WeightsError as error:
@@ -76,7 +64,7 @@ def export_kuiper(
         elif leaf == "scales":
             readers[name] = lambda: latest["scales"].tobytes()
         else:
-            readers[name] = lambda name=name: read_floats(originals[name]).tobytes()  # type: ignore[misc]
+            readers[name] = lambda name=name: _read_floats(originals[name]).tobytes()  # type: ignore[misc]
     write_kuiper(target / "model.bin", header, readers)
     for file in sorted(source.iterdir()):
         if file.is_file() and file.suffix in (".json", ".jinja", ".model", ".txt") and "safetensors" not in file.name:
@@ -84,7 +72,7 @@ def export_kuiper(
     return errors
 
 
-def kuiper_header_of(source: Path, config: dict[str, Any], group_size: int) -> KuiperHeader:
+def _kuiper_header_of(source: Path, config: dict[str, Any], group_size: int) -> KuiperHeader:
     """Return the header for a transformers config. Raises FormatError naming what the format cannot say."""
     where = source / "config.json"
     if config.get("model_type") not in _MODEL_TYPES:
@@ -120,7 +108,7 @@ def _by_stored_name(source: Path, tensors: dict[str, SourceTensor], header: Kuip
         if leaf == "scales":
             continue
         parts = stem.split(".")
-        given = f"model.layers.{parts[1]}.{_LAYER[parts[2]]}" if parts[0] == "layers" else _TOP[stem]
+        given = f"model.layers.{parts[1]}.{LAYER_NAMES[parts[2]]}" if parts[0] == "layers" else TOP_NAMES[stem]
         tensor = tensors.get(f"{given}.{leaf}")
         if tensor is None or tensor.shape != shape or tensor.dtype not in _FLOATS:
             state = "missing" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
@@ -129,6 +117,6 @@ def _by_stored_name(source: Path, tensors: dict[str, SourceTensor], header: Kuip
     return found
 
 
-def read_floats(tensor: SourceTensor) -> npt.NDArray[np.float32]:
+def _read_floats(tensor: SourceTensor) -> npt.NDArray[np.float32]:
     """Read one tensor as float32."""
     return np.frombuffer(tensor.read(), _FLOATS[tensor.dtype]).astype(np.float32).reshape(tensor.shape)

@@ -63,14 +63,14 @@ def _depends_on_batch(x: torch.Tensor) -> bool:
     return x.dtype == torch.float32 and x.device.type in _HOSTS and x.numel() > 0
 
 
-class BatchInvariantLinear(nn.Linear):
+class _BatchInvariantLinear(nn.Linear):
     """A linear layer over `linear`."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return linear(input, self.weight, self.bias)
 
 
-class BatchInvariantConv2d(nn.Conv2d):
+class _BatchInvariantConv2d(nn.Conv2d):
     """A convolution over `conv2d`."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -79,7 +79,7 @@ class BatchInvariantConv2d(nn.Conv2d):
         return conv2d(input, self.weight, self.bias, self.stride, self.padding, self.dilation, self.groups)
 
 
-class BatchInvariantGroupNorm(nn.GroupNorm):
+class _BatchInvariantGroupNorm(nn.GroupNorm):
     """A group norm over tensors in C order."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -87,9 +87,9 @@ class BatchInvariantGroupNorm(nn.GroupNorm):
 
 
 _INVARIANT: Final[dict[type[nn.Module], type[nn.Module]]] = {
-    nn.Linear: BatchInvariantLinear,
-    nn.Conv2d: BatchInvariantConv2d,
-    nn.GroupNorm: BatchInvariantGroupNorm,
+    nn.Linear: _BatchInvariantLinear,
+    nn.Conv2d: _BatchInvariantConv2d,
+    nn.GroupNorm: _BatchInvariantGroupNorm,
 }
 
 

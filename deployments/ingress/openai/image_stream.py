@@ -33,7 +33,7 @@ class _ImageEvent(Answer):
     output_format: ImageFormat
 
 
-class PartialImage(_ImageEvent):
+class _PartialImage(_ImageEvent):
     """An image as the step that it follows expects it at the end."""
 
     partial_image_index: int
@@ -50,7 +50,7 @@ class TokenUsage(Answer):
     input_tokens_details: dict[str, int]
 
 
-class CompletedImage(_ImageEvent):
+class _CompletedImage(_ImageEvent):
     """The image itself, and how it was made."""
 
     usage: TokenUsage
@@ -63,7 +63,7 @@ class CompletedImage(_ImageEvent):
     warnings: tuple[str, ...]
 
 
-class Progress(Answer):
+class _Progress(Answer):
     """The steps that are done. `eta_s` is the time that the others take at the pace so far; None after the first."""
 
     type: str
@@ -103,14 +103,14 @@ class ImageEvents:
             yield self._progress(piece)
         if piece.previews and piece.preview_index is not None:
             shared = await self._shared("partial_image", piece.previews[0], None)
-            partial = PartialImage(
+            partial = _PartialImage(
                 partial_image_index=piece.preview_index, step=piece.step, num_steps=piece.num_steps, **shared
             )
             yield event_of(json_text(partial), partial.type)
 
     async def _completed(self, result: ImageResult) -> str:
         shared = await self._shared("completed", result.images[0], describe_image(self._record, result, 0))
-        completed = CompletedImage(
+        completed = _CompletedImage(
             usage=TokenUsage(
                 input_tokens=0,
                 output_tokens=0,
@@ -135,7 +135,7 @@ class ImageEvents:
         steps, seconds = piece.step - self._first[0], now - self._first[1]
         eta_s = round((piece.num_steps - piece.step) * seconds / steps, 3) if steps else None
         type_ = f"{self._task}.progress"
-        progress = Progress(type=type_, step=piece.step, num_steps=piece.num_steps, eta_s=eta_s)
+        progress = _Progress(type=type_, step=piece.step, num_steps=piece.num_steps, eta_s=eta_s)
         return event_of(json_text(progress), type_)
 
     async def _shared(

@@ -13,20 +13,7 @@ from deployments.engines.llm.models.packed import PackedSource
 from deployments.engines.nn.packed_linear import GROUP_INT8
 from deployments.engines.protocol import EngineError
 from weights.errors import FormatError
-from weights.formats.kuiper import KuiperHeader, parse_kuiper, read_kuiper
-
-KUIPER_NAMES = {
-    "wq": "self_attn.q_proj",
-    "wk": "self_attn.k_proj",
-    "wv": "self_attn.v_proj",
-    "wo": "self_attn.o_proj",
-    "w1": "mlp.gate_proj",
-    "w2": "mlp.down_proj",
-    "w3": "mlp.up_proj",
-    "attention_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-}
-KUIPER_TOP_NAMES = {"tok_embeddings": "model.embed_tokens", "norm": "model.norm", "output": "lm_head"}
+from weights.formats.kuiper import LAYER_NAMES, TOP_NAMES, KuiperHeader, parse_kuiper, read_kuiper
 
 
 def kuiper_header(folder: Path) -> KuiperHeader | None:
@@ -68,14 +55,14 @@ def kuiper_source(header: KuiperHeader, config: PretrainedConfig) -> PackedSourc
             continue
         if top == "layers":
             layer, _, kind = rest.partition(".")
-            names[name] = f"model.layers.{layer}.{KUIPER_NAMES[kind]}.{leaf}"
+            names[name] = f"model.layers.{layer}.{LAYER_NAMES[kind]}.{leaf}"
         else:
-            names[name] = f"{KUIPER_TOP_NAMES[module]}.{leaf}"
+            names[name] = f"{TOP_NAMES[module]}.{leaf}"
         kinds[name] = GROUP_INT8 if dtype == "I8" else dtype
     scales = (name for name, _, _ in header.layout() if name.endswith(".scales"))
     biases = {f"layers.{i}.{kind}.bias" for i in range(header.num_layers) for kind in ("wq", "wk", "wv")}
     for name in biases:  # whether they are there is checked where they go
         _, layer, kind, _ = name.split(".")
-        names[name], kinds[name] = f"model.layers.{layer}.{KUIPER_NAMES[kind]}.bias", "F32"
+        names[name], kinds[name] = f"model.layers.{layer}.{LAYER_NAMES[kind]}.bias", "F32"
     ignored = frozenset((*scales, "freqs_cos", "freqs_sin"))
     return PackedSource(names, kinds, group_size=header.group_size or 0, ignored=ignored)
