@@ -15,11 +15,10 @@ from typing import Final, Protocol
 
 import torch
 
-from weights.errors import BudgetExceeded
 from weights.loader import attach, view_of
 from weights.loading.external_memory import bytes_tensor
 from weights.manifest import Component, ExtentRef
-from weights.memory.device_arena import DeviceArena
+from weights.memory.device_arena import DeviceArena, StillInUse
 from weights.memory.device_records import Acquired, ArenaStats
 from weights.memory.device_space import DeviceFull
 from weights.memory.pages import ByteArray
@@ -283,9 +282,8 @@ class _ArenaTier:
         while True:
             try:
                 return self._arena.acquire(component.tensors, uploads.views, holder, working_bytes)
-            except BudgetExceeded as error:
-                may_pass = isinstance(error, DeviceFull) or self._arena.stats().lingering_bytes
-                if not may_pass or time.monotonic() > deadline_s:
+            except (DeviceFull, StillInUse):
+                if time.monotonic() > deadline_s:
                     raise
                 time.sleep(LINGER_POLL_S)
 

@@ -31,6 +31,10 @@ USUAL_S_PER_BYTE: Final = 1e-10  # until an upload was measured
 _RECENT_SHARE: Final = 0.2  # of the latest upload in the mean
 
 
+class StillInUse(BudgetExceeded):
+    """There is no room now, but tensors that were evicted are still used: when they are let go, there may be."""
+
+
 @dataclass(eq=False, slots=True)
 class _Copy:
     """A tensor that is on the device or on its way there; `key` says where it was uploaded from.
@@ -79,8 +83,8 @@ class DeviceArena:
         With `working_bytes` it also makes room for what the holder itself allocates, a KV cache say, and counts that
         until the holder releases anything.
         Only what is missing is asked of `views` and uploaded. Raises BudgetExceeded when there is no room for all of
-        it (then nothing is uploaded and nothing more is leased), WeightsError when a view is not what `wanted` says,
-        and what `views` raises.
+        it (then nothing is uploaded and nothing more is leased), StillInUse when trying again may help, WeightsError
+        when a view is not what `wanted` says, and what `views` raises.
         """
         start_s = self._clock()
         names = _names_by_hash(wanted)
@@ -234,7 +238,7 @@ class DeviceArena:
         return fresh
 
     def _make_room(self, wanted: Mapping[str, int], what: str) -> list[str]:
-        """Evict until `wanted` fits; returns what. Raises BudgetExceeded saying who holds the memory."""
+        """Evict until `wanted` fits; returns what. Raises BudgetExceeded or StillInUse saying who holds the memory."""
         evicted: list[str] = []
         while True:
             # Again when somebody still uses what went, so that its memory is not free.
@@ -243,9 +247,8 @@ class DeviceArena:
             plan = self._book.plan_room(wanted)
             if plan.missing_bytes:
                 lingering = f"{lingering_bytes} bytes more are evicted but still in use" if lingering_bytes else ""
-                raise BudgetExceeded(
-                    refusal_text(self._book, what, wanted, plan.missing_bytes, self._space.name, lingering)
-                )
+                refusal = refusal_text(self._book, what, wanted, plan.missing_bytes, self._space.name, lingering)
+                raise StillInUse(refusal) if lingering_bytes else BudgetExceeded(refusal)
             if not plan.evict:
                 return evicted
             self._book.evict(plan.evict)

@@ -30,6 +30,7 @@ from weights.externalize import externalize
 from weights.formats.lora import METADATA_KEY
 from weights.formats.weight_files import LORA_FILE
 from weights.manifest import Component, ExtentRef, Manifest
+from weights.memory.device_arena import DeviceArena, StillInUse
 from weights.provider import LocalExtents
 from weights.store import WeightStore
 
@@ -177,6 +178,28 @@ async def test_many_switches_leave_nothing_behind(store: WeightStore) -> None:
     stats = host.builder.skeletons.skeleton_stats()
     assert stats.num_built + stats.num_copied <= 6
     assert not +host.provider.leases
+
+
+async def test_memory_that_is_let_go_right_after_a_refusal_is_found(
+    store: WeightStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = Host(store, "cpu-private", max(Host(store, "cpu").bytes_of(name) for name in NAMES) + 1000)
+    async with host.lease("digits-flux", is_denoise_component) as lease:
+        used = [parameter.data for module in lease.modules.values() for parameter in module.parameters()]
+    del lease
+    acquire, refusals = DeviceArena.acquire, []
+
+    def acquire_or_let_go(self: DeviceArena, *args: Any, **options: Any) -> Any:
+        try:
+            return acquire(self, *args, **options)
+        except StillInUse as refusal:
+            refusals.append(str(refusal))
+            used.clear()
+            raise
+
+    monkeypatch.setattr(DeviceArena, "acquire", acquire_or_let_go)
+    assert (await host.use("digits-sdxl")).report.device_bytes > 0
+    assert len(refusals) == 1
 
 
 async def test_encoders_are_rebound_only_when_nobody_computes(store: WeightStore) -> None:

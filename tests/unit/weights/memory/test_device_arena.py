@@ -15,7 +15,7 @@ import torch
 
 from weights.errors import BudgetExceeded, ExtentCorrupt, WeightsError
 from weights.manifest import TensorRef
-from weights.memory.device_arena import DeviceArena
+from weights.memory.device_arena import DeviceArena, StillInUse
 from weights.memory.device_records import DeviceKey
 from weights.memory.transfer import HostCopy, Pair, TransferReport
 from weights.residency import leases
@@ -336,7 +336,7 @@ def test_memory_that_somebody_uses_without_a_lease_counts_until_they_let_go(make
     assert torch.equal(tensors["w0"], used["w0"])
     assert arena.stats().lingering_bytes == 100
     second = component(1, 100)
-    with pytest.raises(BudgetExceeded, match=r"100 bytes \(100 bytes more are evicted but still in use; leased by: f"):
+    with pytest.raises(StillInUse, match=r"100 bytes \(100 bytes more are evicted but still in use; leased by: f"):
         arena.acquire(keys_of(second), second, "s")
     del tensors
     acquire(arena, second, "s")
