@@ -31,17 +31,20 @@ def run_to_end(pipeline, state):
     return state.latents
 
 
-def check_resumed(pair, load_pipeline, job, stop_at):
+def check_resumed(pair, load_pipeline, job, stops):
     whole = run_to_end(pair.ours, pair.ours.start(*job))
-    state = pair.ours.start(*job)
-    for _ in range(stop_at):
+    state, checkpoints = pair.ours.start(*job), []
+    while state.step_index < max(stops):
         pair.ours.step([state])
-    checkpoint = save_checkpoint(state, job[1])
+        if state.step_index in stops:
+            checkpoints.append((state.step_index, save_checkpoint(state, job[1])))
     elsewhere = load_pipeline(pair.folder, type(pair.stock).__name__, pair.denoiser_name)
-    other = elsewhere.start(job[0], conditioning_of(checkpoint))
-    restore_checkpoint(other, checkpoint)
-    assert other.step_index == stop_at
-    assert torch.equal(run_to_end(elsewhere, other), whole)
+    assert len(checkpoints) == len(stops)
+    for step_index, checkpoint in checkpoints:
+        other = elsewhere.start(job[0], conditioning_of(checkpoint))
+        restore_checkpoint(other, checkpoint)
+        assert other.step_index == step_index
+        assert torch.equal(run_to_end(elsewhere, other), whole)
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
@@ -49,12 +52,11 @@ def test_every_kind_of_solver_goes_on_bit_for_bit(make_sdxl_pair, make_request, 
     pair = make_sdxl_pair(tmp_path, solver)
     chance = random.Random(solver)
     request = make_request(num_inference_steps=7, num_images=2, guidance_scale=3.0, seed=chance.randrange(2**32))
-    for stop_at in (1, chance.randrange(2, 7)):
-        check_resumed(pair, load_pipeline, (request, pair.conditioning(3, negative=True)), stop_at)
+    check_resumed(pair, load_pipeline, (request, pair.conditioning(3, negative=True)), {1, chance.randrange(2, 7)})
 
 
 def test_every_family_goes_on(pair, make_request, load_pipeline):
-    check_resumed(pair, load_pipeline, (make_request(num_inference_steps=5), pair.conditioning(2)), 3)
+    check_resumed(pair, load_pipeline, (make_request(num_inference_steps=5), pair.conditioning(2)), {3})
 
 
 def test_the_engine_saves_every_few_steps_and_resumes(pair, make_request):
