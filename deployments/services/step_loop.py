@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import contextlib
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Generic, ParamSpec, TypeVar
 
@@ -95,14 +94,6 @@ class EngineLoop(Generic[RequestT, OutputT]):
             del self._queues[request.request_id]
             if is_running:
                 await self._device.run(self._engine.abort, request.request_id)
-
-    async def last_output(self, request: RequestT, on_output: Callable[[OutputT], None] | None = None) -> OutputT:
-        """Return the last output of one request; `on_output` sees every one. Raises as `stream_outputs` does."""
-        async with contextlib.aclosing(self.stream_outputs(request)) as outputs:
-            async for output in outputs:
-                if on_output is not None:
-                    on_output(output)
-        return output
 
     async def _join(self, request: RequestT) -> None:
         """Add the request to the engine. Its first step is behind that on the device thread already."""

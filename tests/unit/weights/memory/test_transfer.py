@@ -174,7 +174,7 @@ def test_several_copies_share_the_ring() -> None:
 
 
 class NoFollow(LateQueue):
-    """With several callers, other work may be pending."""
+    """Several callers: other work may be pending."""
 
     def follow(self) -> None:
         self.num_followed += 1
