@@ -39,6 +39,7 @@ class Module:
     name: str
     lines: int
     is_package: bool
+    is_program: bool  # is started as a process
     definitions: list[Definition] = field(default_factory=list)
     methods: list[Definition] = field(default_factory=list)  # public ones, of public classes with bases of the tree
     verbs: list[Definition] = field(default_factory=list)  # functions and methods, without properties
@@ -61,7 +62,7 @@ def parse_modules(root: Path, patterns: Iterable[str]) -> dict[str, Module]:
         if GENERATED not in parts:
             text, is_package = path.read_text(), parts[-1] == "__init__"
             name = ".".join(parts[:-1] if is_package else parts)
-            modules[name] = module = Module(name, len(text.splitlines()), is_package)
+            modules[name] = module = Module(name, len(text.splitlines()), is_package, "\nif __name__ ==" in text)
             tree = ast.parse(text)
             _collect_definitions(module, tree)
             _collect_mentions(module, tree)
@@ -89,9 +90,9 @@ def _collect_definitions(module: Module, tree: ast.Module) -> None:
                 module.exported |= {str(leaf.value) for leaf in ast.walk(node) if isinstance(leaf, ast.Constant)}
             variables = [name for name in names if not name.isupper() and name != "logger"]
             module.definitions += [Definition(module.name, name, node.lineno) for name in variables]
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.ClassDef | Function) and (text := ast.get_docstring(node)):
-            module.docstrings.append((getattr(node, "lineno", 1), text.splitlines()[0]))
+    for each in ast.walk(tree):
+        if isinstance(each, ast.Module | ast.ClassDef | Function) and (text := ast.get_docstring(each)):
+            module.docstrings.append((getattr(each, "lineno", 1), text.splitlines()[0]))
 
 
 def _collect_class(module: Module, node: ast.ClassDef) -> None:

@@ -8,10 +8,10 @@ infra/ and those of the root (the build hook); tests are counted apart. What a f
 decorated routes and commands, validators, methods of classes with a base outside the tree. What a route is given or
 answers with is used: the OpenAPI page names it.
 
-A module with one importer is a part of that importer, or has a reason of its own to change. Two kinds have one importer
-by construction and are counted apart: entries of a list (`LISTS`: one file per command, benchmark, router, deployment,
-foreign format, policy of the simulator), and parts of an actor (what an `actor.py` or a replica's class puts together:
-their state lives in its process).
+A module with one importer is a part of that importer, or has a reason of its own to change. Three kinds have one
+importer by construction and are counted apart: entries of a list (`LISTS`: one file per command, benchmark, router,
+deployment, foreign format, policy of the simulator), parts of an actor (what an `actor.py` or a replica's class puts
+together: their state lives in its process), and programs that their importer starts as a process.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ LISTS = re.compile(
     r"|cluster\.simulator\.running"
 )
 ACTORS = re.compile(r".*\.actor|deployments\.services\.(worker|text_encoder)")
-KINDS = ("entries of a list", "parts of an actor", "others")
+KINDS = ("entries of a list", "parts of an actor", "programs", "others")
 
 
 class Structure:
@@ -84,7 +84,12 @@ class Structure:
 
     def one_importer_modules(self) -> list[tuple[str, str, str]]:
         """List (module, its only importer, one of KINDS)."""
-        return [(name, *users, *map(_kind, users)) for name, users in self.importers().items() if len(users) == 1]  # type: ignore[misc]
+        found = [(name, *users) for name, users in self.importers().items() if len(users) == 1]
+        return [(name, user, self._kind(name, user)) for name, user in found]
+
+    def _kind(self, module: str, user: str) -> str:
+        rules = (LISTS.fullmatch(user), ACTORS.fullmatch(user), self.modules[module].is_program, True)
+        return next(kind for kind, holds in zip(KINDS, rules, strict=True) if holds)
 
     def unused_symbols(self) -> list[tuple[Definition, bool]]:
         """List public functions, classes, variables and methods that no other module mentions, and whether a test does.
@@ -171,10 +176,6 @@ class Structure:
         return (wanted.module, wanted.name) in imports or (knows_module and is_attribute)
 
 
-def _kind(user: str) -> str:
-    return KINDS[0] if LISTS.fullmatch(user) else KINDS[1] if ACTORS.fullmatch(user) else KINDS[2]
-
-
 def print_table(structure: Structure) -> None:
     """Print the figures of each package and of all."""
     unused, alone = structure.unused_symbols(), structure.one_importer_modules()
@@ -197,7 +198,7 @@ def print_table(structure: Structure) -> None:
         print(f"{label:26}" + "".join(f"{value:>13,}" for value in values))
     num_others = sum(kind == "others" for *_, kind in alone)
     share = num_others / (len(modules) - len(alone) + num_others)
-    print(f"\nwith one importer, of the modules that are neither entries of a list nor parts of an actor: {share:.1%}")
+    print(f"\nwith one importer, of the modules that are none of these kinds: {share:.1%}")
     verbs = sorted(structure.repeated_verbs().items(), key=lambda item: -len(item[1]))
     print(f"names of functions and methods with more than {MAX_DEFINITIONS} definitions: {len(verbs)}")
     print("  " + ", ".join(f"{name} {len(found)}" for name, found in verbs))
@@ -207,7 +208,7 @@ def print_lists(structure: Structure, package: str) -> None:
     """Print what stands behind the figures, for modules below `package` ("." for all)."""
     prefix = package.strip("./").replace("/", ".")
 
-    def print_list(title: str, lines: list[tuple[str, object]]) -> None:
+    def print_list(title: str, lines: list[tuple[str, str]]) -> None:
         print(f"\n{title}", *(f"  {line}" for module, line in lines if _is_below(module, prefix)), sep="\n")
 
     alone = structure.one_importer_modules()

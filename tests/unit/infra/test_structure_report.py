@@ -123,15 +123,19 @@ def test_what_a_route_takes_and_gives_is_used_and_so_is_a_hook_that_a_subclass_o
     assert unused == {"Unnamed", "other_hook", "show"}
 
 
-def test_entries_of_a_list_and_parts_of_an_actor_are_counted_apart(report: ModuleType, tree: Path) -> None:
+def test_entries_of_a_list_parts_of_an_actor_and_programs_are_counted_apart(report: ModuleType, tree: Path) -> None:
     (tree / "deployments/cli").mkdir()
     (tree / "cluster").mkdir()
     (tree / "deployments/cli/main.py").write_text("from deployments.cli import chat\n")
     (tree / "deployments/cli/chat.py").write_text("import deployments.other\n")
+    (tree / "deployments/other.py").write_text("from deployments.child import ask\n")
+    (tree / "deployments/child.py").write_text("def ask(): ...\n\nif __name__ == '__main__':\n    ask()\n")
     (tree / "cluster/actor.py").write_text("from cluster.part import run\nENTRY = 'deployments.main:main'\n")
     (tree / "cluster/part.py").write_text("def run(): ...\n")
     assert report.Structure(tree).one_importer_modules() == [
         ("cluster.part", "cluster.actor", "parts of an actor"),
+        ("configs.model", "deployments.main", "others"),
+        ("deployments.child", "deployments.other", "programs"),
         ("deployments.cli.chat", "deployments.cli.main", "entries of a list"),
         ("deployments.main", "cluster.actor", "parts of an actor"),
         ("deployments.other", "deployments.cli.chat", "others"),
