@@ -33,7 +33,7 @@ class DeviceThread:
         """Return whether a call waits for the one that runs. May be asked from any thread."""
         return self._num_begun > self._num_started
 
-    def begin(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> asyncio.Future[T]:
+    def begin_work(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> asyncio.Future[T]:
         """Return the future of what `work` returns. Calls run in the order in which they came; none is cancelled."""
 
         def call() -> T:
@@ -48,7 +48,7 @@ class DeviceThread:
 
         A caller who is cancelled meanwhile goes on when the work is done: its weights may go then, and not before.
         """
-        return await outcome_of(self.begin(work, *args, **kwargs))
+        return await outcome_of(self.begin_work(work, *args, **kwargs))
 
 
 class EngineLoop(Generic[RequestT, OutputT]):
@@ -99,7 +99,7 @@ class EngineLoop(Generic[RequestT, OutputT]):
         """Add the request to the engine. Its first step is behind that on the device thread already."""
         self._num_joining += 1
         try:
-            joining = self._device.begin(self._engine.add_request, request)
+            joining = self._device.begin_work(self._engine.add_request, request)
             if self._task is None or self._task.done():
                 self._task = asyncio.ensure_future(self._run_steps())
             await outcome_of(joining)

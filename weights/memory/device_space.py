@@ -68,7 +68,7 @@ class DeviceSpace:
         """Return the bytes of memory that a tensor of `nbytes` bytes takes here."""
         return allocated_bytes(self.device, nbytes)
 
-    def place(self, hosts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def upload_bytes(self, hosts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the same bytes on the device, each in an allocation of its own; 1-D uint8 in and out.
 
         Raises DeviceFull when the device has less memory than its budget promised.

@@ -84,7 +84,7 @@ class ImageEvents:
         self._clock = clock
         self._first: tuple[int, float] | None = None  # the first step that was heard of, and when
 
-    async def of(self, first: ImageProgress | ImageResult, rest: ImagePieces) -> AsyncIterator[str]:
+    async def events_of(self, first: ImageProgress | ImageResult, rest: ImagePieces) -> AsyncIterator[str]:
         """Yield the events of `first` and `rest`. An error that comes now is an event, since the status is sent."""
         async for event in self._of_piece(first):
             yield event
