@@ -8,17 +8,18 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-NATIVE = Path("deployments/engines/native")
+BUILDING = Path("deployments/engines/native/building.py")
 
 
 class NativeKernels(BuildHookInterface):  # type: ignore[type-arg]
     """Puts the library beside its source, for an editable install, and into a wheel with the platform's tag."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        folder = Path(self.root) / NATIVE
-        spec = importlib.util.spec_from_file_location("building", folder / "building.py")
+        file = Path(self.root) / BUILDING
+        folder = file.parent
+        spec = importlib.util.spec_from_file_location("building", file)
         if spec is None or spec.loader is None:
-            raise FileNotFoundError(folder / "building.py")
+            raise FileNotFoundError(file)
         building = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(building)
         try:
@@ -30,4 +31,4 @@ class NativeKernels(BuildHookInterface):  # type: ignore[type-arg]
             return
         build_data["pure_python"] = False
         build_data["infer_tag"] = True
-        build_data["artifacts"].append(f"{NATIVE}/{library.name}")
+        build_data["artifacts"].append(str(BUILDING.with_name(library.name)))

@@ -2,32 +2,32 @@
 
 `python infra/structure_report.py [--list PACKAGE] [--root FOLDER]`, for example `--list weights/storage` or `--list .`.
 
-Names are matched without type inference: a method counts as used when another module mentions an attribute (or a
-string) of its name. The counts are therefore lower bounds. What a framework calls by name is left out: decorated routes
-and commands, validators, methods of classes with a base outside the tree. What a route is given or answers with (its
-annotations, its decorator, `response_model=`, the "model" of `responses`) is used: the OpenAPI page names it. A method
-that a base class or a protocol of the tree declares has the sense of that declaration: with it, it counts as one
-definition of its name.
+Names are matched without type inference (`python_modules.py`): a method counts as used when another module mentions an
+attribute (or a string) of its name. The counts are therefore lower bounds. Users are the product, the scripts of
+infra/ and those of the root (the build hook); tests are counted apart. What a framework calls by name is left out:
+decorated routes and commands, validators, methods of classes with a base outside the tree. What a route is given or
+answers with is used: the OpenAPI page names it.
 
-A module with one importer is a part of that importer, or has a reason of its own to change. Two kinds have one importer
-by construction and are counted apart: entries of a list (`LISTS`: one file per command, benchmark, router, deployment,
-foreign format, policy of the simulator), and parts of an actor (what an `actor.py` puts together: their state lives in
-its process).
+A module with one importer is a part of that importer, or has a reason of its own to change. Three kinds have one
+importer by construction and are counted apart: entries of a list (`LISTS`: one file per command, benchmark, router,
+deployment, foreign format, policy of the simulator), parts of an actor (what an `actor.py` or a replica's class puts
+together: their state lives in its process), and programs that their importer starts as a process.
 """
 
 from __future__ import annotations
 
 import argparse
-import ast
 import re
 import statistics
 import sys
 from collections import defaultdict
-from dataclasses import dataclass, field
 from pathlib import Path
 
+from python_modules import Definition, Module, is_public, parse_modules
+
 PACKAGES = ("configs", "weights", "cluster", "deployments")
-GENERATED = "protos"
+SCRIPTS = ("infra/**/*.py", "*.py")
+TESTS = ("tests/**/*.py",)
 MAX_DEFINITIONS = 4
 FRAGMENTS = re.compile(
     r"(of|what|who|whom|whose|whether|how|by|when|where|why|which|from|for|with|if|as|that|than|to|in|on|at)\b", re.I
@@ -36,180 +36,17 @@ LISTS = re.compile(
     r"deployments\.(app|services\.replica_classes|cli\.main|cli\.bench|ingress\.http)|weights\.intake"
     r"|cluster\.simulator\.running"
 )
-KINDS = ("entries of a list", "parts of an actor", "others")
-PLAIN_BASES = re.compile("object|ABC|Protocol|Generic|(Str|Int)?Enum|IntFlag|NamedTuple|TypedDict|BaseModel")
-HOOK_DECORATORS = re.compile(
-    r"command|callback|get|post|put|delete|head|patch|route|websocket|exception_handler|middleware"
-    r"|(field|model)_(validator|serializer)|validator|fixture|overload|register"
-)
-HOOK_METHODS = {"reconfigure", "check_health", "record_routing_stats", "forward", "model_post_init"}
-Function = ast.FunctionDef | ast.AsyncFunctionDef
-
-
-@dataclass(frozen=True)
-class Definition:
-    """A function, method, class or constant of a module; `owner` is the class of a method."""
-
-    module: str
-    name: str
-    line: int
-    owner: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.module.replace('.', '/')}.py:{self.line} {f'{self.owner}.' if self.owner else ''}{self.name}"
-
-
-@dataclass
-class Module:
-    """One parsed file: what it defines, and the names it mentions of others."""
-
-    name: str
-    lines: int
-    tree: ast.Module
-    is_package: bool
-    definitions: list[Definition] = field(default_factory=list)
-    methods: list[Definition] = field(default_factory=list)
-    verbs: list[Definition] = field(default_factory=list)
-    docstrings: list[tuple[int, str]] = field(default_factory=list)
-    exported: set[str] = field(default_factory=set)  # in `__all__`
-    exposed: set[str] = field(default_factory=set)  # exported, raised, or in a signature or field of something public
-    imports: set[tuple[str, str]] = field(default_factory=set)  # (module, name), name "" for the module itself
-    strings: set[str] = field(default_factory=set)
-    bases: dict[str, set[str]] = field(default_factory=dict)  # of each class, by name
-    members: dict[str, set[str]] = field(default_factory=dict)  # methods, properties and fields of each class
-    attributes: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))  # by class, "" outside
-
-
-def parse_modules(root: Path, folders: tuple[str, ...]) -> dict[str, Module]:
-    """Parse every Python file below the folders; files with generated code are left out."""
-    modules = {}
-    for path in sorted(path for folder in folders for path in (root / folder).rglob("*.py")):
-        parts = path.relative_to(root).with_suffix("").parts
-        if GENERATED not in parts:
-            text, is_package = path.read_text(), parts[-1] == "__init__"
-            name = ".".join(parts[:-1] if is_package else parts)
-            modules[name] = module = Module(name, len(text.splitlines()), ast.parse(text), is_package)
-            _collect_definitions(module)
-            _collect_mentions(module)
-    return modules
-
-
-def _collect_definitions(module: Module) -> None:
-    for node in module.tree.body:
-        if isinstance(node, Function):
-            if not _is_hook(node):
-                module.definitions.append(Definition(module.name, node.name, node.lineno))
-                module.verbs.append(module.definitions[-1])
-            if _is_public(node.name):
-                _expose_signature(module, node)
-        elif isinstance(node, ast.ClassDef):
-            module.definitions.append(Definition(module.name, node.name, node.lineno))
-            _collect_class(module, node)
-        elif isinstance(node, ast.Assign | ast.AnnAssign):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            names = [target.id for target in targets if isinstance(target, ast.Name)]
-            if names == ["__all__"]:
-                module.exported |= {str(leaf.value) for leaf in ast.walk(node) if isinstance(leaf, ast.Constant)}
-                module.exposed |= module.exported
-            variables = [name for name in names if not name.isupper() and name != "logger"]
-            module.definitions += [Definition(module.name, name, node.lineno) for name in variables]
-            if any(map(_is_public, names)) and isinstance(node.value, ast.Subscript | ast.BinOp):
-                module.exposed |= _names(node.value)  # an alias of types
-    for node in ast.walk(module.tree):
-        if isinstance(node, ast.Module | ast.ClassDef | Function) and (text := ast.get_docstring(node)):
-            module.docstrings.append((getattr(node, "lineno", 1), text.splitlines()[0]))
-
-
-def _collect_class(module: Module, node: ast.ClassDef) -> None:
-    is_public = _is_public(node.name)
-    module.bases[node.name] = {_last_name(base) for base in node.bases}
-    module.members[node.name] = {each.name for each in node.body if isinstance(each, Function)} | {
-        each.target.id for each in node.body if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)
-    }
-    if is_public:
-        for base in node.bases:
-            module.exposed |= _names(base)
-    has_foreign_base = not all(PLAIN_BASES.fullmatch(_last_name(base)) for base in node.bases)
-    for member in node.body:
-        if isinstance(member, ast.AnnAssign) and is_public:
-            module.exposed |= _names(member.annotation)
-        if not isinstance(member, Function):
-            continue
-        if is_public and (_is_public(member.name) or member.name == "__init__"):
-            _expose_signature(module, member)
-        if is_public and member.name == "__init__":
-            for leaf in ast.walk(member):
-                if isinstance(leaf, ast.AnnAssign) and isinstance(leaf.target, ast.Attribute):
-                    module.exposed |= _names(leaf.annotation) if _is_public(leaf.target.attr) else set()
-        if not _is_public(member.name) or _is_hook(member):
-            continue
-        definition = Definition(module.name, member.name, member.lineno, node.name)
-        if not {"property", "cached_property"} & {_last_name(each) for each in member.decorator_list}:
-            module.verbs.append(definition)
-        if is_public and not has_foreign_base:
-            module.methods.append(definition)
-
-
-def _collect_mentions(module: Module) -> None:
-    for node in ast.walk(module.tree):
-        if isinstance(node, ast.ImportFrom):
-            module.imports |= {(node.module or "", alias.name) for alias in node.names}
-        elif isinstance(node, ast.Import):
-            module.imports |= {(alias.name, "") for alias in node.names}
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and len(node.value) < 200:
-            module.strings.add(node.value)
-        elif isinstance(node, ast.Raise) and node.exc is not None:
-            module.exposed.add(_last_name(node.exc))
-        elif isinstance(node, Function) and _is_hook(node):
-            _expose_signature(module, node)
-            module.exposed |= set[str]().union(*map(_names, node.decorator_list))
-        elif isinstance(node, ast.keyword) and node.arg == "response_model":
-            module.exposed |= _names(node.value)
-        elif isinstance(node, ast.Dict):
-            for key, value in zip(node.keys, node.values, strict=True):
-                if isinstance(key, ast.Constant) and key.value == "model" and isinstance(value, ast.Name):
-                    module.exposed.add(value.id)
-    for node in module.tree.body:
-        owner = node.name if isinstance(node, ast.ClassDef) else ""
-        module.attributes[owner] |= {leaf.attr for leaf in ast.walk(node) if isinstance(leaf, ast.Attribute)}
-
-
-def _expose_signature(module: Module, node: Function) -> None:
-    arguments = [leaf.annotation for leaf in ast.walk(node.args) if isinstance(leaf, ast.arg)]
-    for annotation in filter(None, [*arguments, node.returns]):
-        module.exposed |= _names(annotation)
-
-
-def _names(node: ast.AST) -> set[str]:
-    leaves = list(ast.walk(node))
-    quoted = [leaf.value for leaf in leaves if isinstance(leaf, ast.Constant) and isinstance(leaf.value, str)]
-    return {leaf.id for leaf in leaves if isinstance(leaf, ast.Name)}.union(
-        *(re.findall(r"\w+", text) for text in quoted)
-    )
-
-
-def _last_name(node: ast.AST) -> str:
-    while isinstance(node, ast.Call | ast.Subscript):
-        node = node.func if isinstance(node, ast.Call) else node.value
-    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
-
-
-def _is_public(name: str) -> bool:
-    return not name.startswith("_")
-
-
-def _is_hook(node: Function) -> bool:
-    return node.name in HOOK_METHODS or any(HOOK_DECORATORS.fullmatch(_last_name(each)) for each in node.decorator_list)
+ACTORS = re.compile(r".*\.actor|deployments\.services\.(worker|text_encoder)")
+KINDS = ("entries of a list", "parts of an actor", "programs", "others")
 
 
 class Structure:
     """The product's modules and those who mention them."""
 
-    def __init__(self, root: Path, packages: tuple[str, ...] = PACKAGES) -> None:
-        self.packages = packages
-        self._imports: dict[str, set[tuple[str, str]]] = {}
-        self.modules = parse_modules(root, packages)
-        self._outside = list(parse_modules(root, ("tests", "infra")).values())
+    def __init__(self, root: Path) -> None:
+        self.modules = parse_modules(root, [f"{package}/**/*.py" for package in PACKAGES])
+        self._users = [*self.modules.values(), *parse_modules(root, SCRIPTS).values()]
+        self._tests = list(parse_modules(root, TESTS).values())
         self._reexports = {
             (package.name, name): (source, name)
             for package in self.modules.values()
@@ -217,6 +54,7 @@ class Structure:
             for source, name in package.imports
             if source in self.modules
         }
+        self._imports: dict[str, set[tuple[str, str]]] = {}
         self._bases: dict[str, set[str]] = defaultdict(set)
         self._members: dict[str, set[str]] = defaultdict(set)
         for module in self.modules.values():
@@ -224,16 +62,17 @@ class Structure:
                 self._bases[name] |= bases
                 self._members[name] |= module.members[name]
         scripts = [path for path in (root / "pyproject.toml", root / "Makefile") if path.exists()]
-        self._scripts = " ".join(path.read_text() for path in scripts)
+        self._words = set(re.findall(r"[\w.:]+", " ".join(path.read_text() for path in scripts)))
+        self._words |= {text for module in self._users for text in module.strings}
 
     def importers(self) -> dict[str, set[str]]:
-        """Map each module to the product's other modules that import it, or name it in a string ("module:function").
+        """Map each module to the product's other modules that import it, or name it ("module:function", its path).
 
         A package's re-exports do not count.
         """
         importers: dict[str, set[str]] = {name: set() for name in self.modules}
-        for module in self.modules.values():
-            named = {text.partition(":")[0] for text in module.strings if ":" in text}
+        for module in self._users:
+            named = {text.partition(":")[0] for text in module.strings if ":" in text} | module.paths
             targets = {f"{source}.{name}" for source, name in self._resolved_imports(module)}
             targets |= {
                 source for source, name in self._resolved_imports(module) if f"{source}.{name}" not in importers
@@ -245,7 +84,12 @@ class Structure:
 
     def one_importer_modules(self) -> list[tuple[str, str, str]]:
         """List (module, its only importer, one of KINDS)."""
-        return [(name, *users, *map(_kind, users)) for name, users in self.importers().items() if len(users) == 1]  # type: ignore[misc]
+        found = [(name, *users) for name, users in self.importers().items() if len(users) == 1]
+        return [(name, user, self._kind(name, user)) for name, user in found]
+
+    def _kind(self, module: str, user: str) -> str:
+        rules = (LISTS.fullmatch(user), ACTORS.fullmatch(user), self.modules[module].is_program, True)
+        return next(kind for kind, holds in zip(KINDS, rules, strict=True) if holds)
 
     def unused_symbols(self) -> list[tuple[Definition, bool]]:
         """List public functions, classes, variables and methods that no other module mentions, and whether a test does.
@@ -255,18 +99,19 @@ class Structure:
         """
         unused = []
         for module in self.modules.values():
-            for each in filter(lambda each: _is_public(each.name), module.definitions + module.methods):
-                if (not each.owner and each.name in module.exposed) or f"{each.module}:{each.name}" in self._scripts:
-                    continue
-                others = (names for owner, names in module.attributes.items() if owner != each.owner)
-                if each.owner and any(each.name in names for names in others):
-                    continue
-                is_tested = any(self._mentions(other, each) for other in self._outside)
-                if is_tested and each.owner in module.exported:
-                    continue
-                if not any(self._mentions(other, each) for other in self.modules.values() if other is not module):
+            for each in filter(lambda each: is_public(each.name), module.definitions + module.methods):
+                is_tested = any(self._mentions(test, each) for test in self._tests)
+                users = (user for user in self._users if user is not module)
+                is_used = self._is_used_at_home(module, each) or any(self._mentions(user, each) for user in users)
+                if not is_used and not (is_tested and each.owner in module.exported):
                     unused.append((each, is_tested))
         return unused
+
+    def _is_used_at_home(self, module: Module, each: Definition) -> bool:
+        if each.owner:
+            return any(each.name in names for owner, names in module.attributes.items() if owner != each.owner)
+        paths = {f"{each.module}:{each.name}", f"{each.module}.{each.name}"}
+        return each.name in module.exposed or bool(paths & self._words)
 
     def repeated_verbs(self) -> dict[str, list[Definition]]:
         """Map names of public functions and methods with more than four definitions to these.
@@ -274,7 +119,7 @@ class Structure:
         Methods that a base class or a protocol of the tree declares, too, count once with its declaration.
         """
         verbs = defaultdict(list)
-        for each in (each for module in self.modules.values() for each in module.verbs if _is_public(each.name)):
+        for each in (each for module in self.modules.values() for each in module.verbs if is_public(each.name)):
             verbs[each.name].append(each)
         senses = {name: self._distinct(found) for name, found in verbs.items() if len(found) > MAX_DEFINITIONS}
         return {name: found for name, found in senses.items() if len(found) > MAX_DEFINITIONS}
@@ -321,17 +166,14 @@ class Structure:
             overriding = (module.members[name] for name, bases in module.bases.items() if wanted.owner in bases)
             return any(wanted.name in names for names in (module.strings, *module.attributes.values(), *overriding))
         imports = self._resolved_imports(module)
-        if (wanted.module, wanted.name) in imports:
-            return True
         package, _, last = wanted.module.rpartition(".")
-        knows_module = (package, last) in imports or (wanted.module, "") in imports or wanted.module in module.strings
+        knows_module = (
+            (package, last) in imports
+            or (wanted.module, "") in imports
+            or wanted.module in module.strings | module.paths
+        )
         is_attribute = any(wanted.name in names for names in module.attributes.values())
-        named = {f"{wanted.module}:{wanted.name}", f"{wanted.module}.{wanted.name}"}
-        return (knows_module and is_attribute) or bool(named & module.strings)
-
-
-def _kind(user: str) -> str:
-    return KINDS[0] if LISTS.fullmatch(user) else KINDS[1] if user.endswith(".actor") else KINDS[2]
+        return (wanted.module, wanted.name) in imports or (knows_module and is_attribute)
 
 
 def print_table(structure: Structure) -> None:
@@ -347,16 +189,16 @@ def print_table(structure: Structure) -> None:
         ("docstrings", [module.name for module in structure.modules.values() for _ in module.docstrings]),
         ("  opening with a fragment", [name for name, _, _ in structure.fragments()]),
     ]
-    print(f"{'':26}" + "".join(f"{each:>13}" for each in (*structure.packages, "all")))
-    sizes = [[each.lines for each in modules if _is_below(each.name, name)] for name in (*structure.packages, "")]
+    print(f"{'':26}" + "".join(f"{each:>13}" for each in (*PACKAGES, "all")))
+    sizes = [[each.lines for each in modules if _is_below(each.name, name)] for name in (*PACKAGES, "")]
     print("lines".ljust(26) + "".join(f"{sum(each):>13,}" for each in sizes))
     print("median lines".ljust(26) + "".join(f"{int(statistics.median(each or [0])):>13,}" for each in sizes))
     for label, names in counted:
-        values = [sum(_is_below(name, package) for name in names) for package in (*structure.packages, "")]
+        values = [sum(_is_below(name, package) for name in names) for package in (*PACKAGES, "")]
         print(f"{label:26}" + "".join(f"{value:>13,}" for value in values))
     num_others = sum(kind == "others" for *_, kind in alone)
     share = num_others / (len(modules) - len(alone) + num_others)
-    print(f"\nwith one importer, of the modules that are neither entries of a list nor parts of an actor: {share:.1%}")
+    print(f"\nwith one importer, of the modules that are none of these kinds: {share:.1%}")
     verbs = sorted(structure.repeated_verbs().items(), key=lambda item: -len(item[1]))
     print(f"names of functions and methods with more than {MAX_DEFINITIONS} definitions: {len(verbs)}")
     print("  " + ", ".join(f"{name} {len(found)}" for name, found in verbs))
@@ -366,7 +208,7 @@ def print_lists(structure: Structure, package: str) -> None:
     """Print what stands behind the figures, for modules below `package` ("." for all)."""
     prefix = package.strip("./").replace("/", ".")
 
-    def print_list(title: str, lines: list[tuple[str, object]]) -> None:
+    def print_list(title: str, lines: list[tuple[str, str]]) -> None:
         print(f"\n{title}", *(f"  {line}" for module, line in lines if _is_below(module, prefix)), sep="\n")
 
     alone = structure.one_importer_modules()

@@ -76,11 +76,11 @@ def load_model(
     wanted = [extent for extent in manifest.extents_of(names) if extent.id not in given]
     source = ExtentSource(provider, device, loaded, will_copy=stage is not None)
     if stage is None:
-        bases = given | source.load(wanted)
+        bases = given | source.load_extents(wanted)
         return {name: attach(manifest.components[name], bases) for name in names}
     staged = _stage_window(manifest, names, given, stage)
     for window in windows(wanted):
-        staged |= _stage_window(manifest, names, source.load(window), stage)
+        staged |= _stage_window(manifest, names, source.load_extents(window), stage)
     return {name: _merged(manifest.components[name], staged) for name in names}
 
 

@@ -50,11 +50,17 @@ def cache_folder(environ: Mapping[str, str] = os.environ) -> Path:
     return Path(environ["HOME"]) / ".cache" / "atelier" if environ.get("HOME") else temporary_folder()
 
 
+def check_cache_folder(folder: Path) -> None:
+    """Raise OSError when the cache folder is the guessable one and somebody else may have made it."""
+    if folder == temporary_folder():
+        private_folder(folder)
+
+
 def remember(file: Path, content: bytes) -> None:
     """Replace a file of measurements, which save time only: nothing happens where it cannot be written."""
     staged = file.with_name(f"{file.name}.{os.getpid()}.{threading.get_ident()}")
     with contextlib.suppress(OSError):
-        _check_place(file)
+        check_cache_folder(file.parent)
         file.parent.mkdir(parents=True, exist_ok=True)
         staged.write_bytes(content)
         staged.replace(file)
@@ -63,14 +69,8 @@ def remember(file: Path, content: bytes) -> None:
 def recall(file: Path) -> bytes:
     """Return the first `MAX_REMEMBERED_BYTES` of what was remembered; nothing where it cannot be read."""
     try:
-        _check_place(file)
+        check_cache_folder(file.parent)
         with file.open("rb") as opened:
             return opened.read(MAX_REMEMBERED_BYTES)
     except OSError:
         return b""
-
-
-def _check_place(file: Path) -> None:
-    """Raise OSError when somebody else may have made the folder."""
-    if file.parent == temporary_folder():
-        private_folder(file.parent)

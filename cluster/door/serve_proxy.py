@@ -29,12 +29,12 @@ _LATE: Final = {
 
 
 def install() -> list[Middleware]:
-    """Leave deadlines to the ingress, which answers in the form of its protocols, and return `BufferedStart`."""
+    """Leave deadlines to the ingress, which answers in the form of its protocols, and return `_BufferedStart`."""
     proxy.parse_request_timeout_header = lambda _, default_timeout_s: default_timeout_s
-    return [Middleware(BufferedStart)]
+    return [Middleware(_BufferedStart)]
 
 
-class BufferedStart:
+class _BufferedStart:
     """ASGI middleware that lets a request in when its whole body is here, or the first 32 KiB of it.
 
     Until then a slow client holds a connection only, and no place in a replica.

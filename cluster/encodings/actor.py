@@ -109,7 +109,7 @@ class SharedEncodings:
         if answer := self._ledger.wait(digest, waiter):
             return _told(answer)
         await asyncio.wait([future], timeout=timeout_s)
-        self._ledger.leave(digest, waiter)
+        self._ledger.stop_waiting(digest, waiter)
         return _told(future.result()) if future.done() else Answer("wait")
 
     async def publish(self, digest: str, layout: Layout, data: ByteArray, cost_s: float, keep: bool) -> None:

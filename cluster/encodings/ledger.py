@@ -74,7 +74,7 @@ class EncodingLedger(Generic[Payload]):
         self._computing[digest].waiters[waiter] = None
         return None
 
-    def leave(self, digest: str, waiter: Waiter[Payload]) -> None:
+    def stop_waiting(self, digest: str, waiter: Waiter[Payload]) -> None:
         """Stop waiting; nothing happens when it did not wait."""
         if digest in self._computing:
             self._computing[digest].waiters.pop(waiter, None)

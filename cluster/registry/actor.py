@@ -252,7 +252,7 @@ class WeightRegistry:
 
     async def overrides(self) -> Overrides:
         """Return what operators have ordered over the controller's head."""
-        return await asyncio.to_thread(self._overrides.load)
+        return await asyncio.to_thread(self._overrides.read_overrides)
 
     async def _follow_nodes(self, config: ClusterConfig) -> None:
         # A private Ray has one node, which will have replicas: its keeper starts at the same time as they do.

@@ -36,7 +36,7 @@ class Registrations:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    def load(self) -> tuple[dict[str, Registration], dict[str, str]]:
+    def read_registrations(self) -> tuple[dict[str, Registration], dict[str, str]]:
         """Return the sound registrations, and why the others cannot be used, both by id."""
         sound: dict[str, Registration] = {}
         damaged: dict[str, str] = {}
@@ -79,7 +79,7 @@ class OverridesFile:
     def __init__(self, file: Path) -> None:
         self._file = file
 
-    def load(self) -> Overrides:
+    def read_overrides(self) -> Overrides:
         """Return what the file says; nothing where there is no file, or a damaged one."""
         try:
             return Overrides.model_validate_json(self._file.read_bytes())

@@ -72,7 +72,7 @@ class ServedModels:
 
     async def start(self) -> None:
         """Begin to import the configured models and those that an earlier life of the registry had registered."""
-        found, damaged = await asyncio.to_thread(self._registrations.load)
+        found, damaged = await asyncio.to_thread(self._registrations.read_registrations)
         for id_, registration in list(found.items()):
             if registration.replaces != self._configured.get(id_):
                 self._registrations.remove(id_)  # the config has changed since: it says what is wanted now

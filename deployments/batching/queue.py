@@ -51,7 +51,7 @@ class QueuedRequest:
 
 
 RequestT = TypeVar("RequestT", bound=QueuedRequest)
-Rank = tuple[bool, int]  # deferred, priority
+_Rank = tuple[bool, int]  # deferred, priority
 
 
 @dataclass(slots=True)
@@ -92,7 +92,7 @@ class RequestQueue(Generic[RequestT]):
     config: BatchingConfig
     num_by_priority: Counter[int] = field(default_factory=Counter)
     _all: OrderedDict[int, RequestT] = field(default_factory=OrderedDict)
-    _lines: dict[Rank, dict[Hashable, OrderedDict[int, RequestT]]] = field(default_factory=dict)
+    _lines: dict[_Rank, dict[Hashable, OrderedDict[int, RequestT]]] = field(default_factory=dict)
     _groups: dict[Hashable, _GroupCount] = field(default_factory=dict)
     _deadlines: list[tuple[float, int, RequestT]] = field(default_factory=list)
     _overtaking: _Overtaking = field(default_factory=_Overtaking)

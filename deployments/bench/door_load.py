@@ -203,11 +203,11 @@ class LoadGenerator:
         command = [sys.executable, "-m", "deployments.bench.door_load"]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
-    def begin(self, do: str, url: str, asks: Sequence[Ask], **options: Any) -> None:
+    def begin_order(self, do: str, url: str, asks: Sequence[Ask], **options: Any) -> None:
         """Start an order: see `_run_order`."""
         self._write(json.dumps({"do": do, "url": url, "asks": [asdict(ask) for ask in asks], **options}))
 
-    def finish(self) -> list[Outcome]:
+    def finish_order(self) -> list[Outcome]:
         """Wait for the end of the order. Raises RuntimeError when the generator broke down."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
@@ -218,11 +218,11 @@ class LoadGenerator:
     def stop(self) -> list[Outcome]:
         """End a watch."""
         self._write("stop")
-        return self.finish()
+        return self.finish_order()
 
     def run(self, do: str, url: str, asks: Sequence[Ask], **options: Any) -> list[Outcome]:
-        self.begin(do, url, asks, **options)
-        return self.finish()
+        self.begin_order(do, url, asks, **options)
+        return self.finish_order()
 
     def close(self) -> None:
         self._process.terminate()

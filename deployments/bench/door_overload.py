@@ -130,7 +130,7 @@ class _Watch:
         self.most_bytes = 0
 
     def __enter__(self) -> _Watch:
-        self._prober.begin("watch", self._url, [Ask("health", "/healthz")], period_s=HEALTH_PERIOD_S)
+        self._prober.begin_order("watch", self._url, [Ask("health", "/healthz")], period_s=HEALTH_PERIOD_S)
         self._reading.start()
         return self
 
@@ -229,10 +229,10 @@ def measure_kill(
     say("an ingress replica is killed under load")
     victims = _ingress_processes()
     asks = requests.draw_mix(MAX_KILL_REQUESTS)
-    load.begin("closed", url, asks, num_callers=num_callers, max_s=length_s)
+    load.begin_order("closed", url, asks, num_callers=num_callers, max_s=length_s)
     time.sleep(length_s / 3)
     requests.rng.choice(victims).kill()
-    return lost(load.finish()) | {"num_ingresses": len(victims)}
+    return lost(load.finish_order()) | {"num_ingresses": len(victims)}
 
 
 def _wait_until_quiet(url: str) -> dict[str, Any]:

@@ -32,7 +32,7 @@ class _Judge:
         self.n_batch = n_batch
 
     def run_speed(self, n_prompt: int, n_gen: int) -> dict[str, Any]:
-        """As llama-bench: an empty cache, random tokens, every generated token waited for, nothing sampled."""
+        """Time a run as llama-bench does: an empty cache, random tokens, a wait for every token, nothing sampled."""
         draw = random.Random(n_prompt)
         vocabulary = self.llama.n_vocab()
         self.llama.reset()
@@ -58,7 +58,7 @@ class _Judge:
         return {"ids": out}
 
 
-def main() -> None:
+def _main() -> None:
     path, *numbers = sys.argv[1:]
     judge = _Judge(path, *map(int, numbers))
     print(json.dumps({"version": llama_cpp.__version__, "n_params": judge.llama._model.n_params()}), flush=True)  # noqa: T201
@@ -75,4 +75,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    _main()

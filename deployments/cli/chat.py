@@ -29,7 +29,7 @@ def chat(
     key: Key = None,
 ) -> None:
     """Talk to a language model."""
-    conversation = Conversation(find_client(url, key), model, Console())
+    conversation = _Conversation(find_client(url, key), model, Console())
     if message is not None:
         conversation.ask(message, shows_speed=False)
         return
@@ -37,7 +37,7 @@ def chat(
         pass
 
 
-class Conversation:
+class _Conversation:
     """A conversation with one model after another. What was said stays when the model changes."""
 
     def __init__(

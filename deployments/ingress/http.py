@@ -34,6 +34,7 @@ from configs.errors import ConfigError
 from deployments.ingress import errors
 from deployments.ingress.access.callers import Callers
 from deployments.ingress.access.http import AccessGate, describe_keys
+from deployments.ingress.admin.controller import create_controller_router
 from deployments.ingress.admin.routes import create_admin_router
 from deployments.ingress.admitted import RequestQueue
 from deployments.ingress.asking import ENCODER, WORKER
@@ -125,8 +126,10 @@ def create_http_app(
     app.include_router(create_models_router(service))
     app.include_router(create_repository_router(repository, statistics))  # `/v2/models/stats` is no model
     app.include_router(create_inference_router(inference, limits))
-    controller = partial(connect_controller, config) if config.controller.enabled else None
-    app.include_router(create_admin_router(service, controller))
+    app.include_router(create_admin_router(service))
+    app.include_router(
+        create_controller_router(partial(connect_controller, config) if config.controller.enabled else None)
+    )
     if callers.need_keys:
         describe_keys(app)
     app.add_middleware(BodyLimit, max_bytes=limits.max_body_bytes, max_upload_bytes=limits.max_upload_bytes)

@@ -133,12 +133,12 @@ class RetriedCalls:
                 except Exception as error:
                     await retries.after(error, num_pieces)
 
-    def begin(self, method: str, *arguments: Any) -> Any:
+    def begin_call(self, method: str, *arguments: Any) -> Any:
         """Begin a call and return Serve's response. Retries begin when it is awaited with `answer_begun`."""
-        return self._calls.begin(method, *arguments)
+        return self._calls.begin_call(method, *arguments)
 
     async def answer_begun(self, response: Any, deadline: Deadline) -> Any:
-        """Await a response of `begin`. Raises: Ray's errors when the replica dies."""
+        """Await a response of `begin_call`. Raises: Ray's errors when the replica dies."""
         return await self._calls.answer(response, deadline)
 
     def deadline(self) -> Deadline:

@@ -226,7 +226,7 @@ class Service:
         )
 
         def ask() -> Any:
-            return self._encoder.begin("run_segment", versioned, *(reply.response for reply in upstream))
+            return self._encoder.begin_call("run_segment", versioned, *(reply.response for reply in upstream))
 
         replies = [reply for reply in upstream if isinstance(reply, EncoderReply)]
         return EncoderReply(self._encoder, ask, replies)

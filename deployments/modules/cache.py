@@ -176,8 +176,8 @@ class ModuleCache:
                     "model",
                 )
         finally:
-            self._modules.stop(slots.values())
-            self._modules.end(taken)
+            self._modules.stop_computing(slots.values())
+            self._modules.give_back(taken)
 
     async def prefetch(self, model: str, wanted: Wants) -> None:
         """Build it where that evicts nothing and nobody waits for the room; else bring it as near as there is room."""
@@ -302,12 +302,12 @@ class ModuleCache:
             try:
                 built = {name: await slot.ready() for name, slot in taken.slots.items()}
             except BaseException:
-                self._modules.end(taken)
+                self._modules.give_back(taken)
                 raise
-            if self._modules.start(taken.slots.values()):
+            if self._modules.start_computing(taken.slots.values()):
                 self._note_uses(taken)
                 return taken, built
-            self._modules.end(taken)
+            self._modules.give_back(taken)
 
     def fetch_ahead(self, wanted: Wanted) -> None:
         """Bring what a request lacks into the node's memory while it waits for room on the device."""

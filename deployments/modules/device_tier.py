@@ -92,13 +92,13 @@ class DeviceTier(Protocol):
     """Thread-safe. `extents` are those that hold `component`; `holder` names the lease."""
 
     def fetch(self, wants: Sequence[Sequence[ExtentRef]], beside: Sequence[Sequence[ExtentRef]] = ()) -> Fetched | None:
-        """Ask once for all that several components need; each must be placed with it. None: `place` asks itself.
+        """Ask once for all that several components need; each must be placed with it. None: placing asks itself.
 
         What is `beside` is asked for in the same call, and not leased when it returns.
         """
         ...
 
-    def place(
+    def place_component(
         self,
         component: Component,
         extents: Sequence[ExtentRef],
@@ -138,7 +138,7 @@ class DeviceTier(Protocol):
     def condemn(self, extents: Collection[str]) -> list[str]:
         """Hashes of tensors that are on the device, or on their way, as damaged copies of these extents had them.
 
-        The next `place` gets fresh ones; what is placed keeps what it has.
+        The next `place_component` gets fresh ones; what is placed keeps what it has.
         """
         ...
 
@@ -173,7 +173,7 @@ class _SharedTier:
             self._provider.release(others)
         return Fetched(buffers, _loaded_bytes(self._provider))
 
-    def place(
+    def place_component(
         self,
         component: Component,
         extents: Sequence[ExtentRef],
@@ -239,9 +239,9 @@ class _ArenaTier:
         self._arena = arena
 
     def fetch(self, wants: Sequence[Sequence[ExtentRef]], beside: Sequence[Sequence[ExtentRef]] = ()) -> None:
-        """Fetch nothing: what is on the device already needs no host memory, and `place` finds out."""
+        """Fetch nothing: what is on the device already needs no host memory, and `place_component` finds out."""
 
-    def place(
+    def place_component(
         self,
         component: Component,
         extents: Sequence[ExtentRef],

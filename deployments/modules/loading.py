@@ -122,7 +122,7 @@ def _fill_slot(
     pays = together is not None and together.first is slot
     start = clock() - (together.fetch_s if together and pays else 0.0)
     try:
-        placed = tier.place(
+        placed = tier.place_component(
             part.component, slot.extents, slot.holder, together.fetched if together else None, part.working_bytes
         )
         slot.is_placed = True

@@ -22,7 +22,7 @@ from weights.residency.sizes import bytes_of
 
 @dataclass(eq=False, frozen=True, slots=True)
 class Taken:
-    """All slots of a request, leased until `end`, and the names of those that are built for it."""
+    """All slots of a request, leased until `give_back`, and the names of those that are built for it."""
 
     ticket: Ticket[Slot]
     slots: Mapping[PartName, Slot]
@@ -122,7 +122,7 @@ class ResidentModules:
         return Taken(ticket, slots, _names_of(wanted, ticket.fresh))
 
     @_locked
-    def start(self, slots: Collection[Slot]) -> bool:
+    def start_computing(self, slots: Collection[Slot]) -> bool:
         """Count one more request that computes with them: they are not given up meanwhile.
 
         False when one of them was condemned or given up since it was taken.
@@ -134,12 +134,12 @@ class ResidentModules:
         return True
 
     @_locked
-    def stop(self, slots: Iterable[Slot]) -> None:
-        """End what `start` began."""
+    def stop_computing(self, slots: Iterable[Slot]) -> None:
+        """End what `start_computing` began."""
         for slot in slots:
             slot.num_running -= 1
 
-    def end(self, taken: Taken) -> None:
+    def give_back(self, taken: Taken) -> None:
         """Give the leases back. What nobody leases any more and the node waits for goes at once."""
         self._end(taken.ticket)
 

@@ -64,7 +64,7 @@ class ReplicaCalls:
         self._open: dict[asyncio.Timeout, str | None] = {}  # with the reason why it was given up
         self._watching: asyncio.Task[None] | None = None
 
-    def begin(self, method: str, *arguments: Any) -> Any:
+    def begin_call(self, method: str, *arguments: Any) -> Any:
         """Return Serve's response, which other calls may take as an argument: its value does not come through here.
 
         The caller gives it to `answer` or cancels it.

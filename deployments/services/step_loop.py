@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import contextlib
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Generic, ParamSpec, TypeVar
 
@@ -34,7 +33,7 @@ class DeviceThread:
         """Return whether a call waits for the one that runs. May be asked from any thread."""
         return self._num_begun > self._num_started
 
-    def begin(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> asyncio.Future[T]:
+    def begin_work(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> asyncio.Future[T]:
         """Return the future of what `work` returns. Calls run in the order in which they came; none is cancelled."""
 
         def call() -> T:
@@ -49,7 +48,7 @@ class DeviceThread:
 
         A caller who is cancelled meanwhile goes on when the work is done: its weights may go then, and not before.
         """
-        return await outcome_of(self.begin(work, *args, **kwargs))
+        return await outcome_of(self.begin_work(work, *args, **kwargs))
 
 
 class EngineLoop(Generic[RequestT, OutputT]):
@@ -96,19 +95,11 @@ class EngineLoop(Generic[RequestT, OutputT]):
             if is_running:
                 await self._device.run(self._engine.abort, request.request_id)
 
-    async def last_output(self, request: RequestT, on_output: Callable[[OutputT], None] | None = None) -> OutputT:
-        """Return the last output of one request; `on_output` sees every one. Raises as `stream_outputs` does."""
-        async with contextlib.aclosing(self.stream_outputs(request)) as outputs:
-            async for output in outputs:
-                if on_output is not None:
-                    on_output(output)
-        return output
-
     async def _join(self, request: RequestT) -> None:
         """Add the request to the engine. Its first step is behind that on the device thread already."""
         self._num_joining += 1
         try:
-            joining = self._device.begin(self._engine.add_request, request)
+            joining = self._device.begin_work(self._engine.add_request, request)
             if self._task is None or self._task.done():
                 self._task = asyncio.ensure_future(self._run_steps())
             await outcome_of(joining)

@@ -194,7 +194,7 @@ async def _merged(
 
 @dataclass(frozen=True, slots=True)
 class _ToolUse:
-    """How an answer calls tools; `functions` are those of which it must call one."""
+    """The way in which an answer calls tools; `functions` are those of which it must call one."""
 
     form: ToolForm
     functions: tuple[Function, ...] = ()

@@ -14,7 +14,7 @@ import torch
 
 from weights.errors import BudgetExceeded, WeightsError
 from weights.memory.device_arena import DeviceArena
-from weights.memory.device_transfer import DeviceCopy
+from weights.memory.device_space import _DeviceCopy
 
 NUM_EVENTS = 10_000
 Tensors = dict[str, torch.Tensor]
@@ -50,7 +50,7 @@ def _key(tensor: torch.Tensor) -> Key:
 def test_allocated_memory_is_what_the_book_says(device: torch.device, module: Any) -> None:
     draw = random.Random()
     models = random_models(draw)
-    transfer = DeviceCopy(device, chunk_bytes=1024, num_threads=1, num_buffers=2)
+    transfer = _DeviceCopy(device, chunk_bytes=1024, num_threads=1, num_buffers=2)
     if device.type == "cuda":  # the first kernels of a process load their libraries, which take memory
         torch.zeros(1, device=device).add_(1)
     before = module.memory_allocated(device)

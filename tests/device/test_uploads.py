@@ -13,7 +13,7 @@ import torch
 from weights.manifest import TensorRef
 from weights.memory.device_arena import DeviceArena
 from weights.memory.device_records import DeviceKey
-from weights.memory.device_transfer import DeviceCopy
+from weights.memory.device_space import _DeviceCopy
 from weights.memory.transfer import Pair
 
 MIB = 2**20
@@ -22,8 +22,8 @@ Tensors = dict[str, torch.Tensor]
 
 
 @pytest.fixture(scope="module")
-def transfer(device: torch.device) -> DeviceCopy:
-    return DeviceCopy(device, chunk_bytes=4 * MIB, num_threads=4, num_buffers=5)
+def transfer(device: torch.device) -> _DeviceCopy:
+    return _DeviceCopy(device, chunk_bytes=4 * MIB, num_threads=4, num_buffers=5)
 
 
 def random_pairs(device: torch.device) -> list[Pair]:
@@ -41,7 +41,7 @@ def assert_arrived(pairs: list[Pair]) -> None:
         assert np.array_equal(np.asarray(source), target.cpu().numpy())
 
 
-def test_every_byte_arrives(device: torch.device, module: Any, transfer: DeviceCopy) -> None:
+def test_every_byte_arrives(device: torch.device, module: Any, transfer: _DeviceCopy) -> None:
     for _ in range(3):
         pairs = random_pairs(device)
         report = transfer.copy(pairs)
@@ -49,7 +49,7 @@ def test_every_byte_arrives(device: torch.device, module: Any, transfer: DeviceC
         assert report.nbytes == sum(SIZES)
 
 
-def test_concurrent_uploads_share_the_ring(device: torch.device, module: Any, transfer: DeviceCopy) -> None:
+def test_concurrent_uploads_share_the_ring(device: torch.device, module: Any, transfer: _DeviceCopy) -> None:
     work = [random_pairs(device) for _ in range(4)]
     with ThreadPoolExecutor(4) as threads:
         list(threads.map(transfer.copy, work))
@@ -58,7 +58,7 @@ def test_concurrent_uploads_share_the_ring(device: torch.device, module: Any, tr
 
 
 def test_an_upload_waits_for_kernels_that_still_use_the_memory(
-    device: torch.device, module: Any, transfer: DeviceCopy
+    device: torch.device, module: Any, transfer: _DeviceCopy
 ) -> None:
     target = torch.zeros(8 * MIB, dtype=torch.uint8, device=device)
     source = torch.full((8 * MIB,), 7, dtype=torch.uint8)
@@ -86,7 +86,7 @@ def keys_of(tensors: Tensors) -> dict[str, DeviceKey]:
 
 
 def test_a_switch_moves_the_difference_and_gives_the_memory_back(
-    device: torch.device, module: Any, transfer: DeviceCopy
+    device: torch.device, module: Any, transfer: _DeviceCopy
 ) -> None:
     before = module.memory_allocated(device)
     a = model(1)

@@ -357,7 +357,7 @@ class Scenarios:
 
 
 def stats_of(keeper: Any) -> Any:
-    """Of a keeper that may just be dying."""
+    """Ask a keeper that may just be dying."""
     while True:
         try:
             return ray.get(keeper.stats.remote(), timeout=WAIT_S)

@@ -52,7 +52,7 @@ def config(store: Path, address: str) -> ClusterConfig:
 
 
 def leave_behind(old: ClusterConfig) -> list[str]:
-    """As an `up` that was killed: nobody ends the detached actors."""
+    """Leave as an `up` does that was killed: nobody ends the detached actors."""
     registry = connect_registry(old)
     keeper = ray.get(registry.keeper.remote(ray.get_runtime_context().get_node_id()))
     ray.get([keeper.stats.remote(), connect_shared_encodings(cluster_key(old), 2**20).stats.remote()])

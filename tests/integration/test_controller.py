@@ -28,7 +28,7 @@ def decisions(http: httpx.Client) -> dict[str, Any]:
 
 
 def test_a_model_that_is_nowhere_is_ordered_with_a_reason_or_switched_to_at_once(http: httpx.Client) -> None:
-    """Where a switch takes less than the request, the request pays it: an order would take longer."""
+    """A request pays a switch that takes less than itself: an order would take longer."""
     http.post("/v2/repository/models/digits-sdxl/unload").raise_for_status()
     before_s = time.time()
     answer = http.post("/v1/images/generations", json=IMAGE)

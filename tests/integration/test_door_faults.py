@@ -167,7 +167,7 @@ def test_slow_heads_hold_nobody_up(cluster: Cluster, connections: Any) -> None:
 
 
 def test_slow_bodies_take_no_place_of_others(cluster: Cluster, connections: Any) -> None:
-    """As many as the ingress works on at once: who has sent half a body waits for himself only."""
+    """Send half a body as often as the ingress has places: nobody waits for it but its sender."""
     body = json.dumps(CHAT).encode()
     clients = [connections() for _ in range(cluster.config.ingress.max_ongoing_requests)]
     for client in clients:

@@ -84,7 +84,7 @@ class Watched:
         return (http or self.http).post(question.path, json=question.body)
 
     def answers(self) -> list[np.ndarray]:
-        """Of all questions, one after the other."""
+        """Return the answers to all questions, one after the other."""
         found = [self.ask(question) for question in QUESTIONS]
         assert [answer.status_code for answer in found] == [200] * len(QUESTIONS), [answer.text for answer in found]
         return [question.read(answer) for question, answer in zip(QUESTIONS, found, strict=True)]
@@ -106,7 +106,7 @@ class Watched:
         return reply.store_stats.object_store_bytes_used - self.node().get("resident_bytes", 0)
 
     def process_id(self, victim: str) -> int:
-        """Of the busiest, when there are several."""
+        """Return the process of the victim, the busiest one when there are several."""
         if victim == "keeper":
             name = keeper_name(cluster_key(self._cluster.config), ray.get_runtime_context().get_node_id())
             keeper = ray.get_actor(name, namespace=NAMESPACE)

@@ -103,7 +103,7 @@ async def test_what_is_cancelled_is_gone_at_once_wherever_it_is(queue: Queue) ->
 
 @pytest.mark.long
 async def test_a_worker_that_comes_gets_work_at_once_while_others_wait(queue: Queue) -> None:
-    """With Serve's own routing, what was asked before a replica came would stay with those that were there."""
+    """Serve's own routing would leave what was asked before a replica came to those that were there."""
     before = await queue.workers()
     async with queue.filled(20) as long:
         replica_processes("worker")[0].kill()
@@ -119,7 +119,7 @@ async def test_a_worker_that_comes_gets_work_at_once_while_others_wait(queue: Qu
 
 
 async def test_pipelines_and_texts_pass_full_workers_and_nothing_waits_for_ever(queue: Queue) -> None:
-    """With few places for pipelines and for waiting: stages are never refused, and do not block each other."""
+    """Stages are never refused and do not block each other, with few places for pipelines and for waiting."""
     before = (await queue.http.get("/admin/admission")).json()["admission"]
     tight = {"max_running_pipelines": 2, "max_waiting_per_model": 40}
     (await queue.http.put("/admin/admission", json=tight)).raise_for_status()

@@ -72,7 +72,7 @@ class Working:
             await self._hold()
 
     async def shared(self) -> int:
-        """What several requests wait for belongs to none of them."""
+        """Work that several requests wait for belongs to none of them."""
         self.counts["begun"] += 1
         if self._shared is None:
             self._shared = shared_task(self._ask_slow())
@@ -191,7 +191,7 @@ async def test_no_replica_is_an_answer_and_one_that_starts_is_waited_for(handle:
 
 
 async def test_a_replica_that_is_full_of_work_counts_as_running(handle: Any) -> None:
-    """What asks whether it runs does not queue behind its work."""
+    """A question whether it runs does not queue behind its work."""
     states = ReplicaStates(NAME, APP)
     calls = ReplicaCalls(handle)
     asking = [asyncio.create_task(calls.call("work", 1, deadline=Deadline(LONG_S))) for _ in range(64)]

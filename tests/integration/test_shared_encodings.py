@@ -40,7 +40,7 @@ class Replica:
     async def encode(
         self, token: int, size: int, times: int = 1, pause_s: float = 0.0
     ) -> tuple[list[str], list[float]]:
-        """Where each of `times` callers at once had it from, and the values that they saw."""
+        """Return where each of `times` callers at once had it from, and the values that they saw."""
 
         async def compute_many(keys: Sequence[EncodingKey]) -> list[dict[str, torch.Tensor]]:
             self._computed += len(keys)

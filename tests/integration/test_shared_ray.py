@@ -1,4 +1,4 @@
-"""On a Ray that was there before: see `shared_ray_scenario.py`, which only reports what it saw."""
+"""A cluster on a Ray that was there before: see `shared_ray_scenario.py`, which only reports what it saw."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ def _image(client: Client, **options: Any) -> np.ndarray:
 
 
 def _pipeline_images(client: Client) -> dict[str, Any]:
-    """In requests of ten, as many as one may have."""
+    """Ask in requests of ten, as many as one may have."""
     images, answers = [], []
     for start in range(0, len(ASKED["digit_sums"]), 10):
         sums = ASKED["digit_sums"][start : start + 10]
@@ -199,7 +199,7 @@ def _unloading(client: Client, as_json: dict[str, bool]) -> dict[str, Any]:
 
 
 def _loading(client: Client) -> dict[str, bool]:
-    """Of one model of each kind, whether it can be asked after it was loaded."""
+    """Say of one model of each kind whether it can be asked after it was loaded."""
     models = ("adder", "digits-flux", "minilm", "texts-head")
     for model in models:
         client.client.load_model(model)

@@ -132,7 +132,7 @@ def refused_over_grpc(client: Grpc) -> Iterator[Observation]:
 
 
 def gone_away(http_client: Http, grpc_client: Grpc) -> Iterator[Observation]:
-    """How long images take that are waited for. Then clients that go: how long the server still works on theirs, and
+    """Time images that are waited for. Then let clients go: see how long the server still works on theirs, and
     a request that must be answered as ever.
     """
     yield "waited_for", lambda: list(http_client.infer("digits-flux", _long_images()).as_numpy("images").shape)
@@ -202,7 +202,7 @@ def _until_denoising(condition: Callable[[int], bool]) -> float:
 
 
 def _is_fine(client: Client) -> dict[str, Any]:
-    """What the client left is not worked on any more, and a small request is answered."""
+    """Abandoned work is not worked on any more, and a small request is answered."""
     ended_s = _until_denoising(lambda number: number == 0)
     few = {"prompt": texts("a handwritten two"), "num_inference_steps": np.array([2], np.int32)}
     shape = client.infer("digits-flux", few).as_numpy("images").shape

@@ -130,7 +130,7 @@ class ExtentSource:
         elif is_private and not will_copy:
             self._place = torch.clone
 
-    def load(self, extents: Sequence[ExtentRef]) -> dict[str, torch.Tensor]:
+    def load_extents(self, extents: Sequence[ExtentRef]) -> dict[str, torch.Tensor]:
         """Load extents; returned by id. Raises what the provider raises."""
         if not extents:
             return {}

@@ -301,7 +301,7 @@ class DeviceArena:
                     raise WeightsError(f"tensor {name!r}: there is no host view of it (given: {len(found)} others)")
             hosts = [bytes_of(name, wanted[name], found[name]) for name in missing]
             start_s = self._clock()
-            bases = self._space.place(hosts)
+            bases = self._space.upload_bytes(hosts)
             upload_s = self._clock() - start_s
         except BaseException:
             with self._lock:

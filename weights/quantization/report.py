@@ -1,4 +1,4 @@
-"""What quantization has cost, tensor by tensor."""
+"""The cost of quantization, tensor by tensor."""
 
 from __future__ import annotations
 

@@ -156,7 +156,7 @@ def take_branches(
 ) -> tuple[Branch, ...]:
     """Return (prompt,) or, when `guided`, (negative, prompt). The two may differ in length.
 
-    With `masks_text` each is padded to `padded_length`, and masked there. `widths` is the model's (D, P); P is None for
+    With `masks_text` each is padded to `_padded_length`, and masked there. `widths` is the model's (D, P); P None for
     a model without pooled text. Raises EngineError for tensors that are missing or of another shape.
     """
     prefixes = ("negative_", "") if guided else ("",)
@@ -171,7 +171,7 @@ def take_branches(
     return tuple(branches)
 
 
-def padded_length(num_tokens: int) -> int:
+def _padded_length(num_tokens: int) -> int:
     """Return the length that a text has in a forward: a power of two that follows from its own length alone.
 
     So texts of many lengths share forwards, and none depends on its company. The usual lengths of T5 are such powers.
@@ -181,7 +181,7 @@ def padded_length(num_tokens: int) -> int:
 
 def _padded(branch: Branch) -> Branch:
     num_tokens = branch.prompt.shape[1]
-    length = padded_length(num_tokens)
+    length = _padded_length(num_tokens)
     if length == num_tokens:
         return branch
     mask = (torch.arange(length, device=branch.prompt.device) < num_tokens)[None]

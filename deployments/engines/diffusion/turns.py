@@ -1,4 +1,4 @@
-"""Whose turn it is: which requests share the next forward. Pure, over values.
+"""The next forward: whose turn it is, and which requests share it. Pure, over values.
 
 **Order.** Requests go in the order in which they would end if all shared the device evenly (`FairOrder`). Short
 requests overtake long ones, nobody is overtaken for ever, and no request ends later than under deficit round robin,

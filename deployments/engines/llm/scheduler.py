@@ -217,7 +217,7 @@ class Scheduler:
         chunks = []
         sequences = list(self._prefilling)
         for sequence, share in zip(
-            sequences, even_shares([one.num_uncomputed_tokens for one in sequences], budget), strict=True
+            sequences, _even_shares([one.num_uncomputed_tokens for one in sequences], budget), strict=True
         ):
             if share:
                 start, end = sequence.num_computed_tokens, sequence.num_computed_tokens + share
@@ -292,7 +292,7 @@ class Scheduler:
         sequence.num_computed_tokens = 0
 
 
-def even_shares(wanted: Items[int], budget: int) -> list[int]:
+def _even_shares(wanted: Items[int], budget: int) -> list[int]:
     """Return how much of the budget each gets: as even as possible, none more than it wants or less than `MIN_SHARE`.
 
     Where the budget is too small for that, the first ones get theirs.

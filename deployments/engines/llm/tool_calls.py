@@ -25,7 +25,7 @@ _AS_TEMPLATES_WRITE: Final = {"whitespace_flexible": False, "item_separator": ",
 
 @dataclass(frozen=True, slots=True)
 class ToolForm:
-    """How a model writes its calls: what is before and behind each, and the name of its arguments."""
+    """A model's way to write calls: what is before and behind each, and the name of its arguments."""
 
     opening: str
     closing: str

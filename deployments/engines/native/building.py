@@ -40,21 +40,14 @@ def library_name() -> str:
     return f"quantized-{digest.hexdigest()[:16]}.so"
 
 
-def cache_folder() -> Path:
-    """Return the folder of libraries that were compiled at first use."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "atelier" / "native"
-
-
-def built_library() -> Path:
-    """Return the library beside the source or in the cache, compiling it into the cache when there is none.
+def built_library(folder: Path) -> Path:
+    """Return the library beside the source or in `folder`, compiling it into `folder` when there is none.
 
     Processes that start together wait for the first one. Raises BuildFailed.
     """
     installed = SOURCE.with_name(library_name())
     if installed.is_file():
         return installed
-    folder = cache_folder()
     cached = folder / library_name()
     if cached.is_file():
         return cached

@@ -12,6 +12,7 @@ from typing import Final, NamedTuple
 import torch
 
 from deployments.engines.native.building import VARIANTS, BuildFailed, built_library
+from weights.private_folder import cache_folder, check_cache_folder
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +102,8 @@ def load_kernels() -> Kernels | None:
     if os.environ.get("ATELIER_NATIVE") == "0":
         return None
     try:
-        return Kernels(built_library(), _processor_flags())
+        check_cache_folder(cache_folder())  # whoever can write there is trusted with code
+        return Kernels(built_library(cache_folder() / "native"), _processor_flags())
     except (BuildFailed, OSError, AttributeError) as error:
         logger.warning("packed weights are computed by torch, which is slower: %s", error)
         return None

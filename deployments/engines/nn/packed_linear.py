@@ -49,7 +49,7 @@ class PackedWeight(NamedTuple):
             return self.data[ids].float()
         if self.kind != GROUP_INT8:
             return unpack_blocks(self.kind, self.data[ids])
-        return torch.cat([unpack_rows(self, row, row + 1) for row in ids.tolist()])
+        return torch.cat([_unpack_rows(self, row, row + 1) for row in ids.tolist()])
 
 
 def packed_weight(name: str, kind: str, data: torch.Tensor) -> PackedWeight:
@@ -92,7 +92,7 @@ def product_path(weight: PackedWeight, num_rows: int, arithmetic: Arithmetic) ->
     return "bf16" if wants_bf16 and kernels.has_bf16 else f"int8-{kernels.int8_variant}"
 
 
-def multiply(x: torch.Tensor, weight: PackedWeight, arithmetic: Arithmetic) -> torch.Tensor:
+def _multiply(x: torch.Tensor, weight: PackedWeight, arithmetic: Arithmetic) -> torch.Tensor:
     """Return x W^T (..., rows) in the dtype of `x` (..., columns)."""
     rows = x.reshape(-1, weight.columns)
     path = product_path(weight, len(rows), arithmetic)
@@ -108,7 +108,7 @@ def multiply(x: torch.Tensor, weight: PackedWeight, arithmetic: Arithmetic) -> t
     return wide.view(*x.shape[:-1], weight.rows)
 
 
-def unpack_rows(weight: PackedWeight, start: int, stop: int) -> torch.Tensor:
+def _unpack_rows(weight: PackedWeight, start: int, stop: int) -> torch.Tensor:
     """Return rows `start` to `stop` as float32 (stop - start, columns)."""
     if weight.kind in DENSE_KINDS:
         return weight.data[start:stop].float()
@@ -123,7 +123,7 @@ def unpack_rows(weight: PackedWeight, start: int, stop: int) -> torch.Tensor:
 def _tiles(weight: PackedWeight) -> Iterator[torch.Tensor]:
     size = max(16, _TILE_BYTES // (4 * weight.columns))
     for start in range(0, weight.rows, size):
-        yield unpack_rows(weight, start, min(start + size, weight.rows))
+        yield _unpack_rows(weight, start, min(start + size, weight.rows))
 
 
 def _fits_kernel(weight: PackedWeight) -> bool:
@@ -142,7 +142,7 @@ class PackedLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return x W^T + bias, in the dtype of `x`."""
-        y = multiply(x, self.packed, self.arithmetic)
+        y = _multiply(x, self.packed, self.arithmetic)
         return y if self.bias is None else y + self.bias
 
     def extra_repr(self) -> str:

@@ -127,8 +127,9 @@ class _Asking:
         return json_response(_overrides(await self.call(Controller.change, change)))
 
 
-def add_controller_routes(router: APIRouter, connect: Callable[[], Any] | None) -> None:
-    """Add the routes. `connect` returns the controller's handle, and may block; None where it is off."""
+def create_controller_router(connect: Callable[[], Any] | None) -> APIRouter:
+    """Return the routes. `connect` returns the controller's handle, and may block; None where it is off."""
+    router = APIRouter(tags=["operations"])
     controller = _Asking(connect)
     known = documented(400, _409=_OFF, _503=_AWAY)
 
@@ -184,6 +185,8 @@ def add_controller_routes(router: APIRouter, connect: Callable[[], Any] | None) 
     async def unpin_from_worker(worker: str, model: ModelId) -> Response:
         """Let the worker switch away from the model again."""
         return await controller.change(OverrideChange("pin", is_on=False, worker=worker, model=model))
+
+    return router
 
 
 def _overrides(overrides: Overrides) -> OverridesAnswer:

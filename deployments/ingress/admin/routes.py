@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
 from typing import Annotated, Any
 
 import httpx
@@ -31,7 +30,6 @@ from deployments.ingress.admin.answers import (
     Tier,
     UnregisteredAnswer,
 )
-from deployments.ingress.admin.controller import add_controller_routes
 from deployments.ingress.admin.operations import MAX_MODELS, MAX_NODES, Operations, Page
 from deployments.ingress.errors import Failure, documented, failure_response
 from deployments.ingress.openai.answers import ModelAnswer
@@ -62,13 +60,12 @@ _Offset = Annotated[int, Query(ge=0, le=2**31)]
 _RESTARTING = "the directory of models is restarting; try again"
 
 
-def create_admin_router(service: Service, connect_controller: Callable[[], Any] | None = None) -> APIRouter:
-    """Return the routes of operators and probes. `connect_controller` is None where the controller is off."""
+def create_admin_router(service: Service) -> APIRouter:
+    """Return the routes of operators and probes."""
     router = APIRouter(tags=["operations"])
     _add_probe_routes(router, service)
     _add_cluster_routes(router, service.operations)
     add_admission_routes(router, service.queue, service.operations.retune_admission)
-    add_controller_routes(router, connect_controller)
     return router
 
 

@@ -121,7 +121,7 @@ class Statistics:
         """Count a request that was not answered."""
         self._touched(model).inference_stats.fail.add_duration(total_ms)
 
-    def of(self, model: str) -> ModelStatistics:
+    def of_model(self, model: str) -> ModelStatistics:
         """Return the statistics of `model`, all zero when nobody has used it here."""
         return self._models.get(model) or ModelStatistics(model)
 
@@ -138,7 +138,7 @@ async def statistics_of(
     repository: Repository, statistics: Statistics, model: str = "", version: str = ""
 ) -> list[ModelStatistics]:
     """Return the statistics of `model`, or of all models and pipelines, used or not. Raises: UnknownModel."""
-    return [statistics.of(name) for name in await repository.names(model, version)]
+    return [statistics.of_model(name) for name in await repository.names(model, version)]
 
 
 def _of_size(batches: list[BatchStatistics], batch_size: int) -> BatchStatistics:

@@ -41,7 +41,7 @@ class _PartialImage(_ImageEvent):
     num_steps: int
 
 
-class TokenUsage(Answer):
+class _TokenUsage(Answer):
     """OpenAI's token counts. Diffusion models have none: all are 0."""
 
     input_tokens: int
@@ -53,7 +53,7 @@ class TokenUsage(Answer):
 class _CompletedImage(_ImageEvent):
     """The image itself, and how it was made."""
 
-    usage: TokenUsage
+    usage: _TokenUsage
     model: str
     seed: int | None
     num_inference_steps: int | None
@@ -84,7 +84,7 @@ class ImageEvents:
         self._clock = clock
         self._first: tuple[int, float] | None = None  # the first step that was heard of, and when
 
-    async def of(self, first: ImageProgress | ImageResult, rest: ImagePieces) -> AsyncIterator[str]:
+    async def events_of(self, first: ImageProgress | ImageResult, rest: ImagePieces) -> AsyncIterator[str]:
         """Yield the events of `first` and `rest`. An error that comes now is an event, since the status is sent."""
         async for event in self._of_piece(first):
             yield event
@@ -111,7 +111,7 @@ class ImageEvents:
     async def _completed(self, result: ImageResult) -> str:
         shared = await self._shared("completed", result.images[0], describe_image(self._record, result, 0))
         completed = _CompletedImage(
-            usage=TokenUsage(
+            usage=_TokenUsage(
                 input_tokens=0,
                 output_tokens=0,
                 total_tokens=0,

@@ -38,7 +38,7 @@ def create_images_router(service: Service, links: ImageLinks, limits: LimitsConf
         if body.stream:
             pieces = service.generate_stream(record)
             first = await anext(pieces)  # here, so that a refused request is a 4xx and not an event in a 200
-            events = ImageEvents(task, body, record).of(first, pieces)
+            events = ImageEvents(task, body, record).events_of(first, pieces)
             return EventStream(events, pieces, headers={"Cache-Control": "no-cache"})
         result = await service.generate(record)
         write = _ImageWriter(body, record, links, str(request.base_url))

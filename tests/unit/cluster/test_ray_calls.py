@@ -15,7 +15,7 @@ from weights.errors import BudgetExceeded
 
 
 class View:
-    """As an array of Ray's: memory goes with it."""
+    """A view like an array of Ray's: memory goes with it."""
 
 
 @pytest.fixture(autouse=True)

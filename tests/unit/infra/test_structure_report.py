@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -82,14 +83,10 @@ def create_router(router):
 
 
 @pytest.fixture(scope="module")
-def report() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("structure_report", ROOT / "infra/structure_report.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["structure_report"] = module
-    spec.loader.exec_module(module)
-    return module
+def report() -> Iterator[ModuleType]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "infra"))  # as a script finds its neighbours
+        yield importlib.import_module("structure_report")
 
 
 @pytest.fixture
@@ -126,15 +123,19 @@ def test_what_a_route_takes_and_gives_is_used_and_so_is_a_hook_that_a_subclass_o
     assert unused == {"Unnamed", "other_hook", "show"}
 
 
-def test_entries_of_a_list_and_parts_of_an_actor_are_counted_apart(report: ModuleType, tree: Path) -> None:
+def test_entries_of_a_list_parts_of_an_actor_and_programs_are_counted_apart(report: ModuleType, tree: Path) -> None:
     (tree / "deployments/cli").mkdir()
     (tree / "cluster").mkdir()
     (tree / "deployments/cli/main.py").write_text("from deployments.cli import chat\n")
     (tree / "deployments/cli/chat.py").write_text("import deployments.other\n")
+    (tree / "deployments/other.py").write_text("from deployments.child import ask\n")
+    (tree / "deployments/child.py").write_text("def ask(): ...\n\nif __name__ == '__main__':\n    ask()\n")
     (tree / "cluster/actor.py").write_text("from cluster.part import run\nENTRY = 'deployments.main:main'\n")
     (tree / "cluster/part.py").write_text("def run(): ...\n")
     assert report.Structure(tree).one_importer_modules() == [
         ("cluster.part", "cluster.actor", "parts of an actor"),
+        ("configs.model", "deployments.main", "others"),
+        ("deployments.child", "deployments.other", "programs"),
         ("deployments.cli.chat", "deployments.cli.main", "entries of a list"),
         ("deployments.main", "cluster.actor", "parts of an actor"),
         ("deployments.other", "deployments.cli.chat", "others"),
@@ -183,6 +184,18 @@ def test_the_table_and_the_lists_are_printed(
     assert "configs/model.py:23 nobody\n" in printed
     assert "configs/model.py:25 for_tests (tests)" in printed
     assert "deployments/main.py" not in printed
+
+
+def test_scripts_use_what_they_import_or_open_by_its_path_and_tests_do_not(report: ModuleType, tree: Path) -> None:
+    (tree / "configs/built.py").write_text(
+        "def build(): ...\nINSTALLED = 'configs.built.install'\ndef install(): ...\n"
+    )
+    (tree / "infra").mkdir()
+    (tree / "infra/train.py").write_text("from configs.model import nobody\n")
+    (tree / "hook.py").write_text("module = load('configs/built.py')\nmodule.build()\n")
+    structure = report.Structure(tree)
+    assert {each.name for each, _ in structure.unused_symbols()} == {"unused", "for_tests"}
+    assert structure.importers()["configs.built"] == {"hook"}
 
 
 def test_what_a_public_attribute_holds_is_used(report: ModuleType, tree: Path) -> None:

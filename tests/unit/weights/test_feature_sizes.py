@@ -103,7 +103,7 @@ def test_damage_is_left_to_whoever_builds_it(store: WeightStore, bert: Path, fil
 
 
 def test_the_files_are_the_stock_ones(bert: Path) -> None:
-    """What the other tests write stands where the stock folder has it."""
+    """Files that the other tests write stand where the stock folder has them."""
     with pytest.raises(FormatError):
         read_header(bert / "config.json")
     assert {"1_Pooling/config.json", "modules.json"} <= {str(file.relative_to(bert)) for file in bert.rglob("*.json")}

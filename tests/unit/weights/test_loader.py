@@ -33,7 +33,7 @@ class CountedExtents(LocalExtents):
 
 
 class GivenExtents:
-    """What is in shared memory already."""
+    """Extents that are in shared memory already."""
 
     def __init__(self, buffers) -> None:
         self._buffers = buffers

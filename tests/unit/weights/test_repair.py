@@ -32,7 +32,7 @@ def store(tmp_path: Path) -> WeightStore:
 
 @pytest.fixture(autouse=True)
 def _without_flushing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a flush is good for, no test of this file could see."""
+    """Skip flushes: no test of this file could see what they are good for."""
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
 
 

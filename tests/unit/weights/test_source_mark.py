@@ -1,4 +1,4 @@
-"""When a source counts as unchanged, and what it costs to find out."""
+"""Sources that count as unchanged, and what it costs to find out."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def store(tmp_path: Path) -> WeightStore:
 
 
 def freeze(folder: Path) -> None:
-    """As SOURCE_DATE_EPOCH and `tar --mtime` do."""
+    """Set times as SOURCE_DATE_EPOCH and `tar --mtime` do."""
     for file in folder.rglob("*"):
         os.utime(file, ns=(EPOCH_NS, EPOCH_NS))
 
@@ -160,7 +160,7 @@ def test_samples_cover_small_files_and_the_ends_of_large_ones(tmp_path: Path, nb
     data = bytearray(os.urandom(nbytes))
 
     def mark() -> str:
-        """Of a mirror: its bytes alone count."""
+        """Return the mark of a mirror: its bytes alone count."""
         file.write_bytes(data)
         return source_mark(file, {}, etags={file.name: "e"})
 

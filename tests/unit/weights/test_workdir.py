@@ -1,4 +1,4 @@
-"""Where packs are staged: the path rule, and what becomes of the folders."""
+"""Folders in which packs are staged: the path rule, and what becomes of them."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from weights.memory.simulated.memory import (
     adopt,
     block_of,
     host_alias,
-    place,
+    lay_over,
     storage_over,
     tensor_over,
 )
@@ -163,7 +163,7 @@ class Kernels:
                 grown[: storage.nbytes()] = block_of(tensor).typed(torch.uint8)
                 held = grown.untyped_storage()
             storage = storage_over(self._memory(tensor.device), held)
-        place(tensor, storage, like)
+        lay_over(tensor, storage, like)
 
     def _compute(self, op: _Op, *args: Any, **kwargs: Any) -> Any:
         plan = self._plans.get(op)

@@ -21,7 +21,7 @@ __all__ = [
     "adopt",
     "block_of",
     "host_alias",
-    "place",
+    "lay_over",
     "storage_over",
     "tensor_over",
 ]
@@ -180,11 +180,11 @@ def adopt(memory: DeviceMemory, host: torch.Tensor) -> torch.Tensor:
 def tensor_over(memory: DeviceMemory, storage: torch.UntypedStorage, like: torch.Tensor) -> torch.Tensor:
     """Return a tensor on the device over `storage`, of the type, size, stride and offset of `like`."""
     tensor: torch.Tensor = _as_strided.redispatch(HOST, _blank(memory, like.dtype), (0,), (1,))
-    place(tensor, storage, like)
+    lay_over(tensor, storage, like)
     return tensor
 
 
-def place(tensor: torch.Tensor, storage: torch.UntypedStorage, like: torch.Tensor) -> None:
+def lay_over(tensor: torch.Tensor, storage: torch.UntypedStorage, like: torch.Tensor) -> None:
     """Let a tensor of the device be over `storage`, of the size, stride and offset of `like`."""
     _set_storage.redispatch(HOST, tensor, storage, like.storage_offset(), like.size(), like.stride())
 

@@ -1,4 +1,4 @@
-"""Where the tensors of a KuiperLLama file go. What the file does not say is in the config.json beside it.
+"""Map the tensors of a KuiperLLama file to a model. What the file does not say is in the config.json beside it.
 
 Rows of q and k are in halves, as Hugging Face has them: RoPE's convention is not left to whoever runs the file.
 """

@@ -25,7 +25,7 @@ _EMBEDDING, _HEAD = "model.embed_tokens", "lm_head"
 
 @dataclass(frozen=True, slots=True)
 class PackedSource:
-    """How the tensors of a GGUF or Kuiper file stand for those of a Hugging Face checkpoint.
+    """The layout by which tensors of a GGUF or Kuiper file stand for those of a Hugging Face checkpoint.
 
     `names` and `kinds`: the Hugging Face name and the stored type, by stored name. `is_interleaved` says that the rows
     of q and k are in the order of neighbouring RoPE pairs. `frequency_factors` names the tensor that divides RoPE's

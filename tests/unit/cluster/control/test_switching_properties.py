@@ -49,7 +49,7 @@ def test_broken_states_still_yield_feasible_plans(policy) -> None:
 
 
 def test_a_broken_record_harms_no_other() -> None:
-    """What the broken half of a cluster reports changes nothing about the records of the other half."""
+    """Reports of the broken half of a cluster change nothing about the records of the other half."""
     for seed in range(300):
         chance = random.Random(seed)
         models, workers, held = random_records(seed)

@@ -70,7 +70,7 @@ async def says_yes(request: web.Request) -> web.Response:
 
 
 async def dies(request: web.Request) -> web.Response:
-    """As a replica that is killed: the connection ends, and nothing was said."""
+    """End as a replica does that is killed: the connection closes, and nothing was said."""
     await request.read()
     assert request.transport is not None
     request.transport.abort()

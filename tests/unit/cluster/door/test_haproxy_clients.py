@@ -134,7 +134,7 @@ async def test_a_client_that_is_slow_with_its_request_is_cut_off(monkeypatch: py
 
 
 async def test_a_client_that_stops_reading_is_cut_off_and_its_replica_told() -> None:
-    """What waits for it is bounded meanwhile."""
+    """Waiting clients are bounded meanwhile."""
     ended, written = asyncio.Event(), 0
 
     async def streams(request: web.Request) -> web.StreamResponse:

@@ -13,7 +13,7 @@ from ray.serve._private import proxy
 from starlette.types import Message, Receive, Scope, Send
 
 from cluster.door import serve_proxy
-from cluster.door.serve_proxy import ENVIRONMENT, BufferedStart
+from cluster.door.serve_proxy import ENVIRONMENT, _BufferedStart
 
 HTTP = {"type": "http"}
 
@@ -54,7 +54,7 @@ async def run(app: Any, messages: list[Message], timeout_s: float = 10.0) -> lis
     async def send(message: Message) -> None:
         sent.append(message)
 
-    await BufferedStart(app, timeout_s)(HTTP, receive, send)
+    await _BufferedStart(app, timeout_s)(HTTP, receive, send)
     return sent
 
 
@@ -85,7 +85,7 @@ async def test_other_protocols_pass() -> None:
     async def receive() -> Message:
         return {"type": "lifespan.startup"}
 
-    await BufferedStart(app)({"type": "lifespan"}, receive, None)  # type: ignore[arg-type]
+    await _BufferedStart(app)({"type": "lifespan"}, receive, None)  # type: ignore[arg-type]
     assert app.last["type"] == "lifespan.startup"
 
 
@@ -95,5 +95,5 @@ def test_serve_finds_what_the_environment_names(monkeypatch: pytest.MonkeyPatch)
     install = getattr(import_module(module), name)
     assert install is serve_proxy.install
     monkeypatch.setattr(proxy, "parse_request_timeout_header", None)
-    assert [middleware.cls for middleware in install()] == [BufferedStart]
+    assert [middleware.cls for middleware in install()] == [_BufferedStart]
     assert proxy.parse_request_timeout_header({b"x-request-timeout-seconds": b"0.1"}, 300.0) == 300.0

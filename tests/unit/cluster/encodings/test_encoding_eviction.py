@@ -119,7 +119,7 @@ def test_counts_of_what_went_are_bounded(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_an_insertion_into_very_many_does_not_look_at_all_of_them() -> None:
     def costs(num_entries: int) -> int:
-        """Of a hundred insertions."""
+        """Count the operations of a hundred insertions."""
         queue = CostAwareEviction(num_entries)
         for key in range(num_entries):
             queue.add(str(key), 1, 1.0 + key % 7, float(key))

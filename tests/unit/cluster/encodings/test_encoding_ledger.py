@@ -124,8 +124,8 @@ def test_who_has_left_is_not_given_the_claim() -> None:
     waiter = Waiter("b", told.append)
     book.wait("d", waiter)
     stays = waiting(book, "d", "c")
-    book.leave("d", waiter)
-    book.leave("unknown", waiter)
+    book.stop_waiting("d", waiter)
+    book.stop_waiting("unknown", waiter)
     book.abandon("d", "a")
     assert (told, stays) == ([], [Answer("yours")])
 

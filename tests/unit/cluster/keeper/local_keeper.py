@@ -79,7 +79,7 @@ def fail_with(error: Exception) -> Callable[[], None]:
 
 
 def ray_get(found: Any, timeout: float | None = None) -> Any:
-    """In place of `ray.get`: of references, of answers of an ActorHandle, and of lists of the former."""
+    """Stand in for `ray.get`: of references, of answers of an ActorHandle, and of lists of the former."""
     if isinstance(found, list):
         return [ray_get(one) for one in found]
     return found.array if isinstance(found, Ref) else found()

@@ -1,4 +1,4 @@
-"""Where an extent is taken from, and that storage has the last word."""
+"""The choice where an extent is taken from; storage has the last word."""
 
 from __future__ import annotations
 
@@ -320,7 +320,7 @@ def test_when_nobody_is_reading_it_any_more_this_node_does(
 
 
 def test_threads_that_wait_for_one_extent_load_the_others(reader: SlowReader, peers: FakePeers, extent) -> None:
-    """With real threads and a real clock: fewer threads than extents that somebody else is reading."""
+    """Read with real threads and a real clock: fewer threads than extents that somebody else is reading."""
     has_it = threading.Event()
 
     def locate(question: Question) -> Located:

@@ -42,7 +42,7 @@ class Asked:
 
 
 class Books(RuleBasedStateMachine):
-    """Who has to wait does so in a thread; after each step everybody who may go has gone."""
+    """Waiters wait in threads; after each step everybody who may go has gone."""
 
     @initialize(budget_bytes=st.integers(30, 220))
     def begin(self, budget_bytes: int) -> None:
@@ -93,7 +93,7 @@ class Books(RuleBasedStateMachine):
 
     @rule(ids=some_ids, holder=holders)
     def give(self, ids: list[str], holder: str) -> None:
-        """Of what was given to it, and of nothing that it is waiting for; sometimes once too often."""
+        """Give back some of what was given to it, and nothing that it is waiting for; sometimes once too often."""
         loading = {id_ for asked in self.loading if asked.holder == holder for id_ in asked.ids}
         ids = [id_ for id_ in ids if id_ not in loading]
         self.held.release(ids, holder)
@@ -221,7 +221,7 @@ class Books(RuleBasedStateMachine):
         return not found.is_leased and found.key not in self.pinned
 
     def _may_be_given(self, place: int) -> bool:
-        """What the rules say of the one in this place of the queue."""
+        """Return what the rules say of the one in this place of the queue."""
         asked, first = self.waiting[place], self.waiting[0]
         missing = [id_ for id_ in asked.ids if id_ not in self.held._book.entries]
         if not missing:

@@ -1,4 +1,4 @@
-"""Who has died is told once; who is only silent, or busy, lives."""
+"""A death is told once; a holder that is only silent, or busy, lives."""
 
 from __future__ import annotations
 

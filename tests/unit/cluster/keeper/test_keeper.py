@@ -131,7 +131,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def leases_of(keeper: NodeKeeper, id_: str) -> Counter[str]:
-    """Of what is here or being read."""
+    """Return the leases of what is here or being read."""
     entry = keeper._held._book.entries.get(id_)
     return entry.firm + entry.callable if entry else Counter()
 
@@ -471,7 +471,7 @@ def test_an_extent_that_fails_gives_its_room_back_at_once(keeper, extents, store
 def test_room_is_counted_from_the_moment_that_it_is_made(
     keeper, extents, store: FakeStore, pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of two that are loaded at once, the second one's room lies beside the first one's."""
+    """Two are loaded at once: the second one's room lies beside the first one's."""
     both_made = threading.Barrier(2)
     real = ExtentReader.read_into
 

@@ -1,4 +1,4 @@
-"""Where an object lies: in shared memory, or in a file on disk that Ray fell back to."""
+"""The place of an object: shared memory, or a file on disk that Ray fell back to."""
 
 from __future__ import annotations
 

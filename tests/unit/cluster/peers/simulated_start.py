@@ -189,7 +189,7 @@ class SimulatedStart:
             self.at(self.now_s + RENEW_S, lambda: self._renew(flow))
 
     def _fetch(self, flow: Flow) -> None:
-        """From the first of the others that lives and has a slot, as PeerClient does."""
+        """Fetch from the first of the others that lives and has a slot, as PeerClient does."""
         assert flow.fetch is not None
         for place, address in enumerate(flow.others):
             source = self.nodes[address]
@@ -244,7 +244,7 @@ class SimulatedStart:
         self._change_rates(flow)
 
     def _change_rates(self, flow: Flow) -> None:
-        """Of all that share a link with it."""
+        """Change the rates of all that share a link with it."""
         for other in {**(flow.source.out if flow.source else self.reading), **flow.target.into}:
             self._advance(other)
             if other.source:

@@ -99,7 +99,7 @@ def test_peers_that_die_in_the_middle_of_a_transfer_are_replaced_by_others(seed:
 
 
 def test_one_very_slow_peer_delays_only_itself() -> None:
-    """What it alone has read is read once more: nobody waits for its minutes."""
+    """Extents that it alone has read are read once more: nobody waits for its minutes."""
     cluster = SimulatedStart(64, 40, seed=3)
     cluster.node(5).up /= 1000
     cluster.want(list(cluster.nodes.values()))

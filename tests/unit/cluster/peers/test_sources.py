@@ -53,7 +53,7 @@ def choose(
     active: dict[str, int] | None = None,
     now_s: float = NOW_S,
 ) -> Choice:
-    """Of nodes whose bandwidths are known, or None, since `NOW_S`."""
+    """Choose among nodes whose bandwidths are known, or None, since `NOW_S`."""
     offers = [PeerOffer(at(node), node, (active or {}).get(node, 0)) for node in known]
     records = {at(node): PeerRecord(measured(gbps), NOW_S) for node, gbps in known.items() if gbps}
     return choose_source(GB, storage, offers, records, now_s)

@@ -133,7 +133,7 @@ def test_a_record_has_the_defaults_and_base_of_its_entry() -> None:
 
 def test_with_ten_thousand_models_a_watcher_is_sent_only_changes() -> None:
     def costs(num_models: int) -> int:
-        """Of a hundred changes that a watcher hears of."""
+        """Count the operations of a hundred changes that a watcher hears of."""
         source, copy = directory(f"m{number}" for number in range(num_models)), Directory("")
         heard(copy, source)
 

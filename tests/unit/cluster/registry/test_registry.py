@@ -299,7 +299,7 @@ def test_a_method_of_a_part_is_exposed_under_its_own_name() -> None:
 
 
 def test_calls_that_watch_or_wait_have_groups_of_their_own() -> None:
-    """As Ray understands it: whatever is not named here has a limit of its own."""
+    """Ray's groups of calls: whatever is not named here has a limit of its own."""
     groups = registry_class().__ray_metadata__.method_meta.concurrency_group_for_methods
     assert groups == {"watch": WATCHING} | dict.fromkeys(["register", "unregister", "find_model", "prefetch"], WAITING)
 

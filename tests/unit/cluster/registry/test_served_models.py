@@ -308,7 +308,7 @@ def test_many_models_start_linearly_and_are_looked_up_at_once(life: Life, tmp_pa
     stored = life.import_checkpoint(model(checkpoint(tmp_path / "c")))
 
     def costs(num_models: int) -> tuple[int, int]:
-        """Of a start, and of fifty look-ups."""
+        """Count the operations of a start, and of fifty look-ups."""
         entries = [model(tmp_path / "c", f"m{number}") for number in range(num_models)]
         begun: list[ServedModels] = []
 

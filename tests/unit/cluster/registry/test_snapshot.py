@@ -56,7 +56,7 @@ class Registry:
 
 
 class Place:
-    """Where registries are found; `pauses_s` is how long the snapshot waited between its tries."""
+    """The place where registries are found; `pauses_s` is how long the snapshot waited between its tries."""
 
     def __init__(self, registry: Registry) -> None:
         self.registry = registry

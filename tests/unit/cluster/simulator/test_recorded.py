@@ -1,4 +1,4 @@
-"""What a cluster tells of its requests, as a scenario; and the log that it tells them from."""
+"""A cluster's record of its requests as a scenario, and the log behind it."""
 
 from __future__ import annotations
 

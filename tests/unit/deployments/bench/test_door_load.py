@@ -161,7 +161,7 @@ async def test_the_process_runs_orders_and_ends_a_watch_when_told() -> None:
             asks = [Ask("k", "/echo", {"n": n}) for n in range(3)]
             outcomes = await asyncio.to_thread(generator.run, "closed", url, asks, num_callers=1)
             assert [one.status for one in outcomes] == [200] * 3
-            generator.begin("watch", url, [Ask("health", "/echo")], period_s=0.02)
+            generator.begin_order("watch", url, [Ask("health", "/echo")], period_s=0.02)
             async with asyncio.timeout(10):
                 while len(seen.bodies) < 3 + 4:
                     await asyncio.sleep(0.01)

@@ -9,7 +9,7 @@ import httpx
 import pytest
 from rich.console import Console
 
-from deployments.cli.chat import Conversation
+from deployments.cli.chat import _Conversation
 from deployments.cli.client import Client
 
 
@@ -45,14 +45,14 @@ def out() -> io.StringIO:
 
 
 @pytest.fixture
-def talk(server: Server, out: io.StringIO) -> Conversation:
+def talk(server: Server, out: io.StringIO) -> _Conversation:
     client = Client("http://cluster")
     client._http = httpx.Client(base_url="http://cluster", transport=httpx.MockTransport(server))
     ticks = itertools.count(0, 0.5)
-    return Conversation(client, "adder", Console(file=out, width=100), lambda: next(ticks))
+    return _Conversation(client, "adder", Console(file=out, width=100), lambda: next(ticks))
 
 
-def test_a_conversation_remembers_what_was_said(talk: Conversation, server: Server, out: io.StringIO) -> None:
+def test_a_conversation_remembers_what_was_said(talk: _Conversation, server: Server, out: io.StringIO) -> None:
     assert talk.take_line("one")
     assert talk.take_line("two")
     assert [message["content"] for message in server.bodies[1]["messages"]] == ["one", "[1]", "two"]
@@ -65,7 +65,7 @@ def test_a_conversation_remembers_what_was_said(talk: Conversation, server: Serv
     assert [message["role"] for message in server.bodies[3]["messages"]] == ["system", "user", "assistant", "user"]
 
 
-def test_the_model_changes_to_one_that_is_there(talk: Conversation, server: Server, out: io.StringIO) -> None:
+def test_the_model_changes_to_one_that_is_there(talk: _Conversation, server: Server, out: io.StringIO) -> None:
     assert talk.take_line("/model larger")
     assert talk.take_line("one")
     assert server.bodies[0]["model"] == "larger"
@@ -75,7 +75,7 @@ def test_the_model_changes_to_one_that_is_there(talk: Conversation, server: Serv
 
 
 def test_an_error_does_not_end_a_conversation_and_is_not_remembered(
-    talk: Conversation, server: Server, out: io.StringIO
+    talk: _Conversation, server: Server, out: io.StringIO
 ) -> None:
     assert talk.take_line("fail")
     assert "no replica" in out.getvalue()

@@ -40,7 +40,7 @@ class Encoder:
         return self.handle.responses
 
     def ask(self) -> Any:
-        return self.calls.begin("run_segment")
+        return self.calls.begin_call("run_segment")
 
     def reply(self) -> EncoderReply:
         return EncoderReply(self.calls, self.ask)

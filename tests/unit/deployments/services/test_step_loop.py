@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from unit.deployments.engine_loops import last_output
 
 from deployments.engines.diffusion.engine import DiffusionEngine
 from deployments.engines.diffusion.rows import Work
@@ -151,7 +152,7 @@ class Denoising:
         loop = self._loops.setdefault(pipeline, EngineLoop(self._thread, engine))
         request = DiffusionRequest(state.name, 2, 2, state.num_steps, 1.0, 0)
         conditioned = ConditionedRequest(request, state, reports_steps=seen is not None)  # type: ignore[arg-type]
-        return await loop.last_output(conditioned, None if seen is None else seen.append)
+        return await last_output(loop, conditioned, None if seen is None else seen.append)
 
     async def run(self, pipeline: Pipeline, state: State) -> tuple[np.ndarray, DenoiseTimes]:
         output = await self.output(pipeline, state)

@@ -1,4 +1,4 @@
-"""What is on a device already is not loaded again, as long as somebody uses it."""
+"""Tensors on a device already are not loaded again, as long as somebody uses them."""
 
 from __future__ import annotations
 

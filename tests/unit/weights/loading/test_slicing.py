@@ -39,7 +39,7 @@ class CountedReads:
 
 
 def same(tensor: torch.Tensor, expected: torch.Tensor) -> bool:
-    """By bytes: torch.equal does not know every dtype."""
+    """Compare by bytes: torch.equal does not know every dtype."""
     raw = [part.contiguous().view(-1).view(torch.uint8) for part in (tensor, expected)]
     return tensor.shape == expected.shape and torch.equal(*raw)
 

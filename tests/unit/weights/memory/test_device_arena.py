@@ -244,7 +244,7 @@ def test_what_is_dear_to_reload_stays(make_arena) -> None:
 
 
 def test_the_slower_the_uploads_the_less_it_matters_how_small_a_tensor_is(make_arena, clock: Clock, transfer) -> None:
-    """What they took is measured: at 1 s per byte, a large tensor that was used once more outlives small ones."""
+    """Load times are measured: at 1 s per byte, a large tensor that was used once more outlives small ones."""
     slow_copy = transfer.copy
 
     def copy(pairs: Sequence[Pair]) -> TransferReport:

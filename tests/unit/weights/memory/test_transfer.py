@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weights.errors import WeightsError
-from weights.memory.device_transfer import DeviceCopy, RingCopy, _StreamQueue
+from weights.memory.device_space import _DeviceCopy, _RingCopy, _StreamQueue
 from weights.memory.transfer import PIECE_ALIGNMENT, Chunk, HostCopy, Pair, Transfer, plan_chunks, run_all
 
 CHUNK = 4 * PIECE_ALIGNMENT
@@ -67,9 +67,9 @@ class LateFence:
                 target.copy_(pinned)
 
 
-def ring(queues: Sequence[LateQueue], num_buffers: int = 3, num_threads: int = 4) -> RingCopy:
+def ring(queues: Sequence[LateQueue], num_buffers: int = 3, num_threads: int = 4) -> _RingCopy:
     buffers = [torch.zeros(CHUNK, dtype=torch.uint8) for _ in range(num_buffers)]
-    return RingCopy(queues, buffers, num_threads=num_threads)
+    return _RingCopy(queues, buffers, num_threads=num_threads)
 
 
 @given(st.lists(st.integers(0, 3 * CHUNK), max_size=20), st.integers(1, 6))
@@ -160,7 +160,7 @@ def test_no_buffer_is_used_again_before_its_copies_are_done(num_buffers: int, nu
 
 
 def test_several_copies_share_the_ring() -> None:
-    transfer = RingCopy(
+    transfer = _RingCopy(
         [NoFollow(), NoFollow()], [torch.zeros(CHUNK, dtype=torch.uint8) for _ in range(3)], num_threads=2
     )
     work = [random_pairs() for _ in range(6)]
@@ -174,7 +174,7 @@ def test_several_copies_share_the_ring() -> None:
 
 
 class NoFollow(LateQueue):
-    """With several callers, other work may be pending."""
+    """Several callers: other work may be pending."""
 
     def follow(self) -> None:
         self.num_followed += 1
@@ -266,4 +266,4 @@ def test_a_queue_orders_its_stream_after_the_callers(monkeypatch: pytest.MonkeyP
 def test_without_a_card_there_is_no_copy_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(WeightsError, match="cannot copy to cuda:0: this torch has no such device"):
-        DeviceCopy(torch.device("cuda", 0))
+        _DeviceCopy(torch.device("cuda", 0))

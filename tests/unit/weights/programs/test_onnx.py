@@ -43,7 +43,7 @@ def raw(array: np.ndarray, name: str) -> TensorProto:
 
 
 def typed(array: np.ndarray, name: str) -> TensorProto:
-    """In float_data, int64_data, ..., as exporters did before raw_data."""
+    """Write values into float_data, int64_data, ..., as exporters did before raw_data."""
     data_type = helper.np_dtype_to_tensor_dtype(array.dtype)
     return helper.make_tensor(name, data_type, array.shape, array.reshape(-1))
 

@@ -34,7 +34,7 @@ def extent(offset: int = 0, nbytes: int = len(DATA)) -> ExtentRef:
 
 
 def nothing_cached(*_: int) -> int:
-    """For files that the test has just written, and that the page cache has of course."""
+    """Say that nothing is cached, of files that the test has just written."""
     return 0
 
 
@@ -62,7 +62,7 @@ def read_through(path: Path, part: ExtentRef, buffer_bytes: int) -> list[bytes]:
 
 
 def watch_flags(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Whether each open asked for O_DIRECT."""
+    """List for each open whether it asked for O_DIRECT."""
     real, seen = os.open, []
 
     def watched(path: Any, flags: int, *rest: int) -> int:

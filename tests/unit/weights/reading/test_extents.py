@@ -99,7 +99,7 @@ def everything_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def on_disk_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if the files that the test has just written were not in the page cache: they are read directly."""
+    """Let files that the test has just written count as uncached: they are read directly."""
     monkeypatch.setitem(PackReader.__init__.__kwdefaults__, "cached_pages", lambda *_: 0)
 
 

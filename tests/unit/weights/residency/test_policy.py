@@ -111,7 +111,7 @@ def test_the_order_is_that_of_looking_through_everything(rng: random.Random) -> 
 
 def test_taking_the_least_of_very_many_does_not_look_at_all_of_them() -> None:
     def costs(count: int) -> int:
-        """Of fifty victims."""
+        """Count the operations of fifty victims."""
         order: EvictionOrder[Candidate] = EvictionOrder()
         for number in range(count):
             order.add(Candidate(str(number), 1, number % 5, Popularity().touch(float(number)), number))

@@ -359,7 +359,7 @@ class Tier(RuleBasedStateMachine):
         assert needed > self.book.budget_bytes or asked, "the first waits for room that could be made"
 
     def teardown(self) -> None:
-        """When everything ends that can end, nobody is left waiting."""
+        """Nobody is left waiting when everything ends that can end."""
         if not hasattr(self, "book"):
             return
         self.unpin(list("abcdef"))

@@ -23,7 +23,7 @@ PART = 1000
 
 @pytest.fixture
 def data(bucket) -> bytes:
-    """Of m/model.gguf in the bucket."""
+    """Return the content of m/model.gguf in the bucket."""
     data = os.urandom(6 * PART)
     bucket.put("m/model.gguf", data)
     return data

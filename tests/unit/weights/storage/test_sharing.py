@@ -1,4 +1,4 @@
-"""What is shared is worth the extent it is in."""
+"""Tensors are shared when they are worth the extent they are in."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_no_second_extent_for_a_crumb() -> None:
 
 
 def test_a_copy_of_its_own_size_is_taken() -> None:
-    """Who was refused the large extent wrote a small one: the next finds that."""
+    """A model that was refused the large extent wrote a small one: the next finds that."""
     meta = meta_with(large={"tiny": 1, "rest": 999}, small={"tiny": 1})
     assert shared(meta, tiny=1) == {"tiny": "small"}
 

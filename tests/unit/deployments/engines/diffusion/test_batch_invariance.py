@@ -10,7 +10,7 @@ import torch
 
 from deployments.engines.diffusion.engine import DiffusionEngine
 from deployments.engines.diffusion.rows import BatchBounds
-from deployments.engines.diffusion.state import padded_length
+from deployments.engines.diffusion.state import _padded_length
 from deployments.engines.protocol import AdapterUse, ConditionedRequest
 from weights.adapters import LoraAdapter, LoraPair
 
@@ -115,7 +115,7 @@ def test_a_padded_text_gives_what_the_text_alone_gives(flux, make_request):
     """Beside the stock transformer, which gets the text without padding and without mask."""
     for length in (1, 5, 16, 17, 40):
         state = flux.ours.start(make_request(seed=length), text := flux.conditioning(length, length=length))
-        assert state.branches[0].prompt.shape[1] == padded_length(length)
+        assert state.branches[0].prompt.shape[1] == _padded_length(length)
         latents, timestep = state.latents.clone(), state.timestep
         with torch.no_grad():
             stock = flux.stock.transformer(
@@ -145,4 +145,4 @@ def _mu(pair):
     ("num_tokens", "length"), [(1, 16), (15, 16), (16, 16), (17, 32), (77, 128), (256, 256), (257, 512), (512, 512)]
 )
 def test_the_padded_length_follows_from_the_text_alone(num_tokens, length):
-    assert padded_length(num_tokens) == length
+    assert _padded_length(num_tokens) == length

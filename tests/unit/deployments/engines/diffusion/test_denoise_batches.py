@@ -8,6 +8,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from unit.deployments.engine_loops import last_output
 
 from deployments.engines.diffusion.engine import DiffusionEngine
 from deployments.engines.diffusion.rows import BatchBounds, memory_kind, parts_of
@@ -143,7 +144,7 @@ async def outcomes(pipeline, states):
     started = {state.request.request_id: state for state in states}
     with mock.patch.object(pipeline, "start", lambda request, *_: started[request.request_id]):
         loop = EngineLoop(DeviceThread(), DiffusionEngine(pipeline, CostsOfMerging()))
-        runs = [loop.last_output(ConditionedRequest(state.request, {})) for state in states]
+        runs = [last_output(loop, ConditionedRequest(state.request, {})) for state in states]
         found = await asyncio.gather(*runs, return_exceptions=True)
     return [outcome if isinstance(outcome, BaseException) else outcome.images for outcome in found]
 
@@ -272,7 +273,7 @@ async def test_a_crowd_is_served_in_bounded_batches(sdxl, make_request, load_pip
     decode = ours._codec.decode
     monkeypatch.setattr(ours._codec, "decode", lambda latents: decoded.append(len(latents)) or decode(latents))
     loop = EngineLoop(DeviceThread(), DiffusionEngine(ours))
-    found = await asyncio.gather(*(loop.last_output(ConditionedRequest(*job)) for job in jobs))
+    found = await asyncio.gather(*(last_output(loop, ConditionedRequest(*job)) for job in jobs))
     assert max(sizes) <= 8
     assert sum(sizes) == 60 * 2 * 2
     assert max(decoded) <= 4

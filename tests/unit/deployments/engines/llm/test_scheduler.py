@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deployments.engines.llm.block_manager import BlockPool
-from deployments.engines.llm.scheduler import MIN_SHARE, Scheduler, Sequence, SequenceStatus, even_shares
+from deployments.engines.llm.scheduler import MIN_SHARE, Scheduler, Sequence, SequenceStatus, _even_shares
 
 
 def sequence(name: str, num_tokens: int, token: int | None = None, **options) -> Sequence:
@@ -175,7 +175,7 @@ def test_a_request_waits_until_there_are_seats_for_all_its_completions():
 
 @given(st.lists(st.integers(0, 200), max_size=8), st.integers(0, 300))
 def test_shares_are_even(wanted, budget):
-    shares = even_shares(wanted, budget)
+    shares = _even_shares(wanted, budget)
     assert all(share <= most for share, most in zip(shares, wanted, strict=True))
     assert sum(shares) == min(budget, sum(wanted))  # nothing is left over while somebody wants more
     if budget >= MIN_SHARE * len(wanted):

@@ -15,19 +15,20 @@ from deployments.engines.native import building, library
 from deployments.engines.native.library import PackedMatrix, load_kernels
 from deployments.engines.nn.packed_linear import (
     MAX_INT8_ROWS,
+    Arithmetic,
     PackedEmbedding,
     PackedLinear,
     PackedWeight,
+    _unpack_rows,
     group_int8_weight,
-    multiply,
     packed_weight,
     product_path,
-    unpack_rows,
 )
 from deployments.engines.nn.unpacking import UNPACKED_KINDS, unpack_blocks
 from deployments.engines.protocol import EngineError
 from weights.dtypes import BLOCK_SIZES
 from weights.loading.stage_transforms import dequantize_int8, quantize_int8
+from weights.private_folder import cache_folder
 
 RANDOM = np.random.default_rng()
 K_TYPES = ("Q4_K", "Q5_K", "Q6_K")
@@ -50,6 +51,10 @@ def random_weight(kind: str, rows: int, columns: int) -> tuple[PackedWeight, tor
     return packed_weight("w", kind, torch.from_numpy(packed)), reference
 
 
+def product(x: torch.Tensor, weight: PackedWeight, arithmetic: Arithmetic) -> torch.Tensor:
+    return PackedLinear(weight, None, arithmetic)(x)
+
+
 def relative(got: torch.Tensor, expected: torch.Tensor) -> float:
     return float((got.double() - expected.double()).norm() / expected.double().norm())
 
@@ -58,7 +63,7 @@ def relative(got: torch.Tensor, expected: torch.Tensor) -> float:
 def test_both_ways_to_unpack_give_gguf_pys_numbers(kind: str) -> None:
     weight, reference = random_weight(kind, 37, 768)
     torch.testing.assert_close(unpack_blocks(kind, weight.data), reference, rtol=1e-6, atol=1e-8)
-    torch.testing.assert_close(unpack_rows(weight, 5, 31), reference[5:31], rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(_unpack_rows(weight, 5, 31), reference[5:31], rtol=1e-6, atol=1e-8)
 
 
 @pytest.mark.parametrize("num_rows", [1, 3, 16, 17, 41])
@@ -66,7 +71,7 @@ def test_both_ways_to_unpack_give_gguf_pys_numbers(kind: str) -> None:
 def test_exact_products(kind: str, num_rows: int) -> None:
     weight, reference = random_weight(kind, 70, 512)
     x = torch.randn(num_rows, 512)
-    got = multiply(x, weight, "exact")
+    got = product(x, weight, "exact")
     assert relative(got, x.double() @ reference.double().T) < 1e-5
 
 
@@ -81,7 +86,7 @@ def test_fast_products_are_as_near_as_their_path_promises(kind: str, num_rows: i
     x = torch.randn(num_rows, columns).to(dtype)
     for arithmetic in ("fast", "deterministic"):
         path = product_path(weight, num_rows, arithmetic)
-        got = multiply(x, weight, arithmetic)
+        got = product(x, weight, arithmetic)
         assert got.dtype == dtype
         # A bfloat16 result is rounded once more.
         assert relative(got, x.double() @ reference.double().T) < LARGEST_ERROR[path]
@@ -112,21 +117,23 @@ def test_flat_int8_groups_may_cross_rows(columns: int, group: int) -> None:
     values, scales = quantize_int8(RANDOM.standard_normal((64, columns), dtype=np.float32), group)
     weight = group_int8_weight("w", torch.from_numpy(values), torch.from_numpy(scales), group)
     reference = torch.from_numpy(dequantize_int8(values, scales, group))
-    torch.testing.assert_close(unpack_rows(weight, 3, 60), reference[3:60], rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(_unpack_rows(weight, 3, 60), reference[3:60], rtol=1e-6, atol=1e-8)
     x = torch.randn(7, columns)
-    assert relative(multiply(x, weight, "exact"), x @ reference.T) < 1e-5
-    assert relative(multiply(x, weight, "fast"), x @ reference.T) < 0.012
+    assert relative(product(x, weight, "exact"), x @ reference.T) < 1e-5
+    assert relative(product(x, weight, "fast"), x @ reference.T) < 0.012
     if product_path(weight, 1, "fast") != "unpack":
-        alone = torch.cat([multiply(x[i : i + 1], weight, "fast") for i in range(7)])
-        assert torch.equal(alone, multiply(x, weight, "fast"))
-    assert torch.equal(PackedEmbedding(weight, torch.float32)(torch.tensor([9, 2])), unpack_rows(weight, 0, 64)[[9, 2]])
+        alone = torch.cat([product(x[i : i + 1], weight, "fast") for i in range(7)])
+        assert torch.equal(alone, product(x, weight, "fast"))
+    assert torch.equal(
+        PackedEmbedding(weight, torch.float32)(torch.tensor([9, 2])), _unpack_rows(weight, 0, 64)[[9, 2]]
+    )
 
 
 def test_other_variants_of_the_kernels_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     """The AVX2 code runs on this machine, too."""
     if load_kernels() is None:
         pytest.skip("no compiled kernels here")
-    older = library.Kernels(building.built_library(), frozenset({"avx2", "fma", "f16c"}))
+    older = library.Kernels(building.built_library(cache_folder() / "native"), frozenset({"avx2", "fma", "f16c"}))
     assert (older.int8_variant, older.has_bf16) == ("avx2", False)
     for kind in UNPACKED_KINDS:
         weight, reference = random_weight(kind, 35, 512)
@@ -163,7 +170,7 @@ def test_infinities_are_not_hidden() -> None:
         x = torch.randn(2, 64)
         x[1, 7] = bad
         for arithmetic in ("fast", "deterministic", "exact"):
-            y = multiply(x, weight, arithmetic)
+            y = product(x, weight, arithmetic)
             assert y[0].isfinite().all()
             assert not y[1].isfinite().any()
 
@@ -186,7 +193,7 @@ def test_without_a_compiler_torch_computes(tmp_path: Path, monkeypatch: pytest.M
         "import torch; from deployments.engines.nn.packed_linear import *;"
         "w = packed_weight('w', 'Q8_0', torch.zeros(4, 34, dtype=torch.uint8));"
         "assert product_path(w, 1, 'fast') == 'unpack', product_path(w, 1, 'fast');"
-        "assert multiply(torch.ones(2, 32), w, 'fast').shape == (2, 4)"
+        "assert PackedLinear(w, None, 'fast')(torch.ones(2, 32)).shape == (2, 4)"
     )
     done = subprocess.run(
         [sys.executable, "-c", code],

@@ -8,13 +8,13 @@ from typing import Any
 
 import httpx
 import pytest
-from fastapi import APIRouter, FastAPI
+from fastapi import FastAPI
 from ray.exceptions import ActorUnavailableError, RayTaskError
 
 from cluster.controller.overrides import OverrideChange, Overrides, changed
 from cluster.errors import OverrideRefused
 from deployments.ingress import errors
-from deployments.ingress.admin.controller import DecisionsAnswer, add_controller_routes
+from deployments.ingress.admin.controller import DecisionsAnswer, create_controller_router
 
 
 class Actor:
@@ -43,9 +43,8 @@ class Actor:
 
 
 def client(connect: Callable[[], Any] | None) -> httpx.AsyncClient:
-    app, router = FastAPI(), APIRouter()
-    add_controller_routes(router, connect)
-    app.include_router(router)
+    app = FastAPI()
+    app.include_router(create_controller_router(connect))
     errors.install_error_handlers(app)
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test")
 

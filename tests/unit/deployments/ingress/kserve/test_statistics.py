@@ -17,7 +17,7 @@ def test_durations_are_those_of_the_stages() -> None:
     statistics = Statistics(lambda: NOW_S)
     times = {"queue": 1.0, "switch": 20.0, "encode": 3.0, "denoise": 100.0, "decode": 7.0, "total": 140.0}
     statistics.succeeded("flux", timings_ms=times, batch_size=4, cache_hits=3, cache_misses=1)
-    found = statistics.of("flux")
+    found = statistics.of_model("flux")
     assert (found.inference_count, found.execution_count, found.last_inference) == (4, 1, 1_700_000_000_250)
     assert asdict(found.inference_stats) == {
         "success": {"count": 1, "ns": 140_000_000},
@@ -36,7 +36,7 @@ def test_durations_are_those_of_the_stages() -> None:
 def test_stages_side_by_side_leave_nothing_for_the_output() -> None:
     statistics = Statistics(lambda: NOW_S)
     statistics.succeeded("flux", timings_ms={"switch": 20.0, "encode": 20.0, "total": 25.0})
-    stats = statistics.of("flux").inference_stats
+    stats = statistics.of_model("flux").inference_stats
     assert stats.success == Duration(1, 25_000_000)
     assert stats.compute_output == Duration(1, 0)
 
@@ -44,13 +44,13 @@ def test_stages_side_by_side_leave_nothing_for_the_output() -> None:
 def test_without_a_total_the_stages_are_the_whole() -> None:
     statistics = Statistics(lambda: NOW_S)
     statistics.succeeded("m", timings_ms={"queue": 1.5, "generate": 2.5})
-    assert statistics.of("m").inference_stats.success == Duration(1, 4_000_000)
+    assert statistics.of_model("m").inference_stats.success == Duration(1, 4_000_000)
 
 
 def test_what_failed_is_no_inference() -> None:
     statistics = Statistics(lambda: NOW_S)
     statistics.failed("m", 2.0)
-    found = statistics.of("m")
+    found = statistics.of_model("m")
     assert found.inference_stats.fail == Duration(1, 2_000_000)
     assert (found.inference_count, found.execution_count, found.batch_stats) == (0, 0, [])
 
@@ -60,7 +60,7 @@ def test_sums_over_many_requests_in_constant_memory() -> None:
     sizes = [random.randint(1, 5_000) for _ in range(500)] + list(range(1, 40)) + [64, 65, 4096]
     for size in sizes:
         statistics.succeeded("m", timings_ms={"encode": 0.5, "total": 1.0}, batch_size=size)
-    found = statistics.of("m")
+    found = statistics.of_model("m")
     assert found.inference_count == sum(sizes)
     assert found.execution_count == len(sizes)
     assert found.inference_stats.success == Duration(len(sizes), len(sizes) * 1_000_000)
@@ -76,7 +76,7 @@ def test_the_models_used_longest_ago_are_forgotten() -> None:
     statistics = Statistics(lambda: NOW_S, max_models=2)
     for model in ("a", "b", "a", "c"):
         statistics.succeeded(model, timings_ms={"total": 1.0})
-    assert [statistics.of(model).execution_count for model in "abc"] == [2, 0, 1]
+    assert [statistics.of_model(model).execution_count for model in "abc"] == [2, 0, 1]
 
 
 class Names:
