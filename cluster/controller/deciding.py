@@ -15,7 +15,8 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from cluster.control.admission_records import Placement, Refusal
-from cluster.control.plans import Decision, SwitchPlan
+from cluster.control.free_starts import chances_of
+from cluster.control.plans import Decision, FreeStart, SwitchPlan
 from cluster.control.switching import SwitchingPolicy, plan_switches
 from cluster.controller.observing import Observations, Observed
 from cluster.controller.overrides import Overrides
@@ -172,7 +173,7 @@ class Deciding:
         self._waits_since = {model: self._waits_since.get(model, now_s) for model in observed.waits}
         replicas: dict[tuple[str, str], tuple[str, ...]] = {}
         unservable: dict[tuple[str, str], Refusal] = {}
-        prices: dict[tuple[str, str], Mapping[str, float]] = {}
+        free: dict[tuple[str, str], Mapping[str, FreeStart]] = {}
         most_bytes = max((worker.budget_bytes for worker in state.workers.values()), default=0)
         for model in observed.names if state.workers else ():
             known = state.models.get(model)
@@ -184,7 +185,7 @@ class Deciding:
                 continue
             if plan.free.get(model):
                 replicas[pool, model] = tuple(plan.free[model])
-                prices[pool, model] = plan.free[model]
+                free[pool, model] = plan.free[model]
                 continue
             reports = self._observations.workers
             ready = replicas[pool, model] = tuple(
@@ -198,7 +199,13 @@ class Deciding:
             elif not (ready or is_coming) and state.is_frozen:
                 text = "no worker has it ready, and nothing is switched while the cluster is frozen (`atelier thaw`)"
                 unservable[pool, model] = Refusal("unservable", text=text)
-        return Placement(replicas, unservable=unservable, prices=prices)
+        return Placement(
+            replicas,
+            unservable=unservable,
+            free=free,
+            chances=chances_of(state) if free else {},
+            ready={name: worker.models for name, worker in state.workers.items()},
+        )
 
 
 def _is_ready(model: str, observed: Observed, worker: str, report: WorkerReport | None) -> bool:

@@ -14,6 +14,7 @@ from typing import Final
 
 from cluster.control.admission_records import AdmissionSnapshot, ModelLoad
 from cluster.control.checking import usable_state
+from cluster.control.free_starts import FREE_REQUESTS
 from cluster.control.places import ReplicaLoad
 from cluster.control.state import (
     LONGEST_RETRY_S,
@@ -180,8 +181,8 @@ class Observations:
     # models
 
     def _model(self, id_: str, load: ModelLoad | None, backoff: Backoff | None, usual_s: float | None) -> ModelState:
-        # Of no model at all a request was measured: as long as a switch, so that neither weighs more than the other.
-        usual_service_s = self._switch_s(id_) if usual_s is None else usual_s
+        # Of no model at all a request was measured: so short that no switch counts as cheap before one was.
+        usual_service_s = self._switch_s(id_) / FREE_REQUESTS if usual_s is None else usual_s
         retry_in_s = max(0.0, backoff.retry_in_s) if backoff else 0.0
         if load is None:
             return ModelState(
