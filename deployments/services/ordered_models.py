@@ -64,6 +64,7 @@ class OrderedModels:
         self._node = node
         self._slots = slots
         self._clock = clock
+        self._began_s = clock()
         self._taken: deque[str] = deque(maxlen=MAX_REMEMBERED)
         self._outcomes: deque[OrderOutcome] = deque(maxlen=MAX_REMEMBERED // 4)
         self._switches: dict[str, _Switch] = {}  # by order
@@ -101,6 +102,7 @@ class OrderedModels:
                 for model, failed in self._failed.items()
             },
             needs=dict(self._needs),
+            up_s=now_s - self._began_s,
         )
 
     def obey(self, orders: Orders) -> None:
