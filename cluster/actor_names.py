@@ -12,6 +12,7 @@ from typing import Final
 from configs.cluster import ClusterConfig
 
 NAMESPACE: Final = "atelier"
+APP_NAME: Final = "atelier"  # of the Serve application
 _ROLES: Final = (
     "controller",
     "registry",

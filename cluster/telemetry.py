@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import ray
-from ray.util.metrics import Counter, Histogram
+from ray.util.metrics import Counter, Gauge, Histogram
 
 from weights.reading.report import Stage, StageFigures
 
+_TICK_BOUNDARIES_S = [0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0]
 _STAGE_BOUNDARIES_MS = [1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1e3, 2e3, 5e3, 1e4, 3e4, 1e5]
 
 
@@ -82,3 +83,32 @@ class LoadMetrics:
                 if (nbytes := found.nbytes - counted.nbytes) > 0:
                     self._bytes.inc(nbytes, tags)
                 self._counted[stage] = max(found, counted, key=lambda figures: figures.busy_s)
+
+
+class ControllerMetrics:
+    """Figures of the controller: its decisions by kind, the seconds of its ticks, requests that wait, and workers.
+
+    Construct it inside the actor, as `LoadMetrics`.
+    """
+
+    def __init__(self) -> None:
+        tags = ("action", "model")
+        self._decisions = Counter("atelier_decisions_total", "Decisions of the controller.", tag_keys=tags)
+        self._ticks = Histogram(
+            "atelier_controller_tick_s", "Seconds from a state to its orders.", boundaries=_TICK_BOUNDARIES_S
+        )
+        self._held = Gauge("atelier_held_requests", "Requests that wait for a place on a worker.")
+        self._workers = Gauge("atelier_workers", "Workers that report, and workers wanted.", tag_keys=("which",))
+
+    def note_tick(self, took_s: float, decisions: Iterable[tuple[str, str]], num_held: int) -> None:
+        """Note a tick: the action and model of each new decision, and how many requests wait."""
+        self._ticks.observe(took_s)
+        for action, model in decisions:
+            self._decisions.inc(1, {"action": action, "model": model})
+        self._held.set(num_held)
+
+    def note_workers(self, num_reporting: int, num_wanted: int | None) -> None:
+        """Note how many workers there are, and how many are wanted where they come and go."""
+        self._workers.set(num_reporting, {"which": "reporting"})
+        if num_wanted is not None:
+            self._workers.set(num_wanted, {"which": "wanted"})

@@ -73,6 +73,31 @@ _SLO_CLASSES: Final = {
 _STANDARD: Final = "standard"
 
 
+class ScalingConfig(StrictModel):
+    """Workers that come and go with the load."""
+
+    min_workers: int = Field(1, ge=0, le=10_000, description="0: none while nobody asks for anything")
+    max_workers: int = Field(ge=1, le=10_000)
+    target_utilization: float = Field(
+        0.7, gt=0, le=1, allow_inf_nan=False, description="the part of their time that workers should be busy"
+    )
+    drain_s: float = Field(
+        10.0, gt=0, le=3600, allow_inf_nan=False, description="what waits should be served within so long"
+    )
+    downscale_delay_s: float = Field(
+        60.0, ge=0, le=86_400, allow_inf_nan=False, description="fewer workers must have sufficed for so long"
+    )
+    to_zero_delay_s: float = Field(
+        300.0, ge=0, le=86_400, allow_inf_nan=False, description="the last worker goes after so long without a request"
+    )
+
+    @model_validator(mode="after")
+    def _bounds_fit(self) -> Self:
+        if self.min_workers > self.max_workers:
+            raise ValueError(f"min_workers is {self.min_workers}, more than max_workers, {self.max_workers}")
+        return self
+
+
 class ControllerConfig(StrictModel):
     """The controller, which decides which model is on which worker."""
 
@@ -81,12 +106,21 @@ class ControllerConfig(StrictModel):
         "latency-first", description="throughput-first switches only for work of several times the switch's duration"
     )
     tick_s: float = Field(0.25, ge=0.02, le=1.0, allow_inf_nan=False, description="the longest between two decisions")
+    scaling: ScalingConfig | None = Field(
+        None, description="workers come and go; without it there are always worker.num_replicas"
+    )
     slo_classes: dict[str, SloClassConfig] = Field(
         {}, max_length=100, description=f"by name, beside or in place of {', '.join(_SLO_CLASSES)}"
     )
     models: dict[ModelId, str] = Field(
         {}, max_length=100_000, description=f"the class of service of a model; {_STANDARD!r} where none is given"
     )
+
+    @model_validator(mode="after")
+    def _who_scales_is_there(self) -> Self:
+        if self.scaling is not None and not self.enabled:
+            raise ValueError("scaling needs the controller; it is off (`enabled: false`)")
+        return self
 
     @model_validator(mode="after")
     def _classes_are_known(self) -> Self:

@@ -22,6 +22,7 @@ from cluster.control.admission_records import AdmissionSnapshot, ModelLoad, Plac
 from cluster.control.ended_requests import EndedLog
 from cluster.control.lanes import Ask, Lanes, Waiting
 from cluster.control.places import Places
+from cluster.control.plans import FreeStart
 from cluster.control.service_times import ArrivalRate, ModelTimes, ServiceTimes
 from configs.admission import AdmissionConfig
 
@@ -30,6 +31,7 @@ __all__ = ["MARGIN", "REVIEW_S", "SWITCHED_S", "AdmissionQueue"]
 REVIEW_S: Final = 0.25  # how often those that wait are predicted anew
 MARGIN: Final = 1.1  # predictions are this much longer than the mean: half of all requests take longer than that
 SWITCHED_S: Final = 0.02  # a switch that took longer shows that the model was not at hand
+HOLD_TIMES: Final = 4.0  # so many times its switch and its run a request waits for an idle replica, or its model's
 _FRESH_S: Final = 30.0  # what was measured longer ago refuses nobody while there is nothing to do
 _ENOUGH: Final = 3  # measurements
 _MOSTLY: Final = 0.2  # of its time: a request that spent more of it switching says little about the next one
@@ -70,6 +72,7 @@ class AdmissionQueue:
         self.ended = EndedLog()
         self._num_arrived = 0
         self._reviewed_s = -math.inf
+        self._held_until_s = math.inf  # the first that waits for its model in spite of room elsewhere
 
     @property
     def config(self) -> AdmissionConfig:
@@ -167,6 +170,8 @@ class AdmissionQueue:
     def set_placement(self, placement: Placement) -> None:
         """Start requests only where `placement` lets them."""
         self._placement = placement
+        for pool in self._pools.values():
+            pool.places.set_resident(placement.ready)
 
     def is_unplaced(self, ask: Ask, now_s: float) -> bool:
         """Return whether the placement has no replica for such a request: it waits for the controller."""
@@ -183,6 +188,7 @@ class AdmissionQueue:
     def pump(self, now_s: float) -> list[Started | Refused]:
         """Return what happens now. Call it after every change, and again at `look_again_s`."""
         happened: list[Started | Refused] = []
+        self._held_until_s = math.inf
         if self.num_waiting and now_s >= self._reviewed_s + REVIEW_S:
             self._reviewed_s = now_s
             for pool in self._pools.values():
@@ -195,7 +201,7 @@ class AdmissionQueue:
 
     def look_again_s(self) -> float:
         """Return when `pump` is due if nothing changes before."""
-        return self._reviewed_s + REVIEW_S if self.num_waiting else math.inf
+        return min(self._reviewed_s + REVIEW_S, self._held_until_s) if self.num_waiting else math.inf
 
     def _finish_in_s(self, ask: Ask, now_s: float) -> float | None:
         """Return how long a request that came now would take in all; None when nothing is known of its model."""
@@ -326,19 +332,44 @@ class AdmissionQueue:
                 continue
             among = self._placement.of(ask.pool, ask.model, now_s)
             open_ = None if among is None else [name for name in among if name not in full]
-            prices = self._placement.prices_of(ask.pool, ask.model, now_s)
-            replica = pool.places.choose(ask.share, ask.model, self._times.switch_s(ask.model), open_, prices)
+            free = self._placement.free_of(ask.pool, ask.model, now_s)
+            hold_s = self._hold_s(waiting, free, now_s)
+            is_held = now_s < waiting.arrived_s + hold_s
+            switch_s, chances = self._times.switch_s(ask.model), self._placement.chances
+            replica = pool.places.choose(ask.share, ask.model, switch_s, open_, free, chances, is_held)
             if replica is None:
                 if among is None:
                     return  # nobody slips past: a large request would wait for ever
                 held.add(ask.model)
-                full.update(among)  # nor where it may start
+                if not is_held:
+                    full.update(among)  # nor where it may start
+                else:
+                    self._held_until_s = min(self._held_until_s, waiting.arrived_s + hold_s)
                 continue
+            if is_held and ask.model not in (at_hand := pool.places.models_at_hand(replica)):
+                rivals = [
+                    model for model in at_hand if model not in held and self._may_start(name, model, replica, now_s)
+                ]
+                waiting = pool.lanes.beside(waiting, rivals) or waiting
+                ask, times = waiting.ask, self._times.times(waiting.ask.model)
             pool.lanes.start(waiting.ticket, self._cost_s(ask))
             pool.num_by_model[ask.model] -= 1
-            pool.places.start(waiting, replica, now_s, times.latency_s * ask.work if times else 0.0)
+            is_alone = free is not None and replica in free and not free[replica].is_beside
+            pool.places.start(waiting, replica, now_s, times.latency_s * ask.work if times else 0.0, is_alone)
             self._counts_of(ask).started += 1
             yield Started(waiting.ticket, replica)
+
+    def _hold_s(self, waiting: Waiting, free: Mapping[str, FreeStart] | None, now_s: float) -> float:
+        """Return how long a request waits for an idle replica or one with its model, whatever else has room."""
+        times = self._times.times(waiting.ask.model)
+        if not free or times is None:
+            return 0.0
+        once_s = max(start.switch_s for start in free.values()) + times.latency_s * waiting.ask.work
+        return HOLD_TIMES * once_s if waiting.ask.deadline_s - now_s > (HOLD_TIMES + 1) * once_s else 0.0
+
+    def _may_start(self, pool: str, model: str, replica: str, now_s: float) -> bool:
+        among = self._placement.of(pool, model, now_s)
+        return among is None or replica in among
 
     def _is_full(self, name: str, pool: _Pool, model: str, now_s: float) -> bool:
         """Return whether the placement leaves no room for any request of the model: none of them need be tried."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
 from cluster.control.places import ReplicaLoad
+from cluster.control.plans import FreeStart
 
 Reason = Literal["model_full", "queue_full", "late", "hopeless", "expired", "unservable"]
 
@@ -47,23 +48,25 @@ class Refused:
 class Placement:
     """A controller's orders: the replicas on which a model may start, by pool and model. () lets it wait.
 
-    Models that are not named may start anywhere; requests for those in `unservable` leave with that refusal. `prices`
-    are seconds, by replica, that it costs to start a model there beside the work that the replica has. Nothing of it
-    holds after `until_s`: a controller that is gone holds nobody up.
+    Models that are not named may start anywhere; requests for those in `unservable` leave with that refusal. Models in
+    `free` may start where they are not ready; `chances` are the shares of all arrivals that models have. `ready` has
+    the models of each replica. Nothing of it holds after `until_s`: a controller that is gone holds nobody up.
     """
 
     replicas: Mapping[tuple[str, str], tuple[str, ...]] = field(default_factory=dict)
     until_s: float = math.inf
     unservable: Mapping[tuple[str, str], Refusal] = field(default_factory=dict)
-    prices: Mapping[tuple[str, str], Mapping[str, float]] = field(default_factory=dict)
+    free: Mapping[tuple[str, str], Mapping[str, FreeStart]] = field(default_factory=dict)
+    chances: Mapping[str, float] = field(default_factory=dict)
+    ready: Mapping[str, Collection[str]] = field(default_factory=dict)
 
     def of(self, pool: str, model: str, now_s: float) -> tuple[str, ...] | None:
         """Return the replicas for a model; None for all."""
         return self.replicas.get((pool, model)) if now_s < self.until_s else None
 
-    def prices_of(self, pool: str, model: str, now_s: float) -> Mapping[str, float] | None:
-        """Return what it costs to start a model, by replica; None where nothing is said of it."""
-        return self.prices.get((pool, model)) if now_s < self.until_s else None
+    def free_of(self, pool: str, model: str, now_s: float) -> Mapping[str, FreeStart] | None:
+        """Return the free starts of a model, by replica; None where it has none."""
+        return self.free.get((pool, model)) if now_s < self.until_s else None
 
     def refusal_of(self, pool: str, model: str, now_s: float) -> Refusal | None:
         """Return why requests for a model leave; None where they need not."""

@@ -18,6 +18,7 @@ from typing import Final
 from cluster.control.state import ClusterState, ModelState, WorkerState
 
 MAX_PRELOADS: Final = 128  # that one plan names; the next plan is a moment away
+JUST_ASKED_RATE: Final = 0.15  # `rate_short` with one request within the last seconds
 NEEDED_RATE: Final = 1e-3  # requests per second from which on a model must not lose its last worker
 
 
@@ -76,19 +77,25 @@ def target_replicas(
     speed = sum(speeds) / len(speeds) if speeds else 1.0
     switch_s = _switching_load(state)
     wanted_work = (arriving / policy.target_utilization + waiting_s / policy.drain_s + switch_s) / speed
-    is_used = waiting_s > 0 or any(any(worker.running.values()) for worker in state.workers.values())
-    raw = max(math.ceil(min(wanted_work, 1e9) - 1e-9), 1 if is_used else 0)
+    is_used = (
+        waiting_s > 0
+        or any(any(worker.running.values()) for worker in state.workers.values())
+        or any(model.rate_short > JUST_ASKED_RATE for model in models)
+    )
+    memory = _checked(memory, now_s)
+    is_silent = not is_used and _is_past(memory.idle_since_s, policy.to_zero_delay_s, now_s)
+    # What arrived long ago fades from the rates, and is never quite gone.
+    raw = 0 if is_silent else max(math.ceil(min(wanted_work, 1e9) - 1e-9), 1 if is_used else 0)
     reason = f"{arriving:.2f} workers' work arrives, {waiting_s:.1f} s of work waits, {switch_s:.2f} go into switches"
     if is_used and raw < current and (least_models := _workers_by_bytes(state)) > raw:
         raw = min(current, least_models)  # what is used now stays resident
         reason += f"; models in use fill {least_models}"
     bounded = min(max(raw, policy.min_workers), policy.max_workers)
-    memory = _checked(memory, now_s)
     if is_used:
         memory = ScalingMemory(memory.below_since_s, memory.highest_since, None)
     elif memory.idle_since_s is None:
         memory = ScalingMemory(memory.below_since_s, memory.highest_since, now_s)
-    if not is_used and bounded < 1 <= current and not _is_past(memory.idle_since_s, policy.to_zero_delay_s, now_s):
+    if not (is_used or is_silent) and bounded < 1 <= current:
         bounded = min(1, policy.max_workers)
         reason += "; the last worker stays for a while"
     if bounded >= current:
@@ -109,11 +116,15 @@ def target_replicas(
     return ScalePlan(target, reason, memory, preloads, leaving, _hand_overs(state, leaving))
 
 
-def _can_leave(state: ClusterState, worker: WorkerState) -> bool:
-    """Return whether a draining worker may end: nothing runs, and no wanted model is ready or coming only there."""
+def can_leave(state: ClusterState, worker: WorkerState) -> bool:
+    """Return whether a draining worker may end: nothing runs, and no wanted model is ready only there.
+
+    Where no other worker stays, nobody could take a model over.
+    """
     if any(worker.running.values()) or worker.leased:
         return False
-    return not _hand_overs(state, (worker.id,))
+    stays = any(not other.is_draining and other.id != worker.id for other in state.workers.values())
+    return not (stays and _hand_overs(state, (worker.id,)))
 
 
 def _switching_load(state: ClusterState) -> float:

@@ -1,7 +1,7 @@
-"""Models that need no order: a switch to them takes less than one of their requests. Pure.
+"""Models that need no order: a switch to them takes not much longer than a request. Pure.
 
-To wait for a worker that is planned would cost such a request more than the switch does, so the queue starts it at once
-on any worker, which switches by itself while the text is encoded. The queue gets the price of each worker, in seconds.
+To wait for a worker that is planned would cost such a request more than the switch does, so the queue starts it by
+itself (`places.py`), on an idle worker at once, and the worker switches while the text is encoded.
 """
 
 from __future__ import annotations
@@ -10,11 +10,22 @@ from collections.abc import Iterable, Mapping, Sequence
 from heapq import nlargest
 from typing import Final
 
+from cluster.control.plans import FreeStart
 from cluster.control.state import ClusterState, ModelState, WorkerState
 
 MAX_FREE: Final = 128  # models, the most wanted
+MAX_STARTS: Final = 512  # pairs of model and worker that are looked at, beside those that are ready
+LEAST_WORKERS: Final = 4
 LEAST_RATE: Final = 1e-4  # requests per second; a model that is asked for less often is not prepared for
-LOSS_SWITCHES: Final = 3.0  # a model that was taken away for nothing costs so many switches: there, back, and the queue
+FREE_REQUESTS: Final = 2.0  # a switch that takes no longer than so many usual requests needs no order
+
+
+def longest_free_s(state: ClusterState) -> float:
+    """Return how long a switch may take that needs no order: as some requests of the usual mix."""
+    rates = sum([model.rate_long for model in state.models.values()])
+    if not rates:
+        return 0.0
+    return FREE_REQUESTS * sum([model.rate_long * model.service_s for model in state.models.values()]) / rates
 
 
 def free_models(
@@ -26,64 +37,62 @@ def free_models(
     """
     if state.is_frozen:
         return frozenset()
+    longest_s = longest_free_s(state)
     found = [
         model
         for model in state.models.values()
         if (model.waiting or model.rate_long > LEAST_RATE)
         and not model.retry_in_s
-        and usual_fixed_s + model.components.total_bytes / usual_attach_bytes_per_s < model.service_s
+        and usual_fixed_s + model.components.total_bytes / usual_attach_bytes_per_s < max(model.service_s, longest_s)
     ]
     wanted = nlargest(MAX_FREE, found, key=_how_wanted)
-    return frozenset([model.id for model in wanted if any(_is_free_on(state, model, worker) for worker in workers)])
+    workers = _few(workers, len(wanted))
+    return frozenset(
+        [model.id for model in wanted if any(_is_free_on(state, model, each, longest_s) for each in workers)]
+    )
 
 
-def prices_of_free(
+def free_starts_of(
     state: ClusterState, free: Iterable[str], serving: Mapping[str, Sequence[str]], workers: Sequence[WorkerState]
-) -> dict[str, dict[str, float]]:
-    """Return what each free model costs on each worker where it may start.
+) -> dict[str, dict[str, FreeStart]]:
+    """Return the workers where each free model may start.
 
     `serving` are the workers of each model, `workers` those that may switch to one.
     """
-    total_rate = sum([model.rate_long for model in state.models.values()]) or 1.0
+    longest_s, ids = longest_free_s(state), list(free)
+    workers = _few(workers, len(ids))
     found = {}
-    for id_ in free:
+    for id_ in ids:
         model = state.models[id_]
-        prices = {name: 0.0 for name in serving.get(id_, ()) if id_ in state.workers[name].models}
+        starts = {}
         for worker in workers:
-            if worker.id not in prices and (price_s := _price_s(state, model, worker, serving, total_rate)) is not None:
-                prices[worker.id] = price_s
-        found[id_] = prices
+            if _is_free_on(state, model, worker, longest_s):
+                nbytes = state.bytes_together(worker, (*worker.models, id_))
+                starts[worker.id] = FreeStart(
+                    worker.fixed_switch_s + model.components.total_bytes / worker.attach_bytes_per_s
+                    if id_ in worker.models
+                    else state.switch_s(model, worker),
+                    id_ not in worker.models and nbytes <= worker.budget_bytes,
+                )
+        ready = [name for name in serving.get(id_, ()) if id_ in state.workers[name].models]
+        found[id_] = {name: FreeStart(0.0) for name in ready} | starts
     return found
 
 
-def _price_s(
-    state: ClusterState,
-    model: ModelState,
-    worker: WorkerState,
-    serving: Mapping[str, Sequence[str]],
-    total_rate: float,
-) -> float | None:
-    """Return the switch and what is lost with the model that goes; None where it takes longer or cannot be.
-
-    The model that goes is missed if it is asked for next and no other worker has it.
-    """
-    if not _is_free_on(state, model, worker):
-        return None
-    switch_s = state.switch_s(model, worker)
-    if state.bytes_together(worker, (*worker.models, model.id)) <= worker.budget_bytes:
-        return switch_s
-    chances = [
-        0.0 if len(serving.get(each, ())) > 1 else state.models[each].rate_long / total_rate
-        for each in worker.models
-        if each not in worker.pinned
-    ]
-    return switch_s * (1 + LOSS_SWITCHES * min(chances, default=0.0))
+def chances_of(state: ClusterState) -> dict[str, float]:
+    """Return how likely the next request is for each model that is asked for."""
+    total = sum([model.rate_long for model in state.models.values()])
+    return {id_: model.rate_long / total for id_, model in state.models.items() if model.rate_long > LEAST_RATE}
 
 
-def _is_free_on(state: ClusterState, model: ModelState, worker: WorkerState) -> bool:
+def _few(workers: Sequence[WorkerState], num_models: int) -> Sequence[WorkerState]:
+    return workers[: max(LEAST_WORKERS, MAX_STARTS // max(num_models, 1))]
+
+
+def _is_free_on(state: ClusterState, model: ModelState, worker: WorkerState, longest_s: float) -> bool:
     pinned = [id_ for id_ in worker.pinned if id_ in state.models]
     fits = state.bytes_together(worker, (*pinned, model.id)) <= worker.budget_bytes
-    return fits and state.switch_s(model, worker) <= model.service_s
+    return fits and state.switch_s(model, worker) <= max(model.service_s, longest_s)
 
 
 def _how_wanted(model: ModelState) -> tuple[int, float]:

@@ -11,7 +11,7 @@ priority. Requests that come back from a replica that died go before all others.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -141,6 +141,18 @@ class Lanes:
             if fronts:
                 return min(fronts)[2]
         return None
+
+    def beside(self, waiting: Waiting, models: Iterable[str]) -> Waiting | None:
+        """Return the first request of the same tenant and priority for one of the models; None where it must not pass.
+
+        It must not pass one that came back from a replica that died, nor the oldest of all after `max_overtakes`.
+        """
+        is_oldest = next(iter(self._ages), None) == waiting.ticket
+        if waiting.ticket in self._returned or (is_oldest and self._num_overtakes >= self.max_overtakes):
+            return None
+        lines = self._lane(waiting.ask).models
+        fronts = [next(iter(lines[model].values())) for model in models if model in lines]
+        return min(fronts, key=lambda front: front.number, default=None)
 
     def start(self, ticket: int, cost_s: float) -> Waiting:
         """Take a request out because it starts: its tenant is charged with `cost_s`, which it may cost."""

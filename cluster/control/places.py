@@ -2,6 +2,10 @@
 
 A request takes a share of a replica, and a replica is full when the shares of what it runs add up to 1. A request
 whose share does not fit beside others starts on a replica that runs nothing.
+
+A free start (`free_starts.py`) takes the replica where work, switch and the loss of what goes are least together. An
+idle replica takes it at once; one that runs other models, which must end first, only a request that has waited for some
+time: until then it serves what it has, and so fewer switches are needed.
 """
 
 from __future__ import annotations
@@ -12,8 +16,10 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from cluster.control.lanes import Waiting
+from cluster.control.plans import FreeStart
 
 MAX_RECENT: Final = 4  # models that a replica is believed to have at hand: the ones that it ran last
+LOSS_SWITCHES: Final = 3.0  # a model that was taken away for nothing costs so many switches: there, back, and the queue
 _ROUNDING: Final = 1e-9  # of shares that add up to 1
 
 
@@ -100,26 +106,45 @@ class Places:
         model: str,
         switch_s: float,
         among: Collection[str] | None = None,
-        prices: Mapping[str, float] | None = None,
+        free: Mapping[str, FreeStart] | None = None,
+        chances: Mapping[str, float] | None = None,
+        is_held: bool = False,
     ) -> str | None:
         """Return the replica with room where the wait is shortest; None when there is no room.
 
         The wait is the work that it has, and the switch to a model that it is not believed to have at hand. `among`:
-        the replicas that the model may start on, None for all. `prices` are known in place of that switch, and paid by
-        all that run there; where the model runs already, it costs nothing.
+        the replicas that the model may start on, None for all. `free` says what a switch costs where, `chances` how
+        likely each model is asked for next. While it `is_held`, it starts nowhere that other models have to end first.
         """
         best: tuple[float, float, str] | None = None
         for name, replica in self._replicas.items() if among is None else self._named(among):
             if replica.has_room(share):
-                if prices is None:
-                    missing_s = 0.0 if model in replica.recent else switch_s
+                if model in replica.recent:
+                    missing_s = 0.0
+                elif free is None or (start := free.get(name)) is None:
+                    missing_s = switch_s
+                elif start.is_beside:
+                    missing_s = start.switch_s * (1 + replica.models.total())
+                elif replica.models and is_held:
+                    continue
                 else:
-                    num_held_up = 1 + replica.models.total()
-                    missing_s = 0.0 if model in replica.models else prices.get(name, 0.0) * num_held_up
+                    missing_s = start.switch_s * (1 + LOSS_SWITCHES * self._loss(replica, chances or {}))
                 wait = replica.load_s + missing_s, replica.used, name
                 if best is None or wait < best:
                     best = wait
         return best[2] if best else None
+
+    def models_at_hand(self, name: str) -> Collection[str]:
+        """Return the models that a replica is believed to have."""
+        return self._replicas[name].recent
+
+    def _loss(self, replica: _Replica, chances: Mapping[str, float]) -> float:
+        """Return how likely the next request is for a model that goes and that no other replica has."""
+        lost = 1.0 if replica.recent else 0.0
+        for model in replica.recent:
+            is_alone = sum(model in other.recent for other in self._replicas.values()) == 1
+            lost = min(lost, chances.get(model, 0.0) if is_alone else 0.0)
+        return lost
 
     def has_room(self, share: float, among: Collection[str] | None = None) -> bool:
         """Return whether any replica, or any of those named, could start a request of that share."""
@@ -127,9 +152,14 @@ class Places:
             return any(replica.has_room(share) for replica in self._replicas.values())
         return any(replica.has_room(share) for _, replica in self._named(among))
 
-    def start(self, waiting: Waiting, name: str, now_s: float, latency_s: float) -> None:
-        """Count a request as running on a replica, where it is expected to take `latency_s`."""
+    def start(self, waiting: Waiting, name: str, now_s: float, latency_s: float, is_alone: bool = False) -> None:
+        """Count a request as running on a replica, where it is expected to take `latency_s`.
+
+        `is_alone`: other models go for its model.
+        """
         replica = self._replicas[name]
+        if is_alone and waiting.ask.model not in replica.recent:
+            replica.recent.clear()
         replica.advance(now_s)
         replica.used += waiting.ask.share
         replica.load_s += waiting.cost_s
@@ -169,10 +199,15 @@ class Places:
             self._replicas[name].recent.pop(model, None)
 
     def set_resident(self, resident: Mapping[str, Iterable[str]]) -> None:
-        """Believe that these models are at hand, by replica, and no others."""
+        """Believe that these models are at hand, by replica, and no others.
+
+        Not where something runs that is not among them: it started after those who say so have looked.
+        """
         for name, models in resident.items():
-            if name in self._replicas:
-                self._replicas[name].recent = OrderedDict.fromkeys(models)
+            replica = self._replicas.get(name)
+            if replica is not None and replica.models.keys() <= set(models):
+                last = [model for model in replica.recent if model in models]  # the order of use stays
+                replica.recent = OrderedDict.fromkeys([*(model for model in models if model not in last), *last])
 
     def start_in_s(self, ahead_s: float, now_s: float) -> float:
         """Return when a request would start that finds no room and has `ahead_s` replica seconds of work before it.

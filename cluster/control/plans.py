@@ -25,14 +25,24 @@ class Decision:
 
 
 @dataclass(frozen=True, slots=True)
+class FreeStart:
+    """A worker that a model may start on without an order: it switches by itself, in `switch_s`.
+
+    `is_beside`: the model fits beside all that is ready there, so nothing goes for it, and nothing has to end first.
+    """
+
+    switch_s: float
+    is_beside: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class SwitchPlan:
     """Orders, and the workers that serve each model or get ready for it. `notes` says what could not be planned.
 
-    Models in `free` need no order: they may start on each of the workers named, which switches by itself, and what that
-    costs there is said in seconds.
+    Models in `free` need no order: they may start on each of the workers named.
     """
 
     decisions: tuple[Decision, ...] = ()
     planned: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
-    free: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    free: Mapping[str, Mapping[str, FreeStart]] = field(default_factory=dict)

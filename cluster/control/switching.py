@@ -9,7 +9,7 @@ urgent first, and decides in request-seconds, the time that requests wait, added
 
 1.  *Need.* A model lacks a worker when requests wait and no worker has it, or when more wait than its workers have
     slots for, and longer than a switch of one more. A load that failed is backed off. Getting ready counts: a thousand
-    requests are one load. A model that switches faster than it serves needs no order (`free_starts.py`).
+    requests are one load. A model that switches about as fast as it serves needs no order (`free_starts.py`).
 2.  *Where.* On the worker with the least harm and wait together: the wait is the end of what must end first, and a
     switch that moves only what the worker (and its node) lacks, so the model that differs least is the cheapest.
 3.  *What goes.* Free bytes first; then the models with the least harm, until the bytes suffice. Components that a
@@ -41,8 +41,8 @@ from heapq import nlargest
 from itertools import islice
 from typing import Final, Literal
 
-from cluster.control.free_starts import LEAST_RATE, free_models, prices_of_free
-from cluster.control.plans import Decision, SwitchPlan
+from cluster.control.free_starts import LEAST_RATE, free_models, free_starts_of
+from cluster.control.plans import Decision, FreeStart, SwitchPlan
 from cluster.control.state import STALE_S, ClusterState, ModelState, WorkerState
 
 MAX_NEEDS: Final = 128  # models that one plan looks at, the most urgent; the next plan is a moment away
@@ -81,7 +81,7 @@ def plan_switches(state: ClusterState, policy: SwitchingPolicy = LATENCY_FIRST) 
         planning.prepare_ahead()
         planning.free_overfull_workers()
     free = planning.free_starts()
-    planned = planning.planned() | {id_: tuple(prices) for id_, prices in free.items() if prices}
+    planned = planning.planned() | {id_: tuple(starts) for id_, starts in free.items() if starts}
     return SwitchPlan(tuple(planning.decisions), planned, tuple(planning.notes), free)
 
 
@@ -378,10 +378,10 @@ class _Planning:
         self._serving.setdefault(model.id, []).append(worker.id)
         self._busy_s[worker.id] = option.ready_s
 
-    def free_starts(self) -> dict[str, dict[str, float]]:
-        """Return the workers, and their prices, of the models that need no order."""
+    def free_starts(self) -> dict[str, dict[str, FreeStart]]:
+        """Return the workers of the models that need no order."""
         able = [each for each in self._open if each.id not in self._taken and each.reserved_for is None]
-        return prices_of_free(self._state, self._free, self._serving, able[:FEW])
+        return free_starts_of(self._state, self._free, self._serving, able[:FEW])
 
     def planned(self) -> dict[str, tuple[str, ...]]:
         """Return the workers of each model; one that is about to leave serves on what no other has ready yet."""

@@ -16,18 +16,23 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final
 
-from cluster.actor_names import controller_name
+from cluster.actor_names import APP_NAME, controller_name
 from cluster.control.admission_records import AdmissionSnapshot, Placement
+from cluster.control.autoscaling import ScalingPolicy
 from cluster.control.state import SloClass
 from cluster.control.switching import LATENCY_FIRST, THROUGHPUT_FIRST
 from cluster.controller.deciding import Decided, Deciding, LoggedDecision, newest_first
-from cluster.controller.observing import CatalogEntry, Observations
+from cluster.controller.observing import WORKERS, CatalogEntry, Observations
 from cluster.controller.overrides import OverrideChange, Overrides, changed
 from cluster.controller.reports import News, Orders, WorkerReport
+from cluster.controller.scaling import Scaling
+from cluster.controller.serve_replicas import ServeReplicas
 from cluster.errors import OverrideRefused
 from cluster.ray_calls import connect_actor
 from cluster.registry.actor import WeightRegistry, connect_registry
 from cluster.registry.snapshot import RegistrySnapshot
+from cluster.telemetry import ControllerMetrics
+from configs.admission import ScalingConfig
 from configs.cluster import ClusterConfig
 
 __all__ = ["PLAN_LIVES_S", "Controller", "connect_controller"]
@@ -69,7 +74,11 @@ class Controller:
         self._decided_s = 0.0
         self._num_ticks = 0
         self._longest_tick_s = 0.0
+        self._metrics = ControllerMetrics()
+        self._scaling: Scaling | None = None  # None until Serve has said how many workers it was asked for
         self._tasks = [asyncio.ensure_future(work) for work in (self._decide_on(), self._follow_registry())]
+        if self._config.scaling is not None:
+            self._tasks.append(asyncio.ensure_future(self._scale(self._config.scaling)))
 
     async def report(self, name: str, report: WorkerReport | AdmissionSnapshot) -> None:
         """Take in the report of a worker or a queue. The next decision follows at once where it is news."""
@@ -141,6 +150,13 @@ class Controller:
                 }
                 for name, report in sorted(reports.items())
             ],
+            "scaling": {
+                "target": self._scaling.target,
+                "leaving": sorted(self._scaling.draining),
+                "reason": self._scaling.reason,
+            }
+            if self._scaling
+            else None,
             "planned": {model: list(workers) for model, workers in decided.plan.planned.items()} if decided else {},
         }
 
@@ -164,7 +180,11 @@ class Controller:
         began_s = time.monotonic()
         if self._registry.revision != self._catalog_revision:
             self._catalog_revision, self._observations.catalog = self._registry.revision, self._catalog()
-        decided = self._deciding.decide(self._overrides, began_s, time.time())
+        decided = self._deciding.decide(self._overrides, began_s, time.time(), self._scaling)
+        state = decided.observed.state if decided else self._observations.demand()
+        if self._scaling is not None and state is not None:
+            up_s = {name: report.up_s for name, report in self._observations.workers.items()}
+            self._scaling.follow(state, up_s, began_s)
         if decided is None:
             return
         self._decided, self._decided_s = decided, began_s
@@ -176,7 +196,12 @@ class Controller:
             self._lay_out(name, orders)
         for name in queues:
             self._lay_out(name, decided.placement)
-        self._longest_tick_s = max(self._longest_tick_s, time.monotonic() - began_s)
+        took_s = time.monotonic() - began_s
+        self._longest_tick_s = max(self._longest_tick_s, took_s)
+        num_held = sum([model.waiting for model in decided.observed.state.models.values()])
+        self._metrics.note_tick(took_s, [(one.action, one.model) for one in decided.new], num_held)
+        num_wanted = self._scaling.target if self._scaling else None
+        self._metrics.note_workers(len(decided.observed.state.workers), num_wanted)
 
     def _lay_out(self, name: str, content: Orders | Placement) -> None:
         desk = self._desks.get(name)
@@ -200,6 +225,24 @@ class Controller:
             except Exception as error:  # of Ray or the registry; the next round may do better
                 logger.warning("the registry does not answer: %s", str(error).partition("\n")[0])
             await asyncio.sleep(HELD_S)
+
+    async def _scale(self, config: ScalingConfig) -> None:
+        """Have Serve run as many workers as were decided on. What it was asked for last, an earlier life knew."""
+        replicas, asked = ServeReplicas(APP_NAME, WORKERS), -1
+        policy = ScalingPolicy(**config.model_dump())
+        while True:
+            try:
+                if self._scaling is None:
+                    asked = await replicas.target()
+                    self._scaling = Scaling(policy, asked)
+                elif (target := self._scaling.target) != asked:
+                    await replicas.set_target(target)
+                    logger.info("%d workers instead of %d: %s", target, asked, self._scaling.reason)
+                    asked = target
+            except Exception as error:  # of Ray or Serve; while it is away nobody scales
+                logger.warning("Serve does not scale: %s", str(error).partition("\n")[0])
+                await asyncio.sleep(HELD_S)
+            await asyncio.sleep(self._config.tick_s)
 
     def _catalog(self) -> Mapping[str, CatalogEntry]:
         return {

@@ -15,11 +15,13 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from cluster.control.admission_records import Placement, Refusal
-from cluster.control.plans import Decision, SwitchPlan
+from cluster.control.free_starts import chances_of
+from cluster.control.plans import Decision, FreeStart, SwitchPlan
 from cluster.control.switching import SwitchingPolicy, plan_switches
 from cluster.controller.observing import Observations, Observed
 from cluster.controller.overrides import Overrides
 from cluster.controller.reports import Order, OrderOutcome, Orders, WorkerReport
+from cluster.controller.scaling import Scaling
 
 UNCONFIRMED_S: Final = 1.0  # an order that no report confirms is given anew
 PREFETCH_S: Final = 5.0  # a prefetch is not repeated for so long
@@ -43,12 +45,16 @@ class LoggedDecision:
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """One moment's outcome: where requests start, the orders by worker, and the plan with its notes."""
+    """One moment's outcome: where requests start, the orders by worker, and the plan with its notes.
+
+    `new` are the decisions that no moment before had.
+    """
 
     placement: Placement
     orders: Mapping[str, Orders]
     plan: SwitchPlan
     observed: Observed
+    new: tuple[Decision, ...] = ()
 
 
 @dataclass(slots=True)
@@ -79,8 +85,15 @@ class Deciding:
         self._waits_since: dict[str, float] = {}
         self._by_order: OrderedDict[str, LoggedDecision] = OrderedDict()
 
-    def decide(self, overrides: Overrides, now_s: float, wall_s: float) -> Decided | None:
-        """Return what holds from now on; None as long as too little was heard. `wall_s` is for the log."""
+    def decide(
+        self, overrides: Overrides, now_s: float, wall_s: float, scaling: Scaling | None = None
+    ) -> Decided | None:
+        """Return what holds from now on; None as long as too little was heard. `wall_s` is for the log.
+
+        Workers that leave by `scaling` drain, and those that come get ready for what they are there for.
+        """
+        if scaling is not None and scaling.draining:
+            overrides = overrides.model_copy(update={"draining": overrides.draining | scaling.draining})
         self._observations.forget_silent(now_s)
         self._settle(now_s)
         observed = self._observations.observe(now_s, overrides, self._told())
@@ -94,9 +107,12 @@ class Deciding:
         }
         observed = replace(observed, state=replace(observed.state, workers=workers))
         plan = plan_switches(observed.state, self._policy)
-        self._give(plan.decisions, now_s, wall_s)
+        if scaling is not None:
+            preloads = scaling.preload_orders(observed.state, [one.worker for one in plan.decisions])
+            plan = replace(plan, decisions=(*plan.decisions, *preloads))
+        new = self._give(plan.decisions, now_s, wall_s)
         placement = self._placement(observed, plan, now_s)
-        return Decided(placement, self._orders(observed, now_s), plan, observed)
+        return Decided(placement, self._orders(observed, now_s), plan, observed, new)
 
     def _told(self) -> dict[str, tuple[str, float]]:
         return {
@@ -129,7 +145,9 @@ class Deciding:
             if outcome.order in self._by_order:
                 self._by_order[outcome.order].outcome = outcome
 
-    def _give(self, decisions: Sequence[Decision], now_s: float, wall_s: float) -> None:
+    def _give(self, decisions: Sequence[Decision], now_s: float, wall_s: float) -> tuple[Decision, ...]:
+        """Write down what was decided, and give the orders that were not given yet. Returns what is new."""
+        new = []
         self._book.reserved = {one.worker: one.model for one in decisions if one.action == "drain"}
         going_on = {(one.action, one.worker, one.model) for one in decisions}
         for decision in decisions:
@@ -137,6 +155,7 @@ class Deciding:
             if decision.action == "drain":
                 if (decision.action, decision.worker, decision.model) not in self._going_on:
                     self.log.append(logged)
+                    new.append(decision)
                 continue
             given = self._book.given.setdefault(decision.worker, [])
             if any(one.order.action == decision.action and one.order.model == decision.model for one in given):
@@ -145,10 +164,12 @@ class Deciding:
             order = Order(logged.order, decision.action, decision.model, decision.evict, decision.switch_s)
             given.append(_Given(order, now_s))
             self.log.append(logged)
+            new.append(decision)
             self._by_order[order.id] = logged
             if len(self._by_order) > MAX_DECISIONS:
                 self._by_order.popitem(last=False)
         self._going_on = going_on
+        return tuple(new)
 
     def _orders(self, observed: Observed, now_s: float) -> dict[str, Orders]:
         """Return the orders of every worker. When one does not tell the needs of models, another one is asked."""
@@ -172,7 +193,7 @@ class Deciding:
         self._waits_since = {model: self._waits_since.get(model, now_s) for model in observed.waits}
         replicas: dict[tuple[str, str], tuple[str, ...]] = {}
         unservable: dict[tuple[str, str], Refusal] = {}
-        prices: dict[tuple[str, str], Mapping[str, float]] = {}
+        free: dict[tuple[str, str], Mapping[str, FreeStart]] = {}
         most_bytes = max((worker.budget_bytes for worker in state.workers.values()), default=0)
         for model in observed.names if state.workers else ():
             known = state.models.get(model)
@@ -184,7 +205,7 @@ class Deciding:
                 continue
             if plan.free.get(model):
                 replicas[pool, model] = tuple(plan.free[model])
-                prices[pool, model] = plan.free[model]
+                free[pool, model] = plan.free[model]
                 continue
             reports = self._observations.workers
             ready = replicas[pool, model] = tuple(
@@ -198,7 +219,13 @@ class Deciding:
             elif not (ready or is_coming) and state.is_frozen:
                 text = "no worker has it ready, and nothing is switched while the cluster is frozen (`atelier thaw`)"
                 unservable[pool, model] = Refusal("unservable", text=text)
-        return Placement(replicas, unservable=unservable, prices=prices)
+        return Placement(
+            replicas,
+            unservable=unservable,
+            free=free,
+            chances=chances_of(state) if free else {},
+            ready={name: worker.models for name, worker in state.workers.items()},
+        )
 
 
 def _is_ready(model: str, observed: Observed, worker: str, report: WorkerReport | None) -> bool:

@@ -14,10 +14,12 @@ from typing import Final
 
 from cluster.control.admission_records import AdmissionSnapshot, ModelLoad
 from cluster.control.checking import usable_state
+from cluster.control.free_starts import FREE_REQUESTS
 from cluster.control.places import ReplicaLoad
 from cluster.control.state import (
     LONGEST_RETRY_S,
     LOST_S,
+    NOTHING,
     ClusterState,
     Components,
     ModelState,
@@ -30,6 +32,7 @@ from cluster.controller.reports import LoadFailure, ModelNeed, WorkerReport
 
 QUEUE_LOST_S: Final = 1.5  # a queue that is silent for so long is that of an ingress that is gone
 MAX_DESCRIBED: Final = 256  # models whose needs are known although nobody has asked for them
+WORKERS: Final = "worker"  # the pool of workers, until one has said it
 WARM_UP_S: Final = 3.0  # of a new controller, until it decides without workers that it has not heard of yet
 
 
@@ -177,11 +180,30 @@ class Observations:
             backoffs,
         )
 
+    def demand(self) -> ClusterState | None:
+        """Return what is asked for while there is no worker at all; None when there is one, or no queue."""
+        if not self._queues or self._workers or self._listed(WORKERS):
+            return None
+        models = [
+            ModelState(
+                id_,
+                self._components.get(id_, NOTHING),
+                load.waiting,
+                max(0.0, load.oldest_age_s),
+                rate_short=load.rate_short,
+                rate_long=load.rate_long,
+                service_s=load.service_s or 1.0,
+                slo=self._slo_of(id_),
+            )
+            for id_, load in self._loads(WORKERS).items()
+        ]
+        return usable_state(models, ())
+
     # models
 
     def _model(self, id_: str, load: ModelLoad | None, backoff: Backoff | None, usual_s: float | None) -> ModelState:
-        # Of no model at all a request was measured: as long as a switch, so that neither weighs more than the other.
-        usual_service_s = self._switch_s(id_) if usual_s is None else usual_s
+        # Of no model at all a request was measured: so short that no switch counts as cheap before one was.
+        usual_service_s = self._switch_s(id_) / FREE_REQUESTS if usual_s is None else usual_s
         retry_in_s = max(0.0, backoff.retry_in_s) if backoff else 0.0
         if load is None:
             return ModelState(
@@ -282,7 +304,7 @@ class Observations:
     # queues
 
     def _pool(self) -> str:
-        return next((report.pool for report, _ in self._workers.values()), "")
+        return next((report.pool for report, _ in self._workers.values()), WORKERS)
 
     def _loads_of_replicas(self) -> Iterator[tuple[ReplicaLoad, ...]]:
         for snapshot, _ in self._queues.values():

@@ -43,7 +43,8 @@ class WorkerReport:
 
     `ready` and `coming` components occupy the budget, in bytes; `leased` ones are in use, `pinned` ones stay by hand.
     `taken` are ids of the last orders that it has begun, `outcomes` the ends of some. `needs` answers the last
-    question. `budget_bytes` is what the bytes of its components, each counted whole, may add up to.
+    question. `budget_bytes` is what the bytes of its components, each counted whole, may add up to. `up_s` is how long
+    it has been there.
     """
 
     pool: str
@@ -64,6 +65,7 @@ class WorkerReport:
     outcomes: tuple[OrderOutcome, ...] = ()
     failures: Mapping[str, LoadFailure] = field(default_factory=dict)
     needs: Mapping[str, ModelNeed] = field(default_factory=dict)
+    up_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

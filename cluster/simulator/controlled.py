@@ -11,6 +11,7 @@ from typing import Any, Final
 from cluster.control.admission import AdmissionQueue
 from cluster.control.admission_records import ModelLoad, Placement, Started
 from cluster.control.checking import usable_state
+from cluster.control.free_starts import chances_of
 from cluster.control.lanes import Ask
 from cluster.control.plans import Decision, SwitchPlan
 from cluster.control.state import ClusterState, Components, ModelState, WorkerState, retry_after_s
@@ -58,6 +59,7 @@ class Controlled:
         self._requests: dict[int, SimRequest] = {}  # by ticket, from arrival to end
         self._tickets: dict[int, int] = {}  # by `id` of the request
         self._num_ended = 0
+        self._look_again_s = math.inf
         self._unready: dict[str, deque[SimRequest]] = {id_: deque() for id_ in world.workers}
         self._switch_s: dict[int, float] = {}  # of what waited for it on a worker, by ticket
         self._began_s: dict[int, float] = {}
@@ -153,6 +155,11 @@ class Controlled:
                     self._began_s[event.ticket] = self._world.now_s
                     self._unready[event.replica].append(request)
                     self._serve_unready(worker)
+        again_s = self._queue.look_again_s()
+        if self._world.now_s < again_s < self._look_again_s or self._look_again_s <= self._world.now_s < again_s:
+            self._look_again_s = again_s
+            if again_s < math.inf:
+                self._world.call_at(again_s, self._pump)
 
     def _serve_unready(self, worker: WorkerInWorld) -> None:
         """Start what its worker has got ready for by now, and let it switch to what comes next."""
@@ -204,7 +211,6 @@ class Controlled:
                 self._world.evict(worker, decision.model)
             elif self._world.switch(worker, decision.model, decision.evict):
                 self._loading.add(worker.spec.id)
-        self._queue.set_resident(POOL, {id_: worker.models for id_, worker in self._world.workers.items()})
         self._placement = _placement_of(self.state, self.plan, now_s + PLAN_HOLDS_S)
         self._queue.set_placement(self._placement)
         self._pump()
@@ -271,8 +277,14 @@ def _placement_of(state: ClusterState, plan: SwitchPlan, until_s: float) -> Plac
         )
         for id_ in state.models
     }
-    replicas |= {(POOL, id_): tuple(prices) for id_, prices in plan.free.items() if prices}
-    return Placement(replicas, until_s, prices={(POOL, id_): prices for id_, prices in plan.free.items()})
+    replicas |= {(POOL, id_): tuple(starts) for id_, starts in plan.free.items() if starts}
+    return Placement(
+        replicas,
+        until_s,
+        free={(POOL, id_): starts for id_, starts in plan.free.items() if starts},
+        chances=chances_of(state),
+        ready={id_: worker.models for id_, worker in workers.items()},
+    )
 
 
 _LIES: Final[dict[str, Any]] = {

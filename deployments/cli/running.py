@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import ray
 
-from cluster.actor_names import NAMESPACE, registry_name
+from cluster.actor_names import APP_NAME, NAMESPACE, registry_name
 from cluster.door.door_plan import DoorPlan, plan_door
 from cluster.errors import ProxyUnavailable, SessionError
 from cluster.registry.directory import ModelRecord
@@ -26,7 +26,6 @@ __all__ = ["APP_NAME", "START_TIMEOUT_S", "check_devices", "cluster_up", "stop_o
 
 _logger = logging.getLogger("atelier")
 
-APP_NAME = "atelier"
 START_TIMEOUT_S = 300.0
 _POLL_S = 0.2
 _PROGRESS_POLL_S = 0.5
@@ -188,7 +187,8 @@ def _start_serve(config: ClusterConfig, door: DoorPlan | None) -> None:
         controller_options={"runtime_env": {"env_vars": environment}},
     )
     try:
-        serve.run(app, name=APP_NAME, route_prefix="/")
+        scales = config.controller.scaling is not None
+        serve.run(app, name=APP_NAME, route_prefix="/", external_scaler_enabled=scales)
     except RuntimeError as error:
         raise SessionError(f"the application did not start: {error}") from error
 

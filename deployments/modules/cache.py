@@ -11,11 +11,10 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from deployments.errors import ModelUnavailable
 from deployments.modules.built_modules import (
@@ -34,6 +33,7 @@ from deployments.modules.device_tier import DeviceTier, KeptExtents, LeasedExten
 from deployments.modules.loading import Builder, Filling, fill_slots, locate_parts, switch_report
 from deployments.modules.manifest_versions import FetchManifest, ManifestVersions
 from deployments.modules.resident_modules import Occupancy, ResidentModules, Taken
+from deployments.modules.switches import SwitchLog
 from deployments.records import SwitchReport
 from deployments.tasks import shared_task
 from weights.errors import BudgetExceeded, ExtentCorrupt
@@ -41,7 +41,6 @@ from weights.manifest import Component, ExtentRef, Manifest
 
 Wants = Callable[[Component], bool]
 MAX_WAIT_FOR_ROOM_S = 60.0
-MAX_REPORTS: Final = 5
 
 logger = logging.getLogger("atelier.replica")
 
@@ -123,8 +122,7 @@ class ModuleCache:
         self._damaged: set[str] = set()
         self._pinned: dict[str, tuple[str, Wants]] = {}  # by model the version, and what of it
         self._tasks: set[asyncio.Task[None]] = set()
-        self._reports: OrderedDict[str, SwitchReport] = OrderedDict()
-        self._num_switches = 0
+        self.switches = SwitchLog()
 
     async def manifest(self, model: str, version: str | None = None) -> Manifest:
         """Return the manifest of `version`, or of any that is known. Raises what the registry raises."""
@@ -163,11 +161,8 @@ class ModuleCache:
         try:
             report = switch_report(model, (self._clock() - start) * 1e3, slots, taken.fresh, built)
             if taken.fresh:
-                self._num_switches += 1
-                self._reports[model] = report
-                self._reports.move_to_end(model)
-                while len(self._reports) > MAX_REPORTS:
-                    self._reports.popitem(last=False)
+                nbytes = sum(sum(parts[name].footprint.values()) for name in taken.fresh)
+                self.switches.note(model, nbytes, report)
             yield Lease(self, manifest, self.skeleton(manifest), slots, report)
             if damaged := [name.name for name, slot in slots.items() if slot.is_condemned]:
                 raise ModelUnavailable(
@@ -255,9 +250,8 @@ class ModuleCache:
         return self._modules.describe() | {
             "device": self._device,
             "num_waiting": self._modules.num_waiting,
-            "num_switches": self._num_switches,
             "arena": asdict(arena) if arena else None,
-            "last_switches": {model: asdict(report) for model, report in self._reports.items()},
+            **self.switches.describe(),
         }
 
     # pins

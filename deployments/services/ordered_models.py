@@ -16,16 +16,14 @@ from typing import Any, Final
 
 from cluster.control.state import LONGEST_RETRY_S
 from cluster.controller.reports import LoadFailure, ModelNeed, Order, OrderOutcome, Orders, WorkerReport
-from deployments.modules.built_modules import PartName, Wanted
+from deployments.modules.built_modules import Wanted
 from deployments.modules.cache import ModuleCache, Wants
-from deployments.records import SwitchReport
 from deployments.tasks import shared_task
 from weights.manifest import Manifest
 
-__all__ = ["OrderedModels", "SwitchSpeeds"]
+__all__ = ["OrderedModels"]
 
 MAX_REMEMBERED: Final = 64  # orders
-_NEW: Final = 0.3  # weight of a new measurement
 
 logger = logging.getLogger("atelier.replica")
 
@@ -42,34 +40,6 @@ class _Failed:
     num: int
     at_s: float
     error: str
-
-
-@dataclass(slots=True)
-class SwitchSpeeds:
-    """The measured speeds of switches, in bytes of the budget: moving averages.
-
-    A switch takes `fixed_s`, and its bytes' time from the node's memory, and from storage or a peer where the node has
-    them not.
-    """
-
-    fixed_s: float = 0.0
-    attach_bytes_per_s: float = 10e9
-    load_bytes_per_s: float = 2e9
-    num_measured: int = 0
-
-    def learn(self, nbytes: int, took_s: float, report: SwitchReport) -> None:
-        """Learn from a switch that took `nbytes` of the budget, and so long in all."""
-        if not report.built or not nbytes:
-            return
-        attach_s = max(report.attach_ms / 1e3, 1e-6)
-        new = _NEW if self.num_measured else 1.0
-        self.fixed_s += new * (max(0.0, took_s - attach_s) - self.fixed_s)
-        if report.storage_bytes == 0:
-            self.attach_bytes_per_s += new * (nbytes / attach_s - self.attach_bytes_per_s)
-        else:
-            load_s = max(attach_s - nbytes / self.attach_bytes_per_s, 1e-6)
-            self.load_bytes_per_s += new * (nbytes / load_s - self.load_bytes_per_s)
-        self.num_measured += 1
 
 
 class OrderedModels:
@@ -94,7 +64,7 @@ class OrderedModels:
         self._node = node
         self._slots = slots
         self._clock = clock
-        self._speeds = SwitchSpeeds()
+        self._began_s = clock()
         self._taken: deque[str] = deque(maxlen=MAX_REMEMBERED)
         self._outcomes: deque[OrderOutcome] = deque(maxlen=MAX_REMEMBERED // 4)
         self._switches: dict[str, _Switch] = {}  # by order
@@ -109,7 +79,7 @@ class OrderedModels:
         for model, failed in list(self._failed.items()):
             if now_s - failed.at_s > 2 * LONGEST_RETRY_S:
                 del self._failed[model]
-        switch = next(iter(self._switches.values()), None)
+        switch, speeds = next(iter(self._switches.values()), None), self._cache.switches.speeds
         return WorkerReport(
             self._pool,
             self._node,
@@ -122,9 +92,9 @@ class OrderedModels:
             self._slots,
             switching_to=switch.model if switch else None,
             ready_in_s=max(0.0, switch.ready_s - now_s) if switch else 0.0,
-            fixed_switch_s=self._speeds.fixed_s,
-            attach_bytes_per_s=self._speeds.attach_bytes_per_s,
-            load_bytes_per_s=self._speeds.load_bytes_per_s,
+            fixed_switch_s=speeds.fixed_s,
+            attach_bytes_per_s=speeds.attach_bytes_per_s,
+            load_bytes_per_s=speeds.load_bytes_per_s,
             taken=tuple(self._taken),
             outcomes=tuple(self._outcomes),
             failures={
@@ -132,6 +102,7 @@ class OrderedModels:
                 for model, failed in self._failed.items()
             },
             needs=dict(self._needs),
+            up_s=now_s - self._began_s,
         )
 
     def obey(self, orders: Orders) -> None:
@@ -176,14 +147,11 @@ class OrderedModels:
 
     async def _switch(self, manifest: Manifest, evict: Collection[str]) -> None:
         """Let models go, but for what the next one shares with them, and get that one ready."""
-        began_s, parts = self._clock(), self._cache.parts(manifest, self._wants)
-        keep = {part.component.module_key for part in parts.values()}
+        keep = {part.component.module_key for part in self._cache.parts(manifest, self._wants).values()}
         for model in evict:
             self._cache.evict(model, keep)
-        async with self._cache.lease(manifest.model, self._wants, version=manifest.fingerprint) as lease:
-            fresh = [parts[name] for built in lease.report.built if (name := PartName(built)) in parts]
-            nbytes = sum(sum(part.footprint.values()) for part in fresh)
-            self._speeds.learn(nbytes, self._clock() - began_s, lease.report)
+        async with self._cache.lease(manifest.model, self._wants, version=manifest.fingerprint):
+            pass
 
     async def _describe(self, asked: Collection[tuple[str, str]]) -> None:
         """Find out what each model would take of the budget. The answers before are forgotten: they have been heard."""

@@ -75,6 +75,14 @@ class BackoffStatus(TypedDict):
     error: str
 
 
+class ScalingStatus(TypedDict):
+    """The workers that Serve was asked for, those that are about to leave, and why there are so many."""
+
+    target: int
+    leaving: list[str]
+    reason: str
+
+
 class DecisionsAnswer(Answer):
     """The last decisions, newest first, and what the next one is made of. `planned` has the workers of each model.
 
@@ -92,6 +100,7 @@ class DecisionsAnswer(Answer):
     backoffs: dict[str, BackoffStatus] = Field({})
     workers: list[WorkerStatus] = Field([])
     planned: dict[str, list[str]] = Field({})
+    scaling: ScalingStatus | None = None
 
 
 class _Asking:

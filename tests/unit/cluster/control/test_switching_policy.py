@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from cluster.control.checking import usable_state
-from cluster.control.plans import Decision, SwitchPlan
+from cluster.control.plans import Decision, FreeStart, SwitchPlan
 from cluster.control.state import BATCH, INTERACTIVE, Components, ModelState, WorkerState
 from cluster.control.switching import THROUGHPUT_FIRST, plan_switches
 
@@ -158,18 +158,23 @@ def test_one_that_waits_is_no_reason_for_a_second_worker() -> None:
     assert only(plan_of([many], [here, worker("w1", **fast)])).worker == "w1"
 
 
-def test_a_switch_that_takes_less_than_a_request_needs_no_order() -> None:
-    hot, rare, cold = model("hot", rate_long=4.0), model("rare", rate_long=0.1), model("cold", 1, 0.0, service_s=2.0)
-    fast = {"attach_bytes_per_s": 20e9}  # half a second
+def test_a_switch_that_takes_little_longer_than_a_request_needs_no_order() -> None:
+    hot, rare, cold = model("hot", rate_long=4.0), model("rare", rate_long=0.1), model("cold", 1, 0.0, service_s=0.1)
+    fast = {"attach_bytes_per_s": 8e9}  # 1.25 s, and the usual request takes 1 s
     homes = [worker("w0", hot, **fast), worker("w1", rare, running={"rare": 1}, **fast)]
     plan = plan_of([hot, rare, cold], homes)
     assert plan.decisions == ()
-    prices = plan.free["cold"]
-    assert 0.5 <= prices["w1"] < prices["w0"]  # the hot model would be missed at once
+    assert plan.free["cold"] == {name: FreeStart(1.25) for name in ("w0", "w1")}
+    assert plan.free["hot"]["w0"] == FreeStart(1.25)  # what it costs there after another one
     assert set(plan.planned["cold"]) == {"w0", "w1"}
-    dear = plan_of([hot, rare, replace(cold, service_s=0.4, oldest_age_s=5.0)], homes)
-    assert "cold" not in dear.free
+    roomy = replace(homes[0], budget_bytes=20 * GB)
+    assert plan_of([hot, rare, cold], [roomy]).free["cold"] == {"w0": FreeStart(1.25, is_beside=True)}
+    slow = [replace(home, attach_bytes_per_s=4e9) for home in homes]
+    dear = plan_of([hot, rare, replace(cold, oldest_age_s=8.0)], slow)
+    assert dear.free == {}
     assert only(dear).model == "cold"
+    unread = plan_of([hot, rare, cold], [replace(home, load_bytes_per_s=8e9) for home in homes], {"n": set()})
+    assert "cold" not in unread.free
     for by_hand in ({"is_frozen": True}, {"pinned": frozenset({"hot"})}, {"is_draining": True}):
         assert "w0" not in plan_of([hot, rare, cold], [replace(homes[0], **by_hand), homes[1]]).free["cold"]
     assert plan_of([hot, rare, cold], homes, is_frozen=True).free == {}

@@ -7,7 +7,7 @@ import random
 
 from unit.cluster.control.random_states import random_records
 
-from cluster.control.autoscaling import ScalePlan, ScalingMemory, ScalingPolicy, _can_leave, target_replicas
+from cluster.control.autoscaling import ScalePlan, ScalingMemory, ScalingPolicy, can_leave, target_replicas
 from cluster.control.checking import usable_state
 from cluster.control.state import ClusterState, Components, ModelState, WorkerState
 
@@ -77,6 +77,18 @@ def test_to_zero_after_silence_and_back_with_one_request() -> None:
     assert (plan.target, plan.preloads) == (1, ("a",))
 
 
+def test_a_rate_that_fades_is_no_reason_for_the_last_worker() -> None:
+    clock = Clock(1)
+
+    def faded(now_s: float) -> ClusterState:  # sixty requests at 0 s, as the queue counts them
+        rates = {"rate_short": 12 * math.exp(-now_s / 5), "rate_long": math.exp(-now_s / 60)}
+        return state_of([model("a", **rates)], [worker("w0", model("a"))])
+
+    targets = {now_s: clock.ask(faded(now_s), now_s).target for now_s in range(0, 500, 5)}
+    assert targets[300] == 1
+    assert targets[400] == 0
+
+
 def test_a_request_meanwhile_starts_the_silence_anew() -> None:
     clock = Clock(1)
     silent = state_of([model("a")], [worker("w0")])
@@ -104,12 +116,12 @@ def test_the_least_missed_leave_and_sole_holders_hand_over() -> None:
     assert len(plan.leaving) == 4
     # Three may go without a word; the fourth holds what nobody else has.
     assert plan.hand_overs == (("w1", "rare"),)
-    assert _can_leave(state, workers[3])
-    assert not _can_leave(state, workers[1])
+    assert can_leave(state, workers[3])
+    assert not can_leave(state, workers[1])
     handed = state_of([hot, rare, dead], [*workers, worker("w5", rare)])
-    assert _can_leave(handed, handed.workers["w1"])
+    assert can_leave(handed, handed.workers["w1"])
     running = worker("w3", dead, running={"dead": 1})
-    assert not _can_leave(state_of([hot, rare, dead], [running]), running)
+    assert not can_leave(state_of([hot, rare, dead], [running]), running)
 
 
 def test_bounds_hold_and_broken_clocks_do_no_harm() -> None:

@@ -9,8 +9,7 @@ from unit.deployments.modules.test_module_cache import Host
 
 from cluster.control.state import LONGEST_RETRY_S
 from cluster.controller.reports import Order, Orders, WorkerReport
-from deployments.records import SwitchReport
-from deployments.services.ordered_models import OrderedModels, SwitchSpeeds
+from deployments.services.ordered_models import OrderedModels
 
 
 class Ordered(OrderedModels):
@@ -126,13 +125,8 @@ async def test_a_prefetch_builds_nothing(ordered: Ordered) -> None:
     assert (report.ready, report.switching_to) == ({}, None)
 
 
-def test_speeds_are_learned_from_what_switches_took() -> None:
-    speeds = SwitchSpeeds()
-    warm = SwitchReport("m", 120.0, 100.0, 10.0, 10, ("unet",), ())
-    speeds.learn(1000, 0.15, warm)
-    assert (speeds.fixed_s, speeds.attach_bytes_per_s) == (pytest.approx(0.05), pytest.approx(10_000))
-    speeds.learn(1000, 0.65, SwitchReport("m", 120.0, 600.0, 10.0, 10, ("unet",), (), storage_bytes=10))
-    assert speeds.load_bytes_per_s < 2e9
-    speeds.learn(0, 0.65, warm)
-    speeds.learn(10, 0.65, SwitchReport("m", 1.0, 0.0, 0.0, 0, (), ("unet",)))
-    assert speeds.num_measured == 2
+async def test_a_switch_of_a_request_is_measured_like_an_ordered_one(ordered: Ordered) -> None:
+    before = (await ordered.report()).attach_bytes_per_s
+    async with ordered.host.lease("a", lambda component: True):
+        pass
+    assert (await ordered.report()).attach_bytes_per_s != before

@@ -1,0 +1,78 @@
+"""The switches of one replica: how many there were, the last of each model, and how fast they are.
+
+Whoever began a switch, a request or an order, it counts: the controller weighs orders by what a switch takes here.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import asdict, dataclass, field
+from typing import Any, Final
+
+from deployments.records import SwitchReport
+
+__all__ = ["SwitchLog", "SwitchSpeeds"]
+
+MAX_REPORTS: Final = 5
+_NEW: Final = 0.3  # weight of a new measurement
+
+
+@dataclass(slots=True)
+class SwitchSpeeds:
+    """The measured speeds of switches, in bytes of the budget: moving averages.
+
+    A switch takes `fixed_s`, and its bytes' time from the node's memory, and from storage or a peer where the node has
+    them not.
+    """
+
+    fixed_s: float = 0.0
+    attach_bytes_per_s: float = 10e9
+    load_bytes_per_s: float = 2e9
+    num_attached: int = 0
+    num_loaded: int = 0
+
+    def learn(self, nbytes: int, report: SwitchReport) -> None:
+        """Learn from a switch that took `nbytes` of the budget. The wait for room is no part of it: it is others' work.
+
+        Components that take nothing of the budget cost their time whatever their bytes.
+        """
+        if not report.built or (report.storage_bytes and not nbytes):  # the latter was mostly reading
+            return
+        attach_s = max(report.attach_ms / 1e3, 1e-6)
+        fixed_s = report.build_ms / 1e3 + (0.0 if nbytes else attach_s)
+        self.fixed_s += _weight(self.num_attached + self.num_loaded) * (fixed_s - self.fixed_s)
+        if report.storage_bytes:
+            load_s = max(attach_s - nbytes / self.attach_bytes_per_s, 1e-6)
+            self.load_bytes_per_s += _weight(self.num_loaded) * (nbytes / load_s - self.load_bytes_per_s)
+            self.num_loaded += 1
+            return
+        if nbytes:
+            self.attach_bytes_per_s += _weight(self.num_attached) * (nbytes / attach_s - self.attach_bytes_per_s)
+        self.num_attached += 1
+
+
+def _weight(num_measured: int) -> float:
+    return _NEW if num_measured else 1.0
+
+
+@dataclass(slots=True)
+class SwitchLog:
+    """The count, the last report of some models, the newest last, and the speeds."""
+
+    num_switches: int = 0
+    speeds: SwitchSpeeds = field(default_factory=SwitchSpeeds)
+    _reports: OrderedDict[str, SwitchReport] = field(default_factory=OrderedDict)
+
+    def note(self, model: str, nbytes: int, report: SwitchReport) -> None:
+        """Count a switch that took `nbytes` of the budget."""
+        self.num_switches += 1
+        self.speeds.learn(nbytes, report)
+        self._reports[model] = report
+        self._reports.move_to_end(model)
+        while len(self._reports) > MAX_REPORTS:
+            self._reports.popitem(last=False)
+
+    def describe(self) -> dict[str, Any]:
+        """Return the count and the reports, JSON-able."""
+        reports = {model: asdict(report) for model, report in self._reports.items()}
+        return {"num_switches": self.num_switches, "last_switches": reports}

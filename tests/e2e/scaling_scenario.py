@@ -1,0 +1,51 @@
+"""One worker that becomes two under a burst, none in silence, and one again with the next request.
+
+Runs in a process of its own, and prints what it saw as one line of JSON. Argument: a folder for the store.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+from e2e.controller_scenario import ask, config_of, decisions
+from integration.harness import replica_processes, wait_for
+
+from deployments.cli.running import cluster_up
+
+NUM_REQUESTS = 60
+SCALING = {"min_workers": 0, "max_workers": 2, "drain_s": 1.0, "downscale_delay_s": 1.0, "to_zero_delay_s": 2.0}
+
+
+def main(folder: Path) -> None:
+    config = config_of(folder / "store", {"scaling": SCALING})
+    config = config.model_copy(update={"worker": config.worker.model_copy(update={"num_replicas": 1})})
+    with cluster_up(config, "none") as url:
+        print(json.dumps(observed(url)))
+
+
+def observed(url: str) -> dict[str, Any]:
+    began_s = time.monotonic()
+    with httpx.Client(base_url=url, timeout=120) as http, ThreadPoolExecutor(NUM_REQUESTS) as pool:
+        burst = pool.map(lambda number: ask(http, "digits-flux", number), range(NUM_REQUESTS))
+        wait_for(lambda: decisions(url)["scaling"]["target"] == 2, "two workers to be wanted")
+        wanted_s = time.monotonic() - began_s
+        wait_for(lambda: len(replica_processes("worker")) == 2, "two workers")
+        answers = Counter(burst)
+        wait_for(lambda: not replica_processes("worker"), "no worker", 90)
+        asked_s = time.monotonic()
+        answers[ask(http, "digits-flux", 1)] += 1
+        back_s = time.monotonic() - asked_s
+        (worker,) = replica_processes("worker")
+        orders = [one["reason"] for one in decisions(url)["decisions"] if one["action"] == "switch"]
+    return {"answers": answers, "wanted_s": wanted_s, "back_s": back_s, "process": worker.pid, "orders": orders}
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
