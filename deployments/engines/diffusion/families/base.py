@@ -158,6 +158,7 @@ class Family(ABC):
     upcasts_vae: ClassVar[bool] = False  # stock encodes images in float32 where the VAE's config has `force_upcast`
     inpaints_from_noise: ClassVar[bool] = True  # at strength 1 stock begins at noise alone, scaled as without an image
     lora_loader: ClassVar[str | None] = None  # the mixin of diffusers that reads its LoRAs of kohya's layout
+    lora_encoders: ClassVar[Sequence[str]] = ()  # the text encoders that a LoRA may change
     control_class: ClassVar[str | None] = None  # the class of its ControlNets
     control_keys: ClassVar[Sequence[str]] = ()  # what their configs must have in common with the denoiser's
     controls_read_prompt: ClassVar[bool] = False  # also beside a negative prompt

@@ -53,6 +53,7 @@ class Flux(FlowMatching):
     inpaints_from_noise: ClassVar[bool] = False
     guidance_rule: ClassVar[str] = "true_cfg_scale > 1"
     lora_loader: ClassVar[str | None] = "FluxLoraLoaderMixin"
+    lora_encoders: ClassVar[Sequence[str]] = ("text_encoder",)
     control_class: ClassVar[str | None] = "FluxControlNetModel"
     control_keys: ClassVar[Sequence[str]] = (
         "in_channels",
