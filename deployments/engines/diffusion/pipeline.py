@@ -76,7 +76,7 @@ class DenoisePipeline:
         self.model_index = read_config(folder / "model_index.json")
         self.denoiser: Any = modules[family.denoiser_name]
         self.device = torch.device(device)
-        self._codec = ImageCodec(modules["vae"])
+        self._codec = ImageCodec(modules["vae"], bounds.max_vae_bytes)
         self._solvers = SolverFactory(folder, self.model_index)
         self._loras = FittedLoras(family, family.denoiser_name, self.denoiser)
         self._bounds = bounds
