@@ -263,6 +263,11 @@ class WorkerConfig(ModelReplicaConfig):
         16 * 2**20, ge=64, description="rows x width x height of one denoise step; requests beyond it take turns"
     )
     max_decode_pixels: int = Field(4 * 2**20, ge=64, description="of the images that the VAE decodes at once")
+    max_vae_bytes: Bytes = Field(
+        8 * 2**30,
+        description="activations of one image in the VAE; a larger one goes through in overlapping tiles of the VAE's "
+        "own side, as by stock's enable_tiling: 1448x1448 pixels of SDXL's in float32, 2048x2048 in bfloat16",
+    )
     checkpoint_interval_s: float = Field(
         5.0,
         ge=0,

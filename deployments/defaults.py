@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from dataclasses import asdict
+from types import MappingProxyType
 from typing import Any, Final, TypeVar
 
 from cluster.registry.directory import ModelRecord
@@ -24,11 +26,17 @@ def _draw_seed() -> int:
     return random.getrandbits(SEED_BITS)
 
 
-def with_image_defaults(request: ImageRequest, defaults: GenerationDefaults, class_name: str) -> ImageRequest:
+def with_image_defaults(
+    request: ImageRequest,
+    defaults: GenerationDefaults,
+    class_name: str,
+    variant: Mapping[str, bool] = MappingProxyType({}),
+) -> ImageRequest:
     """Fill in all that the pipeline needs, so that its work can be bounded, and told to the caller.
 
-    A seed is drawn here if there is none. A `max_sequence_length` that the model leaves open stays None: the encoder
-    uses its own. Raises InvalidRequest for a pipeline class that no family knows.
+    `variant` is the model's, as `pipeline_variant` tells it. A seed is drawn here if there is none. Where nobody says a
+    `max_sequence_length`, it stays None: the encoder uses its own. Raises InvalidRequest for a pipeline class that no
+    family knows.
     """
     family = FAMILIES.get(class_name)
     if family is None:
@@ -48,16 +56,13 @@ def with_image_defaults(request: ImageRequest, defaults: GenerationDefaults, cla
         request = request.model_copy(update={"num_inference_steps": len(schedule)})
     names = ("width", "height", "num_inference_steps", "guidance_scale", "max_sequence_length")
     request = _filled(request, defaults, names)
-    stock = {
-        "width": family.defaults.side,
-        "height": family.defaults.side,
-        "num_inference_steps": family.defaults.num_inference_steps,
-        "guidance_scale": family.defaults.guidance_scale,
-    }
+    own = family.defaults_of(variant)
+    stock = asdict(own)
+    stock["width"] = stock["height"] = stock.pop("side")
     task = task_of(has_image=request.init_image is not None, has_mask=request.mask_image is not None)
     if task in family.edits:
-        edit = family.edits[task]
-        stock |= asdict(edit)
+        edit = asdict(family.edits[task])
+        stock |= edit if own is family.defaults else {"strength": edit["strength"]}
     elif task != "text-to-image":
         raise InvalidRequest(f"init_image: model {request.model!r} ({class_name}) does no {task}", "init_image")
     update = {name: value for name, value in stock.items() if getattr(request, name) is None}

@@ -24,6 +24,7 @@ from deployments.services.image_service import ImageService, OnStep
 from deployments.services.step_loop import DeviceThread
 from deployments.text.encoders import TextEncoderBuilder
 from deployments.text.fallback import FallbackEncoder
+from weights.formats.pipeline_variant import pipeline_variant
 from weights.intake import bring_in
 from weights.manifest import ExtentRef, Manifest
 from weights.memory.devices import open_device
@@ -53,7 +54,8 @@ class LocalModels:
         with as_service_errors():
             manifest = await self._manifest(request.model)
         defaults = self._config.defaults_of(request.model)
-        asked, request = request, with_image_defaults(request, defaults, manifest.class_name or "")
+        variant = pipeline_variant(self._store.skeleton(manifest))
+        asked, request = request, with_image_defaults(request, defaults, manifest.class_name or "", variant)
         check_image(request, self._config.ingress.limits, asked)
         request = request.model_copy(update=text_rules(self._config.entries[request.model]))
         extents, device = _UnleasedExtents(self._store.packs), DeviceThread()

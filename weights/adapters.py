@@ -39,6 +39,10 @@ class LoraPair:
     def rank(self) -> int:
         return self.down.shape[0]
 
+    def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> LoraPair:
+        """Return the pair with its tensors elsewhere; tensors that are there already are not copied."""
+        return replace(self, down=self.down.to(device, dtype), up=self.up.to(device, dtype))
+
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class LoraAdapter:
@@ -51,17 +55,6 @@ class LoraAdapter:
     path: Path
     components: Mapping[str, Mapping[str, LoraPair]]
     kohya: Mapping[str, torch.Tensor] = field(default_factory=dict)
-
-    def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> LoraAdapter:
-        """Return the adapter with its tensors elsewhere; tensors that are there already are not copied."""
-        moved = {
-            component: {
-                path: replace(pair, down=pair.down.to(device, dtype), up=pair.up.to(device, dtype))
-                for path, pair in pairs.items()
-            }
-            for component, pairs in self.components.items()
-        }
-        return LoraAdapter(self.path, moved)
 
 
 def load_adapter(path: Path) -> LoraAdapter:

@@ -29,7 +29,8 @@ class ModelRecord:
     `fingerprint` names the version that is served, "" before there is one. `error` is for the operator: it names the
     file and the tensor. An unavailable model without `kind` never came into the store; one with `kind` did, but could
     not be attached. A ready one with `error` serves the version before an update that failed. `entry` is None when the
-    registration file is damaged. `class_name` is the pipeline's, "" without one.
+    registration file is damaged. `class_name` is the pipeline's, "" without one, and `variant` tells
+    pipelines of one class apart.
     """
 
     id: str
@@ -42,6 +43,7 @@ class ModelRecord:
     entry: Entry | None = None
     features: FeatureSizes = field(default_factory=FeatureSizes)
     class_name: str = ""
+    variant: Mapping[str, bool] = field(default_factory=dict)
     revision: int = 0
 
     @property

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import os
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -18,6 +19,7 @@ from pydantic import ValidationError
 
 from configs.model import StrictModel
 from weights.feature_sizes import FeatureSizes, feature_sizes
+from weights.formats.pipeline_variant import pipeline_variant
 from weights.manifest import Manifest, ModelKind
 from weights.store import WeightStore
 
@@ -29,7 +31,10 @@ _Mark = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class ModelSummary:
-    """The facts of one version of a model. `extents` has the ids of all its extents; `class_name` is "" without one."""
+    """The facts of one version of a model. `extents` has the ids of all its extents; `class_name` is "" without one.
+
+    `variant` is that of `pipeline_variant`.
+    """
 
     kind: ModelKind
     nbytes: int
@@ -37,6 +42,7 @@ class ModelSummary:
     extents: tuple[str, ...]
     features: FeatureSizes
     class_name: str
+    variant: Mapping[str, bool]
 
 
 def summarize(manifest: Manifest, skeleton: Path) -> ModelSummary:
@@ -48,6 +54,7 @@ def summarize(manifest: Manifest, skeleton: Path) -> ModelSummary:
         tuple(manifest.extents),
         feature_sizes(manifest, skeleton),
         manifest.class_name or "",
+        pipeline_variant(skeleton) if manifest.kind == "diffusion" else {},
     )
 
 

@@ -284,6 +284,7 @@ class ServedModels:
                 entry=entry,
                 features=summary.features,
                 class_name=summary.class_name,
+                variant=summary.variant,
             )
         )
 

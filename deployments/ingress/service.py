@@ -136,7 +136,7 @@ class Service:
     async def _checked_image(self, request: ImageRequest) -> tuple[ImageRequest, Terms]:
         """Return a request with its defaults, the versions of its models and its terms."""
         record = await self._catalog.find_usable(request.model, "diffusion")
-        asked, request = request, with_image_defaults(request, record.defaults, record.class_name)
+        asked, request = request, with_image_defaults(request, record.defaults, record.class_name, record.variant)
         check_image(request, self._config.ingress.limits, asked)
         find = self._catalog.find_adapter
         adapters = {use.name: await find(use.name, request.model, "adapter") for use in request.lora}

@@ -50,7 +50,7 @@ class Lease:
 
     def __init__(
         self,
-        cache: ModuleCache,
+        modules: ResidentModules,
         manifest: Manifest,
         skeleton: Path,
         slots: Mapping[PartName, Slot],
@@ -59,7 +59,7 @@ class Lease:
         self.manifest = manifest
         self.skeleton = skeleton
         self.report = report
-        self._cache = cache
+        self._resident = modules
         self._slots = {part.name: slot for part, slot in slots.items() if not part.is_adapter}
         self._adapters = {part.name: slot for part, slot in slots.items() if part.is_adapter}
 
@@ -71,12 +71,17 @@ class Lease:
     def adapters(self) -> dict[str, Any]:
         return {name: slot.thing for name, slot in self._adapters.items()}
 
+    @property
+    def adapter_keys(self) -> dict[str, str]:
+        """Return the identities of the adapters by name, as `Component.module_key`."""
+        return {name: slot.key for name, slot in self._adapters.items()}
+
     def bound(self, make: Callable[[], Any], settings: str = "") -> Any:
         """Return the pipeline over exactly these modules (not the adapters): made once, kept while all of them stay.
 
         `settings` is the identity of what `make` depends on beside them: models may share all modules and no solver.
         """
-        return self._cache.bound(settings, tuple(slot.serial for slot in self._slots.values()), make)
+        return self._resident.bound(settings, tuple(slot.serial for slot in self._slots.values()), make)
 
 
 class ModuleCache:
@@ -142,7 +147,7 @@ class ModuleCache:
         version: str | None = None,
         adapter_versions: Mapping[str, str] | None = None,
     ) -> AsyncIterator[Lease]:
-        """Lease the components of `model` that are `wanted`, and the adapters, built.
+        """Lease the components of `model` that are `wanted`, and the adapters that are, built.
 
         Raises what the registry, the provider and the builder raise, and BudgetExceeded when the room does not
         become free within MAX_WAIT_FOR_ROOM_S. Raises ModelUnavailable at its end when the weights turned out to be
@@ -154,8 +159,8 @@ class ModuleCache:
         parts = self.parts(manifest, wanted)
         for adapter in adapters:
             adapter_manifest = await self.manifest(adapter, (adapter_versions or {}).get(adapter))
-            (component,) = adapter_manifest.components.values()
-            parts[PartName(adapter, is_adapter=True)] = self._part(adapter_manifest, component)
+            found = self.parts(adapter_manifest, wanted).values()
+            parts |= {PartName(adapter, is_adapter=True): part for part in found}
         taken, built = await self._take_built(Wanted(model, parts))
         slots = taken.slots
         try:
@@ -163,7 +168,7 @@ class ModuleCache:
             if taken.fresh:
                 nbytes = sum(sum(parts[name].footprint.values()) for name in taken.fresh)
                 self.switches.note(model, nbytes, report)
-            yield Lease(self, manifest, self.skeleton(manifest), slots, report)
+            yield Lease(self._modules, manifest, self.skeleton(manifest), slots, report)
             if damaged := [name.name for name, slot in slots.items() if slot.is_condemned]:
                 raise ModelUnavailable(
                     f"the weights of {model!r} ({', '.join(damaged)}) were damaged in memory while this request ran: "
@@ -219,10 +224,6 @@ class ModuleCache:
         hashes = self._tier.condemn(extents)
         for slot in self._modules.condemn(extents, hashes):
             logger.error("%s of %s is built anew: its weights were damaged", slot.component.name, sorted(slot.models))
-
-    def bound(self, settings: str, serials: tuple[int, ...], make: Callable[[], Any]) -> Any:
-        """Return what was made with these settings over the modules of these numbers; it goes when one of them does."""
-        return self._modules.bound(settings, serials, make)
 
     async def has_room_for(self, manifest: Manifest, wanted: Wants) -> bool:
         """Return whether the wanted components fit beside all that is resident, here and on the node."""

@@ -267,7 +267,9 @@ class ComponentBuilder:
 
 def batch_bounds(settings: WorkerConfig) -> BatchBounds:
     """Return the batch bounds of the pipelines of this service."""
-    return BatchBounds(settings.max_batch_rows, settings.max_batch_pixels, settings.max_decode_pixels)
+    return BatchBounds(
+        settings.max_batch_rows, settings.max_batch_pixels, settings.max_decode_pixels, settings.max_vae_bytes
+    )
 
 
 def is_denoise_component(component: Component) -> bool:

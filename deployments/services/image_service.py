@@ -276,6 +276,8 @@ def _conditioning_request(request: ImageRequest, denoise: DiffusionRequest, clas
         long_text=request.long_text,
         priority=request.priority,
         timeout_s=request.timeout_s,
+        adapters={use.name: use.scale for use in request.lora},
+        adapter_versions=request.adapter_versions,
     )
 
 

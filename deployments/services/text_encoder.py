@@ -44,7 +44,7 @@ from deployments.text.encode import (
     encode_batch,
     tokenize_items,
 )
-from deployments.text.encoders import TextEncoderBuilder, is_text_encoder
+from deployments.text.encoders import TextEncoderBuilder, is_part_of_text, is_text_encoder
 from deployments.text.requests import Conditioning, ConditioningRequest, pack
 from weights.manifest import ModelKind
 
@@ -83,9 +83,21 @@ class TextEncoderService(ModelReplica):
         """Return the tensors that a diffusion pipeline's `start` takes for this prompt."""
         start = time.perf_counter()
         with as_service_errors():
-            async with self._module_cache.lease(request.model, is_text_encoder, version=request.model_version) as lease:
-                class_name = lease.manifest.class_name or ""
-                tensors, encoded = await self._encoders.condition(request, class_name, lease.skeleton, lease.modules)
+            async with self._module_cache.lease(
+                request.model,
+                is_part_of_text,
+                tuple(request.adapters),
+                version=request.model_version,
+                adapter_versions=request.adapter_versions,
+            ) as lease:
+                tensors, encoded = await self._encoders.condition(
+                    request,
+                    lease.manifest.class_name or "",
+                    lease.skeleton,
+                    lease.modules,
+                    lease.adapters,
+                    lease.adapter_keys,
+                )
         self._metrics.count_encodings(request.model, encoded.cache.hits, encoded.cache.misses)
         encode_ms = (time.perf_counter() - start) * 1e3
         return Conditioning(pack(tensors), encode_ms, encoded.cache, encoded.warnings)

@@ -11,21 +11,25 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 
 from configs.model import LongText, TextPadding
 from deployments.engines.build import read_config
 from deployments.engines.diffusion.families import family_of
+from deployments.engines.nn.lora import applied_adapters
 from deployments.engines.protocol import ClipLayer, EngineError
 from deployments.engines.text.encoder import TextEncoder
 from deployments.engines.text.forward_plan import EncodeCounter
 from deployments.engines.text.tokens import TokenizedText, join_chunks, level_chunks
 from deployments.records import CacheUse
 from deployments.tasks import in_thread
+from deployments.text.adapters import EncoderLora, EncoderLoras
 from deployments.text.cache import Encoding, EncodingCache, EncodingKey
 from deployments.text.encoders import KeyedEncoder
 from deployments.text.requests import ConditioningRequest
+from weights.adapters import LoraAdapter
 
 INLINE_CHARACTERS = 20_000  # tokenized on the event loop: about 10 ms. Larger requests go to a thread.
 
@@ -48,6 +52,7 @@ class TextItem:
     as_embedding: bool = False
     keep: bool = False
     layer: ClipLayer = "penultimate"
+    loras: tuple[EncoderLora, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +76,7 @@ class EncodeJob:
 
     encoder: TextEncoder
     text: TokenizedText
+    loras: tuple[EncoderLora, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -80,7 +86,7 @@ class EncodeJob:
 
 # One batch of jobs for one encoder, the request's priority and its timeout in seconds -> encodings in order.
 RunBatch = Callable[[Sequence[EncodeJob], int, float | None], Awaitable[Sequence[Encoding]]]
-_Parts = Mapping[EncodingKey, tuple[KeyedEncoder, TokenizedText]]
+_Parts = Mapping[EncodingKey, tuple[TextItem, TokenizedText]]
 
 
 class CachedEncoders:
@@ -89,13 +95,21 @@ class CachedEncoders:
     def __init__(self, cache: EncodingCache, run_batch: RunBatch) -> None:
         self._cache = cache
         self._run_batch = run_batch
+        self._loras = EncoderLoras()
 
     async def condition(
-        self, request: ConditioningRequest, class_name: str, skeleton: Path, encoders: Mapping[str, KeyedEncoder]
+        self,
+        request: ConditioningRequest,
+        class_name: str,
+        skeleton: Path,
+        encoders: Mapping[str, KeyedEncoder],
+        adapters: Mapping[str, LoraAdapter] = MappingProxyType({}),
+        adapter_keys: Mapping[str, str] = MappingProxyType({}),
     ) -> tuple[dict[str, torch.Tensor], Encoded]:
         """Return what the pipeline class needs from its encoders (by component name) for this prompt.
 
-        Raises as `encode` does.
+        `adapters` are those of the request that change a text encoder, by name, and `adapter_keys` their identities.
+        Raises as `encode` does, and EngineError for an adapter that does not fit.
         """
         index = read_config(skeleton / "model_index.json")
         family = family_of(class_name)
@@ -108,6 +122,12 @@ class CachedEncoders:
             text_padding=request.text_padding,
             long_text=request.long_text,
         )
+        loras: dict[str, tuple[EncoderLora, ...]] = {}
+        for name in {item.component for item in plan} if adapters else ():
+            encoder = encoders[name].encoder
+            loras[name] = await in_thread(
+                self._loras.loras_of, family, name, encoder, adapters, adapter_keys, request.adapters
+            )
         items = [
             TextItem(
                 encoders[item.component],
@@ -116,8 +136,9 @@ class CachedEncoders:
                 item.max_length,
                 item.padding,
                 item.long_text,
-                keep=item.role == "negative" or not item.text,
+                keep=(item.role == "negative" or not item.text) and not loras.get(item.component),
                 layer=item.layer,
+                loras=loras.get(item.component, ()),
             )
             for item in plan
         ]
@@ -150,8 +171,8 @@ class CachedEncoders:
         else:
             chunked = tokenize_items(items)
         parts = [(item, text) for item, texts in zip(items, chunked, strict=True) for text in texts]
-        keys = [_key(item.keyed, text) for item, text in parts]
-        unique = {key: (item.keyed, text) for key, (item, text) in zip(keys, parts, strict=True)}
+        keys = [_key(item, text) for item, text in parts]
+        unique = dict(zip(keys, parts, strict=True))
         kept = {key for key, (item, _) in zip(keys, parts, strict=True) if item.keep}
         found = await self._cache.get_all(list(unique), partial(self._compute, unique, priority, timeout_s), keep=kept)
         sources = Counter[str](value.source for value in found.values())
@@ -169,14 +190,28 @@ class CachedEncoders:
         self, parts: _Parts, priority: int, timeout_s: float | None, keys: Sequence[EncodingKey]
     ) -> Sequence[Encoding]:
         """Run one batch: the cache asks for keys of one module at a time."""
-        keyed, _ = parts[keys[0]]
-        with keyed.computing() as encoder:
-            return await self._run_batch([EncodeJob(encoder, parts[key][1]) for key in keys], priority, timeout_s)
+        item, _ = parts[keys[0]]
+        with item.keyed.computing() as encoder:
+            jobs = [EncodeJob(encoder, parts[key][1], item.loras) for key in keys]
+            return await self._run_batch(jobs, priority, timeout_s)
 
 
 def encode_batch(jobs: Sequence[EncodeJob], counter: EncodeCounter | None = None) -> Sequence[Encoding | Exception]:
-    """Encode jobs of one encoder in as few forwards as `plan_forwards` finds; an exception is its job's own. Blocks."""
-    return jobs[0].encoder.encode_each([job.text for job in jobs], counter=counter)
+    """Encode jobs of one encoder in as few forwards as `plan_forwards` finds; an exception is its job's own. Blocks.
+
+    Texts with the same LoRAs share forwards.
+    """
+    encoder = jobs[0].encoder
+    groups: dict[tuple[str, ...], list[int]] = {}
+    for number, job in enumerate(jobs):
+        groups.setdefault(tuple(lora.identity for lora in job.loras), []).append(number)
+    outcomes: dict[int, Encoding | Exception] = {}
+    for numbers in groups.values():
+        uses = [(lora.pairs, lora.scale) for lora in jobs[numbers[0]].loras]
+        texts = [jobs[number].text for number in numbers]
+        with encoder.lock, applied_adapters(encoder.module, uses):
+            outcomes |= zip(numbers, encoder.encode_each(texts, counter=counter), strict=True)
+    return [outcomes[number] for number in range(len(jobs))]
 
 
 def encode_batch_or_raise(jobs: Sequence[EncodeJob]) -> list[Encoding]:
@@ -268,6 +303,8 @@ def _check_whole(item: TextItem, text: TokenizedText) -> None:
         raise EngineError(f"{item.name} has {limit + text.num_ignored} tokens, and at most {limit} can be encoded")
 
 
-def _key(keyed: KeyedEncoder, text: TokenizedText) -> EncodingKey:
-    dtype = str(keyed.encoder.dtype).removeprefix("torch.")
-    return EncodingKey(keyed.module_key, dtype, keyed.encoder.variant(text), text.token_ids)
+def _key(item: TextItem, text: TokenizedText) -> EncodingKey:
+    encoder = item.keyed.encoder
+    dtype = str(encoder.dtype).removeprefix("torch.")
+    weights = " + ".join((item.keyed.module_key, *(lora.identity for lora in item.loras)))
+    return EncodingKey(weights, dtype, encoder.variant(text), text.token_ids)

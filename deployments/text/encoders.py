@@ -18,7 +18,9 @@ from deployments.engines.skeletons import SkeletonPool
 from deployments.engines.text.encoder import TextEncoder
 from deployments.engines.text.loading import OPTIONAL_PARTS, load_text_encoder, load_tokenizer
 from deployments.engines.text.sentence_layers import DenseHead, load_dense_head
+from weights.adapters import LoraAdapter, parse_adapter
 from weights.formats import dense_head, encoder_files
+from weights.formats.lora import changes_text_encoders
 from weights.manifest import Component
 
 MAX_TOKENIZERS: Final = 32
@@ -66,8 +68,16 @@ def is_text_encoder(component: Component) -> bool:
     return component.library in ("transformers", dense_head.LIBRARY)
 
 
+def is_part_of_text(component: Component) -> bool:
+    """Tell what a prompt is encoded with: the encoders of its model, and LoRAs that change one."""
+    return is_text_encoder(component) or (component.library == "peft" and changes_text_encoders(component.tensors))
+
+
 class TextEncoderBuilder:
-    """A builder of text encoders: modules come from `skeletons`; tokenizers are kept and used again."""
+    """A builder of text encoders, and of the LoRAs that change them.
+
+    Modules come from `skeletons`; tokenizers are kept and used again.
+    """
 
     def __init__(self) -> None:
         self.skeletons = SkeletonPool()
@@ -76,9 +86,11 @@ class TextEncoderBuilder:
 
     def __call__(
         self, component: Component, skeleton: Path, tensors: dict[str, torch.Tensor]
-    ) -> KeyedEncoder | DenseHead:
-        """Build the component over its tensors. Raises EngineError."""
+    ) -> KeyedEncoder | DenseHead | LoraAdapter:
+        """Build the component over its tensors. Raises EngineError, and AdapterError for a LoRA."""
         folder = skeleton / component.folder
+        if component.library == "peft":
+            return parse_adapter(folder, tensors, component.metadata)
         if component.library == dense_head.LIBRARY:
             return load_dense_head(folder, tensors)
         tokenizer_folder = skeleton / encoder_files.tokenizer_folder(component.folder)
@@ -98,13 +110,13 @@ class TextEncoderBuilder:
 
     def prepare(self, component: Component, skeleton: Path) -> None:
         """Make its structure, and load its tokenizer, before they are needed. Raises EngineError."""
-        if component.library == dense_head.LIBRARY:
+        if not is_text_encoder(component) or component.library == dense_head.LIBRARY:
             return
         self.skeletons.prepare_skeleton(component, skeleton / component.folder, OPTIONAL_PARTS)
         folder = skeleton / encoder_files.tokenizer_folder(component.folder)
         self._keep(folder, load_tokenizer(folder))
 
-    def retire(self, thing: KeyedEncoder | DenseHead) -> None:
+    def retire(self, thing: KeyedEncoder | DenseHead | LoraAdapter) -> None:
         """Take back what nobody leases any more, unless it still computes for a request that was cancelled."""
         if isinstance(thing, KeyedEncoder) and thing.retire_encoder():
             self.skeletons.retire_module(thing.encoder.module)

@@ -12,7 +12,7 @@ from deployments.modules.loading import is_denoise_component
 from deployments.services.step_loop import DeviceThread
 from deployments.text.cache import Encoding, EncodingCache
 from deployments.text.encode import CachedEncoders, EncodeJob, encode_batch_or_raise
-from deployments.text.encoders import is_text_encoder
+from deployments.text.encoders import is_part_of_text
 from deployments.text.requests import Conditioning, ConditioningRequest, pack
 from weights.manifest import Component
 
@@ -40,9 +40,21 @@ class FallbackEncoder:
         """
         start = time.perf_counter()
         self.num_requests += 1
-        async with self._module_cache.lease(request.model, _is_encoder, version=request.model_version) as lease:
-            class_name = lease.manifest.class_name or ""
-            tensors, encoded = await self._encoders.condition(request, class_name, lease.skeleton, lease.modules)
+        async with self._module_cache.lease(
+            request.model,
+            _is_part_of_text,
+            tuple(request.adapters),
+            version=request.model_version,
+            adapter_versions=request.adapter_versions,
+        ) as lease:
+            tensors, encoded = await self._encoders.condition(
+                request,
+                lease.manifest.class_name or "",
+                lease.skeleton,
+                lease.modules,
+                lease.adapters,
+                lease.adapter_keys,
+            )
         packed: dict[str, PackedTensor] = pack(tensors)
         encode_ms = (time.perf_counter() - start) * 1e3
         return Conditioning(packed, encode_ms, encoded.cache, encoded.warnings + self._warnings)
@@ -51,5 +63,5 @@ class FallbackEncoder:
         return await self._device.run(encode_batch_or_raise, jobs)
 
 
-def _is_encoder(component: Component) -> bool:
-    return is_text_encoder(component) and not is_denoise_component(component)
+def _is_part_of_text(component: Component) -> bool:
+    return is_part_of_text(component) and (component.library == "peft" or not is_denoise_component(component))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -17,7 +17,8 @@ class ConditioningRequest:
     """The text half of an image request.
 
     `use_negative` says that guidance will be run. `text_padding` and `long_text` are the model's (see
-    `Family.plan_texts`). `priority` 0 is the encoder's default; `timeout_s` bounds the time in its admission queue.
+    `Family.plan_texts`). `priority` 0 is the encoder's default; `timeout_s` bounds the time in its admission
+    queue. `adapters` are LoRAs by name and their strength; those that change no text encoder are passed over.
     """
 
     model: str
@@ -30,6 +31,8 @@ class ConditioningRequest:
     long_text: LongText = "truncate"
     priority: int = 0
     timeout_s: float | None = None
+    adapters: Mapping[str, float] = field(default_factory=dict)
+    adapter_versions: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,6 +58,11 @@ def is_kohya(names: Iterable[str]) -> bool:
     return bool(names) and all(name.startswith(_KOHYA_PREFIXES) for name in names)
 
 
+def changes_text_encoders(names: Iterable[str]) -> bool:
+    """Return whether a LoRA with tensors of these names changes a text encoder."""
+    return any(name.startswith(("text_encoder.", "text_encoder_2.", "lora_te")) for name in names)
+
+
 def read_lora_configs(file: Path, metadata: Mapping[str, str]) -> dict[str, LoraConfig]:
     """Check the training config in a LoRA file's metadata; by component, none for a file without one.
 

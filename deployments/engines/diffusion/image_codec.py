@@ -2,23 +2,38 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from typing import Any
+import logging
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from diffusers.image_processor import VaeImageProcessor
 
+from deployments.engines.memory_limits import forget_frames, is_out_of_memory
+
+LIVE_ACTIVATIONS: Final = 4  # that a decode has at once, each as large as its largest
+
+logger = logging.getLogger(__name__)
+
 
 class ImageCodec:
     """A VAE. The given weights may not be changed, so a float32 copy is made at the first use where one is needed.
 
     A float16 VAE that its config calls unsafe in float16 (`force_upcast`, SDXL's own) runs in float32.
+
+    An image whose activations would take more than `max_bytes` goes through in tiles that overlap, as by stock's
+    `enable_tiling`, and so does one that finds no memory in one piece. Tiles have the side that the VAE was trained on
+    (`sample_size` of its config): an image up to that is one tile.
     """
 
-    def __init__(self, vae: Any) -> None:
+    def __init__(self, vae: Any, max_bytes: float = math.inf) -> None:
         self.vae = vae
+        self._max_bytes = max_bytes
         self.scale_factor = 2 ** (len(self.vae.config.block_out_channels) - 1)  # pixels per latent
         self._processor = VaeImageProcessor(vae_scale_factor=self.scale_factor)
         self._upcast_vae: Any = None
@@ -29,19 +44,39 @@ class ImageCodec:
         `upcasts`: in float32 whatever the VAE's dtype, if its config has `force_upcast`.
         """
         vae = self._vae_for_float32() if upcasts and self.vae.config.get("force_upcast") else self._safe_vae()
+        images_BCHW = images_BCHW.to(vae.device, vae.dtype)
         with torch.no_grad():
-            latents: torch.Tensor = vae.encode(images_BCHW.to(vae.device, vae.dtype)).latent_dist.sample(generator)
+            posterior = self._in_tiles_if_large(vae, vae.encode, images_BCHW, images_BCHW.shape[-2:]).latent_dist
+        latents: torch.Tensor = posterior.sample(generator)
         return latents
 
     def decode(self, latents_BCHW: torch.Tensor) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.bool_]]:
         """Decode unscaled latents: uint8 (B, H, W, 3), and bool (B,), whether all that the VAE gave was finite."""
         vae = self._safe_vae()
+        latents_BCHW = latents_BCHW.to(vae.device, vae.dtype)
+        height, width = (side * self.scale_factor for side in latents_BCHW.shape[-2:])
         with torch.no_grad():
-            image_BCHW = vae.decode(latents_BCHW.to(vae.device, vae.dtype), return_dict=False)[0]
+            image_BCHW = self._in_tiles_if_large(vae, vae.decode, latents_BCHW, (height, width)).sample
             is_finite_B: np.ndarray = image_BCHW.isfinite().flatten(1).all(1).cpu().numpy()
             image_BHWC: np.ndarray = self._processor.postprocess(image_BCHW, output_type="np")
         with np.errstate(invalid="ignore"):  # NaN as uint8 is nothing, and `is_finite_B` tells
             return (image_BHWC * 255).round().astype(np.uint8), is_finite_B
+
+    def _in_tiles_if_large(
+        self, vae: Any, run: Callable[[torch.Tensor], Any], batch: torch.Tensor, size: Sequence[int]
+    ) -> Any:
+        """Return what `run`, of the VAE, makes of images of that height and width, in tiles if it has to be."""
+        is_large = size[0] * size[1] * _bytes_per_pixel(vae) > self._max_bytes
+        try:
+            with _tiling(vae, is_large):
+                return run(batch)
+        except Exception as error:
+            if is_large or len(batch) > 1 or not is_out_of_memory(error):
+                raise
+            forget_frames(error)  # they know the activations, whose memory the tiles need
+        logger.warning("an image of %dx%d pixels finds no memory in one piece; it goes in tiles", size[1], size[0])
+        with _tiling(vae, True):
+            return run(batch)
 
     def _safe_vae(self) -> Any:
         is_safe = self.vae.dtype != torch.float16 or not self.vae.config.get("force_upcast")
@@ -53,6 +88,25 @@ class ImageCodec:
         if self._upcast_vae is None:
             self._upcast_vae = copy.deepcopy(self.vae).to(torch.float32)
         return self._upcast_vae
+
+
+@contextlib.contextmanager
+def _tiling(vae: Any, is_on: bool) -> Iterator[None]:
+    """Set stock's switch for one call: pipelines share the module."""
+    before, vae.use_tiling = vae.use_tiling, is_on
+    try:
+        yield
+    finally:
+        vae.use_tiling = before
+
+
+def _bytes_per_pixel(vae: Any) -> int:
+    """Return what the activations of a decode take at most, measured on the architecture of SDXL's VAE: 4,041 bytes of
+    4,096 in float32 at 512x512 pixels. Its widest layers at full resolution have the second number of channels. An
+    encode takes less.
+    """
+    channels = max(vae.config.block_out_channels[:2])
+    return int(LIVE_ACTIVATIONS * channels * vae.dtype.itemsize)
 
 
 def unit_pixels(image: npt.NDArray[np.uint8], device: torch.device) -> torch.Tensor:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -22,8 +21,8 @@ from deployments.engines.diffusion.controls import make_controls
 from deployments.engines.diffusion.families import family_of
 from deployments.engines.diffusion.families.base import Family, ImageSize, Rows
 from deployments.engines.diffusion.first_latents import LatentsMaker
+from deployments.engines.diffusion.fitted_loras import FittedLoras
 from deployments.engines.diffusion.image_codec import ImageCodec
-from deployments.engines.diffusion.kohya import rename_kohya
 from deployments.engines.diffusion.previews import expected_latents
 from deployments.engines.diffusion.rows import (
     DEFAULT_BOUNDS,
@@ -49,7 +48,7 @@ from deployments.engines.diffusion.state import (
 )
 from deployments.engines.memory_limits import MemoryLimits, run_in_parts
 from deployments.engines.nn.batch_invariant import make_batch_invariant
-from deployments.engines.nn.lora import Pairs, applied_adapters, check_targets
+from deployments.engines.nn.lora import applied_adapters
 from deployments.engines.protocol import ComputationFailed, DiffusionRequest, EngineError
 from weights.adapters import LoraAdapter
 from weights.memory.devices import host_generator
@@ -77,9 +76,9 @@ class DenoisePipeline:
         self.model_index = read_config(folder / "model_index.json")
         self.denoiser: Any = modules[family.denoiser_name]
         self.device = torch.device(device)
-        self._codec = ImageCodec(modules["vae"])
+        self._codec = ImageCodec(modules["vae"], bounds.max_vae_bytes)
         self._solvers = SolverFactory(folder, self.model_index)
-        self._pairs: weakref.WeakKeyDictionary[LoraAdapter, Pairs] = weakref.WeakKeyDictionary()
+        self._loras = FittedLoras(family, family.denoiser_name, self.denoiser)
         self._bounds = bounds
         self._memory = MemoryLimits()
         for name in (family.denoiser_name, "vae"):
@@ -96,7 +95,7 @@ class DenoisePipeline:
         """Return a request before its first step.
 
         `conditioning` is what the family's `assemble_conditioning` gives; `adapters` has the LoRAs and
-        the ControlNets that the request names.
+        the ControlNets that the request names. What a LoRA does to text encoders is in the conditioning.
         Raises EngineError for what cannot run.
         """
         family, size = self.family, self._size(request.height, request.width)
@@ -105,7 +104,7 @@ class DenoisePipeline:
         loras = check_adapters(request.adapters, known)
         # In one order, so that requests with the same set share a forward.
         uses = sorted(request.adapters, key=lambda use: use.name)
-        pairs = tuple((self._fitted(loras[use.name]), use.scale) for use in uses)
+        pairs = tuple((self._loras.pairs_of(loras[use.name]), use.scale) for use in uses)
         is_guided = family.uses_negative(request, "negative_prompt_embeds" in conditioning)
         widths = family.text_widths(self.denoiser)
         masks_text = family.masks_text and not request.control  # no ControlNet of diffusers heeds a mask
@@ -223,30 +222,6 @@ class DenoisePipeline:
         if isinstance(outcome, ComputationFailed):
             raise outcome
         return outcome
-
-    def _fitted(self, adapter: LoraAdapter) -> Pairs:
-        """Return the adapter's pairs in the denoiser's dtype and place; the same object for the same adapter.
-
-        Raises EngineError when it does not fit the denoiser, or wants to change another component: half of it would be
-        another image than stock's.
-        """
-        pairs = self._pairs.get(adapter)
-        if pairs is None:
-            given = adapter
-            if adapter.kohya:
-                adapter = rename_kohya(adapter, self.family, self.denoiser)
-            denoiser_name = self.family.denoiser_name
-            if foreign := sorted(set(adapter.components) - {denoiser_name}):
-                raise EngineError(
-                    f"{adapter.path}: changes {', '.join(foreign)}, only {denoiser_name!r} can be adapted"
-                )
-            try:
-                check_targets(self.denoiser, adapter.components[denoiser_name])
-            except EngineError as error:
-                raise EngineError(f"{adapter.path}: {error}") from None
-            pairs = adapter.to(self.device, self.denoiser.dtype).components[denoiser_name]
-            self._pairs[given] = pairs
-        return pairs
 
     def _size(self, height: int, width: int) -> ImageSize:
         scale = self._codec.scale_factor

@@ -33,12 +33,14 @@ class Part(NamedTuple):
 class BatchBounds:
     """The bounds of one forward of the denoiser and of one of the VAE, which bound their activations.
 
-    Pixels are those of all rows. One row always runs, whatever its size.
+    Pixels are those of all rows. One row always runs, whatever its size; beyond `max_vae_bytes` of activations, in
+    tiles.
     """
 
     max_rows: int = 64
     max_pixels: int = 16 * 2**20
     max_decode_pixels: int = 4 * 2**20
+    max_vae_bytes: int = 8 * 2**30
 
     def denoise_rows(self, image_pixels: int) -> int:
         return max(1, min(self.max_rows, self.max_pixels // image_pixels))

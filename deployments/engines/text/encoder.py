@@ -5,6 +5,7 @@ The two halves are apart because token ids are what an embedding cache is keyed 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -45,6 +46,7 @@ class TextEncoder:
         self._pooling = pooling
         self._tokenizer = TextTokenizer(tokenizer, max_tokens, _position_limit(module))
         self._memory = MemoryLimits()
+        self.lock = threading.Lock()  # of the module: what hooks onto it changes every forward meanwhile
         self._filler = filler_id(self._family, module.config, self._tokenizer.pad_id)
         self._vocabulary_size = module.get_input_embeddings().num_embeddings  # type: ignore[operator]
 

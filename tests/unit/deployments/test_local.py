@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from configs.cluster import ClusterConfig
 from deployments.errors import InvalidRequest
@@ -17,7 +19,7 @@ pytestmark = pytest.mark.slow  # imports diffusers
 MODELS = Path(__file__).parents[3] / "infra" / "demo" / "models"
 
 
-@pytest.mark.parametrize(("model", "steps"), [("digits-flux", 28), ("digits-sdxl", 50)])
+@pytest.mark.parametrize(("model", "steps"), [("digits-flux", 4), ("digits-sdxl", 50)])
 def test_what_a_request_leaves_open_is_bounded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, steps: int
 ) -> None:
@@ -25,15 +27,36 @@ def test_what_a_request_leaves_open_is_bounded(
     config = ClusterConfig.model_validate(
         {
             "store": {"path": str(tmp_path / "store")},
-            "ingress": {"limits": {"max_pixels": 64 * 64, "max_inference_steps": 20}},
+            "ingress": {"limits": {"max_pixels": 64 * 64, "max_inference_steps": 3}},
             "models": [{"id": model, "path": str(MODELS / model), "dtype": "float32"}],
         }
     )
     models, size = LocalModels(config), {"width": 32, "height": 32}
     with pytest.raises(InvalidRequest, match=r"size: 1048576 pixels .the model's default., at most 4096"):
         models.generate(ImageRequest(model=model, prompt="a handwritten five", num_inference_steps=2))
-    with pytest.raises(InvalidRequest, match=rf"num_inference_steps: {steps} .the model's default., at most 20"):
+    with pytest.raises(InvalidRequest, match=rf"num_inference_steps: {steps} .the model's default., at most 3"):
         models.generate(ImageRequest(model=model, prompt="a handwritten five", **size))
     result = models.generate(ImageRequest(model=model, prompt="a handwritten five", num_inference_steps=2, **size))
     assert result.images[0].shape == (32, 32, 3)
     assert 0 <= result.seed < 2**32
+
+
+def test_a_flux_like_schnell_is_drawn_by_its_own_defaults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The demo's flux has what tells FLUX.1-schnell apart: no embedded guidance, and a schedule that is not shifted."""
+    import diffusers
+
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+    folder = MODELS / "digits-flux"
+    config = {
+        "store": {"path": str(tmp_path / "store")},
+        "models": [{"id": "schnell", "path": str(folder), "dtype": "float32"}],
+    }
+    fields = {"prompt": "a handwritten five", "width": 32, "height": 32}
+    result = LocalModels(ClusterConfig.model_validate(config)).generate(ImageRequest(model="schnell", seed=3, **fields))
+    stock = diffusers.FluxPipeline.from_pretrained(folder, dtype=torch.float32)
+    stock.set_progress_bar_config(disable=True)
+    few = {"num_inference_steps": 4, "guidance_scale": 0.0, "max_sequence_length": 256}  # by its model card
+    generator = torch.Generator().manual_seed(3)
+    [expected] = (stock(**fields, **few, generator=generator, output_type="np").images * 255).round()
+    assert np.abs(result.images[0] - expected).max() <= 1
+    assert result.num_inference_steps == 4

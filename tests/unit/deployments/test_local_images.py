@@ -39,14 +39,39 @@ def outline(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def style(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A LoRA of kohya's trainer, which changes the UNet and both text encoders."""
+    from diffusers import StableDiffusionXLPipeline
+    from safetensors.torch import save_file
+
+    stock = StableDiffusionXLPipeline.from_pretrained(MODELS / SDXL)
+    generator, tensors = torch.Generator().manual_seed(0), {}
+    for prefix, module, ending in [
+        ("lora_unet_", stock.unet, "attn2.to_k"),
+        ("lora_te1_text_model_", stock.text_encoder, "out_proj"),
+        ("lora_te2_text_model_", stock.text_encoder_2.text_model, "fc1"),
+    ]:
+        for path, layer in module.named_modules():
+            if path.endswith(ending):
+                name = prefix + path.replace(".", "_")
+                tensors[f"{name}.lora_down.weight"] = torch.randn(2, layer.in_features, generator=generator) * 0.3
+                tensors[f"{name}.lora_up.weight"] = torch.randn(layer.out_features, 2, generator=generator) * 0.3
+                tensors[f"{name}.alpha"] = torch.tensor(2.0)
+    file = tmp_path_factory.mktemp("style") / "style.safetensors"
+    save_file(tensors, file)
+    return file
+
+
 @pytest.fixture
-def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, outline: Path) -> LocalModels:
+def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, outline: Path, style: Path) -> LocalModels:
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
     config = {
         "store": {"path": str(tmp_path / "store")},
         "models": [{"id": SDXL, "path": str(MODELS / SDXL), "dtype": "float32"}],
         "adapters": [
             {"id": "outline", "path": str(outline), "base": [SDXL], "dtype": "float32"},
+            {"id": "style", "path": str(style), "base": [SDXL], "dtype": "float32"},
         ],
     }
     return LocalModels(ClusterConfig.model_validate(config))
@@ -79,6 +104,23 @@ def test_a_controlnet_is_a_component_of_the_store(models, tmp_path):
     unet = {ref.sha256 for ref in pipeline.components["unet"].tensors.values()}
     shared = [ref for ref in net.components["controlnet"].tensors.values() if ref.sha256 in unet]
     assert len(shared) > 20  # its encoder is the UNet's own, and is stored once
+
+
+def test_a_lora_of_denoiser_and_text_encoders_equals_stock(models, style):
+    from diffusers import StableDiffusionXLPipeline
+
+    stock = StableDiffusionXLPipeline.from_pretrained(MODELS / SDXL, dtype=torch.float32)
+    stock.set_progress_bar_config(disable=True)
+    stock.load_lora_weights(str(style.parent), weight_name=style.name, adapter_name="style")
+    options = {"prompt": FIVE["prompt"], "num_inference_steps": 4, "width": 32, "height": 32, "output_type": "np"}
+    images = {}
+    for scale in (0.0, 0.8):
+        stock.set_adapters("style", scale)
+        generator = torch.Generator().manual_seed(FIVE["seed"])
+        [expected] = (stock(**options, generator=generator).images * 255).round()
+        [images[scale]] = models.generate(ImageRequest(**FIVE, lora=({"name": "style", "scale": scale},))).images
+        assert np.abs(images[scale] - expected).max() <= 1
+    assert np.abs(images[0.0].astype(int) - images[0.8]).max() > 4
 
 
 @pytest.mark.parametrize(

@@ -154,6 +154,26 @@ def test_lower_floors_are_said_in_the_services_terms(raised: Exception, expected
         raise raised
 
 
+def test_flux_schnell_has_the_defaults_of_its_model_card() -> None:
+    image = np.zeros((16, 24, 3), np.uint8)
+    dev, schnell = ({"guidance_embeds": on, "use_dynamic_shifting": on} for on in (True, False))
+    request, edit = ImageRequest(**IMAGE), ImageRequest(**IMAGE, init_image=image)
+    for asked, variant, expected in [
+        (request, dev, (28, 3.5, None, None)),
+        (request, {}, (28, 3.5, None, None)),
+        (request, {"guidance_embeds": False, "use_dynamic_shifting": True}, (28, 3.5, None, None)),
+        (request, schnell, (4, 0.0, 256, None)),
+        (edit, dev, (28, 7.0, None, 0.6)),
+        (edit, schnell, (4, 0.0, 256, 0.6)),
+    ]:
+        filled = with_image_defaults(asked, GenerationDefaults(), FLUX, variant)
+        found = filled.num_inference_steps, filled.guidance_scale, filled.max_sequence_length, filled.strength
+        assert found == expected
+    own = GenerationDefaults(num_inference_steps=2, max_sequence_length=64)
+    filled = with_image_defaults(request, own, FLUX, schnell)
+    assert (filled.num_inference_steps, filled.max_sequence_length, filled.guidance_scale) == (2, 64, 0.0)
+
+
 @pytest.mark.parametrize("task", ["Img2Img", "Inpaint"])
 @pytest.mark.parametrize("class_name", [FLUX, SDXL, "StableDiffusionPipeline", "StableDiffusion3Pipeline"])
 def test_edits_fill_in_what_stock_does(class_name, task):

@@ -57,8 +57,8 @@ def test_moving_copies_only_what_must_change(tmp_path):
     save_file(GOOD, tmp_path / "x.safetensors")
     adapter = load_adapter(tmp_path / "x.safetensors")
     pair = adapter.components["transformer"]["blocks.0.to_q"]
-    assert adapter.to("cpu").components["transformer"]["blocks.0.to_q"].down.data_ptr() == pair.down.data_ptr()
-    half_precision = adapter.to("cpu", torch.bfloat16).components["transformer"]["blocks.0.to_q"]
+    assert pair.to("cpu").down.data_ptr() == pair.down.data_ptr()
+    half_precision = pair.to("cpu", torch.bfloat16)
     assert (half_precision.down.dtype, half_precision.scale) == (torch.bfloat16, pair.scale)
 
 

@@ -24,11 +24,15 @@ Encoded = Mapping[str, "torch.Tensor"]  # outputs of one text encoder for one te
 
 @dataclass(frozen=True, slots=True)
 class ImageDefaults:
-    """The defaults of the stock pipeline's `__call__` (diffusers 0.42). `side` is in pixels."""
+    """The defaults of the stock pipeline's `__call__` (diffusers 0.42). `side` is in pixels.
+
+    `max_sequence_length` None is what `text_encoders` makes of it.
+    """
 
     num_inference_steps: int
     guidance_scale: float
     side: int
+    max_sequence_length: int | None = None
 
 
 Task = Literal["text-to-image", "image-to-image", "inpainting"]
@@ -158,11 +162,16 @@ class Family(ABC):
     upcasts_vae: ClassVar[bool] = False  # stock encodes images in float32 where the VAE's config has `force_upcast`
     inpaints_from_noise: ClassVar[bool] = True  # at strength 1 stock begins at noise alone, scaled as without an image
     lora_loader: ClassVar[str | None] = None  # the mixin of diffusers that reads its LoRAs of kohya's layout
+    lora_encoders: ClassVar[Sequence[str]] = ()  # the text encoders that a LoRA may change
     control_class: ClassVar[str | None] = None  # the class of its ControlNets
     control_keys: ClassVar[Sequence[str]] = ()  # what their configs must have in common with the denoiser's
     controls_read_prompt: ClassVar[bool] = False  # also beside a negative prompt
     masks_text: ClassVar[bool] = False  # whether `predict_noise` heeds a mask, so that texts may be padded
     refused_text_rules: ClassVar[Mapping[str, str]] = {}  # values of `text_padding` and `long_text`, and why not
+
+    def defaults_of(self, variant: Mapping[str, bool]) -> ImageDefaults:
+        """Return the defaults of a checkpoint by what its configs say (`weights/formats/pipeline_variant.py`)."""
+        return self.defaults
 
     # Text
 

@@ -33,6 +33,8 @@ if TYPE_CHECKING:  # the ingress has no torch
 
 PATCH: Final = 2
 MAX_T5_TOKENS: Final = 512  # the stock pipeline's default and upper bound
+# FLUX.1-schnell, by its model card: distilled to few steps, without guidance, its schedule not shifted by the size.
+SCHNELL: Final = ImageDefaults(num_inference_steps=4, guidance_scale=0.0, side=1024, max_sequence_length=256)
 
 
 class Flux(FlowMatching):
@@ -53,6 +55,7 @@ class Flux(FlowMatching):
     inpaints_from_noise: ClassVar[bool] = False
     guidance_rule: ClassVar[str] = "true_cfg_scale > 1"
     lora_loader: ClassVar[str | None] = "FluxLoraLoaderMixin"
+    lora_encoders: ClassVar[Sequence[str]] = ("text_encoder",)
     control_class: ClassVar[str | None] = "FluxControlNetModel"
     control_keys: ClassVar[Sequence[str]] = (
         "in_channels",
@@ -67,6 +70,10 @@ class Flux(FlowMatching):
         "chunk": f"long_text 'chunk' is for CLIP, and FluxPipeline reads prompts with T5, which takes up to "
         f"{MAX_T5_TOKENS} tokens in one piece; use truncate or error"
     }
+
+    def defaults_of(self, variant: Mapping[str, bool]) -> ImageDefaults:
+        is_timestep_distilled = variant.get("guidance_embeds") is variant.get("use_dynamic_shifting") is False
+        return SCHNELL if is_timestep_distilled else self.defaults
 
     def text_encoders(self, max_sequence_length: int | None, long_text: LongText) -> Sequence[EncoderUse]:
         """Return CLIP and T5. CLIP always truncates: its one vector only tints what T5 says, whatever the padding."""

@@ -45,6 +45,7 @@ class StableDiffusion(Family):
         "inpainting": EditDefaults(strength=1.0, guidance_scale=7.5, num_inference_steps=50),
     }
     lora_loader: ClassVar[str | None] = "StableDiffusionLoraLoaderMixin"
+    lora_encoders: ClassVar[Sequence[str]] = ("text_encoder",)
     control_class: ClassVar[str | None] = "ControlNetModel"
     control_keys: ClassVar[Sequence[str]] = ("block_out_channels", "cross_attention_dim", "addition_embed_type")
     refused_text_rules: ClassVar[Mapping[str, str]] = {

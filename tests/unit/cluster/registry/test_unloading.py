@@ -112,7 +112,7 @@ def test_what_it_costs_does_not_grow_with_the_number_of_models(tmp_path: Path) -
         def import_checkpoint(entry: Entry) -> ModelSummary:
             own = [f"{entry.id}-{number}" for number in range(20)]
             extents = (*own, *(f"shared-{number}" for number in range(20)))
-            return ModelSummary("llm", 1, entry.id, extents, FeatureSizes(), "")
+            return ModelSummary("llm", 1, entry.id, extents, FeatureSizes(), "", {})
 
         async def start() -> ServedModels:
             entries = {f"m{number}": ModelConfig(id=f"m{number}", path=tmp_path) for number in range(num_models)}

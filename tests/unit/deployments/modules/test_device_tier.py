@@ -236,7 +236,8 @@ async def test_two_loras_of_equal_tensors_are_served_with_their_own_scales(store
         save_file(tensors, source / LORA_FILE, metadata={METADATA_KEY: config})
         externalize(store, f"alpha-{alpha}", source)
     host = Host(store, "cpu")
-    async with host.lease("digits-flux", lambda component: component.name == "vae", ["alpha-4", "alpha-64"]) as lease:
+    wanted = ("vae", "lora")
+    async with host.lease("digits-flux", lambda one: one.name in wanted, ["alpha-4", "alpha-64"]) as lease:
         scales = {name: adapter.components["transformer"]["q"].scale for name, adapter in lease.adapters.items()}
     assert scales == {"alpha-4": 1.0, "alpha-64": 16.0}
 

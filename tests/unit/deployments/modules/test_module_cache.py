@@ -190,10 +190,14 @@ async def test_models_share_what_is_the_same() -> None:
     assert sorted(host.resident().values()) == [30, 60, 60]
 
 
-async def test_only_wanted_components_and_the_adapters_are_built() -> None:
+async def test_only_wanted_components_and_adapters_are_built() -> None:
     host = Host()
     async with host.lease("a", lambda component: component.name == "vae", ["lora"]) as lease:
+        assert (set(lease.modules), set(lease.adapters)) == ({"vae"}, set())
+    assert set(host.builder.counts) == {"shared"}
+    async with host.lease("a", lambda component: component.name in ("vae", "lora"), ["lora"]) as lease:
         assert (set(lease.modules), set(lease.adapters)) == ({"vae"}, {"lora"})
+        assert lease.adapter_keys == {"lora": manifest("lora").components["lora"].module_key}
     assert set(host.builder.counts) == {"shared", "lora"}
 
 

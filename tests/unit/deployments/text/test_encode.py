@@ -3,71 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-import diffusers
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from cluster.encodings.records import Answer
-from deployments.engines.build import build_module
-from deployments.engines.diffusion.pipeline import create_pipeline
 from deployments.engines.protocol import ComputationFailed, DiffusionRequest, EngineError
 from deployments.engines.text.forward_plan import EncodeCounter
-from deployments.engines.text.loading import load_text_encoder
 from deployments.errors import DeadlineExceeded
 from deployments.text import encode
 from deployments.text.cache import Encoding, EncodingCache
 from deployments.text.encode import CachedEncoders, EncodeJob, TextItem, embedding_of, encode_batch
 from deployments.text.encoders import KeyedEncoder, TextEncoderBuilder
-from deployments.text.requests import ConditioningRequest
 
-MODELS = Path(__file__).parents[4] / "infra" / "demo" / "models"
 LONG = "a handwritten seven and a handwritten eight " * 4  # 36 tokens; CLIP of the demo has places for 14
-
-
-class Demo:
-    """A demo model's text encoders, ours and stock, in float32."""
-
-    def __init__(self, name: str) -> None:
-        self.folder = MODELS / name
-        index = json.loads((self.folder / "model_index.json").read_text())
-        self.class_name = index["_class_name"]
-        self.stock = getattr(diffusers, self.class_name).from_pretrained(self.folder, dtype=torch.float32)
-        self.stock.set_progress_bar_config(disable=True)
-        self.encoders = {}
-        for part in ("text_encoder", "text_encoder_2"):
-            encoder = load_text_encoder(
-                self.folder / part,
-                "transformers",
-                index[part][1],
-                self.folder / part.replace("text_encoder", "tokenizer"),
-                self._tensors(part),
-            )
-            self.encoders[part] = KeyedEncoder(f"{name}/{part}", encoder)
-
-    def _tensors(self, part: str) -> dict[str, torch.Tensor]:
-        [file] = (self.folder / part).glob("*.safetensors")
-        return {name: tensor.float() for name, tensor in load_file(file).items()}
-
-    def pipeline(self, denoiser: str) -> Any:
-        modules = {
-            part: build_module("diffusers", None, self.folder / part, self._tensors(part)) for part in (denoiser, "vae")
-        }
-        return create_pipeline(self.class_name, self.folder, modules)
-
-    def request(self, prompt: str, negative: str | None = None, **changes: Any) -> ConditioningRequest:
-        options = {"use_negative": negative is not None, "max_sequence_length": None} | changes
-        return ConditioningRequest("demo", prompt, negative, **options)
-
-    async def condition(self, service: CachedEncoders, *arguments: Any, **changes: Any) -> Any:
-        return await service.condition(self.request(*arguments, **changes), self.class_name, self.folder, self.encoders)
 
 
 class Calls:
@@ -92,30 +45,11 @@ def service() -> tuple[CachedEncoders, Calls]:
     return CachedEncoders(EncodingCache(10**7), calls), calls
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Models this small are slower on more threads."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(scope="module")
-def flux() -> Demo:
-    return Demo("digits-flux")
-
-
-@pytest.fixture(scope="module")
-def sdxl() -> Demo:
-    return Demo("digits-sdxl")
-
-
 def draw(guidance: float) -> DiffusionRequest:
     return DiffusionRequest("r", 32, 32, num_inference_steps=3, guidance_scale=guidance, seed=5)
 
 
-def stock_image(demo: Demo, tensors: dict[str, torch.Tensor], request: DiffusionRequest) -> np.ndarray:
+def stock_image(demo: Any, tensors: dict[str, torch.Tensor], request: DiffusionRequest) -> np.ndarray:
     images = demo.stock(
         **tensors,
         width=32,
@@ -131,7 +65,7 @@ def stock_image(demo: Demo, tensors: dict[str, torch.Tensor], request: Diffusion
 
 
 @torch.no_grad()
-def masked_and_cut(demo: Demo, prompt: str) -> dict[str, torch.Tensor]:
+def masked_and_cut(demo: Any, prompt: str) -> dict[str, torch.Tensor]:
     """Flux conditioning by transformers alone: T5 under the tokenizer's own mask, then without the padding."""
     batch = demo.stock.tokenizer_2([prompt], padding="max_length", max_length=48, return_tensors="pt")
     hidden = demo.stock.text_encoder_2(batch.input_ids, attention_mask=batch.attention_mask)[0]
@@ -184,7 +118,7 @@ async def test_padding_variants_do_not_meet_in_the_cache(flux):
 
 
 @torch.no_grad()
-def chunked_by_hand(demo: Demo, text: str, num_chunks: int) -> tuple[torch.Tensor, torch.Tensor]:
+def chunked_by_hand(demo: Any, text: str, num_chunks: int) -> tuple[torch.Tensor, torch.Tensor]:
     """SDXL conditioning by transformers' CLIP modules, chunk by chunk."""
     rows, pooled = [], None
     for chunk in range(num_chunks):

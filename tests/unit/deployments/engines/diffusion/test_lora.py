@@ -128,7 +128,7 @@ def test_a_version_that_nobody_holds_is_forgotten(bold, make_request):
         make_request(adapters=(AdapterUse("bold"),)), pair.conditioning(), {"bold": load_adapter(folder)}
     )
     gc.collect()
-    assert not pair.ours._pairs
+    assert not pair.ours._loras._pairs
     pair.ours.step([state])  # its own weights stay with it
 
 
@@ -179,8 +179,8 @@ def test_shapes_that_do_not_fit(path, down, up, message):
 def test_what_a_pipeline_refuses(bold, make_request):
     folder, pair = bold
     adapter = load_adapter(folder)
-    foreign = LoraAdapter(adapter.path, {**adapter.components, "text_encoder": {}})
-    with pytest.raises(EngineError, match=f"changes text_encoder, only '{pair.denoiser_name}'"):
+    foreign = LoraAdapter(adapter.path, {**adapter.components, "text_encoder_3": {}})
+    with pytest.raises(EngineError, match=f"changes text_encoder_3; of a .*, {pair.denoiser_name}, .* can be adapted"):
         pair.ours.start(make_request(adapters=(AdapterUse("other"),)), pair.conditioning(), {"other": foreign})
     for uses, message in [
         ((AdapterUse("thin"),), r"unknown adapter 'thin' \(known: bold\)"),

@@ -36,7 +36,7 @@ def take_in(entry: Entry) -> ModelSummary:
         raise FormatError(f"{entry.path}/model.safetensors: tensor 'w' is torn")
     kind = "adapter" if isinstance(entry, AdapterConfig) else "llm"
     fingerprint = str(entry.path).replace("/", "-")
-    return ModelSummary(kind, 0, fingerprint, (), FeatureSizes(), "")
+    return ModelSummary(kind, 0, fingerprint, (), FeatureSizes(), "", {})
 
 
 def check_source(entry: Entry) -> None:

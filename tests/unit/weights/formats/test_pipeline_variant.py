@@ -1,0 +1,30 @@
+"""What tells pipelines of one class apart is read from their configs, and damage in them is not told here."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from configs.model import ModelConfig
+from weights.formats.pipeline_variant import pipeline_variant
+from weights.store import WeightStore
+
+DEMO = Path(__file__).parents[4] / "infra" / "demo" / "models"
+
+
+@pytest.mark.parametrize("model", ["digits-flux", "digits-sdxl"])
+def test_a_summary_has_it(tmp_path: Path, model: str) -> None:
+    from cluster.registry.importing import import_checkpoint
+
+    summary = import_checkpoint(WeightStore(tmp_path), ModelConfig(id="m", path=DEMO / model))
+    is_flux = model == "digits-flux"
+    assert summary.variant == ({"guidance_embeds": False, "use_dynamic_shifting": False} if is_flux else {})
+
+
+@pytest.mark.parametrize("text", ["{", "[]", json.dumps({"guidance_embeds": "no"}), json.dumps({"other": True})])
+def test_configs_that_do_not_say(tmp_path: Path, text: str) -> None:
+    (tmp_path / "transformer").mkdir()
+    (tmp_path / "transformer" / "config.json").write_text(text)
+    assert pipeline_variant(tmp_path) == {}
