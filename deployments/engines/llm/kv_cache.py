@@ -75,6 +75,10 @@ class KVCache:
         self._keys_LSKD = _zeros(shape, dtype, device)
         self._values_LSKD = _zeros(shape, dtype, device)
 
+    def layer_slots(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the memory of a layer's keys and values, each (S, K, D)."""
+        return self._keys_LSKD[layer], self._values_LSKD[layer]
+
     def write_slots(self, layer: int, slots_N: torch.Tensor, k_NKD: torch.Tensor, v_NKD: torch.Tensor) -> None:
         """Store N tokens' keys and values."""
         self._keys_LSKD[layer].index_copy_(0, slots_N, k_NKD)

@@ -23,6 +23,7 @@ from torch.nn import functional as F
 from deployments.engines.llm.block_manager import BLOCK_SIZE
 from deployments.engines.llm.kv_cache import KVCache
 from deployments.engines.llm.models.registry import LoadedModel
+from deployments.engines.llm.packed_decoder import DecodeRow, PackedDecoder
 from deployments.engines.llm.scheduler import Chunk, Sequence
 from weights.memory.devices import computes_on_host
 
@@ -41,6 +42,7 @@ class ModelRunner:
     def __init__(self, model: LoadedModel, num_blocks: int) -> None:
         self._model = model
         self._cache = KVCache(model.spec, num_blocks, model.dtype, model.device)
+        self._decoder = PackedDecoder.create(model, self._cache)
         self._row_multiple = CPU_ROW_MULTIPLE if model.pads_rows and computes_on_host(model.device) else 1
 
     @torch.inference_mode()
@@ -56,15 +58,33 @@ class ModelRunner:
         the same chunks again is harmless: the same slots get the same values.
         """
         model = self._model
+        if (hidden := self._decoded(chunks)) is not None:
+            return self._logits(hidden, _last_rows(chunks))
         tokens = [token for chunk in chunks for token in chunk.sequence.token_ids[chunk.start : chunk.end]]
         positions = [position for chunk in chunks for position in range(chunk.start, chunk.end)]
         angles = model.rotary.angles(self._padded(torch.tensor(positions)).to(model.device), model.dtype)
         attend = _plan_attention(chunks, self._cache, model.device)
         hidden = model.module(self._padded(torch.tensor(tokens)).to(model.device), angles, attend)
-        rows = _last_rows(chunks)
+        return self._logits(hidden, _last_rows(chunks))
+
+    def _decoded(self, chunks: Collection[Chunk]) -> torch.Tensor | None:
+        """Return hidden states of the step's rows where all are tokens of completions that the kernels take."""
+        if self._decoder is None or any(chunk.start < chunk.sequence.num_prompt_tokens for chunk in chunks):
+            return None
+        if not 0 < sum(chunk.num_tokens for chunk in chunks) <= self._decoder.max_rows:
+            return None
+        return self._decoder.run(
+            [
+                DecodeRow(chunk.sequence.token_ids[position], position, chunk.sequence.block_table)
+                for chunk in chunks
+                for position in range(chunk.start, chunk.end)
+            ]
+        )
+
+    def _logits(self, hidden: torch.Tensor, rows: list[int]) -> torch.Tensor:
         if not rows:
-            return torch.empty(0, model.spec.vocab_size, device=model.device)
-        logits = model.module.logits(self._padded(hidden[rows]))
+            return torch.empty(0, self._model.spec.vocab_size, device=self._model.device)
+        logits = self._model.module.logits(self._padded(hidden[rows]))
         return logits[: len(rows)].float()
 
     def _padded(self, rows: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,6 @@ import tempfile
 from pathlib import Path
 
 SOURCE = Path(__file__).with_name("quantized.cpp")
-_INCLUDED = Path(__file__).with_name("fused_rows.h")
 COMPILE_TIMEOUT_S = 300
 _BASE_FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fopenmp", "-Wno-uninitialized")
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
@@ -35,7 +34,9 @@ class BuildFailed(Exception):
 
 def library_name() -> str:
     """Return the file name that says what the library was compiled from."""
-    digest = hashlib.sha256(SOURCE.read_bytes() + _INCLUDED.read_bytes())
+    digest = hashlib.sha256(SOURCE.read_bytes())
+    for header in sorted(SOURCE.parent.glob("*.h")):
+        digest.update(header.read_bytes())
     digest.update(repr((_BASE_FLAGS, VARIANTS)).encode())
     return f"quantized-{digest.hexdigest()[:16]}.so"
 

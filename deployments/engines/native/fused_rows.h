@@ -6,9 +6,11 @@
 
 #pragma once
 
-#if defined(__AVX512VNNI__) && !defined(__AVX512BF16__)
+#include "activations.h"
 
 namespace {
+
+#if defined(__AVX512VNNI__) && !defined(__AVX512BF16__)
 
 inline __m256i load_32(const uint8_t* at) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)); }
 
@@ -249,6 +251,12 @@ void multiply_packed(const Matrix& m, int64_t first, int64_t last, const Activat
     }
 }
 
-}  // namespace
+#else
+
+bool has_cursor(const Matrix&) { return false; }
+
+void multiply_packed(const Matrix&, int64_t, int64_t, const Activations&, int64_t, void*, int) {}
 
 #endif
+
+}  // namespace

@@ -16,7 +16,7 @@ from weights.private_folder import cache_folder, check_cache_folder
 
 logger = logging.getLogger(__name__)
 
-# Numbers of enum Type in quantized.cpp (ggml's own).
+# Numbers of enum Type in blocks.h (ggml's own).
 KERNEL_TYPES: Final = {
     "Q4_0": 2,
     "Q4_1": 3,
@@ -28,7 +28,7 @@ KERNEL_TYPES: Final = {
     "Q6_K": 14,
     "GROUP_INT8": 100,
 }
-_ELEMENTS = {torch.float32: 0, torch.bfloat16: 1}
+ELEMENTS: Final = {torch.float32: 0, torch.bfloat16: 1}
 
 
 class PackedMatrix(NamedTuple):
@@ -41,16 +41,31 @@ class PackedMatrix(NamedTuple):
     scales: torch.Tensor | None = None
     group_size: int = 0
 
-    def arguments(self) -> tuple[object, ...]:
-        """Return what the kernels take first. The caller has checked that the memory is contiguous on the host."""
-        scales = None if self.scales is None else ctypes.c_void_p(self.scales.data_ptr())
-        row_bytes = self.data.numel() // self.rows
-        return (
+    def pointers(self) -> MatrixPointers:
+        """Return what the kernels take. The caller has checked that the memory is contiguous on the host."""
+        return MatrixPointers(
             KERNEL_TYPES[self.kind],
-            ctypes.c_void_p(self.data.data_ptr()),
-            scales,
-            *map(ctypes.c_int64, (self.group_size, self.rows, self.columns, row_bytes)),
+            self.data.data_ptr(),
+            None if self.scales is None else self.scales.data_ptr(),
+            self.group_size,
+            self.rows,
+            self.columns,
+            self.data.numel() // self.rows,
         )
+
+
+class MatrixPointers(ctypes.Structure):
+    """`Matrix` of blocks.h."""
+
+    _fields_ = (
+        ("type", ctypes.c_int),
+        ("data", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p),
+        ("group", ctypes.c_int64),
+        ("rows", ctypes.c_int64),
+        ("columns", ctypes.c_int64),
+        ("row_bytes", ctypes.c_int64),
+    )
 
 
 class Kernels:
@@ -66,13 +81,14 @@ class Kernels:
         self._int8 = getattr(library, f"atelier_matmul_{self.int8_variant}")
         self._bf16 = library.atelier_matmul_bf16 if self.has_bf16 else self._int8
         self._unpack = getattr(library, f"atelier_unpack_{self.int8_variant}")
+        self.decode = getattr(library, f"atelier_decode_{self.int8_variant}")
 
     def matmul(self, matrix: PackedMatrix, x: torch.Tensor, *, use_bf16: bool) -> torch.Tensor:
         """Return x W^T of a contiguous float32 or bfloat16 `x` (rows, columns), in its dtype."""
         y = torch.empty(len(x), matrix.rows, dtype=x.dtype)
-        element = _ELEMENTS[x.dtype]
+        element = ELEMENTS[x.dtype]
         failed = (self._bf16 if use_bf16 else self._int8)(
-            *matrix.arguments(),
+            ctypes.byref(matrix.pointers()),
             ctypes.c_void_p(x.data_ptr()),
             element,
             ctypes.c_int64(len(x)),
@@ -88,7 +104,9 @@ class Kernels:
         """Return rows `start` to `stop` as float32."""
         out = torch.empty(stop - start, matrix.columns)
         span = map(ctypes.c_int64, (start, stop - start))
-        if self._unpack(*matrix.arguments(), *span, ctypes.c_void_p(out.data_ptr()), torch.get_num_threads()):
+        if self._unpack(
+            ctypes.byref(matrix.pointers()), *span, ctypes.c_void_p(out.data_ptr()), torch.get_num_threads()
+        ):
             raise MemoryError(f"no memory to unpack rows of {matrix.columns} elements")
         return out
 

@@ -1,0 +1,180 @@
+"""A decode step of packed weights in one call of the compiled kernels (native/decoder.h), all layers at once.
+
+At one token a step, what torch and Python do around some thirty small operations a layer costs as much as half of the
+products. Activations stay in float32 from the embedding to the logits. `PackedDecoder.create` says where it applies;
+everywhere else, and for prompts, the module runs layer by layer.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable, Sequence
+from dataclasses import fields
+from typing import Any, Final, NamedTuple, Self
+
+import numpy as np
+import torch
+from torch import nn
+
+from deployments.engines.llm.block_manager import BLOCK_SIZE
+from deployments.engines.llm.kv_cache import KVCache
+from deployments.engines.llm.models.registry import LoadedModel
+from deployments.engines.native.library import ELEMENTS, Kernels, MatrixPointers, PackedMatrix, load_kernels
+from deployments.engines.nn.packed_linear import MAX_INT8_ROWS, PackedEmbedding, PackedLinear, product_path
+
+_VECTOR: Final = 16  # elements: decoder.h leaves no remainder
+# What the kernels know of: a model that has more parts, or other values in more fields, runs layer by layer.
+_SIZES: Final = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_layers",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+)
+_OTHERS: Final = ("rms_norm_eps", "max_positions", "tied_embeddings", "qkv_bias", "output_bias", "mlp_bias", "qk_norm")
+_PRODUCTS: Final = (
+    *(f"self_attn.{name}_proj" for name in "qkvo"),
+    *(f"mlp.{name}_proj" for name in ("gate", "up", "down")),
+)
+_NORMS: Final = ("input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm")
+_PARTS: Final = frozenset({"", "self_attn", "mlp", *_PRODUCTS, *_NORMS})
+
+
+class _Linear(ctypes.Structure):
+    _fields_ = (("weight", MatrixPointers), ("bias", ctypes.c_void_p))
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = (
+        *((name, _Linear) for name in ("q", "k", "v", "output", "gate", "up", "down")),
+        *((name, ctypes.c_void_p) for name in ("attention_norm", "mlp_norm", "q_norm", "k_norm", "keys", "values")),
+    )
+
+
+class _Decoder(ctypes.Structure):
+    _fields_ = (
+        ("layers", ctypes.POINTER(_Layer)),
+        ("num_layers", ctypes.c_int64),
+        ("hidden", ctypes.c_int64),
+        ("intermediate", ctypes.c_int64),
+        ("num_heads", ctypes.c_int64),
+        ("num_kv_heads", ctypes.c_int64),
+        ("head_dim", ctypes.c_int64),
+        ("block_size", ctypes.c_int64),
+        ("eps", ctypes.c_float),
+        ("is_interleaved", ctypes.c_int),
+        ("cache_element", ctypes.c_int),
+    )
+
+
+class _Step(ctypes.Structure):
+    _fields_ = (
+        ("num_rows", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("x", "cos", "sin", "positions", "first_blocks", "blocks")),
+    )
+
+
+class DecodeRow(NamedTuple):
+    """A token to compute: its place in its sequence, whose earlier tokens are in the KV cache or in rows before it."""
+
+    token_id: int
+    position: int
+    block_table: Sequence[int]
+
+
+class PackedDecoder:
+    """The layers of one model with their KV cache, as the kernels take them. It keeps the tensors alive."""
+
+    max_rows: Final = MAX_INT8_ROWS
+
+    def __init__(self, model: LoadedModel, cache: KVCache, kernels: Kernels) -> None:
+        decoder: Any = model.module.model
+        self._embedding: PackedEmbedding = decoder.embed_tokens
+        self._norm, self._rotary, self._kernels = decoder.norm, model.rotary, kernels
+        self._kept: list[torch.Tensor] = []
+        spec = model.spec
+        self._layers = (_Layer * spec.num_layers)(
+            *(self._layer(layer, *cache.layer_slots(i)) for i, layer in enumerate(decoder.layers))
+        )
+        self._decoder = _Decoder(
+            self._layers,
+            spec.num_layers,
+            spec.hidden_size,
+            spec.intermediate_size,
+            spec.num_heads,
+            spec.num_kv_heads,
+            spec.head_dim,
+            BLOCK_SIZE,
+            spec.rms_norm_eps,
+            model.rotary.is_interleaved,
+            ELEMENTS[model.dtype],
+        )
+
+    @classmethod
+    def create(cls, model: LoadedModel, cache: KVCache) -> Self | None:
+        """Return the decoder, or None where the model has something that decoder.h does not compute."""
+        kernels = load_kernels() if model.device.type == "cpu" else None
+        if kernels is None or not _is_computed(model):
+            return None
+        return cls(model, cache, kernels)
+
+    @torch.inference_mode()
+    def run(self, rows: Sequence[DecodeRow]) -> torch.Tensor:
+        """Store the rows' keys and values and return the last layer's normalized output, (rows, hidden) in float32.
+
+        A row's result does not depend on the other rows, bit for bit. Raises MemoryError.
+        """
+        x_NC = self._embedding.packed.selected(torch.tensor([row.token_id for row in rows])).contiguous()
+        positions = torch.tensor([row.position for row in rows])
+        angles = self._rotary.angles(positions, torch.float32)
+        blocks = np.concatenate([np.asarray(row.block_table, np.int64) for row in rows])
+        sizes = np.asarray([0, *(len(row.block_table) for row in rows[:-1])], np.int64)
+        first_blocks = sizes.cumsum()
+        step = _Step(
+            len(rows),
+            x_NC.data_ptr(),
+            angles.cos.data_ptr(),
+            angles.sin.data_ptr(),
+            positions.data_ptr(),
+            first_blocks.ctypes.data,
+            blocks.ctypes.data,
+        )
+        if self._kernels.decode(ctypes.byref(self._decoder), ctypes.byref(step), torch.get_num_threads()):
+            raise MemoryError(f"no memory for a decode step of {len(rows)} rows")
+        normalized: torch.Tensor = self._norm(x_NC)
+        return normalized
+
+    def _layer(self, layer: nn.Module, keys: torch.Tensor, values: torch.Tensor) -> _Layer:
+        products: list[Any] = [layer.get_submodule(name) for name in _PRODUCTS]
+        norms = [layer.get_submodule(name) for name in _NORMS]
+        return _Layer(
+            *(_Linear(PackedMatrix(*one.packed).pointers(), self._pointer(one.bias)) for one in products),
+            *(self._pointer(getattr(norm, "weight", None)) for norm in norms),
+            keys.data_ptr(),
+            values.data_ptr(),
+        )
+
+    def _pointer(self, vector: torch.Tensor | None) -> int | None:
+        if vector is None:
+            return None
+        self._kept.append(vector.detach().float().contiguous())
+        return self._kept[-1].data_ptr()
+
+
+def _is_computed(model: LoadedModel) -> bool:
+    spec, decoder = model.spec, model.module.model
+    layers: Iterable[Any] = decoder.layers
+    return (
+        model.dtype in ELEMENTS
+        and spec.hidden_size % _VECTOR == spec.head_dim % _VECTOR == spec.num_heads % spec.num_kv_heads == 0
+        and all(getattr(spec, one.name) == one.default for one in fields(spec) if one.name not in (*_SIZES, *_OTHERS))
+        and isinstance(decoder.embed_tokens, PackedEmbedding)
+        and all({name for name, _ in layer.named_modules()} == _PARTS for layer in layers)
+        and all(_is_int8(layer.get_submodule(name)) for layer in layers for name in _PRODUCTS)
+    )
+
+
+def _is_int8(product: nn.Module) -> bool:
+    return isinstance(product, PackedLinear) and product_path(product.packed, 1, product.arithmetic).startswith("int8")

@@ -1,0 +1,332 @@
+// A decode step through all layers of a Llama decoder (q/k norms and biases as Qwen's): activations in float32, products
+// as in quantized.cpp, attention over the blocks of the paged KV cache where they lie.
+//
+// One parallel region for the step: with a token or a few, layers are too small to begin one per product. The phases of
+// a layer are handed out in pieces (Team). Every sum runs in an order of its own row's, whatever the other rows are.
+
+#pragma once
+
+#include <sched.h>
+
+#include <atomic>
+#include <new>
+
+namespace {
+
+struct Linear {
+    Matrix weight;
+    const float* bias;  // or null
+};
+
+struct Layer {
+    Linear q, k, v, output, gate, up, down;
+    const float *attention_norm, *mlp_norm;
+    const float *q_norm, *k_norm;  // by head, or null
+    void *keys, *values;           // of the cache: [slots, kv heads, head_dim]
+};
+
+struct Decoder {
+    const Layer* layers;
+    int64_t num_layers, hidden, intermediate, num_heads, num_kv_heads, head_dim, block_size;
+    float eps;
+    int is_interleaved, cache_element;
+};
+
+// Row i is a token at `positions[i]` whose sequence has the blocks from `blocks + first_blocks[i]` on.
+struct Step {
+    int64_t num_rows;
+    float* x;               // [rows, hidden]: embeddings, and what the last layer gives
+    const float *cos, *sin;  // [rows, head_dim]
+    const int64_t *positions, *first_blocks, *blocks;
+};
+
+// Pieces of work for the threads of a region. HAZARD: libgomp's barriers spin for milliseconds, which on a busy machine
+// takes the processor from the thread that is waited for; this one yields it.
+class Team {
+   public:
+    explicit Team(int size) : size_(size) {}
+
+    // Do pieces 0 to count - 1 between all threads; they are done when it returns.
+    template <class Work>
+    void share(int64_t count, const Work& work) {
+        for (int64_t piece; (piece = next_.fetch_add(1, std::memory_order_relaxed)) < count;) work(piece);
+        const unsigned round = round_.load(std::memory_order_relaxed);
+        if (waiting_.fetch_add(1, std::memory_order_acq_rel) + 1 == size_) {
+            waiting_.store(0, std::memory_order_relaxed);
+            next_.store(0, std::memory_order_relaxed);
+            round_.store(round + 1, std::memory_order_release);
+            return;
+        }
+        for (int spins = 0; round_.load(std::memory_order_acquire) == round; ++spins)
+            spins < 2000 ? _mm_pause() : static_cast<void>(sched_yield());
+    }
+
+   private:
+    const int size_;
+    alignas(64) std::atomic<int64_t> next_{0};
+    alignas(64) std::atomic<int> waiting_{0};
+    alignas(64) std::atomic<unsigned> round_{0};
+};
+
+// e^x by 2^n p(r), to two units in the last place, in code that the compiler vectorizes.
+inline float exponential(float x) {
+    x = std::min(std::max(x, -87.0f), 88.0f);
+    const float shifted = x * 1.44269504f + 12582912.0f, n = shifted - 12582912.0f;
+    const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+    float p = 1.9875691500e-4f;
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    uint32_t bits;
+    std::memcpy(&bits, &shifted, 4);
+    bits = (bits - 0x4b400000u + 127) << 23;
+    float power;
+    std::memcpy(&power, &bits, 4);
+    return p * power;
+}
+
+inline void normalize(const float* x, const float* weight, int64_t size, float eps, float* out) {
+    float squares = 0;
+#pragma omp simd reduction(+ : squares)
+    for (int64_t i = 0; i < size; ++i) squares += x[i] * x[i];
+    const float factor = 1.0f / std::sqrt(squares / static_cast<float>(size) + eps);
+    for (int64_t i = 0; i < size; ++i) out[i] = x[i] * factor * weight[i];
+}
+
+inline void rotate(float* x, const float* cos, const float* sin, int64_t size, bool is_interleaved) {
+    const int64_t half = size / 2;
+    for (int64_t i = 0; i < half; ++i) {
+        const int64_t a = is_interleaved ? 2 * i : i, b = is_interleaved ? 2 * i + 1 : i + half;
+        const float first = x[a], second = x[b];
+        x[a] = first * cos[a] - second * sin[a];
+        x[b] = second * cos[b] + first * sin[b];
+    }
+}
+
+inline void load_row(const void* from, int element, int64_t at, int64_t size, float* to) {
+    if (element == FLOAT32) {
+        std::memcpy(to, static_cast<const float*>(from) + at, 4 * size);
+        return;
+    }
+    const uint16_t* bits = static_cast<const uint16_t*>(from) + at;
+    for (int64_t i = 0; i < size; ++i) {
+        const uint32_t wide = static_cast<uint32_t>(bits[i]) << 16;
+        std::memcpy(to + i, &wide, 4);
+    }
+}
+
+inline void store_row(void* to, int element, int64_t at, int64_t size, const float* from) {
+    for (int64_t i = 0; i < size; ++i) store_element(to, element, at + i, from[i]);
+}
+
+inline int64_t slot_of(const Decoder& d, const Step& step, int64_t row, int64_t position) {
+    return step.blocks[step.first_blocks[row] + position / d.block_size] * d.block_size + position % d.block_size;
+}
+
+// The query heads of one key/value head of one row: out [group, head_dim]. `scratch`: a block's keys or values in
+// float32, then the scores [group, length].
+void attend(const Decoder& d, const Layer& layer, const Step& step, int64_t row, int64_t kv_head, const float* q,
+            float* out, float* scratch) {
+    const int64_t size = d.head_dim, group = d.num_heads / d.num_kv_heads, length = step.positions[row] + 1;
+    float *block = scratch, *scores = scratch + d.block_size * size;
+    const auto load_block = [&](const void* from, int64_t begin, int64_t count) {
+        const int64_t first = slot_of(d, step, row, begin);
+        for (int64_t t = 0; t < count; ++t)
+            load_row(from, d.cache_element, ((first + t) * d.num_kv_heads + kv_head) * size, size, block + t * size);
+    };
+    const float factor = 1.0f / std::sqrt(static_cast<float>(size));
+    for (int64_t begin = 0; begin < length; begin += d.block_size) {
+        const int64_t count = std::min(d.block_size, length - begin);
+        load_block(layer.keys, begin, count);
+        for (int64_t head = 0; head < group; ++head)
+            for (int64_t t = 0; t < count; ++t) {
+                float sum = 0;
+#pragma omp simd reduction(+ : sum)
+                for (int64_t i = 0; i < size; ++i) sum += q[head * size + i] * block[t * size + i];
+                scores[head * length + begin + t] = sum * factor;
+            }
+    }
+    for (int64_t head = 0; head < group; ++head) {
+        float* own = scores + head * length;
+        float most = own[0], total = 0;
+#pragma omp simd reduction(max : most)
+        for (int64_t t = 0; t < length; ++t) most = std::max(most, own[t]);
+#pragma omp simd reduction(+ : total)
+        for (int64_t t = 0; t < length; ++t) total += own[t] = exponential(own[t] - most);
+        const float share = 1.0f / total;
+        for (int64_t t = 0; t < length; ++t) own[t] *= share;
+    }
+    std::memset(out, 0, 4 * group * size);
+    for (int64_t begin = 0; begin < length; begin += d.block_size) {
+        const int64_t count = std::min(d.block_size, length - begin);
+        load_block(layer.values, begin, count);
+        for (int64_t head = 0; head < group; ++head) {
+            const float* shares = scores + head * length + begin;
+            for (int64_t i = 0; i < size; i += 16) {  // head_dim is a multiple of 16
+                float sums[16];
+                std::memcpy(sums, out + head * size + i, sizeof sums);
+                for (int64_t t = 0; t < count; ++t)
+                    for (int j = 0; j < 16; ++j) sums[j] += shares[t] * block[t * size + i + j];
+                std::memcpy(out + head * size + i, sums, sizeof sums);
+            }
+        }
+    }
+}
+
+// What the threads of a step share: all [rows, ...] in one piece of memory.
+struct Buffers {
+    float *normal, *q, *k, *v, *attended, *added, *gate, *up;
+    Activations of_hidden, of_attended, of_intermediate;
+
+    // Returns the bytes, and places everything when there is `memory`.
+    size_t place(char* memory, const Decoder& d, int64_t rows) {
+        size_t used = 0;
+        const auto take = [&](size_t nbytes) {
+            char* at = memory ? memory + used : nullptr;
+            used += (nbytes + 63) / 64 * 64;
+            return at;
+        };
+        const auto floats = [&](int64_t size) { return reinterpret_cast<float*>(take(4 * rows * size)); };
+        const int64_t q_size = d.num_heads * d.head_dim, kv_size = d.num_kv_heads * d.head_dim;
+        normal = floats(d.hidden);
+        q = floats(q_size);
+        k = floats(kv_size);
+        v = floats(kv_size);
+        attended = floats(q_size);
+        added = floats(d.hidden);
+        gate = floats(d.intermediate);
+        up = floats(d.intermediate);
+        const auto activations = [&](int64_t size, Activations& to) {
+            to.stride = padded(size);
+            char* at = take(rows * to.stride * kActivationBytes);
+            if (at) place_activations(at, rows, to);
+        };
+        activations(d.hidden, of_hidden);
+        activations(q_size, of_attended);
+        activations(d.intermediate, of_intermediate);
+        return used;
+    }
+};
+
+constexpr int64_t kPiece = 32;  // rows of W
+
+// Columns `first` to `last` of y [rows, rows of W], with the bias.
+void apply(const Linear& linear, int64_t first, int64_t last, const Activations& x, int64_t rows, float* y, char* own) {
+    multiply_rows(linear.weight, first, last, x, rows, y, FLOAT32, own, tile_rows(rows));
+    for (int64_t row = 0; linear.bias && row < rows; ++row)
+        for (int64_t i = first; i < last; ++i) y[row * linear.weight.rows + i] += linear.bias[i];
+}
+
+// Calls `work` with a linear layer's place in `linears` and a piece of its rows.
+template <int N, class Work>
+void share_products(Team& team, const Linear* const (&linears)[N], const Work& work) {
+    int64_t ends[N], count = 0;
+    for (int i = 0; i < N; ++i) ends[i] = count += (linears[i]->weight.rows + kPiece - 1) / kPiece;
+    team.share(count, [&](int64_t piece) {
+        int i = 0;
+        while (piece >= ends[i]) ++i;
+        const int64_t first = (piece - (i ? ends[i - 1] : 0)) * kPiece;
+        work(i, first, std::min(first + kPiece, linears[i]->weight.rows));
+    });
+}
+
+void run_attention(Team& team, const Decoder& d, const Layer& layer, const Step& step, const Buffers& b, char* own) {
+    const int64_t rows = step.num_rows, size = d.head_dim, group = d.num_heads / d.num_kv_heads;
+    const int64_t q_size = d.num_heads * size, kv_size = d.num_kv_heads * size;
+    team.share(rows, [&](int64_t row) {
+        normalize(step.x + row * d.hidden, layer.attention_norm, d.hidden, d.eps, b.normal + row * d.hidden);
+        prepare_row(b.normal, FLOAT32, row, d.hidden, b.of_hidden);
+    });
+    const Linear* const inputs[] = {&layer.q, &layer.k, &layer.v};
+    float* const outputs[] = {b.q, b.k, b.v};
+    share_products(team, inputs, [&](int i, int64_t first, int64_t last) {
+        apply(*inputs[i], first, last, b.of_hidden, rows, outputs[i], own);
+    });
+    team.share(rows * d.num_kv_heads, [&](int64_t piece) {
+        const int64_t row = piece / d.num_kv_heads, head = piece % d.num_kv_heads;
+        const float *cos = step.cos + row * size, *sin = step.sin + row * size;
+        const auto place = [&](float* x, const float* norm) {
+            if (norm) normalize(x, norm, size, d.eps, x);
+            rotate(x, cos, sin, size, d.is_interleaved);
+        };
+        for (int64_t i = 0; i < group; ++i) place(b.q + row * q_size + (head * group + i) * size, layer.q_norm);
+        float* key = b.k + row * kv_size + head * size;
+        place(key, layer.k_norm);
+        const int64_t at = (slot_of(d, step, row, step.positions[row]) * d.num_kv_heads + head) * size;
+        store_row(layer.keys, d.cache_element, at, size, key);
+        store_row(layer.values, d.cache_element, at, size, b.v + row * kv_size + head * size);
+    });
+    team.share(rows * d.num_kv_heads, [&](int64_t piece) {
+        const int64_t row = piece / d.num_kv_heads, head = piece % d.num_kv_heads;
+        const int64_t at = row * q_size + head * group * size;
+        attend(d, layer, step, row, head, b.q + at, b.attended + at, reinterpret_cast<float*>(own));
+    });
+    team.share(rows, [&](int64_t row) { prepare_row(b.attended, FLOAT32, row, q_size, b.of_attended); });
+}
+
+// x += W input, by pieces.
+void add_product(Team& team, const Linear& linear, const Activations& input, const Step& step, float* added, char* own) {
+    const Linear* const one[] = {&linear};
+    share_products(team, one, [&](int, int64_t first, int64_t last) {
+        apply(linear, first, last, input, step.num_rows, added, own);
+        const int64_t size = linear.weight.rows;
+        for (int64_t row = 0; row < step.num_rows; ++row)
+            for (int64_t i = first; i < last; ++i) step.x[row * size + i] += added[row * size + i];
+    });
+}
+
+void run_mlp(Team& team, const Decoder& d, const Layer& layer, const Step& step, const Buffers& b, char* own) {
+    const int64_t rows = step.num_rows, size = d.intermediate;
+    team.share(rows, [&](int64_t row) {
+        normalize(step.x + row * d.hidden, layer.mlp_norm, d.hidden, d.eps, b.normal + row * d.hidden);
+        prepare_row(b.normal, FLOAT32, row, d.hidden, b.of_hidden);
+    });
+    const Linear* const gate[] = {&layer.gate};
+    share_products(team, gate, [&](int, int64_t first, int64_t last) {
+        apply(layer.gate, first, last, b.of_hidden, rows, b.gate, own);
+        apply(layer.up, first, last, b.of_hidden, rows, b.up, own);
+        for (int64_t row = 0; row < rows; ++row)
+            for (int64_t i = row * size + first; i < row * size + last; ++i)
+                b.gate[i] = b.gate[i] / (1.0f + exponential(-b.gate[i])) * b.up[i];
+    });
+    team.share(rows, [&](int64_t row) { prepare_row(b.gate, FLOAT32, row, size, b.of_intermediate); });
+}
+
+int run_decoder(const Decoder& d, const Step& step, int threads) {
+    Buffers buffers;
+    char* memory = activation_scratch.reserve(buffers.place(nullptr, d, step.num_rows));
+    if (!memory) return 1;
+    buffers.place(memory, d, step.num_rows);
+    int64_t longest = 0;
+    for (int64_t row = 0; row < step.num_rows; ++row) longest = std::max(longest, step.positions[row] + 1);
+    size_t own_bytes = 4 * (d.block_size * d.head_dim + d.num_heads / d.num_kv_heads * longest);
+    for (int64_t i = 0; i < d.num_layers; ++i) {
+        const Layer& layer = d.layers[i];
+        for (const Linear* one : {&layer.q, &layer.k, &layer.v, &layer.output, &layer.gate, &layer.up, &layer.down})
+            own_bytes = std::max(own_bytes, scratch_bytes(one->weight, tile_rows(step.num_rows)));
+    }
+    std::atomic<bool> failed{false};
+    Team* team = nullptr;
+    alignas(64) char place[sizeof(Team)];
+#pragma omp parallel num_threads(threads)
+    {
+#pragma omp single
+        team = new (place) Team(omp_get_num_threads());
+        char* own = tile_scratch.reserve(own_bytes);
+        if (!own) failed = true;
+        team->share(0, [](int64_t) {});
+        for (int64_t i = 0; !failed && i < d.num_layers; ++i) {
+            const Layer& layer = d.layers[i];
+            run_attention(*team, d, layer, step, buffers, own);
+            add_product(*team, layer.output, buffers.of_attended, step, buffers.added, own);
+            run_mlp(*team, d, layer, step, buffers, own);
+            add_product(*team, layer.down, buffers.of_intermediate, step, buffers.added, own);
+        }
+    }
+    return failed;
+}
+
+}  // namespace

@@ -1,0 +1,149 @@
+"""A decode step in one call of the kernels, against the module layer by layer with the same products."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from deployments.engines.llm.kv_cache import KVCache
+from deployments.engines.llm.model_runner import ModelRunner
+from deployments.engines.llm.models.llama import DecoderSpec, LlamaForCausalLM
+from deployments.engines.llm.models.registry import LoadedModel
+from deployments.engines.llm.packed_decoder import PackedDecoder
+from deployments.engines.llm.scheduler import Chunk
+from deployments.engines.llm.scheduler import Sequence as Completion
+from deployments.engines.native.library import load_kernels
+from deployments.engines.nn.packed_linear import Arithmetic, PackedEmbedding, PackedLinear, packed_weight
+from deployments.engines.nn.rotary import Rotary
+from weights.dtypes import BLOCK_SIZES
+
+VOCABULARY = 64
+NUM_BLOCKS = 24
+SCALES = {"Q8_0": (0, 1e-3), "Q4_0": (0, 1e-2), "Q5_1": (0, 5e-3), "Q6_K": (208, 2e-5), "Q4_K": (0, 2e-4)}
+
+pytestmark = pytest.mark.skipif(load_kernels() is None, reason="no compiled kernels here")
+
+
+def random_blocks(kind: str, rows: int, columns: int) -> torch.Tensor:
+    elements, nbytes = BLOCK_SIZES[kind]
+    blocks = torch.randint(0, 256, (rows, columns // elements, nbytes), dtype=torch.uint8)
+    at, scale = SCALES[kind]
+    halves = 1 if kind in ("Q8_0", "Q4_0", "Q6_K") else 2
+    drawn = (torch.rand(rows, columns // elements, halves) + 0.5) * scale
+    blocks[..., at : at + 2 * halves] = drawn.half().view(torch.uint8)
+    return blocks.flatten(1)
+
+
+def random_model(
+    kind: str, *, arithmetic: Arithmetic = "fast", is_interleaved: bool = False, **spec_fields: Any
+) -> LoadedModel:
+    sizes: dict[str, Any] = {
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_layers": 2,
+        "num_heads": 8,
+        "num_kv_heads": 2,
+    }
+    known: dict[str, Any] = {"vocab_size": VOCABULARY, "head_dim": 32, "rms_norm_eps": 1e-5, "max_positions": 512}
+    spec = DecoderSpec(**sizes, **known, **spec_fields)
+    module = LlamaForCausalLM(spec)
+    for path, old in list(module.named_modules()):
+        new: nn.Module
+        if isinstance(old, nn.Embedding):
+            new = PackedEmbedding(packed_weight(path, kind, random_blocks(kind, *old.weight.shape)), torch.float32)
+        elif isinstance(old, nn.Linear):
+            bias = None if old.bias is None else torch.randn(old.out_features) / 10
+            weight = packed_weight(path, kind, random_blocks(kind, *old.weight.shape))
+            new = PackedLinear(weight, bias, arithmetic)
+        else:
+            if "norm" in path and hasattr(old, "weight"):
+                old.weight.data = torch.rand(old.weight.shape) + 0.5
+            continue
+        parent, _, leaf = path.rpartition(".")
+        setattr(module.get_submodule(parent), leaf, new)
+    frequencies = 1 / 1e4 ** (torch.arange(0, 32, 2) / 32)
+    rotary = Rotary(frequencies, is_interleaved=is_interleaved)
+    return LoadedModel(module, rotary, spec, torch.float32, torch.device("cpu"), pads_rows=False)
+
+
+def sequences(lengths: Sequence[int]) -> list[Completion]:
+    """Prompts with blocks in a drawn order, and two tokens of a completion each."""
+    free = torch.randperm(NUM_BLOCKS).tolist()
+    made = []
+    for i, length in enumerate(lengths):
+        tokens = torch.randint(0, VOCABULARY, (length + 2,)).tolist()
+        table = [free.pop() for _ in range(-(-(length + 2) // 16))]
+        made.append(Completion(str(i), tokens, length, block_table=table))
+    return made
+
+
+def run(runner: ModelRunner, all_: Sequence[Completion]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The logits of both tokens of the completions, computed after their prompts: one by one, then in one chunk."""
+    for one in all_:
+        runner.run([Chunk(one, 0, one.num_prompt_tokens, True)])
+    steps = [
+        runner.run([Chunk(one, one.num_prompt_tokens, one.num_prompt_tokens + 1, True) for one in all_]),
+        runner.run([Chunk(one, one.num_prompt_tokens + 1, one.num_prompt_tokens + 2, True) for one in all_]),
+    ]
+    again = runner.run([Chunk(one, one.num_prompt_tokens, one.num_prompt_tokens + 2, True) for one in all_])
+    assert torch.equal(again, steps[1])
+    return steps[0], steps[1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("Q8_0", {"is_interleaved": True}),
+        ("Q4_0", {"qkv_bias": True, "output_bias": True, "mlp_bias": True}),
+        ("Q4_K", {"qk_norm": True}),
+        ("Q6_K", {}),
+        ("Q5_1", {"is_interleaved": True}),
+    ],
+)
+def test_one_call_computes_what_the_layers_do(
+    kind: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = random_model(kind, **options)
+    drawn = sequences([3, 31, 77, 16])
+    got = run(ModelRunner(model, NUM_BLOCKS), drawn)
+    with monkeypatch.context() as patch:
+        patch.setattr(PackedDecoder, "create", classmethod(lambda *_: None))
+        plain = ModelRunner(model, NUM_BLOCKS)
+    for one, other in zip(got, run(plain, drawn), strict=True):
+        # Float32 sums in another order; now and then an activation is rounded to the next of 127 steps for it.
+        assert float((one - other).norm() / other.norm()) < 3e-4
+
+
+def test_a_row_is_the_same_in_any_company_and_with_any_number_of_threads() -> None:
+    model = random_model("Q8_0", qk_norm=True)
+    drawn = sequences([40, 5, 18, 33, 60])
+    together = run(ModelRunner(model, NUM_BLOCKS), drawn)
+    for i, one in enumerate(drawn):
+        alone = run(ModelRunner(model, NUM_BLOCKS), [one])
+        assert all(torch.equal(a[0], b[i]) for a, b in zip(alone, together, strict=True))
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        assert all(map(torch.equal, run(ModelRunner(model, NUM_BLOCKS), drawn), together))
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_other_models_and_other_arithmetic_run_layer_by_layer() -> None:
+    def decoder(model: LoadedModel) -> PackedDecoder | None:
+        return PackedDecoder.create(model, KVCache(model.spec, 1, model.dtype, model.device))
+
+    assert decoder(random_model("Q8_0")) is not None
+    assert decoder(random_model("Q8_0", arithmetic="exact")) is None
+    more = random_model("Q8_0")
+    layer: Any = more.module.model.layers[1]
+    layer.mlp.router = nn.Linear(256, 4)
+    assert decoder(more) is None
+    dense = random_model("Q8_0")
+    layer = dense.module.model.layers[0]
+    layer.mlp.up_proj = nn.Linear(256, 512)
+    assert decoder(dense) is None
