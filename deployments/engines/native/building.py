@@ -36,7 +36,8 @@ class BuildFailed(Exception):
 def library_name() -> str:
     """Return the file name that says what the library was compiled from."""
     digest = hashlib.sha256(SOURCE.read_bytes() + _INCLUDED.read_bytes())
-    digest.update(repr((_BASE_FLAGS, VARIANTS)).encode())
+    # HAZARD: a set's order differs from process to process, and with it the name would.
+    digest.update(repr((_BASE_FLAGS, [(name, flags) for name, (flags, _) in VARIANTS.items()])).encode())
     return f"quantized-{digest.hexdigest()[:16]}.so"
 
 
