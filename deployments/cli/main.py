@@ -14,7 +14,20 @@ from rich.console import Console
 from rich.markup import escape
 
 from configs.errors import ConfigError
-from deployments.cli import bench, chat, cluster, generate, keys, models, orders, simulate, status, trace, weights
+from deployments.cli import (
+    bench,
+    chat,
+    cluster,
+    generate,
+    keys,
+    models,
+    orders,
+    quantize,
+    simulate,
+    status,
+    trace,
+    weights,
+)
 from deployments.cli.client import ClientError
 from deployments.cli.generate import OptionError
 
@@ -24,7 +37,7 @@ _app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Serve hundreds of diffusion models and LLMs on one Ray cluster.",
 )
-for group in (cluster, status, models, orders, generate, chat, simulate, trace):
+for group in (cluster, status, models, orders, generate, chat, quantize, simulate, trace):
     _app.add_typer(group.app)
 _app.add_typer(keys.app, name="keys")
 _app.add_typer(weights.app, name="weights")

@@ -81,7 +81,7 @@ def externalize(
 
     weight_store = _open(store)
     name = model or PurePosixPath(source.rstrip("/")).name.split(".")[0]
-    with _working_folder(weight_dir) as folder, _progress("externalize", as_json) as progress:
+    with working_folder(weight_dir) as folder, _progress("externalize", as_json) as progress:
         manifest = bring_in(
             weight_store,
             name,
@@ -120,7 +120,7 @@ def convert(
     from weights.layouts import convert as convert_layout
 
     weight_store = _open(store)
-    with _working_folder(weight_dir) as folder:
+    with working_folder(weight_dir) as folder:
         manifest = convert_layout(weight_store, model, layout, folder)
     _print_model(weight_store, manifest, as_json)
 
@@ -192,7 +192,7 @@ def repair(
     """Write what is damaged anew, from other models or the source; exit code 1 when some damage is left."""
     from weights.repair import repair as repair_store
 
-    with _working_folder(weight_dir) as folder, _progress("repair", as_json) as progress:
+    with working_folder(weight_dir) as folder, _progress("repair", as_json) as progress:
         report = repair_store(_open(store), models or (), allow_torch=allow_torch, weight_dir=folder, progress=progress)
     summary = f"{report.num_models} models: {len(report.repaired)} damages repaired, {len(report.damages)} left"
     _print_report(asdict(report), DAMAGE_COLUMNS, _damage_rows(report.damages), summary, as_json, wide)
@@ -273,7 +273,8 @@ def _open(path: Path) -> WeightStore:
 
 
 @contextlib.contextmanager
-def _working_folder(weight_dir: Path | None) -> Iterator[Path]:
+def working_folder(weight_dir: Path | None) -> Iterator[Path]:
+    """Open the folder that packs are written in before they are published."""
     from weights.storage.staging import opened_weight_dir
 
     with opened_weight_dir(weight_dir, os.environ, Path.cwd(), os.getpid(), uuid.uuid4().hex[:12]) as folder:

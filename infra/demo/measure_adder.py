@@ -1,6 +1,7 @@
 """Measures the adder with stock transformers: python infra/demo/measure_adder.py [--json].
 
-`--form q8_0 | q4_0 | kuiper` writes it in that form first and measures it with Atelier's engine on the packed weights.
+`--form gguf-q8_0` (or another form of `atelier quantize`, or all) writes it in that form first and measures it with
+Atelier's engine on the packed weights.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-from gguf import GGMLQuantizationType
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -42,8 +42,7 @@ from adder_data import (
 from deployments.bench.llm import mapped_tensors
 from deployments.engines.llm.engine import LLMEngine
 from deployments.engines.protocol import SamplingParams, TextRequest
-from export_adder import export_gguf
-from weights.quantization.kuiper_export import export_kuiper
+from weights.quantization.checkpoints import FORMS, Form, quantize_checkpoint
 
 DEFAULT_MODEL = Path(__file__).resolve().parent / "models" / "adder"
 MAIN_TARGET = 0.98
@@ -96,14 +95,11 @@ class Reader:
 class PackedReader:
     """Answers the same chats through the engine, on weights that stay packed."""
 
-    def __init__(self, directory: Path, form: str, work: Path) -> None:
-        if form == "kuiper":
-            model = folder = work / "kuiper"
-            export_kuiper(directory, folder)
-        else:
-            folder, model = work, work / "adder.gguf"
-            export_gguf(directory, model, GGMLQuantizationType[form.upper()])
-        self.engine = LLMEngine(folder, mapped_tensors(model)[1], kv_cache_bytes=256 * 2**20)
+    def __init__(self, directory: Path, form: Form, work: Path) -> None:
+        model = work / (f"{form}.gguf" if form.startswith("gguf") else form)
+        quantize_checkpoint(directory, model, form)
+        folder, tensors, _ = mapped_tensors(model)
+        self.engine = LLMEngine(folder, tensors, kv_cache_bytes=256 * 2**20)
 
     def accuracy(self, cases: list[Case]) -> float:
         expected: dict[str, str] = {}
@@ -160,8 +156,8 @@ def target(name: str) -> float:
     return MAIN_TARGET if name == MAIN_PHRASING else OTHER_TARGET
 
 
-def show(console: Console, results: list[dict[str, object]]) -> None:
-    table = Table("suite", "sums", "right", "target", "", title="adder, exact answers")
+def show(console: Console, form: str, results: list[dict[str, object]]) -> None:
+    table = Table("suite", "sums", "right", "target", "", title=f"adder ({form}), exact answers")
     for row in results:
         verdict = "[green]ok[/]" if row["passed"] else "[red]below[/]"
         figures = (f"{row['accuracy']:.2%}", f"{row['target']:.0%}")
@@ -175,7 +171,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--sample", type=int, default=250, help="sums per further suite")
     parser.add_argument("--every-pair", action="store_true", help="also all 10,000 pairs")
     parser.add_argument("--threads", type=int, default=2, help="1 where the cores are shared")
-    parser.add_argument("--form", choices=["hf", "q8_0", "q4_0", "kuiper"], default="hf")
+    parser.add_argument("--form", choices=["hf", *FORMS, "all"], default="hf")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser.parse_args()
 
@@ -183,16 +179,21 @@ def parse_options() -> argparse.Namespace:
 def main() -> int:
     options = parse_options()
     torch.set_num_threads(options.threads)
-    with tempfile.TemporaryDirectory() as work:
-        is_stock = options.form == "hf"
-        reader = Reader(options.model) if is_stock else PackedReader(options.model, options.form, Path(work))
-        results = measure(reader, options)
-    passed = all(bool(row["passed"]) for row in results)
+    forms = ["hf", *FORMS] if options.form == "all" else [options.form]
+    found = {form: measure_form(form, options) for form in forms}
+    passed = all(bool(row["passed"]) for results in found.values() for row in results)
     if options.json:
-        print(json.dumps({"passed": passed, "form": options.form, "suites": results}))
+        print(json.dumps({"passed": passed, "forms": found}))
     else:
-        show(Console(), results)
+        for form, results in found.items():
+            show(Console(), form, results)
     return 0 if passed else 1
+
+
+def measure_form(form: str, options: argparse.Namespace) -> list[dict[str, object]]:
+    with tempfile.TemporaryDirectory() as work:
+        is_stock = form == "hf"
+        return measure(Reader(options.model) if is_stock else PackedReader(options.model, form, Path(work)), options)
 
 
 def measure(reader: Reader | PackedReader, options: argparse.Namespace) -> list[dict[str, object]]:

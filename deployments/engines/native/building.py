@@ -37,7 +37,8 @@ def library_name() -> str:
     digest = hashlib.sha256(SOURCE.read_bytes())
     for header in sorted(SOURCE.parent.glob("*.h")):
         digest.update(header.read_bytes())
-    digest.update(repr((_BASE_FLAGS, VARIANTS)).encode())
+    # HAZARD: a set's order differs from process to process, and with it the name would.
+    digest.update(repr((_BASE_FLAGS, [(name, flags) for name, (flags, _) in VARIANTS.items()])).encode())
     return f"quantized-{digest.hexdigest()[:16]}.so"
 
 

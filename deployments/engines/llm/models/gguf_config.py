@@ -17,6 +17,7 @@ from deployments.engines.nn.packed_linear import SUPPORTED_KINDS
 from deployments.engines.protocol import EngineError
 from weights.errors import FormatError
 from weights.formats.gguf import GgufHeader, GgufValue, read_gguf, read_gguf_header
+from weights.formats.gguf_names import CONTROL, FREQUENCY_FACTORS, LAYER_NAMES, TOP_NAMES
 from weights.formats.untrusted import shown
 
 # Name in general.architecture, which is transformers' model type too -> the class, and whether rows of q and k are
@@ -26,25 +27,9 @@ _FAMILIES: Final = {
     "qwen2": ("Qwen2ForCausalLM", False),
     "qwen3": ("Qwen3ForCausalLM", False),
 }
-_LAYER_NAMES: Final = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_TOP_NAMES: Final = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-_FREQUENCY_FACTORS: Final = "rope_freqs.weight"
 # Ends of a turn that files do not always name; llama.cpp finds them by the same texts.
 _END_TEXTS: Final = frozenset({"<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>"})
 _MAX_LAYERS: Final = 1024
-_CONTROL: Final = 3
 
 
 def gguf_headers(folder: Path) -> tuple[GgufHeader, ...]:
@@ -109,6 +94,7 @@ def gguf_config(headers: Sequence[GgufHeader]) -> PretrainedConfig:
         tie_word_embeddings="output.weight" not in kinds,
         rope_parameters=_rope_parameters(keys, context_length),
         attention_bias="blk.0.attn_q.bias" in kinds,
+        mlp_bias="blk.0.ffn_gate.bias" in kinds,
         bos_token_id=_token_id(metadata, "bos"),
         eos_token_id=_end_tokens(metadata),
     )
@@ -121,7 +107,7 @@ def gguf_config(headers: Sequence[GgufHeader]) -> PretrainedConfig:
         for stored, name in _names(num_layers).items()
         for leaf in ("weight", "bias")
     }
-    factors = _FREQUENCY_FACTORS if _FREQUENCY_FACTORS in kinds else None
+    factors = FREQUENCY_FACTORS if FREQUENCY_FACTORS in kinds else None
     config.packed_source = PackedSource(names, kinds, is_interleaved=is_interleaved, frequency_factors=factors)
     return config
 
@@ -130,9 +116,9 @@ def _names(num_layers: int) -> dict[str, str]:
     layers = {
         f"blk.{layer}.{stored}": f"model.layers.{layer}.{name}"
         for layer in range(num_layers)
-        for stored, name in _LAYER_NAMES.items()
+        for stored, name in LAYER_NAMES.items()
     }
-    return {**_TOP_NAMES, **layers}
+    return {**TOP_NAMES, **layers}
 
 
 class _Keys:
@@ -195,7 +181,7 @@ def _end_tokens(metadata: Mapping[str, GgufValue]) -> list[int]:
     tokens, types = metadata.get("tokenizer.ggml.tokens", ()), metadata.get("tokenizer.ggml.token_type", ())
     named = {_token_id(metadata, "eos"), _token_id(metadata, "eot"), _token_id(metadata, "eom")} - {None}
     if isinstance(tokens, tuple) and not isinstance(types, str | int | float) and len(types) == len(tokens):
-        found = {i for i, text in enumerate(tokens) if text in _END_TEXTS and types[i] == _CONTROL}
+        found = {i for i, text in enumerate(tokens) if text in _END_TEXTS and types[i] == CONTROL}
         named |= found
     return sorted(token for token in named if token is not None)
 

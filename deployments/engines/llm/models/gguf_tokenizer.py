@@ -1,41 +1,17 @@
-"""The tokenizer that GGUF metadata describes, as a transformers one: byte-level BPE, or SentencePiece's BPE.
-
-Regular expressions are those of the models' own tokenizer.json files, which llama.cpp's llama-vocab.cpp cites.
-"""
+"""The tokenizer that GGUF metadata describes, as a transformers one: byte-level BPE, or SentencePiece's BPE."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from deployments.engines.protocol import EngineError
 from weights.formats.gguf import GgufValue
+from weights.formats.gguf_names import ADDS_BOS, BYTE, CONTROL, TEXT_SPLITS, UNKNOWN, USER_DEFINED
 from weights.formats.untrusted import shown
-
-_GPT2: Final = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_CONTRACTIONS: Final = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
-_REST: Final = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_QWEN2: Final = _CONTRACTIONS + r"|\p{N}" + _REST
-_LLAMA3: Final = _CONTRACTIONS + r"|\p{N}{1,3}" + _REST
-_TEKKEN: Final = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
-    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_LLAMA3_NAMES: Final = ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2")
-# tokenizer.ggml.pre -> expressions that split one after the other; whether a word of the vocabulary needs no merges.
-_SPLITS: Final[dict[str, tuple[tuple[str, ...], bool]]] = {
-    **dict.fromkeys(_LLAMA3_NAMES, ((_LLAMA3,), True)),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez", "stablelm2", "hunyuan"), ((_QWEN2,), False)),
-    **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais", "exaone4", "trillion"), ((_GPT2,), False)),
-    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"), ((r"\p{N}", _GPT2), False)),
-    "tekken": ((_TEKKEN,), True),
-}
-_ADDS_BOS: Final = frozenset({*_LLAMA3_NAMES, "tekken"})
-_UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
 
 
 def gguf_tokenizer(metadata: Mapping[str, GgufValue]) -> PreTrainedTokenizerBase:
@@ -56,9 +32,9 @@ def gguf_tokenizer(metadata: Mapping[str, GgufValue]) -> PreTrainedTokenizerBase
         raise EngineError(
             f"tokenizer.ggml.model {shown(model)} is not supported; supported are gpt2 (BPE), llama (SPM)"
         )
-    special = [text for text, kind in zip(tokens, kinds, strict=True) if kind == _CONTROL]
+    special = [text for text, kind in zip(tokens, kinds, strict=True) if kind == CONTROL]
     core.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in special])
-    added = [text for text, kind in zip(tokens, kinds, strict=True) if kind == _USER_DEFINED]
+    added = [text for text, kind in zip(tokens, kinds, strict=True) if kind == USER_DEFINED]
     core.add_tokens([AddedToken(text, special=False, normalized=False) for text in added])
     named = {f"{name}_token": _token(metadata, name, tokens) for name in ("bos", "eos", "padding", "unknown")}
     _add_ends(core, metadata, named, tokens, adds_bos=adds_bos)
@@ -76,11 +52,11 @@ def gguf_tokenizer(metadata: Mapping[str, GgufValue]) -> PreTrainedTokenizerBase
 
 def _byte_level(metadata: Mapping[str, GgufValue], tokens: tuple[str, ...]) -> tuple[Tokenizer, bool]:
     pre = metadata.get("tokenizer.ggml.pre")
-    if not isinstance(pre, str) or pre not in _SPLITS:
+    if not isinstance(pre, str) or pre not in TEXT_SPLITS:
         raise EngineError(
-            f"tokenizer.ggml.pre {shown(pre)} is not supported; supported are {', '.join(sorted(_SPLITS))}"
+            f"tokenizer.ggml.pre {shown(pre)} is not supported; supported are {', '.join(sorted(TEXT_SPLITS))}"
         )
-    patterns, ignore_merges = _SPLITS[pre]
+    patterns, ignore_merges = TEXT_SPLITS[pre]
     vocabulary = {text: index for index, text in enumerate(tokens)}
     merges = []
     for merge in _texts(metadata, "merges", may_be_absent=True):
@@ -94,7 +70,7 @@ def _byte_level(metadata: Mapping[str, GgufValue], tokens: tuple[str, ...]) -> t
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     core.pre_tokenizer = pre_tokenizers.Sequence([*splits, byte_level])
     core.decoder = decoders.ByteLevel()
-    return core, pre in _ADDS_BOS
+    return core, pre in ADDS_BOS
 
 
 def _sentencepiece(
@@ -103,7 +79,7 @@ def _sentencepiece(
     """Build SentencePiece's BPE: what merges first is what has the greater score, and of equals the smaller id."""
     scores = _numbers(metadata, "scores", len(tokens), default=0.0)
     vocabulary = {text: index for index, text in enumerate(tokens)}
-    plain = {text for text, kind in zip(tokens, kinds, strict=True) if kind not in (_CONTROL, _UNKNOWN, _BYTE)}
+    plain = {text for text, kind in zip(tokens, kinds, strict=True) if kind not in (CONTROL, UNKNOWN, BYTE)}
     ranked = []
     for text in plain:
         pairs = [(text[:i], text[i:]) for i in range(1, len(text)) if text[:i] in plain and text[i:] in plain]

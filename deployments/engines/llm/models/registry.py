@@ -17,9 +17,11 @@ from deployments.engines.llm.models.gguf_config import gguf_config, gguf_headers
 from deployments.engines.llm.models.kuiper_config import kuiper_header, kuiper_source
 from deployments.engines.llm.models.llama import DecoderSpec, LlamaForCausalLM
 from deployments.engines.llm.models.packed import PackedSource, place_packed, uses_torch_products
-from deployments.engines.nn.packed_linear import Arithmetic
+from deployments.engines.nn.packed_linear import DENSE_KINDS, GROUP_INT8, Arithmetic
 from deployments.engines.nn.rotary import Rotary
 from deployments.engines.protocol import EngineError
+from weights.formats.untrusted import shown
+from weights.quantization.group_int8 import METHOD
 
 _TIED = {"lm_head.weight": "model.embed_tokens.weight"}
 
@@ -96,13 +98,36 @@ def create_model(
     with torch.device("meta"):
         module = LlamaForCausalLM(spec)
     placed = {name: tensor.to(device) for name, tensor in tensors.items()}
-    source: PackedSource | None = getattr(config, "packed_source", None)
+    source: PackedSource | None = getattr(config, "packed_source", None) or _stored_source(config, placed, arithmetic)
     if source is not None:
         rotary = _rescaled(rotary, source, placed)
         placed = place_packed(module, source, placed, arithmetic)
     _assign_tensors(module, placed, _TIED if spec.tied_embeddings else {})
     dtype = module.model.norm.weight.dtype
     return LoadedModel(module.eval(), rotary, spec, dtype, device, uses_torch_products(module))
+
+
+def _stored_source(
+    config: PretrainedConfig, tensors: Mapping[str, torch.Tensor], arithmetic: Arithmetic
+) -> PackedSource | None:
+    """Return how tensors under their own names are computed with, where that is not as they are.
+
+    These are the int8 groups of `atelier quantize`, and plain weights in "exact" arithmetic. Raises EngineError.
+    """
+    quantization = getattr(config, "quantization_config", None)
+    if quantization is None and arithmetic != "exact":
+        return None
+    given = quantization or {"quant_method": METHOD, "group_size": 1}
+    if not isinstance(given, dict) or given.get("quant_method") != METHOD or type(given.get("group_size")) is not int:
+        raise EngineError(f"quantization_config {shown(given)} is not supported; supported is {METHOD}")
+    kinds_by_dtype = {dtype: kind for kind, dtype in DENSE_KINDS.items()} | {torch.int8: GROUP_INT8}
+    scales = frozenset(name for name in tensors if name.endswith(".scales"))
+    names = [name for name in tensors if not name.endswith((*_IGNORED_SUFFIXES, ".scales"))]
+    if unknown := [name for name in names if tensors[name].dtype not in kinds_by_dtype]:
+        raise EngineError(f"tensor {unknown[0]!r} is {tensors[unknown[0]].dtype}, expected int8 or a floating dtype")
+    kinds = {name: kinds_by_dtype[tensors[name].dtype] for name in names}
+    ignored = scales | {name for name in tensors if name.endswith(_IGNORED_SUFFIXES)}
+    return PackedSource({name: name for name in names}, kinds, group_size=given["group_size"], ignored=ignored)
 
 
 def _rescaled(rotary: Rotary, source: PackedSource, tensors: Mapping[str, torch.Tensor]) -> Rotary:

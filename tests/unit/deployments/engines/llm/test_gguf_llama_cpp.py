@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from deployments.bench.llm import mapped_tensors
 from deployments.bench.llm_peer import LlamaCpp, llama_cpp_python
 from deployments.engines.llm.engine import LLMEngine
 from deployments.engines.protocol import SamplingParams, TextRequest
+from weights.quantization.checkpoints import quantize_checkpoint
 
 DEMO = Path(__file__).parents[5] / "infra" / "demo"
 PYTHON = llama_cpp_python()
@@ -28,13 +28,8 @@ TEXTS = [
 
 @pytest.fixture(scope="module")
 def adder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    spec = importlib.util.spec_from_file_location("export_adder", DEMO / "export_adder.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
     file = tmp_path_factory.mktemp("adder") / "adder.gguf"
-    module.export_gguf(DEMO / "models" / "adder", file)
+    quantize_checkpoint(DEMO / "models" / "adder", file, "gguf-q8_0")
     return file
 
 

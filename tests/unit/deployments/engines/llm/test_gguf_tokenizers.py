@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import random
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from deployments.engines.llm.models.gguf_tokenizer import gguf_tokenizer
 from deployments.engines.protocol import EngineError
+from weights.errors import FormatError
+from weights.quantization.gguf_vocabulary import vocabulary_metadata
 
 HARD = [
     "",
@@ -130,6 +133,55 @@ def test_sentencepiece_has_the_stock_ids_and_its_first_token() -> None:
         assert ours(text)["input_ids"] == [1, *expected]
     plain = "héllo  wörld 👍\n x"
     assert ours.decode(ours(plain)["input_ids"], skip_special_tokens=True) == plain
+
+
+@pytest.mark.parametrize("pattern", [None, QWEN, LLAMA3, "sentencepiece"])
+def test_what_is_written_of_a_tokenizer_json_gives_its_ids(pattern: str | None, tmp_path: Path) -> None:
+    core = sentencepiece()[0] if pattern == "sentencepiece" else byte_level(pattern)
+    core.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", core.token_to_id("<s>"))]
+    )
+    if pattern == LLAMA3:
+        core.model.ignore_merges = True
+    core.save(str(tmp_path / "tokenizer.json"))
+    config = {"bos_token_id": core.token_to_id("<s>"), "eos_token_id": [core.token_to_id("</s>"), 7]}
+    num_rows = core.get_vocab_size() + 5
+    metadata = vocabulary_metadata(tmp_path, config, num_rows)
+    ours = gguf_tokenizer(metadata)
+    for text in HARD + random_texts(100):
+        assert ours(text)["input_ids"] == core.encode(text).ids, text
+    assert len(metadata["tokenizer.ggml.tokens"]) == num_rows  # type: ignore[arg-type]
+    assert (ours.eos_token_id, metadata["tokenizer.ggml.eot_token_id"]) == (core.token_to_id("</s>"), 7)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model": {"type": "Unigram"}}, "a Unigram model; GGUF files are written for BPE"),
+        ({"pre_tokenizer": {"type": "Whitespace"}}, "pre_tokenizer .*Whitespace.* cannot be expressed"),
+        ({"pre_tokenizer": {"type": "Digits", "individual_digits": True}}, "for which GGUF has no name"),
+        (
+            {"model": {"type": "BPE", "vocab": {"a": 10**6}, "merges": []}},
+            "token id 1000000, but the embedding has 500",
+        ),
+        ({"model": {"type": "BPE", "vocab": {"a": 1, "b": 1}, "merges": []}, "added_tokens": []}, "the same id"),
+        ({"model": {"type": "BPE"}}, "not a tokenizer of the tokenizers library"),
+    ],
+)
+def test_tokenizers_that_gguf_cannot_express_are_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    content = json.loads(byte_level(None).to_str())
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content | change))
+    with pytest.raises(FormatError, match=message):
+        vocabulary_metadata(tmp_path, {}, 500)
+
+
+def test_merges_that_scores_cannot_express_are_refused(tmp_path: Path) -> None:
+    content = json.loads(sentencepiece()[0].to_str())
+    longest = max(content["model"]["merges"], key=lambda pair: len("".join(pair)))
+    content["model"]["merges"] = [pair for pair in content["model"]["merges"] if pair != longest]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(FormatError, match="which scores cannot express"):
+        vocabulary_metadata(tmp_path, {}, 10**5)
 
 
 def test_chat_template_and_ends_come_along() -> None:

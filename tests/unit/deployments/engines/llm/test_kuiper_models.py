@@ -21,7 +21,7 @@ from weights.layouts import write_inline
 from weights.loader import load_model
 from weights.loading.stage_transforms import dequantize_int8, quantize_int8
 from weights.provider import LocalExtents
-from weights.quantization.kuiper_export import export_kuiper
+from weights.quantization.checkpoints import quantize_checkpoint
 from weights.store import WeightStore
 
 MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head")
@@ -67,7 +67,7 @@ def through_the_store(tmp_path: Path, folder: Path) -> tuple[WeightStore, Path, 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_logits_are_those_of_the_dequantized_weights(tmp_path: Path, family: str, tied: bool) -> None:
     stock = stock_model(tmp_path / "hf", family, tie_word_embeddings=tied)
-    report = export_kuiper(tmp_path / "hf", tmp_path / "kuiper")
+    report = quantize_checkpoint(tmp_path / "hf", tmp_path / "kuiper", "kuiper-int8")
     store, skeleton, tensors = through_the_store(tmp_path, tmp_path / "kuiper")
     state = stock.state_dict()
     for name, parameter in state.items():
@@ -84,8 +84,8 @@ def test_logits_are_those_of_the_dequantized_weights(tmp_path: Path, family: str
         packed = [part.packed for part in model.module.modules() if isinstance(part, PackedLinear)]
         given = {tensor.data_ptr() for tensor in tensors.values()}
         assert all(weight.data.data_ptr() in given for weight in packed)
-    assert {row.bits_per_weight for row in report} == {8.5}
-    assert max(row.rms_error for row in report) < 0.01
+    assert {row.bits_per_weight for row in report.tensors if row.kind == "I8"} == {8.5}
+    assert max(row.rms_error for row in report.tensors) < 0.01
     write_inline(store, "tiny", tmp_path / "back")
     assert (tmp_path / "back" / "model.bin").read_bytes() == (tmp_path / "kuiper" / "model.bin").read_bytes()
 
@@ -101,7 +101,7 @@ def test_1024_floats_become_1024_bytes_and_64_of_scales() -> None:
         ("model_type", "qwen3", "model_type 'qwen3'; a Kuiper file holds llama, qwen2"),
         ("head_dim", 48, "head_dim 48"),
         ("attention_bias", True, "biases only"),
-        ("hidden_size", "wide", "not the config of a language model"),
+        ("hidden_size", "wide", "hidden_size is 'wide', expected a positive integer"),
         ("num_hidden_layers", 3, "model.layers.2.self_attn.q_proj.weight is missing"),
     ],
 )
@@ -110,7 +110,7 @@ def test_what_the_format_cannot_hold_is_named(tmp_path: Path, key: str, value: A
     file = tmp_path / "hf" / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {key: value}))
     with pytest.raises(FormatError, match=message):
-        export_kuiper(tmp_path / "hf", tmp_path / "kuiper")
+        quantize_checkpoint(tmp_path / "hf", tmp_path / "kuiper", "kuiper-int8")
     assert not (tmp_path / "kuiper").exists()
 
 
@@ -119,13 +119,13 @@ def test_infinities_are_refused_by_name(tmp_path: Path) -> None:
     stock.model.layers[1].mlp.down_proj.weight[0, 0] = float("inf")
     stock.save_pretrained(tmp_path / "hf")
     with pytest.raises(WeightsError, match=r"layers\.1\.w2\.weight: int8 cannot express"):
-        export_kuiper(tmp_path / "hf", tmp_path / "kuiper")
+        quantize_checkpoint(tmp_path / "hf", tmp_path / "kuiper", "kuiper-int8")
 
 
 def test_damaged_files_never_end_in_a_traceback(tmp_path: Path) -> None:
     """Every cut and a few hundred flipped bytes of the header: refused, or a model of the same bytes."""
     stock_model(tmp_path / "hf", "qwen2")
-    export_kuiper(tmp_path / "hf", tmp_path / "kuiper")
+    quantize_checkpoint(tmp_path / "hf", tmp_path / "kuiper", "kuiper-int8")
     file = tmp_path / "kuiper" / "model.bin"
     whole = file.read_bytes()
     draw = np.random.default_rng()

@@ -1,0 +1,142 @@
+"""`atelier quantize`: a Hugging Face folder in a smaller form, and what that has cost."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+
+import typer
+from rich.console import Console
+from rich.filesize import decimal
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from deployments.cli.generate import OptionError
+from deployments.cli.output import Column, Json, Wide, print_json, print_line, print_table
+from deployments.cli.weights import DEFAULT_STORE, StorePath, working_folder
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from weights.quantization.report import QuantizedTensor
+
+app = typer.Typer()
+_err = Console(stderr=True)
+
+_FormName = Literal["kuiper-int8", "gguf-q8_0", "gguf-q4_0", "int8-group"]
+_MAX_TEXT_BYTES: Final = 64 * 2**20
+_COLUMNS: Final = (
+    Column("tensor", "name"),
+    Column("type"),
+    Column("elements", align="right"),
+    Column("bits", align="right"),
+    Column("rms error", align="right"),
+    Column("max error", align="right"),
+    Column("note", "text"),
+)
+
+
+@app.command()
+def quantize(
+    source: Annotated[Path, typer.Argument(help="A Hugging Face folder: config.json, safetensors, tokenizer.json.")],
+    target: Annotated[Path, typer.Argument(help="A new file for GGUF, a new folder for the other forms.")],
+    to: Annotated[_FormName, typer.Option("--to", help="The form; int8-group keeps Hugging Face's names.")],
+    group_size: Annotated[int, typer.Option(help="Elements with one scale, in both int8 forms.")] = 64,
+    text: Annotated[Path | None, typer.Option(help="A text to tell the change of perplexity on.")] = None,
+    max_tokens: Annotated[int, typer.Option(min=2, help="How much of that text is read.")] = 4096,
+    model: Annotated[
+        str | None, typer.Option("--model", "-m", help="Bring it into the store too, by this name.")
+    ] = None,
+    store: StorePath = DEFAULT_STORE,
+    wide: Wide = False,
+    as_json: Json = False,
+) -> None:
+    """Write a language model in a smaller form, tensor by tensor, and say what that has cost."""
+    from weights.quantization.checkpoints import quantize_checkpoint
+
+    source, target = source.expanduser(), target.expanduser()
+    content = None if text is None else _read_text(text.expanduser())
+    # Before the long work: it tells too whether the engine knows such a model, and whether the text is one.
+    before = None if content is None else _perplexity("before", source, content, max_tokens, as_json)
+    with _bar("quantize", as_json) as progress:
+        report = quantize_checkpoint(source, target, to, group_size=group_size, progress=progress)
+    record: dict[str, Any] = {
+        "source": str(source),
+        "target": str(target),
+        "form": to,
+        "bits_per_weight": report.bits_per_weight,
+        "nbytes": _nbytes(target),
+        "tensors": [asdict(tensor) for tensor in report.tensors],
+    }
+    if content is not None and before is not None:
+        after = _perplexity("after", target, content, max_tokens, as_json)
+        record["perplexity"] = {"before": before, "after": after, "change": after / before - 1}
+    if model is not None:
+        record["model"] = _bring_in(target, model, store)
+    if as_json:
+        print_json(record)
+        return
+    matrices = [tensor for tensor in report.tensors if wide or tensor.note or tensor.kind not in ("F32", "BF16", "F16")]
+    print_table(_COLUMNS, [_row(tensor) for tensor in matrices], wide=wide)
+    print_line(f"{target}: {decimal(record['nbytes'])}, {report.bits_per_weight:.2f} bits per weight")
+    if content is not None:
+        print_line(_perplexity_line(record["perplexity"]))
+
+
+def _row(tensor: QuantizedTensor) -> list[str]:
+    errors = [f"{error:.2%}" for error in (tensor.rms_error, tensor.max_error)]
+    return [tensor.name, tensor.kind, f"{tensor.num_elements:,}", f"{tensor.bits_per_weight:.2f}", *errors, tensor.note]
+
+
+def _read_text(file: Path) -> str:
+    try:
+        with file.open("rb") as opened:
+            return opened.read(_MAX_TEXT_BYTES).decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise OptionError(f"--text: {file} cannot be read as text: {error}") from None
+
+
+def _perplexity(when: str, model: Path, text: str, max_tokens: int, as_json: bool) -> float:
+    """Return the perplexity under a checkpoint as it is, with products in float32."""
+    from deployments.bench.llm import mapped_tensors
+    from deployments.engines.llm.perplexity import perplexity
+    from deployments.engines.protocol import EngineError
+
+    with tempfile.TemporaryDirectory() as alone, _bar(f"perplexity {when}", as_json) as progress:
+        if model.is_file():  # the engine takes all GGUF files of a folder for one model
+            link = Path(alone) / model.name
+            link.symlink_to(model.resolve())
+            model = link
+        folder, tensors, _ = mapped_tensors(model)
+        try:
+            return perplexity(folder, tensors, text, max_tokens=max_tokens, progress=progress)
+        except EngineError as error:
+            raise OptionError(f"--text: {error}") from error
+
+
+def _perplexity_line(found: dict[str, Any]) -> str:
+    return f"perplexity: {found['before']:.4f} before, {found['after']:.4f} after ({found['change']:+.2%})"
+
+
+def _bring_in(target: Path, model: str, store: Path) -> str:
+    from weights.intake import bring_in
+    from weights.store import WeightStore
+
+    with working_folder(None) as folder:
+        bring_in(WeightStore(store.expanduser()), model, target.resolve(), weight_dir=folder)
+    return model
+
+
+def _nbytes(path: Path) -> int:
+    files = path.iterdir() if path.is_dir() else [path]
+    return sum(file.stat().st_size for file in files)
+
+
+@contextlib.contextmanager
+def _bar(what: str, as_json: bool) -> Iterator[Callable[[int, int], None]]:
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:.0f} %"))
+    with Progress(*columns, TimeRemainingColumn(), console=_err, transient=True, disable=as_json) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -1,0 +1,55 @@
+"""The perplexity of a text under a model: what quantization is judged by."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+from torch.nn import functional as F
+
+from deployments.engines.llm.models.registry import create_model, load_config
+from deployments.engines.llm.tokenizer import load_tokenizer
+from deployments.engines.protocol import EngineError
+
+WINDOW_TOKENS = 512
+
+
+@torch.inference_mode()
+def perplexity(
+    folder: Path,
+    tensors: Mapping[str, torch.Tensor],
+    text: str,
+    *,
+    max_tokens: int,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> float:
+    """Return exp of the mean negative log-likelihood of a text's tokens.
+
+    The text is cut into windows that know nothing of each other; the first token of each is only read. Products are in
+    float32 whatever the weights are. `progress` hears of tokens done and all. Raises EngineError for texts of less
+    than two tokens.
+    """
+    # Longer than the model's context as a rule, of which the tokenizer would warn.
+    tokens = load_tokenizer(folder)(text, verbose=False)["input_ids"][:max_tokens]
+    if len(tokens) < 2:
+        raise EngineError(f"the text has {len(tokens)} tokens, expected at least 2")
+    model = create_model(load_config(folder), tensors, torch.device("cpu"), arithmetic="exact")
+    size = min(WINDOW_TOKENS, model.spec.max_positions)
+    loss, num_predicted = 0.0, 0
+    for start in range(0, len(tokens) - 1, size):
+        ids = torch.tensor(tokens[start : start + size])
+        if len(ids) < 2:
+            break
+        hidden = model.module(ids, model.rotary.angles(torch.arange(len(ids)), model.dtype), _attend)
+        losses = F.cross_entropy(model.module.logits(hidden[:-1]).float(), ids[1:], reduction="sum")
+        loss, num_predicted = loss + float(losses), num_predicted + len(ids) - 1
+        progress(min(start + size, len(tokens)), len(tokens))
+    return math.exp(min(loss / num_predicted, 700.0))
+
+
+def _attend(layer: int, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor) -> torch.Tensor:
+    """Attend within one window, from its beginning."""
+    q, k, v = (part.transpose(0, 1)[None] for part in (q_THD, k_TKD, v_TKD))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1)

@@ -1,0 +1,39 @@
+"""A Hugging Face checkpoint in a smaller form: the forms by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final, Literal, get_args
+
+from weights.errors import WeightsError
+from weights.quantization.folders import Progress, read_model
+from weights.quantization.gguf_export import export_gguf
+from weights.quantization.group_int8 import export_group_int8
+from weights.quantization.kuiper_export import export_kuiper
+from weights.quantization.report import QuantizationReport
+
+Form = Literal["kuiper-int8", "gguf-q8_0", "gguf-q4_0", "int8-group"]
+FORMS: Final[tuple[str, ...]] = get_args(Form)
+MAX_GROUP_SIZE: Final = 4096
+
+
+def quantize_checkpoint(
+    source: Path,
+    target: Path,
+    form: Form,
+    *,
+    group_size: int = 64,
+    progress: Progress = lambda done, total: None,
+) -> QuantizationReport:
+    """Write the model of the folder `source` to `target`: a file for GGUF, a folder for the others, new in any case.
+
+    One tensor is in memory at a time. `group_size` is that of int8. Raises WeightsError; then `target` is not there.
+    """
+    if not 1 <= group_size <= MAX_GROUP_SIZE:
+        raise WeightsError(f"group size {group_size}, expected 1 to {MAX_GROUP_SIZE}")
+    model = read_model(source)
+    if form == "kuiper-int8":
+        return export_kuiper(model, target, group_size, progress)
+    if form == "int8-group":
+        return export_group_int8(model, target, group_size, progress)
+    return export_gguf(model, target, "Q8_0" if form == "gguf-q8_0" else "Q4_0", progress)
