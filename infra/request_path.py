@@ -3,7 +3,8 @@
 `python infra/request_path.py` starts the demo cluster with a profiler in every Python process, lets each model answer
 once, records what runs with no request (heartbeats, metrics), and then what runs from a request's first byte to its
 last. The difference is printed by process: files in the order in which they were entered, with their functions.
-Threads that Python did not start are not seen.
+Coroutines that another file or process awaits are marked with *: they are the way of the request, which is inside of
+them while it waits. Threads that Python did not start are not seen.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ BACKGROUND_S = 6.0
 SETTLE_S = 0.5  # hooks look for the flag every 20 ms
 # Runs at the start of every Python process. Functions are recorded while the flag file is there.
 HOOK = """
-import atexit, json, os, sys, threading, time
+import inspect, json, os, sys, threading, time
 folder = os.environ["REQUEST_PATH"]
 roots = tuple(os.path.join(os.environ["REQUEST_PATH_ROOT"], each) + os.sep for each in PACKAGES)
 armed, first = "", {}
@@ -41,7 +42,19 @@ def profile(frame, event, argument):
     if armed and event == "call":
         code = frame.f_code
         if code.co_filename.startswith(roots) and code.co_name != "<module>":
-            first.setdefault((armed, code.co_filename, code.co_qualname), time.time())
+            key = (armed, code.co_filename, code.co_qualname)
+            if key not in first:
+                first[key] = time.time(), is_entered(frame)
+
+def is_entered(frame):
+    code, back = frame.f_code, frame.f_back
+    while back and not back.f_code.co_filename.startswith(roots):
+        back = back.f_back
+    if not code.co_flags & (inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR):
+        return False
+    if back is None:  # begun by another process, or a task of its own file
+        return not code.co_name.startswith("_") or code.co_name == "__call__"
+    return back.f_code.co_filename != code.co_filename
 
 def watch():
     global armed
@@ -57,7 +70,7 @@ def watch():
                 with open("/proc/self/cmdline") as file:
                     title = file.read().replace("\\0", " ").strip()[:80]
                 with open(path + ".new", "w") as file:
-                    json.dump({"title": title, "calls": [[*key, at] for key, at in first.items()]}, file)
+                    json.dump({"title": title, "calls": [[*key, *found] for key, found in first.items()]}, file)
                 os.replace(path + ".new", path)
         time.sleep(0.02)
 
@@ -155,17 +168,24 @@ def recording(folder: Path, label: str) -> Iterator[None]:
 
 
 def read_recordings(folder: Path) -> list[tuple[str, str, str]]:
-    """Return (process, file, function) of the request, in order of first call, without what runs in the background."""
+    """Return (process, file, function) of the request, in order of first call, without what runs in the background.
+
+    Functions on the way of the request end in *.
+    """
     calls, background = [], set()
     for path in folder.glob("*.json"):
         content = json.loads(path.read_text())
-        for label, file, function, at in content["calls"]:
+        for label, file, function, at, is_entered in content["calls"]:
             name = str(Path(file).relative_to(ROOT))
             if label == "background":
                 background.add((name, function))
             else:
-                calls.append((at, f"{content['title'] or 'python'} ({path.stem})", name, function))
-    return [(title, file, function) for _, title, file, function in sorted(calls) if (file, function) not in background]
+                calls.append((at, f"{content['title'] or 'python'} ({path.stem})", name, function, is_entered))
+    return [
+        (title, file, function + "*" * is_entered)
+        for _, title, file, function, is_entered in sorted(calls)
+        if (file, function) not in background
+    ]
 
 
 def report(functions: list[tuple[str, str, str]]) -> None:
@@ -178,8 +198,10 @@ def report(functions: list[tuple[str, str, str]]) -> None:
     by_package = Counter(file.split("/")[0] for file in {file for _, file, _ in functions})
     packages = ", ".join(f"{package} {number}" for package, number in sorted(by_package.items()))
     processes = len({title for title, _, _ in functions})
-    number = len({(file, function) for _, file, function in functions})
+    number = len({(file, function.rstrip("*")) for _, file, function in functions})
+    way = {(file, function) for _, file, function in functions if function.endswith("*")}
     print(f"\n{sum(by_package.values())} files ({packages}), {number} functions, {processes} processes")
+    print(f"on the way: {len({file for file, _ in way})} files, {len(way)} calls from file to file or process")
 
 
 if __name__ == "__main__":
