@@ -34,7 +34,7 @@ FRAGMENTS = re.compile(
 )
 LISTS = re.compile(
     r"deployments\.(app|services\.replica_classes|cli\.main|cli\.bench|ingress\.http)|weights\.intake"
-    r"|cluster\.simulator\.running"
+    r"|weights\.quantization\.checkpoints|cluster\.simulator\.running"
 )
 ACTORS = re.compile(r".*\.actor|deployments\.services\.(worker|text_encoder)")
 KINDS = ("entries of a list", "parts of an actor", "programs", "others")

@@ -86,7 +86,7 @@ class ObjectStore:
         """Make and map every page of the store now, so that no put has to. Takes seconds; puts may go on meanwhile."""
         self._touched_bytes = max(self._touched_bytes, _populate_store())
 
-    def create(self, nbytes: int, used_bytes: int) -> NewObject:
+    def create_object(self, nbytes: int, used_bytes: int) -> NewObject:
         """Room for an object, to be written by who asked and by nobody else. Raises StoreFull."""
         # Ray keeps what is small out of shared memory.
         if nbytes < PROBE_BYTES or not self.writes_in_place:

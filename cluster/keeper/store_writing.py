@@ -23,7 +23,7 @@ class Store(Protocol):
 
     capacity_bytes: int
 
-    def create(self, nbytes: int, used_bytes: int) -> NewObject: ...
+    def create_object(self, nbytes: int, used_bytes: int) -> NewObject: ...
 
     def populate(self) -> None: ...
 
@@ -51,7 +51,7 @@ class StoreWriter:
 
         @functools.cache
         def created() -> NewObject:
-            found = self._with_room(extent, lambda: self._store.create(extent.nbytes, self.used_bytes))
+            found = self._with_room(extent, lambda: self._store.create_object(extent.nbytes, self.used_bytes))
             self._count_writing(found.reserved_bytes)
             return found
 

@@ -73,7 +73,7 @@ class ModelRunner:
             return None
         if not 0 < sum(chunk.num_tokens for chunk in chunks) <= self._decoder.max_rows:
             return None
-        return self._decoder.run(
+        return self._decoder.run_layers(
             [
                 DecodeRow(chunk.sequence.token_ids[position], position, chunk.sequence.block_table)
                 for chunk in chunks

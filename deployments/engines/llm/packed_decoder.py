@@ -121,7 +121,7 @@ class PackedDecoder:
         return cls(model, cache, kernels)
 
     @torch.inference_mode()
-    def run(self, rows: Sequence[DecodeRow]) -> torch.Tensor:
+    def run_layers(self, rows: Sequence[DecodeRow]) -> torch.Tensor:
         """Store the rows' keys and values and return the last layer's normalized output, (rows, hidden) in float32.
 
         A row's result does not depend on the other rows, bit for bit. Raises MemoryError.

@@ -38,7 +38,7 @@ class FakeStore:
     def populate(self) -> None:
         self.populated.set()
 
-    def create(self, nbytes: int, used_bytes: int) -> NewObject:
+    def create_object(self, nbytes: int, used_bytes: int) -> NewObject:
         if self.num_full:
             self.num_full -= 1
             raise StoreFull("no room in memory")

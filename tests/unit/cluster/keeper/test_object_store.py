@@ -140,7 +140,7 @@ def test_what_is_written_to_a_new_object_is_what_others_see(fake: FakeRay, nbyte
     fake.is_writable = is_writable
     store = ObjectStore("n", environ={})
     data = np.random.default_rng().integers(0, 256, nbytes, np.uint8)
-    created = store.create(nbytes, 0)
+    created = store.create_object(nbytes, 0)
     created.out[:] = data
     ref, view = created.seal(0)
     assert np.array_equal(ref, data)
@@ -157,15 +157,15 @@ def test_there_is_no_new_object_without_room(fake: FakeRay) -> None:
     store = ObjectStore("n", environ={})
     fake.error = ray.exceptions.ObjectStoreFullError("full")
     with pytest.raises(StoreFull, match=f"no room for {PROBE_BYTES} bytes"):
-        store.create(PROBE_BYTES, 0)
-    small = store.create(10, 0)
+        store.create_object(PROBE_BYTES, 0)
+    small = store.create_object(10, 0)
     with pytest.raises(StoreFull, match="no room for 10 bytes"):
         small.seal(0)
 
 
 def test_what_is_put_at_the_end_looks_for_room_as_it_is_then(fake: FakeRay) -> None:
     store = ObjectStore("n", environ={})
-    small = store.create(10, 0)
+    small = store.create_object(10, 0)
     store.put(DATA, 500)
     fake.free_bytes = 9
     with pytest.raises(StoreFull, match="10 bytes are needed, 9 are free"):
@@ -174,7 +174,7 @@ def test_what_is_put_at_the_end_looks_for_room_as_it_is_then(fake: FakeRay) -> N
 
 
 def test_the_memory_of_an_object_lives_as_long_as_somebody_may_write_to_it(fake: FakeRay) -> None:
-    out = ObjectStore("n", environ={}).create(PROBE_BYTES, 0).out
+    out = ObjectStore("n", environ={}).create_object(PROBE_BYTES, 0).out
     made = fake.objects[-1]
     assert made() is not None
     out[:] = 1
