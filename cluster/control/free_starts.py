@@ -22,10 +22,12 @@ FREE_REQUESTS: Final = 2.0  # a switch that takes no longer than so many usual r
 
 def longest_free_s(state: ClusterState) -> float:
     """Return how long a switch may take that needs no order: as some requests of the usual mix."""
-    rates = sum([model.rate_long for model in state.models.values()])
-    if not rates:
-        return 0.0
-    return FREE_REQUESTS * sum([model.rate_long * model.service_s for model in state.models.values()]) / rates
+    rates = works = 0.0
+    for model in state.models.values():
+        rate = model.rate_long
+        rates += rate
+        works += rate * model.service_s
+    return FREE_REQUESTS * works / rates if rates else 0.0
 
 
 def free_models(
