@@ -22,7 +22,7 @@ LEAST_RATE: Final = 1e-4  # requests per second; a model that is asked for less 
 FREE_REQUESTS: Final = 2.0  # a switch that takes no longer than so many usual requests needs no order
 
 
-def longest_free_s(state: ClusterState) -> float:
+def _longest_free_s(state: ClusterState) -> float:
     """Return how long a switch may take that needs no order: as some requests of the usual mix."""
     rates = works = 0.0
     for model in state.models.values():
@@ -53,7 +53,7 @@ def free_models(
     """
     if state.is_frozen:
         return frozenset()
-    longest_s = longest_free_s(state)
+    longest_s = _longest_free_s(state)
     found = [
         model
         for model in state.models.values()
@@ -75,7 +75,7 @@ def free_starts_of(
 
     `serving` are the workers of each model, `workers` those that may switch to one.
     """
-    longest_s, ids = longest_free_s(state), list(free)
+    longest_s, ids = _longest_free_s(state), list(free)
     workers = _few(workers, len(ids))
     found = {}
     for id_ in ids:

@@ -93,7 +93,7 @@ class Scaling:
 
     def _let_go(self, count: int, state: ClusterState, up_s: Mapping[str, float], now_s: float) -> None:
         """Begin to drain those that Serve stops next; none behind one that was pinned or frozen by hand."""
-        for name in stop_order(state, up_s):
+        for name in _stop_order(state, up_s):
             if name in self.leaving or name in self.released:
                 continue
             worker = state.workers[name]
@@ -103,7 +103,7 @@ class Scaling:
             count -= 1
 
 
-def stop_order(state: ClusterState, up_s: Mapping[str, float]) -> list[str]:
+def _stop_order(state: ClusterState, up_s: Mapping[str, float]) -> list[str]:
     """Return the workers in the order in which Serve stops them: of nodes with few workers, and new ones, first."""
     on_node = Counter(worker.node for worker in state.workers.values())
     return sorted(state.workers, key=lambda name: (on_node[state.workers[name].node], up_s.get(name, 0.0), name))

@@ -16,7 +16,7 @@ from cluster.control.switching import LATENCY_FIRST
 from cluster.controller.deciding import Deciding
 from cluster.controller.observing import Observations
 from cluster.controller.overrides import Overrides
-from cluster.controller.scaling import LONGEST_DRAIN_S, STOP_S, Scaling, stop_order
+from cluster.controller.scaling import LONGEST_DRAIN_S, STOP_S, Scaling, _stop_order
 from configs.admission import ControllerConfig
 
 POLICY = ScalingPolicy(0, 4, drain_s=10.0, downscale_delay_s=5.0, to_zero_delay_s=20.0)
@@ -112,7 +112,7 @@ def test_those_that_have_not_come_yet_are_undone_first() -> None:
 
 def test_serve_stops_new_ones_of_nodes_with_few() -> None:
     state = state_of([], here("a", node="x"), here("b", node="x"), here("c", node="y"), here("d", node="x"))
-    assert stop_order(state, {"a": 3.0, "b": 9.0, "c": 5.0, "d": 1.0}) == ["c", "d", "a", "b"]
+    assert _stop_order(state, {"a": 3.0, "b": 9.0, "c": 5.0, "d": 1.0}) == ["c", "d", "a", "b"]
 
 
 def test_at_random_no_worker_is_stopped_that_may_not_go() -> None:
