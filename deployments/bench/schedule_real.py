@@ -138,6 +138,7 @@ def _measure_ours(
         asyncio.run(_look_at_each(call, lambda: note_sizes(sizes, client.cluster()["workers"])))
         for name, requests in traces.items():
             first, before = client.ended_requests(), _orders_done(client)
+            resident = [list(worker["last_switches"])[-1] for worker in client.cluster()["workers"]]
             _say(f"{arm}: {len(requests)} requests, {name}")
             outcomes, built_s = asyncio.run(_run_trace(call, requests))
             switches = len(built_s) + _orders_done(client) - before
@@ -150,7 +151,7 @@ def _measure_ours(
                 record.mkdir(parents=True, exist_ok=True)
                 (record / f"{arm}-{name}.jsonl").write_text("".join(trace_lines(scenario)), encoding="utf-8")
             measured = _figures(arm, name, outcomes, switches)
-            rows += [measured, _simulated(arm, name, scenario, measured)]
+            rows += [measured, _simulated(arm, name, scenario, measured, resident)]
             _say(*rows[-2:], sep="\n")
     return rows
 
@@ -260,14 +261,18 @@ def _figures(arm: str, trace: str, latencies: Sequence[float], switches: int) ->
     }
 
 
-def _simulated(arm: str, trace: str, scenario: Scenario, measured: dict[str, Any]) -> dict[str, Any]:
+def _simulated(
+    arm: str, trace: str, scenario: Scenario, measured: dict[str, Any], resident: Sequence[str]
+) -> dict[str, Any]:
     """Return the simulator's figures for what was recorded, and how far they are from the measured ones.
 
-    As in the real cluster, requests for each model came before: the queue knows what they take.
+    As in the real cluster, requests for each model came before, those that were `resident` last: the queue knows what
+    they take.
     """
     policy: PolicyName = "latency-first" if arm == "latency-first" else "no-controller"
     pause_s = 2 * max(model.service_s for model in scenario.models) + max(w.fixed_switch_s for w in scenario.workers)
-    models = [model.id for model in scenario.models] * _WARM_UPS
+    known = [model.id for model in scenario.models]
+    models = known * _WARM_UPS + [model for model in resident if model in known]
     before = [SimRequest(number * pause_s, model) for number, model in enumerate(models)]
     began_s = len(before) * pause_s
     after = [replace(request, at_s=request.at_s + began_s) for request in scenario.requests]
