@@ -20,9 +20,9 @@ from typing import Final
 
 from cluster.control.admission_records import AdmissionSnapshot, ModelLoad, Placement, Refusal, Refused, Started
 from cluster.control.ended_requests import EndedLog
+from cluster.control.free_starts import held_until_s
 from cluster.control.lanes import Ask, Lanes, Waiting
 from cluster.control.places import Places
-from cluster.control.plans import FreeStart
 from cluster.control.service_times import ArrivalRate, ModelTimes, ServiceTimes
 from configs.admission import AdmissionConfig
 
@@ -31,7 +31,6 @@ __all__ = ["MARGIN", "REVIEW_S", "SWITCHED_S", "AdmissionQueue"]
 REVIEW_S: Final = 0.25  # how often those that wait are predicted anew
 MARGIN: Final = 1.1  # predictions are this much longer than the mean: half of all requests take longer than that
 SWITCHED_S: Final = 0.02  # a switch that took longer shows that the model was not at hand
-HOLD_TIMES: Final = 4.0  # so many times its switch and its run a request waits for an idle replica, or its model's
 _FRESH_S: Final = 30.0  # what was measured longer ago refuses nobody while there is nothing to do
 _ENOUGH: Final = 3  # measurements
 _MOSTLY: Final = 0.2  # of its time: a request that spent more of it switching says little about the next one
@@ -333,24 +332,21 @@ class AdmissionQueue:
             among = self._placement.of(ask.pool, ask.model, now_s)
             open_ = None if among is None else [name for name in among if name not in full]
             free = self._placement.free_of(ask.pool, ask.model, now_s)
-            hold_s = self._hold_s(waiting, free, now_s)
-            is_held = now_s < waiting.arrived_s + hold_s
-            switch_s, chances = self._times.switch_s(ask.model), self._placement.chances
+            until_s = held_until_s(free, waiting, times.latency_s * ask.work if times else 0.0, now_s)
+            is_held, switch_s, chances = now_s < until_s, self._times.switch_s(ask.model), self._placement.chances
             replica = pool.places.choose(ask.share, ask.model, switch_s, open_, free, chances, is_held)
             if replica is None:
                 if among is None:
                     return  # nobody slips past: a large request would wait for ever
                 held.add(ask.model)
-                if not is_held:
-                    full.update(among)  # nor where it may start
+                if is_held:
+                    self._held_until_s = min(self._held_until_s, until_s)
                 else:
-                    self._held_until_s = min(self._held_until_s, waiting.arrived_s + hold_s)
+                    full.update(among)  # nor where it may start
                 continue
             if is_held and ask.model not in (at_hand := pool.places.models_at_hand(replica)):
-                rivals = [
-                    model for model in at_hand if model not in held and self._may_start(name, model, replica, now_s)
-                ]
-                waiting = pool.lanes.beside(waiting, rivals) or waiting
+                rivals = self._placement.models_of(name, replica, at_hand, now_s)
+                waiting = pool.lanes.beside(waiting, [model for model in rivals if model not in held]) or waiting
                 ask, times = waiting.ask, self._times.times(waiting.ask.model)
             pool.lanes.start(waiting.ticket, self._cost_s(ask))
             pool.num_by_model[ask.model] -= 1
@@ -359,24 +355,12 @@ class AdmissionQueue:
             self._counts_of(ask).started += 1
             yield Started(waiting.ticket, replica)
 
-    def _hold_s(self, waiting: Waiting, free: Mapping[str, FreeStart] | None, now_s: float) -> float:
-        """Return how long a request waits for an idle replica or one with its model, whatever else has room."""
-        times = self._times.times(waiting.ask.model)
-        if not free or times is None:
-            return 0.0
-        once_s = max(start.switch_s for start in free.values()) + times.latency_s * waiting.ask.work
-        return HOLD_TIMES * once_s if waiting.ask.deadline_s - now_s > (HOLD_TIMES + 1) * once_s else 0.0
-
-    def _may_start(self, pool: str, model: str, replica: str, now_s: float) -> bool:
-        among = self._placement.of(pool, model, now_s)
-        return among is None or replica in among
-
     def _is_full(self, name: str, pool: _Pool, model: str, now_s: float) -> bool:
         """Return whether the placement leaves no room for any request of the model: none of them need be tried."""
-        if self._placement.refusal_of(name, model, now_s) is not None:
-            return False
         among = self._placement.of(name, model, now_s)
-        return among is not None and not pool.places.has_room(_LEAST_SHARE, among)
+        if among is None or self._placement.refusal_of(name, model, now_s) is not None:
+            return False
+        return not pool.places.has_room(_LEAST_SHARE, among)
 
     def _refuse(self, pool: _Pool, waiting: Waiting, refusal: Refusal) -> None:
         pool.lanes.remove(waiting.ticket)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -63,6 +63,11 @@ class Placement:
     def of(self, pool: str, model: str, now_s: float) -> tuple[str, ...] | None:
         """Return the replicas for a model; None for all."""
         return self.replicas.get((pool, model)) if now_s < self.until_s else None
+
+    def models_of(self, pool: str, replica: str, models: Iterable[str], now_s: float) -> list[str]:
+        """Return those of the models that may start on the replica."""
+        allowed = [(model, self.of(pool, model, now_s)) for model in models]
+        return [model for model, replicas in allowed if replicas is None or replica in replicas]
 
     def free_of(self, pool: str, model: str, now_s: float) -> Mapping[str, FreeStart] | None:
         """Return the free starts of a model, by replica; None where it has none."""

@@ -10,22 +10,38 @@ from collections.abc import Iterable, Mapping, Sequence
 from heapq import nlargest
 from typing import Final
 
+from cluster.control.lanes import Waiting
 from cluster.control.plans import FreeStart
 from cluster.control.state import ClusterState, ModelState, WorkerState
 
 MAX_FREE: Final = 128  # models, the most wanted
 MAX_STARTS: Final = 512  # pairs of model and worker that are looked at, beside those that are ready
 LEAST_WORKERS: Final = 4
+HOLD_TIMES: Final = 4.0  # so many times its switch and its run a request waits for others' batches to end
 LEAST_RATE: Final = 1e-4  # requests per second; a model that is asked for less often is not prepared for
 FREE_REQUESTS: Final = 2.0  # a switch that takes no longer than so many usual requests needs no order
 
 
 def _longest_free_s(state: ClusterState) -> float:
     """Return how long a switch may take that needs no order: as some requests of the usual mix."""
-    rates = sum([model.rate_long for model in state.models.values()])
-    if not rates:
-        return 0.0
-    return FREE_REQUESTS * sum([model.rate_long * model.service_s for model in state.models.values()]) / rates
+    rates = works = 0.0
+    for model in state.models.values():
+        rate = model.rate_long
+        rates += rate
+        works += rate * model.service_s
+    return FREE_REQUESTS * works / rates if rates else 0.0
+
+
+def held_until_s(starts: Mapping[str, FreeStart] | None, waiting: Waiting, latency_s: float, now_s: float) -> float:
+    """Return until when a request waits for an idle worker or one with its model, whatever else has room.
+
+    Not at all where nobody knows yet what it takes, or where its deadline is near.
+    """
+    if not starts or not latency_s:
+        return waiting.arrived_s
+    once_s = max([start.switch_s for start in starts.values()]) + latency_s
+    is_near = waiting.ask.deadline_s - now_s <= (HOLD_TIMES + 1) * once_s
+    return waiting.arrived_s + (0.0 if is_near else HOLD_TIMES * once_s)
 
 
 def free_models(

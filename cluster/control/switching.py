@@ -21,8 +21,7 @@ urgent first, and decides in request-seconds, the time that requests wait, added
 5.  *Bounded wait.* A model without a worker whose oldest request has waited for its patience, some switch times or
     what its class of service and deadline leave, is *due*: the margin and rule 3's last sentence do not hold
     against it. The longest overdue comes first. At most a quarter of the workers are on their way at a time because a
-    model is due, and fewer as the whole cluster's queue grows beyond patience; due models beyond that are weighed
-    like others. So a cluster that is offered too much does not end up switching only.
+    model is due, and fewer as the whole queue grows beyond patience: a cluster must not end up switching only.
 6.  *How.* If what must go still runs requests, the worker *drains*: it starts nothing of that, its node prefetches
     what is missing, and a later plan orders the switch. Otherwise it switches now.
 7.  *Ahead.* A worker without work gets ready for the most wanted model that no worker has, if that is wanted twice as
@@ -151,12 +150,13 @@ class _Planning:
                 self._open.append(worker)
 
     def _note_work(self) -> None:
-        busy, claims = self._busy_s, self._claims
+        busy, claims, models = self._busy_s, self._claims, self._models
         for id_, workers in self._serving.items():
-            model = self._models[id_]
-            num_wanted = model.waiting + 10.0 * model.rate
+            model = models[id_]
+            waiting, rate, long = model.waiting, model.rate_short, model.rate_long
+            num_wanted = waiting + 10.0 * (rate if rate > long else long)
             if num_wanted:
-                work_s = model.waiting * model.service_s / len(workers)
+                work_s = waiting * model.service_s / len(workers)
                 claim = num_wanted * model.slo.weight / len(workers)
                 for worker in workers:
                     busy[worker] += work_s
@@ -181,8 +181,7 @@ class _Planning:
                 model = self._models.get(id_)
                 if model is None or worker.id in self._taken or model.retry_in_s > 0:
                     continue
-                option = self._option(model, worker, is_due=True)
-                if option is None:
+                if (option := self._option(model, worker, is_due=True)) is None:
                     self.notes.append(f"{id_} is pinned to {worker.id} and does not fit beside what must stay there")
                 else:
                     self._order(model, option, "pinned to this worker by hand")
@@ -193,9 +192,8 @@ class _Planning:
         holders = self._workers_by_component(needs)
         max_due = self._max_due(needs)
         for need in needs:
-            model, best, least = need.model, None, (math.inf, 0)
+            model, best, least, weight = need.model, None, (math.inf, 0), need.model.slo.weight * need.model.waiting
             need.is_due &= self._num_on_the_way < max_due
-            weight = model.slo.weight * model.waiting
             for worker in self._candidates(model, holders):
                 option = self._option(model, worker, need.is_due)
                 if option is not None and (cost := (weight * option.ready_s + option.harm, len(option.evict))) < least:
@@ -208,28 +206,37 @@ class _Planning:
                 self._order(model, best, self._reason(need, best))
 
     def _needs(self) -> list[_Need]:
-        needs = []
+        """Return the most urgent needs. What takes time is looked at last, of those that are urgent enough."""
+        ranked: list[tuple[bool, float, int, float, float, ModelState]] = []
+        busy_s, serving, least, number = self._busy_s, self._serving, 1 + self._policy.margin, 0
         for model in self._models.values():
             if not model.waiting or model.id in self._free:
                 continue
             if model.retry_in_s > 0:
                 self.notes.append(f"{model.id}: its load failed; tried again in {model.retry_in_s:.1f} s")
                 continue
-            switch_s = self._usual_fixed_s + model.components.total_bytes / self._usual_attach
-            if workers := self._serving.get(model.id):
-                wait_s = min([self._busy_s[worker] for worker in workers]) - model.service_s / len(workers)
-                if (
-                    model.waiting > self._state.num_free_slots(workers, switch_s)
-                    and wait_s > (1 + self._policy.margin) * switch_s
-                ):
-                    needs.append(_Need(model, math.inf, wait_s, is_due=False))
+            switch_s, age_s, number = self._usual_s(model), model.oldest_age_s, number - 1  # the first of equals first
+            if workers := serving.get(model.id):
+                wait_s = min([busy_s[worker] for worker in workers]) - model.service_s / len(workers)
+                if wait_s > least * switch_s:
+                    ranked.append((False, model.slo.weight * model.waiting * age_s, number, math.inf, wait_s, model))
                 continue
             patience_s = self._policy.max_wait_switches * max(switch_s, model.service_s)
             patience_s = min(patience_s, max(model.slo.target_s - switch_s, switch_s))
-            is_late = 0 < model.slack_s < 1.5 * switch_s + model.service_s
-            age_s = model.oldest_age_s
-            needs.append(_Need(model, patience_s, max(patience_s, age_s), is_late or age_s >= patience_s))
-        return nlargest(MAX_NEEDS, needs, key=_urgency)
+            is_due = age_s >= patience_s or 0 < model.slack_s < 1.5 * switch_s + model.service_s
+            urgency = model.slo.weight * age_s * (1 / patience_s if is_due else model.waiting)
+            ranked.append((is_due, urgency, number, patience_s, max(patience_s, age_s), model))
+        ranked.sort(reverse=True)
+        needs = (
+            _Need(model, patience_s, wait_s, is_due)
+            for is_due, _, _, patience_s, wait_s, model in ranked
+            if not (found := serving.get(model.id))
+            or model.waiting > self._state.num_free_slots(found, self._usual_s(model))
+        )
+        return list(islice(needs, MAX_NEEDS))
+
+    def _usual_s(self, model: ModelState) -> float:
+        return self._usual_fixed_s + model.components.total_bytes / self._usual_attach
 
     def _max_due(self, needs: Sequence[_Need]) -> float:
         """Return how many workers may be on their way when a due model takes another (rule 5)."""
@@ -240,10 +247,9 @@ class _Planning:
 
     def _is_worth_it(self, need: _Need, option: _Option) -> bool:
         """Weigh what the model's requests gain against what others pay (rule 4)."""
-        num_serving = len(self._serving.get(need.model.id, ()))
+        num_waiting = need.model.waiting / (len(self._serving.get(need.model.id, ())) + 1)
         gain_s = need.wait_s - (1 + self._policy.margin) * option.ready_s
-        gain = need.model.slo.weight * need.model.waiting * gain_s / (num_serving + 1)
-        work_s = need.model.waiting * need.model.service_s / (num_serving + 1)
+        gain, work_s = need.model.slo.weight * num_waiting * gain_s, num_waiting * need.model.service_s
         return gain > option.harm and work_s >= self._policy.amortization * option.switch_s
 
     def _reason(self, need: _Need, option: _Option) -> str:
@@ -258,12 +264,13 @@ class _Planning:
     def prepare_ahead(self) -> None:
         """Let idle workers get ready for models that are wanted and that no worker has (rule 7)."""
         idle = [worker for worker in self._open if worker.id not in self._taken and not self._busy_s[worker.id]]
-        wanted_models = [
-            each for each in self._models.values() if each.rate_long > LEAST_RATE and each.id not in self._free
-        ]
-        missing = [each for each in wanted_models if not each.retry_in_s and not self._serving.get(each.id)]
-        missing.sort(key=lambda model: model.rate_long * model.slo.weight * model.components.total_bytes, reverse=True)
-        for model in missing[: 2 * MAX_CANDIDATES] if idle else ():
+        missing = [each for each in (self._models.values() if idle else ()) if not self._serving.get(each.id)]
+        wanted = [each for each in missing if each.rate_long > LEAST_RATE and each.id not in self._free]
+        for model in nlargest(
+            2 * MAX_CANDIDATES, wanted, key=lambda one: one.rate_long * one.slo.weight * one.components.total_bytes
+        ):
+            if model.retry_in_s:
+                continue
             best, best_value = None, math.inf
             for worker in idle[:FEW]:
                 option = None if worker.id in self._taken else self._option(model, worker, is_due=False)
@@ -274,9 +281,8 @@ class _Planning:
                     best, best_value = option, value
             wanted_s = model.rate_long * model.slo.weight * max(best.switch_s, 1e-9) if best else 0.0
             if best is not None and wanted_s > WANTED_TWICE * best_value:
-                self._order(
-                    model, best, f"idle, and {model.rate_long:.3f} requests/s come for a model without a worker"
-                )
+                reason = f"idle, and {model.rate_long:.3f} requests/s come for a model without a worker"
+                self._order(model, best, reason)
 
     def _value(self, model: ModelState, worker: WorkerState) -> float:
         """Return the seconds of waiting per second that the model saves by being on the worker."""
@@ -373,8 +379,8 @@ class _Planning:
         self._taken.add(worker.id)
         self._num_on_the_way += 1
         for id_ in option.evict:
-            if worker.id in self._serving.get(id_, ()):
-                self._serving[id_].remove(worker.id)
+            if worker.id in (serving := self._serving.get(id_, [])):
+                serving.remove(worker.id)
         self._serving.setdefault(model.id, []).append(worker.id)
         self._busy_s[worker.id] = option.ready_s
 
@@ -391,10 +397,3 @@ class _Planning:
             if not any(id_ in self._state.workers[worker].models for worker in workers):
                 planned[id_] = (*workers, *leaving)
         return planned
-
-
-def _urgency(need: _Need) -> tuple[bool, float]:
-    model = need.model
-    if need.is_due:
-        return True, model.slo.weight * model.oldest_age_s / need.patience_s
-    return False, model.slo.weight * model.waiting * model.oldest_age_s

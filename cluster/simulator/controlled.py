@@ -16,6 +16,7 @@ from cluster.control.lanes import Ask
 from cluster.control.plans import Decision, SwitchPlan
 from cluster.control.state import ClusterState, Components, ModelState, WorkerState, retry_after_s
 from cluster.control.switching import LATENCY_FIRST, SwitchingPolicy, plan_switches
+from cluster.controller.deciding import LEAD_S
 from cluster.simulator.scenario import Fault, SimRequest
 from cluster.simulator.world import WorkerInWorld, World
 from configs.admission import AdmissionConfig
@@ -269,12 +270,15 @@ class Controlled:
 
 
 def _placement_of(state: ClusterState, plan: SwitchPlan, until_s: float) -> Placement:
-    """Return where requests may start: on planned workers that have the model ready. The others wait."""
+    """Return where requests may start: on planned workers that have the model, or will in a moment. The others wait."""
     workers = state.workers
+
+    def is_ready(id_: str, worker: WorkerState) -> bool:
+        is_coming = worker.switching_to == id_ and worker.ready_in_s <= LEAD_S
+        return (is_coming or id_ in worker.models) and not worker.is_stale
+
     replicas = {
-        (POOL, id_): tuple(
-            each for each in plan.planned.get(id_, ()) if id_ in workers[each].models and not workers[each].is_stale
-        )
+        (POOL, id_): tuple(each for each in plan.planned.get(id_, ()) if is_ready(id_, workers[each]))
         for id_ in state.models
     }
     replicas |= {(POOL, id_): tuple(starts) for id_, starts in plan.free.items() if starts}

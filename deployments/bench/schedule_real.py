@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -38,8 +39,7 @@ WORKER_BYTES: Final = 9 * 2**20  # one of the models, two of them not
 STEPS: Final = 12
 WORDS: Final = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 PEER: Final = "peer"
-_BATCH: Final = 4  # requests of the batch whose growth is measured
-_COSTS: Final = 3  # times that costs are measured
+_WARM_UPS: Final = 4  # requests for each model before the simulated trace
 
 _Call = Callable[[str, int], Awaitable[ImageResult]]
 _say = Console(stderr=True).print
@@ -135,10 +135,10 @@ def _measure_ours(
             return result
 
         sizes: dict[str, dict[str, int]] = {}
-        costs = asyncio.run(_measure_costs(call, lambda: note_sizes(sizes, client.cluster()["workers"])))
-        _say(f"{arm}: seconds alone, growth: { {m: (round(s, 3), round(g, 2)) for m, (s, g) in costs.items()} }")
+        asyncio.run(_look_at_each(call, lambda: note_sizes(sizes, client.cluster()["workers"])))
         for name, requests in traces.items():
             first, before = client.ended_requests(), _orders_done(client)
+            resident = [list(worker["last_switches"])[-1] for worker in client.cluster()["workers"]]
             _say(f"{arm}: {len(requests)} requests, {name}")
             outcomes, built_s = asyncio.run(_run_trace(call, requests))
             switches = len(built_s) + _orders_done(client) - before
@@ -146,12 +146,12 @@ def _measure_ours(
             ended = client.ended_requests(first["next_number"])["requests"]
             cluster = client.cluster()
             loads = cluster["admission"]["models"]
-            scenario = recorded_scenario(ended, loads, cluster["workers"], first["now_s"], sizes, costs, switch_s)
+            scenario = recorded_scenario(ended, loads, cluster["workers"], first["now_s"], sizes, switch_s)
             if record is not None:
                 record.mkdir(parents=True, exist_ok=True)
                 (record / f"{arm}-{name}.jsonl").write_text("".join(trace_lines(scenario)), encoding="utf-8")
             measured = _figures(arm, name, outcomes, switches)
-            rows += [measured, _simulated(arm, name, scenario, measured)]
+            rows += [measured, _simulated(arm, name, scenario, measured, resident)]
             _say(*rows[-2:], sep="\n")
     return rows
 
@@ -212,37 +212,12 @@ async def _warm_up(call: _Call) -> None:
         await asyncio.gather(*(call(model, number) for number in range(len(WORDS))))
 
 
-async def _measure_costs(call: _Call, look: Callable[[], None]) -> dict[str, tuple[float, float]]:
-    """Return the seconds that a request takes alone, and what each further one of a batch adds, by model.
-
-    The other worker has a request for another model meanwhile. `look` is called while a model is there.
-    """
+async def _look_at_each(call: _Call, look: Callable[[], None]) -> None:
+    """Warm up, and call `look` while each model is there."""
     await _warm_up(call)
-    costs = {}
-    models = list(SHARES)
-    for model, other in zip(models, models[1:] + models[:1], strict=True):
-
-        async def seconds(num: int, model: str = model, other: str = other) -> float:
-            work = asyncio.gather(*(call(model, number) for number in range(num)))
-            took_s, _ = await asyncio.gather(_seconds_of(work), call(other, 0))  # the cores have both workers to serve
-            return took_s
-
-        await seconds(1)
-        alone, together = [], []
-        for _ in range(_COSTS):
-            alone.append(await seconds(1))
-            together.append(await seconds(_BATCH))
-        alone_s = statistics.median(alone)
-        growth = (statistics.median(together) / alone_s - 1) / (_BATCH - 1)
+    for model in SHARES:
+        await call(model, 0)
         look()
-        costs[model] = alone_s, min(max(growth, 0.0), 1.0)
-    return costs
-
-
-async def _seconds_of(work: Awaitable[Any]) -> float:
-    start = time.perf_counter()
-    await work
-    return time.perf_counter() - start
 
 
 async def _run_trace(call: _Call, requests: Sequence[SimRequest]) -> tuple[list[float], list[float]]:
@@ -286,12 +261,25 @@ def _figures(arm: str, trace: str, latencies: Sequence[float], switches: int) ->
     }
 
 
-def _simulated(arm: str, trace: str, scenario: Scenario, measured: dict[str, Any]) -> dict[str, Any]:
-    """Return the simulator's figures for what was recorded, and how far they are from the measured ones."""
+def _simulated(
+    arm: str, trace: str, scenario: Scenario, measured: dict[str, Any], resident: Sequence[str]
+) -> dict[str, Any]:
+    """Return the simulator's figures for what was recorded, and how far they are from the measured ones.
+
+    As in the real cluster, requests for each model came before, those that were `resident` last: the queue knows what
+    they take.
+    """
     policy: PolicyName = "latency-first" if arm == "latency-first" else "no-controller"
-    figures, world = simulate(scenario, policy)
-    latencies = [served.latency_s for served in world.served]
-    row = _figures(arm, trace, latencies, figures.switches) | {"source": "simulated"}
+    pause_s = 2 * max(model.service_s for model in scenario.models) + max(w.fixed_switch_s for w in scenario.workers)
+    known = [model.id for model in scenario.models]
+    models = known * _WARM_UPS + [model for model in resident if model in known]
+    before = [SimRequest(number * pause_s, model) for number, model in enumerate(models)]
+    began_s = len(before) * pause_s
+    after = [replace(request, at_s=request.at_s + began_s) for request in scenario.requests]
+    _, world = simulate(replace(scenario, requests=(*before, *after)), policy)
+    latencies = [served.latency_s for served in world.served if served.request.at_s >= began_s]
+    switches = sum(span.is_switch and span.start_s >= began_s for span in world.spans)
+    row = _figures(arm, trace, latencies, switches) | {"source": "simulated"}
     for key in ("mean_s", "switches"):
         row[f"{key}_off"] = row[key] / measured[key] - 1 if measured[key] else None
     return row

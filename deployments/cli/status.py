@@ -116,6 +116,9 @@ def _print_decisions(found: dict[str, Any], *, wide: bool = False) -> None:
         for worker in found["workers"]
     ]
     print_table(WORKER_COLUMNS, workers, wide=wide, title="workers")
+    if scaling := found.get("scaling"):
+        leaving = f", of which {', '.join(scaling['leaving'])} leave" if scaling["leaving"] else ""
+        print_line(f"{scaling['target']} workers wanted{leaving}: {scaling['reason']}")
     rows = []
     for one in found["decisions"]:
         took = f"{one['took_s'] * 1e3:.0f} ms" if one["took_s"] is not None else ""

@@ -26,7 +26,7 @@ def test_the_same_requests_need_fewer_switches_with_it(observed: dict[str, Any])
 def test_every_switch_has_its_reason(observed: dict[str, Any]) -> None:
     found = observed["decisions"]
     switches = [one for one in found["decisions"] if one["action"] == "switch"]
-    assert {one["model"] for one in switches} == set(SHARES)
+    assert {one["model"] for one in switches} <= set(SHARES)  # most start freely
     assert all(one["reason"] for one in switches)
     assert {one["state"] for one in switches} <= {"done", "taken", "given"}
     assert found["notes"] == []

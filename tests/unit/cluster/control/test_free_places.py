@@ -6,8 +6,9 @@ import math
 import random
 from collections.abc import Mapping
 
-from cluster.control.admission import HOLD_TIMES, AdmissionQueue
+from cluster.control.admission import AdmissionQueue
 from cluster.control.admission_records import Placement, Started
+from cluster.control.free_starts import HOLD_TIMES
 from cluster.control.lanes import Ask
 from cluster.control.plans import FreeStart
 from configs.admission import AdmissionConfig

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import pytest
 from unit.cluster.simulator.random_scenarios import GB, random_scenario
 
 from cluster.control.state import Components, SloClass
@@ -109,6 +110,24 @@ def test_a_steady_state_that_fits_has_no_switch_but_the_first() -> None:
         figures, _ = simulate(Scenario(models, TWO, requests), "latency-first")
         assert figures.switches == 2
         assert figures.served == len(requests)
+
+
+@pytest.mark.parametrize("switch_s", [0.01, 0.05, 0.15])
+def test_where_switches_are_cheap_it_is_no_slower_than_no_controller_and_switches_less(switch_s: float) -> None:
+    """Two workers with room for one of four models, as in the demo: a controller once cost a third more there."""
+    times = {"flux": 0.12, "inverted": 0.12, "sdxl": 0.2, "adder": 0.03}
+    models = tuple(SimModel(id_, Components({f"own-{id_}": GB}), time_s, 0.7) for id_, time_s in times.items())
+    workers = tuple(SimWorker(f"w{n}", "n", GB, 16, fixed_switch_s=switch_s) for n in range(2))
+    shares = {"flux": 0.5, "inverted": 0.25, "sdxl": 0.15, "adder": 0.1}
+    for rate in (4.0, 8.0, 14.0):
+        means, switches = [], []
+        for policy in ("latency-first", "no-controller"):
+            traces = [tuple(poisson(rate, shares, 25.0, random.Random(seed))) for seed in range(3)]
+            runs = [simulate(Scenario(models, workers, requests), policy)[0] for requests in traces]
+            means.append(sum(run.mean_s for run in runs))
+            switches.append(sum(run.switches for run in runs))
+        assert means[0] <= 1.05 * means[1], (rate, means)
+        assert switches[0] < 0.85 * switches[1], (rate, switches)
 
 
 def test_more_capacity_does_not_hurt() -> None:

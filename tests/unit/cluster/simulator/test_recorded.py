@@ -12,9 +12,11 @@ from cluster.control.admission_records import Started
 from cluster.control.ended_requests import MAX_KEPT, EndedLog
 from cluster.control.lanes import Ask, Waiting
 from cluster.control.places import Ended
+from cluster.control.state import Components
 from cluster.simulator.recorded import note_sizes, recorded_scenario
 from cluster.simulator.running import simulate
-from cluster.simulator.scenario import read_trace, trace_lines
+from cluster.simulator.scenario import Scenario, SimModel, SimWorker, read_trace, trace_lines
+from cluster.simulator.traces import poisson
 from configs.admission import AdmissionConfig
 
 
@@ -78,3 +80,23 @@ def test_the_log_forgets_the_oldest_and_goes_on_after_any_number() -> None:
     assert seen == [str(index) for index in range(MAX_KEPT + 500)]
     assert log.after(0, 0.0).requests[0].model == "500"
     assert len(log.after(10**9, 0.0).requests) == MAX_KEPT  # a queue that was restarted counts from 0 again
+
+
+@pytest.mark.parametrize("growth", [0.0, 0.4, 1.0])
+def test_what_requests_cost_is_found_again_in_what_they_took(growth: float) -> None:
+    """Simulate a trace with known costs on workers that need no switch, and fit the costs to its record."""
+    times = {"a": 0.2, "b": 0.5}
+    models = tuple(SimModel(id_, Components({id_: 1}), time_s, growth) for id_, time_s in times.items())
+    workers = tuple(SimWorker(f"w{number}", "n", 1, 8) for number in range(2))
+    requests = tuple(poisson(5.0, {"a": 0.6, "b": 0.4}, 60.0, random.Random(3)))
+    _, world = simulate(Scenario(models, workers, requests), "static")
+    records = [
+        {"pool": "worker", "model": one.request.model, "arrived_s": one.request.at_s, "started_s": one.started_s,
+         "ended_s": one.ended_s, "work": 1.0, "share": 0.125, "priority": 1, "replica": one.worker, "switch_s": 0.0,
+         "is_answered": True}
+        for one in world.served
+    ]  # fmt: skip
+    found = {model.id: model for model in recorded_scenario(records, [], [], 0.0, {}).models}
+    for id_, time_s in times.items():
+        assert found[id_].service_s == pytest.approx(time_s, rel=0.12)
+        assert found[id_].batch_growth == pytest.approx(growth, abs=0.2)

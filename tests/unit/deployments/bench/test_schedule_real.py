@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from safetensors.torch import load_file
 
-from cluster.simulator.scenario import SimRequest
+from cluster.control.state import Components
+from cluster.simulator.scenario import Scenario, SimModel, SimRequest, SimWorker
 from configs.loading import load_cluster_config
 from deployments.bench import schedule_real as bench
 
@@ -47,13 +49,27 @@ async def test_every_request_is_sent_once_and_its_switch_is_counted() -> None:
     assert built_s == pytest.approx([0.03] * 3)
 
 
-async def test_costs_come_from_one_request_and_from_a_batch() -> None:
-    looks = []
+async def test_every_model_is_looked_at_while_it_is_there() -> None:
+    asked: list[str] = []
+    seen: list[str] = []
 
     async def call(model: str, number: int):
-        return SimpleNamespace(switch=None)
+        asked.append(model)
 
-    costs = await bench._measure_costs(call, lambda: looks.append(1))
-    assert costs.keys() == bench.SHARES.keys()
-    assert all(seconds > 0 and 0 <= growth <= 1 for seconds, growth in costs.values())
-    assert len(looks) == len(bench.SHARES)
+    await bench._look_at_each(call, lambda: seen.append(asked[-1]))
+    assert seen == list(bench.SHARES)
+    assert min(Counter(asked).values()) > len(bench.WORDS)
+
+
+def test_the_simulated_trace_begins_with_what_was_there() -> None:
+    models = tuple(SimModel(id_, Components({id_: 1}), 0.5) for id_ in "abc")
+    workers = tuple(SimWorker(f"w{number}", "n", 1, fixed_switch_s=0.2) for number in range(2))
+    requests = tuple(SimRequest(float(at_s), "ab"[at_s % 2]) for at_s in range(10))
+    for arm in ("latency-first", "no-controller"):
+        measured = {"mean_s": 0.5, "switches": 1}
+        row = bench._simulated(arm, "t", Scenario(models, workers, requests), measured, ["a", "b"])
+        assert row["requests"] == 10
+        assert row["mean_s"] >= 0.5
+        assert row["mean_s_off"] == pytest.approx(row["mean_s"] / 0.5 - 1)
+    row = bench._simulated("latency-first", "t", Scenario(models, workers, requests), measured, ["a", "b"])
+    assert (row["switches"], row["mean_s"]) == (0, pytest.approx(0.5))
