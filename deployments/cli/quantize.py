@@ -20,12 +20,14 @@ from deployments.cli.weights import DEFAULT_STORE, StorePath, working_folder
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from weights.quantization.report import QuantizedTensor
+    from weights.quantization.fp8_pipeline import Scales
+    from weights.quantization.report import QuantizationReport, QuantizedTensor
 
 app = typer.Typer()
 _err = Console(stderr=True)
 
-_FormName = Literal["kuiper-int8", "gguf-q8_0", "gguf-q4_0", "int8-group"]
+_FormName = Literal["kuiper-int8", "gguf-q8_0", "gguf-q4_0", "int8-group", "fp8-row", "fp8-tensor"]
+_OF_PIPELINES: Final = ("fp8-row", "fp8-tensor")
 _MAX_TEXT_BYTES: Final = 64 * 2**20
 _COLUMNS: Final = (
     Column("tensor", "name"),
@@ -40,9 +42,11 @@ _COLUMNS: Final = (
 
 @app.command()
 def quantize(
-    source: Annotated[Path, typer.Argument(help="A Hugging Face folder: config.json, safetensors, tokenizer.json.")],
+    source: Annotated[
+        Path, typer.Argument(help="A Hugging Face folder: a language model's or, for fp8, a pipeline's.")
+    ],
     target: Annotated[Path, typer.Argument(help="A new file for GGUF, a new folder for the other forms.")],
-    to: Annotated[_FormName, typer.Option("--to", help="The form; int8-group keeps Hugging Face's names.")],
+    to: Annotated[_FormName, typer.Option("--to", help="The form; int8-group and fp8 keep Hugging Face's names.")],
     group_size: Annotated[int, typer.Option(help="Elements with one scale, in both int8 forms.")] = 64,
     text: Annotated[Path | None, typer.Option(help="A text to tell the change of perplexity on.")] = None,
     max_tokens: Annotated[int, typer.Option(min=2, help="How much of that text is read.")] = 4096,
@@ -53,15 +57,15 @@ def quantize(
     wide: Wide = False,
     as_json: Json = False,
 ) -> None:
-    """Write a language model in a smaller form, tensor by tensor, and say what that has cost."""
-    from weights.quantization.checkpoints import quantize_checkpoint
-
+    """Write a language model, or a pipeline's denoiser (fp8), in a smaller form, and say what that has cost."""
     source, target = source.expanduser(), target.expanduser()
+    if text is not None and to in _OF_PIPELINES:
+        raise OptionError(f"--text: perplexity is a language model's, and {to} is for pipelines")
     content = None if text is None else _read_text(text.expanduser())
     # Before the long work: it tells too whether the engine knows such a model, and whether the text is one.
     before = None if content is None else _perplexity("before", source, content, max_tokens, as_json)
     with _bar("quantize", as_json) as progress:
-        report = quantize_checkpoint(source, target, to, group_size=group_size, progress=progress)
+        report = _quantized(source, target, to, group_size, progress)
     record: dict[str, Any] = {
         "source": str(source),
         "target": str(target),
@@ -83,6 +87,27 @@ def quantize(
     print_line(f"{target}: {decimal(record['nbytes'])}, {report.bits_per_weight:.2f} bits per weight")
     if content is not None:
         print_line(_perplexity_line(record["perplexity"]))
+
+
+def _quantized(
+    source: Path, target: Path, to: _FormName, group_size: int, progress: Callable[[int, int], None]
+) -> QuantizationReport:
+    if to != "fp8-row" and to != "fp8-tensor":
+        from weights.quantization.checkpoints import quantize_checkpoint
+
+        return quantize_checkpoint(source, target, to, group_size=group_size, progress=progress)
+    from deployments.engines.diffusion.families import family_of
+    from deployments.engines.protocol import EngineError
+    from weights.formats.weight_files import read_json
+    from weights.quantization.fp8_pipeline import export_fp8
+
+    class_name = read_json(source / "model_index.json").get("_class_name")
+    try:
+        family = family_of(str(class_name))
+    except EngineError as error:
+        raise OptionError(f"--to {to}: {source}: {error}") from None
+    scales: Scales = "row" if to == "fp8-row" else "tensor"
+    return export_fp8(source, target, family.denoiser_name, family.keeps_precision, scales, progress)
 
 
 def _row(tensor: QuantizedTensor) -> list[str]:
@@ -130,8 +155,8 @@ def _bring_in(target: Path, model: str, store: Path) -> str:
 
 
 def _nbytes(path: Path) -> int:
-    files = path.iterdir() if path.is_dir() else [path]
-    return sum(file.stat().st_size for file in files)
+    files = path.rglob("*") if path.is_dir() else [path]
+    return sum(file.stat().st_size for file in files if file.is_file())
 
 
 @contextlib.contextmanager

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from deployments.engines.nn.fp8_linear import take_scales
 from deployments.engines.protocol import EngineError
 from weights.loading.modules import Binding, UninitializedOnMeta, find_places, listed, tied_groups, without_value
 
@@ -69,6 +70,7 @@ def build_skeleton(
     with IMPORT_LOCK:
         cls = _resolve_class(library, class_name, config, folder)
         module = _blank_module(cls, folder, config)
+    take_scales(module, shapes)
     names = _rename_like_stock(module, shapes, folder)
     _drop_absent_parts(module, names, optional_parts)
     _check_names(module, {new: shapes[old] for new, old in names.items()}, folder)

@@ -7,6 +7,7 @@ import copy
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -56,7 +57,8 @@ class ImageCodec:
         latents_BCHW = latents_BCHW.to(vae.device, vae.dtype)
         height, width = (side * self.scale_factor for side in latents_BCHW.shape[-2:])
         with torch.no_grad():
-            image_BCHW = self._in_tiles_if_large(vae, vae.decode, latents_BCHW, (height, width)).sample
+            decode = partial(vae.decode, return_dict=False)
+            (image_BCHW,) = self._in_tiles_if_large(vae, decode, latents_BCHW, (height, width))
             is_finite_B: np.ndarray = image_BCHW.isfinite().flatten(1).all(1).cpu().numpy()
             image_BHWC: np.ndarray = self._processor.postprocess(image_BCHW, output_type="np")
         with np.errstate(invalid="ignore"):  # NaN as uint8 is nothing, and `is_finite_B` tells

@@ -23,7 +23,12 @@ MIN_ROWS_PER_THREAD: Final = 8  # with more than one thread; found with two
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Return `F.linear`."""
+    """Return `F.linear`.
+
+    Of a part of a longer sequence, which is in C order in a batch of one only, torch would add the bias to rounded sums
+    instead of before they are rounded.
+    """
+    x = _in_c_order(x)
     num_rows = x.numel() // max(1, x.shape[-1])
     num_threads = torch.get_num_threads()
     min_rows = MIN_ROWS if num_threads == 1 else MIN_ROWS_PER_THREAD * num_threads

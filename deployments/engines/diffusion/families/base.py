@@ -163,6 +163,7 @@ class Family(ABC):
     inpaints_from_noise: ClassVar[bool] = True  # at strength 1 stock begins at noise alone, scaled as without an image
     lora_loader: ClassVar[str | None] = None  # the mixin of diffusers that reads its LoRAs of kohya's layout
     lora_encoders: ClassVar[Sequence[str]] = ()  # the text encoders that a LoRA may change
+    keeps_precision: ClassVar[Sequence[str]] = ()  # matrices of the denoiser that no float8 form has, as patterns
     control_class: ClassVar[str | None] = None  # the class of its ControlNets
     control_keys: ClassVar[Sequence[str]] = ()  # what their configs must have in common with the denoiser's
     controls_read_prompt: ClassVar[bool] = False  # also beside a negative prompt

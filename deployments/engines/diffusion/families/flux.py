@@ -56,6 +56,7 @@ class Flux(FlowMatching):
     guidance_rule: ClassVar[str] = "true_cfg_scale > 1"
     lora_loader: ClassVar[str | None] = "FluxLoraLoaderMixin"
     lora_encoders: ClassVar[Sequence[str]] = ("text_encoder",)
+    keeps_precision: ClassVar[Sequence[str]] = ("*norm*", "*embed*", "proj_out.weight")
     control_class: ClassVar[str | None] = "FluxControlNetModel"
     control_keys: ClassVar[Sequence[str]] = (
         "in_channels",

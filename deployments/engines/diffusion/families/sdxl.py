@@ -54,6 +54,7 @@ class StableDiffusionXL(Family):
     upcasts_vae: ClassVar[bool] = True
     lora_loader: ClassVar[str | None] = "StableDiffusionXLLoraLoaderMixin"
     lora_encoders: ClassVar[Sequence[str]] = ("text_encoder", "text_encoder_2")
+    keeps_precision: ClassVar[Sequence[str]] = ("time_embedding.*", "add_embedding.*", "*time_emb_proj*")
     control_class: ClassVar[str | None] = "ControlNetModel"
     control_keys: ClassVar[Sequence[str]] = ("block_out_channels", "cross_attention_dim", "addition_embed_type")
     refused_text_rules: ClassVar[Mapping[str, str]] = {

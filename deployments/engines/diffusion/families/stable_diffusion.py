@@ -46,6 +46,7 @@ class StableDiffusion(Family):
     }
     lora_loader: ClassVar[str | None] = "StableDiffusionLoraLoaderMixin"
     lora_encoders: ClassVar[Sequence[str]] = ("text_encoder",)
+    keeps_precision: ClassVar[Sequence[str]] = ("time_embedding.*", "add_embedding.*", "*time_emb_proj*")
     control_class: ClassVar[str | None] = "ControlNetModel"
     control_keys: ClassVar[Sequence[str]] = ("block_out_channels", "cross_attention_dim", "addition_embed_type")
     refused_text_rules: ClassVar[Mapping[str, str]] = {

@@ -50,6 +50,7 @@ class StableDiffusion3(FlowMatching):
         "inpainting": EditDefaults(strength=0.6, guidance_scale=7.0, num_inference_steps=50),
     }
     lora_encoders: ClassVar[Sequence[str]] = ("text_encoder", "text_encoder_2")
+    keeps_precision: ClassVar[Sequence[str]] = ("*norm*", "*embed*", "proj_out.weight")
     refused_text_rules: ClassVar[Mapping[str, str]] = {
         "trimmed": "text_padding 'trimmed' is for pipelines that read a T5 alone: StableDiffusion3Pipeline was trained "
         "on the padding of its CLIPs; use stock",

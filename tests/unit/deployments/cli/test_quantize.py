@@ -44,6 +44,19 @@ def test_a_table_and_a_model_of_the_store(run: Run, tmp_path: Path) -> None:
     assert (WeightStore(store).skeleton(manifest) / "tokenizer.json").is_file()
 
 
+def test_a_pipeline_in_float8(run: Run, tmp_path: Path) -> None:
+    store, target = tmp_path / "store", tmp_path / "fp8"
+    options = ("--to", "fp8-row", "--model", "small", "--store", str(store), "--json")
+    code, out, _ = run("quantize", str(ADDER.with_name("digits-flux")), str(target), *options)
+    assert code == 0
+    record = json.loads(out)
+    assert record["nbytes"] == sum(file.stat().st_size for file in target.rglob("*") if file.is_file())
+    small = [row for row in record["tensors"] if row["kind"] == "F8_E4M3"]
+    assert len(small) > 20
+    assert all(0.01 < row["rms_error"] < 0.04 for row in small)
+    assert WeightStore(store).manifest("small").kind == "diffusion"
+
+
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [
@@ -56,6 +69,8 @@ def test_a_table_and_a_model_of_the_store(run: Run, tmp_path: Path) -> None:
         (("{adder}", "{here}/one", "--to", "gguf-q8_0"), 1, "one: exists already"),
         (("{here}", "{here}/target", "--to", "kuiper-int8"), 1, "no Hugging Face folder"),
         (("{adder}", "{here}/target", "--to", "q5"), 2, "kuiper-int8"),
+        (("{adder}", "{here}/target", "--to", "fp8-row"), 1, "model_index.json"),
+        (("{adder}", "{here}/target", "--to", "fp8-row", "--text", "{here}/one"), 2, "fp8-row is for pipelines"),
     ],
 )
 def test_mistakes_are_named(run: Run, tmp_path: Path, words: tuple[str, ...], code: int, message: str) -> None:

@@ -85,9 +85,7 @@ def check_random_traffic(pair, ours, chance, adapters, num_jobs=8):
 
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_any_company_gives_the_same_bits(pair, make_request, load_pipeline, dtype, seed, request):
-    if dtype is torch.bfloat16 and type(pair.stock).__name__.startswith("StableDiffusion3"):
-        request.applymarker(pytest.mark.xfail(strict=False, reason="an operation in bfloat16 that was not found yet"))
+def test_any_company_gives_the_same_bits(pair, make_request, load_pipeline, dtype, seed):
     chance = random.Random(f"{seed} {dtype}")
     pair.request = make_request
     ours = load_pipeline(pair.folder, type(pair.stock).__name__, pair.denoiser_name, dtype)

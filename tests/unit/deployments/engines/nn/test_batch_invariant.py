@@ -45,6 +45,14 @@ def test_linear(dtype: torch.dtype, width: int, out: int, length: int | None) ->
     assert torch.allclose(linear(x[:1], weight, bias), F.linear(x[:1], weight, bias), rtol=1e-3, atol=1e-3)
 
 
+@DTYPES
+def test_linear_of_a_part_of_a_sequence(dtype: torch.dtype) -> None:
+    """As after SD3's joint attention: in C order for one row, and not for several."""
+    joint = torch.randn(max(BATCHES), 48, 64).to(dtype)
+    weight, bias = torch.randn(32, 64).to(dtype), torch.randn(32).to(dtype)
+    assert differing(lambda x: linear(x[:, 40:], weight, bias), joint) == []
+
+
 @pytest.mark.parametrize("length", [1, 5, 16])
 def test_linear_of_two_threads(length: int) -> None:
     torch.set_num_threads(2)

@@ -1,0 +1,91 @@
+"""A device without room for a whole pipeline: encoders go before the denoiser comes, and the image is the same."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("diffusers")
+
+from device.hosting import DEMO, Host, demo_store
+
+from deployments.engines.diffusion.families import family_of
+from deployments.errors import ServiceError
+from deployments.modules.loading import is_denoise_component
+from deployments.records import ImageRequest, ImageResult
+from deployments.services.image_service import ImageService
+from deployments.services.step_loop import DeviceThread
+from deployments.text.fallback import FallbackEncoder
+from weights.externalize import externalize
+from weights.quantization.fp8_pipeline import export_fp8
+from weights.store import WeightStore
+
+REQUEST = ImageRequest(
+    model="digits-sdxl",
+    prompt="a handwritten seven",
+    width=32,
+    height=32,
+    num_inference_steps=3,
+    guidance_scale=4.0,
+    seed=5,
+)
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> WeightStore:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda descriptor: None)
+        folder = tmp_path_factory.mktemp("small")
+        found = demo_store(folder / "store", "digits-sdxl")
+        family = family_of("StableDiffusionXLPipeline")
+        export_fp8(DEMO / "digits-sdxl", folder / "fp8", family.denoiser_name, family.keeps_precision)
+        externalize(found, "fp8", folder / "fp8", dtype="float32")
+        return found
+
+
+async def draw(host: Host, request: ImageRequest) -> ImageResult:
+    thread = DeviceThread()
+    encoder = FallbackEncoder(host, thread)
+    return await ImageService(host, host.settings, thread).generate(request, encoder.condition, encode_first=True)
+
+
+def sizes(store: WeightStore) -> tuple[int, int]:
+    """Return the device's bytes of the text encoders, and of what a denoise needs."""
+    parts = store.manifest("digits-sdxl").components.values()
+
+    def of(wanted: bool) -> int:
+        refs = {
+            ref.sha256: ref for part in parts if is_denoise_component(part) is wanted for ref in part.tensors.values()
+        }
+        return sum(-(-ref.nbytes // 512) * 512 for ref in refs.values())
+
+    return of(False), of(True)
+
+
+async def test_a_pipeline_larger_than_the_budget_makes_the_same_image(store: WeightStore, device: torch.device) -> None:
+    encoders, denoiser = sizes(store)
+    budget = max(encoders, denoiser) + min(encoders, denoiser) // 2
+    small, large = Host(store, str(device), budget), Host(store, str(device))
+    whole = await draw(large, REQUEST)
+    for _ in range(2):
+        result = await draw(small, REQUEST)
+        assert np.array_equal(result.images[0], whole.images[0])
+        assert result.switch is not None
+        assert result.switch.device_bytes > 0  # the encoders had taken its room, and give it back each time
+        assert small.describe()["charged_bytes"] <= budget < encoders + denoiser
+    with pytest.raises(ServiceError, match="budget"):
+        await draw(Host(store, str(device), denoiser // 2), REQUEST)
+
+
+async def test_float8_weights_are_uploaded_as_they_are(store: WeightStore, device: torch.device) -> None:
+    request = REQUEST.model_copy(update={"model": "fp8"})
+    host = Host(store, str(device))
+    found, expected = await draw(host, request), await draw(Host(store, "cpu"), request)
+    most = 0 if device.type == "sim" else 2
+    assert np.abs(found.images[0].astype(int) - expected.images[0]).max() <= most
+    async with host.lease("fp8", is_denoise_component) as lease:
+        kinds = {parameter.dtype for parameter in lease.modules["unet"].parameters()}
+    assert kinds == {torch.float8_e4m3fn, torch.float32}
