@@ -20,6 +20,7 @@ import torch
 from torch.nn import functional as F
 
 from deployments.engines.llm.token_picker import TokenPicker
+from deployments.engines.native.library import load_kernels
 from deployments.engines.protocol import ComputationFailed, SamplingParams, TokenLogprob
 
 _BLOCK: Final = 128  # tokens: the maxima of blocks tell where the best tokens are
@@ -28,6 +29,7 @@ _MAX_FEW: Final = 256
 _MANY: Final = 4096  # candidates that are looked at before the whole vocabulary is sorted
 _ROWS_AT_ONCE: Final = 2
 _TINY_TEMPERATURE: Final = 1e-3
+_LEAST_TEMPERATURE: Final = 1e-30
 _BITS: Final = 32  # of a word of a constraint's mask
 
 
@@ -184,6 +186,12 @@ def _shares(
 
     A few rows at a time, which stay in the processor's cache.
     """
+    kernels = load_kernels() if logits_NV.device.type == "cpu" and logits_NV.is_contiguous() else None
+    if kernels is not None:
+        factors = [1 / max(scale, _LEAST_TEMPERATURE) for scale in temperatures]
+        unscaled = kernels.exponential_sums(logits_NV, list(rows), best_N[list(rows)], factors, _BLOCK)
+        share_N = 1 / unscaled.cumsum(-1)[:, -1]  # added one by one: the same in any company
+        return unscaled * share_N[:, None], share_N
     size = _ROWS_AT_ONCE if logits_NV.device.type == "cpu" else len(rows)
     sums, best = [], []
     for start in range(0, len(rows), size):
@@ -193,7 +201,9 @@ def _shares(
         if any(scale != 1 for scale in scales):
             if min(scales) < _TINY_TEMPERATURE:
                 given = given - best_N[list(some)][:, None]  # the products would be infinite
-            factor = torch.tensor([[1 / max(scale, 1e-30)] for scale in scales], dtype=torch.float64).to(given)
+            factor = torch.tensor([[1 / max(scale, _LEAST_TEMPERATURE)] for scale in scales], dtype=torch.float64).to(
+                given
+            )
             given = given * factor
         shares = given.softmax(-1)
         missing = -shares.shape[1] % _BLOCK

@@ -11,6 +11,8 @@
 #include <atomic>
 #include <new>
 
+#include "exponential.h"
+
 namespace {
 
 struct Linear {
@@ -67,26 +69,6 @@ class Team {
     alignas(64) std::atomic<int> waiting_{0};
     alignas(64) std::atomic<unsigned> round_{0};
 };
-
-// e^x by 2^n p(r), to two units in the last place, in code that the compiler vectorizes.
-inline float exponential(float x) {
-    x = std::min(std::max(x, -87.0f), 88.0f);
-    const float shifted = x * 1.44269504f + 12582912.0f, n = shifted - 12582912.0f;
-    const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
-    float p = 1.9875691500e-4f;
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
-    uint32_t bits;
-    std::memcpy(&bits, &shifted, 4);
-    bits = (bits - 0x4b400000u + 127) << 23;
-    float power;
-    std::memcpy(&power, &bits, 4);
-    return p * power;
-}
 
 inline void normalize(const float* x, const float* weight, int64_t size, float eps, float* out) {
     float squares = 0;

@@ -81,6 +81,7 @@ class Kernels:
         self._int8 = getattr(library, f"atelier_matmul_{self.int8_variant}")
         self._bf16 = library.atelier_matmul_bf16 if self.has_bf16 else self._int8
         self._unpack = getattr(library, f"atelier_unpack_{self.int8_variant}")
+        self._exponential_sums = getattr(library, f"atelier_exponential_sums_{self.int8_variant}")
         self.decode = getattr(library, f"atelier_decode_{self.int8_variant}")
 
     def matmul(self, matrix: PackedMatrix, x: torch.Tensor, *, use_bf16: bool) -> torch.Tensor:
@@ -109,6 +110,29 @@ class Kernels:
         ):
             raise MemoryError(f"no memory to unpack rows of {matrix.columns} elements")
         return out
+
+    def exponential_sums(
+        self, x_NV: torch.Tensor, rows: list[int], best: torch.Tensor, factors: list[float], block: int
+    ) -> torch.Tensor:
+        """Return the sums of e^((x - best) factor) by `block` elements of the rows (rows, blocks), in float64.
+
+        `x_NV` is contiguous float32, `best` and `factors` have a number for each of the rows.
+        """
+        size = x_NV.shape[1]
+        sums = torch.empty(len(rows), -(-size // block), dtype=torch.float64)
+        best, scales, places = best.float().contiguous(), torch.tensor(factors), torch.tensor(rows)
+        self._exponential_sums(
+            ctypes.c_void_p(x_NV.data_ptr()),
+            ctypes.c_int64(size),
+            ctypes.c_void_p(places.data_ptr()),
+            ctypes.c_int64(len(rows)),
+            ctypes.c_void_p(best.data_ptr()),
+            ctypes.c_void_p(scales.data_ptr()),
+            ctypes.c_int64(block),
+            ctypes.c_void_p(sums.data_ptr()),
+            torch.get_num_threads(),
+        )
+        return sums
 
 
 @functools.cache

@@ -122,6 +122,16 @@ extern "C" int JOINED(atelier_unpack, ISA)(const Matrix* matrix, int64_t first, 
     return failed;
 }
 
+// Block sums of e^((x - best) factor) of the rows of x [.., size] that `rows` names: sums [num_rows, blocks].
+extern "C" void JOINED(atelier_exponential_sums, ISA)(const float* x, int64_t size, const int64_t* rows, int64_t num_rows,
+                                                      const float* best, const float* factors, int64_t block,
+                                                      double* sums, int threads) {
+    const int64_t num_blocks = (size + block - 1) / block;
+#pragma omp parallel for schedule(dynamic, 1) num_threads(threads)
+    for (int64_t i = 0; i < num_rows; ++i)
+        add_exponentials(x + rows[i] * size, size, block, best[i], factors[i], sums + i * num_blocks);
+}
+
 // All layers for one token each of some sequences. Returns 0, or 1 when memory ran out.
 extern "C" int JOINED(atelier_decode, ISA)(const Decoder* decoder, const Step* step, int threads) {
     return run_decoder(*decoder, *step, threads);

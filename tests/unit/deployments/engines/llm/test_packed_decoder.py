@@ -113,9 +113,11 @@ def test_one_call_computes_what_the_layers_do(
     with monkeypatch.context() as patch:
         patch.setattr(PackedDecoder, "create", classmethod(lambda *_: None))
         plain = ModelRunner(model, NUM_BLOCKS)
-    for one, other in zip(got, run(plain, drawn), strict=True):
-        # Float32 sums in another order; now and then an activation is rounded to the next of 127 steps for it.
-        assert float((one - other).norm() / other.norm()) < 3e-4
+    one, other = torch.cat(got), torch.cat(run(plain, drawn))
+    errors = ((one - other).norm(dim=-1) / other.norm(dim=-1)).sort().values
+    # Float32 sums run in another order. Where an activation lies between two of its 127 steps, that may take the other.
+    assert float(errors[len(errors) // 2]) < 1e-4
+    assert float(errors[-1]) < 3e-2
 
 
 def test_a_row_is_the_same_in_any_company_and_with_any_number_of_threads() -> None:

@@ -203,3 +203,18 @@ def test_without_a_compiler_torch_computes(tmp_path: Path, monkeypatch: pytest.M
         timeout=120,
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_sums_of_exponentials_by_blocks() -> None:
+    kernels = load_kernels()
+    if kernels is None:
+        pytest.skip("no compiled kernels here")
+    x = torch.randn(5, 300) * 8
+    x[1, 128:256] = float("-inf")
+    rows, factors = [4, 1, 2], [1.0, 0.3, 50.0]
+    best = x[rows].amax(-1)
+    got = kernels.exponential_sums(x, rows, best, factors, 128)
+    exact = ((x[rows].double() - best[:, None]) * torch.tensor(factors)[:, None]).exp()
+    expected = torch.stack([part.sum(-1) for part in exact.split(128, dim=-1)], dim=-1)
+    torch.testing.assert_close(got, expected, rtol=2e-6, atol=1e-37)
+    assert got[1, 1] == 0
