@@ -48,7 +48,7 @@ class EmbeddingsBody(RequestModel):
         if isinstance(value, str) or isinstance(value[0], int):
             value = [value]
         texts = tuple(item if isinstance(item, str) else tuple(item) for item in value)
-        return as_record(EmbeddingRequest, {"model": self.model, "input": texts})
+        return as_record(EmbeddingRequest, {"model": self.model, "input": texts, "dimensions": self.dimensions})
 
 
 def create_embeddings_router(service: Service) -> APIRouter:
