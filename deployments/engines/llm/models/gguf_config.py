@@ -39,7 +39,7 @@ _CLASSES: Final = {
 # Ends of a turn that files do not always name; llama.cpp finds them by the same texts.
 _END_TEXTS: Final = frozenset({"<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>"})
 _MAX_LAYERS: Final = 1024
-_MAX_EXPERTS: Final = 1024  # a damaged number must not become millions of modules
+MAX_EXPERTS: Final = 1024  # a damaged number must not become millions of modules
 
 
 def gguf_headers(folder: Path) -> tuple[GgufHeader, ...]:
@@ -90,6 +90,7 @@ def gguf_config(headers: Sequence[GgufHeader]) -> PretrainedConfig:
     context_length = keys.integer("context_length")
     window = keys.integer("attention.sliding_window", 0, minimum=0)
     experts = _experts(keys, architecture, kinds, num_layers)
+    _check_experts(headers, experts)
     if architecture == "llama" and experts:
         model_type = "mixtral"
     elif architecture == "llama" and 0 < window < context_length:
@@ -139,13 +140,13 @@ def _names(num_layers: int) -> dict[str, str]:
 
 def _experts(keys: _Keys, architecture: str, kinds: Mapping[str, str], num_layers: int) -> dict[str, Any]:
     """Return what the config says of experts, {} without any. Raises EngineError where a dense family has some."""
-    num_experts = keys.integer("expert_count", 0, minimum=0, maximum=_MAX_EXPERTS)
+    num_experts = keys.integer("expert_count", 0, minimum=0, maximum=MAX_EXPERTS)
     if not num_experts and not architecture.endswith("moe"):
         return {}
     if architecture not in ("llama", "qwen3moe"):
         raise EngineError(f"GGUF architecture {architecture!r} with experts is not supported; supported is qwen3moe")
     found: dict[str, Any] = {
-        "num_local_experts": keys.integer("expert_count", maximum=_MAX_EXPERTS),
+        "num_local_experts": keys.integer("expert_count", maximum=MAX_EXPERTS),
         "num_experts_per_tok": keys.integer("expert_used_count", maximum=num_experts),
     }
     if architecture == "qwen3moe":  # llama.cpp knows no other than normalized weights
@@ -153,6 +154,15 @@ def _experts(keys: _Keys, architecture: str, kinds: Mapping[str, str], num_layer
         dense = [layer for layer in range(num_layers) if f"blk.{layer}.ffn_gate_inp.weight" not in kinds]
         found |= {"moe_intermediate_size": size, "norm_topk_prob": True, "mlp_only_layers": dense}
     return found
+
+
+def _check_experts(headers: Sequence[GgufHeader], experts: Mapping[str, Any]) -> None:
+    """Raise EngineError unless the stacked matrices have as many experts as the metadata says."""
+    count = experts.get("num_local_experts")
+    for header in headers:
+        for name, tensor in header.tensors.items():
+            if name.endswith("_exps.weight") and tensor.shape[0] != count:
+                raise EngineError(f"tensor {name!r} has shape {list(tensor.shape)}, expert_count is {count}")
 
 
 class _Keys:

@@ -14,7 +14,7 @@ from transformers import AutoConfig, PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from deployments.engines.llm.models.feed_forward import ExpertsSpec, MixtureOfExperts, renamed_experts
-from deployments.engines.llm.models.gguf_config import gguf_config, gguf_headers
+from deployments.engines.llm.models.gguf_config import MAX_EXPERTS, gguf_config, gguf_headers
 from deployments.engines.llm.models.kuiper_config import kuiper_header, kuiper_source
 from deployments.engines.llm.models.llama import DecoderSpec, LlamaForCausalLM
 from deployments.engines.llm.models.packed import PackedSource, place_packed, uses_torch_products
@@ -175,6 +175,12 @@ def _base_spec(config: PretrainedConfig, **differences: Any) -> DecoderSpec:
     )
 
 
+def _checked_experts(num_experts: int, *others: Any) -> ExpertsSpec:
+    if type(num_experts) is not int or not 0 < num_experts <= MAX_EXPERTS:
+        raise EngineError(f"the config says {shown(num_experts)} experts, expected 1 to {MAX_EXPERTS}")
+    return ExpertsSpec(num_experts, *others)
+
+
 def _windows(config: PretrainedConfig) -> tuple[int, ...]:
     """Return the window of each layer, 0 for none. Raises EngineError for a kind of layer that is not supported."""
     window = getattr(config, "sliding_window", None) or 0
@@ -208,7 +214,7 @@ def _mistral(config: PretrainedConfig) -> DecoderSpec:
 
 def _mixtral(config: PretrainedConfig) -> DecoderSpec:
     layers = frozenset(range(config.num_hidden_layers))
-    experts = ExpertsSpec(config.num_local_experts, config.num_experts_per_tok, config.intermediate_size, layers)
+    experts = _checked_experts(config.num_local_experts, config.num_experts_per_tok, config.intermediate_size, layers)
     return _base_spec(config, experts=experts)
 
 
@@ -218,7 +224,7 @@ def _qwen3_moe(config: PretrainedConfig) -> DecoderSpec:
         for layer in range(config.num_hidden_layers)
         if layer not in config.mlp_only_layers and (layer + 1) % config.decoder_sparse_step == 0
     )
-    experts = ExpertsSpec(
+    experts = _checked_experts(
         config.num_experts, config.num_experts_per_tok, config.moe_intermediate_size, layers, config.norm_topk_prob
     )
     bias = config.attention_bias

@@ -111,6 +111,13 @@ def test_configs_that_are_not_supported_are_refused(changes, message, model, tmp
         LLMEngine(folder_with(model, tmp_path, **changes), model.tensors)
 
 
+@pytest.mark.parametrize("count", [0, 10**6, "many"])
+def test_a_damaged_number_of_experts_is_refused_before_they_are_built(count, tiny, tmp_path):
+    model = tiny("mixtral", 0, num_local_experts=5)
+    with pytest.raises(EngineError, match=r"experts, expected 1 to 1024|not a valid config"):
+        LLMEngine(folder_with(model, tmp_path, num_local_experts=count), model.tensors)
+
+
 def test_the_model_type_stands_in_for_the_architecture(model, tmp_path):
     LLMEngine(folder_with(model, tmp_path, architectures=None), model.tensors)
 
