@@ -158,12 +158,14 @@ class ImageRequest(ImageOptions):
 class EmbeddingRequest(RequestModel):
     """A request for the embeddings of texts, or of texts that are token ids already.
 
+    `dimensions` None is the model's size; fewer are for models that were trained for it.
     `priority` 1 is the most urgent, 0 the default one. `timeout_s` is the time that the request has in all, and
     `tenant` whose share of the cluster it takes. The ingress sets `model_version`.
     """
 
     model: Name
     input: tuple[str, ...] | tuple[tuple[int, ...], ...] = Field(min_length=1)
+    dimensions: Count | None = None
     priority: Priority = 0
     tenant: TenantName = ""
     timeout_s: float | None = Field(None, gt=0, allow_inf_nan=False)

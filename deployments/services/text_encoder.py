@@ -115,12 +115,15 @@ class TextEncoderService(ModelReplica):
                     priority=request.priority,
                     timeout_s=request.timeout_s,
                 )
+                vectors = [embedding_of(output) for output in encoded.outputs]
+                if request.dimensions is not None:
+                    vectors = [encoder.encoder.shortened(vector, request.dimensions) for vector in vectors]
                 switch_ms = lease.report.switch_ms
         self._metrics.count_encodings(request.model, encoded.cache.hits, encoded.cache.misses)
         total_ms = (time.perf_counter() - start) * 1e3
         return EmbeddingResult(
             model=request.model,
-            embeddings=[embedding_of(output).float().cpu().numpy().astype(np.float32) for output in encoded.outputs],
+            embeddings=[vector.float().cpu().numpy().astype(np.float32) for vector in vectors],
             num_tokens=encoded.num_tokens,
             timings_ms={"switch": switch_ms, "encode": total_ms - switch_ms, "total": total_ms},
             cache=encoded.cache,

@@ -21,6 +21,13 @@ LAYER_NAMES: Final = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+}
+# Of all experts of a layer, one behind the other: (experts, out, in) in torch order. `*` is an expert's number.
+EXPERT_NAMES: Final = {
+    "ffn_gate_exps": "mlp.experts.*.gate_proj",
+    "ffn_up_exps": "mlp.experts.*.up_proj",
+    "ffn_down_exps": "mlp.experts.*.down_proj",
 }
 TOP_NAMES: Final = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 FREQUENCY_FACTORS: Final = "rope_freqs.weight"

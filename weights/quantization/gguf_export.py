@@ -19,7 +19,7 @@ from weights.dtypes import tensor_nbytes
 from weights.errors import FormatError, WeightsError
 from weights.formats.gguf import GgufValue, write_gguf
 from weights.formats.gguf_header import encode_gguf_header
-from weights.formats.gguf_names import FREQUENCY_FACTORS, LAYER_NAMES, TOP_NAMES
+from weights.formats.gguf_names import EXPERT_NAMES, FREQUENCY_FACTORS, LAYER_NAMES, TOP_NAMES
 from weights.formats.tensors import SourceTensor
 from weights.quantization.folders import Progress, SourceModel, float_parts, read_array, staged_target
 from weights.quantization.ggml_blocks import BLOCK_ELEMENTS, dequantize_blocks, quantize_blocks
@@ -29,7 +29,20 @@ from weights.quantization.report import ErrorSum, QuantizationReport, QuantizedT
 BlockKind = Literal["Q8_0", "Q4_0"]
 
 # model_type -> general.architecture, and whether rows of q and k go into the order of neighbouring RoPE pairs.
-_ARCHITECTURES: Final = {"llama": ("llama", True), "qwen2": ("qwen2", False), "qwen3": ("qwen3", False)}
+_ARCHITECTURES: Final = {
+    "llama": ("llama", True),
+    "mistral": ("llama", True),
+    "mixtral": ("llama", True),
+    "qwen2": ("qwen2", False),
+    "qwen3": ("qwen3", False),
+    "qwen3_moe": ("qwen3moe", False),
+}
+_MIXTRAL_NAMES: Final = {
+    "mlp.gate": "block_sparse_moe.gate",
+    "mlp.experts.*.gate_proj": "block_sparse_moe.experts.*.w1",
+    "mlp.experts.*.down_proj": "block_sparse_moe.experts.*.w2",
+    "mlp.experts.*.up_proj": "block_sparse_moe.experts.*.w3",
+}
 _FILE_TYPES: Final = {"Q4_0": 2, "Q8_0": 7}  # general.file_type, llama.cpp's LLAMA_FTYPE_MOSTLY_*
 _COMPUTED: Final = "rotary_emb.inv_freq"  # that old checkpoints saved
 _FLOAT16_MAX: Final = 65504.0
@@ -37,11 +50,14 @@ _FLOAT16_MAX: Final = 65504.0
 
 @dataclass(frozen=True, slots=True)
 class _Written:
-    """A tensor of the file: its type, what it is made of, and the heads whose rows are to be reordered (0: none)."""
+    """A tensor of the file: its type, what it is made of, and the heads whose rows are to be reordered (0: none).
+
+    Several `sources` are experts, one behind the other.
+    """
 
     kind: str
     shape: tuple[int, ...]
-    source: SourceTensor
+    sources: tuple[SourceTensor, ...]
     num_heads: int = 0
     note: str = ""
 
@@ -71,7 +87,7 @@ def export_gguf(
         nonlocal done
         data, row = _packed(name, written)
         rows.append(row)
-        done += written.source.nbytes
+        done += sum(source.nbytes for source in written.sources)
         progress(done, model.nbytes)
         return data
 
@@ -99,28 +115,48 @@ def _planned(model: SourceModel, kind: BlockKind, is_interleaved: bool) -> Itera
     heads = model.integer("num_attention_heads")
     reordered = {"attn_q": heads, "attn_k": model.integer("num_key_value_heads", heads)} if is_interleaved else {}
     places = {theirs: ours for ours, theirs in TOP_NAMES.items()}
+    is_mixtral = model.config.get("model_type") == "mixtral"
+    in_layer = {
+        _MIXTRAL_NAMES.get(theirs, theirs) if is_mixtral else theirs: ours
+        for ours, theirs in (LAYER_NAMES | EXPERT_NAMES).items()
+    }
     for layer in range(model.integer("num_hidden_layers")):
-        places |= {f"model.layers.{layer}.{theirs}": f"blk.{layer}.{ours}" for ours, theirs in LAYER_NAMES.items()}
+        places |= {f"model.layers.{layer}.{theirs}": f"blk.{layer}.{ours}" for theirs, ours in in_layer.items()}
+    num_experts = _num_experts(model)
     left = {name for name in model.tensors if not name.endswith(_COMPUTED)}
     for theirs, ours in places.items():
         for leaf in ("weight", "bias"):
-            name, part = f"{theirs}.{leaf}", ours.rpartition(".")[2]
-            if name not in left:
+            part, several = ours.rpartition(".")[2], "*" in theirs
+            names = [f"{theirs}.{leaf}".replace("*", str(expert)) for expert in range(num_experts if several else 1)]
+            if not names or names[0] not in left:
                 continue
-            left.remove(name)
+            if missing := [name for name in names if name not in left]:
+                raise FormatError(f"{model.folder}: tensor {missing[0]!r} is missing, {names[0]!r} is there")
+            left.difference_update(names)
             if part == "output" and model.is_tied:
                 continue
-            source = model.tensors[name]
+            sources = tuple(model.tensors[name] for name in names)
+            if other := [name for name in names if model.tensors[name].shape != sources[0].shape]:
+                raise FormatError(f"{model.folder}: tensor {other[0]!r} has another shape than {names[0]!r}")
             is_head = part == "output" or (part == "token_embd" and model.is_tied)
-            written, note = _kind_of(source.shape, "Q8_0" if is_head else kind)
-            yield f"{ours}.{leaf}", _Written(written, source.shape, source, reordered.get(part, 0), note)
+            written, note = _kind_of(part, sources[0].shape, "Q8_0" if is_head else kind)
+            shape = (num_experts, *sources[0].shape) if several else sources[0].shape
+            yield f"{ours}.{leaf}", _Written(written, shape, sources, reordered.get(part, 0), note)
     if left:
         raise FormatError(f"{model.folder}: tensor {min(left)!r} has no name in GGUF")
 
 
-def _kind_of(shape: tuple[int, ...], kind: BlockKind) -> tuple[str, str]:
+def _num_experts(model: SourceModel) -> int:
+    """Return the number of experts, which configs call one or the other; 0 for a model without."""
+    keys = [key for key in ("num_local_experts", "num_experts") if model.config.get(key) is not None]
+    return model.integer(keys[0]) if keys else 0
+
+
+def _kind_of(part: str, shape: tuple[int, ...], kind: BlockKind) -> tuple[str, str]:
     if len(shape) == 1:
         return "F32", ""
+    if part == "ffn_gate_inp":
+        return "F32", "routes to experts"
     if shape[-1] % BLOCK_ELEMENTS:
         return "F16", f"rows of {shape[-1]} are no whole number of blocks of {BLOCK_ELEMENTS}"
     return kind, ""
@@ -128,17 +164,18 @@ def _kind_of(shape: tuple[int, ...], kind: BlockKind) -> tuple[str, str]:
 
 def _packed(name: str, written: _Written) -> tuple[bytes, QuantizedTensor]:
     """Return a tensor's bytes and what was lost."""
-    array = read_array(written.source)
-    if written.num_heads:
-        # Rows of q and k from halves (rotate_half) to neighbouring pairs, head by head.
-        halves = array.reshape(written.num_heads, 2, -1, *array.shape[1:])
-        array = np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(array.shape)
     errors, data = ErrorSum(), []
     try:
-        for part in float_parts(array, array.shape[-1] if array.ndim > 1 else 1):
-            raw, restored = _pack_part(written.kind, part)
-            errors.add(part, restored)
-            data.append(raw)
+        for source in written.sources:
+            array = read_array(source)
+            if written.num_heads:
+                # Rows of q and k from halves (rotate_half) to neighbouring pairs, head by head.
+                halves = array.reshape(written.num_heads, 2, -1, *array.shape[1:])
+                array = np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(array.shape)
+            for part in float_parts(array, array.shape[-1] if array.ndim > 1 else 1):
+                raw, restored = _pack_part(written.kind, part)
+                errors.add(part, restored)
+                data.append(raw)
     except WeightsError as error:
         raise WeightsError(f"tensor {name}: {error}") from None
     whole = b"".join(data)
@@ -177,6 +214,14 @@ def _metadata(model: SourceModel, architecture: str, kind: BlockKind) -> dict[st
         "rope.freq_base": float(rope.get("rope_theta", 10000.0)),
         "vocab_size": model.integer("vocab_size"),
     }
+    if window := _window(model):
+        found["attention.sliding_window"] = window
+    if num_experts := _num_experts(model):
+        found |= {"expert_count": num_experts, "expert_used_count": model.integer("num_experts_per_tok")}
+    if architecture == "qwen3moe":
+        found["expert_feed_forward_length"] = model.integer("moe_intermediate_size")
+        if config.get("norm_topk_prob") is not True:
+            raise FormatError(f"{model.folder / 'config.json'}: norm_topk_prob is not true, which GGUF cannot express")
     if rope["rope_type"] in ("linear", "yarn"):
         found |= {"rope.scaling.type": rope["rope_type"], "rope.scaling.factor": float(rope["factor"])}
     if rope["rope_type"] == "yarn":
@@ -190,6 +235,19 @@ def _metadata(model: SourceModel, architecture: str, kind: BlockKind) -> dict[st
         "general.quantization_version": 2,
         **{f"{architecture}.{key}": value for key, value in found.items()},
     }
+
+
+def _window(model: SourceModel) -> int:
+    """Return the window of attention, 0 for none. Raises FormatError where only some layers have it."""
+    window, kinds = model.config.get("sliding_window"), set(model.config.get("layer_types") or ["sliding_attention"])
+    is_used = model.config.get("use_sliding_window", True) and "sliding_attention" in kinds
+    if not window or not is_used or window >= model.integer("max_position_embeddings"):
+        return 0
+    if model.config.get("model_type") not in ("mistral", "mixtral") or len(kinds) > 1:
+        raise FormatError(
+            f"{model.folder / 'config.json'}: sliding_window {window} of some layers has no place in GGUF"
+        )
+    return model.integer("sliding_window")
 
 
 def _rope(model: SourceModel) -> dict[str, Any]:

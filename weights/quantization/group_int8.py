@@ -111,7 +111,7 @@ def export_group_int8(
 def _reason_to_keep(model: SourceModel, name: str, shape: tuple[int, ...], group_size: int) -> str | None:
     """Return why a tensor is not quantized, "" for a vector; None for one that is."""
     if len(shape) != 2 or not name.endswith(".weight"):
-        return ""
+        return "no matrix" if len(shape) > 2 else ""
     if name == _EMBEDDING and not model.is_tied:
         return "looked up by rows"
     if name.endswith(_ROUTER):

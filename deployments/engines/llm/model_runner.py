@@ -22,15 +22,11 @@ from torch.nn import functional as F
 
 from deployments.engines.llm.block_manager import BLOCK_SIZE
 from deployments.engines.llm.kv_cache import KVCache
-from deployments.engines.llm.models.registry import LoadedModel
+from deployments.engines.llm.models.registry import CPU_ROW_MULTIPLE, LoadedModel
 from deployments.engines.llm.packed_decoder import DecodeRow, PackedDecoder
 from deployments.engines.llm.scheduler import Chunk, Sequence
 from weights.memory.devices import computes_on_host
 
-# On the CPU, matrix products of 1 to 11 rows take other kernels, with other rounding, than products of more,
-# unless the rows are a multiple of 4 (measured: torch 2.13, MKL, AVX-512; larger products agree bit for bit).
-# Padding to it makes a token's logits independent of how many others share the step.
-CPU_ROW_MULTIPLE = 4
 TILE = 64  # tokens of a prompt that attend together
 MAX_PADDED = 512  # tokens of a sequence that is padded and batched when it decodes
 MAX_GATHER_TOKENS = 16384  # of one group: bounds the copy of keys and values that a decode step makes
@@ -63,7 +59,9 @@ class ModelRunner:
         tokens = [token for chunk in chunks for token in chunk.sequence.token_ids[chunk.start : chunk.end]]
         positions = [position for chunk in chunks for position in range(chunk.start, chunk.end)]
         angles = model.rotary.angles(self._padded(torch.tensor(positions)).to(model.device), model.dtype)
-        attend = _plan_attention(chunks, self._cache, model.device)
+        windows = model.spec.windows or (0,) * model.spec.num_layers
+        plans = {window: _plan_attention(chunks, self._cache, model.device, window) for window in set(windows)}
+        attend = _LayerAttention(tuple(plans[window] for window in windows))
         hidden = model.module(self._padded(torch.tensor(tokens)).to(model.device), angles, attend)
         return self._logits(hidden, _last_rows(chunks))
 
@@ -108,7 +106,7 @@ class _PromptPart:
     """Rows `first` to `last` of the step: tokens of a prompt, the first of them at `position`.
 
     `context` has the slots of all tokens up to the last one; `run` is the first of them where they follow each other.
-    `tiles` are (row, row, keys, mask): the rows of the part, how many keys there are, and which of them each row sees.
+    `tiles` are (row, row, key, key, mask): rows of the part, keys of the context, and which of them each row sees.
     Tiles of one size have rows of their own before and behind those of the part, which are dropped.
     """
 
@@ -116,7 +114,7 @@ class _PromptPart:
     last: int
     context: torch.Tensor
     run: int | None
-    tiles: tuple[tuple[int, int, int, torch.Tensor], ...]
+    tiles: tuple[tuple[int, int, int, int, torch.Tensor], ...]
     tile_size: int | None
     position: int
 
@@ -174,8 +172,18 @@ class _StepAttention:
         return self.cache.read_slots(layer, slots) if run is None else self.cache.read_run(layer, run, len(slots))
 
 
-def _plan_attention(chunks: Iterable[Chunk], cache: KVCache, device: torch.device) -> _StepAttention:
-    """Plan where the step's tokens are stored and what each of them attends to."""
+@dataclass(frozen=True, slots=True)
+class _LayerAttention:
+    """`Attend` of a step in which layers may see unequally far."""
+
+    layers: tuple[_StepAttention, ...]
+
+    def __call__(self, layer: int, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor) -> torch.Tensor:
+        return self.layers[layer](layer, q_THD, k_TKD, v_TKD)
+
+
+def _plan_attention(chunks: Iterable[Chunk], cache: KVCache, device: torch.device, window: int) -> _StepAttention:
+    """Plan where the step's tokens are stored, and what each of them attends to: of a `window`, its last tokens."""
     is_exact = computes_on_host(device)
     parts: list[_PromptPart] = []
     long: list[_LongDecode] = []
@@ -191,13 +199,16 @@ def _plan_attention(chunks: Iterable[Chunk], cache: KVCache, device: torch.devic
         is_whole = chunk.num_tokens > 1 and not is_exact
         prompt_end = chunk.end if is_whole else min(max(sequence.num_prompt_tokens, chunk.start), chunk.end)
         if prompt_end > chunk.start:
-            parts.append(_prompt_part(chunk.start, prompt_end, first, slots, run, TILE if is_exact else None, device))
+            tile = TILE if is_exact else None
+            parts.append(_prompt_part(chunk.start, prompt_end, first, slots, run, tile, window, device))
         for position in range(prompt_end, chunk.end):
             row, length = first + position - chunk.start, position + 1
-            if is_exact and length > MAX_PADDED:
-                long.append(_LongDecode(row, length, slots[:length].to(device), run))
+            unseen = max(0, length - window) if window else 0
+            seen = slots[unseen:length]
+            if is_exact and len(seen) > MAX_PADDED:
+                long.append(_LongDecode(row, len(seen), seen.to(device), None if run is None else run + unseen))
             else:
-                decoding.setdefault(_padded_length(length), []).append((row, slots[:length]))
+                decoding.setdefault(_padded_length(len(seen)), []).append((row, seen))
         first += chunk.num_tokens
     groups = []
     for length, members in decoding.items():
@@ -223,14 +234,25 @@ def _slots(sequence: Sequence, end: int) -> torch.Tensor:
 
 
 def _prompt_part(
-    start: int, end: int, first: int, slots: torch.Tensor, run: int | None, tile: int | None, device: torch.device
+    start: int,
+    end: int,
+    first: int,
+    slots: torch.Tensor,
+    run: int | None,
+    tile: int | None,
+    window: int,
+    device: torch.device,
 ) -> _PromptPart:
     """Plan the tokens `start` to `end` of a prompt, which are the step's rows from `first` on."""
     tiles = []
     for begin in range(start // tile * tile, end, tile) if tile else [start]:
         num_rows, num_keys = (tile, begin + tile) if tile else (end - start, end)
         mask = torch.ones(num_rows, num_keys, dtype=torch.bool, device=device).tril(begin)
-        tiles.append((max(begin, start) - start, min(begin + num_rows, end) - start, num_keys, mask))
+        # Keys that no row of the tile sees are left out, as many for every part of it.
+        unseen = max(0, begin - window + 1) if window else 0
+        if window:
+            mask = mask.triu(begin - window + 1)[:, unseen:].contiguous()
+        tiles.append((max(begin, start) - start, min(begin + num_rows, end) - start, unseen, num_keys, mask))
     return _PromptPart(first, first + end - start, slots[:end].to(device), run, tuple(tiles), tile, start)
 
 
@@ -248,13 +270,13 @@ def _decode_group(
 def _attend_part(
     q_NHD: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, part: _PromptPart, out_NHD: torch.Tensor
 ) -> None:
-    for begin, end, num_keys, mask in part.tiles:
-        queries, own_keys, own_values = q_NHD[begin:end], keys[:num_keys], values[:num_keys]
+    for begin, end, first_key, last_key, mask in part.tiles:
+        queries, own_keys, own_values = q_NHD[begin:end], keys[first_key:last_key], values[first_key:last_key]
         before = (part.position + begin) % part.tile_size if part.tile_size else 0
         behind = len(mask) - (end - begin) - before
         if before or behind:
             queries = F.pad(queries, (0, 0, 0, 0, before, behind))
-        if missing := num_keys - len(own_keys):
+        if missing := last_key - first_key - len(own_keys):
             own_keys, own_values = (F.pad(one, (0, 0, 0, 0, 0, missing)) for one in (own_keys, own_values))
         out_1HND = F.scaled_dot_product_attention(
             queries.transpose(0, 1)[None],

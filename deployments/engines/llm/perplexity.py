@@ -37,19 +37,28 @@ def perplexity(
         raise EngineError(f"the text has {len(tokens)} tokens, expected at least 2")
     model = create_model(load_config(folder), tensors, torch.device("cpu"), arithmetic="exact")
     size = min(WINDOW_TOKENS, model.spec.max_positions)
+    attend = _Attend(model.spec.windows)
     loss, num_predicted = 0.0, 0
     for start in range(0, len(tokens) - 1, size):
         ids = torch.tensor(tokens[start : start + size])
         if len(ids) < 2:
             break
-        hidden = model.module(ids, model.rotary.angles(torch.arange(len(ids)), model.dtype), _attend)
+        hidden = model.module(ids, model.rotary.angles(torch.arange(len(ids)), model.dtype), attend)
         losses = F.cross_entropy(model.module.logits(hidden[:-1]).float(), ids[1:], reduction="sum")
         loss, num_predicted = loss + float(losses), num_predicted + len(ids) - 1
         progress(min(start + size, len(tokens)), len(tokens))
     return math.exp(min(loss / num_predicted, 700.0))
 
 
-def _attend(layer: int, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor) -> torch.Tensor:
-    """Attend within one window, from its beginning."""
-    q, k, v = (part.transpose(0, 1)[None] for part in (q_THD, k_TKD, v_TKD))
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
+class _Attend:
+    """Attends within one piece of text, from its beginning."""
+
+    def __init__(self, windows: tuple[int, ...]) -> None:
+        self._windows = windows
+
+    def __call__(self, layer: int, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor) -> torch.Tensor:
+        q, k, v = (part.transpose(0, 1)[None] for part in (q_THD, k_TKD, v_TKD))
+        mask = torch.ones(len(q_THD), len(q_THD), dtype=torch.bool).tril()
+        if self._windows and (window := self._windows[layer]):
+            mask = mask.triu(1 - window)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)[0].transpose(0, 1)

@@ -70,6 +70,27 @@ class TextEncoder:
         if "embedding" not in self._family.outputs and not (self._pooling or "pooled" in self._family.outputs):
             raise EngineError(f"this encoder gives {', '.join(self._family.outputs)} per token, but no embedding")
 
+    def shortened(self, vector_D: torch.Tensor, dimensions: int) -> torch.Tensor:
+        """Return the first `dimensions` of an embedding, scaled to length 1; all of them as they are.
+
+        Raises EngineError unless config.json says that the model was trained for it, by `matryoshka_dimensions` or
+        `is_matryoshka` (the keys that other servers read too): of other models, a part of a vector means nothing.
+        """
+        size, config = len(vector_D), self.module.config
+        if dimensions == size:
+            return vector_D
+        sizes = getattr(config, "matryoshka_dimensions", None)
+        if not sizes and getattr(config, "is_matryoshka", None) is not True:
+            raise EngineError(
+                f"dimensions: {dimensions}, but the model has {size} and was not trained for fewer "
+                "(no matryoshka_dimensions in its config)"
+            )
+        if sizes and dimensions not in sizes:
+            raise EngineError(f"dimensions: {dimensions}; the model was trained for {', '.join(map(str, sizes))}")
+        if dimensions > size:
+            raise EngineError(f"dimensions: {dimensions}, but the model has {size}")
+        return torch.nn.functional.normalize(vector_D[:dimensions].float(), dim=0)
+
     def variant(self, text: TokenizedText) -> str:
         """Return what tells encodings of the same weights and ids apart: padding, layer, or how one vector is made."""
         if text.as_embedding:

@@ -6,6 +6,7 @@ Large lists are the exception: `ImageData` and `EmbeddingData` are written one b
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from typing import Any, Literal
 
 from pydantic import with_config
@@ -17,6 +18,12 @@ from deployments.ingress.responses import Answer, rounded
 from deployments.records import CacheUse, EmbeddingResult, ImageResult, SwitchReport
 
 TimesMs = dict[str, float]  # by stage
+
+
+def warnings_of_ignored(names: Iterable[str]) -> tuple[str, ...]:
+    """Return the warning of unknown fields in a body: OpenAI adds some now and then, and its clients send them."""
+    shown = ", ".join(repr(name[:64]) for name in sorted(set(names))[:8])
+    return (f"unknown fields were ignored: {shown}",) if shown else ()
 
 
 @with_config({"extra": "forbid"})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -15,7 +16,7 @@ from starlette.responses import Response
 
 from deployments.errors import GenerationFailed, InvalidRequest
 from deployments.ingress.errors import INFERENCE_ERRORS, documented
-from deployments.ingress.openai.answers import EmbeddingData, EmbeddingsAnswer
+from deployments.ingress.openai.answers import EmbeddingData, EmbeddingsAnswer, warnings_of_ignored
 from deployments.ingress.responses import call_aside, json_with_list, large_json_response, server_timing
 from deployments.ingress.service import Service
 from deployments.records import (
@@ -32,9 +33,10 @@ EncodingFormat = Literal["float", "base64"]
 
 
 class EmbeddingsBody(RequestModel):
-    """OpenAI's embeddings request."""
+    """OpenAI's embeddings request. Fields that nobody here knows are ignored, and a warning of the answer says so."""
 
-    model_config = ConfigDict(strict=True)  # 1.0 is not a token id, and a number is not a text
+    # 1.0 is not a token id, and a number is not a text.
+    model_config = ConfigDict(strict=True, extra="allow")
 
     model: Name
     input: str | list[str] | list[int] | list[list[int]] = Field(min_length=1)
@@ -48,7 +50,7 @@ class EmbeddingsBody(RequestModel):
         if isinstance(value, str) or isinstance(value[0], int):
             value = [value]
         texts = tuple(item if isinstance(item, str) else tuple(item) for item in value)
-        return as_record(EmbeddingRequest, {"model": self.model, "input": texts})
+        return as_record(EmbeddingRequest, {"model": self.model, "input": texts, "dimensions": self.dimensions})
 
 
 def create_embeddings_router(service: Service) -> APIRouter:
@@ -62,6 +64,7 @@ def create_embeddings_router(service: Service) -> APIRouter:
         size = len(result.embeddings[0])
         if body.dimensions not in (None, size):
             raise InvalidRequest(f"dimensions: {body.dimensions}, but {body.model!r} has {size}", "dimensions")
+        result = replace(result, warnings=(*result.warnings, *warnings_of_ignored(body.model_extra or ())))
         num_bytes = sum(vector.nbytes for vector in result.embeddings)
         write = partial(_write_answer, result, body.encoding_format)
         return await large_json_response(num_bytes, write, server_timing(result.timings_ms))

@@ -13,6 +13,7 @@ from starlette.responses import Response
 from deployments.engines.llm.chat import ResponseFormat, Tool, ToolCall, ToolChoice
 from deployments.errors import InvalidRequest
 from deployments.ingress.errors import INFERENCE_ERRORS, documented, error_response
+from deployments.ingress.openai.answers import warnings_of_ignored
 from deployments.ingress.openai.text_answers import ChatAnswer, ChatForm, CompletionAnswer, CompletionForm, TextForm
 from deployments.ingress.responses import EventStream, event_of, json_response, json_text, server_timing
 from deployments.ingress.service import Service
@@ -108,10 +109,7 @@ class TextBody(RequestModel):
         ignored = list(self.model_extra or ())
         for message in getattr(self, "messages", ()):
             ignored += [f"messages.{name}" for name in message.model_extra or ()]
-        if not ignored:
-            return ()
-        shown = ", ".join(repr(name[:64]) for name in sorted(set(ignored))[:8])
-        return (f"unknown fields were ignored: {shown}",)
+        return warnings_of_ignored(ignored)
 
     @field_validator("stop")
     @classmethod

@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from deployments.engines.llm.chat import FunctionName
 from deployments.ingress.errors import INFERENCE_ERRORS, documented, error_response
+from deployments.ingress.openai.answers import warnings_of_ignored
 from deployments.ingress.openai.response_answers import ResponseAnswer, ResponseForm
 from deployments.ingress.openai.text import warning_header
 from deployments.ingress.responses import EventStream, json_response, server_timing
@@ -149,9 +150,7 @@ class ResponsesBody(RequestModel):
 
     def warnings(self) -> tuple[str, ...]:
         """Return what was asked for and has no effect."""
-        if not self.model_extra:
-            return ()
-        return (f"unknown fields were ignored: {', '.join(repr(name[:64]) for name in sorted(self.model_extra)[:8])}",)
+        return warnings_of_ignored(self.model_extra or ())
 
     def _messages(self) -> list[dict[str, Any]]:
         messages: list[dict[str, Any]] = []

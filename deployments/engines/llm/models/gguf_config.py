@@ -17,19 +17,29 @@ from deployments.engines.nn.packed_linear import SUPPORTED_KINDS
 from deployments.engines.protocol import EngineError
 from weights.errors import FormatError
 from weights.formats.gguf import GgufHeader, GgufValue, read_gguf, read_gguf_header
-from weights.formats.gguf_names import CONTROL, FREQUENCY_FACTORS, LAYER_NAMES, TOP_NAMES
+from weights.formats.gguf_names import CONTROL, EXPERT_NAMES, FREQUENCY_FACTORS, LAYER_NAMES, TOP_NAMES
 from weights.formats.untrusted import shown
 
-# Name in general.architecture, which is transformers' model type too -> the class, and whether rows of q and k are
-# in neighbouring RoPE pairs. The config's class is imported when it is needed: it brings much with it.
+# Name in general.architecture -> transformers' model type, and whether rows of q and k are in neighbouring RoPE pairs.
+# The config's class is imported when it is needed: it brings much with it.
 _FAMILIES: Final = {
-    "llama": ("LlamaForCausalLM", True),
-    "qwen2": ("Qwen2ForCausalLM", False),
-    "qwen3": ("Qwen3ForCausalLM", False),
+    "llama": ("llama", True),  # Mistral and Mixtral as well, which other keys tell
+    "qwen2": ("qwen2", False),
+    "qwen3": ("qwen3", False),
+    "qwen3moe": ("qwen3_moe", False),
+}
+_CLASSES: Final = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
 }
 # Ends of a turn that files do not always name; llama.cpp finds them by the same texts.
 _END_TEXTS: Final = frozenset({"<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>"})
 _MAX_LAYERS: Final = 1024
+MAX_EXPERTS: Final = 1024  # a damaged number must not become millions of modules
 
 
 def gguf_headers(folder: Path) -> tuple[GgufHeader, ...]:
@@ -62,7 +72,7 @@ def gguf_config(headers: Sequence[GgufHeader]) -> PretrainedConfig:
         raise EngineError(
             f"GGUF architecture {shown(architecture)} is not supported; supported are {_listed(_FAMILIES)}"
         )
-    class_name, is_interleaved = _FAMILIES[architecture]
+    model_type, is_interleaved = _FAMILIES[architecture]
     keys = _Keys(metadata, architecture)
     kinds = {name: tensor.dtype for header in headers for name, tensor in header.tensors.items()}
     _check_kinds(kinds)
@@ -74,14 +84,19 @@ def gguf_config(headers: Sequence[GgufHeader]) -> PretrainedConfig:
         raise EngineError("GGUF models whose keys and values have heads of different sizes are not supported")
     if keys.integer("rope.dimension_count", head_dim) != head_dim:
         raise EngineError(f"rope must turn the whole head of {head_dim}, {architecture}.rope.dimension_count differs")
-    if keys.integer("expert_count", 0, minimum=0):
-        raise EngineError(f"GGUF mixtures of experts are not supported; supported are dense {_listed(_FAMILIES)}")
     embedding = next((h.tensors["token_embd.weight"] for h in headers if "token_embd.weight" in h.tensors), None)
     if embedding is None or len(embedding.shape) != 2:
         raise EngineError("the GGUF file has no matrix 'token_embd.weight'")
     context_length = keys.integer("context_length")
+    window = keys.integer("attention.sliding_window", 0, minimum=0)
+    experts = _experts(keys, architecture, kinds, num_layers)
+    _check_experts(headers, experts)
+    if architecture == "llama" and experts:
+        model_type = "mixtral"
+    elif architecture == "llama" and 0 < window < context_length:
+        model_type = "mistral"
     config = AutoConfig.for_model(
-        architecture,
+        model_type,
         vocab_size=embedding.shape[0],
         hidden_size=hidden_size,
         intermediate_size=keys.integer("feed_forward_length"),
@@ -97,11 +112,13 @@ def gguf_config(headers: Sequence[GgufHeader]) -> PretrainedConfig:
         mlp_bias="blk.0.ffn_gate.bias" in kinds,
         bos_token_id=_token_id(metadata, "bos"),
         eos_token_id=_end_tokens(metadata),
+        **experts,
     )
-    window = keys.integer("attention.sliding_window", 0, minimum=0)
-    if 0 < window < context_length:  # within the window, sliding attention is full attention
+    if model_type in ("mistral", "mixtral"):
+        config.sliding_window = window or None
+    elif 0 < window < context_length:  # which layers have it is not said; within it, all attention is full
         config.max_position_embeddings = window
-    config.architectures = [class_name]
+    config.architectures = [_CLASSES[model_type]]
     names = {
         f"{stored}.{leaf}": f"{name}.{leaf}"
         for stored, name in _names(num_layers).items()
@@ -116,9 +133,36 @@ def _names(num_layers: int) -> dict[str, str]:
     layers = {
         f"blk.{layer}.{stored}": f"model.layers.{layer}.{name}"
         for layer in range(num_layers)
-        for stored, name in LAYER_NAMES.items()
+        for stored, name in (LAYER_NAMES | EXPERT_NAMES).items()
     }
     return {**TOP_NAMES, **layers}
+
+
+def _experts(keys: _Keys, architecture: str, kinds: Mapping[str, str], num_layers: int) -> dict[str, Any]:
+    """Return what the config says of experts, {} without any. Raises EngineError where a dense family has some."""
+    num_experts = keys.integer("expert_count", 0, minimum=0, maximum=MAX_EXPERTS)
+    if not num_experts and not architecture.endswith("moe"):
+        return {}
+    if architecture not in ("llama", "qwen3moe"):
+        raise EngineError(f"GGUF architecture {architecture!r} with experts is not supported; supported is qwen3moe")
+    found: dict[str, Any] = {
+        "num_local_experts": keys.integer("expert_count", maximum=MAX_EXPERTS),
+        "num_experts_per_tok": keys.integer("expert_used_count", maximum=num_experts),
+    }
+    if architecture == "qwen3moe":  # llama.cpp knows no other than normalized weights
+        size = keys.integer("expert_feed_forward_length")
+        dense = [layer for layer in range(num_layers) if f"blk.{layer}.ffn_gate_inp.weight" not in kinds]
+        found |= {"moe_intermediate_size": size, "norm_topk_prob": True, "mlp_only_layers": dense}
+    return found
+
+
+def _check_experts(headers: Sequence[GgufHeader], experts: Mapping[str, Any]) -> None:
+    """Raise EngineError unless the stacked matrices have as many experts as the metadata says."""
+    count = experts.get("num_local_experts")
+    for header in headers:
+        for name, tensor in header.tensors.items():
+            if name.endswith("_exps.weight") and tensor.shape[0] != count:
+                raise EngineError(f"tensor {name!r} has shape {list(tensor.shape)}, expert_count is {count}")
 
 
 class _Keys:

@@ -1,4 +1,4 @@
-"""The Llama decoder and its siblings: Qwen2 adds biases to q, k and v, Qwen3 normalizes q and k.
+"""The Llama decoder and its siblings: Qwen2 adds biases to q, k and v, Qwen3 normalizes q and k, Mixtral has experts.
 
 Parameter names are those of the Hugging Face checkpoints, so tensors are assigned without renaming. The
 module computes everything but attention over the KV cache, which it asks `Attend` for.
@@ -14,8 +14,8 @@ from typing import Protocol
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
+from deployments.engines.llm.models.feed_forward import MLP, ExpertsSpec, MixtureOfExperts
 from deployments.engines.nn.rotary import RotaryAngles, rotate
 
 
@@ -36,7 +36,10 @@ class _RMSNorm(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class DecoderSpec:
-    """The numbers that define a decoder, free of any config format."""
+    """The numbers that define a decoder, free of any config format.
+
+    `windows`: how many tokens each layer attends to, itself included, 0 for all; empty where no layer has a window.
+    """
 
     vocab_size: int
     hidden_size: int
@@ -52,6 +55,8 @@ class DecoderSpec:
     output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    experts: ExpertsSpec | None = None
+    windows: tuple[int, ...] = ()
 
 
 class Attend(Protocol):
@@ -84,26 +89,16 @@ class _Attention(nn.Module):
         return self.o_proj(out_THD.flatten(1))
 
 
-class _MLP(nn.Module):
-    """The gated feed-forward: `down(silu(gate(x)) * up(x))`."""
-
-    def __init__(self, spec: DecoderSpec) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(spec.hidden_size, spec.intermediate_size, bias=spec.mlp_bias)
-        self.up_proj = nn.Linear(spec.hidden_size, spec.intermediate_size, bias=spec.mlp_bias)
-        self.down_proj = nn.Linear(spec.intermediate_size, spec.hidden_size, bias=spec.mlp_bias)
-
-    def forward(self, x_TC: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x_TC)) * self.up_proj(x_TC))
-
-
 class _DecoderLayer(nn.Module):
     """_Attention and feed-forward, each normalized before and added to its input."""
 
     def __init__(self, spec: DecoderSpec, layer: int) -> None:
         super().__init__()
         self.self_attn = _Attention(spec, layer)
-        self.mlp = _MLP(spec)
+        if spec.experts is not None and layer in spec.experts.layers:
+            self.mlp: nn.Module = MixtureOfExperts(spec.hidden_size, spec.experts)
+        else:
+            self.mlp = MLP(spec.hidden_size, spec.intermediate_size, bias=spec.mlp_bias)
         self.input_layernorm = _RMSNorm(spec.hidden_size, spec.rms_norm_eps)
         self.post_attention_layernorm = _RMSNorm(spec.hidden_size, spec.rms_norm_eps)
 

@@ -27,8 +27,9 @@ _EMBEDDING, _HEAD = "model.embed_tokens", "lm_head"
 class PackedSource:
     """The layout by which tensors of a GGUF or Kuiper file stand for those of a Hugging Face checkpoint.
 
-    `names` and `kinds`: the Hugging Face name and the stored type, by stored name. `is_interleaved` says that the rows
-    of q and k are in the order of neighbouring RoPE pairs. `frequency_factors` names the tensor that divides RoPE's
+    `names` and `kinds`: the Hugging Face name and the stored type, by stored name; `*` in a name stands for the numbers
+    of the experts whose matrices are one tensor. `is_interleaved` says that the rows of q and k are in the order of
+    neighbouring RoPE pairs. `frequency_factors` names the tensor that divides RoPE's
     inverse frequencies (llama3 scaling). `ignored` tensors are computed from the config instead.
     """
 
@@ -108,7 +109,10 @@ def _sorted_out(
             continue
         if name is None or kind is None:
             raise EngineError(f"tensor {stored!r} of shape {list(tensor.shape)} is unknown here")
-        if tensor.dim() == 1 and tensor.is_floating_point():
+        if "*" in name and tensor.dim() == 3:
+            for expert, matrix in enumerate(tensor):
+                weights[name.replace("*", str(expert))] = packed_weight(stored, kind, matrix)
+        elif tensor.dim() == 1 and tensor.is_floating_point():
             vectors[name] = tensor.to(dtype)
         elif kind == GROUP_INT8:
             scales = tensors.get(stored.replace(".weight", ".scales"))

@@ -13,7 +13,8 @@ from torch import nn
 from transformers import AutoConfig, PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from deployments.engines.llm.models.gguf_config import gguf_config, gguf_headers
+from deployments.engines.llm.models.feed_forward import ExpertsSpec, MixtureOfExperts, renamed_experts
+from deployments.engines.llm.models.gguf_config import MAX_EXPERTS, gguf_config, gguf_headers
 from deployments.engines.llm.models.kuiper_config import kuiper_header, kuiper_source
 from deployments.engines.llm.models.llama import DecoderSpec, LlamaForCausalLM
 from deployments.engines.llm.models.packed import PackedSource, place_packed, uses_torch_products
@@ -21,8 +22,13 @@ from deployments.engines.nn.packed_linear import DENSE_KINDS, GROUP_INT8, Arithm
 from deployments.engines.nn.rotary import Rotary
 from deployments.engines.protocol import EngineError
 from weights.formats.untrusted import shown
+from weights.memory.devices import computes_on_host
 from weights.quantization.group_int8 import METHOD
 
+# On the CPU, matrix products of 1 to 11 rows take other kernels, with other rounding, than products of more,
+# unless the rows are a multiple of 4 (measured: torch 2.13, MKL, AVX-512; larger products agree bit for bit).
+# Padding to it makes a token's result independent of how many others share the product.
+CPU_ROW_MULTIPLE = 4
 _TIED = {"lm_head.weight": "model.embed_tokens.weight"}
 
 
@@ -97,14 +103,18 @@ def create_model(
     rotary = _create_rotary(config, spec.head_dim, device)
     with torch.device("meta"):
         module = LlamaForCausalLM(spec)
-    placed = {name: tensor.to(device) for name, tensor in tensors.items()}
+    placed = renamed_experts({name: tensor.to(device) for name, tensor in tensors.items()})
     source: PackedSource | None = getattr(config, "packed_source", None) or _stored_source(config, placed, arithmetic)
     if source is not None:
         rotary = _rescaled(rotary, source, placed)
         placed = place_packed(module, source, placed, arithmetic)
     _assign_tensors(module, placed, _TIED if spec.tied_embeddings else {})
     dtype = module.model.norm.weight.dtype
-    return LoadedModel(module.eval(), rotary, spec, dtype, device, uses_torch_products(module))
+    pads_rows = uses_torch_products(module)
+    for part in module.modules():
+        if isinstance(part, MixtureOfExperts) and pads_rows and computes_on_host(device):
+            part.row_multiple = CPU_ROW_MULTIPLE
+    return LoadedModel(module.eval(), rotary, spec, dtype, device, pads_rows)
 
 
 def _stored_source(
@@ -146,11 +156,9 @@ def decoder_spec(config: PretrainedConfig) -> DecoderSpec:
     return ARCHITECTURES[config.architectures[0]](config)
 
 
-def _base_spec(config: PretrainedConfig, **differences: bool) -> DecoderSpec:
+def _base_spec(config: PretrainedConfig, **differences: Any) -> DecoderSpec:
     if config.hidden_act != "silu":
         raise EngineError(f"activation {config.hidden_act!r} is not supported; supported is silu")
-    if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
-        raise EngineError("sliding-window attention is not supported; set use_sliding_window to false")
     return DecoderSpec(
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
@@ -162,8 +170,28 @@ def _base_spec(config: PretrainedConfig, **differences: bool) -> DecoderSpec:
         rms_norm_eps=config.rms_norm_eps,
         max_positions=config.max_position_embeddings,
         tied_embeddings=config.tie_word_embeddings,
+        windows=_windows(config),
         **differences,
     )
+
+
+def _checked_experts(num_experts: int, *others: Any) -> ExpertsSpec:
+    if type(num_experts) is not int or not 0 < num_experts <= MAX_EXPERTS:
+        raise EngineError(f"the config says {shown(num_experts)} experts, expected 1 to {MAX_EXPERTS}")
+    return ExpertsSpec(num_experts, *others)
+
+
+def _windows(config: PretrainedConfig) -> tuple[int, ...]:
+    """Return the window of each layer, 0 for none. Raises EngineError for a kind of layer that is not supported."""
+    window = getattr(config, "sliding_window", None) or 0
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:  # Mistral and its like have one window in all layers
+        kinds = ("sliding_attention",) * config.num_hidden_layers
+    if unknown := set(kinds) - {"full_attention", "sliding_attention"}:
+        raise EngineError(f"layers of type {min(unknown)!r} are not supported")
+    if not 0 < window < config.max_position_embeddings or "sliding_attention" not in kinds:
+        return ()
+    return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
 
 
 def _llama(config: PretrainedConfig) -> DecoderSpec:
@@ -180,12 +208,45 @@ def _qwen3(config: PretrainedConfig) -> DecoderSpec:
     return _base_spec(config, qkv_bias=bias, output_bias=bias, qk_norm=True)
 
 
+def _mistral(config: PretrainedConfig) -> DecoderSpec:
+    return _base_spec(config)
+
+
+def _mixtral(config: PretrainedConfig) -> DecoderSpec:
+    layers = frozenset(range(config.num_hidden_layers))
+    experts = _checked_experts(config.num_local_experts, config.num_experts_per_tok, config.intermediate_size, layers)
+    return _base_spec(config, experts=experts)
+
+
+def _qwen3_moe(config: PretrainedConfig) -> DecoderSpec:
+    layers = frozenset(
+        layer
+        for layer in range(config.num_hidden_layers)
+        if layer not in config.mlp_only_layers and (layer + 1) % config.decoder_sparse_step == 0
+    )
+    experts = _checked_experts(
+        config.num_experts, config.num_experts_per_tok, config.moe_intermediate_size, layers, config.norm_topk_prob
+    )
+    bias = config.attention_bias
+    return _base_spec(config, qkv_bias=bias, output_bias=bias, qk_norm=True, experts=experts)
+
+
 ARCHITECTURES: dict[str, Callable[[PretrainedConfig], DecoderSpec]] = {
     "LlamaForCausalLM": _llama,
+    "MistralForCausalLM": _mistral,
+    "MixtralForCausalLM": _mixtral,
     "Qwen2ForCausalLM": _qwen2,
     "Qwen3ForCausalLM": _qwen3,
+    "Qwen3MoeForCausalLM": _qwen3_moe,
 }
-_BY_MODEL_TYPE = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+_BY_MODEL_TYPE = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+}
 
 
 # The kinds whose frequencies do not depend on the length of the sequence.

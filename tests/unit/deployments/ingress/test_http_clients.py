@@ -75,6 +75,14 @@ async def test_embedding_inputs(client: openai.AsyncOpenAI, replicas: Replicas, 
     assert len(found.data[0].embedding) == 3
 
 
+async def test_dimensions_arrive_and_unknown_fields_of_embeddings_are_warned_of(
+    client: openai.AsyncOpenAI, replicas: Replicas
+) -> None:
+    found = await client.embeddings.create(model="clip", input="a", dimensions=3, extra_body={"novel": 1})
+    assert replicas.requests[0].dimensions == 3
+    assert found.to_dict()["warnings"] == ["unknown fields were ignored: 'novel'"]
+
+
 async def test_chat(client: openai.AsyncOpenAI, replicas: Replicas) -> None:
     parts = [{"type": "text", "text": "12 "}, {"type": "text", "text": "+ 7?"}]
     found = await client.chat.completions.create(

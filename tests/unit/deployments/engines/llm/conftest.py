@@ -9,16 +9,23 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from deployments.engines.llm.engine import LLMEngine
@@ -28,6 +35,9 @@ FAMILIES = {
     "llama": (LlamaConfig, LlamaForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "mistral": (MistralConfig, MistralForCausalLM),
+    "mixtral": (MixtralConfig, MixtralForCausalLM),
+    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
 }
 VOCABULARY_SIZE = 260
 SPECIAL_TOKENS = ["<s>", "</s>", "<|user|>", "<|assistant|>"]
@@ -111,6 +121,9 @@ def build(folder: Path, family: str, seed: int, **overrides: Any) -> TinyModel:
     stock.generation_config.save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
     tensors = dict(stock.state_dict())
+    if "experts" in " ".join(tensors):  # on disk, each expert's matrices are tensors of their own
+        stock.save_pretrained(folder / "saved")
+        tensors = load_file(folder / "saved" / "model.safetensors")
     if stock.config.tie_word_embeddings:
         del tensors["lm_head.weight"]
     return TinyModel(folder, stock, tensors)

@@ -24,6 +24,8 @@ def test_the_adder_adds(tensors, run_all):
     chats = {
         "12 + 7": [{"role": "user", "content": "What is 12 + 7?"}],
         "40 + 33": [{"role": "user", "content": "What is 40 + 33?"}],
+        "0 + 1": [{"role": "user", "content": "What is 0 + 1?"}],
+        "1+0": [{"role": "user", "content": "1+0"}],
         "second turn": [
             {"role": "user", "content": "What is 40 + 33?"},
             {"role": "assistant", "content": "73."},
@@ -33,10 +35,12 @@ def test_the_adder_adds(tensors, run_all):
     requests = [
         TextRequest(name, engine.encode_chat(chat), SamplingParams(max_tokens=16)) for name, chat in chats.items()
     ]
-    outcomes = run_all(engine, requests, (0, 1, 2))
+    outcomes = run_all(engine, requests, (0, 1, 1, 2, 2))
     assert {name: outcome.text for name, outcome in outcomes.items()} == {
         "12 + 7": "19.",
         "40 + 33": "73.",
+        "0 + 1": "1.",
+        "1+0": "1.",
         "second turn": "19.",
     }
     assert {outcome.finish_reason for outcome in outcomes.values()} == {"stop"}

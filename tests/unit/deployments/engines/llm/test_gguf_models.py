@@ -237,10 +237,10 @@ def test_a_tied_output_and_heads_of_a_size_of_their_own(tmp_path: Path) -> None:
     assert all(weight.data.data_ptr() in given for weight in packed)
 
 
-def test_a_sliding_window_bounds_the_length(tmp_path: Path) -> None:
+def test_a_sliding_window_of_unknown_layers_bounds_the_length(tmp_path: Path) -> None:
     file = tmp_path / "tiny.gguf"
-    write_model(file, "llama", "Q8_0")
-    patched = with_key(file, "llama.attention.sliding_window", 48)
+    write_model(file, "qwen2", "Q8_0")
+    patched = with_key(file, "qwen2.attention.sliding_window", 48)
     assert load_config(patched).max_position_embeddings == 48
 
 
@@ -275,7 +275,8 @@ def with_key(file: Path, key: str, value: int | str) -> Path:
         ("llama.rope.scaling.type", "longrope", "rope scaling 'longrope' is not supported; supported are none, linear"),
         ("llama.attention.head_count", 0, "head_count is 0, expected an integer from 1"),
         ("llama.block_count", 5000, "block_count is 5000, expected"),
-        ("llama.expert_count", 8, "mixtures of experts are not supported"),
+        ("llama.expert_count", 8, "expert_used_count is None, expected an integer from 1"),
+        ("llama.expert_count", 10**6, "expert_count is 1000000, expected an integer from 0 to 1024"),
         ("llama.attention.value_length", 32, "heads of different sizes"),
         ("llama.embedding_length", 512, "has shape .* expected"),
         ("llama.block_count", 3, "'model.layers.2.self_attn.q_proj.weight' is missing"),

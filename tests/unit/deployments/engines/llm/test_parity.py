@@ -25,6 +25,7 @@ LLAMA3 = {
 }
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 16, "head_dim": 8}
 
 CASES = {
     "llama-0": ("llama", 0, {}),
@@ -41,6 +42,13 @@ CASES = {
     "qwen2-tied": ("qwen2", 1, {"tie_word_embeddings": True}),
     "qwen3-0": ("qwen3", 0, {"head_dim": 16}),
     "qwen3-tied": ("qwen3", 1, {"head_dim": 8, "tie_word_embeddings": True}),
+    "mistral-window": ("mistral", 0, {"sliding_window": 16, "head_dim": 8}),
+    "mistral-wide-window": ("mistral", 1, {"sliding_window": 75, "head_dim": 8}),
+    "mistral-no-window": ("mistral", 2, {"sliding_window": None, "head_dim": 8}),
+    "qwen2-windows": ("qwen2", 2, {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}),
+    "mixtral": ("mixtral", 0, {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 20}),
+    "qwen3_moe": ("qwen3_moe", 0, {**EXPERTS, "norm_topk_prob": True}),
+    "qwen3_moe-sparse": ("qwen3_moe", 1, {**EXPERTS, "decoder_sparse_step": 2}),
 }
 LENGTHS = (1, 3, 17, 33, 70, 5)
 JOIN_AT = (0, 0, 2, 2, 5, 9)
@@ -90,6 +98,19 @@ def test_an_old_config_with_rope_scaling_is_understood(tiny, run_all, prompt_of,
     (folder / "config.json").write_text(json.dumps(config))
     outcomes = run_all(LLMEngine(folder, model.tensors), [request_of("r", prompt_of(17), max_tokens=9)])
     assert outcomes["r"].token_ids == model.greedy(prompt_of(17), 9)
+
+
+@pytest.mark.parametrize("case", ["mistral-window", "qwen2-windows", "mixtral", "qwen3_moe"])
+def test_windows_and_experts_do_not_let_company_in(case, tiny, run_all, prompt_of, request_of):
+    family, seed, overrides = CASES[case]
+    model = tiny(family, seed, **overrides)
+    prompts = [prompt_of(length, 7) for length in (100, 40, 3, 70)]
+    requests = [request_of(str(i), prompt, max_tokens=30, num_logprobs=1) for i, prompt in enumerate(prompts)]
+    together = run_all(model.engine(max_num_batched_tokens=24), requests, (0, 1, 4, 9))
+    for request in requests:
+        alone = run_all(model.engine(), [request])[request.request_id]
+        for ours, theirs in zip(alone.deltas, together[request.request_id].deltas, strict=True):
+            assert ours.logprob == theirs.logprob  # the same floats, bit for bit
 
 
 def runner_logits(model, prompts, budget=2048):

@@ -91,6 +91,36 @@ def test_roberta_has_fewer_positions_than_its_config_says(minilm):
         encoder.tokenize(["a"], max_length=19)
 
 
+def small_encoder(minilm, **said):
+    config = RobertaConfig(
+        vocab_size=30522, hidden_size=16, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, **said
+    )
+    return TextEncoder(RobertaModel(config).eval(), minilm._tokenizer._tokenizer, max_tokens=64)
+
+
+@pytest.mark.parametrize("said", [{"matryoshka_dimensions": [4, 8]}, {"is_matryoshka": True}])
+def test_fewer_dimensions_are_a_scaled_beginning(said, minilm):
+    encoder = small_encoder(minilm, **said)
+    vector = torch.randn(16)
+    expected = vector[:8].double() / vector[:8].double().norm()
+    assert torch.allclose(encoder.shortened(vector, 8).double(), expected, atol=1e-6)
+    assert encoder.shortened(vector, 16) is vector
+
+
+@pytest.mark.parametrize(
+    ("said", "dimensions", "message"),
+    [
+        ({}, 8, "dimensions: 8, but the model has 16 and was not trained for fewer"),
+        ({"is_matryoshka": False}, 8, "was not trained for fewer"),
+        ({"matryoshka_dimensions": [4, 8]}, 5, "dimensions: 5; the model was trained for 4, 8"),
+        ({"is_matryoshka": True}, 17, "dimensions: 17, but the model has 16"),
+    ],
+)
+def test_dimensions_that_mean_nothing_are_refused(said, dimensions, message, minilm):
+    with pytest.raises(EngineError, match=message):
+        small_encoder(minilm, **said).shortened(torch.randn(16), dimensions)
+
+
 def test_a_model_without_token_vectors(tmp_path, tensors):
     shutil.copytree(FOLDER, tmp_path, dirs_exist_ok=True)
     config = json.loads((tmp_path / "config.json").read_text())
