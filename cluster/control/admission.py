@@ -18,26 +18,33 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from cluster.control.admission_records import AdmissionSnapshot, ModelLoad, Placement, Refusal, Refused, Started
+from cluster.control.admission_records import (
+    AdmissionSnapshot,
+    ModelLoad,
+    Placement,
+    Reason,
+    Refusal,
+    Refused,
+    Started,
+)
 from cluster.control.ended_requests import EndedLog
 from cluster.control.lanes import Ask, Lanes, Waiting
 from cluster.control.places import Places
 from cluster.control.plans import FreeStart
 from cluster.control.service_times import ArrivalRate, ModelTimes, ServiceTimes
+from cluster.control.turning_away import FairWait, ToldTimes
 from configs.admission import AdmissionConfig
 
 __all__ = ["MARGIN", "REVIEW_S", "SWITCHED_S", "AdmissionQueue"]
 
 REVIEW_S: Final = 0.25  # how often those that wait are predicted anew
-MARGIN: Final = 1.1  # predictions are this much longer than the mean: half of all requests take longer than that
+MARGIN: Final = 1.1  # waits are predicted this much longer than the mean: half of all requests wait longer than that
 SWITCHED_S: Final = 0.02  # a switch that took longer shows that the model was not at hand
 HOLD_TIMES: Final = 4.0  # so many times its switch and its run a request waits for an idle replica, or its model's
 _FRESH_S: Final = 30.0  # what was measured longer ago refuses nobody while there is nothing to do
 _ENOUGH: Final = 3  # measurements
 _MOSTLY: Final = 0.2  # of its time: a request that spent more of it switching says little about the next one
-_MAX_TOLD: Final = 1024  # tenants
 _LEAST_SHARE: Final = 1e-6  # no request takes less of a replica
-MAX_TOLD_S: Final = 300.0  # beyond it nobody knows
 
 
 @dataclass(slots=True)
@@ -55,7 +62,8 @@ class _Pool:
         self.lanes = Lanes(config.weight_of, config.max_overtakes)
         self.places = Places()
         self.num_by_model: Counter[str] = Counter()  # waiting
-        self.told_s: OrderedDict[str, float] = OrderedDict()  # by tenant: when the last one refused may come back
+        self.told = ToldTimes()
+        self.fair_wait = FairWait()
 
 
 class AdmissionQueue:
@@ -93,6 +101,7 @@ class AdmissionQueue:
         pool = self._pool(ask.pool)
         counts = self._counts_of(ask)
         counts.arrivals.note_arrival(now_s)
+        pool.told.note_arrival(ask.mark, now_s)
         self._num_arrived += 1
         waiting = Waiting(ticket, ask, self._num_arrived, now_s, self._cost_s(ask))
         refusal = self._untimely(pool, ask, now_s) or self._make_room(pool, waiting, now_s)
@@ -153,7 +162,7 @@ class AdmissionQueue:
         if is_answered and (is_first or switch_s < _MOSTLY * ended.latency_s):
             served_s = max(ended.latency_s - switch_s, 0.0) if is_first else ended.latency_s
             busy_s = ended.busy_s * served_s / ended.latency_s if ended.latency_s else ended.busy_s
-            self._times.note_served(ask.model, now_s, ask.work, busy_s, served_s)
+            self._times.note_served(ask.model, now_s, ask.work, busy_s, served_s, ended.expected_s)
 
     def set_replicas(self, pool: str, names: Collection[str], now_s: float) -> None:
         """Say which replicas there are."""
@@ -203,15 +212,6 @@ class AdmissionQueue:
         """Return when `pump` is due if nothing changes before."""
         return min(self._reviewed_s + REVIEW_S, self._held_until_s) if self.num_waiting else math.inf
 
-    def _finish_in_s(self, ask: Ask, now_s: float) -> float | None:
-        """Return how long a request that came now would take in all; None when nothing is known of its model."""
-        times = self._times.times(ask.model)
-        if times is None:
-            return None
-        pool = self._pool(ask.pool)
-        start_s = self._start_in_s(pool, ask, pool.lanes.ahead_s(ask), now_s)
-        return start_s + times.latency_s * ask.work
-
     def snapshot(self, now_s: float) -> AdmissionSnapshot:
         """Return the state of the queue."""
         oldest: dict[str, float] = {}
@@ -238,8 +238,8 @@ class AdmissionQueue:
                     now_s - oldest.get(model, now_s),
                     running[model],
                     *counts.arrivals.per_s(now_s),
-                    times.busy_s * times.work,
-                    times.latency_s * times.work,
+                    times.busy.mean(),
+                    times.latency.mean(),
                     self._times.switch_s(model),
                     counts.started,
                     counts.refused,
@@ -263,10 +263,15 @@ class AdmissionQueue:
             return None  # things may have changed: this one will tell
         if times.num_measured >= _ENOUGH and times.fastest_s * ask.work > budget_s:
             return Refusal("hopeless", needs_s=times.fastest_s * ask.work)
-        needs_s = self._finish_in_s(ask, now_s) or 0.0
-        if is_idle or needs_s * MARGIN <= budget_s or needs_s == math.inf:
+        late_s = times.late_s(ask.work)
+        longest_s = pool.fair_wait.bound_s(budget_s, late_s, now_s)
+        wait_s = self._start_in_s(pool, ask, pool.lanes.ahead_s(ask), now_s) * MARGIN
+        before_s = pool.told.before_s(ask.mark, ask.tenant, now_s) if wait_s else 0.0
+        if is_idle or wait_s + before_s <= longest_s or wait_s == math.inf:
             return None
-        return self._told(pool, ask, now_s, Refusal("late", needs_s * MARGIN - budget_s, needs_s=needs_s))
+        needs_s = wait_s + before_s + late_s
+        reason: Reason = "late" if needs_s > budget_s else "crowded"
+        return self._told(pool, ask, now_s, Refusal(reason, (wait_s - longest_s) / MARGIN, needs_s=needs_s))
 
     def _make_room(self, pool: _Pool, waiting: Waiting, now_s: float) -> Refusal | None:
         """Return why the request has no place in the queue; None if it has one, perhaps that of another one."""
@@ -274,7 +279,8 @@ class AdmissionQueue:
         if ask.is_inner:
             return None
         if not len(pool.lanes) and pool.places.has_room(ask.share):
-            pool.told_s.clear()  # nobody need wait: who was told to come back may come now
+            if not pool.places.num_running:
+                pool.told.free_places()
             return None
         config = self._config
         if pool.num_by_model[ask.model] >= config.max_waiting_per_model:
@@ -291,19 +297,13 @@ class AdmissionQueue:
         return None
 
     def _told(self, pool: _Pool, ask: Ask, now_s: float, refusal: Refusal) -> Refusal:
-        """Return the refusal with the time to come back: behind all of the tenant's who were told to, too.
-
-        Many come back too early and are told again, or never come: nobody is told more than `MAX_TOLD_S`.
-        """
+        """Return the refusal with the time to come back: behind those of the tenant's who were told to and will."""
         cost_s = self._cost_s(ask) / max(1, pool.places.num_replicas)
-        soonest_s = refusal.retry_after_s or pool.places.start_in_s(0.0, now_s) + cost_s
-        behind_s = min(pool.told_s.get(ask.tenant, -math.inf) + cost_s, now_s + MAX_TOLD_S)
-        at_s = max(now_s + soonest_s, behind_s)
-        pool.told_s[ask.tenant] = at_s
-        pool.told_s.move_to_end(ask.tenant)
-        if len(pool.told_s) > _MAX_TOLD:
-            pool.told_s.popitem(last=False)
-        return Refusal(refusal.reason, at_s - now_s, refusal.limit, refusal.needs_s)
+        soonest_s = refusal.retry_after_s
+        if soonest_s is None:
+            soonest_s = pool.places.start_in_s(0.0, now_s) + cost_s
+        after_s = pool.told.tell(ask.mark, ask.tenant, soonest_s, cost_s, now_s)
+        return Refusal(refusal.reason, after_s, refusal.limit, refusal.needs_s)
 
     def _review(self, pool: _Pool, now_s: float) -> None:
         """Let those leave that cannot be done in time any more."""
@@ -313,9 +313,9 @@ class AdmissionQueue:
             if budget_s <= 0:
                 self._refuse(pool, waiting, Refusal("expired"))
             elif budget_s < math.inf and (times := self._times.times(ask.model)):
-                needs_s = self._start_in_s(pool, ask, ahead_s, now_s) + times.latency_s * ask.work
+                needs_s = self._start_in_s(pool, ask, ahead_s, now_s) + times.late_s(ask.work)
                 if budget_s < needs_s < math.inf:
-                    refusal = Refusal("late", needs_s * MARGIN - budget_s, needs_s=needs_s)
+                    refusal = Refusal("late", needs_s - budget_s, needs_s=needs_s)
                     self._refuse(pool, waiting, self._told(pool, ask, now_s, refusal))
 
     def _start_all(self, name: str, pool: _Pool, now_s: float) -> Iterable[Started]:
@@ -355,7 +355,7 @@ class AdmissionQueue:
             pool.lanes.start(waiting.ticket, self._cost_s(ask))
             pool.num_by_model[ask.model] -= 1
             is_alone = free is not None and replica in free and not free[replica].is_beside
-            pool.places.start(waiting, replica, now_s, times.latency_s * ask.work if times else 0.0, is_alone)
+            pool.places.start(waiting, replica, now_s, times.latency.of(ask.work) if times else 0.0, is_alone)
             self._counts_of(ask).started += 1
             yield Started(waiting.ticket, replica)
 
@@ -364,7 +364,7 @@ class AdmissionQueue:
         times = self._times.times(waiting.ask.model)
         if not free or times is None:
             return 0.0
-        once_s = max(start.switch_s for start in free.values()) + times.latency_s * waiting.ask.work
+        once_s = max(start.switch_s for start in free.values()) + times.latency.of(waiting.ask.work)
         return HOLD_TIMES * once_s if waiting.ask.deadline_s - now_s > (HOLD_TIMES + 1) * once_s else 0.0
 
     def _may_start(self, pool: str, model: str, replica: str, now_s: float) -> bool:
@@ -396,7 +396,7 @@ class AdmissionQueue:
     def _cost_s(self, ask: Ask) -> float:
         """Return the replica seconds that a request may take; before any was measured, as many as its share."""
         times = self._times.times(ask.model)
-        return times.busy_s * ask.work if times else ask.share
+        return times.busy.of(ask.work) if times else ask.share
 
     def _take_out(self, pool: _Pool, waiting: Waiting) -> None:
         pool.num_by_model[waiting.ask.model] -= 1

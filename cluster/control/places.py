@@ -25,12 +25,16 @@ _ROUNDING: Final = 1e-9  # of shares that add up to 1
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A request that has left its replica: seconds of the whole replica that it had, and seconds from start to end."""
+    """A request that has left its replica: seconds of the whole replica that it had, and seconds from start to end.
+
+    `expected_s` are those from start to end that were expected, 0 where nothing was.
+    """
 
     waiting: Waiting
     replica: str
     busy_s: float
     latency_s: float
+    expected_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +195,7 @@ class Places:
         replica.load_s = 0.0 if is_idle else max(0.0, replica.load_s - waiting.cost_s)
         if is_idle and replica.is_gone:
             del self._replicas[run.replica]
-        return Ended(waiting, run.replica, busy_s, now_s - run.started_s)
+        return Ended(waiting, run.replica, busy_s, now_s - run.started_s, run.expected_end_s - run.started_s)
 
     def forget_model(self, name: str, model: str) -> None:
         """Believe no longer that the replica has the model at hand."""

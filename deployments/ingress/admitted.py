@@ -64,6 +64,8 @@ def _error_of(refusal: Refusal, ask: Ask) -> ServiceError:
     when = f"; try again in {after_s:.3g} s" if after_s is not None else ""
     if refusal.reason == "late":
         text = f"it would take about {refusal.needs_s:.3g} s until this request is done, longer than its time{when}"
+    elif refusal.reason == "crowded":
+        text = f"too many requests wait: longer ones would never be in time behind any more of them{when}"
     elif refusal.reason == "model_full":
         text = f"{refusal.limit} requests wait for model {ask.model!r}, as many as may{when}"
     else:

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 from unit.cluster.control.simulated_replicas import POOL, Simulation
 
-from cluster.control.admission import MAX_TOLD_S, AdmissionQueue
+from cluster.control.admission import AdmissionQueue
 from cluster.control.admission_records import Placement, Refusal
 from cluster.control.lanes import Ask
+from cluster.control.turning_away import MAX_TOLD_S
 from configs.admission import AdmissionConfig
 
 SECONDS_PER_WORK = 0.05
