@@ -13,9 +13,8 @@ have been served: the place in time of one that is told to come back is kept fre
 from __future__ import annotations
 
 import math
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Final
 
 from cluster.control.admission_records import (
@@ -31,7 +30,7 @@ from cluster.control.ended_requests import EndedLog
 from cluster.control.lanes import Ask, Lanes, Waiting
 from cluster.control.places import Places
 from cluster.control.plans import FreeStart
-from cluster.control.service_times import ArrivalRate, ModelTimes, ServiceTimes
+from cluster.control.service_times import ModelCounts, ModelTimes, ServiceTimes
 from cluster.control.turning_away import FairWait, ToldTimes
 from configs.admission import AdmissionConfig
 
@@ -41,18 +40,9 @@ REVIEW_S: Final = 0.25  # how often those that wait are predicted anew
 MARGIN: Final = 1.1  # waits are predicted this much longer than the mean: half of all requests wait longer than that
 SWITCHED_S: Final = 0.02  # a switch that took longer shows that the model was not at hand
 HOLD_TIMES: Final = 4.0  # so many times its switch and its run a request waits for an idle replica, or its model's
-_FRESH_S: Final = 30.0  # what was measured longer ago refuses nobody while there is nothing to do
 _ENOUGH: Final = 3  # measurements
 _MOSTLY: Final = 0.2  # of its time: a request that spent more of it switching says little about the next one
 _LEAST_SHARE: Final = 1e-6  # no request takes less of a replica
-
-
-@dataclass(slots=True)
-class _Counts:
-    pool: str
-    arrivals: ArrivalRate = field(default_factory=ArrivalRate)
-    started: int = 0
-    refused: int = 0
 
 
 class _Pool:
@@ -65,6 +55,10 @@ class _Pool:
         self.told = ToldTimes()
         self.fair_wait = FairWait()
 
+    def is_at_hand(self, model: str) -> bool:
+        """Return whether a request for the model is here, so that its times will be known soon."""
+        return self.num_by_model[model] > 0 or self.places.runs(model)
+
 
 class AdmissionQueue:
     """The queue of the whole cluster. `config` can be changed at any time with `retune`."""
@@ -74,7 +68,7 @@ class AdmissionQueue:
         self._pools: dict[str, _Pool] = {}
         self._times = ServiceTimes()
         self._pool_of: dict[int, str] = {}  # of every ticket, waiting or running
-        self._counts: OrderedDict[str, _Counts] = OrderedDict()
+        self._counts = ModelCounts()
         self._placement = Placement()
         self._refused: list[Refused] = []
         self.ended = EndedLog()
@@ -99,7 +93,7 @@ class AdmissionQueue:
         if ticket in self._pool_of:
             raise ValueError(f"ticket {ticket} is in the queue already")
         pool = self._pool(ask.pool)
-        counts = self._counts_of(ask)
+        counts = self._counts.of(ask.model, ask.pool)
         counts.arrivals.note_arrival(now_s)
         pool.told.note_arrival(ask.mark, now_s)
         self._num_arrived += 1
@@ -119,7 +113,7 @@ class AdmissionQueue:
         No bound refuses it, and it keeps its place although there may be no room: nothing else starts there until then.
         """
         pool = self._pool(ask.pool)
-        self._counts_of(ask)
+        self._counts.of(ask.model, ask.pool)
         self._num_arrived += 1
         waiting = Waiting(ticket, ask, self._num_arrived, arrived_s, self._cost_s(ask))
         pool.lanes.add(waiting)
@@ -228,7 +222,7 @@ class AdmissionQueue:
                 if one.ask.deadline_s < math.inf:
                     earliest[one.ask.model] = min(one.ask.deadline_s, earliest.get(one.ask.model, math.inf))
         loads = []
-        for model, counts in self._counts.items():
+        for model, counts in self._counts:
             times = self._times.times(model) or ModelTimes()
             loads.append(
                 ModelLoad(
@@ -259,13 +253,13 @@ class AdmissionQueue:
         if times is None or budget_s == math.inf:
             return None
         is_idle = not len(pool.lanes) and not pool.places.num_running
-        if is_idle and now_s - times.measured_s > _FRESH_S:
-            return None  # things may have changed: this one will tell
+        if times.is_stale(now_s) and not pool.is_at_hand(ask.model):
+            return None  # one at a time tells whether the model is as slow as it was
         if times.num_measured >= _ENOUGH and times.fastest_s * ask.work > budget_s:
             return Refusal("hopeless", needs_s=times.fastest_s * ask.work)
         late_s = times.late_s(ask.work)
         longest_s = pool.fair_wait.bound_s(budget_s, late_s, now_s)
-        wait_s = self._start_in_s(pool, ask, pool.lanes.ahead_s(ask), now_s) * MARGIN
+        wait_s = pool.places.start_in_s(ask.share, pool.lanes.ahead_s(ask), now_s) * MARGIN
         before_s = pool.told.before_s(ask.mark, ask.tenant, now_s) if wait_s else 0.0
         if is_idle or wait_s + before_s <= longest_s or wait_s == math.inf:
             return None
@@ -301,7 +295,8 @@ class AdmissionQueue:
         cost_s = self._cost_s(ask) / max(1, pool.places.num_replicas)
         soonest_s = refusal.retry_after_s
         if soonest_s is None:
-            soonest_s = pool.places.start_in_s(0.0, now_s) + cost_s
+            start_s = pool.places.start_in_s(ask.share, 0.0, now_s)
+            soonest_s = cost_s + (start_s if start_s < math.inf else 0.0)
         after_s = pool.told.tell(ask.mark, ask.tenant, soonest_s, cost_s, now_s)
         return Refusal(refusal.reason, after_s, refusal.limit, refusal.needs_s)
 
@@ -313,8 +308,9 @@ class AdmissionQueue:
             if budget_s <= 0:
                 self._refuse(pool, waiting, Refusal("expired"))
             elif budget_s < math.inf and (times := self._times.times(ask.model)):
-                needs_s = self._start_in_s(pool, ask, ahead_s, now_s) + times.late_s(ask.work)
-                if budget_s < needs_s < math.inf:
+                needs_s = pool.places.start_in_s(ask.share, ahead_s, now_s) + times.late_s(ask.work)
+                is_known = not times.is_stale(now_s) or pool.places.runs(ask.model)
+                if budget_s < needs_s < math.inf and is_known:
                     refusal = Refusal("late", needs_s - budget_s, needs_s=needs_s)
                     self._refuse(pool, waiting, self._told(pool, ask, now_s, refusal))
 
@@ -356,7 +352,7 @@ class AdmissionQueue:
             pool.num_by_model[ask.model] -= 1
             is_alone = free is not None and replica in free and not free[replica].is_beside
             pool.places.start(waiting, replica, now_s, times.latency.of(ask.work) if times else 0.0, is_alone)
-            self._counts_of(ask).started += 1
+            self._counts.of(ask.model, ask.pool).started += 1
             yield Started(waiting.ticket, replica)
 
     def _hold_s(self, waiting: Waiting, free: Mapping[str, FreeStart] | None, now_s: float) -> float:
@@ -382,16 +378,8 @@ class AdmissionQueue:
         pool.lanes.remove(waiting.ticket)
         self._take_out(pool, waiting)
         del self._pool_of[waiting.ticket]
-        self._counts_of(waiting.ask).refused += 1
+        self._counts.of(waiting.ask.model, waiting.ask.pool).refused += 1
         self._refused.append(Refused(waiting.ticket, refusal))
-
-    def _start_in_s(self, pool: _Pool, ask: Ask, ahead_s: float, now_s: float) -> float:
-        """Return when a request would start that has `ahead_s` replica seconds of work before it."""
-        if not pool.places.num_replicas:
-            return math.inf
-        if not ahead_s and pool.places.has_room(ask.share):
-            return 0.0
-        return pool.places.start_in_s(ahead_s, now_s)
 
     def _cost_s(self, ask: Ask) -> float:
         """Return the replica seconds that a request may take; before any was measured, as many as its share."""
@@ -407,10 +395,3 @@ class AdmissionQueue:
         if name not in self._pools:
             self._pools[name] = _Pool(self._config)
         return self._pools[name]
-
-    def _counts_of(self, ask: Ask) -> _Counts:
-        counts = self._counts.setdefault(ask.model, _Counts(ask.pool))
-        self._counts.move_to_end(ask.model)
-        if len(self._counts) > 4096:
-            self._counts.popitem(last=False)
-        return counts

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -14,9 +15,10 @@ _NEW: Final = 0.15  # weight of a new measurement in the present level
 _NEW_SHAPE: Final = 0.02  # and in how times depend on work, which takes many to tell
 _PRIOR: Final = 0.01  # relative variance of work: below it, times count as proportional to work
 _MAX_FACTOR: Final = 4.0  # of the prediction: what takes longer was held up by something else
-_IN_TIME: Final = 0.97  # part of the requests that take no longer than `late_factor` times the prediction
-_PACE: Final = 0.05  # at which that factor is found
-_FACTORS: Final = (1.05, 3.0)  # within which it lies
+_NEW_EXCESS: Final = 0.1
+_EXCESSES: Final = 5.0  # few requests exceed the prediction by so many times the mean excess
+_FACTORS: Final = (1.05, 3.0)  # bounds of `ModelTimes.late_factor`
+_STALE_S: Final = 2.0
 
 
 @dataclass(slots=True)
@@ -40,8 +42,8 @@ class Seconds:
         """Return the seconds that a request of the mean work takes."""
         return self._level * self._seconds
 
-    def note(self, work: float, seconds: float) -> None:
-        """Learn from a request."""
+    def note(self, work: float, seconds: float, new_level: float = _NEW) -> None:
+        """Learn from a request, which has the weight `new_level` in the level."""
         if self._num > 1:
             seconds = min(seconds, _MAX_FACTOR * self.of(work))
         self._num += 1
@@ -52,7 +54,7 @@ class Seconds:
         self._variance = (1 - new) * (self._variance + new * off * off)
         self._covariance = (1 - new) * (self._covariance + new * off * off_s)
         if (line_s := self._line(work)) > 0:
-            self._level += max(_NEW, 1 / self._num) * (seconds / line_s - self._level)
+            self._level += max(new_level, 1 / self._num) * (seconds / line_s - self._level)
 
     def _line(self, work: float) -> float:
         """Return the least squares line, kept between one of constant and one of proportional seconds."""
@@ -69,17 +71,26 @@ class ModelTimes:
     """The seconds that requests for one model took.
 
     `busy` are seconds of a whole replica: a request that ran beside others has its part of them. `latency` passed from
-    start to end, and few requests take longer than `late_factor` times the prediction. `fastest_s` is the shortest
+    start to end. `fastest_s` is the shortest
     latency of late, by unit of work.
     """
 
     busy: Seconds = field(default_factory=Seconds)
     latency: Seconds = field(default_factory=Seconds)
-    late_factor: float = 1.1
+    excess: float = 0.02  # mean, relative to the prediction; those that are faster have none
     fastest_s: float = 0.0
     switch_s: float = 0.0
     measured_s: float = -math.inf
     num_measured: int = 0
+
+    @property
+    def late_factor(self) -> float:
+        """The factor by which few requests take longer than predicted, as TCP bounds round trips (RFC 6298)."""
+        return min(max(1 + _EXCESSES * self.excess, _FACTORS[0]), _FACTORS[1])
+
+    def is_stale(self, now_s: float) -> bool:
+        """Return whether it is time to measure anew: then what was measured says little about now."""
+        return now_s - self.measured_s > max(_STALE_S, 2 * self.latency.mean())
 
     def late_s(self, work: float) -> float:
         """Return the latency that few requests of that work exceed."""
@@ -103,11 +114,11 @@ class ServiceTimes:
         """Learn from a request that was answered. `expected_s`: the latency that was predicted when it started."""
         times = self._remembered(model)
         if expected_s > 0:
-            is_late = latency_s > times.late_factor * expected_s
-            factor = times.late_factor + _PACE * (is_late - (1 - _IN_TIME))
-            times.late_factor = min(max(factor, _FACTORS[0]), _FACTORS[1])
-        times.busy.note(work, busy_s)
-        times.latency.note(work, latency_s)
+            excess = min(max(0.0, latency_s / expected_s - 1), _MAX_FACTOR)
+            times.excess += _NEW_EXCESS * (excess - times.excess)
+        new = 1.0 if times.is_stale(now_s) else _NEW
+        times.busy.note(work, busy_s, new)
+        times.latency.note(work, latency_s, new)
         fastest = times.fastest_s * 1.02 if times.num_measured else math.inf  # forgets what was once possible
         times.fastest_s = min(fastest, latency_s / work)
         times.num_measured += 1
@@ -151,3 +162,31 @@ class ArrivalRate:
         """Return the rates over the short and the long window."""
         passed_s = max(0.0, now_s - self._last_s)
         return self._short * math.exp(-passed_s / SHORT_S), self._long * math.exp(-passed_s / LONG_S)
+
+
+@dataclass(slots=True)
+class RequestCounts:
+    """The requests for one model since it was first asked for. `pool` is where they run."""
+
+    pool: str
+    arrivals: ArrivalRate = field(default_factory=ArrivalRate)
+    started: int = 0
+    refused: int = 0
+
+
+class ModelCounts:
+    """What became of requests, by model. The models that nobody asks for any more are forgotten."""
+
+    def __init__(self) -> None:
+        self._models: OrderedDict[str, RequestCounts] = OrderedDict()
+
+    def __iter__(self) -> Iterator[tuple[str, RequestCounts]]:
+        return iter(self._models.items())
+
+    def of(self, model: str, pool: str) -> RequestCounts:
+        """Return the counts of a model that a request came for."""
+        counts = self._models.setdefault(model, RequestCounts(pool))
+        self._models.move_to_end(model)
+        if len(self._models) > MAX_MODELS:
+            self._models.popitem(last=False)
+        return counts

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Final
 
 MAX_TOLD_S: Final = 300.0  # beyond it nobody knows
-_FORGOTTEN_S: Final = 10.0  # a kind of request that does not come any more holds nobody back
+_FORGOTTEN_S: Final = 3.0  # a kind of request that does not come any more holds nobody back
 _LEAST_SHARE: Final = 0.1
 _MAX_TENANTS: Final = 1024
 _MAX_MARKS: Final = 16_384

@@ -10,6 +10,7 @@ from cluster.control.dispatcher import Dispatcher, NotAdmitted
 from cluster.control.lanes import Ask
 from cluster.control.shared_queue_client import SharedQueueClient
 from deployments.errors import DeadlineExceeded, ModelUnavailable, QueueFull, ServiceError
+from deployments.ingress.turns import end_turn
 
 RequestQueue = Dispatcher | SharedQueueClient  # of this ingress alone, or of several
 
@@ -40,6 +41,7 @@ async def admitted(queue: RequestQueue, ask: Ask) -> AsyncIterator[Slot]:
     Raises: QueueFull, DeadlineExceeded or ModelUnavailable when it is refused, at once or while it waits for its place.
     """
     ticket = await queue.submit(ask)
+    end_turn()
     slot = Slot(queue, ticket)
     try:
         yield slot
@@ -52,6 +54,8 @@ async def admitted(queue: RequestQueue, ask: Ask) -> AsyncIterator[Slot]:
 def _error_of(refusal: Refusal, ask: Ask) -> ServiceError:
     """Return a refusal as the error that clients get."""
     after_s = refusal.retry_after_s
+    if ask.deadline_s <= 0:
+        return DeadlineExceeded("the request's timeout was over before the request could be read", "timeout")
     if refusal.reason == "expired":
         return DeadlineExceeded(f"the request's timeout of {ask.deadline_s:g} s is over", "timeout")
     if refusal.reason == "hopeless":

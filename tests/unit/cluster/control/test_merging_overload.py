@@ -81,7 +81,7 @@ def test_of_a_burst_as_many_are_served_as_can_be_in_time(number: int) -> None:
     found = overload_figures(outcomes, here.costs_s, here.peak, begin_s)
     assert found["in_time_share"] >= 0.95
     assert found["goodput_share"] >= 0.75  # the last ones have the replica to themselves, and merge less
-    assert max(one.done_s for one in outcomes if one.is_good) >= begin_s + 0.5 * 8.0
+    assert max(one.done_s for one in outcomes if one.is_good) >= begin_s + 0.4 * 8.0
 
 
 def test_those_who_come_back_when_told_are_served_then() -> None:

@@ -68,4 +68,4 @@ def test_few_requests_take_longer_than_the_late_latency(spread: float) -> None:
         took_s = rng.lognormvariate(0, spread)
         num_late += number >= 1000 and took_s > late_s
         times.note_served("m", float(number), 5, took_s, took_s, expected_s)
-    assert num_late / 2000 <= 0.05
+    assert num_late / 2000 <= 0.08
