@@ -13,38 +13,35 @@ have been served: the place in time of one that is told to come back is kept fre
 from __future__ import annotations
 
 import math
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Final
 
-from cluster.control.admission_records import AdmissionSnapshot, ModelLoad, Placement, Refusal, Refused, Started
+from cluster.control.admission_records import (
+    AdmissionSnapshot,
+    ModelLoad,
+    Placement,
+    Reason,
+    Refusal,
+    Refused,
+    Started,
+)
 from cluster.control.ended_requests import EndedLog
 from cluster.control.free_starts import held_until_s
 from cluster.control.lanes import Ask, Lanes, Waiting
 from cluster.control.places import Places
-from cluster.control.service_times import ArrivalRate, ModelTimes, ServiceTimes
+from cluster.control.service_times import ModelCounts, ModelTimes, ServiceTimes
+from cluster.control.turning_away import FairWait, ToldTimes
 from configs.admission import AdmissionConfig
 
 __all__ = ["MARGIN", "REVIEW_S", "SWITCHED_S", "AdmissionQueue"]
 
 REVIEW_S: Final = 0.25  # how often those that wait are predicted anew
-MARGIN: Final = 1.1  # predictions are this much longer than the mean: half of all requests take longer than that
+MARGIN: Final = 1.1  # waits are predicted this much longer than the mean: half of all requests wait longer than that
 SWITCHED_S: Final = 0.02  # a switch that took longer shows that the model was not at hand
-_FRESH_S: Final = 30.0  # what was measured longer ago refuses nobody while there is nothing to do
 _ENOUGH: Final = 3  # measurements
 _MOSTLY: Final = 0.2  # of its time: a request that spent more of it switching says little about the next one
-_MAX_TOLD: Final = 1024  # tenants
 _LEAST_SHARE: Final = 1e-6  # no request takes less of a replica
-MAX_TOLD_S: Final = 300.0  # beyond it nobody knows
-
-
-@dataclass(slots=True)
-class _Counts:
-    pool: str
-    arrivals: ArrivalRate = field(default_factory=ArrivalRate)
-    started: int = 0
-    refused: int = 0
 
 
 class _Pool:
@@ -54,7 +51,12 @@ class _Pool:
         self.lanes = Lanes(config.weight_of, config.max_overtakes)
         self.places = Places()
         self.num_by_model: Counter[str] = Counter()  # waiting
-        self.told_s: OrderedDict[str, float] = OrderedDict()  # by tenant: when the last one refused may come back
+        self.told = ToldTimes()
+        self.fair_wait = FairWait()
+
+    def is_at_hand(self, model: str) -> bool:
+        """Return whether a request for the model is here, so that its times will be known soon."""
+        return self.num_by_model[model] > 0 or self.places.runs(model)
 
 
 class AdmissionQueue:
@@ -65,7 +67,7 @@ class AdmissionQueue:
         self._pools: dict[str, _Pool] = {}
         self._times = ServiceTimes()
         self._pool_of: dict[int, str] = {}  # of every ticket, waiting or running
-        self._counts: OrderedDict[str, _Counts] = OrderedDict()
+        self._counts = ModelCounts()
         self._placement = Placement()
         self._refused: list[Refused] = []
         self.ended = EndedLog()
@@ -90,8 +92,9 @@ class AdmissionQueue:
         if ticket in self._pool_of:
             raise ValueError(f"ticket {ticket} is in the queue already")
         pool = self._pool(ask.pool)
-        counts = self._counts_of(ask)
+        counts = self._counts.of(ask.model, ask.pool)
         counts.arrivals.note_arrival(now_s)
+        pool.told.note_arrival(ask.mark, now_s)
         self._num_arrived += 1
         waiting = Waiting(ticket, ask, self._num_arrived, now_s, self._cost_s(ask))
         refusal = self._untimely(pool, ask, now_s) or self._make_room(pool, waiting, now_s)
@@ -109,7 +112,7 @@ class AdmissionQueue:
         No bound refuses it, and it keeps its place although there may be no room: nothing else starts there until then.
         """
         pool = self._pool(ask.pool)
-        self._counts_of(ask)
+        self._counts.of(ask.model, ask.pool)
         self._num_arrived += 1
         waiting = Waiting(ticket, ask, self._num_arrived, arrived_s, self._cost_s(ask))
         pool.lanes.add(waiting)
@@ -152,7 +155,7 @@ class AdmissionQueue:
         if is_answered and (is_first or switch_s < _MOSTLY * ended.latency_s):
             served_s = max(ended.latency_s - switch_s, 0.0) if is_first else ended.latency_s
             busy_s = ended.busy_s * served_s / ended.latency_s if ended.latency_s else ended.busy_s
-            self._times.note_served(ask.model, now_s, ask.work, busy_s, served_s)
+            self._times.note_served(ask.model, now_s, ask.work, busy_s, served_s, ended.expected_s)
 
     def set_replicas(self, pool: str, names: Collection[str], now_s: float) -> None:
         """Say which replicas there are."""
@@ -202,15 +205,6 @@ class AdmissionQueue:
         """Return when `pump` is due if nothing changes before."""
         return min(self._reviewed_s + REVIEW_S, self._held_until_s) if self.num_waiting else math.inf
 
-    def _finish_in_s(self, ask: Ask, now_s: float) -> float | None:
-        """Return how long a request that came now would take in all; None when nothing is known of its model."""
-        times = self._times.times(ask.model)
-        if times is None:
-            return None
-        pool = self._pool(ask.pool)
-        start_s = self._start_in_s(pool, ask, pool.lanes.ahead_s(ask), now_s)
-        return start_s + times.latency_s * ask.work
-
     def snapshot(self, now_s: float) -> AdmissionSnapshot:
         """Return the state of the queue."""
         oldest: dict[str, float] = {}
@@ -227,7 +221,7 @@ class AdmissionQueue:
                 if one.ask.deadline_s < math.inf:
                     earliest[one.ask.model] = min(one.ask.deadline_s, earliest.get(one.ask.model, math.inf))
         loads = []
-        for model, counts in self._counts.items():
+        for model, counts in self._counts:
             times = self._times.times(model) or ModelTimes()
             loads.append(
                 ModelLoad(
@@ -237,8 +231,8 @@ class AdmissionQueue:
                     now_s - oldest.get(model, now_s),
                     running[model],
                     *counts.arrivals.per_s(now_s),
-                    times.busy_s * times.work,
-                    times.latency_s * times.work,
+                    times.busy.mean(),
+                    times.latency.mean(),
                     self._times.switch_s(model),
                     counts.started,
                     counts.refused,
@@ -258,14 +252,19 @@ class AdmissionQueue:
         if times is None or budget_s == math.inf:
             return None
         is_idle = not len(pool.lanes) and not pool.places.num_running
-        if is_idle and now_s - times.measured_s > _FRESH_S:
-            return None  # things may have changed: this one will tell
+        if times.is_stale(now_s) and not pool.is_at_hand(ask.model):
+            return None  # one at a time tells whether the model is as slow as it was
         if times.num_measured >= _ENOUGH and times.fastest_s * ask.work > budget_s:
             return Refusal("hopeless", needs_s=times.fastest_s * ask.work)
-        needs_s = self._finish_in_s(ask, now_s) or 0.0
-        if is_idle or needs_s * MARGIN <= budget_s or needs_s == math.inf:
+        late_s = times.late_s(ask.work)
+        longest_s = pool.fair_wait.bound_s(budget_s, late_s, now_s)
+        wait_s = pool.places.start_in_s(ask.share, pool.lanes.ahead_s(ask), now_s) * MARGIN
+        before_s = pool.told.before_s(ask.mark, ask.tenant, now_s) if wait_s else 0.0
+        if is_idle or wait_s + before_s <= longest_s or wait_s == math.inf:
             return None
-        return self._told(pool, ask, now_s, Refusal("late", needs_s * MARGIN - budget_s, needs_s=needs_s))
+        needs_s = wait_s + before_s + late_s
+        reason: Reason = "late" if needs_s > budget_s else "crowded"
+        return self._told(pool, ask, now_s, Refusal(reason, (wait_s - longest_s) / MARGIN, needs_s=needs_s))
 
     def _make_room(self, pool: _Pool, waiting: Waiting, now_s: float) -> Refusal | None:
         """Return why the request has no place in the queue; None if it has one, perhaps that of another one."""
@@ -273,7 +272,8 @@ class AdmissionQueue:
         if ask.is_inner:
             return None
         if not len(pool.lanes) and pool.places.has_room(ask.share):
-            pool.told_s.clear()  # nobody need wait: who was told to come back may come now
+            if not pool.places.num_running:
+                pool.told.free_places()
             return None
         config = self._config
         if pool.num_by_model[ask.model] >= config.max_waiting_per_model:
@@ -290,19 +290,14 @@ class AdmissionQueue:
         return None
 
     def _told(self, pool: _Pool, ask: Ask, now_s: float, refusal: Refusal) -> Refusal:
-        """Return the refusal with the time to come back: behind all of the tenant's who were told to, too.
-
-        Many come back too early and are told again, or never come: nobody is told more than `MAX_TOLD_S`.
-        """
+        """Return the refusal with the time to come back: behind those of the tenant's who were told to and will."""
         cost_s = self._cost_s(ask) / max(1, pool.places.num_replicas)
-        soonest_s = refusal.retry_after_s or pool.places.start_in_s(0.0, now_s) + cost_s
-        behind_s = min(pool.told_s.get(ask.tenant, -math.inf) + cost_s, now_s + MAX_TOLD_S)
-        at_s = max(now_s + soonest_s, behind_s)
-        pool.told_s[ask.tenant] = at_s
-        pool.told_s.move_to_end(ask.tenant)
-        if len(pool.told_s) > _MAX_TOLD:
-            pool.told_s.popitem(last=False)
-        return Refusal(refusal.reason, at_s - now_s, refusal.limit, refusal.needs_s)
+        soonest_s = refusal.retry_after_s
+        if soonest_s is None:
+            start_s = pool.places.start_in_s(ask.share, 0.0, now_s)
+            soonest_s = cost_s + (start_s if start_s < math.inf else 0.0)
+        after_s = pool.told.tell(ask.mark, ask.tenant, soonest_s, cost_s, now_s)
+        return Refusal(refusal.reason, after_s, refusal.limit, refusal.needs_s)
 
     def _review(self, pool: _Pool, now_s: float) -> None:
         """Let those leave that cannot be done in time any more."""
@@ -312,9 +307,10 @@ class AdmissionQueue:
             if budget_s <= 0:
                 self._refuse(pool, waiting, Refusal("expired"))
             elif budget_s < math.inf and (times := self._times.times(ask.model)):
-                needs_s = self._start_in_s(pool, ask, ahead_s, now_s) + times.latency_s * ask.work
-                if budget_s < needs_s < math.inf:
-                    refusal = Refusal("late", needs_s * MARGIN - budget_s, needs_s=needs_s)
+                needs_s = pool.places.start_in_s(ask.share, ahead_s, now_s) + times.late_s(ask.work)
+                is_known = not times.is_stale(now_s) or pool.places.runs(ask.model)
+                if budget_s < needs_s < math.inf and is_known:
+                    refusal = Refusal("late", needs_s - budget_s, needs_s=needs_s)
                     self._refuse(pool, waiting, self._told(pool, ask, now_s, refusal))
 
     def _start_all(self, name: str, pool: _Pool, now_s: float) -> Iterable[Started]:
@@ -332,7 +328,7 @@ class AdmissionQueue:
             among = self._placement.of(ask.pool, ask.model, now_s)
             open_ = None if among is None else [name for name in among if name not in full]
             free = self._placement.free_of(ask.pool, ask.model, now_s)
-            until_s = held_until_s(free, waiting, times.latency_s * ask.work if times else 0.0, now_s)
+            until_s = held_until_s(free, waiting, times.latency.of(ask.work) if times else 0.0, now_s)
             is_held, switch_s, chances = now_s < until_s, self._times.switch_s(ask.model), self._placement.chances
             replica = pool.places.choose(ask.share, ask.model, switch_s, open_, free, chances, is_held)
             if replica is None:
@@ -351,8 +347,8 @@ class AdmissionQueue:
             pool.lanes.start(waiting.ticket, self._cost_s(ask))
             pool.num_by_model[ask.model] -= 1
             is_alone = free is not None and replica in free and not free[replica].is_beside
-            pool.places.start(waiting, replica, now_s, times.latency_s * ask.work if times else 0.0, is_alone)
-            self._counts_of(ask).started += 1
+            pool.places.start(waiting, replica, now_s, times.latency.of(ask.work) if times else 0.0, is_alone)
+            self._counts.of(ask.model, ask.pool).started += 1
             yield Started(waiting.ticket, replica)
 
     def _is_full(self, name: str, pool: _Pool, model: str, now_s: float) -> bool:
@@ -366,21 +362,13 @@ class AdmissionQueue:
         pool.lanes.remove(waiting.ticket)
         self._take_out(pool, waiting)
         del self._pool_of[waiting.ticket]
-        self._counts_of(waiting.ask).refused += 1
+        self._counts.of(waiting.ask.model, waiting.ask.pool).refused += 1
         self._refused.append(Refused(waiting.ticket, refusal))
-
-    def _start_in_s(self, pool: _Pool, ask: Ask, ahead_s: float, now_s: float) -> float:
-        """Return when a request would start that has `ahead_s` replica seconds of work before it."""
-        if not pool.places.num_replicas:
-            return math.inf
-        if not ahead_s and pool.places.has_room(ask.share):
-            return 0.0
-        return pool.places.start_in_s(ahead_s, now_s)
 
     def _cost_s(self, ask: Ask) -> float:
         """Return the replica seconds that a request may take; before any was measured, as many as its share."""
         times = self._times.times(ask.model)
-        return times.busy_s * ask.work if times else ask.share
+        return times.busy.of(ask.work) if times else ask.share
 
     def _take_out(self, pool: _Pool, waiting: Waiting) -> None:
         pool.num_by_model[waiting.ask.model] -= 1
@@ -391,10 +379,3 @@ class AdmissionQueue:
         if name not in self._pools:
             self._pools[name] = _Pool(self._config)
         return self._pools[name]
-
-    def _counts_of(self, ask: Ask) -> _Counts:
-        counts = self._counts.setdefault(ask.model, _Counts(ask.pool))
-        self._counts.move_to_end(ask.model)
-        if len(self._counts) > 4096:
-            self._counts.popitem(last=False)
-        return counts

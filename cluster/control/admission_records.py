@@ -10,14 +10,15 @@ from typing import Literal
 from cluster.control.places import ReplicaLoad
 from cluster.control.plans import FreeStart
 
-Reason = Literal["model_full", "queue_full", "late", "hopeless", "expired", "unservable"]
+Reason = Literal["model_full", "queue_full", "late", "crowded", "hopeless", "expired", "unservable"]
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
     """A request that leaves unserved. `limit` is the bound that was reached, `needs_s` what it is predicted to take.
 
-    `retry_after_s` is when it could be served, None where nothing would change. "hopeless": it takes longer than its
+    `retry_after_s` is when it could be served, None where nothing would change. "crowded": it would be in time, and if
+    its like were let in, those that take longer would never be. "hopeless": it takes longer than its
     time even alone; "expired": its time is over; "unservable": a controller says in `text` why no replica serves it.
     """
 

@@ -25,7 +25,8 @@ class Ask:
 
     `work` is in a unit of its `model` (pixels x steps, tokens). `share` is the part of a replica that it takes while
     it runs, above 0 and at most 1. `deadline_s` is a time of the queue's clock. `is_inner`: it is a part of a request
-    that was admitted before, and no bound may refuse it.
+    that was admitted before, and no bound may refuse it. `mark` is the same when the same is asked again, 0 where
+    nobody knows.
     """
 
     pool: str
@@ -36,6 +37,7 @@ class Ask:
     tenant: str
     deadline_s: float
     is_inner: bool = False
+    mark: int = 0
 
 
 @dataclass(slots=True, eq=False)

@@ -10,6 +10,7 @@ time: until then it serves what it has, and so fewer switches are needed.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -25,12 +26,16 @@ _ROUNDING: Final = 1e-9  # of shares that add up to 1
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A request that has left its replica: seconds of the whole replica that it had, and seconds from start to end."""
+    """A request that has left its replica: seconds of the whole replica that it had, and seconds from start to end.
+
+    `expected_s` are those from start to end that were expected, 0 where nothing was.
+    """
 
     waiting: Waiting
     replica: str
     busy_s: float
     latency_s: float
+    expected_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +196,7 @@ class Places:
         replica.load_s = 0.0 if is_idle else max(0.0, replica.load_s - waiting.cost_s)
         if is_idle and replica.is_gone:
             del self._replicas[run.replica]
-        return Ended(waiting, run.replica, busy_s, now_s - run.started_s)
+        return Ended(waiting, run.replica, busy_s, now_s - run.started_s, run.expected_end_s - run.started_s)
 
     def forget_model(self, name: str, model: str) -> None:
         """Believe no longer that the replica has the model at hand."""
@@ -209,13 +214,16 @@ class Places:
                 last = [model for model in replica.recent if model in models]  # the order of use stays
                 replica.recent = OrderedDict.fromkeys([*(model for model in models if model not in last), *last])
 
-    def start_in_s(self, ahead_s: float, now_s: float) -> float:
-        """Return when a request would start that finds no room and has `ahead_s` replica seconds of work before it.
+    def start_in_s(self, share: float, ahead_s: float, now_s: float) -> float:
+        """Return in how many seconds a request would start that has `ahead_s` replica seconds of work before it.
 
-        Places become free in the order in which the running requests are expected to end, round by round: requests
-        that began together as a batch end together, too.
+        Infinity: there is no replica. Places become free in the order in which the running requests are expected to
+        end, round by round: requests that began together as a batch end together, too.
         """
-        num_replicas = max(1, self.num_replicas)
+        if not (num_replicas := self.num_replicas):
+            return math.inf
+        if not ahead_s and self.has_room(share):
+            return 0.0
         wait_s = ahead_s / num_replicas
         if not self._runs:
             return wait_s
@@ -226,6 +234,10 @@ class Places:
         part = wait_s / round_s - num_rounds if round_s else 0.0
         end_s = self._ends[min(int(part * len(self._ends) + _ROUNDING), len(self._ends) - 1)]
         return num_rounds * round_s + max(0.0, end_s - now_s)
+
+    def runs(self, model: str) -> bool:
+        """Return whether a request for the model runs anywhere."""
+        return any(model in replica.models for replica in self._replicas.values())
 
     def running(self) -> Counter[str]:
         """Return the number of running requests by model."""

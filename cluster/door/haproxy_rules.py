@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from typing import Final
 
+RECEIVED: Final = "x-received-us"  # when a request came: what waits behind it in a replica is not the client's time
 # Kept connections to a replica that died can use up several; a request that kills replicas kills five at most.
 MAX_RETRIES: Final = 4
 RETRY_ON: Final = "conn-failure empty-response"
@@ -18,10 +19,11 @@ _REQUEST_TIMEOUT_S: Final = 30  # for the head and the first of the body: slow c
 
 # Headers that Serve's replicas read before the ingress does (Ray 2.60, `replica.py`). The first lets a request
 # go on whose client is gone. Bytes that are no ASCII text in the others would be a 500.
-_SERVE_HEADER_RULES: Final = r"""    http-request del-header x-request-disconnect-disabled
+_SERVE_HEADER_RULES: Final = rf"""    http-request set-header {RECEIVED} %[date(0,us)]
+    http-request del-header x-request-disconnect-disabled
     http-request del-header ^serve[-_]multiplexed[-_]model[-_]id$ -m reg
     http-request del-header ^x[-_]session[-_]id$ -m reg
-    http-request del-header x-request-id if { req.fhdr(x-request-id) -m reg [^\x20-\x7e] }
+    http-request del-header x-request-id if {{ req.fhdr(x-request-id) -m reg [^\x20-\x7e] }}
     http-request replace-header x-request-timeout-seconds .*[^\x20-\x7e].* not-text
 """
 # Inference changes nothing, so that a request whose replica died without a word may be sent again. So may methods that

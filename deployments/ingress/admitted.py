@@ -10,6 +10,7 @@ from cluster.control.dispatcher import Dispatcher, NotAdmitted
 from cluster.control.lanes import Ask
 from cluster.control.shared_queue_client import SharedQueueClient
 from deployments.errors import DeadlineExceeded, ModelUnavailable, QueueFull, ServiceError
+from deployments.ingress.turns import end_turn
 
 RequestQueue = Dispatcher | SharedQueueClient  # of this ingress alone, or of several
 
@@ -40,6 +41,7 @@ async def admitted(queue: RequestQueue, ask: Ask) -> AsyncIterator[Slot]:
     Raises: QueueFull, DeadlineExceeded or ModelUnavailable when it is refused, at once or while it waits for its place.
     """
     ticket = await queue.submit(ask)
+    end_turn()
     slot = Slot(queue, ticket)
     try:
         yield slot
@@ -52,6 +54,8 @@ async def admitted(queue: RequestQueue, ask: Ask) -> AsyncIterator[Slot]:
 def _error_of(refusal: Refusal, ask: Ask) -> ServiceError:
     """Return a refusal as the error that clients get."""
     after_s = refusal.retry_after_s
+    if ask.deadline_s <= 0:
+        return DeadlineExceeded("the request's timeout was over before the request could be read", "timeout")
     if refusal.reason == "expired":
         return DeadlineExceeded(f"the request's timeout of {ask.deadline_s:g} s is over", "timeout")
     if refusal.reason == "hopeless":
@@ -64,6 +68,8 @@ def _error_of(refusal: Refusal, ask: Ask) -> ServiceError:
     when = f"; try again in {after_s:.3g} s" if after_s is not None else ""
     if refusal.reason == "late":
         text = f"it would take about {refusal.needs_s:.3g} s until this request is done, longer than its time{when}"
+    elif refusal.reason == "crowded":
+        text = f"too many requests wait: longer ones would never be in time behind any more of them{when}"
     elif refusal.reason == "model_full":
         text = f"{refusal.limit} requests wait for model {ask.model!r}, as many as may{when}"
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from typing import Final
 
 from cluster.control.lanes import Ask
@@ -16,6 +17,7 @@ _CHARS_PER_TOKEN: Final = 4
 _TOKENS_PER_TEXT: Final = 8  # what a text costs beside its tokens, in tokens
 _MANY_TOKENS: Final = 256  # of an answer whose request does not say
 _HEADS_AT_ONCE: Final = 64
+_MARKED: Final = 1024  # characters, or bytes of features
 Request = ImageRequest | ChatRequest | CompletionRequest | EmbeddingRequest | HeadRequest
 
 
@@ -42,7 +44,31 @@ def ask_of(request: Request, terms: Terms, timeout_s: float, config: ClusterConf
         pool, settings = ENCODER, config.text_encoder
         work, share = float(len(request.features)), 1 / _HEADS_AT_ONCE
     share = min(1.0, max(share, 1 / settings.max_ongoing_requests))  # a replica refuses what Serve does not let in
-    return Ask(pool, request.model, work, share, terms.priority, terms.tenant, timeout_s, is_inner=terms.is_inner)
+    return Ask(
+        pool,
+        request.model,
+        work,
+        share,
+        terms.priority,
+        terms.tenant,
+        timeout_s,
+        is_inner=terms.is_inner,
+        mark=_mark_of(request),
+    )
+
+
+def _mark_of(request: Request) -> int:
+    """Return a number that says what is asked, but for the seed, which may be drawn: who asks again has the same."""
+    if isinstance(request, HeadRequest):
+        return zlib.crc32(request.features.tobytes()[:_MARKED]) or 1
+    if isinstance(request, ImageRequest):
+        content = request.prompt
+    elif isinstance(request, ChatRequest):
+        content = request.messages[-1].content
+    else:
+        first = request.prompts[0] if isinstance(request, CompletionRequest) else request.input[0]
+        content = first if isinstance(first, str) else repr(first[:_MARKED])
+    return zlib.crc32(f"{request.model} {content[:_MARKED]}".encode()) or 1
 
 
 def ask_of_pipeline(name: str, terms: Terms, timeout_s: float, max_running: int) -> Ask:

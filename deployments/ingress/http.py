@@ -54,6 +54,7 @@ from deployments.ingress.openai.text import create_text_router
 from deployments.ingress.openai.text_responses import create_responses_router
 from deployments.ingress.service import Service
 from deployments.ingress.terms import RequestTerms
+from deployments.ingress.turns import Turns
 from deployments.records import (
     ChatRequest,
     CompletionRequest,
@@ -140,6 +141,7 @@ def create_http_app(
         config=config.access,
         http_host=config.http.host if http_host is None else http_host,
     )
+    app.add_middleware(Turns, max_waiting=lambda: service.queue.config.max_waiting)
     if config.access.cors_origins:  # around all else: browsers show a page no refusal without its headers
         app.add_middleware(
             CORSMiddleware,

@@ -211,7 +211,7 @@ class Service:
         async with admitted(self.queue, ask) as slot, deadline.bounding():
             await slot.place()
             left_s = deadline.left_s()
-            current_terms.set(replace(terms, timeout_s=left_s, is_inner=True))
+            current_terms.set(replace(terms, timeout_s=left_s, is_inner=True, waited_s=0.0))
             result = await self.pipelines.run_pipeline(replace(request, timeout_s=left_s, priority=terms.priority))
             slot.is_answered = True
         return result
@@ -259,7 +259,8 @@ class Service:
 
     def _timeout_s(self, terms: Terms) -> float:
         most_s = self._config.http.request_timeout_s
-        return min(most_s, terms.timeout_s or self.queue.config.default_timeout_s or most_s)
+        timeout_s = min(most_s, terms.timeout_s or self.queue.config.default_timeout_s or most_s)
+        return timeout_s - terms.waited_s
 
     async def models(self) -> list[ModelCard]:
         """Return every model, adapter and pipeline: the configured ones in the order of the config, then those

@@ -17,6 +17,7 @@ from configs.admission import DEFAULT_TENANT, AdmissionConfig
 from deployments.errors import InvalidRequest
 from deployments.ingress.access.callers import current_tenant
 from deployments.ingress.kserve.rest.routing import error_response_at
+from deployments.ingress.turns import WAITED, takes_turns
 
 TIMEOUT: Final = "x-request-timeout-seconds"
 PRIORITY: Final = "x-priority"
@@ -28,7 +29,8 @@ _MAX_SHOWN: Final = 64
 class Terms:
     """`priority` 0 is the default one, `tenant` "" none. `is_inner`: of a part of a request that was admitted.
 
-    `is_trusted`: the tenant is that of an API key, and need not be listed in the config.
+    `is_trusted`: the tenant is that of an API key, and need not be listed in the config. `waited_s`: how
+    long the request waited to be read; its time began before.
     """
 
     priority: int = 0
@@ -36,6 +38,7 @@ class Terms:
     timeout_s: float | None = None
     is_inner: bool = False
     is_trusted: bool = False
+    waited_s: float = 0.0
 
     def checked(self, config: AdmissionConfig) -> Terms:
         """Return the terms with a priority and a tenant that `config` knows. Raises: InvalidRequest."""
@@ -96,14 +99,14 @@ class RequestTerms:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["method"] == "POST" and scope["path"].startswith(("/v1/", "/v2/models/")):
+        if takes_turns(scope):
             headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
             try:
                 terms = read_terms(headers, current_tenant.get())
             except InvalidRequest as error:
                 await error_response_at(scope["path"], error)(scope, receive, send)
                 return
-            current_terms.set(terms)
+            current_terms.set(replace(terms, waited_s=scope.get(WAITED, 0.0)))
         await self._app(scope, receive, send)
 
 

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 from unit.cluster.control.simulated_replicas import POOL, Simulation
 
-from cluster.control.admission import MAX_TOLD_S, AdmissionQueue
+from cluster.control.admission import AdmissionQueue
 from cluster.control.admission_records import Placement, Refusal
 from cluster.control.lanes import Ask
+from cluster.control.turning_away import MAX_TOLD_S
 from configs.admission import AdmissionConfig
 
 SECONDS_PER_WORK = 0.05
@@ -191,6 +192,24 @@ def test_an_old_measurement_does_not_refuse_for_ever() -> None:
     sim.at(sim.now_s + 60, lambda now: ask(deadline_s=now + 1.0))
     sim.run_until()
     assert sim.served[-1].ended_s - sim.served[-1].arrived_s == pytest.approx(0.05)
+
+
+def test_a_model_that_was_slow_once_is_tried_again_beside_others() -> None:
+    """It is refused for as long as its times are believed, and then nothing of it would ever be measured."""
+    sim = simulation(1)
+    sim.seconds_of = lambda asked: 4.0 if asked.model == "slow" and sim.now_s < 60 else SECONDS_PER_WORK
+    for _ in range(5):
+        sim.at(0.0, lambda now: ask(model="slow"))
+    for n in range(40 * 16):  # the replica is never idle, and not overloaded
+        sim.at(40 + n / 16, lambda now: ask(model="other"))
+    for n in range(60):
+        sim.at(61 + n / 4, lambda now: ask(model="slow", deadline_s=now + 1.0))
+    sim.run_until(59.0)
+    num_before = len(sim.served)
+    sim.run_until()
+    answered = [one for one in sim.served[num_before:] if one.ask.model == "slow"]
+    assert len(answered) >= 40
+    assert all(one.ended_s <= one.ask.deadline_s for one in answered)
 
 
 def test_a_placement_says_where_and_whether_a_model_starts_and_holds_up_no_other() -> None:

@@ -1,0 +1,71 @@
+"""Predicted seconds beside numpy's least squares and the law that made them."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from cluster.control.service_times import Seconds, ServiceTimes
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_fixed_part_and_one_by_work_are_told_apart(seed: int) -> None:
+    rng = random.Random(seed)
+    fixed_s, per_work_s = rng.uniform(0, 1), rng.uniform(0.001, 0.1)
+    seconds, works, took = Seconds(), [], []
+    for _ in range(300):
+        work = rng.choice([4, 8, 16, 64])
+        works.append(work)
+        took.append((fixed_s + per_work_s * work) * rng.lognormvariate(0, 0.05))
+        seconds.note(work, took[-1])
+    slope, start = np.polyfit(works, took, 1)
+    for work in (1, 4, 10, 64, 100):
+        assert seconds.of(work) == pytest.approx(start + slope * work, rel=0.15)
+
+
+def test_one_kind_of_work_counts_as_proportional() -> None:
+    seconds = Seconds()
+    for _ in range(20):
+        seconds.note(16, 2.0)
+    assert [seconds.of(work) for work in (8, 16, 32)] == pytest.approx([1.0, 2.0, 4.0])
+
+
+@pytest.mark.parametrize("factor", [0.25, 3.0])
+def test_the_level_follows_soon_and_the_parts_stay(factor: float) -> None:
+    seconds, rng = Seconds(), random.Random(0)
+    for _ in range(300):
+        work = rng.choice([2, 20])
+        seconds.note(work, 1 + 0.1 * work)
+    for _ in range(25):
+        work = rng.choice([2, 20])
+        seconds.note(work, factor * (1 + 0.1 * work))
+    assert seconds.of(2) == pytest.approx(factor * 1.2, rel=0.15)
+    assert seconds.of(20) == pytest.approx(factor * 3.0, rel=0.15)
+
+
+def test_a_stall_moves_little_and_nothing_is_negative() -> None:
+    seconds = Seconds()
+    assert seconds.of(3) == 0
+    for _ in range(50):
+        seconds.note(1, 1.0)
+    seconds.note(1, 1000.0)
+    assert seconds.of(1) < 1.6
+    rng = random.Random(1)
+    for _ in range(500):  # the more work, the less time: no law of ours
+        work = rng.choice([1, 100])
+        seconds.note(work, 1 / work)
+        assert min(seconds.of(each) for each in (0.01, 1, 100, 10_000)) >= 0
+
+
+@pytest.mark.parametrize("spread", [0.05, 0.3])
+def test_few_requests_take_longer_than_the_late_latency(spread: float) -> None:
+    times, rng, num_late = ServiceTimes(), random.Random(2), 0
+    for number in range(3000):
+        known = times.times("m")
+        late_s, expected_s = (known.late_s(5), known.latency.of(5)) if known else (9.0, 0.0)
+        took_s = rng.lognormvariate(0, spread)
+        num_late += number >= 1000 and took_s > late_s
+        times.note_served("m", float(number), 5, took_s, took_s, expected_s)
+    assert num_late / 2000 <= 0.08
