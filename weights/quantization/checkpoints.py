@@ -14,7 +14,7 @@ from weights.quantization.report import QuantizationReport
 
 Form = Literal["kuiper-int8", "gguf-q8_0", "gguf-q4_0", "int8-group"]
 FORMS: Final[tuple[str, ...]] = get_args(Form)
-MAX_GROUP_SIZE: Final = 4096
+_MAX_GROUP_SIZE: Final = 4096
 
 
 def quantize_checkpoint(
@@ -29,8 +29,8 @@ def quantize_checkpoint(
 
     One tensor is in memory at a time. `group_size` is that of int8. Raises WeightsError; then `target` is not there.
     """
-    if not 1 <= group_size <= MAX_GROUP_SIZE:
-        raise WeightsError(f"group size {group_size}, expected 1 to {MAX_GROUP_SIZE}")
+    if not 1 <= group_size <= _MAX_GROUP_SIZE:
+        raise WeightsError(f"group size {group_size}, expected 1 to {_MAX_GROUP_SIZE}")
     model = read_model(source)
     if form == "kuiper-int8":
         return export_kuiper(model, target, group_size, progress)

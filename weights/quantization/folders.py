@@ -22,7 +22,7 @@ from weights.storage.durable import disk_errors, make_folder, move, remove_path,
 
 _FLOATS: Final = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
 _SMALL_SUFFIXES: Final = (".json", ".jinja", ".model", ".txt")
-PART_ELEMENTS: Final = 2**22  # that are float32 at once
+_PART_ELEMENTS: Final = 2**22  # that are float32 at once
 
 # Called with the bytes of the source that are done, and all of them.
 Progress = Callable[[int, int], None]
@@ -75,7 +75,7 @@ def read_array(tensor: SourceTensor) -> npt.NDArray[Any]:
 def float_parts(array: npt.NDArray[Any], multiple: int) -> Iterator[npt.NDArray[np.float32]]:
     """Yield the elements in float32 and in order, flat, some at a time: whole multiples of `multiple`."""
     flat = array.reshape(-1)
-    step = max(1, PART_ELEMENTS // multiple) * multiple
+    step = max(1, _PART_ELEMENTS // multiple) * multiple
     for start in range(0, flat.size, step):
         yield flat[start : start + step].astype(np.float32)
 

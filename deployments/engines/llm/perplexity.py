@@ -13,7 +13,7 @@ from deployments.engines.llm.models.registry import create_model, load_config
 from deployments.engines.llm.tokenizer import load_tokenizer
 from deployments.engines.protocol import EngineError
 
-WINDOW_TOKENS = 512
+_WINDOW_TOKENS = 512
 
 
 @torch.inference_mode()
@@ -36,7 +36,7 @@ def perplexity(
     if len(tokens) < 2:
         raise EngineError(f"the text has {len(tokens)} tokens, expected at least 2")
     model = create_model(load_config(folder), tensors, torch.device("cpu"), arithmetic="exact")
-    size = min(WINDOW_TOKENS, model.spec.max_positions)
+    size = min(_WINDOW_TOKENS, model.spec.max_positions)
     attend = _Attend(model.spec.windows)
     loss, num_predicted = 0.0, 0
     for start in range(0, len(tokens) - 1, size):

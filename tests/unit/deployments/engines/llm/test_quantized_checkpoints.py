@@ -20,7 +20,7 @@ from deployments.bench.llm import mapped_tensors
 from deployments.engines.llm.block_manager import blocks_for
 from deployments.engines.llm.model_runner import ModelRunner
 from deployments.engines.llm.models.registry import create_model, load_config
-from deployments.engines.llm.perplexity import WINDOW_TOKENS, perplexity
+from deployments.engines.llm.perplexity import perplexity
 from deployments.engines.llm.scheduler import Chunk, Sequence
 from deployments.engines.llm.tokenizer import load_tokenizer
 from deployments.engines.nn.packed_linear import PackedLinear
@@ -241,7 +241,7 @@ def test_rows_of_no_whole_blocks_stay_float16(tiny: Callable[..., Any], tmp_path
 def test_perplexity_is_that_of_transformers(tiny: Callable[..., Any]) -> None:
     model = saved(tiny, "llama")
     folder, tensors, _ = mapped_tensors(model.folder)
-    text = "".join(np.random.default_rng().choice(list("abc 12\n"), WINDOW_TOKENS + 50))
+    text = "".join(np.random.default_rng().choice(list("abc 12\n"), 562))
     size = model.stock.config.max_position_embeddings
     ids = load_tokenizer(model.folder)(text)["input_ids"][:400]
     losses = []
