@@ -1,6 +1,6 @@
 """llama.cpp behind pipes, in an interpreter that has llama-cpp-python and nothing of ours.
 
-Orders are JSON lines: {"do": "run", "n_prompt", "n_gen"} -> {"ns"}; {"do": "tokens", "text"} -> {"ids"};
+Orders are JSON lines: {"do": "run", "n_prompt", "n_gen", "depth"} -> {"ns"}; {"do": "tokens", "text"} -> {"ids"};
 {"do": "greedy", "ids", "count"} -> {"ids"}. Usage: llama_cpp_process.py MODEL THREADS N_CTX N_BATCH N_UBATCH.
 """
 
@@ -31,11 +31,13 @@ class _Judge:
         )
         self.n_batch = n_batch
 
-    def run_speed(self, n_prompt: int, n_gen: int) -> dict[str, Any]:
+    def run_speed(self, n_prompt: int, n_gen: int, depth: int = 0) -> dict[str, Any]:
         """Time a run as llama-bench does: an empty cache, random tokens, a wait for every token, nothing sampled."""
         draw = random.Random(n_prompt)
         vocabulary = self.llama.n_vocab()
         self.llama.reset()
+        if depth:
+            self.llama.eval([draw.randrange(3, vocabulary) for _ in range(depth)])
         begin = time.perf_counter_ns()
         prompt = [draw.randrange(3, vocabulary) for _ in range(n_prompt)]
         if prompt:

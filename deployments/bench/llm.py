@@ -60,20 +60,26 @@ _FIELDS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A test of llama-bench: a prompt, generated tokens, or (-pg) one after the other."""
+    """A test of llama-bench: a prompt, generated tokens, or (-pg) one after the other, behind `depth` tokens (-d).
+
+    `num_parallel` streams do so at once (-npl of llama-batched-bench), which only ours is asked for.
+    """
 
     n_prompt: int
     n_gen: int
+    depth: int = 0
+    num_parallel: int = 1
 
     @property
     def name(self) -> str:
         parts = [f"pp{self.n_prompt}"] * bool(self.n_prompt) + [f"tg{self.n_gen}"] * bool(self.n_gen)
-        return "+".join(parts)
+        depth = f" @ d{self.depth}" if self.depth else ""
+        return "+".join(parts) + depth + (f" x {self.num_parallel}" if self.num_parallel > 1 else "")
 
 
 @dataclass(frozen=True, slots=True)
 class BenchSettings:
-    """llama-bench's settings: -p, -n, -pg, -t, -b, -ub, -r."""
+    """llama-bench's settings: -p, -n, -pg, -d, -t, -b, -ub, -r."""
 
     cases: tuple[Case, ...]
     threads: int
@@ -83,7 +89,7 @@ class BenchSettings:
 
     @property
     def context(self) -> int:
-        return max(case.n_prompt + case.n_gen for case in self.cases) + 1
+        return max(case.depth + case.n_prompt + case.n_gen for case in self.cases) + 2
 
 
 @dataclass(slots=True)
@@ -106,7 +112,7 @@ def measure_llm(model: Path, settings: BenchSettings, *, peer: bool = True) -> l
             sizes = {"n_ctx": settings.context, "n_batch": settings.n_batch, "n_ubatch": settings.n_ubatch}
             other = stack.enter_context(LlamaCpp(python, model, threads=settings.threads, **sizes))
         for case in settings.cases:
-            pair = [_Row("atelier", case), *([_Row("llama.cpp", case)] if other else [])]
+            pair = [_Row("atelier", case), *([_Row("llama.cpp", case)] if other and case.num_parallel == 1 else [])]
             for repetition in range(settings.repetitions + 1):
                 for row in pair:
                     runs_ours = row.backend == "atelier" or other is None
@@ -121,7 +127,7 @@ def measure_llm(model: Path, settings: BenchSettings, *, peer: bool = True) -> l
 
 def _ask(other: LlamaCpp | None, case: Case) -> int:
     assert other is not None
-    return int(other.ask("run", n_prompt=case.n_prompt, n_gen=case.n_gen)["ns"])
+    return int(other.ask("run", n_prompt=case.n_prompt, n_gen=case.n_gen, depth=case.depth)["ns"])
 
 
 def mapped_tensors(model: Path) -> tuple[Path, dict[str, torch.Tensor], int]:
@@ -154,30 +160,38 @@ class _Ours:
         self._engine = LLMEngine(
             folder,
             tensors,
-            max_num_seqs=1,
+            max_num_seqs=max(case.num_parallel for case in settings.cases),
             max_num_batched_tokens=settings.n_batch,
             kv_cache_bytes=_KV_BYTES,
         )
         self._count = 0
 
     def run_case(self, case: Case) -> int:
-        """Return the nanoseconds of one repetition."""
+        """Return the nanoseconds of one repetition. What lies before it is computed once, and found as a prefix."""
         self._count += 1
         draw = random.Random(self._count)
-        prompt = tuple(draw.randrange(3, 256) for _ in range(case.n_prompt or 1))
+        before = tuple(draw.randrange(3, 256) for _ in range(case.depth))
+        if before:
+            self._run_requests([(before, 1)])
+        prompts = [
+            before + tuple(draw.randrange(3, 256) for _ in range(case.n_prompt or 1)) for _ in range(case.num_parallel)
+        ]
         num_tokens = case.n_gen + bool(case.n_prompt)  # the prompt's forward gives the first one
-        request = TextRequest(
-            f"bench-{self._count}", prompt, SamplingParams(max_tokens=num_tokens, temperature=0, ignore_eos=True)
-        )
+        return self._run_requests([(prompt, num_tokens) for prompt in prompts])
+
+    def _run_requests(self, requests: Sequence[tuple[tuple[int, ...], int]]) -> int:
+        """Return the nanoseconds that prompts and their numbers of tokens take together."""
         begin = time.perf_counter_ns()
-        self._engine.add_request(request)
+        for i, (prompt, num_tokens) in enumerate(requests):
+            params = SamplingParams(max_tokens=num_tokens, temperature=0, ignore_eos=True)
+            self._engine.add_request(TextRequest(f"bench-{self._count}-{i}", prompt, params))
         while self._engine.has_work:
             self._engine.step()
         return time.perf_counter_ns() - begin
 
 
 def _figures(row: _Row, ours: _Ours, settings: BenchSettings) -> dict[str, Any]:
-    tokens = row.case.n_prompt + row.case.n_gen
+    tokens = (row.case.n_prompt + row.case.n_gen) * row.case.num_parallel
     speeds = [1e9 * tokens / ns for ns in row.samples_ns]
     values = {
         "build_commit": row.backend,
@@ -196,7 +210,7 @@ def _figures(row: _Row, ours: _Ours, settings: BenchSettings) -> dict[str, Any]:
         "type_v": "bf16" if row.backend == "atelier" else "f16",
         "n_prompt": row.case.n_prompt,
         "n_gen": row.case.n_gen,
-        "n_depth": 0,
+        "n_depth": row.case.depth,
         "test_time": row.test_time,
         "avg_ns": round(statistics.fmean(row.samples_ns)),
         "stddev_ns": round(_deviation(row.samples_ns)),
@@ -204,7 +218,7 @@ def _figures(row: _Row, ours: _Ours, settings: BenchSettings) -> dict[str, Any]:
         "stddev_ts": _deviation(speeds),
     }
     assert tuple(values) == _FIELDS
-    return values | {"samples_ns": row.samples_ns, "samples_ts": speeds}
+    return values | {"n_parallel": row.case.num_parallel, "samples_ns": row.samples_ns, "samples_ts": speeds}
 
 
 def _deviation(samples: Sequence[float]) -> float:
@@ -237,7 +251,7 @@ def formatted(rows: Sequence[dict[str, Any]], output: Output) -> str:
     for row in rows:
         size, params = f"{row['model_size'] / 2**30:.2f} GiB", f"{row['model_n_params'] / 1e9:.2f} B"
         speed = f"{row['avg_ts']:.2f} ± {row['stddev_ts']:.2f}"
-        name = Case(row["n_prompt"], row["n_gen"]).name
+        name = Case(row["n_prompt"], row["n_gen"], row["n_depth"], row["n_parallel"]).name
         cells = (Path(row["model_filename"]).stem, size, params, row["backends"], row["n_threads"], name, speed)
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     return "\n".join(lines)

@@ -171,6 +171,8 @@ def bench_llm(
     n_prompt: Annotated[list[int], typer.Option("-p", "--n-prompt", help="Tokens of a prompt; repeatable.")] = [512],  # noqa: B006
     n_gen: Annotated[list[int], typer.Option("-n", "--n-gen", help="Generated tokens; repeatable.")] = [128],  # noqa: B006
     prompt_gen: Annotated[list[str], typer.Option("-pg", help="PROMPT,GENERATED as one test; repeatable.")] = [],  # noqa: B006
+    depth: Annotated[int, typer.Option("-d", "--n-depth", min=0, help="Tokens that are in the cache before.")] = 0,
+    parallel: Annotated[str, typer.Option("-npl", help="Numbers of streams at once, such as 1,4,8.")] = "1",
     threads: Annotated[int, typer.Option("-t", "--threads", min=1)] = 2,
     batch: Annotated[int, typer.Option("-b", "--batch-size", min=1)] = 2048,
     ubatch: Annotated[int, typer.Option("-ub", "--ubatch-size", min=1)] = 512,
@@ -188,8 +190,12 @@ def bench_llm(
         first, _, second = text.partition(",")
         if not (first.isdecimal() and second.isdecimal()):
             raise typer.BadParameter(f"{text!r}; expected two numbers such as 512,128", param_hint="-pg")
-        pairs.append(Case(int(first), int(second)))
-    cases = [*(Case(n, 0) for n in n_prompt if n), *(Case(0, n) for n in n_gen if n), *pairs]
+        pairs.append((int(first), int(second)))
+    streams = parallel.split(",")
+    if not all(number.isdecimal() and 1 <= int(number) <= 256 for number in streams):
+        raise typer.BadParameter(f"{parallel!r}; expected numbers from 1 to 256 such as 1,4,8", param_hint="-npl")
+    sizes = [*((n, 0) for n in n_prompt if n), *((0, n) for n in n_gen if n), *pairs]
+    cases = [Case(*size, depth, int(number)) for number in streams for size in sizes]
     if not cases:
         raise typer.BadParameter("nothing to measure", param_hint="-p, -n, -pg")
     settings = BenchSettings(tuple(cases), threads, batch, ubatch, repetitions)
