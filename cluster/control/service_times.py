@@ -17,7 +17,7 @@ _PRIOR: Final = 0.01  # relative variance of work: below it, times count as prop
 _MAX_FACTOR: Final = 4.0  # of the prediction: what takes longer was held up by something else
 _NEW_EXCESS: Final = 0.1
 _EXCESSES: Final = 5.0  # few requests exceed the prediction by so many times the mean excess
-_FACTORS: Final = (1.05, 3.0)  # bounds of `ModelTimes.late_factor`
+_FACTORS: Final = (1.05, 3.0)  # bounds of `ModelTimes.late_s` over the mean
 _STALE_S: Final = 2.0
 
 
@@ -84,7 +84,7 @@ class ModelTimes:
     num_measured: int = 0
 
     @property
-    def late_factor(self) -> float:
+    def _late_factor(self) -> float:
         """The factor by which few requests take longer than predicted, as TCP bounds round trips (RFC 6298)."""
         return min(max(1 + _EXCESSES * self.excess, _FACTORS[0]), _FACTORS[1])
 
@@ -94,11 +94,11 @@ class ModelTimes:
 
     def late_s(self, work: float) -> float:
         """Return the latency that few requests of that work exceed."""
-        return self.late_factor * self.latency.of(work)
+        return self._late_factor * self.latency.of(work)
 
 
 class ServiceTimes:
-    """What was measured, by model."""
+    """Measured times, by model."""
 
     def __init__(self) -> None:
         self._models: OrderedDict[str, ModelTimes] = OrderedDict()
@@ -175,7 +175,7 @@ class RequestCounts:
 
 
 class ModelCounts:
-    """What became of requests, by model. The models that nobody asks for any more are forgotten."""
+    """Requests that came, started and were refused, by model. Models that nobody asks for any more are forgotten."""
 
     def __init__(self) -> None:
         self._models: OrderedDict[str, RequestCounts] = OrderedDict()

@@ -56,7 +56,7 @@ class _Promise:
 
     @property
     def end_s(self) -> float:
-        """When its client does not come any more."""
+        """The time after which its client does not come any more."""
         return self.at_s + _GRACE_S + _GRACE_SHARE * (self.at_s - self.told_s)
 
 
@@ -71,13 +71,13 @@ class ToldTimes:
     def __init__(self) -> None:
         self._kept: OrderedDict[str, tuple[float, float]] = (
             OrderedDict()
-        )  # by tenant: until when, at which `share_back`
+        )  # by tenant: until when, at which `_share_back`
         self._promises: dict[int, _Promise] = {}  # by mark
         self._ends: list[tuple[float, int]] = []  # a heap: when nobody comes back any more
         self._num_back, self._num_gone = _BELIEVED, 0.0
 
     @property
-    def share_back(self) -> float:
+    def _share_back(self) -> float:
         """The part of those who were told to come back that does."""
         return self._num_back / (self._num_back + self._num_gone)
 
@@ -114,7 +114,7 @@ class ToldTimes:
             before_s = self._before_s(tenant, now_s)
             at_s = now_s + max(0.0, soonest_s, min(soonest_s + before_s, MAX_TOLD_S))
             self._kept.pop(tenant, None)
-            share = self.share_back
+            share = self._share_back
             self._kept[tenant] = now_s + min(before_s + cost_s * share, MAX_TOLD_S), share
             if len(self._kept) > _MAX_TENANTS:
                 self._kept.popitem(last=False)
@@ -132,7 +132,7 @@ class ToldTimes:
 
     def _before_s(self, tenant: str, now_s: float) -> float:
         until_s, share = self._kept.get(tenant, (now_s, 1.0))
-        return max(0.0, until_s - now_s) * min(1.0, self.share_back / share)
+        return max(0.0, until_s - now_s) * min(1.0, self._share_back / share)
 
     def _count(self, back: float, gone: float) -> None:
         self._num_back += back

@@ -9,7 +9,7 @@ import pytest
 from cluster.control.turning_away import MAX_TOLD_S, FairWait, ToldTimes
 
 
-def clients(told: ToldTimes, share_back: float, number: int, rng: random.Random) -> None:
+def clients(told: ToldTimes, _share_back: float, number: int, rng: random.Random) -> None:
     """Turn clients away, one each second; a part of them comes back when told."""
     coming: list[tuple[float, int]] = []
     for mark in range(1, number + 1):
@@ -19,16 +19,16 @@ def clients(told: ToldTimes, share_back: float, number: int, rng: random.Random)
             coming.remove((at_s, again))
         told.note_arrival(mark, now_s)
         after_s = told.tell(mark, "t", 1.0, 0.1, now_s)
-        if rng.random() < share_back:
+        if rng.random() < _share_back:
             coming.append((now_s + after_s, mark))
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
 def test_the_part_of_those_that_come_back_is_learned(share: float) -> None:
     told = ToldTimes()
-    assert told.share_back == 1
+    assert told._share_back == 1
     clients(told, share, 600, random.Random(0))
-    assert told.share_back == pytest.approx(share, abs=0.06)
+    assert told._share_back == pytest.approx(share, abs=0.06)
 
 
 @pytest.mark.parametrize(("share", "places"), [(0.0, 0.02), (1.0, 1.0)])
