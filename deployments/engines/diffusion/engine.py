@@ -6,12 +6,14 @@ A turn is one forward's worth of requests, or one decode's; `turns.py` says whos
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, Final, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from deployments.engines.diffusion.checkpoints import restore_checkpoint, save_checkpoint
 from deployments.engines.diffusion.pipeline import DenoisePipeline
@@ -19,12 +21,12 @@ from deployments.engines.diffusion.previews import preview_steps
 from deployments.engines.diffusion.rows import Work
 from deployments.engines.diffusion.state import DenoiseState
 from deployments.engines.diffusion.step_costs import StepCosts
-from deployments.engines.diffusion.stopwatch import Stopwatch
 from deployments.engines.diffusion.turns import ArrivingLoad, Candidate, FairOrder, choose_turn
 from deployments.engines.memory_limits import forget_frames, is_out_of_memory
 from deployments.engines.protocol import ConditionedRequest, DenoiseTimes, DiffusionOutput, EngineError
 
 T = TypeVar("T")
+_MAX_AHEAD: Final = 2  # turns that the host may have begun and the device has not ended: later choices know more
 
 
 @dataclass(slots=True, eq=False)
@@ -65,7 +67,7 @@ class DiffusionEngine:
         self.costs = costs or StepCosts()
         self._clock = clock
         self._order, self._load = FairOrder(), ArrivingLoad()
-        self._stopwatch = Stopwatch(pipeline.device, clock)
+        self._stopwatch = _Stopwatch(pipeline.device, clock)
         self._turn = "", 0  # the kind and the rows of the one that runs
 
     @property
@@ -218,3 +220,37 @@ def _run_or_retry(
         if len(states) == 1:
             return [error]
     return [outcome for state in states for outcome in _run_or_retry(work, [state])]
+
+
+class _Stopwatch:
+    """Times one turn after the other without waiting for the device.
+
+    A turn on the host ends with its call; on a GPU the device's own clock tells.
+    """
+
+    def __init__(self, device: torch.device, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._is_ahead = device.type == "cuda"
+        self._begun: Any = None
+        self._pending: deque[tuple[Any, Any, Callable[[float], None]]] = deque()
+
+    def begin(self) -> None:
+        """Begin a turn; wait until few enough are under way."""
+        while self._pending and (len(self._pending) >= _MAX_AHEAD or self._pending[0][1].query()):
+            begun, ended, note = self._pending.popleft()
+            ended.synchronize()
+            note(begun.elapsed_time(ended) / 1e3)
+        self._begun = _event() if self._is_ahead else self._clock()
+
+    def end(self, note: Callable[[float], None]) -> None:
+        """End the turn that was begun; `note` hears its seconds, now or after a later turn."""
+        if self._is_ahead:
+            self._pending.append((self._begun, _event(), note))
+        else:
+            note(self._clock() - self._begun)
+
+
+def _event() -> Any:
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event

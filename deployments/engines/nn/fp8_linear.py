@@ -21,7 +21,7 @@ _HOSTS: Final = ("cpu", "sim")  # a simulated accelerator computes on the host
 _PART_ELEMENTS: Final = 2**20  # whose indices are in memory at once
 
 
-class Fp8Linear(nn.Linear):
+class _Fp8Linear(nn.Linear):
     """`nn.Linear` with a float8 `weight` and a `weight_scale` of shape () or (rows, 1)."""
 
     weight_scale: torch.Tensor
@@ -38,13 +38,13 @@ class Fp8Linear(nn.Linear):
 
 
 def take_scales(module: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Make an `Fp8Linear` of every linear layer whose weight has a scale beside it, among tensors of these shapes."""
+    """Make an `_Fp8Linear` of every linear layer whose weight has a scale beside it, among tensors of these shapes."""
     names = [name for name in shapes if name.endswith(f".{SCALE_NAME}")]
     layers = dict(module.named_modules()) if names else {}
     for name in names:
         layer = layers.get(name.removesuffix(f".{SCALE_NAME}"))
         if type(layer) is nn.Linear and shapes[name] in ((), (layer.out_features, 1)):
-            layer.__class__ = Fp8Linear
+            layer.__class__ = _Fp8Linear
             layer.register_buffer(SCALE_NAME, torch.empty(shapes[name], device="meta"))
 
 

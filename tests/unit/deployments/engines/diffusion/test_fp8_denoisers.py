@@ -14,7 +14,7 @@ from torch import nn
 
 from deployments.engines.build import build_module
 from deployments.engines.diffusion.pipeline import DenoisePipeline
-from deployments.engines.nn.fp8_linear import Fp8Linear
+from deployments.engines.nn.fp8_linear import _Fp8Linear
 from deployments.engines.nn.lora import applied_adapters
 from weights.adapters import LoraPair
 from weights.errors import FormatError, WeightsError
@@ -48,7 +48,7 @@ def test_images_equal_stock_with_the_same_weights(pair, make_request, tmp_path, 
     name = pair.denoiser_name
     modules = {part: build_module("diffusers", None, pair.folder / part, loaded[part]) for part in (name, "vae")}
     ours = DenoisePipeline(pair.ours.family, pair.folder, modules)
-    small = [module for module in ours.denoiser.modules() if isinstance(module, Fp8Linear)]
+    small = [module for module in ours.denoiser.modules() if isinstance(module, _Fp8Linear)]
     assert len(small) == sum(row.kind == "F8_E4M3" for row in report.tensors) > 3
     assert ours.denoiser.dtype == torch.float32
     before = getattr(pair.stock, name)
@@ -77,7 +77,7 @@ def test_a_layer_is_that_of_its_wide_weights_bit_for_bit(dtype, scales):
     layer = nn.Linear(columns, rows).to(dtype).requires_grad_(False)
     x, expected = torch.randn(16, columns).to(dtype), copy.deepcopy(layer)
     expected.weight = nn.Parameter((weight.float() * torch.from_numpy(scale)).to(dtype), requires_grad=False)
-    layer.__class__, layer.weight = Fp8Linear, nn.Parameter(weight, requires_grad=False)
+    layer.__class__, layer.weight = _Fp8Linear, nn.Parameter(weight, requires_grad=False)
     layer.weight_scale = torch.from_numpy(scale).to(dtype)  # a power of two: no cast changes it
     assert torch.equal(layer(x), expected(x))
     pairs = {"": LoraPair(torch.randn(2, columns), torch.randn(rows, 2), 0.5)}
