@@ -26,7 +26,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     """Return `F.linear`.
 
     Of a part of a longer sequence, which is in C order in a batch of one only, torch would add the bias to rounded sums
-    instead of before they are rounded. What is in another order in any batch stays so: the stock model computes with it.
+    instead of before they are rounded. What is in another order in any batch stays so, as the stock model has it.
     """
     if x.device.type in _HOSTS and not x.is_contiguous() and x[:1].is_contiguous():
         x = x.contiguous()

@@ -6,7 +6,7 @@ Large lists are the exception: `ImageData` and `EmbeddingData` are written one b
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 from pydantic import with_config
@@ -24,6 +24,12 @@ def warnings_of_ignored(names: Iterable[str]) -> tuple[str, ...]:
     """Return the warning of unknown fields in a body: OpenAI adds some now and then, and its clients send them."""
     shown = ", ".join(repr(name[:64]) for name in sorted(set(names))[:8])
     return (f"unknown fields were ignored: {shown}",) if shown else ()
+
+
+def warning_header(warnings: Sequence[str]) -> dict[str, str]:
+    """Return the header with the warnings of a request, in printable ASCII."""
+    text = "".join(character if " " <= character <= "~" else "?" for character in "; ".join(warnings))[:512]
+    return {"X-Atelier-Warning": text} if text else {}
 
 
 @with_config({"extra": "forbid"})

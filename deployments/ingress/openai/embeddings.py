@@ -16,7 +16,12 @@ from starlette.responses import Response
 
 from deployments.errors import GenerationFailed, InvalidRequest
 from deployments.ingress.errors import INFERENCE_ERRORS, documented
-from deployments.ingress.openai.answers import EmbeddingData, EmbeddingsAnswer, warnings_of_ignored
+from deployments.ingress.openai.answers import (
+    EmbeddingData,
+    EmbeddingsAnswer,
+    warning_header,
+    warnings_of_ignored,
+)
 from deployments.ingress.responses import call_aside, json_with_list, large_json_response, server_timing
 from deployments.ingress.service import Service
 from deployments.records import (
@@ -64,10 +69,12 @@ def create_embeddings_router(service: Service) -> APIRouter:
         size = len(result.embeddings[0])
         if body.dimensions not in (None, size):
             raise InvalidRequest(f"dimensions: {body.dimensions}, but {body.model!r} has {size}", "dimensions")
-        result = replace(result, warnings=(*result.warnings, *warnings_of_ignored(body.model_extra or ())))
+        ignored = warnings_of_ignored(body.model_extra or ())
+        result = replace(result, warnings=(*result.warnings, *ignored))
         num_bytes = sum(vector.nbytes for vector in result.embeddings)
         write = partial(_write_answer, result, body.encoding_format)
-        return await large_json_response(num_bytes, write, server_timing(result.timings_ms))
+        headers = server_timing(result.timings_ms) | warning_header(ignored)
+        return await large_json_response(num_bytes, write, headers)
 
     return router
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Annotated, Any, Final, Literal
 
@@ -13,7 +13,7 @@ from starlette.responses import Response
 from deployments.engines.llm.chat import ResponseFormat, Tool, ToolCall, ToolChoice
 from deployments.errors import InvalidRequest
 from deployments.ingress.errors import INFERENCE_ERRORS, documented, error_response
-from deployments.ingress.openai.answers import warnings_of_ignored
+from deployments.ingress.openai.answers import warning_header, warnings_of_ignored
 from deployments.ingress.openai.text_answers import ChatAnswer, ChatForm, CompletionAnswer, CompletionForm, TextForm
 from deployments.ingress.responses import EventStream, event_of, json_response, json_text, server_timing
 from deployments.ingress.service import Service
@@ -210,12 +210,6 @@ async def _respond(
 
 def _num_prompts(record: ChatRequest | CompletionRequest) -> int:
     return len(record.prompts) if isinstance(record, CompletionRequest) else 1
-
-
-def warning_header(warnings: Sequence[str]) -> dict[str, str]:
-    """Return the header with the warnings of a request, in printable ASCII."""
-    text = "".join(character if " " <= character <= "~" else "?" for character in "; ".join(warnings))[:512]
-    return {"X-Atelier-Warning": text} if text else {}
 
 
 async def _events(

@@ -13,9 +13,8 @@ from starlette.responses import Response
 
 from deployments.engines.llm.chat import FunctionName
 from deployments.ingress.errors import INFERENCE_ERRORS, documented, error_response
-from deployments.ingress.openai.answers import warnings_of_ignored
+from deployments.ingress.openai.answers import warning_header, warnings_of_ignored
 from deployments.ingress.openai.response_answers import ResponseAnswer, ResponseForm
-from deployments.ingress.openai.text import warning_header
 from deployments.ingress.responses import EventStream, json_response, server_timing
 from deployments.ingress.service import Service
 from deployments.records import ChatRequest, Count, Name, RequestModel, TextChunk, UserName, as_record
