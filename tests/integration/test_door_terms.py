@@ -129,9 +129,10 @@ def test_a_deadline_that_passes_is_said_in_the_form_of_the_protocol(
 async def test_a_full_queue_is_said_in_the_form_of_the_protocol(http: httpx.AsyncClient, channel: grpc.Channel) -> None:
     before = (await http.get("/admin/admission")).json()["admission"]
     (await http.put("/admin/admission", json={"max_waiting": 1})).raise_for_status()
-    long = [asyncio.create_task(http.post("/v1/images/generations", json=LONG)) for _ in range(5)]
+    long: list[asyncio.Task[httpx.Response]] = []
     try:
-        await until_waiting(http, 1)
+        while await num_waiting(http, len(long)) < 1:  # one by one: a first that waits for a moment refuses the others
+            long.append(asyncio.create_task(http.post("/v1/images/generations", json=LONG)))
         for path, body in (
             ("/v1/chat/completions", CHAT),
             ("/v1/chat/completions", CHAT | {"stream": True}),
@@ -158,7 +159,13 @@ async def test_a_full_queue_is_said_in_the_form_of_the_protocol(http: httpx.Asyn
     assert (await urgent).status_code == 200
 
 
-async def until_waiting(http: httpx.AsyncClient, number: int) -> None:
+async def num_waiting(http: httpx.AsyncClient, number: int) -> int:
+    """Return how many requests wait, once as many as were sent wait or run, and have waited for a moment."""
     async with asyncio.timeout(30):
-        while sum(m["waiting"] for m in (await http.get("/admin/admission")).json()["models"]) < number:
-            await asyncio.sleep(0.05)
+        waiting = -1
+        while True:
+            models = (await http.get("/admin/admission")).json()["models"]
+            before, waiting = waiting, sum(model["waiting"] for model in models)
+            if sum(model["running"] for model in models) + waiting >= number and before == waiting:
+                return waiting
+            await asyncio.sleep(0.3)
