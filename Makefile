@@ -39,7 +39,7 @@ test: check judges  ## Lint, types, contracts, unit and Ray tests
 	$(PYTEST) tests/device
 	$(PYTEST) tests/e2e tests/integration -m "not faults and not long"
 
-test-long: setup ## Clusters of their own: the demo on simulated accelerators, ingress replicas killed and drained under load
+test-long: setup ## Clusters of their own: `serve run`, the demo on simulated accelerators, ingress replicas killed and drained under load
 	$(PYTEST) tests/e2e -m long
 	$(PYTEST) tests/integration/test_proxy.py -m long
 

@@ -131,6 +131,7 @@ def test_a_cluster_with_keys_asks_everybody_for_one(
         assert atelier("down", env=environment).returncode == 0
 
 
+@pytest.mark.long
 def test_serve_run_works_as_well(environment: dict[str, str], small_config: Path) -> None:
     """Plain Ray Serve: its own command, its own port."""
     command = [BIN / "serve", "run", "deployments.app:build_app", f"config={small_config}"]
