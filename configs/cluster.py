@@ -134,7 +134,7 @@ class LimitsConfig(StrictModel):
     max_images: int = Field(10, ge=1)
     max_pixels: int = Field(2048 * 2048, ge=64, description="width x height of one image")
     max_inference_steps: int = Field(200, ge=1)
-    max_loras: int = Field(16, ge=1, description="adapters of one image request")
+    max_loras: int = Field(16, ge=1, description="adapters of one request for images or text")
     max_controls: int = Field(4, ge=1, description="ControlNets of one image request")
     max_prompts: int = Field(64, ge=1, description="prompts that a language model continues in one request")
     max_messages: int = Field(1024, ge=1, description="turns of a chat")

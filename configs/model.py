@@ -104,7 +104,7 @@ class ModelConfig(StrictModel):
 
 
 class AdapterConfig(StrictModel):
-    """A LoRA in the stock diffusers/PEFT layout or a ControlNet's folder, and the models that it may be used with.
+    """A LoRA as diffusers, kohya's trainer or PEFT saves it, or a ControlNet's folder, and the models that it is for.
 
     A ControlNet needs the dtype of its models.
     """

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from configs.cluster import LimitsConfig
 from deployments.engines.diffusion.input_images import find_bad_image
 from deployments.errors import InvalidRequest
-from deployments.records import ChatRequest, CompletionRequest, EmbeddingRequest, HeadRequest, ImageRequest
+from deployments.records import ChatRequest, CompletionRequest, EmbeddingRequest, HeadRequest, ImageRequest, LoraUse
 
 
 def check_image(request: ImageRequest, limits: LimitsConfig, asked: ImageRequest | None = None) -> None:
@@ -17,7 +19,7 @@ def check_image(request: ImageRequest, limits: LimitsConfig, asked: ImageRequest
     _check_text("prompt", request.prompt, limits)
     _check_text("negative_prompt", request.negative_prompt or "", limits)
     _check_most("n", request.n, limits.max_images)
-    _check_most("lora", len(request.lora), limits.max_loras, unit=" adapters")
+    _check_loras(request.lora, limits)
     _check_most("control", len(request.control), limits.max_controls, unit=" ControlNets")
     if bad := find_bad_image(request):
         raise InvalidRequest(": ".join(bad), bad[0])
@@ -45,6 +47,7 @@ def check_embedding(request: EmbeddingRequest, limits: LimitsConfig) -> None:
 
 def check_text(request: ChatRequest | CompletionRequest, limits: LimitsConfig) -> None:
     """Check a chat or completion request. Raises InvalidRequest naming the field."""
+    _check_loras(request.lora, limits)
     num_prompts = 1
     if isinstance(request, CompletionRequest):
         num_prompts = len(request.prompts)
@@ -65,6 +68,12 @@ def check_head(request: HeadRequest, limits: LimitsConfig) -> None:
     if request.features.ndim != 2:
         raise InvalidRequest(f"features: {request.features.ndim} dimensions, expected rows of features", "features")
     _check_most("features", len(request.features), limits.max_head_rows, unit=" rows")
+
+
+def _check_loras(uses: Sequence[LoraUse], limits: LimitsConfig) -> None:
+    _check_most("lora", len(uses), limits.max_loras, unit=" adapters")
+    if len({use.name for use in uses}) != len(uses):
+        raise InvalidRequest("lora: an adapter may be used once per request", "lora")
 
 
 def _check_text(name: str, text: str, limits: LimitsConfig) -> None:

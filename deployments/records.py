@@ -209,35 +209,37 @@ class TextOptions(RequestModel):
     stop: tuple[Stop, ...] = Field((), max_length=4)
     stop_token_ids: tuple[TokenId, ...] = Field((), max_length=64)
     ignore_eos: bool = False
+    lora: tuple[LoraUse, ...] = ()
 
 
-class ChatRequest(TextOptions):
-    """A request for the next message of a chat. Its last four fields are as in EmbeddingRequest."""
+class _TextRequest(TextOptions):
+    """A request for text. `adapter_versions` is as in ImageRequest, the other fields are as in EmbeddingRequest."""
 
     model: Name
+    priority: Priority = 0
+    tenant: TenantName = ""
+    timeout_s: float | None = Field(None, gt=0, allow_inf_nan=False)
+    model_version: str | None = None
+    adapter_versions: dict[str, str] = {}
+
+
+class ChatRequest(_TextRequest):
+    """A request for the next message of a chat."""
+
     messages: tuple[Message, ...] = Field(min_length=1)
     response_format: ResponseFormat | None = None
     tools: tuple[Tool, ...] = Field((), max_length=128)
     tool_choice: ToolChoice = "auto"
-    priority: Priority = 0
-    tenant: TenantName = ""
-    timeout_s: float | None = Field(None, gt=0, allow_inf_nan=False)
-    model_version: str | None = None
 
 
-class CompletionRequest(TextOptions):
+class CompletionRequest(_TextRequest):
     """A request for the continuations of a text, or of several: texts, or token ids already.
 
-    With `echo`, each continuation begins with its prompt. The last four fields are as in EmbeddingRequest.
+    With `echo`, each continuation begins with its prompt.
     """
 
-    model: Name
     prompt: Annotated[str, Field(min_length=1)] | TokenIds | Prompts
     echo: bool = False
-    priority: Priority = 0
-    tenant: TenantName = ""
-    timeout_s: float | None = Field(None, gt=0, allow_inf_nan=False)
-    model_version: str | None = None
 
     @property
     def prompts(self) -> tuple[str | tuple[int, ...], ...]:

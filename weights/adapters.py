@@ -2,8 +2,8 @@
 
 Reads the layout that diffusers and PEFT save: `<component>.<module path>.lora_A.weight` (rank, in) and
 `.lora_B.weight` (out, rank), optionally `.alpha` scalars, optionally the training config as JSON in the
-safetensors metadata. Files of kohya's trainer are taken as they are. Source: diffusers 0.42, `loaders/peft.py` and
-`utils/peft_utils.py:get_peft_kwargs`.
+safetensors metadata. Files of kohya's trainer are taken as they are; what PEFT saves of a language model is in
+`weights/formats/peft.py`. Source: diffusers 0.42, `loaders/peft.py` and `utils/peft_utils.py:get_peft_kwargs`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 from weights.errors import AdapterError, FormatError
 from weights.formats.lora import MAX_NAME_CHARS, LoraConfig, is_finite, is_kohya, read_lora_configs
+from weights.formats.peft import PEFT_CONFIG, PEFT_FILE, is_peft, peft_targets, read_peft_config
 from weights.formats.safetensors import read_header
 from weights.formats.untrusted import shown
 from weights.formats.weight_files import LORA_FILE
@@ -46,7 +47,7 @@ class LoraPair:
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class LoraAdapter:
-    """One version of one adapter: pairs by component ("transformer", "unet", …) and module path.
+    """One version of one adapter: pairs by component ("transformer", a language model's "model", …) and module path.
 
     The object is the version: two are the same only if they are one object. One of kohya's layout has no components,
     but `kohya`, its tensors by name: which modules they mean is known beside the model.
@@ -58,14 +59,15 @@ class LoraAdapter:
 
 
 def load_adapter(path: Path) -> LoraAdapter:
-    """Read the LoRA in `path`, a safetensors file or a folder with pytorch_lora_weights.safetensors.
+    """Read the LoRA in `path`, a safetensors file or a folder as diffusers or PEFT saves it.
 
     Raises AdapterError naming the file and the tensor: not a safetensors file, keys of another layout (DoRA, say),
     halves without their other half, or shapes that do not fit together.
     """
-    file = path / LORA_FILE if path.is_dir() else path
+    name = PEFT_FILE if (path / PEFT_CONFIG).is_file() else LORA_FILE
+    file = path / name if path.is_dir() else path
     if not file.is_file():
-        raise AdapterError(f"{file}: no such file (expected a .safetensors file, or a folder with {LORA_FILE})")
+        raise AdapterError(f"{file}: no such file (expected a .safetensors file, or a folder with {name})")
     try:
         metadata = read_header(file).metadata
     except FormatError as error:
@@ -76,10 +78,13 @@ def load_adapter(path: Path) -> LoraAdapter:
 def parse_adapter(file: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> LoraAdapter:
     """Return the LoRA that these tensors and this safetensors metadata of `file` make up.
 
-    Nothing is copied. Raises AdapterError as `load_adapter` does.
+    PEFT's config is in the same folder, or in `file` where that is a folder. Nothing is copied. Raises AdapterError as
+    `load_adapter` does.
     """
     if is_kohya(tensors):
         return LoraAdapter(file, {}, dict(tensors))
+    if is_peft(list(tensors)):
+        return LoraAdapter(file, {"model": _peft_pairs(file, tensors)})
     halves: dict[str, dict[str, dict[str, torch.Tensor]]] = {}
     for name, tensor in tensors.items():
         component, module_path, kind = _split(file, name)
@@ -97,6 +102,16 @@ def parse_adapter(file: Path, tensors: Mapping[str, torch.Tensor], metadata: Map
             for component, modules in halves.items()
         },
     )
+
+
+def _peft_pairs(file: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, LoraPair]:
+    config = read_peft_config((file if file.is_dir() else file.parent) / PEFT_CONFIG)
+    pairs = {}
+    for path, target in peft_targets(file, {name: tensor.shape for name, tensor in tensors.items()}).items():
+        down, up, alpha = tensors[target.down], tensors[target.up], config.alpha_of(path)
+        _check_floating(file, path, down, up)
+        pairs[path] = LoraPair(down, up, config.scale(target.rank if alpha is None else alpha, target.rank))
+    return pairs
 
 
 def _split(file: Path, name: str) -> tuple[str, str, str]:
@@ -122,10 +137,14 @@ def _pair(file: Path, name: str, tensors: Mapping[str, torch.Tensor], config: Lo
             f"{file}: tensors of {name!r} do not fit: lora_A {tuple(down.shape)}, lora_B {tuple(up.shape)}, "
             "expected (rank, in) and (out, rank), or the same with two kernel axes"
         )
-    if not (down.is_floating_point() and up.is_floating_point()):
-        raise AdapterError(f"{file}: tensors of {name!r} are {down.dtype} and {up.dtype}, expected floating point")
+    _check_floating(file, name, down, up)
     rank = down.shape[0]
     return LoraPair(down, up, config.scale(_alpha(file, name, tensors, config, rank), rank))
+
+
+def _check_floating(file: Path, name: str, down: torch.Tensor, up: torch.Tensor) -> None:
+    if not (down.is_floating_point() and up.is_floating_point()):
+        raise AdapterError(f"{file}: tensors of {name!r} are {down.dtype} and {up.dtype}, expected floating point")
 
 
 def _alpha(file: Path, name: str, tensors: Mapping[str, torch.Tensor], config: LoraConfig, rank: int) -> float:

@@ -32,8 +32,9 @@ import weights.errors
 from cluster.errors import ImportFailed
 from cluster.registry.directory import Entry
 from cluster.registry.manifests import ModelSummary, SummaryFiles, summarize
-from configs.model import ModelConfig, StrictModel
-from weights.formats.checkpoint import recognise
+from configs.model import AdapterConfig, ModelConfig, StrictModel
+from weights.errors import WeightsError
+from weights.formats.checkpoint import check_lora_base, read_checkpoint, recognise
 from weights.formats.folder import check_inside
 from weights.intake import PROGRAM_SUFFIXES, bring_in, origin_of
 from weights.source_mark import source_mark
@@ -104,7 +105,7 @@ def import_checkpoint(
 ) -> ModelSummary:
     """Import a checkpoint, or find it unchanged in the store: then its manifest is not opened.
 
-    Raises what `weights.intake.bring_in` raises.
+    Raises what `weights.intake.bring_in` raises, and AdapterError for a LoRA that does not fit a base in the store.
     """
     component = entry.component if isinstance(entry, ModelConfig) else None
     files = SummaryFiles(store)
@@ -113,6 +114,8 @@ def import_checkpoint(
             origin = origin_of(local, roots)
             check_inside(local.path, origin.roots)
             recognise(local.path)
+            if isinstance(entry, AdapterConfig):
+                _check_bases(store, entry, local.path)
             settings = {"component": component, "dtype": entry.dtype}
             mark = source_mark(local.path, settings, roots=origin.roots, etags=origin.etags)
             if found := files.find(entry.id, mark):
@@ -123,6 +126,17 @@ def import_checkpoint(
     summary = summarize(manifest, store.skeleton(manifest))
     files.save(entry.id, manifest, summary)
     return summary
+
+
+def _check_bases(store: WeightStore, entry: AdapterConfig, path: Path) -> None:
+    """Raise AdapterError where a LoRA does not fit one of its bases. What is not in the store yet is not looked at."""
+    checkpoint = read_checkpoint(path)
+    for id_ in entry.base:
+        try:
+            base = store.manifest(id_)
+        except WeightsError:
+            continue
+        check_lora_base(checkpoint, base)
 
 
 @dataclass(frozen=True, slots=True)

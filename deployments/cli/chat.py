@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import Annotated, Final
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, Final
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
 from deployments.cli.client import ChatUsage, Client, ClientError, Key, Url, find_client
+from deployments.cli.generate import lora_use
 
 app = typer.Typer()
 _HELP: Final = """\
@@ -25,11 +26,13 @@ _HELP: Final = """\
 def chat(
     message: Annotated[str | None, typer.Argument(help="One question; without it, a conversation.")] = None,
     model: Annotated[str, typer.Option("--model", "-m", help="Model id.")] = "adder",
+    lora: Annotated[list[str] | None, typer.Option(help="Adapter, as NAME or NAME:SCALE; may be repeated.")] = None,
     url: Url = None,
     key: Key = None,
 ) -> None:
     """Talk to a language model."""
-    conversation = _Conversation(find_client(url, key), model, Console())
+    loras = [lora_use(text) for text in lora or []]
+    conversation = _Conversation(find_client(url, key), model, Console(), loras=loras)
     if message is not None:
         conversation.ask(message, shows_speed=False)
         return
@@ -41,7 +44,12 @@ class _Conversation:
     """A conversation with one model after another. What was said stays when the model changes."""
 
     def __init__(
-        self, client: Client, model: str, out: Console, clock: Callable[[], float] = time.perf_counter
+        self,
+        client: Client,
+        model: str,
+        out: Console,
+        clock: Callable[[], float] = time.perf_counter,
+        loras: Sequence[dict[str, Any]] = (),
     ) -> None:
         self.model = model
         self.history: list[dict[str, str]] = []
@@ -49,6 +57,7 @@ class _Conversation:
         self._client = client
         self._out = out
         self._clock = clock
+        self._options = {"lora": list(loras)} if loras else {}
 
     def take_line(self, line: str) -> bool:
         """Answer a line, or do what its command says. Returns False at the end of the conversation."""
@@ -77,7 +86,7 @@ class _Conversation:
         answer, usage = "", None
         first_s = last_s = start_s = self._clock()
         try:
-            for piece in self._client.chat_stream(model=self.model, messages=messages):
+            for piece in self._client.chat_stream(model=self.model, messages=messages, **self._options):
                 if isinstance(piece, ChatUsage):
                     usage = piece
                     continue
@@ -98,6 +107,7 @@ class _Conversation:
         known = [model["id"] for model in self._client.models() if model["kind"] in ("llm", "pipeline")]
         if name in known:
             self.model = name
+            self._options = {}  # LoRAs are for the model that they came with
         else:
             self._out.print(f"models: {', '.join(known)}", markup=False, highlight=False)
 

@@ -60,7 +60,7 @@ def generate(
         "size": size,
         "negative_prompt": negative,
         "seed": seed,
-        "lora": [_lora(text) for text in lora or []],
+        "lora": [lora_use(text) for text in lora or []],
         "strength": strength,
         "init_image": image and _file(image, "--image"),
         "mask_image": mask and _file(mask, "--mask"),
@@ -157,7 +157,8 @@ def _control(text: str) -> dict[str, Any]:
     return {"name": name, "image": _file(Path(file), "--control"), "scale": _scale(scale)}
 
 
-def _lora(text: str) -> dict[str, Any]:
+def lora_use(text: str) -> dict[str, Any]:
+    """Return the adapter that NAME or NAME:SCALE says, as requests have it. Raises OptionError."""
     name, _, scale = text.partition(":")
     if not name or not math.isfinite(_scale(scale)):
         raise OptionError(f"--lora {text!r}: expected NAME or NAME:SCALE")

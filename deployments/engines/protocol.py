@@ -268,6 +268,15 @@ class TokenConstraint(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class TextLora:
+    """A LoRA of a text request and its strength. `key` is the identity of its weights, and decides on the order."""
+
+    key: str
+    adapter: LoraAdapter
+    scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
 class TextRequest:
     """A prompt as token ids, ready for the scheduler; `n` completions of it are asked for.
 
@@ -279,6 +288,7 @@ class TextRequest:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     n: int = 1
     constraint: TokenConstraint | None = None
+    loras: tuple[TextLora, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

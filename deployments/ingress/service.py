@@ -245,7 +245,10 @@ class Service:
     async def _checked_text(self, request: ChatRequest | CompletionRequest) -> ChatRequest | CompletionRequest:
         check_text(request, self._config.ingress.limits)
         record = await self._catalog.find_usable(request.model, "llm")
-        request = request.model_copy(update={"model_version": record.fingerprint})
+        find = self._catalog.find_adapter
+        versions = {use.name: (await find(use.name, request.model, "adapter")).fingerprint for use in request.lora}
+        update = {"model_version": record.fingerprint, "adapter_versions": versions}
+        request = request.model_copy(update=update)
         return with_text_defaults(request, record.defaults)
 
     def _terms(self, request: Request | PipelineRequest) -> Terms:

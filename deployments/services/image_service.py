@@ -26,7 +26,7 @@ from deployments.engines.protocol import (
     DiffusionOutput,
     DiffusionRequest,
 )
-from deployments.errors import InvalidRequest, as_service_errors
+from deployments.errors import as_service_errors
 from deployments.modules.cache import Lease, ModuleCache
 from deployments.modules.loading import batch_bounds, is_denoise_component
 from deployments.records import CacheUse, ImageProgress, ImageRequest, ImageResult
@@ -232,10 +232,7 @@ def _progress(output: DiffusionOutput) -> ImageProgress:
 
 
 def _denoise_request(request: ImageRequest) -> DiffusionRequest:
-    """Return the request in the engine's terms. Raises InvalidRequest for an adapter that is used twice."""
-    names = [use.name for use in request.lora]
-    if len(set(names)) != len(names):
-        raise InvalidRequest("lora: an adapter may be used once per request", "lora")
+    """Return the request in the engine's terms."""
     return DiffusionRequest(
         request_id=uuid.uuid4().hex,
         width=_filled(request.width),

@@ -23,12 +23,13 @@ from deployments.engines.protocol import (
     EngineError,
     SamplingParams,
     TextDelta,
+    TextLora,
     TextRequest,
     TokenConstraint,
     TokenLogprob,
 )
 from deployments.errors import InvalidRequest, as_service_errors
-from deployments.modules.cache import ModuleCache
+from deployments.modules.cache import Lease, ModuleCache
 from deployments.modules.loading import is_denoise_component
 from deployments.records import ChatRequest, TextChoice, TextChunk, TextRequestRecord, TextResult, TokenText
 from deployments.services.step_loop import DeviceThread, EngineLoop
@@ -52,12 +53,19 @@ class TextService:
         start = time.perf_counter()
         with as_service_errors():
             async with self._module_cache.lease(
-                request.model, is_denoise_component, version=request.model_version
+                request.model,
+                is_denoise_component,
+                sorted(use.name for use in request.lora),
+                version=request.model_version,
+                adapter_versions=request.adapter_versions,
             ) as lease:
                 engine: LLMEngine = lease.modules["model"]
                 loop: EngineLoop[TextRequest, TextDelta] = lease.bound(lambda: EngineLoop(self._device, engine))
                 reading = asyncio.get_running_loop().run_in_executor(self._tokenizing, _text_requests, engine, request)
                 requests, tools = await outcome_of(reading)
+                if request.lora:
+                    loras = _loras(lease, request)
+                    requests = [replace(one, loras=loras) for one in requests]
                 readers: dict[int, ToolCallReader] | None = defaultdict(tools.reader) if tools else None
                 added = time.perf_counter()
                 first: float | None = None
@@ -229,6 +237,12 @@ def _text_requests(engine: LLMEngine, request: TextRequestRecord) -> tuple[list[
         for prompt in prompts
     ]
     return found, tools
+
+
+def _loras(lease: Lease, request: TextRequestRecord) -> tuple[TextLora, ...]:
+    """Return the LoRAs of a request, built."""
+    adapters, keys = lease.adapters, lease.adapter_keys
+    return tuple(TextLora(keys[use.name], adapters[use.name], use.scale) for use in request.lora)
 
 
 def _tool_use(engine: LLMEngine, request: ChatRequest) -> _ToolUse | None:

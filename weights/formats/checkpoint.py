@@ -1,9 +1,9 @@
 """Checkpoints in a stock layout: diffusers pipeline, transformers model, LoRA, GGUF, bare files; as components.
 
-Folders: diffusers `model_index.json` with one folder per component; a ControlNet; transformers `config.json` beside
-`model.safetensors` or its shards with `model.safetensors.index.json`; sentence-transformers `modules.json`, or one
-Dense module of such a model; one GGUF model. Files: safetensors, GGUF, KuiperLLama `.bin`, and torch's pickles for who
-asks. Symlinks are followed, as model hubs' caches consist of them.
+Folders: diffusers `model_index.json` with one folder per component; a ControlNet; a LoRA of diffusers or PEFT;
+transformers `config.json` beside `model.safetensors` or its shards with `model.safetensors.index.json`;
+sentence-transformers `modules.json`, or one Dense module of such a model; one GGUF model. Files: safetensors, GGUF,
+KuiperLLama `.bin`, and torch's pickles for who asks. Symlinks are followed, as model hubs' caches consist of them.
 """
 
 from __future__ import annotations
@@ -14,17 +14,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from weights.errors import FormatError
+from weights.errors import AdapterError, FormatError
 from weights.formats import dense_head
 from weights.formats.folder import files_below
 from weights.formats.gguf_model import folder_files, gguf_set, read_gguf_model
 from weights.formats.kuiper import read_kuiper
 from weights.formats.lora import is_kohya, read_lora_configs
+from weights.formats.peft import PEFT_CLASS, PEFT_CONFIG, PEFT_FILE, check_peft_base, peft_targets, read_peft_config
 from weights.formats.safetensors import read_header
 from weights.formats.tensors import SourceTensor
 from weights.formats.untrusted import shown
 from weights.formats.weight_files import LORA_FILE, is_plain_name, read_json, safetensors_files, torch_files
-from weights.manifest import ModelKind, WeightFormat
+from weights.manifest import Manifest, ModelKind, WeightFormat
 
 _ZIP_MAGIC = b"PK\3\4"
 _PROTOCOLS = (b"\x80\2", b"\x80\3", b"\x80\4", b"\x80\5")  # how a pickle of protocol 2 to 5 begins
@@ -116,13 +117,15 @@ def read_checkpoint(path: Path, *, component: str | None = None, allow_torch: bo
             return _single_file(path, allow_torch)
         case "adapter":
             return _adapter(path / LORA_FILE)
+        case "peft":
+            return _peft(path)
         case "transformers":
             return _transformers(path, allow_torch)
         case "gguf":
             return _gguf(path, folder_files(path))
 
 
-def recognise(path: Path) -> Literal["file", "diffusers", "adapter", "transformers", "gguf"]:
+def recognise(path: Path) -> Literal["file", "diffusers", "adapter", "peft", "transformers", "gguf"]:
     """Tell the layout by the names of a few files, without a walk: a folder that is none may be a whole disk.
 
     Raises FormatError for what has none that is known.
@@ -136,6 +139,8 @@ def recognise(path: Path) -> Literal["file", "diffusers", "adapter", "transforme
             return "diffusers"
         if (path / LORA_FILE).is_file():
             return "adapter"
+        if (path / PEFT_CONFIG).is_file() and ((path / PEFT_FILE).is_file() or not safetensors_files(path)):
+            return "peft"
         if (path / "config.json").is_file() and (safetensors_files(path) or not folder_files(path)):
             return "transformers"
         if folder_files(path):
@@ -144,8 +149,23 @@ def recognise(path: Path) -> Literal["file", "diffusers", "adapter", "transforme
         raise FormatError(f"{path}: {error.strerror or error}") from error
     raise FormatError(
         f"{path}: unknown layout; expected model_index.json (diffusers), config.json (transformers), {LORA_FILE}, "
-        f"one GGUF model, or the name of a single file"
+        f"{PEFT_CONFIG} (PEFT), one GGUF model, or the name of a single file"
     )
+
+
+def check_lora_base(lora: Checkpoint, base: Manifest) -> None:
+    """Check that a LoRA is for models of the base's kind, and as far as the headers tell for this one.
+
+    Raises AdapterError naming the base, and the layer that it does not have. Anything but a LoRA passes.
+    """
+    if lora.kind != "adapter":
+        return
+    wanted, what = ("llm", "language models") if lora.class_name == PEFT_CLASS else ("diffusion", "diffusion pipelines")
+    if base.kind != wanted:
+        raise AdapterError(f"{lora.path}: a LoRA of {what}, which cannot change {base.model!r}, of kind {base.kind!r}")
+    if lora.class_name == PEFT_CLASS:
+        shapes = {name: tensor.shape for name, tensor in lora.components[0].tensors.items()}
+        check_peft_base(lora.path, peft_targets(lora.path, shapes), base)
 
 
 def _diffusers(path: Path, only: str | None, allow_torch: bool) -> Checkpoint:
@@ -221,6 +241,17 @@ def _adapter(file: Path) -> Checkpoint:
     read_lora_configs(file, header.metadata)  # refused here, not by the first request that uses it
     lora = SourceComponent("lora", "peft", None, ".", dict(header.tensors), dict(header.metadata), (file.name,))
     return Checkpoint(file.parent if file.name == LORA_FILE else file, "adapter", None, (lora,))
+
+
+def _peft(path: Path) -> Checkpoint:
+    if not (path / PEFT_FILE).is_file():
+        raise FormatError(f"{path}: no {PEFT_FILE} beside {PEFT_CONFIG} (a pickle has to be saved as safetensors)")
+    read_peft_config(path / PEFT_CONFIG)
+    header = read_header(path / PEFT_FILE)
+    peft_targets(path / PEFT_FILE, {name: tensor.shape for name, tensor in header.tensors.items()})
+    lora = SourceComponent("lora", "peft", PEFT_CLASS, ".", dict(header.tensors), dict(header.metadata), (PEFT_FILE,))
+    # Its scales are in the config: a header, so that they count for the component's identity.
+    return Checkpoint(path, "adapter", PEFT_CLASS, (lora,), {PEFT_CONFIG: (path / PEFT_CONFIG).read_bytes()})
 
 
 def _component(

@@ -84,13 +84,20 @@ def read_lora_configs(file: Path, metadata: Mapping[str, str]) -> dict[str, Lora
     for key, value in config.items():
         component, _, option = key.partition(".")
         options.setdefault(component, {})[option] = value
-    return {component: _read(file, component, values) for component, values in options.items()}
+    return {
+        component: check_lora_options(file, f"metadata says {shown(component)[1:-1]}.", values)
+        for component, values in options.items()
+    }
 
 
-def _read(file: Path, component: str, options: Mapping[str, Any]) -> LoraConfig:
+def check_lora_options(file: Path, prefix: str, options: Mapping[str, Any]) -> LoraConfig:
+    """Check the options of PEFT's LoraConfig that decide on scales; `prefix` goes before their names in messages.
+
+    Raises AdapterError as `read_lora_configs` does.
+    """
+
     def refused(option: str, reason: str) -> AdapterError:
-        key = f"{shown(component)[1:-1]}.{option}"
-        return AdapterError(f"{file}: metadata says {key}={shown(options[option])}{reason}")
+        return AdapterError(f"{file}: {prefix}{option}={shown(options[option])}{reason}")
 
     for option, what in _UNSUPPORTED.items():
         if options.get(option):

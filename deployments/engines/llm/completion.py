@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
+from deployments.engines.llm.loras import SequenceLora, scope_of
 from deployments.engines.llm.sampler import SampledToken
 from deployments.engines.llm.scheduler import Sequence
 from deployments.engines.llm.token_picker import TokenPicker
@@ -84,13 +85,14 @@ class Completion:
         tokenizer: PreTrainedTokenizerBase,
         max_model_len: int,
         eos_token_ids: frozenset[int],
+        loras: tuple[SequenceLora, ...] = (),
     ) -> Completion:
         """Return the state of a checked request; `max_tokens` is clipped to what fits behind the prompt."""
         prompt, sampling = request.prompt_token_ids, request.sampling
         eos = frozenset() if sampling.ignore_eos else eos_token_ids
         return cls(
             index=index,
-            sequence=Sequence(request.request_id, list(prompt), len(prompt)),
+            sequence=Sequence(request.request_id, list(prompt), len(prompt), scope_of(loras), loras),
             picker=TokenPicker.create(
                 sampling, prompt, index=index, constraint=request.constraint and request.constraint.fork()
             ),

@@ -14,6 +14,7 @@ from deployments.engines.llm.block_manager import BlockPool
 from deployments.engines.llm.completion import Completion, check_request
 from deployments.engines.llm.grammar import GrammarCompiler
 from deployments.engines.llm.kv_cache import cache_shape, plan_cache
+from deployments.engines.llm.loras import DecoderLoras
 from deployments.engines.llm.model_runner import ModelRunner
 from deployments.engines.llm.models.registry import create_model, decoder_spec, load_config
 from deployments.engines.llm.sampler import SampledToken, sample
@@ -102,6 +103,7 @@ class LLMEngine:
             shares_completions=not is_deterministic,
         )
         self._runner = ModelRunner(model, plan.num_blocks)
+        self._loras = DecoderLoras(model)
         self._requests: dict[str, list[Completion]] = {}
         self._memory = MemoryLimits()
 
@@ -146,7 +148,7 @@ class LLMEngine:
 
         Raises:
             EngineError: the prompt is empty, too long or has unknown tokens, a sampling parameter is out of
-            range, or a request of this id has not finished.
+            range, a LoRA does not fit, or a request of this id has not finished.
         """
         if request.request_id in self._requests:
             raise EngineError(f"request id {request.request_id!r} is in use by a request that has not finished")
@@ -156,6 +158,7 @@ class LLMEngine:
             vocab_size=self._vocab_size,
             max_num_seqs=self._scheduler.max_num_seqs,
         )
+        loras = self._loras.fit(request.loras)
         completions = [
             Completion.create(
                 request,
@@ -163,6 +166,7 @@ class LLMEngine:
                 tokenizer=self.tokenizer,
                 max_model_len=self.max_model_len,
                 eos_token_ids=self._eos_token_ids,
+                loras=loras,
             )
             for index in range(request.n)
         ]

@@ -22,9 +22,11 @@ from torch.nn import functional as F
 
 from deployments.engines.llm.block_manager import BLOCK_SIZE
 from deployments.engines.llm.kv_cache import KVCache
+from deployments.engines.llm.loras import SequenceLora
 from deployments.engines.llm.models.registry import CPU_ROW_MULTIPLE, LoadedModel
 from deployments.engines.llm.packed_decoder import DecodeRow, PackedDecoder
 from deployments.engines.llm.scheduler import Chunk, Sequence
+from deployments.engines.nn.lora import RowAdapter, adapted_rows
 from weights.memory.devices import computes_on_host
 
 TILE = 64  # tokens of a prompt that attend together
@@ -62,12 +64,19 @@ class ModelRunner:
         windows = model.spec.windows or (0,) * model.spec.num_layers
         plans = {window: _plan_attention(chunks, self._cache, model.device, window) for window in set(windows)}
         attend = _LayerAttention(tuple(plans[window] for window in windows))
-        hidden = model.module(self._padded(torch.tensor(tokens)).to(model.device), angles, attend)
-        return self._logits(hidden, _last_rows(chunks))
+        with adapted_rows(model.module, _row_adapters(chunks, model.device)):
+            hidden = model.module(self._padded(torch.tensor(tokens)).to(model.device), angles, attend)
+        with adapted_rows(model.module, _row_adapters(chunks, model.device, of_head=True)):
+            return self._logits(hidden, _last_rows(chunks))
 
     def _decoded(self, chunks: Collection[Chunk]) -> torch.Tensor | None:
-        """Return hidden states of the step's rows where all are tokens of completions that the kernels take."""
+        """Return hidden states of the step's rows where all are tokens of completions that the kernels take.
+
+        They know no LoRA.
+        """
         if self._decoder is None or any(chunk.start < chunk.sequence.num_prompt_tokens for chunk in chunks):
+            return None
+        if any(chunk.sequence.loras for chunk in chunks):
             return None
         if not 0 < sum(chunk.num_tokens for chunk in chunks) <= self._decoder.max_rows:
             return None
@@ -99,6 +108,23 @@ def _last_rows(chunks: Collection[Chunk]) -> list[int]:
         if chunk.is_last:
             rows.append(end - 1)
     return rows
+
+
+def _row_adapters(chunks: Iterable[Chunk], device: torch.device, *, of_head: bool = False) -> list[RowAdapter]:
+    """Return the LoRAs of a step with the rows that they change: those of its tokens, or those of its logits."""
+    rows: dict[SequenceLora, list[int]] = {}
+    end = 0
+    for chunk in chunks:
+        start, end = end, end + (int(chunk.is_last) if of_head else chunk.num_tokens)
+        for lora in chunk.sequence.loras:
+            rows.setdefault(lora, []).extend(range(start, end))
+    row_multiple = CPU_ROW_MULTIPLE if computes_on_host(device) else 1
+    found = []
+    for lora in sorted(rows, key=lambda lora: lora.place):
+        pairs = lora.fitted.head if of_head else lora.fitted.layers
+        if pairs and rows[lora]:
+            found.append(RowAdapter(pairs, lora.scale, torch.tensor(rows[lora], device=device), row_multiple))
+    return found
 
 
 @dataclass(frozen=True, slots=True)

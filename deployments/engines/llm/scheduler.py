@@ -6,9 +6,12 @@ from collections import deque
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from deployments.engines.llm.block_manager import BLOCK_SIZE, BlockPool, block_key, blocks_for
+
+if TYPE_CHECKING:
+    from deployments.engines.llm.loras import SequenceLora
 
 MAX_PREFILLING: Final = 4  # prompts that share a step when each could fill it
 MIN_SHARE: Final = 16  # tokens of a prompt's share of a step
@@ -28,14 +31,15 @@ class Sequence:
 
     `token_ids` is the prompt followed by the completion. The keys and values of its first
     `num_computed_tokens` are in the KV cache, in the blocks of `block_table` in order; of `num_cached_tokens` they were
-    there already when the sequence came. `scope` is what they depend on beside the tokens. `num_siblings` sequences
-    will be forked from this one when its prompt is computed: their seats are kept.
+    there already when the sequence came. `scope` is what they depend on beside the tokens: the `loras`. `num_siblings`
+    sequences will be forked from this one when its prompt is computed: their seats are kept.
     """
 
     request_id: str
     token_ids: list[int]
     num_prompt_tokens: int
     scope: bytes = b""
+    loras: tuple[SequenceLora, ...] = ()
     num_siblings: int = 0
     status: SequenceStatus = SequenceStatus.WAITING
     num_computed_tokens: int = 0

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from deployments.engines.nn.batch_invariant import conv2d, linear
 from deployments.engines.protocol import EngineError
@@ -35,6 +37,40 @@ def applied_adapters(module: nn.Module, uses: Sequence[tuple[Pairs, float]]) -> 
                 continue
             for path, target in targets.items():
                 handles.append(target.register_forward_hook(_side_path(pairs[path], strength)))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowAdapter:
+    """An adapter of some rows of a batch: pairs by module path, strength, and the numbers of the rows (N,).
+
+    Its products have a multiple of `row_multiple` rows, where those of few rows round by their number.
+    """
+
+    pairs: Pairs
+    strength: float
+    rows: torch.Tensor
+    row_multiple: int
+
+
+@contextmanager
+def adapted_rows(module: nn.Module, uses: Sequence[RowAdapter]) -> Iterator[None]:
+    """Add adapters to the rows (T, in) of what the linear layers of `module` compute within the block, each to its own.
+
+    They have passed `check_targets`. A row's result does not depend on the others. HAZARD: as `applied_adapters`.
+    """
+    by_path: dict[str, list[RowAdapter]] = {}
+    for use in uses:
+        for path in use.pairs:
+            by_path.setdefault(path, []).append(use)
+    handles: list[Any] = []
+    try:
+        for path, own in by_path.items():
+            target = module.get_submodule(path)
+            handles.append(target.register_forward_hook(_rows_side_path(path, own)))
         yield
     finally:
         for handle in handles:
@@ -80,5 +116,17 @@ def _side_path(pair: LoraPair, strength: float) -> Callable[[nn.Module, Any, tor
         else:
             delta = linear(linear(x, down), up)
         return output + delta * (pair.scale * strength)
+
+    return add
+
+
+def _rows_side_path(path: str, uses: Sequence[RowAdapter]) -> Callable[[nn.Module, Any, torch.Tensor], torch.Tensor]:
+    def add(target: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
+        for use in uses:
+            pair, x = use.pairs[path], args[0][use.rows]
+            padded = F.pad(x, (0, 0, 0, -len(x) % use.row_multiple))
+            delta = linear(linear(padded, pair.down), pair.up)[: len(x)]
+            output.index_add_(0, use.rows, delta * (pair.scale * use.strength))
+        return output
 
     return add

@@ -51,6 +51,7 @@ LLM: Final = Signature(
         _option("top_k", "INT32"),
         _option("seed", "INT64"),
         _option("stop", "BYTES"),
+        _option("lora", "BYTES"),
         _option("chat", "BOOL"),
     ),
     outputs=(

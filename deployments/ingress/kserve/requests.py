@@ -60,7 +60,7 @@ def text_requests(
     stop = _stop(given, parameters)
     records: list[ChatRequest | CompletionRequest] = []
     for prompt, option in zip(prompts, _options(len(prompts), given, per_prompt, parameters), strict=True):
-        fields = {"model": model, "stop": stop, **option}
+        fields = {"model": model, "stop": stop, **option, "lora": _lora(option.get("lora", ""))}
         if fields.pop("chat", False):
             records.append(as_record(ChatRequest, fields | {"messages": [{"role": "user", "content": prompt}]}))
         else:

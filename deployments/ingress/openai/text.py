@@ -24,6 +24,7 @@ from deployments.records import (
     ChatRequest,
     CompletionRequest,
     Count,
+    LoraUse,
     Name,
     RequestModel,
     TextChunk,
@@ -93,6 +94,7 @@ class TextBody(RequestModel):
     stop: str | tuple[str, ...] | None = None
     stop_token_ids: tuple[int, ...] | None = None
     ignore_eos: bool | None = None
+    lora: tuple[LoraUse, ...] | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     user: UserName | None = None

@@ -17,7 +17,7 @@ from deployments.ingress.openai.answers import warning_header, warnings_of_ignor
 from deployments.ingress.openai.response_answers import ResponseAnswer, ResponseForm
 from deployments.ingress.responses import EventStream, json_response, server_timing
 from deployments.ingress.service import Service
-from deployments.records import ChatRequest, Count, Name, RequestModel, TextChunk, UserName, as_record
+from deployments.records import ChatRequest, Count, LoraUse, Name, RequestModel, TextChunk, UserName, as_record
 
 
 class InputText(RequestModel):
@@ -108,6 +108,7 @@ class ResponsesBody(RequestModel):
     tools: list[FunctionTool] | None = Field(None, max_length=128)
     tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
     metadata: dict[Name, Annotated[str, Field(max_length=512)]] | None = Field(None, max_length=16)
+    lora: tuple[LoraUse, ...] | None = None
     previous_response_id: None = Field(None, description="responses are not stored: send the whole chat")
     conversation: None = Field(None, description="conversations are not stored")
     background: Literal[False] | None = None
@@ -118,7 +119,12 @@ class ResponsesBody(RequestModel):
     def to_record(self) -> ChatRequest:
         """Return the request as the service takes it. Raises: InvalidRequest."""
         given: dict[str, Any] = {"model": self.model, "messages": self._messages()}
-        given |= {"max_tokens": self.max_output_tokens, "temperature": self.temperature, "top_p": self.top_p}
+        given |= {
+            "lora": self.lora or (),
+            "max_tokens": self.max_output_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+        }
         if self.text is not None and (form := self.text.format) is not None:
             schema = None
             if form.type == "json_schema":

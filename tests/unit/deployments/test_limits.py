@@ -10,8 +10,8 @@ from configs.cluster import LimitsConfig
 from configs.model import GenerationDefaults
 from deployments.defaults import with_image_defaults
 from deployments.errors import InvalidRequest
-from deployments.limits import check_image
-from deployments.records import ImageRequest
+from deployments.limits import check_image, check_text
+from deployments.records import CompletionRequest, ImageRequest
 
 FLUX, SDXL = "FluxPipeline", "StableDiffusionXLPipeline"
 LIMITS = LimitsConfig(max_pixels=512 * 512, max_inference_steps=20)
@@ -45,3 +45,14 @@ def test_what_was_asked_for_is_not_called_a_default() -> None:
         check(FITS | {"num_inference_steps": 21}, {}, SDXL)
     with pytest.raises(InvalidRequest, match=r"^size: 262656 pixels, at most 262144 are allowed$"):
         check(FITS | {"width": 513}, {}, SDXL)
+
+
+def test_an_adapter_is_used_once_for_images_and_texts() -> None:
+    twice = ({"name": "a"}, {"name": "b"}, {"name": "a", "scale": 0.5})
+    with pytest.raises(InvalidRequest, match="an adapter may be used once per request"):
+        check(FITS | {"lora": twice}, {}, FLUX)
+    with pytest.raises(InvalidRequest, match="an adapter may be used once per request"):
+        check_text(CompletionRequest(model="m", prompt="p", lora=twice), LIMITS)
+    check_text(CompletionRequest(model="m", prompt="p", lora=twice[:2]), LIMITS)
+    with pytest.raises(InvalidRequest, match="lora: 2 adapters, at most 1 are allowed"):
+        check_text(CompletionRequest(model="m", prompt="p", lora=twice[:2]), LimitsConfig(max_loras=1))

@@ -11,12 +11,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeVar
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+_T = TypeVar("_T")
 _MIXTRAL: Final = re.compile(r"\.block_sparse_moe\.(gate|experts\.\d+\.(w1|w2|w3))\.")
 _MIXTRAL_NAMES: Final = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 
@@ -77,9 +78,9 @@ class MixtureOfExperts(nn.Module):
         return out_TC
 
 
-def renamed_experts(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the tensors with Mixtral's names in the form of Qwen3-MoE's."""
-    return {_MIXTRAL.sub(_renamed, name): tensor for name, tensor in tensors.items()}
+def renamed_experts(named: Mapping[str, _T]) -> dict[str, _T]:
+    """Return tensors, or what else has names like theirs, with Mixtral's names in the form of Qwen3-MoE's."""
+    return {_MIXTRAL.sub(_renamed, name): one for name, one in named.items()}
 
 
 def _renamed(match: re.Match[str]) -> str:

@@ -84,3 +84,13 @@ def test_an_error_does_not_end_a_conversation_and_is_not_remembered(
     assert "/model NAME" in out.getvalue()
     assert not talk.take_line("/quit")
     assert not talk.take_line("")
+
+
+def test_loras_go_with_every_question_until_the_model_changes(server: Server, out: io.StringIO) -> None:
+    client = Client("http://cluster")
+    client._http = httpx.Client(base_url="http://cluster", transport=httpx.MockTransport(server))
+    loras = [{"name": "polite", "scale": 0.5}]
+    talk = _Conversation(client, "adder", Console(file=out), loras=loras)
+    for line in ("one", "two", "/model larger", "three"):
+        assert talk.take_line(line)
+    assert [body.get("lora") for body in server.bodies] == [loras, loras, None]

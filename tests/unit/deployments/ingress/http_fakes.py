@@ -60,12 +60,13 @@ CONFIG = ClusterConfig.model_validate(
             {"id": "strokes", "path": "/c", "base": ["flux"]},
             {"id": "thin", "path": "/t", "base": ["other-flux"]},
             {"id": "torn", "path": "/r", "base": ["flux"]},
+            {"id": "polite", "path": "/y", "base": ["chatty"]},
         ],
     }
 )
 KINDS = {"flux": "diffusion", "other-flux": "diffusion", "chatty": "llm", "plain": "llm", "clip": "embedding"}
 CLASSES = {"flux": "FluxPipeline", "other-flux": "FluxPipeline", "sdxl": "StableDiffusionXLPipeline"}
-KINDS |= {"bold": "adapter", "thin": "adapter", "strokes": "controlnet"}
+KINDS |= {"bold": "adapter", "thin": "adapter", "polite": "adapter", "strokes": "controlnet"}
 STATUSES = {
     entry.id: ModelRecord(
         entry.id,

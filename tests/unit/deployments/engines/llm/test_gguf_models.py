@@ -21,9 +21,12 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from deployments.engines.llm.loras import DecoderLoras
 from deployments.engines.llm.models.registry import create_model, load_config
+from deployments.engines.nn.lora import RowAdapter, adapted_rows
 from deployments.engines.nn.packed_linear import PackedLinear
-from deployments.engines.protocol import EngineError
+from deployments.engines.protocol import EngineError, TextLora
+from weights.adapters import LoraAdapter, LoraPair
 from weights.dtypes import BLOCK_SIZES
 from weights.externalize import externalize
 from weights.loader import load_model
@@ -288,3 +291,28 @@ def test_what_cannot_run_is_named(tmp_path: Path, key: str, value: int | str, me
     folder = with_key(file, key, value)
     with pytest.raises(EngineError, match=message):
         create_model(load_config(folder), stored_tensors(tmp_path, file)[1], torch.device("cpu"))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_a_lora_changes_packed_weights_as_plain_ones(tmp_path: Path, family: str) -> None:
+    """Llama's rows of q and k are in another order in a GGUF file: so must be what a LoRA adds to them."""
+    file = tmp_path / "tiny.gguf"
+    stock = write_model(file, family, "Q8_0")
+    pairs = {}
+    for leaf in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.down_proj"):
+        path = f"model.layers.1.{leaf}"
+        rows, columns = stock.get_submodule(path).weight.shape
+        pairs[path] = LoraPair(torch.randn(3, columns) / 4, torch.randn(rows, 3) / 4, 0.7)
+    folder, tensors = stored_tensors(tmp_path, file)
+    model = create_model(load_config(folder), tensors, torch.device("cpu"), arithmetic="exact")
+    (lora,) = DecoderLoras(model).fit([TextLora("lora", LoraAdapter(Path("lora"), {"model": pairs}), 0.8)])
+    ids, places = torch.randint(0, VOCABULARY, (24,)), torch.arange(24)
+    before = stock(ids[None]).logits[0]
+    for path, pair in pairs.items():
+        stock.get_submodule(path).weight += 0.8 * pair.scale * pair.up @ pair.down
+    expected = stock(ids[None]).logits[0]
+    use = RowAdapter(lora.fitted.layers, lora.scale, places, row_multiple=1)
+    with torch.inference_mode(), adapted_rows(model.module, [use]):
+        got = model.module.logits(model.module(ids, model.rotary.angles(places, model.dtype), attend))
+    assert float((got - expected).abs().max() / expected.abs().max()) < 1e-4
+    assert float((before - expected).abs().max() / expected.abs().max()) > 1e-2

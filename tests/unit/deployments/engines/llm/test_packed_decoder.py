@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 from deployments.engines.llm.kv_cache import KVCache
+from deployments.engines.llm.loras import DecoderLoras
 from deployments.engines.llm.model_runner import ModelRunner
 from deployments.engines.llm.models.llama import DecoderSpec, LlamaForCausalLM
 from deployments.engines.llm.models.registry import LoadedModel
@@ -19,6 +21,8 @@ from deployments.engines.llm.scheduler import Sequence as Completion
 from deployments.engines.native.library import load_kernels
 from deployments.engines.nn.packed_linear import Arithmetic, PackedEmbedding, PackedLinear, packed_weight
 from deployments.engines.nn.rotary import Rotary
+from deployments.engines.protocol import TextLora
+from weights.adapters import LoraAdapter, LoraPair
 from weights.dtypes import BLOCK_SIZES
 
 VOCABULARY = 64
@@ -149,3 +153,19 @@ def test_other_models_and_other_arithmetic_run_layer_by_layer() -> None:
     layer = dense.module.model.layers[0]
     layer.mlp.up_proj = nn.Linear(256, 512)
     assert decoder(dense) is None
+
+
+def test_rows_with_a_lora_take_the_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels know no LoRA: a step with one in it is computed layer by layer, and changed by it."""
+    model = random_model("Q8_0")
+    target = "model.layers.1.mlp.down_proj"
+    adapter = LoraAdapter(Path("lora"), {"model": {target: LoraPair(torch.randn(3, 512), torch.randn(256, 3), 0.3)}})
+    drawn = sequences([3, 31])
+    plain = run(ModelRunner(model, NUM_BLOCKS), drawn)
+    drawn[0].loras = DecoderLoras(model).fit([TextLora("lora", adapter)])
+    got = run(ModelRunner(model, NUM_BLOCKS), drawn)
+    with monkeypatch.context() as patch:
+        patch.setattr(PackedDecoder, "create", classmethod(lambda *_: None))
+        layers = run(ModelRunner(model, NUM_BLOCKS), drawn)
+    assert torch.equal(torch.cat(got), torch.cat(layers))
+    assert not torch.allclose(got[0][0], plain[0][0], rtol=0.1)

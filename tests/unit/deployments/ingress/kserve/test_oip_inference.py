@@ -111,6 +111,7 @@ async def test_a_failure_cancels_what_still_runs(inference: Inference, service: 
 
 async def test_texts_are_continued_or_answered(inference: Inference, service: Any) -> None:
     more = (tensor("chat", "BOOL", [True, False]), text_tensor("stop", ["x", "y", "z"]))
+    more += (text_tensor("lora", ["polite:0.5", ""]),)
     response = await inference.infer(text_request(*more, prompts=["a", "ü"], parameters={"temperature": 0}))
     assert by_name(response) == {
         "text_output": [b"chat:a", "more:ü".encode()],
@@ -120,6 +121,7 @@ async def test_texts_are_continued_or_answered(inference: Inference, service: An
     }
     assert [type(asked) for asked in service.requests] == [ChatRequest, CompletionRequest]
     assert {(asked.stop, asked.temperature) for asked in service.requests} == {(("x", "y", "z"), 0.0)}
+    assert [asked.lora for asked in service.requests] == [(LoraUse(name="polite", scale=0.5),), ()]
 
 
 async def test_texts_or_token_ids_are_embedded_in_one_call(inference: Inference, service: Any) -> None:

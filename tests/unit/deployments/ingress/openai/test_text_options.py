@@ -159,3 +159,18 @@ async def test_tools_that_make_no_sense(http: httpx.AsyncClient, replicas: Repli
     assert answer.status_code == 400
     assert problem(answer)["param"].split(".")[0] in wrong
     assert not replicas.requests
+
+
+async def test_loras_come_with_their_versions(client: openai.AsyncOpenAI, replicas: Replicas) -> None:
+    extra = {"lora": [{"name": "polite", "scale": 0.5}]}
+    await client.chat.completions.create(model="chatty", messages=QUESTION, extra_body=extra)
+    await client.completions.create(model="chatty", prompt="x", extra_body=extra)
+    await client.responses.create(model="chatty", input="x", extra_body=extra)
+    await client.responses.create(model="chatty", input="x")
+    *adapted, plain = replicas.requests
+    for request in adapted:
+        assert [(use.name, use.scale) for use in request.lora] == [("polite", 0.5)]
+        assert request.adapter_versions == {"polite": "version of polite"}
+    assert (plain.lora, plain.adapter_versions) == ((), {})
+    listed = {model.id: model.to_dict() for model in (await client.models.list()).data}
+    assert (listed["polite"]["kind"], listed["polite"]["base"]) == ("adapter", ["chatty"])

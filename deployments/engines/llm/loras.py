@@ -1,0 +1,96 @@
+"""LoRAs of requests, fitted to one decoder: its module names, dtype, device and order of rows."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from deployments.engines.llm.models.feed_forward import renamed_experts
+from deployments.engines.llm.models.registry import LoadedModel
+from deployments.engines.nn.lora import Pairs, check_targets
+from deployments.engines.protocol import EngineError, TextLora
+from weights.adapters import LoraAdapter, LoraPair
+
+_HEAD = "lm_head"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Fitted:
+    """One adapter's pairs: those of the layers, and those of the head, which has other rows.
+
+    No other adapter ever has its `serial`.
+    """
+
+    serial: int
+    layers: Pairs
+    head: Pairs
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceLora:
+    """A LoRA that a sequence is computed with, and its strength. Equal ones change a token alike."""
+
+    key: str
+    fitted: _Fitted
+    scale: float
+
+    @property
+    def place(self) -> tuple[str, float, int]:
+        """Return its place among the LoRAs of a row: sums are rounded, so they are always added in one order."""
+        return self.key, self.scale, self.fitted.serial
+
+
+class DecoderLoras:
+    """The LoRAs of all requests of one decoder."""
+
+    def __init__(self, model: LoadedModel) -> None:
+        self._model = model
+        self._fitted: weakref.WeakKeyDictionary[LoraAdapter, _Fitted] = weakref.WeakKeyDictionary()
+        self._serials = itertools.count()
+
+    def fit(self, loras: Iterable[TextLora]) -> tuple[SequenceLora, ...]:
+        """Return those that change something, in their one order. Raises EngineError for one that does not fit."""
+        found = [SequenceLora(lora.key, self._fit(lora.adapter), lora.scale) for lora in loras]
+        return tuple(sorted((lora for lora in found if lora.scale), key=lambda lora: lora.place))
+
+    def _fit(self, adapter: LoraAdapter) -> _Fitted:
+        if adapter not in self._fitted:
+            pairs = self._checked(adapter)
+            head = {path: pair for path, pair in pairs.items() if path == _HEAD}
+            layers = {path: pair for path, pair in pairs.items() if path != _HEAD}
+            self._fitted[adapter] = _Fitted(next(self._serials), layers, head)
+        return self._fitted[adapter]
+
+    def _checked(self, adapter: LoraAdapter) -> Pairs:
+        model, given = self._model, adapter.components.get("model")
+        if given is None:
+            raise EngineError(f"{adapter.path}: is not a LoRA of a language model (PEFT's layout)")
+        dotted = renamed_experts({f"{path}.": pair for path, pair in given.items()})
+        pairs = {path.removesuffix("."): pair for path, pair in dotted.items()}
+        try:
+            check_targets(model.module, pairs)
+        except EngineError as error:
+            raise EngineError(f"{adapter.path}: {error}") from None
+        return {path: self._placed(path, pair) for path, pair in pairs.items()}
+
+    def _placed(self, path: str, pair: LoraPair) -> LoraPair:
+        spec = self._model.spec
+        heads = {"q_proj": spec.num_heads, "k_proj": spec.num_kv_heads}.get(path.rpartition(".")[2])
+        if heads and self._model.rotary.is_interleaved:  # the base's rows are in the order of neighbouring pairs
+            up = pair.up.view(heads, 2, spec.head_dim // 2, pair.rank).transpose(1, 2).reshape(pair.up.shape)
+            pair = LoraPair(pair.down, up, pair.scale)
+        return pair.to(self._model.device, self._model.dtype)
+
+
+def scope_of(loras: Sequence[SequenceLora]) -> bytes:
+    """Return what keys and values computed with these LoRAs depend on beside the tokens; empty without any.
+
+    An adapter's serial stands for it, not its weights' hash: what a damaged copy computed is never found again.
+    """
+    if not loras:
+        return b""
+    names = repr([(lora.fitted.serial, lora.scale) for lora in loras])
+    return hashlib.blake2b(names.encode(), digest_size=16, person=b"lora").digest()
