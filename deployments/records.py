@@ -115,6 +115,7 @@ class ImageOptions(RequestModel):
     scheduler: Name | None = Field(None, description="a class of diffusers, in place of the model's own")
     sigmas: tuple[Annotated[float, Finite], ...] | None = Field(None, min_length=1, max_length=1000)
     timesteps: tuple[int, ...] | None = Field(None, min_length=1, max_length=1000)
+    deterministic: bool = Field(False, description="the same bits in any company, on devices of one kind")
 
 
 class ImageRequest(ImageOptions):

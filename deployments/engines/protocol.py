@@ -133,7 +133,7 @@ class DiffusionRequest:
     `init_image`, uint8 (height, width, 3), makes it image-to-image: `strength` (0 to 1] is the part of the steps that
     run. `mask_image`, uint8 (height, width), makes that inpainting: what is 128 or more is painted anew. `control` are
     its ControlNets. `scheduler` is a class of diffusers, in place of the pipeline's own. `sigmas` or `timesteps` are
-    the schedule, as in stock: `num_inference_steps` of them.
+    the schedule, as in stock: `num_inference_steps` of them. `deterministic`: the same bits whatever else runs.
     """
 
     request_id: str
@@ -152,6 +152,7 @@ class DiffusionRequest:
     scheduler: str | None = None
     sigmas: tuple[float, ...] | None = None
     timesteps: tuple[int, ...] | None = None
+    deterministic: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -252,6 +252,7 @@ def _denoise_request(request: ImageRequest) -> DiffusionRequest:
         sigmas=request.sigmas,
         timesteps=request.timesteps,
         strength=1.0 if request.strength is None else request.strength,
+        deterministic=request.deterministic,
         control=tuple(ControlUse(use.name, use.image, use.scale, use.start, use.end) for use in request.control),
     )
 
@@ -277,6 +278,7 @@ def _conditioning_request(request: ImageRequest, denoise: DiffusionRequest, clas
         priority=request.priority,
         timeout_s=request.timeout_s,
         adapters={use.name: use.scale for use in request.lora},
+        encodes_alone=request.deterministic,
         adapter_versions=request.adapter_versions,
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 
 import numpy as np
@@ -89,3 +90,16 @@ async def test_float8_weights_are_uploaded_as_they_are(store: WeightStore, devic
     async with host.lease("fp8", is_denoise_component) as lease:
         kinds = {parameter.dtype for parameter in lease.modules["unet"].parameters()}
     assert kinds == {torch.float8_e4m3fn, torch.float32}
+
+
+async def test_a_deterministic_image_is_the_same_in_any_company(store: WeightStore, device: torch.device) -> None:
+    host = Host(store, str(device))
+    thread = DeviceThread()
+    encoder, images = FallbackEncoder(host, thread), ImageService(host, host.settings, thread)
+    mine = REQUEST.model_copy(update={"deterministic": True})
+    others = [
+        REQUEST.model_copy(update={"prompt": f"{n} threes", "seed": n, "deterministic": n == 1}) for n in range(3)
+    ]
+    together = await asyncio.gather(*(images.generate(one, encoder.condition) for one in (*others, mine)))
+    alone = await draw(Host(store, str(device)), mine)
+    assert np.array_equal(together[-1].images[0], alone.images[0])

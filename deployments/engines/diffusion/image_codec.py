@@ -39,33 +39,43 @@ class ImageCodec:
         self._processor = VaeImageProcessor(vae_scale_factor=self.scale_factor)
         self._upcast_vae: Any = None
 
-    def encode(self, images_BCHW: torch.Tensor, generator: torch.Generator, *, upcasts: bool = False) -> torch.Tensor:
+    def encode(
+        self, images_BCHW: torch.Tensor, generator: torch.Generator, *, upcasts: bool = False, may_change: bool = True
+    ) -> torch.Tensor:
         """Encode images from -1 to 1, (B, 3, H, W): a sample of their latents (B, C, h, w), unscaled.
 
-        `upcasts`: in float32 whatever the VAE's dtype, if its config has `force_upcast`.
+        `upcasts`: in float32 whatever the VAE's dtype, if its config has `force_upcast`. `may_change`: what finds no
+        memory goes in tiles, which changes it a little.
         """
         vae = self._vae_for_float32() if upcasts and self.vae.config.get("force_upcast") else self._safe_vae()
         images_BCHW = images_BCHW.to(vae.device, vae.dtype)
         with torch.no_grad():
-            posterior = self._in_tiles_if_large(vae, vae.encode, images_BCHW, images_BCHW.shape[-2:]).latent_dist
+            posterior = self._in_tiles_if_large(
+                vae, vae.encode, images_BCHW, images_BCHW.shape[-2:], may_change
+            ).latent_dist
         latents: torch.Tensor = posterior.sample(generator)
         return latents
 
-    def decode(self, latents_BCHW: torch.Tensor) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.bool_]]:
-        """Decode unscaled latents: uint8 (B, H, W, 3), and bool (B,), whether all that the VAE gave was finite."""
+    def decode(
+        self, latents_BCHW: torch.Tensor, *, may_change: bool = True
+    ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.bool_]]:
+        """Decode unscaled latents: uint8 (B, H, W, 3), and bool (B,), whether all that the VAE gave was finite.
+
+        `may_change` is as for `encode`.
+        """
         vae = self._safe_vae()
         latents_BCHW = latents_BCHW.to(vae.device, vae.dtype)
         height, width = (side * self.scale_factor for side in latents_BCHW.shape[-2:])
         with torch.no_grad():
             decode = partial(vae.decode, return_dict=False)
-            (image_BCHW,) = self._in_tiles_if_large(vae, decode, latents_BCHW, (height, width))
+            (image_BCHW,) = self._in_tiles_if_large(vae, decode, latents_BCHW, (height, width), may_change)
             is_finite_B: np.ndarray = image_BCHW.isfinite().flatten(1).all(1).cpu().numpy()
             image_BHWC: np.ndarray = self._processor.postprocess(image_BCHW, output_type="np")
         with np.errstate(invalid="ignore"):  # NaN as uint8 is nothing, and `is_finite_B` tells
             return (image_BHWC * 255).round().astype(np.uint8), is_finite_B
 
     def _in_tiles_if_large(
-        self, vae: Any, run: Callable[[torch.Tensor], Any], batch: torch.Tensor, size: Sequence[int]
+        self, vae: Any, run: Callable[[torch.Tensor], Any], batch: torch.Tensor, size: Sequence[int], may_change: bool
     ) -> Any:
         """Return what `run`, of the VAE, makes of images of that height and width, in tiles if it has to be."""
         is_large = size[0] * size[1] * _bytes_per_pixel(vae) > self._max_bytes
@@ -73,7 +83,7 @@ class ImageCodec:
             with _tiling(vae, is_large):
                 return run(batch)
         except Exception as error:
-            if is_large or len(batch) > 1 or not is_out_of_memory(error):
+            if is_large or not may_change or len(batch) > 1 or not is_out_of_memory(error):
                 raise
             forget_frames(error)  # they know the activations, whose memory the tiles need
         logger.warning("an image of %dx%d pixels finds no memory in one piece; it goes in tiles", size[1], size[0])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Final
 
@@ -31,6 +32,7 @@ from deployments.engines.diffusion.rows import (
     Work,
     batch_key,
     build_rows,
+    decode_key,
     grouped,
     guided,
     image_size,
@@ -47,11 +49,11 @@ from deployments.engines.diffusion.state import (
     take_branches,
 )
 from deployments.engines.memory_limits import MemoryLimits, run_in_parts
-from deployments.engines.nn.batch_invariant import make_batch_invariant
+from deployments.engines.nn.batch_invariant import make_batch_invariant, repeatable_kernels
 from deployments.engines.nn.lora import applied_adapters
 from deployments.engines.protocol import ComputationFailed, DiffusionRequest, EngineError
 from weights.adapters import LoraAdapter
-from weights.memory.devices import host_generator
+from weights.memory.devices import computes_on_host, host_generator
 
 VAE_FAILED: Final = "the latents are finite, but the image that the VAE made of them is not"
 
@@ -117,7 +119,9 @@ class DenoisePipeline:
         controls = make_controls(request, known, family, self.denoiser, self._codec, generator)
         maker = LatentsMaker(family, self._codec, self.denoiser.config, self.device)
         # Stock draws in the text encoder's dtype; another dtype would be another image.
-        first = maker.first_latents(request, size, solver, generator, conditioning["prompt_embeds"].dtype)
+        runs_alone = request.deterministic and not computes_on_host(self.device)
+        with _kernels(runs_alone):
+            first = maker.first_latents(request, size, solver, generator, conditioning["prompt_embeds"].dtype)
         latents = first.latents.to(self.device, self.denoiser.dtype)
         cfg_scale = family.cfg_scale(request)
         return DenoiseState(
@@ -132,6 +136,7 @@ class DenoisePipeline:
             kept=first.kept,
             extra_channels=first.extra_channels,
             controls=controls,
+            runs_alone=runs_alone,
         )
 
     def step_work(self, state: DenoiseState) -> Work:
@@ -147,7 +152,7 @@ class DenoisePipeline:
         height, width = image_size(state)
         kind = "decode", height, width
         most = min(self._memory.allowed(kind), self._bounds.decode_rows(height * width))
-        return Work(frozenset([kind]), str(kind), len(state.latents), most)
+        return Work(frozenset([decode_key(state)]), str(kind), len(state.latents), most)
 
     def step(self, states: Sequence[DenoiseState]) -> None:
         """Move each state on by one denoise step. When a forward raises, no state has moved.
@@ -180,8 +185,8 @@ class DenoisePipeline:
         outcomes: dict[int, np.ndarray | ComputationFailed] = {
             id(state): failure for state in states if (failure := numeric_failure(state)) is not None
         }
-        for group in grouped([state for state in states if id(state) not in outcomes], image_size):
-            images, is_finite = self._decode_latents(torch.cat([state.latents for state in group]), group[0])
+        for group in grouped([state for state in states if id(state) not in outcomes], decode_key):
+            images, is_finite = self._decode_latents(torch.cat([state.latents for state in group]), group)
             first = 0
             for state in group:
                 rows = slice(first, first := first + len(state.latents))
@@ -191,9 +196,9 @@ class DenoisePipeline:
     def decode_previews(self, states: Sequence[DenoiseState]) -> list[np.ndarray | None]:
         """Return the images that the last step of each state expects, as `decode` does; None if they are not finite."""
         previews: dict[int, np.ndarray | None] = {}
-        for group in grouped(states, image_size):
+        for group in grouped(states, decode_key):
             expected = [state.expected for state in group if state.expected is not None]
-            images, is_finite = self._decode_latents(torch.cat(expected), group[0])
+            images, is_finite = self._decode_latents(torch.cat(expected), group)
             first = 0
             for state in group:
                 rows = slice(first, first := first + len(state.latents))
@@ -236,26 +241,34 @@ class DenoisePipeline:
 
     def _predict(self, group: Sequence[Part]) -> torch.Tensor:
         """The denoiser's prediction for all rows of the group, in as few forwards as bounds and memory allow."""
-        rows, (height, width) = build_rows(group), image_size(group[0].state)
-        parts = run_in_parts(
-            lambda start, stop: self._forward(rows.part(start, stop), height, width),
-            len(rows),
-            self._bounds.denoise_rows(height * width),
-            self._memory,
-            memory_kind(group[0]),
-        )
+        first = group[0].state
+        rows, (height, width) = build_rows(group), image_size(first)
+        with _kernels(first.runs_alone):
+            parts = run_in_parts(
+                lambda start, stop: self._forward(rows.part(start, stop), height, width),
+                len(rows),
+                1 if first.runs_alone else self._bounds.denoise_rows(height * width),
+                self._memory,
+                memory_kind(group[0]),
+            )
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _decode_latents(self, latents: torch.Tensor, like: DenoiseState) -> tuple[np.ndarray, np.ndarray]:
-        """Decode as `ImageCodec.decode` does, for latents of states of the size of `like`."""
-        height, width = image_size(like)
-        parts = run_in_parts(
-            lambda start, stop: self._codec.decode(self._latent_images(latents[start:stop], height, width)),
-            len(latents),
-            self._bounds.decode_rows(height * width),
-            self._memory,
-            ("decode", height, width),
-        )
+    def _decode_latents(self, latents: torch.Tensor, group: Sequence[DenoiseState]) -> tuple[np.ndarray, np.ndarray]:
+        """Decode as `ImageCodec.decode` does, for latents of these states of one `decode_key`."""
+        height, width = image_size(group[0])
+        may_change = not any(state.request.deterministic for state in group)
+
+        def decode(start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+            return self._codec.decode(self._latent_images(latents[start:stop], height, width), may_change=may_change)
+
+        with _kernels(group[0].runs_alone):
+            parts = run_in_parts(
+                decode,
+                len(latents),
+                1 if group[0].runs_alone else self._bounds.decode_rows(height * width),
+                self._memory,
+                ("decode", height, width),
+            )
         images, is_finite = zip(*parts, strict=True)
         return np.concatenate(images), np.concatenate(is_finite)
 
@@ -276,6 +289,10 @@ class DenoisePipeline:
         if state.kept is not None:
             state.latents = state.kept.put_back(state.solver, state.latents, None if state.done else state.timestep)
         state.are_finite.append(state.latents.isfinite().all())
+
+
+def _kernels(are_repeatable: bool) -> AbstractContextManager[None]:
+    return repeatable_kernels() if are_repeatable else nullcontext()
 
 
 def create_pipeline(
