@@ -10,6 +10,7 @@ import hashlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,13 +18,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from deployments.engines.build import read_config
+from deployments.engines.build import build_skeleton, read_config
 from deployments.engines.diffusion.controls import make_controls
 from deployments.engines.diffusion.families import family_of
 from deployments.engines.diffusion.families.base import Family, ImageSize, Rows
 from deployments.engines.diffusion.first_latents import LatentsMaker
 from deployments.engines.diffusion.fitted_loras import FittedLoras
-from deployments.engines.diffusion.image_codec import ImageCodec
+from deployments.engines.diffusion.image_codec import ImageCodec, NotingCodec, ToldCodec
 from deployments.engines.diffusion.previews import expected_latents
 from deployments.engines.diffusion.rows import (
     DEFAULT_BOUNDS,
@@ -53,7 +54,10 @@ from deployments.engines.nn.batch_invariant import make_batch_invariant, repeata
 from deployments.engines.nn.lora import applied_adapters
 from deployments.engines.protocol import ComputationFailed, DiffusionRequest, EngineError
 from weights.adapters import LoraAdapter
+from weights.loader import memory_form
+from weights.manifest import Component
 from weights.memory.devices import computes_on_host, host_generator
+from weights.torch_dtypes import TORCH_DTYPES
 
 VAE_FAILED: Final = "the latents are finite, but the image that the VAE made of them is not"
 
@@ -61,7 +65,11 @@ logger = logging.getLogger(__name__)
 
 
 class DenoisePipeline:
-    """A model that turns text conditioning into images, step by step. One thread at a time."""
+    """A model that turns text conditioning into images, step by step. One thread at a time.
+
+    Where denoiser and VAE have no room together, there are two of it, each with one of them blank (`blank_module`):
+    one encodes the images of a request (`encode_inputs`) and decodes its latents, the other runs its steps.
+    """
 
     def __init__(
         self,
@@ -93,13 +101,50 @@ class DenoisePipeline:
         request: DiffusionRequest,
         conditioning: Mapping[str, torch.Tensor],
         adapters: Mapping[str, LoraAdapter | nn.Module] | None = None,
+        posteriors: Sequence[torch.Tensor] = (),
     ) -> DenoiseState:
         """Return a request before its first step.
 
         `conditioning` is what the family's `assemble_conditioning` gives; `adapters` has the LoRAs and
         the ControlNets that the request names. What a LoRA does to text encoders is in the conditioning.
-        Raises EngineError for what cannot run.
+        `posteriors` are those of `encode_inputs`, where the VAE is blank. Raises EngineError for what cannot run.
         """
+        codec = ToldCodec(self._codec.vae, posteriors, self.device) if self._codec.is_blank else self._codec
+        return self._start(request, conditioning, adapters, codec)
+
+    def encode_inputs(
+        self,
+        request: DiffusionRequest,
+        conditioning: Mapping[str, torch.Tensor],
+        adapters: Mapping[str, LoraAdapter | nn.Module],
+    ) -> tuple[torch.Tensor, ...]:
+        """Return what the VAE says of the images of a request: what `start` needs where its VAE is blank.
+
+        The denoiser may be blank. Raises as `start` does; LoRAs are not looked at.
+        """
+        codec = NotingCodec(self._codec)
+        self._start(replace(request, adapters=()), conditioning, adapters, codec)
+        return tuple(codec.noted)
+
+    def decode_latents(self, request: DiffusionRequest, latents: torch.Tensor) -> np.ndarray:
+        """Return the images of latents that the other pipeline has denoised: uint8 (num_images, H, W, 3).
+
+        Raises ComputationFailed.
+        """
+        runs_alone = request.deterministic and not computes_on_host(self.device)
+        size, may_change = (request.height, request.width), not request.deterministic
+        images, is_finite = self._decode_latents(latents.to(self.device), size, may_change, runs_alone)
+        if not is_finite.all():
+            raise ComputationFailed(VAE_FAILED)
+        return images
+
+    def _start(
+        self,
+        request: DiffusionRequest,
+        conditioning: Mapping[str, torch.Tensor],
+        adapters: Mapping[str, LoraAdapter | nn.Module] | None,
+        codec: ImageCodec,
+    ) -> DenoiseState:
         family, size = self.family, self._size(request.height, request.width)
         check_request(request, family.size_multiple(self._codec.scale_factor))
         known = adapters or {}
@@ -116,8 +161,8 @@ class DenoisePipeline:
         schedule = family.schedule(request, self._solvers.config, size)
         solver = self._solvers.create_solver(self.device, request.scheduler, **schedule)
         generator = host_generator(request.seed)
-        controls = make_controls(request, known, family, self.denoiser, self._codec, generator)
-        maker = LatentsMaker(family, self._codec, self.denoiser.config, self.device)
+        controls = make_controls(request, known, family, self.denoiser, codec, generator, self.device)
+        maker = LatentsMaker(family, codec, self.denoiser.config, self.device)
         # Stock draws in the text encoder's dtype; another dtype would be another image.
         runs_alone = request.deterministic and not computes_on_host(self.device)
         with _kernels(runs_alone):
@@ -177,16 +222,18 @@ class DenoisePipeline:
             for state, prediction in predictions:
                 self._advance(state, prediction)
 
-    def decode(self, states: Sequence[DenoiseState]) -> list[np.ndarray | ComputationFailed]:
+    def decode(self, states: Sequence[DenoiseState]) -> list[np.ndarray | torch.Tensor | ComputationFailed]:
         """Return the images of each state, finished or not: uint8 (num_images, H, W, 3), or why there are none.
 
-        One VAE call per size, as far as the bounds and memory allow.
+        One VAE call per size, as far as the bounds and memory allow. Where the VAE is blank, the latents on the host.
         """
-        outcomes: dict[int, np.ndarray | ComputationFailed] = {
+        outcomes: dict[int, np.ndarray | torch.Tensor | ComputationFailed] = {
             id(state): failure for state in states if (failure := numeric_failure(state)) is not None
         }
+        if self._codec.is_blank:
+            return [outcomes.get(id(state), state.latents.cpu()) for state in states]
         for group in grouped([state for state in states if id(state) not in outcomes], decode_key):
-            images, is_finite = self._decode_latents(torch.cat([state.latents for state in group]), group)
+            images, is_finite = self._decode_group([state.latents for state in group], group)
             first = 0
             for state in group:
                 rows = slice(first, first := first + len(state.latents))
@@ -198,7 +245,7 @@ class DenoisePipeline:
         previews: dict[int, np.ndarray | None] = {}
         for group in grouped(states, decode_key):
             expected = [state.expected for state in group if state.expected is not None]
-            images, is_finite = self._decode_latents(torch.cat(expected), group)
+            images, is_finite = self._decode_group(expected, group)
             first = 0
             for state in group:
                 rows = slice(first, first := first + len(state.latents))
@@ -226,6 +273,7 @@ class DenoisePipeline:
         (outcome,) = self.decode([state])
         if isinstance(outcome, ComputationFailed):
             raise outcome
+        assert isinstance(outcome, np.ndarray)  # its VAE is here
         return outcome
 
     def _size(self, height: int, width: int) -> ImageSize:
@@ -253,19 +301,27 @@ class DenoisePipeline:
             )
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _decode_latents(self, latents: torch.Tensor, group: Sequence[DenoiseState]) -> tuple[np.ndarray, np.ndarray]:
-        """Decode as `ImageCodec.decode` does, for latents of these states of one `decode_key`."""
-        height, width = image_size(group[0])
+    def _decode_group(
+        self, latents: Sequence[torch.Tensor], group: Sequence[DenoiseState]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Decode latents of these states of one `decode_key`."""
         may_change = not any(state.request.deterministic for state in group)
+        return self._decode_latents(torch.cat(list(latents)), image_size(group[0]), may_change, group[0].runs_alone)
+
+    def _decode_latents(
+        self, latents: torch.Tensor, size: tuple[int, int], may_change: bool, runs_alone: bool
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Decode as `ImageCodec.decode` does, for images of that height and width."""
+        height, width = size
 
         def decode(start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
             return self._codec.decode(self._latent_images(latents[start:stop], height, width), may_change=may_change)
 
-        with _kernels(group[0].runs_alone):
+        with _kernels(runs_alone):
             parts = run_in_parts(
                 decode,
                 len(latents),
-                1 if group[0].runs_alone else self._bounds.decode_rows(height * width),
+                1 if runs_alone else self._bounds.decode_rows(height * width),
                 self._memory,
                 ("decode", height, width),
             )
@@ -293,6 +349,15 @@ class DenoisePipeline:
 
 def _kernels(are_repeatable: bool) -> AbstractContextManager[None]:
     return repeatable_kernels() if are_repeatable else nullcontext()
+
+
+def blank_module(component: Component, folder: Path) -> nn.Module:
+    """Return a module of a pipeline without its weights, for `DenoisePipeline`. Raises EngineError."""
+    shapes = {name: memory_form(ref.dtype, ref.shape)[1] for name, ref in component.tensors.items()}
+    module = build_skeleton(component.library, component.class_name, folder, shapes).module
+    first = component.tensors.get(next(name for name, _ in module.named_parameters()))
+    dtype = TORCH_DTYPES.get(first.dtype) if first else None
+    return module if dtype is None else nn.Module.to(module, dtype)  # diffusers' own warns of what is not the case
 
 
 def create_pipeline(
