@@ -170,6 +170,14 @@ class ImageLinksConfig(StrictModel):
     )
 
 
+class ImageStreamsConfig(StrictModel):
+    """Image streams with `resumable: true`, whose events are kept in the ingress for clients that reconnect."""
+
+    keep_s: float = Field(60.0, gt=0, description="how long one that nobody reads goes on, or is kept after its end")
+    max_streams: int = Field(256, ge=1, description="that are kept; then new ones are refused")
+    max_bytes: Bytes = Field(2**28, validate_default=True, description="of all kept events; then the oldest go")
+
+
 class IngressConfig(ReplicaConfig):
     """The HTTP edge."""
 
@@ -180,6 +188,7 @@ class IngressConfig(ReplicaConfig):
     )
     limits: LimitsConfig = LimitsConfig()
     image_links: ImageLinksConfig = ImageLinksConfig()
+    image_streams: ImageStreamsConfig = ImageStreamsConfig()
 
 
 class ModelReplicaConfig(ReplicaConfig):

@@ -20,9 +20,7 @@ from deployments.engines.llm.chat import CalledTool, Message, ResponseFormat, To
 from deployments.errors import InvalidRequest
 
 MAX_SEED = 2**63 - 1  # accepted; drawn seeds are below 2**32
-SEED_RULE = (
-    "0 to 2^63 - 1, given as a whole number; one that is drawn is below 2^32, which every JSON reader keeps exactly"
-)
+SEED_RULE = "0 to 2^63 - 1, as a whole number; a drawn one is below 2^32, which every JSON reader keeps exactly"
 TimingsMs = dict[str, float]  # milliseconds by stage: queue, encode, switch, denoise, prefill, generate, decode, total
 RequestT = TypeVar("RequestT", bound="RequestModel")
 Finite = Field(allow_inf_nan=False)
@@ -115,6 +113,7 @@ class ImageOptions(RequestModel):
     scheduler: Name | None = Field(None, description="a class of diffusers, in place of the model's own")
     sigmas: tuple[Annotated[float, Finite], ...] | None = Field(None, min_length=1, max_length=1000)
     timesteps: tuple[int, ...] | None = Field(None, min_length=1, max_length=1000)
+    deterministic: bool = Field(False, description="the same bits in any company, on devices of one kind")
 
 
 class ImageRequest(ImageOptions):

@@ -133,7 +133,7 @@ class DiffusionRequest:
     `init_image`, uint8 (height, width, 3), makes it image-to-image: `strength` (0 to 1] is the part of the steps that
     run. `mask_image`, uint8 (height, width), makes that inpainting: what is 128 or more is painted anew. `control` are
     its ControlNets. `scheduler` is a class of diffusers, in place of the pipeline's own. `sigmas` or `timesteps` are
-    the schedule, as in stock: `num_inference_steps` of them.
+    the schedule, as in stock: `num_inference_steps` of them. `deterministic`: the same bits whatever else runs.
     """
 
     request_id: str
@@ -152,6 +152,7 @@ class DiffusionRequest:
     scheduler: str | None = None
     sigmas: tuple[float, ...] | None = None
     timesteps: tuple[int, ...] | None = None
+    deterministic: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -165,7 +166,7 @@ class ConditionedRequest:
     previews spread over the steps; `checkpoint_steps` and `checkpoint_interval_s`, a checkpoint every so many steps or
     seconds (0: none). `resume_from` is the checkpoint to go on from; `conditioning` is then what
     `checkpoints.conditioning_of` reads from it. A request that would otherwise not end within `timeout_s` goes before
-    others, if that helps.
+    others, if that helps. `posteriors` are those of `DenoisePipeline.encode_inputs`, for a pipeline without its VAE.
     """
 
     request: DiffusionRequest
@@ -177,6 +178,7 @@ class ConditionedRequest:
     checkpoint_interval_s: float = 0.0
     resume_from: bytes | None = None
     timeout_s: float | None = None
+    posteriors: tuple[torch.Tensor, ...] = ()
 
     @property
     def request_id(self) -> str:
@@ -196,6 +198,8 @@ class DenoiseTimes:
 class DiffusionOutput:
     """The progress of a request and, at its end, its images: uint8 (num_images, height, width, 3).
 
+    A pipeline without its VAE ends with the `latents`, on the host, for another one to decode.
+
     `preview` has the images that the step before expects, in the same form; it is number `preview_index` from 0 on.
     `checkpoint` is all that the request needs to go on after `step_index` steps, in any process, bit for bit.
     """
@@ -204,6 +208,7 @@ class DiffusionOutput:
     step_index: int
     num_steps: int
     images: npt.NDArray[np.uint8] | None = None
+    latents: torch.Tensor | None = None
     times: DenoiseTimes = DenoiseTimes()
     preview: npt.NDArray[np.uint8] | None = None
     preview_index: int | None = None
@@ -211,7 +216,7 @@ class DiffusionOutput:
 
     @property
     def is_last(self) -> bool:
-        return self.images is not None
+        return self.images is not None or self.latents is not None
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,6 +50,7 @@ from deployments.ingress.openai.embeddings import create_embeddings_router
 from deployments.ingress.openai.image_links import ImageLinks, create_links_router
 from deployments.ingress.openai.images import create_images_router
 from deployments.ingress.openai.models import create_models_router
+from deployments.ingress.openai.resumable_streams import ResumableStreams, create_streams_router
 from deployments.ingress.openai.text import create_text_router
 from deployments.ingress.openai.text_responses import create_responses_router
 from deployments.ingress.service import Service
@@ -119,7 +120,9 @@ def create_http_app(
     errors.install_error_handlers(app)
     routing.install_error_handlers(app)
     links = ImageLinks(config.ingress.image_links, config.name)
-    app.include_router(create_images_router(service, links, limits))
+    streams = ResumableStreams(config.ingress.image_streams, config.ingress.num_replicas)
+    app.include_router(create_images_router(service, links, streams, limits))
+    app.include_router(create_streams_router(streams))
     app.include_router(create_links_router(links))
     app.include_router(create_embeddings_router(service))
     app.include_router(create_text_router(service))
@@ -149,7 +152,7 @@ def create_http_app(
             allow_methods=["GET", "POST", "PUT", "DELETE"],
             allow_headers=["*"],
             allow_private_network=True,
-            expose_headers=["Retry-After", "Server-Timing"],
+            expose_headers=["Content-Location", "Retry-After", "Server-Timing"],
         )
     return app
 

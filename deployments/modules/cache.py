@@ -30,11 +30,11 @@ from deployments.modules.built_modules import (
     object_footprint,
 )
 from deployments.modules.device_tier import DeviceTier, KeptExtents, LeasedExtents, open_tier
+from deployments.modules.lease import Lease
 from deployments.modules.loading import Builder, Filling, fill_slots, locate_parts, switch_report
 from deployments.modules.manifest_versions import FetchManifest, ManifestVersions
 from deployments.modules.resident_modules import Occupancy, ResidentModules, Taken
 from deployments.modules.switches import SwitchLog
-from deployments.records import SwitchReport
 from deployments.tasks import shared_task
 from weights.errors import BudgetExceeded, ExtentCorrupt
 from weights.manifest import Component, ExtentRef, Manifest
@@ -43,45 +43,6 @@ Wants = Callable[[Component], bool]
 MAX_WAIT_FOR_ROOM_S = 60.0
 
 logger = logging.getLogger("atelier.replica")
-
-
-class Lease:
-    """The built components of a model and the adapters asked for, held until the `async with` ends."""
-
-    def __init__(
-        self,
-        modules: ResidentModules,
-        manifest: Manifest,
-        skeleton: Path,
-        slots: Mapping[PartName, Slot],
-        report: SwitchReport,
-    ) -> None:
-        self.manifest = manifest
-        self.skeleton = skeleton
-        self.report = report
-        self._resident = modules
-        self._slots = {part.name: slot for part, slot in slots.items() if not part.is_adapter}
-        self._adapters = {part.name: slot for part, slot in slots.items() if part.is_adapter}
-
-    @property
-    def modules(self) -> dict[str, Any]:
-        return {name: slot.thing for name, slot in self._slots.items()}
-
-    @property
-    def adapters(self) -> dict[str, Any]:
-        return {name: slot.thing for name, slot in self._adapters.items()}
-
-    @property
-    def adapter_keys(self) -> dict[str, str]:
-        """Return the identities of the adapters by name, as `Component.module_key`."""
-        return {name: slot.key for name, slot in self._adapters.items()}
-
-    def bound(self, make: Callable[[], Any], settings: str = "") -> Any:
-        """Return the pipeline over exactly these modules (not the adapters): made once, kept while all of them stay.
-
-        `settings` is the identity of what `make` depends on beside them: models may share all modules and no solver.
-        """
-        return self._resident.bound(settings, tuple(slot.serial for slot in self._slots.values()), make)
 
 
 class ModuleCache:
@@ -146,22 +107,20 @@ class ModuleCache:
         *,
         version: str | None = None,
         adapter_versions: Mapping[str, str] | None = None,
+        max_wait_s: float | None = None,
     ) -> AsyncIterator[Lease]:
         """Lease the components of `model` that are `wanted`, and the adapters that are, built.
 
         Raises what the registry, the provider and the builder raise, and BudgetExceeded when the room does not
-        become free within MAX_WAIT_FOR_ROOM_S. Raises ModelUnavailable at its end when the weights turned out to be
-        damaged meanwhile: nobody knows since when, so what was computed is not to be trusted.
+        become free within `max_wait_s`, MAX_WAIT_FOR_ROOM_S unless it is given. Raises ModelUnavailable at its end when
+        the weights turned out to be damaged meanwhile: nobody knows since when, so what was computed is not to be
+        trusted.
         """
         start = self._clock()
         manifest = await self.manifest(model, version)
         self._follow_pin(manifest)
-        parts = self.parts(manifest, wanted)
-        for adapter in adapters:
-            adapter_manifest = await self.manifest(adapter, (adapter_versions or {}).get(adapter))
-            found = self.parts(adapter_manifest, wanted).values()
-            parts |= {PartName(adapter, is_adapter=True): part for part in found}
-        taken, built = await self._take_built(Wanted(model, parts))
+        parts = await self._parts_with(manifest, wanted, adapters, adapter_versions)
+        taken, built = await self._take_built(Wanted(model, parts), max_wait_s or MAX_WAIT_FOR_ROOM_S)
         slots = taken.slots
         try:
             report = switch_report(model, (self._clock() - start) * 1e3, slots, taken.fresh, built)
@@ -233,6 +192,15 @@ class ModuleCache:
         extents = {extent.id: extent for part in parts.values() for extent in part.extents}
         return self._kept is None or await asyncio.to_thread(self._kept.has_room_for, list(extents.values()))
 
+    async def can_hold(
+        self, manifest: Manifest, wanted: Wants, adapters: Sequence[str], versions: Mapping[str, str] | None = None
+    ) -> bool:
+        """Return whether the budget has room for these together, beside what is pinned."""
+        if self._kept:  # the weights are the node's
+            return True
+        parts = await self._parts_with(manifest, wanted, adapters, versions)
+        return self._modules.can_hold(Wanted(manifest.model, parts))
+
     def holds(self, model: str) -> bool:
         """Return whether anything of `model` is resident."""
         return any(model in slot.models for slot in self._modules.slots.values())
@@ -285,7 +253,7 @@ class ModuleCache:
 
     # leases
 
-    async def _take_built(self, wanted: Wanted) -> tuple[Taken, dict[PartName, Built]]:
+    async def _take_built(self, wanted: Wanted, max_wait_s: float) -> tuple[Taken, dict[PartName, Built]]:
         """Lease all parts, wait until they are built, and start.
 
         What is found damaged while it is being built, or has been given up while another part was waited for, is taken
@@ -293,7 +261,7 @@ class ModuleCache:
         """
         self._loop = asyncio.get_running_loop()
         while True:
-            taken = await self._modules.take(wanted, MAX_WAIT_FOR_ROOM_S, self.fetch_ahead)
+            taken = await self._modules.take(wanted, max_wait_s, self.fetch_ahead)
             try:
                 built = {name: await slot.ready() for name, slot in taken.slots.items()}
             except BaseException:
@@ -381,6 +349,15 @@ class ModuleCache:
         """Return the wanted parts of a model, with what each takes of the budget."""
         components = filter(wanted, manifest.components.values())
         return {PartName(one.name): self._part(manifest, one) for one in components}
+
+    async def _parts_with(
+        self, manifest: Manifest, wanted: Wants, adapters: Sequence[str], versions: Mapping[str, str] | None
+    ) -> dict[PartName, Part]:
+        parts = self.parts(manifest, wanted)
+        for adapter in adapters:
+            found = self.parts(await self.manifest(adapter, (versions or {}).get(adapter)), wanted).values()
+            parts |= {PartName(adapter, is_adapter=True): part for part in found}
+        return parts
 
     def _part(self, manifest: Manifest, component: Component) -> Part:
         if self._kept:

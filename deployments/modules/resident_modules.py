@@ -277,6 +277,11 @@ class ResidentModules:
         return not plan.evict and not plan.missing_bytes
 
     @_locked
+    def can_hold(self, wanted: Wanted) -> bool:
+        """Return whether there is room beside what is pinned, once all else is gone."""
+        return self._book.bytes_beside_pins(wanted.sizes) <= self._book.budget_bytes
+
+    @_locked
     def occupancy(self) -> Occupancy:
         """Return what occupies the budget."""
         sizes = {key: bytes_of(entry.size) for key, entry in self._book.entries.items()}

@@ -9,6 +9,8 @@ import platform
 import time
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from dataclasses import replace
+from functools import partial
 from typing import Final, NamedTuple, TypeVar
 
 import torch
@@ -27,9 +29,11 @@ from deployments.engines.protocol import (
     DiffusionRequest,
 )
 from deployments.errors import as_service_errors
-from deployments.modules.cache import Lease, ModuleCache
+from deployments.modules.cache import ModuleCache
+from deployments.modules.lease import Lease
 from deployments.modules.loading import batch_bounds, is_denoise_component
 from deployments.records import CacheUse, ImageProgress, ImageRequest, ImageResult
+from deployments.services.apart_stages import ApartStages
 from deployments.services.remembered_costs import RememberedCosts
 from deployments.services.step_loop import DeviceThread, EngineLoop
 from deployments.text.requests import Conditioning, ConditioningRequest, pack, unpack
@@ -38,6 +42,7 @@ EncodeText = Callable[[ConditioningRequest], Awaitable[Conditioning]]
 OnStep = Callable[[int, int], None]  # steps done, steps in all
 ImagePiece = ImageProgress | ImageResult
 MAX_SETTINGS: Final = 1024
+_NO_PREVIEWS: Final = "partial_images: none were made, the device has no room for denoiser and VAE together"
 KEEP_COSTS_S: Final = 30.0  # from one writing of the measured costs to the next
 _NumberT = TypeVar("_NumberT", int, float)
 
@@ -64,6 +69,7 @@ class ImageService:
         self._module_cache = module_cache
         self._settings = settings
         self._device = device
+        self._apart = ApartStages(settings, device)
         self._settings_hashes: dict[tuple[str, str], str] = {}  # by model and version
         self._remembered = remembered or RememberedCosts()
         self._clock = clock
@@ -115,33 +121,56 @@ class ImageService:
             try:
                 if encode_first:
                     await encoding
-                async with self._module_cache.lease(
+                adapters = sorted({*(use.name for use in request.lora), *(use.name for use in request.control)})
+                take = partial(
+                    self._module_cache.lease,
                     request.model,
-                    is_denoise_component,
-                    sorted({*(use.name for use in request.lora), *(use.name for use in request.control)}),
                     version=manifest.fingerprint,
                     adapter_versions=request.adapter_versions,
-                ) as lease:
-                    conditioning = await encoding
-                    conditioned = ConditionedRequest(
-                        denoise,
-                        unpack(conditioning.tensors),
-                        lease.adapters,
-                        reports_steps=request.reports_steps,
-                        num_previews=request.partial_images,
-                        checkpoint_steps=request.checkpoint_steps,
-                        checkpoint_interval_s=request.checkpoint_interval_s,
-                        resume_from=checkpoint,
-                        timeout_s=_time_left(request, start),
+                )
+                conditioned = ConditionedRequest(
+                    denoise,
+                    {},
+                    reports_steps=request.reports_steps,
+                    num_previews=request.partial_images,
+                    checkpoint_steps=request.checkpoint_steps,
+                    checkpoint_interval_s=request.checkpoint_interval_s,
+                    resume_from=checkpoint,
+                )
+
+                async def with_text() -> ConditionedRequest:
+                    tensors = unpack((await encoding).tensors)
+                    return replace(conditioned, conditioning=tensors, timeout_s=_time_left(request, start))
+
+                is_whole = await self._module_cache.can_hold(
+                    manifest, is_denoise_component, adapters, request.adapter_versions
+                )
+                if is_whole:
+                    async with take(is_denoise_component, adapters) as lease:
+                        report, ready = lease.report, replace(await with_text(), adapters=lease.adapters)
+                        async with contextlib.aclosing(self._denoise(lease, ready)) as outputs:
+                            async for output in outputs:
+                                if not output.is_last:
+                                    yield _progress(output)
+                else:  # a stage at a time
+                    ready = replace(await with_text(), num_previews=0)
+                    apart = self._apart.stream(
+                        request,
+                        ready,
+                        manifest,
+                        lambda wants, names, max_wait_s: take(wants, names, max_wait_s=max_wait_s),
+                        partial(self._denoise, is_whole=False),
                     )
-                    async with contextlib.aclosing(self._denoise(lease, conditioned)) as outputs:
-                        async for output in outputs:
-                            if output.images is None:
+                    async with contextlib.aclosing(apart) as staged:
+                        async for output, report in staged:  # noqa: B007  # the last one is told
+                            if not output.is_last:
                                 yield _progress(output)
+                conditioning = await encoding
             finally:
                 encoding.cancel()
         assert output.images is not None  # it is the last
-        warnings = conditioning.warnings + _ignored_inputs(request, text.use_negative, manifest.class_name or "")
+        warnings: tuple[str, ...] = () if is_whole or not request.partial_images else (_NO_PREVIEWS,)
+        warnings += conditioning.warnings + _ignored_inputs(request, text.use_negative, manifest.class_name or "")
         yield ImageResult(
             model=request.model,
             images=list(output.images),
@@ -150,20 +179,26 @@ class ImageService:
             timings_ms={
                 "queue": output.times.queue_s * 1e3,
                 "encode": conditioning.encode_ms,
-                "switch": lease.report.switch_ms,
+                "switch": report.switch_ms,
                 "denoise": output.times.denoise_s * 1e3,
                 "decode": output.times.decode_s * 1e3,
                 "total": (time.perf_counter() - start) * 1e3,
             },
-            switch=lease.report,
+            switch=report,
             cache=conditioning.cache,
             warnings=warnings,
         )
 
-    async def _denoise(self, lease: Lease, request: ConditionedRequest) -> AsyncGenerator[DiffusionOutput, None]:
-        """Run one request in the engine of the leased modules, which all requests for them share."""
+    async def _denoise(
+        self, lease: Lease, request: ConditionedRequest, *, is_whole: bool = True
+    ) -> AsyncGenerator[DiffusionOutput, None]:
+        """Run one request in the engine of the leased modules, which all requests for them share.
+
+        `is_whole`: the VAE is among them, and the last output has images.
+        """
         settings = await self._settings_of(lease)
-        engine: _PipelineEngine = lease.bound(lambda: self._engine(lease), settings)
+        pipeline = None if is_whole else await self._apart.denoise_pipeline(lease)
+        engine: _PipelineEngine = lease.bound(lambda: self._engine(lease, pipeline), settings)
         self.num_running += 1
         try:
             # Closed before the lease ends: the engine may be in a step of this request when the stream is left.
@@ -180,10 +215,12 @@ class ImageService:
         figures = await self._device.run(engine.costs.figures)  # between two steps, which change them
         await asyncio.to_thread(self._remembered.keep_figures, engine.subject, figures)
 
-    def _engine(self, lease: Lease) -> _PipelineEngine:
+    def _engine(self, lease: Lease, pipeline: DenoisePipeline | None) -> _PipelineEngine:
         subject = _subject(lease, self._settings)
         costs = self._remembered.recall_costs(subject)
-        return _PipelineEngine(EngineLoop(self._device, DiffusionEngine(self._pipeline(lease), costs)), costs, subject)
+        return _PipelineEngine(
+            EngineLoop(self._device, DiffusionEngine(pipeline or self._pipeline(lease), costs)), costs, subject
+        )
 
     async def _settings_of(self, lease: Lease) -> str:
         """Return the identity of the pipeline's settings, read once for each version of a model."""
@@ -249,6 +286,7 @@ def _denoise_request(request: ImageRequest) -> DiffusionRequest:
         sigmas=request.sigmas,
         timesteps=request.timesteps,
         strength=1.0 if request.strength is None else request.strength,
+        deterministic=request.deterministic,
         control=tuple(ControlUse(use.name, use.image, use.scale, use.start, use.end) for use in request.control),
     )
 
@@ -274,6 +312,7 @@ def _conditioning_request(request: ImageRequest, denoise: DiffusionRequest, clas
         priority=request.priority,
         timeout_s=request.timeout_s,
         adapters={use.name: use.scale for use in request.lora},
+        encodes_alone=request.deterministic,
         adapter_versions=request.adapter_versions,
     )
 

@@ -29,7 +29,8 @@ from deployments.engines.protocol import (
     TokenLogprob,
 )
 from deployments.errors import InvalidRequest, as_service_errors
-from deployments.modules.cache import Lease, ModuleCache
+from deployments.modules.cache import ModuleCache
+from deployments.modules.lease import Lease
 from deployments.modules.loading import is_denoise_component
 from deployments.records import ChatRequest, TextChoice, TextChunk, TextRequestRecord, TextResult, TokenText
 from deployments.services.step_loop import DeviceThread, EngineLoop

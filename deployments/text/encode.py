@@ -40,7 +40,8 @@ Text = str | tuple[int, ...]
 class TextItem:
     """One text, or the token ids of one, for one encoder. Warnings and errors call it `name`.
 
-    `max_length` None is the encoder's limit. `keep` asks the cache not to evict the encoding.
+    `max_length` None is the encoder's limit. `keep` asks the cache not to evict the encoding. One `alone` shares no
+    forward, and its encoding is another to the cache.
     """
 
     keyed: KeyedEncoder
@@ -53,6 +54,7 @@ class TextItem:
     keep: bool = False
     layer: ClipLayer = "penultimate"
     loras: tuple[EncoderLora, ...] = ()
+    alone: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +79,7 @@ class EncodeJob:
     encoder: TextEncoder
     text: TokenizedText
     loras: tuple[EncoderLora, ...] = ()
+    alone: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -139,6 +142,7 @@ class CachedEncoders:
                 keep=(item.role == "negative" or not item.text) and not loras.get(item.component),
                 layer=item.layer,
                 loras=loras.get(item.component, ()),
+                alone=request.encodes_alone,
             )
             for item in plan
         ]
@@ -192,19 +196,20 @@ class CachedEncoders:
         """Run one batch: the cache asks for keys of one module at a time."""
         item, _ = parts[keys[0]]
         with item.keyed.computing() as encoder:
-            jobs = [EncodeJob(encoder, parts[key][1], item.loras) for key in keys]
+            jobs = [EncodeJob(encoder, parts[key][1], item.loras, item.alone) for key in keys]
             return await self._run_batch(jobs, priority, timeout_s)
 
 
 def encode_batch(jobs: Sequence[EncodeJob], counter: EncodeCounter | None = None) -> Sequence[Encoding | Exception]:
     """Encode jobs of one encoder in as few forwards as `plan_forwards` finds; an exception is its job's own. Blocks.
 
-    Texts with the same LoRAs share forwards.
+    Texts with the same LoRAs share forwards, but for those that are to be alone.
     """
     encoder = jobs[0].encoder
-    groups: dict[tuple[str, ...], list[int]] = {}
+    groups: dict[tuple[object, ...], list[int]] = {}
     for number, job in enumerate(jobs):
-        groups.setdefault(tuple(lora.identity for lora in job.loras), []).append(number)
+        mates = number if job.alone else None
+        groups.setdefault((mates, *(lora.identity for lora in job.loras)), []).append(number)
     outcomes: dict[int, Encoding | Exception] = {}
     for numbers in groups.values():
         uses = [(lora.pairs, lora.scale) for lora in jobs[numbers[0]].loras]
@@ -307,4 +312,5 @@ def _key(item: TextItem, text: TokenizedText) -> EncodingKey:
     encoder = item.keyed.encoder
     dtype = str(encoder.dtype).removeprefix("torch.")
     weights = " + ".join((item.keyed.module_key, *(lora.identity for lora in item.loras)))
-    return EncodingKey(weights, dtype, encoder.variant(text), text.token_ids)
+    variant = encoder.variant(text) + " alone" * item.alone
+    return EncodingKey(weights, dtype, variant, text.token_ids)

@@ -19,6 +19,7 @@ class ConditioningRequest:
     `use_negative` says that guidance will be run. `text_padding` and `long_text` are the model's (see
     `Family.plan_texts`). `priority` 0 is the encoder's default; `timeout_s` bounds the time in its admission
     queue. `adapters` are LoRAs by name and their strength; those that change no text encoder are passed over.
+    `encodes_alone`: no text shares its forward, so that company changes no bit.
     """
 
     model: str
@@ -33,6 +34,7 @@ class ConditioningRequest:
     timeout_s: float | None = None
     adapters: Mapping[str, float] = field(default_factory=dict)
     adapter_versions: Mapping[str, str] = field(default_factory=dict)
+    encodes_alone: bool = False
 
 
 @dataclass(frozen=True, slots=True)

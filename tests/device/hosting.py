@@ -9,7 +9,8 @@ from typing import Any
 
 from configs.cluster import WorkerConfig
 from deployments.modules.built_modules import no_working_memory
-from deployments.modules.cache import Lease, ModuleCache
+from deployments.modules.cache import ModuleCache
+from deployments.modules.lease import Lease
 from deployments.modules.loading import ComponentBuilder, is_denoise_component
 from weights.externalize import externalize
 from weights.manifest import Component, ExtentRef, Manifest

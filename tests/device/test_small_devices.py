@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +17,7 @@ from device.hosting import DEMO, Host, demo_store
 from deployments.engines.diffusion.families import family_of
 from deployments.errors import ServiceError
 from deployments.modules.loading import is_denoise_component
-from deployments.records import ImageRequest, ImageResult
+from deployments.records import ImageProgress, ImageRequest, ImageResult
 from deployments.services.image_service import ImageService
 from deployments.services.step_loop import DeviceThread
 from deployments.text.fallback import FallbackEncoder
@@ -89,3 +91,97 @@ async def test_float8_weights_are_uploaded_as_they_are(store: WeightStore, devic
     async with host.lease("fp8", is_denoise_component) as lease:
         kinds = {parameter.dtype for parameter in lease.modules["unet"].parameters()}
     assert kinds == {torch.float8_e4m3fn, torch.float32}
+
+
+async def test_a_deterministic_image_is_the_same_in_any_company(store: WeightStore, device: torch.device) -> None:
+    host = Host(store, str(device))
+    thread = DeviceThread()
+    encoder, images = FallbackEncoder(host, thread), ImageService(host, host.settings, thread)
+    mine = REQUEST.model_copy(update={"deterministic": True})
+    others = [
+        REQUEST.model_copy(update={"prompt": f"{n} threes", "seed": n, "deterministic": n == 1}) for n in range(3)
+    ]
+    together = await asyncio.gather(*(images.generate(one, encoder.condition) for one in (*others, mine)))
+    alone = await draw(Host(store, str(device)), mine)
+    assert np.array_equal(together[-1].images[0], alone.images[0])
+
+
+# Denoiser and VAE in turn
+
+
+PIXELS = np.random.default_rng(2).integers(0, 256, (32, 32, 3), np.uint8)
+MASK = np.where(np.arange(32) < 16, np.uint8(255), np.uint8(0))[:, None].repeat(32, axis=1)
+VARIANTS: list[dict[str, Any]] = [
+    {},
+    {"init_image": PIXELS, "strength": 0.7, "guidance_scale": 1.0},
+    {"init_image": PIXELS, "mask_image": MASK, "strength": 1.0, "deterministic": True, "seed": 9},
+    {"n": 2, "num_inference_steps": 2, "partial_images": 1},
+]
+
+
+def smallest_budget(store: WeightStore) -> int:
+    """Return room for the largest of UNet, VAE and all text encoders, and less than UNet and VAE take together."""
+    sizes = {name: device_bytes(store, [name]) for name in ("unet", "vae")}
+    texts = device_bytes(store, ["text_encoder", "text_encoder_2"])
+    budget = max(*sizes.values(), texts)
+    assert budget < sum(sizes.values())
+    return budget
+
+
+def device_bytes(store: WeightStore, names: list[str]) -> int:
+    parts = store.manifest("digits-sdxl").components
+    refs = {ref.sha256: ref for name in names for ref in parts[name].tensors.values()}
+    return sum(-(-ref.nbytes // 512) * 512 for ref in refs.values())
+
+
+async def test_denoiser_and_vae_in_turn_make_the_same_image(store: WeightStore, device: torch.device) -> None:
+    host, whole = Host(store, str(device), smallest_budget(store)), Host(store, str(device))
+    for variant in VARIANTS:
+        request = REQUEST.model_copy(update=variant)
+        found, expected = await draw(host, request), await draw(whole, request)
+        assert len(found.images) == request.n
+        for image, other in zip(found.images, expected.images, strict=True):
+            assert np.array_equal(image, other)
+        assert found.switch is not None
+        assert {"unet", "vae"} <= {*found.switch.built, *found.switch.reused}
+        assert host.describe()["charged_bytes"] <= smallest_budget(store)
+    thread = DeviceThread()
+    images, encoder = ImageService(host, host.settings, thread), FallbackEncoder(host, thread)
+    told = REQUEST.model_copy(update={"partial_images": 2, "reports_steps": True})
+    *steps, last = [piece async for piece in images.stream(told, encoder.condition, encode_first=True)]
+    assert [(piece.step, piece.previews) for piece in steps if isinstance(piece, ImageProgress)] == [
+        (1, ()),
+        (2, ()),
+        (3, ()),
+    ]
+    assert isinstance(last, ImageResult)
+    assert any("partial_images" in text for text in last.warnings)
+    both = Host(store, str(device), device_bytes(store, ["unet", "vae"]))
+    first = await draw(both, REQUEST)
+    async with both.lease("digits-sdxl", is_denoise_component) as lease:  # where both fit, they come and stay together
+        assert set(lease.report.reused) == {"unet", "vae"}
+    assert np.array_equal(first.images[0], (await draw(whole, REQUEST)).images[0])
+
+
+async def test_requests_that_take_turns_end_and_leave_nothing(store: WeightStore, device: torch.device) -> None:
+    """Some are given up on the way; the others' images are those of a large device."""
+    host = Host(store, str(device), smallest_budget(store))
+    thread = DeviceThread()
+    encoder, images = FallbackEncoder(host, thread), ImageService(host, host.settings, thread)
+    whole = Host(store, str(device))
+    requests = [REQUEST.model_copy(update=VARIANTS[n % 4] | {"seed": n}) for n in range(8)]
+    running = [asyncio.ensure_future(images.generate(one, encoder.condition, encode_first=True)) for one in requests]
+    for number, place in enumerate((1, 4, 6)):
+        async with asyncio.timeout(60):
+            await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED, timeout=0.02 * number)
+        running[place].cancel()
+    async with asyncio.timeout(60):
+        results = await asyncio.gather(*running, return_exceptions=True)
+    assert sum(isinstance(result, ImageResult) for result in results) >= 5
+    for request, result in zip(requests, results, strict=True):
+        if isinstance(result, asyncio.CancelledError):
+            continue
+        assert isinstance(result, ImageResult), result
+        assert np.array_equal(result.images[0], (await draw(whole, request)).images[0])
+    assert host.describe()["leased_bytes"] == 0
+    assert images.num_running == 0

@@ -5,6 +5,7 @@ Other code asks `device.type != "cpu"` and `torch.get_device_module(device)`, ne
 
 from __future__ import annotations
 
+import os
 from typing import Final
 
 import torch
@@ -30,6 +31,8 @@ def open_device(name: str, simulated: SimulatedConfig | None = None) -> torch.de
         from weights.memory.simulated import simulate
 
         simulate(simulated)
+    if kind == "cuda":  # cuBLAS reads it at its first use; without it, torch does not promise the same sums twice
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     module = torch.get_device_module(kind)
     count = module.device_count()
     if index is None:

@@ -36,6 +36,7 @@ def make_controls(
     denoiser: Any,
     codec: ImageCodec,
     generator: torch.Generator,
+    device: torch.device,
 ) -> tuple[Control, ...]:
     """Return the ControlNets of a request, in its order; encoding an image may draw from the generator, as in stock.
 
@@ -49,10 +50,10 @@ def make_controls(
             raise EngineError(f"control: {use.name!r} is no known ControlNet (known: {nets or 'none'})")
         if reason := _misfit(family, net, denoiser, codec.scale_factor):
             raise EngineError(f"control: {use.name!r} {reason}")
-        pixels = unit_pixels(use.image, denoiser.device).expand(request.num_images, -1, -1, -1)
+        pixels = unit_pixels(use.image, device).expand(request.num_images, -1, -1, -1)
         with torch.no_grad():
             image = family.control_image(net, pixels, lambda images: codec.encode(images, generator), codec.vae.config)
-        image = image.to(denoiser.device, denoiser.dtype)
+        image = image.to(device, denoiser.dtype)
         controls.append(Control(net, image, use.scale, use.start, use.end, family.controls_read_prompt))
     return tuple(controls)
 

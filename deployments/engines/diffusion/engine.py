@@ -82,7 +82,8 @@ class DiffusionEngine:
         """
         if request.request_id in self._requests:
             raise EngineError(f"request id {request.request_id!r} is in use by a request that has not finished")
-        state = self.pipeline.start(request.request, request.conditioning, request.adapters)
+        told = {"posteriors": request.posteriors} if request.posteriors else {}
+        state = self.pipeline.start(request.request, request.conditioning, request.adapters, **told)
         if request.resume_from is not None:
             restore_checkpoint(state, request.resume_from)
         state.preview_at = preview_steps(state.num_steps, request.num_previews)
@@ -199,7 +200,8 @@ class DiffusionEngine:
             del self._requests[request_id]
             started = running.started or running.added
             times = DenoiseTimes(started - running.added, running.denoised - started, now - running.denoised)
-            outputs.append(DiffusionOutput(request_id, state.step_index, state.num_steps, outcome, times))
+            images, latents = (None, outcome) if isinstance(outcome, torch.Tensor) else (outcome, None)
+            outputs.append(DiffusionOutput(request_id, state.step_index, state.num_steps, images, latents, times))
         return outputs
 
     def _give_up(self, running: _Running, error: Exception) -> None:

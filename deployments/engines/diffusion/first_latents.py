@@ -89,7 +89,7 @@ class LatentsMaker:
         starts_as_noise = mask is not None and family.inpaints_from_noise and request.strength == 1.0
         latents = noise = torch.empty(0)
         if not (num_extra and starts_as_noise):
-            latents = self._encode(image, generator, dtype).expand(shape)
+            latents = self._encode(image, generator, dtype, request).expand(shape)
         noise = draw(request.num_images)
         if starts_as_noise:
             begun = family.first_latents(noise, solver)
@@ -101,15 +101,18 @@ class LatentsMaker:
             return FirstLatents(begun, first_step)
         mask_B1hw = F.interpolate(mask, size=shape[2:]).to(dtype).expand(request.num_images, -1, -1, -1)
         if num_extra:
-            masked = self._encode(image * (1 - mask), generator, dtype).expand(shape)
+            masked = self._encode(image * (1 - mask), generator, dtype, request).expand(shape)
             return FirstLatents(begun, first_step, extra_channels=torch.cat([mask_B1hw, masked], dim=1))
         draw(1)  # stock encodes the masked image, and does not look at it
         pack: Callable[[torch.Tensor], torch.Tensor] = family.pack_latents
         kept = KeptImage(pack(latents), pack(noise), pack(mask_B1hw.expand(shape)))
         return FirstLatents(begun, first_step, kept)
 
-    def _encode(self, image: torch.Tensor, generator: torch.Generator, dtype: torch.dtype) -> torch.Tensor:
-        latents = self.codec.encode(image.to(dtype), generator, upcasts=self.family.upcasts_vae)
+    def _encode(
+        self, image: torch.Tensor, generator: torch.Generator, dtype: torch.dtype, request: DiffusionRequest
+    ) -> torch.Tensor:
+        may_change = not request.deterministic
+        latents = self.codec.encode(image.to(dtype), generator, upcasts=self.family.upcasts_vae, may_change=may_change)
         return self.family.scale_latents(latents.to(dtype), self.codec.vae.config)
 
 

@@ -14,8 +14,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from diffusers.image_processor import VaeImageProcessor
+from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 
 from deployments.engines.memory_limits import forget_frames, is_out_of_memory
+from deployments.engines.protocol import EngineError
 
 LIVE_ACTIVATIONS: Final = 4  # that a decode has at once, each as large as its largest
 
@@ -39,33 +41,57 @@ class ImageCodec:
         self._processor = VaeImageProcessor(vae_scale_factor=self.scale_factor)
         self._upcast_vae: Any = None
 
-    def encode(self, images_BCHW: torch.Tensor, generator: torch.Generator, *, upcasts: bool = False) -> torch.Tensor:
+    @property
+    def is_blank(self) -> bool:
+        """True for a VAE without weights: it knows sizes, and is run elsewhere."""
+        return bool(next(self.vae.parameters()).is_meta)
+
+    def encode(
+        self, images_BCHW: torch.Tensor, generator: torch.Generator, *, upcasts: bool = False, may_change: bool = True
+    ) -> torch.Tensor:
         """Encode images from -1 to 1, (B, 3, H, W): a sample of their latents (B, C, h, w), unscaled.
 
-        `upcasts`: in float32 whatever the VAE's dtype, if its config has `force_upcast`.
+        The options are those of `posterior`.
+        """
+        posterior = self.posterior(images_BCHW, upcasts=upcasts, may_change=may_change)
+        latents: torch.Tensor = posterior.sample(generator)
+        return latents
+
+    def posterior(
+        self, images_BCHW: torch.Tensor, *, upcasts: bool = False, may_change: bool = True
+    ) -> DiagonalGaussianDistribution:
+        """Return the distribution of the images' latents.
+
+        `upcasts`: in float32 whatever the VAE's dtype, if its config has `force_upcast`. `may_change`: what finds no
+        memory goes in tiles, which changes it a little.
         """
         vae = self._vae_for_float32() if upcasts and self.vae.config.get("force_upcast") else self._safe_vae()
         images_BCHW = images_BCHW.to(vae.device, vae.dtype)
         with torch.no_grad():
-            posterior = self._in_tiles_if_large(vae, vae.encode, images_BCHW, images_BCHW.shape[-2:]).latent_dist
-        latents: torch.Tensor = posterior.sample(generator)
-        return latents
+            found = self._in_tiles_if_large(vae, vae.encode, images_BCHW, images_BCHW.shape[-2:], may_change)
+        posterior: DiagonalGaussianDistribution = found.latent_dist
+        return posterior
 
-    def decode(self, latents_BCHW: torch.Tensor) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.bool_]]:
-        """Decode unscaled latents: uint8 (B, H, W, 3), and bool (B,), whether all that the VAE gave was finite."""
+    def decode(
+        self, latents_BCHW: torch.Tensor, *, may_change: bool = True
+    ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.bool_]]:
+        """Decode unscaled latents: uint8 (B, H, W, 3), and bool (B,), whether all that the VAE gave was finite.
+
+        `may_change` is as for `encode`.
+        """
         vae = self._safe_vae()
         latents_BCHW = latents_BCHW.to(vae.device, vae.dtype)
         height, width = (side * self.scale_factor for side in latents_BCHW.shape[-2:])
         with torch.no_grad():
             decode = partial(vae.decode, return_dict=False)
-            (image_BCHW,) = self._in_tiles_if_large(vae, decode, latents_BCHW, (height, width))
+            (image_BCHW,) = self._in_tiles_if_large(vae, decode, latents_BCHW, (height, width), may_change)
             is_finite_B: np.ndarray = image_BCHW.isfinite().flatten(1).all(1).cpu().numpy()
             image_BHWC: np.ndarray = self._processor.postprocess(image_BCHW, output_type="np")
         with np.errstate(invalid="ignore"):  # NaN as uint8 is nothing, and `is_finite_B` tells
             return (image_BHWC * 255).round().astype(np.uint8), is_finite_B
 
     def _in_tiles_if_large(
-        self, vae: Any, run: Callable[[torch.Tensor], Any], batch: torch.Tensor, size: Sequence[int]
+        self, vae: Any, run: Callable[[torch.Tensor], Any], batch: torch.Tensor, size: Sequence[int], may_change: bool
     ) -> Any:
         """Return what `run`, of the VAE, makes of images of that height and width, in tiles if it has to be."""
         is_large = size[0] * size[1] * _bytes_per_pixel(vae) > self._max_bytes
@@ -73,7 +99,7 @@ class ImageCodec:
             with _tiling(vae, is_large):
                 return run(batch)
         except Exception as error:
-            if is_large or len(batch) > 1 or not is_out_of_memory(error):
+            if is_large or not may_change or len(batch) > 1 or not is_out_of_memory(error):
                 raise
             forget_frames(error)  # they know the activations, whose memory the tiles need
         logger.warning("an image of %dx%d pixels finds no memory in one piece; it goes in tiles", size[1], size[0])
@@ -90,6 +116,35 @@ class ImageCodec:
         if self._upcast_vae is None:
             self._upcast_vae = copy.deepcopy(self.vae).to(torch.float32)
         return self._upcast_vae
+
+
+class NotingCodec(ImageCodec):
+    """A codec that notes the posteriors that were asked for, as parameters on the host."""
+
+    def __init__(self, codec: ImageCodec) -> None:
+        super().__init__(codec.vae)
+        self._codec = codec
+        self.noted: list[torch.Tensor] = []
+
+    def posterior(self, images_BCHW: torch.Tensor, **options: Any) -> DiagonalGaussianDistribution:
+        found = self._codec.posterior(images_BCHW, **options)
+        self.noted.append(found.parameters.cpu())
+        return found
+
+
+class ToldCodec(ImageCodec):
+    """A codec of a blank VAE that is told its posteriors, in the order in which they are asked for."""
+
+    def __init__(self, vae: Any, noted: Sequence[torch.Tensor], device: torch.device) -> None:
+        super().__init__(vae)
+        self._told = iter(noted)
+        self._device = device
+
+    def posterior(self, images_BCHW: torch.Tensor, **options: Any) -> DiagonalGaussianDistribution:
+        parameters = next(self._told, None)
+        if parameters is None:
+            raise EngineError("the VAE is not here, and has not encoded the images of this request")
+        return DiagonalGaussianDistribution(parameters.to(self._device))
 
 
 @contextlib.contextmanager

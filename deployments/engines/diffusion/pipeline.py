@@ -9,6 +9,8 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,13 +18,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from deployments.engines.build import read_config
+from deployments.engines.build import build_skeleton, read_config
 from deployments.engines.diffusion.controls import make_controls
 from deployments.engines.diffusion.families import family_of
 from deployments.engines.diffusion.families.base import Family, ImageSize, Rows
 from deployments.engines.diffusion.first_latents import LatentsMaker
 from deployments.engines.diffusion.fitted_loras import FittedLoras
-from deployments.engines.diffusion.image_codec import ImageCodec
+from deployments.engines.diffusion.image_codec import ImageCodec, NotingCodec, ToldCodec
 from deployments.engines.diffusion.previews import expected_latents
 from deployments.engines.diffusion.rows import (
     DEFAULT_BOUNDS,
@@ -31,6 +33,7 @@ from deployments.engines.diffusion.rows import (
     Work,
     batch_key,
     build_rows,
+    decode_key,
     grouped,
     guided,
     image_size,
@@ -47,11 +50,14 @@ from deployments.engines.diffusion.state import (
     take_branches,
 )
 from deployments.engines.memory_limits import MemoryLimits, run_in_parts
-from deployments.engines.nn.batch_invariant import make_batch_invariant
+from deployments.engines.nn.batch_invariant import make_batch_invariant, repeatable_kernels
 from deployments.engines.nn.lora import applied_adapters
 from deployments.engines.protocol import ComputationFailed, DiffusionRequest, EngineError
 from weights.adapters import LoraAdapter
-from weights.memory.devices import host_generator
+from weights.loader import memory_form
+from weights.manifest import Component
+from weights.memory.devices import computes_on_host, host_generator
+from weights.torch_dtypes import TORCH_DTYPES
 
 VAE_FAILED: Final = "the latents are finite, but the image that the VAE made of them is not"
 
@@ -59,7 +65,11 @@ logger = logging.getLogger(__name__)
 
 
 class DenoisePipeline:
-    """A model that turns text conditioning into images, step by step. One thread at a time."""
+    """A model that turns text conditioning into images, step by step. One thread at a time.
+
+    Where denoiser and VAE have no room together, there are two of it, each with one of them blank (`blank_module`):
+    one encodes the images of a request (`encode_inputs`) and decodes its latents, the other runs its steps.
+    """
 
     def __init__(
         self,
@@ -91,13 +101,50 @@ class DenoisePipeline:
         request: DiffusionRequest,
         conditioning: Mapping[str, torch.Tensor],
         adapters: Mapping[str, LoraAdapter | nn.Module] | None = None,
+        posteriors: Sequence[torch.Tensor] = (),
     ) -> DenoiseState:
         """Return a request before its first step.
 
         `conditioning` is what the family's `assemble_conditioning` gives; `adapters` has the LoRAs and
         the ControlNets that the request names. What a LoRA does to text encoders is in the conditioning.
-        Raises EngineError for what cannot run.
+        `posteriors` are those of `encode_inputs`, where the VAE is blank. Raises EngineError for what cannot run.
         """
+        codec = ToldCodec(self._codec.vae, posteriors, self.device) if self._codec.is_blank else self._codec
+        return self._start(request, conditioning, adapters, codec)
+
+    def encode_inputs(
+        self,
+        request: DiffusionRequest,
+        conditioning: Mapping[str, torch.Tensor],
+        adapters: Mapping[str, LoraAdapter | nn.Module],
+    ) -> tuple[torch.Tensor, ...]:
+        """Return what the VAE says of the images of a request: what `start` needs where its VAE is blank.
+
+        The denoiser may be blank. Raises as `start` does; LoRAs are not looked at.
+        """
+        codec = NotingCodec(self._codec)
+        self._start(replace(request, adapters=()), conditioning, adapters, codec)
+        return tuple(codec.noted)
+
+    def decode_latents(self, request: DiffusionRequest, latents: torch.Tensor) -> np.ndarray:
+        """Return the images of latents that the other pipeline has denoised: uint8 (num_images, H, W, 3).
+
+        Raises ComputationFailed.
+        """
+        runs_alone = request.deterministic and not computes_on_host(self.device)
+        size, may_change = (request.height, request.width), not request.deterministic
+        images, is_finite = self._decode_latents(latents.to(self.device), size, may_change, runs_alone)
+        if not is_finite.all():
+            raise ComputationFailed(VAE_FAILED)
+        return images
+
+    def _start(
+        self,
+        request: DiffusionRequest,
+        conditioning: Mapping[str, torch.Tensor],
+        adapters: Mapping[str, LoraAdapter | nn.Module] | None,
+        codec: ImageCodec,
+    ) -> DenoiseState:
         family, size = self.family, self._size(request.height, request.width)
         check_request(request, family.size_multiple(self._codec.scale_factor))
         known = adapters or {}
@@ -114,10 +161,12 @@ class DenoisePipeline:
         schedule = family.schedule(request, self._solvers.config, size)
         solver = self._solvers.create_solver(self.device, request.scheduler, **schedule)
         generator = host_generator(request.seed)
-        controls = make_controls(request, known, family, self.denoiser, self._codec, generator)
-        maker = LatentsMaker(family, self._codec, self.denoiser.config, self.device)
+        controls = make_controls(request, known, family, self.denoiser, codec, generator, self.device)
+        maker = LatentsMaker(family, codec, self.denoiser.config, self.device)
         # Stock draws in the text encoder's dtype; another dtype would be another image.
-        first = maker.first_latents(request, size, solver, generator, conditioning["prompt_embeds"].dtype)
+        runs_alone = request.deterministic and not computes_on_host(self.device)
+        with _kernels(runs_alone):
+            first = maker.first_latents(request, size, solver, generator, conditioning["prompt_embeds"].dtype)
         latents = first.latents.to(self.device, self.denoiser.dtype)
         cfg_scale = family.cfg_scale(request)
         return DenoiseState(
@@ -132,6 +181,7 @@ class DenoisePipeline:
             kept=first.kept,
             extra_channels=first.extra_channels,
             controls=controls,
+            runs_alone=runs_alone,
         )
 
     def step_work(self, state: DenoiseState) -> Work:
@@ -147,7 +197,7 @@ class DenoisePipeline:
         height, width = image_size(state)
         kind = "decode", height, width
         most = min(self._memory.allowed(kind), self._bounds.decode_rows(height * width))
-        return Work(frozenset([kind]), str(kind), len(state.latents), most)
+        return Work(frozenset([decode_key(state)]), str(kind), len(state.latents), most)
 
     def step(self, states: Sequence[DenoiseState]) -> None:
         """Move each state on by one denoise step. When a forward raises, no state has moved.
@@ -172,16 +222,18 @@ class DenoisePipeline:
             for state, prediction in predictions:
                 self._advance(state, prediction)
 
-    def decode(self, states: Sequence[DenoiseState]) -> list[np.ndarray | ComputationFailed]:
+    def decode(self, states: Sequence[DenoiseState]) -> list[np.ndarray | torch.Tensor | ComputationFailed]:
         """Return the images of each state, finished or not: uint8 (num_images, H, W, 3), or why there are none.
 
-        One VAE call per size, as far as the bounds and memory allow.
+        One VAE call per size, as far as the bounds and memory allow. Where the VAE is blank, the latents on the host.
         """
-        outcomes: dict[int, np.ndarray | ComputationFailed] = {
+        outcomes: dict[int, np.ndarray | torch.Tensor | ComputationFailed] = {
             id(state): failure for state in states if (failure := numeric_failure(state)) is not None
         }
-        for group in grouped([state for state in states if id(state) not in outcomes], image_size):
-            images, is_finite = self._decode_latents(torch.cat([state.latents for state in group]), group[0])
+        if self._codec.is_blank:
+            return [outcomes.get(id(state), state.latents.cpu()) for state in states]
+        for group in grouped([state for state in states if id(state) not in outcomes], decode_key):
+            images, is_finite = self._decode_group([state.latents for state in group], group)
             first = 0
             for state in group:
                 rows = slice(first, first := first + len(state.latents))
@@ -191,9 +243,9 @@ class DenoisePipeline:
     def decode_previews(self, states: Sequence[DenoiseState]) -> list[np.ndarray | None]:
         """Return the images that the last step of each state expects, as `decode` does; None if they are not finite."""
         previews: dict[int, np.ndarray | None] = {}
-        for group in grouped(states, image_size):
+        for group in grouped(states, decode_key):
             expected = [state.expected for state in group if state.expected is not None]
-            images, is_finite = self._decode_latents(torch.cat(expected), group[0])
+            images, is_finite = self._decode_group(expected, group)
             first = 0
             for state in group:
                 rows = slice(first, first := first + len(state.latents))
@@ -221,6 +273,7 @@ class DenoisePipeline:
         (outcome,) = self.decode([state])
         if isinstance(outcome, ComputationFailed):
             raise outcome
+        assert isinstance(outcome, np.ndarray)  # its VAE is here
         return outcome
 
     def _size(self, height: int, width: int) -> ImageSize:
@@ -236,26 +289,42 @@ class DenoisePipeline:
 
     def _predict(self, group: Sequence[Part]) -> torch.Tensor:
         """The denoiser's prediction for all rows of the group, in as few forwards as bounds and memory allow."""
-        rows, (height, width) = build_rows(group), image_size(group[0].state)
-        parts = run_in_parts(
-            lambda start, stop: self._forward(rows.part(start, stop), height, width),
-            len(rows),
-            self._bounds.denoise_rows(height * width),
-            self._memory,
-            memory_kind(group[0]),
-        )
+        first = group[0].state
+        rows, (height, width) = build_rows(group), image_size(first)
+        with _kernels(first.runs_alone):
+            parts = run_in_parts(
+                lambda start, stop: self._forward(rows.part(start, stop), height, width),
+                len(rows),
+                1 if first.runs_alone else self._bounds.denoise_rows(height * width),
+                self._memory,
+                memory_kind(group[0]),
+            )
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _decode_latents(self, latents: torch.Tensor, like: DenoiseState) -> tuple[np.ndarray, np.ndarray]:
-        """Decode as `ImageCodec.decode` does, for latents of states of the size of `like`."""
-        height, width = image_size(like)
-        parts = run_in_parts(
-            lambda start, stop: self._codec.decode(self._latent_images(latents[start:stop], height, width)),
-            len(latents),
-            self._bounds.decode_rows(height * width),
-            self._memory,
-            ("decode", height, width),
-        )
+    def _decode_group(
+        self, latents: Sequence[torch.Tensor], group: Sequence[DenoiseState]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Decode latents of these states of one `decode_key`."""
+        may_change = not any(state.request.deterministic for state in group)
+        return self._decode_latents(torch.cat(list(latents)), image_size(group[0]), may_change, group[0].runs_alone)
+
+    def _decode_latents(
+        self, latents: torch.Tensor, size: tuple[int, int], may_change: bool, runs_alone: bool
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Decode as `ImageCodec.decode` does, for images of that height and width."""
+        height, width = size
+
+        def decode(start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+            return self._codec.decode(self._latent_images(latents[start:stop], height, width), may_change=may_change)
+
+        with _kernels(runs_alone):
+            parts = run_in_parts(
+                decode,
+                len(latents),
+                1 if runs_alone else self._bounds.decode_rows(height * width),
+                self._memory,
+                ("decode", height, width),
+            )
         images, is_finite = zip(*parts, strict=True)
         return np.concatenate(images), np.concatenate(is_finite)
 
@@ -276,6 +345,19 @@ class DenoisePipeline:
         if state.kept is not None:
             state.latents = state.kept.put_back(state.solver, state.latents, None if state.done else state.timestep)
         state.are_finite.append(state.latents.isfinite().all())
+
+
+def _kernels(are_repeatable: bool) -> AbstractContextManager[None]:
+    return repeatable_kernels() if are_repeatable else nullcontext()
+
+
+def blank_module(component: Component, folder: Path) -> nn.Module:
+    """Return a module of a pipeline without its weights, for `DenoisePipeline`. Raises EngineError."""
+    shapes = {name: memory_form(ref.dtype, ref.shape)[1] for name, ref in component.tensors.items()}
+    module = build_skeleton(component.library, component.class_name, folder, shapes).module
+    first = component.tensors.get(next(name for name, _ in module.named_parameters()))
+    dtype = TORCH_DTYPES.get(first.dtype) if first else None
+    return module if dtype is None else nn.Module.to(module, dtype)  # diffusers' own warns of what is not the case
 
 
 def create_pipeline(

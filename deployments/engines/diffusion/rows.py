@@ -70,6 +70,11 @@ def image_size(state: DenoiseState) -> tuple[int, int]:
     return state.request.height, state.request.width
 
 
+def decode_key(state: DenoiseState) -> Hashable:
+    """Return the key of a state: those with equal keys share a forward of the VAE."""
+    return image_size(state), _solitude(state)
+
+
 def parts_of(states: Sequence[DenoiseState]) -> list[Part]:
     """Return the parts of the states, in the order state, branch."""
     return [Part(state, branch) for state in states for branch in state.branches]
@@ -82,13 +87,18 @@ def batch_key(part: Part) -> Hashable:
     """
     adapters = tuple((id(pairs), strength) for pairs, strength in part.state.adapters)
     is_padded = part.branch.mask is not None
-    return image_size(part.state), part.branch.prompt.shape[1], is_padded, adapters, _control_key(part)
+    length = part.branch.prompt.shape[1]
+    return image_size(part.state), length, is_padded, adapters, _control_key(part), _solitude(part.state)
 
 
 def memory_kind(part: Part) -> Hashable:
     """Return the kind of a part: those of one take about as much memory per row of a forward."""
     lengths = part.branch.prompt.shape[1], len(part.state.adapters), len(part.state.acting_controls)
-    return "denoise", image_size(part.state), *lengths
+    return "denoise", image_size(part.state), *lengths, *(["alone"] if part.state.runs_alone else [])
+
+
+def _solitude(state: DenoiseState) -> Hashable:
+    return state.request.request_id if state.runs_alone else None
 
 
 def _control_key(part: Part) -> Hashable:

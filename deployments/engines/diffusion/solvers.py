@@ -5,9 +5,8 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import diffusers
 import torch
@@ -61,14 +60,14 @@ class SolverFactory:
 
 def step_options(solver: Any, generator: torch.Generator) -> dict[str, Any]:
     """Return keyword arguments for `solver.step`, as far as the class takes them (eta is 0, as in stock)."""
-    accepted = _step_parameters(type(solver))
+    accepted = _step_parameters(type(solver).step)
     options = {"eta": 0.0, "generator": generator}
     return {name: value for name, value in options.items() if name in accepted}
 
 
-@functools.cache  # half a millisecond for each class, which would be spent at each step
-def _step_parameters(solver_class: type) -> frozenset[str]:
-    return frozenset(inspect.signature(solver_class.step).parameters)
+@functools.cache  # it takes a while, and each step asks
+def _step_parameters(step: Callable[..., Any]) -> frozenset[str]:
+    return frozenset(inspect.signature(step).parameters)
 
 
 def _solver_class(class_name: str | None) -> Any:

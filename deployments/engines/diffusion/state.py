@@ -38,6 +38,9 @@ class DenoiseState:
     With an image it begins at `first_step` of the solver's schedule. `kept` and `extra_channels` are those of
     `FirstLatents`.
 
+    One that `runs_alone` shares no forward, and its rows go one by one: on a device that rounds by batch nothing else
+    gives the same bits in any company and however little memory there is.
+
     After a step of `preview_at`, `expected` has the latents that the step expects at the end. `solver_at_start` has the
     solver's attributes before the first step.
     """
@@ -56,6 +59,7 @@ class DenoiseState:
     kept: KeptImage | None = None
     extra_channels: torch.Tensor | None = None
     controls: tuple[Control, ...] = ()
+    runs_alone: bool = False
     preview_at: tuple[int, ...] = ()
     expected: torch.Tensor | None = None
     solver_at_start: Mapping[str, Any] = field(init=False)

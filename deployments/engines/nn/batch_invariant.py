@@ -11,12 +11,16 @@ computed by other code.
 
 from __future__ import annotations
 
-from typing import Final
+import contextlib
+from collections.abc import Iterator
+from typing import Any, Final
 
 import torch
+import torch.utils.deterministic
 from torch import nn
 from torch.nn import functional as F
 
+_uninitialized_memory: Any = torch.utils.deterministic  # a module with properties, which its types do not have
 _HOSTS: Final = ("cpu", "sim")  # a simulated accelerator computes on the host
 MIN_ROWS: Final = 4
 MIN_ROWS_PER_THREAD: Final = 8  # with more than one thread; found with two
@@ -97,6 +101,27 @@ _INVARIANT: Final[dict[type[nn.Module], type[nn.Module]]] = {
     nn.Conv2d: _BatchInvariantConv2d,
     nn.GroupNorm: _BatchInvariantGroupNorm,
 }
+
+
+@contextlib.contextmanager
+def repeatable_kernels() -> Iterator[None]:
+    """Have torch take kernels that give the same bits each time, in the whole process; an operation without any warns.
+
+    What a row gives may still depend on the rows beside it. On a CPU nothing changes.
+    """
+    cudnn, memory = torch.backends.cudnn, _uninitialized_memory
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    choice = cudnn.benchmark, cudnn.deterministic
+    fills = memory.fill_uninitialized_memory
+    try:
+        memory.fill_uninitialized_memory = False  # other threads allocate too, and gain nothing
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        cudnn.benchmark, cudnn.deterministic = False, True
+        yield
+    finally:
+        cudnn.benchmark, cudnn.deterministic = choice
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        memory.fill_uninitialized_memory = fills
 
 
 def make_batch_invariant(module: nn.Module) -> None:

@@ -22,6 +22,12 @@ from deployments.records import (
 )
 
 _IMAGE: Final = "a PNG, JPEG or WebP file in base64, or a data URL of one"
+_RESUMABLE: Final = (
+    "a stream whose image is made on when its connection breaks, for a minute or as the server is configured. Its "
+    "events have ids (ask for `progress` to have one after every step): the same request with the header "
+    "`Last-Event-ID`, or a GET of the answer's `Content-Location`, gets the events after that one, and no image is "
+    "made twice. A DELETE there ends it. Without this, a stream ends with its connection"
+)
 
 
 class ControlBody(ControlNetUse):
@@ -51,6 +57,7 @@ class ImagesBody(ImageOptions):
     stream: bool | None = Field(False, description="server-sent events while the image is made")
     partial_images: int | None = Field(None, ge=0, le=MAX_PARTIAL_IMAGES, description="previews in a stream")
     progress: bool = Field(False, description="an event for every step in a stream")
+    resumable: bool = Field(False, description=_RESUMABLE)
 
     @field_validator("background", mode="before")
     @classmethod
@@ -96,7 +103,7 @@ class ImagesBody(ImageOptions):
 
     def _stream_fields(self) -> dict[str, Any]:
         if not self.stream:
-            for name in ("partial_images", "progress"):
+            for name in ("partial_images", "progress", "resumable"):
                 if getattr(self, name):
                     raise InvalidRequest(f"{name}: only a stream has them; set `stream`", name)
             return {}
@@ -104,7 +111,7 @@ class ImagesBody(ImageOptions):
             raise InvalidRequest(f"n: {self.n} images, and a stream makes one", "n")
         if self.response_format == "url":
             raise InvalidRequest("response_format: a stream has its images in base64", "response_format")
-        return {"partial_images": self.partial_images or 0, "reports_steps": self.progress}
+        return {"partial_images": self.partial_images or 0, "reports_steps": self.progress or self.resumable}
 
 
 class GenerationBody(ImagesBody):

@@ -21,24 +21,34 @@ from deployments.ingress.openai.image_files import describe_image, encode_image
 from deployments.ingress.openai.image_links import ImageLinks
 from deployments.ingress.openai.image_stream import ImageEvents, Task
 from deployments.ingress.openai.image_uploads import read_form
+from deployments.ingress.openai.resumable_streams import LAST_EVENT_ID, ResumableStreams
 from deployments.ingress.responses import EventStream, call_aside, json_with_list, large_json_response, server_timing
 from deployments.ingress.service import Service
 from deployments.records import ImageRequest, ImageResult
 
 # With `stream`, events as in image_stream.py.
-_RESPONSES: Final = documented(*INFERENCE_ERRORS) | {200: {"content": {"text/event-stream": {}}}}
+_RESPONSES: Final = documented(*INFERENCE_ERRORS) | {
+    200: {"content": {"text/event-stream": {}}},
+    204: {"description": "`Last-Event-ID` is that of the stream's last event: there are no more"},
+}
 _FormT = TypeVar("_FormT", bound=VariationBody)
 
 
-def create_images_router(service: Service, links: ImageLinks, limits: LimitsConfig) -> APIRouter:
+def create_images_router(
+    service: Service, links: ImageLinks, streams: ResumableStreams, limits: LimitsConfig
+) -> APIRouter:
     """Return the routes."""
     router = APIRouter(tags=["images"])
 
     async def respond(body: ImagesBody, record: ImageRequest, request: Request, task: Task) -> Response:
         if body.stream:
-            pieces = service.generate_stream(record)
+            pieces, image_events = service.generate_stream(record), ImageEvents(task, body, record)
+            if body.resumable:
+                if last_id := request.headers.get(LAST_EVENT_ID):
+                    return streams.resume(last_id)
+                return await streams.begin(pieces, image_events)
             first = await anext(pieces)  # here, so that a refused request is a 4xx and not an event in a 200
-            events = ImageEvents(task, body, record).events_of(first, pieces)
+            events = image_events.events_of(first, pieces)
             return EventStream(events, pieces, headers={"Cache-Control": "no-cache"})
         result = await service.generate(record)
         write = _ImageWriter(body, record, links, str(request.base_url))

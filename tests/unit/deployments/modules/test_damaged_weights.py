@@ -19,7 +19,8 @@ from cluster.keeper.actor import NodeKeeper
 from cluster.keeper.ray_extents import RayExtents
 from configs.cluster import WorkerConfig
 from deployments.errors import ModelUnavailable
-from deployments.modules.cache import Lease, ModuleCache
+from deployments.modules.cache import ModuleCache
+from deployments.modules.lease import Lease
 from deployments.modules.loading import ComponentBuilder, is_denoise_component
 from weights.externalize import externalize
 from weights.loader import load_from_store

@@ -22,7 +22,8 @@ from deployments.engines.diffusion.pipeline import create_pipeline, settings_has
 from deployments.engines.protocol import SamplingParams, TextRequest
 from deployments.local import LocalModels
 from deployments.modules.built_modules import OBJECT_BYTES
-from deployments.modules.cache import Lease, ModuleCache
+from deployments.modules.cache import ModuleCache
+from deployments.modules.lease import Lease
 from deployments.modules.loading import ComponentBuilder, is_denoise_component
 from deployments.records import ImageRequest, LoraUse
 from deployments.text.encoders import TextEncoderBuilder, is_text_encoder

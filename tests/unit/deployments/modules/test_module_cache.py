@@ -18,7 +18,8 @@ import pytest
 import torch
 
 from deployments.errors import ModelUnavailable
-from deployments.modules.cache import Lease, ModuleCache
+from deployments.modules.cache import ModuleCache
+from deployments.modules.lease import Lease
 from weights.errors import BudgetExceeded, ExtentCorrupt
 from weights.manifest import Component, ExtentRef, Manifest, TensorRef
 

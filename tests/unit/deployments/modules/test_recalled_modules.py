@@ -23,7 +23,8 @@ from unit.cluster.keeper.local_keeper import ActorHandle, FakeStore, ray_get
 
 from cluster.keeper.actor import NodeKeeper
 from cluster.keeper.ray_extents import RayExtents
-from deployments.modules.cache import Lease, ModuleCache
+from deployments.modules.cache import ModuleCache
+from deployments.modules.lease import Lease
 from weights.errors import BudgetExceeded
 from weights.manifest import Component, ExtentRef, Manifest, TensorRef
 

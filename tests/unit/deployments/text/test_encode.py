@@ -369,3 +369,23 @@ async def test_a_lookup_that_outlives_its_request_does_not_run_a_retired_module(
     assert encoded.sources == {"computed": 1}
     assert len(calls.made) == 1
     assert (old.is_retired, new.is_retired, new.num_computing) == (True, False, 0)
+
+
+# Texts that are encoded alone
+
+
+async def test_a_text_alone_shares_no_forward_and_no_encoding(sdxl):
+    encoders, calls = service()
+    mine, plain = sdxl.request("a seven", "a blur", encodes_alone=True), sdxl.request("a seven", "a blur")
+    rest = (sdxl.class_name, sdxl.folder, sdxl.encoders)
+    (together, _), (alone, _) = await asyncio.gather(encoders.condition(plain, *rest), encoders.condition(mine, *rest))
+    assert calls.counter.encode_stats().forwards == 2 + 4  # two encoders: one forward of two texts, two of one
+    again, encoded = await encoders.condition(mine, *rest)
+    assert encoded.cache.misses == 0
+    fresh, _ = service()
+    first, _ = await fresh.condition(sdxl.request("a seven", "another", encodes_alone=True), *rest)
+    for name, tensor in alone.items():
+        assert torch.equal(again[name], tensor)
+        torch.testing.assert_close(together[name], tensor, rtol=0, atol=1e-5)
+        if not name.startswith("negative"):
+            assert torch.equal(first[name], tensor)

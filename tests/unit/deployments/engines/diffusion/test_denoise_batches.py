@@ -251,7 +251,9 @@ def test_forwards_and_decodes_are_bounded_from_the_start(
     expected = [pair.ours.generate(*job) for job in jobs]
     sizes, decoded = count_forwards(ours), []
     decode = ours._codec.decode
-    monkeypatch.setattr(ours._codec, "decode", lambda latents: decoded.append(len(latents)) or decode(latents))
+    monkeypatch.setattr(
+        ours._codec, "decode", lambda latents, **options: decoded.append(len(latents)) or decode(latents, **options)
+    )
     states = [ours.start(*job) for job in jobs]
     for _ in range(3):
         ours.step(states)
@@ -271,7 +273,9 @@ async def test_a_crowd_is_served_in_bounded_batches(sdxl, make_request, load_pip
     ]
     sizes, decoded = count_forwards(ours), []
     decode = ours._codec.decode
-    monkeypatch.setattr(ours._codec, "decode", lambda latents: decoded.append(len(latents)) or decode(latents))
+    monkeypatch.setattr(
+        ours._codec, "decode", lambda latents, **options: decoded.append(len(latents)) or decode(latents, **options)
+    )
     loop = EngineLoop(DeviceThread(), DiffusionEngine(ours))
     found = await asyncio.gather(*(last_output(loop, ConditionedRequest(*job)) for job in jobs))
     assert max(sizes) <= 8
@@ -309,12 +313,12 @@ def test_a_batch_that_finds_no_memory_is_tried_once(pair, make_request, load_pip
     calls = {"fits": 0, "fails": 0}
 
     def limited(work):
-        def run(latents, *args):
+        def run(latents, *args, **options):
             count = len(getattr(latents, "latents", latents))
             calls["fits" if count <= 8 else "fails"] += 1
             if count > 8:
                 raise torch.OutOfMemoryError("CUDA out of memory")
-            return work(latents, *args)
+            return work(latents, *args, **options)
 
         return run
 

@@ -82,7 +82,9 @@ def test_previews_approach_the_image_and_do_not_change_it(pair, make_request):
 def test_each_request_gets_as_many_previews_as_it_asked_for(pair, make_request, monkeypatch):
     engine, sizes = DiffusionEngine(pair.ours), []
     decode = pair.ours._codec.decode
-    monkeypatch.setattr(pair.ours._codec, "decode", lambda latents: sizes.append(len(latents)) or decode(latents))
+    monkeypatch.setattr(
+        pair.ours._codec, "decode", lambda latents, **options: sizes.append(len(latents)) or decode(latents, **options)
+    )
     for seed in range(3):
         request = make_request(seed=seed, request_id=str(seed), num_inference_steps=4)
         engine.add_request(ConditionedRequest(request, pair.conditioning(seed), num_previews=seed))
