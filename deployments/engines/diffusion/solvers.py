@@ -7,6 +7,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import diffusers
 import torch
