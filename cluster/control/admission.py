@@ -330,7 +330,10 @@ class AdmissionQueue:
             free = self._placement.free_of(ask.pool, ask.model, now_s)
             until_s = held_until_s(free, waiting, times.latency.of(ask.work) if times else 0.0, now_s)
             is_held, switch_s, chances = now_s < until_s, self._times.switch_s(ask.model), self._placement.chances
-            replica = pool.places.choose(ask.share, ask.model, switch_s, open_, free, chances, is_held)
+            joining_s = times.joining_s(ask.work) if times else ask.share
+            replica = pool.places.choose(
+                ask.share, ask.model, switch_s, joining_s, now_s, open_, free, chances, is_held
+            )
             if replica is None:
                 if among is None:
                     return  # nobody slips past: a large request would wait for ever
@@ -346,8 +349,9 @@ class AdmissionQueue:
                 ask, times = waiting.ask, self._times.times(waiting.ask.model)
             pool.lanes.start(waiting.ticket, self._cost_s(ask))
             pool.num_by_model[ask.model] -= 1
-            is_alone = free is not None and replica in free and not free[replica].is_beside
-            pool.places.start(waiting, replica, now_s, times.latency.of(ask.work) if times else 0.0, is_alone)
+            latency_s, start = times.latency.of(ask.work) if times else 0.0, (free or {}).get(replica)
+            switch_s, is_alone = (start.switch_s, not start.is_beside) if start else (switch_s, False)
+            pool.places.start(waiting, replica, now_s, latency_s, switch_s, is_alone)
             self._counts.of(ask.model, ask.pool).started += 1
             yield Started(waiting.ticket, replica)
 

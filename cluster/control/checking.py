@@ -44,6 +44,7 @@ def usable_state(
                 and 0.0 <= model.rate_short < _HUGE
                 and 0.0 <= model.rate_long < _HUGE
                 and 1e-9 < model.service_s < _HUGE
+                and 0.0 <= model.latency_s < _HUGE
                 and 0.0 <= model.retry_in_s < _HUGE
                 and model.slack_s > -_HUGE
                 and type(model.waiting) is int
@@ -141,6 +142,7 @@ _MODEL_BOUNDS: Final = {
     "rate_short": (0.0, _HUGE),
     "rate_long": (0.0, _HUGE),
     "service_s": (1e-8, _HUGE),
+    "latency_s": (0.0, _HUGE),
     "retry_in_s": (0.0, _HUGE),
 }
 _WORKER_BOUNDS: Final = {

@@ -23,13 +23,21 @@ FREE_REQUESTS: Final = 2.0  # a switch that takes no longer than so many usual r
 
 
 def _longest_free_s(state: ClusterState) -> float:
-    """Return how long a switch may take that needs no order: as some requests of the usual mix."""
-    rates = works = 0.0
+    """Return how long a switch may take that needs no order: as some requests of the usual mix.
+
+    A request counts with all its time in a batch, for so long may those wait that a switch lets go ahead. Where more
+    waits than that, work is what is short, and it counts with its part of the batch.
+    """
+    rates = works = latencies = 0.0
     for model in state.models.values():
         rate = model.rate_long
         rates += rate
         works += rate * model.service_s
-    return FREE_REQUESTS * works / rates if rates else 0.0
+        latencies += rate * max(model.service_s, model.latency_s)
+    if not rates:
+        return 0.0
+    calm_s = FREE_REQUESTS * latencies / rates
+    return calm_s if state.queue_s() < calm_s else FREE_REQUESTS * works / rates
 
 
 def held_until_s(starts: Mapping[str, FreeStart] | None, waiting: Waiting, latency_s: float, now_s: float) -> float:
@@ -96,9 +104,13 @@ def free_starts_of(
 
 
 def chances_of(state: ClusterState) -> dict[str, float]:
-    """Return how likely the next request is for each model that is asked for."""
+    """Return how likely the next request is for each model that is asked for.
+
+    Rounded: all rates fade alike, and what is the same as before need not be told again.
+    """
     total = sum([model.rate_long for model in state.models.values()])
-    return {id_: model.rate_long / total for id_, model in state.models.items() if model.rate_long > LEAST_RATE}
+    found = ((id_, model.rate_long) for id_, model in state.models.items() if model.rate_long > LEAST_RATE)
+    return {id_: round(rate / total, 3) for id_, rate in found}
 
 
 def _few(workers: Sequence[WorkerState], num_models: int) -> Sequence[WorkerState]:

@@ -3,9 +3,10 @@
 A request takes a share of a replica, and a replica is full when the shares of what it runs add up to 1. A request
 whose share does not fit beside others starts on a replica that runs nothing.
 
-A free start (`free_starts.py`) takes the replica where work, switch and the loss of what goes are least together. An
-idle replica takes it at once; one that runs other models, which must end first, only a request that has waited for some
-time: until then it serves what it has, and so fewer switches are needed.
+Requests of a model that meet on a replica share its batches, so one that joins costs only what it delays the others
+and they it. A free start (`free_starts.py`) takes the replica where work, switch and the loss of what goes are least
+together. An idle replica takes it at once; one that runs other models, which must end first, only a request that has
+waited for some time: until then it serves what it has, and so fewer switches are needed.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from cluster.control.lanes import Waiting
 from cluster.control.plans import FreeStart
 
 MAX_RECENT: Final = 4  # models that a replica is believed to have at hand: the ones that it ran last
-LOSS_SWITCHES: Final = 3.0  # a model that was taken away for nothing costs so many switches: there, back, and the queue
+LOSS_SWITCHES: Final = 0.5  # of a model that goes and is wanted next; half of them would have gone anyway until then
+JOIN_DELAYS: Final = 2.0  # who joins a batch is delayed by each of the others, and delays each of them
 _ROUNDING: Final = 1e-9  # of shares that add up to 1
 
 
@@ -64,6 +66,7 @@ class _Replica:
 
     used: float = 0.0
     load_s: float = 0.0
+    ready_at_s: float = -math.inf  # when the switch ends that a request began
     clock: float = 0.0
     clock_at_s: float = 0.0
     is_gone: bool = False
@@ -74,6 +77,10 @@ class _Replica:
         if self.used > _ROUNDING:
             self.clock += max(0.0, now_s - self.clock_at_s) / self.used
         self.clock_at_s = now_s
+
+    def delay_s(self, model: str, joining_s: float) -> float:
+        num, num_alike = self.models.total(), self.models[model]
+        return JOIN_DELAYS * joining_s * num_alike + self.load_s * (num - num_alike) / max(num, 1)
 
     def has_room(self, share: float) -> bool:
         return not self.is_gone and (self.used + share <= 1 + _ROUNDING or not self.models)
@@ -110,6 +117,8 @@ class Places:
         share: float,
         model: str,
         switch_s: float,
+        joining_s: float,
+        now_s: float,
         among: Collection[str] | None = None,
         free: Mapping[str, FreeStart] | None = None,
         chances: Mapping[str, float] | None = None,
@@ -117,7 +126,8 @@ class Places:
     ) -> str | None:
         """Return the replica with room where the wait is shortest; None when there is no room.
 
-        The wait is the work that it has, and the switch to a model that it is not believed to have at hand. `among`:
+        The wait is what the requests there delay it by and it them (`joining_s` is by how much one of its model does),
+        the rest of a switch, and one to a model that it is not believed to have at hand. `among`:
         the replicas that the model may start on, None for all. `free` says what a switch costs where, `chances` how
         likely each model is asked for next. While it `is_held`, it starts nowhere that other models have to end first.
         """
@@ -134,7 +144,8 @@ class Places:
                     continue
                 else:
                     missing_s = start.switch_s * (1 + LOSS_SWITCHES * self._loss(replica, chances or {}))
-                wait = replica.load_s + missing_s, replica.used, name
+                switching_s = max(0.0, replica.ready_at_s - now_s)
+                wait = switching_s + replica.delay_s(model, joining_s) + missing_s, replica.used, name
                 if best is None or wait < best:
                     best = wait
         return best[2] if best else None
@@ -157,14 +168,24 @@ class Places:
             return any(replica.has_room(share) for replica in self._replicas.values())
         return any(replica.has_room(share) for _, replica in self._named(among))
 
-    def start(self, waiting: Waiting, name: str, now_s: float, latency_s: float, is_alone: bool = False) -> None:
+    def start(
+        self,
+        waiting: Waiting,
+        name: str,
+        now_s: float,
+        latency_s: float,
+        switch_s: float = 0.0,
+        is_alone: bool = False,
+    ) -> None:
         """Count a request as running on a replica, where it is expected to take `latency_s`.
 
-        `is_alone`: other models go for its model.
+        `switch_s`: what a switch to its model takes, where it is not at hand. `is_alone`: other models go for it.
         """
         replica = self._replicas[name]
-        if is_alone and waiting.ask.model not in replica.recent:
-            replica.recent.clear()
+        if waiting.ask.model not in replica.recent:
+            replica.ready_at_s = max(now_s, replica.ready_at_s) + switch_s
+            if is_alone:
+                replica.recent.clear()
         replica.advance(now_s)
         replica.used += waiting.ask.share
         replica.load_s += waiting.cost_s

@@ -71,12 +71,13 @@ class ModelTimes:
     """The seconds that requests for one model took.
 
     `busy` are seconds of a whole replica: a request that ran beside others has its part of them. `latency` passed from
-    start to end. `fastest_s` is the shortest
-    latency of late, by unit of work.
+    start to end. `merged` is latency by unit of work, as a function of how many shared the replica: what a batch of
+    any size takes. `fastest_s` is the shortest latency of late, by unit of work.
     """
 
     busy: Seconds = field(default_factory=Seconds)
     latency: Seconds = field(default_factory=Seconds)
+    merged: Seconds = field(default_factory=Seconds)
     excess: float = 0.02  # mean, relative to the prediction; those that are faster have none
     fastest_s: float = 0.0
     switch_s: float = 0.0
@@ -91,6 +92,10 @@ class ModelTimes:
     def is_stale(self, now_s: float) -> bool:
         """Return whether it is time to measure anew: then what was measured says little about now."""
         return now_s - self.measured_s > max(_STALE_S, 2 * self.latency.mean())
+
+    def joining_s(self, work: float) -> float:
+        """Return by how much a request of that work delays those whose batch it joins, and each of them it."""
+        return (self.merged.of(2.0) - self.merged.of(1.0)) * work
 
     def late_s(self, work: float) -> float:
         """Return the latency that few requests of that work exceed."""
@@ -119,6 +124,7 @@ class ServiceTimes:
         new = 1.0 if times.is_stale(now_s) else _NEW
         times.busy.note(work, busy_s, new)
         times.latency.note(work, latency_s, new)
+        times.merged.note(max(1.0, latency_s / busy_s) if busy_s else 1.0, latency_s / work, new)
         fastest = times.fastest_s * 1.02 if times.num_measured else math.inf  # forgets what was once possible
         times.fastest_s = min(fastest, latency_s / work)
         times.num_measured += 1

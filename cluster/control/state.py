@@ -56,9 +56,10 @@ NOTHING: Final = Components()
 class ModelState:
     """A model: what it needs, who waits for it, and how often it is asked for.
 
-    `service_s` is the seconds of a worker that a request costs, at the batch size that the model runs at. `slack_s`
-    is the time until the earliest deadline among the waiting requests. `retry_in_s` is above 0 while a failed load
-    is backed off. Rates are requests per second over seconds (`short`) and over minutes (`long`).
+    `service_s` is the seconds of a worker that a request costs, at the batch size that the model runs at, `latency_s`
+    the time that it spends there, 0 where nobody knows. `slack_s` is the time until the earliest deadline among the
+    waiting requests. `retry_in_s` is above 0 while a failed load is backed off. Rates are requests per second over
+    seconds (`short`) and over minutes (`long`).
     """
 
     id: str
@@ -69,6 +70,7 @@ class ModelState:
     rate_short: float = 0.0
     rate_long: float = 0.0
     service_s: float = 1.0
+    latency_s: float = 0.0
     retry_in_s: float = 0.0
     slo: SloClass = STANDARD
 

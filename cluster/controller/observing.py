@@ -220,6 +220,7 @@ class Observations:
             rate_short=load.rate_short if is_expected else 0.0,
             rate_long=load.rate_long if is_expected else 0.0,
             service_s=load.service_s or usual_service_s,
+            latency_s=load.latency_s,
             retry_in_s=retry_in_s,
             slo=self._slo_of(id_),
         )

@@ -239,6 +239,7 @@ class Controlled:
             rate_short=load.rate_short,
             rate_long=load.rate_long,
             service_s=load.service_s or model.batch_service_s(max(1, min(load.waiting, round(1 / self._share)))),
+            latency_s=load.latency_s,
             retry_in_s=max(0.0, self._failures.get(id_, (0, 0.0))[1] - now_s),
             slo=model.slo,
         )

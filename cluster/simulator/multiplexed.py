@@ -10,8 +10,8 @@ first pending request of that model.
 Loading: `_ModelMultiplexWrapper.load_model` (multiplex.py): one load at a time per worker; at the limit, the least
 recently used model goes first, even if it runs requests. What a worker has and loads is known 0.1 s later.
 
-Two kindnesses: a model that goes while it runs stops occupying bytes at once, and the bytes that two models share
-are not loaded again.
+What runs needs its model's bytes: where they leave no room, a load waits for it to end, as in a real worker
+(`deployments/bench/multiplexed_worker.py`). A kindness: the bytes that two models share are not loaded again.
 """
 
 from __future__ import annotations
@@ -170,8 +170,16 @@ class Multiplexed:
         waiting = self._loading[worker.spec.id]
         if waiting and worker.loading is None and worker.is_alive:
             models = sorted(worker.models, key=worker.models.__getitem__)
-            self._world.switch(worker, waiting[0].model, models[: max(0, len(models) + 1 - self._max_models)])
+            for model in models[: max(0, len(models) + 1 - self._max_models)]:
+                self._world.evict(worker, model)
+            if self._has_room(worker, waiting[0].model):
+                self._world.switch(worker, waiting[0].model, ())
             self._push_models(worker)
+
+    def _has_room(self, worker: WorkerInWorld, model: str) -> bool:
+        used = {model, *worker.models, *worker.running()}
+        sizes = {key: size for id_ in used for key, size in self._world.models[id_].components.sizes.items()}
+        return sum(sizes.values()) <= worker.spec.budget_bytes or not worker.runs
 
     def _push_models(self, worker: WorkerInWorld) -> None:
         id_ = worker.spec.id

@@ -6,10 +6,13 @@ import math
 import random
 from collections.abc import Mapping
 
+import pytest
+
 from cluster.control.admission import AdmissionQueue
 from cluster.control.admission_records import Placement, Started
 from cluster.control.free_starts import HOLD_TIMES
-from cluster.control.lanes import Ask
+from cluster.control.lanes import Ask, Waiting
+from cluster.control.places import JOIN_DELAYS, Places
 from cluster.control.plans import FreeStart
 from configs.admission import AdmissionConfig
 
@@ -90,6 +93,33 @@ def test_what_waits_starts_when_the_replica_is_idle() -> None:
     assert found.end(running, 10.2) == [found.num]
 
 
+def test_a_burst_takes_a_second_replica_once_the_wait_for_the_first_exceeds_another_switch() -> None:
+    found = Queue({"v": "a", "w": "b"}, "abc", b=0.5)
+    assert found.ask("c", 10.0) == "v"
+    found.queue.pump(10.4)
+    assert found.ask("c", 10.4) == "w"  # v is ready in 0.1 s, and a request alone has it for 1 s
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_requests_join_a_batch_until_they_delay_each_other_more_than_a_switch_takes(seed: int) -> None:
+    chance = random.Random(seed)
+    joining_s, switch_s = chance.uniform(0.01, 0.1), chance.uniform(0.2, 1.0)
+    places = Places()
+    places.set_replicas(["v", "w"], 0.0)
+    places.set_resident({"v": ["a"], "w": ["b"]})
+    free = {"v": FreeStart(0.0), "w": FreeStart(switch_s)}
+    num_joined = 0
+    for number in range(1000):
+        ask = Ask(POOL, "a", 1.0, 1e-3, 1, "t", math.inf)
+        name = places.choose(ask.share, "a", switch_s, joining_s, 1.0, None, free)
+        assert name is not None
+        if name == "w":
+            break
+        num_joined += 1
+        places.start(Waiting(number, ask, number, 1.0, 1.0), name, 1.0, 1.0)
+    assert num_joined * JOIN_DELAYS * joining_s == pytest.approx(switch_s, abs=JOIN_DELAYS * joining_s)
+
+
 def test_what_fits_beside_waits_for_nobody() -> None:
     found = Queue({"v": "a"}, "ab")
     found.place({"v": ("a",)}, {"v": FreeStart(SWITCH_S, is_beside=True)})
@@ -121,6 +151,7 @@ def test_a_free_place_goes_to_the_model_that_is_there_but_not_past_another_tenan
 
 def test_a_report_from_before_a_start_does_not_undo_it() -> None:
     found = Queue({"v": "a", "w": "b"}, "abc", b=0.9)
+    assert found.ask("b", 10.0) == "w"
     assert found.ask("c", 10.0) == "v"
     found.place({"v": ("a",), "w": ("b",)})
     assert found.ask("c", 10.0) == "v"

@@ -69,3 +69,25 @@ def test_few_requests_take_longer_than_the_late_latency(spread: float) -> None:
         num_late += number >= 1000 and took_s > late_s
         times.note_served("m", float(number), 5, took_s, took_s, expected_s)
     assert num_late / 2000 <= 0.08
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_a_request_adds_to_a_batch_is_told_from_batches_of_several_sizes(seed: int) -> None:
+    times, rng = ServiceTimes(), random.Random(seed)
+    alone_s, growth = rng.uniform(0.05, 2.0), rng.uniform(0.1, 0.9)
+    for number in range(200):
+        size, work = rng.randrange(1, 9), rng.choice([4.0, 12.0])
+        took_s = alone_s * work * (1 + growth * (size - 1)) * rng.lognormvariate(0, 0.03)
+        times.note_served("m", float(number), work, took_s / size, took_s)
+    known = times.times("m")
+    assert known is not None
+    assert known.joining_s(4.0) == pytest.approx(4.0 * growth * alone_s, rel=0.2)
+
+
+def test_before_a_second_size_of_batch_is_seen_it_counts_as_no_gain() -> None:
+    times = ServiceTimes()
+    for number in range(5):
+        times.note_served("m", float(number), 2.0, 0.5, 0.5)
+    known = times.times("m")
+    assert known is not None
+    assert known.joining_s(2.0) == pytest.approx(0.5)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
 from unit.cluster.controller.reporting import POOL, load, need, queue, versions, worker
 
-from cluster.control.state import STANDARD
+from cluster.control.free_starts import chances_of
+from cluster.control.state import NOTHING, STANDARD, ClusterState, ModelState
 from cluster.control.switching import LATENCY_FIRST
 from cluster.controller.deciding import PATIENCE_S, UNCONFIRMED_S, Decided, Deciding
 from cluster.controller.observing import Observations
@@ -202,3 +204,15 @@ def test_without_workers_there_is_no_word_on_where_requests_start() -> None:
     cluster = Cluster("w")
     cluster.running = {"other": {}}
     assert cluster.decide().placement.replicas == {}
+
+
+def test_chances_that_fade_alike_are_no_news() -> None:
+    rates = {"a": 1 / 3, "b": 0.7, "c": 2.9}
+    states = [
+        ClusterState(
+            {id_: ModelState(id_, NOTHING, rate_long=rate * math.exp(-age_s / 60)) for id_, rate in rates.items()}
+        )
+        for age_s in (0.0, 0.25, 7.1, 33.0)
+    ]
+    assert all(chances_of(state) == chances_of(states[0]) for state in states)
+    assert sum(chances_of(states[0]).values()) == pytest.approx(1.0, abs=0.01)

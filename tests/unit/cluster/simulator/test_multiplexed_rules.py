@@ -72,3 +72,17 @@ def test_the_least_recently_used_goes_by_count_and_loads_are_serial() -> None:
     world.run(100.0)
     spans = sorted((span.start_s, span.end_s) for span in world.spans if span.is_switch)
     assert spans == [(0.0, 1.0), (1.0, 2.0)]
+
+
+def test_a_load_waits_until_what_runs_leaves_room_for_it() -> None:
+    models = tuple(SimModel(name, Components({name: GB}), 4.0, 0.0) for name in "ab")
+    requests = (SimRequest(0.0, "a"), SimRequest(2.0, "b"), SimRequest(3.0, "a"))
+    ends = {}
+    for num_bytes in (GB, 2 * GB):
+        worker = SimWorker("w", "n", num_bytes, slots=9, attach_bytes_per_s=1e9)
+        world = World(Scenario(models, (worker,), requests), lambda world: multiplexed.Multiplexed(world, 1))
+        world.run(100.0)
+        ends[num_bytes] = [(one.request.model, one.ended_s) for one in world.served]
+    # a runs from 1 to 5; only then b is loaded, and only when b has ended is a again.
+    assert ends[GB] == [("a", 5.0), ("b", 10.0), ("a", 15.0)]
+    assert ends[2 * GB][:1] == [("a", 7.0)]  # where both have room they take turns
