@@ -28,7 +28,7 @@ _FAMILIES: Final = {
     "qwen3": ("qwen3", False),
     "qwen3moe": ("qwen3_moe", False),
 }
-_CLASSES: Final = {
+CLASS_NAMES: Final = {  # of transformers, by model type
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
     "mixtral": "MixtralForCausalLM",
@@ -118,7 +118,7 @@ def gguf_config(headers: Sequence[GgufHeader]) -> PretrainedConfig:
         config.sliding_window = window or None
     elif 0 < window < context_length:  # which layers have it is not said; within it, all attention is full
         config.max_position_embeddings = window
-    config.architectures = [_CLASSES[model_type]]
+    config.architectures = [CLASS_NAMES[model_type]]
     names = {
         f"{stored}.{leaf}": f"{name}.{leaf}"
         for stored, name in _names(num_layers).items()

@@ -14,7 +14,7 @@ from transformers import AutoConfig, PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from deployments.engines.llm.models.feed_forward import ExpertsSpec, MixtureOfExperts, renamed_experts
-from deployments.engines.llm.models.gguf_config import MAX_EXPERTS, gguf_config, gguf_headers
+from deployments.engines.llm.models.gguf_config import CLASS_NAMES, MAX_EXPERTS, gguf_config, gguf_headers
 from deployments.engines.llm.models.kuiper_config import kuiper_header, kuiper_source
 from deployments.engines.llm.models.llama import DecoderSpec, LlamaForCausalLM
 from deployments.engines.llm.models.packed import PackedSource, place_packed, uses_torch_products
@@ -67,7 +67,7 @@ def load_config(folder: Path) -> PretrainedConfig:
     if headers := gguf_headers(folder):
         return gguf_config(headers)
     content = read_json(folder / "config.json")
-    names = content.get("architectures") or [_BY_MODEL_TYPE.get(str(content.get("model_type")))]
+    names = content.get("architectures") or [CLASS_NAMES.get(str(content.get("model_type")))]
     if names[0] not in ARCHITECTURES:
         asked = names[0] or content.get("model_type")
         raise EngineError(
@@ -239,16 +239,6 @@ ARCHITECTURES: dict[str, Callable[[PretrainedConfig], DecoderSpec]] = {
     "Qwen3ForCausalLM": _qwen3,
     "Qwen3MoeForCausalLM": _qwen3_moe,
 }
-_BY_MODEL_TYPE = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "mixtral": "MixtralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "qwen3_moe": "Qwen3MoeForCausalLM",
-}
-
-
 # The kinds whose frequencies do not depend on the length of the sequence.
 _SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 

@@ -1,4 +1,4 @@
-"""Where the queue starts a model that needs no order: work, switch and loss are weighed, and batches end first."""
+"""Starts without an order: work, switch and loss are weighed, and batches end first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who is told to come back when, and how long one may wait."""
+"""Turning away: the time after which to come back, and the longest wait that is allowed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many requests are read at once, who waits for that, and what of the waiting counts."""
+"""Turns of reading: how many at once, the ones that wait for theirs, and the part of the wait that counts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tells pipelines of one class apart is read from their configs, and damage in them is not told here."""
+"""Variants of a pipeline class are read from configs, and damage in those is not told here."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def test_company_and_rounding_change_nothing(sdxl, make_request, rounding):
 
 
 def test_little_memory_changes_no_form(sdxl, make_request, rounding):
-    """What an earlier request learned of the memory does not change the forwards of a deterministic one."""
+    """Memory limits that an earlier request has met do not change the forwards of a deterministic one."""
     mine = job(sdxl, make_request, "mine", deterministic=True, num_images=3)
     alone = run(sdxl, mine)["mine"]
     state = sdxl.ours.start(mine.request, mine.conditioning)

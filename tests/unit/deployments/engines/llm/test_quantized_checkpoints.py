@@ -1,4 +1,4 @@
-"""What `atelier quantize` writes, against gguf-py and transformers on the dequantized weights."""
+"""Files that `atelier quantize` writes, against gguf-py and transformers on the dequantized weights."""
 
 from __future__ import annotations
 
