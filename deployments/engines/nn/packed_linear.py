@@ -6,11 +6,13 @@ Arithmetic, by name:
   of about 0.5 % of the product's norm on random data); more rows are a bfloat16 product with float32 sums (0.2 %);
 - "deterministic": one of these for any number of rows, so that a result does not depend on its batch-mates, bit for
   bit: bfloat16 where the processor has it, else int8. With it a decode step costs up to three times as much.
-Without compiled kernels, and on accelerators, all three unpack tiles and leave the product to torch.
+On CUDA with triton, "fast" and "deterministic" are bfloat16 products and "exact" is a float32 one, of weights unpacked
+on their way. Without compiled kernels all three unpack tiles and leave the product to torch.
 """
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 from typing import Final, Literal, NamedTuple, get_args
 
@@ -79,12 +81,14 @@ def group_int8_weight(name: str, data: torch.Tensor, scales: torch.Tensor, group
 
 
 def product_path(weight: PackedWeight, num_rows: int, arithmetic: Arithmetic) -> str:
-    """Return the name of the path that `multiply` takes: torch, unpack, bf16, int8-avx512 or int8-avx2.
+    """Return the name of the path that a product takes: torch, unpack, triton, bf16, int8-avx512 or int8-avx2.
 
     The one table of the dispatch.
     """
     if weight.kind in DENSE_KINDS:
         return "torch"
+    if weight.data.is_cuda and importlib.util.find_spec("triton"):
+        return "triton"
     kernels = load_kernels() if weight.data.device.type == "cpu" else None
     if kernels is None or arithmetic == "exact" or not _fits_kernel(weight):
         return "unpack"
@@ -100,6 +104,10 @@ def _multiply(x: torch.Tensor, weight: PackedWeight, arithmetic: Arithmetic) -> 
         return F.linear(x, weight.data)
     if path in ("torch", "unpack"):
         wide = torch.cat([F.linear(rows.float(), tile) for tile in _tiles(weight)], dim=-1).to(x.dtype)
+    elif path == "triton":
+        from deployments.engines.nn.triton_products import multiply_packed  # where there is triton, and not before
+
+        wide = multiply_packed(rows.contiguous(), weight, arithmetic)
     else:
         kernels = load_kernels()
         assert kernels is not None
