@@ -20,15 +20,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal
 
-import numpy as np
 import torch
 
 from deployments.bench.llm_peer import LlamaCpp, llama_cpp_python
 from deployments.engines.llm.engine import LLMEngine
 from deployments.engines.protocol import SamplingParams, TextRequest
-from weights.formats.checkpoint import read_checkpoint
-from weights.formats.tensors import FileTensor
-from weights.loader import memory_form
+from weights.loading.mapped_checkpoint import mapped_tensors
 
 Output = Literal["md", "csv", "json", "jsonl"]
 _KV_BYTES: Final = 1 << 30
@@ -128,25 +125,6 @@ def measure_llm(model: Path, settings: BenchSettings, *, peer: bool = True) -> l
 def _ask(other: LlamaCpp | None, case: Case) -> int:
     assert other is not None
     return int(other.ask("run", n_prompt=case.n_prompt, n_gen=case.n_gen, depth=case.depth)["ns"])
-
-
-def mapped_tensors(model: Path) -> tuple[Path, dict[str, torch.Tensor], int]:
-    """Return the folder of a checkpoint, its tensors as views of the mapped files, and the number of their elements."""
-    checkpoint = read_checkpoint(model)
-    (component,) = checkpoint.components
-    maps: dict[Path, torch.Tensor] = {}
-    tensors, num_elements = {}, 0
-    for name, tensor in component.tensors.items():
-        assert isinstance(tensor, FileTensor)
-        if tensor.file not in maps:
-            # Private pages: torch wants memory that may be written, and nothing is ever written.
-            maps[tensor.file] = torch.from_numpy(np.memmap(tensor.file, np.uint8, "c"))
-        dtype, shape = memory_form(tensor.dtype, tensor.shape)
-        raw = maps[tensor.file][tensor.offset : tensor.offset + tensor.nbytes]
-        aligned = raw if raw.data_ptr() % dtype.itemsize == 0 else raw.clone()
-        tensors[name] = aligned.view(dtype).view(shape)
-        num_elements += int(np.prod(tensor.shape))
-    return (model if model.is_dir() else model.parent), tensors, num_elements
 
 
 class _Ours:

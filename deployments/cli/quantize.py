@@ -125,9 +125,9 @@ def _read_text(file: Path) -> str:
 
 def _perplexity(when: str, model: Path, text: str, max_tokens: int, as_json: bool) -> float:
     """Return the perplexity under a checkpoint as it is, with products in float32."""
-    from deployments.bench.llm import mapped_tensors
     from deployments.engines.llm.perplexity import perplexity
     from deployments.engines.protocol import EngineError
+    from weights.loading.mapped_checkpoint import mapped_tensors
 
     with tempfile.TemporaryDirectory() as alone, _bar(f"perplexity {when}", as_json) as progress:
         if model.is_file():  # the engine takes all GGUF files of a folder for one model

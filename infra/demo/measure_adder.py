@@ -39,9 +39,9 @@ from adder_data import (
     training_pairs,
     user_turn,
 )
-from deployments.bench.llm import mapped_tensors
 from deployments.engines.llm.engine import LLMEngine
 from deployments.engines.protocol import SamplingParams, TextRequest
+from weights.loading.mapped_checkpoint import mapped_tensors
 from weights.quantization.checkpoints import FORMS, Form, quantize_checkpoint
 
 DEFAULT_MODEL = Path(__file__).resolve().parent / "models" / "adder"

@@ -1,1 +1,1 @@
-"""Ways from extents to tensors that `weights.loader` offers: given memory, devices, slices, transforms."""
+"""Ways from bytes to tensors beside `weights.loader`: given memory, devices, slices, transforms, mapped files."""

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from deployments.bench.llm import mapped_tensors
 from deployments.bench.llm_peer import LlamaCpp, llama_cpp_python
 from deployments.engines.llm.engine import LLMEngine
 from deployments.engines.protocol import SamplingParams, TextRequest
+from weights.loading.mapped_checkpoint import mapped_tensors
 from weights.quantization.checkpoints import quantize_checkpoint
 
 DEMO = Path(__file__).parents[5] / "infra" / "demo"

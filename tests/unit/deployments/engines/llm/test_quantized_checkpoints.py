@@ -16,7 +16,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 
-from deployments.bench.llm import mapped_tensors
 from deployments.engines.llm.block_manager import blocks_for
 from deployments.engines.llm.model_runner import ModelRunner
 from deployments.engines.llm.models.registry import create_model, load_config
@@ -27,6 +26,7 @@ from deployments.engines.nn.packed_linear import PackedLinear
 from deployments.engines.protocol import EngineError
 from weights.errors import FormatError, StoreError, WeightsError
 from weights.formats.gguf import read_gguf
+from weights.loading.mapped_checkpoint import mapped_tensors
 from weights.quantization.checkpoints import quantize_checkpoint
 
 LLAMA3 = {

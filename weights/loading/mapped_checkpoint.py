@@ -1,0 +1,33 @@
+"""The tensors of a checkpoint as views of its own files, without a store: for what reads a model once and judges it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from weights.formats.checkpoint import read_checkpoint
+from weights.formats.tensors import FileTensor
+from weights.loader import Tensors, memory_form
+
+
+def mapped_tensors(model: Path) -> tuple[Path, Tensors, int]:
+    """Return the folder of a checkpoint, its tensors as views of the mapped files, and the number of their elements.
+
+    The checkpoint is a language model's: one component. Raises FormatError for a folder or file of no known format.
+    """
+    (component,) = read_checkpoint(model).components
+    maps: dict[Path, torch.Tensor] = {}
+    tensors, num_elements = {}, 0
+    for name, tensor in component.tensors.items():
+        assert isinstance(tensor, FileTensor)
+        if tensor.file not in maps:
+            # Private pages: torch wants memory that may be written, and nothing is ever written.
+            maps[tensor.file] = torch.from_numpy(np.memmap(tensor.file, np.uint8, "c"))
+        dtype, shape = memory_form(tensor.dtype, tensor.shape)
+        raw = maps[tensor.file][tensor.offset : tensor.offset + tensor.nbytes]
+        aligned = raw if raw.data_ptr() % dtype.itemsize == 0 else raw.clone()
+        tensors[name] = aligned.view(dtype).view(shape)
+        num_elements += int(np.prod(tensor.shape))
+    return (model if model.is_dir() else model.parent), tensors, num_elements
