@@ -1,0 +1,50 @@
+"""Embeddings of texts, and scores of features: requests and results."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import Field
+
+from configs.model import LongText
+from deployments.records.reports import CacheUse, TimingsMs
+from deployments.records.requests import Count, Name, ServedRequest
+
+
+class EmbeddingRequest(ServedRequest):
+    """A request for the embeddings of texts, or of texts that are token ids already.
+
+    `dimensions` None is the model's size; fewer are for models that were trained for it. The ingress sets `long_text`,
+    which is the model's.
+    """
+
+    input: tuple[str, ...] | tuple[tuple[int, ...], ...] = Field(min_length=1)
+    dimensions: Count | None = None
+    long_text: LongText = "truncate"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeadRequest:
+    """A request for a head's scores: `features` is a float array (n, in_features), the input of a linear layer.
+
+    The ingress sets `model_version`.
+    """
+
+    model: Name
+    features: npt.NDArray[np.floating[Any]]
+    model_version: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingResult:
+    """The answer to an EmbeddingRequest: one float32 array (dimensions,) per input."""
+
+    model: str
+    embeddings: list[npt.NDArray[np.float32]]
+    num_tokens: int
+    timings_ms: TimingsMs
+    cache: CacheUse
+    warnings: tuple[str, ...] = ()

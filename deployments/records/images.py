@@ -1,0 +1,142 @@
+"""Images: the request, what a stream tells on the way, and the result."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import Field, PlainValidator
+
+from configs.model import LongText, TextPadding
+from deployments.records.reports import CacheUse, SwitchReport, TimingsMs
+from deployments.records.requests import (
+    MAX_INT32,
+    MAX_SEED,
+    SEED_RULE,
+    Count,
+    Finite,
+    LoraUse,
+    Name,
+    RequestModel,
+    ServedRequest,
+)
+
+MAX_PARTIAL_IMAGES = 3  # OpenAI's
+
+
+def _as_pixels(value: Any, num_axes: int) -> npt.NDArray[np.uint8]:
+    pixels = np.asarray(value)
+    if pixels.dtype != np.uint8 or pixels.ndim != num_axes or pixels.shape[2:] not in ((), (3,)) or not pixels.size:
+        expected = "(height, width, 3)" if num_axes == 3 else "(height, width)"
+        raise ValueError(f"expected uint8 {expected}, got {pixels.dtype} {pixels.shape}")
+    return pixels
+
+
+def _as_image(value: Any) -> npt.NDArray[np.uint8]:
+    return _as_pixels(value, 3)
+
+
+def _as_mask(value: Any) -> npt.NDArray[np.uint8]:
+    return _as_pixels(value, 2)
+
+
+Pixels = Annotated[npt.NDArray[np.uint8], PlainValidator(_as_image)]  # (height, width, 3); a PIL image in RGB will do
+Mask = Annotated[npt.NDArray[np.uint8], PlainValidator(_as_mask)]  # (height, width)
+
+
+class ControlNetUse(RequestModel):
+    """One ControlNet of a request, the image that it reads, its weight, and the part of the steps in which it acts."""
+
+    name: Name
+    image: Pixels
+    scale: float = Field(1.0, ge=-10, le=10, allow_inf_nan=False)
+    start: float = Field(0.0, ge=0, le=1, allow_inf_nan=False)
+    end: float = Field(1.0, ge=0, le=1, allow_inf_nan=False)
+
+
+class ImageOptions(RequestModel):
+    """The options of an image. Those that are None come from the model's defaults; a seed of None is drawn."""
+
+    model: Name
+    prompt: str = Field(min_length=1)
+    negative_prompt: str | None = None
+    n: Count = 1
+    width: Count | None = Field(None, description="pixels")
+    height: Count | None = Field(None, description="pixels")
+    num_inference_steps: Count | None = None
+    guidance_scale: float | None = Field(None, ge=0, le=100, allow_inf_nan=False)
+    true_cfg_scale: float = Field(1.0, ge=0, le=100, allow_inf_nan=False, description="Flux with a negative prompt")
+    max_sequence_length: Count | None = Field(None, description="tokens of the T5 prompt (Flux)")
+    seed: int | None = Field(None, ge=0, le=MAX_SEED, description=SEED_RULE)
+    lora: tuple[LoraUse, ...] = ()
+    scheduler: Name | None = Field(None, description="a class of diffusers, in place of the model's own")
+    sigmas: tuple[Annotated[float, Finite], ...] | None = Field(None, min_length=1, max_length=1000)
+    timesteps: tuple[int, ...] | None = Field(None, min_length=1, max_length=1000)
+    deterministic: bool = Field(False, description="the same bits in any company, on devices of one kind")
+
+
+class ImageRequest(ServedRequest, ImageOptions):
+    """A request for images from a diffusion model.
+
+    The same prompt, seed, steps and guidance give the image that the stock diffusers pipeline gives with
+    `torch.Generator("cpu").manual_seed(seed)`, up to rounding where requests share a step.
+
+    `init_image` makes it image-to-image: `strength` (None is the pipeline's default) is the part of the steps that run,
+    so 1 keeps nothing of it. `mask_image` makes that inpainting: what is 128 or more is painted anew. All images have
+    the size of the result; where `width` and `height` are None, they are those of `init_image`, else of the first of
+    `control`.
+
+    `partial_images` asks a stream for so many previews on the way (fewer where there are not as many steps),
+    `reports_steps` for every step, and `checkpoint_steps` for a checkpoint every so many steps; an answer in one piece
+    has none of them. After its worker's death a request goes on from its last checkpoint; those that are not asked for
+    are not told, and come every `checkpoint_interval_s` seconds (0: never).
+
+    The ingress sets the last four fields. `adapter_versions` (by name) are as `model_version`; `text_padding` and
+    `long_text` are the model's.
+    """
+
+    init_image: Pixels | None = None
+    mask_image: Mask | None = None
+    strength: float | None = Field(None, gt=0, le=1, allow_inf_nan=False)
+    control: tuple[ControlNetUse, ...] = ()
+    partial_images: int = Field(0, ge=0, le=MAX_PARTIAL_IMAGES)
+    reports_steps: bool = False
+    checkpoint_steps: int = Field(0, ge=0, le=MAX_INT32)
+    checkpoint_interval_s: float = Field(0.0, ge=0, allow_inf_nan=False)
+    adapter_versions: dict[str, str] = Field({})
+    text_padding: TextPadding = "stock"
+    long_text: LongText = "truncate"
+
+
+@dataclass(frozen=True, slots=True)
+class ImageResult:
+    """The answer to an ImageRequest: n arrays (height, width, 3) uint8, and the seed that was used.
+
+    A multi-model pipeline does not know what its models did: its `seed`, `switch` and `num_inference_steps` are None.
+    """
+
+    model: str
+    images: list[npt.NDArray[np.uint8]]
+    seed: int | None
+    num_inference_steps: int | None
+    timings_ms: TimingsMs
+    switch: SwitchReport | None
+    cache: CacheUse
+    warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ImageProgress:
+    """A piece of an image stream before its ImageResult: `step` of `num_steps` are done.
+
+    `previews` are n arrays (height, width, 3) uint8, the images as this step expects them, or (); `preview_index`
+    counts them from 0. `checkpoint` is what `Worker.stream_images` takes to go on after this step in another replica.
+    """
+
+    step: int
+    num_steps: int
+    previews: tuple[npt.NDArray[np.uint8], ...] = ()
+    preview_index: int | None = None
+    checkpoint: bytes | None = None

@@ -1,0 +1,155 @@
+"""Generated text: requests for chats and completions, pieces of a stream, and the result."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated
+
+from pydantic import Field
+
+from deployments.engines.llm.chat import CalledTool, Message, ResponseFormat, Tool, ToolChoice
+from deployments.records.reports import SwitchReport, TimingsMs
+from deployments.records.requests import (
+    MAX_INT32,
+    MAX_SEED,
+    SEED_RULE,
+    Count,
+    Finite,
+    LoraUse,
+    RequestModel,
+    ServedRequest,
+)
+
+TokenId = Annotated[int, Field(ge=0, le=MAX_INT32)]
+Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
+Stop = Annotated[str, Field(min_length=1, max_length=256)]
+TokenIds = Annotated[tuple[TokenId, ...], Field(min_length=1)]
+Prompts = Annotated[tuple[Annotated[str, Field(min_length=1)], ...] | tuple[TokenIds, ...], Field(min_length=1)]
+
+
+class TextOptions(RequestModel):
+    """The options of generated text. Those that are None come from the model's defaults.
+
+    The config's defaults of the model go before those of its generation_config.json, and `temperature` is 1 when
+    neither says anything; 0 is greedy. `logprobs` asks for the log probability of each token, and of so many best ones.
+    """
+
+    n: Count = 1
+    max_tokens: Count | None = None
+    temperature: Annotated[float | None, Finite] = Field(None, ge=0, le=2)
+    top_p: Annotated[float | None, Finite] = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=0, le=MAX_INT32)
+    min_p: Annotated[float | None, Finite] = Field(None, ge=0, le=1)
+    typical_p: Annotated[float | None, Finite] = Field(None, gt=0, le=1)
+    repetition_penalty: Annotated[float | None, Finite] = Field(None, gt=0, le=100)
+    frequency_penalty: Annotated[float, Finite] = Field(0.0, ge=-2, le=2)
+    presence_penalty: Annotated[float, Finite] = Field(0.0, ge=-2, le=2)
+    logit_bias: dict[TokenId, Bias] = Field({}, max_length=1024)
+    logprobs: int | None = Field(None, ge=0, le=20)
+    seed: int | None = Field(None, ge=0, le=MAX_SEED, description=SEED_RULE)
+    stop: tuple[Stop, ...] = Field((), max_length=4)
+    stop_token_ids: tuple[TokenId, ...] = Field((), max_length=64)
+    ignore_eos: bool = False
+    lora: tuple[LoraUse, ...] = ()
+
+
+class _TextRequest(ServedRequest, TextOptions):
+    """A request for text. The ingress sets `adapter_versions` (by name), which are as `model_version`."""
+
+    adapter_versions: dict[str, str] = Field({})
+
+
+class ChatRequest(_TextRequest):
+    """A request for the next message of a chat."""
+
+    messages: tuple[Message, ...] = Field(min_length=1)
+    response_format: ResponseFormat | None = None
+    tools: tuple[Tool, ...] = Field((), max_length=128)
+    tool_choice: ToolChoice = "auto"
+
+
+class CompletionRequest(_TextRequest):
+    """A request for the continuations of a text, or of several: texts, or token ids already.
+
+    With `echo`, each continuation begins with its prompt.
+    """
+
+    prompt: Annotated[str, Field(min_length=1)] | TokenIds | Prompts
+    echo: bool = False
+
+    @property
+    def prompts(self) -> tuple[str | tuple[int, ...], ...]:
+        """Return the prompts, one or several."""
+        if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
+            return (self.prompt,)
+        return self.prompt
+
+
+TextRequestRecord = ChatRequest | CompletionRequest
+
+
+@dataclass(frozen=True, slots=True)
+class TokenText:
+    """A token of an answer as text and as bytes (part of a character, maybe), and its natural log probability.
+
+    `best` are the best tokens in its place, without any of their own.
+    """
+
+    text: str
+    data: bytes
+    logprob: float
+    best: tuple[TokenText, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TextChunk:
+    """A piece of completion `index` of a request; the completions of a prompt come before those of the next one.
+
+    The finish reason comes with the last piece of each completion; timings, switch and warnings with the last of all.
+    The counts are of the whole request so far; the KV cache had `num_cached_tokens` of the prompts.
+    """
+
+    text: str
+    num_prompt_tokens: int
+    num_completion_tokens: int
+    finish_reason: str | None = None
+    timings_ms: TimingsMs = field(default_factory=dict)
+    switch: SwitchReport | None = None
+    warnings: tuple[str, ...] = ()
+    index: int = 0
+    logprobs: tuple[TokenText, ...] = ()
+    num_cached_tokens: int = 0
+    tool_calls: tuple[CalledTool, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TextChoice:
+    """One of the texts of an answer."""
+
+    text: str
+    finish_reason: str
+    logprobs: tuple[TokenText, ...] = ()
+    tool_calls: tuple[CalledTool, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TextResult:
+    """The whole text of an answer, and the `others` where several were asked for."""
+
+    model: str
+    text: str
+    finish_reason: str
+    num_prompt_tokens: int
+    num_completion_tokens: int
+    timings_ms: TimingsMs
+    switch: SwitchReport | None = None
+    warnings: tuple[str, ...] = ()
+    logprobs: tuple[TokenText, ...] = ()
+    others: tuple[TextChoice, ...] = ()
+    num_cached_tokens: int = 0
+    tool_calls: tuple[CalledTool, ...] = ()
+
+    @property
+    def choices(self) -> tuple[TextChoice, ...]:
+        """Return all texts in the order of their indices."""
+        return (TextChoice(self.text, self.finish_reason, self.logprobs, self.tool_calls), *self.others)
