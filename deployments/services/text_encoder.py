@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any, ClassVar
@@ -45,7 +45,7 @@ from deployments.text.encode import (
     tokenize_items,
 )
 from deployments.text.encoders import TextEncoderBuilder, is_part_of_text, is_text_encoder
-from deployments.text.requests import Conditioning, ConditioningRequest, pack
+from deployments.text.requests import Conditioning, ConditioningRequest
 from weights.manifest import ModelKind
 
 
@@ -81,26 +81,10 @@ class TextEncoderService(ModelReplica):
 
     async def condition(self, request: ConditioningRequest) -> Conditioning:
         """Return the tensors that a diffusion pipeline's `start` takes for this prompt."""
-        start = time.perf_counter()
         with as_service_errors():
-            async with self._module_cache.lease(
-                request.model,
-                is_part_of_text,
-                tuple(request.adapters),
-                version=request.model_version,
-                adapter_versions=request.adapter_versions,
-            ) as lease:
-                tensors, encoded = await self._encoders.condition(
-                    request,
-                    lease.manifest.class_name or "",
-                    lease.skeleton,
-                    lease.modules,
-                    lease.adapters,
-                    lease.adapter_keys,
-                )
-        self._metrics.count_encodings(request.model, encoded.cache.hits, encoded.cache.misses)
-        encode_ms = (time.perf_counter() - start) * 1e3
-        return Conditioning(pack(tensors), encode_ms, encoded.cache, encoded.warnings)
+            conditioning = await self._encoders.condition(self._module_cache, request, is_part_of_text)
+        self._metrics.count_encodings(request.model, conditioning.cache.hits, conditioning.cache.misses)
+        return conditioning
 
     async def embed(self, request: EmbeddingRequest) -> EmbeddingResult:
         """Return one vector per input."""
@@ -167,14 +151,16 @@ class TextEncoderService(ModelReplica):
         super()._condemn(extents)
         self._cache.forget_all()
 
-    async def _run_batch(self, jobs: Sequence[EncodeJob], priority: int, timeout_s: float | None) -> list[Encoding]:
+    def _run_batch(
+        self, jobs: Sequence[EncodeJob], priority: int, timeout_s: float | None
+    ) -> Awaitable[list[Encoding]]:
         # By number: the batcher remembers groups, and must not keep an encoder's weights with them.
         group, costs = id(jobs[0].encoder), [job.num_tokens for job in jobs]
         priority = min(priority, self._batching.priority_levels)  # the admission queue may know more of them
-        return await self._serve_adapter.submit(jobs, group=group, costs=costs, priority=priority, timeout_s=timeout_s)
+        return self._serve_adapter.submit(jobs, group=group, costs=costs, priority=priority, timeout_s=timeout_s)
 
-    async def _encode_batch(self, jobs: Sequence[EncodeJob]) -> Sequence[Encoding | Exception]:
-        return await asyncio.to_thread(encode_batch, jobs, counter=self._padding)
+    def _encode_batch(self, jobs: Sequence[EncodeJob]) -> Awaitable[Sequence[Encoding | Exception]]:
+        return asyncio.to_thread(encode_batch, jobs, counter=self._padding)
 
 
 class _EncoderOps:

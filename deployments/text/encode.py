@@ -6,12 +6,11 @@ each (encoder, ids, padding) is computed once. What a request must compute goes 
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from types import MappingProxyType
 
 import torch
 
@@ -23,13 +22,15 @@ from deployments.engines.protocol import ClipLayer, EngineError
 from deployments.engines.text.encoder import TextEncoder
 from deployments.engines.text.forward_plan import EncodeCounter
 from deployments.engines.text.tokens import TokenizedText, join_chunks, level_chunks
+from deployments.modules.cache import ModuleCache
+from deployments.modules.lease import Lease
 from deployments.records import CacheUse
 from deployments.tasks import in_thread
 from deployments.text.adapters import EncoderLora, EncoderLoras
 from deployments.text.cache import Encoding, EncodingCache, EncodingKey
 from deployments.text.encoders import KeyedEncoder
-from deployments.text.requests import ConditioningRequest
-from weights.adapters import LoraAdapter
+from deployments.text.requests import Conditioning, ConditioningRequest, pack
+from weights.manifest import Component
 
 INLINE_CHARACTERS = 20_000  # tokenized on the event loop: about 10 ms. Larger requests go to a thread.
 
@@ -101,21 +102,30 @@ class CachedEncoders:
         self._loras = EncoderLoras()
 
     async def condition(
-        self,
-        request: ConditioningRequest,
-        class_name: str,
-        skeleton: Path,
-        encoders: Mapping[str, KeyedEncoder],
-        adapters: Mapping[str, LoraAdapter] = MappingProxyType({}),
-        adapter_keys: Mapping[str, str] = MappingProxyType({}),
-    ) -> tuple[dict[str, torch.Tensor], Encoded]:
-        """Return what the pipeline class needs from its encoders (by component name) for this prompt.
+        self, module_cache: ModuleCache, request: ConditioningRequest, wanted: Callable[[Component], bool]
+    ) -> Conditioning:
+        """Return the conditioning of a prompt, by the parts of its model in `module_cache` that are `wanted`.
 
-        `adapters` are those of the request that change a text encoder, by name, and `adapter_keys` their identities.
-        Raises as `encode` does, and EngineError for an adapter that does not fit.
+        Raises as `ModuleCache.lease` and `encode` do, and EngineError for an adapter that does not fit.
         """
-        index = read_config(skeleton / "model_index.json")
-        family = family_of(class_name)
+        start = time.perf_counter()
+        async with module_cache.lease(
+            request.model,
+            wanted,
+            tuple(request.adapters),
+            version=request.model_version,
+            adapter_versions=request.adapter_versions,
+        ) as lease:
+            tensors, encoded = await self._encode_prompt(request, lease)
+        encode_ms = (time.perf_counter() - start) * 1e3
+        return Conditioning(pack(tensors), encode_ms, encoded.cache, encoded.warnings)
+
+    async def _encode_prompt(
+        self, request: ConditioningRequest, lease: Lease
+    ) -> tuple[dict[str, torch.Tensor], Encoded]:
+        """Return what the pipeline class needs from its encoders, with the adapters that change one."""
+        family, encoders, adapters = family_of(lease.manifest.class_name or ""), lease.modules, lease.adapters
+        index = read_config(lease.skeleton / "model_index.json")
         plan = family.plan_texts(
             index,
             request.prompt,
@@ -129,7 +139,7 @@ class CachedEncoders:
         for name in {item.component for item in plan} if adapters else ():
             encoder = encoders[name].encoder
             loras[name] = await in_thread(
-                self._loras.loras_of, family, name, encoder, adapters, adapter_keys, request.adapters
+                self._loras.loras_of, family, name, encoder, adapters, lease.adapter_keys, request.adapters
             )
         items = [
             TextItem(

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
+from dataclasses import replace
 from typing import Final
 
-from cluster.encodings.packed import PackedTensor
 from deployments.modules.cache import ModuleCache
 from deployments.modules.loading import is_denoise_component
 from deployments.services.step_loop import DeviceThread
 from deployments.text.cache import Encoding, EncodingCache
 from deployments.text.encode import CachedEncoders, EncodeJob, encode_batch_or_raise
 from deployments.text.encoders import is_part_of_text
-from deployments.text.requests import Conditioning, ConditioningRequest, pack
+from deployments.text.requests import Conditioning, ConditioningRequest
 from weights.manifest import Component
 
 CACHE_BYTES: Final = 16 * 2**20
@@ -38,29 +37,14 @@ class FallbackEncoder:
 
         HAZARD: nothing of the model may be leased meanwhile: encoders and denoiser need not fit side by side.
         """
-        start = time.perf_counter()
         self.num_requests += 1
-        async with self._module_cache.lease(
-            request.model,
-            _is_part_of_text,
-            tuple(request.adapters),
-            version=request.model_version,
-            adapter_versions=request.adapter_versions,
-        ) as lease:
-            tensors, encoded = await self._encoders.condition(
-                request,
-                lease.manifest.class_name or "",
-                lease.skeleton,
-                lease.modules,
-                lease.adapters,
-                lease.adapter_keys,
-            )
-        packed: dict[str, PackedTensor] = pack(tensors)
-        encode_ms = (time.perf_counter() - start) * 1e3
-        return Conditioning(packed, encode_ms, encoded.cache, encoded.warnings + self._warnings)
+        conditioning = await self._encoders.condition(self._module_cache, request, _is_part_of_text)
+        return replace(conditioning, warnings=conditioning.warnings + self._warnings)
 
-    async def _run_batch(self, jobs: Sequence[EncodeJob], priority: int, timeout_s: float | None) -> list[Encoding]:
-        return await self._device.run(encode_batch_or_raise, jobs)
+    def _run_batch(
+        self, jobs: Sequence[EncodeJob], priority: int, timeout_s: float | None
+    ) -> Awaitable[list[Encoding]]:
+        return self._device.run(encode_batch_or_raise, jobs)
 
 
 def _is_part_of_text(component: Component) -> bool:

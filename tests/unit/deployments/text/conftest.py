@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ from safetensors.torch import load_file
 from deployments.engines.text.loading import load_text_encoder
 from deployments.text.encode import CachedEncoders
 from deployments.text.encoders import KeyedEncoder
-from deployments.text.requests import ConditioningRequest
+from deployments.text.requests import ConditioningRequest, unpack
 
 MODELS = Path(__file__).parents[4] / "infra" / "demo" / "models"
 
@@ -58,10 +60,25 @@ class Demo:
         options = {"use_negative": negative is not None, "max_sequence_length": None} | changes
         return ConditioningRequest("demo", prompt, negative, **options)
 
-    async def condition(self, service: CachedEncoders, *arguments: Any, loras: Any = (), **changes: Any) -> Any:
-        """Return what `CachedEncoders.condition` does; `loras` are the adapters and their keys."""
-        request = self.request(*arguments, **changes)
-        return await service.condition(request, self.class_name, self.folder, self.encoders, *loras)
+    async def condition(self, service: CachedEncoders, *arguments: Any, loras: Any = ({}, {}), **changes: Any) -> Any:
+        """Return the tensors of a prompt and the whole answer; `loras` are the adapters and their keys."""
+        conditioning = await service.condition(Built(self, *loras), self.request(*arguments, **changes), lambda _: True)
+        return unpack(conditioning.tensors), conditioning
+
+
+class Built:
+    """A module cache in which one demo model is built, and adapters."""
+
+    def __init__(self, demo: Demo, adapters: Any, keys: Any) -> None:
+        manifest = SimpleNamespace(class_name=demo.class_name)
+        self._lease = SimpleNamespace(
+            manifest=manifest, skeleton=demo.folder, modules=demo.encoders, adapters=adapters, adapter_keys=keys
+        )
+
+    @asynccontextmanager
+    async def lease(self, model: str, wanted: Any, adapters: Any, **versions: Any) -> AsyncIterator[Any]:
+        assert set(adapters) == self._lease.adapters.keys()
+        yield self._lease
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -32,9 +32,8 @@ async def of_the_service(open_host: Callable[..., Any], request: ConditioningReq
         return encode_batch_or_raise(jobs)
 
     encoders = CachedEncoders(EncodingCache(10**7), run)
-    async with open_host(TextEncoderBuilder(), FLUX).lease("flux", is_text_encoder) as lease:
-        tensors, _ = await encoders.condition(request, lease.manifest.class_name, lease.skeleton, lease.modules)
-    return tensors
+    conditioning = await encoders.condition(open_host(TextEncoderBuilder(), FLUX), request, is_text_encoder)
+    return unpack(conditioning.tensors)
 
 
 @pytest.fixture
@@ -60,7 +59,7 @@ async def test_it_gives_what_the_service_gives(open_host: Callable[..., Any], bu
 async def test_encoders_leave_for_the_denoiser(open_host: Callable[..., Any], builder: ComponentBuilder) -> None:
     """They need not fit side by side: whoever has encoded holds nothing."""
     host = open_host(builder, FLUX)
-    manifest = await host.manifest("flux")
+    manifest = await host.manifests.find_version("flux")
     denoiser = sum(part.nbytes for part in manifest.components.values() if is_denoise_component(part))
     encoders = manifest.nbytes - denoiser
     host = open_host(builder, FLUX, budget_bytes=max(denoiser, encoders))
