@@ -30,7 +30,8 @@ class NotAdmitted(ClusterError):
 
 
 class Dispatcher:
-    """The queue of one event loop. Times that callers give are seconds from now; `clock` is the queue's.
+    """The queue of one event loop: a place is a future. Times that callers give are seconds from now; `clock` is the
+    queue's.
 
     `on_event` is told what happens, in place of those who await it: who has requests of others needs that.
     """
@@ -45,7 +46,7 @@ class Dispatcher:
         self._clock = clock
         self._on_event = on_event or self._tell_who_waits
         self._numbers = itertools.count(1)
-        self._places: dict[int, asyncio.Future[str]] = {}  # of the tickets that wait
+        self._places: dict[int, asyncio.Future[str]] = {}  # by ticket, until it leaves
         self._timer: asyncio.TimerHandle | None = None
         self._replicas: dict[str, frozenset[str]] = {}
         self._avoided: dict[str, set[str]] = {}
@@ -55,7 +56,7 @@ class Dispatcher:
     def config(self) -> AdmissionConfig:
         return self._queue.config
 
-    async def submit(self, ask: Ask) -> int:
+    def submit(self, ask: Ask) -> int:
         """Let a request in and return its ticket. `ask.deadline_s` is from now. Who has a ticket calls `leave` once."""
         ticket = next(self._numbers)
         self._places[ticket] = asyncio.get_running_loop().create_future()
@@ -83,19 +84,15 @@ class Dispatcher:
             self._queue.restore(ticket, ask, now_s - age_s, now_s, replica)
         self._pump()
 
-    async def place(self, ticket: int) -> str:
-        """Wait until the request may start, and return the replica. Raises: NotAdmitted."""
-        place = self._places[ticket]
-        try:
-            return await place
-        finally:
-            self._places.pop(ticket, None)
+    def place(self, ticket: int) -> asyncio.Future[str]:
+        """Return the future replica: it comes when the request may start. Raises, awaited: NotAdmitted."""
+        return self._places[ticket]
 
-    async def place_again(self, ticket: int) -> str:
-        """Wait for another place, before all others: the replica died. Raises: NotAdmitted."""
+    def place_again(self, ticket: int) -> asyncio.Future[str]:
+        """Return another place to wait for, before all others: the replica died. Raises, awaited: NotAdmitted."""
         self._places[ticket] = asyncio.get_running_loop().create_future()
         self.give_back(ticket)
-        return await self.place(ticket)
+        return self._places[ticket]
 
     def give_back(self, ticket: int) -> None:
         """Let a request wait again, before all others: its replica died.

@@ -89,7 +89,7 @@ class SharedQueueClient:
             # HAZARD: the task's calls must not be of the context of a request: Ray cancels those when that is.
             self._task = asyncio.get_running_loop().create_task(self._follow(), context=contextvars.Context())
 
-    async def submit(self, ask: Ask) -> int:
+    def submit(self, ask: Ask) -> int:
         """Let a request in and return its ticket. `ask.deadline_s` is from now. Who has a ticket calls `leave` once."""
         self.start()
         ticket, now_s = next(self._tickets), self._clock()
@@ -98,16 +98,16 @@ class SharedQueueClient:
         self._post(Entered(ticket, ask))
         return ticket
 
-    async def place(self, ticket: int) -> str:
-        """Wait until the request may start, and return the replica. Raises: NotAdmitted."""
-        return await self._requests[ticket].place
+    def place(self, ticket: int) -> asyncio.Future[str]:
+        """Return the future replica: it comes when the request may start. Raises, awaited: NotAdmitted."""
+        return self._requests[ticket].place
 
-    async def place_again(self, ticket: int) -> str:
-        """Wait for another place, before all others: the replica died. Raises: NotAdmitted."""
+    def place_again(self, ticket: int) -> asyncio.Future[str]:
+        """Return another place to wait for, before all others: the replica died. Raises, awaited: NotAdmitted."""
         request = self._requests[ticket]
         request.replica, request.place = None, asyncio.get_running_loop().create_future()
         self._post(Returned(ticket))
-        return await request.place
+        return request.place
 
     def leave(self, ticket: int, *, is_answered: bool = False, switch_s: float = 0.0) -> None:
         """End a request, wherever it is."""

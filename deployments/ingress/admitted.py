@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import Awaitable, Iterator
 
 from cluster.control.admission_records import Refusal
 from cluster.control.dispatcher import Dispatcher, NotAdmitted
@@ -25,22 +25,21 @@ class Slot:
         self._ticket = ticket
         self._had_place = False
 
-    async def place(self) -> str:
-        """Wait for a place and return its replica; "" leaves it to Serve. Asked again, the first replica died."""
+    def place(self) -> Awaitable[str]:
+        """Return the place to wait for: its replica, or "" for whichever Serve chooses. Once had, the replica died."""
         if self._had_place:
-            return await self._queue.place_again(self._ticket)
-        replica = await self._queue.place(self._ticket)
+            return self._queue.place_again(self._ticket)
         self._had_place = True
-        return replica
+        return self._queue.place(self._ticket)
 
 
-@contextlib.asynccontextmanager
-async def admitted(queue: RequestQueue, ask: Ask) -> AsyncIterator[Slot]:
+@contextlib.contextmanager
+def admitted(queue: RequestQueue, ask: Ask) -> Iterator[Slot]:
     """Let a request in for as long as the context lasts, however it ends.
 
     Raises: QueueFull, DeadlineExceeded or ModelUnavailable when it is refused, at once or while it waits for its place.
     """
-    ticket = await queue.submit(ask)
+    ticket = queue.submit(ask)
     end_turn()
     slot = Slot(queue, ticket)
     try:

@@ -42,15 +42,9 @@ def json_with_list(answer: Answer, name: str, parts: Iterable[bytes]) -> bytes:
 
 
 def json_response(answer: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """Return a response with the JSON of `answer`."""
-    return Response(json_text(answer), status, headers, media_type="application/json")
-
-
-async def large_json_response(
-    num_bytes: int, write: Callable[[], bytes], headers: Mapping[str, str] | None = None
-) -> Response:
-    """Return the JSON that `write` makes, of about `num_bytes`, as a response."""
-    return Response(await call_aside(num_bytes, write), headers=headers, media_type="application/json")
+    """Return a response with the JSON of `answer`, which may be written already."""
+    content = answer if isinstance(answer, bytes) else json_text(answer)
+    return Response(content, status, headers, media_type="application/json")
 
 
 async def call_aside(num_bytes: int, function: Callable[..., ResultT], *arguments: Any) -> ResultT:

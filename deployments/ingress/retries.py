@@ -91,11 +91,10 @@ class RetriedCalls:
         Raises: the replica's errors, QueueFull, DeadlineExceeded, NoReplica, ReplicaLost.
         """
         deadline = Deadline(ask.deadline_s)
-        async with admitted(self._queue, ask) as slot:
+        with admitted(self._queue, ask) as slot:
 
-            async def send() -> Any:
-                replica = await self._calls.wait_for_place(slot.place(), deadline)
-                return await self._calls.call(method, *arguments, deadline=deadline, replica=replica)
+            def send() -> Awaitable[Any]:
+                return self._calls.call(method, *arguments, deadline=deadline, place=slot.place())
 
             result = await self.answered(send, deadline)
             _note_answer(slot, result)
@@ -109,13 +108,12 @@ class RetriedCalls:
         """
         deadline = Deadline(ask.deadline_s)
         retries, num_pieces, told_step, checkpoint = _Retries(deadline), 0, 0, None
-        async with admitted(self._queue, ask) as slot:
+        with admitted(self._queue, ask) as slot:
             while True:
                 try:
                     async with self._turn(retries, deadline):
-                        replica = await self._calls.wait_for_place(slot.place(), deadline)
-                        resumed = () if checkpoint is None else (checkpoint,)
-                        stream = self._calls.stream(method, *arguments, *resumed, deadline=deadline, replica=replica)
+                        resumed, place = () if checkpoint is None else (checkpoint,), slot.place()
+                        stream = self._calls.stream(method, *arguments, *resumed, deadline=deadline, place=place)
                         piece = None
                         async with aclosing(stream) as pieces:
                             async for piece in pieces:

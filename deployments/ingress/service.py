@@ -208,11 +208,12 @@ class Service:
         timeout_s, config = self._timeout_s(terms), self.queue.config
         ask = ask_of_pipeline(request.pipeline, terms.checked(config), timeout_s, config.max_running_pipelines)
         deadline = Deadline(timeout_s)
-        async with admitted(self.queue, ask) as slot, deadline.bounding():
-            await slot.place()
-            left_s = deadline.left_s()
-            current_terms.set(replace(terms, timeout_s=left_s, is_inner=True, waited_s=0.0))
-            result = await self.pipelines.run_pipeline(replace(request, timeout_s=left_s, priority=terms.priority))
+        with admitted(self.queue, ask) as slot:
+            async with deadline.bounding():
+                await slot.place()
+                left_s = deadline.left_s()
+                current_terms.set(replace(terms, timeout_s=left_s, is_inner=True, waited_s=0.0))
+                result = await self.pipelines.run_pipeline(replace(request, timeout_s=left_s, priority=terms.priority))
             slot.is_answered = True
         return result
 

@@ -159,9 +159,12 @@ class Slot:
         assert self.result
         return self.result.thing
 
-    async def ready(self) -> Built:
-        """Raises what `fail` was told: a copy, because whoever waits adds its own frames, and they know this slot."""
-        found = await asyncio.shield(self.built)
+    def outcome(self) -> Built:
+        """Return what was built, once it is.
+
+        Raises what `fail` was told: a copy, because whoever waits adds its own frames, and they know this slot.
+        """
+        found = self.built.result()
         if isinstance(found, Exception):
             raise copy.copy(found)
         return found

@@ -90,10 +90,6 @@ class ModuleCache:
         self._tasks: set[asyncio.Task[None]] = set()
         self.switches = SwitchLog()
 
-    async def manifest(self, model: str, version: str | None = None) -> Manifest:
-        """Return the manifest of `version`, or of any that is known. Raises what the registry raises."""
-        return await self.manifests.find_version(model, version)
-
     def skeleton(self, manifest: Manifest) -> Path:
         """Return the folder with everything of it but the weights."""
         return self._models / manifest.skeleton
@@ -117,7 +113,7 @@ class ModuleCache:
         trusted.
         """
         start = self._clock()
-        manifest = await self.manifest(model, version)
+        manifest = await self.manifests.find_version(model, version)
         self._follow_pin(manifest)
         parts = await self._parts_with(manifest, wanted, adapters, adapter_versions)
         taken, built = await self._take_built(Wanted(model, parts), max_wait_s or MAX_WAIT_FOR_ROOM_S)
@@ -263,7 +259,10 @@ class ModuleCache:
         while True:
             taken = await self._modules.take(wanted, max_wait_s, self.fetch_ahead)
             try:
-                built = {name: await slot.ready() for name, slot in taken.slots.items()}
+                built: dict[PartName, Built] = {}
+                for name, slot in taken.slots.items():
+                    await asyncio.shield(slot.built)  # others wait for it too, when this request is cancelled
+                    built[name] = slot.outcome()
             except BaseException:
                 self._modules.give_back(taken)
                 raise
@@ -355,8 +354,8 @@ class ModuleCache:
     ) -> dict[PartName, Part]:
         parts = self.parts(manifest, wanted)
         for adapter in adapters:
-            found = self.parts(await self.manifest(adapter, (versions or {}).get(adapter)), wanted).values()
-            parts |= {PartName(adapter, is_adapter=True): part for part in found}
+            found = await self.manifests.find_version(adapter, (versions or {}).get(adapter))
+            parts |= {PartName(adapter, is_adapter=True): part for part in self.parts(found, wanted).values()}
         return parts
 
     def _part(self, manifest: Manifest, component: Component) -> Part:

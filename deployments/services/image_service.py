@@ -114,7 +114,7 @@ class ImageService:
         """
         start = time.perf_counter()
         with as_service_errors():
-            manifest = await self._module_cache.manifest(request.model, request.model_version)
+            manifest = await self._module_cache.manifests.find_version(request.model, request.model_version)
             denoise = _denoise_request(request)
             text = _conditioning_request(request, denoise, manifest.class_name or "")
             encoding = asyncio.ensure_future(_kept_text(checkpoint) if checkpoint else encode_text(text))

@@ -178,7 +178,7 @@ async def prepare_models(
         if number >= MAX_PREPARED and not model.preload:
             continue
         try:
-            manifest = await module_cache.manifest(model.id)
+            manifest = await module_cache.manifests.find_version(model.id)
             if manifest.kind not in kinds:  # the other service's: an LLM is no text encoder
                 continue
             for component in filter(wanted, manifest.components.values()):

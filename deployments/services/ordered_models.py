@@ -158,7 +158,7 @@ class OrderedModels:
         needs = {}
         for model, version in asked:
             try:
-                manifest = await self._cache.manifest(model, version)
+                manifest = await self._cache.manifests.find_version(model, version)
             except Exception as error:
                 self._note_failure(model, version, str(error).partition("\n")[0] or type(error).__name__)
                 continue

@@ -71,30 +71,29 @@ class ReplicaCalls:
         """
         return getattr(self._handed_on, method).remote(*arguments)
 
-    async def call(self, method: str, *arguments: Any, deadline: Deadline, replica: str = "") -> Any:
-        """Return what the replica answers, the one of that name where one is given.
+    async def call(self, method: str, *arguments: Any, deadline: Deadline, place: Awaitable[str] | None = None) -> Any:
+        """Return what the replica answers whose name `place` gives; without a place, the one that Serve chooses.
 
-        Raises: What the replica raises, as itself; DeadlineExceeded; NoReplica; Ray's errors when the replica dies.
+        Raises: What `place` and the replica raise, as themselves; DeadlineExceeded; NoReplica, as soon as none can
+        answer or have a place; Ray's errors when the replica dies.
         """
-        response = getattr(self._of_replica(replica), method).remote(*arguments)
-        return await self.answer(response, deadline)
+        handle = self._handle_of(await self._replica_at(place, deadline))
+        return await self.answer(getattr(handle, method).remote(*arguments), deadline)
 
     async def answer(self, response: Any, deadline: Deadline) -> Any:
         """Return the answer to a call that was begun. Raises as `call` does."""
         with _ended_with_its_caller(response):
             return await self._within(deadline, response)
 
-    async def wait_for_place(self, place: Awaitable[str], deadline: Deadline) -> str:
-        """Return the place. Raises: DeadlineExceeded, and NoReplica as soon as no replica can have one."""
-        replica: str = await self._within(deadline, place, is_answer=False)
-        return replica
-
-    async def stream(self, method: str, *arguments: Any, deadline: Deadline, replica: str = "") -> AsyncGenerator[Any]:
+    async def stream(
+        self, method: str, *arguments: Any, deadline: Deadline, place: Awaitable[str] | None = None
+    ) -> AsyncGenerator[Any]:
         """Yield the pieces of a generator method. Raises as `call` does.
 
         Whoever stops early closes this generator (`contextlib.aclosing`), and with it the replica's.
         """
-        response = getattr(self._of_replica(replica, stream=True), method).remote(*arguments)
+        handle = self._handle_of(await self._replica_at(place, deadline), stream=True)
+        response = getattr(handle, method).remote(*arguments)
         with _ended_with_its_caller(response):
             while True:
                 try:
@@ -103,7 +102,11 @@ class ReplicaCalls:
                     return
                 yield piece
 
-    def _of_replica(self, name: str, *, stream: bool = False) -> Any:
+    async def _replica_at(self, place: Awaitable[str] | None, deadline: Deadline) -> str:
+        """Return the name of the replica that has the place, "" for any."""
+        return "" if place is None else str(await self._within(deadline, place, is_answer=False))
+
+    def _handle_of(self, name: str, *, stream: bool = False) -> Any:
         if not name:
             return self._handle.options(stream=True) if stream else self._handle
         key = name, stream

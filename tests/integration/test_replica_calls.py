@@ -213,8 +213,12 @@ async def test_a_replica_that_holds_as_much_as_serve_lets_in_is_asked_again(hand
     (name,) = names
     calls = ReplicaCalls(handle)
     deadline = Deadline(LONG_S)
+
+    async def place() -> str:
+        return name
+
     asking = [
-        asyncio.create_task(calls.call("shared", deadline=deadline, replica=name)) for _ in range(3 * NUM_AT_ONCE)
+        asyncio.create_task(calls.call("shared", deadline=deadline, place=place())) for _ in range(3 * NUM_AT_ONCE)
     ]
     done, _ = await asyncio.wait(asking, timeout=1.0)
     assert not done

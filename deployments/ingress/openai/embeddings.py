@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 from dataclasses import replace
-from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -22,7 +21,7 @@ from deployments.ingress.openai.answers import (
     warning_header,
     warnings_of_ignored,
 )
-from deployments.ingress.responses import call_aside, json_with_list, large_json_response, server_timing
+from deployments.ingress.responses import call_aside, json_response, json_with_list, server_timing
 from deployments.ingress.service import Service
 from deployments.records import (
     Count,
@@ -72,9 +71,8 @@ def create_embeddings_router(service: Service) -> APIRouter:
         ignored = warnings_of_ignored(body.model_extra or ())
         result = replace(result, warnings=(*result.warnings, *ignored))
         num_bytes = sum(vector.nbytes for vector in result.embeddings)
-        write = partial(_write_answer, result, body.encoding_format)
-        headers = server_timing(result.timings_ms) | warning_header(ignored)
-        return await large_json_response(num_bytes, write, headers)
+        content = await call_aside(num_bytes, _write_answer, result, body.encoding_format)
+        return json_response(content, headers=server_timing(result.timings_ms) | warning_header(ignored))
 
     return router
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-from functools import partial
 from typing import Any, Final, TypeVar
 
 from fastapi import APIRouter, Request
@@ -22,7 +21,7 @@ from deployments.ingress.openai.image_links import ImageLinks
 from deployments.ingress.openai.image_stream import ImageEvents, Task
 from deployments.ingress.openai.image_uploads import read_form
 from deployments.ingress.openai.resumable_streams import LAST_EVENT_ID, ResumableStreams
-from deployments.ingress.responses import EventStream, call_aside, json_with_list, large_json_response, server_timing
+from deployments.ingress.responses import EventStream, call_aside, json_response, json_with_list, server_timing
 from deployments.ingress.service import Service
 from deployments.records import ImageRequest, ImageResult
 
@@ -54,8 +53,8 @@ def create_images_router(
         write = _ImageWriter(body, record, links, str(request.base_url))
         images = await asyncio.gather(*(write.json_of(result, index) for index in range(len(result.images))))
         answer = ImagesAnswer.without_data(result, body.output_format)
-        whole = partial(json_with_list, answer, "data", images)
-        return await large_json_response(sum(map(len, images)), whole, server_timing(result.timings_ms))
+        content = await call_aside(sum(map(len, images)), json_with_list, answer, "data", images)
+        return json_response(content, headers=server_timing(result.timings_ms))
 
     @router.post("/v1/images/generations", response_model=ImagesAnswer, responses=_RESPONSES)
     async def generate(body: GenerationBody, request: Request) -> Response:

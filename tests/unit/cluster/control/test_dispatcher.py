@@ -42,7 +42,7 @@ async def test_ten_thousand_random_cancellations_leave_nothing(monkeypatch: pyte
 
     async def request() -> None:
         nonlocal num_answered
-        ticket = await queue.submit(ask(model=rng.choice("xyz"), priority=rng.randint(1, 3)))
+        ticket = queue.submit(ask(model=rng.choice("xyz"), priority=rng.randint(1, 3)))
         is_answered = False
         try:
             replica = await queue.place(ticket)
@@ -81,18 +81,18 @@ async def test_ten_thousand_random_cancellations_leave_nothing(monkeypatch: pyte
 
 async def test_a_request_that_leaves_the_queue_makes_room_at_once() -> None:
     queue = dispatcher("a", max_waiting_per_model=1)
-    running = [await queue.submit(ask(share=1.0)), await queue.submit(ask(share=1.0))]
+    running = [queue.submit(ask(share=1.0)), queue.submit(ask(share=1.0))]
     assert await queue.place(running[0]) == "a"
-    waiting = asyncio.create_task(queue.place(running[1]))
+    waiting = queue.place(running[1])
     await asyncio.sleep(0)
-    third = await queue.submit(ask(share=1.0))
+    third = queue.submit(ask(share=1.0))
     with pytest.raises(NotAdmitted):
         await queue.place(third)
     waiting.cancel()
     await asyncio.gather(waiting, return_exceptions=True)
     queue.leave(running[1])
-    fourth = await queue.submit(ask(share=1.0))
-    place = asyncio.create_task(queue.place(fourth))
+    fourth = queue.submit(ask(share=1.0))
+    place = queue.place(fourth)
     await asyncio.sleep(0)
     assert await numbers(queue) == (1, 1)
     queue.leave(running[0], is_answered=True)
@@ -102,10 +102,10 @@ async def test_a_request_that_leaves_the_queue_makes_room_at_once() -> None:
 async def test_what_was_lost_goes_first_and_not_to_where_it_was_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cluster.control.dispatcher.AVOID_S", 0.01)
     queue = dispatcher("a")
-    lost, other = await queue.submit(ask(share=1.0)), await queue.submit(ask(share=1.0))
+    lost, other = queue.submit(ask(share=1.0)), queue.submit(ask(share=1.0))
     assert await queue.place(lost) == "a"
-    waiting = asyncio.create_task(queue.place(other))
-    again = asyncio.create_task(queue.place_again(lost))
+    waiting = queue.place(other)
+    again = queue.place_again(lost)
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     assert not again.done()  # "a" is thought to be dead
@@ -116,7 +116,7 @@ async def test_what_was_lost_goes_first_and_not_to_where_it_was_lost(monkeypatch
 
 async def test_a_time_that_is_over_ends_the_wait_without_a_call() -> None:
     queue = dispatcher("a")
-    first, second = await queue.submit(ask(share=1.0)), await queue.submit(ask(share=1.0, deadline_s=0.01))
+    first, second = queue.submit(ask(share=1.0)), queue.submit(ask(share=1.0, deadline_s=0.01))
     await queue.place(first)
     async with asyncio.timeout(5):
         with pytest.raises(NotAdmitted) as raised:
@@ -129,20 +129,20 @@ async def test_a_placement_holds_for_as_long_as_it_says_from_now() -> None:
     queue = Dispatcher(AdmissionConfig(), lambda: now_s)
     queue.set_replicas(POOL, ["a", "b"])
     queue.set_placement(Placement({(POOL, "here"): ("b",), (POOL, "held"): ()}, until_s=10.0))
-    here, held = await queue.submit(ask(model="here")), await queue.submit(ask(model="held"))
+    here, held = queue.submit(ask(model="here")), queue.submit(ask(model="held"))
     assert await queue.place(here) == "b"
     now_s += 9.9
     queue.leave(here, is_answered=True)
     assert await numbers(queue) == (1, 0)
     now_s += 0.2
-    other = await queue.submit(ask(model="other"))
+    other = queue.submit(ask(model="other"))
     assert await queue.place(held) in ("a", "b")
     assert await queue.place(other) in ("a", "b")
 
 
 async def started(queue: Dispatcher, *asks: Ask) -> list[str | None]:
     """Submit requests, and return their replicas, None for those that wait."""
-    places = [asyncio.create_task(queue.place(await queue.submit(one))) for one in asks]
+    places = [queue.place(queue.submit(one)) for one in asks]
     await asyncio.sleep(0)
     found = [place.result() if place.done() else None for place in places]
     for place in places:
@@ -153,15 +153,15 @@ async def started(queue: Dispatcher, *asks: Ask) -> list[str | None]:
 async def test_a_model_that_a_controller_calls_unservable_is_refused_now_and_later() -> None:
     queue = dispatcher("a")
     why = Refusal("unservable", 3.0, text="tensor t is missing")
-    waiting = await queue.submit(ask(model="x", share=1.0))
-    behind = asyncio.create_task(queue.place(await queue.submit(ask(model="x", share=1.0))))
+    waiting = queue.submit(ask(model="x", share=1.0))
+    behind = queue.place(queue.submit(ask(model="x", share=1.0)))
     assert await queue.place(waiting) == "a"
     queue.set_placement(Placement(unservable={(POOL, "x"): why}, until_s=60.0))
     with pytest.raises(NotAdmitted) as refused:
         await behind
     assert refused.value.refusal == why
     with pytest.raises(NotAdmitted):
-        await queue.place(await queue.submit(ask(model="x")))
+        await queue.place(queue.submit(ask(model="x")))
     queue.leave(waiting)
     assert await started(queue, ask(model="y")) == ["a"]
     queue.set_placement(Placement(unservable={(POOL, "x"): why}, until_s=0.0))  # a word that has ended

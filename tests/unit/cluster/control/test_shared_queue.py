@@ -164,7 +164,7 @@ class Ingress:
         return task
 
     async def _request(self, service_s: float, asked: Ask) -> str:
-        ticket = await self.queue.submit(asked)
+        ticket = self.queue.submit(asked)
         is_answered = False
         try:
             async with asyncio.timeout(None if asked.deadline_s == math.inf else asked.deadline_s):
@@ -229,7 +229,7 @@ def test_a_request_costs_one_round_trip_and_a_burst_few_calls() -> None:
     async def scenario() -> None:
         actor, _, ingresses = await started()
         begin_s = asyncio.get_running_loop().time()
-        ticket = await ingresses[0].queue.submit(ask())
+        ticket = ingresses[0].queue.submit(ask())
         await ingresses[0].queue.place(ticket)
         assert asyncio.get_running_loop().time() - begin_s < 0.003  # 0.002 are the way there and back
         ingresses[0].queue.leave(ticket)
@@ -373,11 +373,11 @@ def test_a_replica_gets_work_once_all_ingresses_know_it_and_no_more_when_one_mis
 def test_who_loses_its_replica_goes_before_all_others_and_elsewhere() -> None:
     async def scenario() -> None:
         _, _, (one, other) = await started()
-        ticket = await one.queue.submit(ask())
+        ticket = one.queue.submit(ask())
         lost = await one.queue.place(ticket)
         busy = [other.begin(1.0) for _ in range(40)]
         await asyncio.sleep(0.1)
-        again = asyncio.ensure_future(one.queue.place_again(ticket))
+        again = one.queue.place_again(ticket)
         assert await again != lost
         assert sum(task.done() for task in busy) <= CAPACITY
         one.queue.leave(ticket)

@@ -155,7 +155,7 @@ def ask(model: str) -> Ask:
 
 async def place_of(queue: Dispatcher, model: str) -> str:
     async with asyncio.timeout(10):
-        ticket = await queue.submit(ask(model))
+        ticket = queue.submit(ask(model))
         try:
             return await queue.place(ticket)
         finally:

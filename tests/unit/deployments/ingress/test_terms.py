@@ -42,9 +42,9 @@ class Edge:
         self.service = Service(config, self.watch, handle, handle)
         submit = self.service.queue.submit
 
-        async def spied(ask: Ask) -> int:
+        def spied(ask: Ask) -> int:
             self.asks.append(ask)
-            return await submit(ask)
+            return submit(ask)
 
         self.service.queue.submit = spied  # type: ignore[method-assign]
         transport = httpx.ASGITransport(create_http_app(self.service, config), raise_app_exceptions=False)

@@ -19,8 +19,9 @@ class Host:
     def __init__(self, kinds: dict[str, str]) -> None:
         self._kinds = kinds
         self.leased: list[str] = []
+        self.manifests = self
 
-    async def manifest(self, model: str) -> Any:
+    async def find_version(self, model: str) -> Any:
         part = Component(name="model", library="transformers", class_name=None, folder=".", tensors={})
         return SimpleNamespace(kind=self._kinds[model], components={"model": part})
 
