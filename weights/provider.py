@@ -18,7 +18,7 @@ class ExtentProvider(Protocol):
     """Gives the bytes of extents. Loaders and engines cannot tell a local store from a node's shared memory."""
 
     def fetch(self, extents: Sequence[ExtentRef]) -> Mapping[str, ByteArray]:
-        """Read-only uint8 arrays by extent id, valid as long as they are referenced.
+        """Return read-only uint8 arrays by extent id, valid as long as they are referenced.
 
         Raises ExtentCorrupt when storage does not have the bytes, BudgetExceeded when they do not fit.
         """

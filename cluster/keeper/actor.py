@@ -63,7 +63,7 @@ LOWEST_PRIORITY: Final = 19
 
 
 def keeper_class() -> Any:
-    """NodeKeeper as an actor class: threads of their own for calls that never wait; restarted whenever it dies."""
+    """Return NodeKeeper as an actor class: calls that never wait have threads of their own, and Ray restarts it."""
     return ray.remote(
         concurrency_groups={"control": CONTROL_THREADS, "recalls": RECALL_THREADS},
         num_cpus=0,
@@ -141,7 +141,7 @@ class NodeKeeper:
             threading.Thread(target=self._populate_store, name="populate", daemon=True).start()
 
     def acquire(self, extents: Sequence[ExtentRef], holder: str) -> Acquired:
-        """References to the extents by id, each leased to `holder` once more until `release`.
+        """Return references to the extents by id, each leased to `holder` once more until `release`.
 
         However many ask at once, an extent is loaded once. Waits a bounded time for room that others have leased.
         Raises ExtentCorrupt when the store does not have the bytes and BudgetExceeded when they do not fit, saying
@@ -194,12 +194,12 @@ class NodeKeeper:
 
     @ray.method(concurrency_group="control")
     def pins(self) -> Mapping[str, Sequence[str]]:
-        """Return the pins as `pin` was told last."""
+        """Return the extents by model, as `set_pins` was told last."""
         return self._pins
 
     @ray.method(concurrency_group="control")
     def drop(self, ids: Sequence[str]) -> list[str]:
-        """Free those that are neither leased nor pinned; returns them."""
+        """Free those that are neither leased nor pinned, and return them."""
         return self._held.drop(ids)
 
     @ray.method(concurrency_group="control")
@@ -221,10 +221,10 @@ class NodeKeeper:
     def hello(
         self, holder: str, process: HolderProcess | None = None, uses: Mapping[str, int] = MappingProxyType({})
     ) -> Greeting:
-        """A replica's sign of life; by the answer it knows a keeper that has forgotten it, and copies that are damaged.
+        """Note a replica's sign of life; by the answer it knows a keeper that has forgotten it, and damaged copies.
 
-        Its leases end with `process`, or when it is not heard of for a minute. `uses` counts, by extent id, how often
-        it has used since the last time what it kept.
+        The holder's leases end with `process`, or when it is not heard of for a minute. `uses` counts, by extent id,
+        how often it has used since the last time what it kept.
         """
         self._watch.heard(holder, process)
         if uses:
@@ -290,7 +290,7 @@ class NodeKeeper:
         )
 
     def close(self) -> None:
-        """Ends its threads; for one that is no actor."""
+        """End its threads; for one that is no actor."""
         self._watch.close()
         self._audit.close()
         self._threads.shutdown()

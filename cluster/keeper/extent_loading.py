@@ -103,11 +103,11 @@ class Peers(Protocol):
     """The other nodes, as far as this one can reach them."""
 
     def client(self) -> PeerClient | None:
-        """None as long as the cluster's secret is not known."""
+        """Return the client of other nodes' servers; None as long as the cluster's secret is not known."""
         ...
 
     def locate(self, question: Question) -> Located | None:
-        """None when nobody can be asked."""
+        """Return who has the extents, or is to read them; None when nobody can be asked."""
         ...
 
 
@@ -167,7 +167,7 @@ class ExtentLoader:
             self._changed.notify_all()
 
     def load_next(self, begin: Begin) -> Loaded | None:
-        """The extent that can be had first; None when others are at the last ones.
+        """Load the extent that can be had first; None when others are at the last ones.
 
         Errors of ExtentReader.read_into and of `begin` are in the answer.
         """
@@ -183,13 +183,16 @@ class ExtentLoader:
         return None
 
     def withdraw(self) -> ExtentRef | None:
-        """One that nobody has begun is wanted no longer: there is no thread for it."""
+        """Give up an extent that there is no thread for, and return it; None when all have been begun."""
         with self._told():
             id_ = self._queue.withdraw_extent()
             return self._wanted.pop(id_)[0] if id_ else None
 
     def reload_rate(self, source: Source) -> float | None:
-        """Seconds that a byte would take to get again, alone; None when nothing is measured. A peer gives once more."""
+        """Return the seconds that a byte, alone, would take to get again; None when nothing is measured.
+
+        A peer gives once more.
+        """
         with self._changed:
             gbps = max(self._queue.storage.gbps or 0.0, self._queue.best_peer_gbps if source == "peer" else 0.0)
         return 1 / (gbps * 1e9) if gbps else None

@@ -43,7 +43,7 @@ class HolderProcess(NamedTuple):
         return cls(os.getpid(), psutil.Process().create_time())
 
     def seen(self) -> psutil.Process | None:
-        """None where it cannot be seen, or is gone."""
+        """Return the process; None where it cannot be seen, or is gone."""
         try:
             found = psutil.Process(self.pid)
             return found if abs(found.create_time() - self.started_s) < CLOCK_STEP_S else None
@@ -91,7 +91,7 @@ class HolderWatch:
         self._thread: threading.Thread | None = None
 
     def heard(self, holder: str, process: HolderProcess | None = None) -> None:
-        """A sign of life, of `process` if that is known. The watch's thread starts with the first."""
+        """Note a sign of life, of `process` if that is known. The watch's thread starts with the first."""
         with self._lock:
             known = self._heard.get(holder)
             if known is None or known.process is None:
@@ -108,7 +108,7 @@ class HolderWatch:
             return len(self._heard)
 
     def check(self) -> None:
-        """One round."""
+        """Look at every holder once, and tell of those that have died."""
         with self._lock:
             now_s = self._clock()
             self._stood_still_s += max(0.0, now_s - self._checked_s - MAX_PAUSE * self._interval_s)
@@ -153,12 +153,12 @@ class HolderLives:
         return self._lives.get(holder) == life
 
     def revive(self, holder: str) -> int:
-        """The holder was heard of. Returns its life."""
+        """Note that the holder was heard of, and return its life."""
         self._ended.pop(holder, None)
         return self.number(holder)
 
     def end_life(self, holder: str) -> None:
-        """The holder is dead until it is heard of again."""
+        """Count the holder as dead until it is heard of again."""
         self._lives.pop(holder, None)
         self._ended[holder] = None
         if len(self._ended) > MAX_ENDED:

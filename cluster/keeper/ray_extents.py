@@ -96,7 +96,10 @@ class RayExtents:
         return self._last_report
 
     def fetch(self, extents: Sequence[ExtentRef]) -> Mapping[str, ByteArray]:
-        """Blocks until the bytes are there; call it off the event loop. The lease lasts until `release`."""
+        """Return the bytes by extent id, leased until `release`. Blocks until they are there.
+
+        HAZARD: call it off the event loop.
+        """
         if kept := self._use_kept(extents):
             self._last_report = None
             return kept
@@ -164,11 +167,11 @@ class RayExtents:
                 self._ear.start()
 
     def close(self) -> None:
-        """No more signs of life. Leases stay until they are released."""
+        """Give no more signs of life. Leases stay until they are released."""
         self._closed.set()
 
     def beat(self) -> None:
-        """One sign of life: notices a keeper that was restarted, what it wants, and what it has found damaged."""
+        """Give one sign of life; learn of a keeper that was restarted, of what it wants and what it found damaged."""
         try:
             greeting = self._greet()
             self._meet(greeting.generation)

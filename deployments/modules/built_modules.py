@@ -149,7 +149,7 @@ class Slot:
 
     @property
     def result(self) -> Built | None:
-        """None while it is on its way, or when that failed."""
+        """What was built; None while it is on its way, or when that failed."""
         found = self.built.result() if self.built.done() and not self.built.cancelled() else None
         return found if isinstance(found, Built) else None
 
@@ -170,7 +170,7 @@ class Slot:
         return found
 
     def fail(self, error: Exception) -> None:
-        """Whoever asked is told this, without the frames that it came through."""
+        """Tell all who wait the error, without the frames that it came through."""
         forget_frames(error)
         self.built.set_result(error)
 
