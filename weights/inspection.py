@@ -27,7 +27,7 @@ class ExternalWeight:
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """`given_bytes`: of all tensors of all models; `stored_bytes`: of the extents that hold them, each place once."""
+    """Sums over models: `given_bytes` of all tensors, `stored_bytes` of the extents with these, each place once."""
 
     num_models: int
     num_tensors: int

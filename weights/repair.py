@@ -28,8 +28,8 @@ _BySource = dict[tuple[str, str], SourceTensor]  # by component and name
 
 @dataclass(frozen=True, slots=True)
 class RepairReport:
-    """`repaired`: damage that is gone, `rewritten`: the models that were published anew for it, which may be more;
-    `damages`: what is left, with what was tried against it."""
+    """The outcome of a repair: damage that was `repaired`, models `rewritten` for it, which may be more, and `damages`
+    that are left, with what was tried against them."""
 
     num_models: int
     rewritten: tuple[str, ...]

@@ -36,7 +36,7 @@ class ScalingPolicy:
 
 @dataclass(frozen=True, slots=True)
 class ScalingMemory:
-    """Since when the target is below the workers, its highest value since, and since when nothing was asked for.
+    """The past of the target: since when it is below the workers, its highest value since, and since when nobody asks.
 
     Times are on the clock that `now_s` of the next call is on. Fits into Serve's `policy_state`.
     """

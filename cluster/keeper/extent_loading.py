@@ -137,7 +137,9 @@ class Loaded:
 
 
 class ExtentLoader:
-    """Thread-safe. A peer that fails or gives other bytes is only a detour: storage has the last word.
+    """The loads of one keeper, from storage and from peers. Thread-safe.
+
+    A peer that fails or gives other bytes is only a detour: storage has the last word.
 
     `expect` says what is wanted; every extent of it takes one call of `load_next`, from any thread. No thread waits for
     one extent while another one can be had.

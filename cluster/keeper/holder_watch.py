@@ -66,7 +66,7 @@ class _Heard:
 
 
 class HolderWatch:
-    """Calls `on_death` once for each holder that is not alive: checked every `interval_s`. Thread-safe.
+    """A watch over holders, every `interval_s`: `on_death` is called once for each that has died. Thread-safe.
 
     One whose process can be seen lives as long as that; another has died when it was silent for `silence_s`. Time in
     which nothing was checked, because this process or its machine stood still, is nobody's silence.

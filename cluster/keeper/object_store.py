@@ -68,7 +68,10 @@ def let_go(error: BaseException) -> None:
 
 
 class ObjectStore:
-    """Thread-safe. Made inside an actor; `environ` says whether Ray touched every page of its store at start."""
+    """Ray's object store of a node, opened inside an actor. Thread-safe.
+
+    `environ` says whether Ray touched every page of the store at its start.
+    """
 
     def __init__(self, node_id: str, environ: Mapping[str, str] = os.environ) -> None:
         self.capacity_bytes = capacity_bytes(node_id)

@@ -28,7 +28,7 @@ MAX_TEMPLATES: Final = 32
 
 @dataclass(frozen=True, slots=True)
 class SkeletonStats:
-    """`num_free` blank modules wait for weights. Since the start: built by their library, copied, rebound."""
+    """Counts of blank modules: `num_free` wait for weights; the others since the start, by how they were made."""
 
     num_free: int
     num_templates: int

@@ -27,10 +27,10 @@ _MAX_SHOWN: Final = 64
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """`priority` 0 is the default one, `tenant` "" none. `is_inner`: of a part of a request that was admitted.
+    """The terms of a request: `priority` 0 is the default one, `tenant` "" none.
 
-    `is_trusted`: the tenant is that of an API key, and need not be listed in the config. `waited_s`: how
-    long the request waited to be read; its time began before.
+    `is_inner`: it is a part of a request that was admitted. `is_trusted`: the tenant is that of an API key, and need
+    not be listed in the config. `waited_s`: how long the request waited to be read; its time began before.
     """
 
     priority: int = 0

@@ -21,8 +21,8 @@ _NEW: Final = 0.3  # weight of a new measurement
 class SwitchSpeeds:
     """The measured speeds of switches, in bytes of the budget: moving averages.
 
-    A switch takes `fixed_s`, and its bytes' time from the node's memory, and from storage or a peer where the node has
-    them not.
+    A switch takes `fixed_s`, the time of its bytes from the node's memory, and for those that the node lacks the time
+    from storage or a peer.
     """
 
     fixed_s: float = 0.0

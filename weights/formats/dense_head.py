@@ -24,7 +24,7 @@ DTYPES: Final = ("F16", "BF16", "F32", "F64")
 
 @dataclass(frozen=True, slots=True)
 class DenseConfig:
-    """`activation_function` as in the file: the dotted name of a torch module. `labels` name the outputs, in order."""
+    """A Dense layer's config: `activation_function` is the dotted name of a torch module, `labels` name the outputs."""
 
     in_features: int
     out_features: int

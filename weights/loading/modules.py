@@ -83,7 +83,7 @@ def materialize(
 
 
 class Place(NamedTuple):
-    """`leaf` of a submodule's parameters or buffers, and the name of the tensor that belongs there."""
+    """A place of a tensor: `leaf` of a submodule's parameters or buffers, and the `name` of what belongs there."""
 
     owner: dict[str, Any]
     leaf: str

@@ -36,7 +36,7 @@ _FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64
 
 
 class StageTransform(Protocol):
-    """Makes of one loaded tensor what the model gets. `load_model(..., stage=...)` calls it once per tensor."""
+    """A transform of a loaded tensor into what the model gets. `load_model(..., stage=...)` calls it once for each."""
 
     def __call__(self, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return tensors by suffix of the name ("" for the tensor's own). Must not write into `tensor`."""

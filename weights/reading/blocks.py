@@ -56,7 +56,7 @@ def cached_pages(fd: int, offset: int, nbytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """`nbytes` bytes of a file from `start`; the range wanted begins `lead` bytes in."""
+    """A range of a file, `nbytes` from `start`; the range that is wanted begins `lead` bytes in."""
 
     start: int
     nbytes: int

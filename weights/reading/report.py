@@ -21,7 +21,7 @@ _STREAMED: Final[frozenset[Stage]] = frozenset({"open", "read", "verify", "copy"
 
 @dataclass(frozen=True, slots=True)
 class StageFigures:
-    """`busy_s` is summed over threads and may exceed the wall clock; `elapsed_s` is while any thread was at it."""
+    """The work of one stage: `busy_s` summed over threads, `elapsed_s` while any thread was at it."""
 
     nbytes: int = 0
     busy_s: float = 0.0

@@ -94,7 +94,7 @@ def _unescaped(field: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ReadStrategy:
-    """`direct`: past the page cache (O_DIRECT). `num_threads` extents in flight, `block_bytes` per read."""
+    """A way to read a medium: `num_threads` extents at once, `block_bytes` per read, `direct` past the page cache."""
 
     direct: bool
     num_threads: int

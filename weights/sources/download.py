@@ -110,7 +110,7 @@ class Journal:
 
 
 class Download:
-    """`<file>.part` until every part is there and right, then `<file>`."""
+    """A download in parts: `<file>.part` until every part is there and right, then `<file>`."""
 
     def __init__(
         self,

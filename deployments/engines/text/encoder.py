@@ -17,7 +17,7 @@ from configs.model import TextPadding
 from deployments.engines.memory_limits import MemoryLimits, run_in_parts
 from deployments.engines.protocol import ClipLayer, ComputationFailed, EngineError, check_choice
 from deployments.engines.text.forward_plan import DEFAULT_LIMITS, EncodeCounter, ForwardLimits, plan_forwards
-from deployments.engines.text.forwards import PER_TOKEN, family_of, filler_id
+from deployments.engines.text.forwards import PER_TOKEN, encoder_family_of, filler_id
 from deployments.engines.text.sentence_layers import Pooling
 from deployments.engines.text.tokens import TextTokenizer, TokenizedText
 
@@ -42,7 +42,7 @@ class TextEncoder:
         or BERT's many; a T5 without one gives no embedding.
         """
         self.module = module
-        self._family = family_of(type(module).__name__)
+        self._family = encoder_family_of(type(module).__name__)
         self._pooling = pooling
         self._tokenizer = TextTokenizer(tokenizer, max_tokens, _position_limit(module))
         self._memory = MemoryLimits()

@@ -17,10 +17,11 @@ from itertools import accumulate, pairwise
 
 @dataclass(frozen=True, slots=True)
 class ForwardLimits:
-    """`max_padding` is the share of a plan's positions that may be padding; 0 batches equal lengths only.
+    """Bounds of the forwards of a plan.
 
-    `max_tokens` bounds the positions of one forward, and with them its activations; a longer text goes alone. With 1
-    all do, and then outputs do not depend on batch-mates in a single bit.
+    `max_padding` is the share of positions that may be padding; 0 batches equal lengths only. `max_tokens` bounds the
+    positions of one forward, and with them its activations; a longer text goes alone. With 1 all do, and then outputs
+    do not depend on batch-mates in a single bit.
     """
 
     max_padding: float = 0.25
@@ -84,7 +85,7 @@ def _split(group: Sequence[int], longest: int, max_tokens: int) -> list[tuple[in
 
 @dataclass(frozen=True, slots=True)
 class EncodeStats:
-    """Since the start. Positions that forwards worked on are the sum of the three kinds of tokens.
+    """Counts since the start. The positions that forwards worked on are the sum of the three kinds of tokens.
 
     `stock_padding_tokens` is padding that stock pipelines have too, and that models attend to; `batch_padding_tokens`
     was added to bring the texts of one forward to one length, and is masked. `max_texts` is the largest forward.

@@ -35,20 +35,20 @@ class _Forward(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
-    """`outputs` are the names that `run` gives whatever it pools."""
+class EncoderFamily:
+    """A family of text encoders: how one is `run`, and the names of its `outputs`, whatever it pools."""
 
     run: _Forward
     outputs: tuple[str, ...]
     is_clip: bool = False
 
 
-def family_of(class_name: str) -> Family:
+def encoder_family_of(class_name: str) -> EncoderFamily:
     """Return the family of a class; an unknown one is taken for one that gives token vectors, as BERT does."""
     return FAMILIES.get(class_name, SENTENCES)
 
 
-def filler_id(family: Family, config: Any, pad_id: int) -> int:
+def filler_id(family: EncoderFamily, config: Any, pad_id: int) -> int:
     """Return the filler of shorter texts. CLIP pools at the first end token, by old configs at the highest id."""
     if not family.is_clip:
         return pad_id
@@ -77,10 +77,10 @@ def _run_sentences(
     return {"embedding": (pooling or Pooling())(hidden_BLD, mask_BL)}
 
 
-CLIP = Family(_run_clip, ("pooled", "penultimate"), is_clip=True)
-FAMILIES: Mapping[str, Family] = {
+CLIP = EncoderFamily(_run_clip, ("pooled", "penultimate"), is_clip=True)
+FAMILIES: Mapping[str, EncoderFamily] = {
     "CLIPTextModel": CLIP,
     "CLIPTextModelWithProjection": CLIP,
-    "T5EncoderModel": Family(_run_t5, ("hidden",)),
+    "T5EncoderModel": EncoderFamily(_run_t5, ("hidden",)),
 }
-SENTENCES = Family(_run_sentences, ("embedding",))
+SENTENCES = EncoderFamily(_run_sentences, ("embedding",))

@@ -42,7 +42,7 @@ ACTIVATIONS: Final[Mapping[str, Callable[[torch.Tensor], torch.Tensor]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Pooling:
-    """`modes` are concatenated; `normalize` scales the result to length 1."""
+    """Pooling of token vectors into one vector: `modes` are concatenated, `normalize` scales the result to length 1."""
 
     modes: tuple[str, ...] = ("mean",)
     normalize: bool = False

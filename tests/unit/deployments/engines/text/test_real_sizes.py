@@ -17,7 +17,7 @@ from transformers import (
 from deployments.engines.build import build_skeleton
 from deployments.engines.text.encoder import TextEncoder
 from deployments.engines.text.forward_plan import ForwardLimits
-from deployments.engines.text.forwards import family_of
+from deployments.engines.text.forwards import encoder_family_of
 from deployments.engines.text.tokens import TokenizedText
 
 pytestmark = pytest.mark.slow
@@ -81,7 +81,7 @@ def test_the_whole_model_has_its_published_size_and_shapes(name, tmp_path):
     if cls is RobertaModel:  # makes a mask and looks at its values, which meta does not have
         return
     ids_BL = torch.ones(2, 77, dtype=torch.long, device="meta")
-    outputs = family_of(cls.__name__).run(module=stock, ids_BL=ids_BL, mask_BL=None, pooling=None)
+    outputs = encoder_family_of(cls.__name__).run(module=stock, ids_BL=ids_BL, mask_BL=None, pooling=None)
     width = config.hidden_size
     known = {"hidden": (2, 77, width), "penultimate": (2, 77, width), "pooled": (2, width)}
     for output, tensor in outputs.items():
