@@ -149,7 +149,7 @@ class Slot:
 
     @property
     def result(self) -> Built | None:
-        """What was built; None while it is on its way, or when that failed."""
+        """The built thing and its figures; None while it is on its way, or when that failed."""
         found = self.built.result() if self.built.done() and not self.built.cancelled() else None
         return found if isinstance(found, Built) else None
 

@@ -10,6 +10,7 @@ import numpy.typing as npt
 from pydantic import Field, PlainValidator
 
 from configs.model import LongText, TextPadding
+from deployments.engines.diffusion.input_images import why_no_pixels
 from deployments.records.reports import CacheUse, SwitchReport, TimingsMs
 from deployments.records.requests import (
     MAX_INT32,
@@ -28,9 +29,8 @@ MAX_PARTIAL_IMAGES = 3  # OpenAI's
 
 def _as_pixels(value: Any, num_axes: int) -> npt.NDArray[np.uint8]:
     pixels = np.asarray(value)
-    if pixels.dtype != np.uint8 or pixels.ndim != num_axes or pixels.shape[2:] not in ((), (3,)) or not pixels.size:
-        expected = "(height, width, 3)" if num_axes == 3 else "(height, width)"
-        raise ValueError(f"expected uint8 {expected}, got {pixels.dtype} {pixels.shape}")
+    if reason := why_no_pixels(pixels, num_axes):
+        raise ValueError(reason)
     return pixels
 
 

@@ -61,10 +61,17 @@ def find_bad_image(request: _WithImages) -> tuple[str, str] | None:
     return None
 
 
+def why_no_pixels(image: npt.NDArray[Any], num_axes: int) -> str | None:
+    """Return why an array is not an image (3 axes) or a mask (2), or None."""
+    if image.dtype == np.uint8 and image.ndim == num_axes and image.shape[2:] in ((), (3,)) and image.size:
+        return None
+    expected = "(height, width, 3)" if num_axes == 3 else "(height, width)"
+    return f"expected uint8 {expected}, got {image.dtype} {image.shape}"
+
+
 def _misfit(image: npt.NDArray[np.uint8], num_axes: int, height: int | None, width: int | None) -> str | None:
-    if image.dtype != np.uint8 or image.ndim != num_axes or image.shape[2:] not in ((), (3,)):
-        expected = "(height, width, 3)" if num_axes == 3 else "(height, width)"
-        return f"expected uint8 {expected}, got {image.dtype} {image.shape}"
+    if reason := why_no_pixels(image, num_axes):
+        return reason
     if image.shape[:2] != (height or image.shape[0], width or image.shape[1]):
         return f"{image.shape[1]}x{image.shape[0]} pixels, expected the {width}x{height} of the request"
     return None

@@ -10,11 +10,15 @@ from dataclasses import dataclass, field
 from importlib import metadata as packages
 from typing import Final, TypeAlias
 
+from deployments.errors import InvalidRequest
+from deployments.ingress.kserve.tensors import shown
 from deployments.pipelines.records import TensorSpec, TensorValue
 
 Parameters: TypeAlias = Mapping[str, bool | int | float | str]
 # The only version of every model: a changed model takes its place, requests under way finish on the old one.
 VERSION: Final = "1"
+SHARED_MEMORY: Final = "shared_memory_region"  # the parameter of tensors that do not travel; refused
+_MAX_CLASSES: Final = 2**31 - 1
 # Triton's names of what this server does beyond the protocol itself.
 _EXTENSIONS: Final = (
     "binary_tensor_data",
@@ -39,6 +43,18 @@ class OutputWish:
     binary: bool = False
     num_classes: int = 0
     parameters: Parameters = field(default_factory=dict)
+
+
+def read_wish(name: str, parameters: Parameters, *, binary: bool) -> OutputWish:
+    """Return the wish for an output by its parameters. Raises InvalidRequest for what is not served."""
+    if SHARED_MEMORY in parameters:
+        raise InvalidRequest(f"output {name!r}: shared memory is not supported", name)
+    num_classes = parameters.get("classification", 0)
+    if type(num_classes) is not int or not 0 <= num_classes <= _MAX_CLASSES:
+        raise InvalidRequest(
+            f"output {name!r}: classification takes a number of classes, got {shown(num_classes)}", name
+        )
+    return OutputWish(name, binary, num_classes, parameters)
 
 
 @dataclass(frozen=True, slots=True)

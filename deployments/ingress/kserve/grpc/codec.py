@@ -14,7 +14,7 @@ from google.protobuf.json_format import ParseDict
 
 from deployments.errors import InvalidRequest
 from deployments.ingress.kserve.grpc.protos import open_inference as messages
-from deployments.ingress.kserve.records import InferRequest, InferResponse, ModelMetadata, OutputWish
+from deployments.ingress.kserve.records import SHARED_MEMORY, InferRequest, InferResponse, ModelMetadata, read_wish
 from deployments.ingress.kserve.statistics import ModelStatistics
 from deployments.ingress.kserve.tensors import (
     check_count,
@@ -40,7 +40,6 @@ _CONTENTS: Final[dict[Datatype, str]] = {
     "FP64": "fp64_contents",
     "BYTES": "bytes_contents",
 }
-_SHARED_MEMORY: Final = "shared_memory_region"
 _MAX_INT64: Final = 2**63 - 1
 Scalar = bool | int | float | str
 
@@ -53,7 +52,9 @@ def read_request(message: messages.ModelInferRequest) -> InferRequest:
         version=message.model_version,
         id=message.id,
         parameters=read_parameters(message.parameters),
-        outputs=tuple(_wish(output) for output in message.outputs),
+        outputs=tuple(
+            read_wish(output.name, read_parameters(output.parameters), binary=True) for output in message.outputs
+        ),
     )
 
 
@@ -115,7 +116,7 @@ def _inputs(message: messages.ModelInferRequest) -> Iterable[TensorValue]:
         )
     for position, tensor in enumerate(message.inputs):
         name = tensor.name
-        if _SHARED_MEMORY in tensor.parameters:
+        if SHARED_MEMORY in tensor.parameters:
             raise InvalidRequest(f"{name}: shared memory is not supported; send the data", name)
         datatype, shape = checked_datatype(name, tensor.datatype), checked_shape(name, list(tensor.shape))
         if not raw:
@@ -147,16 +148,6 @@ def _from_contents(name: str, datatype: Datatype, shape: tuple[int, ...], conten
                     f"{name}: {value} is out of range of {datatype} ({bounds.min} to {bounds.max})", name
                 )
     return TensorValue(name, datatype, array.astype(dtype, copy=False).reshape(shape))
-
-
-def _wish(output: Any) -> OutputWish:
-    parameters = read_parameters(output.parameters)
-    if _SHARED_MEMORY in parameters:
-        raise InvalidRequest(f"{output.name}: shared memory is not supported", output.name)
-    num_classes = parameters.get("classification", 0)
-    if type(num_classes) is not int or num_classes < 0:
-        raise InvalidRequest(f"{output.name}: classification is a number of classes, got {num_classes!r}", output.name)
-    return OutputWish(output.name, binary=True, num_classes=num_classes, parameters=parameters)
 
 
 def _set_parameter(parameter: Any, value: Scalar) -> None:

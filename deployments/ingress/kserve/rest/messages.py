@@ -17,16 +17,17 @@ from pydantic_core import to_json
 from deployments.errors import InvalidRequest
 from deployments.ingress.kserve import tensors
 from deployments.ingress.kserve.records import (
+    SHARED_MEMORY,
     VERSION,
     InferRequest,
     InferResponse,
     OutputWish,
     Parameters,
+    read_wish,
 )
 from deployments.ingress.responses import Answer, json_text, json_with_list
 from deployments.pipelines.records import Datatype, TensorValue
 
-_MAX_CLASSES: Final = 2**31 - 1
 _PIECE_ELEMENTS: Final = 2**14
 BodyT = TypeVar("BodyT", bound=BaseModel)
 Scalar = bool | int | float | str
@@ -190,7 +191,7 @@ def _inputs(forms: list[InputBody], raw: memoryview) -> tuple[TensorValue, ...]:
     for form in forms:
         name = form.name
         parameters = read_parameters(f"input {name!r}", form.parameters)
-        if "shared_memory_region" in parameters:
+        if SHARED_MEMORY in parameters:
             raise InvalidRequest(f"input {name!r}: shared memory is not supported; send the data in the body", name)
         datatype, shape = tensors.checked_datatype(name, form.datatype), tensors.checked_shape(name, form.shape)
         if "binary_data_size" in parameters:
@@ -216,15 +217,7 @@ def _inputs(forms: list[InputBody], raw: memoryview) -> tuple[TensorValue, ...]:
 
 def _wish(form: OutputBody, default: bool) -> OutputWish:
     parameters = read_parameters(f"output {form.name!r}", form.parameters)
-    if "shared_memory_region" in parameters:
-        raise InvalidRequest(f"output {form.name!r}: shared memory is not supported", form.name)
-    num_classes = parameters.get("classification", 0)
-    if type(num_classes) is not int or not 0 <= num_classes <= _MAX_CLASSES:
-        raise InvalidRequest(
-            f"output {form.name!r}: classification takes a number of classes, got {tensors.shown(num_classes)}",
-            form.name,
-        )
-    return OutputWish(form.name, _flag("binary_data", parameters, default), num_classes, parameters)
+    return read_wish(form.name, parameters, binary=_flag("binary_data", parameters, default))
 
 
 def _flag(name: str, parameters: Parameters, default: bool = False) -> bool:
