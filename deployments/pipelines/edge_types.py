@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from configs.pipeline import parse_tensor_type
 from deployments.errors import InvalidRequest
-from deployments.pipelines.records import NUMPY_DTYPES, Datatype, TensorSpec, TensorValue, text_tensor
+from deployments.pipelines.records import NUMPY_DTYPES, Datatype, TensorSpec, TensorValue, fits_shape, text_tensor
 
 Batch: TypeAlias = list[str] | list[tuple[int, ...]] | npt.NDArray[Any]
 PADDING: Final = -1  # of token rows in a tensor; no token has this id
@@ -63,7 +63,7 @@ def edge_type(text: str) -> EdgeType:
 
 def batch_of(tensor: TensorValue, type_: EdgeType) -> Batch:
     """Return the batch that a request gave for an input of `type_`. Raises: InvalidRequest."""
-    if tensor.datatype != type_.datatype or not _fits(tensor.shape, type_.shape):
+    if tensor.datatype != type_.datatype or not fits_shape(tensor.shape, type_.shape):
         given = f"{tensor.datatype}{list(tensor.shape)}"
         expected = f"{type_.datatype}{list(type_.shape)}"
         raise InvalidRequest(f"input {tensor.name!r}: expected {expected}, got {given}", tensor.name)
@@ -104,12 +104,6 @@ def items_of(batch: Batch) -> list[Any]:
     if isinstance(batch, np.ndarray):
         return batch.tolist() if batch.ndim == 1 else list(batch)
     return list(batch)
-
-
-def _fits(shape: tuple[int, ...], expected: tuple[int, ...]) -> bool:
-    return len(shape) == len(expected) and all(
-        wanted in (-1, size) for size, wanted in zip(shape, expected, strict=True)
-    )
 
 
 def _text(element: Any, name: str) -> str:

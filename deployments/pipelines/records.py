@@ -83,6 +83,11 @@ def bytes_data(elements: Sequence[bytes]) -> npt.NDArray[np.object_]:
     return array
 
 
+def fits_shape(shape: Sequence[int], wanted: Sequence[int]) -> bool:
+    """Return whether a shape is the wanted one, where -1 is any size."""
+    return len(shape) == len(wanted) and all(want in (-1, size) for size, want in zip(shape, wanted, strict=True))
+
+
 def text_tensor(name: str, texts: Sequence[str]) -> TensorValue:
     """Return BYTES of shape (len(texts),): UTF-8, a question mark for half of a surrogate pair."""
     return TensorValue(name, "BYTES", bytes_data([text.encode(errors="replace") for text in texts]))

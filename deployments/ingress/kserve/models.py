@@ -17,7 +17,7 @@ from deployments.errors import InvalidRequest, ModelUnavailable, UnknownModel
 from deployments.ingress.catalog import ModelCard
 from deployments.ingress.kserve.records import VERSION, ModelMetadata
 from deployments.ingress.service import PROBE_TIMEOUT_S, Service
-from deployments.pipelines.records import Signature, TensorSpec, TensorValue
+from deployments.pipelines.records import Signature, TensorSpec, TensorValue, fits_shape
 
 
 def _option(name: str, datatype: str) -> TensorSpec:
@@ -25,7 +25,7 @@ def _option(name: str, datatype: str) -> TensorSpec:
 
 
 # Optional inputs have one element for all prompts or one for each. Their names are the fields of the records in
-# `deployments/records.py`, save `lora` ("name:scale,name") and `chat` (answer the text as one turn of a chat).
+# `deployments/records/`, save `lora` ("name:scale,name") and `chat` (answer the text as one turn of a chat).
 _DIFFUSION: Final = Signature(
     inputs=(
         TensorSpec("prompt", "BYTES", (-1,)),
@@ -99,7 +99,7 @@ def check_inputs(model: str, signature: Signature, inputs: Sequence[TensorValue]
             raise InvalidRequest(f"unknown input {value.name!r}; {takes}", value.name)
         if value.name in given:
             raise InvalidRequest(f"input {value.name!r} is given twice", value.name)
-        if value.datatype != spec.datatype or not _fits(value.shape, spec.shape):
+        if value.datatype != spec.datatype or not fits_shape(value.shape, spec.shape):
             raise InvalidRequest(
                 f"input {value.name!r} is {value.datatype} {list(value.shape)}, "
                 f"expected {spec.datatype} {list(spec.shape)}",
@@ -121,10 +121,6 @@ def check_outputs(model: str, signature: Signature, names: Sequence[str]) -> Non
             raise InvalidRequest(f"unknown output {name!r}; model {model!r} gives {gives}", name)
         if name in names[:position]:
             raise InvalidRequest(f"output {name!r} is asked for twice", name)
-
-
-def _fits(shape: Sequence[int], wanted: Sequence[int]) -> bool:
-    return len(shape) == len(wanted) and all(want in (-1, size) for size, want in zip(shape, wanted, strict=True))
 
 
 PIPELINE: Final = "pipeline"
