@@ -340,7 +340,7 @@ class ResidentModules:
         entries = ticket.entries or ()
         self._book.end_holder(ticket.holder)
         self._give_up_called(entries)
-        self._queue.end(ticket)
+        self._queue.end_ticket(ticket)
 
     def _give_up_called(self, entries: Iterable[Entry[Slot]]) -> None:
         """Drop those that nobody leases and the node waits for, before somebody leases them again."""

@@ -90,7 +90,7 @@ class Admission(Generic[Thing]):
                 self._waiting.remove(ticket)
                 self._grant(ticket)
 
-    def end(self, ticket: Ticket[Thing]) -> None:
+    def end_ticket(self, ticket: Ticket[Thing]) -> None:
         """Leave the queue, or give the leases back; ending twice is not an error."""
         if ticket.is_waiting:
             ticket.refusal = self._refuse(ticket, f"waited {self._clock() - ticket.since_s:.1f} s")

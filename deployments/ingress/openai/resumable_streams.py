@@ -119,7 +119,7 @@ class ResumableStreams:
             return Response(status_code=204)
         return self._answer(stream, position)
 
-    def end(self, name: str) -> Response:
+    def end_stream(self, name: str) -> Response:
         """Forget a stream, and make its image no further."""
         if (stream := self._find(name)) is None:
             return _unknown(name)
@@ -238,7 +238,7 @@ def create_streams_router(streams: ResumableStreams) -> APIRouter:
     @router.delete(PATH + "{name}", status_code=204, responses=_STATUSES)
     async def end(name: str) -> Response:
         """End a stream and the making of its image."""
-        return streams.end(name)
+        return streams.end_stream(name)
 
     return router
 

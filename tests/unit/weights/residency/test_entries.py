@@ -46,7 +46,7 @@ def test_what_two_share_counts_once_and_goes_with_the_last() -> None:
     assert node.book.used_bytes == 100
     node.ask("h", c={"c": 30})
     assert (node.gone, node.book.used_bytes) == (["a"], 100)
-    node.queue.end(node.ask("i", d=vae | {"d": 10}))
+    node.queue.end_ticket(node.ask("i", d=vae | {"d": 10}))
     assert node.gone == ["a", "b"]
 
 
@@ -166,7 +166,7 @@ def test_a_condemned_copy_stays_for_its_holders_only() -> None:
     node.book.condemn(entry)
     fresh = node.ask("other", a=40)
     assert (fresh.fresh[0] is entry, node.book.used_bytes, node.gone) == (False, 80, [])
-    node.queue.end(ticket)
+    node.queue.end_ticket(ticket)
     assert (node.gone, node.book.used_bytes) == (["a"], 40)
 
 
@@ -183,7 +183,7 @@ def test_a_refusal_says_what_was_wanted_and_who_has_the_room() -> None:
     )
     late = node.ask("x", b=40)
     node.now_s = 60.0
-    node.queue.end(late)
+    node.queue.end_ticket(late)
     assert "b need 40 bytes; 10 bytes are missing" in (late.refusal or "")
     assert "waited 60.0 s" in (late.refusal or "")
 
@@ -198,7 +198,7 @@ def test_what_needs_no_room_overtakes_for_a_bounded_time(pause_s: float, passes:
     assert first.is_waiting
     assert newcomer.is_waiting != passes
     for ticket in (running, newcomer) if passes else (running,):
-        node.queue.end(ticket)
+        node.queue.end_ticket(ticket)
     assert not first.is_waiting
 
 
@@ -209,7 +209,7 @@ def test_what_fits_beside_the_first_overtakes_it_however_long_it_has_waited() ->
     first = node.ask("b", other=50)
     node.now_s = 10 * PATIENCE_S
     assert not node.ask("c", resident=30).is_waiting
-    node.queue.end(blocking)
+    node.queue.end_ticket(blocking)
     assert not first.is_waiting
 
 

@@ -141,7 +141,7 @@ class Tier(RuleBasedStateMachine):
     def cancel(self, number: int) -> None:
         if self.waiting:
             ticket = self.waiting.pop(number % len(self.waiting))
-            self.admission.end(ticket)
+            self.admission.end_ticket(ticket)
             assert "bytes are missing" in (ticket.refusal or "")
 
     @rule(number=st.integers(0, 9))
@@ -151,8 +151,8 @@ class Tier(RuleBasedStateMachine):
             for entry in ticket.entries or ():
                 if (known := self._find(entry)) is not None:
                     self._unlease(known, ticket.holder)
-            self.admission.end(ticket)
-            self.admission.end(ticket)
+            self.admission.end_ticket(ticket)
+            self.admission.end_ticket(ticket)
 
     @rule(number=st.integers(0, 9), reload_s=st.none() | st.floats(0.01, 10))
     def arrive(self, number: int, reload_s: float | None) -> None:
@@ -244,7 +244,7 @@ class Tier(RuleBasedStateMachine):
         for ticket in [one for one in self.waiting if one.holder == holder]:
             if ticket in self.waiting:
                 self.waiting.remove(ticket)
-                self.admission.end(ticket)
+                self.admission.end_ticket(ticket)
         self.admission.serve()
 
     @rule(some=some_keys)
@@ -370,7 +370,7 @@ class Tier(RuleBasedStateMachine):
                 for entry in ticket.entries or ():
                     if (known := self._find(entry)) is not None:
                         self._unlease(known, ticket.holder)
-                self.admission.end(ticket)
+                self.admission.end_ticket(ticket)
             for known in [known for known in self.known if not known.is_here]:
                 self._arrive(known, None)
             self.admission.serve()

@@ -199,7 +199,7 @@ async def test_a_stream_that_is_deleted_ends_for_its_reader_too() -> None:
     response = await begin(streams, image)
     reading = asyncio.ensure_future(read(response))
     await asyncio.sleep(0)
-    assert streams.end(name_of(response)).status_code == 204
+    assert streams.end_stream(name_of(response)).status_code == 204
     assert len(await reading) <= 1
     await until(lambda: image.is_closed)
 
@@ -253,9 +253,9 @@ async def test_a_tenant_s_stream_is_not_another_s() -> None:
     response = await begin(streams, image)
     current_tenant.set("two")
     assert streams.resume("", name_of(response)).status_code == 404
-    assert streams.end(name_of(response)).status_code == 404
+    assert streams.end_stream(name_of(response)).status_code == 404
     current_tenant.set("one")
-    assert streams.end(name_of(response)).status_code == 204
+    assert streams.end_stream(name_of(response)).status_code == 204
 
 
 async def test_several_ingress_replicas_refuse_it() -> None:
