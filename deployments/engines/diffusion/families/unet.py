@@ -1,0 +1,72 @@
+"""The parts that families with a UNet share: latents are images, and ControlNets add residuals to its blocks."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from deployments.engines.diffusion.families.base import ControlRows, Family, ImageSize, Rows, sum_residuals
+
+if TYPE_CHECKING:  # the ingress has no torch
+    import torch
+
+
+class UNetFamily(Family):
+    """A family whose denoiser is diffusers' UNet2DConditionModel. Latents are images: (num_images, C, h, w)."""
+
+    denoiser_name: ClassVar[str] = "unet"
+    keeps_precision: ClassVar[Sequence[str]] = ("time_embedding.*", "add_embedding.*", "*time_emb_proj*")
+    control_class: ClassVar[str | None] = "ControlNetModel"
+    control_keys: ClassVar[Sequence[str]] = ("block_out_channels", "cross_attention_dim", "addition_embed_type")
+
+    @abstractmethod
+    def added_conditioning(self, pooled: torch.Tensor | None, rows: Rows, size: ImageSize) -> dict[str, Any]:
+        """Return the arguments that the UNet and its ControlNets take besides latents, timesteps and prompts."""
+
+    def size_multiple(self, pixels_per_latent: int) -> int:
+        return math.lcm(8, pixels_per_latent)  # stock asks for 8 whatever the VAE
+
+    def latent_channels(self, denoiser_config: Mapping[str, Any]) -> int:
+        return int(denoiser_config["out_channels"])
+
+    def num_extra_channels(self, denoiser_config: Mapping[str, Any]) -> int:
+        return int(denoiser_config["in_channels"]) - int(denoiser_config["out_channels"])
+
+    def refusal(self, denoiser: Any) -> str | None:
+        if denoiser.config.time_cond_proj_dim is None:
+            return None
+        return "a UNet with embedded guidance (time_cond_proj_dim) is not supported"
+
+    def control_refusal(self, net: Any, pixels_per_latent: int) -> str | None:
+        if net.config.global_pool_conditions:
+            return "pools its image (global_pool_conditions), which is not supported"
+        factor = 2 ** (len(net.config.conditioning_embedding_out_channels) - 1)
+        if factor == pixels_per_latent:
+            return None
+        return f"reduces its image by {factor}, and the model's latents have a side of 1/{pixels_per_latent}"
+
+    def predict_noise(self, denoiser: Any, rows: Rows, size: ImageSize) -> torch.Tensor:
+        def run(control: ControlRows) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+            down, mid = control.net(
+                rows.latents[:, : control.net.config.in_channels],  # without those that inpainting UNets read besides
+                rows.timesteps,
+                encoder_hidden_states=control.prompts,
+                controlnet_cond=control.images,
+                return_dict=False,
+                **self.added_conditioning(control.pooled, rows, size),
+            )
+            return down, [mid]
+
+        down, mid = sum_residuals(rows, run) or (None, [None])
+        noise: torch.Tensor = denoiser(
+            rows.latents,
+            rows.timesteps,
+            encoder_hidden_states=rows.prompts,
+            down_block_additional_residuals=down,
+            mid_block_additional_residual=mid[0],
+            return_dict=False,
+            **self.added_conditioning(rows.pooled, rows, size),
+        )[0]
+        return noise
