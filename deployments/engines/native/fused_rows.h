@@ -49,33 +49,36 @@ inline __m512i lane_numbers(int step, bool by_32) {
                  : _mm512_add_epi32(sixteenths, _mm512_set1_epi32(4 * step));
 }
 
-// Blocks of 32 with one scale. A row may end with a single one of a step: the other half counts as zeros.
-struct Q8Row {
-    static constexpr int kBias = 128, kBytes = 272;
+// The shape of most cursors: `BYTES` a step of 256 elements, of which every 32 have a scale.
+template <int BYTES>
+struct RowBy32 {
+    static constexpr int kBytes = BYTES;
     static constexpr bool kHasMins = false;
     const uint8_t* at;
     __m256 scale;
     void open(const Matrix& m, int64_t row) { at = m.data + row * m.row_bytes; }
-    void enter(int num_blocks) { scale = scales_of_blocks<34>(at, num_blocks); }
     __m512 scales(__m256 dx) const { return by_32(_mm256_mul_ps(scale, dx)); }
     __m512i lanes(int step) const { return lane_numbers(step, true); }
+    void leave() { at += kBytes; }
+};
+
+// Blocks of 32 that begin with their scale. A row may end with a single one of a step: the other half counts as zeros.
+template <int BLOCK_BYTES>
+struct BlockRow : RowBy32<8 * BLOCK_BYTES> {
+    void enter(int num_blocks) { this->scale = scales_of_blocks<BLOCK_BYTES>(this->at, num_blocks); }
+};
+
+struct Q8Row : BlockRow<34> {
+    static constexpr int kBias = 128;
     __m512i bytes(int step, bool is_half) const {
         const uint8_t* q = at + 68 * step + 2;
         const __m512i both = halves(load_32(q), is_half ? _mm256_setzero_si256() : load_32(q + 34));
         return _mm512_xor_si512(both, _mm512_set1_epi8(-128));
     }
-    void leave() { at += kBytes; }
 };
 
-struct Q4Row {
-    static constexpr int kBias = 8, kBytes = 144;
-    static constexpr bool kHasMins = false;
-    const uint8_t* at;
-    __m256 scale;
-    void open(const Matrix& m, int64_t row) { at = m.data + row * m.row_bytes; }
-    void enter(int num_blocks) { scale = scales_of_blocks<18>(at, num_blocks); }
-    __m512 scales(__m256 dx) const { return by_32(_mm256_mul_ps(scale, dx)); }
-    __m512i lanes(int step) const { return lane_numbers(step, true); }
+struct Q4Row : BlockRow<18> {
+    static constexpr int kBias = 8;
     __m512i bytes(int step, bool is_half) const {
         const uint8_t* q = at + 36 * step + 2;
         const __m128i low = _mm_loadu_si128(reinterpret_cast<const __m128i*>(q));
@@ -85,20 +88,16 @@ struct Q4Row {
         const __m512i counts = _mm512_setr_epi64(0, 0, 4, 4, 0, 0, 4, 4);
         return _mm512_and_si512(_mm512_srlv_epi64(spread, counts), _mm512_set1_epi8(15));
     }
-    void leave() { at += kBytes; }
 };
 
 // int8 with groups of 64 times a power of two, so that a step has one scale.
-struct GroupRow {
-    static constexpr int kBias = 128, kBytes = 256;
-    static constexpr bool kHasMins = false;
-    const uint8_t* at;
+struct GroupRow : RowBy32<256> {
+    static constexpr int kBias = 128;
     const float* all_scales;
     int64_t step;
     int shift;
-    __m256 scale;
     void open(const Matrix& m, int64_t row) {
-        at = m.data + row * m.row_bytes;
+        RowBy32::open(m, row);
         all_scales = m.scales;
         step = row * m.columns / 64;
         shift = __builtin_ctzll(m.group / 64);
@@ -109,26 +108,22 @@ struct GroupRow {
         const __m128 each = _mm_load_ps(four);
         scale = _mm256_set_m128(_mm_unpackhi_ps(each, each), _mm_unpacklo_ps(each, each));
     }
-    __m512 scales(__m256 dx) const { return by_32(_mm256_mul_ps(scale, dx)); }
-    __m512i lanes(int i) const { return lane_numbers(i, true); }
     __m512i bytes(int i, bool) const {
         return _mm512_xor_si512(_mm512_loadu_si512(at + 64 * i), _mm512_set1_epi8(-128));
     }
     void leave() {
-        at += kBytes;
+        RowBy32::leave();
         step += 4;
     }
 };
 
 template <bool IS_Q5>
-struct Q45KRow {
-    static constexpr int kBias = 0, kBytes = IS_Q5 ? 176 : 144;
+struct Q45KRow : RowBy32<IS_Q5 ? 176 : 144> {
+    static constexpr int kBias = 0;
     static constexpr bool kHasMins = true;
-    const uint8_t* at;
-    __m256 scale;  // by 32
-    __m512 min;    // by 16, each twice
-    void open(const Matrix& m, int64_t row) { at = m.data + row * m.row_bytes; }
+    __m512 min;  // by 16, each twice
     void enter(int) {
+        const uint8_t* at = this->at;
         const uint32_t first = word(at + 4), second = word(at + 8), third = word(at + 12);
         const uint32_t six = 0x3f3f3f3f, four = 0x0f0f0f0f;
         const uint32_t high_scales = (third & four) | (first >> 6 & 0x03030303) << 4;
@@ -137,12 +132,11 @@ struct Q45KRow {
         const int64_t mins = static_cast<int64_t>(static_cast<uint64_t>(high_mins) << 32 | (second & six));
         const __m128i doubled = _mm_unpacklo_epi8(_mm_cvtsi64_si128(mins), _mm_cvtsi64_si128(mins));
         const __m256 eight = _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_cvtsi64_si128(scales)));
-        scale = _mm256_mul_ps(_mm256_set1_ps(half(at)), eight);
+        this->scale = _mm256_mul_ps(_mm256_set1_ps(half(at)), eight);
         min = _mm512_mul_ps(_mm512_set1_ps(half(at + 2)), _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(doubled)));
     }
-    __m512 scales(__m256 dx) const { return by_32(_mm256_mul_ps(scale, dx)); }
-    __m512i lanes(int i) const { return lane_numbers(i, true); }
     __m512i bytes(int i, bool) const {
+        const uint8_t* at = this->at;
         const __m512i both = _mm512_broadcast_i64x4(load_32(at + (IS_Q5 ? 48 : 16) + 32 * i));
         const __m512i low = _mm512_srlv_epi64(both, _mm512_setr_epi64(0, 0, 0, 0, 4, 4, 4, 4));
         if (!IS_Q5) return _mm512_and_si512(low, _mm512_set1_epi8(15));
@@ -150,7 +144,6 @@ struct Q45KRow {
         const __m512i high = _mm512_slli_epi16(_mm512_and_si512(shifted<0, 1>(pair), _mm512_set1_epi8(1)), 4);
         return _mm512_or_si512(_mm512_and_si512(low, _mm512_set1_epi8(15)), high);
     }
-    void leave() { at += kBytes; }
 };
 
 struct Q6KRow {
