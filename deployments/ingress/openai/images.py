@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+from collections.abc import Awaitable
 from typing import Any, Final, TypeVar
 
 from fastapi import APIRouter, Request
@@ -93,11 +94,11 @@ class _ImageWriter:
         self._links = links
         self._base_url = base_url
 
-    async def json_of(self, result: ImageResult, index: int) -> bytes:
-        """Return an item of the answer's `data`. Disks and large images are left to a thread."""
+    def json_of(self, result: ImageResult, index: int) -> Awaitable[bytes]:
+        """Return an item of the answer's `data` to wait for. Disks and large images are left to a thread."""
         if self._body.response_format == "url":
-            return await asyncio.to_thread(self._write, result, index)
-        return await call_aside(result.images[index].nbytes, self._write, result, index)
+            return asyncio.to_thread(self._write, result, index)
+        return call_aside(result.images[index].nbytes, self._write, result, index)
 
     def _write(self, result: ImageResult, index: int) -> bytes:
         body = self._body
