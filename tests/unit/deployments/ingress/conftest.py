@@ -16,9 +16,12 @@ from unit.deployments.ingress.http_fakes import CONFIG, Replicas
 from unit.deployments.serve_fakes import FakeHandle
 
 from cluster.registry.snapshot import RegistrySnapshot
+from deployments.ingress.errors import ErrorAnswer, error_content
 from deployments.ingress.http import create_http_app
+from deployments.ingress.kserve.rest.routing import ProtocolError
 from deployments.ingress.service import Service
 
+ERRORS = (ErrorAnswer, ProtocolError)
 Check = Callable[[httpx.Response], Awaitable[None]]
 
 
@@ -73,10 +76,11 @@ def _described(app: FastAPI, method: str, path: str, status: int) -> Any:
         if matched == Match.FULL:
             if not route.include_in_schema:
                 return None
-            documented = route.responses.get(status, {}).get("model")
-            if documented is None and status >= 400:
+            documented = route.responses.get(status, {})
+            if not documented and status >= 400:
                 raise AssertionError(f"{method} {path} answers {status}, which its route does not document")
-            return documented or route.response_model
+            error = next((class_ for class_ in ERRORS if documented.get("content") == error_content(class_)), None)
+            return error or documented.get("model") or route.response_model
     return None
 
 
