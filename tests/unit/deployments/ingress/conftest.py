@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
 import httpx
@@ -25,7 +26,7 @@ ERRORS = (ErrorAnswer, ProtocolError)
 Check = Callable[[httpx.Response], Awaitable[None]]
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def as_described() -> Callable[[FastAPI], dict[str, list[Check]]]:
     """Return event hooks for a client of an app: they fail the test when an answer is not as its route describes it."""
 
@@ -52,16 +53,28 @@ def replicas() -> Replicas:
     return Replicas()
 
 
+@pytest.fixture(scope="session")
+def open_http(as_described: Any) -> Callable[[Replicas], AbstractAsyncContextManager[httpx.AsyncClient]]:
+    """Return what makes a client of an application of its own over the replicas."""
+
+    @asynccontextmanager
+    async def opened(replicas: Replicas) -> AsyncIterator[httpx.AsyncClient]:
+        watch = RegistrySnapshot(lambda: replicas)
+        handle = FakeHandle(replicas)
+        app = create_http_app(Service(CONFIG, watch, handle, handle), CONFIG)
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+        hooks = as_described(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test", event_hooks=hooks) as client:
+            yield client
+        watch.close()
+
+    return opened
+
+
 @pytest.fixture
-async def http(replicas: Replicas, as_described: Any) -> AsyncIterator[httpx.AsyncClient]:
-    watch = RegistrySnapshot(lambda: replicas)
-    handle = FakeHandle(replicas)
-    app = create_http_app(Service(CONFIG, watch, handle, handle), CONFIG)
-    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-    hooks = as_described(app)
-    async with httpx.AsyncClient(transport=transport, base_url="http://test", event_hooks=hooks) as client:
+async def http(replicas: Replicas, open_http: Any) -> AsyncIterator[httpx.AsyncClient]:
+    async with open_http(replicas) as client:
         yield client
-    watch.close()
 
 
 @pytest.fixture
