@@ -35,13 +35,13 @@ demo: setup      ## Start the demo cluster, ask it for everything once, stay up 
 	$(BIN)/python infra/demo/run_demo.py $(if $(ONCE),--once) $(if $(DEVICE),--device $(DEVICE))
 
 test: check judges  ## Lint, types, contracts, unit and Ray tests
-	$(PYTEST) tests/unit -n 2
+	$(PYTEST) tests/unit -n 2 --dist worksteal
 	$(PYTEST) tests/device
 	$(PYTEST) tests/e2e tests/integration -m "not faults and not long"
 
-test-long: setup ## Clusters of their own: `serve run`, the demo on simulated accelerators, ingress replicas killed and drained under load
+test-long: setup judges ## Clusters of their own: `serve run`, the demo on simulated accelerators, ingress replicas killed and drained under load
 	$(PYTEST) tests/e2e -m long
-	$(PYTEST) tests/integration/test_proxy.py -m long
+	$(PYTEST) tests/integration -m long
 
 faults: setup    ## kill -9 of every process of a cluster, TIMES times over
 	for turn in $$(seq $(TIMES)); do \

@@ -307,7 +307,11 @@ class ServedModels:
                 self._wanted[entry.id] = record.entry
                 error = f"the version before goes on serving, the update failed: {reason}"
                 self._apply(replace(record, state="ready", error=error))
-        elif stored := await asyncio.to_thread(self._find_stored, entry):
+            return
+        stored = await asyncio.to_thread(self._find_stored, entry)
+        if self._wanted.get(entry.id) is not entry:  # it was removed meanwhile, and must not come back
+            await self._leave_source(entry)
+        elif stored:
             self._serve(entry, stored, f"the version in the store is served, the checkpoint cannot be read: {reason}")
         else:
             self._apply(ModelRecord(entry.id, "unavailable", error=reason, entry=entry))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any, Final, ParamSpec, TypeVar
@@ -16,6 +17,7 @@ from cluster.registry.directory import Directory, ModelRecord
 POLL_S: Final = 30.0
 FIRST_PAUSE_S: Final = 0.05
 LONGEST_PAUSE_S: Final = 2.0
+_HEAR_S: Final = 2.0
 
 logger = logging.getLogger("atelier.snapshot")
 
@@ -36,7 +38,9 @@ class RegistrySnapshot:
         self._registry: Any = None
         self._copy = Directory("")
         self._is_ready = asyncio.Event()
+        self._news = asyncio.Event()  # another one after each change
         self._task: asyncio.Task[None] | None = None
+        self._pausing: asyncio.Task[None] | None = None
 
     async def ready(self) -> None:
         """Wait for the first copy; start to follow the registry unless that was done."""
@@ -68,9 +72,22 @@ class RegistrySnapshot:
         """
         registry = self._registry or await self._reconnect()
         try:
-            return await call_actor(registry, method, *args, **kwargs)
+            answer = await call_actor(registry, method, *args, **kwargs)
         except RayTaskError as error:
+            self._end_pause()
             raise error.cause if isinstance(error.cause, Exception) else error from None
+        self._end_pause()
+        return answer
+
+    async def hear(self, condition: Callable[[], bool]) -> None:
+        """Wait until the copy has followed the registry so far that the condition holds, 2 s at most.
+
+        Whoever was told of a change must not find the old state here.
+        """
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_HEAR_S):
+                while not condition():
+                    await self._news.wait()
 
     def notify_registry(self, method: Method[P, R], *args: P.args, **kwargs: P.kwargs) -> None:
         """Call a method of the registry without waiting for it; nothing happens while the registry is gone."""
@@ -79,12 +96,18 @@ class RegistrySnapshot:
 
     def close(self) -> None:
         """Stop following the registry."""
-        if self._task:
-            self._task.cancel()
+        for task in (self._task, self._pausing):
+            if task:
+                task.cancel()
 
     async def _reconnect(self) -> Any:
         self._registry = await asyncio.to_thread(self._connect)
         return self._registry
+
+    def _end_pause(self) -> None:
+        """Follow the registry at once: it has answered a caller, and the copy must not lag behind that answer."""
+        if self._pausing:
+            self._pausing.cancel()
 
     async def _follow_registry(self) -> None:
         pause_s = FIRST_PAUSE_S
@@ -96,9 +119,12 @@ class RegistrySnapshot:
                 logger.warning("the registry does not answer: %s", str(error).partition("\n")[0])
                 if isinstance(error, RayActorError):
                     self._registry = None  # Ray restarts it under this handle, unless it was ended for good
-                await self._sleep(pause_s)
+                self._pausing = asyncio.ensure_future(self._sleep(pause_s))
+                await asyncio.wait([self._pausing])
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
                 continue
             pause_s = FIRST_PAUSE_S
             self._copy.absorb(change)
             self._is_ready.set()
+            self._news.set()
+            self._news = asyncio.Event()

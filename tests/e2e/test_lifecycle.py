@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -60,25 +61,27 @@ def test_up_talk_down(environment: dict[str, str], small_config: Path) -> None:
     up = atelier("up", str(small_config), "--detach", env=environment)
     assert up.returncode == 0, up.stderr
     assert "is up at http://127.0.0.1:" in up.stdout
-    models = json.loads(atelier("models", "--json", env=environment).stdout)["models"]
-    assert [(model["id"], model["state"]) for model in models] == [("adder", "ready")]
-    assert atelier("chat", "What is 12 + 7?", env=environment).stdout.strip() == "19."
-    assert "1 modules" in atelier("status", env=environment).stdout
-    unknown = atelier("generate", "x", "-m", "nope", env=environment)
-    assert unknown.returncode == 1
-    assert "no model 'nope' (known: adder)" in unknown.stderr
-
-    again = atelier("up", str(small_config), env=environment)
-    assert again.returncode == 1
-    assert "cluster 'small' is already up" in again.stderr
     other = small_config.with_name("other.yaml")
     other.write_text(small_config.read_text().replace("name: small", "name: other"))
-    taken = atelier("up", str(other), env=environment)
-    assert taken.returncode == 1
-    assert "cannot listen on 127.0.0.1:" in taken.stderr
-    second = atelier("up", str(other), "--port", str(free_port()), env=environment)
-    assert second.returncode == 1
-    assert "Ray is already running on this machine" in second.stderr
+    with ThreadPoolExecutor(3) as pool:  # most of a command is the start of its process
+
+        def begin(*arguments: str) -> Future[subprocess.CompletedProcess[str]]:
+            return pool.submit(atelier, *arguments, env=environment)
+
+        listed, chat = begin("models", "--json"), begin("chat", "What is 12 + 7?")
+        refused = {
+            "no model 'nope' (known: adder)": begin("generate", "x", "-m", "nope"),
+            "cluster 'small' is already up": begin("up", str(small_config)),
+            "cannot listen on 127.0.0.1:": begin("up", str(other)),
+            "Ray is already running on this machine": begin("up", str(other), "--port", str(free_port())),
+        }
+    models = json.loads(listed.result().stdout)["models"]
+    assert [(model["id"], model["state"]) for model in models] == [("adder", "ready")]
+    assert chat.result().stdout.strip() == "19."
+    for reason, command in refused.items():
+        assert command.result().returncode == 1
+        assert reason in command.result().stderr
+    assert "1 modules" in atelier("status", env=environment).stdout
 
     down = atelier("down", env=environment)
     assert down.returncode == 0, down.stderr

@@ -31,10 +31,12 @@ def main(folder: Path) -> None:
     observed: dict[str, Any] = {}
     try:
         with ray_session(config(folder / "old", shared.address)):
+            watching = config(folder / "watched", shared.address)
+            registry = registry_class(max_calls=2).remote(watching, b"x" * 32)  # starts while the others do
             observed["killed"] = roles(leave_behind(config(folder / "old", shared.address)))
+            observed["beside watchers"] = watched(registry, watching)
         new = config(folder / "new", shared.address)
         with ray_session(new):
-            observed["beside watchers"] = watched(config(folder / "watched", shared.address))
             with _left_clean(new):
                 observed["at start"] = actors()
                 observed |= serve(new, folder / "new")
@@ -53,15 +55,14 @@ def config(store: Path, address: str) -> ClusterConfig:
 
 def leave_behind(old: ClusterConfig) -> list[str]:
     """Leave as an `up` does that was killed: nobody ends the detached actors."""
-    registry = connect_registry(old)
+    registry, encodings = connect_registry(old), connect_shared_encodings(cluster_key(old), 2**20)
     keeper = ray.get(registry.keeper.remote(ray.get_runtime_context().get_node_id()))
-    ray.get([keeper.stats.remote(), connect_shared_encodings(cluster_key(old), 2**20).stats.remote()])
+    ray.get([keeper.stats.remote(), encodings.stats.remote()])
     return actors()
 
 
-def watched(config: ClusterConfig) -> dict[str, Any]:
+def watched(registry: Any, config: ClusterConfig) -> dict[str, Any]:
     """A registry that may have two calls of a sort at once, and twelve who watch it."""
-    registry = registry_class(max_calls=2).remote(config, b"x" * 32)
     (first,) = ray.get([registry.watch.remote(0, "", 30.0)], timeout=60)
     until(lambda: ray.get(registry.list_models.remote(), timeout=30)[0].state == "unavailable")
     now = ray.get(registry.watch.remote(0, "", 30.0), timeout=30)
@@ -81,6 +82,7 @@ def serve(new: ClusterConfig, store: Path) -> dict[str, Any]:
     store.mkdir()
     packs.symlink_to("packs")
     registry, node_id = connect_registry(new), ray.get_runtime_context().get_node_id()
+    ray.get(registry.__ray_call__.remote(lambda _: look_often()))
     alone = roles(until(lambda: ray.get(registry.list_models.remote()) and actors()))
     ray.get(registry.keeper.remote(node_id))
 
@@ -96,6 +98,12 @@ def serve(new: ClusterConfig, store: Path) -> dict[str, Any]:
         return next((node.get("budget_bytes", 0) for node in ray.get(registry.residency.remote([], 0, 10))["nodes"]), 0)
 
     return {"without replicas": alone, "reason": reason, "budget_bytes": until(budget_bytes)}
+
+
+def look_often() -> None:
+    """In the registry's process: look at the nodes, and try a keeper again, after a moment instead of seconds."""
+    sys.modules["cluster.registry.actor"]._NODE_POLL_S = 0.2  # type: ignore[attr-defined]
+    sys.modules["cluster.registry.node_keepers"].FIRST_PAUSE_S = 0.2  # type: ignore[attr-defined]
 
 
 def actors() -> list[str]:

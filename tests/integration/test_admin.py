@@ -66,7 +66,9 @@ class Admin:
         """Remove it. A registry that has just come back may be looking at it again, and says so."""
         answer = self.http.delete(f"/admin/models/{id_}", params={"purge": "true"})
         assert answer.status_code in (200, 404, 409, 503), answer.text
-        return answer.status_code in (200, 404)
+        is_removed = answer.status_code in (200, 404)
+        assert not is_removed or id_ not in self.versions()  # who was told that it is gone does not find it
+        return is_removed
 
 
 @pytest.fixture
@@ -211,6 +213,14 @@ def test_requests_go_on_while_the_registry_is_killed_and_it_comes_back_whole(
         return "registry" not in shown and shown["nodes"][0].get("num_extents", 0) > 0
 
     wait_for(is_back, "the restarted registry")
+
+    def directory() -> dict[str, Any]:
+        """What the new registry knows: the ingress shows what it knew before until it has heard of the new one."""
+        return {record.id: (record.kind, record.nbytes) for record in ray.get(registry.list_models.remote())}
+
+    pipelines = {pipeline.id for pipeline in cluster.config.pipelines}
+    known = {id_: version[:2] for id_, version in before.items() if id_ not in pipelines}
+    wait_for(lambda: directory() == known, "its directory")
     wait_for(lambda: admin.versions() == before, "its directory")
     assert admin.text("hot") == expected
     assert admin.register(id="later", path=str(folder), dtype="float32").status_code == 201

@@ -46,6 +46,9 @@ class Slow:
     async def let_go(self) -> None:
         self._gate.set()
 
+    async def begin_anew(self) -> None:
+        self._gate = asyncio.Event()
+
 
 class Working:
     """Holds its work until it is let go, and counts what begins and what is cancelled. Starts when `folder` lets it."""
@@ -56,6 +59,9 @@ class Working:
         while (folder / "closed").exists():
             await asyncio.sleep(0.05)
         self._slow = slow
+        await self.begin_anew()
+
+    async def begin_anew(self) -> None:
         self._gate = asyncio.Event()
         self._shared: asyncio.Task[int] | None = None
         self.counts = {"begun": 0, "cancelled": 0}
@@ -96,26 +102,39 @@ class Working:
             raise
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def slow(cluster: Cluster) -> Any:
     return Slow.remote()
 
 
-@pytest.fixture
-def handle(
-    cluster: Cluster, slow: Any, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Any]:
-    """The handle. Calls go by gRPC, as between replicas behind HAProxy; "actor": as behind Serve's own proxy."""
-    monkeypatch.setattr(replica_calls, "RAY_SERVE_USE_GRPC_BY_DEFAULT", getattr(request, "param", "grpc") == "grpc")
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made: Path = tmp_path_factory.mktemp("replica")
+    return made
+
+
+@pytest.fixture(scope="module")
+def application(cluster: Cluster, slow: Any, folder: Path) -> Iterator[Any]:
+    """One application for all tests, because Serve takes seconds to start and to end one."""
     deployment = serve.deployment(Working).options(
         name=NAME,
         ray_actor_options={"num_cpus": 0},
         health_check_period_s=0.5,
+        graceful_shutdown_wait_loop_s=0.1,
         max_ongoing_requests=NUM_AT_ONCE,
         request_router_config=RequestRouterConfig(request_router_class=PLACED_ROUTER),
     )
-    yield serve.run(deployment.bind(tmp_path, slow), name=APP, route_prefix=None)
+    yield serve.run(deployment.bind(folder, slow), name=APP, route_prefix=None)
     serve.delete(APP)
+
+
+@pytest.fixture
+async def handle(application: Any, slow: Any, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The handle. Calls go by gRPC, as between replicas behind HAProxy; "actor": as behind Serve's own proxy."""
+    monkeypatch.setattr(replica_calls, "RAY_SERVE_USE_GRPC_BY_DEFAULT", getattr(request, "param", "grpc") == "grpc")
+    await slow.begin_anew.remote()
+    await application.begin_anew.remote()
+    return application
 
 
 async def until(handle: Any, what: str, number: int) -> None:
@@ -171,38 +190,6 @@ async def test_what_others_joined_goes_on_when_its_first_caller_leaves(handle: A
     assert await second == 7
 
 
-async def test_no_replica_is_an_answer_and_one_that_starts_is_waited_for(handle: Any, tmp_path: Path) -> None:
-    calls = ReplicaCalls(handle, ReplicaStates(NAME, APP).why_none_can, patience_s=0.5)
-    assert await calls.call("seen", deadline=Deadline(LONG_S)) == {"begun": 0, "cancelled": 0}
-    (tmp_path / "closed").touch()
-    with pytest.raises(ray.exceptions.RayActorError):
-        await calls.call("die", deadline=Deadline(LONG_S))
-    waiting = asyncio.create_task(calls.call("seen", deadline=Deadline(LONG_S)))
-    assert not (await asyncio.wait({waiting}, timeout=3.0))[0]
-    (tmp_path / "closed").unlink()
-    assert await waiting == {"begun": 0, "cancelled": 0}
-
-    (tmp_path / "broken").touch()
-    with pytest.raises(ray.exceptions.RayActorError):
-        await calls.call("die", deadline=Deadline(LONG_S))
-    with pytest.raises(NoReplica, match="the weights are nowhere to be found"):
-        await calls.call("seen", deadline=Deadline(LONG_S))
-    (tmp_path / "broken").unlink()
-
-
-async def test_a_replica_that_is_full_of_work_counts_as_running(handle: Any) -> None:
-    """A question whether it runs does not queue behind its work."""
-    states = ReplicaStates(NAME, APP)
-    calls = ReplicaCalls(handle)
-    asking = [asyncio.create_task(calls.call("work", 1, deadline=Deadline(LONG_S))) for _ in range(64)]
-    await asyncio.sleep(0)
-    async with asyncio.timeout(10):
-        assert await states.why_none_runs() is None
-    for task in asking:
-        task.cancel()
-    await asyncio.gather(*asking, return_exceptions=True)
-
-
 async def test_a_replica_that_holds_as_much_as_serve_lets_in_is_asked_again(handle: Any, slow: Any) -> None:
     """A call that names its replica goes nowhere else, and is not lost when it is refused there."""
     names: set[str] = set()
@@ -225,3 +212,35 @@ async def test_a_replica_that_holds_as_much_as_serve_lets_in_is_asked_again(hand
     await slow.let_go.remote()
     async with asyncio.timeout(20):
         assert await asyncio.gather(*asking) == [7] * len(asking)
+
+
+async def test_a_replica_that_is_full_of_work_counts_as_running(handle: Any) -> None:
+    """A question whether it runs does not queue behind its work."""
+    states = ReplicaStates(NAME, APP)
+    calls = ReplicaCalls(handle)
+    asking = [asyncio.create_task(calls.call("work", 1, deadline=Deadline(LONG_S))) for _ in range(64)]
+    await asyncio.sleep(0)
+    async with asyncio.timeout(10):
+        assert await states.why_none_runs() is None
+    for task in asking:
+        task.cancel()
+    await asyncio.gather(*asking, return_exceptions=True)
+
+
+async def test_no_replica_is_an_answer_and_one_that_starts_is_waited_for(handle: Any, folder: Path) -> None:
+    """The last one: it leaves the application without a replica."""
+    calls = ReplicaCalls(handle, ReplicaStates(NAME, APP).why_none_can, patience_s=0.5)
+    assert set(await calls.call("seen", deadline=Deadline(LONG_S))) == {"begun", "cancelled"}
+    (folder / "closed").touch()
+    with pytest.raises(ray.exceptions.RayActorError):
+        await calls.call("die", deadline=Deadline(LONG_S))
+    waiting = asyncio.create_task(calls.call("seen", deadline=Deadline(LONG_S)))
+    assert not (await asyncio.wait({waiting}, timeout=1.5))[0]
+    (folder / "closed").unlink()
+    assert await waiting == {"begun": 0, "cancelled": 0}
+
+    (folder / "broken").touch()
+    with pytest.raises(ray.exceptions.RayActorError):
+        await calls.call("die", deadline=Deadline(LONG_S))
+    with pytest.raises(NoReplica, match="the weights are nowhere to be found"):
+        await calls.call("seen", deadline=Deadline(LONG_S))

@@ -52,7 +52,9 @@ class Doubling:
 
 @pytest.fixture
 def handle(cluster: Cluster) -> Iterator[Any]:
-    deployment = serve.deployment(Doubling).options(max_ongoing_requests=MAX_ONGOING, ray_actor_options={"num_cpus": 0})
+    deployment = serve.deployment(Doubling).options(
+        max_ongoing_requests=MAX_ONGOING, ray_actor_options={"num_cpus": 0}, graceful_shutdown_wait_loop_s=0.1
+    )
     yield serve.run(deployment.bind(), name="serve-adapter", route_prefix=None)
     serve.delete("serve-adapter")
 

@@ -19,7 +19,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from configs.access import AccessConfig, is_loopback
 from deployments.errors import NotAllowed, ServiceError
 from deployments.ingress.access.callers import Callers, Need, acting_for, shown_key
-from deployments.ingress.kserve.rest.routing import error_response_at, is_protocol_path
+from deployments.ingress.errors import ErrorAnswer, error_content
+from deployments.ingress.kserve.rest.routing import ProtocolError, error_response_at, is_protocol_path
 from deployments.ingress.openai.image_links import PATH as LINKS
 
 # Probes, and the description of the API, which is the same on every server.
@@ -99,8 +100,7 @@ def describe_keys(app: FastAPI) -> None:
         page.setdefault("components", {})["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         for path, operations in page["paths"].items():
             need = _need_of(path)
-            name = "ProtocolError" if is_protocol_path(path) else "ErrorAnswer"
-            content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}}
+            content = error_content(ProtocolError if is_protocol_path(path) else ErrorAnswer)
             for operation in operations.values() if need != "nothing" else ():
                 operation["security"] = [{"key": []}]
                 for status, meaning in _REFUSALS.items():

@@ -46,8 +46,6 @@ MAX_MODELS: Final = 1000
 MAX_NODES: Final = 100
 _DESCRIBE_TIMEOUT_S: Final = 10.0
 _PREFETCH_TIMEOUT_S: Final = 120.0
-_HEAR_S: Final = 2.0
-_HEAR_PAUSE_S: Final = 0.005
 _DEFAULT_BATCHING: Final = BatchingConfig()
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -108,8 +106,15 @@ class Operations:
         record = await self._call_registry(WeightRegistry.register, entry, wait)
         if wait and record.error:
             if is_new:
-                await self._call_registry(WeightRegistry.unregister, entry.id)
+                await self._remove_model(entry.id)
             raise Unprocessable(f"{entry.id}: {record.error}", "path")
+
+        def is_heard() -> bool:
+            heard = self._snapshot.find_model(entry.id)
+            return heard is not None and heard.entry == record.entry and heard.fingerprint == record.fingerprint
+
+        if wait:
+            await self._snapshot.hear(is_heard)
         return Registered(card_of(record), is_new)
 
     async def unregister_model(self, model: str, *, purge: bool) -> tuple[str, ...]:
@@ -117,8 +122,22 @@ class Operations:
 
         Raises: UnknownModel, or Conflict for a model of the cluster config.
         """
-        orphans = await self._call_registry(WeightRegistry.unregister, model, purge)
+        orphans = await self._remove_model(model, purge)
         await self._in_replicas("unpin", model, _DESCRIBE_TIMEOUT_S)
+        return orphans
+
+    async def _remove_model(self, model: str, purge: bool = False) -> tuple[str, ...]:
+        """Remove the model; answer, as well that there is none, when the copy of the directory here says so, too."""
+
+        def is_gone() -> bool:
+            return self._snapshot.find_model(model) is None
+
+        try:
+            orphans = await self._call_registry(WeightRegistry.unregister, model, purge)
+        except UnknownModel:
+            await self._snapshot.hear(is_gone)
+            raise
+        await self._snapshot.hear(is_gone)
         return orphans
 
     async def prefetch_model(self, model: str, tier: Tier) -> PrefetchAnswer:
@@ -198,13 +217,13 @@ class Operations:
         return BatchingAnswer(batching=_with_defaults_set(batching), text_encoders=replicas)
 
     async def _await_state(self, model: str, state: str) -> None:
-        """Wait until the copy of the directory here has followed: the next caller must not see the old state."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_HEAR_S):
-                while (record := self._snapshot.find_model(model)) and record.state in ("ready", "unloaded"):
-                    if record.state == state:
-                        return
-                    await asyncio.sleep(_HEAR_PAUSE_S)
+        """Wait until the copy of the directory here has followed."""
+
+        def is_heard() -> bool:
+            record = self._snapshot.find_model(model)
+            return record is None or record.state == state or record.state not in ("ready", "unloaded")
+
+        await self._snapshot.hear(is_heard)
 
     async def describe_cluster(self, page: Page) -> ClusterAnswer:
         """Describe the cluster at a glance; what does not answer is shown as unreachable."""

@@ -19,25 +19,31 @@ def modules(package: str) -> list[str]:
     return sorted(name.removesuffix(".__init__") for name in names)
 
 
-@pytest.mark.parametrize(
-    ("imported", "unwanted"),
-    [
-        (modules("configs"), ["ray", "torch", "numpy", "fastapi"]),
-        (modules("weights") + modules("deployments.engines"), ["ray", "fastapi", "starlette", "uvicorn", "cluster"]),
-        (modules("cluster"), ["torch", "transformers", "diffusers", "deployments"]),
-        (["deployments.cli.main"], ["torch", "ray", "transformers", "diffusers", "fastapi"]),
-        (["deployments.cli.client", "deployments.records"], ["torch", "ray"]),
-        (["deployments.local"], ["ray", "fastapi"]),
-        (["deployments.app", "deployments.cli.running"], ["torch", "transformers", "diffusers", "scipy"]),
-        (["deployments.ingress.http"], ["torch", "transformers", "diffusers", "scipy"]),
-    ],
-    ids=["configs", "weights and engines", "cluster", "cli", "client", "local", "driver", "ingress"],
+CONFIGS = ("configs", modules("configs"), ["ray", "torch", "numpy", "fastapi"])
+CLI = ("cli", ["deployments.cli.main"], ["torch", "ray", "transformers", "diffusers", "fastapi"])
+CLIENT = ("client", ["deployments.cli.client", "deployments.records"], ["torch", "ray"])
+CONTROL_PLANE = ("cluster", modules("cluster"), ["torch", "transformers", "diffusers", "deployments"])
+DRIVER = ("driver", ["deployments.app", "deployments.cli.running"], ["torch", "transformers", "diffusers", "scipy"])
+INGRESS = ("ingress", ["deployments.ingress.http"], ["torch", "transformers", "diffusers", "scipy"])
+ENGINES = (
+    "weights and engines",
+    modules("weights") + modules("deployments.engines"),
+    ["ray", "fastapi", "starlette", "uvicorn", "cluster"],
 )
-def test_an_import_stays_light(imported: list[str], unwanted: list[str]) -> None:
-    assert imported
-    code = f"import sys, {', '.join(imported)}\nprint(*sorted(set({unwanted!r}) & set(sys.modules)))"
+LOCAL = ("local", ["deployments.local"], ["ray", "fastapi"])
+
+
+@pytest.mark.parametrize(
+    "imports", [(CONFIGS, CLI, CLIENT), (CONTROL_PLANE, DRIVER, INGRESS), (ENGINES, LOCAL)], ids=lambda all_: all_[0][0]
+)
+def test_an_import_stays_light(imports: tuple[tuple[str, list[str], list[str]], ...]) -> None:
+    """Those of one process come one after the other: what a later one does not want, none before has loaded."""
+    code = ["import sys"]
+    for name, imported, unwanted in imports:
+        assert imported
+        code += [f"import {', '.join(imported)}", f"print({name!r}, sorted(set({unwanted!r}) & set(sys.modules)))"]
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False, timeout=60
+        [sys.executable, "-c", "\n".join(code)], capture_output=True, text=True, cwd=ROOT, check=False, timeout=60
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == []
+    assert done.stdout.splitlines() == [f"{name} []" for name, _, _ in imports]

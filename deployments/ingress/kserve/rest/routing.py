@@ -15,7 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from deployments.ingress.errors import error_response, failure_of
+from deployments.ingress.errors import describe_errors, error_content, error_response, failure_of
 from deployments.ingress.kserve.records import VERSION
 from deployments.ingress.responses import Answer, json_response
 
@@ -45,7 +45,8 @@ class ProtocolError(Answer):
 
 def documented(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """Return the `responses` of a route."""
-    return {status: {"model": ProtocolError, "description": _MEANINGS[status]} for status in statuses}
+    content = error_content(ProtocolError)
+    return {status: {"content": content, "description": _MEANINGS[status]} for status in statuses}
 
 
 def protocol_error_response(error: Exception) -> Response:
@@ -76,6 +77,7 @@ def install_error_handlers(app: FastAPI) -> None:
 
     Comes after `install_error_handlers` of `deployments/ingress/errors.py`, whose handler goes on for other paths.
     """
+    describe_errors(app, ProtocolError)
     others: Any = app.exception_handlers[HTTPException]
 
     @app.exception_handler(HTTPException)

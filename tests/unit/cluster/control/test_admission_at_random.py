@@ -201,4 +201,4 @@ class AtRandom(RuleBasedStateMachine):
 
 
 TestAtRandom = AtRandom.TestCase
-TestAtRandom.settings = settings(max_examples=120, stateful_step_count=60, deadline=None)
+TestAtRandom.settings = settings(max_examples=80, stateful_step_count=60, deadline=None)

@@ -191,6 +191,32 @@ async def test_a_model_removed_while_it_comes_in_does_not_appear(life: Life, tmp
     assert ("m" in models.directory, life.store.model_names()) == (False, [])
 
 
+@pytest.mark.parametrize("is_stored", [True, False])
+async def test_a_model_removed_while_the_store_is_searched_for_it_does_not_come_back(
+    life: Life, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_stored: bool
+) -> None:
+    if is_stored:
+        checkpoint(tmp_path / "c")
+    await (await life.begin()).register(model(tmp_path / "c"))
+    if is_stored:
+        (tmp_path / "c").rename(tmp_path / "gone")
+    search, began, go_on = ServedModels._find_stored, threading.Event(), threading.Event()
+
+    def search_when_told(self: ServedModels, entry: Entry) -> ModelSummary | None:
+        began.set()
+        assert go_on.wait(20)
+        return search(self, entry)
+
+    monkeypatch.setattr(ServedModels, "_find_stored", search_when_told)
+    models = await life.begin()
+    await asyncio.to_thread(began.wait, 20)
+    coming = models._tasks["m"]
+    await models.unregister("m")
+    go_on.set()
+    await coming
+    assert (len(models.directory), models.extents()) == (0, {})
+
+
 async def test_adapters_without_their_base_are_named_and_go_on(life: Life, tmp_path: Path) -> None:
     models = await life.begin()
     for id_ in ("m", "n"):

@@ -117,6 +117,30 @@ async def test_the_copy_serves_while_the_registry_is_dead_and_finds_the_next_one
     assert [record.id for record in snapshot] == ["a", "z"]
 
 
+async def test_a_registry_that_answers_somebody_is_followed_at_once(place: Place) -> None:
+    """The next try may be seconds away: until then the copy would show what a caller knows to be gone."""
+
+    async def never_end(seconds: float) -> None:
+        place.pauses_s.append(seconds)
+        await asyncio.Event().wait()
+
+    snapshot = RegistrySnapshot(lambda: place.registry, never_end)
+    await snapshot.ready()
+    for epoch, ids in (("second", ["b"]), ("third", ["c"])):
+        place.registry.dead = True
+        place.registry.stir()
+        num_pauses = len(place.pauses_s)
+        await until(lambda num_pauses=num_pauses: len(place.pauses_s) > num_pauses)  # type: ignore[misc]
+        place.registry = Registry(epoch, *ids)
+        if epoch == "second":
+            with pytest.raises(ModelUnknown):
+                await snapshot.call_registry(WeightRegistry.find_model, "a")
+        else:
+            await snapshot.call_registry(WeightRegistry.find_model, "c")
+        await until(lambda ids=ids: [record.id for record in snapshot] == ids)  # type: ignore[misc]
+    snapshot.close()
+
+
 async def test_asking_raises_the_registrys_own_error(snapshot: RegistrySnapshot) -> None:
     assert (await snapshot.call_registry(WeightRegistry.find_model, "a")).id == "a"
     with pytest.raises(ModelUnknown, match="no model 'x'"):

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from deployments.bench.denoise import QUICK, _measure_mixed, _play, print_denoise_figures
+from deployments.bench.denoise import Effort, _measure_mixed, _play, print_denoise_figures
 from deployments.bench.denoise_models import make_model
 from deployments.engines.diffusion.step_costs import StepCosts
 
@@ -26,7 +26,7 @@ def test_all_ways_make_the_same_latents_and_arrivals_are_all_served() -> None:
             while not states[-1].done:
                 pipeline.step([states[-1]])
         torch.testing.assert_close(states[0].latents, states[1].latents, rtol=0, atol=1e-4)
-        mixed = _measure_mixed(model, QUICK, seed=1)
+        mixed = _measure_mixed(model, Effort(num_steps=1), seed=1)
         assert 1 <= mixed["lengths_forwards_per_step"] <= mixed["lengths_distinct"] <= 16
         assert len(_play(model, [(0.0, model.request(1, seed=0)), (0.01, model.request(2, seed=1))], StepCosts())) == 2
 

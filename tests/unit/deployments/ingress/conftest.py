@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
 import httpx
@@ -16,13 +17,16 @@ from unit.deployments.ingress.http_fakes import CONFIG, Replicas
 from unit.deployments.serve_fakes import FakeHandle
 
 from cluster.registry.snapshot import RegistrySnapshot
+from deployments.ingress.errors import ErrorAnswer, error_content
 from deployments.ingress.http import create_http_app
+from deployments.ingress.kserve.rest.routing import ProtocolError
 from deployments.ingress.service import Service
 
+ERRORS = (ErrorAnswer, ProtocolError)
 Check = Callable[[httpx.Response], Awaitable[None]]
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def as_described() -> Callable[[FastAPI], dict[str, list[Check]]]:
     """Return event hooks for a client of an app: they fail the test when an answer is not as its route describes it."""
 
@@ -49,16 +53,28 @@ def replicas() -> Replicas:
     return Replicas()
 
 
+@pytest.fixture(scope="session")
+def open_http(as_described: Any) -> Callable[[Replicas], AbstractAsyncContextManager[httpx.AsyncClient]]:
+    """Return what makes a client of an application of its own over the replicas."""
+
+    @asynccontextmanager
+    async def opened(replicas: Replicas) -> AsyncIterator[httpx.AsyncClient]:
+        watch = RegistrySnapshot(lambda: replicas)
+        handle = FakeHandle(replicas)
+        app = create_http_app(Service(CONFIG, watch, handle, handle), CONFIG)
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+        hooks = as_described(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test", event_hooks=hooks) as client:
+            yield client
+        watch.close()
+
+    return opened
+
+
 @pytest.fixture
-async def http(replicas: Replicas, as_described: Any) -> AsyncIterator[httpx.AsyncClient]:
-    watch = RegistrySnapshot(lambda: replicas)
-    handle = FakeHandle(replicas)
-    app = create_http_app(Service(CONFIG, watch, handle, handle), CONFIG)
-    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-    hooks = as_described(app)
-    async with httpx.AsyncClient(transport=transport, base_url="http://test", event_hooks=hooks) as client:
+async def http(replicas: Replicas, open_http: Any) -> AsyncIterator[httpx.AsyncClient]:
+    async with open_http(replicas) as client:
         yield client
-    watch.close()
 
 
 @pytest.fixture
@@ -73,10 +89,11 @@ def _described(app: FastAPI, method: str, path: str, status: int) -> Any:
         if matched == Match.FULL:
             if not route.include_in_schema:
                 return None
-            documented = route.responses.get(status, {}).get("model")
-            if documented is None and status >= 400:
+            documented = route.responses.get(status, {})
+            if not documented and status >= 400:
                 raise AssertionError(f"{method} {path} answers {status}, which its route does not document")
-            return documented or route.response_model
+            error = next((class_ for class_ in ERRORS if documented.get("content") == error_content(class_)), None)
+            return error or documented.get("model") or route.response_model
     return None
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+import pytest_asyncio
 from ray.exceptions import RayActorError, RayTaskError
 from unit.deployments.ingress.http_fakes import (
     CHAT,
@@ -169,13 +170,28 @@ BAD: list[tuple[str, dict[str, Any], int, str | None]] = [
 ]
 
 
+@pytest.fixture(scope="module")
+def unasked() -> Replicas:
+    """The replicas behind `refusing`, which nothing reaches."""
+    return Replicas()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def refusing(unasked: Replicas, open_http: Any) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of one application for all requests that are refused before a replica is asked."""
+    async with open_http(unasked) as client:
+        yield client
+
+
+@pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize(("path", "body", "status", "param"), BAD, ids=[f"{b[0]} {str(b[1])[:70]}" for b in BAD])
 async def test_a_bad_request_is_refused_with_its_field(
-    http: httpx.AsyncClient, replicas: Replicas, path: str, body: dict[str, Any], status: int, param: str | None
+    refusing: httpx.AsyncClient, unasked: Replicas, path: str, body: dict[str, Any], status: int, param: str | None
 ) -> None:
+    unasked.requests.clear()
     for options in ({}, {"stream": True}) if "completions" in path else ({},):
         content = json.dumps({**options, **body})
-        response = await http.post(f"/v1/{path}", content=content, headers={"content-type": "application/json"})
+        response = await refusing.post(f"/v1/{path}", content=content, headers={"content-type": "application/json"})
         error = problem(response)
         assert response.status_code == status, error
         if param:
@@ -183,7 +199,7 @@ async def test_a_bad_request_is_refused_with_its_field(
         assert len(error["message"]) < 500
         assert error["type"] == ("server_error" if status == 503 else "invalid_request_error")
         assert ("retry-after" in response.headers) == (status == 503)
-    assert "dimensions" in body or not replicas.requests
+    assert "dimensions" in body or not unasked.requests
 
 
 async def test_defaults_of_a_family_are_bounded_by_every_way_in(replicas: Replicas) -> None:
@@ -225,8 +241,9 @@ async def test_defaults_of_a_family_are_bounded_by_every_way_in(replicas: Replic
     ids=lambda content: content[:20],
 )
 @pytest.mark.parametrize("path", [IMAGES, CHATS, COMPLETIONS, EMBEDDINGS])
-async def test_a_body_that_is_no_json_object_is_a_400(http: httpx.AsyncClient, path: str, content: bytes) -> None:
-    response = await http.post(f"/v1/{path}", content=content, headers={"content-type": "application/json"})
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_body_that_is_no_json_object_is_a_400(refusing: httpx.AsyncClient, path: str, content: bytes) -> None:
+    response = await refusing.post(f"/v1/{path}", content=content, headers={"content-type": "application/json"})
     assert problem(response)["type"] == "invalid_request_error"
     assert response.status_code == 400
 
@@ -234,9 +251,10 @@ async def test_a_body_that_is_no_json_object_is_a_400(http: httpx.AsyncClient, p
 @pytest.mark.parametrize(
     "kind", [None, "text/plain", "multipart/form-data", "application/x-www-form-urlencoded", "junk"]
 )
-async def test_another_content_type_is_a_400(http: httpx.AsyncClient, kind: str | None) -> None:
+@pytest.mark.asyncio(loop_scope="module")
+async def test_another_content_type_is_a_400(refusing: httpx.AsyncClient, kind: str | None) -> None:
     headers = {"content-type": kind} if kind else {}
-    response = await http.post(f"/v1/{IMAGES}", content=json.dumps(IMAGE).encode(), headers=headers)
+    response = await refusing.post(f"/v1/{IMAGES}", content=json.dumps(IMAGE).encode(), headers=headers)
     assert response.status_code == 400
     problem(response)
 
@@ -270,8 +288,11 @@ async def test_a_body_over_the_limit_is_a_413_announced_or_not(http: httpx.Async
         ("GET", "/v1/models/%ED%A0%80", 404, "model_not_found"),
     ],
 )
-async def test_urls_that_are_not_there(http: httpx.AsyncClient, method: str, path: str, status: int, code: str) -> None:
-    response = await http.request(method, path)
+@pytest.mark.asyncio(loop_scope="module")
+async def test_urls_that_are_not_there(
+    refusing: httpx.AsyncClient, method: str, path: str, status: int, code: str
+) -> None:
+    response = await refusing.request(method, path)
     assert (response.status_code, problem(response)["code"]) == (status, code)
 
 

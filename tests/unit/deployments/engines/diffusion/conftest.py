@@ -248,49 +248,62 @@ def make_request() -> Callable[..., DiffusionRequest]:
     return request
 
 
-@pytest.fixture(scope="session")
-def flux(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    return make_flux(tmp_path_factory.mktemp("flux"))
+def each_once(make: Callable[..., Pair], folders: pytest.TempPathFactory) -> Callable[..., Pair]:
+    """Return `make` without its folder. Who asks for the same model again gets the same pair."""
+    made: dict[str, Pair] = {}
+
+    def make_once(*arguments: Any, **options: Any) -> Pair:
+        asked = repr((arguments, options))
+        if asked not in made:
+            made[asked] = make(folders.mktemp(make.__name__), *arguments, **options)
+        return made[asked]
+
+    return make_once
 
 
 @pytest.fixture(scope="session")
-def sdxl(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    return make_sdxl(tmp_path_factory.mktemp("sdxl"))
+def make_flux_pair(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Pair]:
+    return each_once(make_flux, tmp_path_factory)
 
 
 @pytest.fixture(scope="session")
-def stable_diffusion(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    return make_stable_diffusion(tmp_path_factory.mktemp("stable_diffusion"), "DDIMScheduler")
+def make_sdxl_pair(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Pair]:
+    return each_once(make_sdxl, tmp_path_factory)
 
 
 @pytest.fixture(scope="session")
-def make_stable_diffusion_pair() -> Callable[..., Pair]:
-    return make_stable_diffusion
+def make_stable_diffusion_pair(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Pair]:
+    return each_once(make_stable_diffusion, tmp_path_factory)
 
 
 @pytest.fixture(scope="session")
-def stable_diffusion_3(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    return make_stable_diffusion_3(tmp_path_factory.mktemp("stable_diffusion_3"))
+def make_stable_diffusion_3_pair(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Pair]:
+    return each_once(make_stable_diffusion_3, tmp_path_factory)
 
 
 @pytest.fixture(scope="session")
-def make_stable_diffusion_3_pair() -> Callable[..., Pair]:
-    return make_stable_diffusion_3
+def flux(make_flux_pair: Callable[..., Pair]) -> Pair:
+    return make_flux_pair()
+
+
+@pytest.fixture(scope="session")
+def sdxl(make_sdxl_pair: Callable[..., Pair]) -> Pair:
+    return make_sdxl_pair("EulerDiscreteScheduler")
+
+
+@pytest.fixture(scope="session")
+def stable_diffusion(make_stable_diffusion_pair: Callable[..., Pair]) -> Pair:
+    return make_stable_diffusion_pair("DDIMScheduler")
+
+
+@pytest.fixture(scope="session")
+def stable_diffusion_3(make_stable_diffusion_3_pair: Callable[..., Pair]) -> Pair:
+    return make_stable_diffusion_3_pair()
 
 
 @pytest.fixture(params=["flux", "sdxl", "stable_diffusion", "stable_diffusion_3"])
 def pair(request: pytest.FixtureRequest) -> Pair:
     return request.getfixturevalue(request.param)
-
-
-@pytest.fixture(scope="session")
-def make_sdxl_pair() -> Callable[..., Pair]:
-    return make_sdxl
-
-
-@pytest.fixture(scope="session")
-def make_flux_pair() -> Callable[..., Pair]:
-    return make_flux
 
 
 @pytest.fixture(scope="session")

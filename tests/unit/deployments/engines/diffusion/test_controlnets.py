@@ -118,8 +118,8 @@ def test_two_in_parts_of_the_steps_equal_stock(controlled, make_request):
     assert_near(ours, stock_images(controlled, nets, request, conditioning))
 
 
-def test_flux_nets_that_read_pixels_equal_stock(make_flux_pair, make_request, tmp_path):
-    pair = make_flux_pair(tmp_path, vae_levels=4)  # such a net halves an image three times, as Flux's VAE does
+def test_flux_nets_that_read_pixels_equal_stock(make_flux_pair, make_request):
+    pair = make_flux_pair(vae_levels=4)  # such a net halves an image three times, as Flux's VAE does
     net = make_net(pair, 3, conditioning_embedding_channels=4, patch_size=2, guidance_embeds=False)
     request = make_request(control=(ControlUse("a", random_image(), scale=0.8),), guidance_scale=3.5)
     conditioning = pair.conditioning()

@@ -48,15 +48,21 @@ def stock_pipeline(pair, has_mask: bool, **changes: Any) -> Any:
     return pipeline
 
 
-def stock_output(pair, pipeline: Any, request: Any, conditioning: Any, output_type: str) -> Any:
-    """The images or latents of the stock pipeline."""
+def stock_outputs(pair, pipeline: Any, request: Any, conditioning: Any) -> tuple[torch.Tensor, list[Image.Image]]:
+    """Return the latents and the images of the stock pipeline."""
+    latents: list[torch.Tensor] = []
+
+    def note(_: Any, step: int, timestep: Any, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+        latents.append(tensors["latents"])
+        return {}
+
     is_flux = pair.ours.family.class_name == "FluxPipeline"
     options = {"true_cfg_scale": request.true_cfg_scale} if is_flux else {}
     if request.mask_image is not None:
         options["mask_image"] = Image.fromarray(request.mask_image)
     if request.mask_image is not None or pair.denoiser_name == "transformer":
         options |= {"height": request.height, "width": request.width}
-    return pipeline(
+    images = pipeline(
         **pair.stock_texts(request, conditioning),
         **options,
         image=Image.fromarray(request.init_image),
@@ -64,23 +70,22 @@ def stock_output(pair, pipeline: Any, request: Any, conditioning: Any, output_ty
         num_inference_steps=request.num_inference_steps,
         guidance_scale=request.guidance_scale,
         generator=torch.Generator("cpu").manual_seed(request.seed),
-        output_type=output_type,
+        callback_on_step_end=note,
     ).images
+    return latents[-1], images
 
 
 def assert_equals_stock(pair, ours, pipeline: Any, request: Any, conditioning: Any) -> None:
     state = ours.start(request, conditioning)
     while not state.done:
         ours.step([state])
-    latents = stock_output(pair, pipeline, request, conditioning, "latent")
+    latents, stock_images = stock_outputs(pair, pipeline, request, conditioning)
     assert (state.latents - latents).abs().max() <= 1e-5 * max(1.0, float(latents.abs().max()))
     (images,) = ours.decode([state])
     if isinstance(pipeline, diffusers.StableDiffusion3InpaintPipeline):  # it forgets the VAE's shift
         config = pipeline.vae.config
         decoded = pipeline.vae.decode(latents / config.scaling_factor + config.shift_factor)[0].detach()
         stock_images = pipeline.image_processor.postprocess(decoded)
-    else:
-        stock_images = stock_output(pair, pipeline, request, conditioning, "pil")
     stock = np.stack([np.asarray(image) for image in stock_images])
     assert np.abs(images.astype(int) - stock.astype(int)).max() <= 1
     assert images.std() > 3
@@ -124,8 +129,8 @@ def test_inpainting(pair, make_request, strength, guidance):
     ["PNDMScheduler", "DPMSolverMultistepScheduler", "EulerAncestralDiscreteScheduler", "HeunDiscreteScheduler"],
 )
 @pytest.mark.parametrize("has_mask", [False, True])
-def test_solvers(make_stable_diffusion_pair, make_request, tmp_path, solver, has_mask):
-    pair = make_stable_diffusion_pair(tmp_path, solver)
+def test_solvers(make_stable_diffusion_pair, make_request, solver, has_mask):
+    pair = make_stable_diffusion_pair(solver)
     request = make_request(
         init_image=random_image(32, 32),
         mask_image=random_mask(32, 32) if has_mask else None,
@@ -139,8 +144,8 @@ def test_solvers(make_stable_diffusion_pair, make_request, tmp_path, solver, has
 
 @pytest.mark.parametrize("strength", [0.5, 1.0])
 @pytest.mark.parametrize("solver", ["DDIMScheduler", "EulerAncestralDiscreteScheduler"])
-def test_unet_that_reads_the_mask(make_stable_diffusion_pair, make_request, tmp_path, strength, solver):
-    pair = make_stable_diffusion_pair(tmp_path, solver, in_channels=9)
+def test_unet_that_reads_the_mask(make_stable_diffusion_pair, make_request, strength, solver):
+    pair = make_stable_diffusion_pair(solver, in_channels=9)
     request = make_request(
         init_image=random_image(32, 32),
         mask_image=random_mask(32, 32),
@@ -155,8 +160,8 @@ def test_unet_that_reads_the_mask(make_stable_diffusion_pair, make_request, tmp_
         pair.ours.start(make_request(), conditioning)
 
 
-def test_vae_with_latent_statistics(make_sdxl_pair, make_request, tmp_path):
-    pair = make_sdxl_pair(tmp_path, latents_mean=[0.1, -0.2, 0.3, 0.0], latents_std=[1.5, 0.5, 1.0, 2.0])
+def test_vae_with_latent_statistics(make_sdxl_pair, make_request):
+    pair = make_sdxl_pair(latents_mean=[0.1, -0.2, 0.3, 0.0], latents_std=[1.5, 0.5, 1.0, 2.0])
     request = make_request(init_image=random_image(32, 32), strength=0.7)
     assert_equals_stock(pair, pair.ours, stock_pipeline(pair, False), request, pair.conditioning())
 
@@ -170,7 +175,7 @@ def test_bfloat16_encodes_as_stock(sdxl, load_pipeline, make_request):
     }
     request = make_request(init_image=random_image(32, 32), strength=0.7)
     conditioning = {name: tensor.bfloat16() for name, tensor in sdxl.conditioning().items()}
-    stock = stock_output(sdxl, stock_pipeline(sdxl, False, **parts), request, conditioning, "latent")
+    stock, _ = stock_outputs(sdxl, stock_pipeline(sdxl, False, **parts), request, conditioning)
     state = ours.start(request, conditioning)
     while not state.done:
         ours.step([state])

@@ -32,8 +32,8 @@ def test_flux(flux, make_request, true_cfg_scale):
     assert_same_image(ours, flux.stock_images(request, conditioning))
 
 
-def test_flux_without_guidance_embedding(make_flux_pair, make_request, tmp_path):
-    pair = make_flux_pair(tmp_path, guidance_embeds=False)
+def test_flux_without_guidance_embedding(make_flux_pair, make_request):
+    pair = make_flux_pair(guidance_embeds=False)
     request = make_request(true_cfg_scale=3.0)  # no negative prompt: no guidance, as in stock
     conditioning = pair.conditioning()
     assert_same_image(pair.ours.generate(request, conditioning), pair.stock_images(request, conditioning))
@@ -48,23 +48,23 @@ def test_sdxl(sdxl, make_request, guidance_scale):
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
-def test_sdxl_solvers(make_sdxl_pair, make_request, tmp_path, solver):
-    pair = make_sdxl_pair(tmp_path, solver)
+def test_sdxl_solvers(make_sdxl_pair, make_request, solver):
+    pair = make_sdxl_pair(solver)
     request = make_request(num_images=2, guidance_scale=4.0, num_inference_steps=4)
     conditioning = pair.conditioning(negative=True)
     assert_same_image(pair.ours.generate(request, conditioning), pair.stock_images(request, conditioning))
 
 
-def test_sdxl_vae_with_latent_statistics(make_sdxl_pair, make_request, tmp_path):
-    pair = make_sdxl_pair(tmp_path, latents_mean=[0.1, -0.2, 0.3, 0.0], latents_std=[1.5, 0.5, 1.0, 2.0])
+def test_sdxl_vae_with_latent_statistics(make_sdxl_pair, make_request):
+    pair = make_sdxl_pair(latents_mean=[0.1, -0.2, 0.3, 0.0], latents_std=[1.5, 0.5, 1.0, 2.0])
     request, conditioning = make_request(), pair.conditioning()
     assert_same_image(pair.ours.generate(request, conditioning), pair.stock_images(request, conditioning))
 
 
 @pytest.mark.parametrize("use_dynamic_shifting", [False, True])
 @pytest.mark.parametrize("guidance_scale", [1.0, 7.0])
-def test_stable_diffusion_3(make_stable_diffusion_3_pair, make_request, tmp_path, guidance_scale, use_dynamic_shifting):
-    pair = make_stable_diffusion_3_pair(tmp_path, use_dynamic_shifting=use_dynamic_shifting)
+def test_stable_diffusion_3(make_stable_diffusion_3_pair, make_request, guidance_scale, use_dynamic_shifting):
+    pair = make_stable_diffusion_3_pair(use_dynamic_shifting=use_dynamic_shifting)
     request = make_request(num_images=2, guidance_scale=guidance_scale, height=48)
     conditioning = pair.conditioning(negative=True)
     assert_same_image(pair.ours.generate(request, conditioning), pair.stock_images(request, conditioning))
@@ -79,8 +79,8 @@ def test_stable_diffusion(stable_diffusion, make_request, guidance_scale):
 
 
 @pytest.mark.parametrize("solver", ["PNDMScheduler", *SOLVERS])
-def test_stable_diffusion_solvers(make_stable_diffusion_pair, make_request, tmp_path, solver):
-    pair = make_stable_diffusion_pair(tmp_path, solver)
+def test_stable_diffusion_solvers(make_stable_diffusion_pair, make_request, solver):
+    pair = make_stable_diffusion_pair(solver)
     request = make_request(num_images=2, guidance_scale=4.0, num_inference_steps=4)
     conditioning = pair.conditioning(negative=True)
     assert_same_image(pair.ours.generate(request, conditioning), pair.stock_images(request, conditioning))

@@ -50,6 +50,8 @@ class Registry:
     def __init__(self, models: ServedModels) -> None:
         self.models = models
         self.dead = False
+        self.news = asyncio.Event()  # cleared: who watches does not hear of changes yet
+        self.news.set()
         self.holders: list[str] = []
         self.calls: list[Any] = []
         self.residency_now: Any = {"num_nodes": 0, "nodes": [], "models": {}}
@@ -66,7 +68,9 @@ class Registry:
         return SimpleNamespace(remote=call)
 
     async def on_watch(self, revision: int, epoch: str, timeout_s: float) -> DirectoryChange:
-        return await self.models.watch(revision, epoch, timeout_s)
+        change = await self.models.watch(revision, epoch, timeout_s)
+        await self.news.wait()
+        return change
 
     async def on_find_model(self, model: str) -> Any:
         return await self.models.find_model(model)
@@ -175,6 +179,26 @@ async def test_a_model_is_registered_listed_replaced_and_removed(
     assert registry.calls == [("unregister", "new", True)]
     assert worker.calls == [("unpin", "new")]  # pins end with the model
     assert problem(await http.delete("/admin/models/new")) == (404, "model_not_found", "model")
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "is_listed"),
+    [("POST", "", 200, True), ("DELETE", "/new", 200, False), ("DELETE", "/new", 404, False)],
+)
+async def test_who_was_told_of_a_change_finds_it_in_the_list_however_late_the_news_come(
+    http: httpx.AsyncClient, registry: Registry, method: str, path: str, status: int, is_listed: bool
+) -> None:
+    await http.post("/admin/models", json={"id": "new", "path": "/one", "description": "one"})
+    registry.news.clear()
+    if status == 404:
+        await registry.models.unregister("new")
+    body = {"id": "new", "path": "/two", "description": "two"} if method == "POST" else None
+    asking = asyncio.create_task(http.request(method, f"/admin/models{path}", json=body))
+    assert not (await asyncio.wait([asking], timeout=0.1))[0]
+    registry.news.set()
+    assert (await asking).status_code == status
+    listed = {model["id"]: model["description"] for model in (await http.get("/v1/models")).json()["data"]}
+    assert listed.get("new") == ("two" if is_listed else None)
 
 
 async def test_a_path_outside_of_the_roots_is_refused_before_anything_changes(

@@ -1,0 +1,42 @@
+"""For all unit tests: Python's collector leaves alone what was imported."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+_MANY_MODULES = 100
+
+
+class _Imported:
+    """The number of modules whose objects are frozen."""
+
+    num_modules = 0
+
+
+def _freeze_imported() -> None:
+    """Freeze what is alive. Objects of tests are not: whoever calls is between modules of tests."""
+    if len(sys.modules) > _Imported.num_modules + _MANY_MODULES:
+        gc.collect()
+        gc.freeze()
+        _Imported.num_modules = len(sys.modules)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Freeze what collecting the tests has imported.
+
+    torch, diffusers, transformers, Ray and FastAPI are a million objects that live as long as the process. A
+    collection would visit all of them, for most of a second, and tests that look for leaks ask for many collections.
+    """
+    gc.set_threshold(20_000, 10, 10)
+    _freeze_imported()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def frozen_imports() -> Iterator[None]:
+    """Freeze what the tests of a module have imported: both libraries of models load their parts when asked."""
+    yield
+    _freeze_imported()
