@@ -17,6 +17,7 @@ from ray import serve
 
 from cluster.controller.actor import connect_controller
 from cluster.controller.link import ControllerLink
+from cluster.controller.reports import Orders
 from cluster.telemetry import RequestMetrics
 from configs.cluster import ClusterConfig
 from deployments.errors import ModelUnavailable
@@ -66,11 +67,15 @@ class Worker(ModelReplica):
                 self._name,
                 connect,
                 self._ordered.report,
-                self._ordered.obey,
+                self._obey,
                 self._ordered.news,
                 config.controller.tick_s,
             )
             self._link.start()
+
+    def _obey(self, orders: Orders) -> None:
+        self._ordered.obey(orders)
+        self._images.hand_over(orders.hand_over)
 
     async def stream_images(
         self, request: ImageRequest, checkpoint: bytes | None = None
