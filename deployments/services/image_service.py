@@ -184,7 +184,7 @@ class ImageService:
                         request,
                         ready,
                         manifest,
-                        lambda wants, names, max_wait_s: take(wants, names, max_wait_s=max_wait_s),
+                        lambda wants, names, max_wait_s: take(wants, names, max_wait_s=max_wait_s, streams=True),
                         partial(self._denoise, is_whole=False),
                     )
                     async with contextlib.aclosing(apart) as staged:

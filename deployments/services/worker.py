@@ -48,7 +48,9 @@ class Worker(ModelReplica):
         self._metrics = RequestMetrics()
         builder = ComponentBuilder(self._settings)
         threads, footprint = self._settings.num_threads, builder.private_footprint
-        await self._open(config, "worker", self._settings, builder, threads, footprint, builder.working_memory)
+        await self._open(
+            config, "worker", self._settings, builder, threads, footprint, builder.working_memory, builder.can_stream
+        )
         self._images = ImageService(self._module_cache, self._settings, self._device)
         self._texts = TextService(self._module_cache, self._device)
         self._fallback_encoder = FallbackEncoder(self._module_cache, self._device)
