@@ -46,7 +46,8 @@ test-long: setup judges ## Clusters of their own: `serve run`, the demo on simul
 faults: setup    ## kill -9 of every process of a cluster, TIMES times over
 	for turn in $$(seq $(TIMES)); do \
 	  $(PYTEST) tests/integration/test_faults.py tests/integration/test_keeper_faults.py \
-	    tests/integration/test_admin.py -k "kill or keeper or registry or 64" || exit 1; \
+	    tests/integration/test_admin.py tests/integration/test_image_checkpoints.py \
+	    -k "kill or keeper or registry or 64 or images" || exit 1; \
 	done
 
 test-gpu: setup  ## The device tests on this machine's CUDA cards instead of a simulated one

@@ -78,6 +78,7 @@ class LocalModels:
             settings.weights_budget_bytes,
             builder,
             working_memory=builder.working_memory if isinstance(builder, ComponentBuilder) else no_working_memory,
+            can_stream=builder.can_stream if isinstance(builder, ComponentBuilder) else lambda component: False,
             device=settings.device,
         )
 

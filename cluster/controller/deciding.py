@@ -17,6 +17,7 @@ from typing import Final
 from cluster.control.admission_records import Placement, Refusal
 from cluster.control.free_starts import chances_of
 from cluster.control.plans import Decision, FreeStart, SwitchPlan
+from cluster.control.state import WorkerState
 from cluster.control.switching import SwitchingPolicy, plan_switches
 from cluster.controller.observing import Observations, Observed
 from cluster.controller.overrides import Overrides
@@ -112,7 +113,7 @@ class Deciding:
             plan = replace(plan, decisions=(*plan.decisions, *preloads))
         new = self._give(plan.decisions, now_s, wall_s)
         placement = self._placement(observed, plan, now_s)
-        return Decided(placement, self._orders(observed, now_s), plan, observed, new)
+        return Decided(placement, self._orders(observed, placement, now_s), plan, observed, new)
 
     def _told(self) -> dict[str, tuple[str, float]]:
         return {
@@ -171,7 +172,7 @@ class Deciding:
         self._going_on = going_on
         return tuple(new)
 
-    def _orders(self, observed: Observed, now_s: float) -> dict[str, Orders]:
+    def _orders(self, observed: Observed, placement: Placement, now_s: float) -> dict[str, Orders]:
         """Return the orders of every worker. When one does not tell the needs of models, another one is asked."""
         workers = sorted(name for name, worker in observed.state.workers.items() if not worker.is_stale)
         asked = workers[int(now_s / _ASKED_S) % len(workers)] if workers else None
@@ -179,8 +180,9 @@ class Deciding:
             name: Orders(
                 tuple(given.order for given in self._book.given.get(name, ())),
                 observed.unknown[:MAX_ASKED] if name == asked else (),
+                _movable(observed, placement, worker) if worker.is_draining else (),
             )
-            for name in observed.state.workers
+            for name, worker in observed.state.workers.items()
         }
 
     def _placement(self, observed: Observed, plan: SwitchPlan, now_s: float) -> Placement:
@@ -226,6 +228,15 @@ class Deciding:
             chances=chances_of(state) if free else {},
             ready={name: worker.models for name, worker in state.workers.items()},
         )
+
+
+def _movable(observed: Observed, placement: Placement, worker: WorkerState) -> tuple[str, ...]:
+    """Return the models that run on a worker and that requests may start elsewhere."""
+    return tuple(
+        model
+        for model in sorted(worker.running)
+        if any(other != worker.id for other in placement.replicas.get((observed.pool, model), ()))
+    )
 
 
 def _is_ready(model: str, observed: Observed, worker: str, report: WorkerReport | None) -> bool:

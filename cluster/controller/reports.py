@@ -81,10 +81,14 @@ class Order:
 
 @dataclass(frozen=True, slots=True)
 class Orders:
-    """The orders to one worker, and the models (id, version) whose needs it should tell."""
+    """The orders to one worker, and the models (id, version) whose needs it should tell.
+
+    Running images of the models to `hand_over` can go on in another worker at once.
+    """
 
     orders: tuple[Order, ...] = ()
     describe: tuple[tuple[str, str], ...] = ()
+    hand_over: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

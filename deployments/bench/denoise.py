@@ -6,13 +6,12 @@ arithmetic. Texts are random encodings, given to both. Every comparison alternat
 
 from __future__ import annotations
 
-import json
 import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
 
@@ -20,7 +19,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from deployments.bench.denoise_models import WIDTH_PX, BenchModel, make_model
+from deployments.bench.denoise_models import SIDE_PX, BenchModel, make_model
+from deployments.bench.denoise_offload import measure_offload
 from deployments.bench.figures import percentile
 from deployments.engines.diffusion.checkpoints import conditioning_of
 from deployments.engines.diffusion.engine import DiffusionEngine
@@ -29,44 +29,67 @@ from deployments.engines.protocol import ConditionedRequest, DiffusionOutput, Di
 
 LOADS: Final = (0.5, 0.8, 0.95)
 NUM_CONCURRENT: Final = (8, 32)
+SIDES_PX: Final = (16, 64)  # a row of the first leaves a core idle, one of the second does not
 MIXED_TOKENS: Final = (5, 9, 14, 16, 20, 27, 31, 40)
-MIXED_PX: Final = (WIDTH_PX, WIDTH_PX * 3 // 2)
+MIXED_PX: Final = (SIDE_PX, SIDE_PX * 3 // 2)
 
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """The number of repetitions, and the length of each part."""
+    """The steps of a request, and of each part the rounds: so many, fewer beyond so many seconds, two at least."""
 
-    rounds: int = 5
+    rounds: int = 12
+    part_s: float = 30.0
     num_steps: int = 8
     num_arrivals: int = 60
 
+    def each_round(self) -> Iterator[int]:
+        """Yield the numbers of the rounds, and one more in front, which is to warm up."""
+        end_s = time.perf_counter() + self.part_s
+        for number in range(self.rounds + 1):
+            if number > 2 and time.perf_counter() > end_s:
+                return
+            yield number
 
-QUICK: Final = Effort(rounds=1, num_steps=4, num_arrivals=8)
+
+QUICK: Final = Effort(rounds=1, part_s=1.0, num_steps=4, num_arrivals=8)
 _Arrival = tuple[float, ConditionedRequest]
+PARTS: Final = (
+    "single",
+    "concurrent",
+    "mixed",
+    "arrivals",
+    "stream",
+    "invariance",
+    "checkpoint",
+    "offload",
+)
 
 
-def measure_denoise(effort: Effort, seed: int = 0) -> dict[str, Any]:
-    """Measure, and return the figures as one JSON-able object."""
+def measure_denoise(effort: Effort, seed: int = 0, parts: Sequence[str] = PARTS) -> Iterator[tuple[str, Any]]:
+    """Measure part by part: yield the name of each of PARTS and its figures, which JSON can say."""
     torch.manual_seed(seed)
     with make_model(seed) as model:
         costs = StepCosts()
-        _say("warming up")
-        _run(model, [model.request(effort.num_steps, seed=number) for number in range(max(NUM_CONCURRENT))], costs)
-        parts: dict[str, Callable[[], Any]] = {
-            "single": lambda: _measure_single(model, effort, costs),
-            "concurrent": lambda: [_measure_concurrent(model, effort, costs, count) for count in NUM_CONCURRENT],
+        ways: dict[str, Callable[[], Any]] = {
+            "single": lambda: [_measure_single(model, effort, side_px) for side_px in SIDES_PX],
+            "concurrent": lambda: [
+                _measure_concurrent(model, effort, costs, count, side_px)
+                for side_px in SIDES_PX
+                for count in NUM_CONCURRENT
+            ],
             "mixed": lambda: _measure_mixed(model, effort, seed),
             "arrivals": lambda: _measure_arrivals(model, effort, costs, seed),
             "stream": lambda: _measure_stream(model, effort, costs),
             "invariance": lambda: _measure_invariance(model, effort),
             "checkpoint": lambda: _measure_checkpoint(model, effort, costs),
+            "offload": lambda: measure_offload(effort.num_steps, effort.part_s, seed),
         }
-        found: dict[str, Any] = {"threads": torch.get_num_threads(), "num_steps": effort.num_steps}
-        for name, measure in parts.items():
-            _say(f"measuring: {name}")
-            found[name] = measure()
-        return found
+        for name in parts:
+            start = time.perf_counter()
+            figures = ways[name]()
+            sys.stderr.write(f"measured: {name} ({time.perf_counter() - start:.0f} s)\n")
+            yield name, figures
 
 
 def _run(
@@ -98,37 +121,47 @@ def _timed(work: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def _measure_single(model: BenchModel, effort: Effort, costs: StepCosts) -> dict[str, float]:
-    ours_s, stock_s = [], []
-    for number in range(2 * effort.rounds + 1):
-        ours_s.append(_run(model, [model.request(effort.num_steps, seed=number)], costs)[0])
-        stock_s.append(_timed(partial(model.stock_images, [number], effort.num_steps)))
+def _measure_single(model: BenchModel, effort: Effort, side_px: int) -> dict[str, float]:
+    ours_s, stock_s, costs = [], [], StepCosts()
+    for number in replace(effort, part_s=effort.part_s / len(SIDES_PX)).each_round():
+        ours_s.append(_run(model, [model.request(effort.num_steps, seed=number, side_px=side_px)], costs)[0])
+        stock_s.append(_timed(partial(model.stock_images, [number], effort.num_steps, side_px)))
     ours, stock = (effort.num_steps / statistics.median(seconds[1:]) for seconds in (ours_s, stock_s))
-    return {"ours_steps_per_s": ours, "stock_steps_per_s": stock, "ratio": ours / stock}
+    return {"side_px": side_px, "ours_steps_per_s": ours, "stock_steps_per_s": stock, "ratio": ours / stock}
 
 
-def _measure_concurrent(model: BenchModel, effort: Effort, costs: StepCosts, count: int) -> dict[str, Any]:
-    """Compare with stock called for one request after the other, and once for all as one batch."""
+def _measure_concurrent(
+    model: BenchModel, effort: Effort, costs: StepCosts, count: int, side_px: int
+) -> dict[str, Any]:
+    """Compare with stock called for one request after the other, and once for all as one batch.
+
+    The first rounds, in which the engine learns what batches cost, do not count.
+    """
     makespans: dict[str, list[float]] = {"ours": [], "serial": [], "one_batch": []}
     means: dict[str, list[float]] = {name: [] for name in makespans}
     seeds = range(count)
-    for _ in range(effort.rounds):
-        elapsed_s, latencies, _ = _run(model, [model.request(effort.num_steps, seed=seed) for seed in seeds], costs)
+    own = replace(effort, part_s=effort.part_s / 2)
+    for round_ in own.each_round():
+        requests = [model.request(effort.num_steps, seed=seed, side_px=side_px) for seed in seeds]
+        elapsed_s, latencies, _ = _run(model, requests, costs)
+        if round_ == 0:
+            continue
         makespans["ours"].append(elapsed_s)
         means["ours"].append(statistics.mean(latencies))
         start, ends = time.perf_counter(), []
         for seed in seeds:
-            model.stock_images([seed], effort.num_steps)
+            model.stock_images([seed], effort.num_steps, side_px)
             ends.append(time.perf_counter() - start)
         makespans["serial"].append(ends[-1])
         means["serial"].append(statistics.mean(ends))
-        batch_s = _timed(lambda: model.stock_images(seeds, effort.num_steps))
+        batch_s = _timed(lambda: model.stock_images(seeds, effort.num_steps, side_px))
         makespans["one_batch"].append(batch_s)
         means["one_batch"].append(batch_s)
-    found: dict[str, Any] = {"num_requests": count}
+    found: dict[str, Any] = {"num_requests": count, "side_px": side_px}
     for name in makespans:
         images_per_s = count / statistics.median(makespans[name])
         found[name] = {"images_per_s": images_per_s, "mean_latency_s": statistics.median(means[name])}
+    found["ours_over_serial"] = found["ours"]["images_per_s"] / found["serial"]["images_per_s"]
     return found
 
 
@@ -155,13 +188,15 @@ def _measure_mixed(model: BenchModel, effort: Effort, seed: int) -> dict[str, fl
 
 def _measure_arrivals(model: BenchModel, effort: Effort, costs: StepCosts, seed: int) -> list[dict[str, float]]:
     """Measure latencies at shares of what stock can do serially: ours for real, the FIFO of stock by its own times."""
-    alone_s = [_timed(partial(model.stock_images, [number], effort.num_steps)) for number in range(effort.rounds + 2)]
+    alone_s = [_timed(partial(model.stock_images, [number], effort.num_steps)) for number in range(7)]
     service_s = statistics.median(alone_s)
+    _run(model, [model.request(effort.num_steps, seed=number) for number in range(8)], costs)  # to know their costs
     chance = random.Random(seed)
     rows = []
     for load in LOADS:
         arrivals, now_s = [], 0.0
-        for number in range(effort.num_arrivals):
+        most = int(load / service_s * effort.part_s / len(LOADS))  # arrivals in its share of the time
+        for number in range(max(8, min(effort.num_arrivals, most))):
             now_s += chance.expovariate(load / service_s)
             arrivals.append((now_s, model.request(effort.num_steps, seed=number)))
         latencies = _play(model, arrivals, costs)
@@ -206,20 +241,22 @@ def _measure_stream(model: BenchModel, effort: Effort, costs: StepCosts) -> dict
         "checkpoint_every_step": {"checkpoint_steps": 1},
     }
     seconds: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(2 * effort.rounds):
+    for _ in effort.each_round():
         for name, asked in ways.items():
             requests = [model.request(effort.num_steps, seed=number, **asked) for number in range(8)]
             seconds[name].append(_run(model, requests, costs)[0])
-    silent_s = statistics.median(seconds.pop("silent"))
-    return {f"{name}_overhead": statistics.median(values) / silent_s - 1 for name, values in seconds.items()}
+    silent_s = statistics.median(seconds.pop("silent")[1:])
+    return {f"{name}_overhead": statistics.median(values[1:]) / silent_s - 1 for name, values in seconds.items()}
 
 
 def _measure_invariance(model: BenchModel, effort: Effort) -> list[dict[str, float]]:
     """Compare whole steps with those of the same denoiser as diffusers has it, whose results depend on the batch."""
     rows = []
-    for count in (1, 2, 3, 5, 8):
+    counts = 1, 2, 3, 5, 8
+    own = replace(effort, part_s=effort.part_s / len(counts))
+    for count in counts:
         seconds: dict[str, list[float]] = {"ours": [], "plain": []}
-        for _ in range(2 * effort.rounds + 1):
+        for _ in own.each_round():
             for name, pipeline in (("ours", model.ours), ("plain", model.plain)):
                 requests = [model.request(effort.num_steps, seed=number) for number in range(count)]
                 states = [pipeline.start(one.request, one.conditioning) for one in requests]
@@ -235,7 +272,7 @@ def _measure_checkpoint(model: BenchModel, effort: Effort, costs: StepCosts) -> 
     _, _, outputs = _run(model, [model.request(effort.num_steps, seed=0, checkpoint_steps=2)], costs)
     saved = next(output.checkpoint for output in outputs if output.checkpoint)
     resume_s = []
-    for _ in range(4 * effort.rounds):
+    for _ in range(12):
         engine = DiffusionEngine(model.ours, costs)
         request = model.request(effort.num_steps, seed=0).request
 
@@ -246,40 +283,46 @@ def _measure_checkpoint(model: BenchModel, effort: Effort, costs: StepCosts) -> 
     return {"bytes": len(saved), "resume_ms": statistics.median(resume_s) * 1e3}
 
 
-def _say(text: str) -> None:
-    sys.stderr.write(text + "\n")
-
-
-def print_denoise_figures(figures: dict[str, Any], as_json: bool) -> None:
-    """Print tables, or the figures as one JSON object."""
-    if as_json:
-        sys.stdout.write(json.dumps(figures) + "\n")
-        return
-    console, single = Console(), figures["single"]
-    console.print(
-        f"single request: {single['ours_steps_per_s']:.1f} steps/s, stock {single['stock_steps_per_s']:.1f}, "
-        f"{single['ratio']:.2f} x"
-    )
-    table = Table("concurrent", "images/s", "mean latency s")
-    for row in figures["concurrent"]:
-        for name in ("ours", "serial", "one_batch"):
-            label = f"{row['num_requests']}, {name.replace('_', ' ')}"
-            table.add_row(label, f"{row[name]['images_per_s']:.2f}", f"{row[name]['mean_latency_s']:.3f}")
-    console.print(table)
-    mixed = figures["mixed"]
-    for name in ("lengths", "lengths_and_sizes"):
-        kinds, forwards = mixed[f"{name}_distinct"], mixed[f"{name}_forwards_per_step"]
-        console.print(f"16 requests of {kinds} {name.replace('_', ' ')}: {forwards:.1f} forwards per step")
-    table = Table("Poisson load", "ours p50 s", "p99 s", "FIFO serial p50 s", "p99 s")
-    for row in figures["arrivals"]:
-        values = [f"{row[key]:.3f}" for key in ("ours_p50_s", "ours_p99_s", "fifo_p50_s", "fifo_p99_s")]
-        table.add_row(f"{row['load']:.0%}", *values)
-    console.print(table)
-    for name, share in figures["stream"].items():
-        console.print(f"{name.replace('_', ' ')}: {share:+.1%}")
-    table = Table("rows", "step ms", "not batch-invariant", "cost")
-    for row in figures["invariance"]:
-        table.add_row(str(row["rows"]), f"{row['ours_ms']:.2f}", f"{row['plain_ms']:.2f}", f"{row['cost']:+.1%}")
-    console.print(table)
-    saved = figures["checkpoint"]
-    console.print(f"checkpoint: {saved['bytes']} bytes; back in the engine after {saved['resume_ms']:.2f} ms")
+def print_part(name: str, figures: Any) -> None:
+    """Print the figures of one part."""
+    console = Console()
+    if name == "single":
+        for row in figures:
+            console.print(
+                f"single request, {row['side_px']} px: {row['ours_steps_per_s']:.1f} steps/s, "
+                f"stock {row['stock_steps_per_s']:.1f}, {row['ratio']:.2f} x"
+            )
+    elif name == "concurrent":
+        table = Table("concurrent", "images/s", "mean latency s", "of serial")
+        for row in figures:
+            for way in ("ours", "serial", "one_batch"):
+                label = f"{row['num_requests']} x {row['side_px']} px, {way.replace('_', ' ')}"
+                share = f"{row['ours_over_serial']:.2f} x" if way == "ours" else ""
+                table.add_row(label, f"{row[way]['images_per_s']:.2f}", f"{row[way]['mean_latency_s']:.3f}", share)
+        console.print(table)
+    elif name == "mixed":
+        for what in ("lengths", "lengths_and_sizes"):
+            kinds, forwards = figures[f"{what}_distinct"], figures[f"{what}_forwards_per_step"]
+            console.print(f"16 requests of {kinds} {what.replace('_', ' ')}: {forwards:.1f} forwards per step")
+    elif name == "arrivals":
+        table = Table("Poisson load", "ours p50 s", "p99 s", "FIFO serial p50 s", "p99 s")
+        for row in figures:
+            values = [f"{row[key]:.3f}" for key in ("ours_p50_s", "ours_p99_s", "fifo_p50_s", "fifo_p99_s")]
+            table.add_row(f"{row['load']:.0%}", *values)
+        console.print(table)
+    elif name == "stream":
+        for what, share in figures.items():
+            console.print(f"{what.replace('_', ' ')}: {share:+.1%}")
+    elif name == "invariance":
+        table = Table("rows", "step ms", "not batch-invariant", "cost")
+        for row in figures:
+            table.add_row(str(row["rows"]), f"{row['ours_ms']:.2f}", f"{row['plain_ms']:.2f}", f"{row['cost']:+.1%}")
+        console.print(table)
+    elif name == "checkpoint":
+        console.print(f"checkpoint: {figures['bytes']} bytes; back in the engine after {figures['resume_ms']:.2f} ms")
+    elif name == "offload":
+        table = Table("device, of the pipeline", "steps/s", "MB over the link per step")
+        for row in figures:
+            uploaded = f"{row['uploaded_bytes_per_step'] / 1e6:.1f}"
+            table.add_row(f"{row['share']:.0%}", f"{row['steps_per_s']:.1f}", uploaded)
+        console.print(table)

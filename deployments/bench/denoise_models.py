@@ -17,7 +17,7 @@ from deployments.engines.diffusion.pipeline import DenoisePipeline, create_pipel
 from deployments.engines.nn.batch_invariant import make_batch_invariant
 from deployments.engines.protocol import ConditionedRequest, DiffusionRequest
 
-WIDTH_PX: Final = 64
+SIDE_PX: Final = 32
 NUM_TOKENS: Final = 16
 TEXT_WIDTH: Final = 64
 POOLED_WIDTH: Final = 32
@@ -47,27 +47,28 @@ _VAE: Final = {
 
 @dataclass(frozen=True, eq=False)
 class BenchModel:
-    """One pipeline three times, with equal weights. `stock` is diffusers' own."""
+    """One pipeline three times, with equal weights. `stock` is diffusers' own, saved in `folder`."""
 
+    folder: Path
     stock: Any
     ours: DenoisePipeline
     plain: DenoisePipeline
 
     def request(
-        self, num_steps: int, *, seed: int, num_tokens: int = NUM_TOKENS, side_px: int = WIDTH_PX, **asked: Any
+        self, num_steps: int, *, seed: int, num_tokens: int = NUM_TOKENS, side_px: int = SIDE_PX, **asked: Any
     ) -> ConditionedRequest:
         """Return a request with a random text that follows from its seed; `asked` are fields of ConditionedRequest."""
         request = DiffusionRequest(str(seed), side_px, side_px, num_steps, GUIDANCE, seed)
         return ConditionedRequest(request, _text(seed, num_tokens), **asked)
 
-    def stock_images(self, seeds: Sequence[int], num_steps: int) -> None:
+    def stock_images(self, seeds: Sequence[int], num_steps: int, side_px: int = SIDE_PX) -> None:
         """Make the images of `request` with stock, those of all seeds as one batch."""
         texts = [_text(seed, NUM_TOKENS) for seed in seeds]
         self.stock(
             prompt_embeds=torch.cat([text["prompt_embeds"] for text in texts]),
             pooled_prompt_embeds=torch.cat([text["pooled_prompt_embeds"] for text in texts]),
-            width=WIDTH_PX,
-            height=WIDTH_PX,
+            width=side_px,
+            height=side_px,
             num_inference_steps=num_steps,
             guidance_scale=GUIDANCE,
             generator=[torch.Generator("cpu").manual_seed(seed) for seed in seeds],
@@ -109,7 +110,7 @@ def make_model(seed: int) -> Iterator[BenchModel]:
 
         ours, plain = pipeline(), pipeline()
         _make_plain(plain.denoiser)
-        yield BenchModel(stock, ours, plain)
+        yield BenchModel(folder, stock, ours, plain)
 
 
 def _make_plain(module: torch.nn.Module) -> None:

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from deployments.cli.cluster import DEFAULT_CONFIG, ConfigPath
-from deployments.cli.output import Json
+from deployments.cli.output import Json, print_json
 
 app = typer.Typer(no_args_is_help=True, help="Measure on this machine, beside the peers.")
 _err = Console(stderr=True)
@@ -116,13 +116,23 @@ def bench_door(
 @app.command("denoise")
 def bench_denoise(
     quick: Annotated[bool, typer.Option("--quick", help="One round of few steps: whether it works.")] = False,
+    part: Annotated[list[str], typer.Option("--part", help="Only this part; repeatable.")] = [],  # noqa: B006
     seed: Annotated[int, typer.Option(help="Of weights, texts and arrivals.")] = 0,
     as_json: Json = False,
 ) -> None:
-    """Measure the denoise engine beside stock diffusers: alone, together, as they come, streamed and resumed."""
-    from deployments.bench.denoise import QUICK, Effort, measure_denoise, print_denoise_figures
+    """Measure the denoise engine beside stock diffusers: alone, together, as they come, streamed, on small devices."""
+    from deployments.bench.denoise import PARTS, QUICK, Effort, measure_denoise, print_part
 
-    print_denoise_figures(measure_denoise(QUICK if quick else Effort(), seed), as_json)
+    if unknown := [name for name in part if name not in PARTS]:
+        raise typer.BadParameter(f"{unknown[0]!r}; expected one of {', '.join(PARTS)}", param_hint="--part")
+    _err.print("measuring: takes about five minutes; each part is told when it ends")
+    found: dict[str, object] = {}
+    for name, figures in measure_denoise(QUICK if quick else Effort(), seed, part or PARTS):
+        found[name] = figures
+        if not as_json:
+            print_part(name, figures)
+    if as_json:
+        print_json(found)
 
 
 @app.command("dedup")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
@@ -18,7 +19,10 @@ from deployments.cli.output import Column, Json, Wide, print_json, print_line, p
 from deployments.cli.weights import DEFAULT_STORE, StorePath, working_folder
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
+
+    import numpy as np
+    import numpy.typing as npt
 
     from weights.quantization.fp8_pipeline import Scales
     from weights.quantization.report import QuantizationReport, QuantizedTensor
@@ -50,6 +54,9 @@ def quantize(
     group_size: Annotated[int, typer.Option(help="Elements with one scale, in both int8 forms.")] = 64,
     text: Annotated[Path | None, typer.Option(help="A text to tell the change of perplexity on.")] = None,
     max_tokens: Annotated[int, typer.Option(min=2, help="How much of that text is read.")] = 4096,
+    prompt: Annotated[list[str], typer.Option(help="Tell the change of this image, for fp8; repeatable.")] = [],  # noqa: B006
+    size: Annotated[int | None, typer.Option(min=8, help="Pixels of these images' sides.")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Of these images.")] = None,
     model: Annotated[
         str | None, typer.Option("--model", "-m", help="Bring it into the store too, by this name.")
     ] = None,
@@ -61,6 +68,8 @@ def quantize(
     source, target = source.expanduser(), target.expanduser()
     if text is not None and to in _OF_PIPELINES:
         raise OptionError(f"--text: perplexity is a language model's, and {to} is for pipelines")
+    if prompt and to not in _OF_PIPELINES:
+        raise OptionError(f"--prompt: {to} is for language models, which make no images")
     content = None if text is None else _read_text(text.expanduser())
     # Before the long work: it tells too whether the engine knows such a model, and whether the text is one.
     before = None if content is None else _perplexity("before", source, content, max_tokens, as_json)
@@ -77,6 +86,9 @@ def quantize(
     if content is not None and before is not None:
         after = _perplexity("after", target, content, max_tokens, as_json)
         record["perplexity"] = {"before": before, "after": after, "change": after / before - 1}
+    if prompt:
+        with _err.status("making images") if not as_json else contextlib.nullcontext():
+            record["images"] = _image_change(source, target, prompt, size, steps)
     if model is not None:
         record["model"] = _bring_in(target, model, store)
     if as_json:
@@ -87,6 +99,8 @@ def quantize(
     print_line(f"{target}: {decimal(record['nbytes'])}, {report.bits_per_weight:.2f} bits per weight")
     if content is not None:
         print_line(_perplexity_line(record["perplexity"]))
+    if prompt:
+        print_line(_images_line(record["images"]))
 
 
 def _quantized(
@@ -143,6 +157,44 @@ def _perplexity(when: str, model: Path, text: str, max_tokens: int, as_json: boo
 
 def _perplexity_line(found: dict[str, Any]) -> str:
     return f"perplexity: {found['before']:.4f} before, {found['after']:.4f} after ({found['change']:+.2%})"
+
+
+def _image_change(
+    source: Path, target: Path, prompts: Sequence[str], size: int | None, steps: int | None
+) -> dict[str, Any]:
+    """Make an image of each prompt, with equal seeds, by both pipelines; return how far they are apart, of 255.
+
+    The store is beside the target: both pipelines lie in it for a while, what they share once.
+    """
+    import numpy as np
+
+    from configs.cluster import ClusterConfig
+    from deployments.local import LocalModels
+    from deployments.records import ImageRequest
+
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".images-") as store:
+        models = [{"id": name, "path": str(path.resolve())} for name, path in (("before", source), ("after", target))]
+        local = LocalModels(ClusterConfig.model_validate({"store": {"path": store}, "models": models}))
+
+        def images(model: str) -> npt.NDArray[np.float64]:
+            asked = {"width": size, "height": size, "num_inference_steps": steps}
+            requests = [ImageRequest(model=model, prompt=one, seed=n, **asked) for n, one in enumerate(prompts)]
+            return np.stack([local.generate(request).images[0] for request in requests]).astype(np.float64)
+
+        difference = np.abs(images("after") - images("before"))
+    mean_square = float(np.square(difference).mean())
+    return {
+        "num_images": len(prompts),
+        "psnr_db": 10 * math.log10(255**2 / mean_square) if mean_square else None,
+        "mean_difference": float(difference.mean()),
+        "max_difference": int(difference.max()),
+    }
+
+
+def _images_line(found: dict[str, Any]) -> str:
+    psnr = "equal" if found["psnr_db"] is None else f"PSNR {found['psnr_db']:.1f} dB"
+    mean, most = found["mean_difference"], found["max_difference"]
+    return f"images of {found['num_images']} prompts: {psnr}, apart by {mean:.2f} of 255 in the mean, {most} at most"
 
 
 def _bring_in(target: Path, model: str, store: Path) -> str:

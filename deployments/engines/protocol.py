@@ -201,7 +201,8 @@ class DiffusionOutput:
     A pipeline without its VAE ends with the `latents`, on the host, for another one to decode.
 
     `preview` has the images that the step before expects, in the same form; it is number `preview_index` from 0 on.
-    `checkpoint` is all that the request needs to go on after `step_index` steps, in any process, bit for bit.
+    `checkpoint` is all that the request needs to go on after `step_index` steps, in any process, bit for bit. One that
+    `is_moved` ends here: it goes on from its checkpoint elsewhere, or begins anew without one.
     """
 
     request_id: str
@@ -213,10 +214,11 @@ class DiffusionOutput:
     preview: npt.NDArray[np.uint8] | None = None
     preview_index: int | None = None
     checkpoint: bytes | None = None
+    is_moved: bool = False
 
     @property
     def is_last(self) -> bool:
-        return self.images is not None or self.latents is not None
+        return self.images is not None or self.latents is not None or self.is_moved
 
 
 @dataclass(frozen=True, slots=True)

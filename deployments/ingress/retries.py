@@ -104,7 +104,8 @@ class RetriedCalls:
         """Yield the pieces of a stream. A caller that stops early closes it. Raises as `call` does.
 
         The steps of an image may be done again: another replica goes on after the last checkpoint that came, which it
-        gets as one more argument, and what it tells of steps that were told already is left out.
+        gets as one more argument, and what it tells of steps that were told already is left out. An image that its
+        replica hands over goes on in the same way, as often as that happens.
         """
         deadline = Deadline(ask.deadline_s)
         retries, num_pieces, told_step, checkpoint = _Retries(deadline), 0, 0, None
@@ -114,17 +115,20 @@ class RetriedCalls:
                     async with self._turn(retries, deadline):
                         resumed, place = () if checkpoint is None else (checkpoint,), slot.place()
                         stream = self._calls.stream(method, *arguments, *resumed, deadline=deadline, place=place)
-                        piece = None
+                        piece, is_moved = None, False
                         async with aclosing(stream) as pieces:
                             async for piece in pieces:
                                 if isinstance(piece, ImageProgress):
                                     checkpoint = piece.checkpoint or checkpoint
-                                    if piece.step <= told_step:
+                                    is_moved = piece.is_moved
+                                    if is_moved or piece.step <= told_step:
                                         continue
                                     told_step = piece.step
                                 else:
                                     num_pieces += 1
                                 yield piece
+                        if is_moved:
+                            continue
                         if piece is not None:
                             _note_answer(slot, piece)
                     return

@@ -11,6 +11,7 @@ from typing import Any, Final, NamedTuple
 
 from deployments.engines.memory_limits import forget_frames
 from weights.manifest import Component, ExtentRef, Manifest
+from weights.memory.block_plan import BlockPlan
 from weights.residency.leases import Entry
 
 
@@ -48,6 +49,14 @@ def device_footprint(component: Component, size_of: Callable[[int], int], workin
     return footprint | ({f"memory of {component.module_key}": working_bytes} if working_bytes else {})
 
 
+def streamed_footprint(component: Component, size_of: Callable[[int], int], plan: BlockPlan) -> Mapping[str, int]:
+    """Return what a component takes on the device whose blocks come one after the other."""
+    staying = [ref for name, ref in component.tensors.items() if name not in plan.streamed]
+    return {ref.sha256: size_of(ref.nbytes) for ref in staying} | {
+        f"memory of {component.module_key}": 2 * size_of(plan.buffer_bytes)
+    }
+
+
 def distinct_bytes(*sizes: Mapping[str, int]) -> int:
     """Return the bytes of all names, those of one name once."""
     return sum({name: nbytes for size in sizes for name, nbytes in size.items()}.values())
@@ -61,6 +70,7 @@ class Part:
     component: Component
     footprint: Mapping[str, int]
     working_bytes: int = 0  # of the device, that the built thing allocates itself; part of the footprint
+    streamed: BlockPlan | None = None  # of a component that is larger than the budget
 
     @property
     def extents(self) -> tuple[ExtentRef, ...]:

@@ -34,6 +34,7 @@ from deployments.modules.lease import Lease
 from deployments.modules.loading import Builder, Filling, fill_slots, locate_parts, switch_report
 from deployments.modules.manifest_versions import FetchManifest, ManifestVersions
 from deployments.modules.resident_modules import Occupancy, ResidentModules, Taken
+from deployments.modules.streaming import Streaming
 from deployments.modules.switches import SwitchLog
 from deployments.tasks import shared_task
 from weights.errors import BudgetExceeded, ExtentCorrupt
@@ -62,10 +63,12 @@ class ModuleCache:
         private_footprint: Footprint = object_footprint,
         working_memory: WorkingMemory = no_working_memory,
         retire: Callable[[Any], None] = lambda thing: None,
+        can_stream: Callable[[Component], bool] = lambda component: False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`report` hears (model, error) when weights cannot be attached, and (model, None) when they can again;
-        `retire`, what was built and is needed no more; it may come from another thread. With `kept`, which is
+        `retire`, what was built and is needed no more; it may come from another thread. What `can_stream` and is larger
+        than the budget comes to its device block by block. With `kept`, which is
         `provider`, weights stay in the node's shared memory until the node calls them back by `give_up`, and the
         budget only bounds `private_footprint`; else it bounds the device's weights and `working_memory`. Raises
         WeightsError for a device that is not there.
@@ -78,7 +81,9 @@ class ModuleCache:
         self._retire = retire
         self._clock = clock
         self._device = device
+        self._budget_bytes = budget_bytes
         self._tier: DeviceTier = open_tier(device, provider, budget_bytes)
+        self._streaming = None if device == "cpu" else Streaming(can_stream, self._tier.size_of)
         self._kept = kept
         self._private_footprint = private_footprint
         self._working_memory = working_memory
@@ -104,9 +109,12 @@ class ModuleCache:
         version: str | None = None,
         adapter_versions: Mapping[str, str] | None = None,
         max_wait_s: float | None = None,
+        streams: bool = False,
     ) -> AsyncIterator[Lease]:
         """Lease the components of `model` that are `wanted`, and the adapters that are, built.
 
+        With `streams`, the largest comes block by block where there is no room for all; without, only where there is
+        none for it alone.
         Raises what the registry, the provider and the builder raise, and BudgetExceeded when the room does not
         become free within `max_wait_s`, MAX_WAIT_FOR_ROOM_S unless it is given. Raises ModelUnavailable at its end when
         the weights turned out to be damaged meanwhile: nobody knows since when, so what was computed is not to be
@@ -115,7 +123,7 @@ class ModuleCache:
         start = self._clock()
         manifest = await self.manifests.find_version(model, version)
         self._follow_pin(manifest)
-        parts = await self._parts_with(manifest, wanted, adapters, adapter_versions)
+        parts = await self._parts_with(manifest, wanted, adapters, adapter_versions, streams=streams)
         taken, built = await self._take_built(Wanted(model, parts), max_wait_s or MAX_WAIT_FOR_ROOM_S)
         slots = taken.slots
         try:
@@ -141,7 +149,9 @@ class ModuleCache:
             async with self.lease(model, wanted, version=manifest.fingerprint):
                 return
         for part in self.parts(manifest, wanted).values():
-            if part.component.module_key not in self._modules.slots:
+            if part.streamed is not None:
+                await asyncio.to_thread(self._provider.prefetch, part.extents)
+            elif part.component.module_key not in self._modules.slots:
                 await asyncio.to_thread(self._tier.prefetch, part.component, part.extents)
 
     async def pin(self, model: str, wanted: Wants) -> None:
@@ -164,6 +174,7 @@ class ModuleCache:
     def set_budget(self, budget_bytes: int) -> None:
         """Change the budget. Raises BudgetExceeded when more is leased or pinned; then the budget stays."""
         self._modules.set_budget(budget_bytes, self._tier.resize)
+        self._budget_bytes = budget_bytes
 
     def give_up(self, extents: Collection[str], is_overdue: bool) -> None:
         """Let go of what is over these extents and only kept for later: the node needs them. Thread-safe.
@@ -346,17 +357,27 @@ class ModuleCache:
 
     def parts(self, manifest: Manifest, wanted: Wants) -> dict[PartName, Part]:
         """Return the wanted parts of a model, with what each takes of the budget."""
+        return self._fitted(self._whole_parts(manifest, wanted))
+
+    def _whole_parts(self, manifest: Manifest, wanted: Wants) -> dict[PartName, Part]:
         components = filter(wanted, manifest.components.values())
         return {PartName(one.name): self._part(manifest, one) for one in components}
 
     async def _parts_with(
-        self, manifest: Manifest, wanted: Wants, adapters: Sequence[str], versions: Mapping[str, str] | None
+        self,
+        manifest: Manifest,
+        wanted: Wants,
+        adapters: Sequence[str],
+        versions: Mapping[str, str] | None,
+        *,
+        streams: bool = False,
     ) -> dict[PartName, Part]:
-        parts = self.parts(manifest, wanted)
+        parts = self._whole_parts(manifest, wanted)
         for adapter in adapters:
-            found = await self.manifests.find_version(adapter, (versions or {}).get(adapter))
-            parts |= {PartName(adapter, is_adapter=True): part for part in self.parts(found, wanted).values()}
-        return parts
+            manifest = await self.manifests.find_version(adapter, (versions or {}).get(adapter))
+            found = self._whole_parts(manifest, wanted).values()
+            parts |= {PartName(adapter, is_adapter=True): part for part in found}
+        return self._fitted(parts, is_last_resort=streams)
 
     def _part(self, manifest: Manifest, component: Component) -> Part:
         if self._kept:
@@ -364,6 +385,11 @@ class ModuleCache:
         working_bytes = self._working_memory(component, self.skeleton(manifest))
         footprint = device_footprint(component, self._tier.size_of, working_bytes)
         return Part(manifest, component, footprint, working_bytes)
+
+    def _fitted(self, parts: dict[PartName, Part], is_last_resort: bool = False) -> dict[PartName, Part]:
+        if self._streaming is None:
+            return parts
+        return self._streaming.fit_parts(parts, self._budget_bytes, is_last_resort=is_last_resort)
 
     def _run(self, work: Coroutine[Any, Any, None]) -> None:
         self._tasks.add(task := shared_task(work))

@@ -17,7 +17,9 @@ import torch
 
 from weights.loader import attach, view_of
 from weights.loading.external_memory import bytes_tensor
-from weights.manifest import Component, ExtentRef
+from weights.manifest import Component, ExtentRef, TensorRef
+from weights.memory.block_plan import BlockPlan
+from weights.memory.block_stream import BlockStream
 from weights.memory.device_arena import DeviceArena, StillInUse
 from weights.memory.device_records import Acquired, ArenaStats
 from weights.memory.device_space import DeviceFull
@@ -58,13 +60,15 @@ class KeptExtents(LeasedExtents, Protocol):
 @dataclass(frozen=True, slots=True)
 class Placed:
     """The tensors of a component on their device, and the bytes that it took: read from storage or a peer for this
-    call, newly mapped from the node's memory, copied to the device; `reused_bytes` were there."""
+    call, newly mapped from the node's memory, copied to the device; `reused_bytes` were there. With a `stream`, the
+    tensors of its blocks are only the places where they will be."""
 
     tensors: Tensors
     storage_bytes: int
     host_bytes: int
     device_bytes: int
     reused_bytes: int
+    stream: BlockStream | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,11 +109,13 @@ class DeviceTier(Protocol):
         holder: str,
         fetched: Fetched | None = None,
         working_bytes: int = 0,
+        streamed: BlockPlan | None = None,
     ) -> Placed:
         """Leased until `release`. Raises what the provider raises, and BudgetExceeded; then nothing is leased.
 
         A device of its own has room for `working_bytes` more then, and counts them. What `fetched` had to load is not
-        in the answer.
+        in the answer. Blocks that are `streamed` come from extents that stay leased; who made `Placed.stream` work
+        closes it before the release.
         """
         ...
 
@@ -180,6 +186,7 @@ class _SharedTier:
         holder: str,
         fetched: Fetched | None = None,
         working_bytes: int = 0,
+        streamed: BlockPlan | None = None,
     ) -> Placed:
         own = fetched or self.fetch([extents])
         try:
@@ -237,6 +244,7 @@ class _ArenaTier:
     def __init__(self, provider: LeasedExtents, arena: DeviceArena) -> None:
         self._provider = provider
         self._arena = arena
+        self._lent: dict[str, _Uploads] = {}  # by holder, what streams from the host's memory
 
     def fetch(self, wants: Sequence[Sequence[ExtentRef]], beside: Sequence[Sequence[ExtentRef]] = ()) -> None:
         """Fetch nothing: what is on the device already needs no host memory, and `place_component` finds out."""
@@ -248,13 +256,40 @@ class _ArenaTier:
         holder: str,
         fetched: Fetched | None = None,
         working_bytes: int = 0,
+        streamed: BlockPlan | None = None,
     ) -> Placed:
         uploads = _Uploads(self._provider, component, extents)
+        if streamed is not None:
+            return self._place_streamed(component, uploads, holder, streamed)
         try:
-            tensors, report = self._acquire(component, uploads, holder, working_bytes)
+            tensors, report = self._acquire(component.tensors, uploads, holder, working_bytes)
         finally:
             uploads.release()
         return Placed(tensors, uploads.storage_bytes, uploads.host_bytes, report.moved_bytes, report.reused_bytes)
+
+    def _place_streamed(self, component: Component, uploads: _Uploads, holder: str, plan: BlockPlan) -> Placed:
+        staying = {name: ref for name, ref in component.tensors.items() if name not in plan.streamed}
+        try:
+            tensors, report = self._acquire(staying, uploads, holder, 2 * self._arena.size_of(plan.buffer_bytes))
+        finally:
+            uploads.release()
+        lent = uploads.again()
+        try:
+            hosts = lent.views([name for name in component.tensors if name not in staying])
+            stream = self._arena.open_stream(plan, hosts)
+        except BaseException:
+            lent.release()
+            self._arena.release([ref.sha256 for ref in staying.values()], holder)
+            raise
+        self._lent[holder] = lent
+        return Placed(
+            tensors | stream.first_tensors(),
+            uploads.storage_bytes + lent.storage_bytes,
+            uploads.host_bytes + lent.host_bytes,
+            report.moved_bytes,
+            report.reused_bytes,
+            stream,
+        )
 
     def hold(self, placements: Sequence[Placement]) -> None:
         for placement in placements:
@@ -268,6 +303,8 @@ class _ArenaTier:
     def release(self, placements: Sequence[Placement]) -> None:
         for placement in placements:
             self._arena.release([ref.sha256 for ref in placement.component.tensors.values()], placement.holder)
+            if (lent := self._lent.pop(placement.holder, None)) is not None:
+                lent.release()
 
     def prefetch(self, component: Component, extents: Sequence[ExtentRef]) -> None:
         uploads = _Uploads(self._provider, component, extents)
@@ -276,12 +313,12 @@ class _ArenaTier:
         finally:
             uploads.release()
 
-    def _acquire(self, component: Component, uploads: _Uploads, holder: str, working_bytes: int) -> Acquired:
+    def _acquire(self, wanted: Mapping[str, TensorRef], uploads: _Uploads, holder: str, working_bytes: int) -> Acquired:
         """Acquire the tensors, again for a moment: a frame or event that is just ending may refer to evicted ones."""
         deadline_s = time.monotonic() + MAX_LINGER_S
         while True:
             try:
-                return self._arena.acquire(component.tensors, uploads.views, holder, working_bytes)
+                return self._arena.acquire(wanted, uploads.views, holder, working_bytes)
             except (DeviceFull, StillInUse):
                 if time.monotonic() > deadline_s:
                     raise
@@ -315,6 +352,10 @@ class _Uploads:
         self._extents = {extent.id: extent for extent in extents}
         self._leased: list[ExtentRef] = []
         self.storage_bytes = 0
+
+    def again(self) -> _Uploads:
+        """Return the uploads of the same component with no extents yet."""
+        return _Uploads(self._provider, self._component, tuple(self._extents.values()))
 
     @property
     def host_bytes(self) -> int:

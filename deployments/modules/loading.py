@@ -15,6 +15,7 @@ from deployments.engines.build import IMPORT_LOCK
 from deployments.engines.diffusion.rows import BatchBounds
 from deployments.engines.llm.engine import LLMEngine, working_bytes
 from deployments.engines.llm.models.packed import compute_dtype
+from deployments.engines.nn.streamed_blocks import end_streaming, stream_blocks
 from deployments.engines.protocol import EngineError
 from deployments.engines.skeletons import SkeletonPool
 from deployments.errors import ModelUnavailable
@@ -83,6 +84,8 @@ async def locate_parts(filling: Sequence[Filling], manifests: ManifestVersions) 
     for slot, part in filling:
         manifest = await manifests.locate(part.manifest)
         component = manifest.components.get(part.component.name)
+        if component and part.streamed:
+            component = component.model_copy(update={"parts_hash": part.component.parts_hash})
         if manifest is not part.manifest and component and component.module_key == slot.key:
             part = replace(part, manifest=manifest, component=component)
             slot.component, slot.extents = component, part.extents
@@ -123,7 +126,12 @@ def _fill_slot(
     start = clock() - (together.fetch_s if together and pays else 0.0)
     try:
         placed = tier.place_component(
-            part.component, slot.extents, slot.holder, together.fetched if together else None, part.working_bytes
+            part.component,
+            slot.extents,
+            slot.holder,
+            together.fetched if together else None,
+            part.working_bytes,
+            part.streamed,
         )
         slot.is_placed = True
     except ExtentCorrupt as error:
@@ -132,6 +140,8 @@ def _fill_slot(
     attached = clock()
     try:
         thing = build(part.component, skeleton, placed.tensors)
+        if placed.stream is not None:
+            stream_blocks(thing, placed.stream)
     except Exception as error:  # of many libraries; none of it is the fault of the request that came first
         raise ModelUnavailable(f"{part.component.name} of {part.manifest.model!r} cannot be built: {error}") from error
     return Built(
@@ -218,6 +228,10 @@ class ComponentBuilder:
         if component.library == "diffusers":
             self.skeletons.prepare_skeleton(component, skeleton / component.folder)
 
+    def can_stream(self, component: Component) -> bool:
+        """Return whether its blocks may come one after the other, where it is larger than the device."""
+        return component.library == "diffusers"
+
     def private_footprint(self, component: Component) -> Mapping[str, int]:
         """Return what a component costs beside the node's shared memory: Python's objects, and an LLM's KV cache.
 
@@ -262,6 +276,7 @@ class ComponentBuilder:
     def retire(self, thing: Any) -> None:
         """Take back what was built here and is not used any more."""
         if isinstance(thing, nn.Module):
+            end_streaming(thing)
             self.skeletons.retire_module(thing)
         elif isinstance(thing, KeyedEncoder):
             self._encoders.retire(thing)

@@ -131,8 +131,8 @@ class ImageResult:
 class ImageProgress:
     """A piece of an image stream before its ImageResult: `step` of `num_steps` are done.
 
-    `previews` are n arrays (height, width, 3) uint8, the images as this step expects them, or (); `preview_index`
-    counts them from 0. `checkpoint` is what `Worker.stream_images` takes to go on after this step in another replica.
+    `previews` are n arrays (height, width, 3) uint8, what this step expects, or (); `preview_index` counts from 0.
+    With `checkpoint`, `Worker.stream_images` goes on elsewhere: it has to after one that `is_moved`, the last.
     """
 
     step: int
@@ -140,3 +140,4 @@ class ImageProgress:
     previews: tuple[npt.NDArray[np.uint8], ...] = ()
     preview_index: int | None = None
     checkpoint: bytes | None = None
+    is_moved: bool = False

@@ -50,6 +50,8 @@ class ApartStages:
     ) -> AsyncGenerator[tuple[DiffusionOutput, SwitchReport], None]:
         """Yield the outputs of `run`, which denoises, and at the end the images; each with the switches so far.
 
+        A request that moves ends with that output.
+
         `conditioned` lacks its adapters.
         """
         denoiser = family_of(manifest.class_name or "").denoiser_name
@@ -71,6 +73,9 @@ class ApartStages:
                 async for output in outputs:
                     if not output.is_last:
                         yield output, _together(reports)
+        if output.is_moved:
+            yield output, _together(reports)
+            return
         loop, latents = asyncio.get_running_loop(), output.latents
         assert latents is not None  # the VAE was not there
         start = loop.time()

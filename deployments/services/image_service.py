@@ -8,8 +8,8 @@ import hashlib
 import platform
 import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from dataclasses import replace
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final, NamedTuple, TypeVar
 
@@ -36,6 +36,7 @@ from deployments.records import CacheUse, ImageProgress, ImageRequest, ImageResu
 from deployments.services.apart_stages import ApartStages
 from deployments.services.remembered_costs import RememberedCosts
 from deployments.services.step_loop import DeviceThread, EngineLoop
+from deployments.tasks import shared_task
 from deployments.text.requests import Conditioning, ConditioningRequest, pack, unpack
 
 EncodeText = Callable[[ConditioningRequest], Awaitable[Conditioning]]
@@ -51,8 +52,18 @@ class _PipelineEngine(NamedTuple):
     """The engine of one pipeline, and the name that its costs are remembered under."""
 
     loop: EngineLoop[ConditionedRequest, DiffusionOutput]
+    engine: DiffusionEngine
     costs: StepCosts
     subject: str
+
+
+@dataclass(slots=True)
+class _Moving:
+    """A request that may be handed over, its engine once it is there, and whether that is wanted."""
+
+    model: str
+    engine: _PipelineEngine | None = None
+    is_wanted: bool = False
 
 
 class ImageService:
@@ -75,7 +86,21 @@ class ImageService:
         self._clock = clock
         self._kept_s = clock()
         self._keeping: asyncio.Task[None] | None = None
+        self._moving: dict[str, _Moving] = {}  # by request
+        self._hand_overs: set[asyncio.Task[None]] = set()
         self.num_running = 0  # requests between their noise and their images
+
+    def hand_over(self, models: Collection[str]) -> None:
+        """Let another replica go on with the requests of these models that are under way, each after its next step."""
+        for request_id, moving in self._moving.items():
+            if moving.model in models and not moving.is_wanted:
+                moving.is_wanted = True
+                if moving.engine is not None:
+                    self._begin_hand_over(request_id, moving.engine)
+
+    def _begin_hand_over(self, request_id: str, engine: _PipelineEngine) -> None:
+        self._hand_overs.add(task := shared_task(engine.loop.end_early(request_id, engine.engine.hand_over)))
+        task.add_done_callback(self._hand_overs.discard)
 
     async def generate(
         self,
@@ -108,14 +133,15 @@ class ImageService:
 
         `with_image_defaults` has filled the request in. With a `checkpoint` of the same request it goes on from there,
         and no text is encoded. Else the model is switched to while the text is being encoded; with `encode_first` after
-        it, for an encoder that takes room from the same cache. Closing the generator early ends the request.
+        it, for an encoder that takes room from the same cache. Closing the generator early ends the request. One that
+        is handed over ends with a piece that says so.
 
         Raises the ServiceErrors of `deployments.errors`, and what `encode_text` raises; nothing is leased then.
         """
         start = time.perf_counter()
-        with as_service_errors():
+        denoise = _denoise_request(request)
+        with as_service_errors(), self._movable(denoise.request_id, request.model):
             manifest = await self._module_cache.manifests.find_version(request.model, request.model_version)
-            denoise = _denoise_request(request)
             text = _conditioning_request(request, denoise, manifest.class_name or "")
             encoding = asyncio.ensure_future(_kept_text(checkpoint) if checkpoint else encode_text(text))
             try:
@@ -158,7 +184,7 @@ class ImageService:
                         request,
                         ready,
                         manifest,
-                        lambda wants, names, max_wait_s: take(wants, names, max_wait_s=max_wait_s),
+                        lambda wants, names, max_wait_s: take(wants, names, max_wait_s=max_wait_s, streams=True),
                         partial(self._denoise, is_whole=False),
                     )
                     async with contextlib.aclosing(apart) as staged:
@@ -168,6 +194,9 @@ class ImageService:
                 conditioning = await encoding
             finally:
                 encoding.cancel()
+        if output.is_moved:
+            yield _progress(output)
+            return
         assert output.images is not None  # it is the last
         warnings: tuple[str, ...] = () if is_whole or not request.partial_images else (_NO_PREVIEWS,)
         warnings += conditioning.warnings + _ignored_inputs(request, text.use_negative, manifest.class_name or "")
@@ -189,6 +218,14 @@ class ImageService:
             warnings=warnings,
         )
 
+    @contextlib.contextmanager
+    def _movable(self, request_id: str, model: str) -> Iterator[None]:
+        self._moving[request_id] = _Moving(model)
+        try:
+            yield
+        finally:
+            del self._moving[request_id]
+
     async def _denoise(
         self, lease: Lease, request: ConditionedRequest, *, is_whole: bool = True
     ) -> AsyncGenerator[DiffusionOutput, None]:
@@ -199,6 +236,11 @@ class ImageService:
         settings = await self._settings_of(lease)
         pipeline = None if is_whole else await self._apart.denoise_pipeline(lease)
         engine: _PipelineEngine = lease.bound(lambda: self._engine(lease, pipeline), settings)
+        moving = self._moving[request.request_id]
+        if moving.is_wanted:  # before it has begun
+            yield DiffusionOutput(request.request_id, 0, 0, checkpoint=request.resume_from, is_moved=True)
+            return
+        moving.engine = engine
         self.num_running += 1
         try:
             # Closed before the lease ends: the engine may be in a step of this request when the stream is left.
@@ -206,6 +248,7 @@ class ImageService:
                 async for output in outputs:
                     yield output
         finally:
+            moving.engine = None
             self.num_running -= 1
         if self._clock() - self._kept_s >= KEEP_COSTS_S:
             self._kept_s = self._clock()
@@ -218,9 +261,8 @@ class ImageService:
     def _engine(self, lease: Lease, pipeline: DenoisePipeline | None) -> _PipelineEngine:
         subject = _subject(lease, self._settings)
         costs = self._remembered.recall_costs(subject)
-        return _PipelineEngine(
-            EngineLoop(self._device, DiffusionEngine(pipeline or self._pipeline(lease), costs)), costs, subject
-        )
+        engine = DiffusionEngine(pipeline or self._pipeline(lease), costs)
+        return _PipelineEngine(EngineLoop(self._device, engine), engine, costs, subject)
 
     async def _settings_of(self, lease: Lease) -> str:
         """Return the identity of the pipeline's settings, read once for each version of a model."""
@@ -265,7 +307,9 @@ def _time_left(request: ImageRequest, start: float) -> float | None:
 
 def _progress(output: DiffusionOutput) -> ImageProgress:
     previews = () if output.preview is None else tuple(output.preview)
-    return ImageProgress(output.step_index, output.num_steps, previews, output.preview_index, output.checkpoint)
+    return ImageProgress(
+        output.step_index, output.num_steps, previews, output.preview_index, output.checkpoint, output.is_moved
+    )
 
 
 def _denoise_request(request: ImageRequest) -> DiffusionRequest:

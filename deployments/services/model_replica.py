@@ -72,12 +72,13 @@ class ModelReplica:
         num_threads: int | None = None,
         private_footprint: Footprint = object_footprint,
         working_memory: WorkingMemory = no_working_memory,
+        can_stream: Callable[[Component], bool] = lambda component: False,
     ) -> None:
         """Connect to the registry and to this node's keeper, open the module cache and prepare the configured models.
 
         `role` names this replica as a holder of leases. `private_footprint` says what a component costs beside the
-        node's shared memory, and `working_memory` what it allocates on a device. Raises WeightsError for a device that
-        is not there.
+        node's shared memory, `working_memory` what it allocates on a device, and `can_stream` whether it can come there
+        block by block. Raises WeightsError for a device that is not there.
         """
         replica_calls_on_loopback()
         limit_torch_threads(num_threads, settings.num_cpus)
@@ -116,6 +117,7 @@ class ModelReplica:
             private_footprint=private_footprint,
             working_memory=working_memory,
             retire=builder.retire,
+            can_stream=can_stream,
         )
         provider.start_beating()
         await prepare_models(self._module_cache, config.models, self._kinds, self._wants, builder.prepare)

@@ -95,6 +95,12 @@ class EngineLoop(Generic[RequestT, OutputT]):
             if is_running:
                 await self._device.run(self._engine.abort, request.request_id)
 
+    async def end_early(self, request_id: str, end: Callable[[str], OutputT | None]) -> None:
+        """Call `end` for a request between two steps: it returns the request's last output, None if that goes on."""
+        output = await self._device.run(end, request_id)
+        if output is not None:
+            self._hand_over([(request_id, output)])
+
     async def _join(self, request: RequestT) -> None:
         """Add the request to the engine. Its first step is behind that on the device thread already."""
         self._num_joining += 1

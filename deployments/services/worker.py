@@ -17,6 +17,7 @@ from ray import serve
 
 from cluster.controller.actor import connect_controller
 from cluster.controller.link import ControllerLink
+from cluster.controller.reports import Orders
 from cluster.telemetry import RequestMetrics
 from configs.cluster import ClusterConfig
 from deployments.errors import ModelUnavailable
@@ -47,7 +48,9 @@ class Worker(ModelReplica):
         self._metrics = RequestMetrics()
         builder = ComponentBuilder(self._settings)
         threads, footprint = self._settings.num_threads, builder.private_footprint
-        await self._open(config, "worker", self._settings, builder, threads, footprint, builder.working_memory)
+        await self._open(
+            config, "worker", self._settings, builder, threads, footprint, builder.working_memory, builder.can_stream
+        )
         self._images = ImageService(self._module_cache, self._settings, self._device)
         self._texts = TextService(self._module_cache, self._device)
         self._fallback_encoder = FallbackEncoder(self._module_cache, self._device)
@@ -66,11 +69,15 @@ class Worker(ModelReplica):
                 self._name,
                 connect,
                 self._ordered.report,
-                self._ordered.obey,
+                self._obey,
                 self._ordered.news,
                 config.controller.tick_s,
             )
             self._link.start()
+
+    def _obey(self, orders: Orders) -> None:
+        self._ordered.obey(orders)
+        self._images.hand_over(orders.hand_over)
 
     async def stream_images(
         self, request: ImageRequest, checkpoint: bytes | None = None

@@ -67,6 +67,7 @@ class Host(ModuleCache):
             device=device,
             retire=self.builder.retire,
             working_memory=getattr(self.builder, "working_memory", no_working_memory),
+            can_stream=getattr(self.builder, "can_stream", lambda component: False),
         )
 
     async def _manifest_of(self, model: str, version: str | None) -> Manifest:

@@ -1,12 +1,17 @@
-"""kill -9 of a worker under running images: they go on elsewhere after their last checkpoint, to the same images."""
+"""Images go on elsewhere, to the same images: after kill -9 of their worker, and when workers are restarted in turn."""
 
 from __future__ import annotations
 
 import asyncio
+import base64
+import io
+import itertools
 import os
 import signal
+import threading
 from collections import defaultdict
 from collections.abc import AsyncGenerator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from typing import Any
 
@@ -14,6 +19,7 @@ import httpx
 import numpy as np
 import pytest
 from integration.harness import Cluster, wait_for
+from PIL import Image
 from ray import serve
 
 from cluster.control.dispatcher import Dispatcher
@@ -106,3 +112,44 @@ async def test_sixteen_images_outlive_their_worker(cluster: Cluster) -> None:
         num_again = first[-1] - second[0] + 1 if first else 0
         assert num_again < EVERY_STEPS, "more was done again than what came after the checkpoint"
     await asyncio.to_thread(wait_for, lambda: len(workers(cluster)) == 2, "a worker in its place")
+
+
+@pytest.mark.faults
+def test_images_do_not_notice_that_all_workers_are_restarted_one_after_the_other(cluster: Cluster) -> None:
+    wait_for(lambda: len(workers(cluster)) == 2, "two workers")
+    body = {"model": "digits-flux", "prompt": "a handwritten two", "num_inference_steps": 60, "size": "32x32"}
+    with httpx.Client(base_url=cluster.url, timeout=TIMEOUT_S) as http, ThreadPoolExecutor(8) as pool:
+
+        def draw(seed: int) -> np.ndarray:
+            answer = http.post("/v1/images/generations", json=body | {"seed": seed})
+            assert answer.status_code == 200, answer.text
+            with Image.open(io.BytesIO(base64.b64decode(answer.json()["data"][0]["b64_json"]))) as image:
+                return np.asarray(image)
+
+        def denoising(name: str) -> int:
+            shown = http.get("/admin/cluster").json()["workers"]
+            return sum(worker["denoising"] for worker in shown if worker["name"] == name)
+
+        expected = [draw(seed) for seed in range(8)]
+        stop, found = threading.Event(), [list[np.ndarray]() for _ in expected]
+
+        def ask_on(seed: int) -> None:
+            while not stop.is_set():
+                found[seed].append(draw(seed))
+
+        asking = [pool.submit(ask_on, seed) for seed in range(8)]
+        try:
+            for name, process in workers(cluster).items():
+                wait_for(lambda name=name: denoising(name) > 0, "its work", TIMEOUT_S)
+                http.post(f"/admin/workers/{name}/drain").raise_for_status()
+                wait_for(lambda name=name: denoising(name) == 0, "the end of its work", TIMEOUT_S)
+                os.kill(process, signal.SIGKILL)
+                wait_for(lambda name=name: name not in workers(cluster), "its end")
+                wait_for(lambda: len(workers(cluster)) == 2, "a worker in its place", TIMEOUT_S)
+        finally:
+            stop.set()
+            for one in asking:
+                one.result()
+    for image, drawn in zip(expected, found, strict=True):
+        assert drawn
+        assert all(itertools.starmap(np.array_equal, ((image, one) for one in drawn)))

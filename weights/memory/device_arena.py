@@ -19,6 +19,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from weights.errors import BudgetExceeded, WeightsError
+from weights.memory.block_plan import BlockPlan
+from weights.memory.block_stream import BlockStream
 from weights.memory.device_records import Acquired, ArenaReport, ArenaStats, DeviceKey, HostViews
 from weights.memory.device_space import DeviceSpace, bytes_of, tensor_of
 from weights.memory.transfer import Transfer
@@ -203,6 +205,13 @@ class DeviceArena:
             self._budget_bytes = budget_bytes
             self._book.evict(plan.evict)
             return tuple(entry.key for entry in plan.evict)
+
+    def open_stream(self, plan: BlockPlan, hosts: Mapping[str, torch.Tensor]) -> BlockStream:
+        """Return the stream of a module's blocks; `hosts` has their tensors. Raises DeviceFull.
+
+        Its buffers are working memory, which an `acquire` of its holder has made room for.
+        """
+        return BlockStream(plan, hosts, self._space)
 
     def size_of(self, nbytes: int) -> int:
         """Return the bytes that a tensor of `nbytes` bytes takes on the device."""

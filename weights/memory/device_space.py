@@ -13,7 +13,7 @@ import queue
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 import numpy as np
 import torch
@@ -75,15 +75,43 @@ class DeviceSpace:
         """
         if self._transfer is None:
             return list(hosts)
-        try:
-            targets = [torch.empty(len(host), dtype=torch.uint8, device=self.device) for host in hosts]
-        except (RuntimeError, MemoryError) as error:  # torch's OutOfMemoryError is a RuntimeError
-            wanted_bytes = sum(len(host) for host in hosts)
-            raise DeviceFull(
-                f"{self.name} has no memory for {wanted_bytes} bytes, though the arena's budget allows them: {error}"
-            ) from None
+        targets = self.allocate([len(host) for host in hosts])
         self._transfer.copy(list(zip(hosts, targets, strict=True)))
         return targets
+
+    def allocate(self, sizes: Sequence[int]) -> list[torch.Tensor]:
+        """Return memory of so many bytes each, 1-D uint8. Raises DeviceFull as `upload_bytes` does."""
+        try:
+            return [torch.empty(nbytes, dtype=torch.uint8, device=self.device) for nbytes in sizes]
+        except (RuntimeError, MemoryError) as error:  # torch's OutOfMemoryError is a RuntimeError
+            raise DeviceFull(
+                f"{self.name} has no memory for {sum(sizes)} bytes, though the arena's budget allows them: {error}"
+            ) from None
+
+    def work_so_far(self) -> Any:
+        """Return an event after all that the calling thread has told the device to do; None where nothing is told."""
+        if self.device.type == "cpu":
+            return None
+        module = torch.get_device_module(self.device)
+        event = module.Event()
+        event.record(module.current_stream(self.device))
+        return event
+
+    def fill(self, pairs: Sequence[Pair], after: Any) -> None:
+        """Copy into memory that was allocated here before, from host to device. Blocks until all bytes are there.
+
+        They come `after` that event of another thread's work, which may read the memory until then, and beside what
+        that thread tells the device later.
+        """
+        assert self._transfer is not None  # where the host's views are the tensors, there is nothing to fill
+        if after is None:
+            self._transfer.copy(pairs)
+            return
+        module = torch.get_device_module(self.device)
+        stream = module.Stream(self.device)
+        after.wait(stream)
+        with module.stream(stream):  # the copies follow the stream of their thread
+            self._transfer.copy(pairs)
 
 
 def bytes_of(name: str, key: DeviceKey, view: torch.Tensor) -> torch.Tensor:

@@ -103,6 +103,22 @@ class DiffusionEngine:
         if running is not None:
             self._order.leave(running.fair_end)
 
+    def hand_over(self, request_id: str) -> DiffusionOutput | None:
+        """Drop a request, for another process to go on with, and return its last output.
+
+        None for one that stays: it is unknown, has had its last step, or has no checkpoint.
+        """
+        running = self._requests.get(request_id)
+        if running is None or running.state.done:
+            return None
+        request, state = running.request, running.state
+        has_moved = running.started is not None
+        checkpoint = save_checkpoint(state, request.conditioning) if has_moved else request.resume_from
+        if has_moved and checkpoint is None:
+            return None
+        self.abort(request_id)
+        return DiffusionOutput(request_id, state.step_index, state.num_steps, checkpoint=checkpoint, is_moved=True)
+
     def step(self) -> list[DiffusionOutput]:
         """Denoise a batch, or decode the requests that have no steps left."""
         self.failures = {}

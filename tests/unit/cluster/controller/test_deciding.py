@@ -216,3 +216,15 @@ def test_chances_that_fade_alike_are_no_news() -> None:
     ]
     assert all(chances_of(state) == chances_of(states[0]) for state in states)
     assert sum(chances_of(states[0]).values()) == pytest.approx(1.0, abs=0.01)
+
+
+def test_a_drained_worker_hands_over_what_another_one_can_start() -> None:
+    cluster = Cluster("v", "w")
+    for name in "vw":
+        cluster.change(name, ready={"x": 10})
+    cluster.running["w"] = {"a": 2}
+    drained = Overrides(draining=frozenset("w"))
+    assert {name: of.hand_over for name, of in cluster.decide().orders.items()} == {"v": (), "w": ()}
+    assert {name: of.hand_over for name, of in cluster.decide(drained).orders.items()} == {"v": (), "w": ("a",)}
+    cluster.change("v", ready={})
+    assert cluster.decide(drained).orders["w"].hand_over == ()

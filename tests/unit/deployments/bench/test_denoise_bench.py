@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 
-from deployments.bench.denoise import Effort, _measure_mixed, _play, print_denoise_figures
+from deployments.bench.denoise import PARTS, Effort, _measure_mixed, _play, print_part
 from deployments.bench.denoise_models import make_model
 from deployments.engines.diffusion.step_costs import StepCosts
 
@@ -31,11 +29,13 @@ def test_all_ways_make_the_same_latents_and_arrivals_are_all_served() -> None:
         assert len(_play(model, [(0.0, model.request(1, seed=0)), (0.01, model.request(2, seed=1))], StepCosts())) == 2
 
 
-def test_figures_are_one_json_object_or_tables(capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_part_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     way = {"images_per_s": 2.0, "mean_latency_s": 0.5}
+    single = {"side_px": 16, "ours_steps_per_s": 20.0, "stock_steps_per_s": 10.0, "ratio": 2.0}
+    concurrent = {"num_requests": 8, "side_px": 16, "ours": way, "serial": way, "one_batch": way}
     figures = {
-        "single": {"ours_steps_per_s": 20.0, "stock_steps_per_s": 10.0, "ratio": 2.0},
-        "concurrent": [{"num_requests": 8, "ours": way, "serial": way, "one_batch": way}],
+        "single": [single],
+        "concurrent": [concurrent | {"ours_over_serial": 1.5}],
         "mixed": {
             f"{name}_{what}": 2.0
             for name in ("lengths", "lengths_and_sizes")
@@ -45,8 +45,11 @@ def test_figures_are_one_json_object_or_tables(capsys: pytest.CaptureFixture[str
         "stream": {"progress_overhead": 0.01},
         "invariance": [{"rows": 1, "ours_ms": 1.0, "plain_ms": 1.0, "cost": 0.0}],
         "checkpoint": {"bytes": 7, "resume_ms": 1.5},
+        "offload": [{"share": 0.3, "steps_per_s": 4.5, "uploaded_bytes_per_step": 3.2e6}],
     }
-    print_denoise_figures(figures, as_json=True)
-    assert json.loads(capsys.readouterr().out) == figures
-    print_denoise_figures(figures, as_json=False)
-    assert "2.00 x" in capsys.readouterr().out
+    assert tuple(figures) == PARTS
+    shown = {"single": "2.00 x", "concurrent": "1.50 x", "stream": "+1.0%", "offload": "30%"}
+    for name, part in figures.items():
+        print_part(name, part)
+        assert shown.get(name, "") in (out := capsys.readouterr().out)
+        assert out

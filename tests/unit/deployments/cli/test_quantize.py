@@ -46,7 +46,8 @@ def test_a_table_and_a_model_of_the_store(run: Run, tmp_path: Path) -> None:
 
 def test_a_pipeline_in_float8(run: Run, tmp_path: Path) -> None:
     store, target = tmp_path / "store", tmp_path / "fp8"
-    options = ("--to", "fp8-row", "--model", "small", "--store", str(store), "--json")
+    images = ("--prompt", "a handwritten five", "--prompt", "a handwritten two", "--size", "16", "--steps", "2")
+    options = ("--to", "fp8-row", "--model", "small", "--store", str(store), "--json", *images)
     code, out, _ = run("quantize", str(ADDER.with_name("digits-flux")), str(target), *options)
     assert code == 0
     record = json.loads(out)
@@ -55,6 +56,11 @@ def test_a_pipeline_in_float8(run: Run, tmp_path: Path) -> None:
     assert len(small) > 20
     assert all(0.01 < row["rms_error"] < 0.04 for row in small)
     assert WeightStore(store).manifest("small").kind == "diffusion"
+    found = record["images"]
+    assert found["num_images"] == 2
+    assert 0 < found["mean_difference"] < 8 < found["psnr_db"]
+    assert found["mean_difference"] <= found["max_difference"] <= 255
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["fp8", "store"]
 
 
 @pytest.mark.parametrize(
@@ -67,6 +73,7 @@ def test_a_pipeline_in_float8(run: Run, tmp_path: Path) -> None:
         ),
         (("{adder}", "{here}/target", "--to", "gguf-q8_0", "--text", "{here}/one"), 2, "--text: the text has 1 tokens"),
         (("{adder}", "{here}/one", "--to", "gguf-q8_0"), 1, "one: exists already"),
+        (("{adder}", "{here}/target", "--to", "gguf-q8_0", "--prompt", "x"), 2, "--prompt: gguf-q8_0 is for language"),
         (("{here}", "{here}/target", "--to", "kuiper-int8"), 1, "no Hugging Face folder"),
         (("{adder}", "{here}/target", "--to", "q5"), 2, "kuiper-int8"),
         (("{adder}", "{here}/target", "--to", "fp8-row"), 1, "model_index.json"),

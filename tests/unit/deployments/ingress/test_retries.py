@@ -133,6 +133,30 @@ async def test_steps_go_on_after_the_last_checkpoint(dies_after: int, checkpoint
     assert worker.steps == steps
 
 
+async def test_an_image_that_is_handed_over_goes_on_however_often_and_is_no_suspect() -> None:
+    given: list[bytes | None] = []
+
+    class Moving:
+        async def on_images(self, num_steps: int, checkpoint: bytes | None = None) -> AsyncIterator[Any]:
+            given.append(checkpoint)
+            step = int(checkpoint or b"0")
+            for later in range(step + 1, min(step + 2, num_steps) + 1):
+                yield ImageProgress(later, num_steps)
+            if step + 2 < num_steps:
+                yield ImageProgress(step + 2, num_steps, checkpoint=str(step + 2).encode(), is_moved=True)
+            else:
+                yield "images"
+
+    calls = calls_of(Moving())
+    await calls._suspects.acquire()  # suspects would wait for it
+    async with asyncio.timeout(10), aclosing(calls.stream("images", 9, ask=ask())) as pieces:
+        found = [piece async for piece in pieces]
+    assert [piece.step for piece in found[:-1]] == list(range(1, 10))
+    assert not any(piece.is_moved for piece in found[:-1])
+    assert found[-1] == "images"
+    assert given == [None, b"2", b"4", b"6", b"8"]
+
+
 @pytest.mark.parametrize("ask", [whole, streamed])
 @pytest.mark.parametrize("num_workers", [1, 3])
 async def test_a_poison_request_takes_two_workers_and_innocents_are_all_answered(

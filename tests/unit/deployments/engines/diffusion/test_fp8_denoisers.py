@@ -14,7 +14,8 @@ from torch import nn
 
 from deployments.engines.build import build_module
 from deployments.engines.diffusion.pipeline import DenoisePipeline
-from deployments.engines.nn.fp8_linear import _Fp8Linear
+from deployments.engines.nn import fp8_linear
+from deployments.engines.nn.fp8_linear import _Fp8Linear, _scaled_product
 from deployments.engines.nn.lora import applied_adapters
 from weights.adapters import LoraPair
 from weights.errors import FormatError, WeightsError
@@ -64,6 +65,35 @@ def test_images_equal_stock_with_the_same_weights(pair, make_request, tmp_path, 
     assert np.abs(images.astype(int) - stock.astype(int)).max() <= 1
     exact = pair.ours.generate(request, conditioning)
     assert 0 < np.abs(images.astype(int) - exact.astype(int)).mean() < 16  # random weights; float8 is not for nothing
+
+
+@pytest.mark.parametrize("scales", ["row", "tensor"])
+def test_a_product_of_float8_is_that_of_what_its_factors_stand_for(scales, monkeypatch):
+    """Torch multiplies float8 on the CPU as well, slowly; nothing chooses it there."""
+    generator = torch.Generator().manual_seed(4)
+    matrix = torch.randn(48, 64, generator=generator).numpy() * 0.1
+    values, scale, _ = _quantize_rows("w", matrix, scales)
+    weight, scale = torch.from_numpy(values.view(np.uint8)).view(torch.float8_e4m3fn), torch.from_numpy(scale)
+    bias = torch.randn(48, generator=generator).to(torch.bfloat16)
+    x = torch.randn(3, 5, 64, generator=generator).to(torch.bfloat16) * torch.logspace(-3, 3, 5)[:, None].bfloat16()
+    x[1, 2] = 0
+    found = _scaled_product(x, weight, scale, bias)
+    assert (found.shape, found.dtype) == ((3, 5, 48), torch.bfloat16)
+    steps = (x.float().abs().amax(-1, keepdim=True) / 448).clamp(min=1e-30)
+    rounded = (x.float() / steps).to(torch.float8_e4m3fn).float() * steps
+    expected = rounded @ (weight.float() * scale).T + bias.float()
+    assert torch.allclose(found.float(), expected, rtol=2**-7, atol=1e-3)
+    assert torch.equal(_scaled_product(x[:1, 3:4], weight, scale, bias), found[:1, 3:4])  # its rows are its own
+    exact = x.float() @ (weight.float() * scale).T + bias.float()
+    assert (found.float() - exact).norm() / exact.norm() < 0.05
+
+    layer = nn.Linear(64, 48).to(torch.bfloat16).requires_grad_(False)
+    layer.__class__, layer.weight = _Fp8Linear, nn.Parameter(weight, requires_grad=False)
+    layer.bias = nn.Parameter(bias, requires_grad=False)
+    layer.register_buffer("weight_scale", scale)
+    assert not torch.equal(layer(x), found)
+    monkeypatch.setattr(fp8_linear, "_multiplies_float8", lambda x, weight: True)
+    assert torch.equal(layer(x), found)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

@@ -1,0 +1,189 @@
+"""A device smaller than the denoiser: its blocks come one after the other, and the image is the same.
+
+Beside it, ControlNets and LoRAs where denoiser and VAE take turns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("diffusers")
+
+from device.hosting import DEMO, Host, demo_store
+
+from deployments.engines.diffusion.families import family_of
+from deployments.errors import ServiceError
+from deployments.modules.loading import is_denoise_component
+from deployments.records import ImageRequest, ImageResult
+from deployments.services.image_service import ImageService
+from deployments.services.step_loop import DeviceThread
+from deployments.text.fallback import FallbackEncoder
+from deployments.text.requests import Conditioning, ConditioningRequest
+from weights.externalize import externalize
+from weights.intake import bring_in
+from weights.quantization.fp8_pipeline import export_fp8
+from weights.store import WeightStore
+
+FLUX, SDXL = "digits-flux", "digits-sdxl"
+DENOISERS = {FLUX: "transformer", SDXL: "unet", "fp8": "transformer"}
+PIXELS = np.random.default_rng(2).integers(0, 256, (32, 32, 3), np.uint8)
+
+
+def request_of(model: str, **fields: Any) -> ImageRequest:
+    sizes = {"width": 32, "height": 32, "num_inference_steps": 2, "guidance_scale": 4.0, "seed": 5}
+    return ImageRequest(model=model, prompt="a handwritten seven", **(sizes | fields))
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> WeightStore:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda descriptor: None)
+        folder = tmp_path_factory.mktemp("streamed")
+        found = demo_store(folder / "store", FLUX, SDXL)
+        bring_in(found, "bold", DEMO / "bold", dtype="float32")
+        family = family_of("FluxPipeline")
+        export_fp8(DEMO / FLUX, folder / "fp8", family.denoiser_name, family.keeps_precision)
+        externalize(found, "fp8", folder / "fp8", dtype="float32")
+        bring_in(found, "outline", make_controlnet(folder / "outline"), dtype="float32")
+        return found
+
+
+def make_controlnet(folder: Any) -> Any:
+    """Save a ControlNet for the SDXL pipeline whose residuals matter: stock's begin at zero."""
+    from diffusers import ControlNetModel, UNet2DConditionModel
+
+    torch.manual_seed(0)
+    unet = UNet2DConditionModel.from_pretrained(DEMO / SDXL / "unet", torch_dtype=torch.float32)
+    net = ControlNetModel.from_unet(unet, conditioning_embedding_out_channels=(4, 8, 8))
+    with torch.no_grad():
+        for parameter in net.parameters():
+            if not parameter.any():
+                parameter.normal_(std=0.1)
+    net.save_pretrained(folder)
+    return folder
+
+
+def device_bytes(store: WeightStore, model: str, *names: str) -> int:
+    """Return the device's bytes of these components; without a name, of all that a worker builds."""
+    parts = store.manifest(model).components.values()
+    wanted = [part for part in parts if part.name in names or (not names and is_denoise_component(part))]
+    refs = {ref.sha256: ref for part in wanted for ref in part.tensors.values()}
+    return sum(-(-ref.nbytes // 512) * 512 for ref in refs.values())
+
+
+_texts: dict[tuple[str, str, bool], Conditioning] = {}
+
+
+class Studio:
+    """An image service whose texts are encoded on the host, as by another replica."""
+
+    def __init__(self, store: WeightStore, device: torch.device, budget_bytes: int = 2**30) -> None:
+        self.host = Host(store, str(device), budget_bytes)
+        thread = DeviceThread()
+        self._encoder = FallbackEncoder(Host(store, "cpu"), thread)
+        self.images = ImageService(self.host, self.host.settings, thread)
+
+    async def _encode(self, request: ConditioningRequest) -> Conditioning:
+        key = request.model, request.prompt, request.use_negative
+        if key not in _texts:
+            _texts[key] = await self._encoder.condition(request)
+        return _texts[key]
+
+    async def draw(self, request: ImageRequest) -> ImageResult:
+        async with asyncio.timeout(120):
+            return await self.images.generate(request, self._encode)
+
+
+@pytest.mark.parametrize("model", DENOISERS)
+async def test_a_denoiser_larger_than_the_budget_makes_the_same_images(
+    store: WeightStore, device: torch.device, model: str
+) -> None:
+    request = request_of(model, n=2)
+    whole = await Studio(store, device).draw(request)
+    pipeline = device_bytes(store, model)
+    for share in (0.6, 0.3):
+        budget = int(pipeline * share)
+        assert budget < device_bytes(store, model, DENOISERS[model])
+        small = Studio(store, device, budget)
+        found = await small.draw(request)
+        for image, other in zip(found.images, whole.images, strict=True):
+            assert np.array_equal(image, other)
+        assert small.host.describe()["charged_bytes"] <= budget
+        assert small.host.arena["resident_bytes"] <= budget
+        assert small.host.evict(model) == []
+        assert not +small.host.provider.leases
+        assert small.host.arena["leased_bytes"] == 0
+    with pytest.raises(ServiceError, match="budget"):
+        await Studio(store, device, pipeline // 50).draw(request)
+
+
+async def test_a_streamed_denoiser_gives_its_memory_back(store: WeightStore, device: torch.device, module: Any) -> None:
+    budget = int(device_bytes(store, FLUX) * 0.3)
+    small = Studio(store, device, budget)
+    async with small.host.lease(FLUX, lambda part: part.name == "transformer") as lease:
+        denoiser = lease.modules["transformer"]
+        assert {parameter.device.type for parameter in denoiser.parameters()} == {"meta", device.type}
+        assert +small.host.provider.leases
+        assert module.memory_allocated(device) <= budget
+    small.host.evict(FLUX)
+    del lease
+    assert not [hook for part in denoiser.modules() for hook in (*part._forward_hooks, *part._forward_pre_hooks)]
+    async with Host(store, str(device)).lease(FLUX, lambda part: part.name == "transformer") as lease:
+        assert not any(parameter.is_meta for parameter in lease.modules["transformer"].parameters())
+    small.host.builder.skeletons = denoiser = lease = None
+
+
+async def test_requests_of_one_streamed_model_share_forwards_and_are_those_of_a_large_device(
+    store: WeightStore, device: torch.device
+) -> None:
+    small = Studio(store, device, int(device_bytes(store, FLUX) * 0.4))
+    whole = Studio(store, device)
+    requests = [request_of(FLUX, seed=n, num_inference_steps=1 + n % 3) for n in range(5)]
+    running = [asyncio.ensure_future(small.draw(one)) for one in requests]
+    await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED, timeout=0.05)
+    running[3].cancel()
+    results = await asyncio.gather(*running, return_exceptions=True)
+    for request, result in zip(requests, results, strict=True):
+        if isinstance(result, asyncio.CancelledError):
+            continue
+        assert isinstance(result, ImageResult), result
+        assert np.array_equal(result.images[0], (await whole.draw(request)).images[0])
+    assert small.host.describe()["leased_bytes"] == 0
+
+
+ADAPTED = {
+    "a LoRA": (FLUX, "bold", {"lora": [{"name": "bold", "scale": 0.8}]}),
+    "a ControlNet": (SDXL, "outline", {"control": [{"name": "outline", "image": PIXELS, "scale": 0.7}]}),
+    "a ControlNet and an image": (
+        SDXL,
+        "outline",
+        {"control": [{"name": "outline", "image": PIXELS}], "init_image": PIXELS, "strength": 0.7},
+    ),
+}
+
+
+@pytest.mark.parametrize("what", ADAPTED)
+async def test_adapters_where_denoiser_and_vae_take_turns_and_where_the_denoiser_streams(
+    store: WeightStore, device: torch.device, what: str
+) -> None:
+    model, adapter, fields = ADAPTED[what]
+    request = request_of(model, **fields)
+    expected = await Studio(store, device).draw(request)
+    plain = await Studio(store, device).draw(request.model_copy(update={"lora": (), "control": ()}))
+    assert not np.array_equal(expected.images[0], plain.images[0])
+    denoiser, vae = (device_bytes(store, model, name) for name in (DENOISERS[model], "vae"))
+    extra = device_bytes(store, adapter)
+    for budget in (denoiser + extra + vae // 2, max(vae, extra + denoiser * 2 // 5)):
+        small = Studio(store, device, budget)
+        found = await small.draw(request)
+        assert np.array_equal(found.images[0], expected.images[0]), budget
+        assert found.switch is not None
+        assert adapter in found.switch.built
+        assert small.host.describe()["charged_bytes"] <= budget
+        assert small.host.describe()["leased_bytes"] == 0
