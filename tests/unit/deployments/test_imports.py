@@ -25,9 +25,10 @@ CLIENT = ("client", ["deployments.cli.client", "deployments.records"], ["torch",
 CONTROL_PLANE = ("cluster", modules("cluster"), ["torch", "transformers", "diffusers", "deployments"])
 DRIVER = ("driver", ["deployments.app", "deployments.cli.running"], ["torch", "transformers", "diffusers", "scipy"])
 INGRESS = ("ingress", ["deployments.ingress.http"], ["torch", "transformers", "diffusers", "scipy"])
+FOR_CUDA = ("deployments.engines.nn.triton_products",)  # triton comes with CUDA builds of torch
 ENGINES = (
     "weights and engines",
-    modules("weights") + modules("deployments.engines"),
+    modules("weights") + [name for name in modules("deployments.engines") if name not in FOR_CUDA],
     ["ray", "fastapi", "starlette", "uvicorn", "cluster"],
 )
 LOCAL = ("local", ["deployments.local"], ["ray", "fastapi"])
