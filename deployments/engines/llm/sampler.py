@@ -20,7 +20,7 @@ import torch
 from torch.nn import functional as F
 
 from deployments.engines.llm.token_picker import TokenPicker
-from deployments.engines.native.library import load_kernels
+from deployments.engines.native.library import DrawnRow, Kernels, load_kernels
 from deployments.engines.protocol import ComputationFailed, SamplingParams, TokenLogprob
 
 _BLOCK: Final = 128  # tokens: the maxima of blocks tell where the best tokens are
@@ -68,7 +68,11 @@ def sample(logits_NV: torch.Tensor, pickers: Sequence[TokenPicker]) -> list[Samp
     if drawn:
         found = _draw(logits_NV, maxima_NB, best_N, drawn, pickers)
         tokens |= zip(drawn, found, strict=True)
-    logprob_of = _token_logprobs(raw_NV, [(row, tokens[row]) for row in wanted if row in tokens], pickers)
+    scored = [row for row in wanted if row in tokens]
+    logprobs = score_tokens(
+        raw_NV, scored, [tokens[row] for row in scored], [pickers[row].params.num_logprobs or 0 for row in scored]
+    )
+    logprob_of = dict(zip(scored, logprobs, strict=True))
     outcomes: list[SampledToken | ComputationFailed] = []
     for row in range(len(pickers)):
         if row in tokens:
@@ -143,8 +147,12 @@ def _draw(
     rows: Sequence[int],
     pickers: Sequence[TokenPicker],
 ) -> list[int]:
-    """Draw one token for each of the rows."""
+    """Draw one token for each of the rows: with the compiled kernels (native/draws.h), else with torch."""
     draws = {row: float(torch.rand(1, generator=pickers[row].generator, dtype=torch.float64)) for row in rows}
+    if (kernels := _kernels_for(logits_NV)) is not None:
+        best = best_N.tolist()
+        drawn = [_drawn_row(row, best[row], draws[row], pickers[row].params) for row in rows]
+        return kernels.draw_tokens(logits_NV, maxima_NB.contiguous(), _BLOCK, drawn)
     tokens: dict[int, int] = {}
     # A filter after top-k needs none but its k tokens; every other one, the probabilities of the whole vocabulary.
     whole = [row for row in rows if not 0 < pickers[row].params.top_k < logits_NV.shape[1]]
@@ -175,6 +183,16 @@ def _draw(
     return [tokens[row] for row in rows]
 
 
+def _kernels_for(logits_NV: torch.Tensor) -> Kernels | None:
+    """Return the compiled kernels where they can read the logits."""
+    return load_kernels() if logits_NV.device.type == "cpu" and logits_NV.is_contiguous() else None
+
+
+def _drawn_row(row: int, best: float, draw: float, params: SamplingParams) -> DrawnRow:
+    filters = params.temperature, params.top_p, params.min_p, params.typical_p
+    return DrawnRow(row, params.top_k, best, draw, *filters)
+
+
 def _is_filtered(params: SamplingParams) -> bool:
     return params.top_p < 1 or params.min_p > 0 or params.typical_p < 1
 
@@ -186,8 +204,7 @@ def _shares(
 
     A few rows at a time, which stay in the processor's cache.
     """
-    kernels = load_kernels() if logits_NV.device.type == "cpu" and logits_NV.is_contiguous() else None
-    if kernels is not None:
+    if (kernels := _kernels_for(logits_NV)) is not None:
         factors = [1 / max(scale, _LEAST_TEMPERATURE) for scale in temperatures]
         unscaled = kernels.exponential_sums(logits_NV, list(rows), best_N[list(rows)], factors, _BLOCK)
         share_N = 1 / unscaled.cumsum(-1)[:, -1]  # added one by one: the same in any company
@@ -334,25 +351,23 @@ def _typical(weights: torch.Tensor, kept: torch.Tensor, typical_p: torch.Tensor)
     return (distance <= ordered.gather(1, last)) | (typical_p >= 1)
 
 
-def _token_logprobs(
-    logits_NV: torch.Tensor, chosen: Sequence[tuple[int, int]], pickers: Sequence[TokenPicker]
-) -> dict[int, TokenLogprob]:
-    """Return the log probabilities of the chosen (row, token) pairs and of the best tokens beside them, by row."""
-    if not chosen:
-        return {}
-    rows = [row for row, _ in chosen]
+def score_tokens(
+    logits_NV: torch.Tensor, rows: Sequence[int], tokens: Sequence[int], num_best: Sequence[int]
+) -> list[TokenLogprob]:
+    """Return the log probability of a token of each of the rows, and of so many of the best tokens beside it."""
+    if not rows:
+        return []
     maxima_NB = _blocks(logits_NV).amax(-1)
     best_N = maxima_NB.amax(-1)
     _, best_share_N = _shares(logits_NV, best_N, rows, [1.0] * len(rows))
-    zero = (best_N[rows].double() - best_share_N.log())[:, None]  # the logit of probability 1
-    own = (logits_NV[rows, [token for _, token in chosen]][:, None].double() - zero)[:, 0].tolist()
-    counts = [pickers[row].params.num_logprobs or 0 for row in rows]
+    zero = (best_N[list(rows)].double() - best_share_N.log())[:, None]  # the logit of probability 1
+    own = (logits_NV[list(rows), list(tokens)][:, None].double() - zero)[:, 0].tolist()
     best: list[list[tuple[int, float]]] = [[] for _ in rows]
-    if any(counts):
-        values, token_ids = _best(logits_NV, maxima_NB, rows, max(counts))
+    if any(num_best):
+        values, token_ids = _best(logits_NV, maxima_NB, rows, max(num_best))
         logprobs = (values.double() - zero).tolist()
         best = [list(zip(ids, row, strict=True)) for ids, row in zip(token_ids.tolist(), logprobs, strict=True)]
-    return {
-        row: TokenLogprob(token, own[place], tuple(best[place][: counts[place]]))
-        for place, (row, token) in enumerate(chosen)
-    }
+    return [
+        TokenLogprob(token, value, tuple(found[:count]))
+        for token, value, found, count in zip(tokens, own, best, num_best, strict=True)
+    ]

@@ -15,6 +15,8 @@
 
 namespace {
 
+constexpr int kInt8 = 2;  // of the cache alone; FLOAT32 and BFLOAT16 are those of activations
+
 struct Linear {
     Matrix weight;
     const float* bias;  // or null
@@ -25,6 +27,7 @@ struct Layer {
     const float *attention_norm, *mlp_norm;
     const float *q_norm, *k_norm;  // by head, or null
     void *keys, *values;           // of the cache: [slots, kv heads, head_dim]
+    uint16_t *key_scales, *value_scales;  // of an int8 cache, in float16: [slots, kv heads]
 };
 
 struct Decoder {
@@ -88,20 +91,39 @@ inline void rotate(float* x, const float* cos, const float* sin, int64_t size, b
     }
 }
 
-inline void load_row(const void* from, int element, int64_t at, int64_t size, float* to) {
+// Vector number `row` of the cache, as float32. Int8 are kv_cache.py's: `scales` has one for each vector.
+inline void load_vector(const void* from, const uint16_t* scales, int element, int64_t row, int64_t size, float* to) {
     if (element == FLOAT32) {
-        std::memcpy(to, static_cast<const float*>(from) + at, 4 * size);
+        std::memcpy(to, static_cast<const float*>(from) + row * size, 4 * size);
         return;
     }
-    const uint16_t* bits = static_cast<const uint16_t*>(from) + at;
+    if (element == kInt8) {
+        const int8_t* steps = static_cast<const int8_t*>(from) + row * size;
+        const float scale = _cvtsh_ss(scales[row]);
+        for (int64_t i = 0; i < size; ++i) to[i] = static_cast<float>(steps[i]) * scale;
+        return;
+    }
+    const uint16_t* bits = static_cast<const uint16_t*>(from) + row * size;
     for (int64_t i = 0; i < size; ++i) {
         const uint32_t wide = static_cast<uint32_t>(bits[i]) << 16;
         std::memcpy(to + i, &wide, 4);
     }
 }
 
-inline void store_row(void* to, int element, int64_t at, int64_t size, const float* from) {
-    for (int64_t i = 0; i < size; ++i) store_element(to, element, at + i, from[i]);
+inline void store_vector(void* to, uint16_t* scales, int element, int64_t row, int64_t size, const float* from) {
+    if (element != kInt8) {
+        for (int64_t i = 0; i < size; ++i) store_element(to, element, row * size + i, from[i]);
+        return;
+    }
+    float most = 0;
+    for (int64_t i = 0; i < size; ++i) most = std::max(most, std::fabs(from[i]));
+    scales[row] = _cvtss_sh(std::min(most / 127.0f, 65504.0f), _MM_FROUND_TO_NEAREST_INT);
+    const float scale = _cvtsh_ss(scales[row]);
+    int8_t* steps = static_cast<int8_t*>(to) + row * size;
+    for (int64_t i = 0; i < size; ++i) {
+        const float step = scale > 0 ? std::nearbyint(from[i] / scale) : 0.0f;
+        steps[i] = static_cast<int8_t>(std::min(std::max(step, -127.0f), 127.0f));
+    }
 }
 
 inline int64_t slot_of(const Decoder& d, const Step& step, int64_t row, int64_t position) {
@@ -114,15 +136,17 @@ void attend(const Decoder& d, const Layer& layer, const Step& step, int64_t row,
             float* out, float* scratch) {
     const int64_t size = d.head_dim, group = d.num_heads / d.num_kv_heads, length = step.positions[row] + 1;
     float *block = scratch, *scores = scratch + d.block_size * size;
-    const auto load_block = [&](const void* from, int64_t begin, int64_t count) {
+    const auto load_block = [&](const void* from, const uint16_t* scales, int64_t begin, int64_t count) {
         const int64_t first = slot_of(d, step, row, begin);
-        for (int64_t t = 0; t < count; ++t)
-            load_row(from, d.cache_element, ((first + t) * d.num_kv_heads + kv_head) * size, size, block + t * size);
+        for (int64_t t = 0; t < count; ++t) {
+            const int64_t at = (first + t) * d.num_kv_heads + kv_head;
+            load_vector(from, scales, d.cache_element, at, size, block + t * size);
+        }
     };
     const float factor = 1.0f / std::sqrt(static_cast<float>(size));
     for (int64_t begin = 0; begin < length; begin += d.block_size) {
         const int64_t count = std::min(d.block_size, length - begin);
-        load_block(layer.keys, begin, count);
+        load_block(layer.keys, layer.key_scales, begin, count);
         for (int64_t head = 0; head < group; ++head)
             for (int64_t t = 0; t < count; ++t) {
                 float sum = 0;
@@ -144,7 +168,7 @@ void attend(const Decoder& d, const Layer& layer, const Step& step, int64_t row,
     std::memset(out, 0, 4 * group * size);
     for (int64_t begin = 0; begin < length; begin += d.block_size) {
         const int64_t count = std::min(d.block_size, length - begin);
-        load_block(layer.values, begin, count);
+        load_block(layer.values, layer.value_scales, begin, count);
         for (int64_t head = 0; head < group; ++head) {
             const float* shares = scores + head * length + begin;
             for (int64_t i = 0; i < size; i += 16) {  // head_dim is a multiple of 16
@@ -237,9 +261,9 @@ void run_attention(Team& team, const Decoder& d, const Layer& layer, const Step&
         for (int64_t i = 0; i < group; ++i) place(b.q + row * q_size + (head * group + i) * size, layer.q_norm);
         float* key = b.k + row * kv_size + head * size;
         place(key, layer.k_norm);
-        const int64_t at = (slot_of(d, step, row, step.positions[row]) * d.num_kv_heads + head) * size;
-        store_row(layer.keys, d.cache_element, at, size, key);
-        store_row(layer.values, d.cache_element, at, size, b.v + row * kv_size + head * size);
+        const int64_t at = slot_of(d, step, row, step.positions[row]) * d.num_kv_heads + head;
+        store_vector(layer.keys, layer.key_scales, d.cache_element, at, size, key);
+        store_vector(layer.values, layer.value_scales, d.cache_element, at, size, b.v + row * kv_size + head * size);
     });
     team.share(rows * d.num_kv_heads, [&](int64_t piece) {
         const int64_t row = piece / d.num_kv_heads, head = piece % d.num_kv_heads;

@@ -6,6 +6,7 @@ import ctypes
 import functools
 import logging
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -68,6 +69,16 @@ class MatrixPointers(ctypes.Structure):
     )
 
 
+class DrawnRow(ctypes.Structure):
+    """`DrawnRow` of draws.h: a row of logits, the number in [0, 1) that is drawn for it, and its filters."""
+
+    _fields_ = (
+        ("row", ctypes.c_int64),
+        ("top_k", ctypes.c_int64),
+        *((name, ctypes.c_double) for name in ("best", "draw", "temperature", "top_p", "min_p", "typical_p")),
+    )
+
+
 class Kernels:
     """The functions of one library that this processor can run."""
 
@@ -82,6 +93,7 @@ class Kernels:
         self._bf16 = library.atelier_matmul_bf16 if self.has_bf16 else self._int8
         self._unpack = getattr(library, f"atelier_unpack_{self.int8_variant}")
         self._exponential_sums = getattr(library, f"atelier_exponential_sums_{self.int8_variant}")
+        self._draw = getattr(library, f"atelier_draw_{self.int8_variant}")
         self.decode = getattr(library, f"atelier_decode_{self.int8_variant}")
 
     def matmul(self, matrix: PackedMatrix, x: torch.Tensor, *, use_bf16: bool) -> torch.Tensor:
@@ -133,6 +145,27 @@ class Kernels:
             torch.get_num_threads(),
         )
         return sums
+
+    def draw_tokens(
+        self, x_NV: torch.Tensor, maxima_NB: torch.Tensor, block: int, draws: Sequence[DrawnRow]
+    ) -> list[int]:
+        """Return the token that each of `draws` chooses of its row of the float32 logits, whose maximum is finite.
+
+        `maxima_NB` has the maxima of all rows by `block` tokens. Both are contiguous. Raises MemoryError.
+        """
+        tokens = (ctypes.c_int64 * len(draws))()
+        if self._draw(
+            ctypes.c_void_p(x_NV.data_ptr()),
+            ctypes.c_int64(x_NV.shape[1]),
+            ctypes.c_void_p(maxima_NB.data_ptr()),
+            ctypes.c_int64(block),
+            (DrawnRow * len(draws))(*draws),
+            ctypes.c_int64(len(draws)),
+            tokens,
+            torch.get_num_threads(),
+        ):
+            raise MemoryError(f"no memory to draw one of {x_NV.shape[1]} tokens")
+        return list(tokens)
 
 
 @functools.cache

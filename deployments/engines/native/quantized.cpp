@@ -5,6 +5,7 @@
 
 #include <omp.h>
 
+#include "draws.h"
 #include "fused_rows.h"
 #include "tiles.h"
 
@@ -130,6 +131,26 @@ extern "C" void JOINED(atelier_exponential_sums, ISA)(const float* x, int64_t si
 #pragma omp parallel for schedule(dynamic, 1) num_threads(threads)
     for (int64_t i = 0; i < num_rows; ++i)
         add_exponentials(x + rows[i] * size, size, block, best[i], factors[i], sums + i * num_blocks);
+}
+
+// Tokens [num_draws] that `draws` choose of their rows of x [.., size]; `maxima` [.., blocks] are those of all rows' blocks.
+// Returns 0, or 1 when memory ran out.
+extern "C" int JOINED(atelier_draw, ISA)(const float* x, int64_t size, const float* maxima, int64_t block,
+                                         const DrawnRow* draws, int64_t num_draws, int64_t* tokens, int threads) {
+    const int64_t num_blocks = (size + block - 1) / block;
+    int failed = 0;
+#pragma omp parallel for schedule(dynamic, 1) num_threads(threads)
+    for (int64_t i = 0; i < num_draws; ++i) {
+        char* own = tile_scratch.reserve(DrawScratch::nbytes(size));
+        const int64_t row = draws[i].row;
+        if (own) {
+            tokens[i] = draw_token(x + row * size, size, maxima + row * num_blocks, block, draws[i], own);
+        } else {
+#pragma omp atomic write
+            failed = 1;
+        }
+    }
+    return failed;
 }
 
 // All layers for one token each of some sequences. Returns 0, or 1 when memory ran out.

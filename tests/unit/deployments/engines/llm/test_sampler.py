@@ -15,8 +15,10 @@ from transformers import (
     TypicalLogitsWarper,
 )
 
+from deployments.engines.llm import sampler
 from deployments.engines.llm.sampler import SampledToken, sample
 from deployments.engines.llm.token_picker import TokenPicker
+from deployments.engines.native.library import load_kernels
 from deployments.engines.protocol import ComputationFailed, SamplingParams
 
 
@@ -54,6 +56,15 @@ def plain_distribution(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, t
     return shares()
 
 
+@pytest.fixture(params=["native", "torch"])
+def arithmetic(request, monkeypatch):
+    """The compiled kernels, and what stands in for them."""
+    if request.param == "torch":
+        monkeypatch.setattr(sampler, "load_kernels", lambda: None)
+    elif load_kernels() is None:
+        pytest.skip("no compiled kernels here")
+
+
 FILTERS: list[dict[str, Any]] = [
     {"temperature": 0.7},
     {"temperature": 1.0},
@@ -84,6 +95,7 @@ def picked(logits, *pickers: TokenPicker) -> list[int]:
 
 @pytest.mark.parametrize("size", [40, 1000, 20_000])
 @pytest.mark.parametrize("filters", FILTERS, ids=str)
+@pytest.mark.usefixtures("arithmetic")
 def test_a_draw_is_where_it_falls_in_the_plain_distribution(size, filters):
     generator = torch.Generator().manual_seed(size)
     for spread in (1.0, 4.0):
@@ -100,6 +112,7 @@ def test_a_draw_is_where_it_falls_in_the_plain_distribution(size, filters):
 
 
 @pytest.mark.parametrize("filters", FILTERS, ids=str)
+@pytest.mark.usefixtures("arithmetic")
 def test_the_filters_keep_what_those_of_transformers_keep(filters):
     logits = torch.randn(1, 300, generator=torch.Generator().manual_seed(1)) * 2
     kept = logits.clone()
@@ -119,6 +132,7 @@ def test_the_filters_keep_what_those_of_transformers_keep(filters):
     assert {picked(logits, picker)[0] for _ in range(300)} <= allowed
 
 
+@pytest.mark.usefixtures("arithmetic")
 def test_tokens_as_good_as_the_last_one_stay():
     logits = torch.tensor([[1.0, 3.0, 2.0, 2.0, 2.0, 0.0]])
     picker = TokenPicker.create(SamplingParams(temperature=1.0, top_k=2, seed=0))
@@ -149,7 +163,45 @@ def random_params(generator: np.random.Generator, number: int) -> SamplingParams
     )
 
 
+def hard_logits(generator: np.random.Generator, size: int) -> list[np.ndarray]:
+    """Rows with ties, forbidden tokens, one outlier, all but equal values, and huge ones."""
+    coarse = generator.integers(-4, 5, size).astype(np.float32)
+    outlier, forbidden = generator.normal(0, 1, (2, size))
+    outlier[size // 3] = 60
+    forbidden[generator.random(size) < 0.9] = -np.inf
+    close = 1 + generator.random(size) * 1e-6
+    huge = generator.choice([-3.3e36, 1.0, 3.3e36, 3.2e36], size)
+    return [np.asarray(row, np.float32) for row in (coarse, outlier, forbidden, close, huge, np.zeros(size))]
+
+
+@pytest.mark.skipif(load_kernels() is None, reason="no compiled kernels here")
+@pytest.mark.parametrize("size", [7, 300, 5003])
+def test_the_kernels_draw_what_torch_draws(size, monkeypatch):
+    generator = np.random.default_rng(size)
+    drawn = []
+    rows = hard_logits(generator, size) + list(generator.normal(0, 2, (6, size)).astype(np.float32))
+    logits = torch.from_numpy(np.stack(rows))
+    settings = [random_params(generator, 4 * number + 1) for number in range(8)]
+    for kernels in (load_kernels(), None):
+        monkeypatch.setattr(sampler, "load_kernels", lambda kernels=kernels: kernels)
+        found = []
+        for params in settings:
+            plain = SamplingParams(
+                temperature=params.temperature,
+                top_k=params.top_k,
+                top_p=params.top_p,
+                min_p=params.min_p,
+                typical_p=params.typical_p,
+                seed=params.seed,
+            )
+            pickers = [TokenPicker.create(plain, index=index) for index in range(len(rows))]
+            found += [picked(logits, *pickers) for _ in range(4)]
+        drawn.append(found)
+    assert drawn[0] == drawn[1]
+
+
 @pytest.mark.parametrize("size", [50, 1280, 6000])
+@pytest.mark.usefixtures("arithmetic")
 def test_a_row_does_not_depend_on_its_company(size):
     generator = np.random.default_rng(size)
     all_params = [random_params(generator, number) for number in range(24)]
