@@ -247,6 +247,11 @@ class WorkerConfig(ModelReplicaConfig):
     kv_cache_bytes: Bytes | None = Field(
         None, description="of each LLM; default: half of its weights' size, at least 64 MiB, never more than it can use"
     )
+    kv_dtype: Literal["auto", "int8"] = Field(
+        "auto",
+        description="of the keys and values in the KV cache: auto, as the computation; int8, in half of bfloat16's "
+        "memory, which changes answers by rounding",
+    )
     max_step_tokens: int = Field(512, ge=16, description="prompt tokens and decoding sequences of one LLM step")
     max_prefill_beside_decode: int = Field(
         64, ge=1, description="prompt tokens of a step in which sequences decode: a running stream waits for no more"

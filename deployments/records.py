@@ -234,7 +234,7 @@ class ChatRequest(_TextRequest):
 class CompletionRequest(_TextRequest):
     """A request for the continuations of a text, or of several: texts, or token ids already.
 
-    With `echo`, each continuation begins with its prompt.
+    With `echo`, each continuation begins with its prompt, whose tokens come with theirs where `logprobs` asks for them.
     """
 
     prompt: Annotated[str, Field(min_length=1)] | TokenIds | Prompts
@@ -329,12 +329,12 @@ class EmbeddingResult:
 class TokenText:
     """A token of an answer as text and as bytes (part of a character, maybe), and its natural log probability.
 
-    `best` are the best tokens in its place, without any of their own.
+    `best` are the best tokens in its place, without any of their own. The first token of a prompt has None.
     """
 
     text: str
     data: bytes
-    logprob: float
+    logprob: float | None
     best: tuple[TokenText, ...] = ()
 
 

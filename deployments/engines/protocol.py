@@ -248,10 +248,13 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """The natural log probability of a token, and (token id, log probability) of the best ones in its place."""
+    """The natural log probability of a token, and (token id, log probability) of the best ones in its place.
+
+    The first token of a prompt, which follows nothing, has None.
+    """
 
     token_id: int
-    logprob: float
+    logprob: float | None
     best: tuple[tuple[int, float], ...] = ()
 
 
@@ -285,7 +288,8 @@ class TextLora:
 class TextRequest:
     """A prompt as token ids, ready for the scheduler; `n` completions of it are asked for.
 
-    Completion `i` of a seed is the same whatever `n` is. All of them keep to a fork of `constraint`.
+    Completion `i` of a seed is the same whatever `n` is. All of them keep to a fork of `constraint`. `scores_prompt`
+    asks for the log probabilities of the prompt's own tokens, with as many of the best ones as those of the completion.
     """
 
     request_id: str
@@ -294,6 +298,7 @@ class TextRequest:
     n: int = 1
     constraint: TokenConstraint | None = None
     loras: tuple[TextLora, ...] = ()
+    scores_prompt: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,7 +307,8 @@ class TextDelta:
 
     `text` may be empty (an unfinished UTF-8 sequence or the possible beginning of a stop string is held
     back). `finish_reason` is None while the completion runs, else "stop" or "length". `num_others` completions of the
-    request run beside this one. `num_cached_tokens` of the prompt were in the KV cache when the request came.
+    request run beside this one. `num_cached_tokens` of the prompt were in the KV cache when the request came. The first
+    delta of each completion has `prompt_logprobs`, one for each token of the prompt, where they were asked for.
     """
 
     request_id: str
@@ -315,6 +321,7 @@ class TextDelta:
     num_others: int = 0
     num_cached_tokens: int = 0
     logprob: TokenLogprob | None = None
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
 
     @property
     def is_last(self) -> bool:

@@ -209,6 +209,7 @@ class ComponentBuilder:
                 max_prefill_beside_decode=self._settings.max_prefill_beside_decode,
                 is_deterministic=self._settings.deterministic,
                 kv_cache_bytes=self._kv_cache_bytes(component),
+                kv_dtype=self._settings.kv_dtype,
                 arithmetic=self._settings.packed_arithmetic,
             )
 
@@ -246,6 +247,7 @@ class ComponentBuilder:
                     dtype,
                     torch.device(self._settings.torch_device),
                     kv_cache_bytes=self._kv_cache_bytes(component),
+                    kv_dtype=self._settings.kv_dtype,
                     max_num_seqs=self._settings.max_num_seqs,
                 )
             except EngineError:

@@ -32,7 +32,15 @@ from deployments.errors import InvalidRequest, as_service_errors
 from deployments.modules.cache import ModuleCache
 from deployments.modules.lease import Lease
 from deployments.modules.loading import is_denoise_component
-from deployments.records import ChatRequest, TextChoice, TextChunk, TextRequestRecord, TextResult, TokenText
+from deployments.records import (
+    ChatRequest,
+    CompletionRequest,
+    TextChoice,
+    TextChunk,
+    TextRequestRecord,
+    TextResult,
+    TokenText,
+)
 from deployments.services.step_loop import DeviceThread, EngineLoop
 from deployments.tasks import outcome_of
 
@@ -78,7 +86,9 @@ class TextService:
                     async for number, delta in deltas:
                         first = first or time.perf_counter()
                         counts.count(number, delta)
-                        chunk = counts.chunk(number * request.n, delta, _logprobs(engine, delta.logprob))
+                        chunk = counts.chunk(number * request.n, delta, _logprobs(engine, delta))
+                        if delta.prompt_logprobs:
+                            chunk = replace(chunk, text=_prompt_text(engine, request, number) + chunk.text)
                         if readers is not None:
                             chunk = _with_calls(chunk, readers[chunk.index])
                         if counts.num_running(len(requests)):
@@ -234,7 +244,14 @@ def _text_requests(engine: LLMEngine, request: TextRequestRecord) -> tuple[list[
     else:
         prompts = [engine.encode_text(one) if isinstance(one, str) else one for one in request.prompts]
     found = [
-        TextRequest(uuid.uuid4().hex, prompt, _sampling(request, engine, len(prompt)), request.n, constraint)
+        TextRequest(
+            uuid.uuid4().hex,
+            prompt,
+            _sampling(request, engine, len(prompt)),
+            request.n,
+            constraint,
+            scores_prompt=_is_echoed(request) and request.logprobs is not None,
+        )
         for prompt in prompts
     ]
     return found, tools
@@ -314,21 +331,37 @@ def _sampling(request: TextRequestRecord, engine: LLMEngine, num_prompt_tokens: 
     )
 
 
+def _is_echoed(request: TextRequestRecord) -> bool:
+    return isinstance(request, CompletionRequest) and request.echo
+
+
+def _prompt_text(engine: LLMEngine, request: TextRequestRecord, number: int) -> str:
+    """Return prompt `number` of a completion as text."""
+    assert isinstance(request, CompletionRequest)
+    prompt = request.prompts[number]
+    return prompt if isinstance(prompt, str) else str(engine.tokenizer.decode(prompt))
+
+
 def _echoes(engine: LLMEngine, request: TextRequestRecord, requests: Sequence[TextRequest]) -> list[TextChunk]:
-    """Return the prompts as the first pieces of their completions, where they were asked for."""
-    if isinstance(request, ChatRequest) or not request.echo:
+    """Return the prompts as the first pieces of their completions, where they were asked for.
+
+    Those with log probabilities come with the first token instead, when these are known.
+    """
+    if not _is_echoed(request) or request.logprobs is not None:
         return []
-    texts = [prompt if isinstance(prompt, str) else str(engine.tokenizer.decode(prompt)) for prompt in request.prompts]
     num_tokens = sum(len(one.prompt_token_ids) for one in requests)
     return [
-        TextChunk(text, num_tokens, 0, index=number * request.n + index)
-        for number, text in enumerate(texts)
+        TextChunk(_prompt_text(engine, request, number), num_tokens, 0, index=number * request.n + index)
+        for number in range(len(requests))
         for index in range(request.n)
     ]
 
 
-def _logprobs(engine: LLMEngine, logprob: TokenLogprob | None) -> tuple[TokenText, ...]:
-    if logprob is None:
-        return ()
+def _logprobs(engine: LLMEngine, delta: TextDelta) -> tuple[TokenText, ...]:
+    """Return the tokens of a delta, and before them the prompt's, where their log probabilities were asked for."""
+    return tuple(_token_text(engine, one) for one in (*delta.prompt_logprobs, delta.logprob) if one is not None)
+
+
+def _token_text(engine: LLMEngine, logprob: TokenLogprob) -> TokenText:
     best = tuple(TokenText(*token_text(engine.tokenizer, token), value) for token, value in logprob.best)
-    return (TokenText(*token_text(engine.tokenizer, logprob.token_id), logprob.logprob, best),)
+    return TokenText(*token_text(engine.tokenizer, logprob.token_id), logprob.logprob, best)

@@ -122,8 +122,6 @@ def _split(file: Path, name: str) -> tuple[str, str]:
     for suffix, half in _HALVES.items():
         path = name.removeprefix(_PREFIX).removesuffix(suffix)
         if name == _PREFIX + path + suffix and path and len(name) <= MAX_NAME_CHARS:
-            if ".experts." in path:
-                raise AdapterError(f"{file}: tensor {shown(name)}: a LoRA of single experts is not supported")
             return path, half
     why = next((f": {reason}" for part, reason in _FOREIGN.items() if part in name), "")
     raise AdapterError(

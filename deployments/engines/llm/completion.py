@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedTokenizerBase
 
 from deployments.engines.llm.loras import SequenceLora, scope_of
+from deployments.engines.llm.prompt_logprobs import PromptLogprobs
 from deployments.engines.llm.sampler import SampledToken
 from deployments.engines.llm.scheduler import Sequence
 from deployments.engines.llm.token_picker import TokenPicker
@@ -86,13 +87,16 @@ class Completion:
         max_model_len: int,
         eos_token_ids: frozenset[int],
         loras: tuple[SequenceLora, ...] = (),
+        prompt_logprobs: PromptLogprobs | None = None,
     ) -> Completion:
         """Return the state of a checked request; `max_tokens` is clipped to what fits behind the prompt."""
         prompt, sampling = request.prompt_token_ids, request.sampling
         eos = frozenset() if sampling.ignore_eos else eos_token_ids
         return cls(
             index=index,
-            sequence=Sequence(request.request_id, list(prompt), len(prompt), scope_of(loras), loras),
+            sequence=Sequence(
+                request.request_id, list(prompt), len(prompt), scope_of(loras), loras, prompt_logprobs=prompt_logprobs
+            ),
             picker=TokenPicker.create(
                 sampling, prompt, index=index, constraint=request.constraint and request.constraint.fork()
             ),
@@ -121,6 +125,7 @@ class Completion:
                 text, finish_reason = text + self._last_text(), "length"
         if self.matcher.stopped:
             finish_reason = "stop"
+        scores = self.sequence.prompt_logprobs
         return TextDelta(
             request_id=self.sequence.request_id,
             text=text,
@@ -132,6 +137,7 @@ class Completion:
             num_others=num_others,
             num_cached_tokens=self.sequence.num_cached_tokens,
             logprob=sampled.logprob,
+            prompt_logprobs=scores.tokens if scores and self.sequence.num_completion_tokens == 1 else (),
         )
 
     def _last_text(self) -> str:

@@ -13,10 +13,11 @@ import torch
 from deployments.engines.llm.block_manager import BlockPool
 from deployments.engines.llm.completion import Completion, check_request
 from deployments.engines.llm.grammar import GrammarCompiler
-from deployments.engines.llm.kv_cache import cache_shape, plan_cache
+from deployments.engines.llm.kv_cache import KvDtype, cache_tensors, plan_cache
 from deployments.engines.llm.loras import DecoderLoras
 from deployments.engines.llm.model_runner import ModelRunner
 from deployments.engines.llm.models.registry import create_model, decoder_spec, load_config
+from deployments.engines.llm.prompt_logprobs import PromptLogprobs
 from deployments.engines.llm.sampler import SampledToken, sample
 from deployments.engines.llm.scheduler import Chunk, Scheduler, Sequence
 from deployments.engines.llm.tokenizer import (
@@ -60,6 +61,7 @@ class LLMEngine:
         max_prefill_beside_decode: int = 64,
         is_deterministic: bool = False,
         kv_cache_bytes: int = 64 * 2**20,
+        kv_dtype: KvDtype = "auto",
         max_model_len: int | None = None,
         arithmetic: Arithmetic = "fast",
     ) -> None:
@@ -67,8 +69,9 @@ class LLMEngine:
         written.
 
         The weights may be absent from the folder. `tensors` have the checkpoint's names and one floating
-        dtype, which is also that of the computation and of the KV cache. `max_model_len` None means all that
-        the model and `kv_cache_bytes` allow. `arithmetic` is that of packed weights (`nn/packed_linear.py`).
+        dtype, which is also that of the computation and, unless `kv_dtype` is int8, of the KV cache.
+        `max_model_len` None means all that the model and `kv_cache_bytes` allow. `arithmetic` is that of packed
+        weights (`nn/packed_linear.py`).
 
         Raises:
             EngineError: the folder, the tensors or the limits do not fit together; the message tells which.
@@ -86,6 +89,7 @@ class LLMEngine:
             kv_cache_bytes=kv_cache_bytes,
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
+            kv_dtype=kv_dtype,
         )
         self.tokenizer = load_tokenizer(folder)
         self.max_model_len = plan.max_model_len
@@ -102,7 +106,7 @@ class LLMEngine:
             max_prefill_beside_decode=max_prefill_beside_decode,
             shares_completions=not is_deterministic,
         )
-        self._runner = ModelRunner(model, plan.num_blocks)
+        self._runner = ModelRunner(model, plan.num_blocks, kv_dtype)
         self._loras = DecoderLoras(model)
         self._requests: dict[str, list[Completion]] = {}
         self._memory = MemoryLimits()
@@ -159,6 +163,9 @@ class LLMEngine:
             max_num_seqs=self._scheduler.max_num_seqs,
         )
         loras = self._loras.fit(request.loras)
+        scores = None
+        if request.scores_prompt:
+            scores = PromptLogprobs(request.prompt_token_ids, request.sampling.num_logprobs or 0)
         completions = [
             Completion.create(
                 request,
@@ -167,6 +174,7 @@ class LLMEngine:
                 max_model_len=self.max_model_len,
                 eos_token_ids=self._eos_token_ids,
                 loras=loras,
+                prompt_logprobs=scores,
             )
             for index in range(request.n)
         ]
@@ -279,14 +287,22 @@ class LLMEngine:
 
 
 def working_bytes(
-    folder: Path, dtype: torch.dtype, device: torch.device, *, kv_cache_bytes: int, max_num_seqs: int
+    folder: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    kv_cache_bytes: int,
+    max_num_seqs: int,
+    kv_dtype: KvDtype = "auto",
 ) -> int:
     """Return the bytes of its device that an engine of these settings takes beside its weights, all its life.
 
     Raises EngineError as the engine does.
     """
     spec = decoder_spec(load_config(folder))
-    plan = plan_cache(spec, dtype, kv_cache_bytes=kv_cache_bytes, max_num_seqs=max_num_seqs, max_model_len=None)
-    half_bytes = math.prod(cache_shape(spec, plan.num_blocks)) * dtype.itemsize
+    plan = plan_cache(
+        spec, dtype, kv_cache_bytes=kv_cache_bytes, max_num_seqs=max_num_seqs, max_model_len=None, kv_dtype=kv_dtype
+    )
+    sizes = [math.prod(shape) * kind.itemsize for shape, kind in cache_tensors(spec, plan.num_blocks, dtype, kv_dtype)]
     frequencies_bytes = spec.head_dim // 2 * torch.float32.itemsize
-    return 2 * allocated_bytes(device, half_bytes) + allocated_bytes(device, frequencies_bytes)
+    return 2 * sum(allocated_bytes(device, size) for size in sizes) + allocated_bytes(device, frequencies_bytes)

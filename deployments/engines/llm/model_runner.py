@@ -14,17 +14,18 @@ K key/value heads, R query heads per key/value head, D head dimension.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
 from torch.nn import functional as F
 
 from deployments.engines.llm.block_manager import BLOCK_SIZE
-from deployments.engines.llm.kv_cache import KVCache
+from deployments.engines.llm.kv_cache import KVCache, KvDtype
 from deployments.engines.llm.loras import SequenceLora
 from deployments.engines.llm.models.registry import CPU_ROW_MULTIPLE, LoadedModel
 from deployments.engines.llm.packed_decoder import DecodeRow, PackedDecoder
+from deployments.engines.llm.prompt_logprobs import ROWS_AT_ONCE
 from deployments.engines.llm.scheduler import Chunk, Sequence
 from deployments.engines.nn.lora import RowAdapter, adapted_rows
 from weights.memory.devices import computes_on_host
@@ -37,9 +38,9 @@ MAX_GATHER_TOKENS = 16384  # of one group: bounds the copy of keys and values th
 class ModelRunner:
     """Prefill and decode alike: every chunk's tokens go through the layers in one flat batch."""
 
-    def __init__(self, model: LoadedModel, num_blocks: int) -> None:
+    def __init__(self, model: LoadedModel, num_blocks: int, kv_dtype: KvDtype = "auto") -> None:
         self._model = model
-        self._cache = KVCache(model.spec, num_blocks, model.dtype, model.device)
+        self._cache = KVCache(model.spec, num_blocks, model.dtype, model.device, kv_dtype)
         self._decoder = PackedDecoder.create(model, self._cache)
         self._row_multiple = CPU_ROW_MULTIPLE if model.pads_rows and computes_on_host(model.device) else 1
 
@@ -55,9 +56,23 @@ class ModelRunner:
         The result is (N, vocabulary) with one row per chunk that is its sequence's last, in order. Running
         the same chunks again is harmless: the same slots get the same values.
         """
+        taken = self._taken_by_kernels(chunks)
+        if taken and len(taken) == len(chunks):
+            return self._run_kernels(taken)
+        if not taken:
+            return self._run_layers(chunks)
+        left = [chunk for chunk in chunks if chunk not in taken]
+        # Tokens of completions take the same way beside a prompt as without it, and come out the same.
+        parts = {True: self._run_kernels(taken), False: self._run_layers(left)}
+        of_kernels = torch.tensor([chunk in taken for chunk in chunks if chunk.is_last], device=self._model.device)
+        logits = torch.empty(len(of_kernels), self._model.spec.vocab_size, device=self._model.device)
+        for is_taken, part in parts.items():
+            logits[of_kernels == is_taken] = part
+        return logits
+
+    def _run_layers(self, chunks: Collection[Chunk]) -> torch.Tensor:
+        """Run the module, layer by layer."""
         model = self._model
-        if (hidden := self._decoded(chunks)) is not None:
-            return self._logits(hidden, _last_rows(chunks))
         tokens = [token for chunk in chunks for token in chunk.sequence.token_ids[chunk.start : chunk.end]]
         positions = [position for chunk in chunks for position in range(chunk.start, chunk.end)]
         angles = model.rotary.angles(self._padded(torch.tensor(positions)).to(model.device), model.dtype)
@@ -66,27 +81,45 @@ class ModelRunner:
         attend = _LayerAttention(tuple(plans[window] for window in windows))
         with adapted_rows(model.module, _row_adapters(chunks, model.device)):
             hidden = model.module(self._padded(torch.tensor(tokens)).to(model.device), angles, attend)
+        self._score_prompts(chunks, hidden)
         with adapted_rows(model.module, _row_adapters(chunks, model.device, of_head=True)):
             return self._logits(hidden, _last_rows(chunks))
 
-    def _decoded(self, chunks: Collection[Chunk]) -> torch.Tensor | None:
-        """Return hidden states of the step's rows where all are tokens of completions that the kernels take.
+    def _taken_by_kernels(self, chunks: Iterable[Chunk]) -> list[Chunk]:
+        """Return the chunks that the kernels compute in one call: tokens of completions without a LoRA, if few."""
+        if self._decoder is None:
+            return []
+        taken = [
+            chunk
+            for chunk in chunks
+            if chunk.start >= chunk.sequence.num_prompt_tokens and not chunk.sequence.loras and chunk.num_tokens
+        ]
+        return taken if sum(chunk.num_tokens for chunk in taken) <= self._decoder.max_rows else []
 
-        They know no LoRA.
-        """
-        if self._decoder is None or any(chunk.start < chunk.sequence.num_prompt_tokens for chunk in chunks):
-            return None
-        if any(chunk.sequence.loras for chunk in chunks):
-            return None
-        if not 0 < sum(chunk.num_tokens for chunk in chunks) <= self._decoder.max_rows:
-            return None
-        return self._decoder.run_layers(
+    def _run_kernels(self, chunks: Collection[Chunk]) -> torch.Tensor:
+        assert self._decoder is not None
+        hidden = self._decoder.run_layers(
             [
                 DecodeRow(chunk.sequence.token_ids[position], position, chunk.sequence.block_table)
                 for chunk in chunks
                 for position in range(chunk.start, chunk.end)
             ]
         )
+        return self._logits(hidden, _last_rows(chunks))
+
+    def _score_prompts(self, chunks: Iterable[Chunk], hidden: torch.Tensor) -> None:
+        """Note the log probabilities of prompts where they were asked for: a few rows at a time through the head."""
+        first = 0
+        for chunk in chunks:
+            scores = chunk.sequence.prompt_logprobs
+            for begin in range(chunk.start, min(chunk.end, scores.end), ROWS_AT_ONCE) if scores else ():
+                end = min(begin + ROWS_AT_ONCE, chunk.end)
+                part = replace(chunk, start=begin, end=end)
+                adapters = _row_adapters([part], self._model.device, of_head=True, all_rows=True)
+                with adapted_rows(self._model.module, adapters):
+                    logits = self._logits(hidden, list(range(first + begin - chunk.start, first + end - chunk.start)))
+                scores.note(begin, logits)
+            first += chunk.num_tokens
 
     def _logits(self, hidden: torch.Tensor, rows: list[int]) -> torch.Tensor:
         if not rows:
@@ -110,12 +143,17 @@ def _last_rows(chunks: Collection[Chunk]) -> list[int]:
     return rows
 
 
-def _row_adapters(chunks: Iterable[Chunk], device: torch.device, *, of_head: bool = False) -> list[RowAdapter]:
-    """Return the LoRAs of a step with the rows that they change: those of its tokens, or those of its logits."""
+def _row_adapters(
+    chunks: Iterable[Chunk], device: torch.device, *, of_head: bool = False, all_rows: bool = False
+) -> list[RowAdapter]:
+    """Return the LoRAs of a step with the rows that they change: those of its tokens, or those of its logits.
+
+    With `all_rows`, every token has logits.
+    """
     rows: dict[SequenceLora, list[int]] = {}
     end = 0
     for chunk in chunks:
-        start, end = end, end + (int(chunk.is_last) if of_head else chunk.num_tokens)
+        start, end = end, end + (int(chunk.is_last) if of_head and not all_rows else chunk.num_tokens)
         for lora in chunk.sequence.loras:
             rows.setdefault(lora, []).extend(range(start, end))
     row_multiple = CPU_ROW_MULTIPLE if computes_on_host(device) else 1

@@ -17,11 +17,12 @@ import torch
 from torch import nn
 
 from deployments.engines.llm.block_manager import BLOCK_SIZE
-from deployments.engines.llm.kv_cache import KVCache
+from deployments.engines.llm.kv_cache import KVCache, LayerSlots
 from deployments.engines.llm.models.registry import LoadedModel
 from deployments.engines.native.library import ELEMENTS, Kernels, MatrixPointers, PackedMatrix, load_kernels
 from deployments.engines.nn.packed_linear import MAX_INT8_ROWS, PackedEmbedding, PackedLinear, product_path
 
+_INT8_CACHE: Final = 2  # decoder.h's, behind ELEMENTS
 _VECTOR: Final = 16  # elements: decoder.h leaves no remainder
 # What the kernels know of: a model that has more parts, or other values in more fields, runs layer by layer.
 _SIZES: Final = (
@@ -49,7 +50,8 @@ class _Linear(ctypes.Structure):
 class _Layer(ctypes.Structure):
     _fields_ = (
         *((name, _Linear) for name in ("q", "k", "v", "output", "gate", "up", "down")),
-        *((name, ctypes.c_void_p) for name in ("attention_norm", "mlp_norm", "q_norm", "k_norm", "keys", "values")),
+        *((name, ctypes.c_void_p) for name in ("attention_norm", "mlp_norm", "q_norm", "k_norm")),
+        *((name, ctypes.c_void_p) for name in LayerSlots._fields),
     )
 
 
@@ -96,7 +98,7 @@ class PackedDecoder:
         self._kept: list[torch.Tensor] = []
         spec = model.spec
         self._layers = (_Layer * spec.num_layers)(
-            *(self._layer(layer, *cache.layer_slots(i)) for i, layer in enumerate(decoder.layers))
+            *(self._layer(layer, cache.layer_slots(i)) for i, layer in enumerate(decoder.layers))
         )
         self._decoder = _Decoder(
             self._layers,
@@ -109,7 +111,7 @@ class PackedDecoder:
             BLOCK_SIZE,
             spec.rms_norm_eps,
             model.rotary.is_interleaved,
-            ELEMENTS[model.dtype],
+            ELEMENTS.get(cache.layer_slots(0).keys.dtype, _INT8_CACHE),
         )
 
     @classmethod
@@ -146,14 +148,13 @@ class PackedDecoder:
         normalized: torch.Tensor = self._norm(x_NC)
         return normalized
 
-    def _layer(self, layer: nn.Module, keys: torch.Tensor, values: torch.Tensor) -> _Layer:
+    def _layer(self, layer: nn.Module, slots: LayerSlots) -> _Layer:
         products: list[Any] = [layer.get_submodule(name) for name in _PRODUCTS]
         norms = [layer.get_submodule(name) for name in _NORMS]
         return _Layer(
             *(_Linear(PackedMatrix(*one.packed).pointers(), self._pointer(one.bias)) for one in products),
             *(self._pointer(getattr(norm, "weight", None)) for norm in norms),
-            keys.data_ptr(),
-            values.data_ptr(),
+            *(None if one is None else one.data_ptr() for one in slots),
         )
 
     def _pointer(self, vector: torch.Tensor | None) -> int | None:

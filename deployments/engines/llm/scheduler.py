@@ -12,6 +12,7 @@ from deployments.engines.llm.block_manager import BLOCK_SIZE, BlockPool, block_k
 
 if TYPE_CHECKING:
     from deployments.engines.llm.loras import SequenceLora
+    from deployments.engines.llm.prompt_logprobs import PromptLogprobs
 
 MAX_PREFILLING: Final = 4  # prompts that share a step when each could fill it
 MIN_SHARE: Final = 16  # tokens of a prompt's share of a step
@@ -32,7 +33,8 @@ class Sequence:
     `token_ids` is the prompt followed by the completion. The keys and values of its first
     `num_computed_tokens` are in the KV cache, in the blocks of `block_table` in order; of `num_cached_tokens` they were
     there already when the sequence came. `scope` is what they depend on beside the tokens: the `loras`. `num_siblings`
-    sequences will be forked from this one when its prompt is computed: their seats are kept.
+    sequences will be forked from this one when its prompt is computed: their seats are kept. With `prompt_logprobs`,
+    every token of the prompt is computed, whatever is in the cache.
     """
 
     request_id: str
@@ -40,6 +42,7 @@ class Sequence:
     num_prompt_tokens: int
     scope: bytes = b""
     loras: tuple[SequenceLora, ...] = ()
+    prompt_logprobs: PromptLogprobs | None = None
     num_siblings: int = 0
     status: SequenceStatus = SequenceStatus.WAITING
     num_computed_tokens: int = 0
@@ -236,7 +239,8 @@ class Scheduler:
         for start in range(0, len(sequence) - BLOCK_SIZE, BLOCK_SIZE):
             key = block_key(key, sequence.token_ids[start : start + BLOCK_SIZE])
             keys.append(key)
-        found = self._blocks.find_prefix(keys)
+        is_scored = sequence.prompt_logprobs is not None and not sequence.num_completion_tokens
+        found = [] if is_scored else self._blocks.find_prefix(keys)
         self._blocks.share_blocks(found)
         missing = blocks_for(len(sequence)) - len(found)
         if missing > self._blocks.num_free:

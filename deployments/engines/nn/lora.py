@@ -60,7 +60,8 @@ class RowAdapter:
 def adapted_rows(module: nn.Module, uses: Sequence[RowAdapter]) -> Iterator[None]:
     """Add adapters to the rows (T, in) of what the linear layers of `module` compute within the block, each to its own.
 
-    They have passed `check_targets`. A row's result does not depend on the others. HAZARD: as `applied_adapters`.
+    They have passed `check_targets`. A row's result does not depend on the others. A module that gives those below it
+    only some rows of the batch, in an order of its own, says in `routed_rows` which. HAZARD: as `applied_adapters`.
     """
     by_path: dict[str, list[RowAdapter]] = {}
     for use in uses:
@@ -70,7 +71,7 @@ def adapted_rows(module: nn.Module, uses: Sequence[RowAdapter]) -> Iterator[None
     try:
         for path, own in by_path.items():
             target = module.get_submodule(path)
-            handles.append(target.register_forward_hook(_rows_side_path(path, own)))
+            handles.append(target.register_forward_hook(_rows_side_path(path, own, _router_above(module, path))))
         yield
     finally:
         for handle in handles:
@@ -120,13 +121,24 @@ def _side_path(pair: LoraPair, strength: float) -> Callable[[nn.Module, Any, tor
     return add
 
 
-def _rows_side_path(path: str, uses: Sequence[RowAdapter]) -> Callable[[nn.Module, Any, torch.Tensor], torch.Tensor]:
+def _router_above(module: nn.Module, path: str) -> Any:
+    """Return the module on the way to `path` that has `routed_rows`, or None."""
+    parts = path.split(".")
+    above = (module.get_submodule(".".join(parts[:size])) for size in range(1, len(parts)))
+    return next((one for one in above if hasattr(one, "routed_rows")), None)
+
+
+def _rows_side_path(
+    path: str, uses: Sequence[RowAdapter], router: Any
+) -> Callable[[nn.Module, Any, torch.Tensor], torch.Tensor]:
     def add(target: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
+        routed = None if router is None else router.routed_rows
         for use in uses:
-            pair, x = use.pairs[path], args[0][use.rows]
+            rows = use.rows if routed is None else torch.isin(routed, use.rows).nonzero()[:, 0]
+            pair, x = use.pairs[path], args[0][rows]
             padded = F.pad(x, (0, 0, 0, -len(x) % use.row_multiple))
             delta = linear(linear(padded, pair.down), pair.up)[: len(x)]
-            output.index_add_(0, use.rows, delta * (pair.scale * use.strength))
+            output.index_add_(0, rows, delta * (pair.scale * use.strength))
         return output
 
     return add

@@ -166,8 +166,6 @@ class CompletionBody(TextBody):
         """Return the request as the service takes it. Raises: InvalidRequest."""
         if self.best_of not in (None, self.n or 1):
             raise InvalidRequest("best_of: only as many as n are made", "best_of")
-        if self.echo and self.logprobs is not None:
-            raise InvalidRequest("echo: the log probabilities of a prompt are not computed", "echo")
         options = self.options() | {"echo": bool(self.echo), "logprobs": self.logprobs}
         return as_record(CompletionRequest, {"prompt": self.prompt, **options})
 

@@ -73,17 +73,17 @@ def _best_token(token: TokenText) -> dict[str, Any]:
     return {"token": token.text, "logprob": _finite(token.logprob), "bytes": list(token.data)}
 
 
-def _finite(logprob: float) -> float:
+def _finite(logprob: float | None) -> float:
     """Return a number that JSON has: OpenAI's own for what is as good as impossible."""
-    return max(logprob, -9999.0)
+    return -9999.0 if logprob is None else max(logprob, -9999.0)
 
 
 class CompletionLogprobs(Answer):
-    """The older form: a list for each property."""
+    """The older form: a list for each property. The first token of an echoed prompt has null."""
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
     @classmethod
@@ -94,8 +94,11 @@ class CompletionLogprobs(Answer):
         offsets = itertools.accumulate((len(token.text) for token in tokens[:-1]), initial=offset)
         return cls(
             tokens=[token.text for token in tokens],
-            token_logprobs=[_finite(token.logprob) for token in tokens],
-            top_logprobs=[{best.text: _finite(best.logprob) for best in token.best} for token in tokens],
+            token_logprobs=[None if token.logprob is None else _finite(token.logprob) for token in tokens],
+            top_logprobs=[
+                None if token.logprob is None else {best.text: _finite(best.logprob) for best in token.best}
+                for token in tokens
+            ],
             text_offset=list(offsets),
         )
 

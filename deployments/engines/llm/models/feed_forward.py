@@ -51,6 +51,7 @@ class MixtureOfExperts(nn.Module):
 
     An expert's product has only the rows of its tokens. `row_multiple` is what their number is padded to, where
     products of few rows round by their number: a token's result must not depend on who else chose its expert.
+    `routed_rows` are those of the expert that is being computed, None for the router (`nn/lora.py`).
     """
 
     def __init__(self, hidden_size: int, spec: ExpertsSpec) -> None:
@@ -60,8 +61,10 @@ class MixtureOfExperts(nn.Module):
         self.num_used = spec.num_used
         self.normalizes = spec.normalizes
         self.row_multiple = 1
+        self.routed_rows: torch.Tensor | None = None
 
     def forward(self, x_TC: torch.Tensor) -> torch.Tensor:
+        self.routed_rows = None  # the router has all rows, even after an expert that failed
         scores_TE = F.softmax(self.gate(x_TC).float(), dim=-1)
         weights_TU, chosen_TU = scores_TE.topk(self.num_used, dim=-1)
         if self.normalizes:
@@ -73,6 +76,7 @@ class MixtureOfExperts(nn.Module):
             tokens, places = torch.where(chosen_TU == expert)
             rows = x_TC[tokens]
             padded = F.pad(rows, (0, 0, 0, -len(rows) % self.row_multiple))
+            self.routed_rows = tokens
             made = self.experts[expert](padded)[: len(rows)]
             out_TC.index_add_(0, tokens, made * weights_TU[tokens, places, None])
         return out_TC

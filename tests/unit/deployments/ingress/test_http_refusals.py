@@ -147,7 +147,6 @@ BAD: list[tuple[str, dict[str, Any], int, str | None]] = [
     (COMPLETIONS, {**COMPLETION, "prompt": "x" * 101}, 400, "prompt"),
     (COMPLETIONS, {**COMPLETION, "logprobs": 21}, 400, "logprobs"),
     (COMPLETIONS, {**COMPLETION, "best_of": 2}, 400, "best_of"),
-    (COMPLETIONS, {**COMPLETION, "echo": True, "logprobs": 1}, 400, "echo"),
     (EMBEDDINGS, {**EMBEDDING, "model": "flux"}, 400, "model"),
     (EMBEDDINGS, {**EMBEDDING, "model": "nothing"}, 404, "model"),
     (EMBEDDINGS, {**EMBEDDING, "input": ""}, 400, "input"),

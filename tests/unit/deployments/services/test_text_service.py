@@ -82,6 +82,31 @@ async def test_lists_of_prompts_with_several_completions_each(engine: LLMEngine,
     assert tokens.text == text.text
 
 
+async def test_an_echo_has_the_log_probabilities_of_its_prompt(engine: LLMEngine, service: TextService) -> None:
+    request = CompletionRequest(
+        model="m", prompt=("What is 3", "What is 40 + 2"), n=2, temperature=0, max_tokens=4, echo=True, logprobs=2
+    )
+    chunks = await chunks_of(service, request)
+    choices = CompletionForm("m").whole(whole_text("m", chunks)).choices
+    alone = await chunks_of(service, request.model_copy(update={"echo": False}))
+    for number, (choice, other) in enumerate(zip(choices, whole_text("m", alone).choices, strict=True)):
+        prompt = request.prompts[number // 2]
+        size = len(engine.encode_text(prompt))
+        found = choice.logprobs
+        assert found is not None
+        assert choice.text == prompt + other.text
+        assert found.token_logprobs[0] is found.top_logprobs[0] is None
+        assert all(value is not None and value <= 0 for value in found.token_logprobs[1:])
+        assert all(best is not None and len(best) == 2 for best in found.top_logprobs[1:])
+        assert found.tokens[size:] == [token.text for token in other.logprobs]
+        assert found.text_offset == [len("".join(found.tokens[:place])) for place in range(len(found.tokens))]
+    stream = CompletionForm("m")
+    pieces = [stream.piece(chunk).choices[0] for chunk in chunks if chunk.index == 1]
+    assert [offset for piece in pieces if piece.logprobs for offset in piece.logprobs.text_offset] == (
+        choices[1].logprobs and choices[1].logprobs.text_offset
+    )
+
+
 async def test_the_forms_of_openai(service: TextService) -> None:
     request = ChatRequest(model="m", messages=QUESTION, n=2, logprobs=2)
     chunks = await chunks_of(service, request)

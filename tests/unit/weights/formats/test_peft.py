@@ -141,7 +141,6 @@ def test_dora_and_saved_modules_of_peft_are_refused(tmp_path):
         ({"base_model.model.lora_A.weight": (2, 16)}, "not of PEFT's layout"),
         ({f"{Q}.lora_embedding_A": (2, 16)}, "a LoRA of token vectors is not supported"),
         ({f"{Q}.base_layer.weight": (16, 16)}, "save it with save_embedding_layers=False"),
-        ({"base_model.model.model.layers.0.mlp.experts.3.up_proj.lora_A.weight": (2, 16)}, "LoRA of single experts"),
     ],
 )
 def test_tensors_that_are_no_lora_are_named(tensors, message, tmp_path):

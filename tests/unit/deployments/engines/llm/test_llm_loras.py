@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import copy
 import gc
+import json
+import re
 from pathlib import Path
 
 import peft
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from deployments.engines.llm import completion
 from deployments.engines.protocol import EngineError, SamplingParams, TextLora, TextRequest
@@ -191,6 +194,69 @@ def test_completions_of_one_prompt_and_preempted_ones_keep_their_adapter(crowd, 
 
     assert tokens(tight) == tokens(roomy)
     assert tight.num_preemptions > 0
+
+
+EXPERT_PATHS = {
+    "mixtral": ("block_sparse_moe.experts.{}", ("w1", "w3", "w2")),
+    "qwen3_moe": ("mlp.experts.{}", ("gate_proj", "up_proj", "down_proj")),
+}
+
+
+def save_expert_lora(folder: Path, family: str, seed: int, chosen) -> Path:
+    """A LoRA of (layer, expert, product) as PEFT saves it, by the names that checkpoints have."""
+    generator = torch.Generator().manual_seed(seed)
+    where, names = EXPERT_PATHS[family]
+    tensors = {}
+    for layer, expert, product in chosen:
+        path = f"base_model.model.model.layers.{layer}.{where.format(expert)}.{names[product]}"
+        size_in, size_out = (48, 32) if product == 2 else (32, 48)
+        tensors[f"{path}.lora_A.weight"] = torch.randn(3, size_in, generator=generator) * 0.3
+        tensors[f"{path}.lora_B.weight"] = torch.randn(size_out, 3, generator=generator) * 0.3
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 3, "lora_alpha": 6, "target_modules": list(names)}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def merged_experts(model, family: str, lora: TextLora):
+    """The stock model with the LoRA of its experts added to their fused weights."""
+    stock = copy.deepcopy(model.stock)
+    _, names = EXPERT_PATHS[family]
+    for path, pair in lora.adapter.components["model"].items():
+        layer, expert = (int(number) for number in re.findall(r"\.(\d+)\.", path))
+        product, experts = names.index(path.rpartition(".")[2]), stock.model.layers[layer].mlp.experts
+        delta = lora.scale * pair.scale * pair.up @ pair.down
+        if product == 2:
+            experts.down_proj[expert] += delta
+        else:
+            experts.gate_up_proj[expert].view(2, 48, 32)[product] += delta
+    return stock
+
+
+@pytest.mark.parametrize("family", EXPERT_PATHS)
+def test_loras_of_single_experts(family, tiny, run_all, prompt_of, tmp_path):
+    """Each row has its experts and its adapters: beside others it gets what merged weights give it, bit for bit."""
+    fields = {"num_local_experts": 5} if family == "mixtral" else {"num_experts": 5, "moe_intermediate_size": 48}
+    model = tiny(family, 4, num_experts_per_tok=2, head_dim=8, **fields)
+    everywhere = [(layer, expert, product) for layer in (0, 1) for expert in range(5) for product in range(3)]
+    loras = [
+        use(load_adapter(save_expert_lora(tmp_path / "all", family, 1, everywhere)), 0.7),
+        use(load_adapter(save_expert_lora(tmp_path / "some", family, 2, everywhere[1::4]))),
+    ]
+    uses = [loras[:1], [], loras[1:], loras[1:]]
+    requests = [
+        ask(str(i), prompt_of(length), 8, *own)
+        for i, (length, own) in enumerate(zip((21, 40, 3, 33), uses, strict=True))
+    ]
+    outcomes = run_all(model.engine(max_num_batched_tokens=30), requests, (0, 0, 1, 2))
+    for request in requests:
+        stock = merged_experts(model, family, request.loras[0]) if request.loras else model.stock
+        assert outcomes[request.request_id].token_ids == greedy(stock, request.prompt_token_ids, 8)
+        alone = run_all(model.engine(), [request])
+        assert logprobs(alone[request.request_id]) == logprobs(outcomes[request.request_id])
+    changed = [outcomes[str(i)].token_ids != model.greedy(prompt_of(n), 8) for i, n in ((0, 21), (2, 3), (3, 33))]
+    assert any(changed)
 
 
 def test_what_does_not_fit_is_refused_and_leaves_nothing(crowd, prompt_of, run_all):
