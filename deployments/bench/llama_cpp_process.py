@@ -1,7 +1,8 @@
 """llama.cpp behind pipes, in an interpreter that has llama-cpp-python and nothing of ours.
 
-Orders are JSON lines: {"do": "run", "n_prompt", "n_gen", "depth"} -> {"ns"}; {"do": "tokens", "text"} -> {"ids"};
-{"do": "greedy", "ids", "count"} -> {"ids"}. Usage: llama_cpp_process.py MODEL THREADS N_CTX N_BATCH N_UBATCH.
+Orders are JSON lines: {"do": "run", "n_prompt", "n_gen", "depth", "num_parallel"} -> {"ns"};
+{"do": "tokens", "text"} -> {"ids"}; {"do": "greedy", "ids", "count"} -> {"ids"}.
+Usage: llama_cpp_process.py MODEL THREADS N_CTX N_BATCH N_UBATCH.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 
 import llama_cpp
 import numpy as np
+from llama_cpp import _internals as internals
 
 
 class _Judge:
@@ -30,9 +32,14 @@ class _Judge:
             verbose=False,
         )
         self.n_batch = n_batch
+        self.slots: _Slots | None = None
 
-    def run_speed(self, n_prompt: int, n_gen: int, depth: int = 0) -> dict[str, Any]:
+    def run_speed(self, n_prompt: int, n_gen: int, depth: int = 0, num_parallel: int = 1) -> dict[str, Any]:
         """Time a run as llama-bench does: an empty cache, random tokens, a wait for every token, nothing sampled."""
+        if num_parallel > 1:
+            if self.slots is None or self.slots.num_parallel != num_parallel:
+                self.slots = _Slots(self.llama, num_parallel)
+            return {"ns": self.slots.run_speed(n_prompt, n_gen, depth)}
         draw = random.Random(n_prompt)
         vocabulary = self.llama.n_vocab()
         self.llama.reset()
@@ -58,6 +65,45 @@ class _Judge:
             out.append(int(logits.argmax()))
             self.llama.eval(out[-1:])
         return {"ids": out}
+
+
+class _Slots:
+    """Parallel slots: a context with as many sequences, which take a token each in one batch (llama-batched-bench)."""
+
+    def __init__(self, llama: llama_cpp.Llama, num_parallel: int) -> None:
+        self.num_parallel = num_parallel
+        own = llama.context_params
+        params = llama_cpp.llama_context_default_params()
+        params.n_ctx, params.n_seq_max, params.kv_unified = own.n_ctx * num_parallel, num_parallel, False
+        params.n_batch, params.n_ubatch = own.n_batch, own.n_ubatch
+        params.n_threads, params.n_threads_batch = own.n_threads, own.n_threads_batch
+        self.context = internals.LlamaContext(model=llama._model, params=params, verbose=False)
+        self.size, self.vocabulary = own.n_batch, llama.n_vocab()
+        self.batch = internals.LlamaBatch(n_tokens=self.size, embd=0, n_seq_max=1, verbose=False)
+
+    def run_speed(self, n_prompt: int, n_gen: int, depth: int) -> int:
+        """Return the nanoseconds in which all slots read their prompts and are given their tokens."""
+        draw = random.Random(n_prompt)
+        self.context.kv_cache_clear()
+        self.add_tokens(draw, 0, depth)
+        begin = time.perf_counter_ns()
+        self.add_tokens(draw, depth, n_prompt)
+        for i in range(n_gen):
+            self.add_tokens(draw, depth + n_prompt + i, 1)
+        return time.perf_counter_ns() - begin
+
+    def add_tokens(self, draw: random.Random, first: int, count: int) -> None:
+        """Compute tokens at positions `first` and on of every slot, in batches that are as large as may be."""
+        places = [(slot, position) for slot in range(self.num_parallel) for position in range(first, first + count)]
+        for start in range(0, len(places), self.size):
+            part, raw = places[start : start + self.size], self.batch.batch
+            raw.n_tokens = len(part)
+            for i, (slot, position) in enumerate(part):
+                raw.token[i], raw.pos[i] = draw.randrange(3, self.vocabulary), position
+                raw.seq_id[i][0], raw.n_seq_id[i] = slot, 1
+                raw.logits[i] = position == first + count - 1
+            self.context.decode(self.batch)
+            llama_cpp.llama_synchronize(self.context.ctx)
 
 
 def _main() -> None:

@@ -16,7 +16,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -24,7 +24,9 @@ import numpy as np
 import torch
 
 from deployments.bench.llm_peer import LlamaCpp, llama_cpp_python
+from deployments.bench.llm_serving import Serving, serve_arrivals, serving_figures, stream_beside_prompts
 from deployments.engines.llm.engine import LLMEngine
+from deployments.engines.llm.kv_cache import KvDtype
 from deployments.engines.protocol import SamplingParams, TextRequest
 from weights.formats.checkpoint import read_checkpoint
 from weights.formats.tensors import FileTensor
@@ -32,6 +34,7 @@ from weights.loader import memory_form
 
 Output = Literal["md", "csv", "json", "jsonl"]
 _KV_BYTES: Final = 1 << 30
+_MAX_SERVED: Final = 64  # sequences at once, as in a replica
 _FIELDS: Final = (
     "build_commit",
     "build_number",
@@ -62,7 +65,7 @@ _FIELDS: Final = (
 class Case:
     """A test of llama-bench: a prompt, generated tokens, or (-pg) one after the other, behind `depth` tokens (-d).
 
-    `num_parallel` streams do so at once (-npl of llama-batched-bench), which only ours is asked for.
+    `num_parallel` streams do so at once (-npl of llama-batched-bench).
     """
 
     n_prompt: int
@@ -86,6 +89,8 @@ class BenchSettings:
     n_batch: int = 2048
     n_ubatch: int = 512
     repetitions: int = 5
+    max_prefill_beside_decode: int = 64
+    kv_dtype: KvDtype = "auto"
 
     @property
     def context(self) -> int:
@@ -112,7 +117,7 @@ def measure_llm(model: Path, settings: BenchSettings, *, peer: bool = True) -> l
             sizes = {"n_ctx": settings.context, "n_batch": settings.n_batch, "n_ubatch": settings.n_ubatch}
             other = stack.enter_context(LlamaCpp(python, model, threads=settings.threads, **sizes))
         for case in settings.cases:
-            pair = [_Row("atelier", case), *([_Row("llama.cpp", case)] if other and case.num_parallel == 1 else [])]
+            pair = [_Row("atelier", case), *([_Row("llama.cpp", case)] if other else [])]
             for repetition in range(settings.repetitions + 1):
                 for row in pair:
                     runs_ours = row.backend == "atelier" or other is None
@@ -125,9 +130,19 @@ def measure_llm(model: Path, settings: BenchSettings, *, peer: bool = True) -> l
     return [_figures(row, ours, settings) for row in rows]
 
 
+def measure_serving(model: Path, settings: BenchSettings, serving: Serving) -> list[dict[str, Any]]:
+    """Serve a load of requests, and a stream beside prompts of their length, on ours; one row of figures for each."""
+    torch.set_num_threads(settings.threads)
+    engine = _Ours(model, settings, max_num_seqs=_MAX_SERVED).engine
+    serve_arrivals(engine, replace(serving, num_requests=1).arrivals())  # the warm-up
+    figures = serving_figures(serving, serve_arrivals(engine, serving.arrivals()))
+    return [figures, stream_beside_prompts(engine, serving.n_prompt, serving.n_gen)]
+
+
 def _ask(other: LlamaCpp | None, case: Case) -> int:
     assert other is not None
-    return int(other.ask("run", n_prompt=case.n_prompt, n_gen=case.n_gen, depth=case.depth)["ns"])
+    sizes = {"n_prompt": case.n_prompt, "n_gen": case.n_gen, "depth": case.depth, "num_parallel": case.num_parallel}
+    return int(other.ask("run", **sizes)["ns"])
 
 
 def mapped_tensors(model: Path) -> tuple[Path, dict[str, torch.Tensor], int]:
@@ -152,17 +167,19 @@ def mapped_tensors(model: Path) -> tuple[Path, dict[str, torch.Tensor], int]:
 class _Ours:
     """Our engine on one checkpoint."""
 
-    def __init__(self, model: Path, settings: BenchSettings) -> None:
+    def __init__(self, model: Path, settings: BenchSettings, max_num_seqs: int = 1) -> None:
         folder, tensors, self.num_elements = mapped_tensors(model)
         self.model = model
         self.nbytes = sum(tensor.nbytes for tensor in tensors.values())
         self.kinds = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()})
-        self._engine = LLMEngine(
+        self.engine = LLMEngine(
             folder,
             tensors,
-            max_num_seqs=max(case.num_parallel for case in settings.cases),
+            max_num_seqs=max(max_num_seqs, *(case.num_parallel for case in settings.cases)),
             max_num_batched_tokens=settings.n_batch,
+            max_prefill_beside_decode=settings.max_prefill_beside_decode,
             kv_cache_bytes=_KV_BYTES,
+            kv_dtype=settings.kv_dtype,
         )
         self._count = 0
 
@@ -184,14 +201,15 @@ class _Ours:
         begin = time.perf_counter_ns()
         for i, (prompt, num_tokens) in enumerate(requests):
             params = SamplingParams(max_tokens=num_tokens, temperature=0, ignore_eos=True)
-            self._engine.add_request(TextRequest(f"bench-{self._count}-{i}", prompt, params))
-        while self._engine.has_work:
-            self._engine.step()
+            self.engine.add_request(TextRequest(f"bench-{self._count}-{i}", prompt, params))
+        while self.engine.has_work:
+            self.engine.step()
         return time.perf_counter_ns() - begin
 
 
 def _figures(row: _Row, ours: _Ours, settings: BenchSettings) -> dict[str, Any]:
     tokens = (row.case.n_prompt + row.case.n_gen) * row.case.num_parallel
+    kv_type = "f16" if row.backend != "atelier" else "bf16" if settings.kv_dtype == "auto" else settings.kv_dtype
     speeds = [1e9 * tokens / ns for ns in row.samples_ns]
     values = {
         "build_commit": row.backend,
@@ -206,8 +224,8 @@ def _figures(row: _Row, ours: _Ours, settings: BenchSettings) -> dict[str, Any]:
         "n_batch": settings.n_batch,
         "n_ubatch": settings.n_ubatch,
         "n_threads": settings.threads,
-        "type_k": "bf16" if row.backend == "atelier" else "f16",
-        "type_v": "bf16" if row.backend == "atelier" else "f16",
+        "type_k": kv_type,
+        "type_v": kv_type,
         "n_prompt": row.case.n_prompt,
         "n_gen": row.case.n_gen,
         "n_depth": row.case.depth,

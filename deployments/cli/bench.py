@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -179,9 +180,19 @@ def bench_llm(
     repetitions: Annotated[int, typer.Option("-r", "--repetitions", min=1)] = 5,
     output: Annotated[str, typer.Option("-o", "--output", help="md, csv, json or jsonl.")] = "md",
     peer: Annotated[bool, typer.Option("--peer/--no-peer", help="Beside llama.cpp on the same GGUF file.")] = True,
+    beside: Annotated[int, typer.Option("--prefill-beside", min=1, help="max_prefill_beside_decode of ours.")] = 64,
+    kv_dtype: Annotated[str, typer.Option("--kv-dtype", help="auto or int8, of our KV cache.")] = "auto",
+    rate: Annotated[float | None, typer.Option(min=0.01, help="Requests per second: the serving mode.")] = None,
+    requests: Annotated[int, typer.Option(min=1, help="Of the serving mode, each of -p and -n tokens.")] = 50,
+    max_ttft_ms: Annotated[float, typer.Option(help="To the first token of a request that is served well.")] = 2000.0,
+    max_tpot_ms: Annotated[float, typer.Option(help="For each of its other tokens.")] = 200.0,
 ) -> None:
-    """Measure prompt processing and generation as llama-bench does, beside llama.cpp (`make judge-llama`)."""
-    from deployments.bench.llm import BenchSettings, Case, formatted, measure_llm
+    """Measure prompt processing and generation as llama-bench does, beside llama.cpp (`make judge-llama`).
+
+    With --rate, the serving mode: Poisson arrivals, TTFT, TPOT, goodput, and what prompts cost a running stream.
+    """
+    from deployments.bench.llm import BenchSettings, Case, formatted, measure_llm, measure_serving
+    from deployments.bench.llm_serving import Serving, formatted_figures
 
     if output not in ("md", "csv", "json", "jsonl"):
         raise typer.BadParameter(f"{output!r}; expected md, csv, json or jsonl", param_hint="-o")
@@ -198,7 +209,17 @@ def bench_llm(
     cases = [Case(*size, depth, int(number)) for number in streams for size in sizes]
     if not cases:
         raise typer.BadParameter("nothing to measure", param_hint="-p, -n, -pg")
-    settings = BenchSettings(tuple(cases), threads, batch, ubatch, repetitions)
+    if kv_dtype not in ("auto", "int8"):
+        raise typer.BadParameter(f"{kv_dtype!r}; expected auto or int8", param_hint="--kv-dtype")
+    settings = BenchSettings(tuple(cases), threads, batch, ubatch, repetitions, beside, kv_dtype)
+    if rate is not None:
+        if output not in ("md", "json"):
+            raise typer.BadParameter(f"{output!r}; expected md or json with --rate", param_hint="-o")
+        serving = Serving(rate, requests, n_prompt[0], n_gen[0], max_ttft_ms, max_tpot_ms)
+        with _err.status("serving"):
+            figures = measure_serving(model, settings, serving)
+        typer.echo(json.dumps(figures, indent=2) if output == "json" else formatted_figures(figures))
+        return
     with _err.status("measuring"):
         rows = measure_llm(model, settings, peer=peer)
     typer.echo(formatted(rows, output))  # type: ignore[arg-type]
