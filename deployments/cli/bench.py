@@ -211,7 +211,7 @@ def bench_llm(
         raise typer.BadParameter("nothing to measure", param_hint="-p, -n, -pg")
     if kv_dtype not in ("auto", "int8"):
         raise typer.BadParameter(f"{kv_dtype!r}; expected auto or int8", param_hint="--kv-dtype")
-    settings = BenchSettings(tuple(cases), threads, batch, ubatch, repetitions, beside, kv_dtype)
+    settings = BenchSettings(tuple(cases), threads, batch, ubatch, repetitions, beside, kv_dtype)  # type: ignore[arg-type]
     if rate is not None:
         if output not in ("md", "json"):
             raise typer.BadParameter(f"{output!r}; expected md or json with --rate", param_hint="-o")

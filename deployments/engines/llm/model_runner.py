@@ -112,12 +112,14 @@ class ModelRunner:
         first = 0
         for chunk in chunks:
             scores = chunk.sequence.prompt_logprobs
-            for begin in range(chunk.start, min(chunk.end, scores.end), ROWS_AT_ONCE) if scores else ():
+            last = min(chunk.end, scores.end) if scores else chunk.start
+            for begin in range(chunk.start, last, ROWS_AT_ONCE):
                 end = min(begin + ROWS_AT_ONCE, chunk.end)
                 part = replace(chunk, start=begin, end=end)
                 adapters = _row_adapters([part], self._model.device, of_head=True, all_rows=True)
                 with adapted_rows(self._model.module, adapters):
                     logits = self._logits(hidden, list(range(first + begin - chunk.start, first + end - chunk.start)))
+                assert scores is not None
                 scores.note(begin, logits)
             first += chunk.num_tokens
 

@@ -151,8 +151,8 @@ def _draw(
     draws = {row: float(torch.rand(1, generator=pickers[row].generator, dtype=torch.float64)) for row in rows}
     if (kernels := _kernels_for(logits_NV)) is not None:
         best = best_N.tolist()
-        drawn = [_drawn_row(row, best[row], draws[row], pickers[row].params) for row in rows]
-        return kernels.draw_tokens(logits_NV, maxima_NB.contiguous(), _BLOCK, drawn)
+        asked = [_drawn_row(row, best[row], draws[row], pickers[row].params) for row in rows]
+        return kernels.draw_tokens(logits_NV, maxima_NB.contiguous(), _BLOCK, asked)
     tokens: dict[int, int] = {}
     # A filter after top-k needs none but its k tokens; every other one, the probabilities of the whole vocabulary.
     whole = [row for row in rows if not 0 < pickers[row].params.top_k < logits_NV.shape[1]]

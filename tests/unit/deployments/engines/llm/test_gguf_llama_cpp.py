@@ -16,20 +16,25 @@ from weights.quantization.checkpoints import quantize_checkpoint
 DEMO = Path(__file__).parents[5] / "infra" / "demo"
 PYTHON = llama_cpp_python()
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(PYTHON is None, reason="no llama-cpp-python: make judge-llama")]
+QUESTIONS = ["What is 12 + 7?", "99 + 1", "0 + 1", "What is 40 + 2?", "1 + 0", "57 + 38"]
 TEXTS = [
-    "What is 12 + 7?",
-    "99 + 1",
-    "  spaces\tand\nlines ",
+    *QUESTIONS,
+    "  spaces\tand\nlines \r\n\n\n  ",
     "<|user|>3 + 4<|assistant|>",
-    "12345 - (6 * 7)",
-    "ünïcödé 👍",
+    " <|user|> <|assistant|><|user|>",
+    "<|us er|> </s> <s>",
+    "12345 - (6 * 7) = 1e-9, 0x7f",
+    "def f(x):\n\treturn {'a': [x ** 2], \"b\": x // 3}  # don't, we'll, I'M",
+    "ünïcödé 👍🏽 e\u0301 日本語 שלום \uff41\uff42\uff43 \u00a0\u200b\ufeff",
+    "".join(map(chr, range(32, 127))),
+    "…—“quotes” ½ ² Ⅷ ٣ \U0001d7d8",
 ]
 
 
-@pytest.fixture(scope="module")
-def adder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=["gguf-q8_0", "gguf-q4_0"])
+def adder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("adder") / "adder.gguf"
-    quantize_checkpoint(DEMO / "models" / "adder", file, "gguf-q8_0")
+    quantize_checkpoint(DEMO / "models" / "adder", file, request.param)
     return file
 
 
@@ -49,7 +54,7 @@ def test_the_ids_of_a_text(adder: Path, judge: LlamaCpp) -> None:
 
 def test_greedy_tokens(adder: Path, judge: LlamaCpp) -> None:
     engine = LLMEngine(adder.parent, mapped_tensors(adder)[1])
-    for question in TEXTS[:2]:
+    for question in QUESTIONS:
         prompt = engine.encode_chat([{"role": "user", "content": question}])
         engine.add_request(TextRequest(question, prompt, SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)))
         ours = []
