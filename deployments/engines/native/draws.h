@@ -2,7 +2,8 @@
 //
 // Every filter keeps what has at least some key: top-k, top-p and min-p the greatest logits, typical the surprises that
 // are nearest to the entropy; and all that is as good as the last one kept. So nothing is sorted but the few tokens
-// around that key, which a histogram finds. sampler.py has the same in torch.
+// around that key, which a histogram finds. The logits of a row are read from the processor's cache some four times, and
+// their weights are computed anew each time, which costs less than memory for them. sampler.py has the same in torch.
 
 #pragma once
 
@@ -40,7 +41,7 @@ float least_kept(const float* keys, const float* weights, int64_t n, double targ
             low = std::min(low, keys[i] >= -FLT_MAX ? keys[i] : kInfinity);
         }
         if (!(low < high)) return high;
-        const float scale = static_cast<float>(kBins - 1) / (high - low);
+        const float scale = (kBins - 1.0f) / (high - low);
         if (n <= kFew || !(scale > 0 && scale < 1e30f)) {  // a difference that overflows, or is all but nothing
             std::vector<std::pair<float, float>> pairs;
             for (int64_t i = 0; i < n; ++i)
@@ -58,8 +59,8 @@ float least_kept(const float* keys, const float* weights, int64_t n, double targ
         int32_t bins[kSpan];
         const auto find_bins = [&](int64_t begin, int64_t count) {  // those of -infinity lie behind the last one
             for (int64_t i = 0; i < count; ++i) {
-                const float at = std::min((high - keys[begin + i]) * scale, static_cast<float>(kBins - 1));
-                bins[i] = keys[begin + i] >= -FLT_MAX ? static_cast<int32_t>(at) : -1;
+                const auto bin = static_cast<int32_t>(std::min((high - keys[begin + i]) * scale, kBins - 1.0f));
+                bins[i] = keys[begin + i] >= -FLT_MAX ? bin : -1;
             }
         };
         for (int64_t begin = 0; begin < n; begin += kSpan) {
@@ -88,58 +89,134 @@ float least_kept(const float* keys, const float* weights, int64_t n, double targ
     }
 }
 
-// Sets the weights of keys below `least` to 0 and returns the sums of the others, by spans and in all.
-double keep_from(float least, const float* keys, float* weights, int64_t n, double* sums) {
-    double total = 0;
-    for (int64_t begin = 0; begin < n; begin += kSpan) {
-        const int64_t end = std::min(begin + kSpan, n);
-        float sum = 0;
+// The candidates of a row: n logits, whose weights have the logarithm (logit - best) factor, or are 0 where it is below
+// `least`.
+struct Candidates {
+    const float* logits;
+    int64_t n;
+    float best, factor;
+    float least = -kInfinity;
+
+    // Puts the logarithms of span number `span`'s weights into `logs`, its weights into `weights`, and returns its size.
+    int64_t fill(int64_t span, float* logs, float* weights) const {
+        const float* from = logits + span * kSpan;
+        const int64_t count = std::min(kSpan, n - span * kSpan);
+        for (int64_t i = 0; i < count; ++i) {
+            logs[i] = (from[i] - best) * factor;
+            const float weight = exponential(logs[i]);  // of all: what may trap is not computed by halves of a vector
+            weights[i] = logs[i] >= least ? weight : 0.0f;
+        }
+        return count;
+    }
+    int64_t num_spans() const { return (n + kSpan - 1) / kSpan; }
+};
+
+inline float sum_of(const float* x, int64_t count) {
+    float sum = 0;
 #pragma omp simd reduction(+ : sum)
-        for (int64_t i = begin; i < end; ++i) sum += weights[i] = keys[i] >= least ? weights[i] : 0.0f;
-        total += *sums++ = sum;
+    for (int64_t i = 0; i < count; ++i) sum += x[i];
+    return sum;
+}
+
+// The surprise of a token: how far the logarithm of its weight is from the best one's, or from `middle`.
+struct Surprise {
+    bool has_middle;
+    float middle;
+    float operator()(float log) const { return has_middle ? std::fabs(log - middle) : -log; }
+};
+
+// The greatest surprise that is kept when tokens are taken from the least on, each while those before it weigh less than
+// `share` of all. Beyond `reach` surprises are not told apart at first, nor at all where nothing of there can be kept.
+float greatest_kept(const Candidates& all, const Surprise& surprise, double share, float reach, float* scratch) {
+    double mass[kBins] = {}, total = 0, before = 0;
+    float logs[kSpan], weights[kSpan];
+    int32_t bins[kSpan];
+    const float scale = (kBins - 1.0f) / reach;
+    const auto find_bins = [&](int64_t count) {
+        for (int64_t i = 0; i < count; ++i)
+            bins[i] = static_cast<int32_t>(std::min(surprise(logs[i]) * scale, kBins - 1.0f));
+    };
+    for (int64_t span = 0; span < all.num_spans(); ++span) {
+        const int64_t count = all.fill(span, logs, weights);
+        find_bins(count);
+        int32_t first = kBins;
+        for (int64_t i = 0; i < count; ++i) first = std::min(first, bins[i]);
+        if (first == kBins - 1) {
+            mass[first] += sum_of(weights, count);
+            continue;
+        }
+        for (int64_t i = 0; i < count; ++i) mass[bins[i]] += weights[i];
+    }
+    for (const double one : mass) total += one;
+    int32_t bin = 0;
+    while (bin + 1 < kBins && before + mass[bin] < share * total) before += mass[bin++];
+    float *keys = scratch, *own = scratch + all.n;
+    int64_t found = 0;
+    for (int64_t span = 0; span < all.num_spans(); ++span) {
+        const int64_t count = all.fill(span, logs, weights);
+        find_bins(count);
+        int32_t is_any = 0;
+        for (int64_t i = 0; i < count; ++i) is_any |= bins[i] == bin;
+        for (int64_t i = 0; is_any && i < count; ++i)
+            if (bins[i] == bin && weights[i] > 0) {
+                own[found] = weights[i];
+                keys[found++] = -surprise(logs[i]);
+            }
+    }
+    return found ? -least_kept(keys, own, found, share * total - before, scratch + 2 * all.n) : kInfinity;
+}
+
+// Sums of the weights of what surprises by at most `limit`, by spans and in all.
+double sum_kept(const Candidates& all, const Surprise& surprise, float limit, double* sums) {
+    double total = 0;
+    float logs[kSpan], weights[kSpan];
+    for (int64_t span = 0; span < all.num_spans(); ++span) {
+        const int64_t count = all.fill(span, logs, weights);
+        for (int64_t i = 0; i < count; ++i) weights[i] = surprise(logs[i]) <= limit ? weights[i] : 0.0f;
+        total += *sums++ = sum_of(weights, count);
     }
     return total;
 }
 
-// The first place where the sum of the weights passes `draw` of all, in the order of token ids: then a rounding error
+// The first place where the sum of what is kept passes `draw` of all, in the order of token ids: then a rounding error
 // moves the borders between tokens by as little, and never exchanges two of them.
-int64_t place_of(double draw, const float* weights, int64_t n, const double* sums, double total) {
-    const int64_t num_spans = (n + kSpan - 1) / kSpan;
+int64_t place_of(double draw, const Candidates& all, const Surprise& surprise, float limit, const double* sums,
+                 double total) {
     const double point = draw * total;
-    double before = 0;
+    double before = 0, inner = 0, sum = 0;
     int64_t span = -1;
-    for (int64_t i = 0; i < num_spans; ++i) {
+    for (int64_t i = 0; i < all.num_spans(); ++i) {
         if (sums[i] <= 0) continue;
         if (span >= 0) before += sums[span];
         span = i;
         if (before + sums[i] > point) break;
     }
-    const int64_t begin = span * kSpan, end = std::min(begin + kSpan, n);
-    double inner = 0, sum = 0;
-    for (int64_t i = begin; i < end; ++i) inner += weights[i];
+    float logs[kSpan], weights[kSpan];
+    const int64_t count = all.fill(span, logs, weights);
+    for (int64_t i = 0; i < count; ++i) weights[i] = surprise(logs[i]) <= limit ? weights[i] : 0.0f;
+    for (int64_t i = 0; i < count; ++i) inner += weights[i];
     const double share = (point - before) / sums[span] * inner;
-    int64_t place = begin;
-    for (int64_t i = begin; i < end; ++i) {
+    int64_t place = 0;
+    for (int64_t i = 0; i < count; ++i) {
         if (weights[i] <= 0) continue;
         place = i;
         if ((sum += weights[i]) > share) break;
     }
-    return place;
+    return span * kSpan + place;
 }
 
 // Room of one draw.
 struct DrawScratch {
-    float *weights, *keys, *narrowing;
+    float *logits, *narrowing;
     int32_t* ids;
     double* sums;
 
-    static size_t nbytes(int64_t size) { return 5 * 4 * size + 8 * (size / kSpan + 1); }
+    static size_t nbytes(int64_t size) { return 6 * 4 * size + 8 * (size / kSpan + 1); }
     DrawScratch(char* memory, int64_t size) {
         sums = reinterpret_cast<double*>(memory);
-        weights = reinterpret_cast<float*>(memory + 8 * (size / kSpan + 1));
-        keys = weights + size;
-        narrowing = keys + size;
-        ids = reinterpret_cast<int32_t*>(narrowing + 2 * size);
+        logits = reinterpret_cast<float*>(memory + 8 * (size / kSpan + 1));
+        ids = reinterpret_cast<int32_t*>(logits + size);
+        narrowing = logits + 2 * size;
     }
 };
 
@@ -158,17 +235,17 @@ int64_t gather_best(const float* x, int64_t size, const float* maxima, int64_t b
     for (int64_t at = 0; at < num_blocks; ++at)
         for (int64_t i = at * block; maxima[at] >= least && i < std::min(size, (at + 1) * block); ++i)
             if (x[i] >= least) {
-                to.keys[found] = x[i];
+                to.logits[found] = x[i];
                 to.ids[found++] = static_cast<int32_t>(i);
             }
     if (top_k <= num_blocks) {
-        std::copy(to.keys, to.keys + found, to.narrowing);
+        std::copy(to.logits, to.logits + found, to.narrowing);
         std::nth_element(to.narrowing, to.narrowing + top_k - 1, to.narrowing + found, std::greater<>());
         least = to.narrowing[top_k - 1];
         int64_t kept = 0;
         for (int64_t i = 0; i < found; ++i)
-            if (to.keys[i] >= least) {
-                to.keys[kept] = to.keys[i];
+            if (to.logits[i] >= least) {
+                to.logits[kept] = to.logits[i];
                 to.ids[kept++] = to.ids[i];
             }
         found = kept;
@@ -179,46 +256,41 @@ int64_t gather_best(const float* x, int64_t size, const float* maxima, int64_t b
 // Returns the token that the row draws. Its logits x [size] have a finite maximum, `maxima` are those of its blocks.
 int64_t draw_token(const float* x, int64_t size, const float* maxima, int64_t block, const DrawnRow& row, char* memory) {
     DrawScratch scratch(memory, size);
-    const float* keys = x;
-    int64_t n = size;
+    const float factor = static_cast<float>(1 / std::max(row.temperature, 1e-30));
+    Candidates all{x, size, static_cast<float>(row.best), factor};
     const bool has_top_k = row.top_k > 0 && row.top_k < size;
     if (has_top_k) {
-        n = gather_best(x, size, maxima, block, row.top_k, scratch);
-        keys = scratch.keys;
+        all.n = gather_best(x, size, maxima, block, row.top_k, scratch);
+        all.logits = scratch.logits;
     }
-    const float best = static_cast<float>(row.best);
-    const float factor = static_cast<float>(1 / std::max(row.temperature, 1e-30));
-    float* weights = scratch.weights;
-    double total = 0;
-    for (int64_t begin = 0, span = 0; begin < n; begin += kSpan, ++span) {
-        const int64_t end = std::min(begin + kSpan, n);
-        float sum = 0;
-#pragma omp simd reduction(+ : sum)
-        for (int64_t i = begin; i < end; ++i) sum += weights[i] = exponential((keys[i] - best) * factor);
-        total += scratch.sums[span] = sum;
+    const Surprise plain{false, 0};
+    if (row.top_p < 1) {
+        // All tokens of less than (1 - p) / n of the best one's probability have less than 1 - p together.
+        const double reach = std::log(static_cast<double>(all.n) / (1 - row.top_p)) + 1;
+        all.least = -greatest_kept(all, plain, row.top_p, static_cast<float>(reach), scratch.narrowing);
     }
-    if (row.top_p < 1 || row.min_p > 0) {
-        float least = -FLT_MAX;
-        if (row.top_p < 1) least = least_kept(keys, weights, n, row.top_p * total, scratch.narrowing);
-        if (row.min_p > 0) least = std::max(least, static_cast<float>(best + row.temperature * std::log(row.min_p)));
-        total = keep_from(least, keys, weights, n, scratch.sums);
+    if (row.min_p > 0) all.least = std::max(all.least, static_cast<float>(std::log(row.min_p)));
+    if (row.typical_p >= 1) {
+        const double total = sum_kept(all, plain, kInfinity, scratch.sums);
+        const int64_t place = place_of(row.draw, all, plain, kInfinity, scratch.sums, total);
+        return has_top_k ? scratch.ids[place] : place;
     }
-    if (row.typical_p < 1) {  // surprise - entropy = mean of y - y, where a token's probability is e^y over all
-        double mean = 0;
-        for (int64_t begin = 0; begin < n; begin += kSpan) {
-            const int64_t end = std::min(begin + kSpan, n);
-            float sum = 0;
-#pragma omp simd reduction(+ : sum)
-            for (int64_t i = begin; i < end; ++i) sum += weights[i] > 0 ? weights[i] * ((keys[i] - best) * factor) : 0.0f;
-            mean += sum / total;
+    // Surprise less entropy is the mean of the logarithms of all weights less a token's.
+    double total = 0, mean = 0;
+    for (int64_t span = 0; span < all.num_spans(); ++span) {
+        float logs[kSpan], weights[kSpan];
+        const int64_t count = all.fill(span, logs, weights);
+        total += sum_of(weights, count);
+        for (int64_t i = 0; i < count; ++i) {
+            const float product = weights[i] * logs[i];  // of 0 and -infinity, none
+            logs[i] = weights[i] > 0 ? product : 0.0f;
         }
-        const float middle = static_cast<float>(mean);
-        for (int64_t i = 0; i < n; ++i)
-            scratch.keys[i] = weights[i] > 0 ? -std::fabs((keys[i] - best) * factor - middle) : -kInfinity;
-        const float least = least_kept(scratch.keys, weights, n, row.typical_p * total, scratch.narrowing);
-        total = keep_from(least, scratch.keys, weights, n, scratch.sums);
+        mean += sum_of(logs, count);
     }
-    const int64_t place = place_of(row.draw, weights, n, scratch.sums, total);
+    const Surprise distance{true, static_cast<float>(mean / total)};
+    const float limit = greatest_kept(all, distance, row.typical_p, 32, scratch.narrowing);
+    total = sum_kept(all, distance, limit, scratch.sums);
+    const int64_t place = place_of(row.draw, all, distance, limit, scratch.sums, total);
     return has_top_k ? scratch.ids[place] : place;
 }
 
