@@ -31,7 +31,6 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     torch, diffusers, transformers, Ray and FastAPI are a million objects that live as long as the process. A
     collection would visit all of them, for most of a second, and tests that look for leaks ask for many collections.
     """
-    gc.set_threshold(20_000, 10, 10)
     _freeze_imported()
 
 
