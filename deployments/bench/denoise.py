@@ -28,7 +28,7 @@ from deployments.engines.diffusion.step_costs import StepCosts
 from deployments.engines.protocol import ConditionedRequest, DiffusionOutput, DiffusionRequest
 
 LOADS: Final = (0.5, 0.8, 0.95)
-NUM_CONCURRENT: Final = (8, 32)
+CONCURRENT: Final = ((8, 16), (32, 16), (8, 64))  # requests, and the pixels of their sides
 SIDES_PX: Final = (16, 64)  # a row of the first leaves a core idle, one of the second does not
 MIXED_TOKENS: Final = (5, 9, 14, 16, 20, 27, 31, 40)
 MIXED_PX: Final = (SIDE_PX, SIDE_PX * 3 // 2)
@@ -74,9 +74,7 @@ def measure_denoise(effort: Effort, seed: int = 0, parts: Sequence[str] = PARTS)
         ways: dict[str, Callable[[], Any]] = {
             "single": lambda: [_measure_single(model, effort, side_px) for side_px in SIDES_PX],
             "concurrent": lambda: [
-                _measure_concurrent(model, effort, costs, count, side_px)
-                for side_px in SIDES_PX
-                for count in NUM_CONCURRENT
+                _measure_concurrent(model, effort, costs, count, side_px) for count, side_px in CONCURRENT
             ],
             "mixed": lambda: _measure_mixed(model, effort, seed),
             "arrivals": lambda: _measure_arrivals(model, effort, costs, seed),
@@ -140,7 +138,7 @@ def _measure_concurrent(
     makespans: dict[str, list[float]] = {"ours": [], "serial": [], "one_batch": []}
     means: dict[str, list[float]] = {name: [] for name in makespans}
     seeds = range(count)
-    own = replace(effort, part_s=effort.part_s / 2)
+    own = replace(effort, part_s=effort.part_s * 2 / len(CONCURRENT))
     for round_ in own.each_round():
         requests = [model.request(effort.num_steps, seed=seed, side_px=side_px) for seed in seeds]
         elapsed_s, latencies, _ = _run(model, requests, costs)

@@ -146,6 +146,7 @@ def test_images_do_not_notice_that_all_workers_are_restarted_one_after_the_other
                 os.kill(process, signal.SIGKILL)
                 wait_for(lambda name=name: name not in workers(cluster), "its end")
                 wait_for(lambda: len(workers(cluster)) == 2, "a worker in its place", TIMEOUT_S)
+                http.delete(f"/admin/workers/{name}/drain").raise_for_status()
         finally:
             stop.set()
             for one in asking:
