@@ -1,7 +1,7 @@
 """The Ray session of a cluster: start it, find it again from another process, end it without leftovers.
 
 A cluster without `ray.address` gets a private Ray whose processes are children of `atelier up`. A small record file
-lets `atelier down` and `atelier status` find that process.
+lets `atelier down` and `atelier status` find that process. Ray takes most of a second to import: where it is needed.
 """
 
 from __future__ import annotations
@@ -19,14 +19,10 @@ from pathlib import Path
 from typing import Any, Final, Self
 
 import psutil
-import ray
-from ray._private.node import Node
-from ray.exceptions import AuthenticationError
 
 from cluster.actor_names import NAMESPACE, names_of_cluster
 from cluster.door.door_plan import check_helper_ports
 from cluster.errors import SessionError
-from cluster.loopback import ray_on_loopback
 from configs.cluster import ClusterConfig, GrpcConfig, HttpConfig
 from weights.private_folder import private_folder, temporary_folder
 
@@ -131,6 +127,11 @@ def ray_session(config: ClusterConfig) -> Iterator[None]:
 
     On a Ray that was running before, `end_actors` ends what belongs to the cluster. Raises SessionError.
     """
+    import ray
+    from ray.exceptions import AuthenticationError
+
+    from cluster.loopback import ray_on_loopback
+
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # Ray starts its workers at nice 15, which would put them behind everything else on the machine.
     os.environ.setdefault("RAY_worker_niceness", "0")
@@ -204,12 +205,16 @@ def end_actors(cluster: str, timeout_s: float = _END_TIMEOUT_S) -> None:
 
 
 def _named_actors() -> list[str]:
+    import ray
+
     actors = ray.util.list_named_actors(all_namespaces=True)
     return [actor["name"] for actor in actors if actor["namespace"] == NAMESPACE]
 
 
 def _end_actor(name: str) -> str:
     """Kill the actor. Return the problem, "" for none, so that the other actors are still ended."""
+    import ray
+
     try:
         ray.kill(ray.get_actor(name, namespace=NAMESPACE))
     except ValueError:  # it has ended just now
@@ -279,6 +284,8 @@ def _listener(port: int) -> str:
 @contextlib.contextmanager
 def _without_unneeded_processes() -> Iterator[None]:
     """Let a Ray that starts in the block leave them out, for which Ray 2.60 has no option."""
+    from ray._private.node import Node
+
     known = {name: found for name in _UNNEEDED if (found := Node.__dict__.get(name)) is not None}
     for name in known:
         setattr(Node, name, _start_nothing)

@@ -192,9 +192,9 @@ class NamedActors:
 @pytest.fixture
 def actors(monkeypatch: pytest.MonkeyPatch) -> NamedActors:
     made = NamedActors("encodings:one:a", "keeper:one:a:n", "registry:one:a", "registry:one:b", "registry:two:a")
-    monkeypatch.setattr("cluster.session.ray.util.list_named_actors", made.listed)
-    monkeypatch.setattr("cluster.session.ray.get_actor", made.get)
-    monkeypatch.setattr("cluster.session.ray.kill", made.kill)
+    monkeypatch.setattr("ray.util.list_named_actors", made.listed)
+    monkeypatch.setattr("ray.get_actor", made.get)
+    monkeypatch.setattr("ray.kill", made.kill)
     monkeypatch.setattr("cluster.session._POLL_S", 0.001)
     return made
 
@@ -277,3 +277,9 @@ def test_without_a_home_that_can_be_written_the_token_is_beside_the_records(
     assert path.parent == session.record_folder()
     assert path.stat().st_mode & 0o777 == 0o600
     assert len(path.read_text()) == 64
+
+
+def test_clusters_are_found_without_importing_ray() -> None:
+    """Ray takes most of a second, and every command that asks a cluster begins here."""
+    code = "import sys, deployments.cli.client, cluster.session; sys.exit('ray' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
