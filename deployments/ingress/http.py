@@ -55,7 +55,7 @@ from deployments.ingress.openai.text import create_text_router
 from deployments.ingress.openai.text_responses import create_responses_router
 from deployments.ingress.service import Service
 from deployments.ingress.terms import RequestTerms
-from deployments.ingress.turns import Turns
+from deployments.ingress.turns import Turns, begin_turns_before_serve
 from deployments.records import (
     ChatRequest,
     CompletionRequest,
@@ -178,6 +178,8 @@ class Ingress:
         # Serve too obeys x-request-timeout-seconds: it would cut the request off in plain text, a moment before the
         # ingress says what was not done in time.
         replica.parse_request_timeout_header = lambda _, default_timeout_s: default_timeout_s
+        has_cors = bool(self._config.access.cors_origins)
+        begin_turns_before_serve(lambda: self._queue.config.max_waiting, refuses=not has_cors)
         return create_http_app(self._service, self._config, self._http_host, self._watch_replicas)
 
     async def generate(self, request: ImageRequest | Mapping[str, Any]) -> ImageResult:

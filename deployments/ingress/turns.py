@@ -3,27 +3,35 @@
 A request has its turn from its whole body to its place in the admission queue, where `admitted` ends it, or to its
 answer. It has none while its client sends: slow clients hold up nobody. Large bodies, which are read in threads, come
 piece by piece and need none.
+
+A turn begins before Serve's replica sees the request where HAProxy leads requests to it. What Serve does for each of
+them takes a part of a millisecond and does not pause, so that a probe would wait while it does that for thousands.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
 from typing import Any, Final
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cluster.door.haproxy_rules import RECEIVED
-from deployments.errors import QueueFull
+from deployments.errors import DeadlineExceeded, QueueFull, ServiceError
 from deployments.ingress.kserve.rest.routing import error_response_at
 
-MAX_TURNS: Final = 8
+# Who has a turn hardly pauses, and all of them take theirs between two looks of the event loop at its sockets.
+MAX_TURNS: Final = 3
 WAITED: Final = "atelier.waited_s"  # in the ASGI scope: how long the request waited to be read
+_REFUSAL: Final = "atelier.refusal"  # in the ASGI scope: the error of a request that gets no turn
+_TIMEOUT: Final = b"x-request-timeout-seconds"
 _RECEIVED: Final = RECEIVED.encode()
 _MAX_AGE_S: Final = 3600.0
 _MAX_BYTES: Final = 2**16  # of a body that is kept while it waits for its turn
+_NEW: Final = 0.05  # weight of a new turn in the time that turns take
 _LEAST_S: Final = 0.02  # shorter waits are none: what an answer says of the client's time stays what it said
 
 
@@ -56,17 +64,27 @@ def takes_turns(scope: Scope) -> bool:
 
 
 class Turns:
-    """ASGI middleware. No more than `max_waiting()` requests wait for their turns."""
+    """ASGI middleware. No more than `max_waiting()` requests wait for their turns, and only those that can be in time.
 
-    def __init__(self, app: ASGIApp, max_waiting: Callable[[], int]) -> None:
+    It may stand at two places of one way: a request has the turn that the outer one gave it. With `refuses` off, the
+    inner one answers those that the outer one refuses: what stands between them has a part in every answer.
+    """
+
+    def __init__(self, app: ASGIApp, max_waiting: Callable[[], int], *, refuses: bool = True) -> None:
         self._app = app
         self._max_waiting = max_waiting
+        self._refuses = refuses
         self._turns = asyncio.Semaphore(MAX_TURNS)
         self._num_waiting = 0
+        self._turn_s = 0.0  # from one turn to the next, while requests wait for theirs
+        self._begun_s = 0.0  # when the last one began
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if not takes_turns(scope):
+        if not takes_turns(scope) or WAITED in scope:
             await self._app(scope, receive, send)
+            return
+        if _REFUSAL in scope:
+            await error_response_at(scope["path"], scope[_REFUSAL])(scope, receive, send)
             return
         arrived_s = _arrived_s(scope)
         announced: Any = dict(scope["headers"]).get(b"content-length", b"")
@@ -76,23 +94,72 @@ class Turns:
         messages = [await receive()]
         while messages[-1].get("more_body"):
             messages.append(await receive())
-        if self._num_waiting >= self._max_waiting():
-            error = QueueFull(f"{self._num_waiting} requests wait to be read, as many as may; try again in a moment")
-            await error_response_at(scope["path"], error)(scope, receive, send)
+        timeout_s = _timeout_s(scope)
+        if (refusal := self._refusal(timeout_s - time.monotonic() + arrived_s)) is not None:
+            await self._refuse(refusal, scope, _beginning_with(messages, receive), send)
             return
+        # The whole body is here: there is one more message, which says that the client has gone or has its answer.
+        leaving = asyncio.ensure_future(receive())
         self._num_waiting += 1
+        is_crowded = self._turns.locked()
         try:
             await self._turns.acquire()
+        except BaseException:
+            leaving.cancel()
+            raise
         finally:
             self._num_waiting -= 1
         turn = _Turn(self._turns)
-        waited_s = time.monotonic() - arrived_s
-        scope[WAITED] = waited_s if waited_s > _LEAST_S else 0.0
-        _current_turn.set(turn)
         try:
-            await self._app(scope, _beginning_with(messages, receive), send)
+            if _has_left(leaving):
+                return
+            waited_s = self._note_begin(is_crowded) - arrived_s
+            receive_rest = _beginning_with(messages, lambda: asyncio.shield(leaving))
+            if waited_s >= timeout_s:
+                late = DeadlineExceeded("the request's timeout was over before the request could be read", "timeout")
+                await self._refuse(late, scope, receive_rest, send)
+                return
+            scope[WAITED] = waited_s if waited_s > _LEAST_S else 0.0
+            _current_turn.set(turn)
+            await self._app(scope, receive_rest, send)
         finally:
             turn.end()
+            leaving.cancel()
+
+    def _note_begin(self, is_crowded: bool) -> float:
+        """Take in that a turn begins now, and return the time."""
+        now_s = time.monotonic()
+        if is_crowded:
+            self._turn_s += _NEW * (now_s - self._begun_s - self._turn_s)
+        self._begun_s = now_s
+        return now_s
+
+    def _refusal(self, left_s: float) -> QueueFull | None:
+        """Return why a request that has so much time left cannot wait for its turn; None if it can."""
+        if self._num_waiting >= self._max_waiting():
+            return QueueFull(f"{self._num_waiting} requests wait to be read, as many as may; try again in a moment")
+        wait_s = self._num_waiting * self._turn_s
+        if wait_s <= left_s or left_s <= 0:
+            return None
+        text = f"it would take about {wait_s:.3g} s until this request is read, longer than its time"
+        return QueueFull(f"{text}; try again in {wait_s:.3g} s", retry_after_s=wait_s)
+
+    async def _refuse(self, error: ServiceError, scope: Scope, receive: Receive, send: Send) -> None:
+        scope[_REFUSAL] = error
+        await (self if self._refuses else self._app)(scope, receive, send)
+
+
+def begin_turns_before_serve(max_waiting: Callable[[], int], *, refuses: bool) -> None:
+    """Let turns begin at the HTTP server that Serve starts in this replica: for direct ingress, in Serve's words."""
+    from ray.serve._private import replica
+
+    start_server = replica.start_asgi_http_server
+
+    def start(app: ASGIApp, *arguments: Any, **options: Any) -> Awaitable[Any]:
+        started: Awaitable[Any] = start_server(Turns(app, max_waiting, refuses=refuses), *arguments, **options)
+        return started
+
+    replica.start_asgi_http_server = start
 
 
 def _arrived_s(scope: Scope) -> float:
@@ -105,6 +172,21 @@ def _arrived_s(scope: Scope) -> float:
     if not noted.isdigit() or len(noted) > 20:
         return now_s
     return now_s - min(max(0.0, time.time() - int(noted) / 1e6), _MAX_AGE_S)
+
+
+def _timeout_s(scope: Scope) -> float:
+    """Return the time that the request gives itself; infinity where it says none, or none that makes sense."""
+    try:
+        timeout_s = float(dict(scope["headers"]).get(_TIMEOUT, b"inf"))
+    except ValueError:
+        return math.inf
+    return timeout_s if timeout_s > 0 else math.inf  # it is refused for that later
+
+
+def _has_left(leaving: asyncio.Future[Message]) -> bool:
+    """Return whether nobody waits for an answer any more."""
+    is_told = leaving.done() and not leaving.cancelled() and leaving.exception() is None
+    return is_told and leaving.result()["type"] == "http.disconnect"
 
 
 def _beginning_with(messages: list[Message], receive: Receive) -> Receive:

@@ -3,6 +3,10 @@
 A kind is anything that takes the same time for the same rows: an image size and a text length, say. For rows that were
 not measured the seconds lie on the line between the nearest ones that were. Beyond the largest the cost is believed to
 rise half as fast as the rows, which is friendly enough for a larger batch to be tried, and found out.
+
+What was measured while others had the cores is too much, and a batch size that seems dear is not chosen, so that
+nothing would ever correct it. So a size that seems dearer than a friendly guess by the others, or than a larger batch,
+counts as unknown once it was not measured for some time, and is tried again.
 """
 
 from __future__ import annotations
@@ -10,28 +14,69 @@ from __future__ import annotations
 import bisect
 import statistics
 from collections import OrderedDict, deque
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 MAX_KINDS: Final = 512
 MAX_ROWS_KEPT: Final = 64  # sizes of one kind
 NUM_KEPT: Final = 5  # seconds of one size; their median counts, so that one slow turn says nothing
 GROWTH: Final = 2  # a batch is at most so many times the largest that was measured
+TRUSTED_CALLS: Final = 512  # of the same kind, for which a size is believed whatever others say
+MAX_EXCESS: Final = 1.1  # times what is guessed by smaller sizes, or was measured of a larger one
+
+
+@dataclass(slots=True)
+class _Size:
+    """The last seconds of one size, and the number of the call that was the last."""
+
+    seconds: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_KEPT))
+    call: int = 0
+
+
+@dataclass(slots=True)
+class _Kind:
+    """The sizes of one kind, and how many calls there were in all."""
+
+    sizes: dict[int, _Size] = field(default_factory=dict)
+    num_calls: int = 0
+
+    def curve(self) -> tuple[list[int], list[float]]:
+        """Return the sizes that are believed, ascending, and their medians."""
+        measured = [(rows, statistics.median(size.seconds)) for rows, size in sorted(self.sizes.items())]
+        least_of_larger = [float("inf")] * len(measured)
+        for place in range(len(measured) - 1, 0, -1):
+            least_of_larger[place - 1] = min(least_of_larger[place], measured[place][1])
+        found: tuple[list[int], list[float]] = [], []
+        for (rows, seconds), of_larger in zip(measured, least_of_larger, strict=True):
+            guess = _grown(found[0][-1], found[1][-1], rows) if found[0] else float("inf")
+            is_dear = seconds > MAX_EXCESS * min(guess, of_larger)
+            if is_dear and self.num_calls - self.sizes[rows].call >= TRUSTED_CALLS:
+                continue
+            found[0].append(rows)
+            found[1].append(seconds)
+        return found
 
 
 class StepCosts:
     """Measured seconds, newest last."""
 
     def __init__(self) -> None:
-        self._kinds: OrderedDict[str, dict[int, deque[float]]] = OrderedDict()
+        self._kinds: OrderedDict[str, _Kind] = OrderedDict()
         self._medians: dict[str, tuple[list[int], list[float]]] = {}  # of `_kinds`, by ascending rows
 
     def note(self, kind: str, rows: int, seconds: float) -> None:
         """Take in that a call of `rows` rows took `seconds`."""
-        sizes = self._kinds.setdefault(kind, {})
+        is_believed = rows in self._curve(kind)[0]
+        measured = self._kinds.setdefault(kind, _Kind())
         self._kinds.move_to_end(kind)
-        if rows not in sizes and len(sizes) >= MAX_ROWS_KEPT:
-            del sizes[next(iter(sizes))]
-        sizes.setdefault(rows, deque(maxlen=NUM_KEPT)).append(seconds)
+        if not is_believed:
+            measured.sizes.pop(rows, None)
+            if len(measured.sizes) >= MAX_ROWS_KEPT:
+                del measured.sizes[next(iter(measured.sizes))]
+        measured.num_calls += 1
+        size = measured.sizes.setdefault(rows, _Size())
+        size.seconds.append(seconds)
+        size.call = measured.num_calls
         self._medians.pop(kind, None)
         if len(self._kinds) > MAX_KINDS:
             forgotten, _ = self._kinds.popitem(last=False)
@@ -46,7 +91,7 @@ class StepCosts:
         if place < len(sizes) and sizes[place] == rows:
             return medians[place]
         if place == len(sizes):
-            return medians[-1] * (1 + (rows / sizes[-1] - 1) / 2)
+            return _grown(sizes[-1], medians[-1], rows)
         if place == 0:  # fewer rows than were ever measured: at most as long, and hardly in proportion
             return medians[0] * (1 + rows / sizes[0]) / 2
         low, high = sizes[place - 1], sizes[place]
@@ -70,15 +115,24 @@ class StepCosts:
         }
 
     def begin_with(self, figures: Any) -> None:
-        """Take in the `figures` of an earlier run; what does not look like such is left out."""
+        """Take in the `figures` of an earlier run, all at once; what does not look like such is left out."""
         for kind, sizes in figures.items() if isinstance(figures, dict) else ():
             for size, seconds in sizes.items() if isinstance(sizes, dict) else ():
                 is_usable = isinstance(seconds, int | float) and 0 < seconds < float("inf")
                 if is_usable and str(size).isdecimal() and int(size) > 0:
                     self.note(str(kind), int(size), float(seconds))
+        for known in self._kinds.values():
+            known.num_calls += TRUSTED_CALLS
+        self._medians.clear()
 
     def _curve(self, kind: str) -> tuple[list[int], list[float]]:
+        if kind not in self._kinds:
+            return [], []
         if kind not in self._medians:
-            measured = sorted(self._kinds.get(kind, {}).items())
-            self._medians[kind] = [size for size, _ in measured], [statistics.median(kept) for _, kept in measured]
+            self._medians[kind] = self._kinds[kind].curve()
         return self._medians[kind]
+
+
+def _grown(size: int, seconds: float, rows: int) -> float:
+    """Return a friendly guess of what more rows take than a size that was measured."""
+    return seconds * (1 + (rows / size - 1) / 2)

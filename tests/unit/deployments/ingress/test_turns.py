@@ -12,6 +12,7 @@ import pytest
 from starlette.types import Receive, Scope, Send
 
 from cluster.door.haproxy_rules import RECEIVED
+from deployments.ingress import turns
 from deployments.ingress.turns import MAX_TURNS, WAITED, Turns, end_turn
 
 
@@ -143,3 +144,138 @@ async def test_the_time_since_haproxy_got_the_request_counts(noted: Any, waited_
     async with client(app) as http:
         await http.post("/v1/embeddings", content=b"{}", headers={RECEIVED: noted()})
     assert app.waited_s == [pytest.approx(waited_s, abs=2.0)]
+
+
+class Clock:
+    """A clock that only a test moves on, in place of the module `time`."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    time = monotonic
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    found = Clock()
+    monkeypatch.setattr(turns, "time", found)
+    return found
+
+
+async def test_what_is_too_late_when_its_turn_comes_is_not_read(clock: Clock) -> None:
+    app = App()
+    async with client(app) as http:
+        first = [asyncio.create_task(http.post("/v1/embeddings", content=b"{}")) for _ in range(MAX_TURNS)]
+        await until(lambda: app.reading == MAX_TURNS)
+        limits = {"short": "2", "long": "20"}
+        waiting = {
+            name: asyncio.create_task(
+                http.post("/v1/embeddings", content=b"{}", headers={"x-request-timeout-seconds": limit})
+            )
+            for name, limit in limits.items()
+        }
+        for _ in range(10):
+            await asyncio.sleep(0)
+        clock.now_s += 5.0
+        app.let_go.set()
+        app.placed.set()
+        short = await waiting["short"]
+        assert short.status_code == 504
+        assert "before the request could be read" in short.text
+        assert (await waiting["long"]).status_code == 200
+        assert {(await call).status_code for call in first} == {200}
+        assert len(app.waited_s) == MAX_TURNS + 1
+
+
+async def test_what_could_not_be_read_in_time_is_refused_at_once(clock: Clock) -> None:
+    """Reading takes a tenth of a second; with forty before it, a request with one second has no chance."""
+    gate = asyncio.Event()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await gate.wait()
+        clock.now_s += 0.1
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    http_turns = Turns(app, lambda: 10_000)
+    transport = httpx.ASGITransport(http_turns)
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+        for number in (80, 40 + MAX_TURNS):
+            calls = [asyncio.create_task(http.post("/v1/embeddings", content=b"{}")) for _ in range(number)]
+            await until(lambda number=number: http_turns._num_waiting == number - MAX_TURNS)
+            if number == 80:  # it learns how long turns take
+                gate.set()
+                assert {(await call).status_code for call in calls} == {200}
+                gate.clear()
+        asked = {
+            limit: asyncio.create_task(
+                http.post("/v1/embeddings", content=b"{}", headers={"x-request-timeout-seconds": limit})
+            )
+            for limit in ("1", "100", "0", "soon")
+        }
+        refused = await asked.pop("1")
+        assert refused.status_code == 429
+        assert 3 <= int(refused.headers["retry-after"]) <= 6
+        gate.set()
+        assert {(await call).status_code for call in [*calls, *asked.values()]} == {200}
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+async def test_who_stands_at_two_places_gives_one_turn_and_one_answer(refuses: bool) -> None:
+    app, seen = App(), list[int]()
+    inner = Turns(app, lambda: 0)
+
+    async def between(scope: Scope, receive: Receive, send: Send) -> None:
+        async def noted(message: Any) -> None:
+            seen.append(message.get("status", 0))
+            await send(message)
+
+        await inner(scope, receive, noted)
+
+    app.let_go.set()
+    app.placed.set()
+    transport = httpx.ASGITransport(Turns(between, lambda: 2, refuses=refuses))
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+        assert (await http.post("/v1/embeddings", content=b"{}")).status_code == 200  # the inner one would refuse it
+        app.let_go.clear()
+        calls = [asyncio.create_task(http.post("/v1/embeddings", content=b"{}")) for _ in range(MAX_TURNS + 2)]
+        await until(lambda: app.reading == MAX_TURNS)
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert (await http.post("/v1/embeddings", content=b"{}")).status_code == 429
+        assert (429 in seen) is not refuses
+        app.let_go.set()
+        assert {(await call).status_code for call in calls} == {200}
+
+
+async def test_who_has_left_when_its_turn_comes_costs_nothing() -> None:
+    app, left = App(), asyncio.Event()
+    wrapped = Turns(app, lambda: 10)
+
+    async def ask(leaves: bool) -> None:
+        messages = [{"type": "http.request", "body": b"{}", "more_body": False}]
+
+        async def receive() -> Any:
+            if messages:
+                return messages.pop()
+            await (left.wait() if leaves else asyncio.Event().wait())
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            pass
+
+        scope = {"type": "http", "method": "POST", "path": "/v1/embeddings", "headers": [(b"content-length", b"2")]}
+        await wrapped(scope, receive, send)
+
+    app.placed.set()
+    first = [asyncio.create_task(ask(False)) for _ in range(MAX_TURNS)]
+    await until(lambda: app.reading == MAX_TURNS)
+    rest = [asyncio.create_task(ask(leaves)) for leaves in (True, False)]
+    await until(lambda: wrapped._num_waiting == 2)
+    left.set()
+    app.let_go.set()
+    await asyncio.gather(*first, *rest)
+    assert len(app.waited_s) == MAX_TURNS + 1
