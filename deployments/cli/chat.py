@@ -123,8 +123,6 @@ class _Conversation:
         messages = [*self.history, {"role": "user", "content": text}]
         answer, usage = "", None
         first_s = last_s = start_s = self._clock()
-        waiting = self._out.status("")
-        waiting.start()  # on a terminal only; it goes when the first token comes
         try:
             pieces = self._client.chat_stream(model=self.model, messages=[*self._system, *messages], **self._options)
             for piece in pieces:
@@ -132,16 +130,12 @@ class _Conversation:
                     usage = piece
                     continue
                 last_s = self._clock()
-                if not answer:
-                    waiting.stop()
-                    first_s = last_s
+                first_s = last_s if not answer else first_s
                 answer += piece
                 self._print_piece(piece)
         except KeyboardInterrupt:  # the answer ends here; the conversation goes on
-            waiting.stop()
             self._print_piece(" …")
         finally:
-            waiting.stop()
             if answer:
                 self._out.print()
         if not answer and usage is None:  # interrupted before anything came
@@ -150,8 +144,11 @@ class _Conversation:
         self.history = [*messages, {"role": "assistant", "content": answer}]
         if usage and usage.is_cut:
             self._out.print("[dim](cut off: the limit of tokens was reached)[/dim]", highlight=False)
-        if usage and shows_speed:
-            self._out.print(f"[dim]{_speed(usage, first_s - start_s, last_s - first_s)}[/dim]", highlight=False)
+        if usage and usage.num_completion_tokens and shows_speed:  # pipelines count none
+            rest_s = last_s - first_s if usage.generate_s is None else usage.generate_s
+            self._out.print(
+                f"[dim]{_speed(usage.num_completion_tokens, first_s - start_s, rest_s)}[/dim]", highlight=False
+            )
 
     def _print_piece(self, piece: str) -> None:
         """Print text as it is, without the control characters, with which a model could write anywhere."""
@@ -172,9 +169,8 @@ def _instructions(text: str) -> list[dict[str, str]]:
     return [{"role": "system", "content": text}] if text else []
 
 
-def _speed(usage: ChatUsage, first_s: float, rest_s: float) -> str:
+def _speed(number: int, first_s: float, rest_s: float) -> str:
     """Return how many tokens came, how long the first one took, and how fast the others were."""
-    number = usage.num_completion_tokens
     if number < 2 or rest_s <= 0:
         return f"{number} token{'s'[: number != 1]} after {first_s * 1e3:.0f} ms"
     return f"{number} tokens, the first after {first_s * 1e3:.0f} ms, then {(number - 1) / rest_s:.1f} per second"

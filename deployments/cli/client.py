@@ -39,11 +39,15 @@ class Images:
 
 @dataclass(frozen=True, slots=True)
 class ChatUsage:
-    """The tokens of a chat and of its answer. `is_cut`: there would have been more, and the limit was reached."""
+    """The tokens of a chat and of its answer. `is_cut`: there would have been more, and the limit was reached.
+
+    `generate_s` is the time in which the server made all tokens but the first, if it says so.
+    """
 
     num_prompt_tokens: int
     num_completion_tokens: int
     is_cut: bool
+    generate_s: float | None
 
 
 class Client:
@@ -124,15 +128,17 @@ class Client:
                 if response.status_code != 200:
                     response.read()
                     raise ClientError(_message(response))
-                is_cut = False
+                is_cut, generate_s = False, None
                 for line in response.iter_lines():
                     event = _event(line)
                     for choice in event.get("choices", ()):
                         is_cut = is_cut or choice.get("finish_reason") == "length"
                         if text := choice["delta"].get("content"):
                             yield text
+                    if (generate_ms := event.get("timings_ms", {}).get("generate")) is not None:
+                        generate_s = generate_ms / 1e3
                     if usage := event.get("usage"):
-                        yield ChatUsage(usage["prompt_tokens"], usage["completion_tokens"], is_cut)
+                        yield ChatUsage(usage["prompt_tokens"], usage["completion_tokens"], is_cut, generate_s)
         except httpx.HTTPError as error:
             raise self._unreachable(error) from error
 

@@ -35,7 +35,8 @@ class Server:
         answer = SPECIAL.get(question, f"[{len(body['messages'])}]")
         events: list[dict[str, Any]] = [{"choices": [{"delta": {"content": character}}]} for character in answer]
         finish = "length" if question == "long" else "stop"
-        events.append({"choices": [{"delta": {}, "finish_reason": finish}]})
+        times = {"timings_ms": {"generate": 500.0}} if question == "timed" else {}
+        events.append({"choices": [{"delta": {}, "finish_reason": finish}], **times})
         events.append({"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": 3}})
         return httpx.Response(200, text="".join(f"data: {json.dumps(event)}\n\n" for event in events))
 
@@ -63,6 +64,9 @@ def test_a_conversation_remembers_what_was_said(talk: _Conversation, server: Ser
     assert talk.take_text("two")
     assert [message["content"] for message in server.bodies[1]["messages"]] == ["one", "[1]", "two"]
     assert out.getvalue().splitlines()[:2] == ["[1]", "3 tokens, the first after 500 ms, then 2.0 per second"]
+    assert talk.take_text("timed")  # by the server's clock: pieces may come together
+    assert out.getvalue().endswith("then 4.0 per second\n")
+    server.bodies.pop()
     assert talk.take_text("/clear")
     assert talk.take_text("/system be brief")
     assert talk.take_text("three")
