@@ -39,10 +39,15 @@ class Images:
 
 @dataclass(frozen=True, slots=True)
 class ChatUsage:
-    """The tokens of a chat and of its answer."""
+    """The tokens of a chat and of its answer. `is_cut`: there would have been more, and the limit was reached.
+
+    `generate_s` is the time in which the server made all tokens but the first, if it says so.
+    """
 
     num_prompt_tokens: int
     num_completion_tokens: int
+    is_cut: bool
+    generate_s: float | None
 
 
 class Client:
@@ -123,8 +128,17 @@ class Client:
                 if response.status_code != 200:
                     response.read()
                     raise ClientError(_message(response))
+                is_cut, generate_s = False, None
                 for line in response.iter_lines():
-                    yield from _pieces(line)
+                    event = _event(line)
+                    for choice in event.get("choices", ()):
+                        is_cut = is_cut or choice.get("finish_reason") == "length"
+                        if text := choice["delta"].get("content"):
+                            yield text
+                    if (generate_ms := event.get("timings_ms", {}).get("generate")) is not None:
+                        generate_s = generate_ms / 1e3
+                    if usage := event.get("usage"):
+                        yield ChatUsage(usage["prompt_tokens"], usage["completion_tokens"], is_cut, generate_s)
         except httpx.HTTPError as error:
             raise self._unreachable(error) from error
 
@@ -166,17 +180,14 @@ def find_client(url: str | None, key: str | None = None) -> Client:
     return Client(url, key)
 
 
-def _pieces(line: str) -> Iterator[str | ChatUsage]:
+def _event(line: str) -> dict[str, Any]:
+    """Return the event that a line of a stream has; an empty one for other lines. Raises ClientError for an error."""
     if not line.startswith("data: ") or line == "data: [DONE]":
-        return
-    event = json.loads(line.removeprefix("data: "))
+        return {}
+    event: dict[str, Any] = json.loads(line.removeprefix("data: "))
     if "error" in event:
         raise ClientError(event["error"]["message"])
-    for choice in event["choices"]:
-        if text := choice["delta"].get("content"):
-            yield text
-    if usage := event.get("usage"):
-        yield ChatUsage(usage["prompt_tokens"], usage["completion_tokens"])
+    return event
 
 
 def _message(response: httpx.Response) -> str:

@@ -74,6 +74,18 @@ def thicken(ink: torch.Tensor, radius: int = 1) -> torch.Tensor:
     return F.max_pool2d(ink[:, None], 2 * radius + 1, stride=1, padding=radius)[:, 0]
 
 
+def outline(ink: torch.Tensor) -> torch.Tensor:
+    """(N, 32, 32) ink -> (N, 32, 32) ink of a pen, one pixel wide, that goes round the strokes."""
+    strokes = (ink > 0.5).float()
+    inside = -F.max_pool2d(-strokes[:, None], 3, stride=1, padding=1)[:, 0]
+    return strokes - inside
+
+
+def to_picture(ink: torch.Tensor) -> Image.Image:
+    """(32, 32) ink -> a picture, black on white."""
+    return Image.fromarray(((1 - ink.numpy()) * 255).round().astype(np.uint8)).convert("RGB")
+
+
 def jitter(ink: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """Slightly rotated, scaled and shifted copies, (N, 32, 32) -> (N, 32, 32)."""
     count = len(ink)
@@ -109,6 +121,12 @@ def draw_caption(label: int, rng: random.Random) -> str:
     template = CANONICAL_TEMPLATE if canonical else rng.choice(TEMPLATES)
     caption = template.format(word=WORDS[label], digit=label)
     return caption.capitalize() if rng.random() < CAPITALISED_SHARE else caption
+
+
+def first_of_each(data: DigitSet, count: int) -> DigitSet:
+    """The first `count` of each digit, 0 to 9."""
+    chosen = torch.cat([(data.labels == label).nonzero()[:count, 0] for label in range(10)])
+    return DigitSet(data.ink[chosen], data.labels[chosen])
 
 
 def all_captions() -> list[str]:

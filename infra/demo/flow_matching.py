@@ -1,4 +1,4 @@
-"""What the three Flux trainings share: latents, packing, captions and the flow-matching loss.
+"""What the Flux trainings share: latents, packing, captions and the flow-matching loss.
 
 A Flux transformer predicts the velocity `noise - latents` at the point
 `(1 - sigma) * latents + sigma * noise`; its `timestep` argument is sigma itself.
@@ -34,7 +34,12 @@ class LatentSet:
     labels: torch.Tensor
 
 
-@torch.no_grad()
+def jittered_copies(data: DigitSet, generator: torch.Generator) -> DigitSet:
+    """The digits, and behind them jittered copies of all of them."""
+    copies = [data.ink, *(jitter(data.ink, generator) for _ in range(JITTERED_COPIES))]
+    return DigitSet(torch.cat(copies), data.labels.repeat(len(copies)))
+
+
 def encode_digits(
     vae: AutoencoderKL,
     data: DigitSet,
@@ -42,10 +47,16 @@ def encode_digits(
     paint: Callable[[torch.Tensor], torch.Tensor] = to_pixels,
 ) -> LatentSet:
     """The digits and some jittered copies of them; `paint` makes ink (N, 32, 32) into pixels."""
-    copies = [data.ink, *(jitter(data.ink, generator) for _ in range(JITTERED_COPIES))]
-    batches = [paint(ink) for copy in copies for ink in copy.split(256)]
-    latents = torch.cat([vae.encode(pixels).latent_dist.mode() for pixels in batches])
-    return LatentSet(latents * vae.config.scaling_factor, data.labels.repeat(len(copies)))
+    return encode_all(vae, jittered_copies(data, generator), paint)
+
+
+@torch.no_grad()
+def encode_all(
+    vae: AutoencoderKL, data: DigitSet, paint: Callable[[torch.Tensor], torch.Tensor] = to_pixels
+) -> LatentSet:
+    """Latents of exactly these digits, in their order."""
+    latents = torch.cat([vae.encode(paint(ink)).latent_dist.mode() for ink in data.ink.split(256)])
+    return LatentSet(latents * vae.config.scaling_factor, data.labels)
 
 
 def pack(latents: torch.Tensor) -> torch.Tensor:
@@ -102,13 +113,16 @@ def caption_drawer(data: LatentSet, text: FluxText, rng: random.Random, generato
 
 
 def predict(
-    transformer: FluxTransformer2DModel,
+    transformer: Callable[..., tuple[torch.Tensor, ...]],
     noisy: torch.Tensor,
     sigma: torch.Tensor,
     states: torch.Tensor,
     pooled: torch.Tensor,
 ) -> torch.Tensor:
-    """Velocity (B, 16 tokens, 16) for noisy latents (B, 4, 8, 8) at sigma (B,)."""
+    """Velocity (B, 16 tokens, 16) for noisy latents (B, 4, 8, 8) at sigma (B,).
+
+    `transformer` is a FluxTransformer2DModel, or what takes and returns the same.
+    """
     return transformer(
         hidden_states=pack(noisy),
         timestep=sigma,

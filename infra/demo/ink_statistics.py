@@ -23,6 +23,13 @@ def ink_areas(ink: np.ndarray) -> np.ndarray:
     return (ink > INK_THRESHOLD).mean(axis=(1, 2))
 
 
+def ink_overlaps(first: np.ndarray, second: np.ndarray) -> np.ndarray:
+    """Two times (N, 32, 32) -> (N,): the ink that both have, as a share of the ink that either has."""
+    strokes = first > INK_THRESHOLD, second > INK_THRESHOLD
+    either = np.logical_or(*strokes).sum(axis=(1, 2))
+    return np.logical_and(*strokes).sum(axis=(1, 2)) / np.maximum(either, 1)
+
+
 def compare_ink(base: np.ndarray, bold: np.ndarray) -> dict[str, float]:
     """The same prompts and seeds without and with the adapter, paired."""
     before, after = ink_areas(base), ink_areas(bold)

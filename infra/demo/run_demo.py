@@ -7,6 +7,7 @@ workers and text encoders on simulated accelerators, `DEVICE=cuda` on a card.
 from __future__ import annotations
 
 import argparse
+import base64
 import io
 import sys
 import threading
@@ -28,7 +29,7 @@ from configs.loading import load_cluster_config
 from deployments.cli.client import Client
 from deployments.cli.progress import StartDisplay
 from deployments.cli.running import cluster_up
-from digits import WORDS, Judge, ink_of_images, load_split
+from digits import WORDS, Judge, first_of_each, ink_of_images, load_split, outline, to_picture
 from ink_statistics import ink_areas
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,6 +38,7 @@ OUT = ROOT / "out"
 STAGES = ("queue", "encode", "switch", "denoise", "decode", "prefill", "generate", "total")
 SEED = 7
 UNLOAD_S = 10.0
+EDIT_STRENGTH = 0.8
 MIN_READABLE = 8  # of ten digits, a classifier must read so many; single seeds may be scrawls
 console = Console()
 
@@ -58,13 +60,19 @@ class Demo:
     def __init__(self, client: Client) -> None:
         self.client = client
         self.rows: list[Row] = []
-        self._judge = Judge(load_split()[0])
+        seen, unseen = load_split()
+        self._judge = Judge(seen)
+        self._outlines = [to_picture(ink) for ink in outline(first_of_each(unseen, 1).ink)]
 
     def run(self) -> bool:
         plain = self._digits("ten digits", "digits-flux", "digits.png")
         self._digits("ten digits, inverted", "digits-flux-inverted", "digits-inverted.png")
-        bold = self._digits("ten digits, LoRA bold", "digits-flux", "digits-bold.png", lora=[{"name": "bold"}])
+        bold = self._digits(
+            "ten digits, LoRA bold", "digits-flux", "digits-bold.png", [{"lora": [{"name": "bold"}]}] * 10
+        )
         self._compare_ink(plain, bold)
+        self._follow_outlines()
+        self._edit(plain)
         self._chat("What is 12 + 7?", "19.")
         self._embed()
         for model in ("digits-flux", "digits-sdxl", "digits-flux"):
@@ -75,13 +83,19 @@ class Demo:
         self._burst(["digits-flux", "digits-flux-inverted", "digits-sdxl"])
         return all(row.right for row in self.rows)
 
-    def _digits(self, what: str, model: str, file: str, **options: Any) -> list[Image.Image]:
-        """Ten requests at once: they meet in the worker's step loop."""
+    def _digits(
+        self,
+        what: str,
+        model: str,
+        file: str,
+        options: Sequence[dict[str, Any]] = ({},) * 10,
+        wanted: Sequence[int] = range(10),
+    ) -> list[Image.Image]:
+        """Ten requests at once: they meet in the worker's step loop. `wanted` are the digits that should come out."""
 
         def ask(number: int) -> Any:
-            return self.client.generate(
-                model=model, prompt=f"a handwritten {WORDS[number]}", seed=SEED + number, **options
-            )
+            body = {"model": model, "prompt": f"a handwritten {WORDS[wanted[number]]}", "seed": SEED + number}
+            return self.client.generate(**body | options[number])
 
         start = time.perf_counter()
         with ThreadPoolExecutor(10) as pool:
@@ -94,10 +108,24 @@ class Demo:
         misses = sum(answer.details["encoder_cache"]["misses"] for answer in answers)
         times = {stage: float(np.median([a.details["timings_ms"].get(stage, 0) for a in answers])) for stage in STAGES}
         times = {stage: ms for stage, ms in times.items() if ms} | {"total": elapsed_ms}
-        right = int((read == np.arange(10)).sum())
+        right = int((read == np.array(wanted)).sum())
         answer = f"{right} of 10 read right: {' '.join(map(str, read))}"
         self.rows.append(Row(f"{what} -> {file}", answer, right >= MIN_READABLE, times, f"{hits} of {hits + misses}"))
         return pictures
+
+    def _follow_outlines(self) -> None:
+        """Give a ControlNet the outlines of digits that no model has seen; the prompt names no digit."""
+        options = [
+            {"prompt": "a handwritten digit", "control": [{"name": "outline", "image": _png(picture)}]}
+            for picture in self._outlines
+        ]
+        self._digits("ten outlines, ControlNet", "digits-flux", "digits-outline.png", options)
+
+    def _edit(self, pictures: Sequence[Image.Image]) -> None:
+        """Begin at pictures of digits, and ask for others."""
+        options = [{"init_image": _png(picture), "strength": EDIT_STRENGTH} for picture in pictures]
+        wanted = [(number + 5) % 10 for number in range(10)]
+        self._digits("ten digits become others", "digits-flux", "digits-edited.png", options, wanted)
 
     def _compare_ink(self, plain: Sequence[Image.Image], bold: Sequence[Image.Image]) -> None:
         before, after = (ink_areas(ink_of_images(pictures)).mean() for pictures in (plain, bold))
@@ -187,6 +215,13 @@ class Demo:
         self._digits("ten digits, SDXL", "digits-sdxl", "digits-sdxl.png")
 
 
+def _png(picture: Image.Image) -> str:
+    """The file in base64, as JSON has it."""
+    file = io.BytesIO()
+    picture.save(file, "PNG")
+    return base64.b64encode(file.getvalue()).decode()
+
+
 def contact_sheet(pictures: Sequence[Image.Image], scale: int = 4) -> Image.Image:
     """Five in a row, enlarged."""
     width, height = (side * scale for side in pictures[0].size)
@@ -246,6 +281,8 @@ HOW_TO_TALK = """
 The cluster stays up until Ctrl-C. In another terminal:
   . .venv/bin/activate
   atelier generate "a handwritten five" --lora bold -o out/five.png
+  atelier generate "a handwritten digit" --control outline:infra/demo/sheets/outline-five.png -o out/outlined.png
+  atelier generate "a handwritten six" --image out/five.png --strength 0.8 -o out/six.png
   atelier chat "What is 30 + 12?"
   atelier generate "3 + 4" -m sum-to-digit -o out/seven.png
   atelier status

@@ -21,6 +21,20 @@ from configs.cluster import ClusterConfig
 from configs.loading import load_cluster_config
 from deployments.cli.running import cluster_up
 
+# The demo's adder has no tools. This is its template with them: <tool_call> as Qwen and Hermes have it.
+TOOLS_TEMPLATE = """\
+{{- bos_token }}
+{%- if tools %}{{- '<|system|>' }}{% for tool in tools %}{{ tool | tojson }}{% endfor %}{{- '<|end|>' }}{% endif %}
+{%- for message in messages %}
+{%- if message.role == 'assistant' %}{{- '<|assistant|>' + message.content }}
+{%- for call in message.tool_calls or [] %}
+{{- '<tool_call>\\n' + (call.function | tojson) + '\\n</tool_call>' }}
+{%- endfor %}
+{{- eos_token }}
+{%- else %}{{- ('<|system|>' if message.role == 'system' else '<|user|>') + message.content + '<|end|>' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|assistant|>' }}{% endif %}"""
 SENTENCE = "the old river runs slowly past every quiet house on its long way down to a wide and silver sea"
 
 
@@ -71,6 +85,8 @@ def _config(folder: Path) -> ClusterConfig:
         {"id": "truncated", "path": str(truncated)},
         {"id": "incomplete", "path": str(_model_that_lacks_a_tensor(folder / "incomplete")), "preload": True},
         {"id": "adder-copy", "path": str(_adder_with_other_weights(folder / "adder-copy"))},
+        {"id": "adder-tools", "path": str(_adder_with_tools(folder / "adder-tools")), "dtype": "float32"},
+        {"id": "texts-short", "path": str(_encoder_for_short_vectors(folder / "texts-short")), "dtype": "float32"},
     ]
     demo["pipelines"] += echo_pipelines()
     return ClusterConfig.model_validate(demo)
@@ -99,4 +115,19 @@ def _adder_with_other_weights(folder: Path) -> Path:
     shutil.copytree(DEMO_MODELS / "adder", folder)
     tensors = load_file(folder / "model.safetensors")
     save_file({name: tensor * 1.5 for name, tensor in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def _adder_with_tools(folder: Path) -> Path:
+    """The adder, whose weights it shares, with a chat template that knows tools."""
+    shutil.copytree(DEMO_MODELS / "adder", folder)
+    (folder / "chat_template.jinja").write_text(TOOLS_TEMPLATE)
+    return folder
+
+
+def _encoder_for_short_vectors(folder: Path) -> Path:
+    """The encoder of the text classifier, whose weights it shares, said to be trained for 32 dimensions as well."""
+    shutil.copytree(DEMO_MODELS / "texts-bert", folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"matryoshka_dimensions": [32, 128]}))
     return folder

@@ -1,8 +1,13 @@
-"""Runs a judge: a script of tests/judges in an environment with somebody else's client, whose pins are not ours."""
+"""Runs a judge: a script of tests/judges in an environment with somebody else's client, whose pins are not ours.
+
+An environment is a folder of `.judges`: a virtual environment of Python's, or the node_modules of a client for Node.
+"""
 
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -10,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from integration.harness import ROOT
 
 JUDGES = ROOT / "tests/judges"
@@ -43,18 +49,44 @@ class Observed:
 def judge(script: str, environment: str, url: str, grpc: str, folder: Path, asked: dict[str, Any]) -> Observed:
     """One run of the script. `asked` is what it reads its questions from."""
     python = ROOT / ".judges" / environment / "bin/python"
-    assert python.exists(), f"there is no {python}: run `make judges`"
+    return _run([str(_found(python)), str(JUDGES / f"{script}.py")], {}, url, grpc, folder, asked)
+
+
+def node_judge(script: str, environment: str, url: str, grpc: str, folder: Path, asked: dict[str, Any]) -> Observed:
+    """One run of a script for Node. Skips the test that wants it where there is no Node."""
+    node = shutil.which("node")
+    if node is None or shutil.which("npm") is None:
+        pytest.skip("there is no node, or no npm, which installs the client")
+    modules = {"NODE_PATH": str(_found(ROOT / ".judges" / environment / "node_modules"))}
+    return _run([node, str(JUDGES / f"{script}.cjs")], modules, url, grpc, folder, asked)
+
+
+def _found(path: Path) -> Path:
+    assert path.exists(), f"there is no {path}: run `make judges`"
+    return path
+
+
+def _run(
+    command: list[str], environment: dict[str, str], url: str, grpc: str, folder: Path, asked: dict[str, Any]
+) -> Observed:
     folder.mkdir(exist_ok=True)
     (folder / "asked.json").write_text(json.dumps(asked))
-    command = [str(python), str(JUDGES / f"{script}.py"), url, grpc, str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
-    assert done.returncode == 0, f"{script} ended with {done.returncode}: {done.stderr[-3000:]}"
-    return Observed(json.loads((folder / f"{script}.json").read_text()), folder)
+    script = Path(command[-1])
+    done = subprocess.run(
+        [*command, url, grpc, str(folder)],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    assert done.returncode == 0, f"{script.stem} ended with {done.returncode}: {done.stderr[-3000:]}"
+    return Observed(json.loads((folder / f"{script.stem}.json").read_text()), folder)
 
 
 def digit_judge() -> Any:
     """The classifier of the demo that reads generated digits: trained on real ones, now."""
-    demo = _demo_module("digits")
+    demo = demo_module("digits")
     return demo.Judge(demo.load_split()[0])
 
 
@@ -67,7 +99,8 @@ def held_out_texts(num_per_kind: int) -> tuple[list[str], list[str]]:
     return [text for _, text in chosen], [kind for kind, _ in chosen]
 
 
-def _demo_module(name: str) -> Any:
+def demo_module(name: str) -> Any:
+    """A module of infra/demo."""
     sys.path.insert(0, str(DEMO))
     try:
         return __import__(name)

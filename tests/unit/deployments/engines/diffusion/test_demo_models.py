@@ -11,11 +11,12 @@ import diffusers
 import numpy as np
 import pytest
 import torch
+from PIL import Image, ImageDraw
 from safetensors.torch import load_file
 
 from deployments.engines.build import build_module
 from deployments.engines.diffusion.pipeline import DenoisePipeline, create_pipeline
-from deployments.engines.protocol import AdapterUse, DiffusionRequest
+from deployments.engines.protocol import AdapterUse, ControlUse, DiffusionRequest
 from deployments.engines.text.encoder import TextEncoder
 from deployments.engines.text.loading import load_text_encoder
 from weights.adapters import LoraAdapter, load_adapter
@@ -56,7 +57,7 @@ class Demo:
         request: DiffusionRequest,
         prompt: str,
         negative: str | None,
-        adapters: dict[str, LoraAdapter] | None = None,
+        adapters: dict[str, LoraAdapter | torch.nn.Module] | None = None,
     ) -> np.ndarray:
         family, index = self.ours.family, self.ours.model_index
         use_negative = family.uses_negative(request, negative is not None)
@@ -139,3 +140,29 @@ def test_the_bold_lora_equals_stock(demos, scale):
         assert np.abs(ours.astype(int) - demo.our_images(request(), prompt, None).astype(int)).max() > 4
     finally:
         demo.stock.unload_lora_weights()
+
+
+@pytest.mark.parametrize("scale", [0.5, 1.0])
+def test_the_outline_controlnet_equals_stock(demos, scale):
+    demo, prompt = demos("digits-flux"), "a handwritten digit"
+    net = diffusers.FluxControlNetModel.from_pretrained(MODELS / "outline", torch_dtype=torch.float32)
+    outline = Image.new("RGB", (32, 32), "white")
+    ImageDraw.Draw(outline).ellipse((9, 4, 23, 28), outline="black")
+    ImageDraw.Draw(outline).ellipse((15, 10, 17, 22), outline="black")
+    job = request(control=(ControlUse("outline", np.asarray(outline), scale=scale),), num_images=1)
+    ours = demo.our_images(job, prompt, None, {"outline": net})
+    stock = diffusers.FluxControlNetPipeline(**demo.stock.components, controlnet=net)
+    stock.set_progress_bar_config(disable=True)
+    image = stock(
+        prompt,
+        control_image=outline,
+        controlnet_conditioning_scale=scale,
+        width=job.width,
+        height=job.height,
+        num_inference_steps=job.num_inference_steps,
+        max_sequence_length=TEXT_LENGTH,
+        generator=torch.Generator("cpu").manual_seed(job.seed),
+    ).images[0]
+    assert_same_image(ours, np.asarray(image)[None])
+    inside = ours[0, :, :, 0][np.s_[6:26], 11:13]  # of the ring of a zero
+    assert scale < 1 or inside.mean() < 80
