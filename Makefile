@@ -9,7 +9,7 @@ DEVICE ?=
 TIMES ?= 10
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: help setup judges judge-node judge-llama demo test test-gpu test-long faults unit check format lint types contracts bench quality clean
+.PHONY: help setup judges judges-long judge-node judge-llama demo test test-gpu test-long faults unit check format lint types contracts bench quality clean
 
 help:            ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## */\t/'
@@ -22,7 +22,9 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,bench]'
 	@touch $@
 
-judges: $(JUDGES)/protocol/.installed $(JUDGES)/aiperf/.installed $(JUDGES)/litellm/.installed judge-node  ## Clients that test us and cannot share our pins
+judges: $(JUDGES)/protocol/.installed $(JUDGES)/aiperf/.installed  ## Clients that test us and cannot share our pins
+
+judges-long: judges $(JUDGES)/litellm/.installed judge-node  ## And those of test-long
 
 $(JUDGES)/%/.installed: infra/judges/%.txt
 	$(PYTHON) -m venv $(JUDGES)/$*
@@ -47,7 +49,7 @@ test: check judges  ## Lint, types, contracts, unit and Ray tests
 	$(PYTEST) tests/device
 	$(PYTEST) tests/e2e tests/integration -m "not faults and not long"
 
-test-long: setup judges ## Clusters of their own: `serve run`, the demo on simulated accelerators, ingress replicas killed and drained under load; OpenAI's client for JavaScript, litellm
+test-long: setup judges-long ## Clusters of their own: `serve run`, the demo on simulated accelerators, ingress replicas killed and drained under load; OpenAI's client for JavaScript, litellm
 	$(PYTEST) tests/e2e -m long
 	$(PYTEST) tests/integration -m long
 

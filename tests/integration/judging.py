@@ -62,7 +62,7 @@ def node_judge(script: str, environment: str, url: str, grpc: str, folder: Path,
 
 
 def _found(path: Path) -> Path:
-    assert path.exists(), f"there is no {path}: run `make judges`"
+    assert path.exists(), f"there is no {path}: run `make judges-long`"
     return path
 
 
