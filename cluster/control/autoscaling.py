@@ -72,7 +72,7 @@ def target_replicas(
     """
     models = state.models.values()
     arriving = sum([model.rate * model.service_s for model in models])
-    waiting_s = sum([model.waiting * model.service_s for model in models])
+    waiting_s = sum([model.waiting * model.service_s for model in models if model.waiting])
     speeds = [worker.speed for worker in state.workers.values()]
     speed = sum(speeds) / len(speeds) if speeds else 1.0
     switch_s = _switching_load(state)
@@ -129,12 +129,9 @@ def can_leave(state: ClusterState, worker: WorkerState) -> bool:
 
 def _switching_load(state: ClusterState) -> float:
     """Return the workers that the wanted models without a worker keep busy with switches, one there and one back."""
-    held: set[str | None] = set()
-    attach = 0.0
-    for worker in state.workers.values():
-        held.add(worker.switching_to)
-        held.update(worker.models)
-        attach = max(attach, worker.attach_bytes_per_s)
+    held: set[str | None] = {worker.switching_to for worker in state.workers.values()}
+    held.update([id_ for worker in state.workers.values() for id_ in worker.models])
+    attach = max([worker.attach_bytes_per_s for worker in state.workers.values()], default=0.0)
     if not attach:
         return 0.0
     absent = [model for id_, model in state.models.items() if id_ not in held and model.rate_long > 0]
@@ -158,18 +155,19 @@ def _preloads(state: ClusterState, num_new: int) -> tuple[str, ...]:
     for worker in state.workers.values():
         if worker.switching_to is not None and worker.switching_to not in worker.models:
             holders[worker.switching_to] += 1
-    wanted = []
-    for id_, model in state.models.items():
-        work_s = (model.waiting + 10.0 * model.rate) * model.service_s * model.slo.weight
-        if work_s > 0 and not model.retry_in_s:
-            wanted.append((-work_s / (0.5 + holders.get(id_, 0)), id_, work_s))
-    heapq.heapify(wanted)
+    found = [
+        (-(model.waiting + 10.0 * model.rate) * model.service_s * model.slo.weight / (0.5 + holders.get(id_, 0)), id_)
+        for id_, model in state.models.items()
+        if (model.waiting or model.rate) and not model.retry_in_s
+    ]
+    num_chosen = min(num_new, MAX_PRELOADS)
+    wanted = heapq.nsmallest(num_chosen, found)  # ascending, so a heap
     chosen: list[str] = []
-    while wanted and len(chosen) < min(num_new, MAX_PRELOADS):
-        _, id_, work_s = wanted[0]
+    while wanted and len(chosen) < num_chosen:
+        least, id_ = wanted[0]
         chosen.append(id_)
         holders[id_] += 1
-        heapq.heapreplace(wanted, (-work_s / (0.5 + holders[id_]), id_, work_s))
+        heapq.heapreplace(wanted, (least * (holders[id_] - 0.5) / (0.5 + holders[id_]), id_))
     return tuple(chosen)
 
 

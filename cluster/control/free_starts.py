@@ -22,7 +22,7 @@ LEAST_RATE: Final = 1e-4  # requests per second; a model that is asked for less 
 FREE_REQUESTS: Final = 2.0  # a switch that takes no longer than so many usual requests needs no order
 
 
-def _longest_free_s(state: ClusterState) -> float:
+def longest_free_s(state: ClusterState) -> float:
     """Return how long a switch may take that needs no order: as some requests of the usual mix.
 
     A request counts with all its time in a batch, for so long may those wait that a switch lets go ahead. Where more
@@ -53,15 +53,19 @@ def held_until_s(starts: Mapping[str, FreeStart] | None, waiting: Waiting, laten
 
 
 def free_models(
-    state: ClusterState, usual_fixed_s: float, usual_attach_bytes_per_s: float, workers: Sequence[WorkerState]
+    state: ClusterState,
+    longest_s: float,
+    usual_fixed_s: float,
+    usual_attach_bytes_per_s: float,
+    workers: Sequence[WorkerState],
 ) -> frozenset[str]:
     """Return the models that may start without an order: by what a switch usually takes, and on one of `workers` too.
 
-    A model whose bytes must come from storage first is not among them, and needs an order.
+    `longest_s` is that of `longest_free_s`. A model whose bytes must come from storage first is not among them, and
+    needs an order.
     """
     if state.is_frozen:
         return frozenset()
-    longest_s = _longest_free_s(state)
     found = [
         model
         for model in state.models.values()
@@ -77,13 +81,17 @@ def free_models(
 
 
 def free_starts_of(
-    state: ClusterState, free: Iterable[str], serving: Mapping[str, Sequence[str]], workers: Sequence[WorkerState]
+    state: ClusterState,
+    longest_s: float,
+    free: Iterable[str],
+    serving: Mapping[str, Sequence[str]],
+    workers: Sequence[WorkerState],
 ) -> dict[str, dict[str, FreeStart]]:
     """Return the workers where each free model may start.
 
     `serving` are the workers of each model, `workers` those that may switch to one.
     """
-    longest_s, ids = _longest_free_s(state), list(free)
+    ids = list(free)
     workers = _few(workers, len(ids))
     found = {}
     for id_ in ids:
@@ -101,6 +109,12 @@ def free_starts_of(
         ready = [name for name in serving.get(id_, ()) if id_ in state.workers[name].models]
         found[id_] = {name: FreeStart(0.0) for name in ready} | starts
     return found
+
+
+def why_free(starts: Mapping[str, FreeStart], longest_s: float) -> str:
+    """Return the reason why a model with these starts needs no order."""
+    longest = max([start.switch_s for start in starts.values()])
+    return f"a switch takes {longest:.4f} s, and one of up to {longest_s:.4f} s is begun by the request that needs it"
 
 
 def chances_of(state: ClusterState) -> dict[str, float]:

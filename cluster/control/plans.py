@@ -39,10 +39,12 @@ class FreeStart:
 class SwitchPlan:
     """Orders, and the workers that serve each model or get ready for it. `notes` says what could not be planned.
 
-    Models in `free` need no order: they may start on each of the workers named.
+    Models in `free` need no order: they may start on each of the workers named, because a switch takes
+    `longest_free_s` at most.
     """
 
     decisions: tuple[Decision, ...] = ()
     planned: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     free: Mapping[str, Mapping[str, FreeStart]] = field(default_factory=dict)
+    longest_free_s: float = 0.0

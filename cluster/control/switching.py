@@ -38,9 +38,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import nlargest
 from itertools import islice
-from typing import Final, Literal
+from typing import Final
 
-from cluster.control.free_starts import LEAST_RATE, free_models, free_starts_of
+from cluster.control.free_starts import LEAST_RATE, free_models, free_starts_of, longest_free_s
 from cluster.control.plans import Decision, FreeStart, SwitchPlan
 from cluster.control.state import STALE_S, ClusterState, ModelState, WorkerState
 
@@ -81,7 +81,7 @@ def plan_switches(state: ClusterState, policy: SwitchingPolicy = LATENCY_FIRST) 
         planning.free_overfull_workers()
     free = planning.free_starts()
     planned = planning.planned() | {id_: tuple(starts) for id_, starts in free.items() if starts}
-    return SwitchPlan(tuple(planning.decisions), planned, tuple(planning.notes), free)
+    return SwitchPlan(tuple(planning.decisions), planned, tuple(planning.notes), free, planning.longest_free_s)
 
 
 @dataclass(slots=True)
@@ -129,7 +129,8 @@ class _Planning:
         self._top_speed = max([worker.speed for worker in self._open], default=1.0)
         self._usual_attach = attach[len(attach) // 2] if attach else 10e9
         self._usual_fixed_s = max([worker.fixed_switch_s for worker in self._open], default=0.0)
-        self._free = free_models(state, self._usual_fixed_s, self._usual_attach, self._open[:FEW])
+        self.longest_free_s = longest_free_s(state)
+        self._free = free_models(state, self.longest_free_s, self._usual_fixed_s, self._usual_attach, self._open[:FEW])
 
     def _note_workers(self) -> None:
         serving, models, busy, claims = self._serving, self._models, self._busy_s, self._claims
@@ -264,13 +265,12 @@ class _Planning:
     def prepare_ahead(self) -> None:
         """Let idle workers get ready for models that are wanted and that no worker has (rule 7)."""
         idle = [worker for worker in self._open if worker.id not in self._taken and not self._busy_s[worker.id]]
-        missing = [each for each in (self._models.values() if idle else ()) if not self._serving.get(each.id)]
-        wanted = [each for each in missing if each.rate_long > LEAST_RATE and each.id not in self._free]
-        for model in nlargest(
-            2 * MAX_CANDIDATES, wanted, key=lambda one: one.rate_long * one.slo.weight * one.components.total_bytes
-        ):
-            if model.retry_in_s:
-                continue
+        asked = [each for each in (self._models.values() if idle else ()) if each.rate_long > LEAST_RATE]
+        absent = [one for one in asked if not (self._serving.get(one.id) or one.id in self._free or one.retry_in_s)]
+        wanted = nlargest(
+            2 * MAX_CANDIDATES, absent, lambda one: one.rate_long * one.slo.weight * one.components.total_bytes
+        )
+        for model in wanted:
             best, best_value = None, math.inf
             for worker in idle[:FEW]:
                 option = None if worker.id in self._taken else self._option(model, worker, is_due=False)
@@ -318,7 +318,7 @@ class _Planning:
         wanted = {key for need in needs for key in need.model.components.sizes}
         found: dict[str, list[WorkerState]] = {}
         for worker in self._open if len(self._open) > FEW else ():  # of a few, all are candidates
-            for key in wanted.intersection(worker.resident.sizes):
+            for key in filter(wanted.__contains__, worker.resident.sizes):
                 found.setdefault(key, []).append(worker)
         return found
 
@@ -369,8 +369,8 @@ class _Planning:
     def _order(self, model: ModelState, option: _Option, reason: str) -> None:
         """Write down the order, and let what follows see it."""
         worker = option.worker
-        action: Literal["switch", "drain"] = "drain" if option.must_drain else "switch"
-        self.decisions.append(Decision(action, worker.id, model.id, reason, option.evict, option.switch_s))
+        decided = worker.id, model.id, reason, option.evict, option.switch_s
+        self.decisions.append(Decision("drain" if option.must_drain else "switch", *decided))
         held = self._state.held.get(worker.node, ())
         cold = [key for key in model.components.sizes if key not in held and key not in worker.resident.sizes]
         if cold and option.must_drain:
@@ -386,8 +386,8 @@ class _Planning:
 
     def free_starts(self) -> dict[str, dict[str, FreeStart]]:
         """Return the workers of the models that need no order."""
-        able = [each for each in self._open if each.id not in self._taken and each.reserved_for is None]
-        return free_starts_of(self._state, self._free, self._serving, able[:FEW])
+        able = (each for each in self._open if each.id not in self._taken and each.reserved_for is None)
+        return free_starts_of(self._state, self.longest_free_s, self._free, self._serving, list(islice(able, FEW)))
 
     def planned(self) -> dict[str, tuple[str, ...]]:
         """Return the workers of each model; one that is about to leave serves on what no other has ready yet."""

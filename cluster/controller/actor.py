@@ -19,6 +19,8 @@ from typing import Any, Final
 from cluster.actor_names import APP_NAME, controller_name
 from cluster.control.admission_records import AdmissionSnapshot, Placement
 from cluster.control.autoscaling import ScalingPolicy
+from cluster.control.free_starts import why_free
+from cluster.control.plans import SwitchPlan
 from cluster.control.state import SloClass
 from cluster.control.switching import LATENCY_FIRST, THROUGHPUT_FIRST
 from cluster.controller.deciding import Decided, Deciding, LoggedDecision, newest_first
@@ -122,7 +124,7 @@ class Controller:
     async def describe(self, max_decisions: int) -> dict[str, Any]:
         """Return the last decisions with their reasons, and the state that the next one is made of, JSON-able."""
         decided, now_s = self._decided, time.monotonic()
-        state = decided.observed.state if decided else None
+        state, plan = (decided.observed.state, decided.plan) if decided else (None, SwitchPlan())
         reports = self._observations.workers
         return {
             "policy": self._config.policy,
@@ -131,7 +133,7 @@ class Controller:
             "longest_tick_s": self._longest_tick_s,
             "overrides": (self._overrides or Overrides()).model_dump(mode="json"),
             "decisions": [_logged(one) for one in newest_first(self._deciding.log, max_decisions)],
-            "notes": [*decided.plan.notes, *decided.observed.state.ignored] if decided else [],
+            "notes": [*plan.notes, *decided.observed.state.ignored] if decided else [],
             "backoffs": {model: asdict(backoff) for model, backoff in decided.observed.backoffs.items()}
             if decided
             else {},
@@ -157,7 +159,8 @@ class Controller:
             }
             if self._scaling
             else None,
-            "planned": {model: list(workers) for model, workers in decided.plan.planned.items()} if decided else {},
+            "planned": {model: list(workers) for model, workers in plan.planned.items()},
+            "free": {id_: why_free(starts, plan.longest_free_s) for id_, starts in plan.free.items() if starts},
         }
 
     # the loop

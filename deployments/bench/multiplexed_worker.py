@@ -31,12 +31,9 @@ class _Loaded:
 class MultiplexedWorker(Worker):
     """A worker under Serve's own router and model cache. Requests name their model as `multiplexed_model_id`."""
 
-    _num_switches = 0
-
     @serve.multiplexed(max_num_models_per_replica=NUM_MODELS)
     async def get_model(self, model: str) -> _Loaded:
         """Load a model; Serve lets the least recently used one go first."""
-        self._num_switches += 1
         lease = AsyncExitStack()
         await lease.enter_async_context(self._module_cache.lease(model, is_denoise_component))
         return _Loaded(lease)
@@ -49,7 +46,3 @@ class MultiplexedWorker(Worker):
                 result = piece
         assert isinstance(result, ImageResult)  # it is the last
         return result
-
-    async def count_switches(self) -> int:
-        """Return how many models were loaded here."""
-        return self._num_switches

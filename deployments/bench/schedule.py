@@ -1,17 +1,23 @@
-"""`atelier bench schedule`: switching under the controller and under others, in the simulator."""
+"""`atelier bench schedule`: switching under the controller and under others, in the simulator.
+
+Every simulation is a task of its own, on all cores; a part is told as soon as its tasks are done.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import random
 import resource
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, product
+from multiprocessing import get_context
 from typing import Any, Final
 
 from rich.console import Console
@@ -33,6 +39,7 @@ TARGET: Final = SloClass("bench", 30.0)
 SWITCHES: Final = {"measured, demo models": 0.0018, "30 GB at 25 GB/s": 30 / 25, "30 GB at 6 GB/s": 30 / 6}
 ZIPF_LOADS: Final = (0.5, 1.5, 3.0, 4.5)  # requests per second for 4 workers that can do 5.7
 SIZING_SLO: Final = 0.95
+TITLES: Final = {"oracle": "latency over the oracle's", "sizing": "workers for 95 % within 30 s"}
 
 
 def _scenario_of(
@@ -59,58 +66,81 @@ def _scenario_of(
     return Scenario(models, workers, tuple(poisson(rate, shares, duration_s, random.Random(seed))))
 
 
+def _simulate_zipf(
+    num_models: int, num_workers: int, duration_s: float, switch_s: float, case: tuple[float, PolicyName, int]
+) -> dict[str, Any]:
+    rate, policy, seed = case
+    scenario = _scenario_of(num_models, num_workers, rate, duration_s, seed, switch_s)
+    return simulate(scenario, policy, seed)[0].as_record()
+
+
 def _measure_zipf(
-    num_models: int, num_workers: int, rates: Sequence[float], duration_s: float, seeds: Sequence[int], switch_s: float
+    pool: Executor,
+    num_models: int,
+    num_workers: int,
+    rates: Sequence[float],
+    duration_s: float,
+    seeds: Sequence[int],
+    switch_s: float,
 ) -> list[dict[str, Any]]:
     """Return figures by rate and policy, means over the seeds; what is infinite in one is None."""
+    cases = list(product(rates, POLICIES, seeds))
+    found = pool.map(partial(_simulate_zipf, num_models, num_workers, duration_s, switch_s), cases)
+    runs: dict[tuple[float, str], list[dict[str, Any]]] = {}
+    for (rate, policy, _), figures in zip(cases, found, strict=True):
+        runs.setdefault((rate, policy), []).append(figures)
+    rows = []
+    for (rate, name), of_seeds in runs.items():
+        row: dict[str, Any] = {"rate": rate, "policy": name}
+        for key in of_seeds[0].keys() - {"policy"}:
+            values = [one[key] for one in of_seeds]
+            row[key] = None if None in values else statistics.mean(values)
+        rows.append(row)
+    return rows
+
+
+def _beside_oracle(case: tuple[float, int]) -> dict[str, float]:
+    """Return mean latencies over the oracle's: 10 requests for 3 models on 2 workers of one slot, switch 3 s."""
+    rate, seed = case
+    whole = _scenario_of(3, 2, rate, 400.0, seed, 3.0)
+    workers = tuple(replace(worker, slots=1) for worker in whole.workers)
+    small = replace(whole, workers=workers, requests=whole.requests[:10])
+    best_s = oracle_mean_latency_s(small, ahead=False)
+    ratios = {"oracle_that_switches_ahead": oracle_mean_latency_s(small, ahead=True) / best_s}
+    return ratios | {policy: simulate(small, policy, seed)[0].mean_s / best_s for policy in POLICIES}
+
+
+def _measure_oracle(pool: Executor, num_cases: int) -> list[dict[str, Any]]:
+    """Return the means of as many random cases of each rate."""
+    rates = (0.1, 0.3, 1.0, 3.0)
+    cases = list(product(rates, range(num_cases)))
+    found = list(zip(cases, pool.map(_beside_oracle, cases), strict=True))
     rows = []
     for rate in rates:
-        for policy in POLICIES:
-            runs = [
-                simulate(_scenario_of(num_models, num_workers, rate, duration_s, seed, switch_s), policy, seed)[
-                    0
-                ].as_record()
-                for seed in seeds
-            ]
-            row: dict[str, Any] = {"rate": rate, "policy": policy}
-            for key in runs[0].keys() - {"policy"}:
-                values = [run[key] for run in runs]
-                row[key] = None if None in values else statistics.mean(values)
-            rows.append(row)
+        ratios = [one for (at, _), one in found if at == rate]
+        means = {key: statistics.mean([one[key] for one in ratios]) for key in ratios[0]}
+        rows.append({"rate": rate, "cases": num_cases, **means})
     return rows
 
 
-def _measure_oracle(num_cases: int) -> list[dict[str, Any]]:
-    """Return mean latency over the oracle's: 10 requests for 3 models on 2 workers of one slot, switch 3 s."""
-    rows = []
-    for rate in (0.1, 0.3, 1.0, 3.0):
-        ratios: dict[str, list[float]] = {policy: [] for policy in POLICIES}
-        ahead: list[float] = []
-        for seed in range(num_cases):
-            whole = _scenario_of(3, 2, rate, 400.0, seed, 3.0)
-            workers = tuple(replace(worker, slots=1) for worker in whole.workers)
-            case = replace(whole, workers=workers, requests=whole.requests[:10])
-            best = oracle_mean_latency_s(case, ahead=False)
-            ahead.append(oracle_mean_latency_s(case, ahead=True) / best)
-            for policy in POLICIES:
-                ratios[policy].append(simulate(case, policy, seed)[0].mean_s / best)
-        means = {policy: statistics.mean(values) for policy, values in ratios.items()}
-        rows.append({"rate": rate, "cases": num_cases, "oracle_that_switches_ahead": statistics.mean(ahead), **means})
-    return rows
+def _least_workers(duration_s: float, seed: int, case: tuple[int, tuple[str, float], float, PolicyName]) -> int | None:
+    num_models, (_, switch_s), rate, policy = case
+    make = partial(_cluster_of, num_models, rate, duration_s, seed, switch_s)
+    return least_workers(make, policy, SIZING_SLO, 2 * num_models + int(rate), seed)
 
 
-def _measure_sizing(num_models: int, rates: Sequence[float], duration_s: float, seed: int) -> list[dict[str, Any]]:
+def _measure_sizing(
+    pool: Executor, nums_models: Sequence[int], rates: Sequence[float], duration_s: float, seed: int
+) -> list[dict[str, Any]]:
     """Return the least number of workers that keep 95 % of the requests within 30 s, by switch cost and rate."""
-    rows = []
     policies: tuple[PolicyName, ...] = ("latency-first", "serve.multiplexed")
-    for label, switch_s in SWITCHES.items():
-        for rate in rates:
-            row: dict[str, Any] = {"switch": label, "switch_s": switch_s, "models": num_models, "rate": rate}
-            make = partial(_cluster_of, num_models, rate, duration_s, seed, switch_s)
-            for policy in policies:
-                row[policy] = least_workers(make, policy, SIZING_SLO, 2 * num_models + int(rate), seed)
-            rows.append(row)
-    return rows
+    cases = list(product(nums_models, SWITCHES.items(), rates, policies))
+    rows: dict[tuple[int, str, float], dict[str, Any]] = {}
+    for case, least in zip(cases, pool.map(partial(_least_workers, duration_s, seed), cases), strict=True):
+        num_models, (label, switch_s), rate, policy = case
+        told = {"switch": label, "switch_s": switch_s, "models": num_models, "rate": rate}
+        rows.setdefault((num_models, label, rate), told)[policy] = least
+    return list(rows.values())
 
 
 def _cluster_of(
@@ -170,31 +200,39 @@ def _measure_tick(number: int, rounds: int) -> dict[str, Any]:
             "lowest_tick_ms": low, **figures}  # fmt: skip
 
 
-def measure_schedule(num_seeds: int) -> dict[str, Any]:
-    """Return all simulated figures. The tick comes first, while the process is small."""
-    seeds = range(1, num_seeds + 1)
-    return {
-        "tick": _measure_tick(10_000, 15),
-        "zipf_12_on_4": _measure_zipf(12, 4, ZIPF_LOADS, 600.0, seeds, 5.0),
-        "zipf_500_on_64": _measure_zipf(500, 64, (20.0, 40.0), 120.0, seeds[:1], 5.0),
-        "oracle": _measure_oracle(20),
-        "sizing": [row for num_models in (6, 12, 48) for row in _measure_sizing(num_models, (1.0, 3.0, 6.0), 200.0, 1)],
-    }
+# The tick comes first, while the process is small and nothing else runs.
+PARTS: Final[dict[str, Callable[[Executor, Sequence[int]], Any]]] = {
+    "tick": lambda pool, seeds: _measure_tick(10_000, 15),
+    "zipf_12_on_4": lambda pool, seeds: _measure_zipf(pool, 12, 4, ZIPF_LOADS, 600.0, seeds, 5.0),
+    "zipf_500_on_64": lambda pool, seeds: _measure_zipf(pool, 500, 64, (20.0, 40.0), 120.0, seeds[:1], 5.0),
+    "oracle": lambda pool, seeds: _measure_oracle(pool, 20),
+    "sizing": lambda pool, seeds: _measure_sizing(pool, (6, 12, 48), (1.0, 3.0, 6.0), 200.0, 1),
+}
 
 
-def print_schedule_figures(figures: dict[str, Any], as_json: bool) -> None:
-    """Print tables, or one JSON object."""
-    if as_json:
-        sys.stdout.write(json.dumps(figures) + "\n")
-        return
+def measure_schedule(num_seeds: int, parts: Iterable[str] = PARTS) -> Iterator[tuple[str, Any]]:
+    """Yield the simulated figures, part by part."""
+    # Not forked: who calls this may have threads, of a progress display for example.
+    with ProcessPoolExecutor(len(os.sched_getaffinity(0)), get_context("spawn")) as pool:
+        for name in parts:
+            yield name, PARTS[name](pool, range(1, num_seeds + 1))
+
+
+def print_schedule_figures(figures: Iterable[tuple[str, Any]], as_json: bool) -> None:
+    """Print each part as soon as it is there: tables, or one JSON object that grows."""
     console = Console()
-    console.print({key: round(value, 1) for key, value in figures["tick"].items()})
-    for name in ("zipf_12_on_4", "zipf_500_on_64"):
-        keys = ("rate", "policy", "switches", "goodput", "slo_attainment", "mean_s", "p50_s", "p95_s", "p99_s",
-                "coldest_wait_s", "jain", "moved_bytes")  # fmt: skip
-        _print_rows(console, name, keys, figures[name])
-    _print_rows(console, "latency over the oracle's", tuple(figures["oracle"][0]), figures["oracle"])
-    _print_rows(console, "workers for 95 % within 30 s", tuple(figures["sizing"][0]), figures["sizing"])
+    for number, (name, part) in enumerate(figures):
+        if as_json:
+            sys.stdout.write(("{" if not number else ", ") + f"{json.dumps(name)}: {json.dumps(part)}")
+            sys.stdout.flush()
+        elif isinstance(part, dict):
+            console.print(name, {key: round(value, 1) for key, value in part.items()})
+        else:
+            known = ("rate", "policy", "switches", "goodput", "slo_attainment", "mean_s", "p50_s", "p95_s", "p99_s",
+                     "coldest_wait_s", "jain", "moved_bytes")  # fmt: skip
+            _print_rows(console, TITLES.get(name, name), known if "policy" in part[0] else tuple(part[0]), part)
+    if as_json:
+        sys.stdout.write("}\n")
 
 
 def _print_rows(console: Console, title: str, keys: Sequence[str], rows: Sequence[dict[str, Any]]) -> None:

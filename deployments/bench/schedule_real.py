@@ -1,8 +1,9 @@
 """`atelier bench schedule --real`: six demo models on two workers of a real cluster, ours and `serve.multiplexed`.
 
 Each worker has room for one model. The same two traces (Poisson, and bursts) go to our cluster with its controller,
-without it, and to our workers under Serve's own multiplexing, and then to the simulator with the costs that were
-measured on the way.
+without it, and to our workers under Serve's own multiplexing. All three are up together and get each slice of a trace
+in turn, so that a machine that is slower for a minute is so for all of them. What ours got goes to the simulator then,
+with the costs that were measured on the way.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,49 +26,127 @@ from rich.console import Console
 from rich.table import Table
 
 from cluster.simulator.recorded import note_sizes, recorded_scenario
-from cluster.simulator.running import PolicyName, simulate
+from cluster.simulator.running import simulate
 from cluster.simulator.scenario import Scenario, SimRequest, trace_lines
 from cluster.simulator.traces import bursts, poisson
 from configs.cluster import ClusterConfig
 from configs.loading import load_cluster_config
 from configs.model import ModelConfig
-from deployments.cli.client import Client, ClientError
+from deployments.bench.figures import percentile
+from deployments.cli.client import Client
 from deployments.records import ImageRequest, ImageResult
 
 SHARES: Final = {"digits-flux": 0.5, "digits-sdxl": 0.25, "digits-flux-inverted": 0.15, "tuned-0": 0.04,
                  "tuned-1": 0.03, "tuned-2": 0.03}  # fmt: skip
 WORKER_BYTES: Final = 9 * 2**20  # one of the models, two of them not
+NUM_CPUS: Final = 8  # shares, for three times two workers, a text encoder and an ingress
 STEPS: Final = 12
 WORDS: Final = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
-PEER: Final = "peer"
+OURS: Final = "latency-first"
+ARMS: Final = (OURS, "no-controller", "serve.multiplexed")
+SLICE_S: Final = 10.0  # of a trace, before the next arm's turn
+BURST_EVERY_S: Final = 5.0
+TARGET_S: Final = 1.0  # what is answered within it is good
 _WARM_UPS: Final = 4  # requests for each model before the simulated trace
 
 _Call = Callable[[str, int], Awaitable[ImageResult]]
 _say = Console(stderr=True).print
 
 
+@dataclass(slots=True)
+class _Arm:
+    """One way to serve: how it is asked, the handle of its workers, and its answers since `clear`."""
+
+    name: str
+    call: _Call
+    workers: Any
+    latencies: list[tuple[str, float]] = field(default_factory=list)  # by model, in seconds
+    built_s: list[float] = field(default_factory=list)  # what switches took that requests began
+
+    def clear(self) -> None:
+        """Forget the answers."""
+        self.latencies, self.built_s = [], []
+
+    async def count(self) -> tuple[int, int]:
+        """Return the switches of all workers since they began, and the bytes that they moved."""
+        found = await self.workers.broadcast("describe").results_async(timeout_s=30.0)
+        return sum(one["num_switches"] for one in found), sum(one["arena"]["moved_bytes"] for one in found)
+
+
 def measure_real(
-    config_path: Path, rate: float, duration_s: float, seed: int, record: Path | None = None
+    config_path: Path,
+    rate: float,
+    duration_s: float,
+    seed: int,
+    record: Path | None = None,
+    arms: Collection[str] = ARMS,
 ) -> dict[str, Any]:
     """Return the figures of each arm on each trace, and of the simulator beside those of our cluster.
 
     What the simulator was given is written into the folder `record`, as trace files.
     """
+    from deployments.cli.running import cluster_up
+
     chance = random.Random(seed)
-    size = max(1, round(rate * 5))
     traces = {
         "poisson": poisson(rate, SHARES, duration_s, chance),
-        "bursty": bursts(size, 5.0, list(SHARES), duration_s, chance),
+        "bursty": bursts(max(1, round(rate * BURST_EVERY_S)), BURST_EVERY_S, list(SHARES), duration_s, chance),
     }
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
-        base = _config_of(load_cluster_config(config_path), Path(folder))
-        for arm, config in _arms(base).items():
-            _say(f"{arm}: starting a cluster")
-            rows += _measure_ours(arm, config, traces, record)
-            if arm == "no-controller":
-                rows += _measure_peer(config, traces)
+        config = _config_of(load_cluster_config(config_path), Path(folder))
+        with cluster_up(config, "bench") as url:
+            client, up = Client(url), [_start_arm(name, config) for name in arms]
+            sizes: dict[str, dict[str, int]] = {}
+            for arm in up:
+                _say(f"{arm.name}: every model is asked for")
+                asyncio.run(_look_at_each(arm.call, lambda: note_sizes(sizes, client.cluster()["workers"])))
+            for name, requests in traces.items():
+                first = client.ended_requests()
+                resident = [list(worker["last_switches"])[-1] for worker in client.cluster()["workers"]]
+                measured = _measure_in_turn(up, name, requests)
+                rows += measured
+                ended = client.ended_requests(first["next_number"])["requests"]
+                cluster = client.cluster()
+                built_s = next((arm.built_s for arm in up if arm.name == OURS), [])
+                scenario = recorded_scenario(
+                    ended,
+                    cluster["admission"]["models"],
+                    cluster["workers"],
+                    first["now_s"],
+                    sizes,
+                    statistics.median(built_s) if built_s else None,
+                )
+                if record is not None:
+                    record.mkdir(parents=True, exist_ok=True)
+                    (record / f"{name}.jsonl").write_text("".join(trace_lines(scenario)), encoding="utf-8")
+                rows += [_simulated(scenario, row, resident) for row in measured if row["arm"] == OURS]
     return {"rate": rate, "duration_s": duration_s, "seed": seed, "rows": rows}
+
+
+def _measure_in_turn(arms: Sequence[_Arm], trace: str, requests: Sequence[SimRequest]) -> list[dict[str, Any]]:
+    """Send every slice of a trace to each arm, and return their figures. Who is first changes."""
+    before = {}
+    for arm in arms:
+        arm.clear()
+        before[arm.name] = asyncio.run(arm.count())
+    slices: dict[int, list[SimRequest]] = defaultdict(list)
+    for request in requests:
+        number = int(request.at_s / SLICE_S)
+        slices[number].append(replace(request, at_s=request.at_s - number * SLICE_S))
+    for number, of_slice in slices.items():
+        for turn in range(len(arms)):
+            arm = arms[(number + turn) % len(arms)]
+            num_before = len(arm.latencies)
+            asyncio.run(_run_slice(arm, of_slice))
+            mean_s = statistics.mean(latency_s for _, latency_s in arm.latencies[num_before:])
+            _say(f"{trace}, slice {number}, {arm.name}: {len(of_slice)} requests, {mean_s:.3f} s in the mean")
+    rows = []
+    for arm in arms:
+        now = asyncio.run(arm.count())
+        switches, moved_bytes = (after - start for after, start in zip(now, before[arm.name], strict=True))
+        rows.append(_figures(arm.name, trace, arm.latencies, switches, SLICE_S * len(slices), moved_bytes))
+    return rows
 
 
 def _config_of(demo: ClusterConfig, folder: Path) -> ClusterConfig:
@@ -86,6 +166,7 @@ def _config_of(demo: ClusterConfig, folder: Path) -> ClusterConfig:
             "pipelines": (),
             "grpc": None,
             "store": demo.store.model_copy(update={"path": folder / "store"}),
+            "ray": demo.ray.model_copy(update={"num_cpus": NUM_CPUS}),
             "worker": demo.worker.model_copy(update=worker),
         }
     )
@@ -108,64 +189,19 @@ def _tuned_copy(source: Path, target: Path, seed: int) -> Path:
     return target
 
 
-def _arms(config: ClusterConfig) -> dict[str, ClusterConfig]:
-    """Return our cluster with the controller, where there is one, and without it."""
-    controller = getattr(config, "controller", None)
-    if controller is None:
-        return {"no-controller": config}
-    return {
-        arm: config.model_copy(update={"controller": controller.model_copy(update={"enabled": enabled})})
-        for arm, enabled in (("latency-first", True), ("no-controller", False))
-    }
-
-
-def _measure_ours(
-    arm: str, config: ClusterConfig, traces: dict[str, list[SimRequest]], record: Path | None
-) -> list[dict[str, Any]]:
+def _start_arm(name: str, config: ClusterConfig) -> _Arm:
+    """Return an arm that is up: ours, which is up, or one beside it, with a control plane of its own."""
     from ray import serve
 
-    from deployments.cli.running import APP_NAME, cluster_up
-
-    rows = []
-    with cluster_up(config, "bench") as url:
-        client, handle = Client(url), serve.get_app_handle(APP_NAME)
-
-        async def call(model: str, number: int) -> ImageResult:
-            result: ImageResult = await handle.generate.remote(_request(config, model, number))
-            return result
-
-        sizes: dict[str, dict[str, int]] = {}
-        asyncio.run(_look_at_each(call, lambda: note_sizes(sizes, client.cluster()["workers"])))
-        for name, requests in traces.items():
-            first, before = client.ended_requests(), _orders_done(client)
-            resident = [list(worker["last_switches"])[-1] for worker in client.cluster()["workers"]]
-            _say(f"{arm}: {len(requests)} requests, {name}")
-            outcomes, built_s = asyncio.run(_run_trace(call, requests))
-            switches = len(built_s) + _orders_done(client) - before
-            switch_s = statistics.median(built_s) if built_s else None
-            ended = client.ended_requests(first["next_number"])["requests"]
-            cluster = client.cluster()
-            loads = cluster["admission"]["models"]
-            scenario = recorded_scenario(ended, loads, cluster["workers"], first["now_s"], sizes, switch_s)
-            if record is not None:
-                record.mkdir(parents=True, exist_ok=True)
-                (record / f"{arm}-{name}.jsonl").write_text("".join(trace_lines(scenario)), encoding="utf-8")
-            measured = _figures(arm, name, outcomes, switches)
-            rows += [measured, _simulated(arm, name, scenario, measured, resident)]
-            _say(*rows[-2:], sep="\n")
-    return rows
-
-
-def _measure_peer(config: ClusterConfig, traces: dict[str, list[SimRequest]]) -> list[dict[str, Any]]:
-    """Measure Serve's multiplexing in place of our application."""
-    from ray import serve
-
-    from deployments.cli.running import APP_NAME, cluster_up
+    from deployments.app import AppArgs, build_app
+    from deployments.cli.running import APP_NAME
     from deployments.services.replica_classes import TEXT_ENCODER
 
-    rows = []
-    with cluster_up(config, "bench"):
-        serve.delete(APP_NAME)
+    off = config.model_copy(update={"controller": config.controller.model_copy(update={"enabled": False})})
+    app = APP_NAME if name == OURS else name
+    if name == "no-controller":
+        serve.run(build_app(AppArgs(config=off.model_dump(mode="json"))), name=app, route_prefix=None)
+    elif name == "serve.multiplexed":
         options = {"num_cpus": 0.5}
         encoder = serve.deployment(name="text_encoder", max_ongoing_requests=256, ray_actor_options=options)
         worker = serve.deployment(
@@ -175,25 +211,15 @@ def _measure_peer(config: ClusterConfig, traces: dict[str, list[SimRequest]]) ->
             ray_actor_options=options,
         )
         path = "deployments.bench.multiplexed_worker.MultiplexedWorker"
-        handle = serve.run(worker(path).bind(config, encoder(TEXT_ENCODER).bind(config)), name=PEER, route_prefix=None)
+        serve.run(worker(path).bind(off, encoder(TEXT_ENCODER).bind(off)), name=app, route_prefix=None)
+    handle = serve.get_app_handle(app)
 
-        async def call(model: str, number: int) -> ImageResult:
-            chosen = handle.options(multiplexed_model_id=model)
-            result: ImageResult = await chosen.generate.remote(_request(config, model, number))
-            return result
+    async def call(model: str, number: int) -> ImageResult:
+        chosen = handle.options(multiplexed_model_id=model) if name == "serve.multiplexed" else handle
+        result: ImageResult = await chosen.generate.remote(_request(config, model, number))
+        return result
 
-        async def num_switches() -> int:
-            return sum(await handle.broadcast("count_switches").results_async(timeout_s=30.0))
-
-        asyncio.run(_warm_up(call))
-        for name, requests in traces.items():
-            _say(f"serve.multiplexed: {len(requests)} requests, {name}")
-            before = asyncio.run(num_switches())
-            outcomes, _ = asyncio.run(_run_trace(call, requests))
-            rows.append(_figures("serve.multiplexed", name, outcomes, asyncio.run(num_switches()) - before))
-            _say(rows[-1])
-        serve.delete(PEER)
-    return rows
+    return _Arm(name, call, serve.get_deployment_handle("worker", app))
 
 
 def _request(config: ClusterConfig, model: str, number: int) -> ImageRequest:
@@ -220,66 +246,63 @@ async def _look_at_each(call: _Call, look: Callable[[], None]) -> None:
         look()
 
 
-async def _run_trace(call: _Call, requests: Sequence[SimRequest]) -> tuple[list[float], list[float]]:
-    """Send each request at its time. Return the latencies, and the seconds of the switches that requests began."""
+async def _run_slice(arm: _Arm, requests: Sequence[SimRequest]) -> None:
+    """Send each request at its time, and await all answers."""
     start = time.perf_counter()
-    latencies: list[float] = []
-    built_s: list[float] = []
 
     async def send(number: int, request: SimRequest) -> None:
         await asyncio.sleep(start + request.at_s - time.perf_counter())
-        result = await call(request.model, number)
-        latencies.append(time.perf_counter() - start - request.at_s)
+        result = await arm.call(request.model, number)
+        arm.latencies.append((request.model, time.perf_counter() - start - request.at_s))
         if result.switch and result.switch.built:
-            built_s.append((result.switch.attach_ms + result.switch.build_ms) / 1e3)
+            arm.built_s.append((result.switch.attach_ms + result.switch.build_ms) / 1e3)
 
     await asyncio.gather(*(send(number, request) for number, request in enumerate(requests)))
-    return latencies, built_s
 
 
-def _orders_done(client: Client) -> int:
-    """Return how many switches the controller's orders have made; 0 without a controller."""
-    try:
-        decisions = client.decisions(500)["decisions"]
-    except ClientError:
-        return 0
-    return sum(one["action"] == "switch" and one["state"] == "done" for one in decisions)
-
-
-def _figures(arm: str, trace: str, latencies: Sequence[float], switches: int) -> dict[str, Any]:
-    ordered = sorted(latencies)
+def _figures(
+    arm: str, trace: str, latencies: Sequence[tuple[str, float]], switches: int, duration_s: float, moved_bytes: int
+) -> dict[str, Any]:
+    """Return the figures of (model, seconds) of each request. `jain` is over models' shares of good answers."""
+    ordered = [latency_s for _, latency_s in latencies]
+    good: dict[str, list[bool]] = defaultdict(list)
+    for model, latency_s in latencies:
+        good[model].append(latency_s <= TARGET_S)
+    shares = [statistics.mean(of_model) for of_model in good.values()]
     return {
         "arm": arm,
         "trace": trace,
         "source": "measured",
+        "duration_s": duration_s,
         "requests": len(ordered),
         "mean_s": statistics.mean(ordered),
-        "p50_s": ordered[len(ordered) // 2],
-        "p95_s": ordered[int(0.95 * (len(ordered) - 1))],
-        "p99_s": ordered[int(0.99 * (len(ordered) - 1))],
+        "p50_s": percentile(ordered, 0.5),
+        "p95_s": percentile(ordered, 0.95),
+        "p99_s": percentile(ordered, 0.99),
         "switches": switches,
+        "moved_bytes": moved_bytes,
+        "goodput": sum(map(sum, good.values())) / duration_s,
+        "slo_attainment": sum(map(sum, good.values())) / len(ordered),
+        "jain": sum(shares) ** 2 / (len(shares) * sum(share**2 for share in shares)) if any(shares) else 0.0,
     }
 
 
-def _simulated(
-    arm: str, trace: str, scenario: Scenario, measured: dict[str, Any], resident: Sequence[str]
-) -> dict[str, Any]:
+def _simulated(scenario: Scenario, measured: dict[str, Any], resident: Sequence[str]) -> dict[str, Any]:
     """Return the simulator's figures for what was recorded, and how far they are from the measured ones.
 
     As in the real cluster, requests for each model came before, those that were `resident` last: the queue knows what
     they take.
     """
-    policy: PolicyName = "latency-first" if arm == "latency-first" else "no-controller"
     pause_s = 2 * max(model.service_s for model in scenario.models) + max(w.fixed_switch_s for w in scenario.workers)
     known = [model.id for model in scenario.models]
     models = known * _WARM_UPS + [model for model in resident if model in known]
     before = [SimRequest(number * pause_s, model) for number, model in enumerate(models)]
     began_s = len(before) * pause_s
     after = [replace(request, at_s=request.at_s + began_s) for request in scenario.requests]
-    _, world = simulate(replace(scenario, requests=(*before, *after)), policy)
-    latencies = [served.latency_s for served in world.served if served.request.at_s >= began_s]
+    _, world = simulate(replace(scenario, requests=(*before, *after)), OURS)
+    latencies = [(one.request.model, one.latency_s) for one in world.served if one.request.at_s >= began_s]
     switches = sum(span.is_switch and span.start_s >= began_s for span in world.spans)
-    row = _figures(arm, trace, latencies, switches) | {"source": "simulated"}
+    row = _figures(OURS, measured["trace"], latencies, switches, measured["duration_s"], 0) | {"source": "simulated"}
     for key in ("mean_s", "switches"):
         row[f"{key}_off"] = row[key] / measured[key] - 1 if measured[key] else None
     return row
@@ -290,8 +313,8 @@ def print_real_figures(figures: dict[str, Any], as_json: bool) -> None:
     if as_json:
         sys.stdout.write(json.dumps(figures) + "\n")
         return
-    keys = ("arm", "trace", "source", "requests", "mean_s", "p50_s", "p95_s", "p99_s", "switches", "mean_s_off",
-            "switches_off")  # fmt: skip
+    keys = ("arm", "trace", "source", "mean_s", "p95_s", "p99_s", "goodput", "jain", "switches", "mean_s_off",
+            "switches_off")  # fmt: skip  # the rest is in the JSON
     table = Table(*keys, title=f"{figures['rate']:g} requests/s for {figures['duration_s']:g} s, two workers")
     for row in figures["rows"]:
         table.add_row(*(f"{value:.3g}" if isinstance(value := row.get(key, ""), float) else str(value) for key in keys))

@@ -154,6 +154,7 @@ def bench_evict(as_json: Json = False) -> None:
 @app.command("schedule")
 def bench_schedule(
     seeds: Annotated[int, typer.Option(min=1, max=50, help="Traces that the figures are means of.")] = 3,
+    part: Annotated[list[str], typer.Option(help="Only this part, such as tick or sizing; repeatable.")] = [],  # noqa: B006
     real: Annotated[
         bool, typer.Option("--real", help="A real cluster beside serve.multiplexed; not simulated.")
     ] = False,
@@ -169,11 +170,12 @@ def bench_schedule(
 
         print_real_figures(measure_real(config, rate, duration_s, 0, record), as_json)
         return
-    from deployments.bench.schedule import measure_schedule, print_schedule_figures
+    from deployments.bench.schedule import PARTS, measure_schedule, print_schedule_figures
 
-    with _err.status("measuring: takes about ten minutes"):
-        figures = measure_schedule(seeds)
-    print_schedule_figures(figures, as_json)
+    if unknown := set(part) - PARTS.keys():
+        raise typer.BadParameter(f"{sorted(unknown)}; expected some of {', '.join(PARTS)}", param_hint="--part")
+    with _err.status("measuring: takes some minutes"):
+        print_schedule_figures(measure_schedule(seeds, part or PARTS), as_json)
 
 
 @app.command("llm")

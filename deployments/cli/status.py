@@ -128,6 +128,8 @@ def _print_decisions(found: dict[str, Any], *, wide: bool = False) -> None:
     print_table(DECISION_COLUMNS, rows, wide=wide, title="decisions")
     for model, backoff in found["backoffs"].items():
         print_line(f"{model} is tried again in {backoff['retry_in_s']:.1f} s: {backoff['error']}", "red")
+    for model, reason in found["free"].items():
+        print_line(f"{model} needs no order: {reason}")
     for note in found["notes"]:
         print_line(note)
 

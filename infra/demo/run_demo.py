@@ -191,15 +191,18 @@ class Demo:
         readable = right >= MIN_READABLE * len(models)
         text = f"{right} of {len(wanted)} read right"
         self.rows.append(Row(f"burst over {len(models)} models", text, readable, {"total": elapsed_ms}))
-        made = [one for one in self.client.decisions(100)["decisions"] if one["at_s"] >= before_s]
+        decided = self.client.decisions(100)
+        made = [one for one in decided["decisions"] if one["at_s"] >= before_s]
         for one in reversed(made):
             what = f"controller: {one['action']} {one['worker']} to {one['model']}"
             times = {"switch": one["took_s"] * 1e3} if one["took_s"] else {}
             self.rows.append(Row(what, one["reason"], not one["state"].startswith("failed"), times))
-        switches = [switch["switch_ms"] for each in answers if (switch := each.details["switch"]) and switch["built"]]
-        text = f"{len(switches)} of {len(wanted)} requests built what they needed, without an order"
-        is_shown = bool(made or switches)
-        self.rows.append(Row("controller: free starts", text, is_shown, {"switch": sum(switches)}))
+        switches = [switch for each in answers if (switch := each.details["switch"]) and switch["built"]]
+        for switch in switches:
+            reason = decided["free"].get(switch["model"], "its request came before the order")
+            text = f"{', '.join(switch['built'])}, {switch['attached_bytes'] / 2**20:.1f} MiB; no order: {reason}"
+            self.rows.append(Row(f"switch to {switch['model']}", text, True, {"switch": switch["switch_ms"]}))
+        self.rows.append(Row("switches of the burst", f"{len(made) + len(switches)}", bool(made or switches), {}))
 
     def _unload(self, model: str) -> None:
         """Take a model out of memory. A request that has just been answered may hold it for a moment."""

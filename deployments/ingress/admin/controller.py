@@ -86,6 +86,7 @@ class ScalingStatus(TypedDict):
 class DecisionsAnswer(Answer):
     """The last decisions, newest first, and what the next one is made of. `planned` has the workers of each model.
 
+    Models in `free` are switched to without an order, for the reason that is told.
     `notes` are what could not be planned or believed. `age_s` is how old the newest plan is, null before the first one.
     """
 
@@ -100,6 +101,7 @@ class DecisionsAnswer(Answer):
     backoffs: dict[str, BackoffStatus] = Field({})
     workers: list[WorkerStatus] = Field([])
     planned: dict[str, list[str]] = Field({})
+    free: dict[str, str] = Field({})
     scaling: ScalingStatus | None = None
 
 

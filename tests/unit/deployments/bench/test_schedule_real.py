@@ -32,21 +32,47 @@ def test_six_models_of_which_a_worker_has_room_for_one(tmp_path: Path) -> None:
     assert any((copies[0][key] != copies[1][key]).any() for key in stock)
 
 
-async def test_every_request_is_sent_once_and_its_switch_is_counted() -> None:
-    asked: list[tuple[str, int]] = []
+class Workers:
+    """The handle of two workers, of which each switches whenever it is asked for a slice's third request."""
 
-    async def call(model: str, number: int):
-        asked.append((model, number))
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, int]] = []
+
+    async def call(self, model: str, number: int):
+        self.asked.append((model, number))
         await asyncio.sleep(0)
         built = ("transformer",) if number % 3 == 0 else ()
         return SimpleNamespace(switch=SimpleNamespace(built=built, attach_ms=10.0, build_ms=20.0))
 
-    requests = [SimRequest(0.001 * number, f"m{number % 2}") for number in range(9)]
-    latencies, built_s = await bench._run_trace(call, requests)
-    assert sorted(asked, key=lambda each: each[1]) == [(f"m{number % 2}", number) for number in range(9)]
-    assert len(latencies) == 9
-    assert min(latencies) >= 0
-    assert built_s == pytest.approx([0.03] * 3)
+    def broadcast(self, method: str):
+        num = sum(number % 3 == 0 for _, number in self.asked)
+
+        async def answers(timeout_s: float):
+            return [{"num_switches": num, "arena": {"moved_bytes": 7 * num}} for _ in range(2)]
+
+        assert method == "describe"
+        return SimpleNamespace(results_async=answers)
+
+
+def test_every_arm_gets_every_slice_and_its_switches_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "SLICE_S", 0.01)
+    workers = {name: Workers() for name in "ab"}
+    arms = [bench._Arm(name, each.call, each) for name, each in workers.items()]
+    requests = [SimRequest(0.003 * number, f"m{number % 2}") for number in range(9)]
+    rows = bench._measure_in_turn(arms, "t", requests)
+    num_built = sum(number % 3 == 0 for number in [0, 1, 2, 3, 0, 1, 2, 0, 1])  # numbered anew in each slice
+    for row, each, arm in zip(rows, workers.values(), arms, strict=True):
+        assert [model for model, _ in each.asked] == [request.model for request in requests]
+        assert (row["requests"], row["switches"], row["moved_bytes"]) == (9, 2 * num_built, 14 * num_built)
+        assert row["duration_s"] == pytest.approx(0.03)
+        assert row["mean_s"] >= 0
+        assert arm.built_s == pytest.approx([0.03] * num_built)
+
+
+def test_answers_count_as_good_within_the_target() -> None:
+    row = bench._figures("a", "t", [("x", 0.5), ("x", 0.5), ("y", 0.5), ("y", 1.5)], 3, 2.0, 0)
+    assert (row["goodput"], row["slo_attainment"]) == (1.5, 0.75)
+    assert row["jain"] == pytest.approx(1.5**2 / (2 * (1 + 0.25)))
 
 
 async def test_every_model_is_looked_at_while_it_is_there() -> None:
@@ -65,11 +91,10 @@ def test_the_simulated_trace_begins_with_what_was_there() -> None:
     models = tuple(SimModel(id_, Components({id_: 1}), 0.5) for id_ in "abc")
     workers = tuple(SimWorker(f"w{number}", "n", 1, fixed_switch_s=0.2) for number in range(2))
     requests = tuple(SimRequest(float(at_s), "ab"[at_s % 2]) for at_s in range(10))
-    for arm in ("latency-first", "no-controller"):
-        measured = {"mean_s": 0.5, "switches": 1}
-        row = bench._simulated(arm, "t", Scenario(models, workers, requests), measured, ["a", "b"])
-        assert row["requests"] == 10
-        assert row["mean_s"] >= 0.5
-        assert row["mean_s_off"] == pytest.approx(row["mean_s"] / 0.5 - 1)
-    row = bench._simulated("latency-first", "t", Scenario(models, workers, requests), measured, ["a", "b"])
+    measured = {"trace": "t", "duration_s": 10.0, "mean_s": 0.5, "switches": 1}
+    row = bench._simulated(Scenario(models, workers, requests), measured, ["c", "c"])
+    assert row["requests"] == 10
+    assert row["mean_s_off"] == pytest.approx(row["mean_s"] / 0.5 - 1)
+    assert row["switches"] >= 2
+    row = bench._simulated(Scenario(models, workers, requests), measured, ["a", "b"])
     assert (row["switches"], row["mean_s"]) == (0, pytest.approx(0.5))

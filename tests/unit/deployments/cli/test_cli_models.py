@@ -228,6 +228,7 @@ DECISIONS = {
     "decisions": [DECISION, DECISION | {"state": "failed: tensor t is missing", "took_s": None}],
     "backoffs": {"bad": {"retry_in_s": 4.0, "error": "tensor t is missing"}},
     "notes": ["huge: 9 bytes fit into no worker's budget"],
+    "free": {"tiny": "a switch takes no time"},
     "workers": [WORKER],
 }
 
@@ -246,6 +247,7 @@ def test_status_tells_why(run: Run, server: Any) -> None:
         "(failed: tensor t is missing)",
         "bad is tried again in 4.0 s: tensor t is missing",
         "fit into no worker's budget",
+        "tiny needs no order: a switch takes no time",
     ):
         assert text in out, out
     assert json.loads(run("status", "--why", "--json")[1]) == DECISIONS
