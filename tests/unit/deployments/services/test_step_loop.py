@@ -148,8 +148,10 @@ class Denoising:
         return sum(loop.num_running for loop in self._loops.values())
 
     async def output(self, pipeline: Pipeline, state: State, seen: list[DiffusionOutput] | None = None) -> Any:
-        engine = DiffusionEngine(pipeline, costs_of_merging())  # type: ignore[arg-type]
-        loop = self._loops.setdefault(pipeline, EngineLoop(self._thread, engine))
+        if pipeline not in self._loops:
+            engine = DiffusionEngine(pipeline, costs_of_merging())  # type: ignore[arg-type]
+            self._loops[pipeline] = EngineLoop(self._thread, engine)
+        loop = self._loops[pipeline]
         request = DiffusionRequest(state.name, 2, 2, state.num_steps, 1.0, 0)
         conditioned = ConditionedRequest(request, state, reports_steps=seen is not None)  # type: ignore[arg-type]
         return await last_output(loop, conditioned, None if seen is None else seen.append)
