@@ -1,4 +1,4 @@
-"""`atelier bench llm`: llama-bench's protocol and field names on our engine, beside llama.cpp on the same file.
+"""`atelier bench llm`: llama-bench's protocol and field names on our engine, beside llama.cpp or transformers.
 
 As llama-bench: random tokens, an empty cache for each repetition, a warm-up first, tokens per second as mean and sample
 deviation over repetitions. Ours goes through the whole engine, so its figures include the scheduler and the sampler.
@@ -14,7 +14,7 @@ import json
 import random
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,7 +22,7 @@ from typing import Any, Final, Literal
 
 import torch
 
-from deployments.bench.llm_peer import LlamaCpp, llama_cpp_python
+from deployments.bench.llm_peer import TOKENS, LlamaCpp, Transformers, llama_cpp_python
 from deployments.bench.llm_serving import Serving, serve_arrivals, serving_figures, stream_beside_prompts
 from deployments.engines.llm.engine import LLMEngine
 from deployments.engines.llm.kv_cache import KvDtype
@@ -76,6 +76,11 @@ class Case:
         depth = f" @ d{self.depth}" if self.depth else ""
         return "+".join(parts) + depth + (f" x {self.num_parallel}" if self.num_parallel > 1 else "")
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """What a peer is told."""
+        return {"n_prompt": self.n_prompt, "n_gen": self.n_gen, "depth": self.depth, "num_parallel": self.num_parallel}
+
 
 @dataclass(frozen=True, slots=True)
 class BenchSettings:
@@ -103,26 +108,32 @@ class _Row:
 
 
 def measure_llm(model: Path, settings: BenchSettings, *, peer: bool = True) -> list[dict[str, Any]]:
-    """Run every case on ours and, for a GGUF file with llama.cpp installed, on the peer; one row for each."""
-    python = llama_cpp_python() if peer and model.suffix == ".gguf" else None
+    """Run every case on ours and on the peer; one row for each.
+
+    A GGUF file's peer is llama.cpp, where it is installed; that of a folder of safetensors is transformers.
+    """
     torch.set_num_threads(settings.threads)
     ours = _Ours(model, settings)
+    runs: dict[str, Callable[[Case], int]] = {"atelier": ours.run_case}
     rows: list[_Row] = []
     with ExitStack() as stack:
-        other = None
+        python = llama_cpp_python() if peer and model.suffix == ".gguf" else None
         if python is not None:
             sizes = {"n_ctx": settings.context, "n_batch": settings.n_batch, "n_ubatch": settings.n_ubatch}
             other = stack.enter_context(LlamaCpp(python, model, threads=settings.threads, **sizes))
+            runs["llama.cpp"] = lambda case: int(other.ask("run", **case.sizes)["ns"])
+        elif peer and any(model.glob("*.safetensors")):
+            stock = Transformers(model)
+            runs["transformers"] = lambda case: stock.time_run(**case.sizes)
         for case in settings.cases:
-            pair = [_Row("atelier", case), *([_Row("llama.cpp", case)] if other else [])]
+            turn = [_Row(backend, case) for backend in runs]
             for repetition in range(settings.repetitions + 1):
-                for row in pair:
-                    runs_ours = row.backend == "atelier" or other is None
-                    ns = ours.run_case(case) if runs_ours else _ask(other, case)
+                for row in turn:
+                    ns = runs[row.backend](case)
                     if repetition:  # the first is the warm-up
                         row.samples_ns.append(ns)
-            rows += pair
-            for row in pair:
+            rows += turn
+            for row in turn:
                 row.test_time = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     return [_figures(row, ours, settings) for row in rows]
 
@@ -134,12 +145,6 @@ def measure_serving(model: Path, settings: BenchSettings, serving: Serving) -> l
     serve_arrivals(engine, replace(serving, num_requests=1).arrivals())  # the warm-up
     figures = serving_figures(serving, serve_arrivals(engine, serving.arrivals()))
     return [figures, stream_beside_prompts(engine, serving.n_prompt, serving.n_gen)]
-
-
-def _ask(other: LlamaCpp | None, case: Case) -> int:
-    assert other is not None
-    sizes = {"n_prompt": case.n_prompt, "n_gen": case.n_gen, "depth": case.depth, "num_parallel": case.num_parallel}
-    return int(other.ask("run", **sizes)["ns"])
 
 
 class _Ours:
@@ -165,12 +170,10 @@ class _Ours:
         """Return the nanoseconds of one repetition. What lies before it is computed once, and found as a prefix."""
         self._count += 1
         draw = random.Random(self._count)
-        before = tuple(draw.randrange(3, 256) for _ in range(case.depth))
+        before = tuple(draw.choices(TOKENS, k=case.depth))
         if before:
             self._run_requests([(before, 1)])
-        prompts = [
-            before + tuple(draw.randrange(3, 256) for _ in range(case.n_prompt or 1)) for _ in range(case.num_parallel)
-        ]
+        prompts = [before + tuple(draw.choices(TOKENS, k=case.n_prompt or 1)) for _ in range(case.num_parallel)]
         num_tokens = case.n_gen + bool(case.n_prompt)  # the prompt's forward gives the first one
         return self._run_requests([(prompt, num_tokens) for prompt in prompts])
 
@@ -187,7 +190,8 @@ class _Ours:
 
 def _figures(row: _Row, ours: _Ours, settings: BenchSettings) -> dict[str, Any]:
     tokens = (row.case.n_prompt + row.case.n_gen) * row.case.num_parallel
-    kv_type = "f16" if row.backend != "atelier" else "bf16" if settings.kv_dtype == "auto" else settings.kv_dtype
+    ours_kv = "bf16" if settings.kv_dtype == "auto" else settings.kv_dtype
+    kv_type = {"atelier": ours_kv, "llama.cpp": "f16", "transformers": "bf16"}[row.backend]
     speeds = [1e9 * tokens / ns for ns in row.samples_ns]
     values = {
         "build_commit": row.backend,

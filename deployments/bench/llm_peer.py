@@ -1,14 +1,18 @@
-"""Our end of llama.cpp's process: the peer of `atelier bench llm`, and the judge of tokens in tests."""
+"""The peers of `atelier bench llm`: our end of llama.cpp's process, which judges tokens in tests too; transformers."""
 
 from __future__ import annotations
 
 import json
 import os
 import subprocess
+import time
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
 
+import torch
+
+TOKENS: Final = range(3, 96)  # of which prompts are drawn: every vocabulary has them, the demo's too
 _SCRIPT: Final = Path(__file__).with_name("llama_cpp_process.py")
 
 
@@ -53,3 +57,32 @@ class LlamaCpp:
         if not line:
             raise RuntimeError(f"llama.cpp's process ended with code {self._process.wait()}")
         return json.loads(line)
+
+
+class Transformers:
+    """The model of a folder in stock transformers, in this process, with its weights in bfloat16."""
+
+    def __init__(self, model: Path) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self._model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).eval()
+
+    @torch.inference_mode()
+    def time_run(self, *, n_prompt: int, n_gen: int, depth: int, num_parallel: int) -> int:
+        """Return the nanoseconds of a prompt and of the tokens after it, behind `depth` tokens. Tokens are the best."""
+        cache = None
+        if depth:
+            cache = self._forward(_drawn(num_parallel, depth), None).past_key_values
+        ids = _drawn(num_parallel, n_prompt or 1)
+        begin = time.perf_counter_ns()
+        for _ in range(n_gen + bool(n_prompt)):
+            out = self._forward(ids, cache)
+            cache, ids = out.past_key_values, out.logits[:, -1].argmax(-1, keepdim=True)
+        return time.perf_counter_ns() - begin
+
+    def _forward(self, ids: torch.Tensor, cache: Any) -> Any:
+        return self._model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+
+
+def _drawn(num_rows: int, length: int) -> torch.Tensor:
+    return torch.randint(TOKENS.start, TOKENS.stop, (num_rows, length))

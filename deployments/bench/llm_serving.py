@@ -11,13 +11,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Final
+from typing import Any
 
+from deployments.bench.llm_peer import TOKENS
 from deployments.engines.protocol import Engine, SamplingParams, TextDelta, TextRequest
 
 TextEngine = Engine[TextRequest, TextDelta]
 Clock = Callable[[], float]
-_TOKENS: Final = range(3, 256)  # that every vocabulary has, as in the other modes
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class RequestTimes:
 
 
 def _request(id_: str, draw: random.Random, n_prompt: int, n_gen: int) -> TextRequest:
-    prompt = tuple(draw.choice(_TOKENS) for _ in range(n_prompt))
+    prompt = tuple(draw.choice(TOKENS) for _ in range(n_prompt))
     return TextRequest(id_, prompt, SamplingParams(max_tokens=n_gen, temperature=0, ignore_eos=True))
 
 

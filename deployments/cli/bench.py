@@ -191,7 +191,9 @@ def bench_llm(
     ubatch: Annotated[int, typer.Option("-ub", "--ubatch-size", min=1)] = 512,
     repetitions: Annotated[int, typer.Option("-r", "--repetitions", min=1)] = 5,
     output: Annotated[str, typer.Option("-o", "--output", help="md, csv, json or jsonl.")] = "md",
-    peer: Annotated[bool, typer.Option("--peer/--no-peer", help="Beside llama.cpp on the same GGUF file.")] = True,
+    peer: Annotated[
+        bool, typer.Option("--peer/--no-peer", help="Beside llama.cpp on a GGUF file, transformers on a folder.")
+    ] = True,
     beside: Annotated[int, typer.Option("--prefill-beside", min=1, help="max_prefill_beside_decode of ours.")] = 64,
     kv_dtype: Annotated[str, typer.Option("--kv-dtype", help="auto or int8, of our KV cache.")] = "auto",
     rate: Annotated[float | None, typer.Option(min=0.01, help="Requests per second: the serving mode.")] = None,
