@@ -56,7 +56,7 @@ class _Pool:
 
     def is_at_hand(self, model: str) -> bool:
         """Return whether a request for the model is here, so that its times will be known soon."""
-        return self.num_by_model[model] > 0 or self.places.runs(model)
+        return self.num_by_model[model] > 0 or self.places.num_of(model) > 0
 
 
 class AdmissionQueue:
@@ -155,7 +155,8 @@ class AdmissionQueue:
         if is_answered and (is_first or switch_s < _MOSTLY * ended.latency_s):
             served_s = max(ended.latency_s - switch_s, 0.0) if is_first else ended.latency_s
             busy_s = ended.busy_s * served_s / ended.latency_s if ended.latency_s else ended.busy_s
-            self._times.note_served(ask.model, now_s, ask.work, busy_s, served_s)
+            num_left = pool.places.num_of(ask.model)
+            self._times.note_served(ask.model, now_s, ask.work, busy_s, served_s, num_left)
 
     def set_replicas(self, pool: str, names: Collection[str], now_s: float) -> None:
         """Say which replicas there are."""
@@ -313,7 +314,7 @@ class AdmissionQueue:
                 if kind not in late_s:
                     late_s[kind] = times.late_s(*kind[1:])
                 needs_s = pool.places.start_in_s(ask.share, ahead_s, now_s) + late_s[kind]
-                is_known = not times.is_stale(now_s) or pool.places.runs(ask.model)
+                is_known = not times.is_stale(now_s) or pool.places.num_of(ask.model)
                 if budget_s < needs_s < math.inf and is_known:
                     refusal = Refusal("late", needs_s - budget_s, needs_s=needs_s)
                     self._refuse(pool, waiting, self._told(pool, ask, now_s, refusal))

@@ -277,9 +277,9 @@ class Places:
                 return min(free) / share + 1
         return 1 / share
 
-    def runs(self, model: str) -> bool:
-        """Return whether a request for the model runs anywhere."""
-        return any(model in replica.models for replica in self._replicas.values())
+    def num_of(self, model: str) -> int:
+        """Return how many requests for the model run."""
+        return sum(replica.models[model] for replica in self._replicas.values())
 
     def running(self) -> Counter[str]:
         """Return the number of running requests by model."""

@@ -87,19 +87,24 @@ class Growth:
 
     Each size that was ever seen is remembered, however long others were seen since: a line through what was measured
     of late would say of other company whatever it likes. What is beyond counts as proportional, no gain that is.
+    An error that requests in any company have is no matter of company, so the mean one is taken off. Without that a
+    size that is seen day in, day out would drift away from the others by the noise of its errors.
     """
 
     _factors: list[float] = field(default_factory=lambda: [0.0] * len(COMPANY))
     _nums: list[float] = field(default_factory=lambda: [0.0] * len(COMPANY))  # of the requests that told them
+    _mean_error: float = 0.0  # of the logarithm
 
     def note(self, num_sharing: float, error: float) -> None:
         """Learn from a request which took `error` times what was to be expected."""
         place, part = _place_of(num_sharing)
+        own_error = math.log(max(error, 1 / _MAX_FACTOR)) - self._mean_error
+        self._mean_error += _NEW_COMPANY * own_error
         for node, near in ((place, 1 - part), (place + 1, part)):
             if near <= 0:
                 continue
             new = max(_NEW_COMPANY, 1 / (1 + self._nums[node])) * near if self._nums[node] else 1.0
-            self._factors[node] = self._at(node) * (1 + new * (error - 1))
+            self._factors[node] = self._at(node) * math.exp(new * own_error)
             self._nums[node] += near
 
     def seen(self) -> tuple[int, int]:
@@ -160,6 +165,7 @@ class ModelTimes:
     switch_s: float = 0.0
     measured_s: float = -math.inf
     num_measured: int = 0
+    _num_fresh: int = 0  # since the times were stale
     _factors: tuple[float, ...] = COMPANY  # those of `growth`
 
     @property
@@ -192,19 +198,25 @@ class ModelTimes:
         """Return the seconds of a full replica that such a request is a part of: what waits will run on full ones."""
         return share * self._expected_s(work, 1 / share)
 
-    def note_served(self, now_s: float, work: float, busy_s: float, latency_s: float) -> None:
-        """Learn from a request that was answered."""
+    def note_served(self, now_s: float, work: float, busy_s: float, latency_s: float, num_left: int = 0) -> None:
+        """Learn from a request that was answered. `num_left`: those for the model that still run.
+
+        The first after an idle time, when what was known is stale, replaces it only if it ran alone. Of several that
+        began together the quickest ends first, so it counts as one of them.
+        """
         num_sharing = max(1.0, latency_s / busy_s) if busy_s else 1.0
         expected_s = self._expected_s(work, num_sharing)
         error = min(latency_s / expected_s, _MAX_FACTOR) if expected_s else 1.0
+        if self.is_stale(now_s):
+            self._num_fresh = num_left if self.num_measured else 0
+        self._num_fresh += 1
+        new = max(_NEW, 1 / self._num_fresh)
         if self.num_measured > 1:
             self.excess += _NEW_EXCESS * (max(0.0, error - 1) - self.excess)
-        new = 1.0 if self.is_stale(now_s) else _NEW
         self.busy.note(work, busy_s, new)
-        self.growth.note(num_sharing, error)
+        self.growth.note(num_sharing, error if new < 1 else 1.0)  # what is known anew is the level, not the company
         self._factors = self.growth.factors()
         self.latency.note(self._weighed(work, num_sharing), latency_s, new)
-        new = max(new, 1 / (self.num_measured + 1))
         self.usual_s += new * (latency_s - self.usual_s)
         self.usual_sharing += new * (num_sharing - self.usual_sharing)
         fastest = self.fastest_s * 1.02 if self.num_measured else math.inf  # forgets what was once possible
@@ -231,9 +243,11 @@ class ServiceTimes:
         found = self._models.get(model)
         return found if found and found.num_measured else None
 
-    def note_served(self, model: str, now_s: float, work: float, busy_s: float, latency_s: float) -> None:
-        """Learn from a request that was answered."""
-        self._remembered(model).note_served(now_s, work, busy_s, latency_s)
+    def note_served(
+        self, model: str, now_s: float, work: float, busy_s: float, latency_s: float, num_left: int = 0
+    ) -> None:
+        """Learn from a request that was answered. `num_left`: those for the model that still run."""
+        self._remembered(model).note_served(now_s, work, busy_s, latency_s, num_left)
 
     def note_switch(self, model: str, switch_s: float) -> None:
         """Learn how long a replica took to switch to the model, when it had to."""

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from cluster.control.service_times import Seconds, ServiceTimes
+from cluster.control.service_times import COMPANY, Seconds, ServiceTimes
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -104,6 +104,33 @@ def test_the_latency_in_any_company_is_told_from_that_in_others(seed: int) -> No
             assert known.latency_s(work).of(size) == pytest.approx(latency_s(work, size), rel=0.2)
     assert known.usual_latency_s(8.0) == pytest.approx(latency_s(8.0, 5.0), rel=0.5)
     assert known.usual_s == pytest.approx(latency_s(8.0, 5.0), rel=0.5)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_company_that_is_seen_all_the_time_does_not_drift_away_from_other_company(seed: int) -> None:
+    times, rng = ServiceTimes(), random.Random(seed)
+    factors: list[float] = []
+    for number in range(4000):
+        size = rng.choice([1.0, 4.0, 16.0]) if number < 400 else 16.0
+        took_s = (1 + 0.5 * size) * rng.uniform(0.4, 1.6)
+        times.note_served("m", float(number), 1.0, took_s / size, took_s)
+        if number in (400, 3999):
+            known = times.times("m")
+            assert known is not None
+            factors.append(known.growth.factors()[COMPANY.index(16)])
+    assert factors[1] == pytest.approx(factors[0], rel=0.5)
+
+
+@pytest.mark.parametrize("num_began", [1, 8])
+def test_after_an_idle_time_the_quickest_of_many_replaces_not_what_was_known(num_began: int) -> None:
+    times = ServiceTimes()
+    for number in range(50):
+        times.note_served("m", number / 10, 1.0, 0.25, 1.0)
+    times.note_served("m", 100.0, 1.0, 0.01, 0.04, num_began - 1)
+    known = times.times("m")
+    assert known is not None
+    expected_s = 0.04 if num_began == 1 else 1 + (0.04 - 1) * 0.15
+    assert known.usual_latency_s(1.0) == pytest.approx(expected_s, rel=0.1)
 
 
 def test_before_a_second_size_of_batch_is_seen_it_counts_as_no_gain() -> None:
