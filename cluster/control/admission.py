@@ -30,7 +30,7 @@ from cluster.control.ended_requests import EndedLog
 from cluster.control.free_starts import held_until_s
 from cluster.control.lanes import Ask, Lanes, Waiting
 from cluster.control.places import Places
-from cluster.control.service_times import ModelCounts, ModelTimes, ServiceTimes
+from cluster.control.service_times import ModelCounts, ModelTimes, ServiceTimes, SharedSeconds
 from cluster.control.turning_away import FairWait, ToldTimes
 from configs.admission import AdmissionConfig
 
@@ -56,7 +56,7 @@ class _Pool:
 
     def is_at_hand(self, model: str) -> bool:
         """Return whether a request for the model is here, so that its times will be known soon."""
-        return self.num_by_model[model] > 0 or self.places.runs(model)
+        return self.num_by_model[model] > 0 or self.places.num_of(model) > 0
 
 
 class AdmissionQueue:
@@ -155,7 +155,8 @@ class AdmissionQueue:
         if is_answered and (is_first or switch_s < _MOSTLY * ended.latency_s):
             served_s = max(ended.latency_s - switch_s, 0.0) if is_first else ended.latency_s
             busy_s = ended.busy_s * served_s / ended.latency_s if ended.latency_s else ended.busy_s
-            self._times.note_served(ask.model, now_s, ask.work, busy_s, served_s, ended.expected_s)
+            num_left = pool.places.num_of(ask.model)
+            self._times.note_served(ask.model, now_s, ask.work, busy_s, served_s, num_left)
 
     def set_replicas(self, pool: str, names: Collection[str], now_s: float) -> None:
         """Say which replicas there are."""
@@ -232,7 +233,7 @@ class AdmissionQueue:
                     running[model],
                     *counts.arrivals.per_s(now_s),
                     times.busy.mean(),
-                    times.latency.mean(),
+                    times.usual_s,
                     self._times.switch_s(model),
                     counts.started,
                     counts.refused,
@@ -256,9 +257,10 @@ class AdmissionQueue:
             return None  # one at a time tells whether the model is as slow as it was
         if times.num_measured >= _ENOUGH and times.fastest_s * ask.work > budget_s:
             return Refusal("hopeless", needs_s=times.fastest_s * ask.work)
-        late_s = times.late_s(ask.work)
+        ahead_s = pool.lanes.ahead_s(ask)
+        late_s = times.late_s(ask.work, pool.places.num_sharing(ask.share, ahead_s))
         longest_s = pool.fair_wait.bound_s(budget_s, late_s, now_s)
-        wait_s = pool.places.start_in_s(ask.share, pool.lanes.ahead_s(ask), now_s) * MARGIN
+        wait_s = pool.places.start_in_s(ask.share, ahead_s, now_s) * MARGIN
         before_s = pool.told.before_s(ask.mark, ask.tenant, now_s) if wait_s else 0.0
         if is_idle or wait_s + before_s <= longest_s or wait_s == math.inf:
             return None
@@ -301,14 +303,18 @@ class AdmissionQueue:
 
     def _review(self, pool: _Pool, now_s: float) -> None:
         """Let those leave that cannot be done in time any more."""
+        late_s: dict[tuple[str, float, float], float] = {}  # of those that wait, many are alike
         for waiting, ahead_s in pool.lanes.walk(self._cost_s):
             ask = waiting.ask
             budget_s = ask.deadline_s - now_s
             if budget_s <= 0:
                 self._refuse(pool, waiting, Refusal("expired"))
             elif budget_s < math.inf and (times := self._times.times(ask.model)):
-                needs_s = pool.places.start_in_s(ask.share, ahead_s, now_s) + times.late_s(ask.work)
-                is_known = not times.is_stale(now_s) or pool.places.runs(ask.model)
+                kind = ask.model, ask.work, pool.places.num_sharing(ask.share, ahead_s)
+                if kind not in late_s:
+                    late_s[kind] = times.late_s(*kind[1:])
+                needs_s = pool.places.start_in_s(ask.share, ahead_s, now_s) + late_s[kind]
+                is_known = not times.is_stale(now_s) or pool.places.num_of(ask.model)
                 if budget_s < needs_s < math.inf and is_known:
                     refusal = Refusal("late", needs_s - budget_s, needs_s=needs_s)
                     self._refuse(pool, waiting, self._told(pool, ask, now_s, refusal))
@@ -328,7 +334,7 @@ class AdmissionQueue:
             among = self._placement.of(ask.pool, ask.model, now_s)
             open_ = None if among is None else [name for name in among if name not in full]
             free = self._placement.free_of(ask.pool, ask.model, now_s)
-            until_s = held_until_s(free, waiting, times.latency.of(ask.work) if times else 0.0, now_s)
+            until_s = held_until_s(free, waiting, times.usual_latency_s(ask.work) if times else 0.0, now_s)
             is_held, switch_s, chances = now_s < until_s, self._times.switch_s(ask.model), self._placement.chances
             joining_s = times.joining_s(ask.work) if times else ask.share
             replica = pool.places.choose(
@@ -349,9 +355,9 @@ class AdmissionQueue:
                 ask, times = waiting.ask, self._times.times(waiting.ask.model)
             pool.lanes.start(waiting.ticket, self._cost_s(ask))
             pool.num_by_model[ask.model] -= 1
-            latency_s, start = times.latency.of(ask.work) if times else 0.0, (free or {}).get(replica)
+            latency, start = times.latency_s(ask.work) if times else SharedSeconds(), (free or {}).get(replica)
             switch_s, is_alone = (start.switch_s, not start.is_beside) if start else (switch_s, False)
-            pool.places.start(waiting, replica, now_s, latency_s, switch_s, is_alone)
+            pool.places.start(waiting, replica, now_s, latency, switch_s, is_alone)
             self._counts.of(ask.model, ask.pool).started += 1
             yield Started(waiting.ticket, replica)
 
@@ -372,7 +378,7 @@ class AdmissionQueue:
     def _cost_s(self, ask: Ask) -> float:
         """Return the replica seconds that a request may take; before any was measured, as many as its share."""
         times = self._times.times(ask.model)
-        return times.busy.of(ask.work) if times else ask.share
+        return times.cost_s(ask.work, ask.share) if times else ask.share
 
     def _take_out(self, pool: _Pool, waiting: Waiting) -> None:
         pool.num_by_model[waiting.ask.model] -= 1

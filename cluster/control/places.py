@@ -19,6 +19,7 @@ from typing import Final
 
 from cluster.control.lanes import Waiting
 from cluster.control.plans import FreeStart
+from cluster.control.service_times import SharedSeconds
 
 MAX_RECENT: Final = 4  # models that a replica is believed to have at hand: the ones that it ran last
 LOSS_SWITCHES: Final = 0.5  # of a model that goes and is wanted next; half of them would have gone anyway until then
@@ -28,16 +29,12 @@ _ROUNDING: Final = 1e-9  # of shares that add up to 1
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A request that has left its replica: seconds of the whole replica that it had, and seconds from start to end.
-
-    `expected_s` are those from start to end that were expected, 0 where nothing was.
-    """
+    """A request that has left its replica: seconds of the whole replica that it had, and seconds from start to end."""
 
     waiting: Waiting
     replica: str
     busy_s: float
     latency_s: float
-    expected_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +54,18 @@ class _Run:
     replica: str
     started_s: float
     began: float  # the replica's `clock` then
-    expected_end_s: float
+    latency: SharedSeconds  # expected
+
+    def left_s(self, replica: _Replica, now_s: float) -> float:
+        """Return in how many seconds it will end: what it has done counts in the company that it had, the rest in
+        the present one.
+        """
+        share, passed_s = self.waiting.ask.share, now_s - self.started_s
+        num_sharing = max(1.0, replica.used / share)
+        busy_s = share * (replica.clock_at(now_s) - self.began)
+        expected_s = self.latency.of(passed_s / busy_s if busy_s > 0 else num_sharing)
+        part = passed_s / expected_s if expected_s > 0 else 1.0
+        return max(0.0, 1 - part) * self.latency.of(num_sharing)
 
 
 @dataclass(slots=True)
@@ -73,9 +81,11 @@ class _Replica:
     models: Counter[str] = field(default_factory=Counter)  # running
     recent: OrderedDict[str, None] = field(default_factory=OrderedDict)
 
+    def clock_at(self, now_s: float) -> float:
+        return self.clock + (max(0.0, now_s - self.clock_at_s) / self.used if self.used > _ROUNDING else 0.0)
+
     def advance(self, now_s: float) -> None:
-        if self.used > _ROUNDING:
-            self.clock += max(0.0, now_s - self.clock_at_s) / self.used
+        self.clock = self.clock_at(now_s)
         self.clock_at_s = now_s
 
     def delay_s(self, model: str, joining_s: float) -> float:
@@ -173,11 +183,11 @@ class Places:
         waiting: Waiting,
         name: str,
         now_s: float,
-        latency_s: float,
+        latency: SharedSeconds,
         switch_s: float = 0.0,
         is_alone: bool = False,
     ) -> None:
-        """Count a request as running on a replica, where it is expected to take `latency_s`.
+        """Count a request as running on a replica, where it is expected to take `latency`.
 
         `switch_s`: what a switch to its model takes, where it is not at hand. `is_alone`: other models go for it.
         """
@@ -194,13 +204,13 @@ class Places:
         replica.recent.move_to_end(waiting.ask.model)
         if len(replica.recent) > MAX_RECENT:
             replica.recent.popitem(last=False)
-        self._runs[waiting.ticket] = _Run(waiting, name, now_s, replica.clock, now_s + latency_s)
+        self._runs[waiting.ticket] = _Run(waiting, name, now_s, replica.clock, latency)
         self._ends = None
 
     def restore(self, waiting: Waiting, name: str, now_s: float) -> None:
         """Count a request as running that started before this was made. Its replica may not be known yet."""
         self._replicas.setdefault(name, _Replica(clock_at_s=now_s, is_gone=True))
-        self.start(waiting, name, now_s, 0.0)
+        self.start(waiting, name, now_s, SharedSeconds())
 
     def end(self, ticket: int, now_s: float) -> Ended:
         """Count a request as running no longer, however it ended."""
@@ -217,7 +227,7 @@ class Places:
         replica.load_s = 0.0 if is_idle else max(0.0, replica.load_s - waiting.cost_s)
         if is_idle and replica.is_gone:
             del self._replicas[run.replica]
-        return Ended(waiting, run.replica, busy_s, now_s - run.started_s, run.expected_end_s - run.started_s)
+        return Ended(waiting, run.replica, busy_s, now_s - run.started_s)
 
     def forget_model(self, name: str, model: str) -> None:
         """Believe no longer that the replica has the model at hand."""
@@ -249,16 +259,27 @@ class Places:
         if not self._runs:
             return wait_s
         if self._ends is None:
-            self._ends = sorted(run.expected_end_s for run in self._runs.values())
+            self._ends = sorted(now_s + run.left_s(self._replicas[run.replica], now_s) for run in self._runs.values())
         round_s = sum(replica.load_s for replica in self._replicas.values()) / num_replicas
         num_rounds = int(wait_s / round_s) if round_s else 0
         part = wait_s / round_s - num_rounds if round_s else 0.0
         end_s = self._ends[min(int(part * len(self._ends) + _ROUNDING), len(self._ends) - 1)]
         return num_rounds * round_s + max(0.0, end_s - now_s)
 
-    def runs(self, model: str) -> bool:
-        """Return whether a request for the model runs anywhere."""
-        return any(model in replica.models for replica in self._replicas.values())
+    def num_sharing(self, share: float, ahead_s: float) -> float:
+        """Return how many of that share would have the replica together with a request that waits behind `ahead_s`.
+
+        Where something is before it, replicas are full when it starts; where nothing is, it has the emptiest one.
+        """
+        if not ahead_s:
+            free = [replica.used for replica in self._replicas.values() if replica.has_room(share)]
+            if free:
+                return min(free) / share + 1
+        return 1 / share
+
+    def num_of(self, model: str) -> int:
+        """Return how many requests for the model run."""
+        return sum(replica.models[model] for replica in self._replicas.values())
 
     def running(self) -> Counter[str]:
         """Return the number of running requests by model."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -17,6 +18,9 @@ _PRIOR: Final = 0.01  # relative variance of work: below it, times count as prop
 _MAX_FACTOR: Final = 4.0  # of the prediction: what takes longer was held up by something else
 _NEW_EXCESS: Final = 0.1
 _EXCESSES: Final = 5.0  # few requests exceed the prediction by so many times the mean excess
+_NEW_COMPANY: Final = 0.05
+# Requests that share a replica: the sizes whose times are remembered. More than the last count as that many.
+COMPANY: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 _FACTORS: Final = (1.05, 3.0)  # bounds of `ModelTimes.late_s` over the mean
 _STALE_S: Final = 2.0
 
@@ -66,23 +70,103 @@ class Seconds:
         return self._seconds + min(max(slope, 0.0), proportional) * (work - self._work)
 
 
+@dataclass(frozen=True, slots=True)
+class SharedSeconds:
+    """The seconds from start to end of a request, at each of `COMPANY`; straight lines lie between them."""
+
+    seconds: tuple[float, ...] = (0.0,) * len(COMPANY)
+
+    def of(self, num_sharing: float) -> float:
+        """Return the seconds where so many share the replica in the mean, the request itself among them."""
+        return _between(self.seconds, num_sharing)
+
+
+@dataclass(slots=True)
+class Growth:
+    """The factor by which requests take longer, by how many share the replica: what a batch of any size takes.
+
+    Each size that was ever seen is remembered, however long others were seen since: a line through what was measured
+    of late would say of other company whatever it likes. What is beyond counts as proportional, no gain that is.
+    An error that requests in any company have is no matter of company, so the mean one is taken off. Without that a
+    size that is seen day in, day out would drift away from the others by the noise of its errors.
+    """
+
+    _factors: list[float] = field(default_factory=lambda: [0.0] * len(COMPANY))
+    _nums: list[float] = field(default_factory=lambda: [0.0] * len(COMPANY))  # of the requests that told them
+    _mean_error: float = 0.0  # of the logarithm
+
+    def note(self, num_sharing: float, error: float) -> None:
+        """Learn from a request which took `error` times what was to be expected."""
+        place, part = _place_of(num_sharing)
+        own_error = math.log(max(error, 1 / _MAX_FACTOR)) - self._mean_error
+        self._mean_error += _NEW_COMPANY * own_error
+        for node, near in ((place, 1 - part), (place + 1, part)):
+            if near <= 0:
+                continue
+            new = max(_NEW_COMPANY, 1 / (1 + self._nums[node])) * near if self._nums[node] else 1.0
+            self._factors[node] = self._at(node) * math.exp(new * own_error)
+            self._nums[node] += near
+
+    def seen(self) -> tuple[int, int]:
+        """Return the least and the largest of `COMPANY` that was seen; where that is one only, it and a larger one."""
+        seen = [size for size, num in zip(COMPANY, self._nums, strict=True) if num] or [COMPANY[0]]
+        return (seen[0], seen[-1]) if len(seen) > 1 else (seen[0], seen[0] + 1)
+
+    def factors(self) -> tuple[float, ...]:
+        """Return the factors at each of `COMPANY`; alone it is 1."""
+        found = [self._at(node) for node in range(len(COMPANY))]
+        return tuple(one / found[0] for one in found)
+
+    def _at(self, node: int) -> float:
+        if self._nums[node]:
+            return self._factors[node]
+        below = next((other for other in range(node - 1, -1, -1) if self._nums[other]), None)
+        above = next((other for other in range(node + 1, len(COMPANY)) if self._nums[other]), None)
+        if below is None and above is None:
+            return float(COMPANY[node])
+        if below is None or above is None:
+            known = below if above is None else above
+            assert known is not None  # mypy does not see it
+            return self._factors[known] * COMPANY[node] / COMPANY[known]
+        part = (COMPANY[node] - COMPANY[below]) / (COMPANY[above] - COMPANY[below])
+        return self._factors[below] * (1 - part) + self._factors[above] * part
+
+
+def _between(values: Sequence[float], num_sharing: float) -> float:
+    """Return the value for so many, by those at each of `COMPANY`."""
+    place, part = _place_of(num_sharing)
+    return values[place] * (1 - part) + values[place + 1] * part
+
+
+def _place_of(num_sharing: float) -> tuple[int, float]:
+    """Return the place of the last of `COMPANY` that is not more, and the part of the way to the next one."""
+    num_sharing = min(max(num_sharing, COMPANY[0]), COMPANY[-1])
+    place = min(bisect_right(COMPANY, num_sharing), len(COMPANY) - 1) - 1
+    return place, (num_sharing - COMPANY[place]) / (COMPANY[place + 1] - COMPANY[place])
+
+
 @dataclass(slots=True)
 class ModelTimes:
     """The seconds that requests for one model took.
 
-    `busy` are seconds of a whole replica: a request that ran beside others has its part of them. `latency` passed from
-    start to end. `merged` is latency by unit of work, as a function of how many shared the replica: what a batch of
-    any size takes. `fastest_s` is the shortest latency of late, by unit of work.
+    `busy` are seconds of a whole replica: a request that ran beside others has its part of them. `latency`, from
+    start to end, is a function of work that counts the more, the more share the replica: by `growth`.
+    `usual_s` is the mean latency of late, `usual_sharing` the mean number of those that shared the replica, and
+    `fastest_s` the shortest latency, by unit of work.
     """
 
     busy: Seconds = field(default_factory=Seconds)
     latency: Seconds = field(default_factory=Seconds)
-    merged: Seconds = field(default_factory=Seconds)
-    excess: float = 0.02  # mean, relative to the prediction; those that are faster have none
+    growth: Growth = field(default_factory=Growth)
+    excess: float = 0.02  # mean, relative to what was to be expected in the same company; who is faster has none
+    usual_s: float = 0.0
+    usual_sharing: float = 1.0
     fastest_s: float = 0.0
     switch_s: float = 0.0
     measured_s: float = -math.inf
     num_measured: int = 0
+    _num_fresh: int = 0  # since the times were stale
+    _factors: tuple[float, ...] = COMPANY  # those of `growth`
 
     @property
     def _late_factor(self) -> float:
@@ -91,15 +175,61 @@ class ModelTimes:
 
     def is_stale(self, now_s: float) -> bool:
         """Return whether it is time to measure anew: then what was measured says little about now."""
-        return now_s - self.measured_s > max(_STALE_S, 2 * self.latency.mean())
+        return now_s - self.measured_s > max(_STALE_S, 2 * self.usual_s)
 
     def joining_s(self, work: float) -> float:
         """Return by how much a request of that work delays those whose batch it joins, and each of them it."""
-        return (self.merged.of(2.0) - self.merged.of(1.0)) * work
+        least, most = self.growth.seen()
+        return max(0.0, self._expected_s(work, most) - self._expected_s(work, least)) / (most - least)
 
-    def late_s(self, work: float) -> float:
-        """Return the latency that few requests of that work exceed."""
-        return self._late_factor * self.latency.of(work)
+    def latency_s(self, work: float) -> SharedSeconds:
+        """Return the latency of a request of that work, in any company."""
+        return SharedSeconds(tuple(self.latency.of(work * factor) for factor in self._factors))
+
+    def usual_latency_s(self, work: float) -> float:
+        """Return the latency of a request of that work in the company that there was of late."""
+        return self._expected_s(work, self.usual_sharing)
+
+    def late_s(self, work: float, num_sharing: float) -> float:
+        """Return the latency that few requests of that work exceed where so many of their share have the replica."""
+        return self._late_factor * self._expected_s(work, num_sharing)
+
+    def cost_s(self, work: float, share: float) -> float:
+        """Return the seconds of a full replica that such a request is a part of: what waits will run on full ones."""
+        return share * self._expected_s(work, 1 / share)
+
+    def note_served(self, now_s: float, work: float, busy_s: float, latency_s: float, num_left: int = 0) -> None:
+        """Learn from a request that was answered. `num_left`: those for the model that still run.
+
+        The first after an idle time, when what was known is stale, replaces it only if it ran alone. Of several that
+        began together the quickest ends first, so it counts as one of them.
+        """
+        num_sharing = max(1.0, latency_s / busy_s) if busy_s else 1.0
+        expected_s = self._expected_s(work, num_sharing)
+        error = min(latency_s / expected_s, _MAX_FACTOR) if expected_s else 1.0
+        if self.is_stale(now_s):
+            self._num_fresh = num_left if self.num_measured else 0
+        self._num_fresh += 1
+        new = max(_NEW, 1 / self._num_fresh)
+        if self.num_measured > 1:
+            self.excess += _NEW_EXCESS * (max(0.0, error - 1) - self.excess)
+        self.busy.note(work, busy_s, new)
+        self.growth.note(num_sharing, error if new < 1 else 1.0)  # what is known anew is the level, not the company
+        self._factors = self.growth.factors()
+        self.latency.note(self._weighed(work, num_sharing), latency_s, new)
+        self.usual_s += new * (latency_s - self.usual_s)
+        self.usual_sharing += new * (num_sharing - self.usual_sharing)
+        fastest = self.fastest_s * 1.02 if self.num_measured else math.inf  # forgets what was once possible
+        self.fastest_s = min(fastest, latency_s / work)
+        self.num_measured += 1
+        self.measured_s = now_s
+
+    def _weighed(self, work: float, num_sharing: float) -> float:
+        """Return the work that takes as long alone as this work does where so many share the replica."""
+        return work * _between(self._factors, num_sharing)
+
+    def _expected_s(self, work: float, num_sharing: float) -> float:
+        return self.latency.of(self._weighed(work, num_sharing))
 
 
 class ServiceTimes:
@@ -114,21 +244,10 @@ class ServiceTimes:
         return found if found and found.num_measured else None
 
     def note_served(
-        self, model: str, now_s: float, work: float, busy_s: float, latency_s: float, expected_s: float = 0.0
+        self, model: str, now_s: float, work: float, busy_s: float, latency_s: float, num_left: int = 0
     ) -> None:
-        """Learn from a request that was answered. `expected_s`: the latency that was predicted when it started."""
-        times = self._remembered(model)
-        if expected_s > 0:
-            excess = min(max(0.0, latency_s / expected_s - 1), _MAX_FACTOR)
-            times.excess += _NEW_EXCESS * (excess - times.excess)
-        new = 1.0 if times.is_stale(now_s) else _NEW
-        times.busy.note(work, busy_s, new)
-        times.latency.note(work, latency_s, new)
-        times.merged.note(max(1.0, latency_s / busy_s) if busy_s else 1.0, latency_s / work, new)
-        fastest = times.fastest_s * 1.02 if times.num_measured else math.inf  # forgets what was once possible
-        times.fastest_s = min(fastest, latency_s / work)
-        times.num_measured += 1
-        times.measured_s = now_s
+        """Learn from a request that was answered. `num_left`: those for the model that still run."""
+        self._remembered(model).note_served(now_s, work, busy_s, latency_s, num_left)
 
     def note_switch(self, model: str, switch_s: float) -> None:
         """Learn how long a replica took to switch to the model, when it had to."""

@@ -21,6 +21,7 @@ from configs.admission import AdmissionConfig
 from deployments.bench.door_load import MAX_PROBE_SHARE, PROBE_SHARE, REFUSED, Outcome
 
 POOL = "worker"
+SWING_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -64,8 +65,13 @@ class _Replica:
 class MergingCluster:
     """Replicas that merge, and their queue."""
 
-    def __init__(self, seed: int, num_replicas: int = 1, **config: int) -> None:
+    def __init__(self, seed: int, num_replicas: int = 1, swing: float = 0.0, **config: int) -> None:
+        """Make the cluster. `swing` is the standard deviation of the logarithm of its speed, which others' work on the
+        same machine changes every `SWING_S`.
+        """
         self.rng = random.Random(seed)
+        self._swing = swing
+        self._slowness, self._swings_at_s = 1.0, 0.0
         self.queue = AdmissionQueue(AdmissionConfig(**config))
         self.now_s = 0.0
         self._numbers = itertools.count()
@@ -105,7 +111,8 @@ class MergingCluster:
                 del self._calls[event.ticket]
                 self._end(call, REFUSED if event.refusal.reason != "expired" else 504, event.refusal.retry_after_s)
             else:
-                self.at(self.now_s + call.kind.before_s, lambda e=event, c=call: self._join(e.replica, e.ticket, c))
+                before_s = call.kind.before_s * self._slow()
+                self.at(self.now_s + before_s, lambda e=event, c=call: self._join(e.replica, e.ticket, c))
         look_s = self.queue.look_again_s()
         if look_s < math.inf and look_s != self._looking_s:
             self._looking_s = look_s
@@ -127,7 +134,7 @@ class MergingCluster:
         model = replica.turns.pop(0)
         rows = list(replica.running[model])
         kind = rows[0][1].kind
-        step_s = (kind.fixed_s + kind.row_s * len(rows)) * self.rng.lognormvariate(0.0, kind.noise)
+        step_s = (kind.fixed_s + kind.row_s * len(rows)) * self.rng.lognormvariate(0.0, kind.noise) * self._slow()
 
         def done() -> None:
             for ticket, call in rows:
@@ -145,6 +152,12 @@ class MergingCluster:
             self._step(replica)
 
         self.at(self.now_s + step_s, done)
+
+    def _slow(self) -> float:
+        if self.now_s >= self._swings_at_s:
+            self._swings_at_s = self.now_s + SWING_S
+            self._slowness = self.rng.lognormvariate(0.0, self._swing)
+        return self._slowness
 
     def _end(self, call: Call, status: int, told_s: float | None) -> None:
         timeout_s = None if call.timeout_s == math.inf else call.timeout_s

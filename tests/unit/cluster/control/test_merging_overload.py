@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 from functools import cache
 
 import pytest
@@ -20,14 +21,22 @@ KINDS = (
     Kind("sdxl", 0.010, 0.005, 0.03, 1 / 16, (4, 12, 24)),
 )
 
+# Slower ones: as many as the replica takes together would all be late.
+SLOW_KINDS = (
+    Kind("chat", 0.004, 0.0008, 0.01, 1 / 64, (16,), (0.3, 0.5)),
+    Kind("flux", 0.015, 0.0075, 0.15, 1 / 16, (16,)),
+    Kind("sdxl", 0.020, 0.012, 0.15, 1 / 16, (16,)),
+)
+
 
 class _Measured:
     """A cluster whose capacity is known: what a request of each kind costs, and the most that is done together."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, kinds: Sequence[Kind] = KINDS) -> None:
         self.cluster = MergingCluster(seed)
         self.costs_s: dict[str, float] = {}
-        for kind in KINDS:
+        self._kinds = kinds
+        for kind in kinds:
             rate = requests_per_s(run_closed(self.cluster, [self.cluster.draw(kind) for _ in range(48)], CALLERS))
             self.costs_s |= {
                 f"{kind.model} {steps}": steps / statistics.mean(kind.steps) / rate for steps in kind.steps
@@ -39,7 +48,7 @@ class _Measured:
         self.peak = work_rate(outcomes, self.costs_s, begin_s, end_s)
 
     def mix(self, number: int, timeout_s: float = float("inf")) -> list[Call]:
-        kinds = [KINDS[n % len(KINDS)] for n in range(number)]
+        kinds = [self._kinds[n % len(self._kinds)] for n in range(number)]
         self.cluster.rng.shuffle(kinds)
         calls = [self.cluster.draw(kind) for kind in kinds]
         for call in calls:
@@ -70,6 +79,20 @@ def test_an_overload_costs_no_goodput_and_what_is_said_is_true(overload: float, 
     # Those that take long have their part, too.
     images = sum(count for kind, count in found["good_by_kind"].items() if not kind.startswith("chat"))
     assert images >= 0.5 * sum(found["good_by_kind"].values())
+
+
+@pytest.mark.parametrize("overload", [1.5, 3.0])
+def test_no_more_are_let_in_together_than_are_in_time(overload: float) -> None:
+    """There is room for 16 images, which would take longer than their deadline; fewer of them do not."""
+    here = _Measured(3, SLOW_KINDS)
+    here.cluster.run(here.cluster.now_s + 10.0)
+    begin_s = here.cluster.now_s
+    arrivals_s = draw_arrivals_s(overload * here.per_s, 9.0, here.cluster.rng)
+    calls = list(zip(arrivals_s, here.mix(len(arrivals_s), DEADLINE_S), strict=True))
+    outcomes = run_open(here.cluster, calls, probe_every=0)
+    found = overload_figures(outcomes, here.costs_s, here.peak, begin_s + DEADLINE_S, begin_s + 9.0)
+    assert found["goodput_share"] >= 0.6
+    assert found["in_time_share"] >= 0.9
 
 
 @pytest.mark.parametrize("number", [1000, 3000])

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from cluster.control.service_times import Seconds, ServiceTimes
+from cluster.control.service_times import COMPANY, Seconds, ServiceTimes
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -63,11 +63,11 @@ def test_a_stall_moves_little_and_nothing_is_negative() -> None:
 def test_few_requests_take_longer_than_the_late_latency(spread: float) -> None:
     times, rng, num_late = ServiceTimes(), random.Random(2), 0
     for number in range(3000):
-        known = times.times("m")
-        late_s, expected_s = (known.late_s(5), known.latency.of(5)) if known else (9.0, 0.0)
-        took_s = rng.lognormvariate(0, spread)
+        known, size = times.times("m"), rng.randrange(1, 9)
+        late_s = known.late_s(5, size) if known else 9.0
+        took_s = (1 + 0.3 * size) * rng.lognormvariate(0, spread)
         num_late += number >= 1000 and took_s > late_s
-        times.note_served("m", float(number), 5, took_s, took_s, expected_s)
+        times.note_served("m", float(number), 5, took_s / size, took_s)
     assert num_late / 2000 <= 0.08
 
 
@@ -82,6 +82,55 @@ def test_what_a_request_adds_to_a_batch_is_told_from_batches_of_several_sizes(se
     known = times.times("m")
     assert known is not None
     assert known.joining_s(4.0) == pytest.approx(4.0 * growth * alone_s, rel=0.2)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_latency_in_any_company_is_told_from_that_in_others(seed: int) -> None:
+    """A request waits for its text, whatever its company, and each of its steps is the longer, the more share it."""
+    times, rng = ServiceTimes(), random.Random(seed)
+    before_s, alone_s, growth = rng.uniform(0.0, 1.0), rng.uniform(0.05, 2.0), rng.uniform(0.1, 0.9)
+
+    def latency_s(work: float, size: float) -> float:
+        return before_s + alone_s * work * (1 + growth * (size - 1))
+
+    for number in range(300):
+        size, work = rng.uniform(1, 9), rng.choice([4.0, 12.0])
+        took_s = latency_s(work, size) * rng.lognormvariate(0, 0.03)
+        times.note_served("m", float(number), work, took_s / size, took_s)
+    known = times.times("m")
+    assert known is not None
+    for work in (4.0, 12.0):
+        for size in (2.0, 5.0, 16.0):
+            assert known.latency_s(work).of(size) == pytest.approx(latency_s(work, size), rel=0.2)
+    assert known.usual_latency_s(8.0) == pytest.approx(latency_s(8.0, 5.0), rel=0.5)
+    assert known.usual_s == pytest.approx(latency_s(8.0, 5.0), rel=0.5)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_company_that_is_seen_all_the_time_does_not_drift_away_from_other_company(seed: int) -> None:
+    times, rng = ServiceTimes(), random.Random(seed)
+    factors: list[float] = []
+    for number in range(4000):
+        size = rng.choice([1.0, 4.0, 16.0]) if number < 400 else 16.0
+        took_s = (1 + 0.5 * size) * rng.uniform(0.4, 1.6)
+        times.note_served("m", float(number), 1.0, took_s / size, took_s)
+        if number in (400, 3999):
+            known = times.times("m")
+            assert known is not None
+            factors.append(known.growth.factors()[COMPANY.index(16)])
+    assert factors[1] == pytest.approx(factors[0], rel=0.5)
+
+
+@pytest.mark.parametrize("num_began", [1, 8])
+def test_after_an_idle_time_the_quickest_of_many_replaces_not_what_was_known(num_began: int) -> None:
+    times = ServiceTimes()
+    for number in range(50):
+        times.note_served("m", number / 10, 1.0, 0.25, 1.0)
+    times.note_served("m", 100.0, 1.0, 0.01, 0.04, num_began - 1)
+    known = times.times("m")
+    assert known is not None
+    expected_s = 0.04 if num_began == 1 else 1 + (0.04 - 1) * 0.15
+    assert known.usual_latency_s(1.0) == pytest.approx(expected_s, rel=0.1)
 
 
 def test_before_a_second_size_of_batch_is_seen_it_counts_as_no_gain() -> None:
