@@ -13,7 +13,9 @@ from weights.loader import Tensors, memory_form
 
 
 def mapped_tensors(model: Path) -> tuple[Path, Tensors, int]:
-    """Return the folder of a checkpoint, its tensors as views of the mapped files, and the number of their elements.
+    """Return what describes a checkpoint, its tensors as views of the mapped files, and the number of their elements.
+
+    A folder describes it, or a GGUF file itself: beside it there may be others.
 
     The checkpoint is a language model's: one component. Raises FormatError for a folder or file of no known format.
     """
@@ -30,4 +32,4 @@ def mapped_tensors(model: Path) -> tuple[Path, Tensors, int]:
         aligned = raw if raw.data_ptr() % dtype.itemsize == 0 else raw.clone()
         tensors[name] = aligned.view(dtype).view(shape)
         num_elements += int(np.prod(tensor.shape))
-    return (model if model.is_dir() else model.parent), tensors, num_elements
+    return (model if model.is_dir() or model.suffix == ".gguf" else model.parent), tensors, num_elements

@@ -65,8 +65,8 @@ class LLMEngine:
         max_model_len: int | None = None,
         arithmetic: Arithmetic = "fast",
     ) -> None:
-        """Builds the model of a stock Hugging Face folder around `tensors`, which are shared and never
-        written.
+        """Build the model of a stock Hugging Face folder, or of a GGUF file, around `tensors`, which are shared and
+        never written.
 
         The weights may be absent from the folder. `tensors` have the checkpoint's names and one floating
         dtype, which is also that of the computation and, unless `kv_dtype` is int8, of the KV cache.

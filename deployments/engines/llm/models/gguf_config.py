@@ -17,6 +17,7 @@ from deployments.engines.nn.packed_linear import SUPPORTED_KINDS
 from deployments.engines.protocol import EngineError
 from weights.errors import FormatError
 from weights.formats.gguf import GgufHeader, GgufValue, read_gguf, read_gguf_header
+from weights.formats.gguf_model import gguf_set
 from weights.formats.gguf_names import CONTROL, EXPERT_NAMES, FREQUENCY_FACTORS, LAYER_NAMES, TOP_NAMES
 from weights.formats.untrusted import shown
 
@@ -42,14 +43,17 @@ _MAX_LAYERS: Final = 1024
 MAX_EXPERTS: Final = 1024  # a damaged number must not become millions of modules
 
 
-def gguf_headers(folder: Path) -> tuple[GgufHeader, ...]:
-    """Return the headers of the one GGUF model in `folder` (files, or what the store keeps of them), () without one.
+def gguf_headers(model: Path) -> tuple[GgufHeader, ...]:
+    """Return the headers of a GGUF file and those split from it, or of the one GGUF model in a folder: its files, or
+    what the store keeps of them. () without one.
 
     Raises EngineError naming the file that cannot be read.
     """
-    kept = sorted(folder.glob("*.gguf.header"))
-    files = kept or sorted(folder.glob("*.gguf"))
     try:
+        if model.suffix == ".gguf" and model.is_file():
+            files = gguf_set(model)
+        else:
+            files = sorted(model.glob("*.gguf.header")) or sorted(model.glob("*.gguf"))
         return tuple(_read_header(file, file.stat().st_mtime_ns) for file in files)
     except (FormatError, OSError) as error:
         raise EngineError(str(error)) from None

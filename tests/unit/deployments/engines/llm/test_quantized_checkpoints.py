@@ -144,6 +144,20 @@ def hf_name(family: str, stored: str) -> str:
     return f"model.layers.{number}.{layer[kind]}.{leaf}"
 
 
+def test_files_of_one_folder_are_not_taken_for_each_other(model: Any, tmp_path: Path) -> None:
+    """A GGUF file is described by its own header, whatever stands beside it."""
+    types = {}
+    for kind in ("Q8_0", "Q4_0"):
+        quantize_checkpoint(model.folder, tmp_path / f"{kind}.gguf", f"gguf-{kind.lower()}")
+    for kind in ("Q8_0", "Q4_0"):
+        described, tensors, _ = mapped_tensors(tmp_path / f"{kind}.gguf")
+        ours = create_model(load_config(described), tensors, torch.device("cpu"))
+        types[kind] = {part.packed.kind for part in ours.module.modules() if isinstance(part, PackedLinear)}
+    assert "Q8_0" in types["Q8_0"]
+    assert "Q4_0" not in types["Q8_0"]
+    assert "Q4_0" in types["Q4_0"]
+
+
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
 def test_gguf_files_as_gguf_py_and_our_engine_read_them(model: Any, kind: str, tmp_path: Path) -> None:
     target = tmp_path / "tiny.gguf"
