@@ -50,9 +50,7 @@ class ApartStages:
     ) -> AsyncGenerator[tuple[DiffusionOutput, SwitchReport], None]:
         """Yield the outputs of `run`, which denoises, and at the end the images; each with the switches so far.
 
-        A request that moves ends with that output.
-
-        `conditioned` lacks its adapters.
+        A request that moves ends with that output. `conditioned` lacks its adapters.
         """
         denoiser = family_of(manifest.class_name or "").denoiser_name
         loras, nets = [use.name for use in request.lora], [use.name for use in request.control]

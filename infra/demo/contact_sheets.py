@@ -78,7 +78,7 @@ class Painter:
 
 
 def digits_sheet(painter: Painter) -> list[SheetRow]:
-    """What the three pipelines draw."""
+    """The digits that the three pipelines draw."""
     names = ("digits-flux", "digits-flux-inverted", "digits-sdxl")
     return [SheetRow(name, painter.paint(name)) for name in names]
 
@@ -109,7 +109,7 @@ def unseen_outlines() -> list[Image.Image]:
 
 
 def partial_sheet(painter: Painter) -> list[SheetRow]:
-    """What comes while an image is made."""
+    """The pieces that come while an image is made."""
     rows = []
     for name in ("digits-flux", "digits-sdxl"):
         columns = painter.paint_partially(name)

@@ -215,7 +215,7 @@ def test_requests_go_on_while_the_registry_is_killed_and_it_comes_back_whole(
     wait_for(is_back, "the restarted registry")
 
     def directory() -> dict[str, Any]:
-        """What the new registry knows: the ingress shows what it knew before until it has heard of the new one."""
+        """The models of the new registry: the ingress shows what it knew before until it has heard of the new one."""
         return {record.id: (record.kind, record.nbytes) for record in ray.get(registry.list_models.remote())}
 
     pipelines = {pipeline.id for pipeline in cluster.config.pipelines}

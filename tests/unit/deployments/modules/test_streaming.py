@@ -1,4 +1,4 @@
-"""Which part of a request is streamed, and in how much room, by what else the request needs."""
+"""The part of a request that is streamed, and its room, by what else the request needs."""
 
 from __future__ import annotations
 

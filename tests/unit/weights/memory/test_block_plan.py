@@ -1,4 +1,4 @@
-"""Which tensors of a module stay on a device that is too small for it, and which come block by block."""
+"""A plan of the tensors of a module that stay on a device too small for it, and of those that come block by block."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def int8_cache(dtype: torch.dtype = torch.float32, num_blocks: int = 4) -> KVCac
 
 
 def plain_int8(vector: np.ndarray) -> np.ndarray:
-    """What int8 with a float16 scale leaves of a vector, by the formula."""
+    """A vector after int8 with a float16 scale, by the formula."""
     scale = np.float32(np.float16(np.abs(vector).max() / np.float32(127)))
     return np.clip(np.rint(vector / scale), -127, 127) * scale if scale else np.zeros_like(vector)
 
