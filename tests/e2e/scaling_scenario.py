@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import httpx
@@ -19,7 +20,7 @@ from integration.harness import replica_processes, wait_for
 
 from deployments.cli.running import cluster_up
 
-NUM_REQUESTS = 60
+NUM_CALLERS = 60
 SCALING = {"min_workers": 0, "max_workers": 2, "drain_s": 1.0, "downscale_delay_s": 1.0, "to_zero_delay_s": 2.0}
 
 
@@ -31,13 +32,16 @@ def main(folder: Path) -> None:
 
 
 def observed(url: str) -> dict[str, Any]:
-    began_s = time.monotonic()
-    with httpx.Client(base_url=url, timeout=120) as http, ThreadPoolExecutor(NUM_REQUESTS) as pool:
-        burst = pool.map(lambda number: ask(http, "digits-flux", number), range(NUM_REQUESTS))
-        wait_for(lambda: decisions(url)["scaling"]["target"] == 2, "two workers to be wanted")
-        wanted_s = time.monotonic() - began_s
-        wait_for(lambda: len(replica_processes("worker")) == 2, "two workers")
-        answers = Counter(burst)
+    began_s, enough = time.monotonic(), Event()
+    with httpx.Client(base_url=url, timeout=120) as http, ThreadPoolExecutor(NUM_CALLERS) as pool:
+        callers = [pool.submit(ask_until, enough, http, number) for number in range(NUM_CALLERS)]
+        try:
+            wait_for(lambda: decisions(url)["scaling"]["target"] == 2, "two workers to be wanted")
+            wanted_s = time.monotonic() - began_s
+            wait_for(lambda: len(replica_processes("worker")) == 2, "two workers")
+        finally:
+            enough.set()
+        answers = sum((caller.result() for caller in callers), Counter[str]())
         wait_for(lambda: not replica_processes("worker"), "no worker", 90)
         asked_s = time.monotonic()
         answers[ask(http, "digits-flux", 1)] += 1
@@ -45,6 +49,15 @@ def observed(url: str) -> dict[str, Any]:
         (worker,) = replica_processes("worker")
         orders = [one["reason"] for one in decisions(url)["decisions"] if one["action"] == "switch"]
     return {"answers": answers, "wanted_s": wanted_s, "back_s": back_s, "process": worker.pid, "orders": orders}
+
+
+def ask_until(enough: Event, http: httpx.Client, number: int) -> Counter[str]:
+    """Answers to one caller's requests, one after the other: a burst that ends before a slow machine has started
+    a second process would leave nobody who wants it."""
+    answers = Counter({ask(http, "digits-flux", number): 1})
+    while not enough.is_set():
+        answers[ask(http, "digits-flux", number)] += 1
+    return answers
 
 
 if __name__ == "__main__":

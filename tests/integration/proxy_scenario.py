@@ -5,7 +5,6 @@ Runs in a process of its own, and prints what it saw as one line of JSON. Argume
 
 from __future__ import annotations
 
-import functools
 import json
 import sys
 import threading
@@ -19,7 +18,6 @@ import httpx
 import psutil
 import ray
 from integration.harness import DEMO_MODELS, free_port, replica_processes, wait_for
-from ray import serve
 from ray.cluster_utils import Cluster
 from ray.serve._private.common import DeploymentID
 from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
@@ -70,7 +68,6 @@ class Load:
 def main(folder: Path) -> None:
     shared = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "object_store_memory": 192 * 2**20})
     observed: dict[str, Any] = {}
-    serve.run = functools.partial(serve.run, external_scaler_enabled=True)  # so that `drain_one` may
     try:
         config = config_of(folder, shared.address)
         with cluster_up(config, "none") as url:
@@ -95,6 +92,8 @@ def config_of(folder: Path, address: str) -> ClusterConfig:
             "ingress": {"num_replicas": 2, "num_cpus": 0.2},
             "text_encoder": {"num_cpus": 0.2},
             "worker": {"num_cpus": 0.2},
+            # With scaling, Serve lets others set the number of replicas: `drain_one` does.
+            "controller": {"scaling": {"min_workers": 1, "max_workers": 1}},
             "models": [
                 {"id": "clip", "path": str(DEMO_MODELS / "digits-flux"), "component": "text_encoder", "preload": True}
             ],
