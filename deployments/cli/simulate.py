@@ -15,7 +15,7 @@ from cluster.simulator.scenario import Scenario, SimModel, SimRequest, SimWorker
 from cluster.simulator.sizing import least_workers
 from cluster.simulator.traces import bursts, diurnal, poisson, zipf_shares
 from deployments.cli.generate import OptionError
-from deployments.cli.output import Column, Json, print_json, print_table
+from deployments.cli.output import Column, Json, Wide, print_json, print_table
 
 app = typer.Typer()
 _err = Console(stderr=True)
@@ -53,6 +53,7 @@ def simulate_trace(
     seed: Annotated[int, typer.Option(help="Of arrivals and of draws.")] = 0,
     picture: Annotated[Path | None, typer.Option(help="SVG of the first policy's run.")] = None,
     record: Annotated[Path | None, typer.Option(help="Write the scenario as a trace file.")] = None,
+    wide: Wide = False,
     as_json: Json = False,
 ) -> None:
     """Simulate a trace under the controller's own functions, and beside them serve.multiplexed and plain queues."""
@@ -102,7 +103,7 @@ def simulate_trace(
     if as_json:
         print_json({"problems": list(read.problems), "runs": [figures.as_record() for figures in found]})
     else:
-        _print_figures(found)
+        _print_figures(found, wide=wide)
 
 
 def _print_sizing(scenario: Scenario, policies: list[PolicyName], share: float, seed: int, as_json: bool) -> None:
@@ -120,10 +121,11 @@ def _print_sizing(scenario: Scenario, policies: list[PolicyName], share: float, 
     print_table([Column("policy", fit="name"), Column(f"workers for {share:.0%} in target", align="right")], rows)
 
 
-def _print_figures(found: list[RunFigures]) -> None:
+def _print_figures(found: list[RunFigures], *, wide: bool) -> None:
     """Print runs beside each other, one row each."""
     names = ("served", "mean s", "p50 s", "p95 s", "p99 s", "goodput/s", "in target", "switches", "GB moved", "Jain")
-    columns = [Column("policy", fit="name"), *(Column(name, align="right") for name in names)]
+    less_asked = {"p50 s", "p99 s", "goodput/s", "GB moved", "Jain"}
+    columns = [Column(name, align="right", only_wide=name in less_asked) for name in names]
     rows = [
         [
             each.policy,
@@ -136,7 +138,7 @@ def _print_figures(found: list[RunFigures]) -> None:
         ]
         for each in found
     ]
-    print_table(columns, rows)
+    print_table([Column("policy", fit="name"), *columns], rows, wide=wide)
 
 
 def _policies(asked: list[str] | None) -> list[PolicyName]:
