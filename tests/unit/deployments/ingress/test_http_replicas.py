@@ -28,7 +28,7 @@ from unit.deployments.serve_fakes import FakeHandle
 from cluster.registry.directory import Directory, DirectoryChange, ModelRecord
 from cluster.registry.snapshot import RegistrySnapshot
 from configs.admission import AdmissionConfig
-from configs.cluster import HttpConfig
+from configs.http import HttpConfig
 from configs.model import ModelConfig
 from deployments.errors import InvalidRequest, Overloaded
 from deployments.ingress.catalog import Health
