@@ -23,7 +23,8 @@ import psutil
 from cluster.actor_names import NAMESPACE, names_of_cluster
 from cluster.door.door_plan import check_helper_ports
 from cluster.errors import SessionError
-from configs.cluster import ClusterConfig, GrpcConfig, HttpConfig
+from configs.cluster import ClusterConfig
+from configs.http import GrpcConfig, HttpConfig
 from weights.private_folder import private_folder, temporary_folder
 
 _STOP_TIMEOUT_S = 60.0

@@ -15,10 +15,12 @@ from typing import Final
 
 from cluster.door.haproxy_rules import MAX_RETRIES, RETRY_ON
 from cluster.errors import ProxyUnavailable, SessionError
-from configs.cluster import ClusterConfig, HaproxyConfig
+from configs.cluster import ClusterConfig
+from configs.http import HaproxyConfig
 from weights.private_folder import private_folder, temporary_folder
 
 HTTP_ADDRESS: Final = "ATELIER_HTTP_ADDRESS"  # of the frontend; Serve's own option says where the replicas listen
+MAX_REQUESTS: Final = "ATELIER_MAX_REQUESTS"  # for inference, at once, of each ingress replica
 _BINARY: Final = "RAY_SERVE_HAPROXY_BINARY_PATH"
 _LOG_TARGET: Final = "RAY_SERVE_HAPROXY_LOG_TARGET"
 _CHECK_TIMEOUT_S: Final = 10.0
@@ -64,6 +66,7 @@ class DoorPlan:
             "RAY_SERVE_CONTROLLER_CALLBACK_IMPORT_PATH": "cluster.door.haproxy.install",
             "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(_MAX_CALL_BYTES),
             HTTP_ADDRESS: f"{http.host}:{http.port}",
+            MAX_REQUESTS: str(http.haproxy.max_requests),
             "RAY_SERVE_HAPROXY_STATS_PORT": str(self.stats_port),
             "RAY_SERVE_HAPROXY_METRICS_PORT": str(self.metrics_port),
             "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(self.fallback_port),

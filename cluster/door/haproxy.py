@@ -19,7 +19,7 @@ import ray
 from ray.serve._private import controller, haproxy
 from ray.serve._private.haproxy import HAProxyApi, HAProxyManager
 
-from cluster.door.door_plan import HTTP_ADDRESS
+from cluster.door.door_plan import HTTP_ADDRESS, MAX_REQUESTS
 from cluster.door.haproxy_rules import rewrite_config
 
 _RESTART_PAUSE_S: Final = 0.5
@@ -60,7 +60,7 @@ class _DoorProcess(HAProxyApi):
         super()._generate_config_file_internal()
         file = Path(self.config_file_path)
         host, _, port = os.environ[HTTP_ADDRESS].rpartition(":")
-        file.write_text(rewrite_config(file.read_text(), host, int(port)))
+        file.write_text(rewrite_config(file.read_text(), host, int(port), int(os.environ[MAX_REQUESTS])))
 
     async def start(self) -> None:
         await super().start()

@@ -3,6 +3,11 @@
 Serve puts HAProxy's statistics and metrics on every interface and its admin socket into everybody's hands, repeats
 nothing that has reached a replica, answers errors in plain text, and waits for a slow request as long as it takes.
 Its replicas obey headers that are not for clients, and break on one that is no text.
+
+It also passes on whatever comes. A replica is one Python process, which reads some hundred requests a second and must
+not spend them on refusing thousands: so each is given as many requests for inference as it may have in hand, and
+HAProxy itself refuses the others. Probes, lists and operators have a backend of their own, with the same servers and no
+such bound.
 """
 
 from __future__ import annotations
@@ -13,9 +18,13 @@ from typing import Final
 RECEIVED: Final = "x-received-us"  # when a request came: what waits behind it in a replica is not the client's time
 # Kept connections to a replica that died can use up several; a request that kills replicas kills five at most.
 MAX_RETRIES: Final = 4
+CROWDED: Final = "x-atelier-crowded"  # with a 429 for whoever asks, not for one key: HAProxy repeats its Retry-After
 RETRY_ON: Final = "conn-failure empty-response"
 _NO_LOG: Final = r"^ +log 127\.0\.0\.1:514 local0 info\n"  # Serve's default, where usually nobody listens
+_CHOICE: Final = r"^( +use_backend )(\S+)( if is_\2)$"
+_SERVER: Final = r"^( +server (\S+) \S+) check\b.*?( backup)?$"
 _REQUEST_TIMEOUT_S: Final = 30  # for the head and the first of the body: slow clients hold nothing for longer
+_CROWDED: Final = "more requests are here than can be read; try again in %[var(txn.retry_after)] s"
 
 # Headers that Serve's replicas read before the ingress does (Ray 2.60, `replica.py`). The first lets a request
 # go on whose client is gone. Bytes that are no ASCII text in the others would be a 500.
@@ -44,6 +53,21 @@ _DEFAULT_RULES: Final = f"""    timeout http-request {_REQUEST_TIMEOUT_S}s
     # A retry sends what the buffer holds, so that the body has to be in it.
     option http-buffer-request
 """
+# The body is waited for first: slow clients take no slot. The slots of a backup count when no other server is up.
+_BACKEND_RULES: Final = f"""    http-request wait-for-body time {_REQUEST_TIMEOUT_S}s
+    http-request set-var(txn.retry_after) int(1) if {{ be_conn_free le 0 }} {{ nbsrv gt 0 }}
+    acl crowded var(txn.retry_after) -m found
+    http-request set-var(txn.now) date if crowded
+    http-request set-var(txn.told) var(proc.retry_at),sub(txn.now) if crowded
+    http-request set-var(txn.retry_after) var(txn.told) if crowded {{ var(txn.told) -m int gt 1 }}
+    http-request return status 429 content-type application/json hdr Retry-After %[var(txn.retry_after)] lf-string \
+'{{"error":"{_CROWDED}"}}' if crowded {{ path_beg /v2 }}
+    http-request return status 429 content-type application/json hdr Retry-After %[var(txn.retry_after)] lf-string \
+'{{"error":{{"message":"{_CROWDED}","type":"rate_limit_error","param":null,"code":"queue_full"}}}}' if crowded
+    http-response set-var(txn.told) res.hdr(retry-after) if {{ status 429 }} {{ res.hdr({CROWDED}) -m found }}
+    http-response set-var(proc.retry_at) date,add(txn.told) if {{ var(txn.told) -m found }}
+    http-response del-header {CROWDED}
+"""
 _ERRORS: Final = {
     502: "the replica that had this request ended, and the request cannot be sent to another one",
     503: "no replica of the ingress is available now; try again in a moment",
@@ -56,8 +80,10 @@ _ERROR_RULES: Final = "".join(
 )
 
 
-def rewrite_config(text: str, host: str, port: int) -> str:
+def rewrite_config(text: str, host: str, port: int, max_requests: int) -> str:
     """Return Serve's configuration with the frontend on `host` and `port`, and with all rules of this module.
+
+    `max_requests` for inference are passed on to a replica at once.
 
     Raises: ValueError when a line that has to change is not there, as may be with another version of Ray.
     """
@@ -77,7 +103,22 @@ def rewrite_config(text: str, host: str, port: int) -> str:
         text, count = re.subn(pattern, replacement, text, flags=re.MULTILINE)
         if count != 1:
             raise ValueError(f"HAProxy's configuration of this Ray has {count} places for {name}, and 1 was expected")
-    return re.sub(_NO_LOG, "", text, flags=re.MULTILINE)
+    text = re.sub(_NO_LOG, "", text, flags=re.MULTILINE)
+    text = re.sub(_CHOICE, r"\1\2-quick\3 !posting\n\1\2-quick\3 !inference\n\g<0>", text, flags=re.MULTILINE)
+    sections = re.split(r"^(?=\S)", text, flags=re.MULTILINE)
+    return "".join(_bounded(section, max_requests) for section in sections)
+
+
+def _bounded(section: str, max_requests: int) -> str:
+    """Return the backend of an application with a bound on its requests, before it the one for all but inference."""
+    name = section.partition("\n")[0].removeprefix("backend ")
+    bounded, count = re.subn(_SERVER, rf"\g<0> maxconn {max_requests}", section, flags=re.MULTILINE)
+    if not count:
+        return section
+    quick = re.sub(_SERVER, rf"\1 track {name}/\2\3", section, flags=re.MULTILINE)
+    quick = re.sub(r"^ +(?:option httpchk|http-check|default-server) .*\n", "", quick, flags=re.MULTILINE)
+    heads = f"backend {name}\n", f"backend {name}-quick\n"
+    return quick.replace(heads[0], heads[1], 1) + bounded.replace(heads[0], heads[0] + _BACKEND_RULES, 1)
 
 
 def _literal(text: str) -> str:

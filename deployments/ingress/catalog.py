@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from ray.exceptions import RayActorError
 
@@ -13,6 +14,7 @@ from cluster.registry.directory import ModelRecord, listed
 from cluster.registry.snapshot import RegistrySnapshot
 from deployments.errors import InvalidRequest, ModelUnavailable, UnknownModel
 
+_ANSWERING: Final = ("ready", "updating", "unloaded")  # states of models that can be asked
 _WANTED = {"diffusion": "images", "llm": "text", "embedding": "embeddings", "head": "scores of features"}
 
 
@@ -33,6 +35,26 @@ class ModelCard:
     defaults: dict[str, Any] = field(default_factory=dict)
     fingerprint: str = ""
     labels: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """The answer to probes. `kinds` are those of which a model can be asked, "pipeline" among them.
+
+    `is_starting`: configured models are still entering the store.
+    """
+
+    num_models: int
+    num_ready: int
+    kinds: frozenset[str | None]
+    is_starting: bool
+
+    @classmethod
+    def of(cls, models: Iterable[tuple[str | None, str]], *, is_starting: bool) -> Health:
+        """Count models by their kinds and states."""
+        models = list(models)
+        kinds = [kind for kind, state in models if state in _ANSWERING]
+        return cls(len(models), len(kinds), frozenset(kinds), is_starting)
 
 
 class Catalog:

@@ -20,6 +20,7 @@ from ray.serve.exceptions import BackPressureError, RayServeException
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
+from cluster.door.haproxy_rules import CROWDED
 from deployments.errors import (
     Conflict,
     DeadlineExceeded,
@@ -42,6 +43,7 @@ from deployments.ingress.responses import Answer, json_response
 
 _logger = logging.getLogger("atelier.ingress")
 
+_QUEUE_FULL: Final = "queue_full"
 _RETRY_AFTER_S: Final = 1.0  # where nobody knows better
 # error class -> HTTP status, OpenAI type, OpenAI code; the first class that fits wins
 _TABLE: Final[tuple[tuple[type[Exception], int, str, str], ...]] = (
@@ -54,7 +56,7 @@ _TABLE: Final[tuple[tuple[type[Exception], int, str, str], ...]] = (
     (RequestTooLarge, 413, "invalid_request_error", "request_too_large"),
     (Overloaded, 503, "server_error", "overloaded"),
     (RateLimited, 429, "rate_limit_error", "rate_limit_exceeded"),
-    (QueueFull, 429, "rate_limit_error", "queue_full"),
+    (QueueFull, 429, "rate_limit_error", _QUEUE_FULL),
     (DeadlineExceeded, 504, "timeout_error", "deadline_exceeded"),
     (ModelUnavailable, 503, "server_error", "model_unavailable"),
     (NoReplica, 503, "server_error", "no_replica"),
@@ -108,10 +110,15 @@ class Failure:
 
     @property
     def headers(self) -> dict[str, str] | None:
-        """`Retry-After` where trying again may help, in whole seconds; with 401, how to say who asks."""
+        """`Retry-After` where trying again may help, in whole seconds, and for HAProxy whether it is for everybody;
+        with 401, how to say who asks.
+        """
         if self.status == 401:
             return {"www-authenticate": "Bearer"}
-        return {"retry-after": str(max(1, math.ceil(self.retry_after_s)))} if self.status in (429, 503) else None
+        if self.status not in (429, 503):
+            return None
+        after = {"retry-after": str(max(1, math.ceil(self.retry_after_s)))}
+        return after | {CROWDED: "1"} if self.code == _QUEUE_FULL else after
 
 
 def failure_of(error: Exception) -> Failure:

@@ -23,7 +23,7 @@ from deployments.defaults import text_rules, with_image_defaults, with_text_defa
 from deployments.ingress.admin.operations import Operations
 from deployments.ingress.admitted import RequestQueue, admitted
 from deployments.ingress.asking import ENCODER, PIPELINES, WORKER, Request, ask_of, ask_of_pipeline
-from deployments.ingress.catalog import Catalog, ModelCard, card_of
+from deployments.ingress.catalog import Catalog, Health, ModelCard, card_of
 from deployments.ingress.pipeline_models import PipelineModels
 from deployments.ingress.retries import EncoderReply, RetriedCalls
 from deployments.ingress.terms import Terms, current_terms, with_fields
@@ -79,6 +79,7 @@ class Service:
         self._configured = frozenset(config.entries)
         self._snapshot = snapshot
         self._catalog = Catalog(snapshot)
+        self._health: tuple[tuple[str, int], Health] | None = None  # with the revision that it is of
         timeout_s = config.http.request_timeout_s
         self._encoder = RetriedCalls(ReplicaCalls(encoder, why_none(ENCODER)), queue, timeout_s)
         self._worker = RetriedCalls(ReplicaCalls(worker, why_none(WORKER)), queue, timeout_s)
@@ -283,10 +284,16 @@ class Service:
         """Return how the text encoders batch requests now."""
         return await self.operations.batching()
 
-    async def entering(self) -> list[str]:
-        """Return the configured models that are not in the store yet. Models that are registered later do not count."""
-        records = await self._catalog.all_records()
-        return [record.id for record in records if record.state == "registering" and record.id in self._configured]
+    async def health(self) -> Health:
+        """Return what probes ask: counted once for each revision of the directory, whoever probes how often."""
+        await self._snapshot.ready()
+        revision = self._snapshot.revision
+        if self._health is None or self._health[0] != revision:
+            entering = {record.id for record in self._snapshot if record.state == "registering"}
+            cards = [self._pipeline_card(name) for name in self.pipelines.names()]
+            models = [(one.kind, one.state) for one in (*self._snapshot, *cards)]
+            self._health = revision, Health.of(models, is_starting=not entering.isdisjoint(self._configured))
+        return self._health[1]
 
     def _pipeline_card(self, name: str) -> ModelCard:
         problem = self.pipelines.problem(name)

@@ -18,7 +18,7 @@ from fastapi import FastAPI
 
 from configs.cluster import LimitsConfig
 from deployments.ingress import errors
-from deployments.ingress.catalog import ModelCard
+from deployments.ingress.catalog import Health, ModelCard
 from deployments.ingress.kserve.grpc.server import start_grpc_server
 from deployments.ingress.kserve.inference import Inference
 from deployments.ingress.kserve.repository import Repository
@@ -58,8 +58,9 @@ class EchoBackend:
     async def model(self, id_: str) -> ModelCard:
         return ModelCard(id_, "pipeline", "ready")
 
-    async def entering(self) -> list[str]:
-        return []
+    async def health(self) -> Health:
+        states = [(card.kind, card.state) for card in await self.models()]
+        return Health.of(states, is_starting=any(state == "registering" for _, state in states))
 
 
 @contextmanager

@@ -77,16 +77,16 @@ def _add_probe_routes(router: APIRouter, service: Service) -> None:
         """
         try:
             async with asyncio.timeout(PROBE_TIMEOUT_S):
-                cards, entering = await service.models(), await service.entering()
+                health = await service.health()
         except TimeoutError:
             return json_response(HealthAnswer(status="starting", models_ready=0, models=0), 503)
-        ready = [card.id for card in cards if card.state in ("ready", "updating", "unloaded")]
-        health = HealthAnswer(
-            status="starting" if entering else "ok" if len(ready) == len(cards) else "degraded",
-            models_ready=len(ready),
-            models=len(cards),
+        is_whole = health.num_ready == health.num_models
+        answer = HealthAnswer(
+            status="starting" if health.is_starting else "ok" if is_whole else "degraded",
+            models_ready=health.num_ready,
+            models=health.num_models,
         )
-        return json_response(health, 503 if entering or not ready else 200)
+        return json_response(answer, 503 if health.is_starting or not health.num_ready else 200)
 
     @router.get(
         "/metrics",

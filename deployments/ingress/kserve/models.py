@@ -162,8 +162,8 @@ async def is_any_answering(service: Service) -> bool:
     """
     try:
         async with asyncio.timeout(PROBE_TIMEOUT_S):
-            states = [card.state for card in await service.models() if card.kind in _KINDS]
-            return not await service.entering() and any(state in (*_READY_STATES, "unloaded") for state in states)
+            health = await service.health()
+            return not health.is_starting and not health.kinds.isdisjoint(_KINDS)
     except TimeoutError:
         return False
 

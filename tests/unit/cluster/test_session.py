@@ -27,7 +27,8 @@ from cluster.session import (
     running_sessions,
     stop_session,
 )
-from configs.cluster import ClusterConfig, HttpConfig
+from configs.cluster import ClusterConfig
+from configs.http import HttpConfig
 from weights.private_folder import private_folder
 
 SLEEPER = [sys.executable, "-c", "import sys; sys.stdin.read()"]

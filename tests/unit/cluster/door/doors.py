@@ -18,7 +18,7 @@ from aiohttp import web
 from ray.serve._private.haproxy import BackendConfig, HAProxyConfig, ServerConfig
 from ray.serve.config import HTTPOptions
 
-from cluster.door.haproxy import HTTP_ADDRESS, _DoorProcess
+from cluster.door.haproxy import HTTP_ADDRESS, MAX_REQUESTS, _DoorProcess
 from cluster.door.haproxy_rules import MAX_RETRIES, RETRY_ON
 
 Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -79,13 +79,14 @@ async def dies(request: web.Request) -> web.Response:
 
 @asynccontextmanager
 async def door(
-    *replicas: Replica | int, fallback: Replica | None = None, **settings: Any
+    *replicas: Replica | int, fallback: Replica | None = None, max_requests: int = 1024, **settings: Any
 ) -> AsyncIterator[tuple[str, _DoorProcess]]:
     """HAProxy before the replicas, or before ports where nobody listens."""
     ports = [replica if isinstance(replica, int) else replica.port for replica in replicas]
     port = free_port()
     with tempfile.TemporaryDirectory(prefix="d") as folder, pytest.MonkeyPatch.context() as patch:
         patch.setenv(HTTP_ADDRESS, f"127.0.0.1:{port}")
+        patch.setenv(MAX_REQUESTS, str(max_requests))
         config = HAProxyConfig(
             socket_path=f"{folder}/admin",
             server_state_base=folder,

@@ -14,7 +14,8 @@ import pytest
 
 from cluster.door.door_plan import _check_haproxy_runs, check_helper_ports, plan_door
 from cluster.errors import ProxyUnavailable, SessionError
-from configs.cluster import ClusterConfig, HaproxyConfig
+from configs.cluster import ClusterConfig
+from configs.http import HaproxyConfig
 
 
 def config(**http: Any) -> ClusterConfig:

@@ -10,6 +10,8 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 import psutil
@@ -20,8 +22,8 @@ from ray.serve._private.haproxy import HAProxyConfig, ServerConfig
 from unit.cluster.door import doors
 from unit.cluster.door.doors import Replica, dies, door, free_port, says_yes
 
-from cluster.door.haproxy import HTTP_ADDRESS
-from cluster.door.haproxy_rules import MAX_RETRIES, rewrite_config
+from cluster.door.haproxy import HTTP_ADDRESS, MAX_REQUESTS
+from cluster.door.haproxy_rules import CROWDED, MAX_RETRIES, rewrite_config
 
 pytestmark = pytest.mark.slow
 
@@ -114,6 +116,105 @@ async def test_nobody_there_is_said_in_the_words_of_the_protocol(client: aiohttp
             assert isinstance((await answer.json())["error"], str)
 
 
+class Held(Replica):
+    """Holds every inference until its gate is open."""
+
+    def __init__(self) -> None:
+        super().__init__(self._hold)
+        self.gate = asyncio.Event()
+
+    async def _hold(self, request: web.Request) -> web.Response:
+        if request.method == "POST" and not request.path.startswith("/admin"):
+            await self.gate.wait()
+        return await says_yes(request)
+
+    async def wait_for(self, number: int) -> None:
+        async with asyncio.timeout(10):
+            while len(self.seen) < number:
+                await asyncio.sleep(0.005)
+
+
+async def ask(client: aiohttp.ClientSession, url: str, **given: Any) -> tuple[int, str | None, str]:
+    async with client.post(url, data=b"x" * 3000, **given) as answer:
+        return answer.status, answer.headers.get("Retry-After"), await answer.text()
+
+
+async def test_more_than_the_replicas_may_have_in_hand_is_refused_and_nothing_else(
+    client: aiohttp.ClientSession,
+) -> None:
+    async with Held() as one, Held() as other, door(one, other, max_requests=3) as (url, _):
+        asked = [asyncio.create_task(ask(client, url + "/v1/embeddings")) for _ in range(20)]
+        await one.wait_for(3)
+        await other.wait_for(3)
+        async with asyncio.timeout(10):
+            while sum(task.done() for task in asked) < 14:
+                await asyncio.sleep(0.005)
+        status, retry_after, text = await ask(client, url + "/v1/embeddings")
+        assert (status, retry_after, json.loads(text)["error"]["code"]) == (429, "1", "queue_full")
+        status, retry_after, text = await ask(client, url + "/v2/models/m/infer")
+        assert (status, retry_after) == (429, "1")
+        assert "try again in 1 s" in json.loads(text)["error"]
+        for path in ("/healthz", "/v1/models", "/metrics"):
+            async with client.get(url + path) as answer:
+                assert answer.status == 200
+        assert (await ask(client, url + "/admin/models"))[0] == 200
+        one.gate.set()
+        other.gate.set()
+        statuses = [status for status, _, _ in await asyncio.gather(*asked)]
+        assert (statuses.count(200), statuses.count(429)) == (6, 14)
+        assert (await ask(client, url + "/v1/embeddings"))[0] == 200
+
+
+async def test_the_bound_holds_for_serves_own_proxy_too(client: aiohttp.ClientSession) -> None:
+    async with Held() as stand_by, door(free_port(), fallback=stand_by, max_requests=2) as (url, _):
+        asked = [asyncio.create_task(ask(client, url + "/v1/embeddings")) for _ in range(6)]
+        await stand_by.wait_for(2)
+        async with asyncio.timeout(10):
+            while sum(task.done() for task in asked) < 4:
+                await asyncio.sleep(0.005)
+        stand_by.gate.set()
+        assert sorted(status for status, _, _ in await asyncio.gather(*asked)) == [200] * 2 + [429] * 4
+
+
+async def test_who_sends_slowly_keeps_nobody_out(client: aiohttp.ClientSession) -> None:
+    async with Replica(says_yes) as replica, door(replica, max_requests=2) as (url, _):
+        where = urlsplit(url)
+        slow = [await asyncio.open_connection(where.hostname, where.port) for _ in range(8)]
+        for _, writer in slow:
+            writer.write(b"POST /v1/embeddings HTTP/1.1\r\nhost: door\r\ncontent-length: 900\r\n\r\n{")
+            await writer.drain()
+        for _ in range(5):
+            assert (await ask(client, url + "/v1/embeddings"))[0] == 200
+        for _, writer in slow:
+            writer.close()
+
+
+async def test_refusals_repeat_when_a_replica_told_others_to_come_back(client: aiohttp.ClientSession) -> None:
+    gate = asyncio.Event()
+
+    async def refuses(request: web.Request) -> web.Response:
+        await request.read()
+        if "hold" in request.query:
+            await gate.wait()
+        told = {"Retry-After": request.query.get("told", "1")}
+        return web.Response(status=429, headers=told | ({CROWDED: "1"} if "crowded" in request.query else {}))
+
+    async with Replica(refuses) as replica, door(replica, max_requests=1) as (url, _):
+        path = url + "/v1/embeddings"
+        async with client.post(path + "?crowded&told=30", data=b"x") as answer:
+            assert (answer.status, answer.headers["Retry-After"]) == (429, "30")
+            assert CROWDED not in answer.headers
+        assert (await ask(client, path + "?told=900"))[1] == "900"  # for this key alone
+        holding = asyncio.create_task(ask(client, path + "?hold"))
+        while len(replica.seen) < 3:
+            await asyncio.sleep(0.005)
+        told_s = int((await ask(client, path))[1] or 0)
+        assert 20 <= told_s <= 30
+        assert len(replica.seen) == 3  # HAProxy said it
+        gate.set()
+        await holding
+
+
 async def test_a_stream_that_has_begun_is_not_begun_again(client: aiohttp.ClientSession) -> None:
     async def begins(request: web.Request) -> web.StreamResponse:
         stream = web.StreamResponse()
@@ -157,7 +258,7 @@ async def test_haproxy_that_was_killed_is_back_at_once_and_reloads_go_on(client:
 async def test_haproxy_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
     with tempfile.TemporaryDirectory(prefix="d") as folder:
         port = free_port()
-        environment = os.environ | {HTTP_ADDRESS: f"127.0.0.1:{port}"}
+        environment = os.environ | {HTTP_ADDRESS: f"127.0.0.1:{port}", MAX_REQUESTS: "8"}
         manager = await asyncio.create_subprocess_exec(
             sys.executable, doors.__file__, folder, str(port), env=environment, stdout=subprocess.PIPE
         )
@@ -185,10 +286,10 @@ async def test_only_the_frontend_can_be_reached_from_outside() -> None:
 
 def test_the_public_address_is_the_one_that_was_asked_for() -> None:
     text = _rendered()
-    assert "\n    bind *:8123\n" in rewrite_config(text, "0.0.0.0", 8123)
-    assert "\n    bind [::1]:8123\n" in rewrite_config(text, "::1", 8123)
+    assert "\n    bind *:8123\n" in rewrite_config(text, "0.0.0.0", 8123, 8)
+    assert "\n    bind [::1]:8123\n" in rewrite_config(text, "::1", 8123, 8)
     with pytest.raises(ValueError, match="0 places for metrics"):
-        rewrite_config(text.replace("bind :", "bind 127.0.0.1:"), "127.0.0.1", 8000)
+        rewrite_config(text.replace("bind :", "bind 127.0.0.1:"), "127.0.0.1", 8000, 8)
 
 
 def _rendered() -> str:

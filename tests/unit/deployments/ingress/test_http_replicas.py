@@ -25,12 +25,13 @@ from unit.deployments.ingress.http_fakes import (
 )
 from unit.deployments.serve_fakes import FakeHandle
 
-from cluster.registry.directory import DirectoryChange, ModelRecord
+from cluster.registry.directory import Directory, DirectoryChange, ModelRecord
 from cluster.registry.snapshot import RegistrySnapshot
 from configs.admission import AdmissionConfig
-from configs.cluster import HttpConfig
+from configs.http import HttpConfig
 from configs.model import ModelConfig
 from deployments.errors import InvalidRequest, Overloaded
+from deployments.ingress.catalog import Health
 from deployments.ingress.http import create_http_app
 from deployments.ingress.service import Service
 from deployments.records import (
@@ -242,6 +243,34 @@ async def test_health(http: httpx.AsyncClient, replicas: Replicas, states: list[
         2,
         sum(is_ in ("ready", "updating") for is_ in states),
     )
+
+
+async def test_health_follows_the_directory_and_counts_it_once_for_each_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    directory, changes = Directory("first"), asyncio.Queue[ModelRecord]()
+    for record in (state("flux", "ready"), state("clip", "registering")):
+        directory.apply(record)
+
+    class Changing(Replicas):
+        async def on_watch(self, revision: int, epoch: str, timeout_s: float) -> DirectoryChange:
+            if epoch:
+                directory.apply(await changes.get())
+            return directory.changes_since(revision, epoch)
+
+    replicas, counted = Changing(), list[int]()
+    count = Health.of
+    monkeypatch.setattr(Health, "of", lambda models, **given: counted.append(1) or count(models, **given))
+    watch, handle = RegistrySnapshot(lambda: replicas), FakeHandle(replicas)
+    transport = httpx.ASGITransport(create_http_app(Service(CONFIG, watch, handle, handle), CONFIG))
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+        for _ in range(3):
+            assert (await http.get("/healthz")).json() == {"status": "starting", "models_ready": 1, "models": 2}
+        changes.put_nowait(state("clip", "ready"))
+        await watch.hear(lambda: watch.revision == ("first", 3))
+        for _ in range(3):
+            assert (await http.get("/healthz")).json() == {"status": "ok", "models_ready": 2, "models": 2}
+            assert (await http.get("/v2/health/ready")).status_code == 200
+    assert len(counted) == 2
+    watch.close()
 
 
 async def test_health_does_not_wait_for_a_directory_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:

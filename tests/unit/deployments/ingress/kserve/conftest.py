@@ -13,7 +13,7 @@ import pytest
 from configs.batching import BatchingConfig
 from configs.cluster import LimitsConfig
 from deployments.errors import InvalidRequest, UnknownModel
-from deployments.ingress.catalog import ModelCard
+from deployments.ingress.catalog import Health, ModelCard
 from deployments.ingress.kserve.inference import Inference
 from deployments.pipelines.records import PipelineRequest, PipelineResult, Signature, TensorSpec, TensorValue
 from deployments.records import (
@@ -165,8 +165,9 @@ class FakeService:
             raise UnknownModel(f"no model {id_!r} (known: {', '.join(self.cards)})", "model")
         return self.cards[id_]
 
-    async def entering(self) -> list[str]:
-        return [card.id for card in self.cards.values() if card.state == "registering"]
+    async def health(self) -> Health:
+        states = [(card.kind, card.state) for card in await self.models()]
+        return Health.of(states, is_starting=any(state == "registering" for _, state in states))
 
 
 @pytest.fixture
