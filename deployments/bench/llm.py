@@ -91,7 +91,8 @@ class BenchSettings:
     n_batch: int = 2048
     n_ubatch: int = 512
     repetitions: int = 5
-    max_prefill_beside_decode: int = 64
+    max_prefill_beside_decode: int = 512
+    max_decode_delay: float = 2.0
     kv_dtype: KvDtype = "auto"
 
     @property
@@ -161,6 +162,7 @@ class _Ours:
             max_num_seqs=max(max_num_seqs, *(case.num_parallel for case in settings.cases)),
             max_num_batched_tokens=settings.n_batch,
             max_prefill_beside_decode=settings.max_prefill_beside_decode,
+            max_decode_delay=settings.max_decode_delay,
             kv_cache_bytes=_KV_BYTES,
             kv_dtype=settings.kv_dtype,
         )

@@ -194,7 +194,8 @@ def bench_llm(
     peer: Annotated[
         bool, typer.Option("--peer/--no-peer", help="Beside llama.cpp on a GGUF file, transformers on a folder.")
     ] = True,
-    beside: Annotated[int, typer.Option("--prefill-beside", min=1, help="max_prefill_beside_decode of ours.")] = 64,
+    beside: Annotated[int, typer.Option("--prefill-beside", min=1, help="max_prefill_beside_decode of ours.")] = 512,
+    delay: Annotated[float, typer.Option("--max-decode-delay", min=1, help="max_decode_delay of ours.")] = 2.0,
     kv_dtype: Annotated[str, typer.Option("--kv-dtype", help="auto or int8, of our KV cache.")] = "auto",
     rate: Annotated[float | None, typer.Option(min=0.01, help="Requests per second: the serving mode.")] = None,
     requests: Annotated[int, typer.Option(min=1, help="Of the serving mode, each of -p and -n tokens.")] = 50,
@@ -225,7 +226,7 @@ def bench_llm(
         raise typer.BadParameter("nothing to measure", param_hint="-p, -n, -pg")
     if kv_dtype not in ("auto", "int8"):
         raise typer.BadParameter(f"{kv_dtype!r}; expected auto or int8", param_hint="--kv-dtype")
-    settings = BenchSettings(tuple(cases), threads, batch, ubatch, repetitions, beside, kv_dtype)  # type: ignore[arg-type]
+    settings = BenchSettings(tuple(cases), threads, batch, ubatch, repetitions, beside, delay, kv_dtype)  # type: ignore[arg-type]
     if rate is not None:
         if output not in ("md", "json"):
             raise typer.BadParameter(f"{output!r}; expected md or json with --rate", param_hint="-o")

@@ -20,10 +20,10 @@ from deployments.engines.diffusion.pipeline import DenoisePipeline
 from deployments.engines.diffusion.previews import preview_steps
 from deployments.engines.diffusion.rows import Work
 from deployments.engines.diffusion.state import DenoiseState
-from deployments.engines.diffusion.step_costs import StepCosts
 from deployments.engines.diffusion.turns import ArrivingLoad, Candidate, FairOrder, choose_turn
 from deployments.engines.memory_limits import forget_frames, is_out_of_memory
 from deployments.engines.protocol import ConditionedRequest, DenoiseTimes, DiffusionOutput, EngineError
+from deployments.engines.step_costs import StepCosts
 
 T = TypeVar("T")
 _MAX_AHEAD: Final = 2  # turns that the host may have begun and the device has not ended: later choices know more

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from deployments.engines.llm.kv_cache import KvDtype, cache_tensors, plan_cache
 from deployments.engines.llm.loras import DecoderLoras
 from deployments.engines.llm.model_runner import ModelRunner
 from deployments.engines.llm.models.registry import create_model, decoder_spec, load_config
+from deployments.engines.llm.prefill_pace import PrefillPace
 from deployments.engines.llm.prompt_logprobs import PromptLogprobs
 from deployments.engines.llm.sampler import SampledToken, sample
 from deployments.engines.llm.scheduler import Chunk, Scheduler, Sequence
@@ -58,12 +60,14 @@ class LLMEngine:
         device: str | torch.device = "cpu",
         max_num_seqs: int = 64,
         max_num_batched_tokens: int = 512,
-        max_prefill_beside_decode: int = 64,
+        max_prefill_beside_decode: int = 512,
+        max_decode_delay: float = 2.0,
         is_deterministic: bool = False,
         kv_cache_bytes: int = 64 * 2**20,
         kv_dtype: KvDtype = "auto",
         max_model_len: int | None = None,
         arithmetic: Arithmetic = "fast",
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Build the model of a stock Hugging Face folder, or of a GGUF file, around `tensors`, which are shared and
         never written.
@@ -71,7 +75,8 @@ class LLMEngine:
         The weights may be absent from the folder. `tensors` have the checkpoint's names and one floating
         dtype, which is also that of the computation and, unless `kv_dtype` is int8, of the KV cache.
         `max_model_len` None means all that the model and `kv_cache_bytes` allow. `arithmetic` is that of packed
-        weights (`nn/packed_linear.py`).
+        weights (`nn/packed_linear.py`). Steps in which sequences decode take about `max_decode_delay` times what they
+        take without prompts, by the seconds of `clock`, and have at most `max_prefill_beside_decode` prompt tokens.
 
         Raises:
             EngineError: the folder, the tensors or the limits do not fit together; the message tells which.
@@ -99,11 +104,12 @@ class LLMEngine:
         self._eos_token_ids = load_eos_token_ids(folder, config)
         self.grammars = GrammarCompiler(self.tokenizer, self._vocab_size, self._eos_token_ids)
         self._blocks = BlockPool(plan.num_blocks)
+        self._pace, self._clock = PrefillPace(max_decode_delay, max_prefill_beside_decode), clock
         self._scheduler = Scheduler(
             self._blocks,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
-            max_prefill_beside_decode=max_prefill_beside_decode,
+            pace=self._pace,
             shares_completions=not is_deterministic,
         )
         self._runner = ModelRunner(model, plan.num_blocks, kv_dtype)
@@ -196,10 +202,14 @@ class LLMEngine:
         The result has one delta for every completion that got a token or ended; it is empty without work.
         """
         self.failures = {}
+        begin_s = self._clock()
         plan = self._scheduler.schedule()
         if plan.copies:
             self._runner.copy_blocks(plan.copies)
-        return self._postprocess(plan.chunks, self._run(plan.chunks))
+        deltas = self._postprocess(plan.chunks, self._run(plan.chunks))
+        if plan.num_decoding and not self.failures:
+            self._pace.note(plan.num_decoding, plan.num_prompt_tokens, self._clock() - begin_s)
+        return deltas
 
     def _run(self, chunks: tuple[Chunk, ...]) -> dict[Completion, SampledToken]:
         """The sampled token of each completion whose last chunk this is. Notes in `failures` what cannot run."""

@@ -85,16 +85,24 @@ class ModelRunner:
         with adapted_rows(model.module, _row_adapters(chunks, model.device, of_head=True)):
             return self._logits(hidden, _last_rows(chunks))
 
-    def _taken_by_kernels(self, chunks: Iterable[Chunk]) -> list[Chunk]:
-        """Return the chunks that the kernels compute in one call: tokens of completions without a LoRA, if few."""
+    def _taken_by_kernels(self, chunks: Collection[Chunk]) -> list[Chunk]:
+        """Return the chunks that the kernels compute in one call, a few tokens: of completions, all or none.
+
+        Then parts of prompts, where their bits may depend on how they are cut. None of them has a LoRA.
+        """
         if self._decoder is None:
             return []
-        taken = [
-            chunk
-            for chunk in chunks
-            if chunk.start >= chunk.sequence.num_prompt_tokens and not chunk.sequence.loras and chunk.num_tokens
-        ]
-        return taken if sum(chunk.num_tokens for chunk in taken) <= self._decoder.max_rows else []
+        able = [chunk for chunk in chunks if not chunk.sequence.loras and chunk.num_tokens]
+        taken = [chunk for chunk in able if chunk.start >= chunk.sequence.num_prompt_tokens]
+        left = self._decoder.max_rows - sum(chunk.num_tokens for chunk in taken)
+        if left < 0:
+            return []
+        for chunk in able if self._decoder.takes_prompts else ():
+            is_prompt = chunk.start < chunk.sequence.num_prompt_tokens and chunk.sequence.prompt_logprobs is None
+            if is_prompt and chunk.num_tokens <= left:
+                taken.append(chunk)
+                left -= chunk.num_tokens
+        return [chunk for chunk in chunks if chunk in taken]
 
     def _run_kernels(self, chunks: Collection[Chunk]) -> torch.Tensor:
         assert self._decoder is not None

@@ -20,7 +20,6 @@ from unit.deployments.engine_loops import last_output
 
 from deployments.engines.diffusion.engine import DiffusionEngine
 from deployments.engines.diffusion.rows import Work
-from deployments.engines.diffusion.step_costs import StepCosts
 from deployments.engines.protocol import (
     ComputationFailed,
     ConditionedRequest,
@@ -32,6 +31,7 @@ from deployments.engines.protocol import (
     TextDelta,
     TextRequest,
 )
+from deployments.engines.step_costs import StepCosts
 from deployments.services.step_loop import DeviceThread, EngineLoop
 
 WAIT_S = 10
