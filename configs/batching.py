@@ -99,3 +99,13 @@ class LanguageModelConfig(StrictModel):
         description="products with packed weights (GGUF, Kuiper): fast quantizes activations where rows are few, "
         "deterministic gives a request the same tokens in any batch, exact is float32",
     )
+    decode_threads: int | None = Field(
+        None, ge=1, le=1024, description="threads of LLM steps without prompts; default: num_threads"
+    )
+    prefill_threads: int | None = Field(
+        None,
+        ge=1,
+        le=1024,
+        description="threads of LLM steps with prompts; default: num_threads. Where it is not decode_threads, "
+        "prompts beside a completion may change it by rounding, unless its weights are packed",
+    )

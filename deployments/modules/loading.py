@@ -222,6 +222,8 @@ class ComponentBuilder:
                 kv_cache_bytes=self._kv_cache_bytes(component),
                 kv_dtype=self._settings.kv_dtype,
                 arithmetic=self._settings.packed_arithmetic,
+                decode_threads=self._settings.decode_threads,
+                prefill_threads=self._settings.prefill_threads,
             )
 
     def prepare(self, component: Component, skeleton: Path) -> None:

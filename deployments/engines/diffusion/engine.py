@@ -97,6 +97,9 @@ class DiffusionEngine:
         deadline_s = None if request.timeout_s is None else now + request.timeout_s
         self._requests[request.request_id] = _Running(request, state, now, self._order.arrive(work_s), deadline_s)
 
+    def forsake(self, request_id: str) -> None:
+        """Do nothing: a denoise step ends for all who share it."""
+
     def abort(self, request_id: str) -> None:
         """Drop a request. Unknown ids are ignored."""
         running = self._requests.pop(request_id, None)
