@@ -1,4 +1,4 @@
-"""Dynamic batching of one deployment: the settings of `deployments/batching`."""
+"""Dynamic batching: the settings of `deployments/batching`, and those of the steps of language models."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from configs.model import StrictModel
+from configs.model import Bytes, StrictModel
 
 MAX_PRIORITY_LEVELS = 100
 
@@ -64,3 +64,48 @@ class BatchingConfig(StrictModel):
         if wrong:
             raise ValueError(f"preferred_batch_sizes {wrong} are not within 1 to max_batch_size {self.max_batch_size}")
         return self
+
+
+class LanguageModelConfig(StrictModel):
+    """The steps and the KV cache of each language model: a part of the worker's settings."""
+
+    kv_cache_bytes: Bytes | None = Field(
+        None, description="of each LLM; default: half of its weights' size, at least 64 MiB, never more than it can use"
+    )
+    kv_dtype: Literal["auto", "int8"] = Field(
+        "auto",
+        description="of the keys and values in the KV cache: auto, as the computation; int8, in half of bfloat16's "
+        "memory, which changes answers by rounding",
+    )
+    max_step_tokens: int = Field(512, ge=16, description="prompt tokens and decoding sequences of one LLM step")
+    max_decode_delay: float = Field(
+        2.0,
+        ge=1,
+        allow_inf_nan=False,
+        description="steps in which LLM sequences decode get as many prompt tokens as fit into so many times what the "
+        "step takes without, as measured: a running stream waits no longer, and prompts beside it take longer",
+    )
+    max_prefill_beside_decode: int = Field(
+        512, ge=1, description="prompt tokens of a step in which sequences decode, at most"
+    )
+    deterministic: bool = Field(
+        False,
+        description="on the CPU, an LLM's answer is the same bit for bit with and without a prefix cache hit: what "
+        "completions have computed is not shared with later prompts",
+    )
+    max_num_seqs: int = Field(64, ge=1, description="LLM sequences that run at once")
+    packed_arithmetic: Literal["fast", "deterministic", "exact"] = Field(
+        "fast",
+        description="products with packed weights (GGUF, Kuiper): fast quantizes activations where rows are few, "
+        "deterministic gives a request the same tokens in any batch, exact is float32",
+    )
+    decode_threads: int | None = Field(
+        None, ge=1, le=1024, description="threads of LLM steps without prompts; default: num_threads"
+    )
+    prefill_threads: int | None = Field(
+        None,
+        ge=1,
+        le=1024,
+        description="threads of LLM steps with prompts; default: num_threads. Where it is not decode_threads, "
+        "prompts beside a completion may change it by rounding, unless its weights are packed",
+    )

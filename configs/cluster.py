@@ -11,7 +11,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from configs.access import AccessConfig, is_loopback
 from configs.admission import AdmissionConfig, ControllerConfig
-from configs.batching import BatchingConfig
+from configs.batching import BatchingConfig, LanguageModelConfig
 from configs.http import GrpcConfig, HttpConfig
 from configs.model import AdapterConfig, Bytes, GenerationDefaults, ModelConfig, ModelId, StrictModel
 from configs.pipeline import PipelineConfig
@@ -192,36 +192,13 @@ class TextEncoderConfig(ModelReplicaConfig):
         return self.max_running_inputs or 2 * self.batching.max_batch_size
 
 
-class WorkerConfig(ModelReplicaConfig):
+class WorkerConfig(LanguageModelConfig, ModelReplicaConfig):
     """The denoise/LLM service."""
 
     encodes_alone: bool = Field(
         True, description="encode text itself while no text encoder answers: slower, and said in the answer"
     )
     resident_bytes: Bytes = Field(4 * 2**30, validate_default=True)
-    kv_cache_bytes: Bytes | None = Field(
-        None, description="of each LLM; default: half of its weights' size, at least 64 MiB, never more than it can use"
-    )
-    kv_dtype: Literal["auto", "int8"] = Field(
-        "auto",
-        description="of the keys and values in the KV cache: auto, as the computation; int8, in half of bfloat16's "
-        "memory, which changes answers by rounding",
-    )
-    max_step_tokens: int = Field(512, ge=16, description="prompt tokens and decoding sequences of one LLM step")
-    max_prefill_beside_decode: int = Field(
-        64, ge=1, description="prompt tokens of a step in which sequences decode: a running stream waits for no more"
-    )
-    deterministic: bool = Field(
-        False,
-        description="on the CPU, an LLM's answer is the same bit for bit with and without a prefix cache hit: what "
-        "completions have computed is not shared with later prompts",
-    )
-    max_num_seqs: int = Field(64, ge=1, description="LLM sequences that run at once")
-    packed_arithmetic: Literal["fast", "deterministic", "exact"] = Field(
-        "fast",
-        description="products with packed weights (GGUF, Kuiper): fast quantizes activations where rows are few, "
-        "deterministic gives a request the same tokens in any batch, exact is float32",
-    )
     max_running_images: int = Field(
         16, ge=1, description="images that one worker has under way; more wait in the admission queue"
     )

@@ -24,8 +24,8 @@ from deployments.bench.denoise_offload import measure_offload
 from deployments.bench.figures import percentile
 from deployments.engines.diffusion.checkpoints import conditioning_of
 from deployments.engines.diffusion.engine import DiffusionEngine
-from deployments.engines.diffusion.step_costs import StepCosts
 from deployments.engines.protocol import ConditionedRequest, DiffusionOutput, DiffusionRequest
+from deployments.engines.step_costs import StepCosts
 
 LOADS: Final = (0.5, 0.8, 0.95)
 CONCURRENT: Final = ((8, 16), (32, 16), (8, 64))  # requests, and the pixels of their sides

@@ -2,7 +2,7 @@
 
 Orders are JSON lines: {"do": "run", "n_prompt", "n_gen", "depth", "num_parallel"} -> {"ns"};
 {"do": "tokens", "text"} -> {"ids"}; {"do": "greedy", "ids", "count"} -> {"ids"}.
-Usage: llama_cpp_process.py MODEL THREADS N_CTX N_BATCH N_UBATCH.
+Usage: llama_cpp_process.py MODEL THREADS THREADS_BATCH N_CTX N_BATCH N_UBATCH.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from llama_cpp import _internals as internals
 class _Judge:
     """One model and context."""
 
-    def __init__(self, path: str, threads: int, n_ctx: int, n_batch: int, n_ubatch: int) -> None:
+    def __init__(self, path: str, threads: int, threads_batch: int, n_ctx: int, n_batch: int, n_ubatch: int) -> None:
         self.llama = llama_cpp.Llama(
             path,
             n_threads=threads,
-            n_threads_batch=threads,
+            n_threads_batch=threads_batch,
             n_ctx=n_ctx,
             n_batch=n_batch,
             n_ubatch=n_ubatch,

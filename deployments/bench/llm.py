@@ -84,14 +84,16 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class BenchSettings:
-    """llama-bench's settings: -p, -n, -pg, -d, -t, -b, -ub, -r."""
+    """llama-bench's settings: -p, -n, -pg, -d, -t, -b, -ub, -r; and llama.cpp's -tb, the threads of prompts."""
 
     cases: tuple[Case, ...]
     threads: int
+    threads_batch: int
     n_batch: int = 2048
     n_ubatch: int = 512
     repetitions: int = 5
-    max_prefill_beside_decode: int = 64
+    max_prefill_beside_decode: int = 512
+    max_decode_delay: float = 2.0
     kv_dtype: KvDtype = "auto"
 
     @property
@@ -120,6 +122,7 @@ def measure_llm(model: Path, settings: BenchSettings, *, peer: bool = True) -> l
         python = llama_cpp_python() if peer and model.suffix == ".gguf" else None
         if python is not None:
             sizes = {"n_ctx": settings.context, "n_batch": settings.n_batch, "n_ubatch": settings.n_ubatch}
+            sizes |= {"threads_batch": settings.threads_batch}
             other = stack.enter_context(LlamaCpp(python, model, threads=settings.threads, **sizes))
             runs["llama.cpp"] = lambda case: int(other.ask("run", **case.sizes)["ns"])
         elif peer and any(model.glob("*.safetensors")):
@@ -161,8 +164,10 @@ class _Ours:
             max_num_seqs=max(max_num_seqs, *(case.num_parallel for case in settings.cases)),
             max_num_batched_tokens=settings.n_batch,
             max_prefill_beside_decode=settings.max_prefill_beside_decode,
+            max_decode_delay=settings.max_decode_delay,
             kv_cache_bytes=_KV_BYTES,
             kv_dtype=settings.kv_dtype,
+            prefill_threads=settings.threads_batch,
         )
         self._count = 0
 
@@ -218,7 +223,8 @@ def _figures(row: _Row, ours: _Ours, settings: BenchSettings) -> dict[str, Any]:
         "stddev_ts": _deviation(speeds),
     }
     assert tuple(values) == _FIELDS
-    return values | {"n_parallel": row.case.num_parallel, "samples_ns": row.samples_ns, "samples_ts": speeds}
+    more = {"n_parallel": row.case.num_parallel, "n_threads_batch": settings.threads_batch}
+    return values | more | {"samples_ns": row.samples_ns, "samples_ts": speeds}
 
 
 def _deviation(samples: Sequence[float]) -> float:

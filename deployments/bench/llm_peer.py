@@ -26,9 +26,18 @@ class LlamaCpp:
     """A process with one model open. Use it as a context."""
 
     def __init__(
-        self, python: Path, model: Path, *, threads: int = 1, n_ctx: int = 512, n_batch: int = 2048, n_ubatch: int = 512
+        self,
+        python: Path,
+        model: Path,
+        *,
+        threads: int = 1,
+        threads_batch: int | None = None,
+        n_ctx: int = 512,
+        n_batch: int = 2048,
+        n_ubatch: int = 512,
     ) -> None:
-        command = [str(python), str(_SCRIPT), str(model), *map(str, (threads, n_ctx, n_batch, n_ubatch))]
+        numbers = threads, threads_batch or threads, n_ctx, n_batch, n_ubatch
+        command = [str(python), str(_SCRIPT), str(model), *map(str, numbers)]
         kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "OMP_NUM_THREADS")}
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=kept

@@ -187,6 +187,9 @@ def bench_llm(
     depth: Annotated[int, typer.Option("-d", "--n-depth", min=0, help="Tokens that are in the cache before.")] = 0,
     parallel: Annotated[str, typer.Option("-npl", help="Numbers of streams at once, such as 1,4,8.")] = "1",
     threads: Annotated[int, typer.Option("-t", "--threads", min=1)] = 2,
+    threads_batch: Annotated[
+        int | None, typer.Option("-tb", "--threads-batch", min=1, help="Of prompts; default: -t.")
+    ] = None,
     batch: Annotated[int, typer.Option("-b", "--batch-size", min=1)] = 2048,
     ubatch: Annotated[int, typer.Option("-ub", "--ubatch-size", min=1)] = 512,
     repetitions: Annotated[int, typer.Option("-r", "--repetitions", min=1)] = 5,
@@ -194,7 +197,8 @@ def bench_llm(
     peer: Annotated[
         bool, typer.Option("--peer/--no-peer", help="Beside llama.cpp on a GGUF file, transformers on a folder.")
     ] = True,
-    beside: Annotated[int, typer.Option("--prefill-beside", min=1, help="max_prefill_beside_decode of ours.")] = 64,
+    beside: Annotated[int, typer.Option("--prefill-beside", min=1, help="max_prefill_beside_decode of ours.")] = 512,
+    delay: Annotated[float, typer.Option("--max-decode-delay", min=1, help="max_decode_delay of ours.")] = 2.0,
     kv_dtype: Annotated[str, typer.Option("--kv-dtype", help="auto or int8, of our KV cache.")] = "auto",
     rate: Annotated[float | None, typer.Option(min=0.01, help="Requests per second: the serving mode.")] = None,
     requests: Annotated[int, typer.Option(min=1, help="Of the serving mode, each of -p and -n tokens.")] = 50,
@@ -225,7 +229,17 @@ def bench_llm(
         raise typer.BadParameter("nothing to measure", param_hint="-p, -n, -pg")
     if kv_dtype not in ("auto", "int8"):
         raise typer.BadParameter(f"{kv_dtype!r}; expected auto or int8", param_hint="--kv-dtype")
-    settings = BenchSettings(tuple(cases), threads, batch, ubatch, repetitions, beside, kv_dtype)  # type: ignore[arg-type]
+    settings = BenchSettings(
+        tuple(cases),
+        threads,
+        threads_batch or threads,
+        batch,
+        ubatch,
+        repetitions,
+        beside,
+        delay,
+        kv_dtype,  # type: ignore[arg-type]
+    )
     if rate is not None:
         if output not in ("md", "json"):
             raise typer.BadParameter(f"{output!r}; expected md or json with --rate", param_hint="-o")

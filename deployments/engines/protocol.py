@@ -65,7 +65,8 @@ class Engine(Protocol[RequestT, OutputT]):
     """A model that moves many requests on together, step by step. Requests join and leave between steps.
 
     HAZARD: an engine has no locks. `add_request`, `abort` and `step` are called by one thread at a time, the one that
-    may touch the device; `has_work` and `failures` may be read by any while none of the three runs.
+    may touch the device; `has_work` and `failures` may be read by any while none of the three runs. `forsake` alone may
+    be called by any thread at any time.
 
     What a request gets depends on the requests that share its steps by rounding at most (the engines say how far), and
     one that fails takes no other with it.
@@ -87,6 +88,12 @@ class Engine(Protocol[RequestT, OutputT]):
 
         Raises:
             EngineError: the request cannot run, or its id is that of one under way. Nothing of it stays.
+        """
+
+    def forsake(self, request_id: str) -> None:
+        """Tell the engine that nobody wants a request any more, so that a step that runs may end early.
+
+        `abort` follows as soon as it has.
         """
 
     def abort(self, request_id: str) -> None:

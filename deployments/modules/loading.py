@@ -217,10 +217,13 @@ class ComponentBuilder:
                 max_num_seqs=self._settings.max_num_seqs,
                 max_num_batched_tokens=self._settings.max_step_tokens,
                 max_prefill_beside_decode=self._settings.max_prefill_beside_decode,
+                max_decode_delay=self._settings.max_decode_delay,
                 is_deterministic=self._settings.deterministic,
                 kv_cache_bytes=self._kv_cache_bytes(component),
                 kv_dtype=self._settings.kv_dtype,
                 arithmetic=self._settings.packed_arithmetic,
+                decode_threads=self._settings.decode_threads,
+                prefill_threads=self._settings.prefill_threads,
             )
 
     def prepare(self, component: Component, skeleton: Path) -> None:

@@ -20,7 +20,6 @@ from deployments.engines.diffusion.checkpoints import conditioning_of
 from deployments.engines.diffusion.engine import DiffusionEngine
 from deployments.engines.diffusion.families import family_of
 from deployments.engines.diffusion.pipeline import DenoisePipeline, create_pipeline, settings_hash
-from deployments.engines.diffusion.step_costs import StepCosts
 from deployments.engines.protocol import (
     AdapterUse,
     ConditionedRequest,
@@ -28,6 +27,7 @@ from deployments.engines.protocol import (
     DiffusionOutput,
     DiffusionRequest,
 )
+from deployments.engines.step_costs import StepCosts
 from deployments.errors import as_service_errors
 from deployments.modules.cache import ModuleCache
 from deployments.modules.lease import Lease

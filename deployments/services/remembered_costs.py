@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-from deployments.engines.diffusion.step_costs import StepCosts
+from deployments.engines.step_costs import StepCosts
 from weights.private_folder import cache_folder, recall, remember
 
 MAX_SUBJECTS: Final = 32  # newest last

@@ -93,6 +93,7 @@ class EngineLoop(Generic[RequestT, OutputT]):
         finally:
             del self._queues[request.request_id]
             if is_running:
+                self._engine.forsake(request.request_id)
                 await self._device.run(self._engine.abort, request.request_id)
 
     async def end_early(self, request_id: str, end: Callable[[str], OutputT | None]) -> None:

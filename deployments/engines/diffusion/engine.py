@@ -20,10 +20,10 @@ from deployments.engines.diffusion.pipeline import DenoisePipeline
 from deployments.engines.diffusion.previews import preview_steps
 from deployments.engines.diffusion.rows import Work
 from deployments.engines.diffusion.state import DenoiseState
-from deployments.engines.diffusion.step_costs import StepCosts
 from deployments.engines.diffusion.turns import ArrivingLoad, Candidate, FairOrder, choose_turn
 from deployments.engines.memory_limits import forget_frames, is_out_of_memory
 from deployments.engines.protocol import ConditionedRequest, DenoiseTimes, DiffusionOutput, EngineError
+from deployments.engines.step_costs import StepCosts
 
 T = TypeVar("T")
 _MAX_AHEAD: Final = 2  # turns that the host may have begun and the device has not ended: later choices know more
@@ -96,6 +96,9 @@ class DiffusionEngine:
         self._load.arrive(now, work_s)
         deadline_s = None if request.timeout_s is None else now + request.timeout_s
         self._requests[request.request_id] = _Running(request, state, now, self._order.arrive(work_s), deadline_s)
+
+    def forsake(self, request_id: str) -> None:
+        """Do nothing: a denoise step ends for all who share it."""
 
     def abort(self, request_id: str) -> None:
         """Drop a request. Unknown ids are ignored."""

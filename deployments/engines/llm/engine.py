@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +17,9 @@ from deployments.engines.llm.completion import Completion, check_request
 from deployments.engines.llm.grammar import GrammarCompiler
 from deployments.engines.llm.kv_cache import KvDtype, cache_tensors, plan_cache
 from deployments.engines.llm.loras import DecoderLoras
-from deployments.engines.llm.model_runner import ModelRunner
+from deployments.engines.llm.model_runner import ModelRunner, StepAborted
 from deployments.engines.llm.models.registry import create_model, decoder_spec, load_config
+from deployments.engines.llm.prefill_pace import PrefillPace
 from deployments.engines.llm.prompt_logprobs import PromptLogprobs
 from deployments.engines.llm.sampler import SampledToken, sample
 from deployments.engines.llm.scheduler import Chunk, Scheduler, Sequence
@@ -58,12 +61,16 @@ class LLMEngine:
         device: str | torch.device = "cpu",
         max_num_seqs: int = 64,
         max_num_batched_tokens: int = 512,
-        max_prefill_beside_decode: int = 64,
+        max_prefill_beside_decode: int = 512,
+        max_decode_delay: float = 2.0,
         is_deterministic: bool = False,
         kv_cache_bytes: int = 64 * 2**20,
         kv_dtype: KvDtype = "auto",
         max_model_len: int | None = None,
         arithmetic: Arithmetic = "fast",
+        decode_threads: int | None = None,
+        prefill_threads: int | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Build the model of a stock Hugging Face folder, or of a GGUF file, around `tensors`, which are shared and
         never written.
@@ -71,7 +78,10 @@ class LLMEngine:
         The weights may be absent from the folder. `tensors` have the checkpoint's names and one floating
         dtype, which is also that of the computation and, unless `kv_dtype` is int8, of the KV cache.
         `max_model_len` None means all that the model and `kv_cache_bytes` allow. `arithmetic` is that of packed
-        weights (`nn/packed_linear.py`).
+        weights (`nn/packed_linear.py`). Steps in which sequences decode take about `max_decode_delay` times what they
+        take without prompts, by the seconds of `clock`, and have at most `max_prefill_beside_decode` prompt tokens.
+        Steps of completions alone run on `decode_threads` of torch's threads, others on `prefill_threads`; None leaves
+        their number as it is.
 
         Raises:
             EngineError: the folder, the tensors or the limits do not fit together; the message tells which.
@@ -83,6 +93,11 @@ class LLMEngine:
             )
         config = load_config(folder)
         model = create_model(config, tensors, torch.device(device), arithmetic=arithmetic)
+        if is_deterministic and decode_threads != prefill_threads and model.pads_rows:
+            raise EngineError(
+                f"{decode_threads} threads decode and {prefill_threads} compute prompts; expected as many where "
+                "results are the same bit for bit: torch rounds products by the number of threads"
+            )
         plan = plan_cache(
             model.spec,
             model.dtype,
@@ -99,17 +114,20 @@ class LLMEngine:
         self._eos_token_ids = load_eos_token_ids(folder, config)
         self.grammars = GrammarCompiler(self.tokenizer, self._vocab_size, self._eos_token_ids)
         self._blocks = BlockPool(plan.num_blocks)
+        self._pace, self._clock = PrefillPace(max_decode_delay, max_prefill_beside_decode), clock
         self._scheduler = Scheduler(
             self._blocks,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
-            max_prefill_beside_decode=max_prefill_beside_decode,
+            pace=self._pace,
             shares_completions=not is_deterministic,
         )
         self._runner = ModelRunner(model, plan.num_blocks, kv_dtype)
         self._loras = DecoderLoras(model)
         self._requests: dict[str, list[Completion]] = {}
         self._memory = MemoryLimits()
+        self._forsaken: set[str] = set()
+        self._decode_threads, self._prefill_threads = decode_threads, prefill_threads
 
     @property
     def has_work(self) -> bool:
@@ -183,8 +201,16 @@ class LLMEngine:
         self._requests[request.request_id] = completions
         self._scheduler.add_sequence(first)
 
+    def forsake(self, request_id: str) -> None:
+        """Have a step that runs end before its next layer, if half of its tokens or more are wanted no more.
+
+        Callable from any thread, at any time; `abort` follows. The step then begins anew with its other requests.
+        """
+        self._forsaken.add(request_id)
+
     def abort(self, request_id: str) -> None:
         """Drop a request and free its blocks at once; no delta of it follows. Unknown ids are ignored."""
+        self._forsaken.discard(request_id)
         completions = self._requests.pop(request_id, [])
         has_forked = bool(completions) and not completions[0].sequence.num_siblings
         for completion in completions if has_forked else completions[:1]:
@@ -196,10 +222,35 @@ class LLMEngine:
         The result has one delta for every completion that got a token or ended; it is empty without work.
         """
         self.failures = {}
+        begin_s = self._clock()
         plan = self._scheduler.schedule()
         if plan.copies:
             self._runner.copy_blocks(plan.copies)
-        return self._postprocess(plan.chunks, self._run(plan.chunks))
+        with _torch_threads(self._prefill_threads if plan.num_prompt_tokens else self._decode_threads):
+            chunks, tokens = self._run_wanted(plan.chunks)
+        deltas = self._postprocess(chunks, tokens)
+        if plan.num_decoding and not self.failures and chunks == plan.chunks:
+            self._pace.note(plan.num_decoding, plan.num_prompt_tokens, self._clock() - begin_s)
+        return deltas
+
+    def _run_wanted(self, chunks: tuple[Chunk, ...]) -> tuple[tuple[Chunk, ...], dict[Completion, SampledToken]]:
+        """Run a step, as often as it is aborted without what nobody wants any more; return also what was left of it."""
+        while True:
+            try:
+                return chunks, self._run(chunks)
+            except StepAborted:
+                for chunk in chunks:
+                    if chunk.sequence.request_id in self._forsaken:
+                        self.abort(chunk.sequence.request_id)
+                chunks = tuple(chunk for chunk in chunks if chunk.sequence.request_id in self._requests)
+
+    def _check_wanted(self, chunks: tuple[Chunk, ...]) -> None:
+        """Raise StepAborted where others would hardly get less if the step began anew without what is not wanted."""
+        if not self._forsaken:
+            return
+        sizes = [(chunk.num_tokens, chunk.sequence.request_id in self._forsaken) for chunk in chunks]
+        if 2 * sum(size for size, is_forsaken in sizes if is_forsaken) >= sum(size for size, _ in sizes):
+            raise StepAborted
 
     def _run(self, chunks: tuple[Chunk, ...]) -> dict[Completion, SampledToken]:
         """The sampled token of each completion whose last chunk this is. Notes in `failures` what cannot run."""
@@ -212,6 +263,8 @@ class LLMEngine:
             if len(completions) > len(groups):  # a prompt's row is the first of all its completions
                 logits = logits.repeat_interleave(torch.tensor([len(g) for g in groups], device=logits.device), 0)
             outcomes = sample(logits, [completion.picker for completion in completions])
+        except StepAborted:
+            raise
         except Exception as error:
             if len(chunks) == 1:
                 request_id = chunks[0].sequence.request_id
@@ -237,7 +290,7 @@ class LLMEngine:
         """One row per last chunk, from as few forwards as memory allows: running a chunk again is harmless."""
         longest = max(chunk.num_tokens for chunk in chunks)
         parts = run_in_parts(
-            lambda start, stop: self._runner.run(chunks[start:stop]),
+            lambda start, stop: self._runner.run(chunks[start:stop], lambda: self._check_wanted(chunks)),
             len(chunks),
             len(chunks),
             self._memory,
@@ -284,6 +337,20 @@ class LLMEngine:
         reason = self.failures[request_id]
         self.failures[request_id] = ComputationFailed(f"the model failed after {num_tokens} tokens: {reason}")
         self.abort(request_id)
+
+
+@contextlib.contextmanager
+def _torch_threads(count: int | None) -> Iterator[None]:
+    """Let torch and the kernels use so many threads for what this thread computes; None changes nothing."""
+    before = torch.get_num_threads()
+    if count is None or count == before:
+        yield
+        return
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def working_bytes(

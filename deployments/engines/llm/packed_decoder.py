@@ -2,7 +2,7 @@
 
 At one token a step, what torch and Python do around some thirty small operations a layer costs as much as half of the
 products. Activations stay in float32 from the embedding to the logits. `PackedDecoder.create` says where it applies;
-everywhere else, and for prompts, the module runs layer by layer.
+everywhere else, and for longer parts of prompts, the module runs layer by layer.
 """
 
 from __future__ import annotations
@@ -96,6 +96,8 @@ class PackedDecoder:
         self._embedding: PackedEmbedding = decoder.embed_tokens
         self._norm, self._rotary, self._kernels = decoder.norm, model.rotary, kernels
         self._kept: list[torch.Tensor] = []
+        # Layer by layer, a prompt is rounded otherwise, so it must not take both ways where bits are promised.
+        self.takes_prompts = decoder.layers[0].mlp.gate_proj.arithmetic == "fast"
         spec = model.spec
         self._layers = (_Layer * spec.num_layers)(
             *(self._layer(layer, cache.layer_slots(i)) for i, layer in enumerate(decoder.layers))

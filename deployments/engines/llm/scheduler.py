@@ -9,6 +9,7 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING, Final
 
 from deployments.engines.llm.block_manager import BLOCK_SIZE, BlockPool, block_key, blocks_for
+from deployments.engines.llm.prefill_pace import PrefillPace
 
 if TYPE_CHECKING:
     from deployments.engines.llm.loras import SequenceLora
@@ -82,18 +83,26 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """The work of a step: first whole blocks are copied, each (from, to) in this order, then the chunks are run."""
+    """The work of a step: first whole blocks are copied, each (from, to) in this order, then the chunks are run.
+
+    The first `num_decoding` chunks are tokens of sequences that decode, the others are parts of prompts.
+    """
 
     chunks: tuple[Chunk, ...] = ()
     copies: tuple[tuple[int, int], ...] = ()
+    num_decoding: int = 0
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Return how many tokens of prompts the step computes."""
+        return sum(chunk.num_tokens for chunk in self.chunks[self.num_decoding :])
 
 
 class Scheduler:
     """Forms the batch of every step; requests join and leave between steps.
 
-    - Every running sequence decodes one token in every step. Beside them, prompts are computed in chunks:
-      `max_prefill_beside_decode` tokens in all, or the whole budget when nothing decodes. So a stream never waits
-      longer than that many tokens take.
+    - Every running sequence decodes one token in every step. Beside them, prompts are computed in chunks: as many
+      tokens in all as the `pace` says, or the whole budget when nothing decodes or there is no pace to keep.
     - Prompts are seated in order of arrival, while seats and blocks for all their tokens last. The seated ones share
       the chunk evenly, and what a short one leaves goes to the others: it does not wait for a long one before it.
     - Blocks that hold what a prompt begins with are shared. A shared block is copied before it is written.
@@ -111,13 +120,13 @@ class Scheduler:
         *,
         max_num_seqs: int,
         max_num_batched_tokens: int,
-        max_prefill_beside_decode: int | None = None,
+        pace: PrefillPace | None = None,
         shares_completions: bool = True,
     ) -> None:
         self._blocks = blocks
         self._max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
         self._max_num_batched_tokens = max_num_batched_tokens
-        self._max_prefill_beside_decode = max_prefill_beside_decode or max_num_batched_tokens
+        self._pace = pace
         self._shares_completions = shares_completions
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []  # all that have a seat, the oldest first
@@ -162,12 +171,13 @@ class Scheduler:
         """Choose the next step's work; empty only when there is none. `complete` follows for each chunk."""
         self._copies = []
         chunks = self._schedule_decode()
-        budget = self._max_num_batched_tokens - len(chunks)
-        if chunks:
-            budget = min(budget, self._max_prefill_beside_decode)
+        num_decoding = len(chunks)
+        budget = self._max_num_batched_tokens - num_decoding
+        if chunks and self._pace is not None:
+            budget = min(budget, self._pace.choose_tokens(num_decoding))
         self._seat_waiting(budget)
         chunks += self._schedule_prefill(budget)
-        return StepPlan(tuple(chunks), tuple(self._copies))
+        return StepPlan(tuple(chunks), tuple(self._copies), num_decoding)
 
     def complete(self, chunk: Chunk, token_id: int | None) -> None:
         """Note that `chunk` is in the KV cache and, when it was the last, append the sampled token."""

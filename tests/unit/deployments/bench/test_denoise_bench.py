@@ -7,7 +7,7 @@ import torch
 
 from deployments.bench.denoise import PARTS, Effort, _measure_mixed, _play, print_part
 from deployments.bench.denoise_models import make_model
-from deployments.engines.diffusion.step_costs import StepCosts
+from deployments.engines.step_costs import StepCosts
 
 pytestmark = pytest.mark.slow  # imports diffusers
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from deployments.engines.diffusion.step_costs import StepCosts
+from deployments.engines.step_costs import StepCosts
 from deployments.services.remembered_costs import MAX_SUBJECTS, RememberedCosts
 
 

@@ -20,7 +20,6 @@ from unit.deployments.engine_loops import last_output
 
 from deployments.engines.diffusion.engine import DiffusionEngine
 from deployments.engines.diffusion.rows import Work
-from deployments.engines.diffusion.step_costs import StepCosts
 from deployments.engines.protocol import (
     ComputationFailed,
     ConditionedRequest,
@@ -32,6 +31,7 @@ from deployments.engines.protocol import (
     TextDelta,
     TextRequest,
 )
+from deployments.engines.step_costs import StepCosts
 from deployments.services.step_loop import DeviceThread, EngineLoop
 
 WAIT_S = 10
@@ -362,6 +362,7 @@ class Engine:
         self.running: dict[str, list[int]] = {}
         self.steps: list[list[str]] = []
         self.aborted: list[str] = []
+        self.forsaken: list[str] = []
         self.breaks: str | None = None
         self.failures: dict[str, Exception] = {}
         self.error: Exception | None = None
@@ -374,6 +375,9 @@ class Engine:
         if not request.prompt_token_ids:
             raise ValueError("no tokens")
         self.running[request.request_id] = [0, request.sampling.max_tokens]
+
+    def forsake(self, request_id: str) -> None:
+        self.forsaken.append(request_id)
 
     def abort(self, request_id: str) -> None:
         self.aborted.append(request_id)
@@ -447,6 +451,20 @@ async def test_leaving_early_aborts_the_request() -> None:
     assert engine.aborted == ["a"]
     assert not engine.has_work
     assert await texts(text, text_request("b", 2)) == "b1 b2 "
+
+
+async def test_an_engine_hears_of_who_leaves_while_its_step_still_runs() -> None:
+    engine = Engine(Turns(0))
+    text = EngineLoop(DeviceThread(), engine)
+    left = asyncio.ensure_future(texts(text, text_request("left", 10**6)))
+    await until(lambda: engine.turns.waiting)
+    left.cancel()
+    await until(lambda: engine.forsaken == ["left"])
+    assert engine.aborted == [], "the step still runs"
+    engine.turns.grant(2)
+    with pytest.raises(asyncio.CancelledError):
+        await left
+    assert engine.aborted == ["left"]
 
 
 async def test_a_cancelled_listener_aborts_only_itself() -> None:

@@ -12,8 +12,8 @@ from unit.deployments.engine_loops import last_output
 
 from deployments.engines.diffusion.engine import DiffusionEngine
 from deployments.engines.diffusion.rows import BatchBounds, memory_kind, parts_of
-from deployments.engines.diffusion.step_costs import StepCosts
 from deployments.engines.protocol import ComputationFailed, ConditionedRequest, EngineError
+from deployments.engines.step_costs import StepCosts
 from deployments.services.step_loop import DeviceThread, EngineLoop
 
 

@@ -7,8 +7,8 @@ from collections import Counter
 
 import pytest
 
-from deployments.engines.diffusion.step_costs import TRUSTED_CALLS, StepCosts
 from deployments.engines.diffusion.turns import Candidate, choose_turn
+from deployments.engines.step_costs import TRUSTED_CALLS, StepCosts
 
 NUM_WAITING = 16
 KIND = "small"

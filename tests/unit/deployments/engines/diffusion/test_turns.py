@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from deployments.engines.diffusion.step_costs import StepCosts
 from deployments.engines.diffusion.turns import ArrivingLoad, Candidate, FairOrder, choose_turn
+from deployments.engines.step_costs import StepCosts
 
 Seconds = Callable[[int], float]
 CURVES: dict[str, Seconds] = {

@@ -244,10 +244,10 @@ class FailingRunner:
     def __init__(self, runner, request_id):
         self.runner, self.request_id = runner, request_id
 
-    def run(self, chunks):
+    def run(self, chunks, check):
         if any(chunk.sequence.request_id == self.request_id for chunk in chunks):
             raise RuntimeError("the model is broken")
-        return self.runner.run(chunks)
+        return self.runner.run(chunks, check)
 
 
 def test_a_failing_request_ends_alone(model, request_of, prompt_of, monkeypatch):
@@ -305,12 +305,12 @@ class SpoilingRunner:
         self.sizes = []
         self.failed = 0
 
-    def run(self, chunks):
+    def run(self, chunks, check):
         self.sizes.append(len(chunks))
         if len(chunks) > self.room:
             self.failed += 1
             raise torch.OutOfMemoryError("CUDA out of memory")
-        logits = self.runner.run(chunks).clone()
+        logits = self.runner.run(chunks, check).clone()
         last = [chunk for chunk in chunks if chunk.is_last]
         for row, chunk in enumerate(last):
             if chunk.sequence.request_id == self.request_id:

@@ -192,3 +192,29 @@ def test_a_prompt_beside_a_completion_changes_no_bit_of_it() -> None:
     assert torch.equal(got[0], alone[0])
     assert torch.equal(got[2], alone[1])
     torch.testing.assert_close(got[1], plain, rtol=3e-2, atol=3e-2 * float(plain.abs().max()))
+
+
+def test_a_few_tokens_of_a_prompt_share_the_call_only_where_bits_may_depend_on_cuts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[int] = []
+    plain = PackedDecoder.run_layers
+    monkeypatch.setattr(PackedDecoder, "run_layers", lambda self, rows: (calls.append(len(rows)), plain(self, rows))[1])
+    model = random_model("Q8_0")
+    runner = ModelRunner(model, NUM_BLOCKS)
+    first, prompt = sequences([20, 70])
+    run(runner, [first])
+    whole = runner.run([Chunk(prompt, 0, 70, True)])[0]
+    decoded = Chunk(first, 20, 21, True)
+    alone = runner.run([decoded])[0]
+    calls.clear()
+    for start in range(0, 70, 7):
+        got = runner.run([decoded, Chunk(prompt, start, start + 7, True)])
+        assert torch.equal(got[0], alone)
+    assert calls == [8] * 10
+    # Products of few rows round activations to int8, those of 70 rows do not.
+    assert float((got[1] - whole).norm() / whole.norm()) < 3e-2
+    runner._decoder.takes_prompts = False  # type: ignore[union-attr]
+    calls.clear()
+    runner.run([decoded, Chunk(prompt, 63, 70, True)])
+    assert calls == [1]

@@ -4,6 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deployments.engines.llm.block_manager import BlockPool
+from deployments.engines.llm.prefill_pace import PrefillPace
 from deployments.engines.llm.scheduler import MIN_SHARE, Scheduler, Sequence, SequenceStatus, _even_shares
 
 
@@ -14,9 +15,8 @@ def sequence(name: str, num_tokens: int, token: int | None = None, **options) ->
 
 def scheduler(num_blocks=64, max_num_seqs=8, budget=100, beside=None, **options) -> tuple[Scheduler, BlockPool]:
     blocks = BlockPool(num_blocks)
-    made = Scheduler(
-        blocks, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, max_prefill_beside_decode=beside, **options
-    )
+    pace = None if beside is None else PrefillPace(1e9, beside)
+    made = Scheduler(blocks, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, pace=pace, **options)
     return made, blocks
 
 

@@ -1,4 +1,4 @@
-"""Seconds of forwards and decodes by kind and rows, as measured, for the choice of batch sizes. Free of torch.
+"""Seconds of forwards, decodes and steps by kind and rows, as measured, for the choice of their sizes. Free of torch.
 
 A kind is anything that takes the same time for the same rows: an image size and a text length, say. For rows that were
 not measured the seconds lie on the line between the nearest ones that were. Beyond the largest the cost is believed to
@@ -40,7 +40,7 @@ class _Kind:
     sizes: dict[int, _Size] = field(default_factory=dict)
     num_calls: int = 0
 
-    def curve(self) -> tuple[list[int], list[float]]:
+    def curve(self, trusted_calls: int) -> tuple[list[int], list[float]]:
         """Return the sizes that are believed, ascending, and their medians."""
         measured = [(rows, statistics.median(size.seconds)) for rows, size in sorted(self.sizes.items())]
         least_of_larger = [float("inf")] * len(measured)
@@ -50,7 +50,7 @@ class _Kind:
         for (rows, seconds), of_larger in zip(measured, least_of_larger, strict=True):
             guess = _grown(found[0][-1], found[1][-1], rows) if found[0] else float("inf")
             is_dear = seconds > MAX_EXCESS * min(guess, of_larger)
-            if is_dear and self.num_calls - self.sizes[rows].call >= TRUSTED_CALLS:
+            if is_dear and self.num_calls - self.sizes[rows].call >= trusted_calls:
                 continue
             found[0].append(rows)
             found[1].append(seconds)
@@ -58,9 +58,10 @@ class _Kind:
 
 
 class StepCosts:
-    """Measured seconds, newest last."""
+    """Measured seconds, newest last. A size that seems dear is believed for `trusted_calls` calls of its kind."""
 
-    def __init__(self) -> None:
+    def __init__(self, trusted_calls: int = TRUSTED_CALLS) -> None:
+        self._trusted_calls = trusted_calls
         self._kinds: OrderedDict[str, _Kind] = OrderedDict()
         self._medians: dict[str, tuple[list[int], list[float]]] = {}  # of `_kinds`, by ascending rows
 
@@ -122,14 +123,14 @@ class StepCosts:
                 if is_usable and str(size).isdecimal() and int(size) > 0:
                     self.note(str(kind), int(size), float(seconds))
         for known in self._kinds.values():
-            known.num_calls += TRUSTED_CALLS
+            known.num_calls += self._trusted_calls
         self._medians.clear()
 
     def _curve(self, kind: str) -> tuple[list[int], list[float]]:
         if kind not in self._kinds:
             return [], []
         if kind not in self._medians:
-            self._medians[kind] = self._kinds[kind].curve()
+            self._medians[kind] = self._kinds[kind].curve(self._trusted_calls)
         return self._medians[kind]
 
 

@@ -1,0 +1,89 @@
+"""How many prompt tokens a step computes beside sequences that decode, by what such steps were measured to take.
+
+Every sequence that decodes waits for the whole step. So a step is allowed `max_delay` times what it takes without
+prompts, and gets the most prompt tokens that are believed to fit. Pure: tokens and seconds come in, tokens go out.
+
+Costs are those of `StepCosts`: a kind is a number of decoding sequences, a size all tokens of the step. Sizes that were
+never measured are approached by at most doubling, and what was slow once is tried again. What a step takes without
+prompts is measured whenever none wait; while they always do, one step in `MAX_BESIDE` goes without them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from deployments.engines.step_costs import StepCosts
+
+FEWEST: Final = 4  # tokens; a prompt may be cut anywhere, but products of fewer rows are padded
+MAX_BESIDE: Final = 64  # steps with prompts for one without, which measures what decoding alone takes
+FIRST_BESIDE: Final = 4  # the same while it was measured once: a first step is often slow
+TRUSTED_CALLS: Final = 32  # of one number of sequences, for which a size that was slow is believed to be slow
+
+
+@dataclass(slots=True)
+class _Kind:
+    """The steps of one number of sequences: how many went without prompts, and how many did not since the last one."""
+
+    num_idle: int = 0
+    num_beside: int = 0
+
+
+class PrefillPace:
+    """The prompt tokens of the next step, and the measured steps that they follow from."""
+
+    def __init__(self, max_delay: float, max_tokens: int) -> None:
+        """Allow steps `max_delay` times what they take without prompts, and `max_tokens` prompt tokens at most."""
+        self._max_delay, self._max_tokens = max_delay, max_tokens
+        self._costs = StepCosts(TRUSTED_CALLS)
+        self._kinds: dict[int, _Kind] = {}
+
+    def choose_tokens(self, num_decoding: int) -> int:
+        """Return the most prompt tokens that the next step may compute beside `num_decoding` sequences.
+
+        0 asks for a step that measures decoding alone; at least `FEWEST` (or the maximum) follow it.
+        """
+        known = self._kinds.get(num_decoding, _Kind())
+        if known.num_beside >= min(MAX_BESIDE, FIRST_BESIDE * known.num_idle):
+            return 0
+        kind = _name(num_decoding)
+        fewest_s = self._costs.seconds(kind, num_decoding + FEWEST)
+        # The first of the two may have been measured in a bad moment: prompts make no step shorter.
+        idle_s = min(self._costs.seconds(kind, num_decoding), fewest_s)
+        allowed_s = self._max_delay * idle_s
+        if fewest_s > allowed_s:  # prompts go on all the same: what they may cost counts from there
+            allowed_s += fewest_s - idle_s
+        most = self._costs.max_rows_to_try(kind) - num_decoding
+        chosen = size = FEWEST
+        while size < self._max_tokens and (size := _next_size(size)) <= most:
+            if self._costs.seconds(kind, num_decoding + size) <= allowed_s:
+                chosen = size
+        return min(chosen, self._max_tokens)
+
+    def note(self, num_decoding: int, num_tokens: int, seconds: float) -> None:
+        """Take in what a step of so many decoding sequences and prompt tokens took."""
+        known = self._kinds.setdefault(num_decoding, _Kind())
+        if num_tokens:
+            known.num_beside += 1
+        else:
+            known.num_idle, known.num_beside = known.num_idle + 1, 0
+        self._costs.note(_name(num_decoding), num_decoding + _size_of(num_tokens), seconds)
+
+
+def _name(num_decoding: int) -> str:
+    return f"{num_decoding} decoding"
+
+
+def _next_size(size: int) -> int:
+    """Return the size behind one of 4, 6, 8, 12, 16, 24, 32, ...: few enough for each to be measured often."""
+    return size + max(2, 1 << (size.bit_length() - 2))
+
+
+def _size_of(num_tokens: int) -> int:
+    """Return the size that stands for so many tokens: the end of a prompt takes what is left."""
+    if not num_tokens:
+        return 0
+    size = FEWEST
+    while size < num_tokens:
+        size = _next_size(size)
+    return size

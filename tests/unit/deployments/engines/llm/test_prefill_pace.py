@@ -1,0 +1,187 @@
+"""Prompts beside running streams, under a virtual clock: a machine says what a step takes, and the pace finds out."""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import pytest
+
+from deployments.engines.llm.block_manager import BlockPool
+from deployments.engines.llm.prefill_pace import MAX_BESIDE, PrefillPace
+from deployments.engines.llm.scheduler import Scheduler, Sequence
+
+Cost = Callable[[int, int], float]  # seconds of a step of so many decoding sequences and prompt tokens
+
+
+def fused(rows: int, tokens: int) -> float:
+    """All tokens in one pass over the weights, which takes 39 ms; from then on each token takes its time."""
+    return max(0.039, 0.0085 * (rows + tokens)) + 0.0005 * (rows + tokens)
+
+
+def two_passes(rows: int, tokens: int) -> float:
+    """Prompts take a pass of their own, of which the first token costs most."""
+    return fused(rows, 0) + (0.11 + 0.007 * tokens if tokens else 0.0)
+
+
+def dense(rows: int, tokens: int) -> float:
+    return 0.18 + 0.0065 * tokens + 0.002 * rows
+
+
+@dataclass
+class Machine:
+    """Runs the scheduler's steps; a step takes what `cost` says, with noise, and a long one now and then."""
+
+    cost: Cost
+    delay: float = 2.0
+    most: int = 512
+    budget: int = 512
+    noise: float = 0.05
+    seed: int = 0
+    now: float = 0.0
+    gaps: list[float] = field(default_factory=list)
+    ends: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.random = random.Random(self.seed)
+        self.pace = PrefillPace(self.delay, self.most)
+        self.scheduler = Scheduler(
+            BlockPool(10_000), max_num_seqs=64, max_num_batched_tokens=self.budget, pace=self.pace
+        )
+
+    def add(self, name: str, num_tokens: int) -> Sequence:
+        sequence = Sequence(name, [self.random.randrange(10**6) for _ in range(num_tokens)], num_tokens)
+        self.scheduler.add_sequence(sequence)
+        return sequence
+
+    def step(self) -> tuple[int, int]:
+        plan = self.scheduler.schedule()
+        seconds = self.cost(plan.num_decoding, plan.num_prompt_tokens) * self.random.lognormvariate(0, self.noise)
+        seconds *= 3 if self.noise and self.random.random() < 0.02 else 1
+        self.now += seconds
+        for chunk in plan.chunks:
+            self.scheduler.complete(chunk, 7 if chunk.is_last else None)
+            if chunk.is_last and not chunk.sequence.request_id.startswith("stream"):
+                self.ends[chunk.sequence.request_id] = self.now
+                self.scheduler.finish(chunk.sequence)
+        if plan.num_decoding:
+            self.pace.note(plan.num_decoding, plan.num_prompt_tokens, seconds)
+            self.gaps.append(seconds)
+        return plan.num_decoding, plan.num_prompt_tokens
+
+    def run_beside(self, num_steps: int, num_streams: int = 1, prompt: int = 1900) -> list[int]:
+        """Return the prompt tokens of each step, with streams that go on and always one prompt that waits."""
+        sizes = []
+        for number in range(num_streams):
+            self.add(f"stream {len(self.ends)} {number}", 16)
+        while self.scheduler.num_waiting:
+            self.step()
+        self.gaps.clear()
+        for number in range(num_steps):
+            if not self.scheduler.num_waiting:
+                self.add(f"prompt {number} {len(self.ends)}", prompt)
+            sizes.append(self.step()[1])
+        return sizes
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("num_streams", [1, 3, 8])
+@pytest.mark.parametrize("cost", [fused, dense])
+def test_a_stream_waits_twice_as_long_beside_prompts_and_prompts_get_what_is_left(
+    cost: Cost, num_streams: int, seed: int
+) -> None:
+    machine = Machine(cost, seed=seed)
+    sizes = machine.run_beside(600, num_streams)
+    idle = cost(num_streams, 0)
+    fitting = max(tokens for tokens in range(512) if cost(num_streams, tokens) <= 2 * idle)
+    assert statistics.median(machine.gaps) <= 2.1 * idle
+    assert statistics.quantiles(machine.gaps, n=20)[17] <= 2.5 * idle
+    assert statistics.fmean(sizes[100:]) >= 0.6 * fitting, f"{fitting} tokens would fit"
+
+
+@pytest.mark.parametrize("delay", [1.2, 1.5, 3.0, 8.0])
+def test_a_greater_delay_gives_prompts_more(delay: float) -> None:
+    machine = Machine(dense, delay=delay)
+    sizes = machine.run_beside(400)
+    fitting = max(tokens for tokens in range(512) if dense(1, tokens) <= delay * dense(1, 0))
+    assert statistics.median(machine.gaps) <= 1.05 * delay * dense(1, 0)
+    assert 0.5 * fitting <= statistics.fmean(sizes[60:]) <= 1.1 * fitting
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_prompts_go_on_where_any_of_their_tokens_takes_too_long(seed: int) -> None:
+    machine = Machine(two_passes, seed=seed)
+    sizes = machine.run_beside(400)
+    least = two_passes(1, 4)
+    assert least > 2 * two_passes(1, 0)
+    assert statistics.fmean(sizes[60:]) >= 4.5, "more than the fewest, since they cost hardly more"
+    assert statistics.median(machine.gaps) <= 1.1 * (least + two_passes(1, 0))
+    assert sum(size == 0 for size in sizes) <= 8 + len(sizes) / MAX_BESIDE
+
+
+def test_no_two_steps_in_a_row_go_without_a_prompt_that_waits() -> None:
+    for streams in (1, 2, 5):
+        sizes = Machine(lambda rows, tokens: 1.0 if not tokens else 100.0 * tokens, noise=0).run_beside(500, streams)
+        assert all(one or other for one, other in pairwise(sizes))
+        assert min(size for size in sizes if size) >= 4
+
+
+def test_without_a_stream_a_prompt_gets_the_whole_step() -> None:
+    machine = Machine(fused)
+    machine.run_beside(100)
+    other = Machine(fused)
+    other.pace = machine.pace
+    other.scheduler._pace = machine.pace
+    other.add("prompt", 1900)
+    assert [other.step() for _ in range(4)] == [(0, 512), (0, 512), (0, 512), (0, 364)]
+
+
+@pytest.mark.parametrize("factor", [0.25, 4.0])
+def test_another_speed_is_found_out(factor: float) -> None:
+    """The price of a prompt's token changes: of longer contexts, say, or since others work on the same cores."""
+    price = [1.0]
+    machine = Machine(lambda rows, tokens: 0.1 + 0.005 * price[0] * tokens)
+    machine.run_beside(300)
+    price[0] = factor
+    machine.gaps.clear()
+    sizes = [
+        machine.step()[1] if machine.scheduler.num_waiting else machine.add("more", 10**5) and 0 for _ in range(900)
+    ]
+    fitting = 0.1 / (0.005 * factor)
+    assert statistics.median(machine.gaps[300:]) <= 0.215
+    assert statistics.fmean(sizes[300:]) >= 0.5 * min(512, fitting)
+
+
+def test_a_slow_while_is_forgotten() -> None:
+    """Whatever was measured meanwhile, of both kinds of steps, the pace is the right one again."""
+    slowness = [1.0]
+    machine = Machine(lambda rows, tokens: slowness[0] * dense(rows, tokens))
+    before = statistics.fmean(machine.run_beside(300)[100:])
+    for slow in (6.0, 1.0):
+        slowness[0] = slow
+        machine.gaps.clear()
+        for _ in range(700):
+            if not machine.scheduler.num_waiting:
+                machine.add(f"more {machine.now}", 1900)
+            machine.step()
+    assert statistics.median(machine.gaps[300:]) <= 2.1 * dense(1, 0)
+    sizes = [machine.step()[1] for _ in range(60)]
+    assert statistics.fmean(sizes) >= 0.6 * before
+
+
+def test_a_first_step_that_took_long_does_not_count_for_long() -> None:
+    machine = Machine(
+        lambda rows, tokens: dense(rows, tokens) + (5.0 if machine.now == 0 or not machine.gaps else 0), noise=0
+    )
+    machine.run_beside(120)
+    assert statistics.median(machine.gaps[20:]) <= 2.05 * dense(1, 0)
+
+
+@pytest.mark.parametrize("most", [1, 3, 5, 64])
+def test_the_maximum_holds_whatever_a_step_takes(most: int) -> None:
+    sizes = Machine(lambda rows, tokens: 1.0, most=most, noise=0).run_beside(300)
+    assert max(sizes) == most
+    assert statistics.fmean(sizes[50:]) > 0.8 * most
