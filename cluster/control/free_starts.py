@@ -113,8 +113,9 @@ def free_starts_of(
 
 def why_free(starts: Mapping[str, FreeStart], longest_s: float) -> str:
     """Return the reason why a model with these starts needs no order."""
-    longest = max([start.switch_s for start in starts.values()])
-    return f"a switch takes {longest * 1e3:,.0f} ms, and one of up to {longest_s * 1e3:,.0f} ms is begun by the request that needs it"
+    longest_ms = max([start.switch_s for start in starts.values()]) * 1e3
+    bound = f"one of up to {longest_s * 1e3:,.0f} ms is begun by the request that needs it"
+    return f"a switch takes {longest_ms:,.0f} ms, and {bound}"
 
 
 def chances_of(state: ClusterState) -> dict[str, float]:
