@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -62,8 +63,9 @@ def embedding_requests(engine: LLMEngine, request: EmbeddingRequest) -> tuple[li
         )
     most = engine.max_model_len - 1
     requests, warnings = [], []
-    for number, text in enumerate(request.input):
-        tokens: tuple[int, ...] = engine.encode_text(text) if isinstance(text, str) else text
+    inputs: Sequence[str | tuple[int, ...]] = request.input
+    for number, text in enumerate(inputs):
+        tokens = engine.encode_text(text) if isinstance(text, str) else text
         if len(tokens) > most:
             what = f"input {number} has {len(tokens)} tokens, and the model takes {most}"
             if request.long_text != "truncate":
