@@ -6,7 +6,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from configs.model import Bytes, StrictModel
+from configs.model import SpareBytes, StrictModel
 
 MAX_PRIORITY_LEVELS = 100
 
@@ -69,8 +69,10 @@ class BatchingConfig(StrictModel):
 class LanguageModelConfig(StrictModel):
     """The steps and the KV cache of each language model: a part of the worker's settings."""
 
-    kv_cache_bytes: Bytes | None = Field(
-        None, description="of each LLM; default: half of its weights' size, at least 64 MiB, never more than it can use"
+    kv_cache_bytes: SpareBytes = Field(
+        None,
+        description="of each LLM; default: half of its weights' size, at least 64 MiB, never more than it can use; "
+        "auto: what its weights leave of the replica's budget and of free memory, for a worker of one LLM",
     )
     kv_dtype: Literal["auto", "int8"] = Field(
         "auto",

@@ -56,8 +56,19 @@ def _parse_bytes(value: Any) -> Any:
     raise ValueError(f"not a size in bytes: {value!r} (expected a number or e.g. 512 MiB, 2 GiB)")
 
 
+def _parse_spare_bytes(value: Any) -> Any:
+    """Parse a size, or leave "auto" and None as they are."""
+    if value is None or value == "auto":
+        return value
+    found = _parse_bytes(value)
+    if not isinstance(found, int) or isinstance(found, bool) or found <= 0:
+        raise ValueError(f"not a size in bytes: {value!r} (expected auto, a number or e.g. 512 MiB, 2 GiB)")
+    return found
+
+
 Source = Annotated[Path | str, PlainValidator(_parse_source)]
 Bytes = Annotated[int, BeforeValidator(_parse_bytes), Field(gt=0)]
+SpareBytes = Annotated[int | Literal["auto"] | None, PlainValidator(_parse_spare_bytes)]
 
 
 class StrictModel(BaseModel):

@@ -1,8 +1,9 @@
 """`atelier bench llm`: llama-bench's protocol and field names on our engine, beside llama.cpp or transformers.
 
 As llama-bench: random tokens, an empty cache for each repetition, a warm-up first, tokens per second as mean and sample
-deviation over repetitions. Ours goes through the whole engine, so its figures include the scheduler and the sampler.
-Ours and the peer take turns, so that what else the machine does falls on both.
+deviation over repetitions. Ours goes through the whole engine, so its figures include the scheduler and the sampler;
+on request also without them, batch by batch, which is what llama-bench measures of llama.cpp. They and the peer take
+turns, so that what else the machine does falls on all.
 """
 
 from __future__ import annotations
@@ -24,13 +25,16 @@ import torch
 
 from deployments.bench.llm_peer import TOKENS, LlamaCpp, Transformers, llama_cpp_python
 from deployments.bench.llm_serving import Serving, serve_arrivals, serving_figures, stream_beside_prompts
+from deployments.engines.llm.batch_decoder import BatchDecoder, BatchToken
 from deployments.engines.llm.engine import LLMEngine
-from deployments.engines.llm.kv_cache import KvDtype
+from deployments.engines.llm.kv_cache import KvDtype, plan_cache
+from deployments.engines.llm.models.registry import create_model, load_config
 from deployments.engines.protocol import SamplingParams, TextRequest
 from weights.loading.mapped_checkpoint import mapped_tensors
 
 Output = Literal["md", "csv", "json", "jsonl"]
 _KV_BYTES: Final = 1 << 30
+_DECODES: Final = "atelier decode"
 _MAX_SERVED: Final = 64  # sequences at once, as in a replica
 _FIELDS: Final = (
     "build_commit",
@@ -95,6 +99,7 @@ class BenchSettings:
     max_prefill_beside_decode: int = 512
     max_decode_delay: float = 2.0
     kv_dtype: KvDtype = "auto"
+    decodes: bool = False
 
     @property
     def context(self) -> int:
@@ -117,6 +122,8 @@ def measure_llm(model: Path, settings: BenchSettings, *, peer: bool = True) -> l
     torch.set_num_threads(settings.threads)
     ours = _Ours(model, settings)
     runs: dict[str, Callable[[Case], int]] = {"atelier": ours.run_case}
+    if settings.decodes:
+        runs[_DECODES] = _Decoding(model, settings).run_case
     rows: list[_Row] = []
     with ExitStack() as stack:
         python = llama_cpp_python() if peer and model.suffix == ".gguf" else None
@@ -193,10 +200,61 @@ class _Ours:
         return time.perf_counter_ns() - begin
 
 
+class _Decoding:
+    """Our model on one checkpoint, without scheduler and sampler."""
+
+    def __init__(self, model: Path, settings: BenchSettings) -> None:
+        folder, tensors, _ = mapped_tensors(model)
+        loaded = create_model(load_config(folder), tensors, torch.device("cpu"))
+        most = max(case.num_parallel for case in settings.cases)
+        plan = plan_cache(
+            loaded.spec,
+            loaded.dtype,
+            kv_cache_bytes=_KV_BYTES,
+            max_num_seqs=most,
+            max_model_len=None,
+            kv_dtype=settings.kv_dtype,
+        )
+        self._settings = settings
+        self._decoder = BatchDecoder(
+            loaded, num_blocks=plan.num_blocks, max_micro_batch=settings.n_ubatch, kv_dtype=settings.kv_dtype
+        )
+
+    def run_case(self, case: Case) -> int:
+        """Return the nanoseconds of one repetition. What lies before it is in the cache."""
+        sequences = range(case.num_parallel)
+        draw = random.Random(case.n_prompt)
+        for sequence in sequences:
+            self._decoder.remove_tokens(sequence)
+        self._decode(draw, [0], case.depth)
+        for sequence in sequences[1:]:
+            self._decoder.copy_sequence(0, sequence)
+        begin = time.perf_counter_ns()
+        torch.set_num_threads(self._settings.threads_batch)
+        self._decode(draw, sequences, case.n_prompt)
+        torch.set_num_threads(self._settings.threads)
+        for _ in range(case.n_gen):
+            self._decode(draw, sequences, 1)
+        return time.perf_counter_ns() - begin
+
+    def _decode(self, draw: random.Random, sequences: Sequence[int], count: int) -> None:
+        """Append `count` tokens to each of the sequences, with the logits behind the last."""
+        batch = [
+            BatchToken(draw.choice(TOKENS), self._decoder.num_tokens(sequence) + i, sequence, i == count - 1)
+            for sequence in sequences
+            for i in range(count)
+        ]
+        size = self._settings.n_batch
+        for begin in range(0, len(batch), size):
+            found = self._decoder.decode(batch[begin : begin + size])
+            if found.status:
+                raise RuntimeError(f"{found.status.name}: {found.reason}")
+
+
 def _figures(row: _Row, ours: _Ours, settings: BenchSettings) -> dict[str, Any]:
     tokens = (row.case.n_prompt + row.case.n_gen) * row.case.num_parallel
     ours_kv = "bf16" if settings.kv_dtype == "auto" else settings.kv_dtype
-    kv_type = {"atelier": ours_kv, "llama.cpp": "f16", "transformers": "bf16"}[row.backend]
+    kv_type = {"atelier": ours_kv, _DECODES: ours_kv, "llama.cpp": "f16", "transformers": "bf16"}[row.backend]
     speeds = [1e9 * tokens / ns for ns in row.samples_ns]
     values = {
         "build_commit": row.backend,

@@ -200,6 +200,9 @@ def bench_llm(
     beside: Annotated[int, typer.Option("--prefill-beside", min=1, help="max_prefill_beside_decode of ours.")] = 512,
     delay: Annotated[float, typer.Option("--max-decode-delay", min=1, help="max_decode_delay of ours.")] = 2.0,
     kv_dtype: Annotated[str, typer.Option("--kv-dtype", help="auto or int8, of our KV cache.")] = "auto",
+    decodes: Annotated[
+        bool, typer.Option("--decode", help="Ours without scheduler and sampler too, as llama-bench runs llama.cpp.")
+    ] = False,
     rate: Annotated[float | None, typer.Option(min=0.01, help="Requests per second: the serving mode.")] = None,
     requests: Annotated[int, typer.Option(min=1, help="Of the serving mode, each of -p and -n tokens.")] = 50,
     max_ttft_ms: Annotated[float, typer.Option(help="To the first token of a request that is served well.")] = 2000.0,
@@ -239,6 +242,7 @@ def bench_llm(
         beside,
         delay,
         kv_dtype,  # type: ignore[arg-type]
+        decodes,
     )
     if rate is not None:
         if output not in ("md", "json"):

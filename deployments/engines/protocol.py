@@ -19,6 +19,7 @@ if TYPE_CHECKING:  # the command line and the ingress have no torch
     from weights.adapters import LoraAdapter
 
 
+Pooling = Literal["mean", "last"]  # how a language model's hidden states become an embedding
 # Whose token vectors a CLIP gives: SDXL reads its penultimate layer, Stable Diffusion 1 its last.
 ClipLayer = Literal["penultimate", "last"]
 
@@ -299,6 +300,7 @@ class TextRequest:
 
     Completion `i` of a seed is the same whatever `n` is. All of them keep to a fork of `constraint`. `scores_prompt`
     asks for the log probabilities of the prompt's own tokens, with as many of the best ones as those of the completion.
+    With `pooling`, the prompt's embedding is asked for instead of a completion.
     """
 
     request_id: str
@@ -308,6 +310,7 @@ class TextRequest:
     constraint: TokenConstraint | None = None
     loras: tuple[TextLora, ...] = ()
     scores_prompt: bool = False
+    pooling: Pooling | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,7 +320,8 @@ class TextDelta:
     `text` may be empty (an unfinished UTF-8 sequence or the possible beginning of a stop string is held
     back). `finish_reason` is None while the completion runs, else "stop" or "length". `num_others` completions of the
     request run beside this one. `num_cached_tokens` of the prompt were in the KV cache when the request came. The first
-    delta of each completion has `prompt_logprobs`, one for each token of the prompt, where they were asked for.
+    delta of each completion has `prompt_logprobs`, one for each token of the prompt, where they were asked for. A
+    request with `pooling` has one delta, with the `embedding`: float32 (hidden size,), of length 1.
     """
 
     request_id: str
@@ -331,6 +335,7 @@ class TextDelta:
     num_cached_tokens: int = 0
     logprob: TokenLogprob | None = None
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    embedding: npt.NDArray[np.float32] | None = None
 
     @property
     def is_last(self) -> bool:

@@ -16,6 +16,7 @@ PIPELINES: Final = "pipelines"
 _CHARS_PER_TOKEN: Final = 4
 _TOKENS_PER_TEXT: Final = 8  # what a text costs beside its tokens, in tokens
 _MANY_TOKENS: Final = 256  # of an answer whose request does not say
+_PROMPT_TOKENS: Final = 8  # of a language model's prompt, which take as long as one of an answer
 _HEADS_AT_ONCE: Final = 64
 _MARKED: Final = 1024  # characters, or bytes of features
 Request = ImageRequest | ChatRequest | CompletionRequest | EmbeddingRequest | HeadRequest
@@ -40,6 +41,9 @@ def ask_of(request: Request, terms: Terms, timeout_s: float, config: ClusterConf
             for text in request.input
         )
         share = len(request.input) / config.text_encoder.max_running
+        if request.pooling is not None:  # of a language model
+            pool, settings, work = WORKER, config.worker, work / _PROMPT_TOKENS
+            share = len(request.input) / config.worker.max_num_seqs
     else:
         pool, settings = ENCODER, config.text_encoder
         work, share = float(len(request.features)), 1 / _HEADS_AT_ONCE

@@ -84,18 +84,18 @@ class Catalog:
             ) from None
         return asked
 
-    async def find_usable(self, id_: str, kind: str) -> ModelRecord:
-        """Return a model of that kind that can be asked.
+    async def find_usable(self, id_: str, *kinds: str) -> ModelRecord:
+        """Return a model of one of the kinds that can be asked; the first one says what it is asked for.
 
         Raises: UnknownModel, ModelUnavailable, or InvalidRequest for a model that makes something else.
         """
         record = await self.find_record(id_)
         if not record.serves:
             raise ModelUnavailable(f"model {id_!r} is unavailable: {record.error}", "model")
-        if record.kind != kind:
-            fitting = listed(other.id for other in await self.all_records() if other.kind == kind)
+        if record.kind not in kinds:
+            fitting = listed(other.id for other in await self.all_records() if other.kind in kinds)
             raise InvalidRequest(
-                f"model {id_!r} ({record.kind}) does not make {_WANTED[kind]}; models that do: {fitting}", "model"
+                f"model {id_!r} ({record.kind}) does not make {_WANTED[kinds[0]]}; models that do: {fitting}", "model"
             )
         if record.state == "unloaded":
             self._snapshot.notify_registry(WeightRegistry.want, id_)

@@ -20,6 +20,7 @@ from cluster.registry.snapshot import RegistrySnapshot
 from configs.batching import BatchingConfig
 from configs.cluster import ClusterConfig
 from deployments.defaults import text_rules, with_image_defaults, with_text_defaults
+from deployments.errors import InvalidRequest
 from deployments.ingress.admin.operations import Operations
 from deployments.ingress.admitted import RequestQueue, admitted
 from deployments.ingress.asking import ENCODER, PIPELINES, WORKER, Request, ask_of, ask_of_pipeline
@@ -154,12 +155,17 @@ class Service:
         check_embedding(request, self._config.ingress.limits)
         if await self._is_pipeline(request.model):
             return await self._pipeline_models.embed(request)
-        record = await self._catalog.find_usable(request.model, "embedding")
+        record = await self._catalog.find_usable(request.model, "embedding", "llm")
+        if record.kind != "llm" and request.pooling is not None:
+            raise InvalidRequest(f"pooling: {request.model!r} has its own; language models have none", "pooling")
         terms = self._terms(request)
         update = {"model_version": record.fingerprint, "long_text": text_rules(record)["long_text"]}
+        if record.kind == "llm":
+            update["pooling"] = request.pooling or "last"
         request = request.model_copy(update=update | {"priority": terms.priority})
+        replicas = self._worker if record.kind == "llm" else self._encoder
         start = time.perf_counter()
-        result: EmbeddingResult = await self._encoder.call("embed", request, ask=self._ask(request, terms))
+        result: EmbeddingResult = await replicas.call("embed", request, ask=self._ask(request, terms))
         _account(result.timings_ms, start)
         return result
 

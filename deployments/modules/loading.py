@@ -13,6 +13,7 @@ from configs.cluster import WorkerConfig
 from deployments.engines.build import IMPORT_LOCK
 from deployments.engines.diffusion.rows import BatchBounds
 from deployments.engines.llm.engine import LLMEngine, working_bytes
+from deployments.engines.llm.kv_cache import free_memory, spare_bytes
 from deployments.engines.llm.models.packed import compute_dtype
 from deployments.engines.nn.streamed_blocks import end_streaming
 from deployments.engines.protocol import EngineError
@@ -41,6 +42,7 @@ class ComponentBuilder:
         self.skeletons = SkeletonPool()
         self._encoders = TextEncoderBuilder()
         self._cache_bytes: dict[str, int] = {}  # by module key
+        self._spare_bytes: dict[str, int] = {}  # likewise; the same for the budget and for the engine
 
     def __call__(self, component: Component, skeleton: Path, tensors: Mapping[str, torch.Tensor]) -> Any:
         if not is_denoise_component(component):
@@ -116,7 +118,20 @@ class ComponentBuilder:
 
     def _kv_cache_bytes(self, component: Component) -> int:
         """Return the bytes that an LLM's KV cache may take: a larger model has larger tokens, and longer texts."""
-        return self._settings.kv_cache_bytes or max(MIN_KV_CACHE_BYTES, component.nbytes // 2)
+        asked = self._settings.kv_cache_bytes
+        if asked == "auto":
+            return self._spare_bytes_for(component)
+        return asked or max(MIN_KV_CACHE_BYTES, component.nbytes // 2)
+
+    def _spare_bytes_for(self, component: Component) -> int:
+        """Return what a model leaves, the first time that it is asked for, to its KV cache."""
+        if component.module_key not in self._spare_bytes:
+            device = torch.device(self._settings.torch_device)
+            # On shared memory, weights are the node's and no part of the budget.
+            weights_bytes = 0 if self._settings.device == "cpu" else component.nbytes
+            spare = spare_bytes(self._settings.weights_budget_bytes, free_memory(device), weights_bytes)
+            self._spare_bytes[component.module_key] = max(MIN_KV_CACHE_BYTES, spare)
+        return self._spare_bytes[component.module_key]
 
     def retire(self, thing: Any) -> None:
         """Take back what was built here and is not used any more."""

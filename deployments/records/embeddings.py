@@ -10,6 +10,7 @@ import numpy.typing as npt
 from pydantic import Field
 
 from configs.model import LongText
+from deployments.engines.protocol import Pooling
 from deployments.records.reports import CacheUse, TimingsMs
 from deployments.records.requests import Count, Name, ServedRequest
 
@@ -17,12 +18,14 @@ from deployments.records.requests import Count, Name, ServedRequest
 class EmbeddingRequest(ServedRequest):
     """A request for the embeddings of texts, or of texts that are token ids already.
 
-    `dimensions` None is the model's size; fewer are for models that were trained for it. The ingress sets `long_text`,
-    which is the model's.
+    `dimensions` None is the model's size; fewer are for models that were trained for it. `pooling` is for language
+    models only, and says which hidden states are meant: the mean of all tokens', or the last one's. The ingress sets
+    `long_text`, which is the model's.
     """
 
     input: tuple[str, ...] | tuple[tuple[int, ...], ...] = Field(min_length=1)
     dimensions: Count | None = None
+    pooling: Pooling | None = None
     long_text: LongText = "truncate"
 
 

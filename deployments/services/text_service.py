@@ -1,6 +1,7 @@
-"""TextService: texts of the language models that a module cache has built. Ray-free.
+"""TextService: texts of the language models that a module cache has built, and embeddings by them. Ray-free.
 
-Prompts are tokenized beside the device thread; all completions of a request run in the model's engine together.
+Prompts are tokenized beside the device thread; all prompts and completions of a request run in the model's engine
+together.
 """
 
 from __future__ import annotations
@@ -8,33 +9,31 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-import uuid
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-from deployments.engines.llm.chat import Function, whole_calls
+from deployments.engines.llm.chat import whole_calls
 from deployments.engines.llm.engine import LLMEngine
-from deployments.engines.llm.tokenizer import chat_template, token_text
-from deployments.engines.llm.tool_calls import ToolCallReader, ToolForm, tool_form
+from deployments.engines.llm.tokenizer import token_text
+from deployments.engines.llm.tool_calls import ToolCallReader
 from deployments.engines.protocol import (
-    EngineError,
-    SamplingParams,
     TextDelta,
     TextLora,
     TextRequest,
-    TokenConstraint,
     TokenLogprob,
 )
-from deployments.errors import InvalidRequest, as_service_errors
+from deployments.errors import as_service_errors
 from deployments.modules.cache import ModuleCache
 from deployments.modules.lease import Lease
 from deployments.modules.loading import is_denoise_component
 from deployments.records import (
-    ChatRequest,
+    CacheUse,
     CompletionRequest,
+    EmbeddingRequest,
+    EmbeddingResult,
     TextChoice,
     TextChunk,
     TextRequestRecord,
@@ -42,9 +41,8 @@ from deployments.records import (
     TokenText,
 )
 from deployments.services.step_loop import DeviceThread, EngineLoop
+from deployments.services.text_prompts import embedding_requests, is_echoed, text_requests
 from deployments.tasks import outcome_of
-
-DEFAULT_TEMPERATURE = 1.0  # OpenAI's
 
 
 class TextService:
@@ -70,7 +68,7 @@ class TextService:
             ) as lease:
                 engine: LLMEngine = lease.modules["model"]
                 loop: EngineLoop[TextRequest, TextDelta] = lease.bound(lambda: EngineLoop(self._device, engine))
-                reading = asyncio.get_running_loop().run_in_executor(self._tokenizing, _text_requests, engine, request)
+                reading = asyncio.get_running_loop().run_in_executor(self._tokenizing, text_requests, engine, request)
                 requests, tools = await outcome_of(reading)
                 if request.lora:
                     loras = _loras(lease, request)
@@ -102,6 +100,33 @@ class TextService:
                             "total": (now - start) * 1e3,
                         }
                         yield counts.last_chunk(chunk, timings, lease.report)
+
+    async def embed(self, request: EmbeddingRequest) -> EmbeddingResult:
+        """Return one vector per input, of the model's hidden states. Raises as `stream` does."""
+        start = time.perf_counter()
+        with as_service_errors():
+            async with self._module_cache.lease(
+                request.model, is_denoise_component, version=request.model_version
+            ) as lease:
+                engine: LLMEngine = lease.modules["model"]
+                loop: EngineLoop[TextRequest, TextDelta] = lease.bound(lambda: EngineLoop(self._device, engine))
+                reading = asyncio.get_running_loop().run_in_executor(
+                    self._tokenizing, embedding_requests, engine, request
+                )
+                requests, warnings = await outcome_of(reading)
+                async with contextlib.aclosing(_merged(loop, requests)) as deltas:
+                    found = {number: delta async for number, delta in deltas}
+                switch_ms = lease.report.switch_ms
+        num_cached = sum(delta.num_cached_tokens > 0 for delta in found.values())
+        total_ms = (time.perf_counter() - start) * 1e3
+        return EmbeddingResult(
+            model=request.model,
+            embeddings=[vector for _, one in sorted(found.items()) if (vector := one.embedding) is not None],
+            num_tokens=sum(len(one.prompt_token_ids) for one in requests),
+            timings_ms={"switch": switch_ms, "encode": total_ms - switch_ms, "total": total_ms},
+            cache=CacheUse(num_cached, len(requests) - num_cached),
+            warnings=warnings,
+        )
 
 
 def whole_text(model: str, chunks: Sequence[TextChunk]) -> TextResult:
@@ -211,18 +236,6 @@ async def _merged(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-@dataclass(frozen=True, slots=True)
-class _ToolUse:
-    """The way in which an answer calls tools; `functions` are those of which it must call one."""
-
-    form: ToolForm
-    functions: tuple[Function, ...] = ()
-
-    def reader(self) -> ToolCallReader:
-        """Return what reads the calls of one answer."""
-        return ToolCallReader(self.form, is_begun=bool(self.functions))
-
-
 def _with_calls(chunk: TextChunk, reader: ToolCallReader) -> TextChunk:
     """Return a piece of an answer with its tool calls taken out of its text."""
     text, calls = reader.feed(chunk.text)
@@ -233,106 +246,10 @@ def _with_calls(chunk: TextChunk, reader: ToolCallReader) -> TextChunk:
     return replace(chunk, text=text, tool_calls=calls, finish_reason=reason)
 
 
-def _text_requests(engine: LLMEngine, request: TextRequestRecord) -> tuple[list[TextRequest], _ToolUse | None]:
-    """Return a request of the engine for each prompt, and its tools. Raises EngineError and InvalidRequest."""
-    constraint: TokenConstraint | None = None
-    tools: _ToolUse | None = None
-    if isinstance(request, ChatRequest):
-        tools = _tool_use(engine, request)
-        prompts = [_encode_chat(engine, request, tools)]
-        constraint = _answer_grammar(engine, request, tools)
-    else:
-        prompts = [engine.encode_text(one) if isinstance(one, str) else one for one in request.prompts]
-    found = [
-        TextRequest(
-            uuid.uuid4().hex,
-            prompt,
-            _sampling(request, engine, len(prompt)),
-            request.n,
-            constraint,
-            scores_prompt=_is_echoed(request) and request.logprobs is not None,
-        )
-        for prompt in prompts
-    ]
-    return found, tools
-
-
 def _loras(lease: Lease, request: TextRequestRecord) -> tuple[TextLora, ...]:
     """Return the LoRAs of a request, built."""
     adapters, keys = lease.adapters, lease.adapter_keys
     return tuple(TextLora(keys[use.name], adapters[use.name], use.scale) for use in request.lora)
-
-
-def _tool_use(engine: LLMEngine, request: ChatRequest) -> _ToolUse | None:
-    """Return how the answer calls tools; None where it may not. Raises InvalidRequest."""
-    functions = {tool.function.name: tool.function for tool in request.tools}
-    choice = request.tool_choice
-    if len(functions) < len(request.tools):
-        raise InvalidRequest("tools: several have the same name", "tools")
-    if not functions and choice not in ("auto", "none"):
-        raise InvalidRequest("tool_choice: there are no tools to choose from", "tool_choice")
-    if not functions or choice == "none":
-        return None
-    try:
-        form = tool_form(chat_template(engine.tokenizer, has_tools=True))
-    except EngineError as error:
-        raise InvalidRequest(f"tools: {error}", "tools") from error
-    if choice == "auto":
-        return _ToolUse(form)
-    if choice == "required":
-        return _ToolUse(form, tuple(functions.values()))
-    if choice.function.name not in functions:
-        known = ", ".join(functions)
-        raise InvalidRequest(f"tool_choice: no tool {choice.function.name!r} (tools: {known})", "tool_choice")
-    return _ToolUse(form, (functions[choice.function.name],))
-
-
-def _encode_chat(engine: LLMEngine, request: ChatRequest, tools: _ToolUse | None) -> tuple[int, ...]:
-    """Return the prompt of a chat; where a tool must be called, with the opening of a call."""
-    messages = [message.for_template() for message in request.messages]
-    if tools is None:
-        return engine.encode_chat(messages)
-    begun = tools.form.opening if tools.functions else ""
-    return engine.encode_chat(messages, [tool.for_template() for tool in request.tools], begun)
-
-
-def _answer_grammar(engine: LLMEngine, request: ChatRequest, tools: _ToolUse | None) -> TokenConstraint | None:
-    """Return what the answer must keep to. Raises InvalidRequest where its schema cannot be kept to."""
-    if tools is not None and tools.functions:
-        try:
-            return engine.grammars.compile_lark(tools.form.grammar(tools.functions))
-        except EngineError as error:
-            raise InvalidRequest(f"tools: {error}", "tools") from error
-    if request.response_format is None or (schema := request.response_format.schema_of_answer) is None:
-        return None
-    if tools is not None:
-        raise InvalidRequest("response_format: a JSON answer beside tools needs tool_choice 'none'", "response_format")
-    try:
-        return engine.grammars.compile_schema(schema)
-    except EngineError as error:
-        raise InvalidRequest(f"response_format: {error}", "response_format") from error
-
-
-def _sampling(request: TextRequestRecord, engine: LLMEngine, num_prompt_tokens: int) -> SamplingParams:
-    defaults: dict[str, Any] = {"temperature": DEFAULT_TEMPERATURE} | engine.generation_defaults
-    defaults.setdefault("max_tokens", max(1, engine.max_model_len - num_prompt_tokens))
-    names = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty")
-    given = {name: value for name in names if (value := getattr(request, name)) is not None}
-    return SamplingParams(
-        **defaults | given,
-        frequency_penalty=request.frequency_penalty,
-        presence_penalty=request.presence_penalty,
-        logit_bias=tuple(request.logit_bias.items()),
-        seed=request.seed,
-        stop=request.stop,
-        stop_token_ids=request.stop_token_ids,
-        num_logprobs=request.logprobs,
-        ignore_eos=request.ignore_eos,
-    )
-
-
-def _is_echoed(request: TextRequestRecord) -> bool:
-    return isinstance(request, CompletionRequest) and request.echo
 
 
 def _prompt_text(engine: LLMEngine, request: TextRequestRecord, number: int) -> str:
@@ -347,7 +264,7 @@ def _echoes(engine: LLMEngine, request: TextRequestRecord, requests: Sequence[Te
 
     Those with log probabilities come with the first token instead, when these are known.
     """
-    if not _is_echoed(request) or request.logprobs is not None:
+    if not is_echoed(request) or request.logprobs is not None:
         return []
     num_tokens = sum(len(one.prompt_token_ids) for one in requests)
     return [

@@ -22,7 +22,15 @@ from cluster.telemetry import RequestMetrics
 from configs.cluster import ClusterConfig
 from deployments.errors import ModelUnavailable
 from deployments.modules.loading import ComponentBuilder, is_denoise_component
-from deployments.records import ImageRequest, ImageResult, TextChunk, TextRequestRecord, TextResult
+from deployments.records import (
+    EmbeddingRequest,
+    EmbeddingResult,
+    ImageRequest,
+    ImageResult,
+    TextChunk,
+    TextRequestRecord,
+    TextResult,
+)
 from deployments.services.image_service import ImagePiece, ImageService
 from deployments.services.model_replica import ModelReplica
 from deployments.services.ordered_models import OrderedModels
@@ -118,6 +126,12 @@ class Worker(ModelReplica):
         """Return the whole text in one answer: cheaper than a stream, whose every piece is a message of its own."""
         async with contextlib.aclosing(self.stream_text(request)) as stream:
             return whole_text(request.model, [chunk async for chunk in stream])
+
+    async def embed(self, request: EmbeddingRequest) -> EmbeddingResult:
+        """Return one vector per input, of a language model's hidden states."""
+        result = await self._texts.embed(request)
+        self._metrics.count_request("embedding", request.model, result.timings_ms)
+        return result
 
     async def stream_text(self, request: TextRequestRecord) -> AsyncGenerator[TextChunk, None]:
         """Yield text as it comes. The last chunk has the timings and the switch report."""

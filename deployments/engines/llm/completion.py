@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedTokenizerBase
 
 from deployments.engines.llm.loras import SequenceLora, scope_of
+from deployments.engines.llm.pooling import PooledStates
 from deployments.engines.llm.prompt_logprobs import PromptLogprobs
 from deployments.engines.llm.sampler import SampledToken
 from deployments.engines.llm.scheduler import Sequence
@@ -33,6 +34,8 @@ def check_request(request: TextRequest, *, max_model_len: int, vocab_size: int, 
             raise EngineError(f"token id {token_id} in the prompt; expected 0 to {vocab_size - 1}")
     if not 1 <= request.n <= max_num_seqs:
         raise EngineError(f"n is {request.n}; expected 1 to {max_num_seqs}, the sequences that run at once")
+    if request.pooling is not None and (request.n > 1 or request.scores_prompt):
+        raise EngineError(f"n is {request.n} for an embedding; expected 1, and no log probabilities")
     _check_sampling(request.sampling, vocab_size)
 
 
@@ -91,11 +94,12 @@ class Completion:
     ) -> Completion:
         """Return the state of a checked request; `max_tokens` is clipped to what fits behind the prompt."""
         prompt, sampling = request.prompt_token_ids, request.sampling
+        pooled = None if request.pooling is None else PooledStates(len(prompt), request.pooling)
         eos = frozenset() if sampling.ignore_eos else eos_token_ids
         return cls(
             index=index,
             sequence=Sequence(
-                request.request_id, list(prompt), len(prompt), scope_of(loras), loras, prompt_logprobs=prompt_logprobs
+                request.request_id, list(prompt), len(prompt), scope_of(loras), loras, prompt_logprobs, pooled
             ),
             picker=TokenPicker.create(
                 sampling, prompt, index=index, constraint=request.constraint and request.constraint.fork()
@@ -138,6 +142,21 @@ class Completion:
             num_cached_tokens=self.sequence.num_cached_tokens,
             logprob=sampled.logprob,
             prompt_logprobs=scores.tokens if scores and self.sequence.num_completion_tokens == 1 else (),
+        )
+
+    def embedded(self) -> TextDelta:
+        """Return the delta with the embedding of a prompt that was computed. Raises ComputationFailed."""
+        sequence = self.sequence
+        assert sequence.pooled is not None
+        return TextDelta(
+            request_id=sequence.request_id,
+            text="",
+            token_ids=(),
+            num_prompt_tokens=sequence.num_prompt_tokens,
+            num_completion_tokens=0,
+            finish_reason="stop",
+            num_cached_tokens=sequence.num_cached_tokens,
+            embedding=sequence.pooled.vector(),
         )
 
     def _last_text(self) -> str:

@@ -110,6 +110,7 @@ class LLMEngine:
         self.max_model_len = plan.max_model_len
         self.generation_defaults = load_generation_defaults(folder)
         self.failures: dict[str, Exception] = {}
+        self.hidden_size = model.spec.hidden_size
         self._vocab_size = model.spec.vocab_size
         self._eos_token_ids = load_eos_token_ids(folder, config)
         self.grammars = GrammarCompiler(self.tokenizer, self._vocab_size, self._eos_token_ids)
@@ -258,7 +259,7 @@ class LLMEngine:
             return {}
         try:
             logits = self._logits(chunks)
-            groups = [self._completions(chunk.sequence) for chunk in chunks if chunk.is_last]
+            groups = [self._completions(chunk.sequence) for chunk in chunks if chunk.has_logits]
             completions = [completion for group in groups for completion in group]
             if len(completions) > len(groups):  # a prompt's row is the first of all its completions
                 logits = logits.repeat_interleave(torch.tensor([len(g) for g in groups], device=logits.device), 0)
@@ -305,20 +306,25 @@ class LLMEngine:
             sequence = chunk.sequence
             if sequence.request_id not in self.failures:
                 completions = self._completions(sequence) if chunk.is_last else []
-                self._scheduler.complete(chunk, tokens[completions[0]].token_id if completions else None)
+                drawn = [tokens.get(completion) for completion in completions]
+                self._scheduler.complete(chunk, drawn[0].token_id if drawn and drawn[0] else None)
                 for completion in completions[1:]:
                     self._scheduler.fork(sequence, completion.sequence, tokens[completion].token_id)
-                deltas += [delta for one in completions if (delta := self._advance(one, tokens[one])) is not None]
+                advanced = [self._advance(one, token) for one, token in zip(completions, drawn, strict=True)]
+                deltas += [delta for delta in advanced if delta is not None]
         for request_id in self.failures:
             self._give_up(request_id)
         return [delta for delta in deltas if delta.request_id not in self.failures]
 
-    def _advance(self, completion: Completion, token: SampledToken) -> TextDelta | None:
-        """Return what the token adds to the completion, or None when no text can be made of its tokens."""
+    def _advance(self, completion: Completion, token: SampledToken | None) -> TextDelta | None:
+        """Return what the token adds to the completion, without one its prompt's embedding.
+
+        None where the model made nothing of which there is a text, or an embedding.
+        """
         sequence = completion.sequence
         completions = self._requests[sequence.request_id]
         try:
-            delta = completion.advance(token, len(completions) - 1)
+            delta = completion.embedded() if token is None else completion.advance(token, len(completions) - 1)
         except Exception as error:
             logger.exception("request %r ends: its text failed", sequence.request_id)
             self.failures[sequence.request_id] = error.with_traceback(None)

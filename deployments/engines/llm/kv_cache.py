@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final, Literal, NamedTuple
 
 import numpy as np
@@ -23,6 +24,7 @@ from deployments.engines.protocol import EngineError
 
 KvDtype = Literal["auto", "int8"]  # auto: the dtype of the computation
 _STEPS: Final = 127  # of int8, on either side of 0
+_FREE_SHARE: Final = 0.9  # of free memory; activations and other processes need some, too
 _MAX_SCALE: Final = torch.finfo(torch.float16).max
 
 
@@ -68,6 +70,29 @@ def plan_cache(
         needed = blocks_for(max_model_len) * block_bytes
         raise EngineError(f"max_model_len {max_model_len} needs {needed} bytes of KV cache, got {kv_cache_bytes}")
     return CachePlan(min(affordable, max_num_seqs * blocks_for(max_model_len)), max_model_len)
+
+
+def spare_bytes(budget_bytes: int, free_bytes: int, weights_bytes: int) -> int:
+    """Return what a KV cache may take of a budget and of free memory that its model's weights are to share."""
+    return max(0, min(budget_bytes, int(_FREE_SHARE * free_bytes)) - weights_bytes)
+
+
+def free_memory(device: torch.device, root: Path = Path("/")) -> int:
+    """Return the bytes of a device that this process has or could have; of the host, of its cgroup too.
+
+    `root` is where /proc and /sys are.
+    """
+    if device.type != "cpu":
+        module = torch.get_device_module(device)
+        return int(module.mem_get_info(device)[0] + module.memory_reserved(device))
+    lines = (root / "proc/meminfo").read_text().splitlines()
+    free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    group = root / "sys/fs/cgroup"
+    try:
+        most, used = ((group / name).read_text().strip() for name in ("memory.max", "memory.current"))
+    except OSError:  # no cgroup of version 2, or the root of all
+        return free
+    return free if most == "max" else max(0, min(free, int(most) - int(used)))
 
 
 def cache_tensors(

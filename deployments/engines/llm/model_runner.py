@@ -41,7 +41,7 @@ class ModelRunner:
     def run(self, chunks: Collection[Chunk], check: Callable[[], None] = lambda: None) -> torch.Tensor:
         """Store the chunks' keys and values and return float32 logits.
 
-        The result is (N, vocabulary) with one row per chunk that is its sequence's last, in order. Running
+        The result is (N, vocabulary) with one row per chunk that has logits, in order. Running
         the same chunks again is harmless: the same slots get the same values. `check` is called before each layer, and
         once where the kernels compute all layers in one call; what it raises ends the step there (`StepAborted`).
         """
@@ -54,7 +54,7 @@ class ModelRunner:
         left = [chunk for chunk in chunks if chunk not in taken]
         # Tokens of completions take the same way beside a prompt as without it, and come out the same.
         parts = {True: self._run_kernels(taken), False: self._run_layers(left, check)}
-        of_kernels = torch.tensor([chunk in taken for chunk in chunks if chunk.is_last], device=self._model.device)
+        of_kernels = torch.tensor([chunk in taken for chunk in chunks if chunk.has_logits], device=self._model.device)
         logits = torch.empty(len(of_kernels), self._model.spec.vocab_size, device=self._model.device)
         for is_taken, part in parts.items():
             logits[of_kernels == is_taken] = part
@@ -71,7 +71,7 @@ class ModelRunner:
         attend = LayerAttention(tuple(plans[window] for window in windows), check)
         with adapted_rows(model.module, _row_adapters(chunks, model.device)):
             hidden = model.module(self._padded(torch.tensor(tokens)).to(model.device), angles, attend)
-        self._score_prompts(chunks, hidden)
+        self._read_prompts(chunks, hidden)
         with adapted_rows(model.module, _row_adapters(chunks, model.device, of_head=True)):
             return self._logits(hidden, _last_rows(chunks))
 
@@ -88,7 +88,7 @@ class ModelRunner:
         if left < 0:
             return []
         for chunk in able if self._decoder.takes_prompts else ():
-            is_prompt = chunk.start < chunk.sequence.num_prompt_tokens and chunk.sequence.prompt_logprobs is None
+            is_prompt = chunk.start < chunk.sequence.num_prompt_tokens and not chunk.is_read
             if is_prompt and chunk.num_tokens <= left:
                 taken.append(chunk)
                 left -= chunk.num_tokens
@@ -105,10 +105,15 @@ class ModelRunner:
         )
         return self._logits(hidden, _last_rows(chunks))
 
-    def _score_prompts(self, chunks: Iterable[Chunk], hidden: torch.Tensor) -> None:
-        """Note the log probabilities of prompts where they were asked for: a few rows at a time through the head."""
+    def _read_prompts(self, chunks: Iterable[Chunk], hidden: torch.Tensor) -> None:
+        """Note hidden states and log probabilities of prompts where they were asked for.
+
+        For these, a few rows at a time go through the head.
+        """
         first = 0
         for chunk in chunks:
+            if chunk.sequence.pooled is not None:
+                chunk.sequence.pooled.note(chunk.start, hidden[first : first + chunk.num_tokens])
             scores = chunk.sequence.prompt_logprobs
             last = min(chunk.end, scores.end) if scores else chunk.start
             for begin in range(chunk.start, last, ROWS_AT_ONCE):
@@ -138,7 +143,7 @@ def _last_rows(chunks: Collection[Chunk]) -> list[int]:
     rows, end = [], 0
     for chunk in chunks:
         end += chunk.num_tokens
-        if chunk.is_last:
+        if chunk.has_logits:
             rows.append(end - 1)
     return rows
 
@@ -153,7 +158,7 @@ def _row_adapters(
     rows: dict[SequenceLora, list[int]] = {}
     end = 0
     for chunk in chunks:
-        start, end = end, end + (int(chunk.is_last) if of_head and not all_rows else chunk.num_tokens)
+        start, end = end, end + (int(chunk.has_logits) if of_head and not all_rows else chunk.num_tokens)
         for lora in chunk.sequence.loras:
             rows.setdefault(lora, []).extend(range(start, end))
     row_multiple = CPU_ROW_MULTIPLE if computes_on_host(device) else 1

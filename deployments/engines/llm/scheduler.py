@@ -13,6 +13,7 @@ from deployments.engines.llm.prefill_pace import PrefillPace
 
 if TYPE_CHECKING:
     from deployments.engines.llm.loras import SequenceLora
+    from deployments.engines.llm.pooling import PooledStates
     from deployments.engines.llm.prompt_logprobs import PromptLogprobs
 
 MAX_PREFILLING: Final = 4  # prompts that share a step when each could fill it
@@ -34,8 +35,8 @@ class Sequence:
     `token_ids` is the prompt followed by the completion. The keys and values of its first
     `num_computed_tokens` are in the KV cache, in the blocks of `block_table` in order; of `num_cached_tokens` they were
     there already when the sequence came. `scope` is what they depend on beside the tokens: the `loras`. `num_siblings`
-    sequences will be forked from this one when its prompt is computed: their seats are kept. With `prompt_logprobs`,
-    every token of the prompt is computed, whatever is in the cache.
+    sequences will be forked from this one when its prompt is computed: their seats are kept. With `prompt_logprobs`, or
+    where its hidden states are `pooled` and all count, every token of the prompt is computed, whatever is in the cache.
     """
 
     request_id: str
@@ -44,6 +45,7 @@ class Sequence:
     scope: bytes = b""
     loras: tuple[SequenceLora, ...] = ()
     prompt_logprobs: PromptLogprobs | None = None
+    pooled: PooledStates | None = None
     num_siblings: int = 0
     status: SequenceStatus = SequenceStatus.WAITING
     num_computed_tokens: int = 0
@@ -67,8 +69,8 @@ class Sequence:
 class Chunk:
     """A part of a step: tokens `start` to `end` of a sequence, whose earlier tokens are in the KV cache.
 
-    `is_last` tells that it reaches the end of what was known when it was made: then a token is sampled after
-    it.
+    `is_last` tells that it reaches the end of what was known when it was made: then a token is sampled after it, unless
+    its hidden states were all that was wanted.
     """
 
     sequence: Sequence
@@ -79,6 +81,17 @@ class Chunk:
     @property
     def num_tokens(self) -> int:
         return self.end - self.start
+
+    @property
+    def has_logits(self) -> bool:
+        """Return whether a token is sampled after it."""
+        return self.is_last and self.sequence.pooled is None
+
+    @property
+    def is_read(self) -> bool:
+        """Return whether the hidden states of a part of a prompt are wanted for themselves."""
+        sequence = self.sequence
+        return self.start < sequence.num_prompt_tokens and (sequence.prompt_logprobs or sequence.pooled) is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,8 +262,11 @@ class Scheduler:
         for start in range(0, len(sequence) - BLOCK_SIZE, BLOCK_SIZE):
             key = block_key(key, sequence.token_ids[start : start + BLOCK_SIZE])
             keys.append(key)
-        is_scored = sequence.prompt_logprobs is not None and not sequence.num_completion_tokens
-        found = [] if is_scored else self._blocks.find_prefix(keys)
+        pooled, scores = sequence.pooled, sequence.prompt_logprobs
+        is_read = (scores is not None and not sequence.num_completion_tokens) or (
+            pooled is not None and pooled.needs_all
+        )
+        found = [] if is_read else self._blocks.find_prefix(keys)
         self._blocks.share_blocks(found)
         missing = blocks_for(len(sequence)) - len(found)
         if missing > self._blocks.num_free:

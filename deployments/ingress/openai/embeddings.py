@@ -13,6 +13,7 @@ from pydantic import ConfigDict, Field
 from pydantic_core import to_json
 from starlette.responses import Response
 
+from deployments.engines.protocol import Pooling
 from deployments.errors import GenerationFailed, InvalidRequest
 from deployments.ingress.errors import INFERENCE_ERRORS, documented
 from deployments.ingress.openai.answers import (
@@ -46,6 +47,7 @@ class EmbeddingsBody(RequestModel):
     input: str | list[str] | list[int] | list[list[int]] = Field(min_length=1)
     encoding_format: EncodingFormat = "float"
     dimensions: Count | None = None
+    pooling: Pooling | None = None
     user: UserName | None = None
 
     def to_record(self) -> EmbeddingRequest:
@@ -54,7 +56,8 @@ class EmbeddingsBody(RequestModel):
         if isinstance(value, str) or isinstance(value[0], int):
             value = [value]
         texts = tuple(item if isinstance(item, str) else tuple(item) for item in value)
-        return as_record(EmbeddingRequest, {"model": self.model, "input": texts, "dimensions": self.dimensions})
+        given = {"dimensions": self.dimensions, "pooling": self.pooling}
+        return as_record(EmbeddingRequest, {"model": self.model, "input": texts, **given})
 
 
 def create_embeddings_router(service: Service) -> APIRouter:

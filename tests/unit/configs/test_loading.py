@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from configs.cluster import WorkerConfig
 from configs.errors import ConfigFileError, Problem
 from configs.loading import load_cluster_config
 from configs.model import ModelConfig, _parse_bytes
@@ -229,3 +230,11 @@ def test_what_the_config_names_is_trusted_under_its_own_name(tmp_path: Path) -> 
 def test_what_no_path_can_be_is_refused(path: str) -> None:
     with pytest.raises(ValueError, match="expected a path"):
         ModelConfig.model_validate({"id": "m", "path": path})
+
+
+def test_a_kv_cache_may_take_what_is_spare() -> None:
+    given = [WorkerConfig(kv_cache_bytes=size).kv_cache_bytes for size in ("auto", "2 KiB", 7, None)]
+    assert given == ["auto", 2048, 7, None]
+    for size in ("lots", 0, -1, True, 1.5):
+        with pytest.raises(ValueError, match="not a size in bytes"):
+            WorkerConfig(kv_cache_bytes=size)

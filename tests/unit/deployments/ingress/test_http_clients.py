@@ -75,6 +75,19 @@ async def test_embedding_inputs(client: openai.AsyncOpenAI, replicas: Replicas, 
     assert len(found.data[0].embedding) == 3
 
 
+async def test_a_language_model_embeds_too_and_pooling_is_its_alone(
+    client: openai.AsyncOpenAI, replicas: Replicas
+) -> None:
+    await client.embeddings.create(model="chatty", input="a")
+    await client.embeddings.create(model="chatty", input="a", extra_body={"pooling": "mean"})
+    await client.embeddings.create(model="clip", input="a")
+    assert [request.pooling for request in replicas.requests] == ["last", "mean", None]
+    with pytest.raises(openai.BadRequestError, match="pooling: 'clip' has its own"):
+        await client.embeddings.create(model="clip", input="a", extra_body={"pooling": "mean"})
+    with pytest.raises(openai.BadRequestError, match="pooling"):
+        await client.embeddings.create(model="chatty", input="a", extra_body={"pooling": "max"})
+
+
 async def test_dimensions_arrive_and_unknown_fields_of_embeddings_are_warned_of(
     client: openai.AsyncOpenAI, replicas: Replicas
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -16,7 +17,7 @@ from deployments.engines.llm.chat import Message
 from deployments.engines.llm.engine import LLMEngine
 from deployments.errors import GenerationFailed, InvalidRequest
 from deployments.ingress.openai.text_answers import ChatForm, CompletionForm
-from deployments.records import ChatRequest, CompletionRequest, SwitchReport, TextChunk
+from deployments.records import ChatRequest, CompletionRequest, EmbeddingRequest, SwitchReport, TextChunk
 from deployments.services.step_loop import DeviceThread
 from deployments.services.text_service import TextService, whole_text
 
@@ -242,3 +243,42 @@ async def test_tools_that_cannot_be_used_are_refused(engine: LLMEngine, service:
         with pytest.raises(InvalidRequest, match=message):
             await chunks_of(service, with_tools(**fields))
     assert not engine.has_work
+
+
+async def test_texts_are_embedded_beside_a_stream(engine: LLMEngine, service: TextService) -> None:
+    talking = asyncio.ensure_future(chunks_of(service, ChatRequest(model="m", messages=QUESTION)))
+    request = EmbeddingRequest(model="m", input=("What is 1 + 2?", "What is 3 + 4?", "What is 1 + 2?"))
+    last = await service.embed(request)
+    mean = await service.embed(request.model_copy(update={"pooling": "mean"}))
+    for result in (last, mean):
+        one, other, again = result.embeddings
+        assert one.shape == (engine.hidden_size,)
+        assert abs(float(one @ one) - 1) < 1e-5
+        assert (one == again).all()
+        assert float(one @ other) < 0.9999
+        assert result.num_tokens == sum(
+            len(engine.encode_text(text)) for text in request.input if isinstance(text, str)
+        )
+    assert float(last.embeddings[0] @ mean.embeddings[0]) < 0.999
+    assert whole_text("m", await talking).text == "19."
+    tokens = tuple(engine.encode_text("What is 1 + 2?"))
+    by_ids = await service.embed(EmbeddingRequest(model="m", input=(tokens,)))
+    assert (by_ids.embeddings[0] == last.embeddings[0]).all()
+
+
+async def test_a_text_over_the_context_is_cut_with_a_warning_or_refused(
+    engine: LLMEngine, service: TextService
+) -> None:
+    most = engine.max_model_len - 1
+    tokens = tuple(engine.encode_text("1 + 2 = " * most))
+    assert len(tokens) > most
+    cut = await service.embed(EmbeddingRequest(model="m", input=((5,), tokens)))
+    assert cut.warnings == (f"input 1 has {len(tokens)} tokens, and the model takes {most}: it was cut",)
+    whole = await service.embed(EmbeddingRequest(model="m", input=(tokens[:most],)))
+    assert (whole.embeddings[0] == cut.embeddings[1]).all()
+    with pytest.raises(InvalidRequest, match=f"input 1 has {len(tokens)} tokens"):
+        await service.embed(EmbeddingRequest(model="m", input=((5,), tokens), long_text="error"))
+    with pytest.raises(InvalidRequest, match="dimensions: 7"):
+        await service.embed(EmbeddingRequest(model="m", input=("x",), dimensions=7))
+    with pytest.raises(InvalidRequest, match="token id 99999999"):
+        await service.embed(EmbeddingRequest(model="m", input=((99999999,),)))
