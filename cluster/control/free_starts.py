@@ -19,6 +19,7 @@ MAX_STARTS: Final = 512  # pairs of model and worker that are looked at, beside 
 LEAST_WORKERS: Final = 4
 HOLD_TIMES: Final = 4.0  # so many times its switch and its run a request waits for others' batches to end
 LEAST_RATE: Final = 1e-4  # requests per second; a model that is asked for less often is not prepared for
+LEAD_S: Final = 0.1  # requests start on a worker that will be ready so soon: their texts are encoded meanwhile
 FREE_REQUESTS: Final = 2.0  # a switch that takes no longer than so many usual requests needs no order
 
 
@@ -57,12 +58,13 @@ def free_models(
     longest_s: float,
     usual_fixed_s: float,
     usual_attach_bytes_per_s: float,
+    serving: Mapping[str, Sequence[str]],
     workers: Sequence[WorkerState],
 ) -> frozenset[str]:
-    """Return the models that may start without an order: by what a switch usually takes, and on one of `workers` too.
+    """Return the models that may start without an order: by what a switch usually takes, and somewhere too.
 
-    `longest_s` is that of `longest_free_s`. A model whose bytes must come from storage first is not among them, and
-    needs an order.
+    `longest_s` is that of `longest_free_s`, `serving` are the workers that have each model or get ready for it,
+    `workers` those that may switch to one. A model whose bytes must come from storage first needs an order.
     """
     if state.is_frozen:
         return frozenset()
@@ -76,7 +78,12 @@ def free_models(
     wanted = nlargest(MAX_FREE, found, key=_how_wanted)
     workers = _few(workers, len(wanted))
     return frozenset(
-        [model.id for model in wanted if any(_is_free_on(state, model, each, longest_s) for each in workers)]
+        [
+            model.id
+            for model in wanted
+            if any(_is_free_on(state, model, each, longest_s) for each in workers)
+            or _starts_there(state, model.id, serving, longest_s)
+        ]
     )
 
 
@@ -87,10 +94,7 @@ def free_starts_of(
     serving: Mapping[str, Sequence[str]],
     workers: Sequence[WorkerState],
 ) -> dict[str, dict[str, FreeStart]]:
-    """Return the workers where each free model may start.
-
-    `serving` are the workers of each model, `workers` those that may switch to one.
-    """
+    """Return the workers where each free model may start. Arguments are those of `free_models`."""
     ids = list(free)
     workers = _few(workers, len(ids))
     found = {}
@@ -106,9 +110,21 @@ def free_starts_of(
                     else state.switch_s(model, worker),
                     id_ not in worker.models and nbytes <= worker.budget_bytes,
                 )
-        ready = [name for name in serving.get(id_, ()) if id_ in state.workers[name].models]
-        found[id_] = {name: FreeStart(0.0) for name in ready} | starts
+        found[id_] = _starts_there(state, id_, serving, longest_s) | starts
     return found
+
+
+def waits_there(state: ClusterState, id_: str, coming: Iterable[str], lead_s: float = LEAD_S) -> dict[str, float]:
+    """Return where requests for a model may start now, of the workers that have it or get ready: seconds until then.
+
+    Those are the workers that are ready within `lead_s`. Once there is one, others count that get ready before their
+    part of what waits would be done there: or else all of it would go to the first one.
+    """
+    workers = [state.workers[name] for name in coming]
+    waits_s = {worker.id: 0.0 if id_ in worker.models else worker.ready_in_s for worker in workers}
+    num_ready, model = sum([wait_s <= lead_s for wait_s in waits_s.values()]), state.models[id_]
+    part_s = model.waiting * model.service_s / (num_ready + 1) if num_ready else 0.0
+    return {name: wait_s for name, wait_s in waits_s.items() if wait_s <= max(lead_s, part_s)}
 
 
 def why_free(starts: Mapping[str, FreeStart], longest_s: float) -> str:
@@ -130,6 +146,15 @@ def chances_of(state: ClusterState) -> dict[str, float]:
 
 def _few(workers: Sequence[WorkerState], num_models: int) -> Sequence[WorkerState]:
     return workers[: max(LEAST_WORKERS, MAX_STARTS // max(num_models, 1))]
+
+
+def _starts_there(
+    state: ClusterState, id_: str, serving: Mapping[str, Sequence[str]], longest_s: float
+) -> dict[str, FreeStart]:
+    """Return the starts on workers that have the model, or will in a moment: all of those share what waits for it."""
+    return {
+        name: FreeStart(wait_s) for name, wait_s in waits_there(state, id_, serving.get(id_, ()), longest_s).items()
+    }
 
 
 def _is_free_on(state: ClusterState, model: ModelState, worker: WorkerState, longest_s: float) -> bool:

@@ -150,10 +150,10 @@ class ClusterState:
             sizes.update(self.models[id_].components.sizes)
         return sum(sizes.values())
 
-    def num_free_slots(self, workers: Iterable[str], within_s: float) -> int:
-        """Return how many requests could start at once on those of the workers that are ready within that time."""
-        found = [self.workers[id_] for id_ in workers]
-        return sum([max(0, each.slots - sum(each.running.values())) for each in found if each.ready_in_s <= within_s])
+    def num_free_slots(self, model: str, workers: Iterable[str]) -> int:
+        """Return how many requests for the model could start at once on those of the workers that have it ready."""
+        ready = [worker for id_ in workers if model in (worker := self.workers[id_]).models]
+        return sum([max(0, worker.slots - sum(worker.running.values())) for worker in ready])
 
     def queue_s(self) -> float:
         """Return the seconds that all workers together would take for the requests that wait."""

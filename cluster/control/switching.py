@@ -130,7 +130,8 @@ class _Planning:
         self._usual_attach = attach[len(attach) // 2] if attach else 10e9
         self._usual_fixed_s = max([worker.fixed_switch_s for worker in self._open], default=0.0)
         self.longest_free_s = longest_free_s(state)
-        self._free = free_models(state, self.longest_free_s, self._usual_fixed_s, self._usual_attach, self._open[:FEW])
+        usual = self.longest_free_s, self._usual_fixed_s, self._usual_attach
+        self._free = free_models(state, *usual, self._serving, self._open[:FEW])
 
     def _note_workers(self) -> None:
         serving, models, busy, claims = self._serving, self._models, self._busy_s, self._claims
@@ -231,8 +232,7 @@ class _Planning:
         needs = (
             _Need(model, patience_s, wait_s, is_due)
             for is_due, _, _, patience_s, wait_s, model in ranked
-            if not (found := serving.get(model.id))
-            or model.waiting > self._state.num_free_slots(found, self._usual_s(model))
+            if not (found := serving.get(model.id)) or model.waiting > self._state.num_free_slots(model.id, found)
         )
         return list(islice(needs, MAX_NEEDS))
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from cluster.control.admission_records import Placement, Refusal
-from cluster.control.free_starts import chances_of
+from cluster.control.free_starts import chances_of, waits_there
 from cluster.control.plans import Decision, FreeStart, SwitchPlan
 from cluster.control.state import WorkerState
 from cluster.control.switching import SwitchingPolicy, plan_switches
@@ -26,7 +26,6 @@ from cluster.controller.scaling import Scaling
 
 UNCONFIRMED_S: Final = 1.0  # an order that no report confirms is given anew
 PREFETCH_S: Final = 5.0  # a prefetch is not repeated for so long
-LEAD_S: Final = 0.1  # requests start on a worker that will be ready so soon: their texts are encoded meanwhile
 PATIENCE_S: Final = 2.0  # requests for a model whose needs nobody tells start anywhere after it
 MAX_ASKED: Final = 16  # models that one worker is asked about at a time
 MAX_DECISIONS: Final = 500
@@ -209,10 +208,8 @@ class Deciding:
                 replicas[pool, model] = tuple(plan.free[model])
                 free[pool, model] = plan.free[model]
                 continue
-            reports = self._observations.workers
-            ready = replicas[pool, model] = tuple(
-                name for name in plan.planned.get(model, ()) if _is_ready(model, observed, name, reports.get(name))
-            )
+            confirmed = [name for name in plan.planned.get(model, ()) if self._is_confirmed(model, observed, name)]
+            ready = replicas[pool, model] = tuple(waits_there(state, model, confirmed)) if confirmed else ()
             is_coming = bool(plan.planned.get(model))
             if not (ready or is_coming) and model in observed.backoffs:
                 backoff = observed.backoffs[model]
@@ -229,6 +226,12 @@ class Deciding:
             ready={name: worker.models for name, worker in state.workers.items()},
         )
 
+    def _is_confirmed(self, model: str, observed: Observed, name: str) -> bool:
+        """Return whether a worker has the model or gets ready for it, and not only by an order that may be lost."""
+        worker, report = observed.state.workers[name], self._observations.workers.get(name)
+        is_coming = report is not None and report.switching_to == model
+        return is_coming or model in worker.models or model in worker.running
+
 
 def _movable(observed: Observed, placement: Placement, worker: WorkerState) -> tuple[str, ...]:
     """Return the models that run on a worker and that requests may start elsewhere."""
@@ -237,14 +240,6 @@ def _movable(observed: Observed, placement: Placement, worker: WorkerState) -> t
         for model in sorted(worker.running)
         if any(other != worker.id for other in placement.replicas.get((observed.pool, model), ()))
     )
-
-
-def _is_ready(model: str, observed: Observed, worker: str, report: WorkerReport | None) -> bool:
-    found = observed.state.workers[worker]
-    if model in found.models:
-        return True
-    is_coming = report is not None and report.switching_to == model
-    return is_coming and found.ready_in_s <= LEAD_S
 
 
 def _lifetime_s(given: _Given) -> float:

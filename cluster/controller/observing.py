@@ -80,6 +80,9 @@ class Observations:
         self._workers: dict[str, tuple[WorkerReport, float]] = {}
         self._queues: dict[str, tuple[AdmissionSnapshot, float]] = {}
         self._busy_s: dict[str, float] = {}  # by worker: when it was last seen with work
+        self._begun: dict[
+            str, tuple[str, float]
+        ] = {}  # by worker: the model that a request began, and when it is ready
         self._needs: dict[str, ModelNeed] = {}
         self._components: dict[str, Components] = {}  # of models
         self._resident: dict[str, Components] = {}  # by worker
@@ -114,6 +117,7 @@ class Observations:
             if now_s - at_s > LOST_S:
                 del self._workers[name], self._resident[name]
                 self._ready.pop(name, None)
+                self._begun.pop(name, None)
         for name, (_, at_s) in list(self._queues.items()):
             if now_s - at_s > QUEUE_LOST_S:
                 del self._queues[name]
@@ -270,6 +274,8 @@ class Observations:
         switching_to, ready_in_s = report.switching_to, max(0.0, report.ready_in_s - age_s)
         if switching_to is None and told is not None:
             switching_to, ready_in_s = told
+        if switching_to is None and (begun := self._begun_switch(name, running, known)) is not None:
+            switching_to, ready_in_s = begun[0], max(0.0, begun[1] - now_s)
         ends_soon = {key for model in running if model in known for key in self._needs[model].sizes}
         kept = (model for model in models if not report.pinned.isdisjoint(self._needs[model].sizes))
         return WorkerState(
@@ -292,6 +298,25 @@ class Observations:
             attach_bytes_per_s=report.attach_bytes_per_s,
             load_bytes_per_s=report.load_bytes_per_s,
         )
+
+    def _begun_switch(self, name: str, running: Mapping[str, int], known: Collection[str]) -> tuple[str, float] | None:
+        """Return the model that a worker gets ready for because a request for it has its place there, and when it is.
+
+        No report says so: parts of the model are on their way, and the others are there.
+        """
+        report, at_s = self._workers[name]
+        for model in running if report.coming else ():
+            sizes = self._needs[model].sizes if model in known else {}
+            coming = sizes.keys() & report.coming.keys()
+            if coming and sizes.keys() <= report.ready.keys() | report.coming.keys():
+                if self._begun.get(name, ("", 0.0))[0] != model:
+                    held = self.held.get(report.node, ())
+                    nbytes, cold = (sum([sizes[key] for key in keys]) for keys in (coming, coming - set(held)))
+                    took_s = report.fixed_switch_s + nbytes / report.attach_bytes_per_s + cold / report.load_bytes_per_s
+                    self._begun[name] = model, at_s + took_s
+                return self._begun[name]
+        self._begun.pop(name, None)
+        return None
 
     def _ready_models(self, name: str, report: WorkerReport) -> tuple[str, ...]:
         """Return the models all of whose components are ready there. Found anew only when something has changed."""

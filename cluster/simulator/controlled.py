@@ -11,12 +11,11 @@ from typing import Any, Final
 from cluster.control.admission import AdmissionQueue
 from cluster.control.admission_records import ModelLoad, Placement, Started
 from cluster.control.checking import usable_state
-from cluster.control.free_starts import chances_of
+from cluster.control.free_starts import chances_of, waits_there
 from cluster.control.lanes import Ask
 from cluster.control.plans import Decision, SwitchPlan
 from cluster.control.state import ClusterState, Components, ModelState, WorkerState, retry_after_s
 from cluster.control.switching import LATENCY_FIRST, SwitchingPolicy, plan_switches
-from cluster.controller.deciding import LEAD_S
 from cluster.simulator.scenario import Fault, SimRequest
 from cluster.simulator.world import WorkerInWorld, World
 from configs.admission import AdmissionConfig
@@ -249,18 +248,21 @@ class Controlled:
         resident = self._resident.get(spec.id)
         if resident is None or resident.sizes != worker.resident:
             resident = self._resident[spec.id] = Components(dict(worker.resident))
+        running = worker.running()
+        for request in self._unready[spec.id]:  # they have their places
+            running[request.model] = running.get(request.model, 0) + 1
         seen = WorkerState(
             spec.id,
             spec.node,
             spec.budget_bytes,
             resident,
             tuple(worker.models),
-            worker.running(),
+            running,
             spec.slots,
             switching_to=worker.loading,
             ready_in_s=max(0.0, worker.ready_at_s - now_s),
             reserved_for=self._evicting[spec.id][0] if spec.id in self._evicting else None,
-            idle_s=0.0 if worker.runs else now_s - worker.idle_since_s,
+            idle_s=0.0 if running else now_s - worker.idle_since_s,
             age_s=now_s - self._silent_since.get(spec.id, now_s) + error_s,
             speed=spec.speed,
             fixed_switch_s=spec.fixed_switch_s,
@@ -274,12 +276,13 @@ def _placement_of(state: ClusterState, plan: SwitchPlan, until_s: float) -> Plac
     """Return where requests may start: on planned workers that have the model, or will in a moment. The others wait."""
     workers = state.workers
 
-    def is_ready(id_: str, worker: WorkerState) -> bool:
-        is_coming = worker.switching_to == id_ and worker.ready_in_s <= LEAD_S
-        return (is_coming or id_ in worker.models) and not worker.is_stale
+    def has_it(id_: str, worker: WorkerState) -> bool:
+        return (id_ in worker.models or worker.switching_to == id_) and not worker.is_stale
 
     replicas = {
-        (POOL, id_): tuple(each for each in plan.planned.get(id_, ()) if is_ready(id_, workers[each]))
+        (POOL, id_): tuple(
+            waits_there(state, id_, [name for name in plan.planned.get(id_, ()) if has_it(id_, workers[name])])
+        )
         for id_ in state.models
     }
     replicas |= {(POOL, id_): tuple(starts) for id_, starts in plan.free.items() if starts}

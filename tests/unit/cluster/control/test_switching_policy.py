@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from cluster.control.checking import usable_state
+from cluster.control.free_starts import waits_there
 from cluster.control.plans import Decision, FreeStart, SwitchPlan
 from cluster.control.state import BATCH, INTERACTIVE, Components, ModelState, WorkerState
 from cluster.control.switching import THROUGHPUT_FIRST, plan_switches
@@ -156,6 +157,8 @@ def test_one_that_waits_is_no_reason_for_a_second_worker() -> None:
     assert plan_of([few], [here, worker("w1", **fast)]).decisions == ()
     many = replace(lone, waiting=9)
     assert only(plan_of([many], [here, worker("w1", **fast)])).worker == "w1"
+    burst = replace(lone, waiting=4)  # fits into the slots of the one that switches, and two would do it sooner
+    assert only(plan_of([burst], [on_its_way, worker("w1", **fast)])).worker == "w1"
 
 
 def test_a_switch_that_takes_little_longer_than_a_request_needs_no_order() -> None:
@@ -239,3 +242,30 @@ def test_a_worker_above_its_budget_lets_the_least_wanted_go() -> None:
     hot, rare = model("hot", rate_long=1.0), model("rare")
     order = only(plan_of([hot, rare], [worker("w0", hot, rare, budget=15)]))
     assert (order.action, order.model, order.evict) == ("evict", "rare", ("rare",))
+
+
+def test_workers_that_get_ready_for_a_free_model_share_what_waits_for_it() -> None:
+    burst = model("burst", 9, 0.2, rate_long=1.0)
+    coming = [worker("w0", switching_to="burst", ready_in_s=0.3), worker("w1", switching_to="burst", ready_in_s=0.9)]
+    fast = [replace(each, attach_bytes_per_s=20e9) for each in coming]
+    assert plan_of([burst], fast).free["burst"] == {"w0": FreeStart(0.3), "w1": FreeStart(0.9)}
+    late = replace(fast[1], ready_in_s=9.0)  # w0 would have served its part by then
+    assert plan_of([burst], [fast[0], late]).free["burst"] == {"w0": FreeStart(0.3)}
+
+
+def test_what_waits_is_for_all_that_are_ready_before_their_part_of_it_would_be_done() -> None:
+    names = ("w0", "w1", "w2", "w3")
+    ready_in_s = dict(zip(names, (0.0, 0.05, 0.9, 1.1), strict=True))
+    here = [
+        worker("w0", model("a")),
+        *(worker(name, switching_to="a", ready_in_s=ready_in_s[name]) for name in names[1:]),
+    ]
+
+    def starts(waiting: int, *coming: str) -> list[str]:
+        state = usable_state([model("a", waiting, service_s=0.5)], here)
+        return list(waits_there(state, "a", coming))
+
+    assert starts(6, *names) == ["w0", "w1", "w2"]  # 3 s of work for two that are there, and a third
+    assert starts(5, *names) == ["w0", "w1"]
+    assert starts(99, "w2", "w3") == []  # nobody is sent to where nobody can start
+    assert starts(0, *names) == ["w0", "w1"]

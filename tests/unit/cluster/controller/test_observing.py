@@ -49,6 +49,28 @@ def test_queues_count_requests_and_workers_count_memory() -> None:
     assert list(observed.names) == ["a", "b", "c"]
 
 
+def test_a_switch_that_a_request_began_is_seen_by_what_is_on_its_way() -> None:
+    found = observations("a", "b")
+    needs = {"a": need(x=10, v=5), "b": need(y=20, v=5)}
+    speeds = {"fixed_switch_s": 1.0, "attach_bytes_per_s": 10.0, "load_bytes_per_s": 4.0}
+    found.held = {"node": {"v"}}
+    found.note_worker("w", worker(ready={"x": 10, "v": 5}, needs=needs, **speeds), 10.0)
+    found.note_queue("q", queue([], w={"b": 1}), 10.0)
+    (before,) = seen(found, 10.1).state.workers.values()
+    assert before.switching_to is None  # it waits for what must end first
+    found.note_worker("w", worker(ready={"v": 5}, coming={"y": 20}, needs=needs, **speeds), 10.2)
+    (state,) = seen(found, 10.7).state.workers.values()
+    assert (state.switching_to, state.ready_in_s) == ("b", pytest.approx(1 + 20 / 10 + 20 / 4 - 0.5))
+    found.held = {"node": {"v", "y"}}  # what was read meanwhile moves the end not
+    found.note_worker("w", worker(ready={"v": 5}, coming={"y": 20}, needs=needs, **speeds), 12.2)
+    (state,) = seen(found, 12.2).state.workers.values()
+    assert (state.switching_to, state.ready_in_s) == ("b", pytest.approx(6.0))
+    assert seen(found, 12.2).state.workers["w"].models == ()
+    found.note_worker("w", worker(ready={"v": 5, "y": 20}, needs=needs, **speeds), 13.0)
+    (after,) = seen(found, 13.0).state.workers.values()
+    assert (after.switching_to, after.ready_in_s, after.models) == (None, 0.0, ("b",))
+
+
 def test_several_queues_are_one() -> None:
     found = observations("a")
     found.note_worker("w", worker(ready={"x": 1}, needs={"a": need(x=1)}), 0.0)

@@ -35,20 +35,13 @@ def demo(kind: str, load: float, switch: float, seed: int) -> Scenario:
 
 
 @pytest.mark.parametrize("load", [0.3, 0.6, 0.9])
-@pytest.mark.parametrize(
-    ("kind", "switch", "most"),
-    [(kind, switch, 1.05) for kind in ("poisson", "bursts") for switch in (0.01, 0.1, 0.3, 1.0)]
-    + [("poisson", 3.0, 1.1), ("bursts", 3.0, 1.2)],
-)
-def test_it_is_no_slower_than_multiplexing(kind: str, load: float, switch: float, most: float) -> None:
-    """At switches of three requests it may be: at the first request of a burst nobody knows how many come.
-
-    There the mean over eight other seeds is 1.06 at most; three of them differ more.
-    """
+@pytest.mark.parametrize("switch", [0.01, 0.1, 0.3, 1.0, 2.0, 3.0])
+@pytest.mark.parametrize("kind", ["poisson", "bursts"])
+def test_it_is_no_slower_than_multiplexing(kind: str, load: float, switch: float) -> None:
     means = {"latency-first": 0.0, "serve.multiplexed": 0.0}
     for seed in range(3):
         for policy in means:
             figures, _ = simulate(demo(kind, load, switch, seed), policy, seed)  # type: ignore[arg-type]
             assert figures.served == figures.requests
             means[policy] += figures.mean_s
-    assert means["latency-first"] <= most * means["serve.multiplexed"]
+    assert means["latency-first"] <= 1.05 * means["serve.multiplexed"]
