@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from deployments.engines.diffusion.families.base import Family
 from deployments.engines.diffusion.fitted_loras import FittedLoras
-from deployments.engines.nn.lora import Pairs
+from deployments.engines.nn.lora import FittedPairs
 from deployments.engines.text.encoder import TextEncoder
 from weights.adapters import LoraAdapter
 
@@ -18,7 +18,7 @@ class EncoderLora:
     """A LoRA's pairs for one encoder, its strength, and `key`, which tells it from all others."""
 
     key: str
-    pairs: Pairs
+    pairs: FittedPairs
     scale: float
 
     @property

@@ -17,7 +17,7 @@ import torch
 from configs.model import LongText, TextPadding
 from deployments.engines.build import read_config
 from deployments.engines.diffusion.families import family_of
-from deployments.engines.nn.lora import applied_adapters
+from deployments.engines.nn.lora import AdaptedSpan, applied_adapters
 from deployments.engines.protocol import ClipLayer, EngineError
 from deployments.engines.text.encoder import TextEncoder
 from deployments.engines.text.forward_plan import EncodeCounter
@@ -224,7 +224,7 @@ def encode_batch(jobs: Sequence[EncodeJob], counter: EncodeCounter | None = None
     for numbers in groups.values():
         uses = [(lora.pairs, lora.scale) for lora in jobs[numbers[0]].loras]
         texts = [jobs[number].text for number in numbers]
-        with encoder.lock, applied_adapters(encoder.module, uses):
+        with encoder.lock, applied_adapters([AdaptedSpan(uses)]):
             outcomes |= zip(numbers, encoder.encode_each(texts, counter=counter), strict=True)
     return [outcomes[number] for number in range(len(jobs))]
 

@@ -7,7 +7,7 @@ import weakref
 from torch import nn
 
 from deployments.engines.diffusion.families.base import Family
-from deployments.engines.nn.lora import Pairs, check_targets
+from deployments.engines.nn.lora import FittedPairs, Pairs, fit_pairs
 from deployments.engines.protocol import EngineError
 from weights.adapters import LoraAdapter
 
@@ -19,10 +19,10 @@ class FittedLoras:
         self._family = family
         self._component = component
         self._module = module
-        self._pairs: weakref.WeakKeyDictionary[LoraAdapter, Pairs] = weakref.WeakKeyDictionary()
+        self._pairs: weakref.WeakKeyDictionary[LoraAdapter, FittedPairs] = weakref.WeakKeyDictionary()
 
-    def pairs_of(self, adapter: LoraAdapter) -> Pairs:
-        """Return the adapter's pairs by module path, none if it leaves this component alone.
+    def pairs_of(self, adapter: LoraAdapter) -> FittedPairs:
+        """Return the adapter's pairs with the layers that they change, none if it leaves this component alone.
 
         The same object for the same adapter. Raises EngineError when it does not fit, or changes a component that none
         of the family may change.
@@ -33,7 +33,7 @@ class FittedLoras:
             self._pairs[adapter] = pairs
         return pairs
 
-    def _fit(self, adapter: LoraAdapter) -> Pairs:
+    def _fit(self, adapter: LoraAdapter) -> FittedPairs:
         family, of_text = self._family, self._component != self._family.denoiser_name
         if adapter.kohya:
             from deployments.engines.diffusion.kohya import rename_kohya  # it imports the loaders of diffusers
@@ -48,11 +48,9 @@ class FittedLoras:
             )
         pairs = self._named(adapter.components.get(self._component, {}))
         try:
-            check_targets(self._module, pairs)
+            return fit_pairs(self._module, pairs)
         except EngineError as error:
             raise EngineError(f"{adapter.path}: {error}") from None
-        like = next(self._module.parameters())
-        return {path: pair.to(like.device, like.dtype) for path, pair in pairs.items()}
 
     def _named(self, pairs: Pairs) -> Pairs:
         """Return the pairs by the paths of the module: transformers 5 has no `text_model` in a CLIPTextModel."""

@@ -33,6 +33,7 @@ from deployments.engines.diffusion.rows import (
     Work,
     batch_key,
     build_rows,
+    by_adapters,
     decode_key,
     grouped,
     guided,
@@ -212,9 +213,8 @@ class DenoisePipeline:
                 raise EngineError(f"request {state.request.request_id!r} has no steps left")
         noises: dict[int, torch.Tensor] = {}  # by branch, each of which belongs to one state
         with torch.no_grad():
-            for group in grouped(parts_of(states), batch_key):
-                with applied_adapters(self.denoiser, group[0].state.adapters):
-                    noise = self._predict(group)
+            for mates in grouped(parts_of(states), batch_key):
+                noise = self._predict(group := by_adapters(mates))
                 noises |= {id(part.branch): own for part, own in zip(group, split_rows(noise, group), strict=True)}
             predictions = [
                 (state, guided(state, [noises[id(branch)] for branch in state.branches])) for state in states
@@ -281,7 +281,8 @@ class DenoisePipeline:
         return ImageSize(height, width, height // scale, width // scale)
 
     def _forward(self, rows: Rows, height: int, width: int) -> torch.Tensor:
-        return self.family.predict_noise(self.denoiser, rows, self._size(height, width))
+        with applied_adapters(rows.adapters):
+            return self.family.predict_noise(self.denoiser, rows, self._size(height, width))
 
     def _latent_images(self, latents: torch.Tensor, height: int, width: int) -> torch.Tensor:
         images = self.family.unpack_latents(latents, self._size(height, width))

@@ -1,7 +1,7 @@
 """States -> rows of one forward -> guided predictions per state.
 
-Each image of each request is one row, two under classifier-free guidance. Rows of one image size, padded text
-length and adapter set go through the denoiser together, whatever their step, schedule, guidance or seed.
+Each image of each request is one row, two under classifier-free guidance. Rows of one image size and padded text
+length go through the denoiser together, whatever their step, schedule, guidance, seed or LoRAs.
 
 On the CPU a row's prediction is that of the row alone, bit for bit, in any company and any split
 (`nn/batch_invariant.py`; tests/unit/deployments/engines/diffusion/test_batch_invariance.py). On a GPU it differs by
@@ -10,7 +10,8 @@ rounding: its libraries choose kernels by the number of rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+import itertools
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple, TypeVar
 
@@ -18,6 +19,7 @@ import torch
 
 from deployments.engines.diffusion.families.base import Branch, ControlRows, Rows
 from deployments.engines.diffusion.state import DenoiseState
+from deployments.engines.nn.lora import AdaptedSpan
 
 T = TypeVar("T")
 
@@ -85,15 +87,14 @@ def batch_key(part: Part) -> Hashable:
 
     The size and not the latents' shape, which is the same for packed latents of 64x32 and 32x64 pixels.
     """
-    adapters = tuple((id(pairs), strength) for pairs, strength in part.state.adapters)
     is_padded = part.branch.mask is not None
     length = part.branch.prompt.shape[1]
-    return image_size(part.state), length, is_padded, adapters, _control_key(part), _solitude(part.state)
+    return image_size(part.state), length, is_padded, _control_key(part), _solitude(part.state)
 
 
 def memory_kind(part: Part) -> Hashable:
     """Return the kind of a part: those of one take about as much memory per row of a forward."""
-    lengths = part.branch.prompt.shape[1], len(part.state.adapters), len(part.state.acting_controls)
+    lengths = part.branch.prompt.shape[1], len(part.state.acting_controls)
     return "denoise", image_size(part.state), *lengths, *(["alone"] if part.state.runs_alone else [])
 
 
@@ -114,6 +115,15 @@ def grouped(things: Sequence[T], key: Callable[[T], Hashable]) -> list[list[T]]:
     for thing in things:
         groups.setdefault(key(thing), []).append(thing)
     return list(groups.values())
+
+
+def by_adapters(group: Sequence[Part]) -> list[Part]:
+    """Return the parts with those of equal adapters beside each other, in order of appearance."""
+    return [part for equals in grouped(group, _adapters_key) for part in equals]
+
+
+def _adapters_key(part: Part) -> Hashable:
+    return tuple((id(pairs), strength) for pairs, strength in part.state.adapters)
 
 
 def build_rows(group: Sequence[Part]) -> Rows:
@@ -139,7 +149,19 @@ def build_rows(group: Sequence[Part]) -> Rows:
         torch.cat(pooled) if pooled else None,
         controls,
         torch.cat(masks) if masks else None,
+        tuple(_adapted_spans(group)),
     )
+
+
+def _adapted_spans(group: Sequence[Part]) -> Iterator[AdaptedSpan]:
+    """Yield the adapters of the rows of a group, of neighbours with equal ones together."""
+    start = 0
+    for _, equals in itertools.groupby(group, _adapters_key):
+        parts = list(equals)
+        stop = start + sum(len(part.state.latents) for part in parts)
+        if parts[0].state.adapters:
+            yield AdaptedSpan(parts[0].state.adapters, start, stop)
+        start = stop
 
 
 def _control_rows(group: Sequence[Part], place: int) -> ControlRows:

@@ -11,7 +11,7 @@ import torch
 
 from deployments.engines.diffusion.families.base import Branch
 from deployments.engines.diffusion.input_images import find_bad_image
-from deployments.engines.nn.lora import Pairs
+from deployments.engines.nn.lora import FittedPairs
 from deployments.engines.protocol import AdapterUse, ComputationFailed, DiffusionRequest, EngineError
 from weights.adapters import LoraAdapter
 
@@ -52,7 +52,7 @@ class DenoiseState:
     cfg_scale: float
     generator: torch.Generator
     step_index: int = 0
-    adapters: tuple[tuple[Pairs, float], ...] = ()
+    adapters: tuple[tuple[FittedPairs, float], ...] = ()
     are_finite: list[torch.Tensor] = field(default_factory=list)
     failure: Exception | None = None
     first_step: int = 0

@@ -5,8 +5,8 @@ or more in three ways, and with several threads the first dozen rows in yet othe
 elsewhere by the size of the batch. Here few rows are padded, and every convolution goes to oneDNN, whose fixed cost of
 about 60 us is felt by convolutions of less than a million multiplications only. Other operations that diffusers' models
 use, and all of bfloat16, need nothing of this (tests/unit/deployments/engines/nn/test_batch_invariant.py looks at
-each), as long as a row has a multiple of 16 elements: what is left over after the vectors of an elementwise function is
-computed by other code.
+each), as long as a row has a multiple of 32 elements: what is left over after pairs of vectors, of 8 floats with AVX2
+and of 16 with AVX-512, is computed by other code in an elementwise function.
 """
 
 from __future__ import annotations

@@ -5,10 +5,11 @@ Base weights are never touched, so replicas may share them and requests with oth
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -19,24 +20,39 @@ from deployments.engines.protocol import EngineError
 from weights.adapters import LoraPair
 
 Pairs = Mapping[str, LoraPair]
+FittedPairs = Sequence[tuple[nn.Module, LoraPair]]  # the layers that an adapter changes
+
+
+class AdaptedSpan(NamedTuple):
+    """The adapters of the rows `start` to `stop` of a batch, each with its strength; of all rows by default."""
+
+    uses: Sequence[tuple[FittedPairs, float]]
+    start: int = 0
+    stop: int = sys.maxsize
+
+    def part(self, start: int, stop: int) -> AdaptedSpan | None:
+        """Return the span as the rows `start` to `stop` have it, counted from there; None for one outside of them."""
+        first, last = max(self.start, start), min(self.stop, stop)
+        return AdaptedSpan(self.uses, first - start, last - start) if first < last else None
 
 
 @contextmanager
-def applied_adapters(module: nn.Module, uses: Sequence[tuple[Pairs, float]]) -> Iterator[None]:
-    """Add every adapter of `uses` (pairs by module path, strength) to what `module` computes within the block.
+def applied_adapters(spans: Sequence[AdaptedSpan]) -> Iterator[None]:
+    """Add to what layers compute within the block, for each span of the batch its own adapters.
 
-    Equal to diffusers' `set_adapters` over PEFT, in the given order. HAZARD: hooks belong to the module,
-    so one thread at a time may run it. Raises EngineError as `check_targets` does; no hook is left behind
-    in any case.
+    Equal to diffusers' `set_adapters` over PEFT, in the given order, for each span; a row's result does not depend on
+    the others. The first axis of what goes through the layers is the batch. HAZARD: hooks belong to the layers, so one
+    thread at a time may run them; no hook is left behind in any case.
     """
+    by_layer: dict[nn.Module, list[_SidePath]] = {}
+    for span in spans:
+        for pairs, strength in span.uses:
+            for layer, pair in pairs if strength else ():
+                by_layer.setdefault(layer, []).append((span.start, span.stop, pair, pair.scale * strength))
     handles: list[Any] = []
     try:
-        for pairs, strength in uses:
-            targets = check_targets(module, pairs)
-            if strength == 0:
-                continue
-            for path, target in targets.items():
-                handles.append(target.register_forward_hook(_side_path(pairs[path], strength)))
+        for layer, paths in by_layer.items():
+            handles.append(layer.register_forward_hook(_adding(paths)))
         yield
     finally:
         for handle in handles:
@@ -90,6 +106,15 @@ def check_targets(module: nn.Module, pairs: Pairs) -> dict[str, nn.Module]:
     return {path: known[path] for path in pairs}
 
 
+def fit_pairs(module: nn.Module, pairs: Pairs) -> FittedPairs:
+    """Return the layers that `pairs` name, each with its pair in the module's dtype and place.
+
+    Raises EngineError as `check_targets` does.
+    """
+    targets, like = check_targets(module, pairs), next(module.parameters())
+    return tuple((targets[path], pair.to(like.device, like.dtype)) for path, pair in pairs.items())
+
+
 def _check_fit(path: str, target: nn.Module, pair: LoraPair) -> None:
     found: tuple[Any, ...]
     if isinstance(target, nn.Conv2d) and target.groups == 1:
@@ -106,19 +131,28 @@ def _check_fit(path: str, target: nn.Module, pair: LoraPair) -> None:
         )
 
 
-def _side_path(pair: LoraPair, strength: float) -> Callable[[nn.Module, Any, torch.Tensor], torch.Tensor]:
-    def add(target: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
-        x = args[0]
-        down, up = pair.down.to(x.device, x.dtype), pair.up.to(x.device, x.dtype)
-        if isinstance(target, nn.Conv2d):
-            padding = target.padding
-            assert not isinstance(padding, str)  # diffusers gives numbers
-            delta = conv2d(conv2d(x, down, None, target.stride, padding, target.dilation), up)
-        else:
-            delta = linear(linear(x, down), up)
-        return output + delta * (pair.scale * strength)
+_SidePath = tuple[int, int, LoraPair, float]  # rows from, to, and what is added to them, times so much
+
+
+def _adding(paths: Sequence[_SidePath]) -> Callable[[nn.Module, Any, torch.Tensor], None]:
+    def add(layer: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+        for start, stop, pair, factor in paths:
+            x, own = args[0], output
+            if start or stop < len(x):
+                x, own = x[start:stop], output[start:stop]
+            own += _delta(layer, x, pair, factor)
 
     return add
+
+
+def _delta(layer: nn.Module, x: torch.Tensor, pair: LoraPair, factor: float) -> torch.Tensor:
+    """Return up(down(x)), scaled between the two, where it has the fewest elements."""
+    down, up = pair.down.to(x.dtype), pair.up.to(x.dtype)  # a layer may compute in another type than it is stored in
+    if isinstance(layer, nn.Conv2d):
+        padding = layer.padding
+        assert not isinstance(padding, str)  # diffusers gives numbers
+        return conv2d(conv2d(x, down, None, layer.stride, padding, layer.dilation) * factor, up)
+    return linear(linear(x, down) * factor, up)
 
 
 def _router_above(module: nn.Module, path: str) -> Any:

@@ -17,6 +17,8 @@ from deployments.engines.protocol import ClipLayer, DiffusionRequest, EngineErro
 if TYPE_CHECKING:  # the ingress has no torch
     import torch
 
+    from deployments.engines.nn.lora import AdaptedSpan
+
 Role = Literal["prompt", "negative"]
 NoNegative = Literal["unguided", "empty text", "zeros"]
 Encoded = Mapping[str, "torch.Tensor"]  # outputs of one text encoder for one text, without batch axis
@@ -119,7 +121,8 @@ class Rows:
     """The input of one forward: latents (B, …), timesteps (B,), prompts (B, L, D), guidance scales (B,), pooled (B, P).
 
     `pooled` is None for a family that has no pooled text. `controls` are the ControlNets of all rows. `mask` (B, L) is
-    False where a prompt is padding, and None where no prompt is; only a family that `masks_text` gets one.
+    False where a prompt is padding, and None where no prompt is; only a family that `masks_text` gets one. `adapters`
+    are those of rows that have any.
     """
 
     latents: torch.Tensor
@@ -129,6 +132,7 @@ class Rows:
     pooled: torch.Tensor | None = None
     controls: tuple[ControlRows, ...] = ()
     mask: torch.Tensor | None = None
+    adapters: tuple[AdaptedSpan, ...] = ()
 
     def __len__(self) -> int:
         return len(self.latents)
@@ -139,6 +143,7 @@ class Rows:
         pooled = None if self.pooled is None else self.pooled[here]
         controls = tuple(control.part(start, stop) for control in self.controls)
         mask = None if self.mask is None else self.mask[here]
+        adapters = tuple(own for span in self.adapters if (own := span.part(start, stop)) is not None)
         return Rows(
             self.latents[here],
             self.timesteps[here],
@@ -147,6 +152,7 @@ class Rows:
             pooled,
             controls,
             mask,
+            adapters,
         )
 
 

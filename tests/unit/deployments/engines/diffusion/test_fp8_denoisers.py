@@ -16,7 +16,7 @@ from deployments.engines.build import build_module
 from deployments.engines.diffusion.pipeline import DenoisePipeline
 from deployments.engines.nn import fp8_linear
 from deployments.engines.nn.fp8_linear import _Fp8Linear, _scaled_product
-from deployments.engines.nn.lora import applied_adapters
+from deployments.engines.nn.lora import AdaptedSpan, applied_adapters
 from weights.adapters import LoraPair
 from weights.errors import FormatError, WeightsError
 from weights.externalize import externalize
@@ -110,8 +110,8 @@ def test_a_layer_is_that_of_its_wide_weights_bit_for_bit(dtype, scales):
     layer.__class__, layer.weight = _Fp8Linear, nn.Parameter(weight, requires_grad=False)
     layer.weight_scale = torch.from_numpy(scale).to(dtype)  # a power of two: no cast changes it
     assert torch.equal(layer(x), expected(x))
-    pairs = {"": LoraPair(torch.randn(2, columns), torch.randn(rows, 2), 0.5)}
-    with applied_adapters(layer, [(pairs, 1.0)]):
+    pair = LoraPair(torch.randn(2, columns), torch.randn(rows, 2), 0.5)
+    with applied_adapters([AdaptedSpan([([(layer, pair)], 1.0)])]):
         assert not torch.equal(layer(x), expected(x))
 
 

@@ -96,8 +96,9 @@ def test_each_module_has_its_own_alpha(sdxl, tmp_path):
     save_file(tensors, tmp_path / "mixed.safetensors")
     pairs = sdxl.ours._loras.pairs_of(load_adapter(tmp_path / "mixed.safetensors"))
     assert len(pairs) == len(tensors) // 3
-    for path, pair in pairs.items():
-        assert pair.scale == tensors[f"lora_unet_{path.replace('.', '_')}.alpha"] / 2
+    paths = {layer: path for path, layer in sdxl.ours.denoiser.named_modules()}
+    for layer, pair in pairs:
+        assert pair.scale == tensors[f"lora_unet_{paths[layer].replace('.', '_')}.alpha"] / 2
 
 
 def test_a_file_is_an_adapter_in_the_store(file, tmp_path):

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from deployments.engines.diffusion.rows import batch_key, parts_of
-from deployments.engines.nn.lora import applied_adapters
+from deployments.engines.nn.lora import AdaptedSpan, applied_adapters, fit_pairs
 from deployments.engines.protocol import AdapterUse, EngineError
 from weights.adapters import LoraAdapter, LoraPair, load_adapter
 
@@ -112,14 +111,44 @@ def test_adapted_and_plain_requests_run_side_by_side(bold, make_request):
         assert np.array_equal(image, pair.ours.generate(job, pair.conditioning(), adapters=again))
 
 
-def test_requests_share_a_forward_when_they_use_the_same_version(bold, make_request):
+def test_any_adapters_share_a_forward(bold, make_request, monkeypatch):
+    """None, one, another version of it, two: each row gets its own, and what it gets alone."""
     folder, pair = bold
-    request = make_request(adapters=(AdapterUse("bold"),))
     old, new = load_adapter(folder), load_adapter(folder)
-    states = [pair.ours.start(request, pair.conditioning(), {"bold": version}) for version in (old, old, new)]
-    keys = [batch_key(part) for part in parts_of(states)]
-    assert keys[0] == keys[1]
-    assert keys[0] != keys[2]
+    thin = load_adapter(folder)
+    jobs = [
+        ((AdapterUse("bold", 1.0),), {"bold": old}),
+        ((), {}),
+        ((AdapterUse("bold", 1.0),), {"bold": new}),
+        ((AdapterUse("bold", 0.3), AdapterUse("thin", -0.5)), {"bold": old, "thin": thin}),
+        ((AdapterUse("bold", 1.0),), {"bold": old}),
+    ]
+    started = [
+        (make_request(seed=seed, adapters=uses), pair.conditioning(seed), known)
+        for seed, (uses, known) in enumerate(jobs)
+    ]
+    alone = [pair.ours.generate(job, text, adapters=known) for job, text, known in started]
+    spans, forward = [], pair.ours._forward
+    monkeypatch.setattr(
+        pair.ours, "_forward", lambda rows, *size: spans.append([s[1:] for s in rows.adapters]) or forward(rows, *size)
+    )
+    states = [pair.ours.start(*job) for job in started]
+    for _ in range(3):
+        pair.ours.step(states)
+    assert spans == [[(0, 2), (3, 4), (4, 5)]] * 3  # the first two and the last, without the plain one between
+    for images, expected in zip(pair.ours.decode(states), alone, strict=True):
+        assert np.array_equal(images, expected)
+
+
+def test_a_span_is_split_as_its_batch_is():
+    span = AdaptedSpan((), 2, 6)
+    assert [span.part(*part) for part in ((0, 2), (0, 3), (3, 5), (5, 9), (6, 9))] == [
+        None,
+        AdaptedSpan((), 2, 3),
+        AdaptedSpan((), 0, 2),
+        AdaptedSpan((), 0, 1),
+        None,
+    ]
 
 
 def test_a_version_that_nobody_holds_is_forgotten(bold, make_request):
@@ -141,7 +170,8 @@ def test_no_hook_stays_even_after_an_exception():
     x = torch.randn(2, 4)
     plain = module(x)
     pairs = linear_adapter(torch.randn(2, 4), torch.randn(3, 2))
-    with contextlib.suppress(KeyError), applied_adapters(module, [(pairs, 2.0)]):
+    span = AdaptedSpan([(fit_pairs(module, pairs), 2.0)])
+    with contextlib.suppress(KeyError), torch.no_grad(), applied_adapters([span]):
         expected = plain + 2.0 * 0.5 * (x @ pairs["0"].down.T @ pairs["0"].up.T)
         assert torch.allclose(module(x), expected, atol=1e-6)
         raise KeyError
@@ -149,16 +179,25 @@ def test_no_hook_stays_even_after_an_exception():
     assert torch.equal(module(x), plain)
 
 
+def test_only_the_rows_of_a_span_are_adapted():
+    layer, x = torch.nn.Linear(16, 32), torch.randn(5, 7, 16)
+    pairs = [LoraPair(torch.randn(2, 16), torch.randn(32, 2), 0.5) for _ in range(2)]
+    spans = [AdaptedSpan([([(layer, pairs[0])], 1.0), ([(layer, pairs[1])], -0.7)], 1, 3)]
+    spans += [AdaptedSpan([([(layer, pairs[1])], 0.2)], 4, 5)]
+    with torch.no_grad():
+        expected = layer(x)
+        deltas = [x @ pair.down.T @ pair.up.T * pair.scale for pair in pairs]
+        expected[1:3] += deltas[0][1:3] - 0.7 * deltas[1][1:3]
+        expected[4:] += 0.2 * deltas[1][4:]
+        with applied_adapters(spans):
+            assert torch.allclose(layer(x), expected, atol=1e-5)
+
+
 def test_targets_that_are_not_there_are_named():
     module = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.LayerNorm(3))
-    fitting = linear_adapter(torch.zeros(2, 4), torch.zeros(3, 2))
     absent = linear_adapter(torch.zeros(2, 4), torch.zeros(3, 2), "blocks.7.to_q")
-    with (
-        pytest.raises(EngineError, match=r"'blocks.7.to_q' \(1 of 1\) are not in Sequential"),
-        applied_adapters(module, [(fitting, 1.0), (absent, 1.0)]),
-    ):
-        pass
-    assert not module[0]._forward_hooks  # the first adapter's were taken back
+    with pytest.raises(EngineError, match=r"'blocks.7.to_q' \(1 of 1\) are not in Sequential"):
+        fit_pairs(module, absent)
 
 
 @pytest.mark.parametrize(
@@ -172,8 +211,8 @@ def test_targets_that_are_not_there_are_named():
 def test_shapes_that_do_not_fit(path, down, up, message):
     module = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.LayerNorm(3))
     pairs = linear_adapter(down, up, path)
-    with pytest.raises(EngineError, match=message), applied_adapters(module, [(pairs, 1.0)]):
-        pass
+    with pytest.raises(EngineError, match=message):
+        fit_pairs(module, pairs)
 
 
 def test_what_a_pipeline_refuses(bold, make_request):
