@@ -32,6 +32,10 @@ _RECEIVED: Final = RECEIVED.encode()
 _MAX_AGE_S: Final = 3600.0
 _MAX_BYTES: Final = 2**16  # of a body that is kept while it waits for its turn
 _NEW: Final = 0.05  # weight of a new turn in the time that turns take
+# Who has spent more of its time on waiting to be read is refused unread: in a burst the others are read soon, and are
+# enough for the queue to choose from.
+_MOST_SHARE: Final = 0.125
+_SHORT_S: Final = 0.25  # a wait for which nobody is refused who has more time than that
 _LEAST_S: Final = 0.02  # shorter waits are none: what an answer says of the client's time stays what it said
 
 
@@ -119,6 +123,9 @@ class Turns:
                 late = DeadlineExceeded("the request's timeout was over before the request could be read", "timeout")
                 await self._refuse(late, scope, receive_rest, send)
                 return
+            if waited_s > _longest_s(timeout_s):
+                await self._refuse(self._too_many(), scope, receive_rest, send)
+                return
             scope[WAITED] = waited_s if waited_s > _LEAST_S else 0.0
             _current_turn.set(turn)
             await self._app(scope, receive_rest, send)
@@ -138,10 +145,14 @@ class Turns:
         """Return why a request that has so much time left cannot wait for its turn; None if it can."""
         if self._num_waiting >= self._max_waiting():
             return QueueFull(f"{self._num_waiting} requests wait to be read, as many as may; try again in a moment")
-        wait_s = self._num_waiting * self._turn_s
-        if wait_s <= left_s or left_s <= 0:
+        if left_s <= 0 or self._num_waiting * self._turn_s <= _longest_s(left_s):
             return None
-        text = f"it would take about {wait_s:.3g} s until this request is read, longer than its time"
+        return self._too_many()
+
+    def _too_many(self) -> QueueFull:
+        """Return the refusal of a request that would spend too much of its time on waiting to be read."""
+        wait_s = self._num_waiting * self._turn_s
+        text = "so many requests wait to be read that little time of this one would be left"
         return QueueFull(f"{text}; try again in {wait_s:.3g} s", retry_after_s=wait_s)
 
     async def _refuse(self, error: ServiceError, scope: Scope, receive: Receive, send: Send) -> None:
@@ -181,6 +192,11 @@ def _timeout_s(scope: Scope) -> float:
     except ValueError:
         return math.inf
     return timeout_s if timeout_s > 0 else math.inf  # it is refused for that later
+
+
+def _longest_s(timeout_s: float) -> float:
+    """Return how long a request with so much time may wait to be read."""
+    return min(timeout_s, max(_SHORT_S, _MOST_SHARE * timeout_s))
 
 
 def _has_left(leaving: asyncio.Future[Message]) -> bool:

@@ -170,7 +170,7 @@ async def test_what_is_too_late_when_its_turn_comes_is_not_read(clock: Clock) ->
     async with client(app) as http:
         first = [asyncio.create_task(http.post("/v1/embeddings", content=b"{}")) for _ in range(MAX_TURNS)]
         await until(lambda: app.reading == MAX_TURNS)
-        limits = {"short": "2", "long": "20"}
+        limits = {"short": "2", "middle": "20", "long": "100"}
         waiting = {
             name: asyncio.create_task(
                 http.post("/v1/embeddings", content=b"{}", headers={"x-request-timeout-seconds": limit})
@@ -185,6 +185,8 @@ async def test_what_is_too_late_when_its_turn_comes_is_not_read(clock: Clock) ->
         short = await waiting["short"]
         assert short.status_code == 504
         assert "before the request could be read" in short.text
+        middle = await waiting["middle"]  # in time, but it is one of many that are not
+        assert (middle.status_code, middle.json()["error"]["code"]) == (429, "queue_full")
         assert (await waiting["long"]).status_code == 200
         assert {(await call).status_code for call in first} == {200}
         assert len(app.waited_s) == MAX_TURNS + 1
