@@ -130,6 +130,11 @@ class Component(_Record):
         return {tensor.sha256: tensor.nbytes for tensor in self.tensors.values()}
 
     @functools.cached_property
+    def extent_ids(self) -> tuple[str, ...]:
+        """The ids of the extents that hold it, each once, in a stable order."""
+        return tuple(sorted({tensor.extent for tensor in self.tensors.values()}))
+
+    @functools.cached_property
     def views(self) -> Mapping[tuple[str, str], tuple[ViewRow, ...]]:
         """Tensors that are plain views of an extent seen as elements of one dtype, by extent and dtype.
 
@@ -223,7 +228,7 @@ class Manifest(_Record):
 
     def extents_of(self, components: Iterable[str]) -> tuple[ExtentRef, ...]:
         """Return the extents that hold these components, each once, in a stable order."""
-        ids = {ref.extent for name in components for ref in self.components[name].tensors.values()}
+        ids = {id_ for name in components for id_ in self.components[name].extent_ids}
         return tuple(self.extents[id_] for id_ in sorted(ids))
 
 

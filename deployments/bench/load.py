@@ -38,7 +38,7 @@ from deployments.bench.machine import private_ray, touch_memory
 from deployments.bench.synthetic import write_flux_transformer
 from weights.errors import WeightsError
 from weights.externalize import externalize
-from weights.loader import attach
+from weights.loading.views import attach
 from weights.manifest import ExtentRef, Manifest
 from weights.memory.pages import ByteArray, allocate_pages
 from weights.reading.report import LoadReport

@@ -222,7 +222,7 @@ class _PipelineBuilder:
         self._encoders = TextEncoderBuilder()
         self._components = ComponentBuilder(WorkerConfig())
 
-    def __call__(self, component: Component, skeleton: Path, tensors: dict[str, torch.Tensor]) -> Any:
+    def __call__(self, component: Component, skeleton: Path, tensors: Mapping[str, torch.Tensor]) -> Any:
         return self._of(is_text_encoder(component))(component, skeleton, tensors)
 
     def prepare(self, component: Component, skeleton: Path) -> None:

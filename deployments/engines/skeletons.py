@@ -18,8 +18,8 @@ from torch import nn
 
 from deployments.engines.build import Skeleton, build_skeleton
 from weights.errors import WeightsError
-from weights.loader import memory_form
 from weights.loading.modules import Binding, copy_structure
+from weights.loading.views import memory_form
 from weights.manifest import Component
 
 MAX_FREE: Final = 16  # a blank FLUX transformer takes about 5 MB

@@ -30,14 +30,15 @@ from deployments.modules.built_modules import (
     object_footprint,
 )
 from deployments.modules.device_tier import DeviceTier, KeptExtents, LeasedExtents, open_tier
+from deployments.modules.filling import SlotFiller, switch_report
 from deployments.modules.lease import Lease
-from deployments.modules.loading import Builder, Filling, fill_slots, locate_parts, switch_report
+from deployments.modules.loading import Builder
 from deployments.modules.manifest_versions import FetchManifest, ManifestVersions
 from deployments.modules.resident_modules import Occupancy, ResidentModules, Taken
 from deployments.modules.streaming import Streaming
 from deployments.modules.switches import SwitchLog
 from deployments.tasks import shared_task
-from weights.errors import BudgetExceeded, ExtentCorrupt
+from weights.errors import BudgetExceeded
 from weights.manifest import Component, ExtentRef, Manifest
 
 Wants = Callable[[Component], bool]
@@ -76,8 +77,6 @@ class ModuleCache:
         self.manifests = ManifestVersions(fetch_manifest, models)
         self._provider = provider
         self._models = models
-        self._build = build
-        self._report = report
         self._retire = retire
         self._clock = clock
         self._device = device
@@ -90,7 +89,7 @@ class ModuleCache:
         self._loop: asyncio.AbstractEventLoop | None = None
         is_called_back = kept.is_called_back if kept else lambda extents: False
         self._modules = ResidentModules(budget_bytes, self._start_filling, self._let_go, clock, is_called_back)
-        self._damaged: set[str] = set()
+        self._filler = SlotFiller(self._modules, self.manifests, self._tier, build, self.skeleton, report, clock)
         self._pinned: dict[str, tuple[str, Wants]] = {}  # by model the version, and what of it
         self._tasks: set[asyncio.Task[None]] = set()
         self.switches = SwitchLog()
@@ -319,41 +318,7 @@ class ModuleCache:
         # With leases that may be called back, whoever waits for a part must not hold the others firmly: all that a
         # request needs is asked for at once.
         beside = [slot.extents for name, slot in slots.items() if name not in fresh] if self._kept else []
-        self._run(self._fill(filling, beside))
-
-    async def _fill(self, filling: Sequence[Filling], beside: Sequence[Sequence[ExtentRef]]) -> None:
-        loop = asyncio.get_running_loop()
-        try:
-            located = await locate_parts(filling, self.manifests)
-        except Exception as error:
-            for slot, part in filling:
-                self._note_failed(slot, part, error)
-        else:
-            await asyncio.to_thread(self._fill_located, located, beside, loop.call_soon_threadsafe)
-
-    def _fill_located(
-        self, filling: Sequence[Filling], beside: Sequence[Sequence[ExtentRef]], tell: Callable[..., object]
-    ) -> None:
-        """Fill the slots; `tell` has the loop note each one at once. Blocking, in one thread for all: every change
-        between thread and loop costs a wait for the interpreter lock.
-        """
-        found = fill_slots(filling, beside, self._tier, self._build, self.skeleton, self._clock)
-        for (slot, part), built in zip(filling, found, strict=True):
-            note = self._note_failed if isinstance(built, Exception) else self._note_filled
-            tell(note, slot, part, built)
-
-    def _note_filled(self, slot: Slot, part: Part, built: Built) -> None:
-        self._modules.arrive(slot, built)
-        if part.manifest.model in self._damaged:
-            self._damaged.remove(part.manifest.model)
-            self._report(part.manifest.model, None)
-
-    def _note_failed(self, slot: Slot, part: Part, error: Exception) -> None:
-        if isinstance(error, ExtentCorrupt | ModelUnavailable):
-            self._damaged.add(part.manifest.model)
-            self._report(part.manifest.model, str(error))
-        logger.info("%s of %r is not built", part.component.name, part.manifest.model, exc_info=error)
-        self._modules.fail(slot, error)
+        self._run(self._filler.fill_slots(filling, beside))
 
     def parts(self, manifest: Manifest, wanted: Wants) -> dict[PartName, Part]:
         """Return the wanted parts of a model, with what each takes of the budget."""

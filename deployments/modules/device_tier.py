@@ -15,18 +15,16 @@ from typing import Final, Protocol
 
 import torch
 
-from weights.loader import attach, view_of
-from weights.loading.external_memory import bytes_tensor
+from weights.loading.external_memory import bytes_tensors
+from weights.loading.views import Tensors, Views, view_of
 from weights.manifest import Component, ExtentRef, TensorRef
 from weights.memory.block_plan import BlockPlan
 from weights.memory.block_stream import BlockStream
 from weights.memory.device_arena import DeviceArena, StillInUse
 from weights.memory.device_records import Acquired, ArenaStats
 from weights.memory.device_space import DeviceFull
-from weights.memory.pages import ByteArray
 from weights.provider import ExtentProvider
 
-Tensors = dict[str, torch.Tensor]
 MAX_LINGER_S: Final = 2.0
 LINGER_POLL_S: Final = 0.005
 
@@ -63,7 +61,7 @@ class Placed:
     call, newly mapped from the node's memory, copied to the device; `reused_bytes` were there. With a `stream`, the
     tensors of its blocks are only the places where they will be."""
 
-    tensors: Tensors
+    tensors: Mapping[str, torch.Tensor]
     storage_bytes: int
     host_bytes: int
     device_bytes: int
@@ -75,7 +73,7 @@ class Placed:
 class Fetched:
     """Host memory leased for several components in one call, and what that call had to load."""
 
-    buffers: Mapping[str, ByteArray]
+    buffers: Mapping[str, torch.Tensor]
     storage_bytes: int
 
 
@@ -177,7 +175,8 @@ class _SharedTier:
         buffers = self._provider.fetch([*(extent for extents in wants for extent in extents), *others])
         if others:
             self._provider.release(others)
-        return Fetched(buffers, _loaded_bytes(self._provider))
+        own = {extent.id: buffers[extent.id] for extents in wants for extent in extents}
+        return Fetched(bytes_tensors(own), _loaded_bytes(self._provider))
 
     def place_component(
         self,
@@ -189,17 +188,14 @@ class _SharedTier:
         streamed: BlockPlan | None = None,
     ) -> Placed:
         own = fetched or self.fetch([extents])
-        try:
-            tensors = attach(component, own.buffers)
-        except BaseException:
-            self._provider.release(extents)
-            raise
         with self._lock:
             fresh = {extent.id for extent in extents if not self._leases[extent.id]}
             self._leases.update(extent.id for extent in extents)
-        reused = {ref.sha256: ref.nbytes for ref in component.tensors.values() if ref.extent not in fresh}
+        reused: dict[str, int] = {}
+        if len(fresh) < len(extents):
+            reused = {ref.sha256: ref.nbytes for ref in component.tensors.values() if ref.extent not in fresh}
         return Placed(
-            tensors=tensors,
+            tensors=Views(component, {extent.id: own.buffers[extent.id] for extent in extents}),
             storage_bytes=0 if fetched else own.storage_bytes,
             host_bytes=sum(extent.nbytes for extent in extents if extent.id in fresh),
             device_bytes=0,
@@ -367,7 +363,7 @@ class _Uploads:
         buffers = self._provider.fetch(needed)
         self._leased += needed
         self.storage_bytes += _loaded_bytes(self._provider)
-        bases = {id_: bytes_tensor(buffer) for id_, buffer in buffers.items()}
+        bases = bytes_tensors(buffers)
         return {name: view_of(bases[ref.extent], ref) for name, ref in refs.items()}
 
     def release(self) -> None:

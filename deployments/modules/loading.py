@@ -1,9 +1,8 @@
-"""Load a component: its tensors onto the device, the module, engine or adapter around them, and what that took."""
+"""Builders of what a worker runs: modules of a pipeline, LLM engines, adapters."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,176 +14,19 @@ from deployments.engines.build import IMPORT_LOCK
 from deployments.engines.diffusion.rows import BatchBounds
 from deployments.engines.llm.engine import LLMEngine, working_bytes
 from deployments.engines.llm.models.packed import compute_dtype
-from deployments.engines.nn.streamed_blocks import end_streaming, stream_blocks
+from deployments.engines.nn.streamed_blocks import end_streaming
 from deployments.engines.protocol import EngineError
 from deployments.engines.skeletons import SkeletonPool
-from deployments.errors import ModelUnavailable
-from deployments.modules.built_modules import Built, Part, PartName, Slot, distinct_bytes, object_footprint
-from deployments.modules.device_tier import DeviceTier, Fetched, Tensors
-from deployments.modules.manifest_versions import ManifestVersions
-from deployments.records import SwitchReport
+from deployments.modules.built_modules import object_footprint
 from deployments.text.encoders import KeyedEncoder, TextEncoderBuilder
 from weights.adapters import parse_adapter
-from weights.errors import ExtentCorrupt
-from weights.manifest import Component, ExtentRef, Manifest
+from weights.manifest import Component
 from weights.torch_dtypes import TORCH_DTYPES
 
 # Component, its skeleton folder, its tensors (HAZARD: maybe views on shared memory) -> the thing that runs.
-Builder = Callable[[Component, Path, Tensors], Any]
+Builder = Callable[[Component, Path, Mapping[str, torch.Tensor]], Any]
 
 MIN_KV_CACHE_BYTES: Final = 64 * 2**20
-Filling = tuple[Slot, Part]
-
-
-def fill_slots(
-    filling: Sequence[Filling],
-    beside: Sequence[Sequence[ExtentRef]],
-    tier: DeviceTier,
-    build: Builder,
-    skeleton: Callable[[Manifest], Path],
-    clock: Callable[[], float],
-) -> Iterator[Built | Exception]:
-    """Yield what each slot is filled with, or why it cannot be, one after the other. Blocking.
-
-    Extents `beside` are asked for together with the others and released: their modules are here. `skeleton` returns the
-    folder of a manifest. A slot fails with what `tier` raises, ExtentCorrupt naming the tensors, or ModelUnavailable.
-    """
-    try:
-        together = _fetch_together(filling, beside, tier, clock)
-    except Exception as error:
-        yield from [error] * len(filling)
-        return
-    slots = [slot for slot, _ in filling]
-    tier.hold(slots)
-    try:
-        for slot, part in filling:
-            found: Built | Exception
-            try:
-                found = _fill_slot(slot, part, tier, together, build, skeleton(part.manifest), clock)
-            except Exception as error:
-                found = error
-            tier.end_hold([slot])  # before whoever waits hears of it
-            yield found
-    finally:
-        tier.end_hold(slots)
-
-
-@dataclass(frozen=True, slots=True)
-class _FetchedTogether:
-    """The extents that one call got for all slots of a request, and its cost, which the first of them carries."""
-
-    fetched: Fetched
-    first: Slot
-    fetch_s: float
-
-
-async def locate_parts(filling: Sequence[Filling], manifests: ManifestVersions) -> list[Filling]:
-    """Find the bytes where they are now: a slot may be of a manifest that was fetched before they were moved."""
-    located: list[Filling] = []
-    for slot, part in filling:
-        manifest = await manifests.locate(part.manifest)
-        component = manifest.components.get(part.component.name)
-        if component and part.streamed:
-            component = component.model_copy(update={"parts_hash": part.component.parts_hash})
-        if manifest is not part.manifest and component and component.module_key == slot.key:
-            part = replace(part, manifest=manifest, component=component)
-            slot.component, slot.extents = component, part.extents
-        located.append((slot, part))
-    return located
-
-
-def _fetch_together(
-    filling: Sequence[Filling], beside: Sequence[Sequence[ExtentRef]], tier: DeviceTier, clock: Callable[[], float]
-) -> _FetchedTogether | None:
-    """Fetch the extents of all slots in one round trip to the keeper. Blocking. Raises what `tier` raises.
-
-    Extents `beside` are asked for together with the others and released: their modules are here. None when each slot
-    has to ask for itself: the tier wants it so, or damage must be found and named.
-    """
-    start = clock()
-    try:
-        fetched = tier.fetch([slot.extents for slot, _ in filling], beside)
-    except ExtentCorrupt:
-        return None
-    return _FetchedTogether(fetched, filling[0][0], clock() - start) if fetched else None
-
-
-def _fill_slot(
-    slot: Slot,
-    part: Part,
-    tier: DeviceTier,
-    together: _FetchedTogether | None,
-    build: Builder,
-    skeleton: Path,
-    clock: Callable[[], float],
-) -> Built:
-    """Place the tensors of a part on the device and build it. Blocking.
-
-    Raises what `tier` raises, ExtentCorrupt naming the tensors, and ModelUnavailable.
-    """
-    pays = together is not None and together.first is slot
-    start = clock() - (together.fetch_s if together and pays else 0.0)
-    try:
-        placed = tier.place_component(
-            part.component,
-            slot.extents,
-            slot.holder,
-            together.fetched if together else None,
-            part.working_bytes,
-            part.streamed,
-        )
-        slot.is_placed = True
-    except ExtentCorrupt as error:
-        damaged = _tensor_names(part.component, slot.extents, str(error))
-        raise ExtentCorrupt(f"{error}; it holds {damaged}") from error
-    attached = clock()
-    try:
-        thing = build(part.component, skeleton, placed.tensors)
-        if placed.stream is not None:
-            stream_blocks(thing, placed.stream)
-    except Exception as error:  # of many libraries; none of it is the fault of the request that came first
-        raise ModelUnavailable(f"{part.component.name} of {part.manifest.model!r} cannot be built: {error}") from error
-    return Built(
-        thing,
-        attach_ms=(attached - start) * 1e3,
-        build_ms=(clock() - attached) * 1e3,
-        storage_bytes=placed.storage_bytes + (together.fetched.storage_bytes if together and pays else 0),
-        host_bytes=placed.host_bytes,
-        device_bytes=placed.device_bytes,
-        reused_bytes=placed.reused_bytes,
-    )
-
-
-def switch_report(
-    model: str,
-    switch_ms: float,
-    slots: Mapping[PartName, Slot],
-    fresh: Collection[PartName],
-    built: Mapping[PartName, Built],
-) -> SwitchReport:
-    """Sum up a switch; `fresh` names those of `slots` that were built for it."""
-    new = [built[name] for name in slots if name in fresh]
-    kept_bytes = distinct_bytes(*(slot.tensors for name, slot in slots.items() if name not in fresh))
-    return SwitchReport(
-        model=model,
-        switch_ms=switch_ms,
-        attach_ms=sum(one.attach_ms for one in new),
-        build_ms=sum(one.build_ms for one in new),
-        attached_bytes=sum(slots[name].nbytes for name in fresh),
-        built=tuple(name.name for name in slots if name in fresh),
-        reused=tuple(name.name for name in slots if name not in fresh),
-        storage_bytes=sum(one.storage_bytes for one in new),
-        host_bytes=sum(one.host_bytes for one in new),
-        device_bytes=sum(one.device_bytes for one in new),
-        reused_bytes=kept_bytes + sum(one.reused_bytes for one in new),
-    )
-
-
-def _tensor_names(component: Component, extents: Sequence[ExtentRef], message: str) -> str:
-    """The tensors of the extents that `message` names: what the damage takes down."""
-    named = {extent.id for extent in extents if extent.id in message}
-    names = [f"{component.name}.{name}" for name, ref in component.tensors.items() if ref.extent in named]
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more tensors" if len(names) > 4 else "")
 
 
 class ComponentBuilder:
@@ -200,7 +42,7 @@ class ComponentBuilder:
         self._encoders = TextEncoderBuilder()
         self._cache_bytes: dict[str, int] = {}  # by module key
 
-    def __call__(self, component: Component, skeleton: Path, tensors: dict[str, torch.Tensor]) -> Any:
+    def __call__(self, component: Component, skeleton: Path, tensors: Mapping[str, torch.Tensor]) -> Any:
         if not is_denoise_component(component):
             return self._encoders(component, skeleton, tensors)
         folder = skeleton / component.folder

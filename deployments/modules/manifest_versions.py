@@ -55,6 +55,11 @@ class ManifestVersions:
         """Return the manifest of the version that is served now."""
         return await self._fetch_anew(model, None)
 
+    def has_moved(self, manifest: Manifest) -> bool:
+        """Return whether the bytes may be elsewhere by now: its file has changed. Blocks; from any thread."""
+        known = self._known.get((manifest.model, manifest.fingerprint))
+        return known is None or known.mark != self._mark(manifest.model)
+
     async def locate(self, manifest: Manifest) -> Manifest:
         """Return the manifest with the places that its bytes have now: fetched again if its file has changed."""
         known = self._known.get((manifest.model, manifest.fingerprint))

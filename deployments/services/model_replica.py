@@ -7,7 +7,7 @@ import gc
 import logging
 import math
 import uuid
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar, Final, Protocol
@@ -44,7 +44,7 @@ class _Builder(Protocol):
 
     skeletons: SkeletonPool
 
-    def __call__(self, component: Component, skeleton: Path, tensors: dict[str, torch.Tensor]) -> Any: ...
+    def __call__(self, component: Component, skeleton: Path, tensors: Mapping[str, torch.Tensor]) -> Any: ...
     def prepare(self, component: Component, skeleton: Path) -> None: ...
     def retire(self, thing: Any) -> None: ...
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -85,7 +85,7 @@ class TextEncoderBuilder:
         self._tokenizers: OrderedDict[Path, Any] = OrderedDict()
 
     def __call__(
-        self, component: Component, skeleton: Path, tensors: dict[str, torch.Tensor]
+        self, component: Component, skeleton: Path, tensors: Mapping[str, torch.Tensor]
     ) -> KeyedEncoder | DenseHead | LoraAdapter:
         """Build the component over its tensors. Raises EngineError, and AdapterError for a LoRA."""
         folder = skeleton / component.folder

@@ -26,9 +26,17 @@ WARNINGS_LOCK = threading.Lock()
 
 def bytes_tensor(array: ByteArray) -> torch.Tensor:
     """Return a uint8 tensor of the array's memory. HAZARD: torch does not know when it is read-only."""
+    return bytes_tensors({"": array})[""]
+
+
+def bytes_tensors(arrays: Mapping[str, ByteArray]) -> dict[str, torch.Tensor]:
+    """Return uint8 tensors of the arrays' memory by the same names: to silence a warning takes longer than to make one.
+
+    HAZARD: as of `bytes_tensor`.
+    """
     with WARNINGS_LOCK, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given (NumPy array|buffer) is not writable")
-        return torch.from_numpy(array)
+        return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
 
 def given_extents(

@@ -9,7 +9,7 @@ import torch
 
 from weights.formats.checkpoint import read_checkpoint
 from weights.formats.tensors import FileTensor
-from weights.loader import Tensors, memory_form
+from weights.loading.views import Tensors, memory_form
 
 
 def mapped_tensors(model: Path) -> tuple[Path, Tensors, int]:

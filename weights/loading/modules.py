@@ -13,6 +13,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from weights.errors import WeightsError
+from weights.loading.views import Views
 
 __all__ = [
     "Binding",
@@ -102,35 +103,41 @@ class Binding:
         """`computed` are the buffers that the module made itself: on the device of its tensors while it has some."""
         self._places = tuple(places)
         self._computed = tuple(computed)
-        self._parameters: dict[str, nn.Parameter] = {}  # by the names of their tensors
+        self._parameters: dict[str, nn.Parameter] = {}  # by the names of their tensors, once some were bound
+        self._buffers = tuple(place for place in places if not place.is_parameter)
 
     def put_tensors(self, named: Mapping[str, torch.Tensor]) -> None:
         """Bind these tensors, which must have the names and shapes that the module was checked for."""
-        parameters = self._parameters
-        for name, parameter in parameters.items():
-            parameter.data = named[name]
-        for owner, leaf, name, is_parameter in self._places:
-            if not is_parameter:
-                owner[leaf] = named[name]
-                continue
-            if name not in parameters:
-                parameters[name] = nn.Parameter(named[name], requires_grad=False)
-            owner[leaf] = parameters[name]
-        device = next(iter(named.values())).device if named else torch.device("cpu")
-        for owner, leaf, made in self._computed:
-            owner[leaf] = made.to(device)
+        if not self._parameters:
+            self._make_parameters(named)
+        elif isinstance(named, Views) and not self._buffers:  # a buffer wants a tensor
+            named.put_into(self._parameters)
+        else:
+            for name, parameter in self._parameters.items():
+                parameter.data = named[name]
+        for owner, leaf, name, _ in self._buffers:
+            owner[leaf] = named[name]
+        if self._computed:
+            device = _device_of(named)
+            for owner, leaf, made in self._computed:
+                owner[leaf] = made.to(device)
 
     def clear(self) -> None:
-        """Let go of all tensors. The module cannot run until others are put in."""
-        nothing = torch.empty(0)
+        """Let go of all tensors. The module cannot run until others are put in: its parameters have no elements."""
+        nothing = {dtype: torch.empty(0, dtype=dtype) for dtype in {one.dtype for one in self._parameters.values()}}
         for parameter in self._parameters.values():
-            parameter.data = nothing
-        blank = torch.empty(0, device="meta")  # whoever runs the module is told so
-        parameter = nn.Parameter(blank, requires_grad=False)
-        for owner, leaf, _, is_parameter in self._places:
-            owner[leaf] = parameter if is_parameter else blank
+            parameter.data = nothing[parameter.dtype]
+        for owner, leaf, _, _ in self._buffers:
+            owner[leaf] = torch.empty(0, device="meta")
         for owner, leaf, made in self._computed:
             owner[leaf] = made
+
+    def _make_parameters(self, named: Mapping[str, torch.Tensor]) -> None:
+        for owner, leaf, name, is_parameter in self._places:
+            if is_parameter:
+                if name not in self._parameters:
+                    self._parameters[name] = nn.Parameter(named[name], requires_grad=False)
+                owner[leaf] = self._parameters[name]
 
     def copied(self, copies: Mapping[int, Any]) -> Binding:
         """Return the binding of a copy: `copies` has its tables by the ids of these."""
@@ -141,6 +148,12 @@ class Binding:
         """Return the binding for tensors called `names[name]`; what `names` lacks keeps its name."""
         places = [place._replace(name=names.get(place.name, place.name)) for place in self._places]
         return Binding(places, self._computed)
+
+
+def _device_of(named: Mapping[str, torch.Tensor]) -> torch.device:
+    if isinstance(named, Views):
+        return named.device
+    return next(iter(named.values())).device if named else torch.device("cpu")
 
 
 def copy_structure(module: nn.Module, binding: Binding) -> tuple[nn.Module, Binding]:

@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from weights.loading.external_memory import bytes_tensor
+from weights.loading.external_memory import bytes_tensors
 from weights.manifest import ExtentRef
 from weights.memory.devices import open_device
 from weights.provider import ExtentProvider
@@ -170,4 +170,4 @@ def windows(extents: Sequence[ExtentRef], max_bytes: int = _WINDOW_BYTES) -> Ite
 
 def _tensors(provider: ExtentProvider, extents: Sequence[ExtentRef]) -> dict[str, torch.Tensor]:
     buffers = provider.fetch(extents)
-    return {extent.id: bytes_tensor(buffers[extent.id]) for extent in extents}
+    return bytes_tensors({extent.id: buffers[extent.id] for extent in extents})

@@ -14,8 +14,8 @@ import torch
 
 from weights.dtypes import BLOCK_SIZES
 from weights.errors import ExtentCorrupt, WeightsError
-from weights.loader import memory_form, view_of
 from weights.loading.external_memory import bytes_tensor
+from weights.loading.views import memory_form, view_of
 from weights.manifest import Manifest, TensorRef
 from weights.reading.blocks import resolve_pack
 from weights.reading.extents import read_extent

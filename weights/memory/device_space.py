@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from weights.errors import BudgetExceeded, WeightsError
-from weights.loader import memory_form
+from weights.loading.views import memory_form
 from weights.memory.device_records import DeviceKey
 from weights.memory.devices import allocated_bytes, open_device, pinned_buffers
 from weights.memory.pages import ByteArray

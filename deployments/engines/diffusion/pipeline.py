@@ -54,7 +54,7 @@ from deployments.engines.nn.batch_invariant import make_batch_invariant, repeata
 from deployments.engines.nn.lora import applied_adapters
 from deployments.engines.protocol import ComputationFailed, DiffusionRequest, EngineError
 from weights.adapters import LoraAdapter
-from weights.loader import memory_form
+from weights.loading.views import memory_form
 from weights.manifest import Component
 from weights.memory.devices import computes_on_host, host_generator
 from weights.torch_dtypes import TORCH_DTYPES

@@ -12,8 +12,9 @@ import torch
 
 from weights.errors import WeightsError
 from weights.externalize import externalize
-from weights.loader import attach, load_model
+from weights.loader import load_model
 from weights.loading.placement import LoadedFiles, windows
+from weights.loading.views import attach
 from weights.manifest import Component, ExtentRef, Manifest, TensorRef
 from weights.provider import LocalExtents
 from weights.store import WeightStore

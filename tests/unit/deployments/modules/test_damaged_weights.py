@@ -189,14 +189,14 @@ async def test_what_is_damaged_while_it_is_built_is_built_again_before_it_serves
     for device in DEVICES:
         replica = node.replica(device, f"during-{device}")
         reached, go_on = threading.Event(), threading.Event()
-        build = replica._build
+        build = replica._filler._build
 
         def slow(*arguments: Any, build: Callable[..., Any] = build, go: Any = (reached, go_on)) -> Any:
             go[0].set()
             assert go[1].wait(WAIT_S)
             return build(*arguments)
 
-        replica._build = slow
+        replica._filler._build = slow
         using = asyncio.ensure_future(replica.use())
         assert await asyncio.to_thread(reached.wait, WAIT_S)
         node.damage()
@@ -232,15 +232,15 @@ async def test_a_condemned_module_counts_as_long_as_it_is_used(node: Node) -> No
 async def test_a_building_that_fails_after_its_weights_were_damaged_takes_nothing_of_the_next(node: Node) -> None:
     replica = node.replica("cpu")
     reached, go_on = threading.Event(), threading.Event()
-    build = replica._build
+    build = replica._filler._build
 
     def fails_once(*arguments: Any) -> Any:
-        replica._build = build
+        replica._filler._build = build
         reached.set()
         assert go_on.wait(WAIT_S)
         raise ValueError("cannot be built")
 
-    replica._build = fails_once
+    replica._filler._build = fails_once
     failing = asyncio.ensure_future(replica.use())
     assert await asyncio.to_thread(reached.wait, WAIT_S)
     node.damage()

@@ -46,9 +46,12 @@ async def test_bytes_that_were_moved_are_found_where_they_are_now(tmp_path: Path
     store = Store(tmp_path)
     versions = ManifestVersions(store.fetch, tmp_path)
     first = await versions.find_version("a")
+    assert not versions.has_moved(first)
     store.move(4096)
+    assert versions.has_moved(first)
     located = await versions.locate(first)
     assert {extent.offset for extent in located.extents.values()} == {4096}
+    assert not versions.has_moved(located)
     assert await versions.find_version("a", "v1") is located
     assert await versions.locate(first) is located
     assert len(store.asked) == 2

@@ -171,6 +171,10 @@ class Holder:
         await self.task
 
 
+def assert_set(event: threading.Event) -> None:
+    assert event.wait(WAIT_S)
+
+
 async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(WAIT_S):
         while not condition():
@@ -221,6 +225,18 @@ async def test_a_module_is_built_once_however_many_ask() -> None:
     assert len({id(lease.modules["unet"]) for lease in leases}) == 1
     assert host.builder.counts == {"a": 1, "shared": 1}
     assert sum("unet" in lease.report.built for lease in leases) == 1
+
+
+async def test_a_module_that_is_built_is_had_while_the_next_one_takes_long() -> None:
+    host = Host()
+    going_on = threading.Event()
+    host.builder.on_build = lambda name: assert_set(going_on) if name == "shared" else None
+    whole = asyncio.ensure_future(host.use("a"))
+    async with asyncio.timeout(WAIT_S), host.lease("a", lambda component: component.name == "unet") as lease:
+        assert set(lease.modules) == {"unet"}
+    assert not whole.done()
+    going_on.set()
+    assert set((await whole).modules) == {"unet", "vae"}
 
 
 async def test_the_least_recently_used_goes_first() -> None:

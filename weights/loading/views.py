@@ -1,0 +1,121 @@
+"""A component's tensors as views of its extents' bytes: attaching costs per tensor, not per byte."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import nn
+
+from weights.dtypes import BLOCK_SIZES
+from weights.loading.external_memory import bytes_tensor
+from weights.manifest import Component, TensorRef
+from weights.memory.pages import ByteArray
+from weights.torch_dtypes import TORCH_DTYPES
+
+Tensors = dict[str, torch.Tensor]
+
+
+def attach(component: Component, buffers: Mapping[str, ByteArray | torch.Tensor]) -> Tensors:
+    """Return the tensors of a component as views of `buffers` (uint8 arrays or 1-D uint8 tensors, by extent id).
+
+    A block-quantized tensor comes as its bytes: uint8, the last axis in bytes. A tensor that is not aligned to its
+    element size (only the `inline` layout can have one) is a copy.
+
+    HAZARD: the memory is shared by every replica of the node and torch does not know that it is read-only.
+    Nothing may write into these tensors in place.
+    """
+    bases = {id_: _as_tensor(buffers[id_]) for id_ in component.extent_ids}
+    found: Tensors = {}
+    for (id_, dtype), rows in component.views.items():
+        typed = _seen_as(bases[id_], TORCH_DTYPES[dtype])
+        if typed is not None:  # one operation of torch per tensor and not three, of thousands
+            start, as_strided = typed.storage_offset(), typed.as_strided
+            found |= {row.name: as_strided(row.shape, row.strides, start + row.offset) for row in rows}
+    if len(found) < len(component.tensors):
+        for name, ref in component.tensors.items():
+            if name not in found:
+                found[name] = view_of(bases[ref.extent], ref)
+    return found
+
+
+class Views(Mapping[str, torch.Tensor]):
+    """The tensors that `attach` returns, made when one is asked for; or never, for parameters that are there already.
+
+    HAZARD: as of `attach`.
+    """
+
+    def __init__(self, component: Component, buffers: Mapping[str, torch.Tensor]) -> None:
+        """`buffers` are the component's extents, 1-D uint8, by id."""
+        self._component = component
+        self._buffers = buffers
+        self._tensors: Tensors | None = None
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if self._tensors is None:
+            self._tensors = attach(self._component, self._buffers)
+        return self._tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._component.tensors)
+
+    def __len__(self) -> int:
+        return len(self._component.tensors)
+
+    @property
+    def device(self) -> torch.device:
+        """Return the device of the tensors."""
+        return next((base.device for base in self._buffers.values()), torch.device("cpu"))
+
+    def put_into(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Make parameters, by the names of their tensors, see these bytes: half the work of making tensors first.
+
+        They must lie on the same device and not need gradients. Raises KeyError for a name without a tensor.
+        """
+        left = dict(parameters)
+        with torch.no_grad():
+            for (id_, dtype), rows in self._component.views.items():
+                typed = _seen_as(self._buffers[id_], TORCH_DTYPES[dtype])
+                if typed is None:
+                    continue
+                storage, start = typed.untyped_storage(), typed.storage_offset()
+                for name, shape, strides, offset in rows:
+                    parameter = left.pop(name, None)
+                    if parameter is None:
+                        continue
+                    if parameter.dtype is not typed.dtype:
+                        left[name] = parameter
+                        continue
+                    parameter.set_(storage, start + offset, shape, strides)
+        for name, parameter in left.items():
+            parameter.data = self[name]
+
+
+def memory_form(dtype: str, shape: tuple[int, ...]) -> tuple[torch.dtype, tuple[int, ...]]:
+    """Return dtype and shape of a stored tensor in memory: its own, or uint8 bytes of its blocks."""
+    if dtype in BLOCK_SIZES:
+        elements, nbytes = BLOCK_SIZES[dtype]
+        return torch.uint8, (*shape[:-1], shape[-1] // elements * nbytes)
+    return TORCH_DTYPES[dtype], shape
+
+
+def view_of(base: torch.Tensor, ref: TensorRef) -> torch.Tensor:
+    """Return the tensor `ref` as a view of its extent's bytes `base` (1-D uint8); exceptions as in `attach`."""
+    dtype, shape = memory_form(ref.dtype, ref.shape)
+    if ref.nbytes == 0:  # an array without bytes may have stride 0, which cannot be viewed as a wider type
+        return torch.empty(shape, dtype=dtype, device=base.device)
+    flat = base[ref.offset : ref.offset + ref.nbytes]
+    if flat.storage_offset() % dtype.itemsize or flat.data_ptr() % dtype.itemsize:
+        flat = flat.clone()
+    return flat.view(dtype).view(shape)
+
+
+def _seen_as(base: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
+    """View the whole elements of `base` (1-D uint8); None where the memory is not aligned to the type."""
+    if base.data_ptr() % dtype.itemsize or base.storage_offset() % dtype.itemsize:
+        return None
+    return base[: base.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
+
+
+def _as_tensor(buffer: ByteArray | torch.Tensor) -> torch.Tensor:
+    return buffer if isinstance(buffer, torch.Tensor) else bytes_tensor(buffer)
