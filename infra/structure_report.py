@@ -131,15 +131,20 @@ class Structure:
 
     def _declarers(self, owner: str) -> set[str]:
         """Return the base classes of a class, all the way up, and the protocols of which it has every member."""
+        found = self._ancestors(owner)
+        own = {member for name in (owner, *found) for member in self._members.get(name, ())}
+        protocols = (name for name, bases in self._bases.items() if "Protocol" in bases)
+        return found | {name for name in protocols if self._members[name] and self._members[name] <= own}
+
+    def _ancestors(self, owner: str) -> set[str]:
+        """Return the base classes of a class, all the way up."""
         found: set[str] = set()
         unseen = [owner]
         while unseen:
             bases = self._bases.get(unseen.pop(), set()) - found
             found |= bases
             unseen += bases
-        own = {member for name in (owner, *found) for member in self._members.get(name, ())}
-        protocols = (name for name, bases in self._bases.items() if "Protocol" in bases)
-        return found | {name for name in protocols if self._members[name] and self._members[name] <= own}
+        return found
 
     def fragments(self) -> list[tuple[str, int, str]]:
         """List docstrings that open with a fragment: (module, line, first line)."""
@@ -163,7 +168,7 @@ class Structure:
 
     def _mentions(self, module: Module, wanted: Definition) -> bool:
         if wanted.owner:
-            overriding = (module.members[name] for name, bases in module.bases.items() if wanted.owner in bases)
+            overriding = (module.members[name] for name in module.bases if wanted.owner in self._ancestors(name))
             return any(wanted.name in names for names in (module.strings, *module.attributes.values(), *overriding))
         imports = self._resolved_imports(module)
         package, _, last = wanted.module.rpartition(".")
