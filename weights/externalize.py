@@ -60,26 +60,13 @@ def externalize(
     def look() -> str:
         return source_mark(source, settings, roots=origin.roots, etags=origin.etags)
 
-    mark = look()
-
-    def known() -> Manifest | None:
-        try:
-            manifest = store.manifest(model)
-        except StoreVersionError:
-            raise
-        except WeightsError:  # not there, or damaged: to be written
-            return None
-        is_current = (manifest.source_mark, manifest.layout) == (mark, layout)
-        is_whole = store.has_packs(manifest) and store.skeleton(manifest).is_dir()
-        return manifest if is_current and is_whole else None
-
     def recheck() -> Manifest | None:
         if look() != mark:
             raise FormatError(f"{source}: a file of it changed while it was read")
-        return known()
+        return _find_current(store, model, mark, layout)
 
-    manifest = known()
-    if manifest:
+    mark = look()
+    if manifest := _find_current(store, model, mark, layout):
         return manifest
     checkpoint = read_checkpoint(source, component=component, allow_torch=allow_torch)
     hashed = hash_tensors({part.name: part.tensors for part in checkpoint.components}, dtype, progress)
@@ -103,6 +90,22 @@ def externalize(
     except ValidationError as error:  # names or shapes that a manifest cannot have
         first = error.errors()[0]
         raise FormatError(f"{source}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+
+
+def _find_current(store: WeightStore, model: str, mark: str, layout: Layout) -> Manifest | None:
+    """Return the manifest of a model that is whole in the store and whose source looked so.
+
+    Raises StoreVersionError.
+    """
+    try:
+        manifest = store.manifest(model)
+    except StoreVersionError:
+        raise
+    except WeightsError:  # not there, or damaged: to be written
+        return None
+    is_current = (manifest.source_mark, manifest.layout) == (mark, layout)
+    is_whole = store.has_packs(manifest) and store.skeleton(manifest).is_dir()
+    return manifest if is_current and is_whole else None
 
 
 @dataclass(frozen=True, slots=True)

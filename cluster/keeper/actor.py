@@ -221,7 +221,7 @@ class NodeKeeper:
     def hello(
         self, holder: str, process: HolderProcess | None = None, uses: Mapping[str, int] = MappingProxyType({})
     ) -> Greeting:
-        """Note a replica's sign of life; by the answer it knows a keeper that has forgotten it, and damaged copies.
+        """Note a replica's heartbeat; by the answer it knows a keeper that has forgotten it, and damaged copies.
 
         The holder's leases end with `process`, or when it is not heard of for a minute. `uses` counts, by extent id,
         how often it has used since the last time what it kept.

@@ -91,7 +91,7 @@ class HolderWatch:
         self._thread: threading.Thread | None = None
 
     def heard(self, holder: str, process: HolderProcess | None = None) -> None:
-        """Note a sign of life, of `process` if that is known. The watch's thread starts with the first."""
+        """Note a heartbeat, of `process` if that is known. The watch's thread starts with the first."""
         with self._lock:
             known = self._heard.get(holder)
             if known is None or known.process is None:

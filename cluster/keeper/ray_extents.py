@@ -80,7 +80,7 @@ class RayExtents:
         self._meeting = threading.Lock()  # held while a restarted keeper is told what is here
         self._mapped: dict[str, _Mapped] = {}
         self._called: set[str] = set()  # wanted back as soon as they are not used
-        self._uses: Counter[str] = Counter()  # since the last sign of life, of what was kept
+        self._uses: Counter[str] = Counter()  # since the last heartbeat, of what was kept
         self._answering = threading.local()
         self._given: OrderedDict[str, str] = OrderedDict()  # extent ids by copy
         self._generation = ""
@@ -153,7 +153,7 @@ class RayExtents:
         self._keeper.prefetch.remote(list(extents))
 
     def start_beating(self) -> None:
-        """Give a sign of life every second, by which the keeper knows that its node has a replica; until `close`."""
+        """Send a heartbeat every second, by which the keeper knows that its node has a replica; until `close`."""
         with self._lock:
             if self._heart is None:
                 # Not kept alive by its own thread: a provider that nobody uses any more ends it.
@@ -167,11 +167,11 @@ class RayExtents:
                 self._ear.start()
 
     def close(self) -> None:
-        """Give no more signs of life. Leases stay until they are released."""
+        """Send no more heartbeats. Leases stay until they are released."""
         self._closed.set()
 
     def beat(self) -> None:
-        """Give one sign of life; learn of a keeper that was restarted, of what it wants and what it found damaged."""
+        """Send one heartbeat; learn of a keeper that was restarted, of what it wants and what it found damaged."""
         try:
             greeting = self._greet()
             self._meet(greeting.generation)
@@ -349,7 +349,7 @@ def _beat_on(found: weakref.ref[RayExtents], closed: threading.Event) -> None:
         try:
             extents.beat()
         except Exception as error:  # the process is ending, or Ray is
-            logger.debug("no sign of life for the keeper: %s", error)
+            logger.debug("no heartbeat for the keeper: %s", error)
         del extents
 
 
@@ -365,7 +365,7 @@ def _hear_recalls(found: weakref.ref[RayExtents], closed: threading.Event) -> No
         answer = None
         try:
             answer = _answer(found, get(asked))
-        except ray.exceptions.RayActorError:  # it is being restarted; the next sign of life finds the one after it
+        except ray.exceptions.RayActorError:  # it is being restarted; the next heartbeat finds the one after it
             closed.wait(RETRY_PAUSE_S)
         except Exception as error:  # the process is ending, or Ray is
             logger.debug("not heard what the keeper calls back: %s", error)

@@ -54,7 +54,7 @@ class Acquired:
 
 @dataclass(frozen=True, slots=True)
 class Greeting:
-    """A keeper's answer to a replica's sign of life. `wanted_bytes`: somebody waits for so much leased room.
+    """A keeper's answer to a replica's heartbeat. `wanted_bytes`: somebody waits for so much leased room.
 
     Leases of another `generation` than this one have ended: what is still mapped is to be offered. `condemned` names
     the copies, by `copy_name`, whose bytes were lately found to be others than those of their extent.
