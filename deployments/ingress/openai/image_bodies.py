@@ -11,7 +11,7 @@ from pydantic_core import from_json
 from configs.cluster import LimitsConfig
 from deployments.errors import InvalidRequest
 from deployments.ingress.openai.image_files import ImageFormat
-from deployments.ingress.openai.image_uploads import Picture, decode_base64_image, decode_image, resize_pixels
+from deployments.ingress.openai.image_uploads import DecodedImage, decode_base64_image, decode_image, resize_pixels
 from deployments.records import (
     MAX_PARTIAL_IMAGES,
     ControlNetUse,
@@ -63,7 +63,7 @@ class ImagesBody(ImageOptions):
     @classmethod
     def _is_opaque(cls, background: object) -> object:
         if background == "transparent":
-            raise ValueError("diffusion models fill the whole picture; give auto or opaque, and cut it out afterwards")
+            raise ValueError("diffusion models fill the whole image; give auto or opaque, and cut it out afterwards")
         return background
 
     @field_validator("size")
@@ -76,7 +76,7 @@ class ImagesBody(ImageOptions):
             raise ValueError("out of range")
         return size
 
-    def record_with(self, image: Picture | None, mask: Picture | None, limits: LimitsConfig) -> ImageRequest:
+    def record_with(self, image: DecodedImage | None, mask: DecodedImage | None, limits: LimitsConfig) -> ImageRequest:
         """Return the request as the service takes it, with the images that came beside it. Raises: InvalidRequest."""
         fields = {name: getattr(self, name) for name in ImageOptions.model_fields} | {"strength": self.strength}
         fields |= self._stream_fields()
@@ -96,8 +96,8 @@ class ImagesBody(ImageOptions):
         if size[0] * size[1] > limits.max_pixels:  # before anything is resized to it
             raise InvalidRequest(f"size: {size[0]}x{size[1]}, at most {limits.max_pixels} pixels are allowed", "size")
         fields["control"] = [
-            use.model_dump() | {"image": resize_pixels(picture.pixels, size)}
-            for use, picture in zip(self.control, controls, strict=True)
+            use.model_dump() | {"image": resize_pixels(decoded.pixels, size)}
+            for use, decoded in zip(self.control, controls, strict=True)
         ]
         return as_record(ImageRequest, fields | _painted(image, mask, size))
 
@@ -159,20 +159,20 @@ class EditBody(VariationBody):
     input_fidelity: None = Field(None, description="say it with `strength`")
 
 
-def _decode_one(files: Sequence[bytes], name: str, limits: LimitsConfig) -> Picture | None:
+def _decode_one(files: Sequence[bytes], name: str, limits: LimitsConfig) -> DecodedImage | None:
     if len(files) > 1:
         raise InvalidRequest(f"{name}: {len(files)} files came, one is expected", name)
     return decode_image(files[0], name, limits.max_pixels) if files else None
 
 
-def _painted(image: Picture | None, mask: Picture | None, size: tuple[int, int]) -> dict[str, Any]:
+def _painted(image: DecodedImage | None, mask: DecodedImage | None, size: tuple[int, int]) -> dict[str, Any]:
     """Return the fields of the image to begin with, and of what is painted anew in it."""
     if image is None:
         if mask is not None:
             raise InvalidRequest("mask_image: a mask needs the image that it belongs to", "mask_image")
         return {}
     if mask is not None and mask.size != image.size:
-        shown = ["{}x{}".format(*picture.size) for picture in (mask, image)]
+        shown = ["{}x{}".format(*decoded.size) for decoded in (mask, image)]
         raise InvalidRequest(f"mask: {shown[0]} pixels, expected those of the image, {shown[1]}", "mask")
     painted = image.to_repaint if mask is None else mask.as_mask()
     return {

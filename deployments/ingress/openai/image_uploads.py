@@ -24,7 +24,7 @@ _OPAQUE: Final = 255
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Picture:
+class DecodedImage:
     """A decoded image: uint8 `pixels` (height, width, 3), and `alpha` (height, width) of one that has transparency."""
 
     pixels: npt.NDArray[np.uint8]
@@ -53,7 +53,7 @@ class Picture:
         return np.asarray(Image.fromarray(self.pixels).convert("L")) if transparent is None else transparent
 
 
-def decode_image(data: bytes, field: str, max_pixels: int) -> Picture:
+def decode_image(data: bytes, field: str, max_pixels: int) -> DecodedImage:
     """Decode a PNG, JPEG or WebP file, turned upright as its camera noted (Exif `Orientation`).
 
     The header says the size before any pixel is decoded. Raises: InvalidRequest naming `field`.
@@ -70,7 +70,7 @@ def decode_image(data: bytes, field: str, max_pixels: int) -> Picture:
         raise InvalidRequest(f"{field}: the image cannot be read: {str(error)[:200]}", field) from None
 
 
-def decode_base64_image(text: str, field: str, max_pixels: int) -> Picture:
+def decode_base64_image(text: str, field: str, max_pixels: int) -> DecodedImage:
     """Decode an image of a JSON body: base64, or a data URL of it. Raises: InvalidRequest naming `field`."""
     if text.startswith("data:"):
         text = text.partition(",")[2]
@@ -111,10 +111,10 @@ async def read_form(request: Request, max_part_bytes: int) -> tuple[dict[str, st
     return fields, files
 
 
-def _decoded(file: Image.Image) -> Picture:
+def _decoded(file: Image.Image) -> DecodedImage:
     if file.mode.startswith("I;16"):  # PIL's own conversion cuts 16 bits off at 255
-        return Picture(np.repeat((np.asarray(file) >> 8).astype(np.uint8)[:, :, None], 3, axis=2), None)
+        return DecodedImage(np.repeat((np.asarray(file) >> 8).astype(np.uint8)[:, :, None], 3, axis=2), None)
     if not file.has_transparency_data:
-        return Picture(np.asarray(file.convert("RGB")), None)
+        return DecodedImage(np.asarray(file.convert("RGB")), None)
     pixels = np.asarray(file.convert("RGBA"))
-    return Picture(np.ascontiguousarray(pixels[:, :, :3]), np.ascontiguousarray(pixels[:, :, 3]))
+    return DecodedImage(np.ascontiguousarray(pixels[:, :, :3]), np.ascontiguousarray(pixels[:, :, 3]))

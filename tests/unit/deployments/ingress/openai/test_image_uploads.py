@@ -40,33 +40,33 @@ def file_of(array: np.ndarray, format_: str = "PNG", mode: str | None = None, **
 )
 def test_every_mode_becomes_rgb(mode: str, format_: str) -> None:
     data = file_of(pixels(), format_, mode, **({"lossless": True} if format_ == "WEBP" else {}))
-    picture = decode_image(data, "image", MOST)
-    assert (picture.pixels == np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))).all()
-    assert (picture.alpha, picture.to_repaint, picture.size) == (None, None, (24, 16))
+    decoded = decode_image(data, "image", MOST)
+    assert (decoded.pixels == np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))).all()
+    assert (decoded.alpha, decoded.to_repaint, decoded.size) == (None, None, (24, 16))
 
 
 def test_sixteen_bits_keep_their_upper_half() -> None:
     array = RNG.integers(0, 2**16, (6, 5)).astype(np.uint16)
-    picture = decode_image(file_of(array), "image", MOST)
-    assert (picture.pixels == (array // 256)[:, :, None]).all()
+    decoded = decode_image(file_of(array), "image", MOST)
+    assert (decoded.pixels == (array // 256)[:, :, None]).all()
 
 
 def test_a_photo_is_turned_as_its_camera_noted() -> None:
     exif = Image.Exif()
     exif[ExifTags.Base.Orientation] = 6  # the camera was turned: rotate by 90 degrees clockwise
     array = pixels(10, 4)
-    picture = decode_image(file_of(array, exif=exif), "image", MOST)
-    assert (picture.pixels == np.rot90(array, -1)).all()
+    decoded = decode_image(file_of(array, exif=exif), "image", MOST)
+    assert (decoded.pixels == np.rot90(array, -1)).all()
 
 
 def test_wholly_transparent_parts_are_painted_anew() -> None:
     array = pixels(channels=4)
     array[:, :, 3] = RNG.choice(np.array([0, 1, 255], np.uint8), array.shape[:2])
     for data in (file_of(array), file_of(array, "WEBP", lossless=True, exact=True)):
-        picture = decode_image(data, "image", MOST)
-        assert picture.to_repaint is not None
-        assert ((picture.to_repaint == 255) == (array[:, :, 3] == 0)).all()
-        assert (picture.as_mask() == picture.to_repaint).all()
+        decoded = decode_image(data, "image", MOST)
+        assert decoded.to_repaint is not None
+        assert ((decoded.to_repaint == 255) == (array[:, :, 3] == 0)).all()
+        assert (decoded.as_mask() == decoded.to_repaint).all()
     opaque = file_of(np.dstack([array[:, :, :3], np.full(array.shape[:2], 255, np.uint8)]))
     assert decode_image(opaque, "image", MOST).to_repaint is None
 
