@@ -19,6 +19,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from deployments.bench.denoise_loras import measure_loras
 from deployments.bench.denoise_models import SIDE_PX, BenchModel, make_model
 from deployments.bench.denoise_offload import measure_offload
 from deployments.bench.figures import percentile
@@ -62,6 +63,7 @@ PARTS: Final = (
     "stream",
     "invariance",
     "checkpoint",
+    "loras",
     "offload",
 )
 
@@ -81,6 +83,7 @@ def measure_denoise(effort: Effort, seed: int = 0, parts: Sequence[str] = PARTS)
             "stream": lambda: _measure_stream(model, effort, costs),
             "invariance": lambda: _measure_invariance(model, effort),
             "checkpoint": lambda: _measure_checkpoint(model, effort, costs),
+            "loras": lambda: measure_loras(model, effort.num_steps, effort.part_s),
             "offload": lambda: measure_offload(effort.num_steps, effort.part_s, seed),
         }
         for name in parts:
@@ -239,12 +242,17 @@ def _measure_stream(model: BenchModel, effort: Effort, costs: StepCosts) -> dict
         "checkpoint_every_step": {"checkpoint_steps": 1},
     }
     seconds: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in effort.each_round():
-        for name, asked in ways.items():
-            requests = [model.request(effort.num_steps, seed=number, **asked) for number in range(8)]
+    names = list(ways)
+    for round_ in effort.each_round():
+        first = round_ % len(names)
+        for name in names[first:] + names[:first]:  # who comes first finds caches as the last left them
+            requests = [model.request(effort.num_steps, seed=number, **ways[name]) for number in range(8)]
             seconds[name].append(_run(model, requests, costs)[0])
-    silent_s = statistics.median(seconds.pop("silent")[1:])
-    return {f"{name}_overhead": statistics.median(values[1:]) / silent_s - 1 for name, values in seconds.items()}
+    silent = seconds.pop("silent")[1:]
+    return {
+        f"{name}_overhead": statistics.median(one / other for one, other in zip(values[1:], silent, strict=True)) - 1
+        for name, values in seconds.items()
+    }
 
 
 def _measure_invariance(model: BenchModel, effort: Effort) -> list[dict[str, float]]:
@@ -318,6 +326,18 @@ def print_part(name: str, figures: Any) -> None:
         console.print(table)
     elif name == "checkpoint":
         console.print(f"checkpoint: {figures['bytes']} bytes; back in the engine after {figures['resume_ms']:.2f} ms")
+    elif name == "loras":
+        table = Table("requests", "LoRAs", "step ms", "more than without", "forwards per step")
+        for row in figures["steps"]:
+            cells = f"{row['step_ms']:.2f}", f"{row['cost']:+.1%}", f"{row['forwards_per_step']:.1f}"
+            table.add_row(str(row["num_requests"]), row["loras"], *cells)
+        console.print(table)
+        memory = figures["memory"]
+        console.print(
+            f"{memory['num_loras']} LoRAs of rank {memory['rank']} in one replica: {memory['lora_bytes'] / 1e6:.2f} MB "
+            f"each; a merged checkpoint: {memory['merged_checkpoint_bytes'] / 1e6:.1f} MB, "
+            f"its changed layers alone: {memory['merged_layers_bytes'] / 1e6:.1f} MB"
+        )
     elif name == "offload":
         table = Table("device, of the pipeline", "steps/s", "MB over the link per step")
         for row in figures:

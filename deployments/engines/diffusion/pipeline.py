@@ -25,6 +25,7 @@ from deployments.engines.diffusion.families.base import Family, ImageSize, Rows
 from deployments.engines.diffusion.first_latents import LatentsMaker
 from deployments.engines.diffusion.fitted_loras import FittedLoras
 from deployments.engines.diffusion.image_codec import ImageCodec, NotingCodec, ToldCodec
+from deployments.engines.diffusion.modulation import Modulation
 from deployments.engines.diffusion.previews import expected_latents
 from deployments.engines.diffusion.rows import (
     DEFAULT_BOUNDS,
@@ -90,6 +91,7 @@ class DenoisePipeline:
         self._codec = ImageCodec(modules["vae"], bounds.max_vae_bytes)
         self._solvers = SolverFactory(folder, self.model_index)
         self._loras = FittedLoras(family, family.denoiser_name, self.denoiser)
+        self._modulation = Modulation(family, self.denoiser)
         self._bounds = bounds
         self._memory = MemoryLimits()
         for name in (family.denoiser_name, "vae"):
@@ -281,7 +283,7 @@ class DenoisePipeline:
         return ImageSize(height, width, height // scale, width // scale)
 
     def _forward(self, rows: Rows, height: int, width: int) -> torch.Tensor:
-        with applied_adapters(rows.adapters):
+        with applied_adapters(rows.adapters), self._modulation.given(rows.modulation):
             return self.family.predict_noise(self.denoiser, rows, self._size(height, width))
 
     def _latent_images(self, latents: torch.Tensor, height: int, width: int) -> torch.Tensor:
@@ -291,7 +293,7 @@ class DenoisePipeline:
     def _predict(self, group: Sequence[Part]) -> torch.Tensor:
         """The denoiser's prediction for all rows of the group, in as few forwards as bounds and memory allow."""
         first = group[0].state
-        rows, (height, width) = build_rows(group), image_size(first)
+        rows, (height, width) = build_rows(group, self._modulation.rows_of(group)), image_size(first)
         with _kernels(first.runs_alone):
             parts = run_in_parts(
                 lambda start, stop: self._forward(rows.part(start, stop), height, width),

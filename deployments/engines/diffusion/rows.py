@@ -126,8 +126,8 @@ def _adapters_key(part: Part) -> Hashable:
     return tuple((id(pairs), strength) for pairs, strength in part.state.adapters)
 
 
-def build_rows(group: Sequence[Part]) -> Rows:
-    """Return the rows of a forward, in the order part, image."""
+def build_rows(group: Sequence[Part], modulation: tuple[torch.Tensor, ...]) -> Rows:
+    """Return the rows of a forward, in the order part, image. `modulation` is that of `Rows`."""
     latents, timesteps, prompts, guidance, pooled, masks = [], [], [], [], [], []
     for state, branch in group:
         scaled = _model_input(state)
@@ -150,6 +150,7 @@ def build_rows(group: Sequence[Part]) -> Rows:
         controls,
         torch.cat(masks) if masks else None,
         tuple(_adapted_spans(group)),
+        modulation,
     )
 
 

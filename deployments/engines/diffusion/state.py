@@ -41,6 +41,8 @@ class DenoiseState:
     One that `runs_alone` shares no forward, and its rows go one by one: on a device that rounds by batch nothing else
     gives the same bits in any company and however little memory there is.
 
+    `ahead` is what `Modulation` has computed of steps to come.
+
     After a step of `preview_at`, `expected` has the latents that the step expects at the end. `solver_at_start` has the
     solver's attributes before the first step.
     """
@@ -62,6 +64,7 @@ class DenoiseState:
     runs_alone: bool = False
     preview_at: tuple[int, ...] = ()
     expected: torch.Tensor | None = None
+    ahead: dict[int, Any] = field(default_factory=dict)
     solver_at_start: Mapping[str, Any] = field(init=False)
 
     def __post_init__(self) -> None:

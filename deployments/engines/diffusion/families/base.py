@@ -122,7 +122,7 @@ class Rows:
 
     `pooled` is None for a family that has no pooled text. `controls` are the ControlNets of all rows. `mask` (B, L) is
     False where a prompt is padding, and None where no prompt is; only a family that `masks_text` gets one. `adapters`
-    are those of rows that have any.
+    are those of rows that have any, `modulation` what is known already (`Modulation.rows_of`).
     """
 
     latents: torch.Tensor
@@ -133,6 +133,7 @@ class Rows:
     controls: tuple[ControlRows, ...] = ()
     mask: torch.Tensor | None = None
     adapters: tuple[AdaptedSpan, ...] = ()
+    modulation: tuple[torch.Tensor, ...] = ()
 
     def __len__(self) -> int:
         return len(self.latents)
@@ -153,6 +154,7 @@ class Rows:
             controls,
             mask,
             adapters,
+            tuple(output[here] for output in self.modulation),
         )
 
 
@@ -173,6 +175,7 @@ class Family(ABC):
     control_class: ClassVar[str | None] = None  # the class of its ControlNets
     control_keys: ClassVar[Sequence[str]] = ()  # what their configs must have in common with the denoiser's
     controls_read_prompt: ClassVar[bool] = False  # also beside a negative prompt
+    time_embedding: ClassVar[str | None] = None  # the part that `embed_times` runs, of a denoiser that it modulates
     masks_text: ClassVar[bool] = False  # whether `predict_noise` heeds a mask, so that texts may be padded
     refused_text_rules: ClassVar[Mapping[str, str]] = {}  # values of `text_padding` and `long_text`, and why not
 
@@ -314,6 +317,15 @@ class Family(ABC):
     @abstractmethod
     def text_widths(self, denoiser: Any) -> tuple[int, int | None]:
         """Return the (D, P) of the conditioning that the denoiser takes; P is None where it takes no pooled text."""
+
+    def embed_times(
+        self, denoiser: Any, timesteps_B: torch.Tensor, guidance_B: torch.Tensor, pooled_BP: torch.Tensor
+    ) -> torch.Tensor:
+        """Return what `predict_noise` has the denoiser make of the times and texts of rows: (B, D).
+
+        The layers named *norm*.linear see its SiLU and nothing else.
+        """
+        raise NotImplementedError(f"{self.class_name} has no time_embedding")
 
     def control_image(
         self,

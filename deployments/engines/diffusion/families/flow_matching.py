@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from deployments.engines.diffusion.families.base import Family
 
@@ -12,7 +12,15 @@ if TYPE_CHECKING:  # the ingress has no torch
 
 
 class FlowMatching(Family):
-    """A family whose solver is FlowMatchEulerDiscreteScheduler in stock."""
+    """A transformer modulated by time and pooled text, whose solver is FlowMatchEulerDiscreteScheduler in stock."""
+
+    time_embedding: ClassVar[str | None] = "time_text_embed"
+
+    def embed_times(
+        self, denoiser: Any, timesteps_B: torch.Tensor, guidance_B: torch.Tensor, pooled_BP: torch.Tensor
+    ) -> torch.Tensor:
+        embedded: torch.Tensor = denoiser.time_text_embed(timesteps_B, pooled_BP)
+        return embedded
 
     def first_step(self, num_inference_steps: int, strength: float) -> int:
         return int(num_inference_steps - min(num_inference_steps * strength, num_inference_steps))

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from deployments.bench.denoise import PARTS, Effort, _measure_mixed, _play, print_part
+from deployments.bench.denoise_loras import measure_loras
 from deployments.bench.denoise_models import make_model
 from deployments.engines.step_costs import StepCosts
 
@@ -29,6 +30,21 @@ def test_all_ways_make_the_same_latents_and_arrivals_are_all_served() -> None:
         assert len(_play(model, [(0.0, model.request(1, seed=0)), (0.01, model.request(2, seed=1))], StepCosts())) == 2
 
 
+def test_loras_share_forwards_and_are_counted_once() -> None:
+    with make_model(0) as model:
+        figures = measure_loras(model, num_steps=1, seconds=0.0)
+    assert {row["forwards_per_step"] for row in figures["steps"]} == {1.0}
+    assert [row["loras"] for row in figures["steps"] if row["num_requests"] == 8] == [
+        "none",
+        "one of rank 16",
+        "eight of rank 16",
+    ]
+    memory = figures["memory"]
+    rank, changed = 16, memory["merged_layers_bytes"] // 4
+    assert 0 < memory["lora_bytes"] < memory["merged_layers_bytes"] < memory["merged_checkpoint_bytes"]
+    assert memory["lora_bytes"] // 4 > rank * 2 * changed**0.5 / 44  # rank (in + out) is least where in equals out
+
+
 def test_each_part_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     way = {"images_per_s": 2.0, "mean_latency_s": 0.5}
     single = {"side_px": 16, "ours_steps_per_s": 20.0, "stock_steps_per_s": 10.0, "ratio": 2.0}
@@ -45,10 +61,22 @@ def test_each_part_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
         "stream": {"progress_overhead": 0.01},
         "invariance": [{"rows": 1, "ours_ms": 1.0, "plain_ms": 1.0, "cost": 0.0}],
         "checkpoint": {"bytes": 7, "resume_ms": 1.5},
+        "loras": {
+            "steps": [
+                {"num_requests": 8, "loras": "none", "step_ms": 4.0, "cost": 0.123, "forwards_per_step": 1.0},
+            ],
+            "memory": {
+                "num_loras": 32,
+                "rank": 16,
+                "lora_bytes": 2_290_000,
+                "merged_layers_bytes": 25_200_000,
+                "merged_checkpoint_bytes": 36_700_000,
+            },
+        },
         "offload": [{"share": 0.3, "steps_per_s": 4.5, "uploaded_bytes_per_step": 3.2e6}],
     }
     assert tuple(figures) == PARTS
-    shown = {"single": "2.00 x", "concurrent": "1.50 x", "stream": "+1.0%", "offload": "30%"}
+    shown = {"single": "2.00 x", "concurrent": "1.50 x", "stream": "+1.0%", "loras": "2.29 MB each", "offload": "30%"}
     for name, part in figures.items():
         print_part(name, part)
         assert shown.get(name, "") in (out := capsys.readouterr().out)

@@ -1,0 +1,107 @@
+"""The part of `atelier bench denoise` about LoRAs: what their side path takes of a step, and of memory."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from deployments.bench.denoise_models import BenchModel
+from deployments.engines.diffusion.state import DenoiseState
+from deployments.engines.protocol import AdapterUse
+from weights.adapters import LoraAdapter, LoraPair
+
+NUM_REQUESTS: Final = 8
+NUM_HOT: Final = 32
+RANKS: Final = (4, 16, 64)
+HOT_RANK: Final = 16
+_SIDE_PX: Final = 16
+_MAX_ROUNDS: Final = 60
+_TARGETS: Final = ("attn.", ".ff", ".proj_mlp", ".proj_out")  # what diffusers' trainers adapt
+
+
+def measure_loras(model: BenchModel, num_steps: int, seconds: float) -> dict[str, Any]:
+    """Measure for about so long: steps with and without LoRAs in turn, and the bytes of many that are at hand."""
+    return {"steps": _measure_steps(model, num_steps, seconds), "memory": _measure_memory(model)}
+
+
+def _measure_steps(model: BenchModel, num_steps: int, seconds: float) -> list[dict[str, Any]]:
+    """Time steps of one request and of eight: without, all with one LoRA, each with its own."""
+    own = [_lora(model, HOT_RANK, seed) for seed in range(NUM_REQUESTS)]
+    ways: dict[tuple[int, str], Sequence[LoraAdapter]] = {
+        (1, "none"): (),
+        **{(1, f"one of rank {rank}"): [_lora(model, rank, seed=0)] for rank in RANKS},
+        (NUM_REQUESTS, "none"): (),
+        (NUM_REQUESTS, f"one of rank {HOT_RANK}"): own[:1] * NUM_REQUESTS,
+        (NUM_REQUESTS, f"eight of rank {HOT_RANK}"): own,
+    }
+    times: dict[tuple[int, str], list[float]] = {way: [] for way in ways}
+    forwards: dict[tuple[int, str], float] = {}
+    end_s, round_ = time.perf_counter() + seconds, 0
+    while round_ < 2 or (time.perf_counter() < end_s and round_ < _MAX_ROUNDS):
+        order = list(ways)
+        for way in order[round_ % len(order) :] + order[: round_ % len(order)]:
+            states = _start(model, way[0], ways[way], num_steps)
+            with model.counting_forwards() as count:
+                for _ in range(num_steps):
+                    begin_s = time.perf_counter()
+                    model.ours.step(states)
+                    times[way].append(time.perf_counter() - begin_s)
+            forwards[way] = count() / num_steps
+        round_ += 1
+    return [
+        {
+            "num_requests": way[0],
+            "loras": way[1],
+            "step_ms": statistics.median(times[way]) * 1e3,
+            "cost": statistics.median(times[way]) / statistics.median(times[way[0], "none"]) - 1,
+            "forwards_per_step": forwards[way],
+        }
+        for way in ways
+    ]
+
+
+def _measure_memory(model: BenchModel) -> dict[str, Any]:
+    """Count the bytes that LoRAs add to a pipeline that has started a request with each, and those of merged copies."""
+    loras = [_lora(model, HOT_RANK, seed) for seed in range(NUM_HOT)]
+    states = [_start(model, 1, [lora], num_steps=1)[0] for lora in loras]
+    fitted = [tensor for state in states for pairs, _ in state.adapters for _, p in pairs for tensor in (p.down, p.up)]
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in fitted}
+    denoiser = model.ours.denoiser
+    changed = [denoiser.get_submodule(path).weight for path in loras[0].components["transformer"]]
+    return {
+        "num_loras": NUM_HOT,
+        "rank": HOT_RANK,
+        "lora_bytes": sum(storages.values()) // NUM_HOT,
+        "merged_layers_bytes": sum(weight.nbytes for weight in changed),
+        "merged_checkpoint_bytes": sum(parameter.nbytes for parameter in denoiser.parameters()),
+    }
+
+
+def _start(model: BenchModel, count: int, loras: Sequence[LoraAdapter], num_steps: int) -> list[DenoiseState]:
+    states = []
+    for number in range(count):
+        request = model.request(num_steps, seed=number, side_px=_SIDE_PX)
+        uses = (AdapterUse("lora"),) if loras else ()
+        known = {"lora": loras[number]} if loras else {}
+        states.append(model.ours.start(replace(request.request, adapters=uses), request.conditioning, known))
+    return states
+
+
+def _lora(model: BenchModel, rank: int, seed: int) -> LoraAdapter:
+    generator = torch.Generator().manual_seed(seed)
+    pairs = {
+        path: LoraPair(
+            torch.randn(rank, layer.in_features, generator=generator) * 0.01,
+            torch.randn(layer.out_features, rank, generator=generator) * 0.01,
+            1.0,
+        )
+        for path, layer in model.ours.denoiser.named_modules()
+        if isinstance(layer, torch.nn.Linear) and any(target in path for target in _TARGETS)
+    }
+    return LoraAdapter(Path(f"lora-{seed}"), {"transformer": pairs})
