@@ -18,8 +18,10 @@ from transformers import (
 from deployments.engines.llm import sampler
 from deployments.engines.llm.sampler import SampledToken, sample
 from deployments.engines.llm.token_picker import TokenPicker
-from deployments.engines.native.library import load_kernels
+from deployments.engines.native.building import built_library
+from deployments.engines.native.library import Kernels, load_kernels
 from deployments.engines.protocol import ComputationFailed, SamplingParams
+from weights.private_folder import cache_folder
 
 
 def plain_distribution(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, typical_p=1.0):
@@ -175,14 +177,15 @@ def hard_logits(generator: np.random.Generator, size: int) -> list[np.ndarray]:
 
 
 @pytest.mark.skipif(load_kernels() is None, reason="no compiled kernels here")
-@pytest.mark.parametrize("size", [7, 300, 5003])
+@pytest.mark.parametrize("size", [7, 300, 5003, 20_011])
 def test_the_kernels_draw_what_torch_draws(size, monkeypatch):
     generator = np.random.default_rng(size)
     drawn = []
     rows = hard_logits(generator, size) + list(generator.normal(0, 2, (6, size)).astype(np.float32))
     logits = torch.from_numpy(np.stack(rows))
     settings = [random_params(generator, 4 * number + 1) for number in range(8)]
-    for kernels in (load_kernels(), None):
+    older = Kernels(built_library(cache_folder() / "native"), frozenset({"avx2", "fma", "f16c"}))
+    for kernels in (load_kernels(), older, None):
         monkeypatch.setattr(sampler, "load_kernels", lambda kernels=kernels: kernels)
         found = []
         for params in settings:
@@ -197,10 +200,34 @@ def test_the_kernels_draw_what_torch_draws(size, monkeypatch):
             pickers = [TokenPicker.create(plain, index=index) for index in range(len(rows))]
             found += [picked(logits, *pickers) for _ in range(4)]
         drawn.append(found)
+    assert drawn[0] == drawn[1] == drawn[2]
+
+
+@pytest.mark.skipif(load_kernels() is None, reason="no compiled kernels here")
+def test_a_sample_that_misleads_is_found_out(monkeypatch):
+    """The tokens that the sample sees, 16 of each 512, are of another kind than all others."""
+    size = 16_384
+    generator = np.random.default_rng(5)
+    is_seen = np.arange(size) % 512 < 16
+    rows = []
+    for seen, unseen in ((5.0, 0.0), (0.0, 5.0), (-20.0, 0.0), (8.0, -8.0)):
+        row = generator.normal(0, 0.3, size) + np.where(is_seen, seen, unseen)
+        row[77] = 6.0  # the greatest of one block
+        rows.append(row.astype(np.float32))
+    logits = torch.from_numpy(np.stack(rows))
+    filters = [{"top_p": 0.3}, {"top_p": 0.95}, {"typical_p": 0.4}, {"typical_p": 0.9}, {"top_k": 600}, {"top_k": 9000}]
+    drawn = []
+    for kernels in (load_kernels(), None):
+        monkeypatch.setattr(sampler, "load_kernels", lambda kernels=kernels: kernels)
+        found = []
+        for one in filters:
+            pickers = [TokenPicker.create(SamplingParams(temperature=1.0, seed=4, **one), index=i) for i in range(4)]
+            found += [picked(logits, *pickers) for _ in range(6)]
+        drawn.append(found)
     assert drawn[0] == drawn[1]
 
 
-@pytest.mark.parametrize("size", [50, 1280, 6000])
+@pytest.mark.parametrize("size", [50, 1280, 6000, 9001])
 @pytest.mark.usefixtures("arithmetic")
 def test_a_row_does_not_depend_on_its_company(size):
     generator = np.random.default_rng(size)
