@@ -20,7 +20,7 @@ from deployments.engines.llm.block_manager import BLOCK_SIZE
 from deployments.engines.llm.kv_cache import KVCache, LayerSlots
 from deployments.engines.llm.models.registry import LoadedModel
 from deployments.engines.native.library import ELEMENTS, Kernels, MatrixPointers, PackedMatrix, load_kernels
-from deployments.engines.nn.packed_linear import MAX_INT8_ROWS, PackedEmbedding, PackedLinear, product_path
+from deployments.engines.nn.packed_linear import PackedEmbedding, PackedLinear, product_path
 
 _INT8_CACHE: Final = 2  # decoder.h's, behind ELEMENTS
 _VECTOR: Final = 16  # elements: decoder.h leaves no remainder
@@ -89,7 +89,7 @@ class DecodeRow(NamedTuple):
 class PackedDecoder:
     """The layers of one model with their KV cache, as the kernels take them. It keeps the tensors alive."""
 
-    max_rows: Final = MAX_INT8_ROWS
+    max_rows: Final = 16
 
     def __init__(self, model: LoadedModel, cache: KVCache, kernels: Kernels) -> None:
         decoder: Any = model.module.model
@@ -180,4 +180,7 @@ def _is_computed(model: LoadedModel) -> bool:
 
 
 def _is_int8(product: nn.Module) -> bool:
-    return isinstance(product, PackedLinear) and product_path(product.packed, 1, product.arithmetic).startswith("int8")
+    # "deterministic" has one path for decode steps and prompts, whose sums of attention are in another order.
+    if not isinstance(product, PackedLinear) or product.arithmetic != "fast":
+        return False
+    return product_path(product.packed, product.arithmetic).startswith("int8")

@@ -1,4 +1,4 @@
-// Rows of x as the kernels take them: bfloat16 (AVX512_BF16), else int8 by 32 elements (absmax / 127, as llama.cpp does).
+// Rows of x as the kernels take them: int8 by 32 elements (absmax / 127, as llama.cpp does).
 
 #pragma once
 
@@ -11,17 +11,20 @@ namespace {
 
 constexpr int64_t kStep = 64;  // elements of one round of the inner loop; scratch rows are padded to it with zeros
 
+inline int64_t padded(int64_t columns) { return (columns + kStep - 1) / kStep * kStep; }
+
 enum Element { FLOAT32 = 0, BFLOAT16 = 1 };
 
-// Rows of x as the kernel takes them, padded with zeros to `stride` elements.
+// Rows of x as the kernels take them, padded with zeros to `stride` elements.
 struct Activations {
-#if defined(__AVX512BF16__)
-    const uint16_t* bits;
-#else
     int8_t* q;
-    float* scale;  // by 32 elements
-    float* sum;    // by 16 elements: dx * sum(q)
-    int32_t* lanes;  // by 4 elements: -sum(q); for VNNI alone
+    float* scale;  // dx, by 32 elements
+#if defined(__AVX512VNNI__)
+    float* sum;            // dx * sum(q), by 32
+    int32_t* starts;       // -sum(q), by 32
+    int32_t* half_starts;  // -sum(q), by 16
+#else
+    float* sum;  // dx * sum(q), by 16
 #endif
     int64_t stride;
 };
@@ -48,35 +51,66 @@ inline void store_element(void* at, int element, int64_t i, float value) {
         static_cast<uint16_t*>(at)[i] = to_bfloat16(value);
 }
 
-#if defined(__AVX512BF16__)
-
-constexpr size_t kActivationBytes = 2;  // per element
-
-bool use_in_place(const void* x, int element, int64_t k, int64_t stride, Activations& to) {
-    if (element != BFLOAT16 || k != stride) return false;
-    to.bits = static_cast<const uint16_t*>(x);
-    return true;
-}
-
-void place_activations(char* memory, int64_t, Activations& to) { to.bits = reinterpret_cast<uint16_t*>(memory); }
-
-void prepare_row(const void* x, int element, int64_t row, int64_t k, const Activations& to) {
-    uint16_t* out = const_cast<uint16_t*>(to.bits) + row * to.stride;
-    for (int64_t i = 0; i < k; ++i) out[i] = to_bfloat16(load_element(x, element, row * k + i));
-    std::memset(out + k, 0, 2 * (to.stride - k));
-}
-#else
-
-constexpr size_t kActivationBytes = 3;  // a byte, 3 floats by 32 elements and an integer by 4, rounded up
-
-bool use_in_place(const void*, int, int64_t, int64_t, Activations&) { return false; }
+constexpr size_t kActivationBytes = 2;  // per element: a byte, three numbers by 32 elements and one by 16, rounded up
 
 void place_activations(char* memory, int64_t m, Activations& to) {
     to.q = reinterpret_cast<int8_t*>(memory);
     to.scale = reinterpret_cast<float*>(memory + m * to.stride);
     to.sum = to.scale + m * to.stride / 32;
-    to.lanes = reinterpret_cast<int32_t*>(to.sum + m * to.stride / 16);
+#if defined(__AVX512VNNI__)
+    to.starts = reinterpret_cast<int32_t*>(to.sum + m * to.stride / 32);
+    to.half_starts = to.starts + m * to.stride / 32;
+#endif
 }
+
+#if defined(__AVX512VNNI__)
+
+// 16 elements from `i` on, those at or behind `k` as zeros.
+inline __m512 load_sixteen(const void* x, int element, int64_t i, int64_t k) {
+    const __mmask16 mask = k - i >= 16 ? 0xffff : k > i ? (1u << (k - i)) - 1 : 0;
+    if (element == FLOAT32) return _mm512_maskz_loadu_ps(mask, static_cast<const float*>(x) + i);
+    const __m256i bits = _mm256_maskz_loadu_epi16(mask, static_cast<const uint16_t*>(x) + i);
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
+}
+
+void prepare_row(const void* x, int element, int64_t row, int64_t k, const Activations& to) {
+    int8_t* q = to.q + row * to.stride;
+    const int64_t first = row * to.stride / 32, end = (row + 1) * k;
+    for (int64_t i = 0; i < to.stride / 32; ++i) {
+        const __m512 low = load_sixteen(x, element, row * k + 32 * i, end), zero = _mm512_setzero_ps();
+        const __m512 high = load_sixteen(x, element, row * k + 32 * i + 16, end);
+        const float most = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(low), _mm512_abs_ps(high)));
+        // Infinities and NaNs stay visible: the scale becomes NaN.
+        const float poison = _mm512_reduce_add_ps(_mm512_fmadd_ps(low, zero, _mm512_mul_ps(high, zero)));
+        const __m512 inverse = _mm512_set1_ps(most > 0 ? 127 / most : 0);
+        const auto steps = [&](__m512 part) {
+            return poison == 0 ? _mm512_cvtps_epi32(_mm512_mul_ps(part, inverse)) : _mm512_setzero_si512();
+        };
+        const __m512i wide[2] = {steps(low), steps(high)};
+        for (int j = 0; j < 2; ++j) {
+            _mm_storeu_si128(reinterpret_cast<__m128i*>(q + 32 * i + 16 * j), _mm512_cvtsepi32_epi8(wide[j]));
+            to.half_starts[2 * (first + i) + j] = -_mm512_reduce_add_epi32(wide[j]);
+        }
+        to.scale[first + i] = most / 127 + poison;
+        to.starts[first + i] = to.half_starts[2 * (first + i)] + to.half_starts[2 * (first + i) + 1];
+        to.sum[first + i] = to.scale[first + i] * static_cast<float>(-to.starts[first + i]);
+    }
+}
+
+// The first `count` lanes of `values`, which is between 1 and 16.
+inline void store_lanes(void* at, int element, int64_t i, int64_t count, __m512 values) {
+    const __mmask16 mask = (1u << count) - 1;
+    if (element == FLOAT32) return _mm512_mask_storeu_ps(static_cast<float*>(at) + i, mask, values);
+    const __m512i bits = _mm512_castps_si512(values);
+    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    __m512i near = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
+    near = _mm512_mask_mov_epi32(near, _mm512_cmp_ps_mask(values, values, _CMP_UNORD_Q), _mm512_set1_epi32(0x7fc00000));
+    const __m256i halves = _mm512_cvtepi32_epi16(_mm512_srli_epi32(near, 16));
+    _mm256_mask_storeu_epi16(static_cast<uint16_t*>(at) + i, mask, halves);
+}
+
+#else
+
 void prepare_row(const void* x, int element, int64_t row, int64_t k, const Activations& to) {
     int8_t* q = to.q + row * to.stride;
     float* scale = to.scale + row * to.stride / 32;
@@ -86,24 +120,6 @@ void prepare_row(const void* x, int element, int64_t row, int64_t k, const Activ
         const int64_t count = std::clamp<int64_t>(k - begin, 0, 32);
         for (int64_t j = 0; j < count; ++j) values[j] = load_element(x, element, row * k + begin + j);
         for (int64_t j = count; j < 32; ++j) values[j] = 0;
-#if defined(__AVX512VNNI__)
-        const __m512 low = _mm512_loadu_ps(values), high = _mm512_loadu_ps(values + 16), zero = _mm512_setzero_ps();
-        const float most = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(low), _mm512_abs_ps(high)));
-        const float poison = _mm512_reduce_add_ps(_mm512_fmadd_ps(low, zero, _mm512_mul_ps(high, zero)));
-        const float d = most / 127 + poison;
-        const __m512 inverse = _mm512_set1_ps(most > 0 ? 127 / most : 0);
-        const auto bytes = [&](__m512 part) {
-            return _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(_mm512_mul_ps(part, inverse)));
-        };
-        __m256i all = poison == 0 ? _mm256_set_m128i(bytes(high), bytes(low)) : _mm256_setzero_si256();
-        store_32(reinterpret_cast<uint8_t*>(q + begin), all);
-        int32_t fours[8];
-        all = _mm256_dpbusd_epi32(_mm256_setzero_si256(), _mm256_set1_epi8(1), all);
-        store_32(reinterpret_cast<uint8_t*>(fours), all);
-        const __m256i negative = _mm256_sub_epi32(_mm256_setzero_si256(), all);
-        store_32(reinterpret_cast<uint8_t*>(to.lanes + (row * to.stride + begin) / 4), negative);
-        const int sums[2] = {fours[0] + fours[1] + fours[2] + fours[3], fours[4] + fours[5] + fours[6] + fours[7]};
-#else
         float most = 0, poison = 0;
         for (int j = 0; j < 32; ++j) {
             const float size = std::fabs(values[j]);
@@ -117,7 +133,6 @@ void prepare_row(const void* x, int element, int64_t row, int64_t k, const Activ
             q[begin + j] = static_cast<int8_t>(std::clamp(value, -127, 127));
         }
         for (int j = 0; j < 32; ++j) sums[j / 16] += q[begin + j];
-#endif
         scale[begin / 32] = d;
         sum[begin / 16] = d * sums[0];
         sum[begin / 16 + 1] = d * sums[1];

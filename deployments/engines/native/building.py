@@ -22,7 +22,6 @@ _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni")
 # Names of the variants in the order of preference, with what the compiler needs and what the processor must have.
 VARIANTS: dict[str, tuple[tuple[str, ...], frozenset[str]]] = {
-    "bf16": ((*_AVX512, "-mavx512bf16"), frozenset({"avx512_vnni", "avx512vl", "avx512bw", "avx512dq", "avx512_bf16"})),
     "avx512": (_AVX512, frozenset({"avx512_vnni", "avx512vl", "avx512bw", "avx512dq"})),
     "avx2": (_AVX2, frozenset({"avx2", "fma", "f16c"})),
 }

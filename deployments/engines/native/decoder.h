@@ -221,7 +221,7 @@ constexpr int64_t kPiece = 32;  // rows of W
 
 // Columns `first` to `last` of y [rows, rows of W], with the bias.
 void apply(const Linear& linear, int64_t first, int64_t last, const Activations& x, int64_t rows, float* y, char* own) {
-    multiply_rows(linear.weight, first, last, x, rows, y, FLOAT32, own, tile_rows(rows));
+    multiply_rows(linear.weight, first, last, x, rows, y, FLOAT32, own);
     for (int64_t row = 0; linear.bias && row < rows; ++row)
         for (int64_t i = first; i < last; ++i) y[row * linear.weight.rows + i] += linear.bias[i];
 }
@@ -312,7 +312,7 @@ int run_decoder(const Decoder& d, const Step& step, int threads) {
     for (int64_t i = 0; i < d.num_layers; ++i) {
         const Layer& layer = d.layers[i];
         for (const Linear* one : {&layer.q, &layer.k, &layer.v, &layer.output, &layer.gate, &layer.up, &layer.down})
-            own_bytes = std::max(own_bytes, scratch_bytes(one->weight, tile_rows(step.num_rows)));
+            own_bytes = std::max(own_bytes, product_scratch_bytes(one->weight, step.num_rows));
     }
     std::atomic<bool> failed{false};
     Team* team = nullptr;

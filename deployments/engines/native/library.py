@@ -87,20 +87,21 @@ class Kernels:
         usable = [name for name, (_, needed) in VARIANTS.items() if needed <= processor]
         if not usable:
             raise BuildFailed("the processor has no AVX2")
-        self.int8_variant = next(name for name in usable if name != "bf16")
-        self.has_bf16 = "bf16" in usable
-        self._int8 = getattr(library, f"atelier_matmul_{self.int8_variant}")
-        self._bf16 = library.atelier_matmul_bf16 if self.has_bf16 else self._int8
-        self._unpack = getattr(library, f"atelier_unpack_{self.int8_variant}")
-        self._exponential_sums = getattr(library, f"atelier_exponential_sums_{self.int8_variant}")
-        self._draw = getattr(library, f"atelier_draw_{self.int8_variant}")
-        self.decode = getattr(library, f"atelier_decode_{self.int8_variant}")
+        self.variant = usable[0]
+        self._matmul = getattr(library, f"atelier_matmul_{self.variant}")
+        self._unpack = getattr(library, f"atelier_unpack_{self.variant}")
+        self._exponential_sums = getattr(library, f"atelier_exponential_sums_{self.variant}")
+        self._draw = getattr(library, f"atelier_draw_{self.variant}")
+        self.decode = getattr(library, f"atelier_decode_{self.variant}")
 
-    def matmul(self, matrix: PackedMatrix, x: torch.Tensor, *, use_bf16: bool) -> torch.Tensor:
-        """Return x W^T of a contiguous float32 or bfloat16 `x` (rows, columns), in its dtype."""
+    def matmul(self, matrix: PackedMatrix, x: torch.Tensor) -> torch.Tensor:
+        """Return x W^T of a contiguous float32 or bfloat16 `x` (rows, columns), in its dtype.
+
+        A row's result does not depend on the other rows, bit for bit. Raises MemoryError.
+        """
         y = torch.empty(len(x), matrix.rows, dtype=x.dtype)
         element = ELEMENTS[x.dtype]
-        failed = (self._bf16 if use_bf16 else self._int8)(
+        failed = self._matmul(
             ctypes.byref(matrix.pointers()),
             ctypes.c_void_p(x.data_ptr()),
             element,

@@ -6,7 +6,7 @@
 #include <omp.h>
 
 #include "draws.h"
-#include "fused_rows.h"
+#include "panel_product.h"
 #include "tiles.h"
 
 namespace {
@@ -28,38 +28,6 @@ struct Scratch {
 };
 thread_local Scratch tile_scratch, activation_scratch;
 
-int64_t padded(int64_t columns) { return (columns + kStep - 1) / kStep * kStep; }
-
-// Bytes of scratch that `multiply_rows` needs.
-size_t scratch_bytes(const Matrix& matrix, int64_t tile) {
-    if (has_cursor(matrix)) return 64;
-    const int64_t stride = padded(matrix.columns);
-    return tile * stride * (1 + kTileBytes) + tile * stride / 16 * 8;
-}
-
-// y [m, rows of W] in its columns `first` to `last`, from m rows of x; `tile` rows of W are unpacked at a time.
-void multiply_rows(const Matrix& matrix, int64_t first, int64_t last, const Activations& x, int64_t m, void* y,
-                   int y_element, char* scratch, int64_t tile) {
-    if (has_cursor(matrix)) return multiply_packed(matrix, first, last, x, m, y, y_element);
-    const Unpacked w = unpacked_in(scratch, tile, x.stride);
-    for (; first < last; first += tile) {
-        const int64_t count = std::min(tile, last - first);
-        for (int64_t row = 0; row < count; ++row) {
-            const int64_t at = row * w.stride;
-            unpack_row(matrix, first + row, w.u + at, w.scale + at / 16, w.offset + at / 16);
-            clear_padding(w, row, matrix.columns);
-            finish_row(w, row);
-        }
-        int64_t row = 0;
-        for (; row + kRows <= count; row += kRows)
-            dot_rows<kRows>(w, row, first + row, x, m, matrix.rows, y, y_element);
-        for (; row < count; ++row) dot_rows<1>(w, row, first + row, x, m, matrix.rows, y, y_element);
-    }
-}
-
-// Few rows of x: W is read once from memory, through L1. Many: a tile in L2 serves them all.
-int64_t tile_rows(int64_t m) { return m <= 16 ? 4 : 32; }
-
 }  // namespace
 
 #include "decoder.h"
@@ -73,26 +41,22 @@ extern "C" int JOINED(atelier_matmul, ISA)(const Matrix* matrix, const void* x, 
     const int64_t n = matrix->rows, k = matrix->columns;
     Activations rows;
     rows.stride = padded(k);
-    const bool is_ready = use_in_place(x, x_element, k, rows.stride, rows);
-    if (!is_ready) {
-        char* memory = activation_scratch.reserve(m * rows.stride * kActivationBytes);
-        if (!memory) return 1;
-        place_activations(memory, m, rows);
-    }
-    const int64_t tile = tile_rows(m);
+    char* memory = activation_scratch.reserve(m * rows.stride * kActivationBytes);
+    if (!memory) return 1;
+    place_activations(memory, m, rows);
     int failed = 0;
 #pragma omp parallel num_threads(threads)
     {
 #pragma omp for schedule(static)
-        for (int64_t row = 0; row < (is_ready ? 0 : m); ++row) prepare_row(x, x_element, row, k, rows);
-        char* own = tile_scratch.reserve(scratch_bytes(*matrix, tile));
+        for (int64_t row = 0; row < m; ++row) prepare_row(x, x_element, row, k, rows);
+        char* own = tile_scratch.reserve(product_scratch_bytes(*matrix, m));
         if (!own) {
 #pragma omp atomic write
             failed = 1;
         }
 #pragma omp for schedule(dynamic, 1)
         for (int64_t first = 0; first < n; first += 32)
-            if (own) multiply_rows(*matrix, first, std::min(n, first + 32), rows, m, y, y_element, own, tile);
+            if (own) multiply_rows(*matrix, first, std::min(n, first + 32), rows, m, y, y_element, own);
     }
     return failed;
 }
@@ -111,12 +75,12 @@ extern "C" int JOINED(atelier_unpack, ISA)(const Matrix* matrix, int64_t first, 
 #pragma omp for schedule(static)
         for (int64_t row = 0; row < count; ++row) {
             if (!own) continue;
-            const Unpacked w = unpacked_in(own, 1, k);
-            unpack_row(*matrix, first + row, w.u, w.scale, w.offset);
-            float* to = out + row * k;
+            uint8_t* u = reinterpret_cast<uint8_t*>(own);
+            float *scales = reinterpret_cast<float*>(own + k), *offsets = scales + k / 16, *to = out + row * k;
+            unpack_row(*matrix, first + row, u, scales, offsets);
             for (int64_t i = 0; i < k / 16; ++i) {
-                const float scale = w.scale[i], offset = w.offset[i];
-                for (int j = 0; j < 16; ++j) to[16 * i + j] = scale * w.u[16 * i + j] - offset;
+                const float scale = scales[i], offset = offsets[i];
+                for (int j = 0; j < 16; ++j) to[16 * i + j] = scale * u[16 * i + j] - offset;
             }
         }
     }

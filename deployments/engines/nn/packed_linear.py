@@ -2,10 +2,9 @@
 
 Arithmetic, by name:
 - "exact": weights unpacked to float32 tile by tile, float32 products;
-- "fast": up to `MAX_INT8_ROWS` rows, activations are quantized to int8 by 32 elements, as llama.cpp does (an error
-  of about 0.5 % of the product's norm on random data); more rows are a bfloat16 product with float32 sums (0.2 %);
-- "deterministic": one of these for any number of rows, so that a result does not depend on its batch-mates, bit for
-  bit: bfloat16 where the processor has it, else int8. With it a decode step costs up to three times as much.
+- "fast": activations are quantized to int8 by 32 elements, as llama.cpp does (an error of about 0.6 % of the product's
+  norm on random data). A row's result is the same beside any other rows, bit for bit;
+- "deterministic": the same product; the engine computes all steps layer by layer with it (`llm/packed_decoder.py`).
 On CUDA with triton, "fast" and "deterministic" are bfloat16 products and "exact" is a float32 one, of weights unpacked
 on their way. Without compiled kernels all three unpack tiles and leave the product to torch.
 """
@@ -30,7 +29,6 @@ ARITHMETICS: Final = get_args(Arithmetic)
 DENSE_KINDS: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 GROUP_INT8: Final = "GROUP_INT8"
 SUPPORTED_KINDS: Final = (*DENSE_KINDS, *UNPACKED_KINDS, GROUP_INT8)
-MAX_INT8_ROWS: Final = 16
 _TILE_BYTES: Final = 8 * 2**20  # of unpacked float32 rows
 _KERNEL_CHUNK: Final = 16  # elements with one scale: a kernel cannot cut a group elsewhere
 
@@ -80,8 +78,8 @@ def group_int8_weight(name: str, data: torch.Tensor, scales: torch.Tensor, group
     return PackedWeight(GROUP_INT8, data.contiguous(), rows, columns, scales.contiguous(), group_size)
 
 
-def product_path(weight: PackedWeight, num_rows: int, arithmetic: Arithmetic) -> str:
-    """Return the name of the path that a product takes: torch, unpack, triton, bf16, int8-avx512 or int8-avx2.
+def product_path(weight: PackedWeight, arithmetic: Arithmetic) -> str:
+    """Return the name of the path that a product takes: torch, unpack, triton, int8-avx512 or int8-avx2.
 
     The one table of the dispatch.
     """
@@ -92,14 +90,13 @@ def product_path(weight: PackedWeight, num_rows: int, arithmetic: Arithmetic) ->
     kernels = load_kernels() if weight.data.device.type == "cpu" else None
     if kernels is None or arithmetic == "exact" or not _fits_kernel(weight):
         return "unpack"
-    wants_bf16 = arithmetic == "deterministic" or num_rows > MAX_INT8_ROWS
-    return "bf16" if wants_bf16 and kernels.has_bf16 else f"int8-{kernels.int8_variant}"
+    return f"int8-{kernels.variant}"
 
 
 def _multiply(x: torch.Tensor, weight: PackedWeight, arithmetic: Arithmetic) -> torch.Tensor:
     """Return x W^T (..., rows) in the dtype of `x` (..., columns)."""
     rows = x.reshape(-1, weight.columns)
-    path = product_path(weight, len(rows), arithmetic)
+    path = product_path(weight, arithmetic)
     if path == "torch" and weight.data.dtype == x.dtype:
         return F.linear(x, weight.data)
     if path in ("torch", "unpack"):
@@ -112,7 +109,7 @@ def _multiply(x: torch.Tensor, weight: PackedWeight, arithmetic: Arithmetic) -> 
         kernels = load_kernels()
         assert kernels is not None
         given = rows if rows.dtype in (torch.float32, torch.bfloat16) else rows.float()
-        wide = kernels.matmul(PackedMatrix(*weight), given.contiguous(), use_bf16=path == "bf16").to(x.dtype)
+        wide = kernels.matmul(PackedMatrix(*weight), given.contiguous()).to(x.dtype)
     return wide.view(*x.shape[:-1], weight.rows)
 
 
@@ -154,8 +151,8 @@ class PackedLinear(nn.Module):
         return y if self.bias is None else y + self.bias
 
     def extra_repr(self) -> str:
-        paths = "/".join(dict.fromkeys(product_path(self.packed, n, self.arithmetic) for n in (1, MAX_INT8_ROWS + 1)))
-        return f"in={self.in_features}, out={self.out_features}, {self.packed.kind}, {self.arithmetic}: {paths}"
+        path = product_path(self.packed, self.arithmetic)
+        return f"in={self.in_features}, out={self.out_features}, {self.packed.kind}, {self.arithmetic}: {path}"
 
 
 class PackedEmbedding(nn.Module):

@@ -89,7 +89,7 @@ def uses_torch_products(module: nn.Module) -> bool:
     """Return whether any linear layer leaves its product to torch."""
     linears = [layer for layer in module.modules() if isinstance(layer, nn.Linear | PackedLinear)]
     return any(
-        isinstance(layer, nn.Linear) or product_path(layer.packed, 1, layer.arithmetic) in ("torch", "unpack")
+        isinstance(layer, nn.Linear) or product_path(layer.packed, layer.arithmetic) in ("torch", "unpack")
         for layer in linears
     )
 

@@ -1,0 +1,162 @@
+// Products of panels (panels.h) with any number of rows of x. A result is one sum over the groups of its row, in their order:
+// y = fma(scale * dx, dot(u - bias, xq), y) - min * dx * sum(xq), with dot in integers. So it has the same bits however
+// many rows x has and wherever a panel or a chunk begins.
+
+#pragma once
+
+#include "activations.h"
+#include "panels.h"
+
+namespace {
+
+#if defined(__AVX512VNNI__)
+
+constexpr int kTileRows = 6;   // rows of x whose sums are in registers
+constexpr int kTilePanels = 2;
+constexpr int64_t kManyRows = 32;  // from here on, chunks are larger: a tile of W in L2 serves many rows
+
+// Some rows of x, from a group on.
+struct RowsOfX {
+    const int8_t* q;
+    const float *scale, *sum;
+    const int32_t *starts, *half_starts;
+    int64_t stride;
+    RowsOfX(const Activations& x, int64_t row, int64_t group)
+        : q(x.q + row * x.stride + 32 * group),
+          scale(x.scale + row * x.stride / 32 + group),
+          sum(x.sum + row * x.stride / 32 + group),
+          starts(x.starts + row * x.stride / 32 + group),
+          half_starts(x.half_starts + row * x.stride / 16 + 2 * group),
+          stride(x.stride) {}
+};
+
+// R rows of x times P panels of `num_groups` groups that lie `panel_bytes` apart; sums [rows][panels][16] go on at `sums`.
+template <class Format, int R, int P>
+void add_groups(const uint8_t* panels, int64_t panel_bytes, int64_t num_groups, const RowsOfX& x, float* sums) {
+    constexpr int64_t kGroup = group_bytes(Format::kHasMins, Format::kHasHalves);
+    constexpr int kParts = Format::kHasHalves ? 2 : 1, kSteps = 8 / kParts;
+    __m512 total[R][P];
+    for (int r = 0; r < R; ++r)
+        for (int p = 0; p < P; ++p) total[r][p] = _mm512_load_ps(sums + (r * P + p) * kLanes);
+    for (int64_t g = 0; g < num_groups; ++g, panels += kGroup) {
+        const int8_t* q = x.q + 32 * g;
+        for (int part = 0; part < kParts; ++part) {
+            __m512i dot[R][P];
+            for (int r = 0; r < R; ++r) {
+                __m512i start = _mm512_setzero_si512();
+                if constexpr (Format::kBias) {
+                    const int32_t* at = kParts == 2 ? x.half_starts + r * x.stride / 16 + 2 * g + part : x.starts + r * x.stride / 32 + g;
+                    start = _mm512_slli_epi32(_mm512_set1_epi32(*at), __builtin_ctz(Format::kBias));
+                }
+                for (int p = 0; p < P; ++p) dot[r][p] = start;
+            }
+#pragma GCC unroll 8
+            for (int step = part * kSteps; step < (part + 1) * kSteps; ++step) {
+                __m512i u[P];
+                for (int p = 0; p < P; ++p) u[p] = _mm512_load_si512(panels + p * panel_bytes + 64 * step);
+                for (int r = 0; r < R; ++r) {
+                    int32_t four;
+                    std::memcpy(&four, q + r * x.stride + 4 * step, 4);
+                    const __m512i xs = _mm512_set1_epi32(four);
+                    for (int p = 0; p < P; ++p) dot[r][p] = _mm512_dpbusd_epi32(dot[r][p], u[p], xs);
+                }
+            }
+            for (int p = 0; p < P; ++p) {
+                const float* scales = reinterpret_cast<const float*>(panels + p * panel_bytes + kByteBytes) + part * kLanes;
+                const __m512 scale = _mm512_load_ps(scales);
+                for (int r = 0; r < R; ++r) {
+                    const __m512 both = _mm512_mul_ps(scale, _mm512_set1_ps(x.scale[r * x.stride / 32 + g]));
+                    total[r][p] = _mm512_fmadd_ps(both, _mm512_cvtepi32_ps(dot[r][p]), total[r][p]);
+                }
+                if constexpr (Format::kHasMins) {
+                    const __m512 min = _mm512_load_ps(scales + kLanes);
+                    for (int r = 0; r < R; ++r)
+                        total[r][p] = _mm512_fnmadd_ps(min, _mm512_set1_ps(x.sum[r * x.stride / 32 + g]), total[r][p]);
+                }
+            }
+        }
+    }
+    for (int r = 0; r < R; ++r)
+        for (int p = 0; p < P; ++p) _mm512_store_ps(sums + (r * P + p) * kLanes, total[r][p]);
+}
+
+// Rows of x from `row` on in tiles of R rows or less, as even as can be.
+template <class Format, int P, int R = kTileRows>
+void add_rows(const uint8_t* panels, int64_t panel_bytes, int64_t num_groups, const Activations& x, int64_t row,
+              int64_t last, int64_t group, float* sums) {
+    const int64_t tiles = (last - row + R - 1) / R;
+    if constexpr (R > 1)
+        if (row + tiles * (R - 1) >= last) return add_rows<Format, P, R - 1>(panels, panel_bytes, num_groups, x, row, last, group, sums);
+    const int64_t full = last - tiles * (R - 1) - row;
+    for (int64_t i = 0; i < full; ++i, row += R, sums += R * P * kLanes)
+        add_groups<Format, R, P>(panels, panel_bytes, num_groups, RowsOfX(x, row, group), sums);
+    if constexpr (R > 1)
+        for (; row < last; row += R - 1, sums += (R - 1) * P * kLanes)
+            add_groups<Format, R - 1, P>(panels, panel_bytes, num_groups, RowsOfX(x, row, group), sums);
+}
+
+int64_t num_groups_of(const Matrix& matrix) { return (matrix.columns + 31) / 32; }
+
+// Groups that are unpacked at a time.
+int64_t chunk_groups(const Matrix& matrix, int64_t m) {
+    return std::min(num_groups_of(matrix), m >= kManyRows ? 8 * kChunkGroups : kChunkGroups);
+}
+
+size_t product_scratch_bytes(const Matrix& matrix, int64_t m) {
+    return kTilePanels * (chunk_groups(matrix, m) * group_bytes(true, true) + m * 4 * kLanes);
+}
+
+// Columns `first` to first + 16 P of y, those that W has.
+template <class Format, int P>
+void multiply_panels(const Matrix& matrix, int64_t first, const Activations& x, int64_t m, void* y, int y_element,
+                     char* scratch) {
+    constexpr int64_t kGroup = group_bytes(Format::kHasMins, Format::kHasHalves);
+    const int64_t num_groups = num_groups_of(matrix), chunk = chunk_groups(matrix, m), panel_bytes = chunk * kGroup;
+    uint8_t* panels = reinterpret_cast<uint8_t*>(scratch);
+    float* sums = reinterpret_cast<float*>(panels + P * panel_bytes);
+    std::memset(sums, 0, m * P * kLanes * 4);
+    PanelRows rows[P];
+    for (int p = 0; p < P; ++p) rows[p] = PanelRows(matrix, first + p * kLanes, P * kLanes);
+    for (int64_t begin = 0; begin < num_groups; begin += chunk) {
+        const int64_t count = std::min(chunk, num_groups - begin);
+        for (int p = 0; p < P; ++p)
+            Format::unpack(matrix, first + p * kLanes, rows[p], begin, count, panels + p * panel_bytes);
+        add_rows<Format, P>(panels, panel_bytes, count, x, 0, m, begin, sums);
+    }
+    for (int64_t row = 0; row < m; ++row)
+        for (int p = 0; p < P; ++p) {
+            const int64_t column = first + p * kLanes, count = std::min<int64_t>(kLanes, matrix.rows - column);
+            store_lanes(y, y_element, row * matrix.rows + column, count, _mm512_load_ps(sums + (row * P + p) * kLanes));
+        }
+}
+
+template <class Format>
+void multiply_format(const Matrix& matrix, int64_t first, int64_t last, const Activations& x, int64_t m, void* y,
+                     int y_element, char* scratch) {
+    for (; first + kLanes < last; first += 2 * kLanes) multiply_panels<Format, 2>(matrix, first, x, m, y, y_element, scratch);
+    if (first < last) multiply_panels<Format, 1>(matrix, first, x, m, y, y_element, scratch);
+}
+
+// y [m, rows of W] in its columns `first` to `last`, from m rows of x. `first` is a multiple of 16.
+void multiply_rows(const Matrix& matrix, int64_t first, int64_t last, const Activations& x, int64_t m, void* y,
+                   int y_element, char* scratch) {
+#define BY(...) return multiply_format<__VA_ARGS__>(matrix, first, last, x, m, y, y_element, scratch)
+    switch (matrix.type) {
+        case Q4_0: BY(NibblePanel<false, false>);
+        case Q4_1: BY(NibblePanel<true, false>);
+        case Q5_0: BY(NibblePanel<false, true>);
+        case Q5_1: BY(NibblePanel<true, true>);
+        case Q8_0: BY(Q8Panel);
+        case Q4_K: BY(Q45KPanel<false>);
+        case Q5_K: BY(Q45KPanel<true>);
+        case Q6_K: BY(Q6KPanel);
+        case GROUP_INT8:
+            if (matrix.columns % 32 || matrix.group % 32) BY(OddInt8Panel);
+            BY(Int8Panel);
+    }
+#undef BY
+}
+
+#endif
+
+}  // namespace

@@ -1,0 +1,299 @@
+// Packed rows side by side, for AVX-512 with VNNI: 16 rows of W are a panel, whose lanes are the columns of y.
+//
+// A group is 32 elements of each row of a panel: eight registers of unsigned bytes u (four consecutive elements of a row in
+// a lane), then scales, then minima where the format has them: w = scale * (u - bias) - min. Rows are turned into lanes as
+// they lie in the file, 4 bytes at a time, and unpacked there: lane by lane, so all 16 rows take their scales at once.
+
+#pragma once
+
+#include "blocks.h"
+
+namespace {
+
+#if defined(__AVX512VNNI__)
+
+constexpr int kLanes = 16;         // rows of a panel
+constexpr int64_t kChunkGroups = 8;  // panels are unpacked by whole multiples of it: the largest block has 256 elements
+constexpr int kByteBytes = 512;    // of a group
+
+// Bytes of an unpacked group. `has_halves`: every 16 elements have their own scale.
+constexpr int64_t group_bytes(bool has_mins, bool has_halves) { return kByteBytes + 64 * (1 + has_mins + has_halves); }
+
+// Where the rows of a panel begin (behind the last row of W there is that row again), and the memory that is read next.
+struct PanelRows {
+    const uint8_t* at[kLanes];
+    const char* ahead;
+    PanelRows() = default;
+    PanelRows(const Matrix& m, int64_t first, int64_t rows_ahead)
+        : ahead(reinterpret_cast<const char*>(m.data + (first + rows_ahead) * m.row_bytes)) {
+        for (int i = 0; i < kLanes; ++i) at[i] = m.data + std::min(first + i, m.rows - 1) * m.row_bytes;
+    }
+    // Each read of the rows fetches as much of the panel that comes next, in the order in which it lies in memory.
+    template <int ROW_BYTES>
+    void fetch() {
+        for (int line = 0; line < kLanes * ROW_BYTES; line += 64) _mm_prefetch(ahead + line, _MM_HINT_T1);
+        ahead += kLanes * ROW_BYTES;
+    }
+};
+
+inline void store_512(uint8_t* to, __m512i bytes) { _mm512_store_si512(to, bytes); }
+inline void store_floats(uint8_t* to, __m512 values) { _mm512_store_ps(reinterpret_cast<float*>(to), values); }
+
+// 16 bytes of each row, from `offset` on: lane r of out[j] is dword j of row r.
+inline void turn_16(const PanelRows& rows, int64_t offset, __m512i (&out)[4]) {
+    __m512i in[4];
+    for (int i = 0; i < 4; ++i) {
+        const auto row = [&](int number) {
+            return _mm_loadu_si128(reinterpret_cast<const __m128i*>(rows.at[number] + offset));
+        };
+        in[i] = _mm512_castsi128_si512(row(i));
+        in[i] = _mm512_inserti32x4(in[i], row(4 + i), 1);
+        in[i] = _mm512_inserti32x4(in[i], row(8 + i), 2);
+        in[i] = _mm512_inserti32x4(in[i], row(12 + i), 3);
+    }
+    const __m512i low01 = _mm512_unpacklo_epi32(in[0], in[1]), high01 = _mm512_unpackhi_epi32(in[0], in[1]);
+    const __m512i low23 = _mm512_unpacklo_epi32(in[2], in[3]), high23 = _mm512_unpackhi_epi32(in[2], in[3]);
+    out[0] = _mm512_unpacklo_epi64(low01, low23);
+    out[1] = _mm512_unpackhi_epi64(low01, low23);
+    out[2] = _mm512_unpacklo_epi64(high01, high23);
+    out[3] = _mm512_unpackhi_epi64(high01, high23);
+}
+
+// 32 bytes of each row likewise.
+inline void turn_32(const PanelRows& rows, int64_t offset, __m512i (&out)[8]) {
+    __m512i half[2][4];
+    for (int part = 0; part < 2; ++part) {
+        __m512i in[4];
+        for (int i = 0; i < 4; ++i) {
+            const int row = 8 * part + i;
+            const auto load = [&](int number) {
+                return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(rows.at[number] + offset));
+            };
+            in[i] = _mm512_inserti64x4(_mm512_castsi256_si512(load(row)), load(row + 4), 1);
+        }
+        const __m512i low01 = _mm512_unpacklo_epi32(in[0], in[1]), high01 = _mm512_unpackhi_epi32(in[0], in[1]);
+        const __m512i low23 = _mm512_unpacklo_epi32(in[2], in[3]), high23 = _mm512_unpackhi_epi32(in[2], in[3]);
+        half[part][0] = _mm512_unpacklo_epi64(low01, low23);
+        half[part][1] = _mm512_unpackhi_epi64(low01, low23);
+        half[part][2] = _mm512_unpacklo_epi64(high01, high23);
+        half[part][3] = _mm512_unpackhi_epi64(high01, high23);
+    }
+    for (int j = 0; j < 4; ++j) {
+        out[j] = _mm512_shuffle_i32x4(half[0][j], half[1][j], 0x88);
+        out[4 + j] = _mm512_shuffle_i32x4(half[0][j], half[1][j], 0xdd);
+    }
+}
+
+// The f16 at `offset` of each row, behind which there are at least two bytes more of it.
+inline __m512 turn_half(const PanelRows& rows, int64_t offset) {
+    __m128i four[4];
+    for (int i = 0; i < 4; ++i) {
+        const auto at = [&](int row) { return _mm_loadu_si32(rows.at[4 * i + row] + offset); };
+        four[i] = _mm_unpacklo_epi32(_mm_unpacklo_epi16(at(0), at(1)), _mm_unpacklo_epi16(at(2), at(3)));
+    }
+    const __m128i low = _mm_unpacklo_epi64(four[0], four[1]), high = _mm_unpacklo_epi64(four[2], four[3]);
+    return _mm512_cvtph_ps(_mm256_set_m128i(high, low));
+}
+
+// The 32 bits at `offset` of each row.
+inline __m512i turn_word(const PanelRows& rows, int64_t offset) {
+    const auto at = [&](int row) { return static_cast<int>(word(rows.at[row] + offset)); };
+    return _mm512_setr_epi32(at(0), at(1), at(2), at(3), at(4), at(5), at(6), at(7), at(8), at(9), at(10), at(11), at(12),
+                             at(13), at(14), at(15));
+}
+
+inline __m512 low_half(__m512i words) { return _mm512_cvtph_ps(_mm512_cvtepi32_epi16(words)); }
+inline __m512 high_half(__m512i words) { return low_half(_mm512_srli_epi32(words, 16)); }
+
+inline __m512i low_nibbles(__m512i bytes) { return _mm512_and_si512(bytes, _mm512_set1_epi8(15)); }
+inline __m512i high_nibbles(__m512i bytes) { return low_nibbles(_mm512_srli_epi16(bytes, 4)); }
+
+inline __m512 negative(__m512 values) { return _mm512_sub_ps(_mm512_setzero_ps(), values); }
+
+// A format says its bias (0 or a power of two), what a group has, and unpacks `count` groups from `first` on.
+struct Q8Panel {
+    static constexpr int kBias = 128;
+    static constexpr bool kHasMins = false, kHasHalves = false;
+    static void unpack(const Matrix&, int64_t, PanelRows& rows, int64_t first, int64_t count, uint8_t* to) {
+        for (int64_t g = first; g < first + count; ++g, to += group_bytes(false, false)) {
+            rows.fetch<34>();
+            __m512i words[8];
+            turn_32(rows, 34 * g + 2, words);
+            for (int j = 0; j < 8; ++j) store_512(to + 64 * j, _mm512_xor_si512(words[j], _mm512_set1_epi8(-128)));
+            store_floats(to + kByteBytes, turn_half(rows, 34 * g));
+        }
+    }
+};
+
+// Q4_0, Q4_1, Q5_0, Q5_1: 32 elements in 16 bytes of nibbles, the low ones first, perhaps with 32 fifth bits before them.
+template <bool HAS_MINS, bool IS_Q5>
+struct NibblePanel {
+    static constexpr int kBias = HAS_MINS ? 0 : IS_Q5 ? 16 : 8;
+    static constexpr bool kHasMins = HAS_MINS, kHasHalves = false;
+    static constexpr int kHigh = HAS_MINS ? 4 : 2, kBytes = kHigh + (IS_Q5 ? 4 : 0) + 16;
+    static void unpack(const Matrix&, int64_t, PanelRows& rows, int64_t first, int64_t count, uint8_t* to) {
+        for (int64_t g = first; g < first + count; ++g, to += group_bytes(HAS_MINS, false)) {
+            rows.fetch<kBytes>();
+            const int64_t at = kBytes * g;
+            __m512i words[4], u[8];
+            turn_16(rows, at + kBytes - 16, words);
+            for (int j = 0; j < 4; ++j) {
+                u[j] = low_nibbles(words[j]);
+                u[4 + j] = high_nibbles(words[j]);
+            }
+            if constexpr (IS_Q5) {
+                const __m512i bits = turn_word(rows, at + kHigh);
+                for (int j = 0; j < 8; ++j) {
+                    const __m512i four = _mm512_and_si512(_mm512_srli_epi32(bits, 4 * j), _mm512_set1_epi32(15));
+                    const __m512i spread = _mm512_mullo_epi32(four, _mm512_set1_epi32(0x00204081));  // bit i to byte i
+                    const __m512i fifth = _mm512_and_si512(spread, _mm512_set1_epi8(1));
+                    u[j] = _mm512_or_si512(u[j], _mm512_slli_epi32(fifth, 4));
+                }
+            }
+            for (int j = 0; j < 8; ++j) store_512(to + 64 * j, u[j]);
+            if constexpr (HAS_MINS) {
+                const __m512i pair = turn_word(rows, at);
+                store_floats(to + kByteBytes, low_half(pair));
+                store_floats(to + kByteBytes + 64, negative(high_half(pair)));
+            } else {
+                store_floats(to + kByteBytes, turn_half(rows, at));
+            }
+        }
+    }
+};
+
+// Q4_K, Q5_K: 256 elements; d, dmin, eight 6-bit pairs, the fifth bits of Q5_K, nibbles of two groups in 32 bytes.
+template <bool IS_Q5>
+struct Q45KPanel {
+    static constexpr int kBias = 0;
+    static constexpr bool kHasMins = true, kHasHalves = false;
+    static void unpack(const Matrix&, int64_t, PanelRows& rows, int64_t first, int64_t count, uint8_t* to) {
+        constexpr int64_t kGroup = group_bytes(true, false);
+        for (int64_t block = first / 8; block < (first + count) / 8; ++block) {
+            const int64_t at = block * (IS_Q5 ? 176 : 144);
+            __m512i head[4], fifth[8];
+            turn_16(rows, at, head);
+            const __m512 d = low_half(head[0]), dmin = high_half(head[0]);
+            if constexpr (IS_Q5) turn_32(rows, at + 16, fifth);
+            for (int i = 0; i < 8; ++i) {
+                const int byte = 8 * (i % 4);
+                const auto bits = [&](int from, int shift, int mask) {
+                    return _mm512_and_si512(_mm512_srli_epi32(head[from], shift), _mm512_set1_epi32(mask));
+                };
+                __m512i scale, min;
+                if (i < 4) {
+                    scale = bits(1, byte, 63);
+                    min = bits(2, byte, 63);
+                } else {
+                    scale = _mm512_or_si512(bits(3, byte, 15), _mm512_slli_epi32(bits(1, byte + 6, 3), 4));
+                    min = _mm512_or_si512(bits(3, byte + 4, 15), _mm512_slli_epi32(bits(2, byte + 6, 3), 4));
+                }
+                store_floats(to + i * kGroup + kByteBytes, _mm512_mul_ps(d, _mm512_cvtepi32_ps(scale)));
+                store_floats(to + i * kGroup + kByteBytes + 64, _mm512_mul_ps(dmin, _mm512_cvtepi32_ps(min)));
+            }
+            for (int i = 0; i < 8; i += 2, to += 2 * kGroup) {
+                rows.fetch<(IS_Q5 ? 44 : 36)>();
+                __m512i words[8];
+                turn_32(rows, at + (IS_Q5 ? 48 : 16) + 16 * i, words);
+                for (int j = 0; j < 8; ++j) {
+                    __m512i low = low_nibbles(words[j]), high = high_nibbles(words[j]);
+                    if constexpr (IS_Q5) {
+                        const __m512i ones = _mm512_set1_epi8(1);
+                        const __m512i pair = _mm512_srl_epi32(fifth[j], _mm_cvtsi32_si128(i));
+                        low = _mm512_or_si512(low, _mm512_slli_epi32(_mm512_and_si512(pair, ones), 4));
+                        const __m512i second = _mm512_and_si512(_mm512_srli_epi32(pair, 1), ones);
+                        high = _mm512_or_si512(high, _mm512_slli_epi32(second, 4));
+                    }
+                    store_512(to + 64 * j, low);
+                    store_512(to + kGroup + 64 * j, high);
+                }
+            }
+        }
+    }
+};
+
+// 256 elements: two times 64 bytes of low nibbles, then two times 32 of high bits, 16 scales by 16 elements, and d.
+struct Q6KPanel {
+    static constexpr int kBias = 32;
+    static constexpr bool kHasMins = false, kHasHalves = true;
+    static void unpack(const Matrix&, int64_t, PanelRows& rows, int64_t first, int64_t count, uint8_t* to) {
+        constexpr int64_t kGroup = group_bytes(false, true);
+        for (int64_t at = first / 8 * 210; at < (first + count) / 8 * 210; at += 210) {
+            const __m512 d = high_half(turn_word(rows, at + 206));
+            __m512i scales[4];
+            turn_16(rows, at + 192, scales);
+            for (int i = 0; i < 16; ++i) {
+                const __m512i wide = _mm512_srai_epi32(_mm512_slli_epi32(scales[i / 4], 24 - 8 * (i % 4)), 24);
+                const __m512 scale = _mm512_mul_ps(d, _mm512_cvtepi32_ps(wide));
+                store_floats(to + i / 2 * kGroup + kByteBytes + 64 * (i % 2), scale);
+            }
+            for (int part = 0; part < 2; ++part, to += 4 * kGroup) {
+                __m512i high[8];
+                turn_32(rows, at + 128 + 32 * part, high);
+                for (int side = 0; side < 2; ++side) {
+                    rows.fetch<52>();
+                    __m512i words[8];
+                    turn_32(rows, at + 64 * part + 32 * side, words);
+                    const __m512i three = _mm512_set1_epi8(3);
+                    for (int j = 0; j < 8; ++j) {
+                        const __m512i bits = side ? _mm512_srli_epi32(high[j], 2) : high[j];
+                        const __m512i first_two = _mm512_slli_epi32(_mm512_and_si512(bits, three), 4);
+                        const __m512i last_two = _mm512_slli_epi32(_mm512_and_si512(_mm512_srli_epi32(bits, 4), three), 4);
+                        store_512(to + side * kGroup + 64 * j, _mm512_or_si512(low_nibbles(words[j]), first_two));
+                        store_512(to + (2 + side) * kGroup + 64 * j, _mm512_or_si512(high_nibbles(words[j]), last_two));
+                    }
+                }
+            }
+        }
+    }
+};
+
+// int8 with flat groups of multiples of 32 in rows of multiples of 32: each group of 32 has one scale.
+struct Int8Panel {
+    static constexpr int kBias = 128;
+    static constexpr bool kHasMins = false, kHasHalves = false;
+    static void unpack(const Matrix& m, int64_t row, PanelRows& rows, int64_t first, int64_t count, uint8_t* to) {
+        // Groups of 64 are usual, and a row's scales lie one after the other: four of them serve eight groups of ours.
+        const bool is_usual = m.group == 64 && m.columns % 256 == 0;
+        const Matrix of_scales{0, reinterpret_cast<const uint8_t*>(m.scales), nullptr, 0, m.rows, 0, m.columns / 16};
+        const PanelRows scale_rows(of_scales, row, 0);
+        __m512i four[4];
+        for (int64_t g = first; g < first + count; ++g, to += group_bytes(false, false)) {
+            rows.fetch<32>();
+            __m512i words[8];
+            turn_32(rows, 32 * g, words);
+            for (int j = 0; j < 8; ++j) store_512(to + 64 * j, _mm512_xor_si512(words[j], _mm512_set1_epi8(-128)));
+            if (is_usual) {
+                if (g % 8 == 0) turn_16(scale_rows, 2 * g, four);
+                store_512(to + kByteBytes, four[g % 8 / 2]);
+                continue;
+            }
+            float* scales = reinterpret_cast<float*>(to + kByteBytes);
+            for (int i = 0; i < kLanes; ++i)
+                scales[i] = m.scales[(std::min(row + i, m.rows - 1) * m.columns + 32 * g) / m.group];
+        }
+    }
+};
+
+// int8 in other rows and groups, which 16 divides: each 16 elements have a scale, and a row may end with half a group.
+struct OddInt8Panel {
+    static constexpr int kBias = 128;
+    static constexpr bool kHasMins = false, kHasHalves = true;
+    static void unpack(const Matrix& m, int64_t row, PanelRows& rows, int64_t first, int64_t count, uint8_t* to) {
+        for (int64_t half = 2 * first; half < 2 * (first + count); ++half) {
+            const bool is_there = 16 * half < m.columns;
+            __m512i words[4];
+            turn_16(rows, is_there ? 16 * half : 0, words);
+            uint8_t* bytes = to + half % 2 * 256;
+            for (int j = 0; j < 4; ++j) store_512(bytes + 64 * j, _mm512_xor_si512(words[j], _mm512_set1_epi8(-128)));
+            float* scales = reinterpret_cast<float*>(to + kByteBytes) + half % 2 * kLanes;
+            for (int i = 0; i < kLanes; ++i)
+                scales[i] = is_there ? m.scales[(std::min(row + i, m.rows - 1) * m.columns + 16 * half) / m.group] : 0;
+            if (half % 2) to += group_bytes(false, true);
+        }
+    }
+};
+
+#endif
+
+}  // namespace
