@@ -58,11 +58,11 @@ def _measure_steps(model: BenchModel, num_steps: int, seconds: float) -> list[di
         {
             "num_requests": way[0],
             "loras": way[1],
-            "step_ms": statistics.median(times[way]) * 1e3,
-            "cost": statistics.median(times[way]) / statistics.median(times[way[0], "none"]) - 1,
+            "step_ms": statistics.median(own_s) * 1e3,
+            "cost": statistics.median(one / other for one, other in zip(own_s, times[way[0], "none"], strict=True)) - 1,
             "forwards_per_step": forwards[way],
         }
-        for way in ways
+        for way, own_s in times.items()
     ]
 
 
