@@ -16,10 +16,10 @@ from deployments.engines.diffusion.state import DenoiseState
 from deployments.engines.protocol import AdapterUse
 from weights.adapters import LoraAdapter, LoraPair
 
-NUM_REQUESTS: Final = 8
-NUM_HOT: Final = 32
-RANKS: Final = (4, 16, 64)
-HOT_RANK: Final = 16
+_NUM_REQUESTS: Final = 8
+_NUM_HOT: Final = 32
+_RANKS: Final = (4, 16, 64)
+_HOT_RANK: Final = 16
 _SIDE_PX: Final = 16
 _MAX_ROUNDS: Final = 60
 _TARGETS: Final = ("attn.", ".ff", ".proj_mlp", ".proj_out")  # what diffusers' trainers adapt
@@ -32,13 +32,13 @@ def measure_loras(model: BenchModel, num_steps: int, seconds: float) -> dict[str
 
 def _measure_steps(model: BenchModel, num_steps: int, seconds: float) -> list[dict[str, Any]]:
     """Time steps of one request and of eight: without, all with one LoRA, each with its own."""
-    own = [_lora(model, HOT_RANK, seed) for seed in range(NUM_REQUESTS)]
+    own = [_lora(model, _HOT_RANK, seed) for seed in range(_NUM_REQUESTS)]
     ways: dict[tuple[int, str], Sequence[LoraAdapter]] = {
         (1, "none"): (),
-        **{(1, f"one of rank {rank}"): [_lora(model, rank, seed=0)] for rank in RANKS},
-        (NUM_REQUESTS, "none"): (),
-        (NUM_REQUESTS, f"one of rank {HOT_RANK}"): own[:1] * NUM_REQUESTS,
-        (NUM_REQUESTS, f"eight of rank {HOT_RANK}"): own,
+        **{(1, f"one of rank {rank}"): [_lora(model, rank, seed=0)] for rank in _RANKS},
+        (_NUM_REQUESTS, "none"): (),
+        (_NUM_REQUESTS, f"one of rank {_HOT_RANK}"): own[:1] * _NUM_REQUESTS,
+        (_NUM_REQUESTS, f"eight of rank {_HOT_RANK}"): own,
     }
     times: dict[tuple[int, str], list[float]] = {way: [] for way in ways}
     forwards: dict[tuple[int, str], float] = {}
@@ -58,26 +58,26 @@ def _measure_steps(model: BenchModel, num_steps: int, seconds: float) -> list[di
         {
             "num_requests": way[0],
             "loras": way[1],
-            "step_ms": statistics.median(times[way]) * 1e3,
-            "cost": statistics.median(times[way]) / statistics.median(times[way[0], "none"]) - 1,
+            "step_ms": statistics.median(own_s) * 1e3,
+            "cost": statistics.median(one / other for one, other in zip(own_s, times[way[0], "none"], strict=True)) - 1,
             "forwards_per_step": forwards[way],
         }
-        for way in ways
+        for way, own_s in times.items()
     ]
 
 
 def _measure_memory(model: BenchModel) -> dict[str, Any]:
     """Count the bytes that LoRAs add to a pipeline that has started a request with each, and those of merged copies."""
-    loras = [_lora(model, HOT_RANK, seed) for seed in range(NUM_HOT)]
+    loras = [_lora(model, _HOT_RANK, seed) for seed in range(_NUM_HOT)]
     states = [_start(model, 1, [lora], num_steps=1)[0] for lora in loras]
     fitted = [tensor for state in states for pairs, _ in state.adapters for _, p in pairs for tensor in (p.down, p.up)]
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in fitted}
     denoiser = model.ours.denoiser
     changed = [denoiser.get_submodule(path).weight for path in loras[0].components["transformer"]]
     return {
-        "num_loras": NUM_HOT,
-        "rank": HOT_RANK,
-        "lora_bytes": sum(storages.values()) // NUM_HOT,
+        "num_loras": _NUM_HOT,
+        "rank": _HOT_RANK,
+        "lora_bytes": sum(storages.values()) // _NUM_HOT,
         "merged_layers_bytes": sum(weight.nbytes for weight in changed),
         "merged_checkpoint_bytes": sum(parameter.nbytes for parameter in denoiser.parameters()),
     }

@@ -1,4 +1,4 @@
-"""What a transformer's blocks are modulated by, computed ahead for several steps of a request.
+"""The modulation of a transformer's blocks, computed ahead for several steps of a request.
 
 A block scales and shifts by a linear function of the row's time and pooled text, of one row for each image: its
 weights, more than a quarter of those of a Flux, are read for the sake of one row, and on the CPU few rows are padded
@@ -17,6 +17,7 @@ from torch import nn
 
 from deployments.engines.diffusion.families.base import Family
 from deployments.engines.diffusion.rows import Part
+from deployments.engines.diffusion.state import DenoiseState
 from weights.memory.devices import computes_on_host
 
 NUM_ROWS: Final = 16  # of one computation, over all parts and steps
@@ -42,12 +43,14 @@ class Modulation:
                 denoiser.get_submodule(family.time_embedding),
                 *(part for name, part in denoiser.named_modules() if "norm" in name and name.endswith(".linear")),
             ]
+        self._embedding = frozenset(self._modules[0].modules() if self._modules else ())
 
     def rows_of(self, group: Sequence[Part]) -> tuple[torch.Tensor, ...]:
         """Return what the modules give for the rows of a group in its next step; nothing where they compute it."""
         device = group[0].state.latents.device
-        is_adapted = any(part.state.adapters for part in group)
-        if not self._modules or len(group) > MAX_PARTS or is_adapted or not computes_on_host(device):
+        if not self._modules or len(group) > MAX_PARTS or not computes_on_host(device):
+            return ()
+        if any(self._is_adapted(part.state) for part in group):
             return ()
         if any(parameter.is_meta for module in self._modules for parameter in module.parameters()):
             return ()  # the weights come block by block
@@ -63,6 +66,10 @@ class Modulation:
                 rows.append(ahead.outputs[place][step : step + 1].expand(len(part.state.latents), -1))
             found.append(rows[0] if len(rows) == 1 else torch.cat(rows))
         return tuple(found)
+
+    def _is_adapted(self, state: DenoiseState) -> bool:
+        """Return whether a LoRA changes the embedding. One of the layers adds to what they give, known or not."""
+        return any(layer in self._embedding for pairs, _ in state.adapters for layer, _ in pairs)
 
     @contextlib.contextmanager
     def given(self, outputs: Sequence[torch.Tensor]) -> Iterator[None]:

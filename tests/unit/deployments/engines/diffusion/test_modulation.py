@@ -83,21 +83,22 @@ def test_who_joins_later_is_computed_alone_and_a_crowd_step_by_step(modulated, m
     assert rows == [2 * MAX_PARTS]
 
 
-def test_a_lora_of_these_layers_acts(modulated, make_request):
-    layers = {name: part for name, part in modulated.ours.denoiser.named_modules() if name.endswith("norm1.linear")}
+@pytest.mark.parametrize("ending", ["norm1.linear", "timestep_embedder.linear_1"])
+def test_a_lora_of_these_layers_acts(modulated, make_request, monkeypatch, ending):
+    layers = {name: part for name, part in modulated.ours.denoiser.named_modules() if name.endswith(ending)}
     pairs = {
         name: LoraPair(torch.randn(2, part.in_features), torch.randn(part.out_features, 2), 0.5)
         for name, part in layers.items()
     }
-    adapter = LoraAdapter("tinted", {"transformer": pairs})
-    plain, adapted = (make_request(), make_request(adapters=(AdapterUse("tinted", 1.0),)))
-    states = [modulated.ours.start(one, modulated.conditioning(), {"tinted": adapter}) for one in (plain, adapted)]
-    alone = [modulated.ours.start(one, modulated.conditioning(), {"tinted": adapter}) for one in (plain, adapted)]
-    modulated.ours.step(states)
-    for state in alone:
-        modulated.ours.step([state])
-    assert all(torch.equal(one.latents, other.latents) for one, other in zip(states, alone, strict=True))
-    assert (states[0].latents - states[1].latents).abs().max() > 1e-3
+    known = {"tinted": LoraAdapter("tinted", {"transformer": pairs})}
+    jobs = [make_request(), make_request(adapters=(AdapterUse("tinted", 1.0),))]
+    states = [modulated.ours.start(job, modulated.conditioning(), known) for job in jobs]
+    plain, tinted = all_latents(modulated, states)[-1]
+    assert (plain - tinted).abs().max() > 1e-3
+    monkeypatch.setattr(modulated.ours._modulation, "rows_of", lambda group: ())
+    for job, latents in zip(jobs, (plain, tinted), strict=True):
+        state = modulated.ours.start(job, modulated.conditioning(), known)
+        assert torch.equal(all_latents(modulated, [state])[-1][0], latents)
 
 
 def test_nothing_stays_when_a_forward_fails(modulated, make_request, monkeypatch):
