@@ -155,7 +155,8 @@ class ClusterState:
         ready = [worker for id_ in workers if model in (worker := self.workers[id_]).models]
         return sum([max(0, worker.slots - sum(worker.running.values())) for worker in ready])
 
-    def queue_s(self) -> float:
-        """Return the seconds that all workers together would take for the requests that wait."""
+    def queue_s(self, models: Iterable[ModelState] | None = None) -> float:
+        """Return the seconds that all workers together would take for what waits, for all models or for these."""
         speed = sum([worker.speed for worker in self.workers.values()])
-        return sum([model.waiting * model.service_s for model in self.models.values()]) / max(speed, 1e-9)
+        asked = self.models.values() if models is None else models
+        return sum([model.waiting * model.service_s for model in asked]) / max(speed, 1e-9)

@@ -21,7 +21,8 @@ urgent first, and decides in request-seconds, the time that requests wait, added
 5.  *Bounded wait.* A model without a worker whose oldest request has waited for its patience, some switch times or
     what its class of service and deadline leave, is *due*: the margin and rule 3's last sentence do not hold
     against it. The longest overdue comes first. At most a quarter of the workers are on their way at a time because a
-    model is due, and fewer as the whole queue grows beyond patience: a cluster must not end up switching only.
+    model is due, and patience grows with all that waits without a worker: where every model is due, to go by age alone
+    would take workers from long batches for a few requests each, until all requests are late.
 6.  *How.* If what must go still runs requests, the worker *drains*: it starts nothing of that, its node prefetches
     what is missing, and a later plan orders the switch. Otherwise it switches now.
 7.  *Ahead.* A worker without work gets ready for the most wanted model that no worker has, if that is wanted twice as
@@ -34,7 +35,7 @@ workers have counts as without a worker, so it is handed over.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from heapq import nlargest
 from itertools import islice
@@ -54,13 +55,15 @@ WANTED_TWICE: Final = 2.0
 class SwitchingPolicy:
     """The weights of the policy.
 
-    `max_wait_switches` is the patience of a model without a worker, in times of its switch. `margin` is the share by
-    which a gain must exceed what is paid for it. `amortization` is the work that a switch must bring, in times of its
+    `max_wait_switches` is the patience of a model without a worker, in times of its switch; it is no less than
+    `max_wait_queues` times what all workers need for all that waits without one. `margin` is the share by which a
+    gain must exceed what is paid for it. `amortization` is the work that a switch must bring, in times of its
     duration. `max_due_share` of the workers at most are on their way to a model at once because it is due.
     """
 
     mode: str = "latency-first"
     max_wait_switches: float = 3.0
+    max_wait_queues: float = 4.5
     margin: float = 0.25
     amortization: float = 0.0
     max_due_share: float = 0.25
@@ -192,7 +195,7 @@ class _Planning:
         """Find a worker for each model that lacks one, the most urgent first."""
         needs = self._needs()
         holders = self._workers_by_component(needs)
-        max_due = self._max_due(needs)
+        max_due = max(1.0, self._policy.max_due_share * len(self._state.workers))
         for need in needs:
             model, best, least, weight = need.model, None, (math.inf, 0), need.model.slo.weight * need.model.waiting
             need.is_due &= self._num_on_the_way < max_due
@@ -211,6 +214,8 @@ class _Planning:
         """Return the most urgent needs. What takes time is looked at last, of those that are urgent enough."""
         ranked: list[tuple[bool, float, int, float, float, ModelState]] = []
         busy_s, serving, least, number = self._busy_s, self._serving, 1 + self._policy.margin, 0
+        lacking = (model for id_, model in self._models.items() if not serving.get(id_) and model.waiting)
+        queue_s = self._state.queue_s(lacking)
         for model in self._models.values():
             if not model.waiting or model.id in self._free:
                 continue
@@ -225,6 +230,7 @@ class _Planning:
                 continue
             patience_s = self._policy.max_wait_switches * max(switch_s, model.service_s)
             patience_s = min(patience_s, max(model.slo.target_s - switch_s, switch_s))
+            patience_s = max(patience_s, self._policy.max_wait_queues * queue_s)
             is_due = age_s >= patience_s or 0 < model.slack_s < 1.5 * switch_s + model.service_s
             urgency = model.slo.weight * age_s * (1 / patience_s if is_due else model.waiting)
             ranked.append((is_due, urgency, number, patience_s, max(patience_s, age_s), model))
@@ -238,13 +244,6 @@ class _Planning:
 
     def _usual_s(self, model: ModelState) -> float:
         return self._usual_fixed_s + model.components.total_bytes / self._usual_attach
-
-    def _max_due(self, needs: Sequence[_Need]) -> float:
-        """Return how many workers may be on their way when a due model takes another (rule 5)."""
-        patience_s = [need.patience_s for need in needs if need.patience_s < math.inf]
-        queue_s = max(self._state.queue_s(), 1e-9)
-        calm = min(1.0, sum(patience_s) / len(patience_s) / (2 * queue_s)) if patience_s else 1.0
-        return max(1.0, calm * self._policy.max_due_share * len(self._state.workers))
 
     def _is_worth_it(self, need: _Need, option: _Option) -> bool:
         """Weigh what the model's requests gain against what others pay (rule 4)."""

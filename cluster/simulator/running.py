@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -13,7 +14,9 @@ from cluster.simulator.controlled import Controlled
 from cluster.simulator.multiplexed import Multiplexed
 from cluster.simulator.queued import Queued
 from cluster.simulator.scenario import Scenario
-from cluster.simulator.world import Dispatcher, World
+from cluster.simulator.world import Dispatcher, Served, World
+
+LOOK_S: Final = 5.0  # how often a run is looked at that may be given up
 
 PolicyName = Literal[
     "latency-first", "throughput-first", "no-controller", "serve.multiplexed", "static", "least-loaded"
@@ -68,6 +71,33 @@ def simulate(scenario: Scenario, policy: PolicyName, seed: int = 0, patience: fl
     world = World(scenario, _dispatcher(scenario, policy, seed))
     world.run(until_s=patience * scenario.duration_s + 60.0)
     return _figures_of(world, policy), world
+
+
+def keeps_promise(scenario: Scenario, policy: PolicyName, least_share: float, seed: int = 0) -> bool:
+    """Return whether this share of the requests is answered within their classes' targets.
+
+    The run ends as soon as too many are late: a cluster that is much too small takes no longer than one that suffices.
+    """
+    world = World(scenario, _dispatcher(scenario, policy, seed))
+    due_s = sorted(request.at_s + world.models[request.model].slo.target_s for request in scenario.requests)
+    most_late = (1 - least_share) * len(due_s) + 1e-9
+
+    def is_due(one: Served) -> bool:
+        return one.request.at_s + world.models[one.request.model].slo.target_s <= world.now_s
+
+    def num_late() -> int:
+        late = sum(one.latency_s > world.models[one.request.model].slo.target_s for one in world.served)
+        return late + bisect_right(due_s, world.now_s) - sum(map(is_due, world.served))
+
+    def look() -> None:
+        if num_late() > most_late:
+            world.stop()
+        world.call_at(world.now_s + LOOK_S, look)
+
+    world.call_at(LOOK_S, look)
+    world.run(until_s=due_s[-1] if due_s else 0.0)
+    late = sum(one.latency_s > world.models[one.request.model].slo.target_s for one in world.served)
+    return late + len(due_s) - len(world.served) <= most_late
 
 
 def _dispatcher(scenario: Scenario, policy: PolicyName, seed: int) -> Callable[[World], Dispatcher]:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from cluster.simulator.running import PolicyName, simulate
+from cluster.simulator.running import PolicyName, keeps_promise
 from cluster.simulator.scenario import Scenario
-
-PATIENCE = 1.5  # times of the trace's duration, and a minute; what is not served by then is late anyway
 
 
 def least_workers(
@@ -20,7 +18,7 @@ def least_workers(
     """
 
     def suffices(num_workers: int) -> bool:
-        return simulate(scenario_of(num_workers), policy, seed, PATIENCE)[0].slo_attainment >= least_share
+        return keeps_promise(scenario_of(num_workers), policy, least_share, seed)
 
     low, high = 1, 1
     while not suffices(high):

@@ -140,6 +140,7 @@ def _measure_sizing(
         num_models, (label, switch_s), rate, policy = case
         told = {"switch": label, "switch_s": switch_s, "models": num_models, "rate": rate}
         rows.setdefault((num_models, label, rate), told)[policy] = least
+        sys.stderr.write(f"sizing: {num_models} models, {rate:g}/s, switch {label}: {policy} {least or 'never'}\n")
     return list(rows.values())
 
 

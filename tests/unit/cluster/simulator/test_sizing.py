@@ -10,7 +10,7 @@ from unit.cluster.simulator.random_scenarios import GB
 from cluster.control.state import Components, SloClass
 from cluster.simulator.running import simulate
 from cluster.simulator.scenario import Scenario, SimModel, SimWorker
-from cluster.simulator.sizing import PATIENCE, least_workers
+from cluster.simulator.sizing import least_workers
 from cluster.simulator.traces import poisson, zipf_shares
 
 MAX = 7
@@ -27,11 +27,7 @@ def test_one_worker_less_does_not_suffice(seed: int) -> None:
         return Scenario(models, workers, requests)
 
     found = least_workers(scenario_of, "latency-first", 0.9, MAX)
-    enough = [
-        num
-        for num in range(1, MAX + 1)
-        if simulate(scenario_of(num), "latency-first", 0, PATIENCE)[0].slo_attainment >= 0.9
-    ]
+    enough = [num for num in range(1, MAX + 1) if simulate(scenario_of(num), "latency-first")[0].slo_attainment >= 0.9]
     assert found in enough
     assert found - 1 not in enough
     assert least_workers(scenario_of, "latency-first", 0.9, found - 1 or 1) is (None if found > 1 else 1)
