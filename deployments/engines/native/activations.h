@@ -9,6 +9,7 @@
 
 namespace {
 
+constexpr int64_t kPiece = 32;  // rows of W that a thread takes at a time
 constexpr int64_t kStep = 64;  // elements of one round of the inner loop; scratch rows are padded to it with zeros
 
 inline int64_t padded(int64_t columns) { return (columns + kStep - 1) / kStep * kStep; }

@@ -6,12 +6,10 @@
 
 #pragma once
 
-#include <sched.h>
-
-#include <atomic>
 #include <new>
 
 #include "exponential.h"
+#include "team.h"
 
 namespace {
 
@@ -43,34 +41,6 @@ struct Step {
     float* x;               // [rows, hidden]: embeddings, and what the last layer gives
     const float *cos, *sin;  // [rows, head_dim]
     const int64_t *positions, *first_blocks, *blocks;
-};
-
-// Pieces of work for the threads of a region. HAZARD: libgomp's barriers spin for milliseconds, which on a busy machine
-// takes the processor from the thread that is waited for; this one yields it.
-class Team {
-   public:
-    explicit Team(int size) : size_(size) {}
-
-    // Do pieces 0 to count - 1 between all threads; they are done when it returns.
-    template <class Work>
-    void share(int64_t count, const Work& work) {
-        for (int64_t piece; (piece = next_.fetch_add(1, std::memory_order_relaxed)) < count;) work(piece);
-        const unsigned round = round_.load(std::memory_order_relaxed);
-        if (waiting_.fetch_add(1, std::memory_order_acq_rel) + 1 == size_) {
-            waiting_.store(0, std::memory_order_relaxed);
-            next_.store(0, std::memory_order_relaxed);
-            round_.store(round + 1, std::memory_order_release);
-            return;
-        }
-        for (int spins = 0; round_.load(std::memory_order_acquire) == round; ++spins)
-            spins < 2000 ? _mm_pause() : static_cast<void>(sched_yield());
-    }
-
-   private:
-    const int size_;
-    alignas(64) std::atomic<int64_t> next_{0};
-    alignas(64) std::atomic<int> waiting_{0};
-    alignas(64) std::atomic<unsigned> round_{0};
 };
 
 inline void normalize(const float* x, const float* weight, int64_t size, float eps, float* out) {
@@ -217,41 +187,44 @@ struct Buffers {
     }
 };
 
-constexpr int64_t kPiece = 32;  // rows of W
-
 // Columns `first` to `last` of y [rows, rows of W], with the bias.
-void apply(const Linear& linear, int64_t first, int64_t last, const Activations& x, int64_t rows, float* y, char* own) {
-    multiply_rows(linear.weight, first, last, x, rows, y, FLOAT32, own);
+void apply(const Linear& linear, int64_t first, int64_t last, const Activations& x, int64_t rows, float* y, char* own,
+           const uint8_t* next) {
+    multiply_rows(linear.weight, first, last, x, rows, y, FLOAT32, own, next);
     for (int64_t row = 0; linear.bias && row < rows; ++row)
         for (int64_t i = first; i < last; ++i) y[row * linear.weight.rows + i] += linear.bias[i];
 }
 
-// Calls `work` with a linear layer's place in `linears` and a piece of its rows.
+// Calls `work` with a linear layer's place in `linears`, a piece of its rows, and where the thread's next piece lies.
 template <int N, class Work>
 void share_products(Team& team, const Linear* const (&linears)[N], const Work& work) {
     int64_t ends[N], count = 0;
     for (int i = 0; i < N; ++i) ends[i] = count += (linears[i]->weight.rows + kPiece - 1) / kPiece;
-    team.share(count, [&](int64_t piece) {
-        int i = 0;
+    const auto place = [&](int64_t piece, int& i) {
         while (piece >= ends[i]) ++i;
-        const int64_t first = (piece - (i ? ends[i - 1] : 0)) * kPiece;
-        work(i, first, std::min(first + kPiece, linears[i]->weight.rows));
+        return (piece - (i ? ends[i - 1] : 0)) * kPiece;
+    };
+    team.share(count, [&](int64_t piece, int64_t next) {
+        int i = 0, j = 0;
+        const int64_t first = place(piece, i), then = place(std::min(next, count - 1), j);
+        const Matrix &weight = linears[i]->weight, &after = linears[j]->weight;
+        work(i, first, std::min(first + kPiece, weight.rows), after.data + then * after.row_bytes);
     });
 }
 
 void run_attention(Team& team, const Decoder& d, const Layer& layer, const Step& step, const Buffers& b, char* own) {
     const int64_t rows = step.num_rows, size = d.head_dim, group = d.num_heads / d.num_kv_heads;
     const int64_t q_size = d.num_heads * size, kv_size = d.num_kv_heads * size;
-    team.share(rows, [&](int64_t row) {
+    team.share(rows, [&](int64_t row, int64_t) {
         normalize(step.x + row * d.hidden, layer.attention_norm, d.hidden, d.eps, b.normal + row * d.hidden);
         prepare_row(b.normal, FLOAT32, row, d.hidden, b.of_hidden);
     });
     const Linear* const inputs[] = {&layer.q, &layer.k, &layer.v};
     float* const outputs[] = {b.q, b.k, b.v};
-    share_products(team, inputs, [&](int i, int64_t first, int64_t last) {
-        apply(*inputs[i], first, last, b.of_hidden, rows, outputs[i], own);
+    share_products(team, inputs, [&](int i, int64_t first, int64_t last, const uint8_t* next) {
+        apply(*inputs[i], first, last, b.of_hidden, rows, outputs[i], own, next);
     });
-    team.share(rows * d.num_kv_heads, [&](int64_t piece) {
+    team.share(rows * d.num_kv_heads, [&](int64_t piece, int64_t) {
         const int64_t row = piece / d.num_kv_heads, head = piece % d.num_kv_heads;
         const float *cos = step.cos + row * size, *sin = step.sin + row * size;
         const auto place = [&](float* x, const float* norm) {
@@ -265,19 +238,19 @@ void run_attention(Team& team, const Decoder& d, const Layer& layer, const Step&
         store_vector(layer.keys, layer.key_scales, d.cache_element, at, size, key);
         store_vector(layer.values, layer.value_scales, d.cache_element, at, size, b.v + row * kv_size + head * size);
     });
-    team.share(rows * d.num_kv_heads, [&](int64_t piece) {
+    team.share(rows * d.num_kv_heads, [&](int64_t piece, int64_t) {
         const int64_t row = piece / d.num_kv_heads, head = piece % d.num_kv_heads;
         const int64_t at = row * q_size + head * group * size;
         attend(d, layer, step, row, head, b.q + at, b.attended + at, reinterpret_cast<float*>(own));
     });
-    team.share(rows, [&](int64_t row) { prepare_row(b.attended, FLOAT32, row, q_size, b.of_attended); });
+    team.share(rows, [&](int64_t row, int64_t) { prepare_row(b.attended, FLOAT32, row, q_size, b.of_attended); });
 }
 
 // x += W input, by pieces.
 void add_product(Team& team, const Linear& linear, const Activations& input, const Step& step, float* added, char* own) {
     const Linear* const one[] = {&linear};
-    share_products(team, one, [&](int, int64_t first, int64_t last) {
-        apply(linear, first, last, input, step.num_rows, added, own);
+    share_products(team, one, [&](int, int64_t first, int64_t last, const uint8_t* next) {
+        apply(linear, first, last, input, step.num_rows, added, own, next);
         const int64_t size = linear.weight.rows;
         for (int64_t row = 0; row < step.num_rows; ++row)
             for (int64_t i = first; i < last; ++i) step.x[row * size + i] += added[row * size + i];
@@ -286,19 +259,20 @@ void add_product(Team& team, const Linear& linear, const Activations& input, con
 
 void run_mlp(Team& team, const Decoder& d, const Layer& layer, const Step& step, const Buffers& b, char* own) {
     const int64_t rows = step.num_rows, size = d.intermediate;
-    team.share(rows, [&](int64_t row) {
+    team.share(rows, [&](int64_t row, int64_t) {
         normalize(step.x + row * d.hidden, layer.mlp_norm, d.hidden, d.eps, b.normal + row * d.hidden);
         prepare_row(b.normal, FLOAT32, row, d.hidden, b.of_hidden);
     });
     const Linear* const gate[] = {&layer.gate};
-    share_products(team, gate, [&](int, int64_t first, int64_t last) {
-        apply(layer.gate, first, last, b.of_hidden, rows, b.gate, own);
-        apply(layer.up, first, last, b.of_hidden, rows, b.up, own);
+    share_products(team, gate, [&](int, int64_t first, int64_t last, const uint8_t* next) {
+        const Matrix& up = layer.up.weight;
+        apply(layer.gate, first, last, b.of_hidden, rows, b.gate, own, up.data + first * up.row_bytes);
+        apply(layer.up, first, last, b.of_hidden, rows, b.up, own, next);
         for (int64_t row = 0; row < rows; ++row)
             for (int64_t i = row * size + first; i < row * size + last; ++i)
                 b.gate[i] = b.gate[i] / (1.0f + exponential(-b.gate[i])) * b.up[i];
     });
-    team.share(rows, [&](int64_t row) { prepare_row(b.gate, FLOAT32, row, size, b.of_intermediate); });
+    team.share(rows, [&](int64_t row, int64_t) { prepare_row(b.gate, FLOAT32, row, size, b.of_intermediate); });
 }
 
 int run_decoder(const Decoder& d, const Step& step, int threads) {
@@ -323,7 +297,7 @@ int run_decoder(const Decoder& d, const Step& step, int threads) {
         team = new (place) Team(omp_get_num_threads());
         char* own = tile_scratch.reserve(own_bytes);
         if (!own) failed = true;
-        team->share(0, [](int64_t) {});
+        team->share(0, [](int64_t, int64_t) {});
         for (int64_t i = 0; !failed && i < d.num_layers; ++i) {
             const Layer& layer = d.layers[i];
             run_attention(*team, d, layer, step, buffers, own);

@@ -30,10 +30,17 @@ struct RowsOfX {
           stride(x.stride) {}
 };
 
+// Four elements of x in every lane.
+inline __m512i four_of(const int8_t* q) {
+    int32_t four;
+    std::memcpy(&four, q, 4);
+    return _mm512_set1_epi32(four);
+}
+
 // R rows of x times P panels of `num_groups` groups that lie `panel_bytes` apart; sums [rows][panels][16] go on at `sums`.
 template <class Format, int R, int P>
 void add_groups(const uint8_t* panels, int64_t panel_bytes, int64_t num_groups, const RowsOfX& x, float* sums) {
-    constexpr int64_t kGroup = group_bytes(Format::kHasMins, Format::kHasHalves);
+    constexpr int64_t kGroup = GroupStore<Format>::kBytes;
     constexpr int kParts = Format::kHasHalves ? 2 : 1, kSteps = 8 / kParts;
     __m512 total[R][P];
     for (int r = 0; r < R; ++r)
@@ -55,9 +62,7 @@ void add_groups(const uint8_t* panels, int64_t panel_bytes, int64_t num_groups, 
                 __m512i u[P];
                 for (int p = 0; p < P; ++p) u[p] = _mm512_load_si512(panels + p * panel_bytes + 64 * step);
                 for (int r = 0; r < R; ++r) {
-                    int32_t four;
-                    std::memcpy(&four, q + r * x.stride + 4 * step, 4);
-                    const __m512i xs = _mm512_set1_epi32(four);
+                    const __m512i xs = four_of(q + r * x.stride + 4 * step);
                     for (int p = 0; p < P; ++p) dot[r][p] = _mm512_dpbusd_epi32(dot[r][p], u[p], xs);
                 }
             }
@@ -103,44 +108,93 @@ int64_t chunk_groups(const Matrix& matrix, int64_t m) {
 }
 
 size_t product_scratch_bytes(const Matrix& matrix, int64_t m) {
-    return kTilePanels * (chunk_groups(matrix, m) * group_bytes(true, true) + m * 4 * kLanes);
+    return kTilePanels * (chunk_groups(matrix, m) * (kByteBytes + 192) + m * 4 * kLanes);
+}
+
+// 16 columns of y from `column` on, those that W has.
+inline void store_columns(const Matrix& matrix, void* y, int y_element, int64_t row, int64_t column, __m512 sums) {
+    const int64_t count = std::min<int64_t>(kLanes, matrix.rows - column);
+    store_lanes(y, y_element, row * matrix.rows + column, count, sums);
 }
 
 // Columns `first` to first + 16 P of y, those that W has.
 template <class Format, int P>
 void multiply_panels(const Matrix& matrix, int64_t first, const Activations& x, int64_t m, void* y, int y_element,
-                     char* scratch) {
-    constexpr int64_t kGroup = group_bytes(Format::kHasMins, Format::kHasHalves);
+                     char* scratch, const uint8_t* next) {
+    constexpr int64_t kGroup = GroupStore<Format>::kBytes;
     const int64_t num_groups = num_groups_of(matrix), chunk = chunk_groups(matrix, m), panel_bytes = chunk * kGroup;
     uint8_t* panels = reinterpret_cast<uint8_t*>(scratch);
     float* sums = reinterpret_cast<float*>(panels + P * panel_bytes);
     std::memset(sums, 0, m * P * kLanes * 4);
     PanelRows rows[P];
-    for (int p = 0; p < P; ++p) rows[p] = PanelRows(matrix, first + p * kLanes, P * kLanes);
+    for (int p = 0; p < P; ++p) {
+        const int64_t ahead = p * kLanes;
+        rows[p] = PanelRows(matrix, first + ahead, next + ahead * matrix.row_bytes);
+    }
     for (int64_t begin = 0; begin < num_groups; begin += chunk) {
         const int64_t count = std::min(chunk, num_groups - begin);
-        for (int p = 0; p < P; ++p)
-            Format::unpack(matrix, first + p * kLanes, rows[p], begin, count, panels + p * panel_bytes);
+        for (int p = 0; p < P; ++p) {
+            GroupStore<Format> store{panels + p * panel_bytes};
+            Format::unpack(matrix, first + p * kLanes, rows[p], begin, count, store);
+        }
         add_rows<Format, P>(panels, panel_bytes, count, x, 0, m, begin, sums);
     }
     for (int64_t row = 0; row < m; ++row)
         for (int p = 0; p < P; ++p) {
-            const int64_t column = first + p * kLanes, count = std::min<int64_t>(kLanes, matrix.rows - column);
-            store_lanes(y, y_element, row * matrix.rows + column, count, _mm512_load_ps(sums + (row * P + p) * kLanes));
+            const __m512 sixteen = _mm512_load_ps(sums + (row * P + p) * kLanes);
+            store_columns(matrix, y, y_element, row, first + p * kLanes, sixteen);
         }
 }
 
+// The groups of a panel as they come meet one row of x, in registers.
+template <class Format>
+struct GroupProduct {
+    RowsOfX x;
+    __m512 total = _mm512_setzero_ps();
+    __attribute__((always_inline)) void operator()(const Group& group) {
+        constexpr int kParts = Format::kHasHalves ? 2 : 1, kSteps = 8 / kParts;
+        for (int part = 0; part < kParts; ++part) {
+            __m512i dot = _mm512_setzero_si512();
+            if constexpr (Format::kBias) {
+                const int32_t start = kParts == 2 ? x.half_starts[part] : *x.starts;
+                dot = _mm512_slli_epi32(_mm512_set1_epi32(start), __builtin_ctz(Format::kBias));
+            }
+#pragma GCC unroll 8
+            for (int step = part * kSteps; step < (part + 1) * kSteps; ++step)
+                dot = _mm512_dpbusd_epi32(dot, group.u[step], four_of(x.q + 4 * step));
+            const __m512 both = _mm512_mul_ps(group.scale[part], _mm512_set1_ps(*x.scale));
+            total = _mm512_fmadd_ps(both, _mm512_cvtepi32_ps(dot), total);
+        }
+        if constexpr (Format::kHasMins) total = _mm512_fnmadd_ps(group.min, _mm512_set1_ps(*x.sum), total);
+        x.q += 32;
+        x.scale += 1;
+        x.sum += 1;
+        x.starts += 1;
+        x.half_starts += 2;
+    }
+};
+
 template <class Format>
 void multiply_format(const Matrix& matrix, int64_t first, int64_t last, const Activations& x, int64_t m, void* y,
-                     int y_element, char* scratch) {
-    for (; first + kLanes < last; first += 2 * kLanes) multiply_panels<Format, 2>(matrix, first, x, m, y, y_element, scratch);
-    if (first < last) multiply_panels<Format, 1>(matrix, first, x, m, y, y_element, scratch);
+                     int y_element, char* scratch, const uint8_t* next) {
+    for (int64_t step = (m > 1 ? kTilePanels : 1) * kLanes; first < last; first += step, next += step * matrix.row_bytes)
+        if (m == 1) {
+            PanelRows rows(matrix, first, next);
+            GroupProduct<Format> product{RowsOfX(x, 0, 0)};
+            Format::unpack(matrix, first, rows, 0, num_groups_of(matrix), product);
+            store_columns(matrix, y, y_element, 0, first, product.total);
+        } else if (last - first > kLanes) {
+            multiply_panels<Format, 2>(matrix, first, x, m, y, y_element, scratch, next);
+        } else {
+            multiply_panels<Format, 1>(matrix, first, x, m, y, y_element, scratch, next);
+        }
 }
 
-// y [m, rows of W] in its columns `first` to `last`, from m rows of x. `first` is a multiple of 16.
+// y [m, rows of W] in its columns `first` to `last`, from m rows of x. `first` is a multiple of 16. Meanwhile as much
+// memory is fetched from `next` on.
 void multiply_rows(const Matrix& matrix, int64_t first, int64_t last, const Activations& x, int64_t m, void* y,
-                   int y_element, char* scratch) {
-#define BY(...) return multiply_format<__VA_ARGS__>(matrix, first, last, x, m, y, y_element, scratch)
+                   int y_element, char* scratch, const uint8_t* next) {
+#define BY(...) return multiply_format<__VA_ARGS__>(matrix, first, last, x, m, y, y_element, scratch, next)
     switch (matrix.type) {
         case Q4_0: BY(NibblePanel<false, false>);
         case Q4_1: BY(NibblePanel<true, false>);

@@ -16,28 +16,21 @@ constexpr int kLanes = 16;         // rows of a panel
 constexpr int64_t kChunkGroups = 8;  // panels are unpacked by whole multiples of it: the largest block has 256 elements
 constexpr int kByteBytes = 512;    // of a group
 
-// Bytes of an unpacked group. `has_halves`: every 16 elements have their own scale.
-constexpr int64_t group_bytes(bool has_mins, bool has_halves) { return kByteBytes + 64 * (1 + has_mins + has_halves); }
-
-// Where the rows of a panel begin (behind the last row of W there is that row again), and the memory that is read next.
+// Where the rows of a panel begin (behind the last row of W there is that row again), and the panel that comes next.
 struct PanelRows {
     const uint8_t* at[kLanes];
     const char* ahead;
     PanelRows() = default;
-    PanelRows(const Matrix& m, int64_t first, int64_t rows_ahead)
-        : ahead(reinterpret_cast<const char*>(m.data + (first + rows_ahead) * m.row_bytes)) {
+    PanelRows(const Matrix& m, int64_t first, const uint8_t* next) : ahead(reinterpret_cast<const char*>(next)) {
         for (int i = 0; i < kLanes; ++i) at[i] = m.data + std::min(first + i, m.rows - 1) * m.row_bytes;
     }
-    // Each read of the rows fetches as much of the panel that comes next, in the order in which it lies in memory.
+    // Each read of the rows fetches as much of that panel, in the order in which it lies in memory.
     template <int ROW_BYTES>
     void fetch() {
         for (int line = 0; line < kLanes * ROW_BYTES; line += 64) _mm_prefetch(ahead + line, _MM_HINT_T1);
         ahead += kLanes * ROW_BYTES;
     }
 };
-
-inline void store_512(uint8_t* to, __m512i bytes) { _mm512_store_si512(to, bytes); }
-inline void store_floats(uint8_t* to, __m512 values) { _mm512_store_ps(reinterpret_cast<float*>(to), values); }
 
 // 16 bytes of each row, from `offset` on: lane r of out[j] is dword j of row r.
 inline void turn_16(const PanelRows& rows, int64_t offset, __m512i (&out)[4]) {
@@ -110,17 +103,40 @@ inline __m512i high_nibbles(__m512i bytes) { return low_nibbles(_mm512_srli_epi1
 
 inline __m512 negative(__m512 values) { return _mm512_sub_ps(_mm512_setzero_ps(), values); }
 
+// What a format's `unpack` gives its sink: a group's bytes, its scale or the two of its halves, its minimum if it has one.
+struct Group {
+    __m512i u[8];
+    __m512 scale[2], min;
+};
+
+// Memory [count][group_bytes] for groups that many rows of x will meet.
+template <class Format>
+struct GroupStore {
+    static constexpr int64_t kBytes = kByteBytes + 64 * (1 + Format::kHasMins + Format::kHasHalves);
+    uint8_t* to;
+    void operator()(const Group& group) {
+        for (int j = 0; j < 8; ++j) _mm512_store_si512(to + 64 * j, group.u[j]);
+        float* numbers = reinterpret_cast<float*>(to + kByteBytes);
+        _mm512_store_ps(numbers, group.scale[0]);
+        if constexpr (Format::kHasHalves) _mm512_store_ps(numbers + kLanes, group.scale[1]);
+        if constexpr (Format::kHasMins) _mm512_store_ps(numbers + kLanes, group.min);
+        to += kBytes;
+    }
+};
+
 // A format says its bias (0 or a power of two), what a group has, and unpacks `count` groups from `first` on.
 struct Q8Panel {
     static constexpr int kBias = 128;
     static constexpr bool kHasMins = false, kHasHalves = false;
-    static void unpack(const Matrix&, int64_t, PanelRows& rows, int64_t first, int64_t count, uint8_t* to) {
-        for (int64_t g = first; g < first + count; ++g, to += group_bytes(false, false)) {
+    template <class Sink>
+    static void unpack(const Matrix&, int64_t, PanelRows& rows, int64_t first, int64_t count, Sink& sink) {
+        for (int64_t g = first; g < first + count; ++g) {
             rows.fetch<34>();
-            __m512i words[8];
-            turn_32(rows, 34 * g + 2, words);
-            for (int j = 0; j < 8; ++j) store_512(to + 64 * j, _mm512_xor_si512(words[j], _mm512_set1_epi8(-128)));
-            store_floats(to + kByteBytes, turn_half(rows, 34 * g));
+            Group group;
+            turn_32(rows, 34 * g + 2, group.u);
+            for (__m512i& u : group.u) u = _mm512_xor_si512(u, _mm512_set1_epi8(-128));
+            group.scale[0] = turn_half(rows, 34 * g);
+            sink(group);
         }
     }
 };
@@ -131,15 +147,17 @@ struct NibblePanel {
     static constexpr int kBias = HAS_MINS ? 0 : IS_Q5 ? 16 : 8;
     static constexpr bool kHasMins = HAS_MINS, kHasHalves = false;
     static constexpr int kHigh = HAS_MINS ? 4 : 2, kBytes = kHigh + (IS_Q5 ? 4 : 0) + 16;
-    static void unpack(const Matrix&, int64_t, PanelRows& rows, int64_t first, int64_t count, uint8_t* to) {
-        for (int64_t g = first; g < first + count; ++g, to += group_bytes(HAS_MINS, false)) {
+    template <class Sink>
+    static void unpack(const Matrix&, int64_t, PanelRows& rows, int64_t first, int64_t count, Sink& sink) {
+        for (int64_t g = first; g < first + count; ++g) {
             rows.fetch<kBytes>();
             const int64_t at = kBytes * g;
-            __m512i words[4], u[8];
+            __m512i words[4];
+            Group group;
             turn_16(rows, at + kBytes - 16, words);
             for (int j = 0; j < 4; ++j) {
-                u[j] = low_nibbles(words[j]);
-                u[4 + j] = high_nibbles(words[j]);
+                group.u[j] = low_nibbles(words[j]);
+                group.u[4 + j] = high_nibbles(words[j]);
             }
             if constexpr (IS_Q5) {
                 const __m512i bits = turn_word(rows, at + kHigh);
@@ -147,17 +165,17 @@ struct NibblePanel {
                     const __m512i four = _mm512_and_si512(_mm512_srli_epi32(bits, 4 * j), _mm512_set1_epi32(15));
                     const __m512i spread = _mm512_mullo_epi32(four, _mm512_set1_epi32(0x00204081));  // bit i to byte i
                     const __m512i fifth = _mm512_and_si512(spread, _mm512_set1_epi8(1));
-                    u[j] = _mm512_or_si512(u[j], _mm512_slli_epi32(fifth, 4));
+                    group.u[j] = _mm512_or_si512(group.u[j], _mm512_slli_epi32(fifth, 4));
                 }
             }
-            for (int j = 0; j < 8; ++j) store_512(to + 64 * j, u[j]);
             if constexpr (HAS_MINS) {
                 const __m512i pair = turn_word(rows, at);
-                store_floats(to + kByteBytes, low_half(pair));
-                store_floats(to + kByteBytes + 64, negative(high_half(pair)));
+                group.scale[0] = low_half(pair);
+                group.min = _mm512_sub_ps(_mm512_setzero_ps(), high_half(pair));
             } else {
-                store_floats(to + kByteBytes, turn_half(rows, at));
+                group.scale[0] = turn_half(rows, at);
             }
+            sink(group);
         }
     }
 };
@@ -165,17 +183,16 @@ struct NibblePanel {
 // Q4_K, Q5_K: 256 elements; d, dmin, eight 6-bit pairs, the fifth bits of Q5_K, nibbles of two groups in 32 bytes.
 template <bool IS_Q5>
 struct Q45KPanel {
-    static constexpr int kBias = 0;
+    static constexpr int kBias = 0, kBytes = IS_Q5 ? 176 : 144;
     static constexpr bool kHasMins = true, kHasHalves = false;
-    static void unpack(const Matrix&, int64_t, PanelRows& rows, int64_t first, int64_t count, uint8_t* to) {
-        constexpr int64_t kGroup = group_bytes(true, false);
-        for (int64_t block = first / 8; block < (first + count) / 8; ++block) {
-            const int64_t at = block * (IS_Q5 ? 176 : 144);
+    template <class Sink>
+    static void unpack(const Matrix&, int64_t, PanelRows& rows, int64_t first, int64_t count, Sink& sink) {
+        for (int64_t at = first / 8 * kBytes; at < (first + count) / 8 * kBytes; at += kBytes) {
             __m512i head[4], fifth[8];
             turn_16(rows, at, head);
             const __m512 d = low_half(head[0]), dmin = high_half(head[0]);
             if constexpr (IS_Q5) turn_32(rows, at + 16, fifth);
-            for (int i = 0; i < 8; ++i) {
+            const auto set_scales = [&](int i, Group& group) {
                 const int byte = 8 * (i % 4);
                 const auto bits = [&](int from, int shift, int mask) {
                     return _mm512_and_si512(_mm512_srli_epi32(head[from], shift), _mm512_set1_epi32(mask));
@@ -188,24 +205,25 @@ struct Q45KPanel {
                     scale = _mm512_or_si512(bits(3, byte, 15), _mm512_slli_epi32(bits(1, byte + 6, 3), 4));
                     min = _mm512_or_si512(bits(3, byte + 4, 15), _mm512_slli_epi32(bits(2, byte + 6, 3), 4));
                 }
-                store_floats(to + i * kGroup + kByteBytes, _mm512_mul_ps(d, _mm512_cvtepi32_ps(scale)));
-                store_floats(to + i * kGroup + kByteBytes + 64, _mm512_mul_ps(dmin, _mm512_cvtepi32_ps(min)));
-            }
-            for (int i = 0; i < 8; i += 2, to += 2 * kGroup) {
-                rows.fetch<(IS_Q5 ? 44 : 36)>();
+                group.scale[0] = _mm512_mul_ps(d, _mm512_cvtepi32_ps(scale));
+                group.min = _mm512_mul_ps(dmin, _mm512_cvtepi32_ps(min));
+            };
+#pragma GCC unroll 4
+            for (int i = 0; i < 8; i += 2) {
+                rows.fetch<kBytes / 4>();
                 __m512i words[8];
                 turn_32(rows, at + (IS_Q5 ? 48 : 16) + 16 * i, words);
-                for (int j = 0; j < 8; ++j) {
-                    __m512i low = low_nibbles(words[j]), high = high_nibbles(words[j]);
-                    if constexpr (IS_Q5) {
-                        const __m512i ones = _mm512_set1_epi8(1);
-                        const __m512i pair = _mm512_srl_epi32(fifth[j], _mm_cvtsi32_si128(i));
-                        low = _mm512_or_si512(low, _mm512_slli_epi32(_mm512_and_si512(pair, ones), 4));
-                        const __m512i second = _mm512_and_si512(_mm512_srli_epi32(pair, 1), ones);
-                        high = _mm512_or_si512(high, _mm512_slli_epi32(second, 4));
+                for (int side = 0; side < 2; ++side) {
+                    Group group;
+                    set_scales(i + side, group);
+                    for (int j = 0; j < 8; ++j) {
+                        group.u[j] = side ? high_nibbles(words[j]) : low_nibbles(words[j]);
+                        if constexpr (IS_Q5) {
+                            const __m512i bit = _mm512_and_si512(_mm512_srli_epi32(fifth[j], i + side), _mm512_set1_epi8(1));
+                            group.u[j] = _mm512_or_si512(group.u[j], _mm512_slli_epi32(bit, 4));
+                        }
                     }
-                    store_512(to + 64 * j, low);
-                    store_512(to + kGroup + 64 * j, high);
+                    sink(group);
                 }
             }
         }
@@ -216,32 +234,30 @@ struct Q45KPanel {
 struct Q6KPanel {
     static constexpr int kBias = 32;
     static constexpr bool kHasMins = false, kHasHalves = true;
-    static void unpack(const Matrix&, int64_t, PanelRows& rows, int64_t first, int64_t count, uint8_t* to) {
-        constexpr int64_t kGroup = group_bytes(false, true);
+    template <class Sink>
+    static void unpack(const Matrix&, int64_t, PanelRows& rows, int64_t first, int64_t count, Sink& sink) {
         for (int64_t at = first / 8 * 210; at < (first + count) / 8 * 210; at += 210) {
             const __m512 d = high_half(turn_word(rows, at + 206));
             __m512i scales[4];
             turn_16(rows, at + 192, scales);
-            for (int i = 0; i < 16; ++i) {
-                const __m512i wide = _mm512_srai_epi32(_mm512_slli_epi32(scales[i / 4], 24 - 8 * (i % 4)), 24);
-                const __m512 scale = _mm512_mul_ps(d, _mm512_cvtepi32_ps(wide));
-                store_floats(to + i / 2 * kGroup + kByteBytes + 64 * (i % 2), scale);
-            }
-            for (int part = 0; part < 2; ++part, to += 4 * kGroup) {
-                __m512i high[8];
+            for (int part = 0; part < 2; ++part) {
+                __m512i high[8], low[2][8];
                 turn_32(rows, at + 128 + 32 * part, high);
-                for (int side = 0; side < 2; ++side) {
-                    rows.fetch<52>();
-                    __m512i words[8];
-                    turn_32(rows, at + 64 * part + 32 * side, words);
-                    const __m512i three = _mm512_set1_epi8(3);
+                for (int side = 0; side < 2; ++side) turn_32(rows, at + 64 * part + 32 * side, low[side]);
+#pragma GCC unroll 4
+                for (int i = 0; i < 4; ++i) {
+                    if (i % 2 == 0) rows.fetch<52>();
+                    Group group;
                     for (int j = 0; j < 8; ++j) {
-                        const __m512i bits = side ? _mm512_srli_epi32(high[j], 2) : high[j];
-                        const __m512i first_two = _mm512_slli_epi32(_mm512_and_si512(bits, three), 4);
-                        const __m512i last_two = _mm512_slli_epi32(_mm512_and_si512(_mm512_srli_epi32(bits, 4), three), 4);
-                        store_512(to + side * kGroup + 64 * j, _mm512_or_si512(low_nibbles(words[j]), first_two));
-                        store_512(to + (2 + side) * kGroup + 64 * j, _mm512_or_si512(high_nibbles(words[j]), last_two));
+                        const __m512i four = i < 2 ? low_nibbles(low[i][j]) : high_nibbles(low[i - 2][j]);
+                        const __m512i two = _mm512_and_si512(_mm512_srli_epi32(high[j], 2 * i), _mm512_set1_epi8(3));
+                        group.u[j] = _mm512_or_si512(four, _mm512_slli_epi32(two, 4));
                     }
+                    for (int half = 0; half < 2; ++half) {
+                        const __m512i last = _mm512_slli_epi32(scales[2 * part + i / 2], 24 - 16 * (i % 2) - 8 * half);
+                        group.scale[half] = _mm512_mul_ps(d, _mm512_cvtepi32_ps(_mm512_srai_epi32(last, 24)));
+                    }
+                    sink(group);
                 }
             }
         }
@@ -252,25 +268,28 @@ struct Q6KPanel {
 struct Int8Panel {
     static constexpr int kBias = 128;
     static constexpr bool kHasMins = false, kHasHalves = false;
-    static void unpack(const Matrix& m, int64_t row, PanelRows& rows, int64_t first, int64_t count, uint8_t* to) {
+    template <class Sink>
+    static void unpack(const Matrix& m, int64_t row, PanelRows& rows, int64_t first, int64_t count, Sink& sink) {
         // Groups of 64 are usual, and a row's scales lie one after the other: four of them serve eight groups of ours.
         const bool is_usual = m.group == 64 && m.columns % 256 == 0;
         const Matrix of_scales{0, reinterpret_cast<const uint8_t*>(m.scales), nullptr, 0, m.rows, 0, m.columns / 16};
-        const PanelRows scale_rows(of_scales, row, 0);
+        const PanelRows scale_rows(of_scales, row, nullptr);
         __m512i four[4];
-        for (int64_t g = first; g < first + count; ++g, to += group_bytes(false, false)) {
+        for (int64_t g = first; g < first + count; ++g) {
             rows.fetch<32>();
-            __m512i words[8];
-            turn_32(rows, 32 * g, words);
-            for (int j = 0; j < 8; ++j) store_512(to + 64 * j, _mm512_xor_si512(words[j], _mm512_set1_epi8(-128)));
+            Group group;
+            turn_32(rows, 32 * g, group.u);
+            for (__m512i& u : group.u) u = _mm512_xor_si512(u, _mm512_set1_epi8(-128));
             if (is_usual) {
                 if (g % 8 == 0) turn_16(scale_rows, 2 * g, four);
-                store_512(to + kByteBytes, four[g % 8 / 2]);
-                continue;
+                group.scale[0] = _mm512_castsi512_ps(four[g % 8 / 2]);
+            } else {
+                alignas(64) float scales[kLanes];
+                for (int i = 0; i < kLanes; ++i)
+                    scales[i] = m.scales[(std::min(row + i, m.rows - 1) * m.columns + 32 * g) / m.group];
+                group.scale[0] = _mm512_load_ps(scales);
             }
-            float* scales = reinterpret_cast<float*>(to + kByteBytes);
-            for (int i = 0; i < kLanes; ++i)
-                scales[i] = m.scales[(std::min(row + i, m.rows - 1) * m.columns + 32 * g) / m.group];
+            sink(group);
         }
     }
 };
@@ -279,17 +298,22 @@ struct Int8Panel {
 struct OddInt8Panel {
     static constexpr int kBias = 128;
     static constexpr bool kHasMins = false, kHasHalves = true;
-    static void unpack(const Matrix& m, int64_t row, PanelRows& rows, int64_t first, int64_t count, uint8_t* to) {
-        for (int64_t half = 2 * first; half < 2 * (first + count); ++half) {
-            const bool is_there = 16 * half < m.columns;
-            __m512i words[4];
-            turn_16(rows, is_there ? 16 * half : 0, words);
-            uint8_t* bytes = to + half % 2 * 256;
-            for (int j = 0; j < 4; ++j) store_512(bytes + 64 * j, _mm512_xor_si512(words[j], _mm512_set1_epi8(-128)));
-            float* scales = reinterpret_cast<float*>(to + kByteBytes) + half % 2 * kLanes;
-            for (int i = 0; i < kLanes; ++i)
-                scales[i] = is_there ? m.scales[(std::min(row + i, m.rows - 1) * m.columns + 16 * half) / m.group] : 0;
-            if (half % 2) to += group_bytes(false, true);
+    template <class Sink>
+    static void unpack(const Matrix& m, int64_t row, PanelRows& rows, int64_t first, int64_t count, Sink& sink) {
+        for (int64_t g = first; g < first + count; ++g) {
+            Group group;
+            for (int half = 0; half < 2; ++half) {
+                const int64_t at = 32 * g + 16 * half;
+                const bool is_there = at < m.columns;
+                __m512i words[4];
+                alignas(64) float scales[kLanes];
+                turn_16(rows, is_there ? at : 0, words);
+                for (int j = 0; j < 4; ++j) group.u[4 * half + j] = _mm512_xor_si512(words[j], _mm512_set1_epi8(-128));
+                for (int i = 0; i < kLanes; ++i)
+                    scales[i] = is_there ? m.scales[(std::min(row + i, m.rows - 1) * m.columns + at) / m.group] : 0;
+                group.scale[half] = _mm512_load_ps(scales);
+            }
+            sink(group);
         }
     }
 };

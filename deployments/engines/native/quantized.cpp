@@ -7,6 +7,7 @@
 
 #include "draws.h"
 #include "panel_product.h"
+#include "team.h"
 #include "tiles.h"
 
 namespace {
@@ -44,6 +45,7 @@ extern "C" int JOINED(atelier_matmul, ISA)(const Matrix* matrix, const void* x, 
     char* memory = activation_scratch.reserve(m * rows.stride * kActivationBytes);
     if (!memory) return 1;
     place_activations(memory, m, rows);
+    std::atomic<int64_t> taken{0};
     int failed = 0;
 #pragma omp parallel num_threads(threads)
     {
@@ -54,9 +56,11 @@ extern "C" int JOINED(atelier_matmul, ISA)(const Matrix* matrix, const void* x, 
 #pragma omp atomic write
             failed = 1;
         }
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t first = 0; first < n; first += 32)
-            if (own) multiply_rows(*matrix, first, std::min(n, first + 32), rows, m, y, y_element, own);
+        take_pieces(taken, own ? (n + kPiece - 1) / kPiece : 0, [&](int64_t piece, int64_t next) {
+            const int64_t first = piece * kPiece, last = std::min(n, first + kPiece);
+            const uint8_t* ahead = matrix->data + std::min(next * kPiece, n) * matrix->row_bytes;
+            multiply_rows(*matrix, first, last, rows, m, y, y_element, own, ahead);
+        });
     }
     return failed;
 }

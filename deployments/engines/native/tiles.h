@@ -108,7 +108,7 @@ size_t product_scratch_bytes(const Matrix& matrix, int64_t m) {
 
 // y [m, rows of W] in its columns `first` to `last`, from m rows of x; some rows of W are unpacked at a time.
 void multiply_rows(const Matrix& matrix, int64_t first, int64_t last, const Activations& x, int64_t m, void* y,
-                   int y_element, char* scratch) {
+                   int y_element, char* scratch, const uint8_t*) {
     const int64_t tile = tile_rows(m);
     const Unpacked w = unpacked_in(scratch, tile, x.stride);
     for (; first < last; first += tile) {
