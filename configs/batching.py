@@ -98,8 +98,8 @@ class LanguageModelConfig(StrictModel):
     max_num_seqs: int = Field(64, ge=1, description="LLM sequences that run at once")
     packed_arithmetic: Literal["fast", "deterministic", "exact"] = Field(
         "fast",
-        description="products with packed weights (GGUF, Kuiper): fast quantizes activations where rows are few, "
-        "deterministic gives a request the same tokens in any batch, exact is float32",
+        description="products with packed weights (GGUF, Kuiper): fast quantizes activations to int8, deterministic "
+        "also takes one path for all steps, so that a request gets the same tokens in any batch, exact is float32",
     )
     decode_threads: int | None = Field(
         None, ge=1, le=1024, description="threads of LLM steps without prompts; default: num_threads"

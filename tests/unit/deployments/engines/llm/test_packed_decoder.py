@@ -213,7 +213,7 @@ def test_a_few_tokens_of_a_prompt_share_the_call_only_where_bits_may_depend_on_c
         got = runner.run([decoded, Chunk(prompt, start, start + 7, True)])
         assert torch.equal(got[0], alone)
     assert calls == [8] * 10
-    # Products of few rows round activations to int8, those of 70 rows do not.
+    # Sums of attention run in another order, and an activation may round to another of its 127 steps.
     assert float((got[1] - whole).norm() / whole.norm()) < 0.1
     runner._decoder.takes_prompts = False  # type: ignore[union-attr]
     calls.clear()
