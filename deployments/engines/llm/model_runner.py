@@ -84,9 +84,10 @@ class ModelRunner:
             return []
         able = [chunk for chunk in chunks if not chunk.sequence.loras and chunk.num_tokens]
         taken = [chunk for chunk in able if chunk.start >= chunk.sequence.num_prompt_tokens]
-        left = self._decoder.max_rows - sum(chunk.num_tokens for chunk in taken)
-        if left < 0:
+        num_rows = sum(chunk.num_tokens for chunk in taken)
+        if num_rows > self._decoder.max_rows:
             return []
+        left = self._decoder.max_rows_with_prompts - num_rows
         for chunk in able if self._decoder.takes_prompts else ():
             is_prompt = chunk.start < chunk.sequence.num_prompt_tokens and not chunk.is_read
             if is_prompt and chunk.num_tokens <= left:

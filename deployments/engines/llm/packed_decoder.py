@@ -89,7 +89,9 @@ class DecodeRow(NamedTuple):
 class PackedDecoder:
     """The layers of one model with their KV cache, as the kernels take them. It keeps the tensors alive."""
 
-    max_rows: Final = 16
+    max_rows: Final = 64
+    # Each row reads its sequence's keys and values anew: for more rows of one long prompt, layers cost less.
+    max_rows_with_prompts: Final = 16
 
     def __init__(self, model: LoadedModel, cache: KVCache, kernels: Kernels) -> None:
         decoder: Any = model.module.model

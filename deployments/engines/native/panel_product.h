@@ -1,6 +1,6 @@
-// Products of panels (panels.h) with any number of rows of x. A result is one sum over the groups of its row, in their order:
-// y = fma(scale * dx, dot(u - bias, xq), y) - min * dx * sum(xq), with dot in integers. So it has the same bits however
-// many rows x has and wherever a panel or a chunk begins.
+// Products of panels (panels.h) with any number of rows of x. A result is one sum over the groups of its row, in their
+// order: y = fma(scale * dx, dot(u - bias, xq), y) - min * dx * sum(xq), with dot in integers. So it has the same bits
+// however many rows x has, and wherever a panel or a chunk begins.
 
 #pragma once
 
@@ -52,8 +52,9 @@ void add_groups(const uint8_t* panels, int64_t panel_bytes, int64_t num_groups, 
             for (int r = 0; r < R; ++r) {
                 __m512i start = _mm512_setzero_si512();
                 if constexpr (Format::kBias) {
-                    const int32_t* at = kParts == 2 ? x.half_starts + r * x.stride / 16 + 2 * g + part : x.starts + r * x.stride / 32 + g;
-                    start = _mm512_slli_epi32(_mm512_set1_epi32(*at), __builtin_ctz(Format::kBias));
+                    const int64_t at = r * x.stride / 32 + g;
+                    const int32_t sum = kParts == 2 ? x.half_starts[2 * at + part] : x.starts[at];
+                    start = _mm512_slli_epi32(_mm512_set1_epi32(sum), __builtin_ctz(Format::kBias));
                 }
                 for (int p = 0; p < P; ++p) dot[r][p] = start;
             }
@@ -91,7 +92,8 @@ void add_rows(const uint8_t* panels, int64_t panel_bytes, int64_t num_groups, co
               int64_t last, int64_t group, float* sums) {
     const int64_t tiles = (last - row + R - 1) / R;
     if constexpr (R > 1)
-        if (row + tiles * (R - 1) >= last) return add_rows<Format, P, R - 1>(panels, panel_bytes, num_groups, x, row, last, group, sums);
+        if (row + tiles * (R - 1) >= last)
+            return add_rows<Format, P, R - 1>(panels, panel_bytes, num_groups, x, row, last, group, sums);
     const int64_t full = last - tiles * (R - 1) - row;
     for (int64_t i = 0; i < full; ++i, row += R, sums += R * P * kLanes)
         add_groups<Format, R, P>(panels, panel_bytes, num_groups, RowsOfX(x, row, group), sums);

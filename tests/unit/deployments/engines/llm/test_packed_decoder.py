@@ -129,7 +129,7 @@ def test_one_call_computes_what_the_layers_do(
 
 def test_a_row_is_the_same_in_any_company_and_with_any_number_of_threads() -> None:
     model = random_model("Q8_0", qk_norm=True)
-    drawn = sequences([40, 5, 18, 33, 60])
+    drawn = sequences([40, 5, 18, 33, 60, *[2] * 10])
     together = run(ModelRunner(model, NUM_BLOCKS), drawn)
     for i, one in enumerate(drawn):
         alone = run(ModelRunner(model, NUM_BLOCKS), [one])
