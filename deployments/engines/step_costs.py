@@ -99,6 +99,14 @@ class StepCosts:
         share = (rows - low) / (high - low)
         return medians[place - 1] * (1 - share) + medians[place] * share
 
+    def is_measured(self, kind: str, rows: int) -> bool:
+        """Return whether the seconds of a call are measured ones, and not a guess."""
+        return rows in self._curve(kind)[0]
+
+    def friendly_guess(self, kind: str, rows: int, measured_rows: int) -> float:
+        """Return a friendly guess by the seconds of `measured_rows` alone, which are fewer."""
+        return _grown(measured_rows, self.seconds(kind, measured_rows), rows)
+
     def seconds_per_row(self, kind: str) -> float:
         """Return the least seconds that a row was seen to take; 0 for a kind of which nothing is known."""
         sizes, medians = self._curve(kind)

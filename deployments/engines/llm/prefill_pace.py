@@ -56,7 +56,12 @@ class PrefillPace:
         most = self._costs.max_rows_to_try(kind) - num_decoding
         chosen = size = FEWEST
         while size < self._max_tokens and (size := _next_size(size)) <= most:
-            if self._costs.seconds(kind, num_decoding + size) <= allowed_s:
+            total, smaller = num_decoding + size, num_decoding + chosen
+            seconds = self._costs.seconds(kind, total)
+            # Where larger steps take another way, what lies between is not on the line to them: it is tried.
+            if not self._costs.is_measured(kind, total):
+                seconds = min(seconds, self._costs.friendly_guess(kind, total, smaller))
+            if seconds <= allowed_s:
                 chosen = size
         return min(chosen, self._max_tokens)
 

@@ -31,6 +31,11 @@ def dense(rows: int, tokens: int) -> float:
     return 0.18 + 0.0065 * tokens + 0.002 * rows
 
 
+def two_ways(rows: int, tokens: int) -> float:
+    """A few tokens share the pass of those that decode; more of them take one of their own."""
+    return two_passes(rows, tokens) if rows + tokens > 16 else 0.04 + 0.003 * (rows + tokens)
+
+
 @dataclass
 class Machine:
     """Runs the scheduler's steps; a step takes what `cost` says, with noise, and a long one now and then."""
@@ -102,6 +107,15 @@ def test_a_stream_waits_twice_as_long_beside_prompts_and_prompts_get_what_is_lef
     assert statistics.fmean(sizes[100:]) >= 0.6 * fitting, f"{fitting} tokens would fit"
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_what_lies_before_a_jump_of_the_cost_is_found(seed: int) -> None:
+    machine = Machine(two_ways, seed=seed)
+    sizes = machine.run_beside(400)
+    assert two_ways(1, 16) > 2 * two_ways(1, 0) > two_ways(1, 12)
+    assert statistics.median(sizes[60:]) == 12
+    assert statistics.median(machine.gaps) <= 2.1 * two_ways(1, 0)
+
+
 @pytest.mark.parametrize("delay", [1.2, 1.5, 3.0, 8.0])
 def test_a_greater_delay_gives_prompts_more(delay: float) -> None:
     machine = Machine(dense, delay=delay)
@@ -168,7 +182,8 @@ def test_a_slow_while_is_forgotten() -> None:
                 machine.add(f"more {machine.now}", 1900)
             machine.step()
     assert statistics.median(machine.gaps[300:]) <= 2.1 * dense(1, 0)
-    sizes = [machine.step()[1] for _ in range(60)]
+    machine.add("last", 10**4)
+    sizes = [machine.step()[1] for _ in range(100)]
     assert statistics.fmean(sizes) >= 0.6 * before
 
 
