@@ -23,6 +23,7 @@ import psutil
 from cluster.actor_names import NAMESPACE, names_of_cluster
 from cluster.door.door_plan import check_helper_ports
 from cluster.errors import SessionError
+from cluster.templates.starting import workers_by_templates
 from configs.cluster import ClusterConfig
 from configs.http import GrpcConfig, HttpConfig
 from weights.private_folder import private_folder, temporary_folder
@@ -140,7 +141,11 @@ def ray_session(config: ClusterConfig) -> Iterator[None]:
     try:
         if private:
             _guard_ray_token()
-            with ray_on_loopback(), contextlib.nullcontext() if config.ray.dashboard else _without_unneeded_processes():
+            with contextlib.ExitStack() as around:
+                around.enter_context(ray_on_loopback())
+                around.enter_context(workers_by_templates())
+                if not config.ray.dashboard:
+                    around.enter_context(_without_unneeded_processes())
                 ray.init(
                     address="local",
                     num_cpus=config.ray.num_cpus,

@@ -39,6 +39,9 @@ class RayConfig(StrictModel):
         True, description="take all memory of the object store at start, in the background, not at the first loads"
     )
     dashboard: bool = False
+    templates: bool = Field(
+        True, description="make Ray's processes as copies of some that have their imports: Linux, and a private Ray"
+    )
 
 
 class ObjectStorageConfig(StrictModel):
@@ -82,9 +85,7 @@ class LimitsConfig(StrictModel):
     """Limits on one request to the ingress."""
 
     max_body_bytes: Bytes = Field(2**21, validate_default=True)
-    max_upload_bytes: Bytes = Field(
-        2**26, validate_default=True, description="of a body of /v1/images, with its images"
-    )
+    max_upload_bytes: Bytes = Field(2**26, validate_default=True, description="of a body of /v1/images with its images")
     max_prompt_chars: int = Field(32_768, ge=1)
     max_images: int = Field(10, ge=1)
     max_pixels: int = Field(2048 * 2048, ge=64, description="width x height of one image")
@@ -107,9 +108,7 @@ class ReplicaConfig(StrictModel):
     num_replicas: int = Field(1, ge=1)
     num_cpus: float = Field(0.5, ge=0)
     num_gpus: float = Field(0.0, ge=0)
-    max_ongoing_requests: int = Field(
-        256, ge=1, description="that Serve lets into a replica at once, whatever they are"
-    )
+    max_ongoing_requests: int = Field(256, ge=1, description="that Serve lets into a replica at once, of any kind")
 
 
 class ImageLinksConfig(StrictModel):
@@ -195,6 +194,9 @@ class TextEncoderConfig(ModelReplicaConfig):
 class WorkerConfig(LanguageModelConfig, ModelReplicaConfig):
     """The denoise/LLM service."""
 
+    standby: bool = Field(
+        True, description="keep processes with torch and engines imported, of which replicas are copies (ray.templates)"
+    )
     encodes_alone: bool = Field(
         True, description="encode text itself while no text encoder answers: slower, and said in the answer"
     )

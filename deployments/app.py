@@ -29,6 +29,7 @@ from cluster.control.shared_queue import connect_shared_queue
 from cluster.controller.actor import connect_controller
 from cluster.encodings.actor import connect_shared_encodings
 from cluster.registry.actor import connect_registry
+from cluster.templates.starting import template_environment
 from configs.cluster import ClusterConfig, ReplicaConfig
 from deployments.ingress.http import Ingress
 from deployments.pipelines.checked_config import load_checked_config
@@ -70,12 +71,14 @@ def build_app(args: AppArgs) -> Application:
 
 def _deployment(class_: type | str, name: str, settings: ReplicaConfig) -> serve.Deployment:
     """Return the deployment of a class, which Serve also takes as an import path that only replicas follow."""
-    resources = {"num_cpus": settings.num_cpus, "num_gpus": settings.num_gpus}
+    options: dict[str, Any] = {"num_cpus": settings.num_cpus, "num_gpus": settings.num_gpus}
+    if isinstance(class_, str) and (variables := template_environment(name)):
+        options["runtime_env"] = {"env_vars": variables}
     placed = RequestRouterConfig(request_router_class=PLACED_ROUTER)
     return serve.deployment(
         name=name,
         request_router_config=placed if class_ is not Ingress else RequestRouterConfig(),
         num_replicas=settings.num_replicas,
         max_ongoing_requests=settings.max_ongoing_requests,
-        ray_actor_options=resources,
+        ray_actor_options=options,
     )(class_)

@@ -8,28 +8,34 @@ import logging
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import httpx
-import ray
 
 from cluster.actor_names import APP_NAME, NAMESPACE, registry_name
 from cluster.door.door_plan import DoorPlan, plan_door
 from cluster.errors import ProxyUnavailable, SessionError
-from cluster.registry.directory import ModelRecord
 from cluster.session import SessionFile, check_can_start, end_actors, ray_session, record_folder
+from cluster.templates.launch import BASE
+from cluster.templates.starting import running_templates, template_environment, template_problems
+from cluster.templates.template import Template
 from configs.cluster import ClusterConfig
 from deployments.cli.progress import StartState
+from deployments.services.replica_classes import TEXT_ENCODER, WORKER
+
+if TYPE_CHECKING:
+    from cluster.registry.directory import ModelRecord
 
 __all__ = ["APP_NAME", "START_TIMEOUT_S", "check_devices", "cluster_up", "stop_on_signals"]
 
 _logger = logging.getLogger("atelier")
 
 START_TIMEOUT_S = 300.0
-_POLL_S = 0.2
+_POLL_S = 0.1
 _PROGRESS_POLL_S = 0.5
 _ANSWER_TIMEOUT_S = 2.0
+_SERVE_TEMPLATE = "serve"  # of Serve's own actors and of the ingress
 
 
 @contextlib.contextmanager
@@ -48,17 +54,18 @@ def cluster_up(
     folder = record_folder()
     check_can_start(config, folder)
     url = f"http://{config.http.host}:{config.http.port}"
-    # Serve and the application take a second to import; Ray's own start is mostly waiting.
-    threading.Thread(target=importlib.import_module, args=("deployments.app",), daemon=True).start()
-    with SessionFile(config, url, config_path, folder) as session, ray_session(config):
+    with SessionFile(config, url, config_path, folder) as session, _ray_and_door(config) as door:
         if stop:
             stop_on_signals(stop)  # again: Ray has put a handler of its own in place
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
-        with _http_door(config) as door, _left_clean(config):
+        with _left_clean(config):
             with _shown_progress(config, show):
                 _start_serve(config, door)
+                _wait_running(START_TIMEOUT_S, stop)
                 _wait_ready(url, START_TIMEOUT_S, stop)
             session.mark_ready()
+            for problem in template_problems():
+                _logger.warning(f"a process has imported everything itself: {problem}")
             yield url
 
 
@@ -102,7 +109,56 @@ def _left_clean(config: ClusterConfig) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _http_door(config: ClusterConfig) -> Iterator[DoorPlan | None]:
+def _ray_and_door(config: ClusterConfig) -> Iterator[DoorPlan | None]:
+    """Start Ray, or connect to it, for the length of the block, and yield the plan of HAProxy (`_http_door`).
+
+    The workers of a private Ray are copies of templates, which import what they need while Ray starts.
+    """
+    if config.ray.address is not None:
+        import ray
+
+        _import_application()
+        with ray_session(config), _http_door(config, sum(node["Alive"] for node in ray.nodes())) as door:
+            yield door
+        return
+    with _http_door(config) as door, contextlib.ExitStack() as stack:
+        if config.ray.templates:
+            stack.enter_context(running_templates(_templates(config, _serve_environment(config, door))))
+        _import_application()
+        stack.enter_context(ray_session(config))
+        yield door
+
+
+def _templates(config: ClusterConfig, serve_environment: Mapping[str, str]) -> Template:
+    """Return the templates of all processes of a cluster: those of the replicas are named after their deployments."""
+    actors = [f"cluster.{actor}.actor" for actor in ("registry", "keeper", "encodings", "controller")]
+    of_serve = [f"ray.serve._private.{part}" for part in ("controller", "haproxy", "proxy", "replica")]
+    # `module:name`, at whose last dot an import path ends.
+    replicas = [
+        Template(name, [":".join(path.rsplit(".", 1))])
+        for name, path in (("worker", WORKER), ("text_encoder", TEXT_ENCODER))
+    ]
+    torch = [Template("", ["torch"], further=replicas)] if config.worker.standby else []
+    serve = Template(_SERVE_TEMPLATE, [*of_serve, "deployments.ingress.http"], serve_environment, torch)
+    return Template(BASE, ["ray", *actors], further=[serve])
+
+
+def _import_application() -> None:
+    """Begin to import Serve and the application in a thread: a second's work, while Ray's own start mostly waits."""
+    threading.Thread(target=importlib.import_module, args=("deployments.app",), daemon=True).start()
+
+
+def _serve_environment(config: ClusterConfig, door: DoorPlan | None) -> dict[str, str]:
+    """Return the environment of Serve's controller, which its proxies and replicas inherit."""
+    if door:
+        return door.environment(config)
+    from cluster.door.serve_proxy import ENVIRONMENT  # it imports Serve
+
+    return dict(ENVIRONMENT)
+
+
+@contextlib.contextmanager
+def _http_door(config: ClusterConfig, num_nodes: int = 1) -> Iterator[DoorPlan | None]:
     """Yield the plan of HAProxy, or None for Serve's own proxy. Says why when the config asks for HAProxy.
 
     Raises SessionError when a port that the config asks for is taken.
@@ -110,7 +166,7 @@ def _http_door(config: ClusterConfig) -> Iterator[DoorPlan | None]:
     door = None
     if config.http.proxy == "haproxy":
         try:
-            door = plan_door(config, sum(node["Alive"] for node in ray.nodes()))
+            door = plan_door(config, num_nodes)
         except ProxyUnavailable as reason:
             _logger.warning(f"Serve's own proxy answers, which is slower than HAProxy: {reason}")
     try:
@@ -149,6 +205,8 @@ def _shown_progress(config: ClusterConfig, show: Callable[[StartState], None] | 
 
 def _start_state(config: ClusterConfig) -> StartState:
     """Ask Serve for the replicas and the registry for the models; who does not answer yet is left out."""
+    import ray
+
     replicas: dict[str, tuple[int, int]] = {}
     records: Sequence[ModelRecord] = ()
     roles = {"ingress": config.ingress, "text_encoder": config.text_encoder, "worker": config.worker}
@@ -167,16 +225,13 @@ def _start_state(config: ClusterConfig) -> StartState:
 
 
 def _start_serve(config: ClusterConfig, door: DoorPlan | None) -> None:
-    """Start Serve with the config's HTTP options, and the application on it. Needs a connected Ray.
-
-    Raises SessionError when a deployment does not start.
-    """
+    """Start Serve with the config's HTTP options, and begin to deploy the application on it. Needs a connected Ray."""
     from ray import serve
+    from ray.serve.api import _run  # what `serve.run` calls; that one looks once a second whether all replicas run
 
-    from cluster.door.serve_proxy import ENVIRONMENT
     from deployments.app import AppArgs, build_app
 
-    environment = door.environment(config) if door else dict(ENVIRONMENT)
+    environment = _serve_environment(config, door) | template_environment(_SERVE_TEMPLATE)
     app = build_app(AppArgs(config=config.model_dump(mode="json")))  # models enter the store while Serve starts
     serve.start(
         http_options={
@@ -186,11 +241,29 @@ def _start_serve(config: ClusterConfig, door: DoorPlan | None) -> None:
         },
         controller_options={"runtime_env": {"env_vars": environment}},
     )
-    try:
-        scales = config.controller.scaling is not None
-        serve.run(app, name=APP_NAME, route_prefix="/", external_scaler_enabled=scales)
-    except RuntimeError as error:
-        raise SessionError(f"the application did not start: {error}") from error
+    scales = config.controller.scaling is not None
+    _run(app, name=APP_NAME, route_prefix="/", external_scaler_enabled=scales, _blocking=False)
+
+
+def _wait_running(timeout_s: float, stop: threading.Event | None = None) -> None:
+    """Return once all deployments run.
+
+    Raises SessionError when one does not start, after `timeout_s`, or when `stop` is set before.
+    """
+    from ray.serve.context import _get_global_client
+    from ray.serve.schema import ApplicationStatus
+
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        found = _get_global_client().get_serve_status(APP_NAME).app_status
+        if found.status == ApplicationStatus.RUNNING:
+            return
+        if found.status == ApplicationStatus.DEPLOY_FAILED:
+            raise SessionError(f"the application did not start: {found.message}")
+        if stop and stop.is_set():
+            raise SessionError("stopped before it was ready")
+        time.sleep(_POLL_S)
+    raise SessionError(f"the application did not start within {timeout_s:.0f} s: {found.message}")
 
 
 def _stop_serving() -> None:

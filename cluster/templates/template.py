@@ -1,0 +1,335 @@
+"""A template process: it has imported what a kind of worker needs, and becomes workers by copying itself.
+
+A template is a copy itself, of the one it builds on, which starts it again when it is killed. Nothing but imports may
+have happened in it: only one thread goes on in a copy, and CUDA does not work in the copy of a process that has begun
+it. A template that finds more has no copies made, and says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import runpy
+import selectors
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Final, Self
+
+from cluster.templates.messages import FOLDER_VARIABLE, NAME_VARIABLE, CopyRequest, answer_as_copy, note_problem
+
+_REQUEST_TIMEOUT_S: Final = 5.0
+_MAX_STARTS: Final = 4  # of one template
+_ENVIRONMENT: Final = {
+    "OMP_NUM_THREADS": "1",  # or libraries start threads at import
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # or who asks for a GPU opens it
+}
+# Variables that a copy may have other values of than its template had at import: Ray sets them when it starts itself
+# or a worker, and reads them later than at import, or again in a copy. All others must be the same, so that whatever
+# reads its environment at import has found what it would in a process of its own.
+_MAY_DIFFER: Final = {
+    *_ENVIRONMENT,
+    *(FOLDER_VARIABLE, NAME_VARIABLE),
+    *("RAY_AUTH_MODE", "RAY_CLIENT_MODE", "RAY_LD_PRELOAD_ON_WORKERS", "RAY_USAGE_STATS_ENABLED"),
+    *("RAY_RAYLET_PID", "RAY_worker_niceness", "SPT_NOENV"),
+    *("OLDPWD", "PWD", "SHLVL", "_"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """A template: its name, the modules that it imports, what it adds to the environment, and those that build on it.
+
+    An import `module:name` takes that name from the module as well. A template without a name makes no workers.
+    """
+
+    name: str
+    imports: Sequence[str]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    further: Sequence[Template] = ()
+
+    def names(self) -> list[str]:
+        """Return the names of this one and of all that build on it."""
+        return [self.name] * bool(self.name) + [name for one in self.further for name in one.names()]
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> Self:
+        """Return what `dataclasses.asdict` was given."""
+        further = [cls.of(one) for one in values["further"]]
+        return cls(values["name"], values["imports"], values["environment"], further)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Child:
+    """A process that was copied: a worker with the connection to who asked for it, or a template."""
+
+    process: int
+    handle: int
+    connection: socket.socket | None = None
+    template: Template | None = None
+
+
+class TemplateProcess:
+    """This process as a template. `listeners` are the sockets of this one and of those that build on it, by name.
+
+    `environment` is what its imports may read, and `folder` is where problems are noted.
+    """
+
+    def __init__(self, listeners: Mapping[str, socket.socket], environment: Mapping[str, str], folder: str) -> None:
+        self._listeners = dict(listeners)
+        self._environment = dict(environment)
+        self._folder = folder
+        self._selector: selectors.BaseSelector
+        self._starts: dict[str, int] = {}
+        self._twins = ""
+
+    def run(self, template: Template) -> CopyRequest | None:
+        """Be this template until the standard input ends; then return None. In a copy, return its request."""
+        while True:  # once for every template that this process becomes, each being a copy of the one before
+            os.environ.update(template.environment)
+            self._environment |= template.environment
+            _import_all(template, self._folder)
+            self._twins = _ids_of_twins() if template.name else ""
+            gc.freeze()  # a collection in a copy would write to every page that it shares with the others
+            become = self._make_copies(template)
+            if not isinstance(become, Template):
+                return become
+            template = become
+
+    def _make_copies(self, template: Template) -> Template | CopyRequest | None:
+        """Copy this process for what builds on it, then for requests. Return None at the end of the standard input.
+
+        In a copy, return what it becomes.
+        """
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(0, selectors.EVENT_READ)
+        self._starts = {}
+        for further in template.further:
+            if self._start_template(further):
+                return further
+        kept = {template.name, *(further.name for further in template.further)}
+        for name in self._listeners.keys() - kept:
+            self._listeners.pop(name).close()  # who asks one that has ended shall see it
+        if template.name:
+            self._selector.register(self._listeners[template.name], selectors.EVENT_READ)
+        while True:
+            for key, _ in self._selector.select():
+                child: _Child | None = key.data
+                become: Template | CopyRequest | None = None
+                if child is None and key.fd == 0:
+                    return None
+                if child is None:
+                    become = self._answer_next(self._listeners[template.name])
+                elif key.fd == child.handle:
+                    become = self._bury(child)
+                elif self._selector.get_map().get(key.fd) is key and child.connection:  # who asked has been ended
+                    self._selector.unregister(child.connection)
+                    os.kill(child.process, signal.SIGKILL)
+                if become is not None:
+                    return become
+
+    def _start_template(self, further: Template) -> bool:
+        """Copy this process for a template that builds on it. Return whether this is the copy."""
+        self._starts[further.name] = self._starts.get(further.name, 0) + 1
+        process = os.fork()
+        if process:
+            self._watch(_Child(process, os.pidfd_open(process), None, further))
+            return False
+        self._leave(further.names())
+        return True
+
+    def _answer_next(self, listener: socket.socket) -> CopyRequest | None:
+        """Answer the next request. In the copy, return it."""
+        connection = listener.accept()[0]
+        connection.settimeout(_REQUEST_TIMEOUT_S)
+        try:
+            request, streams = CopyRequest.receive(connection)
+        except (OSError, ValueError, TypeError):
+            connection.close()
+            return None
+        problem = self._twins or why_no_copy(self._environment, request.environment)
+        if problem or not _is_waited_for(connection):  # it has waited too long, and is an ordinary worker now
+            if problem:
+                note_problem(self._folder, f"no copy of a template: {problem}")
+            with contextlib.suppress(OSError):
+                connection.sendall(b"n")
+            connection.close()
+            process = -1
+        elif process := os.fork():
+            self._watch(_Child(process, os.pidfd_open(process), connection))
+        else:
+            self._leave(())
+            for number, stream in enumerate(streams):
+                os.dup2(stream, number)
+            try:
+                answer_as_copy(connection)  # not the template, which may be killed between the two
+            except OSError:
+                os._exit(0)
+            connection.close()
+        for stream in streams:
+            os.close(stream)
+        return None if process else request
+
+    def _watch(self, child: _Child) -> None:
+        self._selector.register(child.handle, selectors.EVENT_READ, child)
+        if child.connection:
+            self._selector.register(child.connection, selectors.EVENT_READ, child)
+
+    def _bury(self, child: _Child) -> Template | None:
+        """Forget a copy that has ended. A template that was killed is started again: in the copy, return it."""
+        status = os.waitpid(child.process, 0)[1]
+        self._selector.unregister(child.handle)
+        os.close(child.handle)
+        if child.connection:
+            if child.connection.fileno() in self._selector.get_map():
+                self._selector.unregister(child.connection)
+            child.connection.close()
+        if child.template is None or not child.template.name:
+            return None
+        if os.WIFSIGNALED(status) and self._starts[child.template.name] < _MAX_STARTS:
+            alone = replace(child.template, further=())  # those that build on it go on, and have its imports
+            return alone if self._start_template(alone) else None
+        self._listeners.pop(child.template.name).close()
+        return None
+
+    def _leave(self, names: Sequence[str]) -> None:
+        """Close, in a copy, what belongs to the template. Keep the sockets of these."""
+        for key in list(self._selector.get_map().values()):
+            if isinstance(key.fileobj, int) and key.fd:
+                os.close(key.fd)
+            elif isinstance(key.fileobj, socket.socket) and key.data:
+                key.fileobj.close()
+        self._selector.close()
+        for name in self._listeners.keys() - set(names):
+            self._listeners.pop(name).close()
+
+
+def _import_all(template: Template, folder: str) -> None:
+    for name in template.imports:
+        module, _, attribute = name.partition(":")
+        try:
+            with _python_draws_class_ids():
+                found = importlib.import_module(module)
+                if attribute:
+                    getattr(found, attribute)
+        except Exception as error:
+            # A worker that needs it fails as well, in its own words.
+            note_problem(folder, f"no template {template.name!r}: {module} cannot be imported: {error!r}")
+            os._exit(1)
+
+
+@contextlib.contextmanager
+def _python_draws_class_ids() -> Iterator[None]:
+    """Let actor classes that are defined in the block have ids of the system's randomness.
+
+    HAZARD: Ray's library draws ids of tasks and objects from one generator, which begins with the first draw. Copies
+    made after that would draw the same ids as each other. The class of an actor draws its id when it is defined.
+    """
+    actor: Any = sys.modules.get("ray.actor")
+    if actor is None:
+        yield
+        return
+    drawing = actor.ActorClassID
+    actor.ActorClassID = SimpleNamespace(from_random=lambda: drawing(os.urandom(drawing.size())))
+    try:
+        yield
+    finally:
+        actor.ActorClassID = drawing
+
+
+def _ids_of_twins() -> str:
+    """Return why two copies of this process would give the same ids to what they make with Ray; "" when they do not."""
+    if "ray._raylet" not in sys.modules:
+        return ""
+    first, second = _drawn_in_copy().split(), _drawn_in_copy().split()
+    if not first or len(first) != len(second) or set(first) & set(second):
+        return "its imports have begun Ray's generator of ids"
+    return ""
+
+
+def _drawn_in_copy() -> bytes:
+    """Return ids that the first and another thread of a copy of this process draw."""
+    reading, writing = os.pipe()
+    process = os.fork()
+    if process == 0:
+        draw = sys.modules["ray._raylet"].WorkerID.from_random
+        drawn = [draw().hex()]
+        thread = threading.Thread(target=lambda: drawn.append(draw().hex()))
+        thread.start()
+        thread.join()
+        os.write(writing, " ".join(drawn).encode())
+        os._exit(0)
+    os.close(writing)
+    with open(reading, "rb") as file:
+        drawn_there = file.read()
+    os.waitpid(process, 0)
+    return drawn_there
+
+
+def _is_waited_for(connection: socket.socket) -> bool:
+    """Return whether the other side is still there: it sends nothing more."""
+    connection.setblocking(False)
+    try:
+        return bool(connection.recv(1))
+    except BlockingIOError:
+        return True
+    finally:
+        connection.settimeout(_REQUEST_TIMEOUT_S)
+
+
+def why_no_copy(own: Mapping[str, str], asked: Mapping[str, str]) -> str:
+    """Return why this process, which had that environment at its imports, is not copied for the other one.
+
+    "" when it is.
+    """
+    names = [name for name in (own.keys() | asked.keys()) - _MAY_DIFFER if own.get(name) != asked.get(name)]
+    if names:
+        return f"the environment has other values of {', '.join(sorted(names))}"
+    num_threads = len(os.listdir("/proc/self/task"))
+    if num_threads > 1:
+        return f"its imports have started {num_threads - 1} threads"
+    opened = [os.readlink(file) for file in Path("/proc/self/fd").iterdir() if file.is_symlink()]
+    if any(file.startswith("/dev/nvidia") for file in opened):
+        return "its imports have opened a GPU"
+    return ""
+
+
+def _become(request: CopyRequest, script: str) -> None:
+    """Make a copy what the process would be that asked for it, and run the worker's script."""
+    request.apply()
+    _renew_randomness()
+    if "ray._raylet" in sys.modules:
+        sys.modules["ray._raylet"].Config.initialize("")  # from the environment, which was another one at import
+    gc.enable()
+    sys.argv = [script, *request.arguments]
+    sys.path.insert(0, os.path.dirname(script))
+    runpy.run_path(script, run_name="__main__")
+
+
+def _renew_randomness() -> None:
+    """Let no two copies draw the same numbers. Python's own generator sees to itself."""
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed()
+    if "torch" in sys.modules:
+        sys.modules["torch"].default_generator.seed()
+
+
+def main() -> None:
+    """Run the templates that a line of JSON on the standard input tells of, whose end is theirs."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # as Ray's own: Ctrl-C is for who has started them
+    gc.disable()
+    told = json.loads(sys.stdin.readline())
+    listeners = {name: socket.socket(fileno=descriptor) for name, descriptor in told["listeners"].items()}
+    environment = dict(os.environ)  # now: imports add variables of their own
+    os.environ.update(_ENVIRONMENT)
+    request = TemplateProcess(listeners, environment, told["folder"]).run(Template.of(told["template"]))
+    if request is not None:
+        _become(request, told["script"])
