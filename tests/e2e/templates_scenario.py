@@ -1,0 +1,116 @@
+"""Templates that are killed while a cluster answers, and what is left of it at the end.
+
+Runs in a process of its own, and prints what it saw as one line of JSON. Argument: a folder for the store.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import httpx
+import psutil
+from integration.harness import DEMO_MODELS, free_port, replica_processes, wait_for
+
+from configs.cluster import ClusterConfig
+from deployments.cli.running import cluster_up
+
+NUM_CALLERS = 4
+
+
+def main(folder: Path) -> None:
+    config = ClusterConfig.model_validate(
+        {
+            "name": "templates",
+            "http": {"port": free_port()},
+            "ray": {"num_cpus": 4, "object_store_bytes": "256 MiB"},
+            "store": {"path": str(folder / "store")},
+            "models": [{"id": "adder", "path": str(DEMO_MODELS / "adder"), "dtype": "float32"}],
+        }
+    )
+    with cluster_up(config, "none") as url:
+        family = psutil.Process().children(recursive=True)
+        found = observed(url)
+        family += psutil.Process().children(recursive=True)
+    _, left = psutil.wait_procs(family, timeout=20)
+    print(json.dumps(found | {"left": [str(process) for process in left]}))
+
+
+def observed(url: str) -> dict[str, Any]:
+    with under_load(url) as answers:
+        started_by = [kind_of_parent(name) for name in ("worker", "text_encoder", "ingress")]
+        (replica,) = replica_processes("worker")
+        template = replica.parent()
+        template.kill()
+        before = sum(answers.values())
+        wait_for(lambda: sum(answers.values()) >= before + 20, "answers after a template was killed")
+    again = successor(replica, url)
+    started_again_by = kind_of_parent("worker")
+    for template in templates():  # those that others build on first: nobody starts them again
+        template.kill()
+    successor(again, url)
+    started_without = kind_of_parent("worker")
+    return {"answers": answers, "started_by": started_by, "again": started_again_by, "without": started_without}
+
+
+@contextmanager
+def under_load(url: str) -> Iterator[Counter[str]]:
+    """Callers that ask one after the other; who is answered how is counted."""
+    answers, enough = Counter[str](), Event()
+
+    def ask_until_enough() -> None:
+        while not enough.is_set():
+            answers[ask(url)] += 1
+
+    with ThreadPoolExecutor(NUM_CALLERS) as pool:
+        callers = [pool.submit(ask_until_enough) for _ in range(NUM_CALLERS)]
+        try:
+            yield answers
+        finally:
+            enough.set()
+        for caller in callers:
+            caller.result()
+
+
+def ask(url: str) -> str:
+    message = {"role": "user", "content": "What is 12 + 7?"}
+    body = {"model": "adder", "messages": [message], "temperature": 0}
+    answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60)
+    return answer.json()["choices"][0]["message"]["content"] if answer.is_success else str(answer.status_code)
+
+
+def successor(old: psutil.Process, url: str) -> psutil.Process:
+    """Kill a worker, which is nobody's child when its template was killed. Return the next one once it answers."""
+    old.kill()
+    wait_for(lambda: [one for one in replica_processes("worker") if one.pid != old.pid], "another worker", 60)
+    wait_for(lambda: ask(url) == "19.", "its answer", 60)
+    (new,) = replica_processes("worker")
+    return new
+
+
+def kind_of_parent(deployment: str) -> str:
+    (replica,) = replica_processes(deployment)
+    parent = replica.parent()
+    return "template" if parent and is_template(parent) else parent.name() if parent else "nobody"
+
+
+def templates() -> list[psutil.Process]:
+    return [process for process in psutil.Process().children(recursive=True) if is_template(process)]
+
+
+def is_template(process: psutil.Process) -> bool:
+    try:
+        return "cluster.templates.template" in " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return False
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
