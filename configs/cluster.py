@@ -40,7 +40,9 @@ class RayConfig(StrictModel):
     )
     dashboard: bool = False
     templates: bool = Field(
-        True, description="make Ray's processes as copies of some that have their imports: Linux, and a private Ray"
+        True,
+        description="start Ray's processes as copies of a few that have done their imports: Linux, and a private Ray; "
+        "where that does not work, each imports everything itself",
     )
 
 
@@ -85,7 +87,9 @@ class LimitsConfig(StrictModel):
     """Limits on one request to the ingress."""
 
     max_body_bytes: Bytes = Field(2**21, validate_default=True)
-    max_upload_bytes: Bytes = Field(2**26, validate_default=True, description="of a body of /v1/images with its images")
+    max_upload_bytes: Bytes = Field(
+        2**26, validate_default=True, description="of a body of /v1/images, with its images"
+    )
     max_prompt_chars: int = Field(32_768, ge=1)
     max_images: int = Field(10, ge=1)
     max_pixels: int = Field(2048 * 2048, ge=64, description="width x height of one image")
@@ -108,7 +112,9 @@ class ReplicaConfig(StrictModel):
     num_replicas: int = Field(1, ge=1)
     num_cpus: float = Field(0.5, ge=0)
     num_gpus: float = Field(0.0, ge=0)
-    max_ongoing_requests: int = Field(256, ge=1, description="that Serve lets into a replica at once, of any kind")
+    max_ongoing_requests: int = Field(
+        256, ge=1, description="that Serve lets into a replica at once, whatever they are"
+    )
 
 
 class ImageLinksConfig(StrictModel):
@@ -195,7 +201,9 @@ class WorkerConfig(LanguageModelConfig, ModelReplicaConfig):
     """The denoise/LLM service."""
 
     standby: bool = Field(
-        True, description="keep processes with torch and engines imported, of which replicas are copies (ray.templates)"
+        True,
+        description="keep a process each that has imported torch and the engines for workers and for text encoders: "
+        "any number of new replicas begin as copies of it and load what they are wanted for (needs ray.templates)",
     )
     encodes_alone: bool = Field(
         True, description="encode text itself while no text encoder answers: slower, and said in the answer"
