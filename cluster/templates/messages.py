@@ -20,7 +20,7 @@ _STREAMS: Final = 3
 
 
 class CopyRequest(NamedTuple):
-    """What the kernel gave the process that asks, which its copy of a template gets in its place.
+    """The request of a process: what the kernel gave it, which its copy of a template takes over.
 
     `group` is its process group, which Ray ends together with it; `oom_score` tells the kernel which process to end
     first when memory is short; `limits` are soft and hard ones by the names of `resource`.

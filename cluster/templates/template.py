@@ -77,7 +77,7 @@ class _Child:
     template: Template | None = None
 
 
-class TemplateProcess:
+class _TemplateProcess:
     """This process as a template. `listeners` are the sockets of this one and of those that build on it, by name.
 
     `environment` is what its imports may read, and `folder` is where problems are noted.
@@ -155,7 +155,7 @@ class TemplateProcess:
         except (OSError, ValueError, TypeError):
             connection.close()
             return None
-        problem = self._twins or why_no_copy(self._environment, request.environment)
+        problem = self._twins or _why_no_copy(self._environment, request.environment)
         if problem or not _is_waited_for(connection):  # it has waited too long, and is an ordinary worker now
             if problem:
                 note_problem(self._folder, f"no copy of a template: {problem}")
@@ -285,7 +285,7 @@ def _is_waited_for(connection: socket.socket) -> bool:
         connection.settimeout(_REQUEST_TIMEOUT_S)
 
 
-def why_no_copy(own: Mapping[str, str], asked: Mapping[str, str]) -> str:
+def _why_no_copy(own: Mapping[str, str], asked: Mapping[str, str]) -> str:
     """Return why this process, which had that environment at its imports, is not copied for the other one.
 
     "" when it is.
@@ -330,6 +330,6 @@ def main() -> None:
     listeners = {name: socket.socket(fileno=descriptor) for name, descriptor in told["listeners"].items()}
     environment = dict(os.environ)  # now: imports add variables of their own
     os.environ.update(_ENVIRONMENT)
-    request = TemplateProcess(listeners, environment, told["folder"]).run(Template.of(told["template"]))
+    request = _TemplateProcess(listeners, environment, told["folder"]).run(Template.of(told["template"]))
     if request is not None:
         _become(request, told["script"])

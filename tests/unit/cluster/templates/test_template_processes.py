@@ -20,7 +20,7 @@ import pytest
 from cluster.templates import launch, setup_worker
 from cluster.templates.messages import FOLDER_VARIABLE, NAME_VARIABLE
 from cluster.templates.starting import running_templates, template_environment, template_problems
-from cluster.templates.template import Template, why_no_copy
+from cluster.templates.template import Template, _why_no_copy
 
 _SCRIPT = """
 import json, os, random, resource, sys
@@ -241,10 +241,10 @@ def test_without_pidfds_nothing_changes(
 
 def test_no_copy_where_the_environment_was_another_one_at_import() -> None:
     own = {"RAY_SERVE_ANYTHING": "1", "PYTHONPATH": "here"}
-    assert why_no_copy(own, own | {"RAY_RAYLET_PID": "7", "OMP_NUM_THREADS": "3"}) == ""
-    assert "RAY_SERVE_ANYTHING" in why_no_copy(own, {"PYTHONPATH": "here"})
-    assert "PYTHONPATH" in why_no_copy(own, own | {"PYTHONPATH": "there"})
-    assert "HF_HOME" in why_no_copy(own, own | {"HF_HOME": "there"})
+    assert _why_no_copy(own, own | {"RAY_RAYLET_PID": "7", "OMP_NUM_THREADS": "3"}) == ""
+    assert "RAY_SERVE_ANYTHING" in _why_no_copy(own, {"PYTHONPATH": "here"})
+    assert "PYTHONPATH" in _why_no_copy(own, own | {"PYTHONPATH": "there"})
+    assert "HF_HOME" in _why_no_copy(own, own | {"HF_HOME": "there"})
 
 
 def test_no_copy_of_a_process_with_threads() -> None:
@@ -252,7 +252,7 @@ def test_no_copy_of_a_process_with_threads() -> None:
     thread = threading.Thread(target=go_on.wait)
     thread.start()
     try:
-        assert "threads" in why_no_copy({}, {})
+        assert "threads" in _why_no_copy({}, {})
     finally:
         go_on.set()
         thread.join()
