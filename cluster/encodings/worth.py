@@ -30,7 +30,7 @@ class _Module:
 
 
 class AskingWorth:
-    """What answers cost and spare."""
+    """The cost of questions and the computations that they spare, and whether the next one is worth it."""
 
     def __init__(self) -> None:
         self._answer_s = 0.0
@@ -49,7 +49,8 @@ class AskingWorth:
 
     def note_answers(self, answers: Iterable[tuple[str, bool]], took_s: float) -> None:
         """Learn from one question: for each text its module, and whether somebody else has or computes it."""
-        self._answer_s += (_NEW if self._answer_s else 1.0) * (took_s - self._answer_s)
+        # Falls at once and rises slowly: the first answer takes as long as the actor's start, others a busy moment.
+        self._answer_s = min(took_s, self._answer_s + _NEW * (took_s - self._answer_s))
         for name, is_found in answers:
             module = self._module(name)
             module.num_answers = min(module.num_answers + 1, _REMEMBERED)

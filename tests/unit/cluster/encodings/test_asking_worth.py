@@ -54,6 +54,14 @@ def test_before_anything_is_known_it_is_asked_and_a_change_is_heard_of() -> None
     assert share_asked(worth, "m", 0.003, 0.02, 1.0, 160) == 1.0
 
 
+def test_one_slow_answer_is_no_reason_to_compute_what_another_has() -> None:
+    worth = AskingWorth()
+    worth.note_answers([("m", True)], 5.0)  # the actor had to start
+    worth.note_answers([("m", True)], 0.003)
+    worth.note_computed("m", 0.2)
+    assert all(worth.is_worth_asking(["m"]) for _ in range(ASK_EVERY))
+
+
 def test_modules_are_told_apart_and_the_dearest_of_a_request_decides() -> None:
     worth = AskingWorth()
     share_asked(worth, "small", 0.003, 0.002, 0.5, 400)
