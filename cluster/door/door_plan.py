@@ -36,6 +36,7 @@ _BUFFER_BYTES: Final = 32 * 2**10  # of a request, with its head: larger ones ar
 _CLIENT_TIMEOUT_S: Final = 60  # of silence in the middle of a request, or of not reading an answer
 _DRAIN_S: Final = 3.0  # within which every HAProxy has heard that a replica goes
 _MAX_THREADS: Final = 4
+_METRICS_INTERVAL_MS: Final = 2000  # Ray exports its metrics less often; Serve adds them up ten times a second
 _MAX_CALL_BYTES: Final = 2**31 - 1  # of a call between replicas, or its answer: as much as gRPC can
 
 
@@ -67,6 +68,9 @@ class DoorPlan:
             "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(_MAX_CALL_BYTES),
             HTTP_ADDRESS: f"{http.host}:{http.port}",
             MAX_REQUESTS: str(http.haproxy.max_requests),
+            # Each request would be a line of log that Serve's manager reads, in Python; HAProxy has metrics of its own.
+            "RAY_SERVE_HAPROXY_METRICS_ENABLED": "0",
+            "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": str(_METRICS_INTERVAL_MS),
             "RAY_SERVE_HAPROXY_STATS_PORT": str(self.stats_port),
             "RAY_SERVE_HAPROXY_METRICS_PORT": str(self.metrics_port),
             "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(self.fallback_port),

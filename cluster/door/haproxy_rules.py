@@ -94,7 +94,8 @@ def rewrite_config(text: str, host: str, port: int, max_requests: int) -> str:
         "admin socket": (r"^( +stats socket .* mode )666 ", r"\g<1>600 "),
         "frontend": (
             r"^(frontend http_frontend\n +bind ).*\n",
-            rf"\g<1>{public}:{port}\n" + _literal(_SERVE_HEADER_RULES + _FRONTEND_RULES),
+            # A socket for each thread: one would drop what comes beyond the kernel's 4,096 connections, probes as well.
+            rf"\g<1>{public}:{port} shards by-thread\n" + _literal(_SERVE_HEADER_RULES + _FRONTEND_RULES),
         ),
         "defaults": (r"^defaults\n", "defaults\n" + _literal(_DEFAULT_RULES)),
         "errors": (r"^(?: +errorfile 50[234] .*\n)+", _literal(_ERROR_RULES)),

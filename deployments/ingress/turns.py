@@ -26,15 +26,17 @@ from deployments.ingress.kserve.rest.routing import error_response_at
 # Who has a turn hardly pauses, and all of them take theirs between two looks of the event loop at its sockets.
 MAX_TURNS: Final = 3
 WAITED: Final = "atelier.waited_s"  # in the ASGI scope: how long the request waited to be read
+_REFUSED: Final = 429
 _REFUSAL: Final = "atelier.refusal"  # in the ASGI scope: the error of a request that gets no turn
 _TIMEOUT: Final = b"x-request-timeout-seconds"
 _RECEIVED: Final = RECEIVED.encode()
 _MAX_AGE_S: Final = 3600.0
 _MAX_BYTES: Final = 2**16  # of a body that is kept while it waits for its turn
 _NEW: Final = 0.05  # weight of a new turn in the time that turns take
-# Who has spent more of its time on waiting to be read is refused unread: in a burst the others are read soon, and are
-# enough for the queue to choose from.
-_MOST_SHARE: Final = 0.125
+# Who has spent more of its time on waiting to be read is refused unread, while most of those that are read are refused.
+# Not sooner: the queue has room again when something ends, and those that wait here fill it.
+_MOST_SHARE: Final = 0.5
+_MOSTLY: Final = 0.5
 _SHORT_S: Final = 0.25  # a wait for which nobody is refused who has more time than that
 _LEAST_S: Final = 0.02  # shorter waits are none: what an answer says of the client's time stays what it said
 
@@ -82,6 +84,7 @@ class Turns:
         self._num_waiting = 0
         self._turn_s = 0.0  # from one turn to the next, while requests wait for theirs
         self._begun_s = 0.0  # when the last one began
+        self._refused_share = 0.0  # of those that were read of late while others waited
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if not takes_turns(scope) or WAITED in scope:
@@ -123,15 +126,23 @@ class Turns:
                 late = DeadlineExceeded("the request's timeout was over before the request could be read", "timeout")
                 await self._refuse(late, scope, receive_rest, send)
                 return
-            if waited_s > _longest_s(timeout_s):
+            if self._refused_share > _MOSTLY and waited_s > _longest_s(timeout_s):
                 await self._refuse(self._too_many(), scope, receive_rest, send)
                 return
             scope[WAITED] = waited_s if waited_s > _LEAST_S else 0.0
             _current_turn.set(turn)
-            await self._app(scope, receive_rest, send)
+            await self._app(scope, receive_rest, self._noting_refusals(send) if is_crowded else send)
         finally:
             turn.end()
             leaving.cancel()
+
+    def _noting_refusals(self, send: Send) -> Send:
+        async def noted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self._refused_share += _NEW * ((message["status"] == _REFUSED) - self._refused_share)
+            await send(message)
+
+        return noted
 
     def _note_begin(self, is_crowded: bool) -> float:
         """Take in that a turn begins now, and return the time."""
@@ -145,9 +156,9 @@ class Turns:
         """Return why a request that has so much time left cannot wait for its turn; None if it can."""
         if self._num_waiting >= self._max_waiting():
             return QueueFull(f"{self._num_waiting} requests wait to be read, as many as may; try again in a moment")
-        if left_s <= 0 or self._num_waiting * self._turn_s <= _longest_s(left_s):
-            return None
-        return self._too_many()
+        wait_s = self._num_waiting * self._turn_s
+        longest_s = _longest_s(left_s) if self._refused_share > _MOSTLY else left_s
+        return self._too_many() if wait_s > longest_s > 0 else None
 
     def _too_many(self) -> QueueFull:
         """Return the refusal of a request that would spend too much of its time on waiting to be read."""

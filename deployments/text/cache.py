@@ -2,7 +2,8 @@
 
 Two tiers. This one is a replica's: bounded in bytes, the entry that is cheapest to do without is evicted first
 (`cluster/encodings/eviction.py`). The other is the cluster's (`cluster/encodings/actor.py`), and may be missing: then,
-and whenever it fails, the replica computes. In both, a key that is being computed is waited for, not computed again.
+and whenever it fails, the replica computes. It is asked where that is worth the wait (`cluster/encodings/worth.py`).
+In both, a key that is being computed is waited for, not computed again.
 
 Encodings are handed out as they lie in the cache, to everybody the same tensors: READ-ONLY. Whoever wants to write
 makes a copy. A write by a torch operation is found at the next use, by the tensor's version counter, and the entry
@@ -26,6 +27,7 @@ import torch
 from cluster.encodings.eviction import CostAwareEviction
 from cluster.encodings.packed import join_tensors, split_tensors
 from cluster.encodings.records import Answer, SharedEncoding, entries_per_gib
+from cluster.encodings.worth import AskingWorth
 from deployments.tasks import shared_task
 from deployments.text.requests import pack, unpack
 
@@ -110,7 +112,7 @@ class _Entry:
 class _Claim:
     """A missing encoding that one request obtains for all in this replica who ask for it meanwhile.
 
-    `is_shared`: the other tier knows of the claim, and has to be told how it ends.
+    `is_shared`: the other tier has to be told how it ends: it knows of the claim, or was not asked.
     """
 
     key: EncodingKey
@@ -129,6 +131,7 @@ class EncodingCache:
     ) -> None:
         self._shared = shared
         self._clock = clock
+        self._worth = AskingWorth()
         self._eviction = CostAwareEviction(max_bytes)
         self._entries: dict[str, _Entry] = {}
         self._in_flight: dict[str, asyncio.Future[Found]] = {}
@@ -216,7 +219,7 @@ class EncodingCache:
     async def _obtain(self, claims: Sequence[_Claim], compute_many: ComputeMany) -> None:
         """Bring all claims to their end: ask the other tier once, compute what is ours, and receive the rest."""
         try:
-            answers = await self._ask_shared([claim.digest for claim in claims])
+            answers = await self._ask_shared(claims)
             batches: dict[str, list[_Claim]] = {}
             work = []
             for claim, answer in zip(claims, answers, strict=True):
@@ -231,13 +234,22 @@ class EncodingCache:
             self._fail(claims, error)
             raise
 
-    async def _ask_shared(self, digests: Sequence[str]) -> Sequence[Answer[SharedEncoding] | None]:
-        if self._shared:
-            try:
-                return await self._shared.find_or_claim(digests)
-            except Exception as error:  # whatever it is, the text can be encoded here
-                self._note_shared_error(error)
-        return [None] * len(digests)
+    async def _ask_shared(self, claims: Sequence[_Claim]) -> Sequence[Answer[SharedEncoding] | None]:
+        """Return what the other tier has; None where it is of no help. What it need not be asked is ours to compute."""
+        modules = [claim.key.module_key for claim in claims]
+        if self._shared is None:
+            return [None] * len(claims)
+        if not self._worth.is_worth_asking(modules):
+            return [Answer("yours")] * len(claims)
+        start_s = self._clock()
+        try:
+            answers = await self._shared.find_or_claim([claim.digest for claim in claims])
+        except Exception as error:  # whatever it is, the text can be encoded here
+            self._note_shared_error(error)
+            return [None] * len(claims)
+        is_found = [answer.state != "yours" for answer in answers]
+        self._worth.note_answers(zip(modules, is_found, strict=True), self._clock() - start_s)
+        return answers
 
     async def _receive(self, claim: _Claim, answer: Answer[SharedEncoding], compute_many: ComputeMany) -> None:
         """Take what the other tier has or gets; compute it when the claim passes to us or the tier fails."""
@@ -245,6 +257,7 @@ class EncodingCache:
         try:
             if shared := await self._shared.receive(claim.digest, answer):
                 encoding = unpack(split_tensors(shared.layout, shared.data))
+                self._worth.note_computed(claim.key.module_key, shared.cost_s)
                 own = self._insert(claim, encoding, shared.cost_s, shared.generation)
                 self._resolve(claim, Found(own, "shared"))
                 return
@@ -259,6 +272,7 @@ class EncodingCache:
         try:
             computed = await compute_many([claim.key for claim in claims])
             cost_s = self._clock() - start_s
+            self._worth.note_computed(claims[0].key.module_key, cost_s)
             for claim, encoding in zip(claims, computed, strict=True):
                 own = self._insert(claim, encoding, cost_s)
                 if self._shared and claim.is_shared and claim.generation == self._generation:

@@ -286,8 +286,8 @@ async def test_only_the_frontend_can_be_reached_from_outside() -> None:
 
 def test_the_public_address_is_the_one_that_was_asked_for() -> None:
     text = _rendered()
-    assert "\n    bind *:8123\n" in rewrite_config(text, "0.0.0.0", 8123, 8)
-    assert "\n    bind [::1]:8123\n" in rewrite_config(text, "::1", 8123, 8)
+    assert "\n    bind *:8123 shards by-thread\n" in rewrite_config(text, "0.0.0.0", 8123, 8)
+    assert "\n    bind [::1]:8123 shards by-thread\n" in rewrite_config(text, "::1", 8123, 8)
     with pytest.raises(ValueError, match="0 places for metrics"):
         rewrite_config(text.replace("bind :", "bind 127.0.0.1:"), "127.0.0.1", 8000, 8)
 

@@ -170,7 +170,7 @@ async def test_what_is_too_late_when_its_turn_comes_is_not_read(clock: Clock) ->
     async with client(app) as http:
         first = [asyncio.create_task(http.post("/v1/embeddings", content=b"{}")) for _ in range(MAX_TURNS)]
         await until(lambda: app.reading == MAX_TURNS)
-        limits = {"short": "2", "middle": "20", "long": "100"}
+        limits = {"short": "2", "long": "20"}
         waiting = {
             name: asyncio.create_task(
                 http.post("/v1/embeddings", content=b"{}", headers={"x-request-timeout-seconds": limit})
@@ -185,11 +185,44 @@ async def test_what_is_too_late_when_its_turn_comes_is_not_read(clock: Clock) ->
         short = await waiting["short"]
         assert short.status_code == 504
         assert "before the request could be read" in short.text
-        middle = await waiting["middle"]  # in time, but it is one of many that are not
-        assert (middle.status_code, middle.json()["error"]["code"]) == (429, "queue_full")
         assert (await waiting["long"]).status_code == 200
         assert {(await call).status_code for call in first} == {200}
         assert len(app.waited_s) == MAX_TURNS + 1
+
+
+@pytest.mark.parametrize("status", [200, 429])
+async def test_who_waited_long_is_not_read_while_most_of_those_that_are_read_are_refused(
+    clock: Clock, status: int
+) -> None:
+    read, gate = list[bytes](), asyncio.Event()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        read.append(dict(scope["headers"])[b"x-request-timeout-seconds"])
+        await gate.wait()
+        clock.now_s += 0.01
+        await send({"type": "http.response.start", "status": status, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    http_turns = Turns(app, lambda: 10_000)
+    transport = httpx.ASGITransport(http_turns)
+
+    def ask(http: httpx.AsyncClient, timeout_s: str) -> asyncio.Task[httpx.Response]:
+        headers = {"x-request-timeout-seconds": timeout_s}
+        return asyncio.create_task(http.post("/v1/embeddings", content=b"{}", headers=headers))
+
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+        first = [ask(http, "1000") for _ in range(40 + MAX_TURNS)]  # forty of them tell what becomes of those
+        await until(lambda: http_turns._num_waiting == 40)
+        late = [ask(http, "8"), ask(http, "80")]
+        await until(lambda: http_turns._num_waiting == 42)
+        clock.now_s += 5.0  # more than half the time of one
+        gate.set()
+        assert {(await call).status_code for call in first} == {status}
+        short, long = [await call for call in late]
+        assert (b"8" in read, b"80" in read) == (status == 200, True)
+        assert (short.status_code, long.status_code) == (status, status)
+        if status == 429:
+            assert short.json()["error"]["code"] == "queue_full"
 
 
 async def test_what_could_not_be_read_in_time_is_refused_at_once(clock: Clock) -> None:
