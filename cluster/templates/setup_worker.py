@@ -21,7 +21,7 @@ _CONTEXT: Final = "--serialized-runtime-env-context="
 _LANGUAGE: Final = "--language="
 
 
-def main(arguments: list[str]) -> None:
+def _main(arguments: list[str]) -> None:
     """Apply the runtime environment of the arguments, and be the worker that the others ask for."""
     context = json.loads(next((one.removeprefix(_CONTEXT) for one in arguments if one.startswith(_CONTEXT)), "{}"))
     variables = context.pop("env_vars", None) or {}
@@ -37,4 +37,4 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    _main(sys.argv[1:])

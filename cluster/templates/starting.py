@@ -31,7 +31,7 @@ _END_TIMEOUT_S: Final = 5.0
 _JOB: Final = {"RAY_JOB_ID": "01000000"}
 _NO_PRESTART: Final = {"RAY_enable_worker_prestart": "0", "RAY_prestart_worker_first_driver": "0"}  # of no job yet
 _MAIN: Final = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); import cluster.templates.template as t; t.main()"
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); import cluster.templates.template as t; t._main()"
 )
 
 

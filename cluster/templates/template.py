@@ -322,7 +322,7 @@ def _renew_randomness() -> None:
         sys.modules["torch"].default_generator.seed()
 
 
-def main() -> None:
+def _main() -> None:
     """Run the templates that a line of JSON on the standard input tells of, whose end is theirs."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # as Ray's own: Ctrl-C is for who has started them
     gc.disable()

@@ -1,4 +1,4 @@
-"""What a request for text, or for an embedding, asks of a model's engine: prompts as token ids, sampling, grammars."""
+"""Requests for text and for embeddings, read for a model's engine: prompts as token ids, sampling, grammars."""
 
 from __future__ import annotations
 

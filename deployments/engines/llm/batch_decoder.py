@@ -48,7 +48,7 @@ class DecodeStatus(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """What became of a batch: its first `num_decoded` tokens are in memory.
+    """The outcome of a batch: its first `num_decoded` tokens are in memory.
 
     `logits` (N, vocabulary) in float32 are those that were wanted of them, in the caller's order. `reason` says what
     was wrong, "" for OK.
@@ -80,10 +80,6 @@ class BatchDecoder:
         self._pool = BlockPool(num_blocks)
         self._max_micro_batch = max_micro_batch
         self._sequences: dict[int, _Stored] = {}
-
-    @property
-    def num_free_blocks(self) -> int:
-        return self._pool.num_free
 
     def num_tokens(self, sequence_id: int) -> int:
         """Return how many tokens of a sequence are in memory."""

@@ -88,7 +88,7 @@ class ModelRunner:
         if num_rows > self._decoder.max_rows:
             return []
         left = self._decoder.max_rows_with_prompts - num_rows
-        for chunk in able if self._decoder.takes_prompts else ():
+        for chunk in able:
             is_prompt = chunk.start < chunk.sequence.num_prompt_tokens and not chunk.is_read
             if is_prompt and chunk.num_tokens <= left:
                 taken.append(chunk)

@@ -98,8 +98,6 @@ class PackedDecoder:
         self._embedding: PackedEmbedding = decoder.embed_tokens
         self._norm, self._rotary, self._kernels = decoder.norm, model.rotary, kernels
         self._kept: list[torch.Tensor] = []
-        # Layer by layer, a prompt is rounded otherwise, so it must not take both ways where bits are promised.
-        self.takes_prompts = decoder.layers[0].mlp.gate_proj.arithmetic == "fast"
         spec = model.spec
         self._layers = (_Layer * spec.num_layers)(
             *(self._layer(layer, cache.layer_slots(i)) for i, layer in enumerate(decoder.layers))

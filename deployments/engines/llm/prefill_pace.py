@@ -1,4 +1,4 @@
-"""How many prompt tokens a step computes beside sequences that decode, by what such steps were measured to take.
+"""The number of prompt tokens that a step computes beside sequences that decode, by what such steps have taken.
 
 Every sequence that decodes waits for the whole step. So a step is allowed `max_delay` times what it takes without
 prompts, and gets the most prompt tokens that are believed to fit. Pure: tokens and seconds come in, tokens go out.

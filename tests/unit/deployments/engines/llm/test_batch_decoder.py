@@ -72,7 +72,7 @@ def test_a_batch_without_room_changes_nothing_and_a_smaller_one_fits(loaded):
     assert (found.status, found.num_decoded, len(found.logits)) == (DecodeStatus.NO_SLOT, 0, 0)
     assert found.status == 1
     assert "18 tokens need more blocks than the 1 of 4 left" in found.reason
-    assert (decoder.num_tokens(0), decoder.num_tokens(1), decoder.num_free_blocks) == (20, 16, 1)
+    assert (decoder.num_tokens(0), decoder.num_tokens(1), decoder._pool.num_free) == (20, 16, 1)
     assert decoder.decode(large[:16]).status is DecodeStatus.OK
     assert decoder.decode([BatchToken(7, 0, 2)]).status is DecodeStatus.NO_SLOT
     assert decoder.num_tokens(2) == 0
@@ -84,12 +84,12 @@ def test_an_aborted_batch_leaves_the_parts_before(model, loaded):
     decoder = BatchDecoder(loaded, num_blocks=16, max_micro_batch=10)
     texts = {0: [9 + place for place in range(40)], 1: [30 + place for place in range(40)]}
     filled(decoder, 1, 3)
-    free = decoder.num_free_blocks
+    free = decoder._pool.num_free
     batch = [*tokens_of(texts, 0, 0, 25, {5, 24}), BatchToken(11, 3, 1, True)]
     asked = []
 
     def is_aborted() -> bool:
-        asked.append(decoder.num_free_blocks)
+        asked.append(decoder._pool.num_free)
         return len(asked) > 6  # a question before the step and before each of 3 layers: the second part's last but one
 
     found = decoder.decode(batch, is_aborted)
@@ -97,7 +97,7 @@ def test_an_aborted_batch_leaves_the_parts_before(model, loaded):
     assert found.status == 2
     assert len(asked) == 7
     assert (decoder.num_tokens(0), decoder.num_tokens(1)) == (10, 3)
-    assert decoder.num_free_blocks == free - 1
+    assert decoder._pool.num_free == free - 1
     torch.testing.assert_close(found.logits[0], stock(model, texts[0][:6]), rtol=1e-3, atol=1e-3)
     rest = decoder.decode(tokens_of(texts, 0, 10, 25, {24}))
     torch.testing.assert_close(rest.logits[0], stock(model, texts[0][:25]), rtol=1e-3, atol=1e-3)
@@ -120,7 +120,7 @@ def test_a_batch_that_makes_no_sense_is_told_why(batch, reason, loaded):
     assert (found.status, found.num_decoded) == (DecodeStatus.INVALID, 0)
     assert found.status < 0
     assert reason in found.reason
-    assert decoder.num_free_blocks == 32
+    assert decoder._pool.num_free == 32
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_a_model_that_fails_leaves_the_parts_before(error, status, loaded, monke
     monkeypatch.setattr(decoder._runner, "run", run)
     found = decoder.decode([BatchToken(5, place, 3) for place in range(40)])
     assert (found.status, found.num_decoded, found.reason) == (status, 16, str(error))
-    assert (decoder.num_tokens(3), decoder.num_free_blocks) == (16, 7)
+    assert (decoder.num_tokens(3), decoder._pool.num_free) == (16, 7)
 
 
 def test_copies_share_blocks_until_they_are_written(model, loaded):
@@ -148,12 +148,12 @@ def test_copies_share_blocks_until_they_are_written(model, loaded):
     decoder.decode(tokens_of(texts, 0, 0, 20, set()))
     decoder.copy_sequence(0, 1)
     decoder.copy_sequence(0, 2)
-    assert decoder.num_free_blocks == 6
+    assert decoder._pool.num_free == 6
     with pytest.raises(ValueError, match="sequence 1 has 20 tokens"):
         decoder.copy_sequence(0, 1)
     found = decoder.decode([BatchToken(50 + sequence, 20, sequence, True) for sequence in (2, 0, 1)])
     assert found.status is DecodeStatus.OK
-    assert decoder.num_free_blocks == 4
+    assert decoder._pool.num_free == 4
     for row, sequence in zip(found.logits, (2, 0, 1), strict=True):
         torch.testing.assert_close(row, stock(model, [*texts[0][:20], 50 + sequence]), rtol=1e-3, atol=1e-3)
     decoder.remove_tokens(0, 5)
@@ -162,4 +162,4 @@ def test_copies_share_blocks_until_they_are_written(model, loaded):
     torch.testing.assert_close(again.logits[0], stock(model, [*texts[0][:20], 51, 60]), rtol=1e-3, atol=1e-3)
     for sequence in range(3):
         decoder.remove_tokens(sequence)
-    assert decoder.num_free_blocks == 8
+    assert decoder._pool.num_free == 8
