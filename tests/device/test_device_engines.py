@@ -173,7 +173,7 @@ async def test_tokens_and_logits_are_those_of_the_host(store: WeightStore, devic
         engine = (await Host(store, str(where), kv_cache_bytes=2**20).use("adder")).modules["model"]
         rows: list[torch.Tensor] = []
         run = engine._runner.run
-        engine._runner.run = lambda chunks, run=run, rows=rows: rows.append(run(chunks).cpu()) or rows[-1]
+        engine._runner.run = lambda *step, run=run, rows=rows: rows.append(run(*step).cpu()) or rows[-1]
         found.append((generated(engine, questions, 0.0), rows))
         del engine._runner.run, engine, run
     (tokens, logits), (own_tokens, own_logits) = found
