@@ -80,9 +80,8 @@ class Observations:
         self._workers: dict[str, tuple[WorkerReport, float]] = {}
         self._queues: dict[str, tuple[AdmissionSnapshot, float]] = {}
         self._busy_s: dict[str, float] = {}  # by worker: when it was last seen with work
-        self._begun: dict[
-            str, tuple[str, float]
-        ] = {}  # by worker: the model that a request began, and when it is ready
+        # By worker: the model that a request began to switch to, and when it is ready.
+        self._begun: dict[str, tuple[str, float]] = {}
         self._needs: dict[str, ModelNeed] = {}
         self._components: dict[str, Components] = {}  # of models
         self._resident: dict[str, Components] = {}  # by worker

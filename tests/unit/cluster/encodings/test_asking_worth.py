@@ -1,4 +1,4 @@
-"""When the shared tier of encodings is asked: beside what is best for a known stream of texts."""
+"""Questions to the shared tier of encodings, beside what is best for a known stream of texts."""
 
 from __future__ import annotations
 

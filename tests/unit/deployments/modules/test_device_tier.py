@@ -324,7 +324,7 @@ def test_the_device_budget_is_the_resident_bytes_unless_it_is_said() -> None:
 async def test_a_cache_takes_what_its_weights_leave_of_the_budget(
     store: WeightStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is asked for, what the budget counts and what the engine has are one number; free memory bounds it too."""
+    """The cache asked for, the budget's count of it and the engine's own are one number; free memory bounds it too."""
     manifest = store.manifest("adder")
     llm = manifest.components["model"]
     one_block = 2**20  # more than any: the engine's cache is whole blocks

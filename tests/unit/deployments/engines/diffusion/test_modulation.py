@@ -1,4 +1,4 @@
-"""What is computed ahead for the steps of a request has the bits of what each step computes for itself."""
+"""Modulation computed ahead for the steps of a request has the bits of what each step computes for itself."""
 
 from __future__ import annotations
 

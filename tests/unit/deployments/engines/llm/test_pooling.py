@@ -27,7 +27,7 @@ def embed(engine, prompts, pooling, beside=()):
 
 
 def stock(model, prompt, pooling):
-    """What transformers' hidden states of the last layer give."""
+    """Return the embedding by transformers' hidden states of the last layer."""
     states = model.stock.model(torch.tensor([prompt])).last_hidden_state[0].double()
     vector = states.mean(0) if pooling == "mean" else states[-1]
     return (vector / vector.norm()).float()
