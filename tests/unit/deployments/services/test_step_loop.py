@@ -578,6 +578,8 @@ async def test_ten_thousand_joins_and_leaves_leave_nothing_behind() -> None:
             num_cancelled += 1
         if chance.random() < 0.3:
             await asyncio.sleep(0)
+        if running and chance.random() < 0.01:  # else all ten thousand come before the first step, on some machines
+            await asyncio.wait(running.values(), return_when=asyncio.FIRST_COMPLETED)
         for name in [name for name, task in running.items() if task.done()]:
             error = running.pop(name).exception()
             assert error is None or "cannot be decoded" in str(error) or "solver of" in str(error)
@@ -588,7 +590,8 @@ async def test_ten_thousand_joins_and_leaves_leave_nothing_behind() -> None:
     engine: Any = loop._engine
     await until(lambda: not engine.has_work and not denoising.num_running)
     assert num_cancelled > 1000
-    assert num_ended  # how many depends on the machine
+    assert num_ended + num_failed > 500
+    assert num_ended > num_failed > 0
     assert not engine._requests
     assert len(engine._order._ends) <= 1024
     states = [weakref.ref(one) for one in gc.get_objects() if type(one) is State]
