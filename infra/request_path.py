@@ -111,6 +111,7 @@ def cluster(folder: Path, config: Path) -> Iterator[None]:
     (folder / "hook/sitecustomize.py").write_text(HOOK)
     values = yaml.safe_load(config.read_text().replace("../../", f"{ROOT}/"))
     values |= {"name": "request-path", "store": {"path": str(folder / "store")}}
+    values["ray"] = values.get("ray", {}) | {"templates": False}  # copies would not have the hook's thread
     values["http"] = {"host": "127.0.0.1", "port": PORT}
     values["grpc"] = {"host": "127.0.0.1", "port": PORT + 1}
     (folder / "cluster.yaml").write_text(yaml.safe_dump(values))
