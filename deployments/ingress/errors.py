@@ -188,7 +188,7 @@ def install_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def _http(request: Request, error: HTTPException) -> Response:
-        if isinstance(error.__cause__, ServiceError):  # what `BodyLimit` raises, in FastAPI's wrapper
+        if isinstance(error.__cause__, ServiceError):  # what `Gate` raises, in FastAPI's wrapper
             return error_response(error.__cause__)
         code = _HTTP_CODES.get(error.status_code, "http_error")
         message = f"{request.method} {request.url.path}: {error.detail}"

@@ -33,11 +33,12 @@ from configs.cluster import ClusterConfig
 from configs.errors import ConfigError
 from deployments.ingress import errors
 from deployments.ingress.access.callers import Callers
-from deployments.ingress.access.http import AccessGate, describe_keys
+from deployments.ingress.access.http import HttpAccess, describe_keys
 from deployments.ingress.admin.controller import create_controller_router
 from deployments.ingress.admin.routes import create_admin_router
 from deployments.ingress.admitted import RequestQueue
 from deployments.ingress.asking import ENCODER, WORKER
+from deployments.ingress.gate import Gate
 from deployments.ingress.kserve.grpc.server import start_grpc_server
 from deployments.ingress.kserve.inference import Inference
 from deployments.ingress.kserve.repository import Repository
@@ -45,7 +46,6 @@ from deployments.ingress.kserve.rest import routing
 from deployments.ingress.kserve.rest.repository_routes import create_repository_router
 from deployments.ingress.kserve.rest.routes import create_inference_router
 from deployments.ingress.kserve.statistics import Statistics
-from deployments.ingress.limits import BodyLimit
 from deployments.ingress.openai.embeddings import create_embeddings_router
 from deployments.ingress.openai.image_links import ImageLinks, create_links_router
 from deployments.ingress.openai.images import create_images_router
@@ -54,7 +54,6 @@ from deployments.ingress.openai.resumable_streams import ResumableStreams, creat
 from deployments.ingress.openai.text import create_text_router
 from deployments.ingress.openai.text_responses import create_responses_router
 from deployments.ingress.service import Service
-from deployments.ingress.terms import RequestTerms
 from deployments.ingress.turns import Turns, begin_turns_before_serve
 from deployments.records import (
     ChatRequest,
@@ -136,14 +135,8 @@ def create_http_app(
     )
     if callers.need_keys:
         describe_keys(app)
-    app.add_middleware(BodyLimit, max_bytes=limits.max_body_bytes, max_upload_bytes=limits.max_upload_bytes)
-    app.add_middleware(RequestTerms)
-    app.add_middleware(
-        AccessGate,
-        callers=callers,
-        config=config.access,
-        http_host=config.http.host if http_host is None else http_host,
-    )
+    access = HttpAccess(callers, config.access, config.http.host if http_host is None else http_host)
+    app.add_middleware(Gate, access=access, limits=limits)
     app.add_middleware(Turns, max_waiting=lambda: service.queue.config.max_waiting)
     if config.access.cors_origins:  # around all else: browsers show a page no refusal without its headers
         app.add_middleware(

@@ -11,13 +11,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from starlette.types import ASGIApp, Receive, Scope, Send
-
 from configs.admission import DEFAULT_TENANT, AdmissionConfig
 from deployments.errors import InvalidRequest
-from deployments.ingress.access.callers import current_tenant
-from deployments.ingress.kserve.rest.routing import error_response_at
-from deployments.ingress.turns import WAITED, takes_turns
 
 TIMEOUT: Final = "x-request-timeout-seconds"
 PRIORITY: Final = "x-priority"
@@ -90,24 +85,6 @@ def with_fields(terms: Terms, request: Any) -> Terms:
         tenant=terms.tenant or getattr(request, "tenant", ""),
         timeout_s=min(timeouts, default=None),
     )
-
-
-class RequestTerms:
-    """ASGI middleware that reads the terms of inference requests before their bodies."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if takes_turns(scope):
-            headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-            try:
-                terms = read_terms(headers, current_tenant.get())
-            except InvalidRequest as error:
-                await error_response_at(scope["path"], error)(scope, receive, send)
-                return
-            current_terms.set(replace(terms, waited_s=scope.get(WAITED, 0.0)))
-        await self._app(scope, receive, send)
 
 
 def _shown(text: str) -> str:

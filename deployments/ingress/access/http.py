@@ -1,4 +1,4 @@
-"""Access over HTTP: an ASGI middleware around everything else. It decides before a body is read.
+"""Access over HTTP, decided before a body is read: which path needs which key, and which web pages may ask.
 
 A server without keys answers whoever reaches it, and every web page that its user opens reaches a loopback address.
 Browsers say which page asks (`Origin`, for all but plain reading) and by which name (`Host`): a page that has its own
@@ -14,13 +14,12 @@ from urllib.parse import urlsplit
 
 from fastapi import FastAPI
 from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from configs.access import AccessConfig, is_loopback
-from deployments.errors import NotAllowed, ServiceError
-from deployments.ingress.access.callers import Callers, Need, acting_for, shown_key
+from deployments.errors import NotAllowed
+from deployments.ingress.access.callers import Caller, Callers, Need, shown_key
 from deployments.ingress.errors import ErrorAnswer, error_content
-from deployments.ingress.kserve.rest.routing import ProtocolError, error_response_at, is_protocol_path
+from deployments.ingress.kserve.rest.routing import ProtocolError, is_protocol_path
 from deployments.ingress.openai.image_links import PATH as LINKS
 
 # Probes, and the description of the API, which is the same on every server.
@@ -42,37 +41,28 @@ def _need_of(path: str) -> Need:
     return "key" if path == "/v2" or path.startswith(("/v1/", "/v2/")) else "admin"
 
 
-class AccessGate:
-    """ASGI middleware that knows who asks, and refuses whom the config does not let in.
+class HttpAccess:
+    """The rules of access over HTTP: who asks, and whom the config does not let in.
 
-    What runs within has the key's tenant in `callers.current_tenant`. `http_host` is the address that the server
-    listens on.
+    `http_host` is the address that the server listens on.
     """
 
-    def __init__(self, app: ASGIApp, callers: Callers, config: AccessConfig, http_host: str) -> None:
-        self._app = app
+    def __init__(self, callers: Callers, config: AccessConfig, http_host: str) -> None:
         self._callers = callers
         self._check_origin = not callers.need_keys and "*" not in config.cors_origins
         self._check_host = bool(config.allowed_hosts) or (is_loopback(http_host) and not callers.need_keys)
         self._origins = frozenset(config.cors_origins)
         self._hosts = config.allowed_hosts
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or (need := _need_of(scope["path"])) == "nothing":
-            await self._app(scope, receive, send)
-            return
-        headers = Headers(scope=scope)
-        try:
-            self._check_page(scope["method"], headers)
-            key = shown_key(headers.get("authorization"), headers.get("x-api-key"))
-            caller = self._callers.identify(key, need)
-            if caller is None:
-                await self._app(scope, receive, send)
-                return
-            with caller.begin_request(), acting_for(caller):
-                await self._app(scope, receive, send)
-        except ServiceError as error:  # of this gate: what the app raises has become an answer in there
-            await error_response_at(scope["path"], error)(scope, receive, send)
+    def caller_of(self, path: str, method: str, headers: Headers) -> Caller | None:
+        """Return who asks, None where nobody needs a key.
+
+        Raises: NotAuthenticated; NotAllowed for a key without the right, or a web page that may not ask.
+        """
+        if (need := _need_of(path)) == "nothing":
+            return None
+        self._check_page(method, headers)
+        return self._callers.identify(shown_key(headers.get("authorization"), headers.get("x-api-key")), need)
 
     def _check_page(self, method: str, headers: Headers) -> None:
         """Raise NotAllowed when a web page asks that may not."""

@@ -18,14 +18,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ray.exceptions import RayActorError
 
+from configs.access import AccessConfig
 from configs.cluster import LimitsConfig
 from deployments.errors import GenerationFailed, InvalidRequest, ModelUnavailable, Overloaded, QueueFull
 from deployments.ingress import errors
+from deployments.ingress.access.callers import Callers
+from deployments.ingress.access.http import HttpAccess
+from deployments.ingress.gate import Gate
 from deployments.ingress.kserve.inference import Inference
 from deployments.ingress.kserve.rest import routes, routing
 from deployments.ingress.kserve.rest.messages import read_request
 from deployments.ingress.kserve.rest.routes import create_inference_router
-from deployments.ingress.limits import BodyLimit
 
 PROMPT = {"name": "prompt", "datatype": "BYTES", "shape": [1], "data": ["a"]}
 X = {"name": "x", "datatype": "FP32", "shape": [1, 3], "data": [1, 2.5, -3]}
@@ -37,7 +40,8 @@ async def client(inference: Inference, limits: LimitsConfig, as_described: Any) 
     errors.install_error_handlers(app)
     routing.install_error_handlers(app)
     app.include_router(create_inference_router(inference, limits))
-    app.add_middleware(BodyLimit, max_bytes=limits.max_body_bytes, max_upload_bytes=limits.max_upload_bytes)
+    access = HttpAccess(Callers(AccessConfig()), AccessConfig(), "127.0.0.1")
+    app.add_middleware(Gate, access=access, limits=limits)
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     hooks = as_described(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost", event_hooks=hooks) as client:
