@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Generic, ParamSpec, TypeVar
 
@@ -61,7 +62,7 @@ class EngineLoop(Generic[RequestT, OutputT]):
         self._device = device
         self._engine = engine
         self._queues: dict[str, asyncio.Queue[OutputT | Exception]] = {}
-        self._num_joining = 0
+        self._joining: deque[RequestT] = deque()  # this loop appends, the device thread takes out
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -80,10 +81,12 @@ class EngineLoop(Generic[RequestT, OutputT]):
             ComputationFailed: the engine failed as a whole; other errors are the request's own (`Engine.failures`).
         """
         queue: asyncio.Queue[OutputT | Exception] = asyncio.Queue()
-        self._queues[request.request_id] = queue  # before `add_request`: a step may run between the two
+        self._queues[request.request_id] = queue
+        self._joining.append(request)
+        if self._task is None or self._task.done():
+            self._task = asyncio.ensure_future(self._run_steps())
         is_running = True
         try:
-            await self._join(request)
             while is_running:
                 output = await queue.get()
                 if isinstance(output, Exception):
@@ -94,29 +97,28 @@ class EngineLoop(Generic[RequestT, OutputT]):
             del self._queues[request.request_id]
             if is_running:
                 self._engine.forsake(request.request_id)
-                await self._device.run(self._engine.abort, request.request_id)
+                await self._between_steps(self._engine.abort, request.request_id)
 
     async def end_early(self, request_id: str, end: Callable[[str], OutputT | None]) -> None:
         """Call `end` for a request between two steps: it returns the request's last output, None if that goes on."""
-        output = await self._device.run(end, request_id)
+        output = await self._between_steps(end, request_id)
         if output is not None:
             self._hand_over([(request_id, output)])
 
-    async def _join(self, request: RequestT) -> None:
-        """Add the request to the engine. Its first step is behind that on the device thread already."""
-        self._num_joining += 1
-        try:
-            joining = self._device.begin_work(self._engine.add_request, request)
-            if self._task is None or self._task.done():
-                self._task = asyncio.ensure_future(self._run_steps())
-            await outcome_of(joining)
-        finally:
-            self._num_joining -= 1
+    async def _between_steps(self, work: Callable[[str], T], request_id: str) -> T:
+        """Return what `work` does with a request, which has joined before that, or never will."""
+        loop = asyncio.get_running_loop()
+
+        def call() -> T:
+            self._take_in(loop)
+            return work(request_id)
+
+        return await self._device.run(call)
 
     async def _run_steps(self) -> None:
-        while self._queues and (self._num_joining or self._engine.has_work):
+        while self._queues and (self._joining or self._engine.has_work):
             try:
-                await self._device.run(self._step_on, asyncio.get_running_loop())
+                await self._device.begin_work(self._step_on, asyncio.get_running_loop())
             except Exception as error:  # whatever happens here, nobody may be left waiting
                 for queue in self._queues.values():
                     queue.put_nowait(ComputationFailed(f"the engine failed: {error}"))
@@ -125,8 +127,9 @@ class EngineLoop(Generic[RequestT, OutputT]):
     def _step_on(self, loop: asyncio.AbstractEventLoop) -> None:
         """Step as long as nobody else wants the device thread: going through the event loop costs more than some steps.
 
-        Who joins or leaves wants it, and so do other engines.
+        Who joins does so between two steps. Who leaves wants the thread, and so do other engines.
         """
+        self._take_in(loop)
         while self._engine.has_work:
             outcomes: list[tuple[str, OutputT | Exception]] = [
                 (output.request_id, output) for output in self._engine.step()
@@ -136,6 +139,17 @@ class EngineLoop(Generic[RequestT, OutputT]):
                 loop.call_soon_threadsafe(self._hand_over, outcomes)
             if self._device.is_wanted:
                 return
+            self._take_in(loop)
+
+    def _take_in(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Add those who join to the engine, but for those who have left, and tell whom it refuses."""
+        while self._joining:
+            request = self._joining.popleft()
+            if request.request_id in self._queues:
+                try:
+                    self._engine.add_request(request)
+                except Exception as error:
+                    loop.call_soon_threadsafe(self._hand_over, [(request.request_id, error)])
 
     def _hand_over(self, outcomes: Sequence[tuple[str, OutputT | Exception]]) -> None:
         for request_id, outcome in outcomes:

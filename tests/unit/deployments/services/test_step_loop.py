@@ -442,6 +442,38 @@ async def test_steps_do_not_wait_for_the_event_loop() -> None:
     assert await found == "a1 a2 a3 a4 a5 "
 
 
+async def test_who_joins_does_not_wait_for_the_event_loop() -> None:
+    engine = Engine(Turns(0))
+    text = EngineLoop(DeviceThread(), engine)
+    first = asyncio.ensure_future(texts(text, text_request("a", 3)))
+    await until(lambda: engine.turns.waiting)
+    second = asyncio.ensure_future(texts(text, text_request("b", 2)))
+    await asyncio.sleep(0)
+    engine.turns.grant(3)
+    end_s = time.monotonic() + WAIT_S
+    while engine.has_work:  # this holds the event loop
+        assert time.monotonic() < end_s
+        time.sleep(0.001)
+    assert engine.steps == [["a"], ["a", "b"], ["a", "b"]]
+    assert await asyncio.gather(first, second) == ["a1 a2 a3 ", "b1 b2 "]
+
+
+async def test_who_leaves_before_the_next_step_never_joins() -> None:
+    engine = Engine(Turns(0))
+    text = EngineLoop(DeviceThread(), engine)
+    kept = asyncio.ensure_future(texts(text, text_request("kept", 3)))
+    await until(lambda: engine.turns.waiting)
+    left = asyncio.ensure_future(texts(text, text_request("left", 2)))
+    await asyncio.sleep(0)
+    left.cancel()
+    await asyncio.sleep(0)
+    engine.turns.grant(3)
+    assert await kept == "kept1 kept2 kept3 "
+    assert engine.steps == [["kept"]] * 3
+    with pytest.raises(asyncio.CancelledError):
+        await left
+
+
 async def test_leaving_early_aborts_the_request() -> None:
     engine = Engine()
     text = EngineLoop(DeviceThread(), engine)
