@@ -107,7 +107,7 @@ async def _open(stack: contextlib.AsyncExitStack, store: Any, manifest: Any, bud
         retire=builder.retire,
         can_stream=builder.can_stream,
     )
-    is_whole = await cache.can_hold(manifest, is_denoise_component, ())
+    is_whole = cache.can_hold(manifest, is_denoise_component, {})
     lease = await stack.enter_async_context(
         cache.lease("bench", lambda part: part.name == "transformer" or (is_whole and part.name == "vae"), streams=True)
     )

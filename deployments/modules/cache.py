@@ -122,7 +122,9 @@ class ModuleCache:
         start = self._clock()
         manifest = await self.manifests.find_version(model, version)
         self._follow_pin(manifest)
-        parts = await self._parts_with(manifest, wanted, adapters, adapter_versions, streams=streams)
+        versions = adapter_versions or {}
+        others = {name: await self.manifests.find_version(name, versions.get(name)) for name in adapters}
+        parts = self._parts_with(manifest, wanted, others, streams=streams)
         taken, built = await self._take_built(Wanted(model, parts), max_wait_s or MAX_WAIT_FOR_ROOM_S)
         slots = taken.slots
         try:
@@ -198,14 +200,11 @@ class ModuleCache:
         extents = {extent.id: extent for part in parts.values() for extent in part.extents}
         return self._kept is None or await asyncio.to_thread(self._kept.has_room_for, list(extents.values()))
 
-    async def can_hold(
-        self, manifest: Manifest, wanted: Wants, adapters: Sequence[str], versions: Mapping[str, str] | None = None
-    ) -> bool:
+    def can_hold(self, manifest: Manifest, wanted: Wants, adapters: Mapping[str, Manifest]) -> bool:
         """Return whether the budget has room for these together, beside what is pinned."""
         if self._kept:  # the weights are the node's
             return True
-        parts = await self._parts_with(manifest, wanted, adapters, versions)
-        return self._modules.can_hold(Wanted(manifest.model, parts))
+        return self._modules.can_hold(Wanted(manifest.model, self._parts_with(manifest, wanted, adapters)))
 
     def holds(self, model: str) -> bool:
         """Return whether anything of `model` is resident."""
@@ -267,7 +266,12 @@ class ModuleCache:
         """
         self._loop = asyncio.get_running_loop()
         while True:
-            taken = await self._modules.take(wanted, max_wait_s, self.fetch_ahead)
+            taken = self._modules.take(wanted)
+            if taken.ticket.is_waiting:
+                self.fetch_ahead(wanted)
+                await self._modules.wait_for_room(taken, max_wait_s)
+            if taken.ticket.refusal:
+                raise BudgetExceeded(taken.ticket.refusal)
             try:
                 built: dict[PartName, Built] = {}
                 for name, slot in taken.slots.items():
@@ -328,20 +332,13 @@ class ModuleCache:
         components = filter(wanted, manifest.components.values())
         return {PartName(one.name): self._part(manifest, one) for one in components}
 
-    async def _parts_with(
-        self,
-        manifest: Manifest,
-        wanted: Wants,
-        adapters: Sequence[str],
-        versions: Mapping[str, str] | None,
-        *,
-        streams: bool = False,
+    def _parts_with(
+        self, manifest: Manifest, wanted: Wants, adapters: Mapping[str, Manifest], *, streams: bool = False
     ) -> dict[PartName, Part]:
         parts = self._whole_parts(manifest, wanted)
-        for adapter in adapters:
-            manifest = await self.manifests.find_version(adapter, (versions or {}).get(adapter))
-            found = self._whole_parts(manifest, wanted).values()
-            parts |= {PartName(adapter, is_adapter=True): part for part in found}
+        for name, adapter in adapters.items():
+            found = self._whole_parts(adapter, wanted).values()
+            parts |= {PartName(name, is_adapter=True): part for part in found}
         return self._fitted(parts, is_last_resort=streams)
 
     def _part(self, manifest: Manifest, component: Component) -> Part:

@@ -20,13 +20,22 @@ from weights.residency.policy import rate_class
 from weights.residency.sizes import bytes_of
 
 
-@dataclass(eq=False, frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class Taken:
-    """All slots of a request, leased until `give_back`, and the names of those that are built for it."""
+    """All slots of a request, leased until `give_back`; none while it waits for room, or when it is refused."""
 
+    wanted: Wanted
+    settled: asyncio.Future[dict[PartName, Slot]]
     ticket: Ticket[Slot]
-    slots: Mapping[PartName, Slot]
-    fresh: Collection[PartName]
+
+    @property
+    def slots(self) -> Mapping[PartName, Slot]:
+        return self.settled.result()
+
+    @property
+    def fresh(self) -> Collection[PartName]:
+        """Return the names of the slots that are built for it."""
+        return _names_of(self.wanted, self.ticket.fresh)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,26 +109,23 @@ class ResidentModules:
 
     # requests
 
-    async def take(self, wanted: Wanted, max_wait_s: float, on_wait: Callable[[Wanted], None]) -> Taken:
-        """Lease every slot or none; `on_wait` is told of what has to wait for room.
-
-        Raises BudgetExceeded when there can be no room, or is none in time.
-        """
+    @_locked
+    def take(self, wanted: Wanted) -> Taken:
+        """Lease every slot or none. The ticket says whether it is refused, or has to `wait_for_room`."""
         settled: asyncio.Future[dict[PartName, Slot]] = asyncio.get_running_loop().create_future()
-        ticket = self._ask(wanted, settled)
-        if ticket.is_waiting:
-            on_wait(wanted)
-            try:
-                await asyncio.wait([settled], timeout=max_wait_s)
-            except asyncio.CancelledError:
-                self._end(ticket)
-                raise
-            if ticket.is_waiting:
-                self._end(ticket)
-        if ticket.refusal:
-            raise BudgetExceeded(ticket.refusal)
-        slots = settled.result()
-        return Taken(ticket, slots, _names_of(wanted, ticket.fresh))
+        holder = f"{wanted.model}#{next(self._serials)}"
+        ticket = self._queue.ask(str(wanted), wanted.sizes, holder, partial(self._settle, wanted, settled))
+        return Taken(wanted, settled, ticket)
+
+    async def wait_for_room(self, taken: Taken, max_wait_s: float) -> None:
+        """Return when it has its slots; it is refused when there is no room in time."""
+        try:
+            await asyncio.wait([taken.settled], timeout=max_wait_s)
+        except asyncio.CancelledError:
+            self._end(taken.ticket)
+            raise
+        if taken.ticket.is_waiting:
+            self._end(taken.ticket)
 
     @_locked
     def start_computing(self, slots: Collection[Slot]) -> bool:
@@ -316,11 +322,6 @@ class ResidentModules:
         }
 
     # inside
-
-    @_locked
-    def _ask(self, wanted: Wanted, settled: asyncio.Future[dict[PartName, Slot]]) -> Ticket[Slot]:
-        holder = f"{wanted.model}#{next(self._serials)}"
-        return self._queue.ask(str(wanted), wanted.sizes, holder, partial(self._settle, wanted, settled))
 
     def _settle(self, wanted: Wanted, settled: asyncio.Future[dict[PartName, Slot]], ticket: Ticket[Slot]) -> None:
         """Begin to build what is new, at once: whoever asked may be cancelled before it hears of it."""

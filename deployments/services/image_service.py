@@ -7,45 +7,49 @@ import contextlib
 import hashlib
 import platform
 import time
-import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterator
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Final, NamedTuple, TypeVar
+from typing import Final, NamedTuple
 
 import torch
 
 from configs.cluster import WorkerConfig
 from deployments.engines.diffusion.checkpoints import conditioning_of
 from deployments.engines.diffusion.engine import DiffusionEngine
-from deployments.engines.diffusion.families import family_of
 from deployments.engines.diffusion.pipeline import DenoisePipeline, create_pipeline, settings_hash
 from deployments.engines.protocol import (
-    AdapterUse,
     ConditionedRequest,
-    ControlUse,
     DiffusionOutput,
-    DiffusionRequest,
 )
 from deployments.engines.step_costs import StepCosts
 from deployments.errors import as_service_errors
 from deployments.modules.cache import ModuleCache
 from deployments.modules.lease import Lease
 from deployments.modules.loading import batch_bounds, is_denoise_component
-from deployments.records import CacheUse, ImageProgress, ImageRequest, ImageResult
+from deployments.records import CacheUse, ImageProgress, ImageRequest, ImageResult, SwitchReport
 from deployments.services.apart_stages import ApartStages
+from deployments.services.image_requests import (
+    conditioning_request,
+    denoise_request,
+    ignored_inputs,
+    progress_of,
+    result_of,
+)
 from deployments.services.remembered_costs import RememberedCosts
 from deployments.services.step_loop import DeviceThread, EngineLoop
 from deployments.tasks import shared_task
 from deployments.text.requests import Conditioning, ConditioningRequest, pack, unpack
+from weights.manifest import Manifest
 
 EncodeText = Callable[[ConditioningRequest], Awaitable[Conditioning]]
+WithText = Callable[[], Awaitable[ConditionedRequest]]
 OnStep = Callable[[int, int], None]  # steps done, steps in all
 ImagePiece = ImageProgress | ImageResult
 MAX_SETTINGS: Final = 1024
 _NO_PREVIEWS: Final = "partial_images: none were made, the device has no room for denoiser and VAE together"
 KEEP_COSTS_S: Final = 30.0  # from one writing of the measured costs to the next
-_NumberT = TypeVar("_NumberT", int, float)
 
 
 class _PipelineEngine(NamedTuple):
@@ -139,84 +143,77 @@ class ImageService:
         Raises the ServiceErrors of `deployments.errors`, and what `encode_text` raises; nothing is leased then.
         """
         start = time.perf_counter()
-        denoise = _denoise_request(request)
+        denoise = denoise_request(request)
         with as_service_errors(), self._movable(denoise.request_id, request.model):
             manifest = await self._module_cache.manifests.find_version(request.model, request.model_version)
-            text = _conditioning_request(request, denoise, manifest.class_name or "")
+            text = conditioning_request(request, denoise, manifest.class_name or "")
             encoding = asyncio.ensure_future(_kept_text(checkpoint) if checkpoint else encode_text(text))
-            try:
-                if encode_first:
-                    await encoding
-                adapters = sorted({*(use.name for use in request.lora), *(use.name for use in request.control)})
-                take = partial(
-                    self._module_cache.lease,
-                    request.model,
-                    version=manifest.fingerprint,
-                    adapter_versions=request.adapter_versions,
-                )
-                conditioned = ConditionedRequest(
+
+            async def with_text() -> ConditionedRequest:
+                return ConditionedRequest(
                     denoise,
-                    {},
+                    unpack((await encoding).tensors),
                     reports_steps=request.reports_steps,
                     num_previews=request.partial_images,
                     checkpoint_steps=request.checkpoint_steps,
                     checkpoint_interval_s=request.checkpoint_interval_s,
                     resume_from=checkpoint,
+                    timeout_s=_time_left(request, start),
                 )
 
-                async def with_text() -> ConditionedRequest:
-                    tensors = unpack((await encoding).tensors)
-                    return replace(conditioned, conditioning=tensors, timeout_s=_time_left(request, start))
-
-                is_whole = await self._module_cache.can_hold(
-                    manifest, is_denoise_component, adapters, request.adapter_versions
-                )
-                if is_whole:
-                    async with take(is_denoise_component, adapters) as lease:
-                        report, ready = lease.report, replace(await with_text(), adapters=lease.adapters)
-                        async with contextlib.aclosing(self._denoise(lease, ready)) as outputs:
-                            async for output in outputs:
-                                if not output.is_last:
-                                    yield _progress(output)
-                else:  # a stage at a time
-                    ready = replace(await with_text(), num_previews=0)
-                    apart = self._apart.stream(
-                        request,
-                        ready,
-                        manifest,
-                        lambda wants, names, max_wait_s: take(wants, names, max_wait_s=max_wait_s, streams=True),
-                        partial(self._denoise, is_whole=False),
-                    )
-                    async with contextlib.aclosing(apart) as staged:
-                        async for output, report in staged:  # noqa: B007  # the last one is told
-                            if not output.is_last:
-                                yield _progress(output)
+            try:
+                if encode_first:
+                    await encoding
+                is_whole = self._module_cache.can_hold(manifest, is_denoise_component, await self._adapters_of(request))
+                outputs = self._run_whole if is_whole else self._run_apart
+                async with contextlib.aclosing(outputs(request, manifest, with_text)) as told:
+                    async for output, report in told:  # noqa: B007  # the last report is told
+                        if not output.is_last:
+                            yield progress_of(output)
                 conditioning = await encoding
             finally:
                 encoding.cancel()
         if output.is_moved:
-            yield _progress(output)
+            yield progress_of(output)
             return
-        assert output.images is not None  # it is the last
         warnings: tuple[str, ...] = () if is_whole or not request.partial_images else (_NO_PREVIEWS,)
-        warnings += conditioning.warnings + _ignored_inputs(request, text.use_negative, manifest.class_name or "")
-        yield ImageResult(
-            model=request.model,
-            images=list(output.images),
-            seed=denoise.seed,
-            num_inference_steps=denoise.num_inference_steps,
-            timings_ms={
-                "queue": output.times.queue_s * 1e3,
-                "encode": conditioning.encode_ms,
-                "switch": report.switch_ms,
-                "denoise": output.times.denoise_s * 1e3,
-                "decode": output.times.decode_s * 1e3,
-                "total": (time.perf_counter() - start) * 1e3,
-            },
-            switch=report,
-            cache=conditioning.cache,
-            warnings=warnings,
+        warnings += conditioning.warnings + ignored_inputs(request, text.use_negative, manifest.class_name or "")
+        yield result_of(request, denoise, output, conditioning, report, warnings, time.perf_counter() - start)
+
+    async def _adapters_of(self, request: ImageRequest) -> dict[str, Manifest]:
+        """Return the manifests of the LoRAs and ControlNets of a request, by name."""
+        find, versions = self._module_cache.manifests.find_version, request.adapter_versions
+        return {name: await find(name, versions.get(name)) for name in _adapter_names(request)}
+
+    async def _run_whole(
+        self, request: ImageRequest, manifest: Manifest, with_text: WithText
+    ) -> AsyncGenerator[tuple[DiffusionOutput, SwitchReport], None]:
+        """Yield what the engine tells of a request whose whole model is leased, and the switch to that."""
+        async with self._lease(request, manifest)(is_denoise_component, _adapter_names(request)) as lease:
+            ready = replace(await with_text(), adapters=lease.adapters)
+            async with contextlib.aclosing(self._denoise(lease, ready)) as outputs:
+                async for output in outputs:
+                    yield output, lease.report
+
+    async def _run_apart(
+        self, request: ImageRequest, manifest: Manifest, with_text: WithText
+    ) -> AsyncGenerator[tuple[DiffusionOutput, SwitchReport], None]:
+        """Yield what the engine tells of a request that has a stage of its model at a time, and the switches so far."""
+        lease = self._lease(request, manifest)
+        stages = self._apart.stream(
+            request,
+            replace(await with_text(), num_previews=0),
+            manifest,
+            lambda wants, names, max_wait_s: lease(wants, names, max_wait_s=max_wait_s, streams=True),
+            partial(self._denoise, is_whole=False),
         )
+        async with contextlib.aclosing(stages) as told:
+            async for output_and_report in told:
+                yield output_and_report
+
+    def _lease(self, request: ImageRequest, manifest: Manifest) -> Callable[..., AbstractAsyncContextManager[Lease]]:
+        versions = request.adapter_versions
+        return partial(self._module_cache.lease, request.model, version=manifest.fingerprint, adapter_versions=versions)
 
     @contextlib.contextmanager
     def _movable(self, request_id: str, model: str) -> Iterator[None]:
@@ -283,6 +280,10 @@ class ImageService:
         )
 
 
+def _adapter_names(request: ImageRequest) -> list[str]:
+    return sorted({*(use.name for use in request.lora), *(use.name for use in request.control)})
+
+
 def _subject(lease: Lease, settings: WorkerConfig) -> str:
     """Return what a step's time depends on beside its shape: structures and dtypes, the machine, device and threads."""
     modules = lease.modules.items()
@@ -303,67 +304,3 @@ async def _kept_text(checkpoint: bytes) -> Conditioning:
 
 def _time_left(request: ImageRequest, start: float) -> float | None:
     return None if request.timeout_s is None else request.timeout_s - (time.perf_counter() - start)
-
-
-def _progress(output: DiffusionOutput) -> ImageProgress:
-    previews = () if output.preview is None else tuple(output.preview)
-    return ImageProgress(
-        output.step_index, output.num_steps, previews, output.preview_index, output.checkpoint, output.is_moved
-    )
-
-
-def _denoise_request(request: ImageRequest) -> DiffusionRequest:
-    """Return the request in the engine's terms."""
-    return DiffusionRequest(
-        request_id=uuid.uuid4().hex,
-        width=_filled(request.width),
-        height=_filled(request.height),
-        num_inference_steps=_filled(request.num_inference_steps),
-        guidance_scale=_filled(request.guidance_scale),
-        seed=_filled(request.seed),
-        num_images=request.n,
-        true_cfg_scale=request.true_cfg_scale,
-        adapters=tuple(AdapterUse(use.name, use.scale) for use in request.lora),
-        init_image=request.init_image,
-        mask_image=request.mask_image,
-        scheduler=request.scheduler,
-        sigmas=request.sigmas,
-        timesteps=request.timesteps,
-        strength=1.0 if request.strength is None else request.strength,
-        deterministic=request.deterministic,
-        control=tuple(ControlUse(use.name, use.image, use.scale, use.start, use.end) for use in request.control),
-    )
-
-
-def _filled(value: _NumberT | None) -> _NumberT:
-    if value is None:
-        raise ValueError("the request's defaults must be filled in before: see with_image_defaults")
-    return value
-
-
-def _conditioning_request(request: ImageRequest, denoise: DiffusionRequest, class_name: str) -> ConditioningRequest:
-    """Return the text half of the request, for a text encoder."""
-    family = family_of(class_name)
-    return ConditioningRequest(
-        model=request.model,
-        prompt=request.prompt,
-        negative_prompt=request.negative_prompt,
-        use_negative=family.uses_negative(denoise, request.negative_prompt is not None),
-        max_sequence_length=request.max_sequence_length,
-        model_version=request.model_version,
-        text_padding=request.text_padding,
-        long_text=request.long_text,
-        priority=request.priority,
-        timeout_s=request.timeout_s,
-        adapters={use.name: use.scale for use in request.lora},
-        encodes_alone=request.deterministic,
-        adapter_versions=request.adapter_versions,
-    )
-
-
-def _ignored_inputs(request: ImageRequest, use_negative: bool, class_name: str) -> tuple[str, ...]:
-    """Return warnings about what was asked for and had no effect."""
-    if request.negative_prompt and not use_negative:
-        rule = family_of(class_name).guidance_rule
-        return (f"negative_prompt had no effect: guidance is off ({class_name} needs {rule})",)
-    return ()

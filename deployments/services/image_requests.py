@@ -1,0 +1,108 @@
+"""An image request in the terms of its engine and of its text encoder, and what they tell as pieces of the answer."""
+
+from __future__ import annotations
+
+import uuid
+from typing import TypeVar
+
+from deployments.engines.diffusion.families import family_of
+from deployments.engines.protocol import AdapterUse, ControlUse, DiffusionOutput, DiffusionRequest
+from deployments.records import ImageProgress, ImageRequest, ImageResult, SwitchReport
+from deployments.text.requests import Conditioning, ConditioningRequest
+
+_NumberT = TypeVar("_NumberT", int, float)
+
+
+def denoise_request(request: ImageRequest) -> DiffusionRequest:
+    """Return the request in the engine's terms."""
+    return DiffusionRequest(
+        request_id=uuid.uuid4().hex,
+        width=_filled(request.width),
+        height=_filled(request.height),
+        num_inference_steps=_filled(request.num_inference_steps),
+        guidance_scale=_filled(request.guidance_scale),
+        seed=_filled(request.seed),
+        num_images=request.n,
+        true_cfg_scale=request.true_cfg_scale,
+        adapters=tuple(AdapterUse(use.name, use.scale) for use in request.lora),
+        init_image=request.init_image,
+        mask_image=request.mask_image,
+        scheduler=request.scheduler,
+        sigmas=request.sigmas,
+        timesteps=request.timesteps,
+        strength=1.0 if request.strength is None else request.strength,
+        deterministic=request.deterministic,
+        control=tuple(ControlUse(use.name, use.image, use.scale, use.start, use.end) for use in request.control),
+    )
+
+
+def _filled(value: _NumberT | None) -> _NumberT:
+    if value is None:
+        raise ValueError("the request's defaults must be filled in before: see with_image_defaults")
+    return value
+
+
+def conditioning_request(request: ImageRequest, denoise: DiffusionRequest, class_name: str) -> ConditioningRequest:
+    """Return the text half of the request, for a text encoder."""
+    family = family_of(class_name)
+    return ConditioningRequest(
+        model=request.model,
+        prompt=request.prompt,
+        negative_prompt=request.negative_prompt,
+        use_negative=family.uses_negative(denoise, request.negative_prompt is not None),
+        max_sequence_length=request.max_sequence_length,
+        model_version=request.model_version,
+        text_padding=request.text_padding,
+        long_text=request.long_text,
+        priority=request.priority,
+        timeout_s=request.timeout_s,
+        adapters={use.name: use.scale for use in request.lora},
+        encodes_alone=request.deterministic,
+        adapter_versions=request.adapter_versions,
+    )
+
+
+def progress_of(output: DiffusionOutput) -> ImageProgress:
+    """Return what the request is told of a step."""
+    previews = () if output.preview is None else tuple(output.preview)
+    return ImageProgress(
+        output.step_index, output.num_steps, previews, output.preview_index, output.checkpoint, output.is_moved
+    )
+
+
+def result_of(
+    request: ImageRequest,
+    denoise: DiffusionRequest,
+    output: DiffusionOutput,
+    conditioning: Conditioning,
+    report: SwitchReport,
+    warnings: tuple[str, ...],
+    total_s: float,
+) -> ImageResult:
+    """Return the answer that the last output makes."""
+    assert output.images is not None  # it is the last
+    return ImageResult(
+        model=request.model,
+        images=list(output.images),
+        seed=denoise.seed,
+        num_inference_steps=denoise.num_inference_steps,
+        timings_ms={
+            "queue": output.times.queue_s * 1e3,
+            "encode": conditioning.encode_ms,
+            "switch": report.switch_ms,
+            "denoise": output.times.denoise_s * 1e3,
+            "decode": output.times.decode_s * 1e3,
+            "total": total_s * 1e3,
+        },
+        switch=report,
+        cache=conditioning.cache,
+        warnings=warnings,
+    )
+
+
+def ignored_inputs(request: ImageRequest, use_negative: bool, class_name: str) -> tuple[str, ...]:
+    """Return warnings about what was asked for and had no effect."""
+    if request.negative_prompt and not use_negative:
+        rule = family_of(class_name).guidance_rule
+        return (f"negative_prompt had no effect: guidance is off ({class_name} needs {rule})",)
+    return ()
