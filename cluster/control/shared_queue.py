@@ -1,6 +1,6 @@
 """SharedQueue: the one admission queue of several ingress replicas. A named, detached actor.
 
-Each ingress joins with all that it has, then sends what changes in batches, and listens: that is its sign of life, too.
+Each ingress joins with all that it has, then sends what changes in batches, and listens: that is its heartbeat, too.
 One that is silent for `SILENT_S` counts as dead, and its requests leave. A message that may be lost ends a session: the
 ingress joins anew and what it says then counts. So the actor needs no memory: after a restart it hands out nothing for
 as long as an ingress that lives may need to join, and then knows all that runs.
@@ -91,7 +91,7 @@ class _Session:
     number: int
     lists: dict[str, frozenset[str]]
     tickets: set[int]
-    num_ticks: int = 0  # since the last sign of life
+    num_ticks: int = 0  # since the last heartbeat
     events: list[Started | Refused] = field(default_factory=list)
     has_news: asyncio.Event = field(default_factory=asyncio.Event)
 

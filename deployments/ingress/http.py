@@ -9,12 +9,12 @@ import asyncio
 import contextlib
 import os
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterator, Mapping
 from contextlib import aclosing
 from functools import partial
 from typing import Any
 
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
 from ray import serve
 from ray.serve.context import _get_global_client
 from ray.serve.handle import DeploymentHandle
@@ -88,55 +88,30 @@ def create_http_app(
     `http_host` is the address that Serve listens on, where that is not the config's. `on_start` is called on the event
     loop of its requests, before the first one.
     """
-    limits = config.ingress.limits
     callers = Callers(config.access, config.ingress.num_replicas)
     statistics, repository = Statistics(), Repository(service)
-    inference = Inference(service, limits, statistics)
-
-    @contextlib.asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        on_start()
-        if config.grpc is None:
-            yield
-            return
-        server = await start_grpc_server(
-            inference,
-            repository,
-            statistics,
-            host=config.grpc.host,
-            port=config.grpc.port,
-            max_message_bytes=limits.max_body_bytes,
-            callers=callers,
-        )
-        try:
-            yield
-        finally:
-            await server.stop()
-
+    inference = Inference(service, config.ingress.limits, statistics)
     app = FastAPI(
-        title="Atelier", version="1", description=_DESCRIPTION, docs_url="/docs", redoc_url=None, lifespan=lifespan
+        title="Atelier",
+        version="1",
+        description=_DESCRIPTION,
+        docs_url="/docs",
+        redoc_url=None,
+        lifespan=_lifespan(config, callers, inference, repository, statistics, on_start),
     )
     errors.install_error_handlers(app)
     routing.install_error_handlers(app)
-    links = ImageLinks(config.ingress.image_links, config.name)
-    streams = ResumableStreams(config.ingress.image_streams, config.ingress.num_replicas)
-    app.include_router(create_images_router(service, links, streams, limits))
-    app.include_router(create_streams_router(streams))
-    app.include_router(create_links_router(links))
-    app.include_router(create_embeddings_router(service))
-    app.include_router(create_text_router(service))
-    app.include_router(create_responses_router(service))
-    app.include_router(create_models_router(service))
+    for router in _openai_routers(service, config):
+        app.include_router(router)
     app.include_router(create_repository_router(repository, statistics))  # `/v2/models/stats` is no model
-    app.include_router(create_inference_router(inference, limits))
+    app.include_router(create_inference_router(inference, config.ingress.limits))
     app.include_router(create_admin_router(service))
-    app.include_router(
-        create_controller_router(partial(connect_controller, config) if config.controller.enabled else None)
-    )
+    connect = partial(connect_controller, config) if config.controller.enabled else None
+    app.include_router(create_controller_router(connect))
     if callers.need_keys:
         describe_keys(app)
     access = HttpAccess(callers, config.access, config.http.host if http_host is None else http_host)
-    app.add_middleware(Gate, access=access, limits=limits)
+    app.add_middleware(Gate, access=access, limits=config.ingress.limits)
     app.add_middleware(Turns, max_waiting=lambda: service.queue.config.max_waiting)
     if config.access.cors_origins:  # around all else: browsers show a page no refusal without its headers
         app.add_middleware(
@@ -148,6 +123,52 @@ def create_http_app(
             expose_headers=["Content-Location", "Retry-After", "Server-Timing"],
         )
     return app
+
+
+def _openai_routers(service: Service, config: ClusterConfig) -> Iterator[APIRouter]:
+    """Yield the routes under /v1."""
+    links = ImageLinks(config.ingress.image_links, config.name)
+    streams = ResumableStreams(config.ingress.image_streams, config.ingress.num_replicas)
+    yield create_images_router(service, links, streams, config.ingress.limits)
+    yield create_streams_router(streams)
+    yield create_links_router(links)
+    yield create_embeddings_router(service)
+    yield create_text_router(service)
+    yield create_responses_router(service)
+    yield create_models_router(service)
+
+
+def _lifespan(
+    config: ClusterConfig,
+    callers: Callers,
+    inference: Inference,
+    repository: Repository,
+    statistics: Statistics,
+    on_start: Callable[[], None],
+) -> Callable[[FastAPI], contextlib.AbstractAsyncContextManager[None]]:
+    """Return what calls `on_start`, and runs the gRPC server beside the application."""
+
+    @contextlib.asynccontextmanager
+    async def running(_: FastAPI) -> AsyncIterator[None]:
+        on_start()
+        if config.grpc is None:
+            yield
+            return
+        server = await start_grpc_server(
+            inference,
+            repository,
+            statistics,
+            host=config.grpc.host,
+            port=config.grpc.port,
+            max_message_bytes=config.ingress.limits.max_body_bytes,
+            callers=callers,
+        )
+        try:
+            yield
+        finally:
+            await server.stop()
+
+    return running
 
 
 @serve.ingress()

@@ -1,4 +1,4 @@
-"""Private folders with a sign of life: an flock that ends with its process, however that ends.
+"""Private folders, each claimed by an flock that ends with the process that holds it, however that ends.
 
 A process id would not do: it means nothing on another node that sees the same store, and it is given out again.
 """
@@ -21,7 +21,7 @@ _WORK_PATH: Final = "ATELIER_WORK_PATH"
 _TEMPORARY: Final = "tmp_weight_*"
 _SESSION: Final = re.compile(r"[A-Za-z0-9-]{1,64}")
 STAGED: Final = ".staged-*"  # folders of a store in which its writers prepare what they will publish
-SIGN_OF_LIFE: Final = ".alive"
+CLAIM: Final = ".alive"
 _CLAIM_S: Final = 2.0  # a sweep that came between `mkdir` and `flock` is over long before
 
 
@@ -67,7 +67,7 @@ def _held_dead(path: Path) -> Iterator[bool]:
         dead = False
         with contextlib.suppress(OSError):  # no such folder, none of ours, somebody's
             if not path.is_symlink():
-                lock = stack.enter_context((path / SIGN_OF_LIFE).open("r+"))
+                lock = stack.enter_context((path / CLAIM).open("r+"))
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 dead = _is_linked(lock)
         yield dead
@@ -84,7 +84,7 @@ def _claim(path: Path) -> IO[str]:
         make_folder(path.parent)
         path.mkdir(exist_ok=True)  # need not survive a crash
         try:
-            lock = (path / SIGN_OF_LIFE).open("w")
+            lock = (path / CLAIM).open("w")
         except FileNotFoundError:  # swept in between
             continue
         try:
@@ -100,12 +100,12 @@ def _claim(path: Path) -> IO[str]:
 
 
 def _remove(path: Path) -> None:
-    """Remove the folder, its sign of life last: a removal cut short is taken up by the next sweep."""
+    """Remove the folder, its claim last: a removal cut short is taken up by the next sweep."""
     with contextlib.suppress(OSError):
         for child in path.iterdir():
-            if child.name != SIGN_OF_LIFE:
+            if child.name != CLAIM:
                 remove_path(child)
-        (path / SIGN_OF_LIFE).unlink(missing_ok=True)
+        (path / CLAIM).unlink(missing_ok=True)
         path.rmdir()
 
 

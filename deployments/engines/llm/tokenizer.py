@@ -10,9 +10,9 @@ from typing import Any
 from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from deployments.engines.build import read_config
 from deployments.engines.llm.models.gguf_config import gguf_headers
 from deployments.engines.llm.models.gguf_tokenizer import gguf_tokenizer
-from deployments.engines.llm.models.registry import read_json
 from deployments.engines.protocol import EngineError
 
 
@@ -29,7 +29,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
 def load_eos_token_ids(folder: Path, config: PretrainedConfig) -> frozenset[int]:
     """Read the end tokens of generation_config.json or, when it names none, of the config. May be empty."""
     path = folder / "generation_config.json"
-    eos = read_json(path).get("eos_token_id") if path.exists() else None
+    eos = read_config(path).get("eos_token_id") if path.exists() else None
     if eos is None:
         eos = config.eos_token_id
     if eos is None:
@@ -83,7 +83,7 @@ def load_generation_defaults(folder: Path) -> dict[str, float | int]:
     `do_sample: false` is temperature 0. Values that are no numbers, or switched off by null, are left out.
     """
     path = folder / "generation_config.json"
-    given = read_json(path) if path.exists() else {}
+    given = read_config(path) if path.exists() else {}
     names = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty")}
     names["max_new_tokens"] = "max_tokens"
     found = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from torch import nn
 from transformers import AutoConfig, PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from deployments.engines.build import read_config
 from deployments.engines.llm.models.feed_forward import ExpertsSpec, MixtureOfExperts, renamed_experts
 from deployments.engines.llm.models.gguf_config import CLASS_NAMES, MAX_EXPERTS, gguf_config, gguf_headers
 from deployments.engines.llm.models.kuiper_config import kuiper_header, kuiper_source
@@ -47,17 +47,6 @@ class LoadedModel:
     pads_rows: bool = True
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Read the JSON object in `path`. Raises EngineError naming a file that is not there or no object."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise EngineError(f"cannot read {path}: {error}") from error
-    if not isinstance(content, dict):
-        raise EngineError(f"{path} holds a {type(content).__name__}, expected a JSON object")
-    return content
-
-
 def load_config(folder: Path) -> PretrainedConfig:
     """Read the transformers config of a model folder, or make it of the metadata of the GGUF model that is there.
 
@@ -66,7 +55,7 @@ def load_config(folder: Path) -> PretrainedConfig:
     """
     if headers := gguf_headers(folder):
         return gguf_config(headers)
-    content = read_json(folder / "config.json")
+    content = read_config(folder / "config.json")
     names = content.get("architectures") or [CLASS_NAMES.get(str(content.get("model_type")))]
     if names[0] not in ARCHITECTURES:
         asked = names[0] or content.get("model_type")

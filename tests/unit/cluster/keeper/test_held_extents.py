@@ -447,7 +447,7 @@ WORK: dict[str, Callable[[HeldExtents], object]] = {
     "a refusal": refuse,
     "a prefetch": lambda held: held.prefetch([extent(f"next-{number}") for number in range(20)]),
     "a death": lambda held: held.end_holder("v"),
-    "a sign of life": lambda held: (held.greet("v"), held.wanted_bytes),
+    "a heartbeat": lambda held: (held.greet("v"), held.wanted_bytes),
     "figures": lambda held: (held.totals(), held.bytes_by_holder(), held.num_waiting),
     "who has what": lambda held: held.holders_text(),
     "a drop": lambda held: held.drop(["3", "60", "200"]),

@@ -96,7 +96,7 @@ def test_whose_process_cannot_be_seen_is_dead_after_a_time_of_silence(watched: W
 
 
 def test_time_in_which_the_watch_stood_still_is_nobodys_silence() -> None:
-    """Its process was stopped, and those who gave signs of life meanwhile were not heard."""
+    """Its process was stopped, and the heartbeats that came meanwhile were not heard."""
     now_s, dead = [0.0], []
     watch = HolderWatch(dead.append, interval_s=NEVER_S, silence_s=60, clock=lambda: now_s[0])
     watch.heard("elsewhere")

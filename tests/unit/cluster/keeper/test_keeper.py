@@ -565,7 +565,7 @@ def test_a_write_into_shared_bytes_is_noticed_and_replaced(keeper, extents, tmp_
 
 @pytest.fixture
 def replica(monkeypatch: pytest.MonkeyPatch) -> Callable[..., RayExtents]:
-    """Real replicas' clients; they give signs of life when they are told to."""
+    """Real replicas' clients; their hearts beat when they are told to."""
     monkeypatch.setattr("cluster.keeper.ray_extents.ray.get", ray_get)
     monkeypatch.setattr("cluster.keeper.ray_extents.HEARTBEAT_S", 3600.0)
 

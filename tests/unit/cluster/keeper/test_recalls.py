@@ -172,7 +172,7 @@ def test_what_is_in_use_is_not_given_back_until_it_is_released(node, replica, po
     assert not waiting.done()
     (called, _), *_ = one.recalls
     one.leave(called[0])
-    waiting.result(1.0)  # at once: the next sign of life is an hour away
+    waiting.result(1.0)  # at once: the next heartbeat is an hour away
     assert called[0] not in resident(node)
     assert node.stats().resident_bytes == BUDGET_BYTES
 

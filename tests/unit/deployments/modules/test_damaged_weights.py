@@ -65,7 +65,7 @@ class Node:
 
 
 class Replica(ModuleCache):
-    """On one event loop, as replicas are; gives a sign of life when it is told to."""
+    """On one event loop, as replicas are; sends a heartbeat when it is told to."""
 
     def __init__(self, node: Node, device: str, name: str, budget_bytes: int = 2**30) -> None:
         self.node = node

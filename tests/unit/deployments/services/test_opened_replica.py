@@ -70,7 +70,7 @@ class Cluster:
         )
 
     async def damage(self, replica: ModelReplica, component: str) -> None:
-        """Write into shared weights; the audit finds it, and the replica gives its sign of life."""
+        """Write into shared weights; the audit finds it, and the replica sends its heartbeat."""
         refs = self.store.manifest(MODEL).components[component].tensors
         ref = max(refs.values(), key=lambda ref: ref.nbytes)
         held = self.keeper._held.held(ref.extent)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from weights.errors import StoreError
-from weights.storage.staging import SIGN_OF_LIFE, _remove_if_dead, claimed_folder, is_dead, sweep
+from weights.storage.staging import CLAIM, _remove_if_dead, claimed_folder, is_dead, sweep
 
 pytestmark = pytest.mark.slow
 
@@ -64,7 +64,7 @@ def test_what_is_not_a_claimed_folder_stays(tmp_path: Path) -> None:
     (tmp_path / "other" / "precious").touch()
     (tmp_path / "file").touch()
     (tmp_path / "target").mkdir()
-    (tmp_path / "target" / SIGN_OF_LIFE).touch()
+    (tmp_path / "target" / CLAIM).touch()
     (tmp_path / "link").symlink_to(tmp_path / "target")
     assert not any(_remove_if_dead(tmp_path / name) for name in ("other", "file", "link", "gone"))
     assert (tmp_path / "other" / "precious").exists()
